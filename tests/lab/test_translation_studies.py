@@ -156,40 +156,65 @@ def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
     assert translation.tested(run, "en-fr", near)["distinct_bleu"] == pytest.approx(100)
 
 
-def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
+def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path, monkeypatch):
     main = partial(multilingual.main, root=ROOT)
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     overrides = [*TINY, f"data.corpus={parallel_corpus}", 'data.pairs=["en-fr","en-de"]']
+    main([*overrides, *places, "--seeds", "1", "--arms", "moe"])
     main([*overrides, *places, "--seeds", "1"])
-    data = json.loads((tmp_path / "docs" / "multilingual.json").read_text())
-    assert data["models"].keys() == {"moe", "dense", "moe-oversampled"}
-    assert data["single"].keys() == {"en-fr", "en-de"}
-    several = {"en-fr", "en-de"}
-    assert {run: {*bleu} for run, bleu in data["bleu"].items()} == {
-        "moe-seed1": several,
-        "dense-seed1": several,
-        "moe-oversampled-seed1": several,
-        "single/en-fr-seed1": {"en-fr"},
-        "single/en-de-seed1": {"en-de"},
-    }
-    page = (tmp_path / "docs" / "multilingual.md").read_text()
-    figures, compared = data["figures"], data["comparisons"]["moe against single"]
-    french, german = (
-        figures["moe"][pair]["nll"] - figures["single"][pair]["nll"] for pair in ("en-fr", "en-de")
-    )
+    files = [tmp_path / "docs" / f"multilingual_manuals.{end}" for end in ("md", "png", "json")]
+    data = json.loads(files[2].read_text())
+    pairs = {run["arm"]: [*run["pairs"]] for run in data["runs"]}
+    several = ["en-fr", "en-de"]
+    assert pairs == {
+        "moe": several, "dense": several, "moe-oversampled": several,
+        "single en-fr": ["en-fr"], "single en-de": ["en-de"],
+    }  # fmt: skip
+    assert data["settings"]["train_pairs"] == {"en-fr": 120, "en-de": 60}
+    moe = tmp_path / "runs" / "manuals" / "moe-seed1"
+    stored = {run["arm"]: run for run in data["runs"]}
+    assert stored["moe"]["pairs"]["en-de"]["bleu"] == bleu_of_test(moe)["en-de"].score
+    nll = {arm: {p: each["nll"] for p, each in run["pairs"].items()} for arm, run in stored.items()}
+    assert nll["single en-fr"]["en-fr"] == pytest.approx(stored["single en-fr"]["test_nll"])
+    french, german = (nll["moe"][p] - nll[f"single {p}"][p] for p in several)
+    compared = data["comparisons"]["moe against single"]
     assert compared["difference"]["mean"] == pytest.approx((french + german) / 2, abs=1e-12)
     assert compared["num_pairs"] == 2
     assert compared["lower_perplexity"] == (french < 0) + (german < 0)
+    page = files[0].read_text()
     assert page.count("| moe against ") == 2 and "| moe-oversampled against moe |" in page
     assert "| en-de | 60 |" in page and page.index("![en-de and en-fr]") > 0
-    with pytest.raises(ConfigError, match="steps must"):
+    assert '\'data.pairs=["en-fr", "en-de"]\'' in page
+    steps = [step for step, _ in stored["dense"]["perplexity"]["en-de"]]
+    assert steps == [1, 2]
+    with pytest.raises(ConfigError, match="steps"):
         main([*overrides, "steps=3", *places, "--seeds", "1"])
+
+    before = [file.read_bytes() for file in files]
+    for file in files[:2]:
+        file.unlink()
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    main(["--report", "--output", str(tmp_path / "docs")])
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
+    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    overrides = [*TINY, f"data.corpus={parallel_corpus}"]
+    multilingual.main(
+        [*overrides, *places, "--text", "captions", "--seeds", "1", "--arms", "moe"], root=ROOT
+    )
+    settings = json.loads((tmp_path / "docs" / "multilingual_captions.json").read_text())[
+        "settings"
+    ]
+    assert [*settings["train_pairs"]] == ["en-de", "de-en", "en-fr", "fr-en"]
+    assert settings["model.dropout"] == 0.3
 
 
 def test_the_better_model_has_less_perplexity_and_more_bleu():
     """Only language pairs of both models count; equal values count for neither model."""
     ours, theirs = (
-        {name: multilingual.Figures(*each, num_seeds=1) for name, each in figures.items()}
+        {name: {1: multilingual.Figures(*each)} for name, each in figures.items()}
         for figures in (
             {"a": (1.0, 20.0), "b": (1.0, 20.0), "c": (1.0, 20.0), "d": (3.0, 20.0), "e": (9, 9)},
             {"d": (2.0, 20.0), "c": (2.0, 21.0), "b": (2.0, 21.0), "a": (2.0, 19.0)},
@@ -198,6 +223,21 @@ def test_the_better_model_has_less_perplexity_and_more_bleu():
     gap, *counts = multilingual.comparison(ours, theirs)
     assert gap.mean == -0.5 and counts == [4, 3, 1]
     assert f"{gap:.1f}" == "-0.5 (one seed, not decided)"
+
+
+def test_the_interval_is_over_the_seeds():
+    """The mean over the language pairs differs between the seeds that both models have."""
+    ours = {p: {s: multilingual.Figures(1.0, 9.0) for s in (1, 2, 3, 4)} for p in "ab"}
+    nll = {"a": (1.5, 1.6, 1.7), "b": (1.1, 1.2, 1.3)}
+    theirs = {
+        p: {s: multilingual.Figures(each, 9.0) for s, each in enumerate(values, 1)}
+        for p, values in nll.items()
+    }
+    gap = multilingual.comparison(ours, theirs).difference
+    assert gap.num_seeds == 3 and gap.mean == pytest.approx(-0.4)
+    assert gap.high - gap.mean == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)  # t of 2 degrees
+    del theirs["b"][3]
+    assert multilingual.comparison(ours, theirs).difference.num_seeds == 2
 
 
 @pytest.mark.parametrize("script", [translation, multilingual])

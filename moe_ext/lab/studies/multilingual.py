@@ -1,8 +1,9 @@
-"""Compares translation models for one and for twelve language pairs (Table 5, small scale).
+"""Compares translation models for one and for several language pairs (Table 5, small scale).
 
-    python scripts/studies/multilingual.py data.corpus=path/to/parallel/text
-    python scripts/studies/multilingual.py data.corpus=PATH --arms moe dense --seeds 1
-    python scripts/studies/multilingual.py --report data.corpus=PATH
+    python scripts/studies/multilingual.py data.corpus=CORPUS
+    python scripts/studies/multilingual.py data.corpus=CORPUS --arms moe dense --seeds 1
+    python scripts/studies/multilingual.py --text captions data.corpus=CORPUS
+    python scripts/studies/multilingual.py --text captions --report
 
 Trains the models of configs/mt/small-multilingual-*.toml with one shared vocabulary of wordpieces:
 
@@ -11,97 +12,101 @@ Trains the models of configs/mt/small-multilingual-*.toml with one shared vocabu
 - moe-oversampled: the model moe, with every language pair oversampled to the size of the largest
 - single: a separate dense model for each language pair
 
-The script translates the test parts. It writes multilingual.md, .json and .png to the folder OUTPUT
-(default: docs/results), with perplexity and BLEU of each language pair. The plot shows dev
-perplexity of the two language pairs with the least text, which oversampling may harm.
+The corpus of --text manuals has twelve language pairs. That of --text captions is Multi30k, with
+English to and from German and French.
 
-A multilingual run takes 45 minutes on one processor, a run of one language pair 6 minutes. To share
-the runs, start the same command several times with the same --runs. --report writes the page
-without training.
+The file OUTPUT/multilingual_TEXT.json (default: docs/results) keeps every finished run with
+perplexity and BLEU of each language pair, so the study can grow over many occasions and machines. A
+run that is interrupted continues from its checkpoint in RUNS. To share the runs, start the command
+several times. A multilingual run takes 45 minutes on one processor, a run of one of twelve language
+pairs 6 minutes. The script also writes the page, multilingual_TEXT.md, and its plot of the two
+language pairs with the least text, which oversampling may harm; --report writes them without
+training and without the corpus.
 """
 
-import argparse
+import shlex
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from moe_ext.lab.decoding import Bleu
+from moe_ext.lab.studies.translation import TEXTS
 from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import by_language_pair, perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.results import Result, train_and_test
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
+from moe_ext.lab.training.stored import (
+    FROM_THE_LAST_START,
+    Run,
+    changed_options,
+    locked,
+    read_stored,
+    record_of,
+    results_of,
+    run_missing,
+    shared_options,
+)
 from moe_ext.lab.training.study import (
-    Results,
+    HOW_DECIDED,
     as_change,
-    as_data,
-    command_of,
-    run_study,
+    run_folder,
     size_cells,
     study_parser,
+    verdict,
 )
 from moe_ext.lab.training.text import PairText, load_text
 from moe_ext.lab.training.translation import bleu_of_test, require_bleu, translated_test
 
 MIXTURE, DENSE, OVERSAMPLED, SINGLE = "moe", "dense", "moe-oversampled", "single"
-ARMS = (MIXTURE, DENSE, OVERSAMPLED, SINGLE)
-SETTINGS = ("num_threads=1",)
-_OF_ARM = {
-    MIXTURE: ("small-multilingual-moe-64", ()),
-    DENSE: ("small-multilingual-dense", ()),
-    OVERSAMPLED: ("small-multilingual-moe-64", ("data.oversample=true",)),
-    SINGLE: (
-        "small-multilingual-dense",
-        # The schedule ends at the same fraction of its peak learning rate.
-        ("steps=800", "optimizer.warmup_steps=200", "optimizer.hold_steps=162"),
-    ),
+MODELS = (MIXTURE, DENSE, OVERSAMPLED, SINGLE)
+_CONFIGS = {
+    MIXTURE: "small-multilingual-moe-64",
+    DENSE: "small-multilingual-dense",
+    OVERSAMPLED: "small-multilingual-moe-64",
+    SINGLE: "small-multilingual-dense",
+}
+_OF_TEXT = {
+    "manuals": [],
+    "captions": [
+        'data.pairs=["en-de","de-en","en-fr","fr-en"]', "data.vocab_size=6000", "model.dropout=0.3",
+    ],
+}  # fmt: skip
+# About twice the text of a language pair that the other models see. The schedule ends at the same
+# fraction of its peak learning rate.
+_OF_SINGLE = {
+    "manuals": ["steps=800", "optimizer.warmup_steps=200", "optimizer.hold_steps=162"],
+    "captions": ["steps=2500", "optimizer.hold_steps=830"],
 }
 
 
-@dataclass(frozen=True)
-class Study:
-    """The finished runs of all models.
-
-    Attributes:
-        config: the configuration of the model moe.
-        text: the encoded text of all language pairs.
-        results: the runs of the multilingual models, by model and seed.
-        single: the runs of the models of one language pair, by language pair and seed.
-        bleu: the BLEU scores of each run, by the run's folder and language pair.
-    """
-
-    config: TranslationConfig
-    text: PairText
-    results: Results
-    single: Results
-    bleu: dict[Path, dict[str, Bleu]]
-
-
 class Figures(NamedTuple):
-    """A model's results on the test part of one language pair.
+    """The results of a run on the test part of one language pair.
 
     Attributes:
-        nll: nats per target piece, mean over seeds.
-        bleu: sacreBLEU's score, mean over seeds.
-        num_seeds: the number of seeds.
+        nll: nats per target piece.
+        bleu: sacreBLEU's score.
     """
 
     nll: float
     bleu: float
-    num_seeds: int
 
 
-class _Comparison(NamedTuple):
+OfPairs = Mapping[str, Mapping[int, Figures]]  # of a model, by language pair and seed
+
+
+class Comparison(NamedTuple):
     """The comparison of two models over the language pairs.
 
     Attributes:
-        difference: the mean difference in ln(perplexity) over num_pairs; None if num_pairs is 0.
+        difference: the difference in ln(perplexity), mean over num_pairs, paired over the seeds;
+            None if no seed has all language pairs.
         num_pairs: the number of language pairs that both models have.
         lower_perplexity: the number of language pairs with a lower perplexity of the first model.
         higher_bleu: the number of language pairs with a higher BLEU of the first model.
@@ -113,235 +118,297 @@ class _Comparison(NamedTuple):
     higher_bleu: int
 
 
-def study(options: argparse.Namespace, root: Path) -> Study:
-    """Trains and tests the models of --arms, and translates the test parts with them.
-
-    Raises:
-        ConfigError: data.pairs has fewer than two language pairs.
-    """
-
-    def config_of(arm: str, *changes: str) -> TranslationConfig:
-        name, settings = _OF_ARM[arm]
-        return read_config(
-            root / "configs" / "mt" / f"{name}.toml",
-            [*SETTINGS, *settings, *options.overrides, *changes],
-            TranslationConfig,
-        )
-
-    first = config_of(MIXTURE)
-    if len(first.data.pairs) < 2:
-        raise ConfigError(
-            f"data.pairs must list at least 2 language pairs, got {list(first.data.pairs)}"
-        )
-    set_up_for(first)
-    text = load_text(first.data)
-    runs = Path(options.runs)
-    runs.mkdir(parents=True, exist_ok=True)
-    wordpieces = runs / "wordpieces.model"
-    text.vocabulary.save(wordpieces)
-    train = () if options.report else options.arms
-    shared = f"data.wordpieces={wordpieces}"
-    results = run_study(
-        {arm: config_of(arm, shared) for arm in (MIXTURE, DENSE, OVERSAMPLED)},
-        options.seeds,
-        text,
-        runs,
-        train=train,
-        then=translated_test,
-    )
-    single: Results = {}
-    for languages in first.data.pairs:
-        config = config_of(SINGLE, shared, f'data.pairs=["{languages}"]')
-        single |= run_study(
-            {languages: config},
-            options.seeds,
-            load_text(config.data),
-            runs / SINGLE,
-            train=[languages] if SINGLE in train else (),
-            then=translated_test,
-        )
-    finished = [run for runs in (*results.values(), *single.values()) for run in runs.values()]
-    bleu = {result.run: bleu_of_test(result.run) for result in finished}
-    return Study(first, text, results, single, bleu)
+def arms_of(model: str, pairs: Sequence[str]) -> list[str]:
+    """Returns the names of the models to train: one, or one for each language pair."""
+    return [f"{SINGLE} {languages}" for languages in pairs] if model == SINGLE else [model]
 
 
-def figures(study: Study) -> dict[str, dict[str, Figures]]:
-    """Collects the results of finished runs by model and language pair."""
-    nll_of = {
-        run.run: by_language_pair(run.sentence_nll, study.text.test)
-        for runs in study.results.values()
-        for run in runs.values()
+def settings_of(config: TranslationConfig, text: PairText) -> dict[str, Any]:
+    """Returns what all runs of the study share: facts of the text, and options of training."""
+    names = text.train.names
+    sizes = text.train.pair.bincount(minlength=len(names)).tolist()
+    return {
+        "pieces": len(text.vocabulary),
+        "vocabulary": text.vocabulary.fingerprint(),
+        "train": text.train.fingerprint(),
+        "test": text.test.fingerprint(),
+        "train_pairs": dict(zip(names, sizes, strict=True)),
+        **shared_options(config),
     }
-    found: dict[str, dict[str, Figures]] = {arm: {} for arm in ARMS}
-    for arm, languages in product(ARMS, study.config.data.pairs):
-        runs = [*(study.single[languages] if arm == SINGLE else study.results[arm]).values()]
-        if not runs:
-            continue
-        nll = [run.test_nll if arm == SINGLE else nll_of[run.run][languages].nll for run in runs]
-        bleu = [study.bleu[run.run][languages].score for run in runs]
-        found[arm][languages] = Figures(statistics.fmean(nll), statistics.fmean(bleu), len(runs))
+
+
+def least_text(train_pairs: Mapping[str, int]) -> list[str]:
+    """Returns the two language pairs with the fewest training sentences."""
+    return sorted(train_pairs, key=lambda languages: train_pairs[languages])[:2]
+
+
+def tested(result: Result, text: PairText, least: Sequence[str]) -> dict[str, Any]:
+    """Returns what a run adds to its record: the figures of each language pair.
+
+    least: the language pairs whose dev perplexity the page plots.
+    """
+    translated_test(result.run)
+    bleu = bleu_of_test(result.run)
+    nll = {
+        name: each.nll for name, each in by_language_pair(result.sentence_nll, text.test).items()
+    }
+    dev = read_metrics(result.run, "dev")
+    config = read_config(result.run / "config.toml", [], TranslationConfig)
+    return {
+        "steps": config.steps,
+        "learning_rate": config.optimizer.learning_rate,
+        "pairs": {name: {"nll": nll[name], "bleu": bleu[name].score} for name in nll},
+        "signatures": sorted({each.signature for each in bleu.values()}),
+        "perplexity": {
+            name: [
+                [each["step"], each.get(f"perplexity/{name}", each["perplexity"])] for each in dev
+            ]
+            for name in least
+            if name in nll
+        },
+    }
+
+
+def figures(runs: Sequence[Run]) -> dict[str, dict[str, dict[int, Figures]]]:
+    """Collects the results of finished runs by model, language pair and seed."""
+    found: dict[str, dict[str, dict[int, Figures]]] = {model: {} for model in MODELS}
+    for run in runs:
+        of_model = found[run["arm"].partition(" ")[0]]
+        for languages, values in run["pairs"].items():
+            of_model.setdefault(languages, {})[run["seed"]] = Figures(**values)
     return found
 
 
-def comparison(a: dict[str, Figures], b: dict[str, Figures]) -> _Comparison:
-    """Compares the figures `a` and `b` of two models over the language pairs that both have."""
-    both = [(figures, b[languages]) for languages, figures in a.items() if languages in b]
-    return _Comparison(
+def means(of_seeds: Mapping[int, Figures]) -> Figures:
+    """Returns the means over the seeds."""
+    return Figures(*map(statistics.fmean, zip(*of_seeds.values(), strict=True)))
+
+
+def comparison(a: OfPairs, b: OfPairs) -> Comparison:
+    """Compares two models over the language pairs and the seeds that both have."""
+    both = {
+        languages: (a[languages], b[languages])
+        for languages in a
+        if languages in b and a[languages].keys() & b[languages].keys()
+    }
+    seeds = set.intersection(*(ours.keys() & theirs.keys() for ours, theirs in both.values()))
+    compared = [
+        tuple(
+            means({seed: each[seed] for seed in ours.keys() & theirs.keys()})
+            for each in (ours, theirs)
+        )
+        for ours, theirs in both.values()
+    ]
+    return Comparison(
         mean_difference(
-            [ours.nll - theirs.nll for ours, theirs in both],
-            num_seeds=min((each.num_seeds for pair in both for each in pair), default=0),
+            [
+                statistics.fmean(
+                    ours[seed].nll - theirs[seed].nll for ours, theirs in both.values()
+                )
+                for seed in sorted(seeds)
+            ]
         ),
         len(both),
-        sum(ours.nll < theirs.nll for ours, theirs in both),
-        sum(ours.bleu > theirs.bleu for ours, theirs in both),
+        sum(ours.nll < theirs.nll for ours, theirs in compared),
+        sum(ours.bleu > theirs.bleu for ours, theirs in compared),
     )
 
 
-def comparisons(found: dict[str, dict[str, Figures]]) -> dict[str, _Comparison]:
+def comparisons(runs: Sequence[Run]) -> dict[str, Comparison]:
     """Returns the comparisons of the paper, and of moe with and without oversampling."""
+    found = figures(runs)
     return {
-        f"{arm} against {other}": comparison(found[arm], found[other])
-        for arm, other in ((MIXTURE, DENSE), (MIXTURE, SINGLE), (OVERSAMPLED, MIXTURE))
-        if found[arm].keys() & found[other].keys()
+        f"{model} against {other}": comparison(found[model], found[other])
+        for model, other in ((MIXTURE, DENSE), (MIXTURE, SINGLE), (OVERSAMPLED, MIXTURE))
+        if any(
+            found[model][languages].keys() & found[other][languages].keys()
+            for languages in found[model].keys() & found[other].keys()
+        )
     }
 
 
-def _comparisons_table(compared: dict[str, _Comparison]) -> str:
+def comparisons_table(compared: Mapping[str, Comparison]) -> str:
     """Formats the comparisons as a table, with one row per comparison."""
     rows = [
         [
             what,
             as_change(each.difference),
+            verdict(each.difference),
             f"{each.lower_perplexity} of {each.num_pairs}",
             f"{each.higher_bleu} of {each.num_pairs}",
         ]
         for what, each in compared.items()
     ]
-    return markdown_table(
-        ["models", "difference in perplexity, 95%", "lower perplexity", "higher BLEU"], rows
-    )
-
-
-def table(study: Study, found: dict[str, dict[str, Figures]]) -> str:
-    """Formats perplexity and BLEU of each model, one row for each language pair."""
-    names = study.text.train.names
-    sizes = study.text.train.pair.bincount(minlength=len(names)).tolist()
-    rows = []
-    for languages, size in zip(names, sizes, strict=True):
-        cells = [languages, f"{size:,}"]
-        for arm in ARMS:
-            each = found[arm].get(languages)
-            cells += [f"{perplexity(each.nll):.2f}", f"{each.bleu:.1f}"] if each else ["", ""]
-        rows.append(cells)
-    header = ["languages", "training pairs"]
-    for arm in ARMS:
-        header += [f"{arm}: ppl", "BLEU"]
+    header = [
+        "models",
+        "difference in perplexity, 95%",
+        "verdict",
+        "lower perplexity",
+        "higher BLEU",
+    ]
     return markdown_table(header, rows)
 
 
-def _sizes_of_models(study: Study) -> str:
-    """Formats the size and the training of the models, one row for each kind of model."""
+def table(train_pairs: Mapping[str, int], runs: Sequence[Run]) -> str:
+    """Formats perplexity and BLEU of each model, one row for each language pair."""
+    found = figures(runs)
     rows = []
-    every = {**study.results, SINGLE: next(iter(study.single.values()), {})}
-    for arm, runs in every.items():
-        if not runs:
-            continue
-        result = next(iter(runs.values()))
-        config = read_config(result.run / "config.toml", [], TranslationConfig)
-        rows.append(
-            [
-                arm,
-                *size_cells(result.cost),
-                f"{config.steps:,}",
-                f"{config.optimizer.learning_rate:g}",
-                len(runs),
-            ]
-        )
-    return markdown_table(
-        ["model", "ops/timestep", "parameters", "steps", "peak learning rate", "seeds"], rows
-    )
+    for languages, size in train_pairs.items():
+        cells = [languages, f"{size:,}"]
+        for model in MODELS:
+            if of_seeds := found[model].get(languages):
+                mean = means(of_seeds)
+                cells += [f"{perplexity(mean.nll):.2f}", f"{mean.bleu:.1f}"]
+            else:
+                cells += ["", ""]
+        rows.append(cells)
+    header = ["languages", "training pairs"]
+    for model in MODELS:
+        header += [f"{model}: ppl", "BLEU"]
+    return markdown_table(header, rows)
 
 
-def _least_text(text: PairText) -> list[str]:
-    """Returns the two language pairs with the fewest training sentences."""
-    order = text.train.pair.bincount(minlength=len(text.train.names)).argsort(stable=True)
-    return [text.train.names[index] for index in order[:2].tolist()]
+def sizes_of_models(runs: Sequence[Run], arms: Sequence[str]) -> str:
+    """Formats the size and the training of the models, one row for each kind of model."""
+    results = results_of(runs, arms)
+    rows = {}
+    for run in runs:
+        model = run["arm"].partition(" ")[0]
+        rows[model] = [
+            model,
+            *size_cells(results[run["arm"]][run["seed"]].cost),
+            f"{run['steps']:,}",
+            f"{run['learning_rate']:g}",
+            len({each["seed"] for each in runs if each["arm"].partition(" ")[0] == model}),
+        ]
+    header = ["model", "ops/timestep", "parameters", "steps", "peak learning rate", "seeds"]
+    return markdown_table(header, [*rows.values()])
 
 
-def as_markdown(study: Study, found: dict[str, dict[str, Figures]], command: str) -> str:
-    """Formats the Markdown page, with the command that writes the page."""
-    config = study.config
-    signatures = sorted({bleu.signature for each in study.bleu.values() for bleu in each.values()})
+def as_markdown(
+    name: str, contents: str, settings: Mapping[str, Any], runs: Sequence[Run], command: str
+) -> str:
+    """Formats the page: plot, tables, comparisons, cost, command."""
+    signatures = sorted({signature for run in runs for signature in run["signatures"]})
+    hours = sum(run["seconds"] for run in runs) / 3600
+    arms = [arm for model in MODELS for arm in arms_of(model, [*settings["train_pairs"]])]
     return (
         "# One model for all language pairs\n\n"
-        f"```\n{command}\n```\n\n"
-        f"A training step has about {config.data.tokens_per_batch:,} source and target wordpieces. "
-        f"All languages share one vocabulary of {config.data.vocab_size:,} wordpieces. `moe` and "
-        "`dense` see the language pairs in their natural proportions, `moe-oversampled` sees all "
-        "language pairs equally often. `single` stands for dense models that are trained on one "
-        "language pair each. Perplexity is per target wordpiece of the test part, and exp of the "
-        "mean of ln(perplexity) over seeds. BLEU is sacreBLEU's score, with character "
-        "tokenization for Japanese. Operations and parameters do not include embedding and "
-        "softmax.\n\n"
-        f"{_sizes_of_models(study)}\n{table(study, found)}\n"
-        f"![{' and '.join(_least_text(study.text))}](multilingual.png)\n\n"
-        "The differences in perplexity are means over the language pairs. With three seeds or "
-        "more, a 95% t interval over the language pairs follows in brackets. This interval "
-        "measures the variation between language pairs, not between seeds. In the paper, the "
-        "mixture has a higher BLEU than the multilingual model without experts in 11 of 12 "
-        "language pairs. The mixture has a higher BLEU than the models of one language pair in 8 "
-        "of 12 pairs. "
-        "Those models saw more text of their language pair (Table 5).\n\n"
-        f"{_comparisons_table(comparisons(found))}\n"
-        f"Signatures of sacreBLEU: {', '.join(f'`{each}`' for each in signatures)}.\n"
+        f"![{' and '.join(least_text(settings['train_pairs']))}]({name}.png)\n\n"
+        f"The corpus has {contents}. A training step has about "
+        f"{settings['data.tokens_per_batch']:,} source and target wordpieces. All languages share "
+        f"one vocabulary of {settings['pieces']:,} wordpieces. `moe` and `dense` see the language "
+        "pairs in their natural proportions, `moe-oversampled` sees all language pairs equally "
+        "often. `single` stands for dense models that are trained on one language pair each. "
+        "Perplexity is per target wordpiece of the test part, and exp of the mean of "
+        "ln(perplexity) over seeds. BLEU is sacreBLEU's score, with character tokenization for "
+        "Japanese. Operations and parameters do not include embedding and softmax.\n\n"
+        f"{sizes_of_models(runs, arms)}\n{table(settings['train_pairs'], runs)}\n"
+        "A difference in perplexity is the mean over the language pairs, and over pairs of runs "
+        "with the same seed. With three seeds or more, its 95% t interval over the seeds follows "
+        "in brackets. The claim is that the first model has the lower perplexity. "
+        f"{HOW_DECIDED} In the paper, the mixture has a higher BLEU than the multilingual model "
+        "without experts in 11 of 12 language pairs. The mixture has a higher BLEU than the models "
+        "of one language pair in 8 of 12 pairs. Those models saw more text of their language pair "
+        "(Table 5).\n\n"
+        f"{comparisons_table(comparisons(runs))}\n"
+        f"Signatures of sacreBLEU: {', '.join(f'`{each}`' for each in signatures)}. All runs took "
+        f"at least {hours:.2f} core-hours. {FROM_THE_LAST_START}\n\n"
+        f"```\n{command}\n```\n"
     )
 
 
-def plot(study: Study) -> Figure:
+def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     """Plots dev perplexity against steps for the two language pairs with the least text."""
-    panels = _least_text(study.text)
+    panels = least_text(settings["train_pairs"])
     figure = Figure(figsize=(12, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots(1, len(panels), squeeze=False)
     for panel, languages in zip(axes[0], panels, strict=True):
-        curves = {arm: (runs, f"perplexity/{languages}") for arm, runs in study.results.items()}
-        curves[SINGLE] = (study.single[languages], "perplexity")
-        for arm, (runs, key) in curves.items():
-            for result in [*runs.values()][:1]:
-                dev = read_metrics(result.run, "dev")
-                panel.plot([r["step"] for r in dev], [r[key] for r in dev], label=arm, lw=1.2)
-        panel.set_yscale("log")
-        panel.set(xlabel="steps", ylabel="dev perplexity", title=languages)
+        # The first seed of each model.
+        curves = {
+            run["arm"].partition(" ")[0]: run["perplexity"][languages]
+            for run in reversed(runs)
+            if languages in run["perplexity"]
+        }
+        for model in (model for model in MODELS if model in curves):
+            panel.plot(*zip(*curves[model], strict=True), label=model, lw=1.2)
+        panel.set(xlabel="steps", ylabel="dev perplexity", title=languages, yscale="log")
         panel.legend()
     return figure
 
 
-def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Study:
+def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Run]:
     """Runs the study and returns the finished runs."""
-    parser = study_parser(__doc__, "multilingual", ARMS)
+    parser = study_parser(__doc__, "multilingual", MODELS)
+    parser.add_argument("--text", choices=TEXTS, default="manuals", help="the kind of the corpus")
     options = parser.parse_intermixed_args(arguments)
-    require_bleu()
-    found = study(options, root)
-    if not any(found.results.values()):
-        print("nothing to report yet: no multilingual run is finished")
-        return found
-    by_pair = figures(found)
-    page = as_markdown(found, by_pair, command_of("multilingual", options))
-    data = {
-        "corpus": found.config.data.corpus,
-        "models": as_data(found.results),
-        "single": as_data(found.single),
-        "bleu": {
-            str(run.relative_to(options.runs)): {pair: asdict(bleu) for pair, bleu in each.items()}
-            for run, each in found.bleu.items()
-        },
-        "figures": {
-            arm: {languages: each._asdict() for languages, each in of_arm.items()}
-            for arm, of_arm in by_pair.items()
-        },
-        "comparisons": {
+    name = f"multilingual_{options.text}"
+    path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
+
+    def config_of(model: str, overrides: Sequence[str]) -> TranslationConfig:
+        of_model = ["data.oversample=true"] if model == OVERSAMPLED else []
+        of_model += _OF_SINGLE[options.text] if model == SINGLE else []
+        return read_config(
+            root / "configs" / "mt" / f"{_CONFIGS[model]}.toml",
+            ["num_threads=1", *_OF_TEXT[options.text], *of_model, *overrides],
+            TranslationConfig,
+        )
+
+    if not options.report:
+        require_bleu()
+        first = config_of(MIXTURE, options.overrides)
+        pairs = first.data.pairs
+        if len(pairs) < 2:
+            raise ConfigError(f"data.pairs must list at least 2 language pairs, got {list(pairs)}")
+        set_up_for(first)
+        text = load_text(first.data)
+        settings = settings_of(first, text)
+        least = least_text(settings["train_pairs"])
+        runs_folder.mkdir(parents=True, exist_ok=True)
+        wordpieces = runs_folder / "wordpieces.model"
+        text.vocabulary.save(wordpieces)
+
+        def run(arm: str, seed: int) -> Run:
+            started = time.process_time()
+            model, _, languages = arm.partition(" ")
+            overrides = [*options.overrides, f"data.wordpieces={wordpieces}"]
+            overrides += [f'data.pairs=["{languages}"]'] if languages else []
+            config = replace(
+                config_of(model, overrides),
+                seed=seed,
+                output=str(run_folder(runs_folder, arm.replace(" ", "-"), seed)),
+            )
+            own = load_text(config.data) if languages else text
+            result = train_and_test(config, own)
+            extra = tested(result, own, least)
+            return record_of(result, time.process_time() - started) | extra
+
+        run_missing(
+            [
+                (arm, seed)
+                for seed in options.seeds
+                for model in options.arms
+                for arm in arms_of(model, pairs)
+            ],
+            run,
+            path,
+            settings,
+            [arm for model in MODELS for arm in arms_of(model, pairs)],
+            runs_folder,
+        )
+    with locked(path):
+        stored = read_stored(path)
+        if stored is None:
+            print("nothing to report yet: no run is finished")
+            return []
+        changed = changed_options(stored.settings, config_of(MIXTURE, []))
+        command = ["python", "scripts/studies/multilingual.py", "--text", options.text]
+        command += ["data.corpus=CORPUS", *changed]
+        compared = {
             what: {**each._asdict(), "difference": each.difference and asdict(each.difference)}
-            for what, each in comparisons(by_pair).items()
-        },
-    }
-    write_report(options.output, "multilingual", page, data, plot(found))
-    return found
+            for what, each in comparisons(stored.runs).items()
+        }
+        page = as_markdown(name, TEXTS[options.text].contents, *stored, shlex.join(command))
+        data = {**stored._asdict(), "comparisons": compared}
+        write_report(options.output, name, page, data, plot(*stored))
+    return stored.runs
