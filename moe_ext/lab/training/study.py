@@ -134,7 +134,6 @@ def run_study(
     runs: str | Path,
     shares: Sequence[float] = (),
     train: Collection[str] | None = None,
-    then: Callable[[Path], object] | None = None,
     at_once: int = 1,
 ) -> Results:
     """Trains and tests every arm with every seed, in the folders RUNS/ARM-seedN.
@@ -150,7 +149,6 @@ def run_study(
         runs: the parent of the runs' folders.
         shares: fractions of the training steps after which to test; see `train_and_test`.
         train: the arms to train; finished runs of other arms are only read. None trains all.
-        then: function called with the folder of each run after the run is trained and tested.
         at_once: the number of runs to train at the same time, each in its own process. Each process
             reads the text again. A run that fails or diverges stops the other runs, which save a
             checkpoint.
@@ -182,8 +180,6 @@ def run_study(
                 if has_diverged(folder):
                     continue
                 train_and_test(config, text, shares)
-                if then is not None:
-                    then(folder)
         except FloatingPointError as error:
             write_text(folder / _DIVERGED, f"{error}\n")
             diverged.append(f"{folder}: {error}")
