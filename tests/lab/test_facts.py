@@ -1,4 +1,4 @@
-"""The study of how many bits of facts a layer stores, and the file of its runs."""
+"""The study of how many bits of facts a layer stores."""
 
 import json
 import math
@@ -10,10 +10,8 @@ from torch import nn
 from moe_ext.lab.files import file_lock
 from moe_ext.lab.studies import facts as study
 from moe_ext.lab.training.config import ConfigError
-from moe_ext.lab.training.stored import run_missing, stored_runs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SETTINGS = {"epochs": 2}
 
 
 class Knows(nn.Module):
@@ -149,60 +147,3 @@ def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsy
         with pytest.raises(SystemExit):
             run("--rate", wrong)
         assert f"--rate: must be a positive number, got '{wrong}'" in capsys.readouterr().err
-
-
-def test_runs_are_stored_one_by_one(tmp_path):
-    path, locks = tmp_path / "results" / "study.json", tmp_path / "runs"
-    calls = []
-
-    def run(arm, seed):
-        calls.append((arm, seed))
-        if seed == 3:
-            raise KeyboardInterrupt
-        return {"value": seed}
-
-    def all_runs(*keys):
-        run_missing(keys, run, path, SETTINGS, ["b", "a"], locks)
-
-    assert stored_runs(path, SETTINGS) == []
-    with pytest.raises(KeyboardInterrupt):
-        all_runs(("a", 2), ("b", 2), ("a", 1), ("a", 3))
-    # The file is in the order of the arms; what was finished before the interrupt stays.
-    expected = [("b", 2), ("a", 1), ("a", 2)]
-    assert [(r["arm"], r["seed"]) for r in stored_runs(path, SETTINGS)] == expected
-    all_runs(("a", 2), ("b", 1), ("a", 1))
-    assert calls == [("a", 2), ("b", 2), ("a", 1), ("a", 3), ("b", 1)]
-    assert {"arm": "b", "seed": 1, "value": 1} in stored_runs(path, SETTINGS)
-
-
-def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):
-    path = tmp_path / "study.json"
-
-    def run(arm, seed):
-        if seed == 1:
-            raise FloatingPointError("step 7")
-        run_missing([("a", 3)], lambda *_: {"value": 0}, path, SETTINGS, ["a"], tmp_path / "other")
-        return {"value": seed}
-
-    with pytest.raises(FloatingPointError, match="a with seed 1: step 7; --report writes"):
-        run_missing([("a", n) for n in (1, 2, 3)], run, path, SETTINGS, ["a"], tmp_path / "locks")
-    # Another process with locks of its own stored seed 3.
-    assert [(r["seed"], r["value"]) for r in stored_runs(path, SETTINGS)] == [(2, 2), (3, 0)]
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("{", "must be JSON"),
-        ("[]", "must be a table with settings and runs, got 'list'"),
-        ('{"runs": []}', "must be a table with settings and runs, got 'dict'"),
-        ('{"settings": {"epochs": 2}, "runs": [{"arm": "a"}]}', "must each have an arm and a seed"),
-        ('{"settings": {"epochs": 9}, "runs": []}', "must hold runs with {'epochs': 2}, got"),
-    ],
-)
-def test_files_of_other_studies_are_refused(tmp_path, content, message):
-    path = tmp_path / "study.json"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=message) as error:
-        stored_runs(path, SETTINGS)
-    assert str(path) in str(error.value) and "delete the file" in str(error.value)
