@@ -150,6 +150,7 @@ cat > "$python" << END
 ulimit -v 4194304  # KiB
 export PYTHONHOME=$root/usr TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN=without_cuda.order
 export CPLUS_INCLUDE_PATH=$home/include/$version:$home/include
+export TORCHINDUCTOR_CPP_MARCH=armv8.6-a+bf16  # The cross compiler does not know -march=native.
 exec qemu-aarch64 -cpu max,pauth-impdef=on,sve=off -0 "\$0" -L $root $root/usr/bin/$version "\$@"
 END
 chmod +x "$python"
@@ -190,7 +191,7 @@ tests=(-q -p no:cacheprovider -m "not emulator" --timeout 3600
   --ignore tests/ops/test_inputs.py)
 tests+=(tests/layer tests/ops)
 if [ $mode != --whole ]; then
-  # Without compilers, and without the tests that take longest.
+  # Without torch.compile, and without the tests that take longest.
   slow=(compile export opcheck instruction_set limits as_accurate_as_plain_torch deterministic
     hostile any_number_of_rows large_gradients several_blocks rows_do_not_depend_on_each_other
     a_token_does_not_depend_on_the_others replaces_the_function_of_torch)
