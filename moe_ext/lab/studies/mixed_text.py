@@ -277,7 +277,7 @@ def found(results: Results, on_dev: Results) -> str:
     """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
     arms = [mixture + suffix for suffix in LENGTHS for mixture in MIXTURES]
     best = min((arm for arm in arms if on_dev[arm]), key=lambda arm: mean_perplexity(on_dev[arm]))
-    model, factor, _ = ARMS[best]
+    model, *_ = ARMS[best]
     suffix = best.removeprefix(model)
     gaps = [
         f"{as_change(gap)} from {base}{suffix}"
@@ -365,11 +365,10 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     learning.set(xlabel="training wordpieces (millions)", ylabel="dev perplexity", yscale="log")
     learning.yaxis.set_minor_formatter("{x:g}")
     learning.legend()
-    for suffix in lengths:
+    with_first = [suffix for suffix in lengths if results[FIRST + suffix]]
+    for suffix in with_first:
         seen = settings["steps"] * settings["data.tokens_per_batch"] * LENGTHS[suffix]
         same = of_length(results, suffix)
-        if not same[FIRST]:
-            continue
         gaps = [(n, difference(same[model], same[FIRST])) for model, n in MIXTURES.items()]
         known = [(n, gap) for n, gap in gaps if gap]
         means = [percent(gap.mean) for _, gap in known]
@@ -382,12 +381,12 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
         ]
         if ends:
             capacity.fill_between(*zip(*ends, strict=True), color=line.get_color(), alpha=0.2, lw=0)
-    for dense in DENSE:
-        if gap := difference(longest[dense], longest[FIRST]):
+    for arm in [dense + suffix for suffix in with_first[-1:] for dense in DENSE]:
+        if gap := difference(results[arm], results[FIRST + with_first[-1]]):
             level = percent(gap.mean)
             capacity.axhline(level, lw=0.8, ls="--", color="grey")
             where = capacity.get_yaxis_transform()
-            capacity.annotate(dense, (0.02, level), xycoords=where, fontsize=7, va="bottom")
+            capacity.annotate(arm, (0.02, level), xycoords=where, fontsize=7, va="bottom")
     capacity.set_xscale("log", base=4)
     capacity.set_xticks([*MIXTURES.values()], [*map(str, MIXTURES.values())])
     capacity.set(
