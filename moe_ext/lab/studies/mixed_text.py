@@ -163,7 +163,7 @@ def claims(results: Results) -> list[Claim]:
     """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim.
 
     Each claim compares models at the greatest number of training steps for which it has an
-    interval, or at the greatest for which it has any runs.
+    interval. Without an interval, it compares them at the greatest for which it has runs.
     """
     of_lengths = [claims_of_length(results, suffix) for suffix in reversed(lengths_of(results))]
     rows = [

@@ -20,7 +20,7 @@ perplexity and BLEU of each language pair, so the study can grow over many occas
 run that is interrupted continues from its checkpoint in RUNS. To share the runs, start the command
 several times. A multilingual run takes 45 minutes on one processor, a run of one of twelve language
 pairs 6 minutes. The script also writes the page, multilingual_TEXT.md, and its plot of the two
-language pairs with the least text, which oversampling may harm; --report writes them without
+language pairs with the least text, which oversampling may harm. --report writes them without
 training and without the corpus.
 """
 

@@ -86,7 +86,7 @@ def stored_runs(path: Path, settings: Mapping[str, Any]) -> list[Run]:
 
 
 def locked(path: Path) -> AbstractContextManager[None]:
-    """Waits until no other process reads and writes the file of a study, and keeps them waiting."""
+    """Locks the file of a study: only one program at a time reads and writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return file_lock(path.with_name(f".{path.name}.lock"), wait=True)
 
