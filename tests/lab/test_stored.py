@@ -88,7 +88,8 @@ def test_options_that_all_runs_share():
 
 def test_the_mean_curve_averages_the_log_perplexity():
     runs = [{"dev": [[100, 0.0], [200, 1.0]]}, {"dev": [[101, 2.0], [201, 1.0]]}]
-    (first, ppl), (second, last) = mean_curve(runs)
+    runs = [{"arm": "a", **run} for run in runs] + [{"arm": "b", "dev": [[300, 9.0]]}]
+    (first, ppl), (second, last) = mean_curve(runs, "a")
     assert (first, second) == (100, 200)
     assert (ppl, last) == pytest.approx((2.718281828, 2.718281828))
-    assert mean_curve([]) == []
+    assert mean_curve(runs, "c") == []

@@ -38,16 +38,16 @@ from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.results import train_and_test
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.stored import (
-    FROM_THE_LAST_START,
     Run,
     changed_options,
+    core_hours,
     locked,
     mean_curve,
     read_stored,
     record_of,
     results_of,
     run_missing,
-    shared_options,
+    shared_settings,
 )
 from moe_ext.lab.training.study import (
     HOW_COMPARED,
@@ -112,14 +112,10 @@ def settings_of(config: Config, text: SentenceText, corpus: str) -> dict[str, An
         raise ConfigError('data.kind must be "bpe" or "unigram" for this study, got "words"')
     return {
         "text": corpus,
-        "pieces": len(text.vocabulary),
-        "vocabulary": text.vocabulary.fingerprint(),
-        "train": text.train.fingerprint(),
-        "test": text.test.fingerprint(),
         "train_tokens": text.train.num_tokens,
         "test_tokens": text.test.num_tokens,
         "test_bytes": bytes_of(text.test, text.vocabulary),
-        **shared_options(config),
+        **shared_settings(config, text),
     }
 
 
@@ -320,7 +316,6 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
     seen = settings["steps"] * settings["data.tokens_per_batch"]
     longer = "".join(f", with{suffix} {LENGTHS[suffix] * seen:,}" for suffix in lengths if suffix)
     epochs = LENGTHS[lengths[-1]] * seen / settings["train_tokens"]
-    hours = sum(run["seconds"] for run in runs) / 3600
     return (
         "# More experts on text of many kinds\n\n"
         f"![learning curves, and perplexity with more experts]({name}.png)\n\n"
@@ -341,7 +336,7 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         f"{HOW_COMPARED} {spread_sentence(results, on_dev)}\n\n"
         f"{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
         f"{trials(settings, on_dev)}"
-        f"All runs took at least {hours:.2f} core-hours. {FROM_THE_LAST_START}\n\n"
+        f"{core_hours(runs)}\n\n"
         f"```\n{command}\n```\n"
     )
 
@@ -359,7 +354,7 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=150)
     learning, capacity = figure.subplots(1, 2)
     for model in (model for model in MODELS if longest[model]):
-        points = mean_curve([run for run in runs if run["arm"] == model + lengths[-1]])
+        points = mean_curve(runs, model + lengths[-1])
         points = [(tokens / 1e6, ppl) for tokens, ppl in points]
         learning.plot(*zip(*points, strict=True), marker=".", label=model)
     learning.set(xlabel="training wordpieces (millions)", ylabel="dev perplexity", yscale="log")

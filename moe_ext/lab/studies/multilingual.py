@@ -43,15 +43,15 @@ from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.results import Result, train_and_test
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.stored import (
-    FROM_THE_LAST_START,
     Run,
     changed_options,
+    core_hours,
     locked,
     read_stored,
     record_of,
     results_of,
     run_missing,
-    shared_options,
+    shared_settings,
 )
 from moe_ext.lab.training.study import (
     HOW_DECIDED,
@@ -123,17 +123,18 @@ def arms_of(model: str, pairs: Sequence[str]) -> list[str]:
     return [f"{SINGLE} {languages}" for languages in pairs] if model == SINGLE else [model]
 
 
+def model_of(run: Run) -> str:
+    """Returns the model of a run, without its language pair."""
+    return run["arm"].partition(" ")[0]
+
+
 def settings_of(config: TranslationConfig, text: PairText) -> dict[str, Any]:
     """Returns what all runs of the study share: facts of the text, and options of training."""
     names = text.train.names
     sizes = text.train.pair.bincount(minlength=len(names)).tolist()
     return {
-        "pieces": len(text.vocabulary),
-        "vocabulary": text.vocabulary.fingerprint(),
-        "train": text.train.fingerprint(),
-        "test": text.test.fingerprint(),
         "train_pairs": dict(zip(names, sizes, strict=True)),
-        **shared_options(config),
+        **shared_settings(config, text),
     }
 
 
@@ -153,10 +154,7 @@ def tested(result: Result, text: PairText, least: Sequence[str]) -> dict[str, An
         name: each.nll for name, each in by_language_pair(result.sentence_nll, text.test).items()
     }
     dev = read_metrics(result.run, "dev")
-    config = read_config(result.run / "config.toml", [], TranslationConfig)
     return {
-        "steps": config.steps,
-        "learning_rate": config.optimizer.learning_rate,
         "pairs": {name: {"nll": nll[name], "bleu": bleu[name].score} for name in nll},
         "signatures": sorted({each.signature for each in bleu.values()}),
         "perplexity": {
@@ -173,7 +171,7 @@ def figures(runs: Sequence[Run]) -> dict[str, dict[str, dict[int, Figures]]]:
     """Collects the results of finished runs by model, language pair and seed."""
     found: dict[str, dict[str, dict[int, Figures]]] = {model: {} for model in MODELS}
     for run in runs:
-        of_model = found[run["arm"].partition(" ")[0]]
+        of_model = found[model_of(run)]
         for languages, values in run["pairs"].items():
             of_model.setdefault(languages, {})[run["seed"]] = Figures(**values)
     return found
@@ -273,13 +271,13 @@ def sizes_of_models(runs: Sequence[Run], arms: Sequence[str]) -> str:
     results = results_of(runs, arms)
     rows = {}
     for run in runs:
-        model = run["arm"].partition(" ")[0]
+        model = model_of(run)
         rows[model] = [
             model,
             *size_cells(results[run["arm"]][run["seed"]].cost),
             f"{run['steps']:,}",
             f"{run['learning_rate']:g}",
-            len({each["seed"] for each in runs if each["arm"].partition(" ")[0] == model}),
+            len({each["seed"] for each in runs if model_of(each) == model}),
         ]
     header = ["model", "ops/timestep", "parameters", "steps", "peak learning rate", "seeds"]
     return markdown_table(header, [*rows.values()])
@@ -290,7 +288,6 @@ def as_markdown(
 ) -> str:
     """Formats the page: plot, tables, comparisons, cost, command."""
     signatures = sorted({signature for run in runs for signature in run["signatures"]})
-    hours = sum(run["seconds"] for run in runs) / 3600
     arms = [arm for model in MODELS for arm in arms_of(model, [*settings["train_pairs"]])]
     return (
         "# One model for all language pairs\n\n"
@@ -312,8 +309,8 @@ def as_markdown(
         "of one language pair in 8 of 12 pairs. Those models saw more text of their language pair "
         "(Table 5).\n\n"
         f"{comparisons_table(comparisons(runs))}\n"
-        f"Signatures of sacreBLEU: {', '.join(f'`{each}`' for each in signatures)}. All runs took "
-        f"at least {hours:.2f} core-hours. {FROM_THE_LAST_START}\n\n"
+        f"Signatures of sacreBLEU: {', '.join(f'`{each}`' for each in signatures)}. "
+        f"{core_hours(runs)}\n\n"
         f"```\n{command}\n```\n"
     )
 
@@ -326,7 +323,7 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     for panel, languages in zip(axes[0], panels, strict=True):
         # The first seed of each model.
         curves = {
-            run["arm"].partition(" ")[0]: run["perplexity"][languages]
+            model_of(run): run["perplexity"][languages]
             for run in reversed(runs)
             if languages in run["perplexity"]
         }
@@ -381,6 +378,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
             own = load_text(config.data) if languages else text
             result = train_and_test(config, own)
             extra = tested(result, own, least)
+            extra |= {"steps": config.steps, "learning_rate": config.optimizer.learning_rate}
             return record_of(result, time.process_time() - started) | extra
 
         run_missing(

@@ -43,16 +43,16 @@ from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.results import train_and_test
 from moe_ext.lab.training.stored import (
-    FROM_THE_LAST_START,
     Run,
     changed_options,
+    core_hours,
     locked,
     mean_curve,
     read_stored,
     record_of,
     results_of,
     run_missing,
-    shared_options,
+    shared_settings,
 )
 from moe_ext.lab.training.study import (
     HOW_COMPARED,
@@ -131,17 +131,13 @@ def settings_of(config: TranslationConfig, text: PairText) -> dict[str, Any]:
     sentences = [list(pair) for pair in test]
     near = near_duplicates([source for source, _ in sentences], (source for source, _ in train))
     return {
-        "pieces": len(text.vocabulary),
-        "vocabulary": text.vocabulary.fingerprint(),
-        "train": text.train.fingerprint(),
-        "test": text.test.fingerprint(),
         "train_pairs": len(text.train),
         "train_tokens": text.train.num_tokens,
         "source_words": source_words(text),
         "test_pairs": len(sentences),
         "near_duplicates": [number for number, is_near in enumerate(near) if is_near],
         "shown": [sentences[number] for number in numbers_shown(len(sentences))],
-        **shared_options(config),
+        **shared_settings(config, text),
     }
 
 
@@ -245,7 +241,7 @@ def convergence(runs: Sequence[Run]) -> str:
     """Compares the dev perplexity at the end with the last one before 90% of the training."""
     changes = []
     for name in ARMS:
-        curve = mean_curve([run for run in runs if run["arm"] == name])
+        curve = mean_curve(runs, name)
         earlier = [(tokens, ppl) for tokens, ppl in curve if tokens <= 0.9 * curve[-1][0]]
         if earlier:
             (before, then), (end, now) = earlier[-1], curve[-1]
@@ -274,7 +270,6 @@ def as_markdown(
     name: str, kind: Kind, settings: Mapping[str, Any], runs: Sequence[Run], command: str
 ) -> str:
     """Formats the page: plot, table, verdicts, translations, cost, command."""
-    hours = sum(run["seconds"] for run in runs) / 3600
     signatures = ", ".join(sorted({f"`{run['signature']}`" for run in runs}))
     lines = [
         f"# Mixtures of experts in translation, {settings['data.pairs'][0]}\n",
@@ -300,8 +295,7 @@ def as_markdown(
         "These are ten evenly spaced sentences of the test part, and their translations by the "
         "first run of each model:\n",
         shown(settings, runs),
-        f"Signature of sacreBLEU: {signatures}. All runs took at least {hours:.2f} core-hours. "
-        f"{FROM_THE_LAST_START}\n",
+        f"Signature of sacreBLEU: {signatures}. {core_hours(runs)}\n",
         f"```\n{command}\n```\n",
     ]
     return "\n".join(lines)
@@ -313,10 +307,7 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     axes = figure.subplots()
     words_per_piece = settings["source_words"] / settings["train_tokens"]
     for name in ARMS:
-        points = [
-            (tokens * words_per_piece / 1e6, ppl)
-            for tokens, ppl in mean_curve([run for run in runs if run["arm"] == name])
-        ]
+        points = [(tokens * words_per_piece / 1e6, ppl) for tokens, ppl in mean_curve(runs, name)]
         if points:
             axes.plot(*zip(*points, strict=True), label=name, lw=1.2)
     axes.set(xlabel="source words processed, millions", ylabel="dev perplexity", yscale="log")

@@ -21,11 +21,9 @@ from moe_ext.lab.training.config import AnyConfig, ConfigError, options_of_resul
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.results import Result
+from moe_ext.lab.training.text import Text
 
 Run = dict[str, Any]  # the numbers of a finished run, with its "arm" and "seed"
-
-# For the core-hours on a page: `record_of` knows no more.
-FROM_THE_LAST_START = "A run that was interrupted counts from its last start."
 
 _HINT = "delete the file, or give another --output"
 
@@ -155,6 +153,17 @@ def shared_options(config: AnyConfig) -> dict[str, Any]:
     }
 
 
+def shared_settings(config: AnyConfig, text: Text) -> dict[str, Any]:
+    """Returns the settings of any study: its text by fingerprints, and `shared_options`."""
+    return {
+        "pieces": len(text.vocabulary),
+        "vocabulary": text.vocabulary.fingerprint(),
+        "train": text.train.fingerprint(),
+        "test": text.test.fingerprint(),
+        **shared_options(config),
+    }
+
+
 def changed_options(settings: Mapping[str, Any], usual: AnyConfig) -> list[str]:
     """Returns the arguments that give the options in `settings` instead of those of `usual`."""
     return [
@@ -209,10 +218,19 @@ def results_of(
     return results
 
 
-def mean_curve(runs: Sequence[Run]) -> list[tuple[float, float]]:
-    """Returns the learning curve of runs of a model: tokens of training, and dev perplexity.
+def core_hours(runs: Sequence[Run]) -> str:
+    """Says how long the runs took."""
+    hours = sum(run["seconds"] for run in runs) / 3600
+    return (
+        f"All runs took at least {hours:.2f} core-hours. "
+        "A run that was interrupted counts from its last start."
+    )
+
+
+def mean_curve(runs: Sequence[Run], arm: str) -> list[tuple[float, float]]:
+    """Returns the learning curve of the runs of a model: tokens of training, and dev perplexity.
 
     The perplexity is exp of the mean ln(perplexity) of the runs.
     """
-    steps = zip(*(run["dev"] for run in runs), strict=True)
+    steps = zip(*(run["dev"] for run in runs if run["arm"] == arm), strict=True)
     return [(step[0][0], perplexity(statistics.fmean(nll for _, nll in step))) for step in steps]
