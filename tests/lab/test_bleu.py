@@ -53,6 +53,11 @@ def test_the_same_text(tokenized):
 def test_case_counts():
     found = corpus_bleu(["The end"], ["the end"], tokenized=True)
     assert found.precisions[0] == 50
+    for tokenized in (True, False):
+        upper, lower = ["The end of THE line."], ["the end of the Line."]
+        found = corpus_bleu(upper, lower, tokenized=tokenized, lowercase=True)
+        assert found.score == pytest.approx(100) and "case:lc" in found.signature
+        assert corpus_bleu(upper, lower, tokenized=tokenized).score < 50
 
 
 def test_zero_without_a_match_of_an_order():

@@ -123,15 +123,16 @@ def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
     on_dev |= {f"moe-4{trial}": {1: result(1, 3.1, 0.0)} for trial in study.TRIALS}
     on_dev["moe-4 rate 0.016"] = {1: result(1, 3.0, 0.0)}
     on_dev["moe-16"] = {1: result(1, 3.0, 0.0)}
-    settings = {"optimizer.learning_rate": 8e-3, "model.dropout": 0.0}
-    text = study.trials(settings, on_dev)
+    settings = {"steps": 1500, "optimizer.learning_rate": 8e-3, "model.dropout": 0.0}
+    text = study.trials(settings, on_dev, study.MODELS, study.TRIALS)
+    assert "after 1,500 steps" in text
     assert (
         "| model | seeds | rate 0.008, dropout 0 | rate 0.004 | rate 0.016 | dropout 0.1 |" in text
     )
     assert "| moe-4 | 1 | 20.29 | 22.20 | 20.09 | 22.20 |" in text and "moe-16" not in text
     assert "above the lowest of a row by 1.01% (moe-4)." in text
     on_dev["moe-4 dropout 0.1"] = {}
-    assert study.trials(settings, on_dev) == ""
+    assert study.trials(settings, on_dev, study.MODELS, study.TRIALS) == ""
 
 
 def run(corpus, tmp_path, *options):

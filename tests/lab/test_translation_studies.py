@@ -65,7 +65,8 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     # The study goes on with the file, without the runs that it holds.
     runs.rename(tmp_path / "elsewhere")
     results = main(command)
-    assert {arm: [*seeds] for arm, seeds in results.items()} == dict.fromkeys(translation.ARMS, [1])
+    trained = [arm for arm, seeds in results.items() if [*seeds] == [1]]
+    assert trained == [*translation.MODELS]
     assert not (runs / "none-seed1").exists() and (runs / "moe-32-seed1").exists()
     files = [tmp_path / "docs" / f"{name}.{end}" for end in ("md", "png", "json")]
     data = json.loads(files[2].read_text())
@@ -75,6 +76,8 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     translations = translated_test(runs / "dense-seed1")["en-fr"]
     assert stored["dense"]["shown"] == [translations[n] for n in translation.numbers_shown(15)]
     assert stored["dense"]["bleu"] == bleu_of_test(runs / "dense-seed1")["en-fr"].score
+    lowercased = bleu_of_test(runs / "dense-seed1", lowercase=True)["en-fr"].score
+    assert stored["dense"]["lowercased_bleu"] == lowercased
     assert [arm for arm, run in stored.items() if run["masks"]] == ["moe-32-balanced"]
     gap = stored["moe-32"]["test_nll"] - stored["dense"]["test_nll"]
     assert data["claims"][2]["difference"]["mean"] == pytest.approx(gap, abs=1e-12)
@@ -87,7 +90,7 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
         r"moe-32 against dense \| \S+% \(one seed, not decided\) \| not decided \|", page
     )
     assert page.count("    source           n") == 10 and "    none             " in page
-    assert "are strictly balanced" in page
+    assert "are strictly balanced" in page and "For comparison" not in page
 
     # The report needs neither the corpus nor sacreBLEU.
     before = [file.read_bytes() for file in files]
@@ -98,6 +101,22 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     assert [file.read_bytes() for file in files] == before
 
 
+def test_a_model_with_another_rate_or_dropout(parallel_corpus, tmp_path):
+    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    arms = ["none", *(f"none{trial}" for trial in translation.TRIALS)]
+    command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1", "--arms", *arms]
+    translation.main(command, root=ROOT)
+    found = []
+    for arm in arms:
+        run = tmp_path / "runs" / "translation_manuals_en-fr" / f"{arm.replace(' ', '-')}-seed1"
+        config = json.loads((run / "result.json").read_text())["config"]
+        found.append((config["optimizer"]["learning_rate"], config["model"]["dropout"]))
+    assert found == [(4e-3, 0.0), (2e-3, 0.0), (8e-3, 0.0), (4e-3, 0.1), (4e-3, 0.3)]
+    page = (tmp_path / "docs" / "translation_manuals_en-fr.md").read_text()
+    assert "| model | seeds | rate 0.004, dropout 0 | rate 0.002 | rate 0.008 |" in page
+    assert page.count("| none | ") == 2  # the table of the models, and that of the trials
+
+
 def test_the_text_determines_settings_and_file(parallel_corpus, tmp_path, capsys):
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     options = ["--text", "captions", "--pair", "en-de", *places]
@@ -106,8 +125,9 @@ def test_the_text_determines_settings_and_file(parallel_corpus, tmp_path, capsys
     command = [*TINY, f"data.corpus={parallel_corpus}", *options, "--seeds", "1", "--arms", "none"]
     translation.main(command, root=ROOT)
     file = tmp_path / "docs" / "translation_captions_en-de.json"
-    assert json.loads(file.read_text())["settings"]["model.dropout"] == 0.3
-    assert "Multi30k" in file.with_suffix(".md").read_text()
+    assert json.loads(file.read_text())["settings"]["model.dropout"] == 0.2
+    page = file.with_suffix(".md").read_text()
+    assert "Multi30k" in page and "has BLEU 41.02 on this test part" in page
     with pytest.raises(ConfigError, match="must hold runs with {'optimizer.warmup_steps': 1}"):
         translation.main(["optimizer.warmup_steps=1", *command], root=ROOT)
     with pytest.raises(ConfigError, match="data.pairs must be that of --pair"):

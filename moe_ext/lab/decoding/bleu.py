@@ -53,8 +53,9 @@ def corpus_bleu(
     *references: Sequence[str],
     language: str = "",
     tokenized: bool = False,
+    lowercase: bool = False,
 ) -> Bleu:
-    """Computes case-sensitive BLEU of a corpus.
+    """Computes BLEU of a corpus.
 
     By default, sacreBLEU tokenizes the text, so scores of different papers are comparable. The
     tokenizer is 13a, or characters for Japanese, Chinese and Thai, which have no spaces.
@@ -68,6 +69,7 @@ def corpus_bleu(
         references: one or several sequences of human translations, in the order of `translations`.
         language: language of the translations, such as "ja", "jpn" or "zh-CN".
         tokenized: whether the sentences are already tokenized.
+        lowercase: whether upper and lower case count as equal.
 
     Raises:
         ImportError: sacreBLEU is not installed.
@@ -93,10 +95,10 @@ def corpus_bleu(
     if tokenized:
         translations = _as_bytes(translations)
         references = tuple(map(_as_bytes, references))
-        bleu = BLEU(tokenize="none", smooth_method="none", force=True)
+        bleu = BLEU(lowercase, tokenize="none", smooth_method="none", force=True)
     else:
         name = re.split("[-_]", language.lower())[0]  # without script and country
-        bleu = BLEU(tokenize=_TOKENIZERS.get(name, "13a"))
+        bleu = BLEU(lowercase, tokenize=_TOKENIZERS.get(name, "13a"))
     found = bleu.corpus_score(translations, references)
     return Bleu(
         found.score,

@@ -62,6 +62,7 @@ from moe_ext.lab.training.study import (
     run_folder,
     size_cells,
     study_parser,
+    trials,
     widening,
 )
 from moe_ext.lab.training.text import SentenceText, load_text
@@ -244,31 +245,6 @@ def spread_sentence(results: Results, on_dev: Results) -> str:
     )
 
 
-def trials(settings: Mapping[str, Any], on_dev: Results) -> str:
-    """Compares learning rates and dropouts on the dev part; "" if no model has run with all."""
-    usual = f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
-    suffixes = {usual: "", **{suffix.strip(): suffix for suffix in TRIALS}}
-    rows, best = [], []
-    for model in MODELS:
-        seeds = set.intersection(*(set(on_dev[model + suffix]) for suffix in suffixes.values()))
-        if not seeds:
-            continue
-        values = [
-            statistics.fmean(on_dev[model + suffix][seed].test_nll for seed in seeds)
-            for suffix in suffixes.values()
-        ]
-        rows.append([model, len(seeds), *(f"{perplexity(value):.2f}" for value in values)])
-        best.append(f"{perplexity(values[0] - min(values)) * 100 - 100:.2f}% ({model})")
-    if not rows:
-        return ""
-    return (
-        "The dev perplexity with other learning rates and dropouts, after the shortest training:"
-        f"\n\n{markdown_table(['model', 'seeds', *suffixes], rows)}\n"
-        f"All other runs have {usual}. Their perplexity is above the lowest of a row by "
-        f"{', '.join(best)}.\n\n"
-    )
-
-
 def found(results: Results, on_dev: Results) -> str:
     """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
     arms = [mixture + suffix for suffix in LENGTHS for mixture in MIXTURES]
@@ -335,7 +311,7 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         "the dev part. Operations and parameters do not include embedding and softmax. "
         f"{HOW_COMPARED} {spread_sentence(results, on_dev)}\n\n"
         f"{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
-        f"{trials(settings, on_dev)}"
+        f"{trials(settings, on_dev, MODELS, TRIALS)}"
         f"{core_hours(runs)}\n\n"
         f"```\n{command}\n```\n"
     )

@@ -291,6 +291,38 @@ def as_change(difference: PairedDifference | None) -> str:
     return difference.text(lambda value: f"{100 * (perplexity(value) - 1):+.2f}", "%")
 
 
+def trials(
+    settings: Mapping[str, Any], on_dev: Results, models: Iterable[str], suffixes: Iterable[str]
+) -> str:
+    """Compares learning rates and dropouts on the dev part; "" if no model has run with all.
+
+    Args:
+        settings: the options that the runs of the models share.
+        on_dev: the runs by arm and seed, with the results on the dev part.
+        models: the names of the models with the shared options.
+        suffixes: the endings of the names of the models with other options, such as " rate 0.004".
+    """
+    usual = f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
+    endings = {usual: "", **{suffix.strip(): suffix for suffix in suffixes}}
+    rows, excess = [], []
+    for model in models:
+        arms = [on_dev.get(model + ending, {}) for ending in endings.values()]
+        seeds = set.intersection(*map(set, arms))
+        if not seeds:
+            continue
+        values = [statistics.fmean(arm[seed].test_nll for seed in seeds) for arm in arms]
+        rows.append([model, len(seeds), *(f"{perplexity(value):.2f}" for value in values)])
+        excess.append(f"{perplexity(values[0] - min(values)) * 100 - 100:.2f}% ({model})")
+    if not rows:
+        return ""
+    return (
+        f"The dev perplexity after {settings['steps']:,} steps, with other learning rates and "
+        f"dropouts:\n\n{markdown_table(['model', 'seeds', *endings], rows)}\n"
+        f"All other runs have {usual}. Their perplexity is above the lowest of a row by "
+        f"{', '.join(excess)}.\n\n"
+    )
+
+
 def as_data(results: Results) -> dict[str, Any]:
     """Converts the finished runs to data for JSON."""
     return {

@@ -94,13 +94,16 @@ def translated_test(run: str | Path) -> dict[str, list[str]]:
     return {pair: file.read_text("utf-8").split("\n")[:-1] for pair, file in files.items()}
 
 
-def bleu_of_test(run: str | Path, keep: Sequence[bool] | None = None) -> dict[str, Bleu]:
+def bleu_of_test(
+    run: str | Path, keep: Sequence[bool] | None = None, lowercase: bool = False
+) -> dict[str, Bleu]:
     """Computes BLEU of the test part of a run, by language pair.
 
     Args:
         run: folder of the run.
         keep: for each test sentence, whether the BLEU counts the sentence; only for a run with one
             language pair. None counts all sentences.
+        lowercase: whether upper and lower case count as equal.
 
     Raises:
         ConfigError: see `translated_test`.
@@ -115,5 +118,7 @@ def bleu_of_test(run: str | Path, keep: Sequence[bool] | None = None) -> dict[st
             translations, references = (
                 list(compress(side, keep)) for side in (translations, references)
             )
-        found[languages] = corpus_bleu(translations, references, language=text.target)
+        found[languages] = corpus_bleu(
+            translations, references, language=text.target, lowercase=lowercase
+        )
     return found
