@@ -20,6 +20,7 @@ TINY = [
     "steps=2", "model.d_model=8", "model.lstm_units=8", "log.tensorboard=false",
     "log.progress=false", "log.eval_every=1", "data.tokens_per_batch=500", "data.vocab_size=70",
 ]  # fmt: skip
+MANUALS = ["--text", "manuals", "--pair", "en-fr"]
 
 
 def test_near_duplicates_share_most_trigrams_with_one_sentence():
@@ -55,7 +56,7 @@ def test_claims_compare_the_models_they_name():
 
 def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     main = partial(translation.main, root=ROOT)
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1"]
     runs, name = tmp_path / "runs" / "translation_manuals_en-fr", "translation_manuals_en-fr"
     main([*command, "--arms", "none"])
@@ -97,12 +98,12 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     for file in files[:2]:
         file.unlink()
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    main(["--report", "--runs", str(tmp_path / "x"), "--output", str(tmp_path / "docs")])
+    main(["--report", *MANUALS, "--runs", str(tmp_path / "x"), "--output", str(tmp_path / "docs")])
     assert [file.read_bytes() for file in files] == before
 
 
 def test_a_model_with_another_rate_or_dropout(parallel_corpus, tmp_path):
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     arms = ["none", *(f"none{trial}" for trial in translation.TRIALS)]
     command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1", "--arms", *arms]
     translation.main(command, root=ROOT)
@@ -119,10 +120,9 @@ def test_a_model_with_another_rate_or_dropout(parallel_corpus, tmp_path):
 
 def test_the_text_determines_settings_and_file(parallel_corpus, tmp_path, capsys):
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    options = ["--text", "captions", "--pair", "en-de", *places]
-    translation.main(["--report", *options], root=ROOT)
+    translation.main(["--report", *places], root=ROOT)
     assert "nothing to report yet" in capsys.readouterr().out
-    command = [*TINY, f"data.corpus={parallel_corpus}", *options, "--seeds", "1", "--arms", "none"]
+    command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1", "--arms", "none"]
     translation.main(command, root=ROOT)
     file = tmp_path / "docs" / "translation_captions_en-de.json"
     assert json.loads(file.read_text())["settings"]["model.dropout"] == 0.2
@@ -140,7 +140,7 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
     train = (parallel_corpus / "train.en-fr.tsv").read_text()
     for part in ("train", "dev", "test"):
         (corpus / f"{part}.en-fr.tsv").write_text(train)
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     translation.main(
         [*TINY, f"data.corpus={corpus}", *places, "--seeds", "1", "--arms", "moe-32"], root=ROOT
     )
@@ -160,7 +160,7 @@ def test_convergence_is_measured_from_an_evaluation_before_the_last_tenth():
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     overrides = [*TINY, f"data.corpus={parallel_corpus}"]
     translation.main([*overrides, *places, "--seeds", "1", "--arms", "none"], root=ROOT)
     run = tmp_path / "runs" / "translation_manuals_en-fr" / "none-seed1"
