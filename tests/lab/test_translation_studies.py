@@ -159,6 +159,23 @@ def test_convergence_is_measured_from_an_evaluation_before_the_last_tenth():
     assert translation.convergence([{"arm": "none", "dev": dev[-1:]}]) == ""
 
 
+def test_crossover_is_the_first_evaluation_after_which_the_mixture_stays_ahead():
+    def of(arm, seed, *nll):
+        return {"arm": arm, "seed": seed, "dev": [[100 * (n + 1), v] for n, v in enumerate(nll)]}
+
+    dense = [of("dense", 1, 5, 4, 3, 2), of("dense", 2, 5, 4, 3, 2)]
+    # The third seed of the mixture has no counterpart.
+    mixture = [of("moe-32", 1, 4, 4.5, 2.9, 2.1), of("moe-32", 2, 6, 4, 3, 1.7)]
+    mixture.append(of("moe-32", 3, 9, 9, 9, 9))
+    text = translation.crossover({"train_tokens": 200}, [*dense, *mixture])
+    assert text == "The dev perplexity is below that of dense with moe-32 from epoch 1.5 on. "
+    balanced = [of("moe-32-balanced", 2, 4, 3, 2, 1)]
+    text = translation.crossover({"train_tokens": 200}, [*dense, *mixture, *balanced])
+    assert text.endswith("on and with moe-32-balanced from epoch 0.5 on. ")
+    assert translation.crossover({"train_tokens": 200}, [*dense, of("moe-32", 1, 1, 1, 1, 3)]) == ""
+    assert translation.crossover({"train_tokens": 200}, mixture) == ""
+
+
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
     places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     overrides = [*TINY, f"data.corpus={parallel_corpus}"]

@@ -33,6 +33,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -296,6 +297,31 @@ def convergence(runs: Sequence[Run]) -> str:
     return f"Change of the dev perplexity by the end of the training: {', '.join(changes)}. "
 
 
+def crossover(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
+    """Says from which epoch on a mixture has a lower dev perplexity than the dense layers.
+
+    The curves are means over the seeds that both models have. A mixture whose perplexity is higher
+    at the end is left out.
+    """
+    seeds = {
+        name: {run["seed"] for run in runs if run["arm"] == name}
+        for name in (MIXTURE, BALANCED, DENSE)
+    }
+    found = []
+    for name in (MIXTURE, BALANCED):
+        both = seeds[name] & seeds[DENSE]
+        curves = (mean_curve([r for r in runs if r["seed"] in both], n) for n in (name, DENSE))
+        lower = [
+            (tokens, ours < theirs) for (tokens, ours), (_, theirs) in zip(*curves, strict=True)
+        ]
+        always = [tokens for tokens, _ in takewhile(lambda each: each[1], reversed(lower))]
+        if always:
+            found.append(f"{name} from epoch {always[-1] / settings['train_tokens']:.1f} on")
+    if not found:
+        return ""
+    return f"The dev perplexity is below that of {DENSE} with {' and with '.join(found)}. "
+
+
 def shown(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
     """Formats ten evenly spaced sentences of the test part and their translations."""
     first = {run["arm"]: run["shown"] for run in reversed(runs)}  # runs are in the order of seeds
@@ -328,7 +354,7 @@ def as_markdown(
         f"source of the training part. Each model trains for {settings['steps']:,} steps of about "
         f"{settings['data.tokens_per_batch']:,} source and target wordpieces, with the learning "
         f"rate {settings['optimizer.learning_rate']:g} and dropout {settings['model.dropout']:g}. "
-        f"{convergence(runs)}"
+        f"{convergence(runs)}{crossover(settings, runs)}"
         f"Both languages share one vocabulary of {settings['pieces']:,} wordpieces. Perplexity is "
         f"per target wordpiece of the test part. {HOW_COMPARED} BLEU is sacreBLEU's score of a "
         "beam search with the penalties of Wu et al. (2016). "
