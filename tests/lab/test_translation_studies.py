@@ -3,12 +3,13 @@
 import json
 import re
 import sys
+from dataclasses import asdict
 from functools import partial
 
 import pytest
 from test_scripts import ROOT
-from test_study import result
 
+from moe_ext.lab.analysis import Cost
 from moe_ext.lab.studies import multilingual, translation
 from moe_ext.lab.training.config import ConfigError, ParallelDataConfig
 from moe_ext.lab.training.text import load_text
@@ -41,17 +42,35 @@ def test_source_words_are_those_of_the_pairs_that_were_kept(tmp_path):
 
 
 def test_claims_compare_the_models_they_name():
-    nll = {"moe-32": 1.0, "moe-32-balanced": 1.1, "dense": 1.3, "none": 1.7}
-    results = {arm: dict.fromkeys((1, 2), result(value)) for arm, value in nll.items()}
-    found = [(each.claim, each.compared) for each in translation.claims(results)]
-    without = "mixtures lower the perplexity of a model without them"
-    equal = "mixtures have a lower perplexity than dense layers with equal operations"
-    assert found == [
+    values = {"moe-32": (1.0, 30), "moe-32-balanced": (1.1, 28), "dense": (1.3, 29), "none": (2, 9)}
+    unused = dict(cost=asdict(Cost(1, 2, 3)), earlier_nll={}, words_per_second=1.0, balance={})
+    runs = [
+        # BLEU varies so much over the seeds that no difference of 1 is significant.
+        dict(arm=arm, seed=seed, test_nll=nll, bleu=bleu + seed * (arm == "moe-32"), **unused)
+        for arm, (nll, bleu) in values.items()
+        for seed in (-1, 0, 1)
+    ]
+    found = translation.comparisons([*runs, dict(runs[0], seed=9, test_nll=5.0)])
+    without = "mixtures translate better than a model without them"
+    equal = "mixtures translate better than dense layers with equal operations"
+    assert [(each.claim, each.compared) for each in found] == [
         (without, "moe-32 against none"), (without, "moe-32-balanced against none"),
         (equal, "moe-32 against dense"), (equal, "moe-32-balanced against dense"),
     ]  # fmt: skip
-    gaps = [each.difference.mean for each in translation.claims(results)]
-    assert gaps == pytest.approx([-0.7, -0.6, -0.3, -0.2])
+    assert [each.difference.mean for each in found] == pytest.approx([-1.0, -0.9, -0.3, -0.2])
+    assert [each.bleu.mean for each in found] == [21, 19, 1, -1]
+    lines = translation.comparisons_table(found).splitlines()[2:]
+    assert [line.split(" | ")[3:] for line in lines] == [
+        ["supported", "+21.00 [+18.52, +23.48]", "supported |"],
+        ["supported", "+19.00 [+19.00, +19.00]", "supported |"],
+        ["supported", "+1.00 [-1.48, +3.48]", "not decided |"],
+        ["supported", "-1.00 [-1.00, -1.00]", "contradicted |"],
+    ]
+    first, *_ = translation.comparisons([run for run in runs if run["arm"] != "none"])
+    assert first.difference is None and first.bleu is None
+    assert "| moe-32 against none |  | not decided |  | not decided |" in (
+        translation.comparisons_table([first])
+    )
 
 
 def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):

@@ -27,12 +27,13 @@ translation_TEXT_PAIR.md, and its plot of dev perplexity over source words; --re
 without training and without the corpus.
 """
 
+import math
 import shlex
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
@@ -47,6 +48,7 @@ from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.results import train_and_test
+from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.stored import (
     Run,
     changed_options,
@@ -62,17 +64,15 @@ from moe_ext.lab.training.stored import (
 from moe_ext.lab.training.study import (
     HOW_COMPARED,
     HOW_DECIDED,
-    Claim,
     Results,
     as_change,
-    claims_data,
-    claims_table,
     difference,
     mean_perplexity,
     run_folder,
     size_cells,
     study_parser,
     trials,
+    verdict,
 )
 from moe_ext.lab.training.text import PairText, load_text, parallel_text
 from moe_ext.lab.training.translation import bleu_of_test, require_bleu, translated_test
@@ -205,16 +205,60 @@ def tested(run: Path, languages: str, near: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def claims(results: Results) -> list[Claim]:
-    """Returns the claims of the paper for both gates; a negative difference supports a claim."""
+class Comparison(NamedTuple):
+    """A claim about two models, with the differences between them over paired seeds.
+
+    Attributes:
+        claim: the claim in words.
+        compared: the two models.
+        difference: the difference in ln(perplexity); negative if the claim holds.
+        bleu: the difference in BLEU; positive if the claim holds.
+    """
+
+    claim: str
+    compared: str
+    difference: PairedDifference | None
+    bleu: PairedDifference | None
+
+
+def comparisons(runs: Sequence[Run]) -> list[Comparison]:
+    """Tests the claims of the paper for both gates."""
+    results = results_of(runs, ARMS)
+    bleu: dict[str, dict[int, float]] = {arm: {} for arm in ARMS}
+    for run in runs:
+        bleu[run["arm"]][run["seed"]] = run["bleu"]
     return [
-        Claim(claim, f"{arm} against {other}", difference(results[arm], results[other]))
+        Comparison(
+            claim,
+            f"{arm} against {other}",
+            difference(results[arm], results[other]),
+            mean_difference(
+                [bleu[arm][seed] - bleu[other][seed] for seed in bleu[arm] if seed in bleu[other]]
+            ),
+        )
         for claim, other in (
-            ("mixtures lower the perplexity of a model without them", NONE),
-            ("mixtures have a lower perplexity than dense layers with equal operations", DENSE),
+            ("mixtures translate better than a model without them", NONE),
+            ("mixtures translate better than dense layers with equal operations", DENSE),
         )
         for arm in (MIXTURE, BALANCED)
     ]
+
+
+def comparisons_table(compared: Iterable[Comparison]) -> str:
+    """Formats the claims with a verdict by perplexity and one by BLEU."""
+    rows = [
+        [
+            each.claim,
+            each.compared,
+            as_change(each.difference),
+            verdict(each.difference),
+            "" if each.bleu is None else f"{each.bleu:+.2f}",
+            verdict(each.bleu, 0.0, math.inf),
+        ]
+        for each in compared
+    ]
+    header = ["claim", "compared", "perplexity, 95%", "verdict", "BLEU, 95%", "verdict"]
+    return markdown_table(header, rows)
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -360,8 +404,8 @@ def as_markdown(
         "beam search with the penalties of Wu et al. (2016). "
         f"{published(kind, settings['data.pairs'][0])}"
         "Operations and parameters do not include embedding and softmax.\n",
-        f"{HOW_DECIDED}\n",
-        claims_table(claims(results_of(runs, ARMS))),
+        f"{HOW_DECIDED} For BLEU, above and below are exchanged.\n",
+        comparisons_table(comparisons(runs)),
         trials(settings, results_of(runs, ARMS, "dev"), MODELS, TRIALS),
         balance(runs),
         "These are ten evenly spaced sentences of the test part, and their translations by the "
@@ -447,6 +491,14 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             ]
         )  # fmt: skip
         page = as_markdown(name, kind, *stored, command)
-        data = {**stored._asdict(), "claims": claims_data(claims(results))}
+        compared = [
+            {
+                **each._asdict(),
+                "difference": each.difference and asdict(each.difference),
+                "bleu": each.bleu and asdict(each.bleu),
+            }
+            for each in comparisons(stored.runs)
+        ]
+        data = {**stored._asdict(), "claims": compared}
         write_report(options.output, name, page, data, plot(*stored))
     return results
