@@ -174,7 +174,7 @@ def test_convergence_is_measured_from_an_evaluation_before_the_last_tenth():
     dev = [[step, 3 - step / 1000] for step in (*range(200, 2500, 200), 2500)]
     runs = [{"arm": "none", "dev": dev}, {"arm": "none", "dev": dev}]
     text = translation.convergence(runs)
-    assert "by the end of the training: none -25.9% in the last 12%. " in text  # 2,200 of 2,500
+    assert "by the end of the training: none -25.9% in the last 12%." in text  # 2,200 of 2,500
     assert translation.convergence([{"arm": "none", "dev": dev[-1:]}]) == ""
 
 
@@ -187,10 +187,10 @@ def test_crossover_is_the_first_evaluation_after_which_the_mixture_stays_ahead()
     mixture = [of("moe-32", 1, 4, 4.5, 2.9, 2.1), of("moe-32", 2, 6, 4, 3, 1.7)]
     mixture.append(of("moe-32", 3, 9, 9, 9, 9))
     text = translation.crossover({"train_tokens": 200}, [*dense, *mixture])
-    assert text == "The dev perplexity is below that of dense with moe-32 from epoch 1.5 on. "
+    assert text == "The dev perplexity is below that of dense with moe-32 from epoch 1.5 on."
     balanced = [of("moe-32-balanced", 2, 4, 3, 2, 1)]
     text = translation.crossover({"train_tokens": 200}, [*dense, *mixture, *balanced])
-    assert text.endswith("on and with moe-32-balanced from epoch 0.5 on. ")
+    assert text.endswith("on and with moe-32-balanced from epoch 0.5 on.")
     assert translation.crossover({"train_tokens": 200}, [*dense, of("moe-32", 1, 1, 1, 1, 3)]) == ""
     assert translation.crossover({"train_tokens": 200}, mixture) == ""
 
