@@ -132,6 +132,10 @@ def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
     assert "| moe-4 | 1 | 20.29 | 22.20 | 20.09 | 22.20 |" in text and "moe-16" not in text
     assert "above the lowest of a row by 1.01% (moe-4)." in text
     on_dev["moe-4 dropout 0.1"] = {}
+    fewer = study.trials(settings, on_dev, study.MODELS, study.TRIALS)
+    assert "| rate 0.004 | rate 0.016 |\n" in fewer
+    assert fewer.count("\n| moe-") == 1  # no other model has run with another rate
+    on_dev |= dict.fromkeys(("moe-4 rate 0.004", "moe-4 rate 0.016"), {})
     assert study.trials(settings, on_dev, study.MODELS, study.TRIALS) == ""
 
 

@@ -294,7 +294,10 @@ def as_change(difference: PairedDifference | None) -> str:
 def trials(
     settings: Mapping[str, Any], on_dev: Results, models: Iterable[str], suffixes: Iterable[str]
 ) -> str:
-    """Compares learning rates and dropouts on the dev part; "" if no model has run with all.
+    """Compares learning rates and dropouts on the dev part; "" if no model has run with another.
+
+    The table has the settings with which a model has run, and the models that have run with all of
+    them.
 
     Args:
         settings: the options that the runs of the models share.
@@ -303,7 +306,9 @@ def trials(
         suffixes: the endings of the names of the models with other options, such as " rate 0.004".
     """
     usual = f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
-    endings = {usual: "", **{suffix.strip(): suffix for suffix in suffixes}}
+    models = [*models]
+    tried = [suffix for suffix in suffixes if any(on_dev.get(model + suffix) for model in models)]
+    endings = {usual: "", **{suffix.strip(): suffix for suffix in tried}}
     rows, excess = [], []
     for model in models:
         arms = [on_dev.get(model + ending, {}) for ending in endings.values()]
@@ -313,7 +318,7 @@ def trials(
         values = [statistics.fmean(arm[seed].test_nll for seed in seeds) for arm in arms]
         rows.append([model, len(seeds), *(f"{perplexity(value):.2f}" for value in values)])
         excess.append(f"{perplexity(values[0] - min(values)) * 100 - 100:.2f}% ({model})")
-    if not rows:
+    if not (tried and rows):
         return ""
     return (
         f"The dev perplexity after {settings['steps']:,} steps, with other learning rates and "
