@@ -10,6 +10,7 @@ import pytest
 from test_scripts import ROOT
 
 from moe_ext.lab.analysis import Cost
+from moe_ext.lab.studies import _translation_page as report
 from moe_ext.lab.studies import multilingual, translation
 from moe_ext.lab.training.config import ConfigError, ParallelDataConfig
 from moe_ext.lab.training.text import load_text
@@ -50,7 +51,7 @@ def test_claims_compare_the_models_they_name():
         for arm, (nll, bleu) in values.items()
         for seed in (-1, 0, 1)
     ]
-    found = translation.comparisons([*runs, dict(runs[0], seed=9, test_nll=5.0)])
+    found = report.comparisons([*runs, dict(runs[0], seed=9, test_nll=5.0)])
     without = "mixtures translate better than a model without them"
     equal = "mixtures translate better than dense layers with equal operations"
     assert [(each.claim, each.compared) for each in found] == [
@@ -59,17 +60,17 @@ def test_claims_compare_the_models_they_name():
     ]  # fmt: skip
     assert [each.difference.mean for each in found] == pytest.approx([-1.0, -0.9, -0.3, -0.2])
     assert [each.bleu.mean for each in found] == [21, 19, 1, -1]
-    lines = translation.comparisons_table(found).splitlines()[2:]
+    lines = report.comparisons_table(found).splitlines()[2:]
     assert [line.split(" | ")[3:] for line in lines] == [
         ["supported", "+21.00 [+18.52, +23.48]", "supported |"],
         ["supported", "+19.00 [+19.00, +19.00]", "supported |"],
         ["supported", "+1.00 [-1.48, +3.48]", "not decided |"],
         ["supported", "-1.00 [-1.00, -1.00]", "contradicted |"],
     ]
-    first, *_ = translation.comparisons([run for run in runs if run["arm"] != "none"])
+    first, *_ = report.comparisons([run for run in runs if run["arm"] != "none"])
     assert first.difference is None and first.bleu is None
     assert "| moe-32 against none |  | not decided |  | not decided |" in (
-        translation.comparisons_table([first])
+        report.comparisons_table([first])
     )
 
 
@@ -86,7 +87,7 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     runs.rename(tmp_path / "elsewhere")
     results = main(command)
     trained = [arm for arm, seeds in results.items() if [*seeds] == [1]]
-    assert trained == [*translation.MODELS]
+    assert trained == [*report.MODELS]
     assert not (runs / "none-seed1").exists() and (runs / "moe-32-seed1").exists()
     files = [tmp_path / "docs" / f"{name}.{end}" for end in ("md", "png", "json")]
     data = json.loads(files[2].read_text())
@@ -123,7 +124,7 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
 
 def test_a_model_with_another_rate_or_dropout(parallel_corpus, tmp_path):
     places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    arms = ["none", *(f"none{trial}" for trial in translation.TRIALS)]
+    arms = ["none", *(f"none{trial}" for trial in report.TRIALS)]
     command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1", "--arms", *arms]
     translation.main(command, root=ROOT)
     found = []
@@ -173,9 +174,9 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
 def test_convergence_is_measured_from_an_evaluation_before_the_last_tenth():
     dev = [[step, 3 - step / 1000] for step in (*range(200, 2500, 200), 2500)]
     runs = [{"arm": "none", "dev": dev}, {"arm": "none", "dev": dev}]
-    text = translation.convergence(runs)
+    text = report.convergence(runs)
     assert "by the end of the training: none -25.9% in the last 12%." in text  # 2,200 of 2,500
-    assert translation.convergence([{"arm": "none", "dev": dev[-1:]}]) == ""
+    assert report.convergence([{"arm": "none", "dev": dev[-1:]}]) == ""
 
 
 def test_crossover_is_the_first_evaluation_after_which_the_mixture_stays_ahead():
@@ -186,13 +187,14 @@ def test_crossover_is_the_first_evaluation_after_which_the_mixture_stays_ahead()
     # The third seed of the mixture has no counterpart.
     mixture = [of("moe-32", 1, 4, 4.5, 2.9, 2.1), of("moe-32", 2, 6, 4, 3, 1.7)]
     mixture.append(of("moe-32", 3, 9, 9, 9, 9))
-    text = translation.crossover({"train_tokens": 200}, [*dense, *mixture])
+    text = report.crossover({"train_tokens": 200}, [*dense, *mixture])
     assert text == "The dev perplexity is below that of dense with moe-32 from epoch 1.5 on."
     balanced = [of("moe-32-balanced", 2, 4, 3, 2, 1)]
-    text = translation.crossover({"train_tokens": 200}, [*dense, *mixture, *balanced])
+    text = report.crossover({"train_tokens": 200}, [*dense, *mixture, *balanced])
     assert text.endswith("on and with moe-32-balanced from epoch 0.5 on.")
-    assert translation.crossover({"train_tokens": 200}, [*dense, of("moe-32", 1, 1, 1, 1, 3)]) == ""
-    assert translation.crossover({"train_tokens": 200}, mixture) == ""
+    behind = [*dense, of("moe-32", 1, 1, 1, 1, 3)]
+    assert report.crossover({"train_tokens": 200}, behind) == ""
+    assert report.crossover({"train_tokens": 200}, mixture) == ""
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
