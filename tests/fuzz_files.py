@@ -252,7 +252,7 @@ _TINY = [
     "data.tokens_per_batch=200", "log.log_every=1",
 ]  # fmt: skip
 _LM = ["data.vocab_size=30", "model.layers=['moe']", *_TINY]
-_MT = ["data.vocab_size=60", "model.lstm_units=4", *_TINY]
+_MT = ['data.pairs=["en-fr"]', "data.vocab_size=60", "model.lstm_units=4", *_TINY]
 _SMALL = str(_ROOT / "configs" / "small" / "moe-32.toml")
 _SMALL_MT = str(_ROOT / "configs" / "mt" / "small-moe-32.toml")
 

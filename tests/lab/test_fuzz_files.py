@@ -29,6 +29,19 @@ def failures(kind, numbers, commands=0):
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_intact_files_are_accepted(kind, tmp_path, monkeypatch):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    kind.make(folder)
+    files = [file for pattern in kind.files for file in folder.glob(pattern)]
+    assert files
+    for number, file in enumerate(files):
+        (tmp_path / f"{number}").mkdir()
+        monkeypatch.chdir(tmp_path / f"{number}")
+        kind.load(folder, file)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_corrupted_files(kind):
     assert failures(kind, range(FILES), COMMANDS) == ""
 

@@ -130,12 +130,17 @@ def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
         "| model | seeds | rate 0.008, dropout 0 | rate 0.004 | rate 0.016 | dropout 0.1 |" in text
     )
     assert "| moe-4 | 1 | 20.29 | 22.20 | 20.09 | 22.20 |" in text and "moe-16" not in text
-    assert "above the lowest of a row by 1.01% (moe-4)." in text
+    assert "above the lowest of its row by 1.01% (moe-4)." in text
     on_dev["moe-4 dropout 0.1"] = {}
     fewer = study.trials(settings, on_dev, study.MODELS, study.TRIALS)
     assert "| rate 0.004 | rate 0.016 |\n" in fewer
     assert fewer.count("\n| moe-") == 1  # no other model has run with another rate
-    on_dev |= dict.fromkeys(("moe-4 rate 0.004", "moe-4 rate 0.016"), {})
+    on_dev["moe-16 dropout 0.1"] = {1: result(1, 3.5, 0.0)}
+    both = study.trials(settings, on_dev, study.MODELS, study.TRIALS)
+    assert "| moe-4 | 1 | 20.29 | 22.20 | 20.09 |  |" in both
+    assert "| moe-16 | 1 | 20.09 |  |  | 33.12 |" in both
+    assert "of its row by 1.01% (moe-4), 0.00% (moe-16)." in both
+    on_dev |= {arm: {} for arm in on_dev if arm not in study.MODELS}
     assert study.trials(settings, on_dev, study.MODELS, study.TRIALS) == ""
 
 

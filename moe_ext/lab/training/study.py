@@ -296,8 +296,7 @@ def trials(
 ) -> str:
     """Compares learning rates and dropouts on the dev part; "" if no model has run with another.
 
-    The table has the settings with which a model has run, and the models that have run with all of
-    them.
+    A row is over the seeds with which a model has run with all settings that were tried with it.
 
     Args:
         settings: the options that the runs of the models share.
@@ -307,24 +306,28 @@ def trials(
     """
     usual = f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
     models = [*models]
-    tried = [suffix for suffix in suffixes if any(on_dev.get(model + suffix) for model in models)]
-    endings = {usual: "", **{suffix.strip(): suffix for suffix in tried}}
+    endings = [end for end in suffixes if any(on_dev.get(model + end) for model in models)]
     rows, excess = [], []
     for model in models:
-        arms = [on_dev.get(model + ending, {}) for ending in endings.values()]
-        seeds = set.intersection(*map(set, arms))
-        if not seeds:
+        tried = [end for end in endings if on_dev.get(model + end)]
+        arms = {end: on_dev.get(model + end, {}) for end in ("", *tried)}
+        seeds = set.intersection(*map(set, arms.values()))
+        if not (tried and seeds):
             continue
-        values = [statistics.fmean(arm[seed].test_nll for seed in seeds) for arm in arms]
-        rows.append([model, len(seeds), *(f"{perplexity(value):.2f}" for value in values)])
-        excess.append(f"{perplexity(values[0] - min(values)) * 100 - 100:.2f}% ({model})")
-    if not (tried and rows):
+        nll = {
+            end: statistics.fmean(arm[seed].test_nll for seed in seeds) for end, arm in arms.items()
+        }
+        cells = [f"{perplexity(nll[end]):.2f}" if end in nll else "" for end in ("", *endings)]
+        rows.append([model, len(seeds), *cells])
+        excess.append(f"{perplexity(nll[''] - min(nll.values())) * 100 - 100:.2f}% ({model})")
+    if not rows:
         return ""
+    header = ["model", "seeds", usual, *(end.strip() for end in endings)]
     return (
         f"The dev perplexity after {settings['steps']:,} steps, with other learning rates and "
-        f"dropouts:\n\n{markdown_table(['model', 'seeds', *endings], rows)}\n"
-        f"All other runs have {usual}. Their perplexity is above the lowest of a row by "
-        f"{', '.join(excess)}.\n\n"
+        f"dropouts:\n\n{markdown_table(header, rows)}\n"
+        f"All runs outside this table have {usual}. The perplexity with {usual} is above the "
+        f"lowest of its row by {', '.join(excess)}.\n\n"
     )
 
 
