@@ -257,7 +257,7 @@ def as_markdown(
             f"Signature of sacreBLEU: {signatures}.",
         ),
         "- Operations and parameters do not include embedding and softmax.\n",
-        trials(settings, results_of(runs, ARMS, "dev"), MODELS, TRIALS),
+        trials(settings, results_of(runs, ARMS, "dev"), MODELS, TRIALS).removesuffix("\n"),
         balance(runs),
         "These are ten evenly spaced sentences of the test part, and their translations by the "
         "first run of each model:\n",
