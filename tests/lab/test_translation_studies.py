@@ -188,10 +188,12 @@ def test_crossover_is_the_first_evaluation_after_which_the_mixture_stays_ahead()
     mixture = [of("moe-32", 1, 4, 4.5, 2.9, 2.1), of("moe-32", 2, 6, 4, 3, 1.7)]
     mixture.append(of("moe-32", 3, 9, 9, 9, 9))
     text = report.crossover({"train_tokens": 200}, [*dense, *mixture])
-    assert text == "moe-32 has a lower dev perplexity than dense from epoch 1.5 on."
+    assert text == "From epoch 1.5 on, moe-32 has a lower dev perplexity than dense."
     balanced = [of("moe-32-balanced", 2, 4, 3, 2, 1)]
     text = report.crossover({"train_tokens": 200}, [*dense, *mixture, *balanced])
-    assert text.endswith("moe-32-balanced has a lower dev perplexity than dense from epoch 0.5 on.")
+    assert text.endswith(
+        "From epoch 0.5 on, moe-32-balanced has a lower dev perplexity than dense."
+    )
     behind = [*dense, of("moe-32", 1, 1, 1, 1, 3)]
     text = report.crossover({"train_tokens": 200}, behind)
     assert text == "At the end, moe-32 does not have a lower dev perplexity than dense."

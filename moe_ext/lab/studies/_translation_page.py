@@ -193,8 +193,8 @@ def crossover(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
         ]
         always = [tokens for tokens, _ in takewhile(lambda each: each[1], reversed(lower))]
         found.append(
-            f"{name} has a lower dev perplexity than {DENSE} from epoch "
-            f"{always[-1] / settings['train_tokens']:.1f} on."
+            f"From epoch {always[-1] / settings['train_tokens']:.1f} on, {name} has a lower dev "
+            f"perplexity than {DENSE}."
             if always
             else f"At the end, {name} does not have a lower dev perplexity than {DENSE}."
         )
