@@ -81,33 +81,37 @@ def comparisons(runs: Sequence[Run]) -> list[Comparison]:
 
 
 def comparisons_table(compared: Iterable[Comparison]) -> str:
-    """Formats the claims with a verdict by perplexity and one by BLEU."""
+    """Formats the claims about models that have runs, with verdicts by perplexity and by BLEU."""
     rows = [
         [
             each.claim,
             each.compared,
             as_change(each.difference),
             verdict(each.difference),
-            "" if each.bleu is None else f"{each.bleu:+.2f}",
+            f"{each.bleu:+.2f}",
             verdict(each.bleu, 0.0, math.inf),
         ]
         for each in compared
+        if each.difference is not None
     ]
     header = ["claim", "compared", "perplexity, 95%", "verdict", "BLEU, 95%", "verdict"]
     return markdown_table(header, rows)
 
 
-def table(runs: Sequence[Run]) -> str:
-    """Formats size, perplexity and BLEU of the models, with one row per model."""
+def table(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
+    """Formats size, perplexity and BLEU of the models, with one row per model.
+
+    There is a BLEU without near duplicates if these are at least 1% of the test sentences.
+    """
     results = results_of(runs, ARMS)
+    scores = {"bleu": "BLEU", "lowercased_bleu": "BLEU, lowercased"}
+    if len(settings["near_duplicates"]) >= 0.01 * settings["test_pairs"]:
+        scores["distinct_bleu"] = "BLEU without near duplicates"
     rows = []
     for name in MODELS:
         if not (of_arm := results[name]):
             continue
-        bleu = [
-            [run[key] for run in runs if run["arm"] == name]
-            for key in ("bleu", "distinct_bleu", "lowercased_bleu")
-        ]
+        bleu = [[run[key] for run in runs if run["arm"] == name] for key in scores]
         rows.append(
             [
                 name,
@@ -115,12 +119,12 @@ def table(runs: Sequence[Run]) -> str:
                 len(of_arm),
                 f"{mean_perplexity(of_arm):.3f}",
                 as_change(difference(of_arm, results[NONE])) if name != NONE else "",
-                *("" if None in scores else f"{statistics.fmean(scores):.2f}" for scores in bleu),
+                *("" if None in values else f"{statistics.fmean(values):.2f}" for values in bleu),
             ]
         )
     header = [
         "model", "ops/timestep", "parameters", "seeds", "test ppl",
-        "change from none, 95%", "BLEU", "BLEU without near duplicates", "BLEU, lowercased",
+        "change from none, 95%", *scores.values(),
     ]  # fmt: skip
     return markdown_table(header, rows)
 
@@ -132,7 +136,7 @@ def published(name: str) -> str:
     return (
         f"On test_2016_flickr of Multi30k, Transformer-Tiny has BLEU {_PUBLISHED[name]:.2f} "
         "without images (Wu et al. 2021, arXiv:2105.14462). Its text was prepared in another way, "
-        "so a comparison, best with the last column, is rough."
+        "so a comparison, best with the lowercased BLEU, is rough."
     )
 
 
@@ -231,7 +235,7 @@ def as_markdown(
         "In the paper, a mixture of 2,048 experts has BLEU 40.35 from English to French and 26.03 "
         "to German. GNMT, a model without experts that needs more operations, has BLEU 39.22 and "
         "24.91 (Tables 2 and 3).\n",
-        table(runs),
+        table(settings, runs),
         f"{HOW_DECIDED} For BLEU, above and below are exchanged.\n",
         comparisons_table(comparisons(runs)),
         f"- Corpus: {contents}. "
