@@ -164,18 +164,24 @@ def balance(runs: Sequence[Run]) -> str:
 
 
 def convergence(runs: Sequence[Run]) -> str:
-    """Compares the dev perplexity at the end with the last one before 90% of the training."""
-    changes = []
+    """Compares the dev perplexity at the end with the last one before 90% of the training.
+
+    All runs are evaluated after the same steps.
+    """
+    share, changes = 0.0, []
     for name in MODELS:
         curve = mean_curve(runs, name)
         earlier = [(tokens, ppl) for tokens, ppl in curve if tokens <= 0.9 * curve[-1][0]]
         if earlier:
             (before, then), (end, now) = earlier[-1], curve[-1]
             share = (end - before) / end
-            changes.append(f"{name} {100 * (now / then - 1):+.1f}% in the last {share:.0%}")
+            changes.append(f"{name} {100 * (now / then - 1):+.1f}%")
     if not changes:
         return ""
-    return f"Change of the dev perplexity by the end of the training: {', '.join(changes)}."
+    return (
+        f"Change of the dev perplexity in the last {share:.0%} of the training: "
+        f"{', '.join(changes)}."
+    )
 
 
 def crossover(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
