@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
@@ -198,15 +197,17 @@ def crossover(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
         if not (both := seeds[name] & seeds[DENSE]):
             continue
         curves = (mean_curve([r for r in runs if r["seed"] in both], n) for n in (name, DENSE))
-        lower = [
-            (tokens, ours < theirs) for (tokens, ours), (_, theirs) in zip(*curves, strict=True)
-        ]
-        always = [tokens for tokens, _ in takewhile(lambda each: each[1], reversed(lower))]
+        first = None  # tokens of training at the first evaluation after which the mixture is ahead
+        for (tokens, ours), (_, theirs) in zip(*curves, strict=True):
+            if ours >= theirs:
+                first = None
+            elif first is None:
+                first = tokens
         found.append(
-            f"From epoch {always[-1] / settings['train_tokens']:.1f} on, {name} has a lower dev "
+            f"At the end, {name} does not have a lower dev perplexity than {DENSE}."
+            if first is None
+            else f"From epoch {first / settings['train_tokens']:.1f} on, {name} has a lower dev "
             f"perplexity than {DENSE}."
-            if always
-            else f"At the end, {name} does not have a lower dev perplexity than {DENSE}."
         )
     return " ".join(found)
 

@@ -393,7 +393,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             config,
             seed=seed,
             steps=config.steps * factor,
-            output=str(run_folder(runs_folder, arm.replace(" ", "-"), seed)),
+            output=str(run_folder(runs_folder, arm, seed)),
         )
 
     def run(arm: str, seed: int) -> Run:

@@ -28,7 +28,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ from moe_ext.lab.training.stored import (
 from moe_ext.lab.training.study import (
     HOW_DECIDED,
     as_change,
+    claims_data,
     run_folder,
     size_cells,
     study_parser,
@@ -373,7 +374,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
             config = replace(
                 config_of(model, overrides),
                 seed=seed,
-                output=str(run_folder(runs_folder, arm.replace(" ", "-"), seed)),
+                output=str(run_folder(runs_folder, arm, seed)),
             )
             own = load_text(config.data) if languages else text
             result = train_and_test(config, own)
@@ -402,11 +403,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
         changed = changed_options(stored.settings, config_of(MIXTURE, []))
         command = ["python", "scripts/studies/multilingual.py", "--text", options.text]
         command += ["data.corpus=CORPUS", *changed]
-        compared = {
-            what: {**each._asdict(), "difference": each.difference and asdict(each.difference)}
-            for what, each in comparisons(stored.runs).items()
-        }
+        compared = comparisons(stored.runs)
         page = as_markdown(name, TEXTS[options.text].contents, *stored, shlex.join(command))
-        data = {**stored._asdict(), "comparisons": compared}
+        found = dict(zip(compared, claims_data(compared.values()), strict=True))
+        data = {**stored._asdict(), "comparisons": found}
         write_report(options.output, name, page, data, plot(*stored))
     return stored.runs

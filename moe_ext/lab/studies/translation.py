@@ -31,7 +31,7 @@ import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +63,7 @@ from moe_ext.lab.training.stored import (
 )
 from moe_ext.lab.training.study import (
     Results,
+    claims_data,
     run_folder,
     study_parser,
 )
@@ -202,9 +203,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             ],
             TranslationConfig,
         )
-        return replace(
-            config, seed=seed, output=str(run_folder(runs_folder, arm.replace(" ", "-"), seed))
-        )
+        return replace(config, seed=seed, output=str(run_folder(runs_folder, arm, seed)))
 
     if not options.report:
         require_bleu()
@@ -241,14 +240,6 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             arms = dict.fromkeys(run["arm"] for run in tried)
             commands.append(shlex.join([*command, "--seeds", *seeds, "--arms", *arms]))
         page = as_markdown(name, kind.contents, *stored, "\n".join(commands))
-        compared = [
-            {
-                **each._asdict(),
-                "difference": each.difference and asdict(each.difference),
-                "bleu": each.bleu and asdict(each.bleu),
-            }
-            for each in comparisons(stored.runs)
-        ]
-        data = {**stored._asdict(), "claims": compared}
+        data = {**stored._asdict(), "claims": claims_data(comparisons(stored.runs))}
         write_report(options.output, name, page, data, plot(*stored))
     return results

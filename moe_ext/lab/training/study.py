@@ -61,8 +61,8 @@ folder cannot be used; the error message names it.
 
 
 def run_folder(runs: str | Path, arm: str, seed: int) -> Path:
-    """Returns the folder in which `run_study` trains the model `arm` with a seed."""
-    return Path(runs) / f"{arm}-seed{seed}"
+    """Returns the folder in which a study trains the model `arm` with a seed."""
+    return Path(runs) / f"{arm.replace(' ', '-')}-seed{seed}"
 
 
 def has_diverged(run: Path) -> bool:
@@ -229,9 +229,15 @@ def claims_table(claims: Iterable[Claim]) -> str:
     return markdown_table(["claim", "compared", "perplexity, 95%", "verdict"], rows)
 
 
-def claims_data(claims: Iterable[Claim]) -> list[dict[str, Any]]:
-    """Converts the claims to data for JSON."""
-    return [{**c._asdict(), "difference": c.difference and asdict(c.difference)} for c in claims]
+def claims_data(claims: Iterable[NamedTuple]) -> list[dict[str, Any]]:
+    """Converts claims, or other tuples with differences, to data for JSON."""
+    return [
+        {
+            name: asdict(value) if isinstance(value, PairedDifference) else value
+            for name, value in claim._asdict().items()
+        }
+        for claim in claims
+    ]
 
 
 def mean_perplexity(runs: Mapping[int, Result], share: float = 1.0) -> float:
