@@ -23,6 +23,9 @@ CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 HERE = Path(__file__).parent
 HEADERS = HERE / "moe_ext" / "include"
 LIBRARY = "moe_ext.lib.libmoe_ext"
+# The files of each of these folders are compiled as one, because torch's headers take most of the
+# time. The folders have no kernels, whose speed may depend on what else is in a file.
+TOGETHER = ("csrc", "csrc/autograd", "csrc/nn")  # as in CMakeLists.txt
 
 try:
     import torch
@@ -110,6 +113,22 @@ def version() -> str:
     return re.search(r'MOE_EXT_VERSION "(.*)"', header)[1]
 
 
+def together(sources: list[str]) -> list[str]:
+    """Replaces the sources of each folder of TOGETHER by one file, which includes them."""
+    units, alone = {}, []
+    for source in sources:
+        folder, _, _ = source.rpartition("/")
+        (units.setdefault(folder, []) if folder in TOGETHER else alone).append(source)
+    for folder, files in units.items():
+        unit = Path("build", "together", f"{folder.replace('/', '_')}.cpp")
+        text = "".join(f'#include "../../{file}"\n' for file in files)
+        if not unit.exists() or unit.read_text() != text:  # ninja looks at the time of the change
+            unit.parent.mkdir(parents=True, exist_ok=True)
+            unit.write_text(text)
+        alone.append(str(unit))
+    return alone
+
+
 def extensions() -> list[setuptools.Extension]:
     """Returns the library, which has every source in csrc, and the module that links it."""
     cpp = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/**/*.cpp"))
@@ -160,7 +179,9 @@ class Build(BuildExtension):
         return Path(self.build_lib, "moe_ext", "lib", file)
 
     def build_extension(self, extension: setuptools.Extension) -> None:
-        if extension.name != LIBRARY:
+        if extension.name == LIBRARY:
+            extension.sources = together(extension.sources)
+        else:
             extension.extra_objects.append(str(self.built("libmoe_ext.so")))
         super().build_extension(extension)
         if extension.name == LIBRARY:

@@ -3,7 +3,7 @@
 namespace moe_ext::autograd {
 namespace {
 
-using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using GatingOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // gates, threshold and noise_stddev are differentiable in clean_logits and raw_noise_stddev. The
 // noise is a constant: it does not depend on any parameter.
@@ -15,8 +15,8 @@ struct NoisyTopKGating : torch::autograd::Function<NoisyTopKGating> {
                                const c10::SymInt& k, double noise_epsilon) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     static const auto op =
-        find_operator<Outputs(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                              c10::SymInt, double)>("moe_ext::noisy_topk_gating");
+        find_operator<GatingOutputs(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                    c10::SymInt, double)>("moe_ext::noisy_topk_gating");
     const auto [gates, expert_index, threshold, threshold_index, noise_stddev] =
         op.call(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
     ctx->set_materialize_grads(false);
@@ -38,8 +38,8 @@ struct NoisyTopKGating : torch::autograd::Function<NoisyTopKGating> {
   }
 };
 
-Outputs noisy_topk_gating(const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev,
-                          const OptionalTensor& noise, c10::SymInt k, double noise_epsilon) {
+GatingOutputs noisy_topk_gating(const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev,
+                                const OptionalTensor& noise, c10::SymInt k, double noise_epsilon) {
   const auto out =
       NoisyTopKGating::apply(clean_logits, raw_noise_stddev, noise, std::move(k), noise_epsilon);
   return {out[0], out[1], out[2], out[3], out[4]};

@@ -5,7 +5,7 @@
 namespace moe_ext::autograd {
 namespace {
 
-using Outputs = std::tuple<Tensor, Tensor>;
+using RoutingOutputs = std::tuple<Tensor, Tensor>;
 
 // gates are differentiable in logits. The bias only takes part in the selection, which has no
 // gradient.
@@ -18,7 +18,7 @@ struct TopKRouting : torch::autograd::Function<TopKRouting> {
                                const c10::SymInt& groups_per_token,
                                const c10::SymInt& group_score_k, const OptionalTensor& given) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = find_operator<Outputs(
+    static const auto op = find_operator<RoutingOutputs(
         const Tensor&, c10::SymInt, const OptionalTensor&, std::string_view, bool, double,
         c10::SymInt, c10::SymInt, c10::SymInt, const OptionalTensor&)>("moe_ext::topk_routing");
     const auto [gates, expert_index] = op.call(logits, k, bias, score, renormalize, scale,
@@ -44,10 +44,10 @@ struct TopKRouting : torch::autograd::Function<TopKRouting> {
   }
 };
 
-Outputs topk_routing(const Tensor& logits, c10::SymInt k, const OptionalTensor& bias,
-                     std::string_view score, bool renormalize, double scale, c10::SymInt num_groups,
-                     c10::SymInt groups_per_token, c10::SymInt group_score_k,
-                     const OptionalTensor& given) {
+RoutingOutputs topk_routing(const Tensor& logits, c10::SymInt k, const OptionalTensor& bias,
+                            std::string_view score, bool renormalize, double scale,
+                            c10::SymInt num_groups, c10::SymInt groups_per_token,
+                            c10::SymInt group_score_k, const OptionalTensor& given) {
   const auto out = TopKRouting::apply(logits, std::move(k), bias, score, renormalize, scale,
                                       std::move(num_groups), std::move(groups_per_token),
                                       std::move(group_score_k), given);

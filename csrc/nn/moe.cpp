@@ -57,7 +57,7 @@ void check_losses(const std::vector<std::shared_ptr<RouterLoss>>& losses) {
   for (const auto& loss : losses) {
     TORCH_CHECK_VALUE(loss, "MoE: losses must be pointers to a RouterLoss, got null");
     names.insert(loss->name());
-    quoted.push_back("'" + loss->name() + "'");
+    quoted.push_back(c10::str("'", loss->name(), "'"));
   }
   TORCH_CHECK_VALUE(names.size() == losses.size(), "MoE: losses must have different names, got [",
                     c10::Join(", ", quoted), "]");

@@ -1,4 +1,4 @@
-"""Compares translation models for one and for twelve language pairs (Table 5, small scale).
+"""Compares translation models for one and for several language pairs (Table 5, small scale).
 
 Run this script with `--help` to see its arguments.
 """

@@ -10,7 +10,7 @@ of them need matplotlib.
 - `kneser_ney`: the n-gram baseline (App. C.1).
 - `losses`: values of w_importance and w_load (Table 6).
 - `mixed_text`: more experts at equal operations, on text of many kinds (Figs. 2 and 3).
-- `multilingual`: one model for twelve language pairs (Table 5).
+- `multilingual`: one model for several language pairs (Table 5).
 - `paper_tables`: the size and the cost of every model (Tables 7 and 8).
 - `restarts`: training runs whose ranks are killed at random moments.
 - `routers`: the paper's router and later ones.
