@@ -24,8 +24,9 @@ HERE = Path(__file__).parent
 HEADERS = HERE / "moe_ext" / "include"
 LIBRARY = "moe_ext.lib.libmoe_ext"
 # The files of each of these folders are compiled as one, because torch's headers take most of the
-# time. The folders have no kernels, whose speed may depend on what else is in a file.
-TOGETHER = ("csrc", "csrc/autograd", "csrc/nn")  # as in CMakeLists.txt
+# time. The files of csrc/cpu and csrc/cuda stay apart: the speed of a loop may depend on the rest of
+# its file. CMakeLists.txt has the same folders.
+TOGETHER = ("csrc", "csrc/autograd", "csrc/nn")
 
 try:
     import torch
@@ -121,7 +122,7 @@ def together(sources: list[str]) -> list[str]:
         (units.setdefault(folder, []) if folder in TOGETHER else alone).append(source)
     for folder, files in units.items():
         unit = Path("build", "together", f"{folder.replace('/', '_')}.cpp")
-        text = "".join(f'#include "../../{file}"\n' for file in files)
+        text = "".join(f'#include "{(HERE / file).resolve()}"\n' for file in files)
         if not unit.exists() or unit.read_text() != text:  # ninja looks at the time of the change
             unit.parent.mkdir(parents=True, exist_ok=True)
             unit.write_text(text)

@@ -38,6 +38,13 @@ needs_binutils = pytest.mark.skipif(
 )
 
 
+def test_setup_and_cmake_compile_the_same_folders_as_one():
+    (together,) = re.findall(r"^TOGETHER = (.+)$", (ROOT / "setup.py").read_text(), re.M)
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    (folders,) = re.findall(r"^foreach\(folder (.+)\)$", cmake, re.M)
+    assert [*ast.literal_eval(together)] == folders.split()
+
+
 @needs_binutils
 def test_the_library_needs_no_python():
     undefined = output_of("nm", "-D", "--undefined-only", LIBRARY)

@@ -21,7 +21,7 @@ ops::TopKRouting select(const TopKGateOptions& options, const Tensor& logits,
 }
 
 // Returns scores that are not a softmax, for Routing::scores.
-OptionalTensor scores_of(const Tensor& logits, const std::string& score) {
+OptionalTensor given_scores(const Tensor& logits, const std::string& score) {
   if (score == "sigmoid") return logits.sigmoid();
   if (score == "sqrt_softplus") return at::softplus(logits).sqrt();
   return std::nullopt;
@@ -128,7 +128,7 @@ Routing TopKGateImpl::route(const Tensor& x, const OptionalTensor& expert_index)
   if (selection_bias.defined()) bias = selection_bias.to(type);
   const auto kept = select(options, gate_logits, bias, expert_index);
   const auto routing = make_routing(kept.gates, kept.expert_index, std::nullopt, gate_logits,
-                                    scores_of(gate_logits, options.score()));
+                                    given_scores(gate_logits, options.score()));
   if (is_training() && tokens_since_update.defined()) {
     count_tokens(tokens_since_update, routing.load);
   }

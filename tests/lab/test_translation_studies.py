@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tomllib
 from dataclasses import asdict
 from functools import partial
 
@@ -60,7 +61,7 @@ def test_claims_compare_the_models_they_name():
     ]  # fmt: skip
     assert [each.difference.mean for each in found] == pytest.approx([-1.0, -0.9, -0.3, -0.2])
     assert [each.bleu.mean for each in found] == [21, 19, 1, -1]
-    lines = report.comparisons_table(found).splitlines()[2:]
+    lines = report.comparisons_table(found).splitlines()[4:]
     assert [line.split(" | ")[3:] for line in lines] == [
         ["supported", "+21.00 [+18.52, +23.48]", "supported |"],
         ["supported", "+19.00 [+19.00, +19.00]", "supported |"],
@@ -69,6 +70,7 @@ def test_claims_compare_the_models_they_name():
     ]
     first, *_ = report.comparisons([run for run in runs if run["arm"] != "none"])
     assert first.difference is None and first.bleu is None
+    assert report.comparisons_table([first]) == ""
     assert "moe-32 against none" not in report.comparisons_table([first])
 
 
@@ -175,9 +177,9 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
 def test_convergence_is_measured_from_an_evaluation_before_the_last_tenth():
     dev = [[step, 3 - step / 1000] for step in (*range(200, 2500, 200), 2500)]
     runs = [{"arm": "none", "dev": dev}, {"arm": "none", "dev": dev}]
-    text = report.convergence(runs)
+    text = report.convergence(runs, report.MODELS)
     assert text.endswith("in the last 12% of the training: none -25.9%.")  # 2,200 of 2,500
-    assert report.convergence([{"arm": "none", "dev": dev[-1:]}]) == ""
+    assert report.convergence([{"arm": "none", "dev": dev[-1:]}], report.MODELS) == ""
 
 
 def test_crossover_is_the_first_evaluation_after_which_the_mixture_stays_ahead():
@@ -226,9 +228,14 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path, monkeyp
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     places += ["--text", "manuals"]
     overrides = [*TINY, f"data.corpus={parallel_corpus}", 'data.pairs=["en-fr","en-de"]']
-    main([*overrides, *places, "--seeds", "1", "--arms", "moe", "moe-oversampled"])
-    main([*overrides, *places, "--seeds", "1"])
     files = [tmp_path / "docs" / f"multilingual_manuals.{end}" for end in ("md", "png", "json")]
+    main([*overrides, *places, "--seeds", "1", "--arms", "moe"])
+    page = files[0].read_text()
+    assert "claim" not in page and "`single`" not in page and "moe-oversampled" not in page
+    main([*overrides, *places, "--seeds", "1"])
+    page = files[0].read_text()
+    assert "moe against single" in page and "moe-oversampled" not in page
+    main([*overrides, *places, "--seeds", "1", "--arms", "moe-oversampled"])
     data = json.loads(files[2].read_text())
     pairs = {run["arm"]: [*run["pairs"]] for run in data["runs"]}
     several = ["en-fr", "en-de"]
@@ -249,7 +256,16 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path, monkeyp
     assert compared["lower_perplexity"] == (french < 0) + (german < 0)
     page = files[0].read_text()
     assert page.count("| moe against ") == 2 and "| moe-oversampled against moe |" in page
-    assert "| en-de | 60 |" in page
+    assert "| en-de | 60 |" in page and page.count("--arms moe-oversampled") == 1
+    settings = data["settings"]
+    assert settings["model.dropout"] == 0 and settings["optimizer.learning_rate"] == 2e-3
+    warmup = [
+        tomllib.loads((moe.with_name(name) / "config.toml").read_text())["optimizer"][
+            "warmup_steps"
+        ]
+        for name in ("moe-seed1", "single-en-fr-seed1")
+    ]
+    assert warmup == [300, 200]
     assert '\'data.pairs=["en-fr", "en-de"]\'' in page
     steps = [step for step, _ in stored["dense"]["perplexity"]["en-de"]]
     assert steps == [1, 2]
@@ -286,8 +302,11 @@ def test_the_better_model_has_less_perplexity_and_more_bleu():
             {"d": (2.0, 20.0), "c": (2.0, 21.0), "b": (2.0, 21.0), "a": (2.0, 19.0)},
         )
     )
-    _, _, gap, bleu, *counts = multilingual.comparison("", "", ours, theirs)
+    found = {"moe": ours, "dense": theirs, "single": {}}
+    _, compared, gap, bleu, *counts = multilingual.comparison(found, "moe", "dense", "")
+    assert compared == "moe against dense"
     assert gap.mean == -0.5 and bleu.mean == -0.25 and counts == [4, 3, 1]
+    assert multilingual.comparison(found, "moe", "single", "") is None
     assert f"{gap:.1f}" == "-0.5 (one seed, not decided)"
 
 
@@ -295,15 +314,31 @@ def test_the_interval_is_over_the_seeds():
     """The mean over the language pairs differs between the seeds that both models have."""
     ours = {p: {s: multilingual.Figures(1.0, 9.0) for s in (1, 2, 3, 4)} for p in "ab"}
     nll = {"a": (1.5, 1.6, 1.7), "b": (1.1, 1.2, 1.3)}
+    bleu = {"a": (8.0, 7.9, 7.8), "b": (9.0, 8.9, 8.8)}
     theirs = {
-        p: {s: multilingual.Figures(each, 9.0) for s, each in enumerate(values, 1)}
-        for p, values in nll.items()
+        p: {
+            s: multilingual.Figures(*each)
+            for s, each in enumerate(zip(nll[p], bleu[p], strict=True), 1)
+        }
+        for p in "ab"
     }
-    gap = multilingual.comparison("", "", ours, theirs).difference
+    found = {"moe": ours, "dense": theirs}
+    compared = multilingual.comparison(found, "moe", "dense", "claim")
+    gap = compared.difference
     assert gap.num_seeds == 3 and gap.mean == pytest.approx(-0.4)
     assert gap.high - gap.mean == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)  # t of 2 degrees
+    row = multilingual.comparisons_table([compared]).strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"\| claim \| moe against dense \| -3.+ \| supported \| \+0.60 .+ \| supported "
+        r"\| 2 of 2 \| 2 of 2 \|",
+        row,
+    )
     del theirs["b"][3]
-    assert multilingual.comparison("", "", ours, theirs).difference.num_seeds == 2
+    assert multilingual.comparison(found, "moe", "dense", "").difference.num_seeds == 2
+    del theirs["b"][1], theirs["a"][2]
+    without = multilingual.comparison(found, "moe", "dense", "")
+    assert without.difference is without.bleu is None and without.num_pairs == 2
+    assert "| not decided |  | not decided |" in multilingual.comparisons_table([without])
 
 
 @pytest.mark.parametrize("script", [translation, multilingual])

@@ -22,7 +22,21 @@ from moe_ext.lab.training.study import (
     verdict,
 )
 
-__all__ = ["ARMS", "MIXTURE", "MODELS", "NEAR", "TRIALS", "as_markdown", "comparisons", "plot"]
+__all__ = [
+    "ARMS",
+    "BLEU",
+    "CLAIM_HEADER",
+    "DECIDED",
+    "MIXTURE",
+    "MODELS",
+    "NEAR",
+    "TRIALS",
+    "as_markdown",
+    "claim_cells",
+    "comparisons",
+    "convergence",
+    "plot",
+]
 
 MIXTURE, BALANCED, DENSE, NONE = "moe-32", "moe-32-balanced", "dense", "none"
 MODELS = (MIXTURE, BALANCED, DENSE, NONE)
@@ -38,6 +52,11 @@ ARMS |= {m + suffix: (m, [setting]) for suffix, setting in TRIALS.items() for m 
 NEAR = 0.8  # share of word trigrams that makes a test sentence a near duplicate
 # BLEU of Transformer-Tiny in Wu et al. (2021, arXiv:2105.14462), by the name of the page.
 _PUBLISHED = {"translation_captions_en-de": 41.02, "translation_captions_en-fr": 61.80}
+
+# Sentences and table of the pages of both studies of translation.
+BLEU = "BLEU is sacreBLEU's score of a beam search with the penalties of Wu et al. (2016)."
+DECIDED = f"{HOW_DECIDED} For BLEU, above and below are exchanged."
+CLAIM_HEADER = ["claim", "compared", "perplexity, 95%", "verdict", "BLEU, 95%", "verdict"]
 
 
 class Comparison(NamedTuple):
@@ -79,22 +98,24 @@ def comparisons(runs: Sequence[Run]) -> list[Comparison]:
     ]
 
 
-def comparisons_table(compared: Iterable[Comparison]) -> str:
-    """Formats the claims about models that have runs, with verdicts by perplexity and by BLEU."""
-    rows = [
-        [
-            each.claim,
-            each.compared,
-            as_change(each.difference),
-            verdict(each.difference),
-            f"{each.bleu:+.2f}",
-            verdict(each.bleu, 0.0, math.inf),
-        ]
-        for each in compared
-        if each.difference is not None
+def claim_cells(
+    claim: str, compared: str, difference: PairedDifference | None, bleu: PairedDifference | None
+) -> list[str]:
+    """Formats a claim with its verdicts by perplexity and by BLEU, for a table."""
+    return [
+        claim,
+        compared,
+        as_change(difference),
+        verdict(difference),
+        "" if bleu is None else f"{bleu:+.2f}",
+        verdict(bleu, 0.0, math.inf),
     ]
-    header = ["claim", "compared", "perplexity, 95%", "verdict", "BLEU, 95%", "verdict"]
-    return markdown_table(header, rows)
+
+
+def comparisons_table(compared: Iterable[Comparison]) -> str:
+    """Formats the claims about models that have runs."""
+    rows = [claim_cells(*each) for each in compared if each.difference is not None]
+    return f"{DECIDED}\n\n{markdown_table(CLAIM_HEADER, rows)}" if rows else ""
 
 
 def table(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
@@ -162,13 +183,13 @@ def balance(runs: Sequence[Run]) -> str:
     )
 
 
-def convergence(runs: Sequence[Run]) -> str:
+def convergence(runs: Sequence[Run], models: Iterable[str]) -> str:
     """Compares the dev perplexity at the end with the last one before 90% of the training.
 
-    All runs are evaluated after the same steps.
+    All runs of the models are evaluated after the same steps.
     """
     share, changes = 0.0, []
-    for name in MODELS:
+    for name in models:
         curve = mean_curve(runs, name)
         earlier = [(tokens, ppl) for tokens, ppl in curve if tokens <= 0.9 * curve[-1][0]]
         if earlier:
@@ -243,7 +264,6 @@ def as_markdown(
         "to German. GNMT, a model without experts that needs more operations, has BLEU 39.22 and "
         "24.91 (Tables 2 and 3).\n",
         table(settings, runs),
-        f"{HOW_DECIDED} For BLEU, above and below are exchanged.\n",
         comparisons_table(comparisons(runs)),
         f"- Corpus: {contents}. "
         f"The training part has {settings['train_pairs']:,} sentence pairs "
@@ -258,12 +278,12 @@ def as_markdown(
             f"{settings['data.tokens_per_batch']:,} source and target wordpieces, with the "
             f"learning rate {settings['optimizer.learning_rate']:g} and dropout "
             f"{settings['model.dropout']:g}.",
-            convergence(runs),
+            convergence(runs, MODELS),
             crossover(settings, runs),
         ),
         f"- Perplexity is per target wordpiece of the test part. {HOW_COMPARED}",
         _paragraph(
-            "- BLEU is sacreBLEU's score of a beam search with the penalties of Wu et al. (2016).",
+            f"- {BLEU}",
             published(name),
             f"Signature of sacreBLEU: {signatures}.",
         ),

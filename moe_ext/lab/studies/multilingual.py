@@ -10,9 +10,10 @@ wordpieces:
 
 - moe: MoE layers with 32 experts, trained on all language pairs together
 - dense: dense layers with equal operations instead of MoE layers, trained on all language pairs
-- single: a separate dense model for each language pair, which sees twice as much of its text
+- single: a separate dense model for each language pair, which sees about twice as much text of its
+  pair as the other models
 - moe-oversampled: the model moe, with every language pair oversampled to the size of the largest;
-  --arms selects it
+  --arms selects it, for --text manuals, whose pairs differ in size
 
 By default, the corpus is Multi30k, with captions of images in English, German and French. CORPUS is
 a folder with its files train, val and test_2016_flickr. The corpus of --text manuals has manuals,
@@ -28,17 +29,23 @@ writes them without training and without the corpus.
 """
 
 import json
-import math
 import shlex
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from moe_ext.lab.studies._translation_page import (
+    BLEU,
+    CLAIM_HEADER,
+    DECIDED,
+    claim_cells,
+    convergence,
+)
 from moe_ext.lab.studies.translation import TEXTS
 from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_config
 from moe_ext.lab.training.device import set_up_for
@@ -59,13 +66,10 @@ from moe_ext.lab.training.stored import (
     shared_settings,
 )
 from moe_ext.lab.training.study import (
-    HOW_DECIDED,
-    as_change,
     claims_data,
     run_folder,
     size_cells,
     study_parser,
-    verdict,
 )
 from moe_ext.lab.training.text import PairText, load_text
 from moe_ext.lab.training.translation import bleu_of_test, require_bleu, translated_test
@@ -73,7 +77,6 @@ from moe_ext.lab.training.translation import bleu_of_test, require_bleu, transla
 MIXTURE, DENSE, SINGLE, OVERSAMPLED = "moe", "dense", "single", "moe-oversampled"
 MODELS = (MIXTURE, DENSE, SINGLE, OVERSAMPLED)
 _CONFIGS = {MIXTURE: "moe-32", DENSE: "dense", SINGLE: "dense", OVERSAMPLED: "moe-32"}
-_OF_ALL = ("steps=5000", "log.eval_every=500")  # options of all models
 
 
 class Kind(NamedTuple):
@@ -81,8 +84,9 @@ class Kind(NamedTuple):
 
     Attributes:
         of_all: options of all models.
-        of_single: options of the models of one language pair. These see twice as much text of their
-            pair as the others. Their schedule ends at the same fraction of its peak.
+        of_single: options of the models of one language pair. These see about twice as much text of
+            their pair as the other models. Their learning rate ends at the same fraction of its
+            peak.
     """
 
     of_all: tuple[str, ...]
@@ -96,12 +100,16 @@ _PAIRS_OF_MANUALS = [
 ]
 KINDS = {
     "captions": Kind(
-        ('data.pairs=["en-de","de-en","en-fr","fr-en"]', "data.vocab_size=6000"),
+        (
+            'data.pairs=["en-de","de-en","en-fr","fr-en"]', "data.vocab_size=6000",
+            "steps=5000", "log.eval_every=500",
+        ),
         ("steps=2500", "optimizer.warmup_steps=150"),
     ),
     "manuals": Kind(
         (
             f"data.pairs={json.dumps(_PAIRS_OF_MANUALS)}", "data.vocab_size=16000",
+            "steps=5000", "log.eval_every=250", "log.eval_sentences=200",
             "model.dropout=0.0", "optimizer.learning_rate=2e-3", "optimizer.hold_steps=1960",
         ),
         ("steps=800", "optimizer.warmup_steps=200", "optimizer.hold_steps=162"),
@@ -211,84 +219,78 @@ def means(of_seeds: Mapping[int, Figures]) -> Figures:
     return Figures(*map(statistics.fmean, zip(*of_seeds.values(), strict=True)))
 
 
-_CLAIMS = (
-    (MIXTURE, DENSE, "one mixture translates all language pairs better than one dense model"),
+_CLAIMS = (  # in the mean over the language pairs
+    (MIXTURE, DENSE, "one mixture translates better than one dense model"),
     (MIXTURE, SINGLE, "one mixture translates better than a dense model for each language pair"),
-    (OVERSAMPLED, MIXTURE, "oversampling of the smaller language pairs improves the mean"),
+    (OVERSAMPLED, MIXTURE, "oversampling improves the mixture"),
 )
 
 
-def comparison(claim: str, compared: str, a: OfPairs, b: OfPairs) -> Comparison:
-    """Compares two models over the language pairs and the seeds that both have."""
+def comparison(
+    found: Mapping[str, OfPairs], model: str, other: str, claim: str
+) -> Comparison | None:
+    """Compares two models over the language pairs and seeds that both have; None without any."""
     both = {
-        languages: (a[languages], b[languages])
-        for languages in a
-        if languages in b and a[languages].keys() & b[languages].keys()
+        languages: (ours, theirs)
+        for languages, ours in found[model].items()
+        if ours.keys() & (theirs := found[other].get(languages, {})).keys()
     }
-    seeds = set.intersection(*(ours.keys() & theirs.keys() for ours, theirs in both.values()))
-    compared_means = [
-        tuple(
-            means({seed: each[seed] for seed in ours.keys() & theirs.keys()})
-            for each in (ours, theirs)
-        )
-        for ours, theirs in both.values()
+    if not both:
+        return None
+    means_of_both = [
+        tuple(means({seed: each[seed] for seed in ours.keys() & theirs.keys()}) for each in pair)
+        for pair in both.values()
+        for ours, theirs in [pair]
     ]
+    seeds = sorted(
+        set.intersection(*(ours.keys() & theirs.keys() for ours, theirs in both.values()))
+    )
 
-    def mean_over_pairs(name: str) -> PairedDifference | None:
+    def mean_over_pairs(value: Callable[[Figures], float]) -> PairedDifference | None:
         return mean_difference(
             [
                 statistics.fmean(
-                    getattr(ours[seed], name) - getattr(theirs[seed], name)
-                    for ours, theirs in both.values()
+                    value(ours[s]) - value(theirs[s]) for ours, theirs in both.values()
                 )
-                for seed in sorted(seeds)
+                for s in seeds
             ]
         )
 
     return Comparison(
         claim,
-        compared,
-        mean_over_pairs("nll"),
-        mean_over_pairs("bleu"),
+        f"{model} against {other}",
+        mean_over_pairs(lambda each: each.nll),
+        mean_over_pairs(lambda each: each.bleu),
         len(both),
-        sum(ours.nll < theirs.nll for ours, theirs in compared_means),
-        sum(ours.bleu > theirs.bleu for ours, theirs in compared_means),
+        sum(ours.nll < theirs.nll for ours, theirs in means_of_both),
+        sum(ours.bleu > theirs.bleu for ours, theirs in means_of_both),
     )
 
 
 def comparisons(runs: Sequence[Run]) -> list[Comparison]:
     """Tests the claims about models that both have runs."""
     found = figures(runs)
-    return [
-        comparison(claim, f"{model} against {other}", found[model], found[other])
-        for model, other, claim in _CLAIMS
-        if any(
-            found[model][languages].keys() & found[other][languages].keys()
-            for languages in found[model].keys() & found[other].keys()
-        )
-    ]
+    compared = (comparison(found, *claim) for claim in _CLAIMS)
+    return [each for each in compared if each is not None]
 
 
 def comparisons_table(compared: Iterable[Comparison]) -> str:
-    """Formats the claims as a table, with verdicts by perplexity and by BLEU."""
+    """Formats the claims, and the language pairs in which the first model is better."""
     rows = [
         [
-            each.claim,
-            each.compared,
-            as_change(each.difference),
-            verdict(each.difference),
-            f"{each.bleu:+.2f}" if each.bleu else "",
-            verdict(each.bleu, 0.0, math.inf),
+            *claim_cells(each.claim, each.compared, each.difference, each.bleu),
             f"{each.lower_perplexity} of {each.num_pairs}",
             f"{each.higher_bleu} of {each.num_pairs}",
         ]
         for each in compared
     ]
-    header = [
-        "claim", "compared", "perplexity, 95%", "verdict", "BLEU, 95%", "verdict",
-        "lower perplexity", "higher BLEU",
-    ]  # fmt: skip
-    return markdown_table(header, rows)
+    if not rows:
+        return ""
+    header = [*CLAIM_HEADER, "lower perplexity", "higher BLEU"]
+    return (
+        f"{DECIDED} The claims are about the mean over the language pairs. The last two columns "
+        f"count the pairs in which the first model is better.\n\n{markdown_table(header, rows)}\n"
+    )
 
 
 def table(train_pairs: Mapping[str, int], runs: Sequence[Run]) -> str:
@@ -332,35 +334,44 @@ def as_markdown(
     name: str, contents: str, settings: Mapping[str, Any], runs: Sequence[Run], command: str
 ) -> str:
     """Formats the page: plot, tables, verdicts, cost, command."""
-    signatures = sorted({signature for run in runs for signature in run["signatures"]})
+    signatures = sorted({f"`{each}`" for run in runs for each in run["signatures"]})
+    signature = f"Signature of sacreBLEU: {signatures[0]}"
+    if len(signatures) > 1:
+        signature = f"Signatures of sacreBLEU: {', '.join(signatures)}; tok:char is for Japanese"
     arms = [arm for model in MODELS for arm in arms_of(model, [*settings["train_pairs"]])]
-    oversampled = ""
-    if any(run["arm"] == OVERSAMPLED for run in runs):
-        oversampled = (
-            f" `{OVERSAMPLED}` sees all language pairs equally often, `{MIXTURE}` in their natural "
+    models = {model_of(run) for run in runs}
+    training = [
+        f"- Training: steps of about {settings['data.tokens_per_batch']:,} source and target "
+        f"wordpieces, with dropout {settings['model.dropout']:g}."
+    ]
+    if SINGLE in models:
+        training.append(
+            f"`{SINGLE}` stands for dense models of one language pair each; all of their steps are "
+            "steps on that pair."
+        )
+    if OVERSAMPLED in models:
+        training.append(
+            f"`{OVERSAMPLED}` sees all language pairs equally often, `{MIXTURE}` in their natural "
             "proportions."
         )
+    training.append(convergence(runs, [MIXTURE, DENSE]))
     return (
         "# One model for all language pairs\n\n"
         f"![dev perplexity against steps]({name}.png)\n\n"
         "In the paper, one mixture for twelve language pairs has a higher BLEU than one model "
-        "without experts in 11 of them. It has a higher BLEU than the models of one language pair "
-        "in 8 of 12 pairs, although those saw more text of their pair (Table 5).\n\n"
+        "without experts in 11 of 12 pairs. It has a higher BLEU than the models of one language "
+        "pair in 8 of 12 pairs, although the models of one pair saw more text of their pair "
+        "(Table 5).\n\n"
         f"{sizes_of_models(runs, arms)}\n{table(settings['train_pairs'], runs)}\n"
-        f"{HOW_DECIDED} For BLEU, above and below are exchanged. The last two columns count the "
-        "language pairs in which the first model is better.\n\n"
-        f"{comparisons_table(comparisons(runs))}\n"
+        f"{comparisons_table(comparisons(runs))}"
         f"- Corpus: {contents}. All languages share one vocabulary of {settings['pieces']:,} "
         "wordpieces.\n"
-        f"- Training: steps of about {settings['data.tokens_per_batch']:,} source and target "
-        f"wordpieces, with dropout {settings['model.dropout']:g}. `single` stands for dense models "
-        f"that are trained on one language pair each.{oversampled}\n"
+        f"{' '.join(filter(None, training))}\n"
         "- Perplexity is per target wordpiece of the test part, and exp of the mean of "
         "ln(perplexity) over seeds. A difference is the mean over the language pairs, and over "
         "pairs of runs with the same seed. With three seeds or more, its 95% t interval over the "
         "seeds follows in brackets.\n"
-        "- BLEU is sacreBLEU's score of a beam search with the penalties of Wu et al. (2016). "
-        f"Signatures of sacreBLEU: {', '.join(f'`{each}`' for each in signatures)}.\n"
+        f"- {BLEU} {signature}.\n"
         "- Operations and parameters do not include embedding and softmax.\n\n"
         f"{core_hours(runs)}\n\n"
         f"```\n{command}\n```\n"
@@ -390,7 +401,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
     """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "multilingual", MODELS)
     parser.set_defaults(arms=[MIXTURE, DENSE, SINGLE])
-    parser.add_argument("--text", choices=TEXTS, default="captions", help="the kind of the corpus")
+    parser.add_argument("--text", choices=KINDS, default="captions", help="the kind of the corpus")
     options = parser.parse_intermixed_args(arguments)
     name = f"multilingual_{options.text}"
     path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
@@ -400,7 +411,13 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
         of_model += KINDS[options.text].of_single if model == SINGLE else []
         return read_config(
             root / "configs" / "mt" / f"small-{_CONFIGS[model]}.toml",
-            ["num_threads=1", *_OF_ALL, *KINDS[options.text].of_all, *of_model, *overrides],
+            [
+                "num_threads=1",
+                f"data.encoded={runs_folder / 'encoded'}",
+                *KINDS[options.text].of_all,
+                *of_model,
+                *overrides,
+            ],
             TranslationConfig,
         )
 
@@ -455,7 +472,10 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
         changed = changed_options(stored.settings, config_of(MIXTURE, []))
         command = ["python", "scripts/studies/multilingual.py", "--text", options.text]
         command += ["data.corpus=CORPUS", *changed]
-        page = as_markdown(name, TEXTS[options.text].contents, *stored, shlex.join(command))
+        commands = [shlex.join(command)]
+        if any(run["arm"] == OVERSAMPLED for run in stored.runs):
+            commands.append(shlex.join([*command, "--arms", OVERSAMPLED]))
+        page = as_markdown(name, TEXTS[options.text].contents, *stored, "\n".join(commands))
         data = {**stored._asdict(), "claims": claims_data(comparisons(stored.runs))}
         write_report(options.output, name, page, data, plot(*stored))
     return stored.runs
