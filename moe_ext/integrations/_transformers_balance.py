@@ -127,8 +127,6 @@ class Balance:
     The results cover all tokens that reach the experts on this rank, including padding. To exclude
     padding, set `mask` before each forward pass and change it only after the backward pass.
 
-    With transformers' expert parallelism, the results cover the experts of this rank.
-
     Args:
         model, w_importance: see `balance`.
 
