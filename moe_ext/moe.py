@@ -250,8 +250,8 @@ class MoE(nn.Module):
         own = hidden_sizes is not None or activation != "relu" or activation_args is not None
         if experts is not None and (own or bias or expert_dtype is not None):
             raise ValueError(
-                "MoE: hidden_sizes, activation, bias and expert_dtype must be left out when "
-                "experts are given"
+                "MoE: hidden_sizes, activation, activation_args, bias and expert_dtype must be "
+                "left out when experts are given"
             )
         self.d_model = d_model
         self.num_experts = num_experts

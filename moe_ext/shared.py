@@ -28,7 +28,7 @@ class SharedExpert(nn.Module):
     Args:
         d_model: D, the width of x.
         hidden_sizes: widths of the hidden layers.
-        activation, bias, d_output, dtype: see `FeedForwardExperts`.
+        activation, activation_args, bias, d_output, dtype: see `FeedForwardExperts`.
         gated: whether a sigmoid of each token scales the output. w_gate starts at zero, so all
             sigmoids are 0.5.
         recompute: whether to recompute the hidden layers in the backward pass; see `MoE`.
@@ -49,6 +49,7 @@ class SharedExpert(nn.Module):
         hidden_sizes: Sequence[int],
         *,
         activation: Activation = "relu",
+        activation_args: Sequence[float] | None = None,
         bias: bool = False,
         d_output: int | None = None,
         dtype: torch.dtype | None = None,
@@ -62,6 +63,7 @@ class SharedExpert(nn.Module):
             d_model,
             hidden_sizes,
             activation=activation,
+            activation_args=activation_args,
             bias=bias,
             d_output=d_output,
             dtype=dtype,

@@ -75,8 +75,8 @@ void check_options(const MoEOptions& options) {
   const bool own = options.hidden_sizes() || options.activation() != "relu" ||
                    !options.activation_args().empty() || options.bias() || options.expert_dtype();
   TORCH_CHECK_VALUE(!options.experts() || !own,
-                    "MoE: hidden_sizes, activation, bias and expert_dtype must be left out when "
-                    "experts are given");
+                    "MoE: hidden_sizes, activation, activation_args, bias and expert_dtype must be "
+                    "left out when experts are given");
   check_losses(options.losses());
 }
 

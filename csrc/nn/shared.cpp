@@ -22,6 +22,7 @@ void SharedExpertImpl::reset() {
       register_module("expert", FeedForwardExperts(FeedForwardExpertsOptions(1, options.d_model())
                                                        .hidden_sizes(options.hidden_sizes())
                                                        .activation(options.activation())
+                                                       .activation_args(options.activation_args())
                                                        .bias(options.bias())
                                                        .d_output(options.d_output())
                                                        .dtype(options.dtype())));

@@ -1,7 +1,5 @@
 """What an operator must know about gradients before it is called."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ def needs_gradient(*values: object) -> bool:
         if isinstance(value, Tensor):
             if value.requires_grad:
                 return True
-        elif value is not None and isinstance(value, (list, tuple, Iterable)):
+        elif value is not None and isinstance(value, (list, tuple)):
             for item in value:
                 if isinstance(item, Tensor) and item.requires_grad:
                     return True

@@ -246,7 +246,11 @@ LAYERS: dict[str, Maker] = {
     "MoE activation_args": lambda: MoE(
         D, 6, 2, hidden_sizes=(5,), activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25)
     ),
-    "MoE shared": lambda: MoE(D, 6, 2, shared_expert=SharedExpert(D, (5,), activation="swiglu")),
+    "MoE shared": lambda: MoE(
+        D, 6, 2, shared_expert=SharedExpert(
+            D, (5,), activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25)
+        ),
+    ),
     "MoE shared gated": lambda: MoE(
         D, 6, 2, expert_dtype=torch.bfloat16, gate=TopKGate(D, 6, 2),
         shared_expert=SharedExpert(

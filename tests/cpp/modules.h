@@ -201,7 +201,9 @@ inline const std::map<std::string, Maker> layers = {
      }},
     {"MoE shared",
      [] {
-       SharedExpert shared(SharedExpertOptions(D, {5}).activation("swiglu"));
+       SharedExpert shared(SharedExpertOptions(D, {5})
+                               .activation("clamped_swiglu")
+                               .activation_args({0.75, 1.5, 0.25}));
        return MoE(MoEOptions(D, 6, 2).shared_expert(shared)).ptr();
      }},
     {"MoE shared gated",

@@ -263,6 +263,10 @@ def test_errors():
         plan(config(), DEVICE, 0)
     with pytest.raises(ValueError, match="plan: exchange must .*got 'all'"):
         plan(config(), DEVICE, 2, exchange="all")
+    with pytest.raises(
+        ValueError, match="plan: config.model.moe.num_null_experts must be 0, got 2"
+    ):
+        plan(config({"num_null_experts": 2}), DEVICE, 1)
     with pytest.raises(ValueError, match="plan: config.model.layers must"):
         plan(config(layers=["lstm"]), DEVICE, 2)
     with pytest.raises(ValueError, match="Device: link must .*got 0"):

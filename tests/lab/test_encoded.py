@@ -1,5 +1,6 @@
 """Corpora larger than memory: pieces of text, ids in files, worker processes."""
 
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -155,6 +156,21 @@ def test_fingerprints_tell_texts_apart(number):
     found = EncodedSentences.of_tensors(ids, starts, eos_id=1).fingerprint()
     assert same.fingerprint() == found
     assert len({found, *(other.fingerprint() for other in others)}) == 4
+    for place in (0, -1):
+        changed = ids.clone()
+        changed[place] += 1
+        assert EncodedSentences.of_tensors(changed, starts, eos_id=1).fingerprint() != found
+
+
+def test_the_hashed_blocks_do_not_depend_on_the_processor():
+    number = 5_000_000
+    ids = torch.arange(number + 1, dtype=torch.int32)
+    text = EncodedSentences.of_tensors(ids, torch.tensor([0, number]), eos_id=1)
+    found = hashlib.sha256(f"1 {number}".encode())
+    for block in range(1024):
+        start = block * (number + 1 - 4096) // 1023
+        found.update(ids[start : start + 4096].numpy().tobytes())
+    assert text.fingerprint() == found.hexdigest()
 
 
 def test_encoded_once(text, tmp_path, vocabulary):

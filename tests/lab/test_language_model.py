@@ -365,7 +365,7 @@ def test_copies_and_pickles_after_a_forward():
         ("memory_slots", {"memory_slots": -1}),
         ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="balanced", w_load=0)}),
         ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="expert_choice", w_load=0)}),
-        ("moe.w_switch and w_z", {"layers": ["moe_lstm"], "moe": MoEConfig(w_z=1)}),
+        ("moe.w_z", {"layers": ["moe_lstm"], "moe": MoEConfig(w_z=1)}),
         ("moe.num_null_experts", {"layers": ["moe_lstm"], "moe": MoEConfig(num_null_experts=1)}),
         ("moe.shared_sizes", {"layers": ["moe_lstm"], "moe": MoEConfig(shared_sizes=[8])}),
         (
@@ -391,6 +391,9 @@ def test_configuration_errors(option, change):
         ("gate", {"gate": "top"}),
         ("w_load", {"gate": "balanced"}),
         ("num_groups", {"num_groups": 5}),
+        ("w_switch", {"num_groups": 4, "w_switch": 0.1}),
+        ("w_z", {"num_groups": 4, "w_z": 0.1}),
+        ("drop", {"drop": "score"}),
         ("num_groups", {"gate": "topk", "num_groups": 4, "w_load": 0}),
         ("num_groups", {"gate": "expert_choice", "num_groups": 4, "w_load": 0}),
         ("k", {"num_experts": 32, "num_groups": 8, "k": 5}),

@@ -1,13 +1,15 @@
 """The file of a study: its runs, its settings, and what the page needs of them."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from moe_ext.lab.training.config import Config, ConfigError
+from moe_ext.lab.training.config import Config, ConfigError, TranslationConfig
 from moe_ext.lab.training.stored import (
     changed_options,
     mean_curve,
+    read_stored,
     run_missing,
     shared_options,
     stored_runs,
@@ -70,7 +72,18 @@ def test_files_of_other_studies_are_refused(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(ConfigError, match=message) as error:
         stored_runs(path, SETTINGS)
-    assert str(path) in str(error.value) and "delete the file" in str(error.value)
+    assert str(path) in str(error.value) and "give another --output" in str(error.value)
+
+
+def test_options_that_are_newer_than_the_file_have_their_defaults(tmp_path):
+    path, config = tmp_path / "study.json", TranslationConfig(steps=7)
+    settings = shared_options(config)
+    older = {key: value for key, value in settings.items() if key != "model.dropout"}
+    path.write_text(json.dumps({"settings": older, "runs": [{"arm": "a", "seed": 1}]}))
+    assert stored_runs(path, settings) == [{"arm": "a", "seed": 1}]
+    assert changed_options(read_stored(path).settings, TranslationConfig()) == ["steps=7"]
+    with pytest.raises(ConfigError, match="'model.dropout': 0.1"):
+        stored_runs(path, settings | {"model.dropout": 0.1})
 
 
 def test_options_that_all_runs_share():

@@ -38,7 +38,7 @@ from moe_ext.lab.training.logging import RunLog, read_metrics
 from moe_ext.lab.training.loop import Trainer, Window, make_optimizers
 from moe_ext.lab.training.metrics import Evaluation, evaluate, perplexity
 from moe_ext.lab.training.model import make_model
-from moe_ext.lab.training.results import Result
+from moe_ext.lab.training.results import Result, finished, train_and_test
 from moe_ext.lab.training.study import run_study
 from moe_ext.lab.training.text import load_part, load_text
 from moe_ext.lab.training.threads import ThreadChoice
@@ -332,6 +332,26 @@ def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_work
     resumed = Trainer(replace(stopped.config, resume=True))
     assert resumed.run() is True
     assert_same_run(whole.folder, resumed.folder)
+
+
+def test_a_signal_in_the_last_evaluation_is_not_lost(table, monkeypatch):
+    """The run is finished; its result is measured by the next call."""
+    config = merged(table, num_threads=0)
+    text = load_text(config.data)
+    evaluated, threads = Trainer._evaluate, torch.get_num_threads()
+
+    def with_signal(self):
+        if self.step == config.steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluated(self)
+
+    monkeypatch.setattr(Trainer, "_evaluate", with_signal)
+    with pytest.raises(KeyboardInterrupt):
+        train_and_test(config, text)
+    assert checkpoints_of(pathlib.Path(config.output)).steps()[-1] == config.steps
+    assert torch.get_num_threads() == threads
+    monkeypatch.setattr(Trainer, "_evaluate", evaluated)
+    assert train_and_test(config, text).test_nll == finished(config, text).test_nll
 
 
 def test_accumulated_step_is_the_mean_over_all_tokens(table):

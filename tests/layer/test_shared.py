@@ -24,7 +24,15 @@ def make_layer(shared, device="cpu", dtype=torch.float64, **options):
 @SHARED
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("options", [{}, {"activation": "swiglu", "bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": "swiglu", "bias": True},
+        {"activation": "clamped_swiglu", "activation_args": (0.75, 1.5, 0.25), "bias": True},
+    ],
+    ids=str,
+)
 def test_equals_reference(device, gated, masked, options):
     """Compares the difference to a layer without shared expert, and all gradients."""
     layer = make_layer(SharedExpert(D, [4, 3], gated=gated, **options), device)
@@ -47,7 +55,8 @@ def test_equals_reference(device, gated, masked, options):
         i, j = divmod(place, 4)
         if mask is None or mask[i, j]:
             scale = torch.sigmoid(leaf[i, j] @ leaves["w_gate"][:, 0]) if gated else 1
-            expected[i, j] = scale * ref.E_i(leaf[i, j], W, b, options.get("activation", "relu"))
+            network = options.get("activation", "relu"), options.get("activation_args")
+            expected[i, j] = scale * ref.E_i(leaf[i, j], W, b, *network)
     assert_exact((y - plain).detach(), expected.detach())
     weight = torch.randn(2, 4, D, dtype=torch.float64)
     actual = torch.autograd.grad(

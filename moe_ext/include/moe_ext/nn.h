@@ -581,6 +581,7 @@ struct MOE_EXT_API SharedExpertOptions {
   TORCH_ARG(std::vector<int64_t>, hidden_sizes);
   // See FeedForwardExpertsOptions.
   TORCH_ARG(std::string, activation) = "relu";
+  TORCH_ARG(std::vector<double>, activation_args) = {};
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(std::optional<int64_t>, d_output) = std::nullopt;
   TORCH_ARG(std::optional<torch::Dtype>, dtype) = std::nullopt;

@@ -290,6 +290,9 @@ def load_parallel(
             CorpusError.
         ValueError: another argument is out of range.
     """
+    some = not isinstance(parts, str) and set(parts) <= {*PARTS}
+    rule = f"be a sequence of names out of {', '.join(PARTS)}"
+    require(some, "load_parallel: parts", rule, parts)
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
     sizes = {"max_train_pairs": max_train_pairs, "max_words": max_words, "max_ratio": max_ratio}
     require_at_least(1, "load_parallel", **sizes)

@@ -86,8 +86,6 @@ class LanguageModelConfig:
             require(gate in kinds, "moe.gate", f"be {' or '.join(kinds)} {rule}", gate)
             off: dict[str, object] = {"bias_update_rate": 0, **ONLY_OF_FLAT, "shared_sizes": []}
             require_values(self.moe, off, rule, of="moe.")
-            losses = [loss.name for loss in self.moe.losses()]
-            require(losses == [], "moe.w_switch and w_z", f"be 0 {rule}", losses)
 
 
 class LanguageModel(WordModel):

@@ -36,7 +36,14 @@ _GATE_KINDS = ("noisy_topk", "topk", "balanced", "expert_choice", "relu")
 _FLAT_KINDS = ("topk", "expert_choice", "relu")  # without groups
 
 # Options that only some mixtures support, and the values with which they have no effect.
-ONLY_OF_FLAT = {"num_identity_experts": 0, "num_null_experts": 0, "capacity_factor": 0}
+ONLY_OF_FLAT = {
+    "num_identity_experts": 0,
+    "num_null_experts": 0,
+    "capacity_factor": 0,
+    "w_switch": 0,
+    "w_switch_per_sequence": 0,
+    "w_z": 0,
+}
 _ONLY_OF_TOPK = {"score": "softmax", "renormalize": True, "scale": 1.0, "bias_update_rate": 0.0}
 
 
@@ -93,8 +100,8 @@ class MoEConfig:
         score, renormalize, scale: see `moe_ext.TopKGate`; only for "topk".
         bias_update_rate: see `moe_ext.TopKGate`; only for "topk". 0: no selection bias.
         w_switch, w_switch_per_sequence: weights of `moe_ext.SwitchLoss` over the whole batch and
-            over each sentence.
-        w_z: weight of `moe_ext.ZLoss`.
+            over each sentence; only for a flat mixture.
+        w_z: weight of `moe_ext.ZLoss`; only for a flat mixture.
         shared_sizes: widths of the hidden layers of a `moe_ext.SharedExpert`; []: no shared expert.
     """
 
@@ -141,6 +148,8 @@ class MoEConfig:
         require_at_least(0, capacity_factor=self.capacity_factor)
         drops = get_args(Drop)
         require(self.drop in drops, "drop", f"be one of {', '.join(drops)}", self.drop)
+        if self.capacity_factor == 0:
+            require_values(self, {"drop": "position"}, "with capacity_factor = 0")
         choices, rule = self.num_choices, "the number of experts"
         if self.num_groups:
             require_values(self, ONLY_OF_FLAT, f"with num_groups = {self.num_groups}")

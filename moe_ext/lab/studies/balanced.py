@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
         if isinstance(layer, MoE):
             checks.append(EqualLoads(moe.k, moe.num_experts))
             layer.register_forward_hook(checks[-1])
-    if not trainer.run():
+    if not trainer.run() or trainer.interrupted:
         raise KeyboardInterrupt("balanced: training was interrupted; the run is saved")
 
     def test_perplexity() -> float:

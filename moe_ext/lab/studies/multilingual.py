@@ -72,7 +72,7 @@ from moe_ext.lab.training.study import (
     study_parser,
 )
 from moe_ext.lab.training.text import PairText, load_text
-from moe_ext.lab.training.translation import bleu_of_test, require_bleu, translated_test
+from moe_ext.lab.training.translation import bleu_of_test, require_bleu
 
 MIXTURE, DENSE, SINGLE, OVERSAMPLED = "moe", "dense", "single", "moe-oversampled"
 MODELS = (MIXTURE, DENSE, SINGLE, OVERSAMPLED)
@@ -185,7 +185,6 @@ def tested(result: Result, text: PairText, least: Sequence[str]) -> dict[str, An
 
     least: the language pairs whose dev perplexity the page plots.
     """
-    translated_test(result.run)
     bleu = bleu_of_test(result.run)
     nll = {
         name: each.nll for name, each in by_language_pair(result.sentence_nll, text.test).items()
@@ -432,7 +431,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
         settings = settings_of(first, text)
         least = least_text(settings["train_pairs"])
         runs_folder.mkdir(parents=True, exist_ok=True)
-        wordpieces = runs_folder / "wordpieces.model"
+        wordpieces = runs_folder / f"wordpieces-{text.vocabulary.fingerprint()[:12]}.model"
         text.vocabulary.save(wordpieces)
 
         def run(arm: str, seed: int) -> Run:

@@ -233,7 +233,7 @@ def plan(
 
     Raises:
         ValueError: exchange or num_devices is out of range, or the model has no "moe" layer, or it
-            has a "moe_lstm" layer.
+            has a "moe_lstm" layer or zero-computation experts.
     """
     units = get_args(ExchangeUnit)
     require(exchange in units, "plan: exchange", f"be one of {', '.join(units)}", exchange)
@@ -249,6 +249,10 @@ def plan(
         model = LanguageModel(config.model, config.data.vocab_size)
     layers = [layer for layer in model.layers if isinstance(layer, MoE)]  # all alike
     moe = config.model.moe
+    for name in ("num_identity_experts", "num_null_experts"):
+        require(
+            getattr(moe, name) == 0, f"plan: config.model.moe.{name}", "be 0", getattr(moe, name)
+        )
     weights = list(layers[0].experts.parameters())
     d_input, d_output = weights[0].shape[1], weights[-1].shape[2]
     num_experts, k = moe.num_experts, moe.experts_per_token

@@ -159,6 +159,9 @@ class Trainer:
         text: the encoded corpus of config.data; None loads the corpus.
         process_group: the process group; every rank creates a Trainer. None is a single rank.
 
+    Attributes:
+        interrupted: whether SIGINT or SIGTERM came in the last `run`, be it in its last step.
+
     Raises:
         ConfigError: the output folder, the device or the corpus cannot be used.
 
@@ -221,6 +224,7 @@ class Trainer:
         self.dev = self.text.dev
         if config.log.eval_sentences:
             self.dev = self.dev.first(config.log.eval_sentences)
+        self.interrupted = False
         self.tokens = 0  # number of predictions so far
         self.epoch, self.batch = 0, 0  # position of the next batch
         if earlier is not None:
@@ -246,6 +250,7 @@ class Trainer:
         if config.num_threads == 0 and not self._on_cuda() and self.ranks.size == 1:
             threads = ThreadChoice()
         with ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
             log = None
             if self.ranks.rank == 0:
                 stack.enter_context(self._no_other_run())
@@ -291,6 +296,7 @@ class Trainer:
                     self._save()
             if self.step < steps:
                 self._save()
+            self.interrupted = stopped()
         return self.step >= steps
 
     def _any(self, here: bool) -> bool:

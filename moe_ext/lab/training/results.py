@@ -185,7 +185,7 @@ def _train_to(steps: int, config: AnyConfig, text: Text) -> Trainer:
     """Trains up to a step, evaluates the test part after it, and returns the trainer."""
     resume = (Path(config.output) / "config.toml").exists()
     trainer = Trainer(replace(config, steps=steps, resume=resume), text)
-    if not trainer.run():
+    if not trainer.run() or trainer.interrupted:
         raise KeyboardInterrupt
     test = evaluate(
         trainer.model,

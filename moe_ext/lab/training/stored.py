@@ -17,7 +17,12 @@ import torch
 from moe_ext.checks import require
 from moe_ext.lab.analysis import Cost
 from moe_ext.lab.files import Locked, file_lock, read_json, write_json
-from moe_ext.lab.training.config import AnyConfig, ConfigError, options_of_results
+from moe_ext.lab.training.config import (
+    AnyConfig,
+    ConfigError,
+    config_from_file,
+    options_of_results,
+)
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.results import Result
@@ -25,14 +30,15 @@ from moe_ext.lab.training.text import Text
 
 Run = dict[str, Any]  # the numbers of a finished run, with its "arm" and "seed"
 
-_HINT = "delete the file, or give another --output"
+_HINT = "restore the file, or give another --output"
 
 
 class Stored(NamedTuple):
     """The contents of the file of a study.
 
     Attributes:
-        settings: the options of the study that all runs share, as data for JSON.
+        settings: the options of the study that all runs share, as data for JSON. Options that are
+            newer than the file have their defaults.
         runs: the finished runs, ordered by arm and seed.
     """
 
@@ -58,7 +64,11 @@ def read_stored(path: Path) -> Stored | None:
             require(known, f"{path}: runs", "each have an arm and a seed", run)
     except ValueError as error:
         raise ConfigError(f"{error}; {_HINT}") from error
-    return Stored(values["settings"], values["runs"])
+    settings = values["settings"]
+    if "task" in settings:
+        defaults = shared_options(config_from_file({"task": settings["task"]}, path))
+        settings |= {key: value for key, value in defaults.items() if key not in settings}
+    return Stored(settings, values["runs"])
 
 
 def stored_runs(path: Path, settings: Mapping[str, Any]) -> list[Run]:

@@ -11,6 +11,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -175,16 +176,14 @@ def run_study(
     for config in to_train.values():
         folder = Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with file_lock(folder / ".lock", wait=False):
-                if has_diverged(folder):
-                    continue
+        with suppress(Locked), file_lock(folder / ".lock", wait=False):
+            if has_diverged(folder):
+                continue
+            try:
                 train_and_test(config, text, shares)
-        except FloatingPointError as error:
-            write_text(folder / _DIVERGED, f"{error}\n")
-            diverged.append(f"{folder}: {error}")
-        except Locked:
-            continue
+            except FloatingPointError as error:
+                write_text(folder / _DIVERGED, f"{error}\n")
+                diverged.append(f"{folder}: {error}")
     if diverged:
         hint = "run the command again to continue the study without diverged runs"
         raise FloatingPointError("; ".join([*diverged, hint]))

@@ -74,8 +74,8 @@ def load_text(config: DataConfig | ParallelDataConfig) -> Text:
     """
     if isinstance(config, ParallelDataConfig):
         return _load_pairs(config)
-    vocabulary = _given_vocabulary(config)
     with _config_errors():
+        vocabulary = _given_vocabulary(config)
         corpus = load_corpus(config.corpus, max_train_sentences=config.max_train_sentences or None)
         if vocabulary is None:
             vocabulary = _made_vocabulary(corpus.train, config)
