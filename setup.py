@@ -24,8 +24,8 @@ HERE = Path(__file__).parent
 HEADERS = HERE / "moe_ext" / "include"
 LIBRARY = "moe_ext.lib.libmoe_ext"
 # The files of each of these folders are compiled as one, because torch's headers take most of the
-# time. The files of csrc/cpu and csrc/cuda stay apart: the speed of a loop may depend on the rest of
-# its file. CMakeLists.txt has the same folders.
+# time. The files of csrc/cpu and csrc/cuda stay apart, because the speed of a loop may depend on
+# the rest of its file. CMakeLists.txt has the same folders.
 TOGETHER = ("csrc", "csrc/autograd", "csrc/nn")
 
 try:

@@ -79,8 +79,8 @@ MODELS = (MIXTURE, DENSE, SINGLE, OVERSAMPLED)
 _CONFIGS = {MIXTURE: "moe-32", DENSE: "dense", SINGLE: "dense", OVERSAMPLED: "moe-32"}
 
 
-class Kind(NamedTuple):
-    """A kind of corpus, and the options of the models that differ from those of configs/mt.
+class Settings(NamedTuple):
+    """Options of the models that differ from those of configs/mt, for a kind of corpus.
 
     Attributes:
         of_all: options of all models.
@@ -98,15 +98,15 @@ _PAIRS_OF_MANUALS = [
     for other in ("fr", "de", "ja", "ko", "pt", "es")
     for languages in (f"en-{other}", f"{other}-en")
 ]
-KINDS = {
-    "captions": Kind(
+SETTINGS = {
+    "captions": Settings(
         (
             'data.pairs=["en-de","de-en","en-fr","fr-en"]', "data.vocab_size=6000",
             "steps=5000", "log.eval_every=500",
         ),
         ("steps=2500", "optimizer.warmup_steps=150"),
     ),
-    "manuals": Kind(
+    "manuals": Settings(
         (
             f"data.pairs={json.dumps(_PAIRS_OF_MANUALS)}", "data.vocab_size=16000",
             "steps=5000", "log.eval_every=250", "log.eval_sentences=200",
@@ -400,20 +400,22 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
     """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "multilingual", MODELS)
     parser.set_defaults(arms=[MIXTURE, DENSE, SINGLE])
-    parser.add_argument("--text", choices=KINDS, default="captions", help="the kind of the corpus")
+    parser.add_argument(
+        "--text", choices=SETTINGS, default="captions", help="the kind of the corpus"
+    )
     options = parser.parse_intermixed_args(arguments)
     name = f"multilingual_{options.text}"
     path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
 
     def config_of(model: str, overrides: Sequence[str]) -> TranslationConfig:
         of_model = ["data.oversample=true"] if model == OVERSAMPLED else []
-        of_model += KINDS[options.text].of_single if model == SINGLE else []
+        of_model += SETTINGS[options.text].of_single if model == SINGLE else []
         return read_config(
             root / "configs" / "mt" / f"small-{_CONFIGS[model]}.toml",
             [
                 "num_threads=1",
                 f"data.encoded={runs_folder / 'encoded'}",
-                *KINDS[options.text].of_all,
+                *SETTINGS[options.text].of_all,
                 *of_model,
                 *overrides,
             ],

@@ -47,7 +47,7 @@ class PairedDifference:
             unit: text after the mean, such as "%".
         """
         if self.low is None or self.high is None:
-            number = {1: "one seed", 2: "two seeds"}.get(self.num_seeds, "one pair")
+            number = "one seed" if self.num_seeds == 1 else "two seeds"
             return f"{shown(self.mean)}{unit} ({number}, not decided)"
         return f"{shown(self.mean)}{unit} [{shown(self.low)}, {shown(self.high)}]"
 
@@ -55,25 +55,18 @@ class PairedDifference:
         return self.text(lambda value: format(value, form))
 
 
-def mean_difference(
-    differences: Sequence[float], num_seeds: int | None = None
-) -> PairedDifference | None:
-    """Computes the mean of paired differences; None if there are no differences.
-
-    Args:
-        differences: the difference of each pair of runs.
-        num_seeds: the number of distinct seeds; None if each pair has its own seed.
-    """
+def mean_difference(differences: Sequence[float]) -> PairedDifference | None:
+    """Computes the mean of the differences of pairs of runs with equal seeds; None without any."""
     if not differences:
         return None
-    num_seeds = len(differences) if num_seeds is None else num_seeds
+    num_seeds = len(differences)
     mean = statistics.fmean(differences)
-    if num_seeds < _MIN_SEEDS or len(differences) < 2:
+    if num_seeds < _MIN_SEEDS:
         return PairedDifference(mean, num_seeds, None, None)
     from scipy import stats  # type: ignore[import-untyped]
 
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(differences) - 1)) * error
+    error = statistics.stdev(differences) / math.sqrt(num_seeds)
+    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, num_seeds - 1)) * error
     return PairedDifference(mean, num_seeds, mean - half, mean + half)
 
 

@@ -250,16 +250,16 @@ def size_cells(cost: Cost) -> list[str]:
 
 
 def paired(
-    a: Mapping[Any, Result], b: Mapping[Any, Result], value: Callable[[Result], float]
+    a: Mapping[int, Result], b: Mapping[int, Result], value: Callable[[Result], float]
 ) -> PairedDifference | None:
-    """Computes the mean of value(a) - value(b) over the keys, such as seeds, of both a and b."""
-    keys = sorted(a.keys() & b.keys())
-    num_seeds = len({a[key].seed for key in keys})
-    return mean_difference([value(a[key]) - value(b[key]) for key in keys], num_seeds)
+    """Computes the mean of value(a) - value(b) over the seeds of both a and b."""
+    return mean_difference(
+        [value(a[seed]) - value(b[seed]) for seed in sorted(a.keys() & b.keys())]
+    )
 
 
 def difference(
-    a: Mapping[Any, Result], b: Mapping[Any, Result], share: float = 1.0
+    a: Mapping[int, Result], b: Mapping[int, Result], share: float = 1.0
 ) -> PairedDifference | None:
     """Computes the mean of ln ppl(a) - ln ppl(b) at the fraction `share` of the training steps."""
     return paired(a, b, lambda result: result.nll_at(share))
