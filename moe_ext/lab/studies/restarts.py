@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,28 +33,41 @@ SMALL_MODEL = [
 ]  # fmt: skip
 
 
-def start(
+@contextmanager
+def running(
     root: Path, output: Path, processes: int, steps: int, restarts: int
-) -> subprocess.Popen[str]:
-    """Starts scripts/train.py under torchrun; writes its stderr to a file next to `output`."""
+) -> Iterator[subprocess.Popen[str]]:
+    """Runs scripts/train.py under torchrun, at most until the end of the body.
+
+    The file OUTPUT.log next to `output` gets its stderr.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     command += ["--monitor-interval=0.1", str(root / "scripts" / "train.py")]
     command += [str(root / "configs" / "small" / "moe-32.toml"), f"output={output}"]
-    return subprocess.Popen(
-        [*command, f"steps={steps}", *SMALL_MODEL],
-        stdout=subprocess.DEVNULL,
-        stderr=(output.parent / f"{output.name}.log").open("w"),
-        text=True,
-    )
+    with (output.parent / f"{output.name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, f"steps={steps}", *SMALL_MODEL],
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()  # has no effect on a process that has ended
+            process.wait()
 
 
 def workers(launcher: int) -> list[int]:
     """Lists the process ids of the ranks that the torchrun process `launcher` started."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [
-        int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    found = []
+    with suppress(FileNotFoundError, ProcessLookupError):  # a process may end at any moment
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        for pid in children:
+            if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 def _last_step(run: Path) -> int:
@@ -88,21 +102,23 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
 
     with TemporaryDirectory() as folder:
         killed, undisturbed = Path(folder) / "killed", Path(folder) / "undisturbed"
-        run = start(root, killed, options.processes, steps, 10 * options.kills)
         done = 0
-        for _ in progress(range(options.kills), "kills", "kills", options.kills):
-            # The step is later than that of the last kill, so the run makes progress.
-            target = _last_step(killed) + draw.randint(1, options.steps_between)
-            while _last_step(killed) < min(target, steps - 1) and run.poll() is None:
-                time.sleep(0.02)
-            time.sleep(draw.uniform(0, 0.2))
-            if run.poll() is not None:
-                break
-            if pids := workers(run.pid):
-                os.kill(draw.choice(pids), signal.SIGKILL)
-                done += 1
-        status = run.wait()
-        other = start(root, undisturbed, options.processes, steps, 0).wait()
+        with running(root, killed, options.processes, steps, 10 * options.kills) as run:
+            for _ in progress(range(options.kills), "kills", "kills", options.kills):
+                # The step is later than that of the last kill, so the run makes progress.
+                target = _last_step(killed) + draw.randint(1, options.steps_between)
+                while _last_step(killed) < min(target, steps - 1) and run.poll() is None:
+                    time.sleep(0.02)
+                time.sleep(draw.uniform(0, 0.2))
+                if run.poll() is not None:
+                    break
+                if pids := workers(run.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(draw.choice(pids), signal.SIGKILL)
+                        done += 1
+            status = run.wait()
+        with running(root, undisturbed, options.processes, steps, 0) as run:
+            other = run.wait()
         same = losses(killed) == losses(undisturbed)
         report = {"kills": done, "steps": _last_step(killed), "of": steps, "same_losses": same}
         print(json.dumps(report | {"status": status, "status_undisturbed": other}))
