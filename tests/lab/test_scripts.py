@@ -483,11 +483,14 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
                 c["compared"]]  # fmt: skip
     assert claim["difference"]["mean"] == pytest.approx(sum(gaps) / 2)
 
-    # A second call reads the stored measurements; another number of permutations measures again.
+    # A second call reads the stored measurements. Other permutations or texts are measured.
     monkeypatch.setattr(specialisation, "measure", None)
     assert specialisation.main(arguments) == report
     with pytest.raises(TypeError):
         specialisation.main([*arguments, "--permutations", "21"])
+    other.write_text("other words\n" * 40)
+    with pytest.raises(TypeError):
+        specialisation.main(arguments)
 
 
 def test_specialisation_rejects_arguments(run, corpus, tmp_path, capsys):

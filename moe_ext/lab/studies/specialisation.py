@@ -22,7 +22,6 @@ interruption. One run takes 3 minutes on one processor.
 """
 
 import html
-import json
 import math
 import random
 import re
@@ -52,7 +51,7 @@ from moe_ext.lab.analysis import (
 from moe_ext.lab.analysis.routed_text import NEIGHBOURS
 from moe_ext.lab.data import AnyText
 from moe_ext.lab.data.corpora import PARTS_AND_ALL
-from moe_ext.lab.files import write_json
+from moe_ext.lab.files import read_json, write_json
 from moe_ext.lab.training.checkpoint import TrainedModel, load_run
 from moe_ext.lab.training.command import add_threads, at_least, make_parser
 from moe_ext.lab.training.config import ConfigError, config_differences
@@ -64,36 +63,53 @@ from moe_ext.lab.training.text import load_part
 
 _SHOWN_EXPERTS = 3  # of the most specialised experts, and of the others, as in Table 9
 GATES = ("trained", "untrained")
-_FORMAT = 1  # the version of RUN/specialisation.json
+_FORMAT = 2  # the version of RUN/specialisation.json
 
 
 def measured(run: str, trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures a run with the options `asked`, or reads its results with the same options.
+    """Measures a run with the options `asked`, or reads its results for the same options and texts.
 
     Raises:
         ConfigError: the model has no MoE layer with the index of --layer, or gates with thresholds.
     """
-    asked = {"format": _FORMAT, "step": trained.step, **asked}
+    data = trained.config.data
+    sentences, *texts = (
+        load_part(each, trained.vocabulary, asked["part"])
+        for each in (
+            data,
+            *(replace(data, corpus=c, encoded="") for c in asked["domains"].values()),
+        )
+    )
+    asked = {
+        "format": _FORMAT,
+        "step": trained.step,
+        **asked,
+        "texts": [text.fingerprint() for text in (sentences, *texts)],
+    }
     path = Path(run) / "specialisation.json"
-    if not path.is_file() or json.loads(path.read_text("utf-8"))["asked"] != asked:
-        try:
-            found = measure(trained, asked)
-        except ValueError as error:
-            raise ConfigError(f"{run}: {error}") from error
-        known = {"asked": asked, "seed": trained.config.seed, **found}
-        write_json(path, known)
-    return json.loads(path.read_text("utf-8"))
+    try:
+        known = read_json(path) if path.is_file() else None
+        if not isinstance(known, dict) or known.get("asked") != asked:
+            found = measure(trained, asked, sentences, texts)
+            write_json(path, {"asked": asked, "seed": trained.config.seed, **found})
+        return read_json(path)
+    except ValueError as error:
+        raise ConfigError(f"{run}: {error}") from error
 
 
-def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures a model with a trained and a random gate, and collects contexts, as JSON values."""
-    model, data, seed = trained.model, trained.config.data, trained.config.seed
+def measure(
+    trained: TrainedModel, asked: Mapping[str, Any], sentences: AnyText, texts: Sequence[AnyText]
+) -> dict[str, Any]:
+    """Measures a model with a trained and a random gate, and collects contexts, as JSON values.
+
+    Args:
+        trained: the model.
+        asked: the options of the measurement.
+        sentences: the text of the run.
+        texts: the texts of the domains.
+    """
+    model, seed = trained.model, trained.config.seed
     layer, positions, permutations = asked["layer"], asked["positions"], asked["permutations"]
-    sentences = load_part(data, trained.vocabulary, asked["part"])
-    texts = [
-        load_part(replace(data, corpus=corpus, encoded=""), trained.vocabulary, asked["part"])
-        for corpus in asked["domains"].values()
-    ]
 
     def route(text: AnyText, number: int) -> RoutedText:
         return route_text(model, text, num_positions=number, layer=layer)
