@@ -316,6 +316,9 @@ def test_errors(tmp_path):
         load(tmp_path, parts=["dev"])
     with pytest.raises(CorpusError, match=rf"test part of .* {names}new\*$"):
         load(tmp_path, parts=["test"], test=["new*"])
+    for parts in ("train", ["valid"]):
+        with pytest.raises(ValueError, match="load_parallel: parts must be a sequence of names"):
+            load_parallel(tmp_path, source="en", target="fr", parts=parts)
     with pytest.raises(ValueError, match="load_parallel: target must"):
         load(tmp_path, target="en")
     for option in ("max_words", "max_ratio", "max_train_pairs"):
