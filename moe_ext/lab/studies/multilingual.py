@@ -229,29 +229,21 @@ def comparison(
     found: Mapping[str, OfPairs], model: str, other: str, claim: str
 ) -> Comparison | None:
     """Compares two models over the language pairs and seeds that both have; None without any."""
-    both = {
-        languages: (ours, theirs)
-        for languages, ours in found[model].items()
-        if ours.keys() & (theirs := found[other].get(languages, {})).keys()
-    }
+    both = []  # the results of the two models for a language pair and the same seeds
+    for languages, ours in found[model].items():
+        theirs = found[other].get(languages, {})
+        if seeds := sorted(ours.keys() & theirs.keys()):
+            both.append([{seed: each[seed] for seed in seeds} for each in (ours, theirs)])
     if not both:
         return None
-    means_of_both = [
-        tuple(means({seed: each[seed] for seed in ours.keys() & theirs.keys()}) for each in pair)
-        for pair in both.values()
-        for ours, theirs in [pair]
-    ]
-    seeds = sorted(
-        set.intersection(*(ours.keys() & theirs.keys() for ours, theirs in both.values()))
-    )
+    of_all_pairs = sorted(set.intersection(*(set(ours) for ours, _ in both)))
+    compared = [(means(ours), means(theirs)) for ours, theirs in both]
 
     def mean_over_pairs(value: Callable[[Figures], float]) -> PairedDifference | None:
         return mean_difference(
             [
-                statistics.fmean(
-                    value(ours[s]) - value(theirs[s]) for ours, theirs in both.values()
-                )
-                for s in seeds
+                statistics.fmean(value(ours[seed]) - value(theirs[seed]) for ours, theirs in both)
+                for seed in of_all_pairs
             ]
         )
 
@@ -261,8 +253,8 @@ def comparison(
         mean_over_pairs(lambda each: each.nll),
         mean_over_pairs(lambda each: each.bleu),
         len(both),
-        sum(ours.nll < theirs.nll for ours, theirs in means_of_both),
-        sum(ours.bleu > theirs.bleu for ours, theirs in means_of_both),
+        sum(ours.nll < theirs.nll for ours, theirs in compared),
+        sum(ours.bleu > theirs.bleu for ours, theirs in compared),
     )
 
 
