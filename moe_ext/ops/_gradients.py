@@ -15,7 +15,7 @@ def needs_gradient(*values: object) -> bool:
         if isinstance(value, Tensor):
             if value.requires_grad:
                 return True
-        elif value is not None and isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple)):
             for item in value:
                 if isinstance(item, Tensor) and item.requires_grad:
                     return True

@@ -127,6 +127,13 @@ class Corpus:
     all: Sentences
 
 
+def require_parts(function: str, parts: Sequence[str]) -> None:
+    """Requires that the argument `parts` of a function is a sequence of names of parts."""
+    known = not isinstance(parts, str) and set(parts) <= {*PARTS_AND_ALL}
+    rule = f"be a sequence of names out of {', '.join(PARTS_AND_ALL)}"
+    require(known, f"{function}: parts", rule, parts)
+
+
 def load_corpus(
     name_or_path: str | Path,
     *,
@@ -176,9 +183,7 @@ def load_corpus(
         ValueError: another argument is out of range.
     """
     require_at_least(1, "load_corpus", max_train_sentences=max_train_sentences)
-    some = not isinstance(parts, str) and set(parts) <= {*PARTS_AND_ALL}
-    rule = f"be a sequence of names out of {', '.join(PARTS_AND_ALL)}"
-    require(some, "load_corpus: parts", rule, parts)
+    require_parts("load_corpus", parts)
     require(
         min(dev_share, test_share) > 0 and dev_share + test_share < 1,
         "load_corpus: dev_share and test_share",

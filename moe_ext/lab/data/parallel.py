@@ -9,7 +9,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 from moe_ext.checks import require, require_at_least
-from moe_ext.lab.data.corpora import PARTS, PARTS_AND_ALL, CorpusError
+from moe_ext.lab.data.corpora import PARTS, CorpusError, require_parts
 from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain, plain_lines, reason_of
 
 Pair = tuple[str, str]
@@ -290,9 +290,7 @@ def load_parallel(
             CorpusError.
         ValueError: another argument is out of range.
     """
-    some = not isinstance(parts, str) and set(parts) <= {*PARTS_AND_ALL}
-    rule = f"be a sequence of names out of {', '.join(PARTS_AND_ALL)}"
-    require(some, "load_parallel: parts", rule, parts)
+    require_parts("load_parallel", parts)
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
     sizes = {"max_train_pairs": max_train_pairs, "max_words": max_words, "max_ratio": max_ratio}
     require_at_least(1, "load_parallel", **sizes)

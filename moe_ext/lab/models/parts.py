@@ -57,7 +57,9 @@ def _require_positive(**sizes: list[int]) -> None:
         require(min(values, default=1) >= 1, name, "be positive", values)
 
 
-def require_values(config: object, values: Mapping[str, object], when: str, of: str = "") -> None:
+def require_values(
+    config: object, values: Mapping[str, object], when: str = "", of: str = ""
+) -> None:
     """Requires that options have their only supported values.
 
     Args:
@@ -68,7 +70,7 @@ def require_values(config: object, values: Mapping[str, object], when: str, of: 
     """
     for name, value in values.items():
         given = getattr(config, name)
-        require(given == value, f"{of}{name}", f"be {value} {when}", given)
+        require(given == value, f"{of}{name}", f"be {value} {when}".rstrip(), given)
 
 
 def require_lstm_units(lstm_units: int, d_model: int) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "claim_cells",
     "comparisons",
     "convergence",
+    "paragraph",
     "plot",
 ]
 
@@ -247,7 +248,7 @@ def shown(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def _paragraph(*sentences: str) -> str:
+def paragraph(*sentences: str) -> str:
     """Joins sentences and leaves out empty ones."""
     return " ".join(filter(None, sentences))
 
@@ -273,7 +274,7 @@ def as_markdown(
         f"near duplicate if at least {NEAR:.0%} of the word trigrams of its source occur in one "
         f"source of the training part. Both languages share one vocabulary of "
         f"{settings['pieces']:,} wordpieces.",
-        _paragraph(
+        paragraph(
             f"- Training: {settings['steps']:,} steps of about "
             f"{settings['data.tokens_per_batch']:,} source and target wordpieces, with the "
             f"learning rate {settings['optimizer.learning_rate']:g} and dropout "
@@ -282,7 +283,7 @@ def as_markdown(
             crossover(settings, runs),
         ),
         f"- Perplexity is per target wordpiece of the test part. {HOW_COMPARED}",
-        _paragraph(
+        paragraph(
             f"- {BLEU}",
             published(name),
             f"Signature of sacreBLEU: {signatures}.",

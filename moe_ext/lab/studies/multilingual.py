@@ -45,6 +45,7 @@ from moe_ext.lab.studies._translation_page import (
     DECIDED,
     claim_cells,
     convergence,
+    paragraph,
 )
 from moe_ext.lab.studies.translation import TEXTS
 from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_config
@@ -357,7 +358,7 @@ def as_markdown(
         f"{comparisons_table(comparisons(runs))}"
         f"- Corpus: {contents}. All languages share one vocabulary of {settings['pieces']:,} "
         "wordpieces.\n"
-        f"{' '.join(filter(None, training))}\n"
+        f"{paragraph(*training)}\n"
         "- Perplexity is per target wordpiece of the test part, and exp of the mean of "
         "ln(perplexity) over seeds. A difference is the mean over the language pairs, and over "
         "pairs of runs with the same seed. With three seeds or more, its 95% t interval over the "

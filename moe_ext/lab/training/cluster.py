@@ -20,6 +20,7 @@ from moe_ext.lab.analysis.costs import training_flops
 from moe_ext.lab.benchmarks.roofline import Work, limit
 from moe_ext.lab.models import LanguageModel
 from moe_ext.lab.models.lstm import LSTM
+from moe_ext.lab.models.parts import require_values
 from moe_ext.lab.training.config import Config
 from moe_ext.optim import split_parameters
 
@@ -249,10 +250,8 @@ def plan(
         model = LanguageModel(config.model, config.data.vocab_size)
     layers = [layer for layer in model.layers if isinstance(layer, MoE)]  # all alike
     moe = config.model.moe
-    for name in ("num_identity_experts", "num_null_experts"):
-        require(
-            getattr(moe, name) == 0, f"plan: config.model.moe.{name}", "be 0", getattr(moe, name)
-        )
+    off = {"num_identity_experts": 0, "num_null_experts": 0}
+    require_values(moe, off, of="plan: config.model.moe.")
     weights = list(layers[0].experts.parameters())
     d_input, d_output = weights[0].shape[1], weights[-1].shape[2]
     num_experts, k = moe.num_experts, moe.experts_per_token

@@ -247,10 +247,10 @@ class Trainer:
         window = Window()
         fastest = 0.0  # words per second
         threads = None
-        if config.num_threads == 0 and not self._on_cuda() and self.ranks.size == 1:
-            threads = ThreadChoice()
         with ExitStack() as stack:
-            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            if config.num_threads == 0 and not self._on_cuda() and self.ranks.size == 1:
+                threads = ThreadChoice()
+                stack.callback(torch.set_num_threads, torch.get_num_threads())
             log = None
             if self.ranks.rank == 0:
                 stack.enter_context(self._no_other_run())

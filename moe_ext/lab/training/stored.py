@@ -67,7 +67,8 @@ def read_stored(path: Path) -> Stored | None:
     settings = values["settings"]
     if "task" in settings:
         defaults = shared_options(config_from_file({"task": settings["task"]}, path))
-        settings |= {key: value for key, value in defaults.items() if key not in settings}
+        for key, value in defaults.items():
+            settings.setdefault(key, value)
     return Stored(settings, values["runs"])
 
 
