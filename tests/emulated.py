@@ -20,6 +20,7 @@ from locks import locked
 ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "emulation"
 BUILD = ROOT / "build" / "emulation"
+NUM_UNITS = 2  # files to compile
 
 # Replacements for what is not C++, and for the registration of the kernels.
 CHANGES = [
@@ -33,10 +34,17 @@ CHANGES = [
 ]
 
 
+def write_if_changed(path, text):
+    """Writes a file; one that is up to date keeps its time, so it is not compiled again."""
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 def write_sources():
     """Writes the changed csrc/cuda and its headers to BUILD; returns the files to compile.
 
-    Files that are up to date are not written, so that they are not recompiled.
+    These are few and include all sources, because torch's headers take most of the time.
     """
     sources, used = [], set()
     for path in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cu*")]:
@@ -50,12 +58,17 @@ def write_sources():
                     used.add(pattern)
         if path.suffix == ".cu":
             to = to.with_suffix(".cpp")
-            sources.append(str(to))
-        if not to.exists() or to.read_text() != text:
-            to.parent.mkdir(parents=True, exist_ok=True)
-            to.write_text(text)
+            sources.append(to)
+        write_if_changed(to, text)
     assert used == {pattern for pattern, _ in CHANGES}, "csrc/cuda has changed"
-    return sorted(sources)
+    sources.append(EMULATION / "operators.cpp")
+    sources.sort(key=lambda source: source.stat().st_size)
+    units = [BUILD / f"unit_{number}.cpp" for number in range(NUM_UNITS)]
+    for number, unit in enumerate(units):
+        write_if_changed(
+            unit, "".join(f'#include "{source}"\n' for source in sources[number::NUM_UNITS])
+        )
+    return [str(unit) for unit in units]
 
 
 CPU_ONLY = {"lstm", "_lstm_backward"}  # their rows in operators.py say why
@@ -87,7 +100,7 @@ def operators():
     with locked(BUILD), mock.patch.dict(os.environ, PATH=path):
         load(
             "moe_ext_emulated",
-            [*write_sources(), str(EMULATION / "operators.cpp")],
+            write_sources(),
             extra_cflags=[
                 *("-std=c++20", "-O2", "-g0", "-ffp-contract=off", "-Wno-unknown-pragmas"),
                 "-U_FORTIFY_SOURCE",  # the fortified longjmp must not jump to another stack

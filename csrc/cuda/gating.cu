@@ -3,7 +3,6 @@
 #include <ATen/OpMathType.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <limits>
 #include <tuple>
 
@@ -15,9 +14,6 @@
 
 namespace moe_ext::cuda {
 namespace {
-
-constexpr int64_t kSharedBytes = 48 << 10;   // per block, for the keys of its tokens
-constexpr int64_t kMostKeyBytes = 16 << 10;  // per token; more would allow too few warps
 
 // A token's keys are in shared memory; for a long row, each search recomputes them.
 //
@@ -110,15 +106,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cuda(
       at::kHalf, at::kBFloat16, clean.scalar_type(), "noisy_topk_gating", [&] {
         using acc_t = at::opmath_type<scalar_t>;
         const int64_t key_bytes = num_experts * static_cast<int64_t>(sizeof(acc_t));
-        const bool in_shared = key_bytes <= kMostKeyBytes;
-        const int64_t most_warps = kThreads / kWarp;
-        const int64_t num_warps =
-            in_shared ? std::min(most_warps, kSharedBytes / key_bytes) : most_warps;
-        launch(in_shared ? gating_kernel<true, scalar_t, acc_t>
-                         : gating_kernel<false, scalar_t, acc_t>,
-               grid(ceil_div(num_tokens, num_warps)), static_cast<int>(num_warps * kWarp),
-               in_shared ? num_warps * key_bytes : 0, clean.const_data_ptr<scalar_t>(),
-               noise ? raw.const_data_ptr<scalar_t>() : nullptr,
+        const SelectionBlocks blocks(key_bytes);
+        launch(blocks.keys_in_shared ? gating_kernel<true, scalar_t, acc_t>
+                                     : gating_kernel<false, scalar_t, acc_t>,
+               grid(ceil_div(num_tokens, blocks.num_warps)),
+               static_cast<int>(blocks.num_warps * kWarp), blocks.shared_bytes,
+               clean.const_data_ptr<scalar_t>(), noise ? raw.const_data_ptr<scalar_t>() : nullptr,
                noise ? drawn.const_data_ptr<scalar_t>() : nullptr,
                static_cast<acc_t>(noise_epsilon), num_tokens, num_experts, k,
                gates.mutable_data_ptr<acc_t>(), expert_index.mutable_data_ptr<int64_t>(),

@@ -1,12 +1,32 @@
 // Selects the first elements of a row by its keys; one warp per row.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <limits>
 
 #include "../math/order.h"
 #include "launch.cuh"
 
 namespace moe_ext::cuda {
+
+// The blocks of a launch in which every warp selects from the keys of one row. The keys are in
+// shared memory, unless a row has so many that few warps would fit.
+struct SelectionBlocks {
+  explicit SelectionBlocks(int64_t key_bytes) : keys_in_shared(key_bytes <= kMostKeyBytes) {
+    if (keys_in_shared) {
+      num_warps = std::min(num_warps, kSharedBytes / key_bytes);
+      shared_bytes = num_warps * key_bytes;
+    }
+  }
+
+  static constexpr int64_t kSharedBytes = 48 << 10;   // per block
+  static constexpr int64_t kMostKeyBytes = 16 << 10;  // per row; more would allow too few warps
+
+  bool keys_in_shared;
+  int64_t num_warps = kThreads / kWarp;  // per block
+  int64_t shared_bytes = 0;              // per block
+};
 
 // Finds the first element of [begin, end) after (last_key, last_index) in the order of the top k:
 // larger keys first, then lower indices. Every lane receives its key and index. Lane l calls key_of

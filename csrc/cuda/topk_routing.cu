@@ -3,7 +3,6 @@
 #include <ATen/OpMathType.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <limits>
 #include <tuple>
 
@@ -13,9 +12,6 @@
 
 namespace moe_ext::cuda {
 namespace {
-
-constexpr int64_t kSharedBytes = 48 << 10;   // per block, for the keys of its tokens
-constexpr int64_t kMostKeyBytes = 16 << 10;  // per token; more would allow too few warps
 
 // The shift and the denominator of the softmax over all logits of a row; see cpu/topk_routing.cpp.
 template <typename acc_t>
@@ -193,21 +189,19 @@ std::tuple<Tensor, Tensor> topk_routing_cuda(const Tensor& logits, int64_t k,
         using key_t = decltype(math::order_key(acc_t()));
         const int64_t row_keys = num_experts + (num_groups > 1 ? num_groups : 0);
         const int64_t key_bytes = row_keys * static_cast<int64_t>(sizeof(key_t));
-        const bool in_shared = key_bytes <= kMostKeyBytes;
-        const int64_t most_warps = kThreads / kWarp;
-        const int64_t num_warps =
-            in_shared ? std::min(most_warps, kSharedBytes / key_bytes) : most_warps;
+        const SelectionBlocks blocks(key_bytes);
         Tensor workspace;
-        if (!in_shared) {
+        if (!blocks.keys_in_shared) {
           workspace = empty(logits, {num_tokens, row_keys}, c10::CppTypeToScalarType<key_t>::value);
         }
         math::with_score(score, [&](auto function) {
           launch(routing_kernel<decltype(function), scalar_t, acc_t, key_t>,
-                 grid(ceil_div(num_tokens, num_warps)), static_cast<int>(num_warps * kWarp),
-                 in_shared ? num_warps * key_bytes : 0, input.const_data_ptr<scalar_t>(),
-                 bias ? added.const_data_ptr<acc_t>() : nullptr, num_tokens, num_experts, k,
-                 renormalize, static_cast<acc_t>(scale), num_groups, groups_per_token,
-                 group_score_k, in_shared ? nullptr : workspace.mutable_data_ptr<key_t>(),
+                 grid(ceil_div(num_tokens, blocks.num_warps)),
+                 static_cast<int>(blocks.num_warps * kWarp), blocks.shared_bytes,
+                 input.const_data_ptr<scalar_t>(), bias ? added.const_data_ptr<acc_t>() : nullptr,
+                 num_tokens, num_experts, k, renormalize, static_cast<acc_t>(scale), num_groups,
+                 groups_per_token, group_score_k,
+                 blocks.keys_in_shared ? nullptr : workspace.mutable_data_ptr<key_t>(),
                  gates.mutable_data_ptr<acc_t>(), expert_index.mutable_data_ptr<int64_t>());
         });
       });
