@@ -142,7 +142,7 @@ def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsy
     run("--report")
     assert [file.read_bytes() for file in (page, stored, plot)] == before
     with pytest.raises(ConfigError, match=r"facts.json must hold runs with .*'epochs': 50"):
-        study.main(["--report", f"--output={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"])
+        study.main([f"--output={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"])
     for wrong in ("0", "nan", "two"):
         with pytest.raises(SystemExit):
             run("--rate", wrong)

@@ -254,7 +254,12 @@ def paragraph(*sentences: str) -> str:
 
 
 def as_markdown(
-    name: str, contents: str, settings: Mapping[str, Any], runs: Sequence[Run], command: str
+    name: str,
+    contents: str,
+    settings: Mapping[str, Any],
+    runs: Sequence[Run],
+    compared: Sequence[Comparison],
+    command: str,
 ) -> str:
     """Formats the page: plot, table, verdicts, translations, cost, command."""
     signatures = ", ".join(sorted({f"`{run['signature']}`" for run in runs}))
@@ -265,7 +270,7 @@ def as_markdown(
         "to German. GNMT, a model without experts that needs more operations, has BLEU 39.22 and "
         "24.91 (Tables 2 and 3).\n",
         table(settings, runs),
-        comparisons_table(comparisons(runs)),
+        comparisons_table(compared),
         f"- Corpus: {contents}. "
         f"The training part has {settings['train_pairs']:,} sentence pairs "
         f"({settings['source_words']:,} source words, {settings['train_tokens']:,} target "

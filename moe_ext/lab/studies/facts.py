@@ -37,9 +37,9 @@ from moe_ext.lab.analysis.costs import moe_ops
 from moe_ext.lab.models.parts import evaluating
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, make_parser, positive
-from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
-from moe_ext.lab.training.stored import Run, locked, run_missing, stored_runs
+from moe_ext.lab.training.stored import Report, Run, Stored, report_stored, run_missing
 from moe_ext.lab.training.study import verdict
 
 WIDTH = 16  # D, of a key and of a value's vector
@@ -285,7 +285,9 @@ def _percent(gap: PairedDifference | None) -> str:
     return "" if gap is None else gap.text(lambda value: f"{100 * value:+.1f}", "%")
 
 
-def as_markdown(table: Table, settings: Settings, command: str) -> str:
+def as_markdown(
+    table: Table, settings: Settings, claimed: Sequence[Sequence[str]], command: str
+) -> str:
     """Formats the page: plot, table, verdicts, command."""
     of_mean = deviations(table)
     rows = []
@@ -311,7 +313,7 @@ def as_markdown(table: Table, settings: Settings, command: str) -> str:
         ],
         rows,
     )  # fmt: skip
-    verdicts = markdown_table(["claim", "compared", "value, 95%", "verdict"], claims(table))
+    verdicts = markdown_table(["claim", "compared", "value, 95%", "verdict"], claimed)
     compared = compared_mixtures(table)
     parameters = [next(iter(table[arm].values()))["parameters"] for arm in compared]
     doublings = math.log2(max(parameters) / min(parameters))
@@ -424,19 +426,19 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Table:
             ARMS,
             locks,
         )
-    with locked(path):
-        runs = stored_runs(path, settings._asdict())
-        table = by_arm(runs)
+
+    def report(stored: Stored) -> Report | None:
+        table = by_arm(stored.runs)
         if not any(arm in table for arm in MIXTURES):
-            print("nothing to report yet: no run of a mixture is finished")
-            return table
+            return None
+        claimed = claims(table)
         changes = [
             f"--{name.replace('_', '-')} {value:g}"
-            for name, value in settings._asdict().items()
+            for name, value in stored.settings.items()
             if value != getattr(usual, name)
         ]
         command = " ".join(["python scripts/studies/facts.py", *changes])
-        data = {"settings": settings._asdict(), "runs": runs, "claims": claims(table)}
-        page = as_markdown(table, settings, command)
-        write_report(options.output, "facts", page, data, plot(table))
-    return table
+        page = as_markdown(table, Settings(**stored.settings), claimed, command)
+        return Report(page, claimed, plot(table))
+
+    return by_arm(report_stored(path, report))

@@ -34,17 +34,18 @@ from moe_ext.lab.data import Wordpieces
 from moe_ext.lab.training.config import Config, ConfigError, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.metrics import bytes_of, perplexity
-from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.results import train_and_test
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.stored import (
+    Report,
     Run,
+    Stored,
     changed_options,
     core_hours,
-    locked,
     mean_curve,
-    read_stored,
     record_of,
+    report_stored,
     results_of,
     run_missing,
     shared_settings,
@@ -260,7 +261,13 @@ def found(results: Results, on_dev: Results) -> str:
     return text + (f" The change of its test perplexity is {'; '.join(gaps)}." if gaps else "")
 
 
-def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], command: str) -> str:
+def as_markdown(
+    name: str,
+    settings: Mapping[str, Any],
+    runs: Sequence[Run],
+    compared: Sequence[Claim],
+    command: str,
+) -> str:
     """Formats the page: plot, table, verdicts, cost, command."""
     results, on_dev = results_of(runs, ARMS), results_of(runs, ARMS, "dev")
     lengths = lengths_of(results)
@@ -310,7 +317,7 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         f"The test part has {settings['test_tokens']:,} wordpieces. Nothing else was selected by "
         "the dev part. Operations and parameters do not include embedding and softmax. "
         f"{HOW_COMPARED} {spread_sentence(results, on_dev)}\n\n"
-        f"{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
+        f"{HOW_DECIDED}\n\n{claims_table(compared)}\n"
         f"{trials(settings, on_dev, MODELS, TRIALS)}"
         f"{core_hours(runs)}\n\n"
         f"```\n{command}\n```\n"
@@ -418,18 +425,18 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             [*ARMS],
             runs_folder,
         )
-    with locked(path):
-        stored = read_stored(path)
-        results = results_of(stored.runs if stored else [], ARMS)
-        if stored is None or not lengths_of(results):
-            print("nothing to report yet: no run of a mixture is finished")
-            return results
+
+    def report(stored: Stored) -> Report | None:
+        results = results_of(stored.runs, ARMS)
+        if not lengths_of(results):
+            return None
+        compared = claims(results)
         changed = changed_options(stored.settings, config_of(FIRST, 0, []))
         corpus = ["data.corpus=CORPUS"] if options.text == "languages" else []
         command = shlex.join(
             ["python", "scripts/studies/mixed_text.py", "--text", options.text, *corpus, *changed]
         )
-        page = as_markdown(name, stored.settings, stored.runs, command)
-        data = {**stored._asdict(), "claims": claims_data(claims(results))}
-        write_report(options.output, name, page, data, plot(*stored))
-    return results
+        page = as_markdown(name, *stored, compared, command)
+        return Report(page, claims_data(compared), plot(*stored))
+
+    return results_of(report_stored(path, report), ARMS)

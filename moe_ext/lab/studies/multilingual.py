@@ -52,16 +52,17 @@ from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_con
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import by_language_pair, perplexity
-from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.results import Result, train_and_test
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.stored import (
+    Report,
     Run,
+    Stored,
     changed_options,
     core_hours,
-    locked,
-    read_stored,
     record_of,
+    report_stored,
     results_of,
     run_missing,
     shared_settings,
@@ -323,7 +324,12 @@ def sizes_of_models(runs: Sequence[Run], arms: Sequence[str]) -> str:
 
 
 def as_markdown(
-    name: str, contents: str, settings: Mapping[str, Any], runs: Sequence[Run], command: str
+    name: str,
+    contents: str,
+    settings: Mapping[str, Any],
+    runs: Sequence[Run],
+    compared: Sequence[Comparison],
+    command: str,
 ) -> str:
     """Formats the page: plot, tables, verdicts, cost, command."""
     signatures = sorted({f"`{each}`" for run in runs for each in run["signatures"]})
@@ -355,7 +361,7 @@ def as_markdown(
         "pair in 8 of 12 pairs, although the models of one pair saw more text of their pair "
         "(Table 5).\n\n"
         f"{sizes_of_models(runs, arms)}\n{table(settings['train_pairs'], runs)}\n"
-        f"{comparisons_table(comparisons(runs))}"
+        f"{comparisons_table(compared)}"
         f"- Corpus: {contents}. All languages share one vocabulary of {settings['pieces']:,} "
         "wordpieces.\n"
         f"{paragraph(*training)}\n"
@@ -458,18 +464,17 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
             [arm for model in MODELS for arm in arms_of(model, pairs)],
             runs_folder,
         )
-    with locked(path):
-        stored = read_stored(path)
-        if stored is None:
-            print("nothing to report yet: no run is finished")
-            return []
+
+    def report(stored: Stored) -> Report:
+        compared = comparisons(stored.runs)
         changed = changed_options(stored.settings, config_of(MIXTURE, []))
         command = ["python", "scripts/studies/multilingual.py", "--text", options.text]
         command += ["data.corpus=CORPUS", *changed]
         commands = [shlex.join(command)]
         if any(run["arm"] == OVERSAMPLED for run in stored.runs):
             commands.append(shlex.join([*command, "--arms", OVERSAMPLED]))
-        page = as_markdown(name, TEXTS[options.text].contents, *stored, "\n".join(commands))
-        data = {**stored._asdict(), "claims": claims_data(comparisons(stored.runs))}
-        write_report(options.output, name, page, data, plot(*stored))
-    return stored.runs
+        contents = TEXTS[options.text].contents
+        page = as_markdown(name, contents, *stored, compared, "\n".join(commands))
+        return Report(page, claims_data(compared), plot(*stored))
+
+    return report_stored(path, report)

@@ -49,14 +49,14 @@ from moe_ext.lab.studies._translation_page import (
 from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
-from moe_ext.lab.training.report import write_report
 from moe_ext.lab.training.results import train_and_test
 from moe_ext.lab.training.stored import (
+    Report,
     Run,
+    Stored,
     changed_options,
-    locked,
-    read_stored,
     record_of,
+    report_stored,
     results_of,
     run_missing,
     shared_settings,
@@ -222,12 +222,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
 
         keys = [(arm, seed) for seed in options.seeds for arm in options.arms]
         run_missing(keys, run, path, settings, [*ARMS], runs_folder)
-    with locked(path):
-        stored = read_stored(path)
-        results = results_of(stored.runs if stored else [], ARMS)
-        if stored is None or not any(results[model] for model in MODELS):
-            print("nothing to report yet: no run with the usual settings is finished")
-            return results
+
+    def report(stored: Stored) -> Report | None:
+        if not any(run["arm"] in MODELS for run in stored.runs):
+            return None
+        compared = comparisons(stored.runs)
         command = [
             "python", "scripts/studies/translation.py", "--text", options.text,
             "--pair", options.pair, "data.corpus=CORPUS",
@@ -239,7 +238,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             seeds = map(str, sorted({run["seed"] for run in tried}))
             arms = dict.fromkeys(run["arm"] for run in tried)
             commands.append(shlex.join([*command, "--seeds", *seeds, "--arms", *arms]))
-        page = as_markdown(name, kind.contents, *stored, "\n".join(commands))
-        data = {**stored._asdict(), "claims": claims_data(comparisons(stored.runs))}
-        write_report(options.output, name, page, data, plot(*stored))
-    return results
+        page = as_markdown(name, kind.contents, *stored, compared, "\n".join(commands))
+        return Report(page, claims_data(compared), plot(*stored))
+
+    return results_of(report_stored(path, report), ARMS)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 
 from moe_ext.checks import require
 from moe_ext.lab.analysis import Cost
@@ -25,6 +26,7 @@ from moe_ext.lab.training.config import (
 )
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
+from moe_ext.lab.training.report import write_report
 from moe_ext.lab.training.results import Result
 from moe_ext.lab.training.text import Text
 
@@ -94,7 +96,7 @@ def stored_runs(path: Path, settings: Mapping[str, Any]) -> list[Run]:
     return stored.runs
 
 
-def locked(path: Path) -> AbstractContextManager[None]:
+def _locked(path: Path) -> AbstractContextManager[None]:
     """Locks the file of a study: only one program at a time reads and writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return file_lock(path.with_name(f".{path.name}.lock"), wait=True)
@@ -140,7 +142,7 @@ def run_missing(
             except FloatingPointError as error:
                 diverged.append(f"{arm} with seed {seed}: {error}")
                 continue
-            with locked(path):
+            with _locked(path):
                 if not is_stored(arm, seed):  # by a process with other locks
                     runs = [*stored_runs(path, settings), finished]
                     runs.sort(key=lambda each: (order.index(each["arm"]), each["seed"]))
@@ -148,6 +150,43 @@ def run_missing(
     if diverged:
         hint = "--report writes the page of the other runs"
         raise FloatingPointError("; ".join([*diverged, hint]))
+
+
+class Report(NamedTuple):
+    """The report of a study.
+
+    Attributes:
+        page: the page, in Markdown.
+        claims: the claims and their verdicts, as data for JSON.
+        figure: the plot of the page.
+    """
+
+    page: str
+    claims: Sequence[Any]
+    figure: Figure
+
+
+def report_stored(path: Path, report_of: Callable[[Stored], Report | None]) -> list[Run]:
+    """Writes the report of the runs in the file of a study, and the claims into the file.
+
+    Args:
+        path: the JSON file; the page and its plot lie beside it.
+        report_of: function that makes the report; None if there is nothing to report yet.
+
+    Returns:
+        The finished runs.
+
+    Raises:
+        ConfigError: the file is corrupted.
+    """
+    with _locked(path):
+        stored = read_stored(path)
+        if stored is None or (report := report_of(stored)) is None:
+            print("nothing to report yet: the compared models have no finished run")
+        else:
+            data = {**stored._asdict(), "claims": report.claims}
+            write_report(path.parent, path.stem, report.page, data, report.figure)
+        return stored.runs if stored else []
 
 
 def shared_options(config: AnyConfig) -> dict[str, Any]:
