@@ -11,7 +11,7 @@
 namespace moe_ext::cuda {
 
 // The blocks of a launch in which every warp selects from the keys of one row. The keys are in
-// shared memory, unless a row has so many that few warps would fit.
+// shared memory, unless only a few warps of a block would fit.
 struct SelectionBlocks {
   explicit SelectionBlocks(int64_t key_bytes) : keys_in_shared(key_bytes <= kMostKeyBytes) {
     if (keys_in_shared) {

@@ -5,7 +5,7 @@
     python scripts/studies/capacity.py data.corpus=path/to/text --rates 4e-3 8e-3
     python scripts/studies/capacity.py --report data.corpus=path/to/text
 
-The script trains the small-scale models of configs/small on 10.7 million words. The first seed
+The script trains the small-scale models of configs/small on 10.8 million words. The first seed
 trains with every peak learning rate. The other seeds use the rate with the lowest dev perplexity.
 The script tests each model after a quarter of the steps and after all steps. It writes capacity.md,
 .json and .png to the folder OUTPUT (default: docs/results).

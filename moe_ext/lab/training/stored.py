@@ -170,7 +170,7 @@ def report_stored(path: Path, report_of: Callable[[Stored], Report | None]) -> l
     """Writes the report of the runs in the file of a study, and the claims into the file.
 
     Args:
-        path: the JSON file; the page and its plot lie beside it.
+        path: the JSON file; the page and its plot are in the same folder.
         report_of: function that makes the report; None if there is nothing to report yet.
 
     Returns:
