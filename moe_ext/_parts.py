@@ -29,10 +29,12 @@ def checked_gate(gate: object, **sizes: int) -> Gate:
 
 
 def checked_losses(losses: Sequence[RouterLoss]) -> tuple[RouterLoss, ...]:
-    for loss in losses:
-        if not isinstance(loss, RouterLoss):
-            kind = type(loss).__name__
-            raise TypeError(f"MoE: losses must be a sequence of moe_ext.RouterLoss, got {kind}")
+    wrong: list[object] = [losses]
+    if isinstance(losses, Sequence):
+        wrong = [loss for loss in losses if not isinstance(loss, RouterLoss)]
+    if wrong:
+        kind = type(wrong[0]).__name__
+        raise TypeError(f"MoE: losses must be a sequence of moe_ext.RouterLoss, got {kind}")
     names = [loss.name for loss in losses]
     require(len({*names}) == len(names), "MoE: losses", "have different names", names)
     return tuple(losses)

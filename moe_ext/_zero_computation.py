@@ -50,6 +50,8 @@ def add_identity(y: Tensor, x: Tensor, routing: Routing, experts: range) -> Tens
     require(shape[1] == x.shape[1], "MoE: experts", rule, shape)
     index, gates = routing.expert_index, routing.gates
     chosen = (index >= experts.start) & (index < experts.stop)
+    if routing.kept is not None:
+        chosen = chosen & routing.kept
     gates = torch.where(chosen, gates, 0)
     slot = torch.arange(gates.numel(), device=gates.device).view_as(gates)
     # Unlike a sum of torch, it has the same order for any number of tokens.

@@ -26,7 +26,7 @@ class _Options(TypedDict, total=False):
     activation: Activation
     activation_args: Sequence[float] | None
     bias: bool
-    experts: Experts | Sequence[nn.Module] | None
+    experts: Experts | nn.ModuleList | Sequence[nn.Module] | None
     shared_expert: nn.Module | None
     recompute: bool
     expert_dtype: torch.dtype | None

@@ -216,7 +216,7 @@ class MoE(nn.Module):
         activation_args: Sequence[float] | None = None,
         bias: bool = False,
         gate: Gate | None = None,
-        experts: Experts | Sequence[nn.Module] | None = None,
+        experts: Experts | nn.ModuleList | Sequence[nn.Module] | None = None,
         shared_expert: nn.Module | None = None,
         recompute: bool = False,
         expert_dtype: torch.dtype | None = None,
@@ -419,6 +419,11 @@ class MoE(nn.Module):
         rule = "be a nested tensor [B, j, D] in the jagged layout without gaps"
         jagged = x.layout == torch.jagged and x.dim() == 3 and x._ragged_idx == 1
         require(jagged and x.lengths() is None, "MoE: x", rule, f"{x.layout}, {x.dim()} dimensions")
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            ends = int(x.offsets()[0]), int(x.offsets()[-1])
+            require(
+                ends == (0, len(x.values())), "MoE: x", rule, f"offsets from {ends[0]} to {ends[1]}"
+            )
         y, aux = self._forward(x.values(), None, expert_index, x.offsets())
         lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux

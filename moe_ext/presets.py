@@ -2,8 +2,8 @@
 
 Each function returns a `MoE` with the gate, the activation, the biases and the sizes of the model.
 Every size has the value of the released model as its default. The other options are those of `MoE`,
-such as process_group, recompute and w_importance. The weights of both balancing losses are 0 unless
-you give them.
+such as process_group, recompute and losses. A layer has no balancing loss unless you give one, by
+w_importance and w_load or by losses.
 
     >>> from moe_ext import presets
     >>> layer = presets.qwen3_moe(d_model=64, d_hidden=32, num_experts=16, k=4)
@@ -34,9 +34,11 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._capacity import Drop
 from moe_ext.checks import require_at_least
 from moe_ext.distributed import ExpertParallel
 from moe_ext.gates import TopKGate
+from moe_ext.losses import RouterLoss
 from moe_ext.moe import MoE
 from moe_ext.ops import Activation
 from moe_ext.shared import SharedExpert
@@ -51,6 +53,9 @@ class _Options(TypedDict, total=False):
     expert_dtype: torch.dtype | None
     w_importance: float
     w_load: float
+    losses: Sequence[RouterLoss]
+    capacity_factor: float | None
+    drop: Drop
     process_group: ProcessGroup | DeviceMesh | None
     parallel: ExpertParallel | None
 

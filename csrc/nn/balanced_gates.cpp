@@ -46,19 +46,31 @@ int64_t rows_per_expert(int64_t k, int64_t num_rows, int64_t num_experts) {
                   (2 * k * num_rows + num_experts) / (2 * num_experts));
 }
 
+// Returns the relative distance of the numbers of a type, and the smallest positive number.
+std::pair<double, double> spacing(at::ScalarType type) {
+  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, "BalancedGate", [] {
+    using Limits = std::numeric_limits<scalar_t>;
+    return std::pair<double, double>(Limits::epsilon(), Limits::denorm_min());
+  });
+}
+
 // Sets the threshold just below mth_score in the first batch where all these scores are finite.
 //
 // The threshold and batchwise masks then agree on this batch. The margin of 16 eps covers rounding:
-// on CUDA, the GEMM of evaluation mode may round differently. Later batches write the old threshold
-// again, because reading the flag on the host would synchronize.
+// on CUDA, the GEMM of evaluation mode may round differently. A threshold in half precision is
+// rounded down. Later batches write the old threshold again, because reading the flag on the host
+// would synchronize.
 void initialize(Thresholds& level, const Tensor& mth_score) {
   const torch::NoGradGuard no_grad;
-  const double eps = mth_score.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
-                                                            : std::numeric_limits<float>::epsilon();
   const auto finite = mth_score.isfinite().all();
-  auto start = mth_score * (1 - 16 * eps);
+  auto start = mth_score * (1 - 16 * spacing(mth_score.scalar_type()).first);
   const auto lowest = at::full_like(start, -std::numeric_limits<double>::infinity());
   start = at::nextafter(start, lowest);  // lowers a score of 0 too
+  const auto type = level.threshold.scalar_type();
+  const auto [eps, least] = spacing(type);
+  const auto lower = (start * (1 - eps) - least).to(type);
+  const auto rounded = start.to(type);
+  start = at::where(rounded < mth_score, rounded, lower);
   // Module::to(dtype) converts the flag too, so it may not be bool.
   const auto keeps = level.initialized.logical_or(finite.logical_not());
   auto& threshold = level.threshold;

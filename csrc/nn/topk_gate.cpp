@@ -23,7 +23,12 @@ ops::TopKRouting select(const TopKGateOptions& options, const Tensor& logits,
 // Returns scores that are not a softmax, for Routing::scores.
 OptionalTensor given_scores(const Tensor& logits, const std::string& score) {
   if (score == "sigmoid") return logits.sigmoid();
-  if (score == "sqrt_softplus") return at::softplus(logits).sqrt();
+  if (score == "sqrt_softplus") {
+    // Where softplus underflows, the gradient is 0.
+    const double tiny = logits.scalar_type() == at::kDouble ? std::numeric_limits<double>::min()
+                                                            : std::numeric_limits<float>::min();
+    return at::softplus(logits).clamp_min(tiny).sqrt();
+  }
   return std::nullopt;
 }
 

@@ -10,12 +10,11 @@ from moe_ext.distributed.checkpoint import CheckpointError, Checkpoints, Loaded
 from moe_ext.distributed.exchange import ChunksOf, Exchange, ExchangeUnit, Received
 from moe_ext.distributed.gradients import GradScaler, clip_grad_norm_
 from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
+from moe_ext.distributed.ranks import AllToAll, Layout, Ranks, blocks
 from moe_ext.distributed.sharding import (
     Balance,
     ExpertParallel,
     ExpertSharding,
-    Layout,
     Placement,
 )
 from moe_ext.distributed.torchrun import init_process_group

@@ -1,5 +1,6 @@
 """Data parallelism for the dense part of a model with sharded experts (Sec. 3.1)."""
 
+from functools import partial
 from itertools import chain
 from typing import Literal, get_args
 
@@ -9,12 +10,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require
 from moe_ext.distributed._parameters import expert_parameters, expert_tensors
-from moe_ext.distributed.ranks import Ranks
-from moe_ext.distributed.sharding import Layout
+from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.optim import split_parameters
 
 __all__ = ["parallelize"]
@@ -75,7 +76,9 @@ def parallelize(
             _average(param, world)
         whole = {*thresholds, *sharded}
         _start_from_the_first(model, world)
-        fully_shard(model, mesh=mesh, ignored_params=whole)
+        fully_shard(
+            model, mesh=mesh, ignored_params=whole, shard_placement_fn=partial(_shard, world.size)
+        )
         return model
     of_experts = expert_tensors(model)
     if not any(p.requires_grad for n, p in model.named_parameters() if n not in of_experts):
@@ -85,6 +88,15 @@ def parallelize(
     return DistributedDataParallel(
         model, process_group=world.group, find_unused_parameters=find_unused_parameters
     )
+
+
+def _shard(num_ranks: int, param: nn.Parameter) -> Shard | None:
+    """Chooses the dimension that FSDP shards; None: the first.
+
+    The matrices [1, D, F] of a shared expert are divided between the ranks by rows.
+    """
+    by_rows = param.dim() == 3 and len(param) == 1 and param.shape[1] % num_ranks == 0
+    return Shard(1) if by_rows else None
 
 
 def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:

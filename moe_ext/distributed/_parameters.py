@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moe_ext.checks import require
 from moe_ext.distributed._groups import gate_of_groups
-from moe_ext.distributed.sharding import Layout
+from moe_ext.distributed.ranks import Layout
 from moe_ext.experts import ModuleExperts
 from moe_ext.moe import MoE
 

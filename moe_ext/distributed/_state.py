@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from moe_ext._former_names import current_names
 from moe_ext.checks import require
 from moe_ext.distributed._parameters import ExpertParameter, expert_parameters, expert_state
-from moe_ext.distributed.ranks import Ranks
-from moe_ext.distributed.sharding import Layout
+from moe_ext.distributed.ranks import Layout, Ranks
 
 Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter, key)
 

@@ -48,8 +48,7 @@ from moe_ext.distributed._state import (
     whole_shapes,
 )
 from moe_ext.distributed.files import atomic_file
-from moe_ext.distributed.ranks import Ranks
-from moe_ext.distributed.sharding import Layout
+from moe_ext.distributed.ranks import Layout, Ranks
 
 __all__ = ["CheckpointError", "Checkpoints", "Loaded"]
 

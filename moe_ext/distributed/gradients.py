@@ -1,6 +1,8 @@
 """Gradient clipping and loss scaling for gradients that are sharded over ranks."""
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +15,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moe_ext.checks import require
 from moe_ext.distributed._parameters import expert_parameters
-from moe_ext.distributed.sharding import Layout
+from moe_ext.distributed.ranks import Layout
 from moe_ext.ops import accumulation_dtype
 
 __all__ = ["GradScaler", "clip_grad_norm_"]
+
+_Groups = tuple[ProcessGroup | None, ...]
 
 
 @torch.no_grad()
@@ -44,22 +48,21 @@ def clip_grad_norm_(
     """
     norm_type = float(norm_type)  # accepts "inf"
     require(norm_type > 0, "clip_grad_norm_: norm_type", "be above 0", norm_type)
-    shares = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
-    dense = [param for param in model.parameters() if param not in shares]
-    by_kind: list[list[nn.Parameter]] = [
-        [param for param in dense if not isinstance(param, DTensor)],
-        [param for param in dense if isinstance(param, DTensor)],
-    ]
-    norms = [_norm(params, norm_type) for params in by_kind]
-    for group in dict.fromkeys(shares.values()):
-        by_kind.append([param for param, its_group in shares.items() if its_group is group])
-        norm = _norm(by_kind[-1], norm_type)
-        if math.isinf(norm_type):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-        else:
-            norm = norm.pow(norm_type)
-            dist.all_reduce(norm, group=group)
-            norm = norm.pow(1 / norm_type)
+    experts = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
+    by_kind = defaultdict[tuple[bool, _Groups], list[nn.Parameter]](list)
+    for param in model.parameters():
+        kind = isinstance(param, DTensor), _groups_of_shards(param, experts)
+        by_kind[kind].append(param)
+    norms = []
+    for (_, groups), params in by_kind.items():
+        norm = _norm(params, norm_type)
+        for group in groups:
+            if math.isinf(norm_type):
+                dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+            else:
+                norm = norm.pow(norm_type)
+                dist.all_reduce(norm, group=group)
+                norm = norm.pow(1 / norm_type)
         norms.append(norm)
     total = get_total_norm(norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -67,20 +70,30 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the gradient norm of order {norm_type} must be finite, "
             f"got {total.item()}"
         )
-    for params in by_kind:
+    for params in by_kind.values():  # torch does not scale plain tensors and DTensors together
         clip_grads_with_norm_(params, max_norm, total)
     return total
 
 
+def _groups_of_shards(
+    param: nn.Parameter, experts: Mapping[nn.Parameter, ProcessGroup | None]
+) -> _Groups:
+    """Returns the groups whose ranks each have a part of a parameter: none if it is whole."""
+    if isinstance(param, DTensor):
+        sharded = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
+        return tuple(param.device_mesh.get_group(dim) for dim in sharded)
+    return (experts[param],) if param in experts else ()
+
+
 def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
-    """Returns the norm of order norm_type of the gradients of params; gathers DTensor shards."""
+    """Returns the norm of order norm_type of the parts of gradients that this rank has."""
+    grads = [param.grad for param in params if param.grad is not None]
+    parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     # The maximum norm fails for a tensor without elements.
-    grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
-    norm = get_total_norm(grads, norm_type)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = get_total_norm([part for part in parts if part.numel()], norm_type)
     # norm ** p would overflow in half precision. The dtype must agree on all ranks, including those
     # without gradients.
-    return norm.to(params[0].device, accumulation_dtype(params[0])) if params else norm
+    return norm.to(params[0].device, accumulation_dtype(params[0]))
 
 
 class GradScaler(torch.amp.GradScaler):

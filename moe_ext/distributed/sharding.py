@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -14,49 +14,14 @@ from moe_ext.distributed._groups import GroupExchange, gate_of_groups
 from moe_ext.distributed._rows import scale_grad
 from moe_ext.distributed.exchange import Exchange, ExchangeUnit
 from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import Ranks
+from moe_ext.distributed.ranks import Layout
 from moe_ext.experts import Experts, ModuleExperts
 from moe_ext.gates import Gate
 
-__all__ = ["Balance", "ExpertParallel", "ExpertSharding", "Layout", "Placement"]
+__all__ = ["Balance", "ExpertParallel", "ExpertSharding", "Placement"]
 
 Balance = Literal["global", "local"]
 Placement = Literal["experts", "groups"]
-
-
-class Layout(NamedTuple):
-    """Describes how the ranks that train together divide the experts of a layer.
-
-    Attributes:
-        world: all ranks that train; each has its own tokens.
-        expert_parallel: the ranks that share one set of experts and exchange tokens.
-        replicas: the ranks that have the same experts as this rank.
-    """
-
-    world: Ranks
-    expert_parallel: Ranks
-    replicas: Ranks
-
-    @classmethod
-    def of(cls, group: ProcessGroup | DeviceMesh | None) -> "Layout":
-        """Makes the layout of a process group, or of a mesh [replicas, expert_parallel].
-
-        All ranks of a process group or a one-dimensional mesh share one set of experts.
-
-        Raises:
-            ValueError: the mesh has more than two dimensions, or two dimensions without names.
-        """
-        if not isinstance(group, DeviceMesh):
-            ranks = Ranks(group)
-            return cls(ranks, ranks, Ranks())
-        name = "Layout: process_group"
-        require(group.ndim <= 2, name, "be a mesh of 1 or 2 dimensions", group.ndim)
-        if group.ndim == 1:
-            return cls.of(group.get_group())
-        names = group.mesh_dim_names
-        require(names is not None, name, "be a mesh with mesh_dim_names", names)
-        world = group._flatten().get_group()
-        return cls(*map(Ranks, (world, group.get_group(1), group.get_group(0))))
 
 
 @dataclass(frozen=True)

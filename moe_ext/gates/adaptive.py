@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.checks import require
-from moe_ext.distributed.ranks import Ranks
+from moe_ext.distributed.ranks import Layout
 from moe_ext.gates.gate import Gate
 
 __all__ = ["AdaptiveGate", "adaptive_gates", "update_gates"]
@@ -40,7 +41,8 @@ class AdaptiveGate(Gate):
 
     A token counts once, whatever recomputes its forward pass: both kinds of
     `torch.utils.checkpoint.checkpoint` do. Floating-point buffers are at least float32, also after
-    ``gate.bfloat16()``: in half precision, small steps would round to zero.
+    ``gate.bfloat16()`` and ``load_state_dict(..., assign=True)``: in half precision, small steps
+    would round to zero.
 
     Args:
         d_model, num_experts, k: see `Gate`.
@@ -79,13 +81,20 @@ class AdaptiveGate(Gate):
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(counts)")
 
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Converts half-precision buffers, which assign=True leaves, to float32."""
+        super()._load_from_state_dict(*arguments)  # type: ignore[no-untyped-call]
+        for name, buffer in self.named_buffers(recurse=False):
+            if _is_half(buffer):
+                setattr(self, name, buffer.float())
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the counts too, and keeps the buffers in at least float32."""
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self.get_buffer(name)
-            if new.is_floating_point() and new.dtype.itemsize < 4:
+            if _is_half(new):
                 setattr(self, name, old.to(new.device))
         counts = self.tokens_since_update
         if counts is not None:
@@ -97,6 +106,10 @@ class AdaptiveGate(Gate):
         return self
 
 
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
+
+
 def adaptive_gates(model: nn.Module) -> list[AdaptiveGate]:
     """Returns the gates of a model that `update_gates` updates: each `AdaptiveGate` with counts."""
     gates = [module for module in model.modules() if isinstance(module, AdaptiveGate)]
@@ -104,7 +117,7 @@ def adaptive_gates(model: nn.Module) -> list[AdaptiveGate]:
 
 
 @torch.no_grad()
-def update_gates(model: nn.Module, process_group: ProcessGroup | None = None) -> None:
+def update_gates(model: nn.Module, process_group: ProcessGroup | DeviceMesh | None = None) -> None:
     """Adapts every gate of the model that adapts to the tokens of each optimizer step.
 
     Such gates are a `TopKGate` with bias_update_rate, a `ReLUGate` and each other
@@ -118,10 +131,9 @@ def update_gates(model: nn.Module, process_group: ProcessGroup | None = None) ->
 
     Args:
         model: a module with such gates.
-        process_group: the ranks whose counts are summed; None: only this rank. Pass all ranks that
-            train, unless every layer with such a gate has the same ranks as its process_group and
-            balance="global". If a layer has summed over some ranks already, all counts grow by the
-            same factor, which does not change the update.
+        process_group: all ranks that train, or their mesh; None: only this rank. If a layer has
+            summed over some ranks already, all counts grow by the same factor, which does not
+            change the update. So always pass the ranks.
 
     Raises:
         ValueError: the model has no gate that adapts.
@@ -130,7 +142,7 @@ def update_gates(model: nn.Module, process_group: ProcessGroup | None = None) ->
     rule = "contain a gate that adapts: a ReLUGate, or a TopKGate with bias_update_rate"
     require(bool(gates), "update_gates: model", rule, type(model).__name__)
     counts = [counts for gate in gates if (counts := gate.tokens_since_update) is not None]
-    totals = Ranks(process_group).sum(*counts)
+    totals = Layout.of(process_group).world.sum(*counts)
     for gate, count, total in zip(gates, counts, totals, strict=True):
         gate.update(total)
         count.zero_()

@@ -94,10 +94,10 @@ def _initialize(
 
     With ranks, the scores of all of them must be finite; each has other thresholds.
 
-
     The threshold and batchwise masks then agree on this batch. The margin of 16 eps covers
-    rounding: on CUDA, the GEMM of evaluation mode may round differently. Later batches write the
-    old threshold again, because reading the flag `initialized` on the host would synchronize.
+    rounding: on CUDA, the GEMM of evaluation mode may round differently. A threshold in half
+    precision is rounded down. Later batches write the old threshold again, because reading the flag
+    `initialized` on the host would synchronize.
     """
     finite = mth_score.isfinite().all()
     if ranks is not None:
@@ -105,6 +105,11 @@ def _initialize(
         finite = failed == 0
     start = mth_score * (1 - 16 * torch.finfo(mth_score.dtype).eps)
     start = torch.nextafter(start, torch.full_like(start, -torch.inf))  # lowers a score of 0 too
+    of_threshold = torch.finfo(threshold.dtype)
+    least = of_threshold.tiny * of_threshold.eps  # the smallest positive number
+    lower = (start * (1 - of_threshold.eps) - least).to(threshold.dtype)
+    rounded = start.to(threshold.dtype)
+    start = torch.where(rounded < mth_score, rounded, lower)
     threshold.copy_(torch.where(initialized | ~finite, threshold, start.view_as(threshold)))
     initialized.logical_or_(finite)
 

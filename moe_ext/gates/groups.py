@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_ext.checks import require_k_of_levels
+from moe_ext.checks import require, require_k_of_levels
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
 from moe_ext.gates.gate import Gate, Routing
@@ -176,6 +176,8 @@ class HierarchicalGate(Gate, ABC):
 
     def keep_groups(self, groups: range) -> None:
         """Keeps the secondary gates of these groups only; the other ranks have the others."""
+        rule = "have all its groups: another layer has divided the gate between the ranks"
+        require(len(self.groups) == self.num_groups, type(self).__name__, rule, self.groups)
         for name in self.secondary_parameters:
             whole = getattr(self, name)
             part = whole.detach()[groups.start : groups.stop].clone()

@@ -89,8 +89,8 @@ class TopKGate(AdaptiveGate):
         selection_bias: [E] buffer b, initially 0; None without bias_update_rate. It is at least
             float32, also after ``gate.bfloat16()``.
         tokens_since_update: [E] int64, the tokens of each expert since the last update; None
-            without bias_update_rate. With ``MoE(process_group=...)`` and balance="global", they are
-            those of all ranks. It is not in the state_dict.
+            without bias_update_rate. In a ``MoE(process_group=...)`` with balance="global", they
+            are those of all ranks. It is not in the state_dict.
 
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, or another option is out
@@ -189,10 +189,16 @@ class TopKGate(AdaptiveGate):
         return shown + (", logit_bias=True" if self.b_gate is not None else "")
 
 
+def _sqrt_softplus(logits: Tensor) -> Tensor:
+    """Computes sqrt(softplus(logits)); the gradient is 0 where softplus underflows."""
+    tiny = torch.finfo(logits.dtype).tiny
+    return nn.functional.softplus(logits).clamp_min(tiny).sqrt()
+
+
 # The scores that are not a softmax.
 _SCORES: dict[ops.Score, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
-    "sqrt_softplus": lambda logits: nn.functional.softplus(logits).sqrt(),
+    "sqrt_softplus": _sqrt_softplus,
 }
 _OPTIONS = (
     "score",

@@ -16,6 +16,7 @@ class and reason.
 
 import inspect
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -103,8 +104,8 @@ def experts_forward(
     belong to other ranks. They are skipped, and the gradient of their weights is 0.
 
     Autocast applies to the parameters and to hidden_states. Without autocast, hidden_states is
-    converted to the dtype of the parameters. Under ``torch.compile``, a later change of the
-    module's activation has no effect.
+    converted to the dtype of the parameters. Under ``torch.compile``, or inside the module
+    act_fn, a later change of the activation has no effect.
 
     Args:
         module: the experts module, from a class with transformers' decorator
@@ -198,15 +199,22 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
-_activations: WeakKeyDictionary[nn.Module, _Activation | str] = WeakKeyDictionary()
+# The activations of modules, with what decided them.
+_activations: WeakKeyDictionary[nn.Module, tuple[list[object], _Activation | str]]
+_activations = WeakKeyDictionary()
 
 
 @torch.compiler.assume_constant_result
 def _activation_of(module: nn.Module) -> _Activation | str:
     """Returns the activation of a module, or the reason why the operator cannot compute it."""
-    if module not in _activations:
-        _activations[module] = _unknown_part(module) or _recognise(module)
-    return _activations[module]
+    own = vars(module).items()
+    decisive = [value for name, value in own if name != "training" and not name.startswith("_")]
+    decisive += [*module._modules.values(), *module._parameters]
+    earlier, activation = _activations.get(module, ([], ""))
+    if len(decisive) != len(earlier) or not all(map(operator.is_, decisive, earlier)):
+        activation = _unknown_part(module) or _recognise(module)
+        _activations[module] = decisive, activation
+    return activation
 
 
 def _unknown_part(module: nn.Module) -> str | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -52,16 +53,19 @@ class _Factored(Optimizer):
 
         Raises:
             ValueError: an option is out of range.
-            TypeError: a parameter is not floating point.
+            TypeError: a parameter is not floating point, or a DTensor.
         """
         self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if not param.is_floating_point():
-                del self.param_groups[-1]
-                raise TypeError(
-                    f"{type(self).__name__}: params must be floating point, got {param.dtype}"
-                )
+            if isinstance(param, DTensor):
+                problem = "plain tensors, got a DTensor"
+            elif not param.is_floating_point():
+                problem = f"floating point, got {param.dtype}"
+            else:
+                continue
+            del self.param_groups[-1]
+            raise TypeError(f"{type(self).__name__}: params must be {problem}")
 
     # torch declares step() and step(closure) as overloads.
     @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import balanced_gates
@@ -15,7 +16,8 @@ class ParameterSplit(NamedTuple):
 
     Attributes:
         experts: the weight matrices [E, D, F] of every `FeedForwardExperts`, which Appendix D
-            factors. Biases [E, F] are in rest, because they are not matrices.
+            factors. Biases [E, F] are in rest, because they are not matrices. So are the matrices
+            of a shared expert that FSDP has divided between the ranks.
         thresholds: the thresholds of strictly balanced gates (App. F). They have the scale of a
             softmax over the experts and may need a separate learning rate.
         rest: all other parameters.
@@ -24,6 +26,10 @@ class ParameterSplit(NamedTuple):
     experts: list[nn.Parameter]
     thresholds: list[nn.Parameter]
     rest: list[nn.Parameter]
+
+
+def _are_matrices(param: Tensor) -> bool:
+    return param.dim() == 3 and not isinstance(param, DTensor)
 
 
 def split_parameters(model: nn.Module) -> ParameterSplit:
@@ -38,7 +44,7 @@ def split_parameters(model: nn.Module) -> ParameterSplit:
     for module in model.modules():
         if isinstance(module, FeedForwardExperts):
             # Not module.weights: a parametrized weight is not itself a parameter.
-            experts |= {param for param in module.parameters() if param.dim() == 3}
+            experts |= {param for param in module.parameters() if _are_matrices(param)}
     for gate in balanced_gates(model):
         for name, param in gate.named_parameters():
             if name.startswith("threshold"):

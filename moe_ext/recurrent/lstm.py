@@ -23,8 +23,8 @@ from moe_ext.checks import (
 )
 from moe_ext.distributed._options import parallel_options
 from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import Ranks
-from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding, Layout
+from moe_ext.distributed.ranks import Layout, Ranks
+from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import Gate, hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
@@ -242,6 +242,9 @@ class MoELSTM(nn.Module):
             rule = 'be "experts" or None'
             placement = parallel.placement
             require(placement in ("experts", None), "MoELSTM: parallel.placement", rule, placement)
+            by_batch = gate is not None and gate.routes_by_batch
+            rule = "route each row without the others, to be shared by ranks"
+            require(not by_batch, "MoELSTM: gate", rule, gate)
             if parallel.balance == "global":
                 self.ranks = Layout.of(parallel.process_group).world
             # The losses are those of whole sequences, so a time step sums nothing over the ranks.
@@ -460,12 +463,9 @@ class _CellStep:
         named = dict(zip(self.names, tensors, strict=True))
         with nullcontext() if self.gather is None else self.gather.without_exchange():
             state, aux = functional_call(self.cell, named, (x, state))
-        require(
-            aux.token_offsets is None,
-            "MoELSTM: gate",
-            "select the same number of experts for every row",
-            self.cell.moe.gate,
-        )
+        rule = "select the same number of experts for every row, and drop none"
+        same = aux.token_offsets is None and aux.kept is None
+        require(same, "MoELSTM: gate", rule, self.cell.moe.gate)
         return state, aux
 
     def _masked_call(

@@ -975,6 +975,33 @@ def test_clipping_refuses_infinity_everywhere(workers):
     workers.run(2, clip_infinity)
 
 
+def clip_sharded(group, rank, norm_type):
+    """Clips the gradients of a model whose dense weights, also those of one row, are sharded."""
+    torch.manual_seed(0)
+    options = dict(hidden_sizes=(5,), shared_expert=SharedExpert(D, [4]))
+    model = nn.Sequential(nn.Linear(D, 1), MoE(D, 2, 1, process_group=group, **options))
+    parallelize(model, group, dense="fsdp")
+    shapes = {
+        name: tuple(param.to_local().shape)
+        for name, param in model.named_parameters()
+        if "shared" in name
+    }
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 2)
+    norm = clip_grad_norm_(model, 1.0, norm_type)
+    count = sum(param.numel() for param in model.parameters())
+    experts = sum(param.numel() for param in model[1].experts.parameters())
+    return norm, count + experts, shapes
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_clipping_with_sharded_dense_weights(workers, norm_type):
+    for norm, count, shapes in workers.run(2, clip_sharded, norm_type):
+        scale = 1 if math.isinf(norm_type) else count ** (1 / norm_type)
+        assert float(norm) == pytest.approx(2 * scale)
+        assert {shape[1] for shape in shapes.values()} == {D // 2, 2}  # half of the rows
+
+
 def clip_few(group, rank, dtype):
     """Shards one expert over two ranks; the largest float16 number is 65,504."""
     layer = MoE(D, 1, 1, hidden_sizes=(5,), expert_dtype=dtype, process_group=group)

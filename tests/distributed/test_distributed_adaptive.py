@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -82,7 +83,9 @@ def train(group, rank, state, accumulation, recompute, balance="global"):
         found["losses"].append(losses / size)
         optimizer.step()
         found["counts"].append(layer.gate.tokens_since_update.clone())
-        update_gates(layer, group if balance == "local" else None)
+        # With a global balance, the ranks have summed already: another sum changes nothing.
+        by_rank = group is None or balance == "local"
+        update_gates(layer, group if by_rank else DeviceMesh.from_group(group, "cpu"))
         found["states"].append(getattr(layer.gate, state).clone())
     grads = {name: param.grad for name, param in layer.named_parameters()}
     bounds = {name: entry.bounds[:2] for name, entry in sharded.items()}

@@ -224,6 +224,14 @@ def test_activations_are_recognised(function, name, has_gate):
     assert_equal_to_eager(experts, *inputs(experts))
 
 
+def test_an_activation_may_be_replaced():
+    experts = build(*MIXTRAL)
+    assert_equal_to_eager(experts, *inputs(experts))
+    for function in ("gelu", "mish", "silu"):
+        experts.act_fn = transformers.activations.ACT2FN[function]
+        assert_equal_to_eager(experts, *inputs(experts))
+
+
 @pytest.mark.parametrize("function", ["relu6", "gelu_10", "leaky_relu", "mish", "prelu"])
 def test_similar_activations_are_not_mistaken(function):
     experts = build(*NEMOTRON)

@@ -127,6 +127,11 @@ def test_the_state_is_saved_and_loaded(state):
     other = GATES[state]()
     other.load_state_dict(torch.load(file))
     assert_same_bits(getattr(other, state), getattr(gate, state))
+    half = {name: value.bfloat16() for name, value in gate.state_dict().items()}
+    other.load_state_dict(half, assign=True)
+    assert other.w_gate.dtype == torch.bfloat16
+    assert_same_bits(getattr(other, state), half[state].float())
+    other.load_state_dict(gate.state_dict(), assign=True)
     assert (getattr(other, state) != start).any()
     assert TopKGate(D, E, K).state_dict().keys() == {"w_gate"}
 

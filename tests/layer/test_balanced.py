@@ -298,6 +298,19 @@ def test_the_first_batch_meets_the_thresholds_it_starts(device, dtype):
     assert disagreement <= (0 if dtype == torch.float32 else 0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", GATES)
+def test_equal_scores_pass_the_thresholds_they_start(device, kind, dtype):
+    """A rounded threshold is below the scores too. At the start W_g = 0, so all are equal."""
+    layer, x = make_layer(kind, device, dtype), make_x(64, device=device).to(dtype)
+    for name, param in layer.gate.named_parameters():
+        if name.startswith("w_gate"):
+            torch.nn.init.zeros_(param)
+    layer(x)
+    _, aux = layer.eval()(x)
+    assert aux.metrics()["share_without_expert"] == 0
+
+
 @pytest.mark.parametrize("kind", GATES)
 def test_thresholds_do_not_start_at_a_batch_of_nan(device, kind):
     gate, x = make_gate(kind, device), make_x(30, device=device)

@@ -158,6 +158,10 @@ def test_jagged_tensors():
         layer(x, torch.ones(7, dtype=torch.bool))
     with pytest.raises(ValueError, match="MoE: x must .*jagged"), pytest.warns(UserWarning):
         layer(torch.nested.nested_tensor(rows))
+    for offsets in ([0, 3, 6], [2, 3, 7]):
+        partial = torch.nested.nested_tensor_from_jagged(torch.cat(rows), torch.tensor(offsets))
+        with pytest.raises(ValueError, match="MoE: x must .*without gaps, got 'offsets from"):
+            layer(partial)
 
 
 def test_weights_are_parameters_of_the_experts():

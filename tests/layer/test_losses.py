@@ -368,6 +368,16 @@ def test_a_layer_with_losses_can_be_copied(loss):
             "^MoE: losses must be a sequence of moe_ext.RouterLoss, got float$",
         ),
         (
+            lambda: MoE(D, E, K, losses=(loss for loss in [ZLoss(1.0)])),
+            TypeError,
+            "^MoE: losses must be a sequence of moe_ext.RouterLoss, got generator$",
+        ),
+        (
+            lambda: MoE(D, E, K, losses=ZLoss(1.0)),
+            TypeError,
+            "^MoE: losses must be a sequence of moe_ext.RouterLoss, got ZLoss$",
+        ),
+        (
             lambda: HierarchicalMoE(D, 2, 2, 1, losses=[ZLoss(1.0)])(torch.ones(3, D)),
             ValueError,
             "^ZLoss: logits must be set by the gate, got None$",

@@ -556,6 +556,17 @@ def test_construction_errors(options, message):
         MoELSTM(**(sizes | options))
 
 
+def test_a_gate_must_not_drop_slots():
+    class Dropping(SoftmaxGate):
+        def forward(self, x, ranks=None):
+            routing = super().forward(x, ranks)
+            return routing._replace(kept=torch.zeros_like(routing.expert_index, dtype=torch.bool))
+
+    layer = MoELSTM(D, U, E, E, gate=Dropping(D + U, E))
+    with pytest.raises(ValueError, match="MoELSTM: gate must .*, and drop none, got Dropping"):
+        layer(torch.randn(B, S, D))
+
+
 def test_call_errors():
     layer = make_layer()
     x, (h, c) = make_inputs()

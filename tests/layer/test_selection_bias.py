@@ -90,3 +90,10 @@ def test_repr_shows_the_options():
     assert repr(TopKGate(D, E, K)) == "TopKGate(d_model=6, num_experts=8, k=2)"
     shown = repr(make_gate(num_groups=2, logit_bias=True))
     assert "score='sigmoid', num_groups=2, bias_update_rate=0.25, logit_bias=True" in shown
+
+
+def test_the_gradient_of_a_score_that_underflows_is_0():
+    gate = TopKGate(2, 2, 1, score="sqrt_softplus")
+    gate.w_gate.data.copy_(torch.tensor([[1.0, -120.0], [0.0, 0.0]]))
+    gate(torch.tensor([[1.0, 0.0]])).scores.sum().backward()
+    assert gate.w_gate.grad.isfinite().all() and gate.w_gate.grad[0, 1] == 0

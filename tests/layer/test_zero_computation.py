@@ -348,6 +348,17 @@ def test_errors(make, message):
         make()
 
 
+def test_a_dropped_slot_adds_nothing():
+    class Dropping(TopKGate):
+        def forward(self, x, ranks=None):
+            routing = super().forward(x, ranks)
+            return routing._replace(kept=torch.zeros_like(routing.expert_index, dtype=torch.bool))
+
+    layer = make_layer(gate=Dropping)
+    y, aux = layer(torch.randn(5, D, dtype=torch.float64))
+    assert not aux.kept.any() and not y.any()
+
+
 def test_the_width_of_the_experts_is_checked_when_the_layer_is_made():
     class Narrow(Wide):
         def __init__(self):

@@ -216,7 +216,9 @@ class Trainer:
             for optimizer in self.optimizers
         ]
         if adaptive_gates(self.model):
-            self.optimizers[0].register_step_post_hook(lambda *_: update_gates(self.model))
+            self.optimizers[0].register_step_post_hook(
+                lambda *_: update_gates(self.model, process_group)
+            )
         # Seeded after initialisation, so that dropout masks do not depend on the layers.
         torch.manual_seed(self._seed_here("dropout"))
 
