@@ -3,6 +3,7 @@
 
 #include <ATen/core/List.h>
 
+#include <cmath>
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -120,8 +121,13 @@ inline void check_linear_cross_entropy(const char* op, const Classifier& classif
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, op,
                     ": label_smoothing must be between 0 and 1, got ", label_smoothing);
   TORCH_CHECK_VALUE(z_loss >= 0, op, ": z_loss must be at least 0, got ", z_loss);
-  TORCH_CHECK_VALUE(!softcap || *softcap > 0, op, ": softcap must be above 0, got ",
-                    softcap.value_or(1));
+  if (softcap) {
+    const bool wide = accumulate_type(input) == at::kDouble;
+    const double in_type = wide ? *softcap : static_cast<float>(*softcap);
+    TORCH_CHECK_VALUE(in_type > 0 && std::isfinite(in_type), op,
+                      ": softcap must be above 0, and finite in the dtype of the loss, got ",
+                      *softcap);
+  }
   TORCH_CHECK_VALUE(flags.size() == 3, op, ": ", flags_name,
                     " must have a value for input, linear_weight and linear_bias, got ",
                     flags.size(), " values");

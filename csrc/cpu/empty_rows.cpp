@@ -48,8 +48,11 @@ class Cache {
       }
     }
     // Aligns the block to huge pages by unmapping the memory before and after it.
-    void* start =
-        mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* start = map(size + kHugePage);
+    if (start == MAP_FAILED) {
+      clear();
+      start = map(size + kHugePage);
+    }
     if (start == MAP_FAILED) return {nullptr, 0, 0};
     auto* begin = static_cast<char*>(start);
     auto* data = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(begin) + kHugePage - 1) /
@@ -75,6 +78,10 @@ class Cache {
  private:
   // A block that stays unused for this many allocations is not needed by a repeating step.
   static constexpr int64_t kPatience = 4096;
+
+  static void* map(size_t size) {
+    return mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  }
 
   static size_t waste(const Block& block, size_t size) {
     return block.size < size ? SIZE_MAX : block.size - size;

@@ -54,7 +54,8 @@ __device__ __forceinline__ T block_max(T value, T* space) {
   return value;
 }
 
-// The loss and the log-sum-exp of a token; one block.
+// The loss and the log-sum-exp of a token; one block. The loss is NaN if the target is no class:
+// the host cannot check the targets without waiting for the device.
 template <typename scalar_t, typename acc_t>
 __global__ void loss_kernel(Products<scalar_t> products, const int64_t* __restrict__ target,
                             int64_t ignore_index, math::CrossEntropy<acc_t> function,
@@ -83,10 +84,10 @@ __global__ void loss_kernel(Products<scalar_t> products, const int64_t* __restri
   if (threadIdx.x > 0) return;
   const acc_t log_sum = std::log(sum);
   lse[token] = shift + log_sum;
-  losses[token] = y == ignore_index
-                      ? acc_t(0)
-                      : function.loss(shift, log_sum, target_logit,
-                                      logits / static_cast<acc_t>(products.num_classes));
+  acc_t loss = function.loss(shift, log_sum, target_logit,
+                             logits / static_cast<acc_t>(products.num_classes));
+  if (y < 0 || y >= products.num_classes) loss = std::numeric_limits<acc_t>::quiet_NaN();
+  losses[token] = y == ignore_index ? acc_t(0) : loss;
 }
 
 // Replaces the logits of a token by their gradients for dL/dloss = grad; one block. Without `grad`,
@@ -235,6 +236,8 @@ std::vector<Tensor> linear_cross_entropy_backward_cuda(const Tensor& grad_loss,
   constexpr auto op = "_linear_cross_entropy_backward";
   check_linear_cross_entropy_backward(grad_loss, classifier, options, lse, gradients, needs);
   const c10::cuda::OptionalCUDAGuard guard(classifier.input.device());
+  // A backward pass under autocast would cast the inputs of torch's GEMMs to the autocast type.
+  const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::DispatchKey::AutocastCUDA);
   const auto type = classifier.input.scalar_type();
   auto results = linear_cross_entropy_gradients(empty, classifier, needs, accumulate_type(lse));
   if (!gradients.empty()) {

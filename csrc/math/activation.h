@@ -95,7 +95,7 @@ struct GeluTanh : Defaults {
   static MOE_EXT_INLINE T gradient(T grad, T z) {
     const T s = sigmoid(twice_u(z));
     const T slope = std::fma(T(3 * kCubic), z * z, T(kLinear));  // of 2 u
-    return grad * (s * std::fma(z * slope, T(1) - s, T(1)));
+    return grad * std::fma(z * (s * (T(1) - s)), slope, s);
   }
 
  private:

@@ -44,7 +44,7 @@ def linear_cross_entropy(
     Args:
         input: [T, D].
         linear_weight: [V, D].
-        target: [T] int64, in [0, V) or ignore_index.
+        target: [T] int64, in [0, V) or ignore_index. On CUDA, the loss of another target is NaN.
         linear_bias: [V], or None. It may be float32 if the others have half precision.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
         ignore_index: the target of tokens without loss and gradient.

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import sys
 import threading
 
@@ -206,3 +207,24 @@ def test_frozen_experts_have_no_gradients():
     y = ops.experts(x, weights, offsets=torch.tensor([0, 1, 1, 2, 4, 4, 8]))
     mib = peak_allocated_mib(lambda: y.sum().backward())
     assert mib < sum(weight.nbytes for weight in weights) / MIB / 4
+
+
+WITHOUT_MEMORY = """
+import resource, torch
+from moe_ext import ops
+million = torch.empty(1, 250_000)
+cached = torch.ops.moe_ext._empty_rows(million, 400)
+del cached
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 300_000_000, resource.RLIM_INFINITY))
+print(len(torch.ops.moe_ext._empty_rows(million, 600)))
+"""
+
+
+def test_the_cache_is_given_up_if_memory_is_short():
+    """The process has 400 MB in the cache and may use 300 MB more; a tensor needs 600 MB."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "600\n", done.stderr

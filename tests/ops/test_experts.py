@@ -300,6 +300,18 @@ def test_frozen_layers_get_no_gradient(device, learned, dtype):
 # FeedForwardExperts
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_large_numbers(device, dtype):
+    """All activations are linear or constant far from 0; a square must not overflow."""
+    x = torch.tensor([[2e13], [-2e13], [1e18], [-1e18]], dtype=dtype, device=device)
+    one = torch.ones(1, 1, 1, dtype=dtype, device=device)
+    offsets = torch.tensor([0, 4], device=device)
+    for activation in ("gelu", "gelu_tanh", "silu"):
+        z = x.clone().requires_grad_()
+        ops.experts(z, [one, one], None, activation, offsets=offsets).sum().backward()
+        assert z.grad.flatten().tolist() == [1, 0, 1, 0], activation
+
+
 @pytest.mark.parametrize("hidden_sizes", [(), (6,), (6, 5)])
 @pytest.mark.parametrize("activation", ["relu", "geglu", *CLAMPED])
 @pytest.mark.parametrize("bias", [False, True])

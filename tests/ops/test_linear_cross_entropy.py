@@ -132,6 +132,39 @@ def test_gradients_of_half_precision_do_not_overflow(device, reduction):
     assert W.grad[1:].sum().item() == pytest.approx(50, rel=1e-2)
 
 
+@pytest.mark.parametrize("options", [dict(reduction="none"), dict(recompute=True)])
+def test_a_backward_pass_within_autocast(device, options):
+    """Autocast applies to the forward pass; the backward pass has its dtypes."""
+    X, W = (torch.randn(5, 4, device=device, requires_grad=True) for _ in range(2))
+    loss = ops.linear_cross_entropy(X, W, torch.arange(5, device=device), **options).sum()
+    expected = torch.autograd.grad(loss, (X, W), retain_graph=True)
+    with torch.autocast(device, torch.bfloat16):
+        found = torch.autograd.grad(loss, (X, W))
+    for gradient, same in zip(found, expected, strict=True):
+        assert_same_bits(gradient, same)
+
+
+def test_targets_that_are_no_class(device, request):
+    """The CPU raises an error. CUDA does not read the targets on the host: their loss is NaN."""
+    X, W = torch.randn(4, 3, device=device), torch.randn(9, 3, device=device)
+    target = torch.tensor([0, -1, 9, -100], device=device)
+    if request.node.callspec.params["device"] == "cpu":
+        with pytest.raises(IndexError, match="target must be at least 0 and below 9"):
+            ops.linear_cross_entropy(X, W, target, reduction="none")
+    else:
+        loss = ops.linear_cross_entropy(X, W, target, reduction="none")
+        assert loss.isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("softcap", [1e-46, 1e39])
+def test_a_softcap_beyond_float32(device, softcap):
+    X, W = torch.randn(4, 3, device=device), torch.randn(9, 3, device=device)
+    target = torch.zeros(4, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="softcap must be above 0, and finite in the dtype"):
+        ops.linear_cross_entropy(X, W, target, softcap=softcap)
+    assert ops.linear_cross_entropy(X.double(), W.double(), target, softcap=softcap).isfinite()
+
+
 def test_gradients_are_kept_only_if_they_are_required():
     X, W = torch.randn(5, 4), torch.randn(7, 4, requires_grad=True)
     target = torch.randint(7, (5,))

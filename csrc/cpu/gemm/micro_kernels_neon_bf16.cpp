@@ -27,7 +27,7 @@ struct NeonBf16 : NeonGroups<float, Bfdot> {
   MOE_EXT_TARGET MOE_EXT_KERNEL void store_rounded(const Aligned* vectors, bool /*non_temporal*/,
                                                    c10::BFloat16* to) {
     Aligned rounded = vectors[0];
-    asm("bfcvtn %0.4h, %0.4s\n\tbfcvtn2 %0.8h, %1.4s" : "+w"(rounded) : "w"(vectors[1]));
+    asm("bfcvtn %0.4h, %0.4s\n\tbfcvtn2 %0.8h, %1.4s" : "+&w"(rounded) : "w"(vectors[1]));
     *reinterpret_cast<Vector<uint16_t, kBytes>::Unaligned*>(to) =
         __builtin_bit_cast(Vector<uint16_t, kBytes>::Aligned, rounded);
   }

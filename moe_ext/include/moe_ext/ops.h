@@ -278,7 +278,7 @@ struct LinearCrossEntropyOptions {
 //
 //   input: [T, D].
 //   linear_weight: [V, D].
-//   target: [T] int64, in [0, V) or ignore_index.
+//   target: [T] int64, in [0, V) or ignore_index. On CUDA, the loss of another target is NaN.
 //
 // Returns a scalar in nats, or [T] with "none"; float32 for half-precision inputs.
 MOE_EXT_API Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight,
