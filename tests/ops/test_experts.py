@@ -297,9 +297,6 @@ def test_frozen_layers_get_no_gradient(device, learned, dtype):
             assert parameter.grad is None and found[i].shape == (0,)
 
 
-# FeedForwardExperts
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_of_large_numbers(device, dtype):
     """All activations are linear or constant far from 0; a square must not overflow."""
@@ -310,6 +307,9 @@ def test_the_gradient_of_large_numbers(device, dtype):
         z = x.clone().requires_grad_()
         ops.experts(z, [one, one], None, activation, offsets=offsets).sum().backward()
         assert z.grad.flatten().tolist() == [1, 0, 1, 0], activation
+
+
+# FeedForwardExperts
 
 
 @pytest.mark.parametrize("hidden_sizes", [(), (6,), (6, 5)])

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
 
 from moe_ext.checks import require
 from moe_ext.lab.analysis import Cost
@@ -29,6 +28,9 @@ from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import write_report
 from moe_ext.lab.training.results import Result
 from moe_ext.lab.training.text import Text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Run = dict[str, Any]  # the numbers of a finished run, with its "arm" and "seed"
 
@@ -163,7 +165,7 @@ class Report(NamedTuple):
 
     page: str
     claims: Sequence[Any]
-    figure: Figure
+    figure: "Figure"
 
 
 def report_stored(path: Path, report_of: Callable[[Stored], Report | None]) -> list[Run]:
