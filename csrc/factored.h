@@ -91,7 +91,7 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
   for (const auto& [name, value] : {std::pair{"decay", decay}, {"gain", gain}}) {
     TORCH_CHECK_VALUE(value >= 0, op, ": ", name, " must be at least 0, got ", value);
   }
-  const double in_type = type == at::kDouble ? eps : static_cast<float>(eps);
+  const double in_type = in_accumulate_type(param, eps);
   TORCH_CHECK_VALUE(in_type > 0, op, ": eps must be positive in the dtype of row, got ", eps);
 }
 

@@ -16,8 +16,7 @@ inline void check_noisy_topk_gating(const char* op, const Tensor& clean_logits,
   check_dim(op, "clean_logits", clean_logits, 2);
   check_floating(op, "clean_logits", clean_logits);
   check_k(op, k_name, k, clean_logits.sym_size(1));
-  const bool wide = accumulate_type(clean_logits) == at::kDouble;
-  const double in_type = wide ? noise_epsilon : static_cast<float>(noise_epsilon);
+  const double in_type = in_accumulate_type(clean_logits, noise_epsilon);
   TORCH_CHECK_VALUE(
       in_type >= 0 && std::isfinite(in_type), op,
       ": noise_epsilon must be at least 0, and finite in the dtype of the gates, got ",

@@ -122,8 +122,7 @@ inline void check_linear_cross_entropy(const char* op, const Classifier& classif
                     ": label_smoothing must be between 0 and 1, got ", label_smoothing);
   TORCH_CHECK_VALUE(z_loss >= 0, op, ": z_loss must be at least 0, got ", z_loss);
   if (softcap) {
-    const bool wide = accumulate_type(input) == at::kDouble;
-    const double in_type = wide ? *softcap : static_cast<float>(*softcap);
+    const double in_type = in_accumulate_type(input, *softcap);
     TORCH_CHECK_VALUE(in_type > 0 && std::isfinite(in_type), op,
                       ": softcap must be above 0, and finite in the dtype of the loss, got ",
                       *softcap);

@@ -18,6 +18,11 @@ inline at::ScalarType accumulate_type(const Tensor& tensor) {
   return at::toOpMathType(tensor.scalar_type());
 }
 
+// Returns an option of an operator as its kernels use it, in the accumulate_type of a tensor.
+inline double in_accumulate_type(const Tensor& tensor, double option) {
+  return accumulate_type(tensor) == at::kDouble ? option : static_cast<float>(option);
+}
+
 // Callers pass int64 or int32 indices; kernels read contiguous int64.
 inline Tensor contiguous_index(const Tensor& index) {
   if (index.scalar_type() == at::kLong) return index.contiguous();
