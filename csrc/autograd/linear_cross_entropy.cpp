@@ -2,6 +2,7 @@
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <string>
 
@@ -67,10 +68,11 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
       if (needs[2]) results[3] = gradients[2];
       return results;
     };
-    // The factor 1 would cost a copy of the gradients. A second derivative needs the operator, to
-    // be refused.
+    // The factor 1 would cost a copy of the gradients. With retain_graph, another backward pass
+    // needs them unchanged. A second derivative needs the operator, to be refused.
     const bool same_type = !kept.empty() && saved[0].scalar_type() == accumulate_type(saved[0]);
-    if (same_type && !at::GradMode::is_enabled() && is_one(grads[0])) return take(kept);
+    const bool last = !torch::autograd::get_current_graph_task_keep_graph();
+    if (same_type && last && !at::GradMode::is_enabled() && is_one(grads[0])) return take(kept);
     const OptionalTensor bias = if_defined(saved[3]);
     const auto softcap = ctx->saved_data["softcap"].toOptional<double>();
     return take(call_linear_cross_entropy_backward(
