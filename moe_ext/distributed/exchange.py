@@ -46,6 +46,20 @@ class _Copies(NamedTuple):
     of_row: Tensor | None
 
 
+class _Counts(NamedTuple):
+    """Counts what this rank sends and receives: [chunks][ranks], on the host.
+
+    Attributes:
+        rows_out, rows_in: the numbers of rows.
+        copies_out, copies_in: the numbers of copies, see `_Copies`.
+    """
+
+    rows_out: list[list[int]]
+    rows_in: list[list[int]]
+    copies_out: list[list[int]]
+    copies_in: list[list[int]]
+
+
 class Received(NamedTuple):
     """Holds the tokens that a rank received for a chunk of its experts.
 
@@ -244,8 +258,7 @@ class Exchange:
             that compute returned, [R, ...].
         """
         order = self._order_on(x.device)
-        size, num_chunks = self.ranks.size, self.num_chunks
-        num_local = sum(self.chunk_sizes)
+        size, num_counts = self.ranks.size, sum(self.chunk_sizes) + self.num_chunks
         # From here to y, gradients are those that the experts need.
         x, gates = scale_grad(x, self.factor), scale_grad(gates, self.factor)
 
@@ -260,68 +273,100 @@ class Exchange:
             torch.cat([counts_out, copies.num_copies])[order.message],
             self.ranks,
             self.message_sizes,
-            [num_local + num_chunks] * size,
+            [num_counts] * size,
         )
         rows = ops.dispatch(x, copies.inverse, copies.token_offsets)
-        received = numbers.wait().view(size, num_local + num_chunks)
-        received_by_chunk = received[:, :num_local].split(self.chunk_sizes, dim=1)
-
-        # The host synchronizes to read these counts, each [chunks, ranks].
-        host = [
-            copies.num_copies,
-            received[:, num_local:].T.reshape(-1),
-            plan.offsets[order.bounds].diff(),
-            torch.cat([counts.sum(1) for counts in received_by_chunk]),
-        ]
-        copies_out, copies_in, rows_out, rows_in = (
-            torch.stack(host).view(4, num_chunks, size).tolist()
+        incoming = (
+            numbers.wait().view(size, num_counts).split([*self.chunk_sizes, self.num_chunks], 1)
         )
+        counts = self._counts(plan.offsets[order.bounds].diff(), copies.num_copies, incoming)
 
-        def sender(values: Tensor, out: list[list[int]], into: list[list[int]]) -> _Sender:
-            # Backward of a split into one chunk would copy the gradient.
-            parts = [values] if num_chunks == 1 else values.split([sum(n) for n in out])
-            return lambda c: AllToAll(parts[c], self.ranks, out[c], into[c])
-
-        senders = [sender(rows, copies_out, copies_in)]
+        senders = [self._sender(rows, counts.copies_out, counts.copies_in)]
         if copies.of_row is not None:
             row_of_slot = plan.inverse.reshape(-1, 1)
             of_rows = [
                 ops.dispatch(v, row_of_slot) for v in (gates.reshape(-1, 1), *(values or ()))
             ]
-            senders += [sender(v, rows_out, rows_in) for v in (copies.of_row, *of_rows)]
-        # Send one chunk ahead. More transfers at once would share the link and delay the first.
-        # The backward pass starts a transfer where forward waits, so the place of each wait matters
-        # for both directions.
-        coming = [send(0) for send in senders]
-        going: list[AllToAll] = []
-        returned: list[list[Tensor]] = []
-        for c, counts in enumerate(received_by_chunk):
-            x_c, *slots = (transfer.wait() for transfer in coming)
-            if c + 1 < num_chunks:
-                coming = [send(c + 1) for send in senders]
-            in_slots, by_copy = _slots(counts, received[:, num_local + c], x_c, slots)
-            y, of_slots = compute(c, in_slots)
-            back = [y]
-            if by_copy is not None:
-                back += [value.index_select(0, by_copy.inverse) for value in of_slots]
-            if torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad):
-                for value in back:  # for frozen experts too: all ranks must run backward together
-                    if value.is_floating_point():
-                        value.requires_grad_()
-            if going:
-                returned.append([transfer.wait() for transfer in going])
-            going = [AllToAll(y, self.ranks, copies_in[c], copies_out[c])]
-            going += [AllToAll(v, self.ranks, rows_in[c], rows_out[c]) for v in back[1:]]
-        returned.append([transfer.wait() for transfer in going])
-        y, *of_rows = (
-            returned[0] if num_chunks == 1 else map(torch.cat, zip(*returned, strict=True))
-        )
+            senders += [
+                self._sender(v, counts.rows_out, counts.rows_in) for v in (copies.of_row, *of_rows)
+            ]
+        has_backward = torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad)
+        y, *of_rows = self._compute_chunks(senders, incoming, counts, compute, has_backward)
         if copies.of_row is not None:
             gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
         y = ops.combine(y, gates, copies.inverse, copies.token_offsets)
         of_slots = [value.index_select(0, plan.inverse.reshape(-1)) for value in of_rows]
         y, *of_slots = (scale_grad(value, 1 / self.factor) for value in (y, *of_slots))
         return y, tokens_per_expert, of_slots
+
+    def _counts(self, rows_out: Tensor, copies_out: Tensor, incoming: Sequence[Tensor]) -> _Counts:
+        """Brings the counts to the host, which synchronizes with the device.
+
+        Args:
+            rows_out, copies_out: [chunks · ranks], what this rank sends to each destination.
+            incoming: [ranks, experts of the chunk] for each chunk, the numbers of rows that this
+                rank receives; then [ranks, chunks], the numbers of copies.
+        """
+        *rows, copies = incoming
+        rows_in = torch.cat([of_chunk.sum(1) for of_chunk in rows])
+        counts = torch.stack([rows_out, rows_in, copies_out, copies.T.reshape(-1)])
+        return _Counts(*counts.view(4, self.num_chunks, self.ranks.size).tolist())
+
+    def _sender(self, values: Tensor, out: list[list[int]], into: list[list[int]]) -> _Sender:
+        # Backward of a split into one chunk would copy the gradient.
+        parts = [values] if self.num_chunks == 1 else values.split([sum(n) for n in out])
+        return lambda c: AllToAll(parts[c], self.ranks, out[c], into[c])
+
+    def _compute_chunks(
+        self,
+        senders: Sequence[_Sender],
+        incoming: Sequence[Tensor],
+        counts: _Counts,
+        compute: _Compute,
+        has_backward: bool,
+    ) -> Sequence[Tensor]:
+        """Sends, computes and returns one chunk after the other.
+
+        Args:
+            senders: those of the copies, and of what else is sent for each row.
+            incoming: see `_counts`.
+            counts: what is sent and received.
+            compute: see `run`.
+            has_backward: whether a backward pass follows.
+
+        Returns:
+            The sums that compute returned for the copies of this rank, and the values for its rows.
+        """
+        *rows_by_chunk, num_copies = incoming
+        # Send one chunk ahead. More transfers at once would share the link and delay the first.
+        # The backward pass starts a transfer where forward waits, so the place of each wait matters
+        # for both directions.
+        coming = [send(0) for send in senders]
+        going: list[AllToAll] = []
+        returned: list[list[Tensor]] = []
+        for c, num_rows in enumerate(rows_by_chunk):
+            x, *of_rows = (transfer.wait() for transfer in coming)
+            if c + 1 < self.num_chunks:
+                coming = [send(c + 1) for send in senders]
+            in_slots, by_copy = _slots(num_rows, num_copies[:, c], x, of_rows)
+            y, of_slots = compute(c, in_slots)
+            back = [y]
+            if by_copy is not None:
+                back += [value.index_select(0, by_copy.inverse) for value in of_slots]
+            if has_backward:
+                for value in back:  # for frozen experts too: all ranks must run backward together
+                    if value.is_floating_point():
+                        value.requires_grad_()
+            if going:
+                returned.append([transfer.wait() for transfer in going])
+            going = [AllToAll(y, self.ranks, counts.copies_in[c], counts.copies_out[c])]
+            going += [
+                AllToAll(v, self.ranks, counts.rows_in[c], counts.rows_out[c]) for v in back[1:]
+            ]
+        returned.append([transfer.wait() for transfer in going])
+        return (
+            returned[0] if self.num_chunks == 1 else [*map(torch.cat, zip(*returned, strict=True))]
+        )
 
     def destination(self, expert_index: Tensor, token_offsets: Tensor | None) -> Tensor:
         """Returns the destination [R] of each slot: chunk · ranks + rank. See `Routing`."""
