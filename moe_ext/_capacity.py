@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,16 @@ from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.gates import Routing
 
 Drop = Literal["position", "score"]
+
+
+def require_capacity(capacity_factor: float | None, drop: Drop) -> None:
+    """Raises ValueError if an option of `MoE` is out of range, or if drop has no effect."""
+    if capacity_factor is not None:
+        require(capacity_factor > 0, "MoE: capacity_factor", "be above 0", capacity_factor)
+    names = get_args(Drop)
+    require(drop in names, "MoE: drop", f"be one of {', '.join(names)}", drop)
+    has_effect = capacity_factor is not None or drop == "position"
+    require(has_effect, "MoE: drop", "be left out without capacity_factor", drop)
 
 
 @torch.no_grad()

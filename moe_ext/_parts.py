@@ -6,6 +6,7 @@ from typing import cast
 
 from torch import nn
 
+from moe_ext._compiled import uncompiled
 from moe_ext.checks import require
 from moe_ext.experts import Experts, ModuleExperts
 from moe_ext.gates import Gate, HierarchicalGate
@@ -14,7 +15,7 @@ from moe_ext.losses import RouterLoss
 
 def checked_gate(gate: object, **sizes: int) -> Gate:
     # Check the module inside torch.compile's wrapper, but return the wrapper.
-    inner = getattr(gate, "_orig_mod", gate)
+    inner = uncompiled(gate)
     if not isinstance(inner, Gate):
         raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(inner).__name__}")
     signature = inspect.signature(inner.forward)
@@ -43,7 +44,7 @@ def checked_losses(losses: Sequence[RouterLoss]) -> tuple[RouterLoss, ...]:
 def checked_experts(experts: object, **sizes: int) -> Experts:
     if isinstance(experts, nn.ModuleList | Sequence):
         experts = ModuleExperts(experts)
-    inner = getattr(experts, "_orig_mod", experts)
+    inner = uncompiled(experts)
     if not isinstance(inner, Experts):
         raise TypeError(
             "MoE: experts must derive from moe_ext.Experts or be a sequence of modules, "
@@ -58,4 +59,4 @@ def checked_experts(experts: object, **sizes: int) -> Experts:
 
 def is_hierarchical(gate: nn.Module) -> bool:
     """Returns whether a gate has two levels; it may be in torch.compile's wrapper."""
-    return isinstance(getattr(gate, "_orig_mod", gate), HierarchicalGate)
+    return isinstance(uncompiled(gate), HierarchicalGate)

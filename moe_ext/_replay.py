@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from moe_ext._compiled import uncompiled
 from moe_ext.checks import require
 from moe_ext.gates import Gate
 
 
 def checked_index(gate: Gate, expert_index: Tensor, num_tokens: int) -> Tensor:
     """Checks the given experts of each token and returns them as int64 [T, K]."""
-    name, inner = "MoE: expert_index", getattr(gate, "_orig_mod", gate)
+    name, inner = "MoE: expert_index", uncompiled(gate)
     replays = "expert_index" in inspect.signature(inner.forward).parameters
     rule = f"be None for {type(inner).__name__}, whose forward does not take it"
     require(replays, name, rule, tuple(expert_index.shape))

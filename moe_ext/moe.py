@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
-from moe_ext._capacity import Drop, drop_slots
+from moe_ext._capacity import Drop, drop_slots, require_capacity
 from moe_ext._mixture import mixture
 from moe_ext._parts import checked_experts, checked_gate, checked_losses, is_hierarchical
 from moe_ext._replay import checked_index
@@ -239,12 +239,7 @@ class MoE(nn.Module):
         num_choices = num_experts + num_identity_experts + num_null_experts
         require_k("MoE", k, num_choices)
         require_at_least(0, "MoE", w_importance=w_importance, w_load=w_load)
-        if capacity_factor is not None:
-            require(capacity_factor > 0, "MoE: capacity_factor", "be above 0", capacity_factor)
-        names = get_args(Drop)
-        require(drop in names, "MoE: drop", f"be one of {', '.join(names)}", drop)
-        has_effect = capacity_factor is not None or drop == "position"
-        require(has_effect, "MoE: drop", "be left out without capacity_factor", drop)
+        require_capacity(capacity_factor, drop)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
         own = hidden_sizes is not None or activation != "relu" or activation_args is not None
@@ -377,11 +372,6 @@ class MoE(nn.Module):
 
         if mask is not None:
             y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
-        # L_importance + L_load in one operator; a gate may return another dtype for the load.
-        balanced = [routing.importance, cast(routing.load, routing.importance.dtype)]
-        loss = ops.weighted_cv_squared(balanced, [self.w_importance, self.w_load])
-        if routing.loss is not None:
-            loss = loss + routing.loss
         values = {}
         if self.losses:
             if sequence_offsets is None:
@@ -390,10 +380,8 @@ class MoE(nn.Module):
             values = _router_losses(
                 self.losses, routing, tokens_per_expert, sequence_offsets, ranks
             )
-            for each in self.losses:
-                loss = loss + each.weight * values[each.name]
         aux = MoEAux(
-            loss,
+            self._loss(routing, values),
             routing.importance,
             routing.load,
             routing.gates,
@@ -409,6 +397,17 @@ class MoE(nn.Module):
             # Like matmul, return no autograd view, so that the caller can modify y in place.
             y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
         return y, aux
+
+    def _loss(self, routing: Routing, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns `MoEAux.loss`; values are those of `losses`, by name."""
+        # L_importance + L_load in one operator; a gate may return another dtype for the load.
+        balanced = [routing.importance, cast(routing.load, routing.importance.dtype)]
+        loss = ops.weighted_cv_squared(balanced, [self.w_importance, self.w_load])
+        if routing.loss is not None:
+            loss = loss + routing.loss
+        for each in self.losses:
+            loss = loss + each.weight * values[each.name]
+        return loss
 
     def _jagged(
         self, x: Any, mask: Tensor | None, expert_index: Tensor | None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
+from moe_ext._compiled import uncompiled
 from moe_ext._mixture import mixture
 from moe_ext._ragged import select_segments
 from moe_ext.distributed._rows import scale_grad
@@ -22,7 +23,7 @@ __all__ = ["GroupExchange", "gate_of_groups"]
 
 def gate_of_groups(gate: nn.Module) -> HierarchicalGate | None:
     """Returns the gate without torch.compile's wrapper; None if ranks cannot share its groups."""
-    gate = getattr(gate, "_orig_mod", gate)
+    gate = uncompiled(gate)
     if not isinstance(gate, HierarchicalGate):
         return None
     # `GroupExchange` does not call `forward`, which a subclass may have changed.

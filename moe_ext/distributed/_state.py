@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from moe_ext._compiled import uncompiled
 from moe_ext._former_names import current_names
 from moe_ext.checks import require
 from moe_ext.distributed._parameters import ExpertParameter, expert_parameters, expert_state
@@ -286,12 +287,11 @@ def load_optimizers(
 def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the model without the wrappers of `parallelize` and torch.compile."""
     while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
-            model = compiled
-        else:
+        ddp = isinstance(model, DistributedDataParallel)
+        inner: Any = model.module if ddp else uncompiled(model)
+        if inner is model:
             return model
+        model = inner
 
 
 def _parameters(
