@@ -291,6 +291,19 @@ def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
     assert settings["model.dropout"] == 0.2
     page = (tmp_path / "docs" / "multilingual_captions.md").read_text()
     assert "single: ppl" not in page and "| moe against dense |" in page
+    assert "learning rates" not in page
+
+    tried = ["--seeds", "1", "--arms", "dense rate 0.002"]
+    multilingual.main([*overrides, *places, *tried], root=ROOT)
+    with_trial = (tmp_path / "docs" / "multilingual_captions.md").read_text()
+    assert "| model | seeds | rate 0.004, dropout 0.2 | rate 0.002 |" in with_trial
+    assert with_trial.count("--seeds 1 --arms 'dense rate 0.002'") == 1
+    run = tmp_path / "runs" / "captions" / "dense-rate-0.002-seed1" / "config.toml"
+    assert tomllib.loads(run.read_text())["optimizer"]["learning_rate"] == 0.002
+    tables = [
+        re.findall(r"^\| (?:moe|dense|en-de) \|.*M.*$", text, re.M) for text in (page, with_trial)
+    ]
+    assert tables[0] == tables[1] and len(tables[0]) == 2
 
 
 def test_the_better_model_has_less_perplexity_and_more_bleu():

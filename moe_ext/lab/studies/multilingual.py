@@ -15,6 +15,9 @@ wordpieces:
 - moe-oversampled: the model moe, with every language pair oversampled to the size of the largest;
   --arms selects it, for --text manuals, whose pairs differ in size
 
+The arm "dense rate 0.002" is the model dense with another learning rate, "moe dropout 0.3" with
+another dropout. --arms selects such arms.
+
 By default, the corpus is Multi30k, with captions of images in English, German and French. CORPUS is
 a folder with its files train, val and test_2016_flickr. The corpus of --text manuals has manuals,
 help and descriptions of packages, in English to and from six languages. There, the models have a
@@ -43,6 +46,7 @@ from moe_ext.lab.studies._translation_page import (
     BLEU,
     CLAIM_HEADER,
     DECIDED,
+    TRIALS,
     claim_cells,
     convergence,
     paragraph,
@@ -72,6 +76,7 @@ from moe_ext.lab.training.study import (
     run_folder,
     size_cells,
     study_parser,
+    trials,
 )
 from moe_ext.lab.training.text import PairText, load_text
 from moe_ext.lab.training.translation import bleu_of_test, require_bleu
@@ -79,6 +84,11 @@ from moe_ext.lab.training.translation import bleu_of_test, require_bleu
 MIXTURE, DENSE, SINGLE, OVERSAMPLED = "moe", "dense", "single", "moe-oversampled"
 MODELS = (MIXTURE, DENSE, SINGLE, OVERSAMPLED)
 _CONFIGS = {MIXTURE: "moe-32", DENSE: "dense", SINGLE: "dense", OVERSAMPLED: "moe-32"}
+_TRIED = {  # the model and the setting of each arm with another learning rate or dropout
+    model + suffix: (model, setting)
+    for suffix, setting in TRIALS.items()
+    for model in (MIXTURE, DENSE)
+}
 
 
 class Settings(NamedTuple):
@@ -157,9 +167,20 @@ class Comparison(NamedTuple):
     higher_bleu: int
 
 
-def arms_of(model: str, pairs: Sequence[str]) -> list[str]:
-    """Returns the names of the models to train: one, or one for each language pair."""
-    return [f"{SINGLE} {languages}" for languages in pairs] if model == SINGLE else [model]
+def arms_of(models: Iterable[str], pairs: Sequence[str]) -> list[str]:
+    """Returns the arms of the models; a separate model of each language pair is an arm."""
+    return [
+        arm
+        for model in models
+        for arm in (
+            [f"{SINGLE} {languages}" for languages in pairs] if model == SINGLE else [model]
+        )
+    ]
+
+
+def of_models(runs: Sequence[Run]) -> list[Run]:
+    """Leaves out the runs with another learning rate or dropout."""
+    return [run for run in runs if run["arm"] not in _TRIED]
 
 
 def model_of(run: Run) -> str:
@@ -336,7 +357,10 @@ def as_markdown(
     signature = f"Signature of sacreBLEU: {signatures[0]}"
     if len(signatures) > 1:
         signature = f"Signatures of sacreBLEU: {', '.join(signatures)}; tok:char is for Japanese"
-    arms = [arm for model in MODELS for arm in arms_of(model, [*settings["train_pairs"]])]
+    arms = arms_of((*MODELS, *_TRIED), [*settings["train_pairs"]])
+    results = results_of(runs, arms, "dev")
+    all_hours = core_hours(runs)
+    runs = of_models(runs)
     models = {model_of(run) for run in runs}
     training = [
         f"- Training: steps of about {settings['data.tokens_per_batch']:,} source and target "
@@ -370,7 +394,8 @@ def as_markdown(
         "seeds follows in brackets.\n"
         f"- {BLEU} {signature}.\n"
         "- Operations and parameters do not include embedding and softmax.\n\n"
-        f"{core_hours(runs)}\n\n"
+        f"{trials(settings, results, (MIXTURE, DENSE), TRIALS)}"
+        f"{all_hours}\n\n"
         f"```\n{command}\n```\n"
     )
 
@@ -396,7 +421,7 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Run]:
     """Runs the study and returns the finished runs."""
-    parser = study_parser(__doc__, "multilingual", MODELS)
+    parser = study_parser(__doc__, "multilingual", [*MODELS, *_TRIED])
     parser.set_defaults(arms=[MIXTURE, DENSE, SINGLE])
     parser.add_argument(
         "--text", choices=SETTINGS, default="captions", help="the kind of the corpus"
@@ -405,7 +430,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
     name = f"multilingual_{options.text}"
     path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
 
-    def config_of(model: str, overrides: Sequence[str]) -> TranslationConfig:
+    def config_of(arm: str, overrides: Sequence[str]) -> TranslationConfig:
+        model, *of_arm = _TRIED.get(arm, (arm,))
         of_model = ["data.oversample=true"] if model == OVERSAMPLED else []
         of_model += SETTINGS[options.text].of_single if model == SINGLE else []
         return read_config(
@@ -416,6 +442,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
                 *SETTINGS[options.text].of_all,
                 *of_model,
                 *overrides,
+                *of_arm,
             ],
             TranslationConfig,
         )
@@ -436,7 +463,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
 
         def run(arm: str, seed: int) -> Run:
             started = time.process_time()
-            model, _, languages = arm.partition(" ")
+            of_pair = arm.startswith(f"{SINGLE} ")
+            model, languages = arm.split(" ") if of_pair else (arm, "")
             overrides = [*options.overrides, f"data.wordpieces={wordpieces}"]
             overrides += [f'data.pairs=["{languages}"]'] if languages else []
             config = replace(
@@ -451,29 +479,30 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
             return record_of(result, time.process_time() - started) | extra
 
         run_missing(
-            [
-                (arm, seed)
-                for seed in options.seeds
-                for model in options.arms
-                for arm in arms_of(model, pairs)
-            ],
+            [(arm, seed) for seed in options.seeds for arm in arms_of(options.arms, pairs)],
             run,
             path,
             settings,
-            [arm for model in MODELS for arm in arms_of(model, pairs)],
+            arms_of((*MODELS, *_TRIED), pairs),
             runs_folder,
         )
 
-    def report(stored: Stored) -> Report:
-        compared = comparisons(stored.runs)
+    def report(stored: Stored) -> Report | None:
+        if not (runs := of_models(stored.runs)):
+            return None
+        compared = comparisons(runs)
         changed = changed_options(stored.settings, config_of(MIXTURE, []))
         command = ["python", "scripts/studies/multilingual.py", "--text", options.text]
         command += ["data.corpus=CORPUS", *changed]
         commands = [shlex.join(command)]
-        if any(run["arm"] == OVERSAMPLED for run in stored.runs):
+        if any(run["arm"] == OVERSAMPLED for run in runs):
             commands.append(shlex.join([*command, "--arms", OVERSAMPLED]))
+        if tried := [run for run in stored.runs if run["arm"] in _TRIED]:
+            seeds = map(str, sorted({run["seed"] for run in tried}))
+            arms = dict.fromkeys(run["arm"] for run in tried)
+            commands.append(shlex.join([*command, "--seeds", *seeds, "--arms", *arms]))
         contents = TEXTS[options.text].contents
         page = as_markdown(name, contents, *stored, compared, "\n".join(commands))
-        return Report(page, claims_data(compared), plot(*stored))
+        return Report(page, claims_data(compared), plot(stored.settings, runs))
 
     return report_stored(path, report)
