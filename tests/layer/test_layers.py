@@ -316,6 +316,7 @@ def test_one_choice_on_a_level_is_the_flat_gate(
 # Derivatives and dtypes
 
 
+@pytest.mark.emulated(False)  # the operators have their own gradcheck
 @pytest.mark.parametrize("kind", GATES)
 def test_gradcheck(device, kind):
     """Compares gradients of x and all parameters with finite differences that change no routing.

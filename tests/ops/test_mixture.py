@@ -108,6 +108,7 @@ def test_frozen_inputs(device, learned, widths, recompute, dtype):
         assert_same_bits(actual, wanted)
 
 
+@pytest.mark.emulated(False)
 @pytest.mark.parametrize("learned", LEARNED, ids="-".join)
 def test_frozen_inputs_opcheck(device, learned):
     call = mixture(device, torch.float32, activation="reglu", bias=True, **RAGGED[0])

@@ -270,6 +270,7 @@ def test_autocast(device, name, sizes):
 # What the dispatcher and the compiler require, for the backward operators too
 
 
+@pytest.mark.emulated(False)  # what is registered does not depend on the device
 @each("opcheck", "typical", ROWS)
 @pytest.mark.parametrize(
     "dtype, layout", [(torch.float32, "contiguous"), (torch.bfloat16, "transposed")]
