@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -291,6 +291,10 @@ class _Recorder:
         self.load = torch.zeros_like(self.importance)
         self.num_tokens = self.importance.new_zeros(())
         self.last_importance: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the tensor with a graph, which a copy of the model cannot have."""
+        return vars(self) | {"last_importance": None}
 
     def reset(self) -> None:
         for total in (self.importance, self.load, self.num_tokens):

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_ext import _C, ops
 from moe_ext.integrations._transformers_balance import (
@@ -37,7 +38,12 @@ try:
     import transformers
     from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import (
+        ALL_EXPERTS_FUNCTIONS,
+        ExpertsInterface,
+        use_experts_implementation,
+    )
 
     from moe_ext.integrations._transformers_parallel import ExchangeParallel, UnevenShard
 except ImportError as error:
@@ -177,15 +183,30 @@ def _refusal(module: nn.Module, parameters: list[Tensor]) -> str | None:
     return None
 
 
+def _fp8_experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Falls back to transformers, which has another registry for the experts of FP8 models."""
+    routing = top_k_index, top_k_weights
+    functions = ALL_FP8_EXPERTS_FUNCTIONS
+    return _fall_back("its parameters are FP8", module, hidden_states, *routing, functions)
+
+
 def _fall_back(
-    reason: str, module: nn.Module, hidden_states: Tensor, index: Tensor, weights: Tensor
+    reason: str,
+    module: nn.Module,
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    functions: ExpertsInterface = ALL_EXPERTS_FUNCTIONS,
 ) -> Tensor:
     """Warns once and computes the module with transformers' own implementation."""
-    # torch.nn.functional.grouped_mm does not support float64.
-    name = "eager" if hidden_states.dtype == torch.float64 else "grouped_mm"
+    # grouped_mm supports neither float64 nor FP8 activations with a static scale.
+    static = getattr(module, "activation_scheme", None) == "static"
+    name = "eager" if static or hidden_states.dtype == torch.float64 else "grouped_mm"
     _warn_once(f"experts_implementation='moe_ext': {type(module).__name__} uses '{name}': {reason}")
     eager = inspect.unwrap(type(module).forward)
-    forward = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)
+    forward = functions.get_interface(name, eager)
     return forward(module, hidden_states, index, weights)
 
 
@@ -207,12 +228,16 @@ _activations = WeakKeyDictionary()
 @torch.compiler.assume_constant_result
 def _activation_of(module: nn.Module) -> _Activation | str:
     """Returns the activation of a module, or the reason why the operator cannot compute it."""
-    own = vars(module).items()
-    decisive = [value for name, value in own if name != "training" and not name.startswith("_")]
-    decisive += [*module._modules.values(), *module._parameters]
+    # A hook may replace `forward` by a closure over the module, which would keep the module alive.
+    # PEFT makes new parametrizations in each forward pass.
+    unrelated = {"training", "forward", "parametrizations"}
+    own = [*vars(module).items(), *module._modules.items()]
+    decisive = [value for name, value in own if name not in unrelated and not name.startswith("_")]
+    decisive += module._parameters
     earlier, activation = _activations.get(module, ([], ""))
     if len(decisive) != len(earlier) or not all(map(operator.is_, decisive, earlier)):
-        activation = _unknown_part(module) or _recognise(module)
+        with _disable_current_modes():  # tensors of torch.export have no values
+            activation = _unknown_part(module) or _recognise(module)
         _activations[module] = decisive, activation
     return activation
 
@@ -304,5 +329,6 @@ def _activate(activation: _Activation, z: Tensor) -> Tensor:
 
 
 ALL_EXPERTS_FUNCTIONS.register("moe_ext", experts_forward)
+ALL_FP8_EXPERTS_FUNCTIONS.register("moe_ext", _fp8_experts_forward)
 EPImplementationInterface.register("moe_ext", ExchangeParallel)
 ALL_PARALLEL_STYLES["moe_ext_experts"] = UnevenShard()

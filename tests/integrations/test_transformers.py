@@ -6,6 +6,7 @@ The classes are found in the source of transformers, so a new class is tested wh
 import ast
 import copy
 import functools
+import gc
 import importlib
 import inspect
 import pickle
@@ -13,11 +14,13 @@ import re
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -230,6 +233,59 @@ def test_an_activation_may_be_replaced():
     for function in ("gelu", "mish", "silu"):
         experts.act_fn = transformers.activations.ACT2FN[function]
         assert_equal_to_eager(experts, *inputs(experts))
+
+
+def test_a_module_whose_forward_is_replaced_is_freed():
+    """Hooks of accelerate and of expert parallelism replace forward by a closure."""
+    experts = build(*MIXTRAL)
+    experts.forward = functools.partial(experts.forward)
+    results(experts, "moe_ext", *inputs(experts))
+    freed = weakref.ref(experts)
+    del experts
+    gc.collect()
+    assert freed() is None
+
+
+def test_an_activation_is_recognised_once_with_parametrizations(monkeypatch):
+    """PEFT registers new parametrizations in each forward pass."""
+    experts, calls = build(*MIXTRAL), []
+    recognise = plug._recognise
+    monkeypatch.setattr(plug, "_recognise", lambda module: calls.append(1) or recognise(module))
+    for _ in range(2):
+        with torch.no_grad():
+            experts.gate_up_proj.mul_(1.5)
+        parametrize.register_parametrization(experts, "gate_up_proj", nn.Identity())
+        assert_equal_to_eager(experts, *inputs(experts))
+        parametrize.remove_parametrizations(experts, "gate_up_proj")
+    assert len(calls) == 1
+
+
+def test_a_cold_export_contains_the_operator():
+    model = tiny()
+    with torch.no_grad():
+        arguments = {"input_ids": tokens(), "use_cache": False}
+        program = torch.export.export(model, (), arguments, strict=False)
+    called = [node for node in program.graph.nodes if "moe_ext.experts" in str(node.target)]
+    assert len(called) == len(plug.experts_modules(model))
+    found = plug._activation_of(next(iter(plug.experts_modules(model).values())))
+    assert found == plug._Activation("swiglu")
+
+
+def test_fp8_models_fall_back(monkeypatch):
+    """transformers' own implementations need kernels for a GPU; here a stand-in returns x."""
+    fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+    model = fp8.replace_with_fp8_linear(tiny(), None, transformers.FineGrainedFP8Config())
+    experts = next(iter(plug.experts_modules(model).values()))
+    assert experts.gate_up_proj.dtype == torch.float8_e4m3fn
+    monkeypatch.setattr(plug, "_warnings", set())
+    for scheme, name in (("dynamic", "grouped_mm"), ("static", "eager")):
+        experts.activation_scheme = scheme
+        called = lambda module, x, index, weights: x + 1  # noqa: E731
+        monkeypatch.setitem(fp8.ALL_FP8_EXPERTS_FUNCTIONS._local_mapping, name, called)
+        x = torch.randn(3, 4)
+        with pytest.warns(UserWarning, match=f"FP8Experts uses '{name}': its parameters are FP8"):
+            found = experts(x, torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1))
+        assert torch.equal(found, x + 1)
 
 
 @pytest.mark.parametrize("function", ["relu6", "gelu_10", "leaky_relu", "mish", "prelu"])

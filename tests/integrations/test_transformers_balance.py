@@ -1,5 +1,6 @@
 """The balance of the experts in models of transformers, against loops over the routers' outputs."""
 
+import copy
 import subprocess
 import sys
 
@@ -157,6 +158,16 @@ def test_hooks_are_removed_and_results_stay():
     assert not any(module._forward_pre_hooks for module in experts_modules(model).values())
     measured.reset()
     assert [layer.load.sum() for layer in measured.layers] == [0] * LAYERS
+
+
+def test_a_model_is_copied_while_it_is_measured():
+    model = make_model()
+    with balance(model, w_importance=0.1) as measured:
+        model(ids(1, 3))
+        copied = copy.deepcopy(model)
+        copied(ids(1, 5))
+        assert measured.loss().requires_grad
+        assert [layer.num_tokens for layer in measured.layers] == [3] * LAYERS
 
 
 def test_results_do_not_change_later():
