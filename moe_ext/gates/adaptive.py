@@ -82,11 +82,17 @@ class AdaptiveGate(Gate):
         raise NotImplementedError(f"{type(self).__name__} must define update(counts)")
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Converts half-precision buffers, which assign=True leaves, to float32."""
+        """Converts half-precision buffers, which assign=True leaves, to float32.
+
+        assign=True also replaces the tensors of a gate on the meta device, but not the counts.
+        """
         super()._load_from_state_dict(*arguments)  # type: ignore[no-untyped-call]
+        counts = self.tokens_since_update
         for name, buffer in self.named_buffers(recurse=False):
             if _is_half(buffer):
                 setattr(self, name, buffer.float())
+            if counts is not None and counts.is_meta and not buffer.is_meta:
+                self.tokens_since_update = torch.zeros_like(counts, device=buffer.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the counts too, and keeps the buffers in at least float32."""

@@ -164,6 +164,16 @@ def test_from_the_meta_device(state):
 
 
 @all_gates
+def test_loaded_on_the_meta_device(state):
+    with torch.device("meta"):
+        gate = GATES[state]()
+    source = GATES[state]()
+    gate.load_state_dict(source.state_dict(), assign=True)
+    x = torch.randn(9, D)
+    assert counts_of(state, gate(x), 9).tolist() == gate.tokens_since_update.tolist()
+
+
+@all_gates
 def test_copies_count_apart(state):
     gate = GATES[state]()
     other = copy.deepcopy(gate)
