@@ -43,7 +43,8 @@ def parallelize(
         dense: "ddp" replicates the dense parameters with ``DistributedDataParallel``. "fsdp" shards
             them with ``fully_shard``, except the thresholds of strictly balanced gates.
         find_unused_parameters: see `torch.nn.parallel.DistributedDataParallel`. Must be True if a
-            dense parameter has no gradient in some step, such as W_noise in evaluation mode.
+            dense parameter has no gradient in some step, such as W_noise in evaluation mode. "ddp"
+            does not average the gradients of dense parameters that are frozen in this call.
 
     Returns:
         The wrapped model for "ddp"; call it instead of `model`. Returns `model` itself for "fsdp",
@@ -112,12 +113,13 @@ def _average(param: nn.Parameter, copies: Ranks) -> None:
     with torch.no_grad():
         dist.broadcast(param, group_src=0, group=copies.group)
 
-    if not param.requires_grad:
-        return
-
     def average(param: torch.Tensor) -> None:
         assert param.grad is not None
         dist.all_reduce(param.grad, group=copies.group)
         param.grad /= copies.size
 
-    param.register_post_accumulate_grad_hook(average)
+    if param.is_floating_point():
+        trained = param.requires_grad
+        param.requires_grad_()  # a frozen parameter, which may be trained later, takes no hook
+        param.register_post_accumulate_grad_hook(average)
+        param.requires_grad_(trained)

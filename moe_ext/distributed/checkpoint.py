@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from moe_ext._former_names import current_names
-from moe_ext.checks import require_sizes
-from moe_ext.distributed._checkpoint_folder import CheckpointFolder, sums_of, verify
+from moe_ext.checks import require, require_sizes
+from moe_ext.distributed._checkpoint_folder import MAX_STEP, CheckpointFolder, sums_of, verify
 from moe_ext.distributed._planners import LoadPlanner, SavePlanner
 from moe_ext.distributed._safe_files import pickled, read_metadata, unpickled, why
 from moe_ext.distributed._state import (
@@ -217,9 +217,12 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint is missing or corrupted, or does not match the model or
                 the optimizers. The model and the optimizers are not changed.
+            ValueError: optimizers are given without a model.
         """
         self.wait()
         optimizers = tuple(optimizers)
+        rule = "be given with optimizers, whose parameters it names"
+        require(model is not None or not optimizers, "Checkpoints.load: model", rule, model)
         step, path = self._intact(step, fallback)
         doing = f"loading {path}"
         parts = _together(self._ranks, doing, lambda: {} if model is None else self._parts(model))
@@ -243,6 +246,7 @@ class Checkpoints:
         The arguments are those of `save`.
         """
         require_sizes("Checkpoints", 0, step=step)
+        require(step < MAX_STEP, "Checkpoints: step", f"be below {MAX_STEP:.0e}", step)
         optimizers = tuple(optimizers)
 
         def collect() -> tuple[dict[Key, Part], dict[str, bytes]]:

@@ -462,6 +462,10 @@ def test_what_does_not_fit_is_named(tmp_path):
     checkpoints.save(1, model, optimizers)
     with pytest.raises(CheckpointError, match="must contain step 2, got 1"):
         checkpoints.load(model, step=2)
+    with pytest.raises(ValueError, match="^Checkpoints.load: model must be given with optimizers"):
+        checkpoints.load(optimizers=optimizers)
+    with pytest.raises(ValueError, match="^Checkpoints: step must be below 1e.18, got 1000000"):
+        checkpoints.save(10**18, model)
 
     for number, experts in (
         (4, r"\[5, 4, 6\] instead of \[4, 4, 6\]"),
