@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "given",
     "is_whole",
     "require",
     "require_at_least",
@@ -34,8 +35,13 @@ def require(holds: bool, name: str, rule: str, value: object) -> None:
         raise ValueError(f"{name} must {rule}, got {value!r}")
 
 
-def require_at_least(minimum: float, owner: str = "", **values: float | None) -> None:
-    """Requires that every value is None or at least a minimum.
+def given(**values: float | None) -> dict[str, float]:
+    """Returns the values that are not None: the optional arguments that were given."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def require_at_least(minimum: float, owner: str = "", **values: float) -> None:
+    """Requires that every value is at least a minimum, and not None.
 
     Args:
         minimum: the smallest allowed value.
@@ -47,7 +53,8 @@ def require_at_least(minimum: float, owner: str = "", **values: float | None) ->
     """
     for name, value in values.items():
         prefix = f"{owner}: " if owner else ""
-        require(value is None or value >= minimum, prefix + name, f"be at least {minimum}", value)
+        holds = value is not None and value >= minimum
+        require(holds, prefix + name, f"be at least {minimum}", value)
 
 
 def is_whole(value: object) -> bool:

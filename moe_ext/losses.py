@@ -26,8 +26,9 @@ def importance_loss(importance: Tensor, weight: float) -> Tensor:
 
     Args:
         importance: [E], the gates of each expert, summed over the whole batch.
-        weight: w_importance, the scale of the loss.
+        weight: w_importance, the scale of the loss, at least 0.
     """
+    require_at_least(0, "importance_loss", weight=weight)
     return ops.weighted_cv_squared([importance], [weight])
 
 
@@ -36,8 +37,9 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
 
     Args:
         load: [E], the estimated tokens of each expert, summed over the whole batch.
-        weight: w_load, the scale of the loss.
+        weight: w_load, the scale of the loss, at least 0.
     """
+    require_at_least(0, "load_loss", weight=weight)
     return ops.weighted_cv_squared([load], [weight])
 
 

@@ -20,6 +20,7 @@ from moe_ext._parts import checked_experts, checked_gate, checked_losses, is_hie
 from moe_ext._replay import checked_index
 from moe_ext._zero_computation import add_identity, computed_slots
 from moe_ext.checks import (
+    given,
     require,
     require_at_least,
     require_floating,
@@ -238,7 +239,7 @@ class MoE(nn.Module):
         require_sizes("MoE", 0, **sizes)
         num_choices = num_experts + num_identity_experts + num_null_experts
         require_k("MoE", k, num_choices)
-        require_at_least(0, "MoE", w_importance=w_importance, w_load=w_load)
+        require_at_least(0, "MoE", **given(w_importance=w_importance, w_load=w_load))
         require_capacity(capacity_factor, drop)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")

@@ -32,10 +32,12 @@ Tensor sum_of_sequences(const Tensor& values, const Tensor& sequence_offsets) {
 }  // namespace
 
 Tensor importance_loss(const Tensor& importance, double weight) {
+  require_at_least("importance_loss", "weight", weight, 0.0);
   return ops::weighted_cv_squared(importance, weight);
 }
 
 Tensor load_loss(const Tensor& load, double weight) {
+  require_at_least("load_loss", "weight", weight, 0.0);
   return ops::weighted_cv_squared(load, weight);
 }
 

@@ -96,7 +96,11 @@ def num_evaluations(steps: int, slots: int) -> int:
     Args:
         steps: t >= 1, the number of time steps.
         slots: m >= 1, the number of saved states.
+
+    Raises:
+        ValueError: steps or slots is below 1.
     """
+    require_sizes("num_evaluations", steps=steps, slots=slots)
     r = _repetitions(steps, slots)
     return steps + r * steps - comb(slots + r, slots + 1)
 

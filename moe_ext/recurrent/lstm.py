@@ -392,9 +392,13 @@ def exchanged_bytes(
     Returns:
         The bytes of exchanging rows in each time step, recomputed steps included; and the bytes of
         gathering the weights and returning their gradients.
+
+    Raises:
+        ValueError: this process has all experts of the layer.
     """
     moe = layer.cell.moe
-    assert moe.sharding is not None and moe.sharding.exchange is not None
+    if moe.sharding is None or moe.sharding.exchange is None:
+        raise ValueError("exchanged_bytes: layer must share its experts with other ranks")
     size = moe.sharding.placement.num_ranks
     weights = list(moe.experts.parameters())
     itemsize = weights[0].itemsize

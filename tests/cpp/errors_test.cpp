@@ -211,6 +211,8 @@ const std::map<std::string, Call> calls = {
      }},
     {"SwitchLoss weight", [] { SwitchLoss(-0.5); }},
     {"ZLoss weight", [] { ZLoss(-0.5); }},
+    {"importance_loss weight", [] { importance_loss(torch::zeros({3}), -0.5); }},
+    {"load_loss weight", [] { load_loss(torch::zeros({3}), -0.5); }},
     {"cv_squared empty", [] { cv_squared(torch::zeros({0})); }},
     {"cv_squared shape",
      [] {

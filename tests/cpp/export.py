@@ -505,6 +505,8 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "HierarchicalMoE num_groups": lambda: HierarchicalMoE(8, 0, 3, (1, 1)),
     "SwitchLoss weight": lambda: SwitchLoss(-0.5),
     "ZLoss weight": lambda: ZLoss(-0.5),
+    "importance_loss weight": lambda: losses.importance_loss(torch.zeros(3), -0.5),
+    "load_loss weight": lambda: losses.load_loss(torch.zeros(3), -0.5),
     "cv_squared empty": lambda: losses.cv_squared(torch.zeros(0)),
     "cv_squared shape": lambda: losses.cv_squared(torch.zeros(2, 3)),
     "batchwise_loss threshold": lambda: losses.batchwise_loss(

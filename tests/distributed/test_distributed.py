@@ -737,6 +737,11 @@ def test_recurrent_bytes(workers, gather):
     assert sum(sent for sent, _ in results) == results[0][1][gather]
 
 
+def test_recurrent_bytes_need_ranks():
+    with pytest.raises(ValueError, match="exchanged_bytes: layer must share its experts"):
+        exchanged_bytes(MoELSTM(D, D, 4, 2), 7, 7)
+
+
 def test_recurrent_bytes_with_memory_slots(workers):
     (first, predicted), (second, _) = workers.run(2, bytes_of_recurrent_step, 2, False)
     # The prediction takes all time steps as equally long. Rank 1 has no rows in the last one, and
@@ -1293,6 +1298,22 @@ def some_frozen(group, rank):
 
 def test_parts_of_a_model_are_frozen(workers):
     assert_same_bits(*workers.run(2, some_frozen))
+
+
+def frozen_at_first(group, rank):
+    """Trains replicas of experts that are frozen while the model is prepared."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shares"))
+    layer = MoE(D, 4, 2, process_group=mesh)
+    layer.experts.requires_grad_(False)
+    model = parallelize(layer, mesh)
+    layer.experts.requires_grad_(True)
+    y, aux = model(rank_weight(rank) * torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    return layer.experts.weight_0.grad
+
+
+def test_experts_that_are_trained_later(workers):
+    assert_same_bits(*workers.run(2, frozen_at_first))
 
 
 def without_noise(group, rank):

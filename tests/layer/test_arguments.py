@@ -12,8 +12,10 @@ from moe_ext import (
     HierarchicalBalancedGate,
     ModuleExperts,
     MoE,
+    MoELSTM,
     NoisyTopKGate,
     SoftmaxGate,
+    SwitchLoss,
     TopKGate,
 )
 from moe_ext.distributed import ExpertParallel
@@ -94,6 +96,9 @@ def layer(**changes):
         (lambda: ExpertParallel(None, balance="all"), "^ExpertParallel: balance .*got 'all'$"),
         (lambda: layer(activation="rely"), r"activation must .*got '?rely"),
         (lambda: ModuleExperts([]), r"modules must .*got"),
+        (lambda: SwitchLoss(None), "^SwitchLoss: weight must be at least 0, got None$"),
+        (lambda: gate(noise_epsilon=None), "NoisyTopKGate: noise_epsilon must .*, got None$"),
+        (lambda: MoELSTM(D, D, E, K, w_load=None), "^MoELSTM: w_load must .*, got None$"),
         (
             lambda: layer(experts=[torch.nn.Identity()] * (E - 1)),
             r"num_experts must be 5.*got 4",

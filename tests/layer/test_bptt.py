@@ -76,6 +76,9 @@ def test_closed_form_is_the_dynamic_programme():
     for t in range(1, 41):
         for m in range(1, t + 3):
             assert num_evaluations(t, m) == ref.C(t, m)
+    for sizes in ({"steps": 0, "slots": 1}, {"steps": 1, "slots": 0}):
+        with pytest.raises(ValueError, match="^num_evaluations: .* must be at least 1, got 0$"):
+            num_evaluations(**sizes)
     for m in (2, 5, 30):  # the recursion for large t
         assert num_evaluations(1000, m) == min(
             y + num_evaluations(1000 - y, m - 1) + num_evaluations(y, m) for y in range(1, 1000)

@@ -104,6 +104,8 @@ def test_coefficients_are_applied_once(device):
     assert float(importance_loss(v, 0.1)) == pytest.approx(0.025, rel=1e-12)
     assert float(load_loss(v, 0.4)) == pytest.approx(0.1, rel=1e-12)
     assert float(importance_loss(v, 0.0)) == 0
+    with pytest.raises(ValueError, match="^load_loss: weight must be at least 0, got -0.1$"):
+        load_loss(v, -0.1)
     assert_exact(importance_loss(v, 0.1), ref.L_importance(v.cpu(), 0.1))
     assert_exact(load_loss(v, 0.3), ref.L_load(v.cpu(), 0.3))
 

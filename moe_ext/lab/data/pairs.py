@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from moe_ext.checks import is_whole, require, require_at_least
+from moe_ext.checks import given, is_whole, require, require_at_least
 from moe_ext.lab.data.batches import (
     Batch,
     SentenceBatches,
@@ -208,7 +208,7 @@ def encode_pairs(
     require(
         len(set(names)) == len(names), "encode_pairs: texts", "have distinct language pairs", names
     )
-    require_at_least(1, "encode_pairs", max_pieces=max_pieces, max_ratio=max_ratio)
+    require_at_least(1, "encode_pairs", **given(max_pieces=max_pieces, max_ratio=max_ratio))
     if target_tokens:
         for text in texts:
             wordpieces.target_token_id(text.target)
@@ -408,7 +408,8 @@ class PairBatches(SortedBatches[PairBatch]):
         shuffle: bool,
         seed: int = 0,
     ) -> None:
-        require_at_least(1, "PairBatches", tokens_per_batch=tokens_per_batch, max_length=max_length)
+        name = "PairBatches"
+        require_at_least(1, name, tokens_per_batch=tokens_per_batch, **given(max_length=max_length))
         self._pairs = pairs
         self._source_length = pairs.source.lengths.int()
         self._target_length = pairs.target.lengths.int()

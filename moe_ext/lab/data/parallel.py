@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import given, require, require_at_least
 from moe_ext.lab.data.corpora import PARTS, CorpusError, require_parts
 from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain, plain_lines, reason_of
 
@@ -292,7 +292,7 @@ def load_parallel(
     """
     require_parts("load_parallel", parts)
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
-    sizes = {"max_train_pairs": max_train_pairs, "max_words": max_words, "max_ratio": max_ratio}
+    sizes = given(max_train_pairs=max_train_pairs, max_words=max_words, max_ratio=max_ratio)
     require_at_least(1, "load_parallel", **sizes)
     for language in (source, target):
         if columns is not None and list(columns).count(language) != 1:
