@@ -19,7 +19,7 @@ from pathlib import Path
 from moe_ext.distributed.files import read_file, require_regular, sync_folder, write_text
 
 STEP = re.compile(r"step-(\d{1,18})(\.old)?")
-MAX_STEP = 10**18
+MAX_STEP = 10**18  # with more digits, STEP does not match
 SUMS = "SHA256SUMS"
 _MAX_LATEST, _MAX_SUMS = 1_000, 2**26  # bytes; a checksum with its name has about 80
 
