@@ -28,7 +28,8 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
     """Replaces each MoE layer by one expert of k times the hidden width (MoE-1-Wide, App. C.1).
 
     Raises:
-        ConfigError: the model has no MoE layer, or its experts do not have one hidden layer.
+        ConfigError: the model has no MoE layer, or its experts do not have one hidden layer. Or
+            other layers or experts of it have no counterpart of equal operations.
     """
     model = config.model
     if isinstance(config, TranslationConfig):
@@ -40,9 +41,21 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
             "model must have a MoE layer whose experts have one hidden layer to get a dense "
             f"counterpart, got layers {layers} and hidden_sizes {model.moe.hidden_sizes}"
         )
+    without = {
+        "moe_lstm": "moe_lstm" in layers,
+        "num_identity_experts": model.moe.num_identity_experts,
+        "num_null_experts": model.moe.num_null_experts,
+        "shared_sizes": len(model.moe.shared_sizes) > 1 and model.moe.shared_sizes,
+    }
+    if given := [name for name, value in without.items() if value]:
+        raise ConfigError(
+            "model must have a dense counterpart of equal operations, got one with "
+            f"{', '.join(given)}"
+        )
+    width = model.moe.experts_per_token * model.moe.hidden_sizes[0] + sum(model.moe.shared_sizes)
     wide = replace(
         model.ffn,
-        hidden_sizes=[model.moe.experts_per_token * model.moe.hidden_sizes[0]],
+        hidden_sizes=[width],
         activation=model.moe.activation,
     )
     if isinstance(config, TranslationConfig):
