@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 from test_scripts import CONFIG, ROOT
 
+from moe_ext.checks import require
 from moe_ext.lab.commands import compare
 from moe_ext.lab.training import logging
 from moe_ext.lab.training import study as study_module
@@ -78,6 +79,8 @@ def test_a_failed_process_reports_its_error():
     with pytest.raises(ValueError, match="invalid literal") as error:
         run_at_once([partial(int, "x"), partial(time.sleep, 600)])
     assert "in answer" in error.value.__notes__[0]
+    with pytest.raises(ValueError, match="x must be short"):  # the message overfills a pipe
+        run_at_once([partial(require, False, "x" * 200_000, "be short", 0)])
     with pytest.raises(RuntimeError, match=r"process \d+ ended with status 3"):
         run_at_once([partial(os._exit, 3)])
     run_at_once([partial(operator.add, 1, 2)])

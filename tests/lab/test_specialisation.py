@@ -366,6 +366,7 @@ def test_one_language_pair_is_not_reported(wordpieces, pairs, model_by_class):
     [
         {},
         {"num_groups": 2},
+        {"num_identity_experts": 3, "num_null_experts": 1},
         {"gate": "balanced", "w_load": 0},
         {"gate": "balanced", "w_load": 0, "num_groups": 2},
     ],
@@ -382,7 +383,7 @@ def test_experts_of_untrained_translation_models(moe, wordpieces, pairs):
         assert num_positions == (pairs.num_source_tokens if layer == 0 else pairs.num_tokens)
         assert sum(report.share for report in reports) == pytest.approx(num_slots / num_positions)
         if "gate" not in moe:
-            assert num_slots == num_positions * (4 if moe else 2)
+            assert num_slots == num_positions * (4 if "num_groups" in moe else 2)
         for report in reports:
             total = sum(share.share for share in report.pairs)
             assert total == pytest.approx(1 if report.share else 0)

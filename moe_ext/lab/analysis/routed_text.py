@@ -148,7 +148,9 @@ def route_text(
     Raises:
         ValueError: layer is not in [0, number of MoE layers).
     """
-    num_experts = find_moe_layer(model, layer).num_experts
+    found = find_moe_layer(model, layer)
+    # The experts of the gate: those without weights too.
+    num_experts = (found.cell.moe if isinstance(found, MoELSTM) else found).gate.num_experts
     device = model.embedding.weight.device
     language_pair: Tensor | None = None
     names: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, Queue
 from threading import Thread
@@ -51,9 +52,12 @@ class _Process:
             assert process.stdin and process.stdout and process.stderr
             with suppress(BrokenPipeError), process.stdin:  # stderr says why the process ended
                 process.stdin.write(call)
-            for line in process.stderr:
-                events.put(line.decode("utf-8", "replace").rstrip())
-            reply = process.stdout.read()
+            # A full pipe would stop the process, so both are read at the same time.
+            with ThreadPoolExecutor(1) as reader:
+                reading = reader.submit(process.stdout.read)
+                for line in process.stderr:
+                    events.put(line.decode("utf-8", "replace").rstrip())
+                reply = reading.result()
             status = process.wait()
             try:
                 self.error = pickle.loads(reply)
