@@ -279,8 +279,8 @@ def test_training_learns_and_logs_each_language_pair(table):
     assert [len(load) for load in records[-1]["load"]] == [4, 4]
     # Warm-up to step 4, then 3 more steps at the peak.
     rates = {record["step"]: record["learning_rate"] for record in records}
-    assert rates[2] == pytest.approx(0.02 * 3 / 4)  # the rate of the next step
-    assert rates[4] == rates[6] == 0.02 and rates[8] == pytest.approx(0.02 * math.sqrt(7 / 9))
+    assert rates[2] == pytest.approx(0.02 * 2 / 4)
+    assert rates[4] == rates[6] == 0.02 and rates[8] == pytest.approx(0.02 * math.sqrt(7 / 8))
 
     dev = read_metrics(trainer.folder, "dev")[-1]
     found = evaluate(trainer.model, trainer.text.dev, tokens_per_batch=40, title=None)

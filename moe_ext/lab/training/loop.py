@@ -270,6 +270,7 @@ class Trainer:
             while self.step < steps and not self._any(stopped()):
                 if threads:
                     threads.begin_step()
+                rate = self.optimizers[0].param_groups[0]["lr"]
                 tokens, started = self.tokens, time.perf_counter()
                 self.train_step(list(islice(batches, config.optimizer.accumulate)), window)
                 seconds = time.perf_counter() - started
@@ -281,7 +282,6 @@ class Trainer:
                     log.say(choice)
                 end = self.step == steps
                 if end or _due(self.step, config.log.log_every):
-                    rate = self.optimizers[0].param_groups[0]["lr"]
                     progress = {"tokens": self.tokens, "learning_rate": rate}
                     values = window.summary(self.ranks) | progress
                     if log:
@@ -338,10 +338,11 @@ class Trainer:
             norm = clip_grad_norm_(self.model, self.config.optimizer.clip_norm)
             gradient_is_finite = bool(norm.isfinite())
         loss_is_finite = not self._any(not window.is_finite())
-        if not loss_is_finite:
-            raise self._diverged(f"the loss of step {self.step + 1} is")
-        if not gradient_is_finite:
-            raise self._diverged(f"the gradient of step {self.step + 1} is")
+        if not (loss_is_finite and gradient_is_finite):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            what = "gradient" if loss_is_finite else "loss"
+            raise self._diverged(f"the {what} of step {self.step + 1} is")
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad()
