@@ -161,7 +161,7 @@ def test_configuration_files_that_do_not_read(tmp_path):
 
 
 def test_configurations_survive_toml(tmp_path):
-    config = Config(output='a "quoted" näme', steps=7, autocast="bfloat16")
+    config = Config(output='a "quoted" näme \x7f', steps=7, autocast="bfloat16")
     config.model.layers = ["lstm", "ffn"]
     config.optimizer.eps = 1e-9
     assert read_config(write(tmp_path, to_toml(config))) == config
@@ -507,6 +507,7 @@ def test_a_gradient_beyond_bounds_is_said_and_not_saved(table):
     with pytest.raises(FloatingPointError, match="the gradient of step 3 is not finite"):
         trainer.run()
     assert weight.isfinite().all() and checkpoints_of(trainer.folder).steps()[-1] == 2
+    assert weight.grad is None  # the caller may go on
 
 
 def test_weights_beyond_bounds_are_said_and_not_saved(table):
@@ -755,6 +756,8 @@ def test_a_run_goes_on_with_the_text_it_began_with(table, corpus, tmp_path):
 def test_options_that_do_not_fit_the_vocabulary(table):
     with pytest.raises(ConfigError, match="^model: .*num_sampled must .*got 1024$"):
         Trainer(merged(table, model={"num_sampled": 1024}))
+    with pytest.raises(ConfigError, match="^option model.num_sampled must be 0 if data.kind"):
+        merged(table, model={"num_sampled": 4}, data={"kind": "bpe"})
 
 
 def test_a_log_cut_short_by_a_crash_is_continued(table):
@@ -845,6 +848,7 @@ def test_a_given_vocabulary_and_counts_by_workers(tmp_path, corpus):
     [
         ({}, 2 * 16, 2 * 16 * 4),
         ({"num_experts": 9, "num_groups": 3}, 2 * 2 * 16, 2 * 16 * (3 + 2 * 3)),
+        ({"shared_sizes": [24]}, 2 * 16 + 24, 2 * 16 * 4),
     ],
 )
 def test_dense_counterpart_has_the_same_operations(table, moe, hidden, gate):
@@ -856,6 +860,13 @@ def test_dense_counterpart_has_the_same_operations(table, moe, hidden, gate):
     assert moe_cost.ops_per_timestep == dense_cost.ops_per_timestep + gate
     with pytest.raises(ConfigError, match="model must"):
         dense_counterpart(dense)
+
+
+@pytest.mark.parametrize("option", [{"num_identity_experts": 2}, {"shared_sizes": [8, 8]}])
+def test_operations_without_a_dense_counterpart(table, option):
+    config = merged(table, model={"moe": {**table["model"]["moe"], **option}})
+    with pytest.raises(ConfigError, match=f"equal operations, got one with {next(iter(option))}$"):
+        dense_counterpart(config)
 
 
 def test_pairs_are_finished_kept_and_reported(table, tmp_path):

@@ -557,3 +557,8 @@ def test_costs_of_language_models_leave_the_softmax_out():
 def test_configuration_errors(option, value):
     with pytest.raises(ValueError, match=f"{option} must .*got {value!r}"):
         small_config(**{option: value})
+
+
+def test_decoding_allows_no_capacity():
+    with pytest.raises(ValueError, match=r"^moe.capacity_factor must be 0: decoding .*, got 1.5$"):
+        small_config(moe=MoEConfig(capacity_factor=1.5))

@@ -219,6 +219,8 @@ class Wordpieces:
         for index in range(len(self)):
             if self._processor.IsControl(index):
                 sizes[index] = 0
+            elif self._processor.IsByte(index):  # such as <0xC3>
+                sizes[index] = 1
         sizes[self.unk_id] = 1
         return sizes
 

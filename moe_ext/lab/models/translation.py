@@ -78,6 +78,8 @@ class TranslationModelConfig:
         causal = self.moe.gate != "expert_choice"
         rule = 'not be "expert_choice", which cannot decode word by word'
         require(causal, "moe.gate", rule, self.moe.gate)
+        capacity, rule = self.moe.capacity_factor, "be 0: decoding word by word has other batches"
+        require(capacity == 0, "moe.capacity_factor", rule, capacity)
 
 
 class Encoded(NamedTuple):

@@ -272,6 +272,9 @@ class Config(RunConfig):
                 value = getattr(self.optimizer, name)
                 rule = f'be factored_adam if model.dtype is "{self.model.dtype}"'
                 require(value == "factored_adam", f"optimizer.{name}", rule, value)
+        num_sampled, kind = self.model.num_sampled, self.data.kind
+        rule = 'be 0 if data.kind is "bpe", whose ids are not in order of frequency'
+        require(not num_sampled or kind != "bpe", "model.num_sampled", rule, num_sampled)
 
 
 @dataclass
@@ -407,8 +410,10 @@ def to_toml(config: AnyConfig) -> str:
             lines.append(f"\n[{path}]")
         for key, value in table.items():
             if not isinstance(value, dict):
-                # JSON and TOML write these numbers, strings, booleans and lists alike.
-                lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+                # JSON and TOML write these numbers, strings, booleans and lists alike, but TOML
+                # does not allow the character DEL.
+                written = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+                lines.append(f"{key} = {written}")
         for key, value in table.items():
             if isinstance(value, dict):
                 write(value, f"{path}.{key}" if path else key)
