@@ -48,6 +48,7 @@ from moe_ext.lab.studies._translation_page import (
     DECIDED,
     TRIALS,
     claim_cells,
+    command_of,
     convergence,
     paragraph,
 )
@@ -498,9 +499,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
         if any(run["arm"] == OVERSAMPLED for run in runs):
             commands.append(shlex.join([*command, "--arms", OVERSAMPLED]))
         if tried := [run for run in stored.runs if run["arm"] in _TRIED]:
-            seeds = map(str, sorted({run["seed"] for run in tried}))
-            arms = dict.fromkeys(run["arm"] for run in tried)
-            commands.append(shlex.join([*command, "--seeds", *seeds, "--arms", *arms]))
+            commands.append(command_of(command, tried))
         contents = TEXTS[options.text].contents
         page = as_markdown(name, contents, *stored, compared, "\n".join(commands))
         return Report(page, claims_data(compared), plot(stored.settings, runs))

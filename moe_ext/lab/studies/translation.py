@@ -43,6 +43,7 @@ from moe_ext.lab.studies._translation_page import (
     MODELS,
     NEAR,
     as_markdown,
+    command_of,
     comparisons,
     plot,
 )
@@ -232,12 +233,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             "--pair", options.pair, "data.corpus=CORPUS",
             *changed_options(stored.settings, config_of(MIXTURE, 0, [])),
         ]  # fmt: skip
-        tried = [run for run in stored.runs if run["arm"] not in MODELS]
         commands = [shlex.join(command)]
-        if tried:
-            seeds = map(str, sorted({run["seed"] for run in tried}))
-            arms = dict.fromkeys(run["arm"] for run in tried)
-            commands.append(shlex.join([*command, "--seeds", *seeds, "--arms", *arms]))
+        if tried := [run for run in stored.runs if run["arm"] not in MODELS]:
+            commands.append(command_of(command, tried))
         page = as_markdown(name, kind.contents, *stored, compared, "\n".join(commands))
         return Report(page, claims_data(compared), plot(*stored))
 
