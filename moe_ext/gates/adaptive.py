@@ -87,12 +87,11 @@ class AdaptiveGate(Gate):
         assign=True also replaces the tensors of a gate on the meta device, but not the counts.
         """
         super()._load_from_state_dict(*arguments)  # type: ignore[no-untyped-call]
-        counts = self.tokens_since_update
         for name, buffer in self.named_buffers(recurse=False):
             if _is_half(buffer):
                 setattr(self, name, buffer.float())
-            if counts is not None and counts.is_meta and not buffer.is_meta:
-                self.tokens_since_update = torch.zeros_like(counts, device=buffer.device)
+            if self.tokens_since_update is not None and self.tokens_since_update.is_meta:
+                self._move_counts(buffer.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the counts too, and keeps the buffers in at least float32."""
@@ -102,14 +101,18 @@ class AdaptiveGate(Gate):
             new = self.get_buffer(name)
             if _is_half(new):
                 setattr(self, name, old.to(new.device))
-        counts = self.tokens_since_update
-        if counts is not None:
-            device = fn(counts).device
-            from_meta = counts.is_meta and device.type != "meta"
-            self.tokens_since_update = (
-                torch.zeros_like(counts, device=device) if from_meta else counts.to(device)
-            )
+        if self.tokens_since_update is not None:
+            self._move_counts(fn(self.tokens_since_update).device)
         return self
+
+    def _move_counts(self, device: torch.device) -> None:
+        """Moves the counts; those on the meta device have no values and start from zero."""
+        counts = self.tokens_since_update
+        assert counts is not None
+        from_meta = counts.is_meta and device.type != "meta"
+        self.tokens_since_update = (
+            torch.zeros_like(counts, device=device) if from_meta else counts.to(device)
+        )
 
 
 def _is_half(tensor: Tensor) -> bool:
