@@ -197,6 +197,18 @@ def test_a_gradient_of_one_returns_the_kept_gradients():
         assert_same_bits(gradient, equal)
 
 
+@pytest.mark.emulated(False)
+def test_gradients_of_several_backward_passes_add_up():
+    X, W = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
+    loss = ops.linear_cross_entropy(X, W, torch.arange(6))
+    loss.backward(retain_graph=True)
+    once = X.grad.clone(), W.grad.clone()
+    (2 * loss).backward(retain_graph=True)
+    loss.backward()
+    for leaf, first in zip((X, W), once, strict=True):
+        torch.testing.assert_close(leaf.grad, 4 * first)
+
+
 @pytest.mark.parametrize(("recompute", "products"), [(False, 3), (True, 4)])
 def test_operations_are_counted(recompute, products):
     X, W = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
