@@ -45,12 +45,12 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
         "moe_lstm": "moe_lstm" in layers,
         "num_identity_experts": model.moe.num_identity_experts,
         "num_null_experts": model.moe.num_null_experts,
-        "shared_sizes": len(model.moe.shared_sizes) > 1 and model.moe.shared_sizes,
+        "shared_sizes": len(model.moe.shared_sizes) > 1,
     }
-    if given := [name for name, value in without.items() if value]:
+    if found := [name for name, value in without.items() if value]:
         raise ConfigError(
             "model must have a dense counterpart of equal operations, got one with "
-            f"{', '.join(given)}"
+            f"{', '.join(found)}"
         )
     width = model.moe.experts_per_token * model.moe.hidden_sizes[0] + sum(model.moe.shared_sizes)
     wide = replace(
