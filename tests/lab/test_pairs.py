@@ -118,13 +118,13 @@ def test_batches_hold_about_the_tokens_asked_for_and_little_padding(shuffle):
         share = sum(sizes) / len(sizes)
         assert abs(share - 500) < 500 / len(sizes)
         assert max(abs(size - share) for size in sizes) < 100
-        assert 1 - sum(sizes) / positions == pytest.approx(batches.padding_share, abs=1e-3)
-    assert batches.padding_share < 0.08  # more than half without sorting
+        assert 1 - sum(sizes) / positions < 0.08  # more than half without sorting
 
 
 def test_padding_is_less_than_with_one_side_sorted():
     encoded = numbered_pairs(6_000)
     batches = make(encoded, tokens_per_batch=1000)
+    found = sum(b.mask.numel() + b.source_mask.numel() for b in batches.epoch(0))
     order = encoded.target.starts.diff().sort(stable=True).indices
     lengths = [side.starts.diff()[order] for side in (encoded.source, encoded.target)]
     per_batch = len(encoded) // batches.num_batches
@@ -132,7 +132,7 @@ def test_padding_is_less_than_with_one_side_sorted():
         int(block.max()) * len(block) for side in lengths for block in side.split(per_batch)
     )
     tokens = encoded.num_tokens + encoded.num_source_tokens
-    assert batches.padding_share < 0.7 * (1 - tokens / positions)
+    assert 1 - tokens / found < 0.7 * (1 - tokens / positions)
 
 
 def test_a_resumed_epoch_equals_the_uninterrupted_one():
@@ -309,25 +309,25 @@ def test_ids_are_those_of_the_text(folder, wordpieces, num_workers, target_token
     assert [*some] == expected[:30] + expected[38:]
 
 
-def test_filters_by_pieces(folder, wordpieces):
+def test_the_ratio_of_the_pieces_is_limited(folder, wordpieces):
     (text, _) = train_texts(folder)
-    encoded = encode_pairs(text, wordpieces, max_pieces=40, target_tokens=True)
-    reasons = "1 wrong number of columns, 1 empty side, 1 too long"
-    assert encoded.report() == f"en-fr: 37 of 40 lines kept, 3 skipped ({reasons})"
-    assert len(encoded) == 37 == len(encoded.pair)
-    longest = max(len(wordpieces.encode(source)) for source, _ in text)
-    # max_pieces does not count the target token.
-    exact = encode_pairs(text, wordpieces, max_pieces=longest, target_tokens=True)
-    assert max(len(exact[i][0]) for i in range(len(exact))) == longest + 1
     narrow = encode_pairs(text, wordpieces, max_ratio=2)
     assert 0 < len(narrow) < 38 and narrow.counts[0]["length ratio"] == 38 - len(narrow)
+    reasons = f"1 wrong number of columns, 1 empty side, {38 - len(narrow)} length ratio"
+    line = f"en-fr: {len(narrow)} of 40 lines kept, {40 - len(narrow)} skipped"
+    assert sorted(narrow.report().removeprefix(f"{line} (")[:-1].split(", ")) == sorted(
+        reasons.split(", ")
+    )
     for source, target in (narrow[i] for i in range(len(narrow))):
         assert max(len(source), len(target)) <= 2 * min(len(source), len(target))
+    # The target token does not count.
+    same = encode_pairs(text, wordpieces, max_ratio=2, target_tokens=True)
+    assert [pair[1] for pair in same] == [pair[1] for pair in narrow]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_mapped_pairs_are_those_in_memory(folder, wordpieces, tmp_path, num_workers):
-    texts, options = train_texts(folder), {"target_tokens": True, "max_pieces": 40}
+    texts, options = train_texts(folder), {"target_tokens": True, "max_ratio": 2.0}
     expected = encode_pairs(texts, wordpieces, **options)
     options |= {"folder": tmp_path / "ids", "name": "train", "num_workers": num_workers}
     made = encode_pairs(texts, wordpieces, **options)
@@ -350,22 +350,21 @@ def test_pairs_are_encoded_once_for_each_text_and_choice(folder, wordpieces, tmp
     (made,) = ids.glob("pairs-*")
     before = made.stat().st_ino
     assert encode() == 1 and made.stat().st_ino == before
-    assert encode(max_pieces=40) == 2
-    assert encode(max_ratio=2.0) == 3
-    assert encode(target_tokens=True) == 4
-    assert encode(train_texts(folder)[:1]) == 5
-    assert encode(train_texts(folder, drop=["x"])) == 6
-    assert encode(vocabulary=Wordpieces.train(WORDS * 5, 50)) == 7
+    assert encode(max_ratio=2.0) == 2
+    assert encode(target_tokens=True) == 3
+    assert encode(train_texts(folder)[:1]) == 4
+    assert encode(train_texts(folder, drop=["x"])) == 5
+    assert encode(vocabulary=Wordpieces.train(WORDS * 5, 50)) == 6
     with (folder / "train.en-ko.tsv").open("a") as more:
         more.write("\ndoga\t개a")
-    assert encode() == 8
+    assert encode() == 7
 
     text = train_texts(folder)[0]
     fingerprints = itertools.count()
     monkeypatch.setattr(type(text), "fingerprint", lambda self: str(next(fingerprints)))
     with pytest.raises(CorpusError, match="the text of pairs changed while it was read"):
         encode()
-    assert len(list(ids.glob("pairs-*"))) == 8 and not list(ids.glob(".encoding-*"))
+    assert len(list(ids.glob("pairs-*"))) == 7 and not list(ids.glob(".encoding-*"))
 
 
 def test_damaged_files_are_refused(folder, wordpieces, tmp_path):
@@ -386,9 +385,8 @@ def test_encoding_errors(folder, wordpieces):
         encode_pairs([texts[0], texts[0]], wordpieces)
     with pytest.raises(ValueError, match="texts must"):
         encode_pairs([], wordpieces)
-    for option in ("max_pieces", "max_ratio"):
-        with pytest.raises(ValueError, match=f"encode_pairs: {option} must .*got 0"):
-            encode_pairs(texts, wordpieces, **{option: 0})
+    with pytest.raises(ValueError, match="encode_pairs: max_ratio must .*got 0"):
+        encode_pairs(texts, wordpieces, max_ratio=0)
     back = load_parallel(folder, source="fr", target="en").train
     with pytest.raises(ValueError, match="language must .*got 'en'"):
         encode_pairs([*texts, back], wordpieces, target_tokens=True)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from moe_ext.lab.data import CorpusError, load_parallel
-from moe_ext.lab.data.parallel import LengthFilter, ParallelCorpus, describe
+from moe_ext.lab.data.parallel import ParallelCorpus, describe
 
 PAIRS = [(f"the {n} dogs", f"les {n} chiens") for n in ("one", "two", "three", "日本", "é")]
 
@@ -199,15 +199,13 @@ def test_bad_lines_are_counted_by_kind(tmp_path, suffix):
     assert kept[:2] == [("a dog", "un chien"), odd] and len(kept) == 6
     bad = {"wrong number of columns": 3, "empty side": 2, "not UTF-8": 1}
     assert counts == {"kept": 6} | bad
-    options = {"max_words": 5, "max_ratio": 3, "drop": ["*pt"]}
-    text = load(path, parts=["train"], **options).train
+    text = load(path, parts=["train"], drop=["*pt"]).train
     kept, counts = kept_and_counts(text)
-    assert kept == [("a dog", "un chien"), odd, ("last", "dernier")]
-    bad |= {"dropped source": 1, "length ratio": 1, "too long": 1}
-    assert counts == {"kept": 3} | bad
+    assert kept[:2] == [("a dog", "un chien"), odd] and kept[-1] == ("last", "dernier")
+    assert counts == {"kept": 5, "dropped source": 1} | bad
     assert sum(counts.values()) == len(ODD)
     assert describe(Counter(counts)).startswith(
-        "3 of 12 lines kept, 9 skipped (3 wrong number of columns, 2 empty side, 1 "
+        "5 of 12 lines kept, 7 skipped (3 wrong number of columns, 2 empty side, 1 "
     )
     assert describe(Counter(kept=1234)) == "1,234 of 1,234 lines kept"
     again = Counter()
@@ -248,11 +246,10 @@ def test_filters_and_limits_are_of_the_training_part(tmp_path):
     pairs = [("a b c d", "a"), ("a", "a"), ("b", "b"), ("c", "c")]
     for part in ("train", "dev", "test"):
         write_sides(tmp_path, part, pairs)
-    options = {"max_words": 3, "max_ratio": 2, "max_train_pairs": 2}
-    corpus = load(tmp_path, **options)
-    assert list(corpus.train) == pairs[1:3]
+    corpus = load(tmp_path, max_train_pairs=2)
+    assert list(corpus.train) == pairs[:2]
     assert list(corpus.dev) == list(corpus.test) == pairs
-    assert list(load(tmp_path, **options | {"drop": ["train*"]}, parts=["dev"]).train) == []
+    assert list(load(tmp_path, drop=["train*"], parts=["dev"]).train) == []
     with pytest.raises(CorpusError, match=r"got none in .*: 0 of 4 lines kept, 4 skipped \(4 drop"):
         load(tmp_path, drop=["train"])
 
@@ -268,16 +265,6 @@ def test_all_parts_together(tmp_path):
         load(tmp_path, target="de", **options)
 
 
-@pytest.mark.parametrize(
-    "source, target, reason",
-    [(3, 3, None), (4, 3, "too long"), (3, 4, "too long"), (3, 1, "length ratio"), (2, 1, None)],
-)
-def test_length_filter(source, target, reason):
-    assert LengthFilter(max_length=3, max_ratio=2.5).reason(source, target) == reason
-    assert LengthFilter().reason(source, target) is None
-    assert LengthFilter(max_ratio=100).reason(source, 0) == "length ratio"
-
-
 def test_fingerprint_is_of_the_text_and_the_filters(tmp_path):
     write_sides(tmp_path, "train", PAIRS)
     write(tmp_path / "x.en-fr.tsv", ["m\ta\tb"])
@@ -289,8 +276,6 @@ def test_fingerprint_is_of_the_text_and_the_filters(tmp_path):
     assert first == fingerprint()
     seen = {
         first,
-        fingerprint(max_words=50),
-        fingerprint(max_ratio=50),
         fingerprint(drop=["x"]),
         fingerprint(max_train_pairs=2),
         fingerprint(source="fr", target="en"),
@@ -299,7 +284,7 @@ def test_fingerprint_is_of_the_text_and_the_filters(tmp_path):
     }
     status = (tmp_path / "train.en").stat()
     os.utime(tmp_path / "train.en", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    assert len(seen | {fingerprint()}) == 9
+    assert len(seen | {fingerprint()}) == 7
 
 
 def test_errors(tmp_path):
@@ -321,9 +306,8 @@ def test_errors(tmp_path):
             load_parallel(tmp_path, source="en", target="fr", parts=parts)
     with pytest.raises(ValueError, match="load_parallel: target must"):
         load(tmp_path, target="en")
-    for option in ("max_words", "max_ratio", "max_train_pairs"):
-        with pytest.raises(ValueError, match=f"load_parallel: {option} must .*got 0"):
-            load(tmp_path, **{option: 0})
+    with pytest.raises(ValueError, match="load_parallel: max_train_pairs must .*got 0"):
+        load(tmp_path, max_train_pairs=0)
     with pytest.raises(ValueError, match="place must"):
         load([tmp_path])
     write(tmp_path / "train.en-fr.tsv.gz", [f"{n}\t{n}" for n in range(5000)])

@@ -142,10 +142,8 @@ class SentenceBatches(SortedBatches[Batch]):
         seed: seed of the shuffle.
 
     Attributes:
-        num_sentences: number of sentences in an epoch.
         num_tokens: number of predictions in an epoch, ends of sentences included.
         num_batches: number of batches in every epoch.
-        padding_share: fraction of the positions of an epoch that are padding.
 
     Raises:
         ValueError: an argument is out of range, or there is no sentence.
@@ -164,7 +162,6 @@ class SentenceBatches(SortedBatches[Batch]):
         require_at_least(1, name, tokens_per_batch=tokens_per_batch, **given(max_length=max_length))
         number = len(sentences)
         require(number >= 1, f"{name}: sentences", "hold at least one sentence", number)
-        self.num_sentences = len(sentences)
         self.num_tokens = sentences.num_tokens
         self._sentences = sentences
 
@@ -188,9 +185,6 @@ class SentenceBatches(SortedBatches[Batch]):
             rows_of_length, torch.arange(len(rows_of_length), device="cpu"), tokens_per_batch
         )
         super().__init__(batch_end, shuffle, seed)
-        longest = torch.searchsorted(rows_of_length.cumsum(0), batch_end)
-        rows_per_batch = batch_end.diff(prepend=batch_end.new_zeros(1))
-        self.padding_share = 1 - self.num_tokens / int((rows_per_batch * longest).sum())
 
     def _sorted_rows(self, generator: torch.Generator | None) -> Tensor:
         rows = drawn_order(len(self._row_length), generator)

@@ -36,7 +36,7 @@ from moe_ext.lab.data.batches import (
 )
 from moe_ext.lab.data.corpora import CorpusError
 from moe_ext.lab.data.encoded import EncodedSentences, SentencesWriter, flatten, made_once
-from moe_ext.lab.data.parallel import KEPT, LengthFilter, Pair, ParallelText, describe
+from moe_ext.lab.data.parallel import KEPT, Pair, ParallelText, describe
 from moe_ext.lab.data.wordpieces import Wordpieces
 from moe_ext.lab.data.workers import in_workers
 from moe_ext.lab.files import read_json, write_json
@@ -175,7 +175,6 @@ def encode_pairs(
     wordpieces: Wordpieces,
     *,
     target_tokens: bool = False,
-    max_pieces: int | None = None,
     max_ratio: float | None = None,
     folder: str | Path | None = None,
     name: str = "pairs",
@@ -187,10 +186,8 @@ def encode_pairs(
         texts: one text for each language pair; read once, in order.
         wordpieces: the wordpieces of all languages.
         target_tokens: whether to begin each source with the token ``<2xx>`` of its target language.
-        max_pieces: maximum number of wordpieces of each side, without ``<2xx>`` and ``</s>``;
-            longer pairs are skipped. None is no limit.
         max_ratio: maximum ratio of the wordpieces of the longer side to the wordpieces of the
-            shorter side; other pairs are skipped. None is no limit.
+            shorter side, without ``<2xx>`` and ``</s>``; other pairs are skipped. None is no limit.
         folder: folder of memory-mapped files for the ids. The files are written once and reused for
             the same text, wordpieces and options; see `encode_to_files`. None keeps the ids in
             memory.
@@ -208,11 +205,11 @@ def encode_pairs(
     require(
         len(set(names)) == len(names), "encode_pairs: texts", "have distinct language pairs", names
     )
-    require_at_least(1, "encode_pairs", **given(max_pieces=max_pieces, max_ratio=max_ratio))
+    require_at_least(1, "encode_pairs", **given(max_ratio=max_ratio))
     if target_tokens:
         for text in texts:
             wordpieces.target_token_id(text.target)
-    encoding = _Encoding(wordpieces, LengthFilter(max_pieces, max_ratio))
+    encoding = _Encoding(wordpieces, max_ratio)
     counts = [Counter[str]() for _ in texts]
     chunks = (
         _Chunk(index, text.target if target_tokens else None, pairs)
@@ -244,7 +241,7 @@ def encode_pairs(
         }
         write_json(made / _ABOUT, about)
 
-    options = (target_tokens, max_pieces, max_ratio)
+    options = (target_tokens, max_ratio)
     recipe = f"pairs 1 {sys.byteorder} {wordpieces.fingerprint()} {options}"
     made = made_once(Path(folder), name, recipe, fingerprint, make)
     return EncodedPairs.open(made, len(wordpieces))
@@ -296,7 +293,7 @@ class _Encoding:
     """Encodes a chunk in a worker; returns the ids of both sides and counts the skipped pairs."""
 
     wordpieces: Wordpieces
-    lengths: LengthFilter
+    max_ratio: float | None
 
     def __call__(self, chunk: _Chunk) -> tuple[int, _Side, _Side, Counter[str]]:
         sources, targets = [], []
@@ -304,8 +301,9 @@ class _Encoding:
         before = [] if chunk.into is None else [self.wordpieces.target_token_id(chunk.into)]
         for source_text, target_text in chunk.pairs:
             source, target = map(self.wordpieces.encode, (source_text, target_text))
-            if (reason := self.lengths.reason(len(source), len(target))) is not None:
-                skipped[reason] += 1
+            shorter, longer = sorted((len(source), len(target)))
+            if self.max_ratio is not None and longer > self.max_ratio * shorter:
+                skipped["length ratio"] += 1
                 continue
             sources.append(before + source)
             targets.append(target)
@@ -392,7 +390,6 @@ class PairBatches(SortedBatches[PairBatch]):
         num_source_tokens: number of source tokens in an epoch; with oversample=True, in epoch 0.
         num_left_out: number of pairs skipped by max_length.
         num_batches: number of batches in every epoch.
-        padding_share: fraction of the positions of both sides that are padding, in epoch 0.
 
     Raises:
         ValueError: an argument is out of range, or there is no pair.
@@ -448,13 +445,6 @@ class PairBatches(SortedBatches[PairBatch]):
         super().__init__(batch_end, shuffle, seed)
         self.num_pairs = len(rows)
         self.num_tokens, self.num_source_tokens = int(target.sum()), int(source.sum())
-        rows_per_batch = batch_end.diff(prepend=batch_end.new_zeros(1))
-        batch_of_row = torch.arange(len(batch_end), device="cpu").repeat_interleave(rows_per_batch)
-        longest = (
-            torch.zeros_like(batch_end).scatter_reduce_(0, batch_of_row, length, "amax")
-            for length in (source, target)
-        )
-        self.padding_share = 1 - num_tokens / int((rows_per_batch * sum(longest)).sum())
 
     def _drawn_rows(self, generator: torch.Generator | None) -> Tensor:
         """Returns the rows of an epoch in random order, or in order if generator is None."""

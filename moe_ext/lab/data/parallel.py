@@ -41,31 +41,6 @@ COLUMNS = "wrong number of columns"
 _ENCODING = "not UTF-8"
 _EMPTY = "empty side"
 _DROPPED = "dropped source"
-_TOO_LONG = "too long"
-_RATIO = "length ratio"
-
-
-@dataclass(frozen=True)
-class LengthFilter:
-    """Limits on the lengths of sentence pairs.
-
-    Attributes:
-        max_length: maximum length of each side; None is no limit.
-        max_ratio: maximum ratio of the length of the longer side to the length of the shorter side;
-            None is no limit.
-    """
-
-    max_length: int | None = None
-    max_ratio: float | None = None
-
-    def reason(self, source: int, target: int) -> str | None:
-        """Returns why a pair of lengths source and target is skipped; None if the pair is kept."""
-        shorter, longer = sorted((source, target))
-        if self.max_length is not None and longer > self.max_length:
-            return _TOO_LONG
-        if self.max_ratio is not None and longer > self.max_ratio * shorter:
-            return _RATIO
-        return None
 
 
 @dataclass(frozen=True)
@@ -157,7 +132,6 @@ class ParallelText(Iterable[Pair]):
         source: source language, such as "en".
         target: target language, such as "fr".
         places: the files, in order.
-        lengths: limits on the number of words, separated by white space.
         drop: shell patterns of names to skip. A table can have a column with the name of each row;
             otherwise, the name of the file counts.
         limit: maximum number of kept pairs; None is no limit.
@@ -166,7 +140,6 @@ class ParallelText(Iterable[Pair]):
     source: str
     target: str
     places: tuple[AlignedFiles | TableFile, ...]
-    lengths: LengthFilter = LengthFilter()
     drop: tuple[str, ...] = ()
     limit: int | None = None
 
@@ -188,20 +161,18 @@ class ParallelText(Iterable[Pair]):
         for name, source, target in chain.from_iterable(p.rows(counts) for p in self.places):
             source, target = source.strip(), target.strip()
             if not (source and target):
-                reason: str | None = _EMPTY
+                counts[_EMPTY] += 1
             elif any(fnmatchcase(name, pattern) for pattern in self.drop):
-                reason = _DROPPED
+                counts[_DROPPED] += 1
             else:
-                reason = self.lengths.reason(len(source.split()), len(target.split()))
-            counts[reason or KEPT] += 1
-            if reason is None:
+                counts[KEPT] += 1
                 yield source, target
 
     def fingerprint(self) -> str:
         """Returns a string that changes with the name, size or time of a file, or with a filter."""
         files = [file_fingerprint(file) for place in self.places for file in place.files()]
         tables = [replace(p, file=Path()) for p in self.places if isinstance(p, TableFile)]
-        rest = (self.source, self.target, self.lengths, self.drop, self.limit)
+        rest = (self.source, self.target, self.drop, self.limit)
         return "\n".join([*files, *map(repr, tables), repr(rest)])
 
     def __str__(self) -> str:
@@ -238,8 +209,6 @@ def load_parallel(
     columns: Sequence[str] | None = None,
     dev: Sequence[str] | None = None,
     test: Sequence[str] | None = None,
-    max_words: int | None = None,
-    max_ratio: float | None = None,
     drop: Sequence[str] = (),
     max_train_pairs: int | None = None,
 ) -> ParallelCorpus:
@@ -276,10 +245,6 @@ def load_parallel(
             a column to ignore.
         dev: shell patterns of the names of the dev part; None uses the patterns above.
         test: shell patterns of the names of the test part; None uses the patterns above.
-        max_words: maximum number of words of each side of a training pair. Words are separated by
-            white space; for Chinese or Japanese, use the limits of `encode_pairs` instead.
-        max_ratio: maximum ratio of the words of the longer side to the words of the shorter side of
-            a training pair.
         drop: shell patterns of names to skip in training, such as ``*-ptpt``. A table can have a
             column with the name of each row; otherwise, NAME of the file counts.
         max_train_pairs: limits the training part to its first pairs that pass the filters; None is
@@ -292,8 +257,7 @@ def load_parallel(
     """
     require_parts("load_parallel", parts)
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
-    sizes = given(max_train_pairs=max_train_pairs, max_words=max_words, max_ratio=max_ratio)
-    require_at_least(1, "load_parallel", **sizes)
+    require_at_least(1, "load_parallel", **given(max_train_pairs=max_train_pairs))
     for language in (source, target):
         if columns is not None and list(columns).count(language) != 1:
             raise ValueError(
@@ -316,12 +280,7 @@ def load_parallel(
     corpus = ParallelCorpus(
         **{part: ParallelText(source, target, tuple(found.get(part, ()))) for part in PARTS}
     )
-    train = replace(
-        corpus.train,
-        lengths=LengthFilter(max_words, max_ratio),
-        drop=tuple(drop),
-        limit=max_train_pairs,
-    )
+    train = replace(corpus.train, drop=tuple(drop), limit=max_train_pairs)
     corpus = replace(corpus, train=train)
     names = {"train": ["train*"], "dev": dev or _DEV, "test": test or _TEST}
     for part in parts:
