@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,8 @@ class MoEConfig:
         num_experts: number of experts, summed over all groups.
         num_identity_experts, num_null_experts, capacity_factor, drop: see `moe_ext.MoE`; only for a
             flat mixture. The gate also selects among the identity and null experts.
-            capacity_factor = 0 drops nothing.
+            capacity_factor = 0 drops nothing; otherwise experts have a capacity in evaluation too,
+            so the perplexity depends on the batches. drop = "score" is not causal.
         num_groups: number of groups of a hierarchical mixture (App. B); 0 gives a flat mixture.
         k: number of experts for each token. In a hierarchical mixture, each token goes to k groups
             and to k experts in each of these groups.
@@ -356,29 +357,6 @@ class LossParts(NamedTuple):
     aux_loss: Tensor
     aux: tuple[MoEAux, ...]
 
-    @classmethod
-    def of(
-        cls,
-        softmax: SampledSoftmax,
-        hidden: Tensor,
-        targets: Tensor,
-        mask: Tensor,
-        aux: tuple[MoEAux, ...],
-    ) -> Self:
-        """Computes the loss where mask [B, S] is True; the softmax skips all other positions.
-
-        Args:
-            softmax: the output layer.
-            hidden: [B, S, D], input of the softmax.
-            targets: [B, S] int64, word ids.
-            mask: [B, S] bool.
-            aux: the `MoEAux` of each MoE layer.
-        """
-        targets = targets[mask]
-        nll_sum = softmax.loss(hidden[mask], targets)
-        aux_loss = sum((report.loss for report in aux), start=nll_sum.new_zeros(()))
-        return cls(nll_sum, len(targets), aux_loss, aux)
-
 
 class WordModel(nn.Module):
     """Base class of models whose softmax predicts each word of a batch."""
@@ -390,9 +368,12 @@ class WordModel(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must implement of_batch(batch)")
 
     def loss(self, batch: Any) -> LossParts:
-        """Computes the parts of the training objective for a batch."""
+        """Computes the parts of the training objective; the softmax skips padding."""
         h, aux = self.of_batch(batch)
-        return LossParts.of(self.softmax, h, batch.targets, batch.mask, aux)
+        targets = batch.targets[batch.mask]
+        nll_sum = self.softmax.loss(h[batch.mask], targets)
+        aux_loss = sum((report.loss for report in aux), start=nll_sum.new_zeros(()))
+        return LossParts(nll_sum, len(targets), aux_loss, aux)
 
     @torch.no_grad()
     def token_nll(self, batch: Any) -> Tensor:
