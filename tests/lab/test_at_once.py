@@ -70,7 +70,7 @@ def test_a_run_that_diverges_stops_and_saves_the_others(config, tmp_path):
     wrong = replace(long, optimizer=replace(config.optimizer, learning_rate=1e30))
     with pytest.raises(FloatingPointError, match=r"wrong-seed1: .* not finite; lower"):
         run_study({"long": long, "wrong": wrong}, [1], load_text(long.data), tmp_path, at_once=2)
-    assert has_diverged(tmp_path / "wrong-seed1")
+    assert has_diverged(replace(wrong, output=str(tmp_path / "wrong-seed1")))
     if read_metrics(tmp_path / "long-seed1"):  # the run had begun to train
         assert checkpoints_of(tmp_path / "long-seed1").steps()
 

@@ -88,6 +88,9 @@ def test_a_share_of_the_steps_equals_a_shorter_run(config, tmp_path):
     for share in (0.25, 0.5):
         short = replace(config, output=str(tmp_path / f"short-{share}"), steps=int(8 * share))
         assert train_and_test(short, text).test_nll == result.nll_at(share)
+    with pytest.raises(ConfigError, match=r"shares must be a part of \[0.25, 0.5\].*got \[0.75\]"):
+        train_and_test(config, text, [0.75])
+    assert train_and_test(config, text, [0.5, 1.0]).test_nll == result.test_nll
     # The extra tests do not change the training.
     through = train_and_test(replace(config, output=str(tmp_path / "through")), text)
     assert through.test_nll == result.test_nll
@@ -157,25 +160,38 @@ def test_a_diverged_run_does_not_stop_the_others(config, tmp_path, monkeypatch):
     monkeypatch.setattr(study_module, "train_and_test", train)
     with pytest.raises(FloatingPointError, match="a-seed1: the loss of step 3 .*; run the command"):
         run_study(arms, [1, 2], text, runs)
-    assert len(calls) == 4 and has_diverged(runs / "a-seed1")
+    assert len(calls) == 4
+    assert has_diverged(replace(config, output=str(runs / "a-seed1")))
+    assert not has_diverged(replace(config, output=str(runs / "a-seed2"), seed=2))
     results = run_study(arms, [1, 2], text, runs)
     assert len(calls) == 7  # 3 more, which read the finished runs
     assert results["a"].keys() == {2} and results["b"].keys() == {1, 2}
+    arms["a"] = replace(config, optimizer=replace(config.optimizer, learning_rate=1e-3))
+    with pytest.raises(ConfigError, match="learning_rate must be as in the diverged run .*a-seed1"):
+        run_study(arms, [1], text, runs)
 
 
 def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
     """Record i covers two batches and has the values i and i + 1 for two layers.
 
-    The last 50 batches are the records 35 to 59; the mean of i is 47.
+    The last 50 batches are the records 35 to 59; the mean of i is 47. A further record covers one
+    batch: then, the mean is over the records 35 to 59 and half of the record 60.
     """
     keys = [*losses.COLUMNS]
-    records = [
-        {"words_per_second": 1.0, **{key: [i + at, i + at + 1] for at, key in enumerate(keys)}}
-        for i in range(60)
-    ]
+
+    def record(i, step):
+        values = {key: [i + at, i + at + 1] for at, key in enumerate(keys)}
+        return {"words_per_second": 1.0, "step": step, **values}
+
+    records = [record(i, 2 * i + 2) for i in range(60)]
     monkeypatch.setattr(results_module, "read_metrics", lambda *_: records)
-    found = train_and_test(replace(config, steps=1), load_text(config.data))
+    text = load_text(config.data)
+    found = train_and_test(replace(config, steps=1), text)
     assert found.balance == {key: 47.5 + at for at, key in enumerate(keys)}
+    records.append(record(60, 121))
+    again = train_and_test(replace(config, steps=1, output=config.output + "-odd"), text)
+    mean = (2 * 25 * 47 + 60) / 51 + 0.5
+    assert again.balance == {key: pytest.approx(mean + at) for at, key in enumerate(keys)}
 
 
 def result(nll, earlier=0.0, seed=1, **balance):

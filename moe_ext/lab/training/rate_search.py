@@ -7,6 +7,7 @@ dev perplexity, so all models have the same search.
 import argparse
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from moe_ext.lab.training.config import AnyConfig
@@ -100,7 +101,8 @@ def runs_at_best_rates(
 
     def tried(name: str, rate: float) -> bool:
         folder = run_folder(options.runs, _at_rate(name, rate), options.seeds[0])
-        return rate in dev_nll[name] or has_diverged(folder)
+        run = replace(configs[name, rate], seed=options.seeds[0], output=str(folder))
+        return rate in dev_nll[name] or has_diverged(run)
 
     best = {name: min(nll, key=nll.__getitem__) for name, nll in dev_nll.items() if nll}
     # Another instance of this command may still try a rate. That instance then trains the other

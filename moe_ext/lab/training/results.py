@@ -1,12 +1,13 @@
 """Results of finished runs, stored in the folder of each run.
 
 `train_and_test` trains and tests a run once. Later calls read the stored result. An interrupted run
-is resumed.
+is resumed. `run_unlocked` shares several runs between processes.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,22 @@ from torch import Tensor
 
 from moe_ext.checks import is_whole, require
 from moe_ext.lab.analysis import Cost, cost
-from moe_ext.lab.files import atomic_file, read_json, require_regular, write_json
+from moe_ext.lab.files import (
+    Locked,
+    atomic_file,
+    file_lock,
+    read_json,
+    require_regular,
+    write_json,
+)
 from moe_ext.lab.training.config import AnyConfig, ConfigError, config_differences, config_from_file
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.loop import Trainer
-from moe_ext.lab.training.metrics import Evaluation, evaluate, mean_of, perplexity
+from moe_ext.lab.training.metrics import Evaluation, evaluate, perplexity
 from moe_ext.lab.training.text import Text
 
 BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches
+_BALANCE = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens")
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Result:
             fraction.
         words_per_second: predictions per second in training, median over the log lines.
         balance: means of CV(Importance), CV(Load), max/mean Load and CV of tokens per expert, over
-            the last training batches and all layers; {} if the model has no MoE layer.
+            at least the last 50 training batches and all layers; {} if the model has no MoE layer.
         sentence_nll: [N] float64, nats of each test sentence after the last step.
     """
 
@@ -71,11 +80,16 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
             after each fraction.
 
     Raises:
-        ConfigError: the output folder contains another run.
+        ConfigError: the output folder contains another run, or a run that was not tested after all
+            shares.
         KeyboardInterrupt: SIGINT or SIGTERM stopped the run after saving a checkpoint.
     """
     done = finished(config, text)
     if done is not None:
+        tested = [*done.earlier_nll]
+        rule = f"be a part of {tested}, the shares of the finished run {done.run}"
+        if not {*shares} - {1.0} <= {*tested}:
+            raise ConfigError(f"shares must {rule}, got {list(shares)}")
         return done
     stops = {share: max(1, round(share * config.steps)) for share in shares} | {1.0: config.steps}
     run = Path(config.output)
@@ -83,8 +97,6 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
         if steps == config.steps or not _test_file(run, steps).is_file():
             trainer = _train_to(steps, config, text)
     records = read_metrics(run, "train")
-    recent = records[-math.ceil(BALANCE_BATCHES / config.log.log_every) :]
-    keys = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens")
     tests = {share: _measured(run, steps, len(text.test)) for share, steps in stops.items()}
     nll = {share: Evaluation(test, text.test.num_tokens).nll for share, test in tests.items()}
     values = {
@@ -95,16 +107,52 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
         "test_nll": nll.pop(1.0),
         "earlier_nll": nll,
         "words_per_second": statistics.median(r["words_per_second"] for r in records),
-        "balance": mean_of(
-            {key: statistics.fmean(record[key]) for key in keys}
-            for record in recent
-            if keys[0] in record
-        ),
+        "balance": _balance(records, math.ceil(BALANCE_BATCHES / config.optimizer.accumulate)),
     }
     write_json(run / "result.json", values)
     result = finished(config, text)
     assert result is not None
     return result
+
+
+def run_unlocked(runs: Iterable[tuple[str, Path, Callable[[], object]]], hint: str) -> None:
+    """Calls functions one after another, except those that another process is calling.
+
+    Args:
+        runs: the name of each run, its lock file, and the function.
+        hint: the end of the error message.
+
+    Raises:
+        FloatingPointError: runs diverged; the others are finished.
+    """
+    diverged = []
+    for name, lock, run in runs:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(Locked), file_lock(lock, wait=False):
+            try:
+                run()
+            except FloatingPointError as error:
+                diverged.append(f"{name}: {error}")
+    if diverged:
+        raise FloatingPointError("; ".join([*diverged, hint]))
+
+
+def _balance(records: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, float]:
+    """Returns the means of the balance metrics over at least the last num_steps steps.
+
+    A record of the log has the means over the steps since the record before.
+    """
+    ends = [record["step"] for record in records]
+    recent = [
+        (record, end - begin)
+        for record, begin, end in zip(records, [0, *ends[:-1]], ends, strict=True)
+        if end > ends[-1] - num_steps and _BALANCE[0] in record
+    ]
+    weights = [steps for _, steps in recent]
+    return {
+        key: statistics.fmean((statistics.fmean(record[key]) for record, _ in recent), weights)
+        for key in (_BALANCE if recent else ())
+    }
 
 
 def finished(config: AnyConfig, text: Text) -> Result | None:

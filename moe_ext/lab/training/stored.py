@@ -7,8 +7,9 @@ repeated, on any machine. The page is made of the file alone.
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 
 from moe_ext.checks import require
 from moe_ext.lab.analysis import Cost
-from moe_ext.lab.files import Locked, file_lock, read_json, write_json
+from moe_ext.lab.files import file_lock, read_json, write_json
 from moe_ext.lab.training.config import (
     AnyConfig,
     ConfigError,
@@ -26,7 +27,7 @@ from moe_ext.lab.training.config import (
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import write_report
-from moe_ext.lab.training.results import Result
+from moe_ext.lab.training.results import Result, run_unlocked
 from moe_ext.lab.training.text import Text
 
 if TYPE_CHECKING:
@@ -133,25 +134,27 @@ def run_missing(
     def is_stored(arm: str, seed: int) -> bool:
         return any((r["arm"], r["seed"]) == (arm, seed) for r in stored_runs(path, settings))
 
-    diverged = []
-    locks.mkdir(parents=True, exist_ok=True)
-    for arm, seed in keys:
-        with suppress(Locked), file_lock(locks / f".{arm}-seed{seed}.lock", wait=False):
-            if is_stored(arm, seed):
-                continue
-            try:
-                finished = {"arm": arm, "seed": seed, **run(arm, seed)}
-            except FloatingPointError as error:
-                diverged.append(f"{arm} with seed {seed}: {error}")
-                continue
-            with _locked(path):
-                if not is_stored(arm, seed):  # by a process with other locks
-                    runs = [*stored_runs(path, settings), finished]
-                    runs.sort(key=lambda each: (order.index(each["arm"]), each["seed"]))
-                    write_json(path, {"settings": dict(settings), "runs": runs})
-    if diverged:
-        hint = "--report writes the page of the other runs"
-        raise FloatingPointError("; ".join([*diverged, hint]))
+    def run_and_store(arm: str, seed: int) -> None:
+        if is_stored(arm, seed):
+            return
+        finished = {"arm": arm, "seed": seed, **run(arm, seed)}
+        with _locked(path):
+            if not is_stored(arm, seed):  # by a process with other locks
+                runs = [*stored_runs(path, settings), finished]
+                runs.sort(key=lambda each: (order.index(each["arm"]), each["seed"]))
+                write_json(path, {"settings": dict(settings), "runs": runs})
+
+    run_unlocked(
+        (
+            (
+                f"{arm} with seed {seed}",
+                locks / f".{arm}-seed{seed}.lock",
+                partial(run_and_store, arm, seed),
+            )
+            for arm, seed in keys
+        ),
+        "--report writes the page of the other runs",
+    )
 
 
 class Report(NamedTuple):

@@ -11,7 +11,6 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,20 +19,25 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ext.lab.analysis import Cost
-from moe_ext.lab.files import Locked, file_lock, write_text
+from moe_ext.lab.files import write_text
 from moe_ext.lab.training.at_once import run_at_once
-from moe_ext.lab.training.command import add_overrides, at_least, make_parser
-from moe_ext.lab.training.config import AnyConfig, C
+from moe_ext.lab.training.command import DEFAULT_SEEDS, add_overrides, add_seeds, make_parser
+from moe_ext.lab.training.config import (
+    AnyConfig,
+    C,
+    ConfigError,
+    config_differences,
+    read_config,
+    to_toml,
+)
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.results import Result, finished, train_and_test
+from moe_ext.lab.training.results import Result, finished, run_unlocked, train_and_test
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.text import Text, load_text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
-
-_SEEDS = [1, 2, 3]  # default seeds of a study
 
 # Overrides for studies of configs/small: a larger vocabulary, and fewer classes in training.
 SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
@@ -51,7 +55,7 @@ HOW_DECIDED = (
     "zero, and otherwise not decided."
 )
 
-_DIVERGED = "diverged.txt"  # in the folder of a run
+_DIVERGED = "diverged.toml"  # the configuration of a diverged run, in the folder of the run
 
 # The end of a study's help.
 _ENDING = """
@@ -66,9 +70,21 @@ def run_folder(runs: str | Path, arm: str, seed: int) -> Path:
     return Path(runs) / f"{arm.replace(' ', '-')}-seed{seed}"
 
 
-def has_diverged(run: Path) -> bool:
-    """Returns whether a run of `run_study` ended with an infinite or NaN loss."""
-    return (run / _DIVERGED).is_file()
+def has_diverged(config: AnyConfig) -> bool:
+    """Returns whether a run of `run_study` ended with an infinite or NaN loss.
+
+    Raises:
+        ConfigError: the folder contains another run that diverged.
+    """
+    path = Path(config.output) / _DIVERGED
+    if not path.is_file():
+        return False
+    if changed := config_differences(read_config(path), config):
+        raise ConfigError(
+            f"{', '.join(changed)} must be as in the diverged run {config.output}; "
+            "restore the value, delete the folder, or give another output folder"
+        )
+    return True
 
 
 def study_parser(
@@ -83,7 +99,7 @@ def study_parser(
     """
     parser = make_parser((description or "") + _ENDING)
     add_overrides(parser)
-    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=_SEEDS)
+    add_seeds(parser)
     parser.add_argument(
         "--arms", nargs="+", choices=arms, default=arms, help="train only these models"
     )
@@ -98,7 +114,7 @@ def study_parser(
 def command_of(name: str, options: argparse.Namespace) -> str:
     """Formats the command of a study for its page, without options that do not change results."""
     changes = [o for o in options.overrides if not o.startswith(("log.", "data.encoded="))]
-    seeds = [] if options.seeds == _SEEDS else ["--seeds", *map(str, options.seeds)]
+    seeds = [] if options.seeds == DEFAULT_SEEDS else ["--seeds", *map(str, options.seeds)]
     return shlex.join(["python", f"scripts/studies/{name}.py", *changes, *seeds])
 
 
@@ -158,11 +174,11 @@ def run_study(
         The finished runs by arm and seed.
 
     Raises:
-        ConfigError: a run's folder contains another run.
+        ConfigError: a run's folder contains another run, or a run that was not tested after all
+            shares.
         FloatingPointError: runs diverged; the next call continues without these runs.
         KeyboardInterrupt: SIGINT or SIGTERM stopped a run after saving a checkpoint.
     """
-    diverged = []
     planned = {
         (name, seed): replace(config, seed=seed, output=str(run_folder(runs, name, seed)))
         for seed in seeds
@@ -173,26 +189,30 @@ def run_study(
     if min(at_once, missing) > 1:
         share = partial(_share_of_study, dict(arms), seeds, runs, shares, train)
         run_at_once([share] * min(at_once, missing))
-    for config in to_train.values():
-        folder = Path(config.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        with suppress(Locked), file_lock(folder / ".lock", wait=False):
-            if has_diverged(folder):
-                continue
-            try:
-                train_and_test(config, text, shares)
-            except FloatingPointError as error:
-                write_text(folder / _DIVERGED, f"{error}\n")
-                diverged.append(f"{folder}: {error}")
-    if diverged:
-        hint = "run the command again to continue the study without diverged runs"
-        raise FloatingPointError("; ".join([*diverged, hint]))
+    run_unlocked(
+        (
+            (config.output, Path(config.output) / ".lock", partial(_run, config, text, shares))
+            for config in to_train.values()
+        ),
+        "run the command again to continue the study without diverged runs",
+    )
     results: Results = {name: {} for name in arms}
     for (name, seed), config in planned.items():
         result = finished(config, text)
         if result is not None:
             results[name][seed] = result
     return results
+
+
+def _run(config: AnyConfig, text: Text, shares: Sequence[float]) -> None:
+    """Trains and tests a run of a study, unless it has diverged."""
+    if has_diverged(config):
+        return
+    try:
+        train_and_test(config, text, shares)
+    except FloatingPointError:
+        write_text(Path(config.output) / _DIVERGED, to_toml(config))
+        raise
 
 
 def _share_of_study(
