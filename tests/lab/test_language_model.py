@@ -656,6 +656,16 @@ def test_expert_reports_find_what_a_known_gate_does(ragged):
             )
 
 
+def test_routed_text_is_without_dropped_slots():
+    vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
+    encoded = EncodedSentences([[1, 2, 3]] * 9, vocabulary.eos_id)
+    model = build(moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[8], capacity_factor=0.5))
+    routed = route_text(model, encoded)
+    # One batch of 36 tokens: at most 9 slots of each of the 4 experts; 36 · 2 slots were chosen.
+    assert routed.slots_by_gate()[1].max() == 9 and len(routed.windows) == 36
+    assert len(routed.position) == len(routed.expert) == len(routed.gate) <= 36
+
+
 def test_experts_with_few_tokens_come_last():
     def report(expert, share, information):
         return ExpertReport(expert, share, information, purity=1.0, words=[], contexts=[])

@@ -189,9 +189,16 @@ def windows_of(ids: Tensor, mask: Tensor, after: int = NO_WORD) -> Tensor:
 
 
 def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns position, expert and gate of each slot; positions count the layer's tokens from 0."""
+    """Returns position, expert and gate of each slot that is not dropped.
+
+    Positions count the layer's tokens from 0.
+    """
     position = ops.token_index(aux.expert_index, aux.token_offsets)
-    return position.cpu(), aux.expert_index.flatten().cpu(), aux.gates.flatten().cpu()
+    kept = slice(None) if aux.kept is None else aux.kept.flatten()
+    position, expert, gate = (
+        part.flatten()[kept].cpu() for part in (position, aux.expert_index, aux.gates)
+    )
+    return position, expert, gate
 
 
 @contextmanager
