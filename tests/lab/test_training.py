@@ -129,6 +129,8 @@ def test_overrides_are_toml_or_else_strings(tmp_path):
         f"optimizer.eps={10**400}",
         "seed=-1",
         f"seed={2**62}",
+        "num_threads=5000",
+        "timeout=1e300",
     ],
 )
 def test_configuration_errors_say_option_rule_and_value(tmp_path, override):

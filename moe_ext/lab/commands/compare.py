@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ext.lab.training.command import add_overrides, at_least, make_parser
+from moe_ext.lab.training.command import add_overrides, add_seeds, at_least, make_parser
 from moe_ext.lab.training.comparison import (
     arm_titles,
     arms,
@@ -43,13 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = make_parser(__doc__)
     parser.add_argument("config", help="TOML file of a model with a MoE layer")
     add_overrides(parser)
-    parser.add_argument(
-        "--seeds",
-        type=at_least(0),
-        nargs="+",
-        default=[1, 2, 3],
-        help="seeds of the runs (default: 1 2 3)",
-    )
+    add_seeds(parser)
     parser.add_argument(
         "--against", nargs="+", metavar="key=value", help="options to change in the second model"
     )

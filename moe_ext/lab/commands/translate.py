@@ -38,7 +38,7 @@ from moe_ext.lab.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.lab.files import READ_ERRORS, atomic_file, open_plain, plain_lines, reason_of
 from moe_ext.lab.packages import require_package
 from moe_ext.lab.training.checkpoint import load_run
-from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.command import add_threads, at_least, make_parser
 from moe_ext.lab.training.config import ConfigError, TranslationConfig
 from moe_ext.lab.training.device import set_up_torch
 from moe_ext.lab.training.translation import make_translator, require_bleu
@@ -234,12 +234,7 @@ def _options_parser() -> argparse.ArgumentParser:
         default=2_560,
         help="approximate number of source wordpieces in a batch (%(default)s)",
     )
-    parser.add_argument(
-        "--threads",
-        type=at_least(0),
-        default=0,
-        help="number of torch's threads (%(default)s; 0 is torch's default)",
-    )
+    add_threads(parser)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     return parser
 

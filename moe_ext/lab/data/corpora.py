@@ -236,7 +236,7 @@ def load_corpus(
                 raise CorpusError(f"{path} must hold at least one sentence, got none")
             raise CorpusError(
                 f"the {part} part of {path} must hold at least one sentence, got none; "
-                "give a longer text, a larger dev_share or test_share, or one file for each part"
+                "give a longer text, or one file for each part"
             )
     if max_train_sentences is not None:
         corpus = replace(corpus, train=replace(corpus.train, limit=max_train_sentences))

@@ -50,7 +50,8 @@ class LanguageModelConfig:
         memory_slots: number of states that a "moe_lstm" saves for backward; 0 saves all states.
         dtype: dtype of the weights of embedding, softmax and experts: "float32" or "bfloat16". Use
             "bfloat16" only for a model that exceeds the memory in float32. An optimizer update
-            smaller than 2^-9 of a bfloat16 weight is lost to rounding.
+            smaller than 2^-9 of a bfloat16 weight is lost to rounding. The experts of a "moe_lstm"
+            are always float32.
         moe: options of the "moe" and "moe_lstm" layers. A "moe_lstm" ignores hidden_sizes,
             activation and recompute, because its experts are matrices.
         ffn: options of the "ffn" layers.

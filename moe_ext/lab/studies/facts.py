@@ -36,7 +36,7 @@ from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_ext.lab.analysis.costs import moe_ops
 from moe_ext.lab.models.parts import evaluating
 from moe_ext.lab.progress import progress
-from moe_ext.lab.training.command import at_least, make_parser, positive
+from moe_ext.lab.training.command import add_seeds, at_least, make_parser, positive
 from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.stored import Report, Run, Stored, report_stored, run_missing
@@ -394,7 +394,7 @@ def plot(table: Table) -> Figure:
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Table:
     """Runs the study and returns the finished runs."""
     parser = make_parser(__doc__)
-    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
+    add_seeds(parser)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="train only these")
     usual = Settings()
     parser.add_argument("--epochs", type=at_least(1), default=usual.epochs)

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 
 from moe_ext.distributed import CheckpointError
-from moe_ext.lab.training.config import ConfigError
+from moe_ext.lab.training.config import SEED_LIMIT, THREAD_LIMIT, ConfigError
 
+DEFAULT_SEEDS = [1, 2, 3]  # of comparisons and studies
 _LONGEST_ERROR = 1_000  # characters
 
 
@@ -87,28 +88,38 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_seeds(parser: argparse.ArgumentParser) -> None:
+    """Adds the option --seeds, the seeds of the runs, to a parser."""
+    parser.add_argument(
+        "--seeds",
+        type=at_least(0, SEED_LIMIT),
+        nargs="+",
+        default=DEFAULT_SEEDS,
+        help="seeds of the runs (default: 1 2 3)",
+    )
+
+
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """Adds the option --threads to the parser of a script without a configuration."""
     parser.add_argument(
         "--threads",
-        type=at_least(0),
+        type=at_least(0, THREAD_LIMIT),
         default=0,
         help="number of torch's threads (0: torch's default)",
     )
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Makes an argparse type for whole numbers of at least `minimum`."""
+def at_least(minimum: int, below: int | None = None) -> Callable[[str], int]:
+    """Makes an argparse type for whole numbers of at least `minimum`, and less than `below`."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number of at least {minimum}, got {text!r}"
-            )
+        if value < minimum or (below is not None and value >= below):
+            rule = f"of at least {minimum}" if below is None else f"in [{minimum}, {below})"
+            raise argparse.ArgumentTypeError(f"must be a whole number {rule}, got {text!r}")
         return value
 
     return parse

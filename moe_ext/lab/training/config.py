@@ -24,6 +24,9 @@ from moe_ext.lab.files import read_file
 from moe_ext.lab.models import LanguageModelConfig, TranslationModelConfig
 
 _MAX_BYTES = 2**20  # of a configuration file
+SEED_LIMIT = 2**62  # torch's generators take 64-bit seeds
+THREAD_LIMIT = 2**12  # of num_threads; more would end the process instead of an error
+_LONGEST_TIMEOUT = 1e9  # seconds
 
 
 class ConfigError(ValueError):
@@ -46,8 +49,9 @@ class DataConfig:
         min_count: minimum number of occurrences of a word in a made vocabulary; 1 for wordpieces.
         encoded: folder of memory-mapped files for the ids, reused by later runs. Use a folder for a
             corpus larger than the memory. "" keeps the ids in memory.
-        num_workers: number of worker processes for each rank. Workers read the text, and make the
-            batches of training. 0 does this in the rank's own process.
+        num_workers: number of worker processes for each rank. Workers count the words of a made
+            vocabulary, make the batches of training and, with `encoded`, encode the text. 0 does
+            this in the rank's own process.
         tokens_per_batch: approximate number of predictions per batch.
         max_length: maximum number of predictions in a row of a training batch; 0 is no limit.
         max_train_sentences: maximum number of training sentences, from the beginning; 0 is no
@@ -96,7 +100,7 @@ class ParallelDataConfig:
             `PairBatches`.
         encoded: folder of memory-mapped files for wordpieces and ids, reused by later runs. ""
             keeps wordpieces and ids in memory.
-        num_workers: number of worker processes for each rank. Workers read the text, and make the
+        num_workers: number of worker processes for each rank. Workers encode the text and make the
             batches of training. 0 does this in the rank's own process.
         tokens_per_batch: approximate number of source tokens plus predictions per batch.
         max_length: maximum number of source tokens and of predictions of a training pair; longer
@@ -249,11 +253,12 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        # torch's generators take 64-bit seeds.
-        require(0 <= self.seed < 2**62, "seed", "be in [0, 2**62)", self.seed)
+        require(0 <= self.seed < SEED_LIMIT, "seed", f"be in [0, {SEED_LIMIT})", self.seed)
         require_at_least(1, steps=self.steps)
-        require_at_least(0, num_threads=self.num_threads)
-        require(self.timeout > 0, "timeout", "be positive", self.timeout)
+        threads, rule = self.num_threads, f"be in [0, {THREAD_LIMIT})"
+        require(0 <= threads < THREAD_LIMIT, "num_threads", rule, threads)
+        known, rule = 0 < self.timeout <= _LONGEST_TIMEOUT, f"be in (0, {_LONGEST_TIMEOUT:g}]"
+        require(known, "timeout", rule, self.timeout)
         require(self.autocast in ("", "bfloat16"), "autocast", 'be "" or "bfloat16"', self.autocast)
 
 

@@ -69,7 +69,8 @@ def evaluate(
     """Computes the negative log-likelihood of a text, with the full softmax, without gate noise.
 
     Dropout is off. The negative log-likelihood of each sentence is summed in float64 over its
-    predictions. So tokens_per_batch changes the result by rounding only.
+    predictions. So tokens_per_batch changes the result by rounding only, unless the experts have a
+    capacity or choose their tokens.
 
     Args:
         model: a model on any device. Its training mode is restored.
