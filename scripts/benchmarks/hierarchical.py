@@ -7,7 +7,7 @@ import sys
 
 from moe_ext.lab.benchmarks.hierarchical import main
 from moe_ext.lab.benchmarks.memory import keep_freed_memory
-from moe_ext.lab.training import exit_status
+from moe_ext.lab.training.command import exit_status
 
 if __name__ == "__main__":
     keep_freed_memory()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from moe_ext.lab.studies.translation import main
-from moe_ext.lab.training import exit_status
+from moe_ext.lab.training.command import exit_status
 
 if __name__ == "__main__":
     root = Path(__file__).resolve().parents[2]
