@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.checks import require
+from moe_ext.checks import require, require_one_of
 from moe_ext.distributed._rows import columns_of
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.gates import Routing
@@ -20,8 +20,7 @@ def require_capacity(capacity_factor: float | None, drop: Drop) -> None:
     """Raises ValueError if an option of `MoE` is out of range, or if drop has no effect."""
     if capacity_factor is not None:
         require(capacity_factor > 0, "MoE: capacity_factor", "be above 0", capacity_factor)
-    names = get_args(Drop)
-    require(drop in names, "MoE: drop", f"be one of {', '.join(names)}", drop)
+    require_one_of("MoE: drop", get_args(Drop), drop)
     has_effect = capacity_factor is not None or drop == "position"
     require(has_effect, "MoE: drop", "be left out without capacity_factor", drop)
 

@@ -1,6 +1,6 @@
 """Argument checks with one common form of error message."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ __all__ = [
     "require_k",
     "require_k_of_levels",
     "require_mask",
+    "require_one_of",
     "require_shape",
     "require_sizes",
 ]
@@ -33,6 +34,11 @@ def require(holds: bool, name: str, rule: str, value: object) -> None:
     """
     if not holds:
         raise ValueError(f"{name} must {rule}, got {value!r}")
+
+
+def require_one_of(name: str, choices: Collection[object], value: object) -> None:
+    """Raises ValueError unless value is one of the choices; see `require`."""
+    require(value in choices, name, f"be one of {', '.join(map(str, choices))}", value)
 
 
 def given(**values: float | None) -> dict[str, float]:

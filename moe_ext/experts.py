@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from moe_ext import ops
 from moe_ext._former_names import current_names
-from moe_ext.checks import is_whole, require, require_sizes
+from moe_ext.checks import is_whole, require, require_one_of, require_sizes
 from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, Activation
 
 __all__ = ["Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
@@ -162,12 +162,7 @@ class FeedForwardExperts(Experts):
             hidden_sizes,
         )
         require_sizes("FeedForwardExperts", 0, first_expert=first_expert)
-        require(
-            activation in ACTIVATIONS,
-            "FeedForwardExperts: activation",
-            f"be one of {', '.join(ACTIVATIONS)}",
-            activation,
-        )
+        require_one_of("FeedForwardExperts: activation", ACTIVATIONS, activation)
         args = [float(number) for number in activation_args or ()]
         clamped = activation in CLAMPED_ACTIVATIONS
         require(

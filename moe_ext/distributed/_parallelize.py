@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext.checks import require
+from moe_ext.checks import require_one_of
 from moe_ext.distributed._parameters import expert_parameters, expert_tensors
 from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.optim import split_parameters
@@ -54,7 +54,7 @@ def parallelize(
         ValueError: `dense` is unknown, or a parameter or buffer of custom experts does not have one
             row for each expert.
     """
-    require(dense in get_args(_Dense), "parallelize: dense", 'be "ddp" or "fsdp"', dense)
+    require_one_of("parallelize: dense", get_args(_Dense), dense)
     world = Layout.of(process_group).world
     if world.size == 1:
         return model

@@ -226,12 +226,9 @@ class Exchange:
             )
             return y, ()
 
-        gates, expert_index, token_offsets = (
-            routing.gates,
-            routing.expert_index,
-            routing.token_offsets,
+        y, tokens_per_expert, _ = self.run(
+            x, routing.gates, routing.expert_index, routing.token_offsets, compute
         )
-        y, tokens_per_expert, _ = self.run(x, gates, expert_index, token_offsets, compute)
         return y, tokens_per_expert
 
     def run(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.checks import require, require_sizes
+from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.distributed._groups import GroupExchange, gate_of_groups
 from moe_ext.distributed._rows import scale_grad
 from moe_ext.distributed.exchange import Exchange, ExchangeUnit
@@ -65,8 +65,7 @@ class ExpertParallel:
             ("exchange", get_args(ExchangeUnit)),
             ("placement", (*get_args(Placement), None)),
         ):
-            value, listed = getattr(self, name), ", ".join(map(str, names))
-            require(value in names, f"ExpertParallel: {name}", f"be one of {listed}", value)
+            require_one_of(f"ExpertParallel: {name}", names, getattr(self, name))
         require_sizes("ExpertParallel", num_chunks=self.num_chunks)
 
 

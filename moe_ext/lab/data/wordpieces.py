@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-from moe_ext.checks import given, require, require_at_least
+from moe_ext.checks import given, require, require_at_least, require_one_of
 from moe_ext.lab.files import atomic_file, read_file
 from moe_ext.lab.packages import require_package
 
@@ -98,7 +98,7 @@ class Wordpieces:
             ValueError: an argument is out of range, or the text is too short for vocab_size, or the
                 text has more distinct characters than vocab_size.
         """
-        require(kind in PIECE_KINDS, "Wordpieces.train: kind", 'be "bpe" or "unigram"', kind)
+        require_one_of("Wordpieces.train: kind", PIECE_KINDS, kind)
         name = "Wordpieces.train"
         require_at_least(1, name, vocab_size=vocab_size, **given(max_sentences=max_sentences))
         require(

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require_at_least, require_one_of
 from moe_ext.experts import uniform_
 from moe_ext.ops import accumulation_dtype
 
@@ -52,8 +52,7 @@ class Attention(nn.Module):
     def __init__(self, d_source: int, d_target: int, units: int, kind: str = "product") -> None:
         super().__init__()
         require_at_least(1, "Attention", d_source=d_source, d_target=d_target, units=units)
-        kinds = ", ".join(ATTENTION_KINDS)
-        require(kind in ATTENTION_KINDS, "Attention: kind", f"be one of {kinds}", kind)
+        require_one_of("Attention: kind", ATTENTION_KINDS, kind)
         self.kind = kind
         self.u = nn.Parameter(torch.empty(d_source, units))
         self.w = nn.Parameter(torch.empty(d_target, units))

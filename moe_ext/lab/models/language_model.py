@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moe_ext import MoEAux, MoELSTM
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_at_least, require_one_of
 from moe_ext.lab.data import Batch
 from moe_ext.lab.models.lstm import LSTM
 from moe_ext.lab.models.parts import (
@@ -79,7 +79,7 @@ class LanguageModelConfig:
         )
         require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
         require_lstm_units(self.lstm_units, self.d_model)
-        require(self.dtype in DTYPES, "dtype", f"be one of {', '.join(DTYPES)}", self.dtype)
+        require_one_of("dtype", DTYPES, self.dtype)
         if "moe_lstm" in self.layers:
             rule = "if layers contain moe_lstm"
             kinds = ("noisy_topk", "topk")

@@ -27,7 +27,7 @@ from moe_ext import (
     TopKGate,
     ZLoss,
 )
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_at_least, require_one_of
 from moe_ext.experts import uniform_
 from moe_ext.lab.models.sampled_softmax import SampledSoftmax
 from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, Activation, Score
@@ -49,7 +49,7 @@ _ONLY_OF_TOPK = {"score": "softmax", "renormalize": True, "scale": 1.0, "bias_up
 
 def _require_activation(name: str) -> None:
     known = [each for each in ACTIVATIONS if each not in CLAMPED_ACTIVATIONS]
-    require(name in known, "activation", f"be one of {', '.join(known)}", name)
+    require_one_of("activation", known, name)
 
 
 def _require_positive(**sizes: list[int]) -> None:
@@ -132,7 +132,7 @@ class MoEConfig:
     drop: str = "position"
 
     def __post_init__(self) -> None:
-        require(self.gate in _GATE_KINDS, "gate", f"be one of {', '.join(_GATE_KINDS)}", self.gate)
+        require_one_of("gate", _GATE_KINDS, self.gate)
         require_at_least(1, num_experts=self.num_experts)
         require(
             self.num_groups >= 0 and (self.gate not in _FLAT_KINDS or self.num_groups == 0),
@@ -149,8 +149,7 @@ class MoEConfig:
         require_at_least(0, num_identity_experts=self.num_identity_experts)
         require_at_least(0, num_null_experts=self.num_null_experts)
         require_at_least(0, capacity_factor=self.capacity_factor)
-        drops = get_args(Drop)
-        require(self.drop in drops, "drop", f"be one of {', '.join(drops)}", self.drop)
+        require_one_of("drop", get_args(Drop), self.drop)
         if self.capacity_factor == 0:
             require_values(self, {"drop": "position"}, "with capacity_factor = 0")
         choices, rule = self.num_choices, "the number of experts"
@@ -166,8 +165,7 @@ class MoEConfig:
         require_at_least(0, w_switch=self.w_switch, w_z=self.w_z)
         require_at_least(0, w_switch_per_sequence=self.w_switch_per_sequence)
         require_at_least(0, bias_update_rate=self.bias_update_rate)
-        scores = get_args(Score)
-        require(self.score in scores, "score", f"be one of {', '.join(scores)}", self.score)
+        require_one_of("score", get_args(Score), self.score)
         require(self.scale > 0, "scale", "be above 0", self.scale)
         if self.gate != "topk":
             require_values(self, _ONLY_OF_TOPK, f'with gate = "{self.gate}"')

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moe_ext import FeedForwardExperts, MoE
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_at_least, require_one_of
 from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
 from moe_ext.gates import HierarchicalGate, StrictlyBalancedGate
 from moe_ext.lab.analysis.costs import training_flops
@@ -236,8 +236,7 @@ def plan(
         ValueError: exchange or num_devices is out of range, or the model has no "moe" layer, or it
             has a "moe_lstm" layer or zero-computation experts.
     """
-    units = get_args(ExchangeUnit)
-    require(exchange in units, "plan: exchange", f"be one of {', '.join(units)}", exchange)
+    require_one_of("plan: exchange", get_args(ExchangeUnit), exchange)
     require_at_least(1, "plan", num_devices=num_devices)
     kinds = config.model.layers
     require(
