@@ -22,7 +22,6 @@ several times. The script also writes facts.md and facts.png. --report writes th
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,7 +184,6 @@ def run_of(name: str, seed: int, settings: Settings) -> Run:
         seed: seed of the facts, the weights, the order of the facts and the gate's noise.
         settings: the options of the study.
     """
-    started = time.process_time()
     arm, size = arm_and_size(name)
     torch.manual_seed(seed)
     layer = make_layer(arm, settings.logit_std)
@@ -200,7 +198,6 @@ def run_of(name: str, seed: int, settings: Settings) -> Run:
         "ops_of_experts": experts,
         "ops_of_gate": gate,
         "bits": stored_bits(layer, facts),
-        "seconds": round(time.process_time() - started, 1),
     }
 
 

@@ -21,7 +21,6 @@ run takes 3 to 30 minutes on an idle processor. The script also writes mixed_TEX
 import math
 import shlex
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -404,9 +403,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         )
 
     def run(arm: str, seed: int) -> Run:
-        started = time.process_time()
-        result = train_and_test(config_of(arm, seed, options.overrides), text, [QUARTER])
-        return record_of(result, time.process_time() - started)
+        return record_of(train_and_test(config_of(arm, seed, options.overrides), text, [QUARTER]))
 
     if not options.report:
         first = config_of(FIRST, 0, options.overrides)

@@ -28,7 +28,6 @@ without training and without the corpus.
 """
 
 import shlex
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -216,10 +215,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         settings = settings_of(first, text)
 
         def run(arm: str, seed: int) -> Run:
-            started = time.process_time()
             result = train_and_test(config_of(arm, seed, options.overrides), text)
             extra = tested(result.run, options.pair, settings["near_duplicates"])
-            return record_of(result, time.process_time() - started) | extra
+            return record_of(result) | extra
 
         keys = [(arm, seed) for seed in options.seeds for arm in options.arms]
         run_missing(keys, run, path, settings, [*ARMS], runs_folder)

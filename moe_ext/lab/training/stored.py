@@ -6,6 +6,7 @@ repeated, on any machine. The page is made of the file alone.
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -115,6 +116,8 @@ def run_missing(
 ) -> None:
     """Runs what the file of a study lacks, and stores each run as soon as it is finished.
 
+    A stored run has its "seconds", the processor time since it was last started.
+
     You can start the same study several times: each process skips runs that another process has
     begun.
 
@@ -137,7 +140,9 @@ def run_missing(
     def run_and_store(arm: str, seed: int) -> None:
         if is_stored(arm, seed):
             return
+        started = time.process_time()
         finished = {"arm": arm, "seed": seed, **run(arm, seed)}
+        finished["seconds"] = round(time.process_time() - started, 1)
         with _locked(path):
             if not is_stored(arm, seed):  # by a process with other locks
                 runs = [*stored_runs(path, settings), finished]
@@ -228,13 +233,9 @@ def changed_options(settings: Mapping[str, Any], usual: AnyConfig) -> list[str]:
     ]
 
 
-def record_of(result: Result, seconds: float) -> Run:
-    """Converts the result of a run to data for JSON, with its learning curve on the dev part.
-
-    seconds: processor time since the run was last started.
-    """
+def record_of(result: Result) -> Run:
+    """Converts the result of a run to data for JSON, with its learning curve on the dev part."""
     return {
-        "seconds": round(seconds, 1),
         "cost": asdict(result.cost),
         "test_nll": result.test_nll,
         "earlier_nll": {str(share): nll for share, nll in result.earlier_nll.items()},
