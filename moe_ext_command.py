@@ -35,6 +35,6 @@ def main() -> int:
         return 2
     sys.argv[:2] = [f"moe-ext {name}"]  # the usage line begins with it
     module = ".".join(files[name].relative_to(_ROOT).with_suffix("").parts)
-    from moe_ext.lab.training import exit_status
+    from moe_ext.lab.training.command import exit_status
 
     return exit_status(import_module(module).main)

@@ -43,8 +43,8 @@ import moe_ext_command
 from moe_ext.distributed._checkpoint_folder import SUMS, sums_of
 from moe_ext.lab.commands import train
 from moe_ext.lab.data import EncodedPairs, Vocabulary, Wordpieces
-from moe_ext.lab.training import exit_status
 from moe_ext.lab.training.checkpoint import load_run
+from moe_ext.lab.training.command import exit_status
 from moe_ext.lab.training.config import (
     Config,
     ConfigError,
