@@ -162,6 +162,8 @@ def restated(model, batch):
     table = model.embedding if config.shared_embedding else model.target_embedding
     x = drop(table.weight[batch.inputs])
     attention = model.attention_lstm.attention
+    if not config.attend_language:
+        source = source[:, 1:]
 
     def context(m):
         u, w = source @ attention.u, (m @ attention.w)[:, None]
@@ -181,7 +183,7 @@ def restated(model, batch):
         {},
         {"between": "ffn", "attention": "gnmt", "encoder": "stacked"},
         {"between": "none", "lstm_units": 0, "shared_embedding": False},
-        {"encoder": "stacked", "lstm_units": 8},
+        {"encoder": "stacked", "lstm_units": 8, "attend_language": False},
         {"gate": "balanced hierarchical", "attention": "gnmt"},
     ],
 )

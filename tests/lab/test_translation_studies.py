@@ -8,13 +8,17 @@ from dataclasses import asdict
 from functools import partial
 
 import pytest
+import torch
 from test_scripts import ROOT
 
 from moe_ext.lab.analysis import Cost
+from moe_ext.lab.data import batches_of
 from moe_ext.lab.studies import _translation_page as report
 from moe_ext.lab.studies import multilingual, translation
+from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.config import ConfigError, ParallelDataConfig
-from moe_ext.lab.training.text import load_text
+from moe_ext.lab.training.metrics import perplexity
+from moe_ext.lab.training.text import load_part, load_text
 from moe_ext.lab.training.translation import bleu_of_test, translated_test
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -300,10 +304,52 @@ def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
     assert with_trial.count("--seeds 1 --arms 'dense rate 0.002'") == 1
     run = tmp_path / "runs" / "captions" / "dense-rate-0.002-seed1" / "config.toml"
     assert tomllib.loads(run.read_text())["optimizer"]["learning_rate"] == 0.002
+    assert "attends language" not in with_trial
+
+    attending = ["--seeds", "1", "2", "--arms", "dense attends language", "moe attends language"]
+    runs = multilingual.main([*overrides, *places, *attending], root=ROOT)
+    page = (tmp_path / "docs" / "multilingual_captions.md").read_text()
+    assert "| moe against dense |" in page
+    assert "| moe attends language against dense attends language |" in page
+    found = {(run["arm"], run["seed"]): run for run in runs}
+    assert found["moe", 1]["weight_of_language"] == 0
+    for arm in ("moe", "dense"):
+        shown = []
+        for seed in (1, 2):
+            run = found[f"{arm} attends language", seed]
+            weight = run["weight_of_language"]
+            assert 0 < weight < 1
+            shown.append(f"{perplexity(run['dev'][-1][1]):.2f} ({weight:.2f})")
+        assert f"| {arm} attends language | {' | '.join(shown)} |" in page
+    assert f"| moe | {perplexity(found['moe', 1]['dev'][-1][1]):.2f} (0.00) |  |" in page
+    assert page.count("--seeds 1 2 --arms 'dense rate 0.002' 'moe attends language'") == 1
     tables = [
         re.findall(r"^\| (?:moe|dense|en-de) \|.*M.*$", text, re.M) for text in (page, with_trial)
     ]
     assert tables[0] == tables[1] and len(tables[0]) == 2
+
+
+def test_attention_on_the_language_token(parallel_corpus, tmp_path):
+    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    overrides = [*TINY, f"data.corpus={parallel_corpus}"]
+    arm = ["--seeds", "1", "--arms", "dense attends language"]
+    multilingual.main([*overrides, *places, *arm], root=ROOT)
+    folder = tmp_path / "runs" / "captions" / "dense-attends-language-seed1"
+    trained = load_run(folder)
+    dev = load_part(trained.config.data, trained.vocabulary, "dev")
+    lstm, weights = trained.model.attention_lstm, []
+    lstm.attention.register_forward_hook(
+        lambda module, inputs, output: weights.append(float(output[1][0, 0, 0]))
+    )
+    with torch.no_grad():
+        for batch in batches_of(dev, tokens_per_batch=1, shuffle=False).epoch(0):  # one pair each
+            lstm(
+                trained.model.embedding(batch.inputs),
+                trained.model.encode(batch.source, batch.source_mask),
+            )
+    assert len(weights) == dev.num_tokens
+    mean = sum(weights) / len(weights)
+    assert multilingual.weight_of_language(folder, dev) == pytest.approx(mean, rel=1e-5)
 
 
 def test_the_better_model_has_less_perplexity_and_more_bleu():

@@ -126,6 +126,13 @@ def test_errors_of_the_data_options(table, option, value):
         merged(table, data={option: value})
 
 
+def test_only_a_model_of_several_pairs_may_skip_the_language_token(table):
+    assert not merged(table, model={"attend_language": False}).model.attend_language
+    message = "^option model.attend_language must be true if .* one language pair, got False"
+    with pytest.raises(ConfigError, match=message):
+        merged(table, data={"pairs": ["en-fr"]}, model={"attend_language": False})
+
+
 # Text
 
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moe_ext import MoEAux, ops
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_at_least, require_one_of
 from moe_ext.lab.data import PairBatch
 from moe_ext.lab.models.attention import ATTENTION_KINDS, Attention
 from moe_ext.lab.models.lstm import LSTM, LSTMState
@@ -43,6 +43,9 @@ class TranslationModelConfig:
             LSTM reads the output of the left-to-right LSTM.
         attention: "product" or "gnmt" (App. G).
         attention_units: A of `Attention`; 0 means d_model.
+        attend_language: whether the attention sees the first source token. In a model of several
+            language pairs, this is ``<2xx>``, on which the attention can get stuck for thousands of
+            steps.
         between: layer before the last LSTM of the encoder and of the decoder: "moe", "ffn" (dense)
             or "none".
         dropout: dropout probability of the embeddings and of the output of each layer.
@@ -57,6 +60,7 @@ class TranslationModelConfig:
     encoder: str = "parallel"
     attention: str = "product"
     attention_units: int = 0
+    attend_language: bool = True
     between: str = "moe"
     dropout: float = 0.4
     shared_embedding: bool = True
@@ -67,13 +71,9 @@ class TranslationModelConfig:
         require_at_least(1, d_model=self.d_model)
         require_at_least(0, attention_units=self.attention_units)
         require_lstm_units(self.lstm_units, self.d_model)
-        for name, kinds in (
-            ("encoder", _ENCODER_KINDS),
-            ("attention", ATTENTION_KINDS),
-            ("between", _BETWEEN_KINDS),
-        ):
-            value = getattr(self, name)
-            require(value in kinds, name, f"be one of {', '.join(kinds)}", value)
+        require_one_of("encoder", _ENCODER_KINDS, self.encoder)
+        require_one_of("attention", ATTENTION_KINDS, self.attention)
+        require_one_of("between", _BETWEEN_KINDS, self.between)
         require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
         causal = self.moe.gate != "expert_choice"
         rule = 'not be "expert_choice", which cannot decode word by word'
@@ -88,7 +88,7 @@ class Encoded(NamedTuple):
     Attributes:
         output: [B, S, D], output of the encoder.
         keys: [B, S, A], keys of the attention.
-        mask: [B, S] bool, True at tokens.
+        mask: [B, S] bool, True at tokens that the attention sees.
     """
 
     output: Tensor
@@ -349,6 +349,8 @@ class TranslationModel(WordModel):
             h = h + self.dropout(self.backwards(h, mask, reverse=True))
         h, aux = self._between(self.encoder_between, h, mask)
         h = h + self.dropout(self.encoder_top(h, mask))
+        if not self.config.attend_language:
+            mask = F.pad(mask[:, 1:], (1, 0))
         return Encoded(h, self.attention_lstm.attention.keys(h), mask), aux
 
     def _between(

@@ -15,8 +15,10 @@ wordpieces:
 - moe-oversampled: the model moe, with every language pair oversampled to the size of the largest;
   --arms selects it, for --text manuals, whose pairs differ in size
 
-The arm "dense rate 0.002" is the model dense with another learning rate, "moe dropout 0.3" with
-another dropout. --arms selects such arms.
+With captions, the attention of the multilingual models does not see the token ``<2xx>``, with which
+each source begins. It sees this token in the arms "moe attends language" and "dense attends
+language". The arm "dense rate 0.002" is the model dense with another learning rate, "moe dropout
+0.3" with another dropout. --arms selects such arms.
 
 By default, the corpus is Multi30k, with captions of images in English, German and French. CORPUS is
 a folder with its files train, val and test_2016_flickr. The corpus of --text manuals has manuals,
@@ -34,7 +36,7 @@ writes them without training and without the corpus.
 import json
 import shlex
 import statistics
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +44,8 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from moe_ext.lab.data import EncodedPairs, PairBatch, batches_of
+from moe_ext.lab.models import TranslationModel
 from moe_ext.lab.studies._translation_page import (
     BLEU,
     CLAIM_HEADER,
@@ -53,6 +57,7 @@ from moe_ext.lab.studies._translation_page import (
     paragraph,
 )
 from moe_ext.lab.studies.translation import TEXTS
+from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
@@ -85,11 +90,19 @@ from moe_ext.lab.training.translation import bleu_of_test, require_bleu
 MIXTURE, DENSE, SINGLE, OVERSAMPLED = "moe", "dense", "single", "moe-oversampled"
 MODELS = (MIXTURE, DENSE, SINGLE, OVERSAMPLED)
 _CONFIGS = {MIXTURE: "moe-32", DENSE: "dense", SINGLE: "dense", OVERSAMPLED: "moe-32"}
-_TRIED = {  # the model and the setting of each arm with another learning rate or dropout
-    model + suffix: (model, setting)
-    for suffix, setting in TRIALS.items()
+ATTENDS = " attends language"
+_ENDINGS = {  # the options of arms whose names end so
+    **TRIALS,
+    ATTENDS: "model.attend_language=true",
+    f"{ATTENDS}, rate 0.002": "model.attend_language=true optimizer.learning_rate=2e-3",
+    f"{ATTENDS}, rate 0.008": "model.attend_language=true optimizer.learning_rate=8e-3",
+}
+_TRIED = {  # the model and the options of these arms
+    model + ending: (model, *settings.split())
+    for ending, settings in _ENDINGS.items()
     for model in (MIXTURE, DENSE)
 }
+_ATTENTION_SENTENCES = 200  # dev sentences of each language pair for `weight_of_language`
 
 
 class Settings(NamedTuple):
@@ -115,9 +128,9 @@ SETTINGS = {
     "captions": Settings(
         (
             'data.pairs=["en-de","de-en","en-fr","fr-en"]', "data.vocab_size=6000",
-            "steps=5000", "log.eval_every=500",
+            "steps=5000", "log.eval_every=500", "model.attend_language=false",
         ),
-        ("steps=2500", "optimizer.warmup_steps=150"),
+        ("steps=2500", "optimizer.warmup_steps=150", "model.attend_language=true"),
     ),
     "manuals": Settings(
         (
@@ -185,8 +198,8 @@ def of_models(runs: Sequence[Run]) -> list[Run]:
 
 
 def model_of(run: Run) -> str:
-    """Returns the model of a run, without its language pair."""
-    return run["arm"].partition(" ")[0]
+    """Returns the arm of a run; the models of a single language pair are one."""
+    return SINGLE if run["arm"].startswith(f"{SINGLE} ") else run["arm"]
 
 
 def settings_of(config: TranslationConfig, text: PairText) -> dict[str, Any]:
@@ -227,9 +240,45 @@ def tested(result: Result, text: PairText, least: Sequence[str]) -> dict[str, An
     }
 
 
+def weight_of_language(run: Path, dev: EncodedPairs) -> float:
+    """Computes the mean attention weight of the first source token, ``<2xx>``, over predictions."""
+    model = load_run(run).model
+    assert isinstance(model, TranslationModel)
+    total, number = 0.0, 0
+    for batch in batches_of(dev, tokens_per_batch=2_560, shuffle=False).epoch(0):
+        assert isinstance(batch, PairBatch)
+        state = model.start(model.encode(batch.source, batch.source_mask))
+        for inputs, mask in zip(batch.inputs.T, batch.mask.T, strict=True):
+            _, attention, state = model.step(inputs, state)
+            total += float(attention[mask, 0].double().sum())
+            number += int(mask.sum())
+    return total / number
+
+
+def attention_table(runs: Sequence[Run]) -> str:
+    """Compares the attention on ``<2xx>`` with the dev perplexity; "" if no run attends to it."""
+    cells: dict[str, dict[int, str]] = defaultdict(dict)
+    for run in runs:
+        if model_of(run) != SINGLE:
+            weight = run.get("weight_of_language")
+            shown = "not measured" if weight is None else f"{weight:.2f}"
+            dev = perplexity(run["dev"][-1][1])
+            cells[run["arm"]][run["seed"]] = f"{dev:.2f} ({shown})"
+    if not any(ATTENDS in arm for arm in cells):
+        return ""
+    seeds = sorted(set().union(*cells.values()))
+    rows = [[arm, *(of_seed.get(seed, "") for seed in seeds)] for arm, of_seed in cells.items()]
+    table = markdown_table(["model", *(f"seed {seed}" for seed in seeds)], rows)
+    return (
+        "Each source begins with the token `<2xx>` of its target language. Where the attention "
+        "sees this token, it can get stuck on it. This table shows the dev perplexity at the end, "
+        f"and in parentheses the mean attention weight of `<2xx>`:\n\n{table}\n"
+    )
+
+
 def figures(runs: Sequence[Run]) -> dict[str, dict[str, dict[int, Figures]]]:
     """Collects the results of finished runs by model, language pair and seed."""
-    found: dict[str, dict[str, dict[int, Figures]]] = {model: {} for model in MODELS}
+    found: dict[str, dict[str, dict[int, Figures]]] = defaultdict(dict)
     for run in runs:
         of_model = found[model_of(run)]
         for languages, values in run["pairs"].items():
@@ -246,6 +295,7 @@ _CLAIMS = (  # in the mean over the language pairs
     (MIXTURE, DENSE, "one mixture translates better than one dense model"),
     (MIXTURE, SINGLE, "one mixture translates better than a dense model for each language pair"),
     (OVERSAMPLED, MIXTURE, "oversampling improves the mixture"),
+    (MIXTURE + ATTENDS, DENSE + ATTENDS, "the first claim, if the attention sees `<2xx>`"),
 )
 
 
@@ -283,7 +333,7 @@ def comparison(
 
 
 def comparisons(runs: Sequence[Run]) -> list[Comparison]:
-    """Tests the claims about models that both have runs."""
+    """Tests the claims about arms that both have runs."""
     found = figures(runs)
     compared = (comparison(found, *claim) for claim in _CLAIMS)
     return [each for each in compared if each is not None]
@@ -360,8 +410,7 @@ def as_markdown(
         signature = f"Signatures of sacreBLEU: {', '.join(signatures)}; tok:char is for Japanese"
     arms = arms_of((*MODELS, *_TRIED), [*settings["train_pairs"]])
     results = results_of(runs, arms, "dev")
-    all_hours = core_hours(runs)
-    runs = of_models(runs)
+    all_runs, runs = runs, of_models(runs)
     models = {model_of(run) for run in runs}
     training = [
         f"- Training: steps of about {settings['data.tokens_per_batch']:,} source and target "
@@ -396,7 +445,8 @@ def as_markdown(
         f"- {BLEU} {signature}.\n"
         "- Operations and parameters do not include embedding and softmax.\n\n"
         f"{trials(settings, results, (MIXTURE, DENSE), TRIALS)}"
-        f"{all_hours}\n\n"
+        f"{attention_table(all_runs)}"
+        f"{core_hours(all_runs)}\n\n"
         f"```\n{command}\n```\n"
     )
 
@@ -463,7 +513,6 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
         text.vocabulary.save(wordpieces)
 
         def run(arm: str, seed: int) -> Run:
-            started = time.process_time()
             of_pair = arm.startswith(f"{SINGLE} ")
             model, languages = arm.split(" ") if of_pair else (arm, "")
             overrides = [*options.overrides, f"data.wordpieces={wordpieces}"]
@@ -476,8 +525,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
             own = load_text(config.data) if languages else text
             result = train_and_test(config, own)
             extra = tested(result, own, least)
+            if not languages:
+                dev = own.dev.first(_ATTENTION_SENTENCES)
+                extra["weight_of_language"] = weight_of_language(result.run, dev)
             extra |= {"steps": config.steps, "learning_rate": config.optimizer.learning_rate}
-            return record_of(result, time.process_time() - started) | extra
+            return record_of(result) | extra
 
         run_missing(
             [(arm, seed) for seed in options.seeds for arm in arms_of(options.arms, pairs)],
@@ -491,7 +543,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
     def report(stored: Stored) -> Report | None:
         if not (runs := of_models(stored.runs)):
             return None
-        compared = comparisons(runs)
+        compared = comparisons(stored.runs)
         changed = changed_options(stored.settings, config_of(MIXTURE, []))
         command = ["python", "scripts/studies/multilingual.py", "--text", options.text]
         command += ["data.corpus=CORPUS", *changed]

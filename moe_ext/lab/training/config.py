@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_at_least, require_one_of
 from moe_ext.lab.data.wordpieces import PIECE_KINDS
 from moe_ext.lab.files import read_file
 from moe_ext.lab.models import LanguageModelConfig, TranslationModelConfig
@@ -70,8 +70,7 @@ class DataConfig:
     max_train_sentences: int = 0
 
     def __post_init__(self) -> None:
-        kinds = ("words", *PIECE_KINDS)
-        require(self.kind in kinds, "kind", f"be one of {', '.join(kinds)}", self.kind)
+        require_one_of("kind", ("words", *PIECE_KINDS), self.kind)
         require_at_least(3, vocab_size=self.vocab_size)
         require_at_least(1, min_count=self.min_count, tokens_per_batch=self.tokens_per_batch)
         no_minimum = self.kind == "words" or self.min_count == 1
@@ -133,7 +132,7 @@ class ParallelDataConfig:
             )
         require(len(set(self.pairs)) == len(self.pairs), "pairs", "be distinct", self.pairs)
         require_at_least(3, vocab_size=self.vocab_size)
-        require(self.kind in PIECE_KINDS, "kind", 'be "bpe" or "unigram"', self.kind)
+        require_one_of("kind", PIECE_KINDS, self.kind)
         require_at_least(0, max_train_pairs=self.max_train_pairs)
         require_at_least(0, num_workers=self.num_workers, max_length=self.max_length)
         require(
@@ -187,8 +186,7 @@ class OptimizerConfig:
         require(0 <= self.beta2 < 1, "beta2", "be in [0, 1)", self.beta2)
         require(self.eps > 0, "eps", "be positive", self.eps)
         for name in ("experts", "embedding"):
-            value = getattr(self, name)
-            require(value in ("adam", "factored_adam"), name, "be adam or factored_adam", value)
+            require_one_of(name, ("adam", "factored_adam"), getattr(self, name))
 
 
 @dataclass
@@ -289,6 +287,11 @@ class TranslationConfig(RunConfig):
     task: str = "translation"
     data: ParallelDataConfig = field(default_factory=ParallelDataConfig)
     model: TranslationModelConfig = field(default_factory=TranslationModelConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        attend, rule = self.model.attend_language, "be true if data.pairs has one language pair"
+        require(attend or len(self.data.pairs) > 1, "model.attend_language", rule, attend)
 
 
 AnyConfig = Config | TranslationConfig
