@@ -14,7 +14,7 @@ from moe_ext import ops
 from moe_ext.checks import require, require_at_least
 from moe_ext.losses import cv_squared, importance_loss
 
-__all__ = ["Balance", "LayerBalance", "balance", "experts_modules"]
+__all__ = ["ModelBalance", "LayerBalance", "balance", "experts_modules"]
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -40,12 +40,12 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def balance(model: nn.Module, w_importance: float = 0.0) -> "Balance":
+def balance(model: nn.Module, w_importance: float = 0.0) -> "ModelBalance":
     """Starts to measure the balance of the experts in each mixture layer of a transformers model.
 
     The measurement adds a hook to each module of `experts_modules`. The outputs of the model are
     bitwise identical. With expert parallelism, it counts the tokens of this rank, over all experts.
-    Use the result in a ``with`` statement, or call its `Balance.remove`:
+    Use the result in a ``with`` statement, or call its `ModelBalance.remove`:
 
         >>> from transformers import MixtralConfig, MixtralForCausalLM
         >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, vocab_size=50)
@@ -68,19 +68,19 @@ def balance(model: nn.Module, w_importance: float = 0.0) -> "Balance":
 
     Args:
         model: a model of transformers, or a module that contains one.
-        w_importance: the scale of `Balance.loss`. 0: no loss; the hooks then hold no autograd
+        w_importance: the scale of `ModelBalance.loss`. 0: no loss; the hooks then hold no autograd
             graph. A loss with gradient checkpointing needs ``use_reentrant=False``; a compiled
             model then also needs ``fullgraph=False``.
 
     Raises:
         ValueError: the model has no experts module, or w_importance is negative.
     """
-    return Balance(model, w_importance)
+    return ModelBalance(model, w_importance)
 
 
 @dataclass(frozen=True)
 class LayerBalance:
-    """Holds what a mixture layer routed since the start or the last `Balance.reset`.
+    """Holds what a mixture layer routed since the start or the last `ModelBalance.reset`.
 
     Attributes:
         name: the name of the experts module in the model.
@@ -121,7 +121,7 @@ class LayerBalance:
         return (load.max() / load.mean().clamp_min(1e-30)).item()
 
 
-class Balance:
+class ModelBalance:
     """Measures the balance of the experts; `balance` describes how to use it.
 
     The results cover all tokens that reach the experts on this rank, including padding. To exclude
@@ -189,13 +189,15 @@ class Balance:
         Raises:
             ValueError: w_importance is 0, or no layer ran.
         """
-        require(self.w_importance > 0, "Balance.losses: w_importance", "be above 0", 0)
+        require(self.w_importance > 0, "ModelBalance.losses: w_importance", "be above 0", 0)
         losses = {
             recorder.name: importance_loss(recorder.last_importance, self.w_importance)
             for recorder in self._recorders
             if recorder.last_importance is not None
         }
-        require(bool(losses), "Balance.losses: model", "run a forward pass before the loss", None)
+        require(
+            bool(losses), "ModelBalance.losses: model", "run a forward pass before the loss", None
+        )
         return losses
 
     def reset(self) -> None:
@@ -229,7 +231,8 @@ class Balance:
             from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise ImportError(
-                f"Balance.plot: matplotlib must be installed (pip install matplotlib), got: {error}"
+                "ModelBalance.plot: matplotlib must be installed (pip install matplotlib), "
+                f"got: {error}"
             ) from error
         layers = self.layers
         shares = torch.full((len(layers), max(layer.num_experts for layer in layers)), torch.nan)
@@ -266,8 +269,8 @@ class Balance:
         if mask is not None:
             if mask.numel() != len(gates):
                 raise ValueError(
-                    f"Balance: mask must have one element for each of the {len(gates)} tokens, "
-                    f"got shape {tuple(mask.shape)}"
+                    f"ModelBalance: mask must have one element for each of the {len(gates)} "
+                    f"tokens, got shape {tuple(mask.shape)}"
                 )
             mask = mask.to(gates.device).reshape(-1, 1).bool()
         recorder.add(gates, expert_index, mask)

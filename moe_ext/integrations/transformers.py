@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_ext import _C, ops
 from moe_ext.integrations._transformers_balance import (
-    Balance,
     LayerBalance,
+    ModelBalance,
     balance,
     experts_modules,
 )
@@ -54,8 +54,8 @@ except ImportError as error:
 
 __all__ = [
     "TESTED_VERSIONS",
-    "Balance",
     "LayerBalance",
+    "ModelBalance",
     "balance",
     "experts_forward",
     "experts_modules",

@@ -9,7 +9,7 @@ import reference as ref
 import torch
 
 from moe_ext import importance_loss
-from moe_ext.integrations.transformers import Balance, balance, experts_modules
+from moe_ext.integrations.transformers import ModelBalance, balance, experts_modules
 
 transformers = pytest.importorskip("transformers")
 
@@ -367,7 +367,7 @@ def test_plot_is_an_image(tmp_path):
 
 def test_plot_names_the_missing_package(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="Balance.plot: matplotlib must be installed"):
+    with pytest.raises(ImportError, match="ModelBalance.plot: matplotlib must be installed"):
         balance(OwnExperts(2)).plot(tmp_path / "balance.png")
 
 
@@ -381,7 +381,7 @@ def test_errors_name_the_argument_and_the_value():
         balance(experts).losses()
     with pytest.raises(ValueError, match="run a forward pass before the loss"):
         balance(experts, w_importance=1).loss()
-    measured = Balance(experts)
+    measured = ModelBalance(experts)
     measured.mask = torch.ones(2, 2)
     rule = r"one element for each of the 3 tokens, got shape \(2, 2\)"
     with pytest.raises(ValueError, match=rule):
