@@ -118,11 +118,13 @@ class StrictlyBalancedGate(Gate):
     """Implements the batchwise mask and the thresholds of both strictly balanced gates.
 
     Attributes:
+        w_gate: [D, E] parameter W_g, or [D, a] of the primary gate.
         threshold: [E] parameter, the threshold of each expert, or [a] of each group.
         batchwise: whether to select by the batchwise mask in evaluation mode too.
     """
 
     routes_by_batch: ClassVar[bool] = True
+    w_gate: Tensor
     threshold: Tensor
     initialized: Tensor
 
@@ -137,6 +139,16 @@ class StrictlyBalancedGate(Gate):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, detach_scores={self.detach_scores}"
+
+    def _select(self, x: Tensor, k: int, ranks: Ranks | None) -> tuple[Tensor, Tensor, _Mask]:
+        """Selects k columns of w_gate for each token of x: logits [T, E], gates [R] and mask."""
+        logits = self.logits(x, self.w_gate)
+        scores = self._scores(logits)
+        if self.training or self.batchwise:
+            mask = self._by_batch(scores, k, ranks)
+        else:
+            mask = _by_threshold(scores, self.threshold)
+        return logits, ops.selected_softmax(logits, mask.expert_index, mask.row_offsets), mask
 
     def _scores(self, logits: Tensor) -> Tensor:
         """Computes G_σ = softmax(logits), the scores by which the masks select."""
@@ -245,13 +257,7 @@ class BalancedGate(StrictlyBalancedGate):
         See `Gate.forward` for ranks.
         """
         ranks = several(ranks)
-        gate_logits = self.logits(x, self.w_gate)
-        scores = self._scores(gate_logits)
-        if self.training or self.batchwise:
-            mask = self._by_batch(scores, self.k, ranks)
-        else:
-            mask = _by_threshold(scores, self.threshold)
-        gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
+        gate_logits, gates, mask = self._select(x, self.k, ranks)
         agreement = self._agreement(mask)
         agreements = [] if agreement is None else [agreement]
         slots = gates, mask.expert_index, mask.row_offsets
@@ -317,13 +323,7 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
 
         See `HierarchicalGate.select_groups`.
         """
-        gate_logits = self.logits(x, self.w_gate)
-        scores = self._scores(gate_logits)
-        if self.training or self.batchwise:
-            mask = self._by_batch(scores, self.k_of_levels[0], several(ranks))
-        else:
-            mask = _by_threshold(scores, self.threshold)
-        gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
+        _, gates, mask = self._select(x, self.k_of_levels[0], several(ranks))
         details = self._agreement(mask)
         return PrimarySelection(gates, mask.expert_index, mask.row_offsets, details=details)
 

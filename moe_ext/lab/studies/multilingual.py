@@ -193,7 +193,7 @@ def arms_of(models: Iterable[str], pairs: Sequence[str]) -> list[str]:
 
 
 def of_models(runs: Sequence[Run]) -> list[Run]:
-    """Leaves out the runs with another learning rate or dropout."""
+    """Leaves out the runs with other options."""
     return [run for run in runs if run["arm"] not in _TRIED]
 
 
