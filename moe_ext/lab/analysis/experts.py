@@ -143,7 +143,6 @@ def expert_reports(
     word_at = routed.words
     words = word_at[routed.position]
     order, load = routed.slots_by_gate()
-    ends = load.cumsum(0).tolist()
     pair_shares = _pair_shares(routed)
     purities = purity(word_at, routed.highest(PURITY_POSITIONS)).nan_to_num().tolist()
 
@@ -157,13 +156,11 @@ def expert_reports(
     occurrences = torch.bincount(word_at, minlength=vocab_size)
     by_contribution = contribution.argsort(descending=True)
     by_contribution = by_contribution[key_expert[by_contribution].argsort(stable=True)]
-    key_ends = torch.bincount(key_expert, minlength=num_experts).cumsum(0).tolist()
+    slots_of = order.split(load.tolist())
+    keys_of = by_contribution.split(torch.bincount(key_expert, minlength=num_experts).tolist())
 
     reports = []
-    for expert in range(num_experts):
-        begin, end = (ends[expert - 1] if expert else 0), ends[expert]
-        slots = order[begin:end]
-        keys = by_contribution[(key_ends[expert - 1] if expert else 0) : key_ends[expert]]
+    for expert, (slots, keys) in enumerate(zip(slots_of, keys_of, strict=True)):
         reports.append(
             ExpertReport(
                 expert=expert,

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.export._patches import register_lstm_while_loop_decomposition
+from torch.nn import functional as F
 
 from moe_ext.lab.data import Vocabulary
 from moe_ext.lab.models import LanguageModel
@@ -40,26 +41,9 @@ class NextWord(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         hidden, _ = self.model(words)
-        weight, dtype = _to_product_dtype(self.model.softmax.weight, hidden)
-        logits = _logits(hidden.flatten(0, 1).to(dtype), weight, self.model.softmax.bias)
-        return logits.log_softmax(1).view(*words.shape, -1)
-
-
-def _to_product_dtype(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Casts weight to the dtype of its GEMM with hidden; returns the cast weight and the dtype."""
-    device = hidden.device.type
-    enabled = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if enabled else hidden.dtype
-    return weight.to(dtype), dtype
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Computes hidden weightᵀ + bias in at least float32."""
-    full = accumulation_dtype(hidden)
-    with torch.autocast(hidden.device.type, enabled=False):
-        if hidden.dtype == full:
-            return torch.addmm(bias.to(full), hidden, weight.t())
-        return (hidden @ weight.t()).to(full).add_(bias)
+        softmax, dtype = self.model.softmax, hidden.dtype
+        logits = F.linear(hidden, softmax.weight.to(dtype), softmax.bias.to(dtype))
+        return logits.log_softmax(-1, dtype=accumulation_dtype(hidden))
 
 
 def export(model: LanguageModel, vocabulary: Vocabulary, output: Path) -> None:
