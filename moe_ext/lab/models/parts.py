@@ -95,8 +95,8 @@ class MoEConfig:
         num_experts: number of experts, summed over all groups.
         num_identity_experts, num_null_experts, capacity_factor, drop: see `moe_ext.MoE`; only for a
             flat mixture. The gate also selects among the identity and null experts.
-            capacity_factor = 0 drops nothing; otherwise experts have a capacity in evaluation too,
-            so the perplexity depends on the batches. drop = "score" is not causal.
+            capacity_factor = 0 drops nothing. Otherwise, experts have a capacity in evaluation too,
+            and the perplexity depends on the batches. drop = "score" is not causal.
         num_groups: number of groups of a hierarchical mixture (App. B); 0 gives a flat mixture.
         k: number of experts for each token. In a hierarchical mixture, each token goes to k groups
             and to k experts in each of these groups.

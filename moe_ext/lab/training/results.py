@@ -47,8 +47,8 @@ class Result:
         earlier_nll: nats per token of the test part after fractions of the training steps, by
             fraction.
         words_per_second: predictions per second in training, median over the log lines.
-        balance: means of CV(Importance), CV(Load), max/mean Load and CV of tokens per expert, over
-            at least the last 50 training batches and all layers; {} if the model has no MoE layer.
+        balance: means of CV(Importance), CV(Load), max/mean Load and CV of tokens per expert. They
+            are over all layers and at least the last 50 training batches. {} without a MoE layer.
         sentence_nll: [N] float64, nats of each test sentence after the last step.
     """
 
@@ -116,7 +116,7 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
 
 
 def run_unlocked(runs: Iterable[tuple[str, Path, Callable[[], object]]], hint: str) -> None:
-    """Calls functions one after another, except those that another process is calling.
+    """Calls functions in sequence, except those that another process is calling.
 
     Args:
         runs: the name of each run, its lock file, and the function.
