@@ -445,12 +445,9 @@ class BlockBackward {
 
   // Computes the input of layer l, a hidden layer's activations.
   void activate_input(int64_t l) const {
-    const int64_t width = experts_.fan_in(l);
-    const Region last_columns{.row = 0,
-                              .num_rows = block_.num_rows,
-                              .column = experts_.columns(l - 1) - width,
-                              .num_columns = width};
-    experts_.activate_rounded(a_.z[l - 1], last_columns, width, a_.out[l - 1]);
+    const Region all{
+        .row = 0, .num_rows = block_.num_rows, .column = 0, .num_columns = experts_.columns(l - 1)};
+    experts_.activate_rounded(a_.z[l - 1], all, experts_.fan_in(l), a_.out[l - 1]);
   }
 
   // Takes dL/dZ of layer l, [num_rows, columns]. At l = 0, writes dL/dx. Otherwise returns dL/dZ'

@@ -275,13 +275,16 @@ def test_transposed_weights_opcheck(device):
 
 @pytest.mark.parametrize("learned", [(0,), (1,), (2,), (3,), (1, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frozen_layers_get_no_gradient(device, learned, dtype):
+@pytest.mark.parametrize("activation", ["swiglu", "interleaved_clamped_swiglu"])
+def test_frozen_layers_get_no_gradient(device, learned, dtype, activation):
     """The gradients of the others keep their bits; those of frozen parameters are empty."""
     x, weights, biases, offsets = layout_sample(device, dtype, (8, 6, 4), 40)
     parameters = [p.requires_grad_() for p in [*weights, *biases]]
 
     def run():
-        return ops.experts(x, weights, biases, "swiglu", offsets=offsets).sum()
+        args = ACTIVATION_ARGS.get(activation)
+        y = ops.experts(x, weights, biases, activation, offsets=offsets, activation_args=args)
+        return y.sum()
 
     expected = torch.autograd.grad(run(), parameters)
     for i, parameter in enumerate(parameters):
