@@ -5,6 +5,7 @@ with the id after its "#". No page may load anything from the network. Links to 
 followed.
 """
 
+import shutil
 import sys
 import warnings
 from html.parser import HTMLParser
@@ -65,6 +66,7 @@ def problems(root: Path) -> list[str]:
 def main(arguments: list[str]) -> int:
     folder = Path(arguments[0] if arguments else DOCS.parent / "build" / "docs").resolve()
     warnings.simplefilter("ignore", RemovedInSphinx10Warning)  # of an extension
+    shutil.rmtree(DOCS / "api" / "generated", ignore_errors=True)  # stubs of former names
     status = sphinx([*OPTIONS, str(DOCS), str(folder)])
     found = problems(folder)
     print("\n".join(found), end="\n" if found else "")

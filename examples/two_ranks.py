@@ -92,6 +92,10 @@ def main() -> None:
             "start this with: torchrun --nproc-per-node=2 --max-restarts=1 examples/two_ranks.py"
         )
     folder = Path("runs/example-two-ranks")  # a folder that all ranks can read
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":  # not restarted: a new training
+        if group.rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier()
     continued = train(folder, group, dies=True)
     shared = [tempfile.mkdtemp() if group.rank() == 0 else None]
     dist.broadcast_object_list(shared, src=0)

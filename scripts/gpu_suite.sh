@@ -75,14 +75,12 @@ tests() {
   timeout 60 "$python" -c 'import moe_ext, torch; torch.ones(1, device="cuda").item()' ||
     { echo "first use of moe_ext and the device: $(outcome $?)"; return 1; }
   timeout 60 "$python" -m pytest -q -m cuda -k empty_expert -p no:cacheprovider \
-    tests/ops/test_experts.py || echo "torch's grouped GEMM, an expert without rows: $(outcome $?)"
-  if has xdist; then options+=(-n 4); else echo "found no pytest-xdist: uses one process"; fi
+    tests/layer/test_moe.py || echo "torch's grouped GEMM, an expert without rows: $(outcome $?)"
+  if has xdist; then options+=(-n 4); export OMP_NUM_THREADS=4 OMP_WAIT_POLICY=PASSIVE; else echo "found no pytest-xdist: uses one process"; fi
   if has pytest_timeout; then options+=(--timeout 90 --timeout-method thread); fi
-  for package in filelock sacrebleu scipy sentencepiece tensorboard tqdm; do
-    has "$package" || echo "found no $package: the tests that need it fail"
-  done
   timeout -k 15 -s INT 420 "$python" -m pytest -v --tb=short -m cuda -p no:cacheprovider \
-    --continue-on-collection-errors --durations=10 ${options[@]+"${options[@]}"} 2>&1 |
+    --continue-on-collection-errors --durations=10 ${options[@]+"${options[@]}"} \
+    tests/ops tests/layer tests/distributed tests/lab/test_layer_benchmark.py 2>&1 |
     tee "$output/tests.log" | grep -v ' PASSED '
 }
 
@@ -94,8 +92,7 @@ sanitize() {
   fi
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 15 -s INT 240 compute-sanitizer --error-exitcode 99 \
     --report-api-errors no "$python" -m pytest -v -x -m cuda -p no:cacheprovider \
-    -k "zero or empty or nan or one_expert or any_layout" tests/ops/test_dispatch.py \
-    tests/ops/test_combine.py tests/ops/test_experts.py > "$output/sanitizer.log" 2>&1
+    -k equals_reference tests/ops/test_operators.py > "$output/sanitizer.log" 2>&1
   local status=$? passed
   passed=$(grep -c ' PASSED' "$output/sanitizer.log")
   tail -n 3 "$output/sanitizer.log"
@@ -112,6 +109,7 @@ benchmark() {
   for each in "bfloat16 5" "float32 2"; do
     read -r dtype minutes <<< "$each"
     say "benchmark, $dtype"
+    rm -f "$output/$dtype".{json,md,kernels.txt}
     timeout -k 15 -s INT $((60 * minutes + 45)) "$python" scripts/benchmarks/layer.py \
       --device cuda --dtype "$dtype" --seconds 1.5 --minutes "$minutes" \
       --peers "sort + split" "sort + grouped_mm" ScatterMoE "ScatterMoE GLU" \

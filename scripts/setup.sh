@@ -22,23 +22,26 @@ command -v "${CXX:-c++}" > /dev/null ||
   fail "found no Python.h for $base: install Python's headers (Debian: apt-get install python3-dev)"
 
 if ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
+  [ -e "$venv/pyvenv.cfg" ] || [ -z "$(ls -A "$venv" 2> /dev/null)" ] ||
+    fail "MOE_EXT_VENV: $venv must be a virtual environment or a new folder, got a folder with other files"
   say "creating a virtual environment in $venv"
-  "$base" -m venv --clear "$venv" ||
+  "$base" -m venv "$venv" ||  # keeps the packages of an environment without pip
     fail "cannot create a virtual environment in $venv (Debian: apt-get install python3-venv)"
 fi
 python=$venv/bin/python
 
-sources=$(find setup.py pyproject.toml requirements.txt scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include -type f \
-  -print0 | LC_ALL=C sort -z | xargs -0 cat | sha256sum | cut -c1-16)
-if [ ! -e "$venv/moe_ext-$sources" ]; then
+# The name of the marker of a finished build: the folder and the contents of the sources.
+sources=$({ pwd; find setup.py pyproject.toml requirements.txt scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include \
+  -type f -print0 | LC_ALL=C sort -z | xargs -0 cat; } | sha256sum | cut -c1-16)
+# The import fails if another environment has since built the sources for its version of torch.
+if [ ! -e "$venv/moe_ext-$sources" ] || ! "$python" -c 'import moe_ext' 2> /dev/null; then
   "$python" -c 'import torch' 2> /dev/null || say "installing torch (downloads several gigabytes the first time)"
   if [ "${MOE_EXT_LOCKED:-1}" = 1 ]; then
     "$python" -m pip install --require-hashes --progress-bar on -r requirements.txt
     dependencies=--no-deps  # all installed
   else
     dependencies=
-    "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \
-      'torch>=2.11' 'setuptools>=77' wheel ninja
+    "$python" -m pip install --progress-bar on 'torch>=2.11' 'setuptools>=77' wheel ninja
   fi
   # With a CUDA toolkit, compiles the kernels for the installed GPU, or for sm_90 without a GPU.
   architecture='import torch as t; g = t.cuda

@@ -540,3 +540,13 @@ def test_benchmark_hierarchical(tmp_path, capsys):
     written = json.loads((tmp_path / "h.json").read_text())["rows"]
     assert [row["layer"] for row in written] == [row.layer for row in rows]
     assert capsys.readouterr().out.count("| hierarchical") == 3
+
+
+def test_the_gpu_suite_selects_tests_that_exist():
+    script = (ROOT / "scripts" / "gpu_suite.sh").read_text()
+    selected = re.findall(r"-k ([a-z]\w*).*?(tests/\S+\.py)", script, re.S)
+    assert len(selected) == 2
+    for word, file in selected:
+        assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(), re.M), (word, file)
+    for place in re.findall(r"\btests/[\w/.]+", script):
+        assert (ROOT / place).exists(), place
