@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ext.checks import require
+
 
 class DispatchPlan(NamedTuple):
     """Maps between the two orders of the (token, expert) assignments: by token and by expert.
@@ -65,7 +67,13 @@ def token_index(expert_index: Tensor, token_offsets: Tensor | None = None) -> Te
         expert_index: [T, K], or [R] with token_offsets. The expert of each slot.
         token_offsets: [T + 1] int64; token t has the slots
             token_offsets[t] <= s < token_offsets[t + 1]. None: each token has K slots.
+
+    Raises:
+        ValueError: expert_index has another number of dimensions.
     """
+    wanted = 2 if token_offsets is None else 1
+    found = expert_index.dim()
+    require(found == wanted, "token_index: expert_index", f"have {wanted} dimensions", found)
     if token_offsets is None:
         num_tokens, k = expert_index.shape
         return torch.arange(num_tokens, device=expert_index.device).repeat_interleave(k)

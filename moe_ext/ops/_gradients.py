@@ -1,7 +1,7 @@
 """What an operator must know about gradients before it is called."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def needs_gradient(*values: object) -> bool:
@@ -15,7 +15,7 @@ def needs_gradient(*values: object) -> bool:
         if isinstance(value, Tensor):
             if value.requires_grad:
                 return True
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, nn.ParameterList)):
             for item in value:
                 if isinstance(item, Tensor) and item.requires_grad:
                     return True

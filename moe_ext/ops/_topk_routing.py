@@ -61,8 +61,8 @@ def topk_routing(
     The lower index wins a tie of experts or of groups. Without bias and groups, the logits are
     compared, so that scores that round to the same number do not tie. NaN ranks below every number;
     in the score of a group, NaN counts as -inf. For any logits, the indices are distinct and in
-    range. The renormalized gates of a token are 0 if its sigmoid or sqrt_softplus scores underflow
-    to 0.
+    range. For sigmoid and sqrt_softplus scores, the denominator is Σ_j s_j + 1e-20, as in
+    DeepSeek-V3. The renormalized gates of scores far below 1e-20 are therefore almost 0.
 
     With expert_index, the experts are given and nothing is selected: bias and groups have no
     effect. With the expert_index of an earlier call, gates and gradients are bitwise identical to

@@ -149,6 +149,19 @@ def test_what_is_kept_for_the_backward_pass(device, activation):
         assert kept == T * D * 4 + T * K * (4 + 8) + (E + 1) * 8 + hidden
 
 
+def test_a_parameter_list_keeps_the_hidden_layers_too(device):
+    """Weights in a ParameterList: autograd saves as much as with a list of the weights."""
+    call = mixture(device, torch.float32, T=40, E=E, k=2, widths=(8, 64, 8), activation="relu")
+    parameters = torch.nn.ParameterList(call["weights"])
+    saved = {
+        kind: saved_bytes(
+            lambda kind=kind: ops.experts(**call | dict(weights=kind(parameters))), parameters
+        )
+        for kind in (list, torch.nn.ParameterList)
+    }
+    assert saved[list] == saved[torch.nn.ParameterList] > 40 * 2 * 64 * 4
+
+
 @pytest.mark.equation("App. D")
 @pytest.mark.parametrize("own", [False, True])
 def test_layer_that_recomputes(device, own):
