@@ -57,9 +57,9 @@ from moe_ext.lab.training.study import (
     as_change,
     claims_data,
     claims_table,
+    config_of_run,
     difference,
     mean_perplexity,
-    run_folder,
     size_cells,
     study_parser,
     trials,
@@ -395,12 +395,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             ],
             Config,
         )
-        return replace(
-            config,
-            seed=seed,
-            steps=config.steps * factor,
-            output=str(run_folder(runs_folder, arm, seed)),
-        )
+        longer = replace(config, steps=config.steps * factor)
+        return config_of_run(longer, runs_folder, arm, seed)
 
     def run(arm: str, seed: int) -> Run:
         return record_of(train_and_test(config_of(arm, seed, options.overrides), text, [QUARTER]))

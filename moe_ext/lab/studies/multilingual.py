@@ -38,7 +38,6 @@ import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +78,7 @@ from moe_ext.lab.training.stored import (
 )
 from moe_ext.lab.training.study import (
     claims_data,
-    run_folder,
+    config_of_run,
     size_cells,
     study_parser,
     trials,
@@ -517,11 +516,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
             model, languages = arm.split(" ") if of_pair else (arm, "")
             overrides = [*options.overrides, f"data.wordpieces={wordpieces}"]
             overrides += [f'data.pairs=["{languages}"]'] if languages else []
-            config = replace(
-                config_of(model, overrides),
-                seed=seed,
-                output=str(run_folder(runs_folder, arm, seed)),
-            )
+            config = config_of_run(config_of(model, overrides), runs_folder, arm, seed)
             own = load_text(config.data) if languages else text
             result = train_and_test(config, own)
             extra = tested(result, own, least)

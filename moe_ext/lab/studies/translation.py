@@ -30,7 +30,6 @@ without training and without the corpus.
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +63,7 @@ from moe_ext.lab.training.stored import (
 from moe_ext.lab.training.study import (
     Results,
     claims_data,
-    run_folder,
+    config_of_run,
     study_parser,
 )
 from moe_ext.lab.training.text import PairText, load_text, parallel_text
@@ -203,7 +202,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             ],
             TranslationConfig,
         )
-        return replace(config, seed=seed, output=str(run_folder(runs_folder, arm, seed)))
+        return config_of_run(config, runs_folder, arm, seed)
 
     if not options.report:
         require_bleu()

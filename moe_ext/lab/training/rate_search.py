@@ -7,14 +7,13 @@ dev perplexity, so all models have the same search.
 import argparse
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 from moe_ext.lab.training.config import AnyConfig
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.study import Results, command_of, has_diverged, run_folder, run_study
+from moe_ext.lab.training.study import Results, command_of, config_of_run, has_diverged, run_study
 from moe_ext.lab.training.text import Text
 
 RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to try
@@ -100,8 +99,8 @@ def runs_at_best_rates(
     }
 
     def tried(name: str, rate: float) -> bool:
-        folder = run_folder(options.runs, _at_rate(name, rate), options.seeds[0])
-        run = replace(configs[name, rate], seed=options.seeds[0], output=str(folder))
+        config, arm = configs[name, rate], _at_rate(name, rate)
+        run = config_of_run(config, options.runs, arm, options.seeds[0])
         return rate in dev_nll[name] or has_diverged(run)
 
     best = {name: min(nll, key=nll.__getitem__) for name, nll in dev_nll.items() if nll}

@@ -65,9 +65,10 @@ folder cannot be used; the error message names it.
 """
 
 
-def run_folder(runs: str | Path, arm: str, seed: int) -> Path:
-    """Returns the folder in which a study trains the model `arm` with a seed."""
-    return Path(runs) / f"{arm.replace(' ', '-')}-seed{seed}"
+def config_of_run(config: C, runs: str | Path, arm: str, seed: int) -> C:
+    """Returns the configuration of the model `arm` with a seed and its folder RUNS/ARM-seedN."""
+    folder = Path(runs) / f"{arm.replace(' ', '-')}-seed{seed}"
+    return replace(config, seed=seed, output=str(folder))
 
 
 def has_diverged(config: AnyConfig) -> bool:
@@ -180,7 +181,7 @@ def run_study(
         KeyboardInterrupt: SIGINT or SIGTERM stopped a run after saving a checkpoint.
     """
     planned = {
-        (name, seed): replace(config, seed=seed, output=str(run_folder(runs, name, seed)))
+        (name, seed): config_of_run(config, runs, name, seed)
         for seed in seeds
         for name, config in arms.items()
     }
