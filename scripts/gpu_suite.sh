@@ -76,7 +76,12 @@ tests() {
     { echo "first use of moe_ext and the device: $(outcome $?)"; return 1; }
   timeout 60 "$python" -m pytest -q -m cuda -k empty_expert -p no:cacheprovider \
     tests/layer/test_moe.py || echo "torch's grouped GEMM, an expert without rows: $(outcome $?)"
-  if has xdist; then options+=(-n 4); export OMP_NUM_THREADS=4 OMP_WAIT_POLICY=PASSIVE; else echo "found no pytest-xdist: uses one process"; fi
+  if has xdist; then
+    options+=(-n 4)
+    export OMP_NUM_THREADS=4 OMP_WAIT_POLICY=PASSIVE
+  else
+    echo "found no pytest-xdist: uses one process"
+  fi
   if has pytest_timeout; then options+=(--timeout 90 --timeout-method thread); fi
   timeout -k 15 -s INT 420 "$python" -m pytest -v --tb=short -m cuda -p no:cacheprovider \
     --continue-on-collection-errors --durations=10 ${options[@]+"${options[@]}"} \
