@@ -43,6 +43,7 @@ import moe_ext_command
 from moe_ext.distributed._checkpoint_folder import SUMS, sums_of
 from moe_ext.lab.commands import train
 from moe_ext.lab.data import EncodedPairs, Vocabulary, Wordpieces
+from moe_ext.lab.experiments.results import finished, train_and_test
 from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.command import exit_status
 from moe_ext.lab.training.config import (
@@ -56,7 +57,6 @@ from moe_ext.lab.training.config import (
 )
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.model import make_model
-from moe_ext.lab.training.results import finished, train_and_test
 from moe_ext.lab.training.text import load_text
 
 SEED = 20170123

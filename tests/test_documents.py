@@ -206,6 +206,13 @@ def test_claims_have_the_figures_and_verdicts_of_their_pages():
         assert verdict in {each[0] for each in found if each}, (page, figure, verdict)
 
 
+def test_the_reference_of_the_lab_lists_all_its_modules():
+    files = (ROOT / "moe_ext" / "lab").glob("*/[!_]*.py")
+    modules = sorted(f"moe_ext.lab.{file.parent.name}.{file.stem}" for file in files)
+    page = (ROOT / "docs" / "api" / "lab.rst").read_text()
+    assert sorted(re.findall(r"^   (moe_ext\.lab\.\S+)$", page, re.M)) == modules
+
+
 def test_documents_that_are_named_exist():
     places = (
         "*.md",

@@ -4,7 +4,8 @@ No module outside moe_ext.lab imports this package. Its subpackages are:
 
 - models: language models and translation models with mixtures of experts
 - data: corpora, vocabularies and batches
-- training: configurations, the training loop, checkpoints and comparisons over paired seeds
+- training: configurations, the training loop, metrics and checkpoints
+- experiments: runs of several configurations and seeds, their stored results and intervals
 - decoding: beam search and BLEU
 - analysis: operation counts and the specialisation of experts
 - studies: one module for each experiment of the paper
@@ -22,6 +23,7 @@ __all__ = [
     "commands",
     "data",
     "decoding",
+    "experiments",
     "models",
     "studies",
     "training",

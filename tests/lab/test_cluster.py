@@ -13,11 +13,7 @@ import torch.distributed as dist
 
 from moe_ext import HierarchicalBalancedGate, MoE, ops
 from moe_ext.distributed import ExpertPlacement
-from moe_ext.lab.benchmarks.memory import saved_bytes
-from moe_ext.lab.commands import plan_cluster
-from moe_ext.lab.data import Batch
-from moe_ext.lab.models import LanguageModel
-from moe_ext.lab.training.cluster import (
+from moe_ext.lab.analysis.cluster import (
     DEVICES,
     Device,
     exchange_bytes,
@@ -25,6 +21,10 @@ from moe_ext.lab.training.cluster import (
     mask_bytes,
     plan,
 )
+from moe_ext.lab.benchmarks.memory import saved_bytes
+from moe_ext.lab.commands import plan_cluster
+from moe_ext.lab.data import Batch
+from moe_ext.lab.models import LanguageModel
 from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
 from moe_ext.lab.training.loop import make_optimizers
 

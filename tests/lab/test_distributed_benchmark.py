@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
+from moe_ext.lab.analysis.cluster import DEVICES, plan
 from moe_ext.lab.benchmarks import distributed
-from moe_ext.lab.training.cluster import DEVICES, plan
 from moe_ext.lab.training.config import config_from_dict
 
 # Each of 2 ranks has 2 experts. With k = 4 each token uses all of them, so the bytes are known.

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moe_ext.lab.analysis import Cost
+from moe_ext.lab.experiments.results import Result, train_and_test
+from moe_ext.lab.experiments.stored import read_stored
 from moe_ext.lab.studies import mixed_text as study
 from moe_ext.lab.training.config import ConfigError
 from moe_ext.lab.training.logging import read_metrics
-from moe_ext.lab.training.results import Result, train_and_test
-from moe_ext.lab.training.stored import read_stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from moe_ext.lab.analysis import cost, training_flops
+from moe_ext.lab.analysis.cluster import DEVICES, plan
 from moe_ext.lab.analysis.paper import PUBLISHED
 from moe_ext.lab.benchmarks.memory import peak_mib
 from moe_ext.lab.models import LanguageModel
 from moe_ext.lab.studies import paper_tables
-from moe_ext.lab.training.cluster import DEVICES, plan
 from moe_ext.lab.training.config import config_from_dict, read_config
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ext.lab.training.config import Config, ConfigError, TranslationConfig
-from moe_ext.lab.training.stored import (
+from moe_ext.lab.experiments.stored import (
     changed_options,
     mean_curve,
     read_stored,
@@ -14,6 +13,7 @@ from moe_ext.lab.training.stored import (
     shared_options,
     stored_runs,
 )
+from moe_ext.lab.training.config import Config, ConfigError, TranslationConfig
 
 SETTINGS = {"epochs": 2}
 

@@ -11,16 +11,14 @@ import torch
 from filelock import FileLock
 from test_scripts import ROOT
 
-from moe_ext.lab.studies import balanced, capacity, efficiency, losses, paper_tables, routers
-from moe_ext.lab.training import results as results_module
-from moe_ext.lab.training import study as study_module
-from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
-from moe_ext.lab.training.logging import read_metrics
-from moe_ext.lab.training.metrics import evaluate
-from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.results import Result, finished, train_and_test
-from moe_ext.lab.training.statistics import PairedDifference, bootstrap_difference, mean_difference
-from moe_ext.lab.training.study import (
+from moe_ext.lab.experiments.report import markdown_table
+from moe_ext.lab.experiments.results import Result, finished, train_and_test
+from moe_ext.lab.experiments.statistics import (
+    PairedDifference,
+    bootstrap_difference,
+    mean_difference,
+)
+from moe_ext.lab.experiments.study import (
     as_change,
     as_data,
     difference,
@@ -29,6 +27,12 @@ from moe_ext.lab.training.study import (
     verdict,
     widening,
 )
+from moe_ext.lab.studies import balanced, capacity, efficiency, losses, paper_tables, routers
+from moe_ext.lab.training import results as results_module
+from moe_ext.lab.training import study as study_module
+from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.metrics import evaluate
 from moe_ext.lab.training.text import load_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,11 +19,13 @@ from moe_ext import MoE, balanced_gates, batchwise_masks
 from moe_ext.distributed import Ranks
 from moe_ext.lab.analysis import cost
 from moe_ext.lab.data import Vocabulary
+from moe_ext.lab.experiments.comparison import arms, comparison_report, dense_counterpart
+from moe_ext.lab.experiments.results import Result, finished, train_and_test
+from moe_ext.lab.experiments.study import run_study
 from moe_ext.lab.models import LanguageModel
 from moe_ext.lab.training import device as device_module
 from moe_ext.lab.training import loop as loop_module
 from moe_ext.lab.training.checkpoint import checkpoints_of, load_run
-from moe_ext.lab.training.comparison import arms, comparison_report, dense_counterpart
 from moe_ext.lab.training.config import (
     Config,
     ConfigError,
@@ -38,8 +40,6 @@ from moe_ext.lab.training.logging import RunLog, read_metrics
 from moe_ext.lab.training.loop import Trainer, Window, make_optimizers
 from moe_ext.lab.training.metrics import Evaluation, evaluate, perplexity
 from moe_ext.lab.training.model import make_model
-from moe_ext.lab.training.results import Result, finished, train_and_test
-from moe_ext.lab.training.study import run_study
 from moe_ext.lab.training.text import load_part, load_text
 from moe_ext.lab.training.threads import ThreadChoice
 from moe_ext.optim import FactoredAdam

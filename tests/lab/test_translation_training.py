@@ -19,10 +19,11 @@ from moe_ext.lab.commands import evaluate as evaluate_command
 from moe_ext.lab.commands import inspect_experts
 from moe_ext.lab.data import EncodedPairs, PairBatches, Wordpieces
 from moe_ext.lab.decoding import BeamSearch
+from moe_ext.lab.experiments.comparison import dense_counterpart
+from moe_ext.lab.experiments.results import train_and_test
 from moe_ext.lab.models import TranslationModel
 from moe_ext.lab.training import translation as translation_module
 from moe_ext.lab.training.checkpoint import load_run
-from moe_ext.lab.training.comparison import dense_counterpart
 from moe_ext.lab.training.config import (
     Config,
     ConfigError,
@@ -34,7 +35,6 @@ from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.loop import make_optimizers
 from moe_ext.lab.training.metrics import by_language_pair, evaluate
 from moe_ext.lab.training.model import make_model
-from moe_ext.lab.training.results import train_and_test
 from moe_ext.lab.training.text import load_part, load_text, parallel_text, training_batches
 from moe_ext.lab.training.translation import bleu_of_test, translated_test, translations_of
 

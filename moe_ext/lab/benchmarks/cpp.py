@@ -23,14 +23,20 @@ import torch
 from torch import nn
 
 from moe_ext import MoE, ops
-from moe_ext.lab.benchmarks.harness import OutputOnly, Quartiles, environment, host_seconds, ratio
+from moe_ext.lab.benchmarks.harness import (
+    OutputOnly,
+    Quartiles,
+    environment,
+    host_seconds,
+    ratio,
+    report_rows,
+)
 from moe_ext.lab.commands.export import NextWord, export
 from moe_ext.lab.data import Vocabulary
 from moe_ext.lab.models import LanguageModel, LanguageModelConfig
 from moe_ext.lab.models.parts import MoEConfig
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.config import ConfigError
-from moe_ext.lab.training.report import report_rows
 
 
 @dataclass

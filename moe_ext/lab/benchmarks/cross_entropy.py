@@ -21,9 +21,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, ratio
+from moe_ext.lab.benchmarks.harness import (
+    Quartiles,
+    environment,
+    interleaved,
+    pinned,
+    ratio,
+    report_rows,
+)
 from moe_ext.lab.training.command import at_least, make_parser
-from moe_ext.lab.training.report import report_rows
 
 SHAPES = [(2_560, 128, 8_000), (2_560, 512, 32_000), (512, 2_048, 50_000)]
 PEAK_SIZE = 1_536  # rows of the square matrices of the peak

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe_ext.lab.benchmarks.harness import environment
+from moe_ext.lab.benchmarks.harness import environment, report_rows
 from moe_ext.lab.data import (
     EncodedSentences,
     SentenceBatches,
@@ -40,7 +40,6 @@ from moe_ext.lab.data import (
 from moe_ext.lab.files import write_json
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, make_parser
-from moe_ext.lab.training.report import report_rows
 
 _VOCABULARY = 793_471
 _SENTENCES = 30_301_028

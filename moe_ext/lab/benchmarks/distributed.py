@@ -71,14 +71,14 @@ from moe_ext.distributed import (
     Placement,
     Ranks,
 )
+from moe_ext.lab.analysis.cluster import exchange_bytes
 from moe_ext.lab.benchmarks.harness import Quartiles, environment, options_as_text, ratio
 from moe_ext.lab.benchmarks.memory import keep_freed_memory
+from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.files import write_json
 from moe_ext.lab.progress import progress
-from moe_ext.lab.training.cluster import exchange_bytes
 from moe_ext.lab.training.command import at_least, exit_status, make_parser
 from moe_ext.lab.training.device import avoid_missing_amx
-from moe_ext.lab.training.report import markdown_table
 
 PASSES = ("forward", "backward")
 _UNITS = list(get_args(ExchangeUnit))

@@ -29,11 +29,17 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import MoE, TopKGate
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, ratio
+from moe_ext.lab.benchmarks.harness import (
+    Quartiles,
+    environment,
+    interleaved,
+    pinned,
+    ratio,
+    report_rows,
+)
 from moe_ext.lab.benchmarks.roofline import stream_probe
 from moe_ext.lab.packages import require_package
 from moe_ext.lab.training.command import at_least, make_parser
-from moe_ext.lab.training.report import report_rows
 
 SHAPES = [(64, 8, 2, 128), (512, 64, 2, 1_024)]
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256]

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from moe_ext import MoE
 from moe_ext.info import blas_name, cpu_name, isa
+from moe_ext.lab.experiments.report import markdown_table
+from moe_ext.lab.files import write_json
 
 Name = TypeVar("Name")
+Row = TypeVar("Row")
 Clock = Callable[[Callable[[], object]], float]  # returns the seconds of one call
 
 
@@ -46,6 +49,25 @@ def environment(device: str = "cpu") -> str:
         name = torch.cuda.get_device_name(device)
         return f"{name}; torch {torch.__version__}, CUDA {torch.version.cuda}; {cpu_name()}"
     return f"{cpu_name()}; torch {torch.__version__}, {blas_name()}, kernels {isa()}"
+
+
+def report_rows(
+    rows: Sequence[Row],
+    header: Sequence[str],
+    cells: Callable[[Row], Sequence[object]],
+    path: Path | None,
+) -> None:
+    """Prints the rows of a benchmark as a table; writes rows and environment to a JSON file.
+
+    Args:
+        rows: instances of a dataclass.
+        header: header of the table.
+        cells: function that returns the cells of a row.
+        path: the JSON file; None writes no file.
+    """
+    print(markdown_table(header, map(cells, rows)))
+    if path is not None:
+        write_json(path, {"environment": environment(), "rows": [vars(row) for row in rows]})
 
 
 def options_as_text(options: argparse.Namespace) -> dict[str, str]:

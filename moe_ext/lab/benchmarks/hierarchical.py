@@ -32,10 +32,9 @@ import torch
 
 from moe_ext import HierarchicalMoE, MoE, cv_squared, ops
 from moe_ext.lab.analysis import moe_ops
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
 from moe_ext.lab.benchmarks.memory import peak_mib
 from moe_ext.lab.training.command import at_least, make_parser
-from moe_ext.lab.training.report import report_rows
 
 _STAGES = ("gate", "plan", "experts")
 

@@ -98,12 +98,12 @@ from moe_ext.lab.benchmarks.peers import (
     ours,
 )
 from moe_ext.lab.benchmarks.roofline import Work, gemm_probe, limit, stream_probe
+from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.files import write_json
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.config import ConfigError
 from moe_ext.lab.training.device import avoid_missing_amx, check_device
-from moe_ext.lab.training.report import markdown_table
 
 SHAPES = {
     "e4": Shape(4096, 4, 4, 512, 1024),

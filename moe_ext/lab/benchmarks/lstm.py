@@ -22,9 +22,15 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.lab.benchmarks.cross_entropy import limits, probes
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, ratio
+from moe_ext.lab.benchmarks.harness import (
+    Quartiles,
+    environment,
+    interleaved,
+    pinned,
+    ratio,
+    report_rows,
+)
 from moe_ext.lab.training.command import at_least, make_parser
-from moe_ext.lab.training.report import report_rows
 
 # Those of App. C.1 with a projection, and of configs/mt/small-moe-32.toml.
 SHAPES = [(64, 30, 512, 2_048, 512), (100, 25, 128, 256, 128)]

@@ -19,10 +19,9 @@ import torch
 from torch.nn import functional as F
 
 from moe_ext import cv_squared, ops
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
 from moe_ext.lab.benchmarks.memory import peak_mib
 from moe_ext.lab.training.command import at_least, make_parser
-from moe_ext.lab.training.report import report_rows
 
 
 @dataclass

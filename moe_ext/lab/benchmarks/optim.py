@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
 from moe_ext.lab.training.command import at_least, make_parser
-from moe_ext.lab.training.report import report_rows
 from moe_ext.optim import FactoredAdam
 
 

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from moe_ext import MoE, ops
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
 from moe_ext.lab.benchmarks.memory import peak_mib, saved_bytes
 from moe_ext.lab.training.command import at_least, make_parser
-from moe_ext.lab.training.report import report_rows
 
 
 @dataclass

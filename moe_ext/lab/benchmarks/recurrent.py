@@ -26,11 +26,10 @@ from pathlib import Path
 import torch
 
 from moe_ext import MoELSTM
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
 from moe_ext.lab.benchmarks.memory import peak_allocated_mib
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, make_parser
-from moe_ext.lab.training.report import report_rows
 from moe_ext.recurrent import num_evaluations
 
 

@@ -33,10 +33,9 @@ from torch import Tensor
 
 from moe_ext import MoELSTM
 from moe_ext.lab.benchmarks.distributed import launch, quartiles
-from moe_ext.lab.benchmarks.harness import Quartiles, environment
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, report_rows
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, exit_status, make_parser
-from moe_ext.lab.training.report import report_rows
 from moe_ext.recurrent import exchanged_bytes
 
 WAYS = {"rows": False, "gathered": True}

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
 from moe_ext.lab.models import LogUniformSampler, SampledSoftmax
 from moe_ext.lab.training.command import at_least, make_parser
-from moe_ext.lab.training.report import report_rows
 
 
 @dataclass

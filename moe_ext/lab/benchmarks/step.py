@@ -27,12 +27,30 @@ from typing import Any
 import torch
 
 from moe_ext.lab.analysis import cost, training_flops
+from moe_ext.lab.data import EncodedSentences, Vocabulary
 from moe_ext.lab.files import write_json
 from moe_ext.lab.models import LanguageModel
 from moe_ext.lab.training.command import add_overrides, at_least, make_parser
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.loop import Trainer
-from moe_ext.lab.training.text import random_text
+from moe_ext.lab.training.text import SentenceText
+
+SENTENCE = 25  # words in a sentence of random_text
+
+
+def random_text(vocab_size: int, num_tokens: int, seed: int) -> SentenceText:
+    """Makes random sentences with at least num_tokens predictions.
+
+    Word frequencies are log-uniform. All three parts are the same text.
+    """
+    special = [Vocabulary.UNK, Vocabulary.EOS]
+    vocabulary = Vocabulary([*special, *(f"w{i}" for i in range(len(special), vocab_size))])
+    generator = torch.Generator().manual_seed(seed)
+    number = -(-num_tokens // (SENTENCE + 1))
+    u = torch.rand(number, SENTENCE, generator=generator, dtype=torch.float64)
+    ids = (vocab_size**u).long().clamp_(len(special), vocab_size - 1)
+    sentences = EncodedSentences(ids.tolist(), vocabulary.eos_id)
+    return SentenceText(vocabulary, train=sentences, dev=sentences, test=sentences)
 
 
 def _resident_bytes() -> int:

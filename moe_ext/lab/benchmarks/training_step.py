@@ -33,10 +33,9 @@ from torch.nn import functional as F
 
 from moe_ext import MoE, TopKGate, ops
 from moe_ext.lab.benchmarks.cross_entropy import limits, probes
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, pinned
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, report_rows
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.device import avoid_missing_amx
-from moe_ext.lab.training.report import report_rows
 
 HEAD_WIDTH = 64
 NAMES = ("moe_ext", "moe_ext, compiled", "plain", "plain, compiled")

@@ -91,13 +91,13 @@ from moe_ext.lab.benchmarks.peers import (
     random_routing,
 )
 from moe_ext.lab.benchmarks.roofline import Work, experts_work
+from moe_ext.lab.experiments.report import markdown_table, write_report
 from moe_ext.lab.files import write_json
 from moe_ext.lab.packages import require_package
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, make_parser, positive
 from moe_ext.lab.training.config import ConfigError
 from moe_ext.lab.training.device import avoid_missing_amx
-from moe_ext.lab.training.report import markdown_table, write_report
 
 NAME = "transformers_experts"
 OURS = "moe_ext"  # the name in transformers' registry

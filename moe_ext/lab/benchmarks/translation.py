@@ -29,13 +29,13 @@ import torch
 from moe_ext.lab.benchmarks.harness import Quartiles, environment, ratio
 from moe_ext.lab.data import Wordpieces
 from moe_ext.lab.decoding import BeamSearch, Translation, Translator
+from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.files import open_plain, write_json
 from moe_ext.lab.models import TranslationModel
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_config
-from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.translation import make_translator
 
 

@@ -24,17 +24,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ext.lab.training.command import add_overrides, add_seeds, at_least, make_parser
-from moe_ext.lab.training.comparison import (
+from moe_ext.lab.experiments.comparison import (
     arm_titles,
     arms,
     comparison_page,
     comparison_report,
 )
+from moe_ext.lab.experiments.report import write_report
+from moe_ext.lab.experiments.study import run_study, runs_at_once
+from moe_ext.lab.training.command import add_overrides, add_seeds, at_least, make_parser
 from moe_ext.lab.training.config import AnyConfig, ConfigError, read_config
 from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.report import write_report
-from moe_ext.lab.training.study import run_study, runs_at_once
 from moe_ext.lab.training.text import load_text
 
 

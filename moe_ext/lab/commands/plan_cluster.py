@@ -17,7 +17,7 @@ the first value of --devices and grow in proportion to the devices. In a hierarc
 device holds the secondary gates of its own groups, as in the paper. With --placement experts, every
 device holds a replica of all secondary gates. With 1,024 devices, these replicas need more memory
 than the rest of the model. A device is a preset, a set of values, or a preset with some values
-replaced. moe_ext/lab/training/cluster.py has the arithmetic and says which numbers are estimates.
+replaced. moe_ext/lab/analysis/cluster.py has the arithmetic and says which numbers are estimates.
 
     memory       GB by use, on the device with the most experts; "fits": the device has this memory
     wire         MB that a device sends in a step, for the experts and for the dense gradients
@@ -35,11 +35,11 @@ from pathlib import Path
 from typing import get_args
 
 from moe_ext.distributed import ExchangeUnit, Placement
+from moe_ext.lab.analysis.cluster import DEVICES, Device, Plan, plan
+from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.files import write_json
-from moe_ext.lab.training.cluster import DEVICES, Device, Plan, plan
 from moe_ext.lab.training.command import add_overrides, at_least, make_parser
 from moe_ext.lab.training.config import Config, ConfigError, read_config
-from moe_ext.lab.training.report import markdown_table
 
 
 def parse_device(words: Sequence[str]) -> Device:

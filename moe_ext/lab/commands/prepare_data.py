@@ -39,11 +39,11 @@ from moe_ext.lab.data import EncodedSentences, Vocabulary
 from moe_ext.lab.data.corpora import PARTS, CorpusError
 from moe_ext.lab.data.mixed import of_languages, write_parts
 from moe_ext.lab.data.wordpieces import PIECE_KINDS
+from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.checkpoint import vocabulary_file
 from moe_ext.lab.training.command import at_least, make_parser, shown_command
 from moe_ext.lab.training.config import ConfigError, DataConfig
-from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.text import SentenceText, load_text
 
 _BLOCK = 2**20

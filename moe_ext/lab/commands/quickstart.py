@@ -26,14 +26,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from moe_ext.lab.analysis import ExpertReport, by_specialisation, expert_reports, route_text
+from moe_ext.lab.experiments.comparison import arms
+from moe_ext.lab.experiments.results import Result
+from moe_ext.lab.experiments.study import run_study, runs_at_once, size_cells
 from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.command import add_overrides, make_parser, shown_command
-from moe_ext.lab.training.comparison import arms
 from moe_ext.lab.training.config import ConfigError, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
-from moe_ext.lab.training.results import Result
-from moe_ext.lab.training.study import run_study, runs_at_once, size_cells
 from moe_ext.lab.training.text import load_text
 
 _SETTINGS = [

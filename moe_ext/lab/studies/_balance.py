@@ -6,9 +6,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from moe_ext.lab.experiments.results import Result
+from moe_ext.lab.experiments.study import Results
 from moe_ext.lab.training.config import Config
-from moe_ext.lab.training.results import Result
-from moe_ext.lab.training.study import Results
 
 __all__ = ["facts_of", "perplexity_over_balance"]
 

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from moe_ext.lab.training.metrics import perplexity
-from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.statistics import PairedDifference, mean_difference
-from moe_ext.lab.training.stored import Run, core_hours, mean_curve, results_of
-from moe_ext.lab.training.study import (
+from moe_ext.lab.experiments.report import markdown_table
+from moe_ext.lab.experiments.statistics import PairedDifference, mean_difference
+from moe_ext.lab.experiments.stored import Run, core_hours, mean_curve, results_of
+from moe_ext.lab.experiments.study import (
     HOW_COMPARED,
     HOW_DECIDED,
     as_change,
@@ -22,6 +21,7 @@ from moe_ext.lab.training.study import (
     trials,
     verdict,
 )
+from moe_ext.lab.training.metrics import perplexity
 
 __all__ = [
     "ARMS",

@@ -27,12 +27,12 @@ from matplotlib.ticker import StrMethodFormatter
 
 from moe_ext import MoE, MoEAux, batchwise_masks
 from moe_ext.gates import rows_per_expert
+from moe_ext.lab.experiments.report import markdown_table, write_report
 from moe_ext.lab.training.command import add_overrides, make_parser
 from moe_ext.lab.training.config import Config, ConfigError, read_config
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.loop import Trainer
 from moe_ext.lab.training.metrics import evaluate
-from moe_ext.lab.training.report import markdown_table, write_report
 
 
 class EqualLoads:

@@ -22,19 +22,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from moe_ext.lab.models import fit_kneser_ney
-from moe_ext.lab.training.config import Config, read_config
-from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.metrics import perplexity
-from moe_ext.lab.training.rate_search import (
+from moe_ext.lab.experiments.rate_search import (
     RATES,
     command_with_rates,
     parse_with_rates,
     rates_table,
     runs_at_best_rates,
 )
-from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.study import (
+from moe_ext.lab.experiments.report import markdown_table, write_report
+from moe_ext.lab.experiments.study import (
     HOW_COMPARED,
     HOW_DECIDED,
     SMALL,
@@ -50,6 +46,10 @@ from moe_ext.lab.training.study import (
     study_parser,
     widening,
 )
+from moe_ext.lab.models import fit_kneser_ney
+from moe_ext.lab.training.config import Config, read_config
+from moe_ext.lab.training.device import set_up_for
+from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.text import SentenceText, load_text
 
 MIXTURES = ("moe-4", "moe-16", "moe-64", "moe-256-h")  # by number of experts

@@ -37,13 +37,13 @@ from moe_ext.lab.benchmarks.harness import (
     ratio,
 )
 from moe_ext.lab.benchmarks.roofline import gemm_probe
+from moe_ext.lab.benchmarks.step import random_text
+from moe_ext.lab.experiments.report import markdown_table, write_report
+from moe_ext.lab.experiments.study import NOT_DECIDED, SUPPORTED
 from moe_ext.lab.models import LanguageModel
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.loop import Trainer
-from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.study import NOT_DECIDED, SUPPORTED
-from moe_ext.lab.training.text import random_text
 
 DENSE = ("4xlstm-512", "moe-1-wide")  # the baselines of the mixtures
 MIXTURES = ("moe-4", "moe-32", "moe-256", "moe-256-h")

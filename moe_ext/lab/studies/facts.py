@@ -33,13 +33,13 @@ from torch.nn import functional as F
 
 from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_ext.lab.analysis.costs import moe_ops
+from moe_ext.lab.experiments.report import markdown_table
+from moe_ext.lab.experiments.statistics import PairedDifference, mean_difference
+from moe_ext.lab.experiments.stored import Report, Run, Stored, report_stored, run_missing
+from moe_ext.lab.experiments.study import verdict
 from moe_ext.lab.models.parts import evaluating
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import add_seeds, at_least, make_parser, positive
-from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.statistics import PairedDifference, mean_difference
-from moe_ext.lab.training.stored import Report, Run, Stored, report_stored, run_missing
-from moe_ext.lab.training.study import verdict
 
 WIDTH = 16  # D, of a key and of a value's vector
 VALUES = 256  # V, distinct values

@@ -41,12 +41,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.progress import progress
 from moe_ext.lab.studies._nodes import Link, Node
 from moe_ext.lab.studies.restarts import SMALL_MODEL, losses
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.config import Config, read_config
-from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.text import load_text
 
 _LIBRARIES = {  # that the ranks preload for a fault

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_ext.lab.data import EncodedSentences
+from moe_ext.lab.experiments.report import markdown_table, write_report
 from moe_ext.lab.models import NGramModel, fit_kneser_ney
 from moe_ext.lab.training.command import add_overrides, at_least, make_parser
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.device import set_up_torch
 from moe_ext.lab.training.metrics import Evaluation
-from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.text import SentenceText, load_text
 
 

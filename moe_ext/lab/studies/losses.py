@@ -20,12 +20,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from moe_ext.lab.studies._balance import facts_of, perplexity_over_balance
-from moe_ext.lab.training.config import Config, read_config
-from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.results import BALANCE_BATCHES
-from moe_ext.lab.training.study import (
+from moe_ext.lab.experiments.report import markdown_table, write_report
+from moe_ext.lab.experiments.results import BALANCE_BATCHES
+from moe_ext.lab.experiments.study import (
     HOW_COMPARED,
     SMALL,
     Results,
@@ -39,6 +36,9 @@ from moe_ext.lab.training.study import (
     study_parser,
     verdict,
 )
+from moe_ext.lab.studies._balance import facts_of, perplexity_over_balance
+from moe_ext.lab.training.config import Config, read_config
+from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.text import load_text
 
 ARMS = ("0,0", "0.2,0", "0,0.2", "0.1,0.1", "0.01,0.01", "1,1")  # w_importance,w_load

@@ -30,13 +30,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moe_ext.lab.data import Wordpieces
-from moe_ext.lab.training.config import Config, ConfigError, read_config
-from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.metrics import bytes_of, perplexity
-from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.results import train_and_test
-from moe_ext.lab.training.statistics import PairedDifference, mean_difference
-from moe_ext.lab.training.stored import (
+from moe_ext.lab.experiments.report import markdown_table
+from moe_ext.lab.experiments.results import train_and_test
+from moe_ext.lab.experiments.statistics import PairedDifference, mean_difference
+from moe_ext.lab.experiments.stored import (
     Report,
     Run,
     Stored,
@@ -49,7 +46,7 @@ from moe_ext.lab.training.stored import (
     run_missing,
     shared_settings,
 )
-from moe_ext.lab.training.study import (
+from moe_ext.lab.experiments.study import (
     HOW_COMPARED,
     HOW_DECIDED,
     Claim,
@@ -65,6 +62,9 @@ from moe_ext.lab.training.study import (
     trials,
     widening,
 )
+from moe_ext.lab.training.config import Config, ConfigError, read_config
+from moe_ext.lab.training.device import set_up_for
+from moe_ext.lab.training.metrics import bytes_of, perplexity
 from moe_ext.lab.training.text import SentenceText, load_text
 
 MIXTURES = {"moe-4": 4, "moe-16": 16, "moe-64": 64, "moe-256-h": 256}  # numbers of experts

@@ -44,6 +44,28 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from moe_ext.lab.data import EncodedPairs, PairBatch, batches_of
+from moe_ext.lab.experiments.report import markdown_table
+from moe_ext.lab.experiments.results import Result, train_and_test
+from moe_ext.lab.experiments.statistics import PairedDifference, mean_difference
+from moe_ext.lab.experiments.stored import (
+    Report,
+    Run,
+    Stored,
+    changed_options,
+    core_hours,
+    record_of,
+    report_stored,
+    results_of,
+    run_missing,
+    shared_settings,
+)
+from moe_ext.lab.experiments.study import (
+    claims_data,
+    config_of_run,
+    size_cells,
+    study_parser,
+    trials,
+)
 from moe_ext.lab.models import TranslationModel
 from moe_ext.lab.studies._translation_page import (
     BLEU,
@@ -61,28 +83,6 @@ from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_con
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import by_language_pair, perplexity
-from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.results import Result, train_and_test
-from moe_ext.lab.training.statistics import PairedDifference, mean_difference
-from moe_ext.lab.training.stored import (
-    Report,
-    Run,
-    Stored,
-    changed_options,
-    core_hours,
-    record_of,
-    report_stored,
-    results_of,
-    run_missing,
-    shared_settings,
-)
-from moe_ext.lab.training.study import (
-    claims_data,
-    config_of_run,
-    size_cells,
-    study_parser,
-    trials,
-)
 from moe_ext.lab.training.text import PairText, load_text
 from moe_ext.lab.training.translation import bleu_of_test, require_bleu
 

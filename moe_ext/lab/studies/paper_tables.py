@@ -19,10 +19,10 @@ import torch
 
 from moe_ext.lab.analysis import cost, training_flops
 from moe_ext.lab.analysis.paper import PUBLISHED, Published
+from moe_ext.lab.experiments.report import write_report
 from moe_ext.lab.models import LanguageModel
 from moe_ext.lab.training.command import make_parser
 from moe_ext.lab.training.config import Config, read_config
-from moe_ext.lab.training.report import write_report
 
 _COLUMNS = {  # the title and the unit of each column
     "ops": ("ops/timestep, M", 1e6),

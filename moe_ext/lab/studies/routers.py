@@ -29,20 +29,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from moe_ext.lab.studies._balance import facts_of, perplexity_over_balance
-from moe_ext.lab.training.config import Config, read_config
-from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.logging import read_metrics
-from moe_ext.lab.training.rate_search import (
+from moe_ext.lab.experiments.rate_search import (
     RATES,
     command_with_rates,
     parse_with_rates,
     rates_table,
     runs_at_best_rates,
 )
-from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.results import BALANCE_BATCHES, Result
-from moe_ext.lab.training.study import (
+from moe_ext.lab.experiments.report import markdown_table, write_report
+from moe_ext.lab.experiments.results import BALANCE_BATCHES, Result
+from moe_ext.lab.experiments.study import (
     HOW_COMPARED,
     HOW_DECIDED,
     SMALL,
@@ -57,6 +53,10 @@ from moe_ext.lab.training.study import (
     size_cells,
     study_parser,
 )
+from moe_ext.lab.studies._balance import facts_of, perplexity_over_balance
+from moe_ext.lab.training.config import Config, read_config
+from moe_ext.lab.training.device import set_up_for
+from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.text import load_text
 
 PAPER = "noisy"

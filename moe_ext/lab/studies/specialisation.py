@@ -51,14 +51,14 @@ from moe_ext.lab.analysis import (
 from moe_ext.lab.analysis.routed_text import NEIGHBOURS
 from moe_ext.lab.data import AnyText
 from moe_ext.lab.data.corpora import PARTS_AND_ALL
+from moe_ext.lab.experiments.report import markdown_table, write_report
+from moe_ext.lab.experiments.statistics import mean_difference
+from moe_ext.lab.experiments.study import Claim, claims_data, verdict
 from moe_ext.lab.files import read_json, write_json
 from moe_ext.lab.training.checkpoint import TrainedModel, load_run
 from moe_ext.lab.training.command import add_threads, at_least, make_parser
 from moe_ext.lab.training.config import ConfigError, config_differences
 from moe_ext.lab.training.device import set_up_torch
-from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.statistics import mean_difference
-from moe_ext.lab.training.study import Claim, claims_data, verdict
 from moe_ext.lab.training.text import load_part
 
 _SHOWN_EXPERTS = 3  # of the most specialised experts, and of the others, as in Table 9

@@ -35,6 +35,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_ext.lab.experiments.results import train_and_test
+from moe_ext.lab.experiments.stored import (
+    Report,
+    Run,
+    Stored,
+    changed_options,
+    record_of,
+    report_stored,
+    results_of,
+    run_missing,
+    shared_settings,
+)
+from moe_ext.lab.experiments.study import (
+    Results,
+    claims_data,
+    config_of_run,
+    study_parser,
+)
 from moe_ext.lab.studies._translation_page import (
     ARMS,
     MIXTURE,
@@ -48,24 +66,6 @@ from moe_ext.lab.studies._translation_page import (
 from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
-from moe_ext.lab.training.results import train_and_test
-from moe_ext.lab.training.stored import (
-    Report,
-    Run,
-    Stored,
-    changed_options,
-    record_of,
-    report_stored,
-    results_of,
-    run_missing,
-    shared_settings,
-)
-from moe_ext.lab.training.study import (
-    Results,
-    claims_data,
-    config_of_run,
-    study_parser,
-)
 from moe_ext.lab.training.text import PairText, load_text, parallel_text
 from moe_ext.lab.training.translation import bleu_of_test, require_bleu, translated_test
 

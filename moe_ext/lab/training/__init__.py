@@ -1,4 +1,4 @@
-"""Training of the models: configuration, loop, metrics, checkpoints, paired comparisons.
+"""Training of the models: configuration, loop, metrics, checkpoints.
 
 An example::
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-import torch
-
 from moe_ext.lab.data import (
     AnyText,
     AnyVocabulary,
@@ -35,7 +33,6 @@ from moe_ext.lab.data.parallel import languages_of
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.config import ConfigError, DataConfig, ParallelDataConfig
 
-_RANDOM_SENTENCE = 25  # words in a sentence of random_text
 _SENTENCES_FOR_WORDPIECES = 2_000_000  # maximum number of training sentences over all languages
 
 
@@ -293,21 +290,6 @@ def _encode(
             sentences, vocabulary, config.encoded, name=part, num_workers=config.num_workers
         )
     return encode_sentences(progress(sentences, f"reading {part}", "sentences"), vocabulary)
-
-
-def random_text(vocab_size: int, num_tokens: int, seed: int) -> SentenceText:
-    """Makes random sentences with at least num_tokens predictions, for benchmarks.
-
-    Word frequencies are log-uniform. All three parts are the same text.
-    """
-    special = [Vocabulary.UNK, Vocabulary.EOS]
-    vocabulary = Vocabulary([*special, *(f"w{i}" for i in range(len(special), vocab_size))])
-    generator = torch.Generator().manual_seed(seed)
-    number = -(-num_tokens // (_RANDOM_SENTENCE + 1))
-    u = torch.rand(number, _RANDOM_SENTENCE, generator=generator, dtype=torch.float64)
-    ids = (vocab_size**u).long().clamp_(len(special), vocab_size - 1)
-    sentences = EncodedSentences(ids.tolist(), vocabulary.eos_id)
-    return SentenceText(vocabulary, train=sentences, dev=sentences, test=sentences)
 
 
 @contextmanager

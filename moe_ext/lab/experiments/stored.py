@@ -18,6 +18,8 @@ import torch
 
 from moe_ext.checks import require
 from moe_ext.lab.analysis import Cost
+from moe_ext.lab.experiments.report import write_report
+from moe_ext.lab.experiments.results import Result, run_unlocked
 from moe_ext.lab.files import file_lock, read_json, write_json
 from moe_ext.lab.training.config import (
     AnyConfig,
@@ -27,8 +29,6 @@ from moe_ext.lab.training.config import (
 )
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
-from moe_ext.lab.training.report import write_report
-from moe_ext.lab.training.results import Result, run_unlocked
 from moe_ext.lab.training.text import Text
 
 if TYPE_CHECKING:

@@ -9,11 +9,17 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from moe_ext.lab.experiments.report import markdown_table
+from moe_ext.lab.experiments.study import (
+    Results,
+    command_of,
+    config_of_run,
+    has_diverged,
+    run_study,
+)
 from moe_ext.lab.training.config import AnyConfig
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
-from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.study import Results, command_of, config_of_run, has_diverged, run_study
 from moe_ext.lab.training.text import Text
 
 RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to try
@@ -29,7 +35,7 @@ def parse_with_rates(
     Ends the script with an error if an override sets the learning rate.
 
     Args:
-        parser: the parser of `moe_ext.lab.training.study.study_parser`.
+        parser: the parser of `moe_ext.lab.experiments.study.study_parser`.
         arguments: the arguments of the script; None: those of the process.
     """
     parser.add_argument(
@@ -47,7 +53,7 @@ def parse_with_rates(
 
 
 def command_with_rates(name: str, options: argparse.Namespace) -> str:
-    """Formats the command of a study as `moe_ext.lab.training.study.command_of`, with --rates."""
+    """Formats the command of a study as `study.command_of`, and adds --rates."""
     rates = "" if options.rates == RATES else f" --rates {' '.join(map(str, options.rates))}"
     return command_of(name, options) + rates
 
@@ -74,7 +80,7 @@ def runs_at_best_rates(
         configs: the configuration of each model at each of `RATES`.
         options: the arguments of the study, from `parse_with_rates`.
         text: the encoded corpus.
-        shares: see `moe_ext.lab.training.study.run_study`.
+        shares: see `moe_ext.lab.experiments.study.run_study`.
 
     Returns:
         Each model's finished runs at its best rate, and its dev nats per token by rate.

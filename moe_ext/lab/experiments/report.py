@@ -1,41 +1,19 @@
 """Pages and tables of results."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from moe_ext.lab.benchmarks.harness import environment
 from moe_ext.lab.files import atomic_file, write_json, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Row = TypeVar("Row")
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Formats a Markdown table; the text of the cells is not escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
-
-
-def report_rows(
-    rows: Sequence[Row],
-    header: Sequence[str],
-    cells: Callable[[Row], Sequence[object]],
-    path: Path | None,
-) -> None:
-    """Prints the rows of a benchmark as a table; writes rows and environment to a JSON file.
-
-    Args:
-        rows: instances of a dataclass.
-        header: header of the table.
-        cells: function that returns the cells of a row.
-        path: the JSON file; None writes no file.
-    """
-    print(markdown_table(header, map(cells, rows)))
-    if path is not None:
-        write_json(path, {"environment": environment(), "rows": [vars(row) for row in rows]})
 
 
 def write_report(

@@ -9,6 +9,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from moe_ext.lab.analysis import Cost
+from moe_ext.lab.experiments.report import markdown_table
+from moe_ext.lab.experiments.statistics import PairedDifference, bootstrap_difference
+from moe_ext.lab.experiments.study import Results, as_change, difference, size_cells
 from moe_ext.lab.training.config import (
     AnyConfig,
     ConfigError,
@@ -16,9 +19,6 @@ from moe_ext.lab.training.config import (
     config_differences,
     config_value,
 )
-from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.statistics import PairedDifference, bootstrap_difference
-from moe_ext.lab.training.study import Results, as_change, difference, size_cells
 from moe_ext.lab.training.text import Text
 
 _BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # with decimals

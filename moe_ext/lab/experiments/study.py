@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ext.lab.analysis import Cost
+from moe_ext.lab.experiments.at_once import run_at_once
+from moe_ext.lab.experiments.report import markdown_table
+from moe_ext.lab.experiments.results import Result, finished, run_unlocked, train_and_test
+from moe_ext.lab.experiments.statistics import PairedDifference, mean_difference
 from moe_ext.lab.files import write_text
-from moe_ext.lab.training.at_once import run_at_once
 from moe_ext.lab.training.command import DEFAULT_SEEDS, add_overrides, add_seeds, make_parser
 from moe_ext.lab.training.config import (
     AnyConfig,
@@ -32,9 +35,6 @@ from moe_ext.lab.training.config import (
 )
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.metrics import perplexity
-from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.results import Result, finished, run_unlocked, train_and_test
-from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.text import Text, load_text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
