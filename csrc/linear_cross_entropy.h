@@ -120,7 +120,9 @@ inline void check_linear_cross_entropy(const char* op, const Classifier& classif
                     ": reduction must be none, mean or sum, got '", reduction, "'");
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, op,
                     ": label_smoothing must be between 0 and 1, got ", label_smoothing);
-  TORCH_CHECK_VALUE(z_loss >= 0, op, ": z_loss must be at least 0, got ", z_loss);
+  TORCH_CHECK_VALUE(z_loss >= 0 && std::isfinite(in_accumulate_type(input, z_loss)), op,
+                    ": z_loss must be at least 0, and finite in the dtype of the loss, got ",
+                    z_loss);
   if (softcap) {
     const double in_type = in_accumulate_type(input, *softcap);
     TORCH_CHECK_VALUE(in_type > 0 && std::isfinite(in_type), op,

@@ -1,6 +1,7 @@
 // topk_routing: the checks of its arguments, and its outputs.
 #pragma once
 
+#include <cmath>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -39,7 +40,10 @@ inline void check_gate_rule(const char* op, const Tensor& logits, const char* k_
         [&](std::string_view name, auto) { names.append(names.empty() ? "" : ", ").append(name); });
     TORCH_CHECK_VALUE(false, op, ": score must be one of ", names, ", got '", rule.score, "'");
   }
-  TORCH_CHECK_VALUE(rule.scale > 0, op, ": scale must be greater than 0, got ", rule.scale);
+  const double in_type = in_accumulate_type(logits, rule.scale);
+  TORCH_CHECK_VALUE(in_type > 0 && std::isfinite(in_type), op,
+                    ": scale must be above 0, and finite in the dtype of the gates, got ",
+                    rule.scale);
 }
 
 inline void check_topk_routing(const Tensor& logits, const c10::SymInt& k,
