@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_ext import ops
+from moe_ext._ragged import offsets_of
 from moe_ext.checks import require
 from moe_ext.gates import Routing
 
@@ -18,9 +18,9 @@ def computed_slots(routing: Routing, num_experts: int) -> Routing:
     if routing.kept is not None:
         is_computed = is_computed & routing.kept
     if routing.token_offsets is None:
-        token_offsets = F.pad(is_computed.sum(1).cumsum(0), (1, 0))
+        token_offsets = offsets_of(is_computed.sum(1))
     else:
-        token_offsets = F.pad(is_computed.cumsum(0), (1, 0))[routing.token_offsets]
+        token_offsets = offsets_of(is_computed)[routing.token_offsets]
     slot = is_computed.reshape(-1).nonzero().squeeze(1)
     return routing._replace(
         gates=routing.gates.reshape(-1).index_select(0, slot),

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
 from moe_ext._capacity import Drop, drop_slots, require_capacity
 from moe_ext._mixture import mixture
 from moe_ext._parts import checked_experts, checked_gate, checked_losses, is_hierarchical
+from moe_ext._ragged import offsets_of
 from moe_ext._replay import checked_index
 from moe_ext._zero_computation import add_identity, computed_slots
 from moe_ext.checks import (
@@ -566,4 +566,4 @@ def _sequence_offsets(x: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.arange(num_sequences + 1, device=x.device) * length
     num_tokens = mask.reshape(num_sequences, length).sum(1)
-    return F.pad(num_tokens.cumsum(0), (1, 0))
+    return offsets_of(num_tokens)

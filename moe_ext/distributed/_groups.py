@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._compiled import uncompiled
 from moe_ext._mixture import mixture
-from moe_ext._ragged import select_segments
+from moe_ext._ragged import offsets_of, select_segments
 from moe_ext.distributed._rows import scale_grad
 from moe_ext.distributed.exchange import Exchange, Received
 from moe_ext.distributed.placement import ExpertPlacement
@@ -168,11 +167,8 @@ class GroupExchange:
         # Sort the slots by destination: each owner has its slots in the same order.
         destination = exchange.destination(primary.group_index, primary.token_offsets)
         plan = ops.dispatch_plan(destination, len(decisions) * ranks.size)
-        offsets = F.pad(sizes.index_select(0, plan.permutation).cumsum(0), (1, 0))
-        sent = [
-            chunk.slot_offsets[F.pad(chunk.num_slots.cumsum(0), (1, 0))].diff()
-            for chunk in decisions
-        ]
+        offsets = offsets_of(sizes.index_select(0, plan.permutation))
+        sent = [chunk.slot_offsets[offsets_of(chunk.num_slots)].diff() for chunk in decisions]
         # The host synchronizes to read these counts, each [chunks, ranks].
         counts = torch.stack([torch.cat(sent), offsets[plan.offsets].diff()])
         num_sent, num_received = counts.view(2, len(decisions), ranks.size).tolist()

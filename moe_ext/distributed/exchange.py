@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._mixture import mixture
+from moe_ext._ragged import offsets_of
 from moe_ext.distributed._rows import columns_of, scale_grad
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
@@ -179,7 +179,7 @@ class Exchange:
             self._order = {
                 _HOST: _Order(
                     torch.tensor([*chain(*destinations)]).argsort(),
-                    F.pad(sizes.cumsum(0), (1, 0)),
+                    offsets_of(sizes),
                     torch.arange(len(destinations)).repeat_interleave(sizes),
                     torch.tensor([*chain(*message)]),
                 )
@@ -407,7 +407,7 @@ class Exchange:
         place = by_destination.inverse[copy] - by_destination.offsets[destination]
         return _Copies(
             by_destination.inverse,
-            F.pad(needed.sum(1).cumsum(0), (1, 0)),
+            offsets_of(needed.sum(1)),
             by_destination.tokens_per_expert,
             place[plan.permutation],
         )

@@ -1,6 +1,6 @@
 """Computes the logits and the initial weights of all gates."""
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain
 
 import torch
@@ -10,34 +10,41 @@ from moe_ext import ops
 from moe_ext.ops._dtypes import cast
 
 
-def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """Computes x · weight. On the CPU, a row's result does not depend on the other rows.
-
-    On CUDA it may depend on the number of rows, because torch selects a GEMM kernel by that number.
-    """
-    return ops.experts(x, [weight.unsqueeze(0)])
-
-
 def widened(x: Tensor) -> Tensor:
     """Converts x to at least float32; a gate calls this once for all its matrices."""
     return cast(x, ops.accumulation_dtype(x))
 
 
 def logits(
-    x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = matmul
+    x: Tensor,
+    weight: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    inverse: Tensor | None = None,
+    token_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Computes x · weight by product(x, weight), in at least float32, also under autocast.
+    """Computes x · weight in at least float32, also under autocast.
 
     `moe_ext.ops.load` subtracts a threshold from a logit, which cancels in lower precision.
+
+    On the CPU, a row's result does not depend on the other rows. On CUDA it may depend on their
+    number, because torch selects a GEMM kernel by that number.
+
+    Args:
+        x: [T, D].
+        weight: [D, E], or [G, D, E] with one matrix for each group of rows.
+        offsets, inverse, token_offsets: the rows of each group; see `moe_ext.ops.experts`.
     """
     wide = torch.promote_types(ops.accumulation_dtype(x), weight.dtype)
     x, weight = cast(x, wide), cast(weight, wide)
+    weights = [weight if weight.dim() == 3 else weight.unsqueeze(0)]
     device = x.device.type
     # The meta device does not support autocast.
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return product(x, weight)
-    with torch.autocast(device, enabled=False):
-        return product(x, weight)
+    is_autocast = device != "meta" and torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
+        return ops.experts(
+            x, weights, offsets=offsets, inverse=inverse, token_offsets=token_offsets
+        )
 
 
 def only_given(logits: Tensor, expert_index: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.checks import require_at_least
-from moe_ext.gates._logits import logits, matmul, zero_
+from moe_ext.gates._logits import logits, zero_
 from moe_ext.gates.gate import Gate
 
 
@@ -70,22 +70,17 @@ class NoisyGate(Gate):
         each group. Noise is in slot order, so that it does not depend on other tokens' groups; it
         is drawn here if it is None.
         """
-
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            if plan is None:
-                return matmul(x, weight)
-            return ops.experts(
-                x,
-                [weight],
-                offsets=plan.offsets,
-                inverse=plan.inverse,
-                token_offsets=token_offsets,
-            )
-
-        clean_logits = logits(x, w_gate, product)
+        rows = {}
+        if plan is not None:
+            rows = {
+                "offsets": plan.offsets,
+                "inverse": plan.inverse,
+                "token_offsets": token_offsets,
+            }
+        clean_logits = logits(x, w_gate, **rows)
         raw_noise_stddev = None
         if self.training:
-            raw_noise_stddev = logits(x, w_noise, product)
+            raw_noise_stddev = logits(x, w_noise, **rows)
             noise = self.draw_noise(clean_logits) if noise is None else noise
             if plan is not None:
                 noise = ops.dispatch(noise, plan.inverse.reshape(-1, 1))

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_ext import ops
+from moe_ext._ragged import offsets_of
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates.gate import Routing
 
@@ -40,7 +40,7 @@ def experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
         expert_index [R] int64, the selected experts, sorted by row, then by expert; and row_offsets
         [N + 1] int64: row n has the entries row_offsets[n] to row_offsets[n + 1] - 1.
     """
-    return mask.nonzero()[:, 1].contiguous(), F.pad(mask.sum(1).cumsum(0), (1, 0))
+    return mask.nonzero()[:, 1].contiguous(), offsets_of(mask.sum(1))
 
 
 def experts_of_selected(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

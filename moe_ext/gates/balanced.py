@@ -341,17 +341,13 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         # The rows of X^(1), X^(2), …: one for each slot.
         plan = ops.dispatch_plan(primary.group_index, len(groups))
         equal = batchwise and ranks is None and len(groups) > 0
-
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            return ops.experts(
-                x,
-                [weight],
-                offsets=None if equal else plan.offsets,
-                inverse=plan.inverse,
-                token_offsets=primary.token_offsets,
-            )
-
-        gate_logits = logits(x, w_gate, product)
+        gate_logits = logits(
+            x,
+            w_gate,
+            offsets=None if equal else plan.offsets,
+            inverse=plan.inverse,
+            token_offsets=primary.token_offsets,
+        )
         scores = self._scores(gate_logits)
         if batchwise:
             sizes = plan.tokens_per_expert

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_ext import _C, ops
+from moe_ext._ragged import offsets_of
 from moe_ext.integrations._transformers_balance import (
     LayerBalance,
     ModelBalance,
@@ -140,7 +141,7 @@ def experts_forward(
     expert_index, gates, token_offsets = top_k_index.long(), top_k_weights, None
     if module._is_expert_parallel:
         is_local = expert_index < num_experts
-        token_offsets = nn.functional.pad(is_local.sum(1).cumsum(0), (1, 0))
+        token_offsets = offsets_of(is_local.sum(1))
         expert_index, gates = expert_index[is_local], gates[is_local]
     plan = ops.dispatch_plan(expert_index, num_experts)
     norm = module.get_submodule("post_expert_norm") if module.has_post_expert_norm else None
