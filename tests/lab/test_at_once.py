@@ -15,10 +15,10 @@ from test_scripts import CONFIG, ROOT
 
 from moe_ext.checks import require
 from moe_ext.lab.commands import compare
+from moe_ext.lab.experiments import study as study_module
 from moe_ext.lab.experiments.at_once import run_at_once
 from moe_ext.lab.experiments.study import has_diverged, run_study, runs_at_once
 from moe_ext.lab.training import logging
-from moe_ext.lab.training import study as study_module
 from moe_ext.lab.training.checkpoint import checkpoints_of
 from moe_ext.lab.training.config import Config, config_from_dict
 from moe_ext.lab.training.logging import LineBars, read_metrics

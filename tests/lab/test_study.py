@@ -11,6 +11,8 @@ import torch
 from filelock import FileLock
 from test_scripts import ROOT
 
+from moe_ext.lab.experiments import results as results_module
+from moe_ext.lab.experiments import study as study_module
 from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.experiments.results import Result, finished, train_and_test
 from moe_ext.lab.experiments.statistics import (
@@ -28,8 +30,6 @@ from moe_ext.lab.experiments.study import (
     widening,
 )
 from moe_ext.lab.studies import balanced, capacity, efficiency, losses, paper_tables, routers
-from moe_ext.lab.training import results as results_module
-from moe_ext.lab.training import study as study_module
 from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import evaluate

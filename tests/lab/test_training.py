@@ -336,6 +336,23 @@ def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_work
     assert_same_run(whole.folder, resumed.folder)
 
 
+def test_the_train_records_of_an_interrupted_run_cover_all_steps(table, monkeypatch):
+    config = merged(table, log={"log_every": 8})
+    step = Trainer.train_step
+
+    def with_signal(self, *arguments):
+        step(self, *arguments)
+        if self.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "train_step", with_signal)
+    run = Trainer(config)
+    assert run.run() is False
+    monkeypatch.setattr(Trainer, "train_step", step)
+    assert Trainer(replace(config, resume=True)).run() is True
+    assert [record["step"] for record in read_metrics(run.folder, "train")] == [5, 8, 12]
+
+
 def test_a_signal_in_the_last_evaluation_is_not_lost(table, monkeypatch):
     """The run is finished; its result is measured by the next call."""
     config = merged(table, num_threads=0)

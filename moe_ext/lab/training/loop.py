@@ -267,7 +267,8 @@ class Trainer:
                 stack.callback(log.close)
             stopped = stack.enter_context(stop_signal())
             batches = stack.enter_context(closing(self._batch_stream()))
-            while self.step < steps and not self._any(stopped()):
+            last = self.step >= steps
+            while not last:
                 if threads:
                     threads.begin_step()
                 rate = self.optimizers[0].param_groups[0]["lr"]
@@ -281,7 +282,8 @@ class Trainer:
                     assert log is not None  # a single rank
                     log.say(choice)
                 end = self.step == steps
-                if end or _due(self.step, config.log.log_every):
+                last = end or self._any(stopped())
+                if last or _due(self.step, config.log.log_every):
                     progress = {"tokens": self.tokens, "learning_rate": rate}
                     values = window.summary(self.ranks) | progress
                     if log:
@@ -294,10 +296,8 @@ class Trainer:
                     values = self._evaluate() | {"tokens": self.tokens}
                     if log:
                         log.write("dev", self.step, values)
-                if end or _due(self.step, config.log.save_every):
+                if last or _due(self.step, config.log.save_every):
                     self._save()
-            if self.step < steps:
-                self._save()
             self.interrupted = stopped()
         return self.step >= steps
 
