@@ -8,7 +8,7 @@ import pytest
 import reference as ref
 import torch
 
-from moe_ext.lab.benchmarks import layer, peers, roofline
+from moe_ext.lab.benchmarks import layer, measurement, peers, roofline
 from moe_ext.lab.benchmarks.harness import clock_of
 from moe_ext.lab.benchmarks.memory import peak_allocated_mib
 from moe_ext.lab.benchmarks.peers import PEERS, Kind, Peer, Problem, Shape, random_routing
@@ -22,8 +22,8 @@ def small_probes(monkeypatch):
 
 
 SHAPE = Shape(48, 5, 2, 16, 32)
-OPTIONS = layer.Options([1], 3, 0.0, 1.0, 10.0, list(PEERS), 0.5)
-RATES = {layer.GEMM: 1e12, layer.STREAM: 1e11}
+OPTIONS = measurement.Options([1], 3, 0.0, 1.0, 10.0, list(PEERS), 0.5)
+RATES = {measurement.GEMM: 1e12, measurement.STREAM: 1e11}
 
 
 def test_routing_follows_the_popularity_and_repeats_no_expert():
@@ -86,7 +86,7 @@ def test_peers_have_our_results_and_gradients(name, dtype, device):
     expected = layer.results(peers.ours(problem), problem, layer.BOTH)
     found = layer.results(kind.build(problem), problem, layer.BOTH)
     assert set(found) == {"y", "dx", "dgates", "dW1", "dW2"}
-    layer.check(found, expected)
+    measurement.check(found, expected)
 
 
 def wrong_gradient(problem):
@@ -159,12 +159,12 @@ def test_figures_from_given_seconds():
         "gemm": Work(1000, 0),
         "stream": Work(0, 100),
     }
-    seconds = {layer.GEMM: [10.0, 20.0, 10.0], layer.STREAM: [10.0, 20.0, 10.0]}
+    seconds = {measurement.GEMM: [10.0, 20.0, 10.0], measurement.STREAM: [10.0, 20.0, 10.0]}
     for which, factor in ((layer.FORWARD, 1), (layer.BOTH, 3)):
         seconds["ours", which] = [4.0 * factor, 8.0 * factor, 4.0 * factor]
         seconds["peer", which] = [6.0 * factor, 12.0 * factor, 6.0 * factor]
     seconds["seldom", layer.FORWARD] = [40.0]
-    limits, figures = layer.figures_of(seconds, work)
+    limits, figures = measurement.figures_of(seconds, work)
     assert limits == {layer.FORWARD: 2000, layer.BOTH: 6000}
     ours, peer = figures["ours"], figures["peer"]
     for which in layer.PASSES:
@@ -202,26 +202,28 @@ def test_rounds_fit_into_the_time_without_slow_peers(clock):
 
         return function
 
-    machine = {layer.GEMM: takes("gemm", 0.25)}
+    machine = {measurement.GEMM: takes("gemm", 0.25)}
     first = {"ours": 1.0, "close": 2.0, "far": 2.75}
     functions = {(name, layer.FORWARD): takes(name, each) for name, each in first.items()}
 
     def rounds(seconds, most=21):
-        found = {layer.GEMM: [0.5]} | {(name, layer.FORWARD): [x] for name, x in first.items()}
+        found = {measurement.GEMM: [0.5]} | {
+            (name, layer.FORWARD): [x] for name, x in first.items()
+        }
         options = dataclasses.replace(OPTIONS, seconds=seconds, rounds=most)
-        layer.add_rounds(found, machine, functions, options)
+        measurement.add_rounds(found, machine, functions, options)
         return found
 
     # A round takes 4 · 0.25 + 2 · 3 = 7 s.
     assert rounds(30.0) == {
-        layer.GEMM: [0.5] + [0.25] * 4,
+        measurement.GEMM: [0.5] + [0.25] * 4,
         ("ours", layer.FORWARD): [1.0] * 5,
         ("close", layer.FORWARD): [2.0] * 5,
         ("far", layer.FORWARD): [2.75],
     }
     assert calls == (["gemm"] * 4 + ["ours"] * 2 + ["close"] * 2) * 4
-    assert len(rounds(0.0)[layer.GEMM]) == 2
-    assert len(rounds(1e9, most=7)[layer.GEMM]) == 7
+    assert len(rounds(0.0)[measurement.GEMM]) == 2
+    assert len(rounds(1e9, most=7)[measurement.GEMM]) == 7
 
 
 def test_main_reports_and_writes(monkeypatch, capsys, tmp_path):

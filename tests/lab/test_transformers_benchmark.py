@@ -10,8 +10,8 @@ pytest.importorskip("transformers")
 
 from moe_ext.lab.benchmarks import roofline
 from moe_ext.lab.benchmarks import transformers_experts as benchmark
-from moe_ext.lab.benchmarks.layer import Options
-from moe_ext.lab.benchmarks.layer import check as check_results
+from moe_ext.lab.benchmarks.measurement import Options
+from moe_ext.lab.benchmarks.measurement import check as check_results
 from moe_ext.lab.benchmarks.transformers_experts import MODELS, TASKS, Problem, experts_that_fit
 
 pytest.importorskip("moe_ext.integrations.transformers")

@@ -55,39 +55,48 @@ bincount.
 """
 
 import argparse
-import contextlib
 import functools
 import importlib.metadata
 import json
-import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.lab.benchmarks.harness import (
-    Clock,
     Quartiles,
     clock_of,
     environment,
-    host_seconds,
     interleaved,
     options_as_text,
-    pinned,
-    ratio,
+)
+from moe_ext.lab.benchmarks.measurement import (
+    BESIDE_PEERS,
+    LONG_ON_CPU,
+    LONG_ON_GPU,
+    Candidates,
+    Functions,
+    Key,
+    Options,
+    Result,
+    WrongResult,
+    by,
+    check,
+    first_line,
+    measure,
+    merged,
+    reason_to_skip,
 )
 from moe_ext.lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib, saved_bytes
 from moe_ext.lab.benchmarks.peers import (
     PEERS,
     ROUTINGS,
-    Extra,
     Kind,
     Peer,
     Problem,
@@ -97,7 +106,14 @@ from moe_ext.lab.benchmarks.peers import (
     experts_alone,
     ours,
 )
-from moe_ext.lab.benchmarks.roofline import Work, gemm_probe, limit, stream_probe
+from moe_ext.lab.benchmarks.roofline import stream_probe
+from moe_ext.lab.benchmarks.tables import (
+    list_of_remarks,
+    peak_table,
+    place,
+    plot,
+    report_wrong,
+)
 from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.files import write_json
 from moe_ext.lab.progress import progress
@@ -129,122 +145,8 @@ GPU_SHAPES = {
 }
 _ALL_SHAPES = SHAPES | GPU_SHAPES
 _ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
-# Seconds. A slower function that also takes 2.5 times as long as ours is timed once.
-LONG_ON_CPU, LONG_ON_GPU = 0.5, 0.05
 ACTIVATIONS = ("relu", "swiglu")
-_BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
 FORWARD, BOTH = PASSES = ("forward", "forward+backward")
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-T = TypeVar("T")
-Key = tuple[str, str]  # an implementation or "machine"; a pass or a probe
-GEMM, STREAM = ("machine", "gemm"), ("machine", "stream")
-Functions = dict[Key, Callable[[], object]]
-
-
-@dataclass
-class Options:
-    """The implementations to measure, the clock, and the limits of time and memory."""
-
-    threads: Sequence[int | None]  # None on a GPU: unchanged
-    rounds: int
-    seconds: float
-    memory: float
-    patience: float
-    peers: list[str]
-    long: float
-    clock: Clock = host_seconds
-
-
-class Measured(Protocol):
-    """The attributes of a problem that its results show."""
-
-    @property
-    def shape(self) -> Shape: ...
-
-    @property
-    def activation(self) -> str: ...
-
-    @property
-    def hidden(self) -> int: ...
-
-    @property
-    def used_experts(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> str: ...
-
-
-class WrongResult(AssertionError):
-    """The result of another implementation differs from the result of moe_ext."""
-
-
-@dataclass
-class Figures:
-    """The measurements of one implementation in one pass.
-
-    A sequence of three numbers has the quartiles over the rounds or, for several runs, minimum,
-    median and maximum.
-    """
-
-    rounds: int
-    ms: Sequence[float]
-    gflops: float
-    share_of_limit: Sequence[float]
-    ratio_to_ours: Sequence[float]
-
-
-@dataclass
-class Result:
-    """The measurements of a problem at a number of threads, by implementation and pass.
-
-    Attributes:
-        threads: the number of threads; None on a GPU.
-        limit_ms: the least possible time in ms, by pass.
-        gemm_gflops: the median GEMM peak in these rounds.
-        stream_gbytes: the median stream bandwidth in these rounds.
-        remarks: why an implementation has no figures, by implementation and pass.
-        peak_mib: on a GPU, the peak memory of a pass without its inputs.
-        occasions: number of runs that the figures are medians of.
-    """
-
-    name: str
-    shape: Shape
-    activation: str
-    hidden: int
-    used_experts: int
-    dtype: str
-    threads: int | None
-    gemm_gflops: float
-    stream_gbytes: float
-    limit_ms: dict[str, float]
-    figures: dict[str, dict[str, Figures]]
-    remarks: dict[str, dict[str, str]]
-    peak_mib: dict[str, dict[str, float]]
-    occasions: int = 1
-
-    @classmethod
-    def of_json(cls, record: dict[str, Any]) -> "Result":
-        figures = {
-            name: {which: Figures(**each) for which, each in found.items()}
-            for name, found in record["figures"].items()
-        }
-        return cls(**record | {"shape": Shape(*record["shape"]), "figures": figures})
-
-    def best_ratio(self, which: str) -> float | None:
-        """Returns the least time of another implementation / the time of moe_ext, in a pass."""
-        ratios = [
-            found[which].ratio_to_ours[1]
-            for name, found in self.figures.items()
-            if name not in ("ours", *_BESIDE_PEERS) and which in found
-        ]
-        return min(ratios, default=None)
 
 
 def _parse_shape(text: str) -> tuple[str, Shape]:
@@ -293,42 +195,6 @@ def results(peer: Peer, problem: Problem, which: str) -> dict[str, Stacked]:
     return {"y": [y], "dx": [dx], "dgates": [dgates], "dW1": first, "dW2": second}
 
 
-def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable[Tensor]]) -> None:
-    """Checks that the results `found` and `expected` agree up to rounding.
-
-    Compares norms: the rounding of a sum near zero can switch a hidden unit on or off. This
-    changes a few numbers by more than rounding.
-
-    Raises:
-        WrongResult: a result differs from the expected result.
-    """
-    for name, tensors in found.items():
-        pairs = list(zip(tensors, expected[name], strict=True))
-        error = torch.stack([(a - b).float().norm() for a, b in pairs]).norm().item()
-        size = torch.stack([b.float().norm() for _, b in pairs]).norm().item()
-        if not error <= _TOLERANCE[pairs[0][0].dtype] * size:  # or NaN
-            raise WrongResult(
-                f"{name} differs from moe_ext by {error:.2g} in norm; moe_ext has norm {size:.2g}"
-            )
-
-
-def reason_to_skip(extra: Extra, rates: Mapping[Key, float], options: Options) -> str:
-    """Returns why an implementation that needs `extra` does not run; "" if it runs."""
-    seconds = extra.flops / rates[GEMM] + extra.bytes / rates[STREAM]
-    if extra.memory > options.memory * 2**30:
-        return f"would need {extra.memory / 2**30:.1f} GiB"
-    return f"would take {seconds:.0f} s more" if seconds > options.patience else ""
-
-
-class Candidates(NamedTuple):
-    """The functions to measure, the seconds of their first round, and reasons to skip others."""
-
-    functions: Functions
-    seconds: dict[Key, list[float]]
-    remarks: dict[Key, str]
-    peak_mib: dict[Key, float]
-
-
 def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> Candidates:
     """Checks each implementation against the result of moe_ext, just before its first round."""
     functions: Functions = {}
@@ -348,7 +214,7 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
     add(passes("ours", mine, problem), warm_up=1)
     remarks: dict[Key, str] = {}
     of_rows = problem.of_rows()
-    for name, beside in zip(_BESIDE_PEERS, (experts_alone(problem), dense(of_rows)), strict=True):
+    for name, beside in zip(BESIDE_PEERS, (experts_alone(problem), dense(of_rows)), strict=True):
         add(passes(name, beside, of_rows), warm_up=1)
     for name in options.peers:
         kind = PEERS[name]
@@ -378,182 +244,11 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
     return Candidates(functions, seconds, remarks, peak_mib)
 
 
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message, or the name of its type."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-# Rounds and figures
-
-
-def add_rounds(
-    found: dict[Key, list[float]], machine: Functions, functions: Functions, options: Options
-) -> None:
-    """Measures at least one more round, and as many as fit into the time limit.
-
-    A function that took far longer than moe_ext in the first round is not repeated.
-    """
-    often = {
-        (name, which): function
-        for (name, which), function in functions.items()
-        if found[name, which][0] < max(2.5 * found["ours", which][0], options.long)
-    }
-    start = time.perf_counter()
-    for rounds in range(1, options.rounds):
-        took = time.perf_counter() - start
-        if rounds > 1 and took * rounds / (rounds - 1) > options.seconds:
-            break
-        for key, each in interleaved(machine, 3, warm_up=1, clock=options.clock).items():
-            found[key].append(statistics.median(each))
-        for key, each in interleaved(often, 1, warm_up=0, twice=True, clock=options.clock).items():
-            found[key] += each
-
-
-def figures_of(
-    seconds: Mapping[Key, Sequence[float]], work: Mapping[str, Work]
-) -> tuple[dict[str, float], dict[str, dict[str, Figures]]]:
-    """Returns each pass's limit in ms, and figures by implementation and pass.
-
-    Args:
-        seconds: the seconds of every round by function, including ``GEMM`` and ``STREAM``; some
-            functions have only one round.
-        work: the work of each pass, and of "gemm" and "stream".
-    """
-    gemm = [work["gemm"].flops / each for each in seconds[GEMM]]
-    stream = [work["stream"].bytes / each for each in seconds[STREAM]]
-    limits = {
-        which: [limit(work[which], *rates) for rates in zip(gemm, stream, strict=True)]
-        for which in work
-        if ("machine", which) not in seconds
-    }
-    figures: dict[str, dict[str, Figures]] = {}
-    for (name, which), each in seconds.items():
-        if name == "machine":
-            continue
-        ideal, mine = limits[which], seconds["ours", which]
-        if len(each) == 1:  # only the first round; quartiles need at least two values
-            ideal, mine, each = ([other[0]] * 2 for other in (ideal, mine, each))
-        figures.setdefault(name, {})[which] = Figures(
-            rounds=len(seconds[name, which]),
-            ms=Quartiles.of(1e3 * s for s in each),
-            gflops=work[which].flops / statistics.median(each) / 1e9,
-            share_of_limit=ratio(ideal, each),
-            ratio_to_ours=ratio(each, mine),
-        )
-    return {which: 1e3 * statistics.median(each) for which, each in limits.items()}, figures
-
-
-def _over_occasions(occasions: Sequence[Result]) -> Result:
-    """Merges one problem's results of several runs; a single run is returned unchanged."""
-    if len(occasions) == 1:
-        return occasions[0]
-    figures: dict[Key, list[Figures]] = {}
-    for result in occasions:
-        for name, found in result.figures.items():
-            for which, each in found.items():
-                figures.setdefault((name, which), []).append(each)
-    return replace(
-        occasions[0],
-        gemm_gflops=statistics.median(result.gemm_gflops for result in occasions),
-        stream_gbytes=statistics.median(result.stream_gbytes for result in occasions),
-        limit_ms={
-            which: statistics.median(result.limit_ms[which] for result in occasions)
-            for which in occasions[0].limit_ms
-        },
-        figures=by_pass({key: _median_figures(each) for key, each in figures.items()}),
-        occasions=sum(result.occasions for result in occasions),
-    )
-
-
-def _median_figures(occasions: Sequence[Figures]) -> Figures:
-    def spread(quartiles: Iterable[Sequence[float]]) -> list[float]:
-        medians = [median for _, median, _ in quartiles]
-        return [min(medians), statistics.median(medians), max(medians)]
-
-    return Figures(
-        rounds=sum(each.rounds for each in occasions),
-        ms=spread(each.ms for each in occasions),
-        gflops=statistics.median(each.gflops for each in occasions),
-        share_of_limit=spread(each.share_of_limit for each in occasions),
-        ratio_to_ours=spread(each.ratio_to_ours for each in occasions),
-    )
-
-
-def by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
-    """Nests the figures by implementation, then by pass."""
-    nested: dict[str, dict[str, T]] = {}
-    for (name, which), each in found.items():
-        nested.setdefault(name, {})[which] = each
-    return nested
-
-
 def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
     """Measures a problem at each number of threads in `options`."""
     work = dict(zip(PASSES, problem.work(), strict=True))
     choose = functools.partial(candidates, problem, options=options)
     return measure(name, problem, work, choose, options)
-
-
-def measure(
-    name: str,
-    problem: Measured,
-    work: Mapping[str, Work],
-    choose: Callable[[Mapping[Key, float]], Candidates],
-    options: Options,
-) -> list[Result]:
-    """Measures the candidates at each number of threads in `options`.
-
-    Args:
-        name: name of the problem.
-        problem: its attributes are copied to the results.
-        work: the work of each pass.
-        choose: returns the candidates, and is called once. Its argument has the GEMM peak in FLOP/s
-            and the stream bandwidth in bytes/s.
-        options: options of the run.
-    """
-    device = problem.device
-    probes = {
-        "gemm": gemm_probe(problem.dtype, device=device),
-        "stream": stream_probe(device=device),
-    }
-    machine: Functions = {("machine", what): probe.function for what, probe in probes.items()}
-    work = dict(work) | {what: probe.work for what, probe in probes.items()}
-    chosen: Candidates | None = None
-    found = []
-    for threads in options.threads:
-        with pinned(threads) if threads else contextlib.nullcontext():
-            seconds = {
-                key: [statistics.median(each)]
-                for key, each in interleaved(machine, 3, warm_up=1, clock=options.clock).items()
-            }
-            if chosen is None:
-                rates = {key: max(work[key[1]]) / each for key, (each,) in seconds.items()}
-                chosen = choose(rates)
-                seconds |= chosen.seconds
-            else:
-                seconds |= interleaved(
-                    chosen.functions, 1, warm_up=0, twice=True, clock=options.clock
-                )
-            add_rounds(seconds, machine, chosen.functions, options)
-        limit_ms, figures = figures_of(seconds, work)
-        found.append(
-            Result(
-                name=name,
-                shape=problem.shape,
-                activation=problem.activation,
-                hidden=problem.hidden,
-                used_experts=problem.used_experts,
-                dtype=str(problem.dtype).removeprefix("torch."),
-                threads=threads,
-                gemm_gflops=work["gemm"].flops / statistics.median(seconds[GEMM]) / 1e9,
-                stream_gbytes=work["stream"].bytes / statistics.median(seconds[STREAM]) / 1e9,
-                limit_ms=limit_ms,
-                figures=figures,
-                remarks=by_pass(chosen.remarks),
-                peak_mib=by_pass(chosen.peak_mib),
-            )
-        )
-    return found
 
 
 def routing_times(shape: tuple[int, int, int], device: str, options: Options) -> dict[str, Any]:
@@ -658,10 +353,6 @@ class _Unit(NamedTuple):
         return cls("GF/s", 1) if threads else cls("TF/s", 1000)
 
 
-def place(threads: int | None) -> str:
-    return f"threads: {threads}" if threads else "GPU"
-
-
 def cell(result: Result, name: str, which: str, unit: _Unit) -> str:
     """Formats operations per second, and the time divided by the time of moe_ext."""
     found = result.figures.get(name, {}).get(which)
@@ -679,7 +370,7 @@ def _speed_table(group: Sequence[Result], which: str) -> str:
     peers = {
         activation: [
             name
-            for name in (*_BESIDE_PEERS, *PEERS)
+            for name in (*BESIDE_PEERS, *PEERS)
             if any(name in result.figures for result in found)
         ]
         for activation, found in activations.items()
@@ -702,14 +393,6 @@ def _speed_table(group: Sequence[Result], which: str) -> str:
     return markdown_table([*head, "best peer"], lines)
 
 
-def by(results: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Groups `results` by the value of `key`, in order of appearance."""
-    groups: dict[Any, list[T]] = {}
-    for result in results:
-        groups.setdefault(key(result), []).append(result)
-    return groups
-
-
 def print_results(results: Sequence[Result]) -> None:
     for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
         gemm = statistics.median(result.gemm_gflops for result in group)
@@ -727,32 +410,6 @@ def print_results(results: Sequence[Result]) -> None:
             print(peak_table(group), end="")
     if remarks := list_of_remarks(results):
         print(f"\nNot timed:\n{remarks}", end="")
-
-
-def list_of_remarks(results: Iterable[Result]) -> str:
-    """Returns a Markdown list of what is not timed, and why; "" if all is timed."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for result in results:
-        for peer, remarks in result.remarks.items():
-            for which, reason in remarks.items():
-                where = reasons.setdefault((peer, f"{which}: {reason}"), [])
-                if (problem := f"{result.name} {result.dtype}") not in where:
-                    where.append(problem)
-    return "".join(
-        f"- {peer}, {reason} ({', '.join(places)})\n" for (peer, reason), places in reasons.items()
-    )
-
-
-def peak_table(group: Sequence[Result]) -> str:
-    """Formats peak memory; one line per shape, activation and pass."""
-    names = list(dict.fromkeys(name for result in group for name in result.peak_mib))
-    lines = []
-    for result in group:
-        for which in result.limit_ms:
-            found = [result.peak_mib.get(name, {}).get(which) for name in names]
-            sizes = ["–" if size is None else f"{size:.0f}" for size in found]
-            lines.append([result.name, result.activation, which, *sizes])
-    return markdown_table(["shape", "activation", "pass", *names], lines)
 
 
 def print_routing(found: Sequence[dict[str, Any]]) -> None:
@@ -807,48 +464,6 @@ def _print_memory(found: Sequence[dict[str, Any]]) -> None:
     print(markdown_table(header, lines), end="")
 
 
-def plot(results: Sequence[Result], machine: str, label: Callable[[Result], str]) -> "Figure":
-    """Plots percentages of the limit for the first dtype and number of threads.
-
-    Args:
-        results: at least one result; all have the same passes.
-        machine: text above the plot.
-        label: returns the text under the bars of a result.
-    """
-    from matplotlib.figure import Figure
-
-    first = results[0]
-    chosen = [r for r in results if (r.dtype, r.threads) == (first.dtype, first.threads)]
-    names = dict.fromkeys(name for result in chosen for name in result.figures)
-    peers = [name for name in names if name not in ("ours", *_BESIDE_PEERS)]
-    passes = list(first.limit_ms)
-    width = 0.84 / (1 + len(peers))
-    size = (max(8, 1.15 * len(chosen)), 3.25 * len(passes))
-    figure = Figure(figsize=size, layout="constrained")
-    for axes, which in zip(figure.subplots(len(passes), sharex=True), passes, strict=True):
-        for number, name in enumerate(("ours", *peers)):
-            shares = [
-                100 * r.figures[name][which].share_of_limit[1]
-                if which in r.figures.get(name, {})
-                else math.nan
-                for r in chosen
-            ]
-            at = [index + (number + 0.5) * width - 0.42 for index in range(len(chosen))]
-            grey = str(0.35 + 0.5 * (number - 1) / max(1, len(peers) - 1))
-            color, legend = ("#0b5fff", "moe_ext") if name == "ours" else (grey, name)
-            bars = axes.bar(at, shares, width, color=color, label=legend)
-            if name == "ours":
-                axes.bar_label(bars, fmt="%.0f", fontsize=8)
-        axes.axhline(100, color="black", linewidth=0.8)
-        axes.set(xlim=(-0.6, len(chosen) - 0.4), ylim=(0, 115), ylabel=f"% of the limit, {which}")
-        axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xticks(range(len(chosen)), list(map(label, chosen)), fontsize=8)
-    figure.suptitle(f"{first.dtype}, {place(first.threads)}; {machine}", fontsize=8)
-    handles = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
-    return figure
-
-
 def _label(result: Result) -> str:
     return f"{result.name}\nE={result.shape.num_experts}\nT={result.shape.tokens}"
 
@@ -862,22 +477,6 @@ def versions() -> str:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {package}")
     return ", ".join(found)
-
-
-def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the records of several runs into one."""
-    results = by(
-        [Result.of_json(each) for record in records for each in record["results"]],
-        lambda r: (r.name, r.activation, r.dtype, r.threads),
-    )
-    lists = {
-        key: [each for record in records for each in record[key]]
-        for key in ("memory", "routing", "left_out", "warnings")
-        if key in records[0]
-    }
-    environments = "; ".join(dict.fromkeys(record["environment"] for record in records))
-    medians = [asdict(_over_occasions(found)) for found in results.values()]
-    return records[0] | {"environment": environments, "results": medians} | lists
 
 
 def report(record: dict[str, Any]) -> list[Result]:
@@ -912,20 +511,6 @@ def finish(record: dict[str, Any], args: argparse.Namespace) -> int:
         chosen = by(results, lambda result: result.activation)[results[0].activation]
         plot(chosen, record["environment"], _label).savefig(args.plot, dpi=100)
     return report_wrong(results)
-
-
-def report_wrong(results: Iterable[Result]) -> int:
-    """Prints wrong results to stderr; returns the exit status, 1 if there are any."""
-    wrong = [
-        f"{result.name}, {result.dtype}: {peer}: {reason}"
-        for result in results
-        for peer, remarks in result.remarks.items()
-        for reason in set(remarks.values())
-        if reason.startswith("WRONG")
-    ]
-    for line in dict.fromkeys(wrong):
-        print(f"error: {line}", file=sys.stderr)
-    return 1 if wrong else 0
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -62,7 +62,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, options_as_text
-from moe_ext.lab.benchmarks.layer import (
+from moe_ext.lab.benchmarks.measurement import (
     LONG_ON_CPU,
     Candidates,
     Key,
@@ -72,14 +72,9 @@ from moe_ext.lab.benchmarks.layer import (
     by,
     check,
     first_line,
-    list_of_remarks,
     measure,
     merged,
-    peak_table,
-    place,
-    plot,
     reason_to_skip,
-    report_wrong,
 )
 from moe_ext.lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib
 from moe_ext.lab.benchmarks.peers import (
@@ -91,6 +86,13 @@ from moe_ext.lab.benchmarks.peers import (
     random_routing,
 )
 from moe_ext.lab.benchmarks.roofline import Work, experts_work
+from moe_ext.lab.benchmarks.tables import (
+    list_of_remarks,
+    peak_table,
+    place,
+    plot,
+    report_wrong,
+)
 from moe_ext.lab.experiments.report import markdown_table, write_report
 from moe_ext.lab.files import write_json
 from moe_ext.lab.packages import require_package
