@@ -405,13 +405,6 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         slots = secondary.gates, expert_index, token_offsets
         return routing_of_slots(self.num_experts, *slots, agreements, several(ranks))
 
-    def extra_repr(self) -> str:
-        return (
-            f"d_model={self.d_model}, num_groups={self.num_groups}, "
-            f"experts_per_group={self.experts_per_group}, k={self.k_of_levels}, "
-            f"detach_scores={self.detach_scores}"
-        )
-
 
 def balanced_gates(model: nn.Module) -> list[StrictlyBalancedGate]:
     """Returns the strictly balanced gates of a model, flat and hierarchical."""

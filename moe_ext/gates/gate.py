@@ -186,4 +186,7 @@ class Gate(nn.Module):
         return Routing(gates, expert_index, importance, load, logits=logits, scores=scores)
 
     def extra_repr(self) -> str:
+        return self._sizes()
+
+    def _sizes(self) -> str:
         return f"d_model={self.d_model}, num_experts={self.num_experts}, k={self.k}"

@@ -131,6 +131,12 @@ class HierarchicalGate(Gate, ABC):
         statistics = self.statistics([secondary.details], ranks)
         return self.routing(primary, secondary, statistics, ranks)
 
+    def _sizes(self) -> str:
+        return (
+            f"d_model={self.d_model}, num_groups={self.num_groups}, "
+            f"experts_per_group={self.experts_per_group}, k={self.k_of_levels}"
+        )
+
     @abstractmethod
     def select_groups(self, x: Tensor, ranks: Ranks | None) -> PrimarySelection:
         """Selects the groups of the tokens x [T, D]. See `Gate.forward` for ranks."""

@@ -163,10 +163,3 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
     def draw_noise(self, like: Tensor) -> Tensor:
         """Draws noise in the shape of `like`; returns zeros for a single group or expert."""
         return torch.zeros_like(like) if like.shape[1] == 1 else super().draw_noise(like)
-
-    def extra_repr(self) -> str:
-        return (
-            f"d_model={self.d_model}, num_groups={self.num_groups}, "
-            f"experts_per_group={self.experts_per_group}, k={self.k_of_levels}, "
-            f"noise_epsilon={self.noise_epsilon}, detach_threshold={self.detach_threshold}"
-        )
