@@ -317,5 +317,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if references is not None:
         report = sys.stdout if options.output else sys.stderr
         assert isinstance(trained.config, TranslationConfig)  # make_translator checks it
-        language = options.into or trained.config.data.pairs[0].partition("-")[2]
+        language = options.into or trained.config.data.language_pairs[0][1]
         _print_bleu(best, references, language, report)

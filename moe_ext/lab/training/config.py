@@ -122,8 +122,7 @@ class ParallelDataConfig:
 
     def __post_init__(self) -> None:
         require(len(self.pairs) >= 1, "pairs", "contain at least one language pair", self.pairs)
-        for pair in self.pairs:
-            source, _, target = pair.partition("-")
+        for pair, (source, target) in zip(self.pairs, self.language_pairs, strict=True):
             require(
                 bool(source and target) and source != target,
                 "pairs",
@@ -142,6 +141,17 @@ class ParallelDataConfig:
             self.max_ratio,
         )
         require_at_least(1, tokens_per_batch=self.tokens_per_batch)
+
+    @property
+    def language_pairs(self) -> list[tuple[str, str]]:
+        """The source and the target language of each pair."""
+        return [(source, target) for source, _, target in (p.partition("-") for p in self.pairs)]
+
+    @property
+    def languages_with_token(self) -> list[str]:
+        """The languages with a token ``<2xx>``: the targets of several pairs; [] for one pair."""
+        several = len(self.pairs) > 1
+        return sorted({target for _, target in self.language_pairs}) if several else []
 
 
 @dataclass

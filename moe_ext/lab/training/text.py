@@ -158,7 +158,7 @@ def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
             "data.corpus must be a folder of parallel text, got ''; give data.corpus=FOLDER"
         )
     place = Path(config.corpus)
-    pairs = [(source, target) for source, _, target in (p.partition("-") for p in config.pairs)]
+    pairs = config.language_pairs
     if len(pairs) > 1 and place.is_file():
         pairs = [pair for pair in pairs if languages_of(place, *pair)]
         if not pairs:
@@ -190,12 +190,11 @@ def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wo
             raise ConfigError(f"data.wordpieces: {error}") from error
     # Both directions of a language pair have the same sentences.
     once = {frozenset((text.source, text.target)): text for text in texts}.values()
-    languages = sorted({text.target for text in texts}) if len(config.pairs) > 1 else []
     return _trained_wordpieces(
         lambda: (side for text in once for pair in text for side in pair),
         lambda: "\n".join(text.fingerprint() for text in once),
         config,
-        languages,
+        config.languages_with_token,
     )
 
 
@@ -254,7 +253,7 @@ def _encode_pairs(
     return encode_pairs(
         texts,
         wordpieces,
-        target_tokens=len(config.pairs) > 1,
+        target_tokens=bool(config.languages_with_token),
         max_ratio=(config.max_ratio or None) if part == "train" else None,
         folder=config.encoded or None,
         name=part,

@@ -46,8 +46,7 @@ def make_translator(
     if not isinstance(config, TranslationConfig):
         raise ConfigError(f'the run\'s task must be "translation", got "{config.task}"')
     assert isinstance(model, TranslationModel) and isinstance(wordpieces, Wordpieces)
-    pairs = config.data.pairs
-    languages = sorted({pair.partition("-")[2] for pair in pairs}) if len(pairs) > 1 else []
+    languages = config.data.languages_with_token
     try:
         return Translator(model, wordpieces, search, into=into, languages=languages, **options)
     except ValueError as error:
@@ -62,7 +61,7 @@ def translations_of(trained: TrainedModel, text: ParallelText) -> list[str]:
     """
     config = trained.config
     assert isinstance(config, TranslationConfig)
-    into = text.target if len(config.data.pairs) > 1 else None
+    into = text.target if config.data.languages_with_token else None
     translate = make_translator(trained, BeamSearch(), into)
     title = f"translating {text.source}-{text.target}" if config.log.progress else None
     return [best.text for best, *_ in translate([source for source, _ in text], title=title)]
