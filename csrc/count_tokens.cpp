@@ -1,4 +1,4 @@
-// Counts the tokens of each expert for the selection bias (arXiv:2408.15664).
+// Counts the tokens of each expert for the selection bias (arXiv 2408.15664).
 //
 // Activation recomputation runs a forward pass a second time, within the backward pass. Whether a
 // backward pass is running is known only when the operator runs: a compiled graph is the same in

@@ -97,7 +97,7 @@ def deepseek_v3(
     bias_update_rate: float = 1e-3,
     **options: Unpack[_Options],
 ) -> MoE:
-    """Makes the layer of DeepSeek-V3 (arXiv:2412.19437).
+    """Makes the layer of DeepSeek-V3 (arXiv 2412.19437).
 
     The scores are sigmoids. A selection bias balances the experts; `update_gates` updates it. A
     token selects in its groups_per_token best groups. The gates are renormalized and scaled. The
@@ -143,7 +143,7 @@ def mixtral(
     k: int = 2,
     **options: Unpack[_Options],
 ) -> MoE:
-    """Makes the layer of Mixtral 8x7B (arXiv:2401.04088).
+    """Makes the layer of Mixtral 8x7B (arXiv 2401.04088).
 
     The gates are the softmax over the chosen logits. The experts are SwiGLU networks.
 
@@ -164,7 +164,7 @@ def qwen3_moe(
     k: int = 8,
     **options: Unpack[_Options],
 ) -> MoE:
-    """Makes the layer of Qwen3-30B-A3B (arXiv:2505.09388).
+    """Makes the layer of Qwen3-30B-A3B (arXiv 2505.09388).
 
     The gates are softmax scores, renormalized over the chosen experts (norm_topk_prob=True). The
     experts are SwiGLU networks.
@@ -186,7 +186,7 @@ def olmoe(
     k: int = 8,
     **options: Unpack[_Options],
 ) -> MoE:
-    """Makes the layer of OLMoE-1B-7B (arXiv:2409.02060).
+    """Makes the layer of OLMoE-1B-7B (arXiv 2409.02060).
 
     The gates are the softmax scores over all experts, not renormalized (norm_topk_prob=False). The
     experts are SwiGLU networks.
@@ -211,7 +211,7 @@ def gpt_oss(
     alpha: float = 1.702,
     **options: Unpack[_Options],
 ) -> MoE:
-    """Makes the layer of gpt-oss-120b (arXiv:2508.10925); gpt-oss-20b has num_experts=32.
+    """Makes the layer of gpt-oss-120b (arXiv 2508.10925); gpt-oss-20b has num_experts=32.
 
     The logits have a bias. The gates are the softmax over the chosen logits. The experts have
     biases and the clamped SwiGLU with interleaved columns of `moe_ext.ops.experts`.

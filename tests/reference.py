@@ -593,7 +593,7 @@ def HierarchicalBalancedMoE(
 
 
 def scores(logits, score):
-    """softmax; sigmoid (DeepSeek-V3, arXiv:2412.19437); sqrt(softplus)."""
+    """softmax; sigmoid (DeepSeek-V3, arXiv 2412.19437); sqrt(softplus)."""
     if score == "softmax":
         return Softmax(logits)
     if score == "sigmoid":
@@ -602,7 +602,7 @@ def scores(logits, score):
 
 
 def best_groups(biased, num_groups, per_token, score_k):
-    """Group-limited routing (DeepSeek-V2, arXiv:2405.04434): the groups of one token.
+    """Group-limited routing (DeepSeek-V2, arXiv 2405.04434): the groups of one token.
 
     A group's score is the sum of its score_k largest biased scores, where NaN counts as -inf.
     """
@@ -617,7 +617,7 @@ def best_groups(biased, num_groups, per_token, score_k):
 
 
 def route(logits, k, b, score, num_groups, per_token, score_k):
-    """The k experts of one token: the largest s + b (arXiv:2408.15664) in its best groups.
+    """The k experts of one token: the largest s + b (arXiv 2408.15664) in its best groups.
 
     The logits have the order of the scores; without bias and groups, they are compared.
     """

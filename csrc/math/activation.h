@@ -61,7 +61,7 @@ struct Relu : Defaults {
   }
 };
 
-// relu(z)^2 (So et al., 2021, arXiv:2109.08668)
+// relu(z)^2 (So et al., 2021, arXiv 2109.08668)
 struct ReluSquared : Defaults {
   template <typename T>
   static MOE_EXT_INLINE T value(T z) {

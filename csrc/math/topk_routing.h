@@ -24,7 +24,7 @@ struct SoftmaxScore {
   }
 };
 
-// 1 / (1 + e^-l), DeepSeek-V3 (arXiv:2412.19437, Eq. 15)
+// 1 / (1 + e^-l), DeepSeek-V3 (arXiv 2412.19437, Eq. 15)
 struct SigmoidScore {
   static constexpr bool kSoftmax = false;
   template <typename T>

@@ -59,10 +59,10 @@ class TopKGate(AdaptiveGate):
         G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j,   G_σ(x) = softmax(x·W_g)
 
     The options are those of later models, such as the groups and the sigmoid of DeepSeek-V3
-    (arXiv:2412.19437). `moe_ext.ops.topk_routing` has their equations.
+    (arXiv 2412.19437). `moe_ext.ops.topk_routing` has their equations.
 
     With bias_update_rate u, a selection bias b balances the experts without a loss
-    (arXiv:2408.15664). The gate selects by the scores plus b; b does not enter the gates. In
+    (arXiv 2408.15664). The gate selects by the scores plus b; b does not enter the gates. In
     training mode, the gate counts the tokens of each expert. Call `update_gates` once in each
     optimizer step::
 

@@ -43,7 +43,7 @@ def topk_routing(
     score                     s_i
     ========================  ==========================================================
     "softmax"                 exp(l_i) / Σ_j exp(l_j) over all experts
-    "sigmoid"                 1 / (1 + exp(-l_i)) (arXiv:2412.19437)
+    "sigmoid"                 1 / (1 + exp(-l_i)) (arXiv 2412.19437)
     "sqrt_softplus"           sqrt(log(1 + exp(l_i)))
     ========================  ==========================================================
 
@@ -51,10 +51,10 @@ def topk_routing(
     k, over the chosen logits, is score="softmax" with renormalize.
 
     The chosen experts have the largest s_i + bias_i. The bias balances the experts without a
-    gradient and does not enter the gates (arXiv:2408.15664).
+    gradient and does not enter the gates (arXiv 2408.15664).
 
     With num_groups > 1, a token selects in its groups_per_token best groups only
-    (arXiv:2405.04434). Group g has the experts g · E/num_groups to (g + 1) · E/num_groups - 1. Its
+    (arXiv 2405.04434). Group g has the experts g · E/num_groups to (g + 1) · E/num_groups - 1. Its
     score is the sum of its group_score_k largest s_i + bias_i: 1 as in DeepSeek-V2, 2 as in
     DeepSeek-V3, k / groups_per_token as in Megatron-Core.
 

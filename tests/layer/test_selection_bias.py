@@ -1,4 +1,4 @@
-"""The options of TopKGate, and its selection bias (arXiv:2408.15664)."""
+"""The options of TopKGate, and its selection bias (arXiv 2408.15664)."""
 
 import pytest
 import reference as ref

@@ -10,11 +10,11 @@ A problem is one experts layer of a model: transformers' own class, with the mod
 random weights and random tokens. Every implementation runs on the same module.
 
     model        H     E    I      k  source of the sizes
-    mixtral      4096  8    14336  2  Mixtral 8x7B, arXiv:2401.04088, Table 1
+    mixtral      4096  8    14336  2  Mixtral 8x7B, arXiv 2401.04088, Table 1
     qwen3_moe    2048  128  768    8  Qwen3-30B-A3B, config.json on the Hugging Face hub
-    olmoe        2048  64   1024   8  OLMoE-1B-7B, arXiv:2409.02060, and its config.json
-    deepseek_v3  7168  256  2048   8  DeepSeek-V3, arXiv:2412.19437, Sec. 4.2
-    gpt_oss      2880  32   2880   4  gpt-oss-20b, arXiv:2508.10925, and its config.json
+    olmoe        2048  64   1024   8  OLMoE-1B-7B, arXiv 2409.02060, and its config.json
+    deepseek_v3  7168  256  2048   8  DeepSeek-V3, arXiv 2412.19437, Sec. 4.2
+    gpt_oss      2880  32   2880   4  gpt-oss-20b, arXiv 2508.10925, and its config.json
 
 H is the hidden size, E the number of experts, I the intermediate size, k the number of experts of a
 token. E is halved until the layer's weights fit into --weights GiB in float32; it is then the same

@@ -53,7 +53,7 @@ TRIALS = {  # suffixes of the names of models with another learning rate or drop
 ARMS: dict[str, tuple[str, list[str]]] = {model: (model, []) for model in MODELS}
 ARMS |= {m + suffix: (m, [setting]) for suffix, setting in TRIALS.items() for m in MODELS}
 NEAR = 0.8  # share of word trigrams that makes a test sentence a near duplicate
-# BLEU of Transformer-Tiny in Wu et al. (2021, arXiv:2105.14462), by the name of the page.
+# BLEU of Transformer-Tiny in Wu et al. (2021, arXiv 2105.14462), by the name of the page.
 _PUBLISHED = {"translation_captions_en-de": 41.02, "translation_captions_en-fr": 61.80}
 
 # Sentences and table of the pages of both studies of translation.
@@ -158,7 +158,7 @@ def published(name: str) -> str:
         return ""
     return (
         f"On test_2016_flickr of Multi30k, Transformer-Tiny has BLEU {_PUBLISHED[name]:.2f} "
-        "without images (Wu et al. 2021, arXiv:2105.14462). Its text was prepared in another way, "
+        "without images (Wu et al. 2021, arXiv 2105.14462). Its text was prepared in another way, "
         "so a comparison, best with the lowercased BLEU, is rough."
     )
 

@@ -7,10 +7,10 @@
 Trains configs/small/moe-32.toml on 3.1 million words with five routers:
 
 - noisy: noisy top-k gating with the paper's two losses (Sec. 2.1 and 4).
-- switch: softmax, top k without noise, and the switch loss (arXiv:2101.03961).
-- bias: sigmoid, top k and a selection bias instead of a loss (arXiv:2408.15664).
+- switch: softmax, top k without noise, and the switch loss (arXiv 2101.03961).
+- bias: sigmoid, top k and a selection bias instead of a loss (arXiv 2408.15664).
 - balanced: strictly balanced gating (App. F).
-- expert_choice: each expert selects its words (arXiv:2202.09368). It is not causal: the experts of
+- expert_choice: each expert selects its words (arXiv 2202.09368). It is not causal: the experts of
   a word depend on later words. So its perplexity is not that of a language model.
 
 The first seed trains with every peak learning rate. The other seeds use the rate with the lowest
