@@ -23,7 +23,7 @@ called in interleaved rounds; all figures are medians.
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -39,30 +39,20 @@ from moe_ext.lab.training.device import avoid_missing_amx
 
 HEAD_WIDTH = 64
 NAMES = ("moe_ext", "moe_ext, compiled", "plain", "plain, compiled")
-DEFAULTS = {
-    "sequences": 8,
-    "length": 256,
-    "d_model": 512,
-    "layers": 8,
-    "num_experts": 32,
-    "k": 2,
-    "hidden": 1_024,
-    "vocabulary": 32_000,
-}
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a model and of its batch."""
 
-    sequences: int
-    length: int
-    d_model: int
-    layers: int
-    num_experts: int
-    k: int
-    hidden: int
-    vocabulary: int
+    sequences: int = 8
+    length: int = 256
+    d_model: int = 512
+    layers: int = 8
+    num_experts: int = 32
+    k: int = 2
+    hidden: int = 1_024
+    vocabulary: int = 32_000
 
     @property
     def tokens(self) -> int:
@@ -326,8 +316,9 @@ def cells(row: Row) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__)
-    for name, default in DEFAULTS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=at_least(1), default=default)
+    for size in fields(Sizes):
+        option = f"--{size.name.replace('_', '-')}"
+        parser.add_argument(option, type=at_least(1), default=size.default)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--eager", action="store_true", help="leave out torch.compile")
     parser.add_argument("--threads", type=at_least(1), default=1)
@@ -337,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     if options.dtype == "bfloat16":
         avoid_missing_amx()
     torch.manual_seed(0)
-    sizes = Sizes(**{name: getattr(options, name) for name in DEFAULTS})
+    sizes = Sizes(*(getattr(options, size.name) for size in fields(Sizes)))
     print(f"{options.dtype}, {options.threads} threads; {environment()}\n{sizes}\n")
     with pinned(options.threads):
         dtype = getattr(torch, options.dtype)
