@@ -102,7 +102,10 @@ StateDict read_state_dict(const std::string& path) {
                                                 /*type_resolver=*/std::nullopt,
                                                 /*obj_loader=*/std::nullopt, at::kCPU, file);
   } catch (const c10::Error& error) {
-    check(false, error.what_without_backtrace());
+    const std::string message = error.what_without_backtrace();
+    // LibTorch reads an OrderedDict as None, and then fails to add names to it.
+    const bool ordered = message.find("Expected GenericDict but got None") != std::string::npos;
+    check(false, ordered ? "an OrderedDict; write dict(module.state_dict())" : message);
   }
   check(content.isGenericDict(), content.tagKind());
   StateDict result;

@@ -41,6 +41,11 @@ Module clone_of(const torch::nn::Module& child, const std::optional<torch::Devic
   return clone;
 }
 
+// LibTorch often writes an absent tensor as an undefined one.
+OptionalTensor defined(const OptionalTensor& tensor) {
+  return tensor && tensor->defined() ? tensor : std::nullopt;
+}
+
 void check_size(const char* name, int64_t given, int64_t expected, const char* where = "") {
   TORCH_CHECK_VALUE(given == expected, "MoE: ", name, " must be ", expected, where, ", got ",
                     given);
@@ -223,9 +228,11 @@ void MoEImpl::clone_children(const std::optional<torch::Device>& device) {
   }
 }
 
-std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTensor& mask,
+std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTensor& optional_mask,
                                             const OptionalTensor& expert_index) {
   const int64_t d_model = options.d_model();
+  const auto mask = defined(optional_mask);
+  TORCH_CHECK_TYPE(x.defined(), "MoE: x must be a tensor, got an undefined one");
   TORCH_CHECK_VALUE(!x.is_nested(), "MoE: x must be a dense tensor, got a nested tensor");
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == d_model,
                     "MoE: x must have a last dimension of d_model = ", d_model, ", got shape ",
@@ -239,7 +246,7 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
     tokens = tokens.index_select(0, position);
   }
 
-  OptionalTensor given = expert_index;
+  OptionalTensor given = defined(expert_index);
   if (given) {
     const auto leading = given->sizes().slice(0, std::max<int64_t>(given->dim() - 1, 0));
     if (mask && given->dim() > 0 && leading == mask->sizes()) {

@@ -270,6 +270,15 @@ TEST(Losses, MustNotBeNull) {
 
 // What Python's type checks refuse
 
+TEST(Layer, TakesUndefinedTensorsAsAbsent) {
+  MoE layer(MoEOptions(8, 6, 2));
+  layer->eval();
+  const auto x = torch::ones({3, 8});
+  const auto expected = std::get<0>(layer(x));
+  EXPECT_TRUE(same_bits(std::get<0>(layer(x, torch::Tensor(), torch::Tensor())), expected));
+  EXPECT_THROW(layer(torch::Tensor()), c10::TypeError);
+}
+
 TEST(Children, MustBeGateAndExperts) {
   const auto linear = torch::nn::Linear(8, 6).ptr();
   EXPECT_THROW(MoE(MoEOptions(8, 6, 2).gate(linear)), c10::TypeError);
@@ -302,6 +311,18 @@ TEST_F(Files, ThatCannotBeReadAreNamed) {
                              " must be a file of torch.save(dict(module.state_dict()), path), got ";
       EXPECT_EQ(message.rfind(beginning, 0), 0) << message;
     }
+  }
+}
+
+TEST_F(Files, OfAnOrderedDictAreExplained) {
+  try {
+    moe_ext::read_state_dict(exported::folder + "/ordered.pt");
+    ADD_FAILURE() << "no error";
+  } catch (const c10::TypeError& error) {
+    const std::string message = error.what_without_backtrace();
+    const std::string end = "got an OrderedDict; write dict(module.state_dict())";
+    ASSERT_GE(message.size(), end.size());
+    EXPECT_EQ(message.substr(message.size() - end.size()), end);
   }
 }
 

@@ -394,6 +394,7 @@ def save_state_dicts(folder: Path) -> None:
     for number, (name, make) in enumerate(LAYERS.items()):
         torch.manual_seed(number)
         torch.save(dict(make().state_dict()), folder / f"{name}.python.pt")
+    torch.save(nn.Linear(2, 3).state_dict(), folder / "ordered.pt")  # a mistake
 
 
 def loss_cases() -> Tensors:
