@@ -289,10 +289,12 @@ class _Recorder:
         if isinstance(parameter, DTensor):  # num_experts may be the number of this rank's experts
             self.num_experts = parameter.shape[0]
         device = torch.device("cpu") if parameter.is_meta else parameter.device
-        # Float64 holds counts up to 2^53 exactly.
-        self.importance = torch.zeros(self.num_experts, dtype=torch.float64, device=device)
-        self.load = torch.zeros_like(self.importance)
-        self.num_tokens = self.importance.new_zeros(())
+        # Outside inference mode, inference tensors could not be changed.
+        with torch.inference_mode(False):
+            # Float64 holds counts up to 2^53 exactly.
+            self.importance = torch.zeros(self.num_experts, dtype=torch.float64, device=device)
+            self.load = torch.zeros_like(self.importance)
+            self.num_tokens = self.importance.new_zeros(())
         self.last_importance: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from moe_ext import _C, ops
 from moe_ext._ragged import offsets_of
@@ -136,6 +137,8 @@ def experts_forward(
     reason = _refusal(module, [*weights, *biases])
     if reason is not None:
         return _fall_back(reason, module, hidden_states, top_k_index, top_k_weights)
+    if not module.is_transposed:
+        weights = [weight.mT for weight in weights]
 
     num_experts = weights[0].shape[0]
     expert_index, gates, token_offsets = top_k_index.long(), top_k_weights, None
@@ -162,16 +165,17 @@ def experts_forward(
 
 
 def _parameters_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the weights [E, fan_in, columns] and the biases [E, columns] of the two layers."""
+    """Returns the weights of the two layers as the module has them, and the biases [E, columns]."""
     names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
     weights = [getattr(module, name) for name in names]
-    if not module.is_transposed:
-        weights = [weight.mT for weight in weights]
     return weights, [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
 
 
 def _refusal(module: nn.Module, parameters: list[Tensor]) -> str | None:
     """Returns why the operator cannot compute the module in its present state; None if it can."""
+    for parameter in parameters:
+        if _is_quantized(parameter):
+            return f"its parameters are of the class {type(parameter).__name__}"
     dtypes = sorted({str(parameter.dtype) for parameter in parameters})
     if len(dtypes) > 1 or dtypes[0] not in _DTYPES:
         choices = ", ".join(_DTYPES)
@@ -182,6 +186,11 @@ def _refusal(module: nn.Module, parameters: list[Tensor]) -> str | None:
     if module._is_expert_parallel and torch.compiler.is_compiling():
         return "torch.compile does not support its number of slots with expert parallelism"
     return None
+
+
+def _is_quantized(parameter: Tensor) -> bool:
+    """Returns whether a parameter wraps other tensors, as those of torchao do."""
+    return is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor)
 
 
 def _fp8_experts_forward(
@@ -201,9 +210,14 @@ def _fall_back(
     functions: ExpertsInterface = ALL_EXPERTS_FUNCTIONS,
 ) -> Tensor:
     """Warns once and computes the module with transformers' own implementation."""
-    # grouped_mm supports neither float64 nor FP8 activations with a static scale.
-    static = getattr(module, "activation_scheme", None) == "static"
-    name = "eager" if static or hidden_states.dtype == torch.float64 else "grouped_mm"
+    # grouped_mm supports neither float64, nor FP8 activations with a static scale, nor all classes
+    # of torchao.
+    eager_only = (
+        hidden_states.dtype == torch.float64
+        or getattr(module, "activation_scheme", None) == "static"
+        or any(map(_is_quantized, module.parameters()))
+    )
+    name = "eager" if eager_only else "grouped_mm"
     _warn_once(f"experts_implementation='moe_ext': {type(module).__name__} uses '{name}': {reason}")
     eager = inspect.unwrap(type(module).forward)
     forward = functions.get_interface(name, eager)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 plug = importlib.import_module("moe_ext.integrations.transformers")
@@ -269,6 +270,46 @@ def test_a_cold_export_contains_the_operator():
     assert len(called) == len(plug.experts_modules(model))
     found = plug._activation_of(next(iter(plug.experts_modules(model).values())))
     assert found == plug._Activation("swiglu")
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that wraps another, as torchao's quantized tensors do; all operators unwrap it."""
+
+    @staticmethod
+    def __new__(cls, data):
+        options = {"dtype": data.dtype, "device": data.device, "strides": data.stride()}
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, **options)
+
+    def __init__(self, data):
+        self.data_of_it = data
+
+    def __tensor_flatten__(self):
+        return ["data_of_it"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, *_):
+        return Wrapped(inner["data_of_it"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        if function.namespace == "moe_ext" or function._opname in ("transpose", "_grouped_mm"):
+            raise NotImplementedError(function)  # like torchao
+        unwrap = lambda value: value.data_of_it if isinstance(value, Wrapped) else value  # noqa: E731
+        result = function(*tree_map(unwrap, arguments), **tree_map(unwrap, options or {}))
+        return Wrapped(result) if function._opname == "detach" else result
+
+
+def test_quantized_parameters_fall_back():
+    model = tiny("qwen3_moe", "moe_ext").requires_grad_(False)
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        for layer in model.model.layers:
+            for name in ("gate_up_proj", "down_proj"):
+                weight = Wrapped(getattr(layer.mlp.experts, name).detach())
+                setattr(layer.mlp.experts, name, torch.nn.Parameter(weight, requires_grad=False))
+        match = "Qwen3MoeExperts uses 'eager': its parameters are of the class (Wrapped|Parameter)"
+        with pytest.warns(UserWarning, match=match):
+            torch.testing.assert_close(model(tokens()).logits, expected)
 
 
 def test_fp8_models_fall_back(monkeypatch):

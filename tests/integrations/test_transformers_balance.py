@@ -170,6 +170,17 @@ def test_a_model_is_copied_while_it_is_measured():
         assert [layer.num_tokens for layer in measured.layers] == [3] * LAYERS
 
 
+def test_a_measurement_that_begins_in_inference_mode():
+    model = make_model()
+    with torch.inference_mode():
+        measured = balance(model)
+        model(ids(1, 3))
+    model(ids(1, 5))
+    assert [layer.num_tokens for layer in measured.layers] == [8] * LAYERS
+    measured.reset()
+    measured.remove()
+
+
 def test_results_do_not_change_later():
     model = make_model()
     with balance(model) as measured:
