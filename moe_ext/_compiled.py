@@ -1,4 +1,4 @@
-"""The wrapper that torch.compile puts around a module."""
+"""The wrappers that torch.compile and activation checkpointing put around a module."""
 
 from typing import Any
 
@@ -6,3 +6,12 @@ from typing import Any
 def uncompiled(module: Any) -> Any:
     """Returns the module inside torch.compile's wrapper, or the module itself if it has none."""
     return getattr(module, "_orig_mod", module)
+
+
+def unwrapped_module(module: Any) -> Any:
+    """Returns the module inside the wrappers of torch.compile and of torch's checkpoint_wrapper."""
+    while module is not (
+        inner := uncompiled(getattr(module, "_checkpoint_wrapped_module", module))
+    ):
+        module = inner
+    return module

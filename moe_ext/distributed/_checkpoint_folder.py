@@ -2,7 +2,7 @@
 
 Contents::
 
-    latest                            the name of the newest checkpoint
+    latest                            the name of the newest checkpoint, twice
     step-00000042/
         .metadata  __0_0.distcp  …    tensors, in the format of torch.distributed.checkpoint
         state.pt  rank-0.pt  …        the other state: common to all ranks, and of each rank
@@ -29,10 +29,11 @@ class CheckpointFolder:
 
     1. `begin` makes a hidden folder for the files.
     2. `publish` adds their checksums, renames the folder to step-00000042, and replaces the
-       file `latest`, which contains that name. The checkpoint is now valid.
+       file `latest`, which contains that name twice. The checkpoint is now valid.
     3. `publish` also deletes old checkpoints and the files of interrupted saves.
 
-    Checkpoints later than the one in `latest` belong to an abandoned run and are ignored.
+    Checkpoints later than the one in `latest` belong to an abandoned run and are ignored. If the
+    two names in `latest` differ, the file is damaged, and all checkpoints count.
 
     Args:
         path: the folder of all checkpoints; the first save creates it.
@@ -55,8 +56,9 @@ class CheckpointFolder:
         found = {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.name))}
         latest = self.path / "latest"
         there = latest.exists() or latest.is_symlink()
-        name = read_file(latest, _MAX_LATEST).decode(errors="replace") if there else ""
-        match = STEP.fullmatch(name.strip())
+        text = read_file(latest, _MAX_LATEST).decode(errors="replace") if there else ""
+        names = set(text.split())  # earlier versions wrote the name once
+        match = STEP.fullmatch(names.pop()) if len(names) == 1 else None
         last = int(match[1]) if match else math.inf
         return {step: found[step] for step in sorted(found) if step <= last}
 
@@ -70,12 +72,14 @@ class CheckpointFolder:
         self._clear()
         self.temporary(step).mkdir()
 
-    def publish(self, step: int, sums: Mapping[str, str]) -> None:
+    def publish(self, step: int, sums: Mapping[str, str], since: int | None = None) -> None:
         """Turns the hidden folder of a step into a checkpoint; its files must be synced to disk.
 
         Args:
             step: the number of the checkpoint.
             sums: the checksums of all files, from `sums_of`.
+            since: the step from which the run continued; checkpoints between this step and the new
+                one belong to an abandoned run and are deleted.
         """
         temporary = self.temporary(step)
         lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
@@ -85,7 +89,11 @@ class CheckpointFolder:
             path.rename(path.with_suffix(".old"))  # valid until the new folder has its name
         temporary.rename(path)
         sync_folder(self.path)
-        write_text(self.path / "latest", f"{path.name}\n")
+        write_text(self.path / "latest", f"{path.name}\n{path.name}\n")
+        if since is not None:
+            for number, abandoned in self.checkpoints().items():
+                if since < number < step:
+                    _hide(abandoned)
         for old in list(self.checkpoints().values())[: -self.keep]:
             _hide(old)
         self._clear()

@@ -1,5 +1,6 @@
 """Data parallelism for the dense part of a model with sharded experts (Sec. 3.1)."""
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Literal, get_args
@@ -7,6 +8,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require_one_of
-from moe_ext.distributed._parameters import expert_parameters, expert_tensors
+from moe_ext.distributed._parameters import expert_parameters, expert_tensors, require_ranks
 from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.optim import split_parameters
 
@@ -51,17 +53,20 @@ def parallelize(
         for a single rank, and if no dense parameter is trained.
 
     Raises:
-        ValueError: `dense` is unknown, or a parameter or buffer of custom experts does not have one
-            row for each expert.
+        ValueError: `dense` is unknown, process_group does not have the ranks of a layer, or a
+            parameter or buffer of custom experts does not have one row for each expert.
     """
     require_one_of("parallelize: dense", get_args(_Dense), dense)
     world = Layout.of(process_group).world
+    require_ranks("parallelize", model, world)
     if world.size == 1:
         return model
     experts = expert_parameters(model)
-    for entry in experts.values():
-        if entry.layout.replicas.size > 1:
-            _average(entry.param, entry.layout.replicas)
+    copied = [
+        (entry.param, entry.layout.replicas)
+        for entry in experts.values()
+        if entry.layout.replicas.size > 1
+    ]
     if dense == "fsdp":
         mesh = process_group
         if not isinstance(mesh, DeviceMesh):
@@ -73,14 +78,15 @@ def parallelize(
         # The first forward pass writes the thresholds in place, which FSDP would lose.
         sharded = {entry.param for entry in experts.values()}
         thresholds = [p for p in split_parameters(model).thresholds if p not in sharded]
-        for param in thresholds:
-            _average(param, world)
+        copied += [(param, world) for param in thresholds]
         whole = {*thresholds, *sharded}
         _start_from_the_first(model, world)
+        _average_gradients(model, copied)
         fully_shard(
             model, mesh=mesh, ignored_params=whole, shard_placement_fn=partial(_shard, world.size)
         )
         return model
+    _average_gradients(model, copied)
     of_experts = expert_tensors(model)
     if not any(p.requires_grad for n, p in model.named_parameters() if n not in of_experts):
         _start_from_the_first(model, world)
@@ -108,18 +114,37 @@ def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
             dist.broadcast(value.detach(), group_src=0, group=ranks.group)
 
 
-def _average(param: nn.Parameter, copies: Ranks) -> None:
-    """Broadcasts param from rank 0 of copies; averages its gradient after every backward pass."""
-    with torch.no_grad():
-        dist.broadcast(param, group_src=0, group=copies.group)
+def _average_gradients(model: nn.Module, copied: Sequence[tuple[nn.Parameter, Ranks]]) -> None:
+    """Keeps parameters equal to their copies on other ranks.
 
-    def average(param: torch.Tensor) -> None:
-        assert param.grad is not None
-        dist.all_reduce(param.grad, group=copies.group)
-        param.grad /= copies.size
+    Broadcasts each parameter from the first rank that has it. After every backward pass, averages
+    its gradient over these ranks. A trained parameter that a rank has not used has the gradient 0.
+    """
+    for param, copies in copied:
+        dist.broadcast(param.detach(), group_src=0, group=copies.group)
+    is_due = False
 
-    if param.is_floating_point():
-        trained = param.requires_grad
-        param.requires_grad_()  # a frozen parameter, which may be trained later, takes no hook
-        param.register_post_accumulate_grad_hook(average)
-        param.requires_grad_(trained)
+    def average() -> None:
+        nonlocal is_due
+        is_due = False
+        # The order is the same on all ranks, which need not have used the same parameters.
+        for param, copies in copied:
+            if param.requires_grad:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                dist.all_reduce(param.grad, group=copies.group)
+                param.grad /= copies.size
+
+    def schedule(_: torch.Tensor) -> None:
+        nonlocal is_due
+        if not is_due:
+            is_due = True
+            Variable._execution_engine.queue_callback(average)
+
+    # Any parameter schedules the average: a rank may have used none of its copies.
+    for param in model.parameters() if copied else ():
+        if param.is_floating_point():
+            trained = param.requires_grad
+            param.requires_grad_()  # a frozen parameter, which may be trained later, takes no hook
+            param.register_post_accumulate_grad_hook(schedule)
+            param.requires_grad_(trained)

@@ -1,13 +1,16 @@
 """The parameters of a model that are sharded over ranks."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_ext._compiled import unwrapped_module
 from moe_ext.checks import require
 from moe_ext.distributed._groups import gate_of_groups
-from moe_ext.distributed.ranks import Layout
+from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.experts import ModuleExperts
 from moe_ext.moe import MoE
 
@@ -39,49 +42,88 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
     Raises:
         ValueError: a parameter or buffer of custom experts does not have one row for each expert.
     """
-    state = expert_state(model)
-    return {name: state[name] for name, _ in model.named_parameters() if name in state}
+    by_param = {entry.param: entry for entry in expert_state(model).values()}
+    return {name: by_param[param] for name, param in model.named_parameters() if param in by_param}
 
 
 def expert_tensors(model: nn.Module) -> set[str]:
     """Returns the names of the model's sharded parameters and buffers, also non-persistent ones."""
-    names = set(expert_state(model))
-    for prefix, layer in _spread_layers(model):
-        names |= {prefix + name for name, _ in layer.experts.named_buffers()}
-    return names
+    sharded: set[Tensor] = {entry.param for entry in expert_state(model).values()}
+    for layer in spread_layers(model):
+        sharded.update(layer.experts.buffers())
+    tensors = (model.named_parameters, model.named_buffers)
+    named = chain.from_iterable(each(remove_duplicate=False) for each in tensors)
+    return {name for name, value in named if value in sharded}
 
 
 def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
-    """Returns the sharded entries of the model's state_dict, under all their names."""
-    found = {}
-    for prefix, layer in _spread_layers(model):
-        assert layer.sharding is not None  # _spread_layers yields only sharded layers
-        local, layout = layer.sharding.local_experts, layer.sharding.layout
-        for name, value in layer.experts.state_dict(keep_vars=True).items():
-            if isinstance(layer.experts, ModuleExperts):
-                container, number, rest = name.split(".", 2)
-                whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None
-            else:
-                rule = f"have one row for each of this rank's experts ({len(local)})"
-                shape = tuple(value.shape) if isinstance(value, Tensor) else (type(value),)
-                require(shape[:1] == (len(local),), f"model: {prefix}{name}", rule, shape)
-                whole_name, bounds = name, (local.start, local.stop, layer.num_experts)
-            found[prefix + name] = ExpertParameter(prefix + whole_name, value, layout, bounds)
-        groups, gate = layer.sharding.local_groups, gate_of_groups(layer.gate)
-        if groups is None or gate is None:
-            continue
-        prefix = prefix.removesuffix("experts.") + "gate."
-        for name, value in layer.gate.state_dict(keep_vars=True).items():
-            if name.rsplit(".")[-1] in gate.secondary_parameters:
-                bounds = groups.start, groups.stop, gate.num_groups
-                found[prefix + name] = ExpertParameter(prefix + name, value, layout, bounds)
+    """Returns the sharded entries of the model's state_dict, under all their names.
+
+    The entries are found by identity, because a wrapper around a module may change its name.
+    """
+    # By the id of a tensor: its name in the layer, and its description with the whole name there.
+    described: dict[int, tuple[str, ExpertParameter]] = {}
+    for layer in spread_layers(model):
+        for name, entry in _entries(layer):
+            described[id(entry.param)] = name, entry
+    found, lost = {}, dict(described)
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in described:
+            in_layer, entry = described[id(value)]
+            require(name.endswith(in_layer), "model: state_dict", f"end with {in_layer}", name)
+            found[name] = entry._replace(name=name.removesuffix(in_layer) + entry.name)
+            lost.pop(id(value), None)
+    names = [name for name, _ in lost.values()]
+    require(not names, "model: state_dict", "contain all parameters of sharded experts", names)
     return found
 
 
-def _spread_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
-    """Yields the prefix of its experts' names and the layer, for each name of a sharded layer."""
-    for path, layer in model.named_modules(remove_duplicate=False):
+def _entries(layer: MoE) -> Iterator[tuple[str, ExpertParameter]]:
+    """Yields the name and the description of each sharded entry of a layer's state_dict."""
+    assert layer.sharding is not None  # spread_layers yields only sharded layers
+    local, layout = layer.sharding.local_experts, layer.sharding.layout
+    of_modules = isinstance(unwrapped_module(layer.experts), ModuleExperts)
+    for name, value in layer.experts.state_dict(keep_vars=True).items():
+        if of_modules:
+            container, number, rest = name.split(".", 2)
+            whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None
+        else:
+            rule = f"have one row for each of this rank's experts ({len(local)})"
+            shape = tuple(value.shape) if isinstance(value, Tensor) else (type(value),)
+            require(shape[:1] == (len(local),), f"MoE: experts.{name}", rule, shape)
+            whole_name, bounds = name, (local.start, local.stop, layer.num_experts)
+        entry = ExpertParameter(f"experts.{whole_name}", value, layout, bounds)
+        yield f"experts.{name}", entry
+    groups, gate = layer.sharding.local_groups, gate_of_groups(layer.gate)
+    if groups is None or gate is None:
+        return
+    for name, value in layer.gate.state_dict(keep_vars=True).items():
+        if name.rsplit(".")[-1] in gate.secondary_parameters:
+            bounds = groups.start, groups.stop, gate.num_groups
+            yield f"gate.{name}", ExpertParameter(f"gate.{name}", value, layout, bounds)
+
+
+def require_ranks(owner: str, model: nn.Module, ranks: Ranks) -> None:
+    """Raises ValueError unless the ranks are those of every layer with sharded experts."""
+    for layer in spread_layers(model):
+        assert layer.sharding is not None  # spread_layers yields only sharded layers
+        there, here = (
+            [] if each.group is None else dist.get_process_group_ranks(each.group)
+            for each in (layer.sharding.layout.world, ranks)
+        )
+        require(
+            sorted(there) == sorted(here),
+            f"{owner}: process_group",
+            f"have the ranks {there} of the layers whose experts are sharded (experts in several "
+            "copies need layers with a DeviceMesh [replicas, shards])",
+            here or None,
+        )
+
+
+def spread_layers(model: nn.Module) -> Iterator[MoE]:
+    """Yields the layers whose experts are sharded over several ranks."""
+    for layer in model.modules():
         if not isinstance(layer, MoE) or layer.sharding is None:
             continue
         if layer.sharding.layout.world.size > 1:
-            yield f"{path}.experts." if path else "experts.", layer
+            yield layer

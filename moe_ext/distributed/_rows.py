@@ -1,4 +1,4 @@
-"""Finds the experts of rows that were received from several ranks, and scales gradients."""
+"""Finds the experts of rows that were received from several ranks, and changes gradients."""
 
 from typing import Any
 
@@ -34,3 +34,19 @@ class _ScaleGrad(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None
+
+
+def with_backward_of(y: Tensor, x: Tensor) -> Tensor:
+    """Returns y, whose backward pass also runs that of x, with the gradient 0 if y is not of x."""
+    return _WithBackwardOf.apply(y, x)
+
+
+class _WithBackwardOf(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

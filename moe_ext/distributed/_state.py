@@ -18,7 +18,12 @@ from torch.optim import Optimizer
 from moe_ext._compiled import uncompiled
 from moe_ext._former_names import current_names
 from moe_ext.checks import require
-from moe_ext.distributed._parameters import ExpertParameter, expert_parameters, expert_state
+from moe_ext.distributed._parameters import (
+    ExpertParameter,
+    expert_parameters,
+    expert_state,
+    require_ranks,
+)
 from moe_ext.distributed.ranks import Layout, Ranks
 
 Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter, key)
@@ -57,10 +62,10 @@ def full_state_dict(
         process_group: all ranks that train, or their mesh.
 
     Raises:
-        ValueError: process_group is None, but experts are sharded over ranks.
+        ValueError: process_group does not have the ranks over which experts are sharded.
     """
     ranks = Layout.of(process_group).world
-    require_ranks(model, ranks)
+    require_ranks("full_state_dict", model, ranks)
     state: dict[str, Tensor] = {}
     spread: dict[str, Part] = {}
     names = {entry.name for entry in expert_state(unwrapped(model)).values()}
@@ -98,11 +103,11 @@ def load_full_state_dict(
         process_group: all ranks that train, or their mesh.
 
     Raises:
-        ValueError: names or shapes do not match the model, or process_group is None but experts are
-            sharded over ranks. The model is not changed.
+        ValueError: names or shapes do not match the model, or process_group does not have the ranks
+            over which experts are sharded. The model is not changed.
     """
     ranks = Layout.of(process_group).world
-    require_ranks(model, ranks)
+    require_ranks("load_full_state_dict", model, ranks)
     parts = model_parts(model)
     wanted = whole_shapes(parts, ranks)
     current = current_names(state, wanted)
@@ -152,16 +157,6 @@ def _text(shape: torch.Size | None) -> str:
 def flat(parts: Mapping[Key, Part]) -> dict[str, Any]:
     """Returns the values of parts by name; a name is a key joined with dots."""
     return {".".join(key): part.value for key, part in parts.items()}
-
-
-def require_ranks(model: nn.Module, ranks: Ranks) -> None:
-    """Raises ValueError if the model's experts are sharded, but `ranks` is a single rank."""
-    require(
-        ranks.size > 1 or not expert_state(unwrapped(model)),
-        "process_group",
-        "be the process group of the model's experts, which are sharded over ranks",
-        None,
-    )
 
 
 def model_parts(model: nn.Module) -> dict[Key, Part]:
@@ -299,8 +294,11 @@ def _parameters(
 ) -> Iterator[tuple[str, Tensor, ExpertParameter | None, dict[str, Any]]]:
     """Yields name, parameter, shard and state of model's parameters, in the optimizers' order."""
     model = unwrapped(model)
-    experts = expert_parameters(model)
-    names = {param: name for name, param in model.named_parameters()}
+    experts = {entry.param: entry for entry in expert_parameters(model).values()}
+    names: dict[Tensor, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            names.setdefault(value, name)  # a shared parameter has its first name
     for optimizer in optimizers:
         for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if param not in names:
@@ -308,7 +306,7 @@ def _parameters(
                     f"{type(optimizer).__name__}: params must belong to the model, "
                     f"got a parameter of shape {tuple(param.shape)} that does not"
                 )
-            entry = experts.get(names[param])
+            entry = experts.get(param)
             name = names[param] if entry is None else entry.name
             yield name, param, entry, optimizer.state.get(param, {})
 

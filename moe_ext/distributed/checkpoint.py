@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from moe_ext._former_names import current_names
 from moe_ext.checks import require, require_sizes
 from moe_ext.distributed._checkpoint_folder import MAX_STEP, CheckpointFolder, sums_of, verify
+from moe_ext.distributed._parameters import require_ranks
 from moe_ext.distributed._planners import LoadPlanner, SavePlanner
 from moe_ext.distributed._safe_files import pickled, read_metadata, unpickled, why
 from moe_ext.distributed._state import (
@@ -42,7 +43,6 @@ from moe_ext.distributed._state import (
     new_optimizer_parts,
     optimizer_options,
     optimizer_parts,
-    require_ranks,
     require_same_optimizers,
     require_same_shapes,
     whole_shapes,
@@ -77,8 +77,8 @@ class Checkpoints:
     """Saves and loads the checkpoints in a folder, atomically and verified by checksum.
 
     A crash at any moment leaves all existing checkpoints intact. All ranks must call each method
-    together. If one rank fails, all ranks raise the same error. A save deletes the checkpoints of
-    later steps, because they belong to an abandoned run.
+    together. If one rank fails, all ranks raise the same error. After a run went back to an earlier
+    step, the next save deletes the checkpoints of later steps: they belong to an abandoned run.
 
     Args:
         folder: a folder that all ranks can access; the first save creates it.
@@ -114,6 +114,7 @@ class Checkpoints:
         self._timeout = timeout
         self._background: tuple[ThreadPoolExecutor, Ranks] | None = None
         self._under_way: Future[None] | None = None
+        self._since: int | None = None  # the step that was loaded, until the next save
 
     def steps(self) -> list[int]:
         """Returns the steps of the checkpoints in ascending order.
@@ -151,7 +152,8 @@ class Checkpoints:
         """
         self.wait()
         parts, files = self._collect(step, model, optimizers, state, rank_state)
-        self._write(self._ranks, step, parts, files)
+        since, self._since = self._since, None
+        self._write(self._ranks, step, parts, files, since)
 
     def async_save(
         self,
@@ -176,7 +178,8 @@ class Checkpoints:
                 _same_ranks(self._ranks, self._timeout),
             )
         thread, ranks = self._background
-        self._under_way = thread.submit(self._write, ranks, step, parts, files)
+        since, self._since = self._since, None
+        self._under_way = thread.submit(self._write, ranks, step, parts, files, since)
         atexit.register(self.wait)  # reports an error that no later call raises
 
     def wait(self) -> None:
@@ -223,14 +226,16 @@ class Checkpoints:
         optimizers = tuple(optimizers)
         rule = "be given with optimizers, whose parameters it names"
         require(model is not None or not optimizers, "Checkpoints.load: model", rule, model)
-        step, path = self._intact(step, fallback)
-        doing = f"loading {path}"
-        parts = _together(self._ranks, doing, lambda: {} if model is None else self._parts(model))
+        step, path = self._intact(self._same_step(step), fallback)
+        together = partial(_together, self._ranks, f"loading {path}")
+        parts = together(lambda: {} if model is None else self._parts(model))
         shapes = whole_shapes(parts, self._ranks)
-        state, rank_state = _together(
-            self._ranks, doing, lambda: self._read(path, model, optimizers, parts, shapes)
-        )
-        return Loaded(step, state, rank_state)
+        # No rank loads a tensor before all have checked what they will load.
+        states, load = together(lambda: self._checked(path, model, optimizers, parts, shapes))
+        together(load)
+        if model is not None:
+            self._since = step
+        return Loaded(step, *states)
 
     def _collect(
         self,
@@ -245,8 +250,7 @@ class Checkpoints:
 
         The arguments are those of `save`.
         """
-        require_sizes("Checkpoints", 0, step=step)
-        require(step < MAX_STEP, "Checkpoints: step", f"be below {MAX_STEP:.0e}", step)
+        require_sizes("Checkpoints", 0, step=self._same_step(step))
         optimizers = tuple(optimizers)
 
         def collect() -> tuple[dict[Key, Part], dict[str, bytes]]:
@@ -267,8 +271,19 @@ class Checkpoints:
 
         return _together(self._ranks, self._saving(step), collect)
 
+    def _same_step(self, step: T) -> T:
+        """Checks the step on all ranks together, and returns it; None is allowed in `load`."""
+        steps = self._ranks.gather_objects(step)
+        for each in steps:
+            if each is not None:
+                require_sizes("Checkpoints", 0, step=each)
+                require(each < MAX_STEP, "Checkpoints: step", f"be below {MAX_STEP:.0e}", each)
+        same = all(each == step for each in steps)
+        require(same, "Checkpoints: step", "be equal on all ranks", steps)
+        return step
+
     def _parts(self, model: nn.Module) -> dict[Key, Part]:
-        require_ranks(model, self._ranks)
+        require_ranks("Checkpoints", model, self._ranks)
         return model_parts(model)
 
     def _saving(self, step: int) -> str:
@@ -280,6 +295,7 @@ class Checkpoints:
         step: int,
         parts: Mapping[Key, Part],
         files: Mapping[str, bytes],
+        since: int | None,
     ) -> None:
         folder, first = self._folder, ranks.rank == 0
         together = partial(_together, ranks, self._saving(step))
@@ -288,7 +304,7 @@ class Checkpoints:
             together(lambda: _write_tensors(ranks, folder.temporary(step), parts))
             sums = together(lambda: _write_files(ranks.rank, folder.temporary(step), files))
             all_sums = ChainMap(*ranks.gather_objects(sums))
-            together(lambda: folder.publish(step, all_sums) if first else None)
+            together(lambda: folder.publish(step, all_sums, since) if first else None)
         except CheckpointError:
             if first:
                 folder.abandon(step)
@@ -320,23 +336,26 @@ class Checkpoints:
             else:
                 return number, path
 
-    def _read(
+    def _checked(
         self,
         path: Path,
         model: nn.Module | None,
         optimizers: Sequence[Optimizer],
         parts: dict[Key, Part],
         shapes: Mapping[str, torch.Size],
-    ) -> tuple[Any, Any]:
-        """Returns state and rank_state from path; loads the model and the optimizers from it.
+    ) -> tuple[tuple[Any, Any], Callable[[], None]]:
+        """Checks all of a checkpoint but the values of its tensors; changes nothing.
 
         parts are this rank's tensors of the model, shapes the full shapes by name.
+
+        Returns:
+            state and rank_state; and a function that loads the model and the optimizers.
         """
         state, options, version = _common_state(path / "state.pt")
         own = path / f"rank-{self._ranks.rank}.pt"
         states = state, unpickled(own) if own.exists() else None
         if model is None:
-            return states
+            return states, lambda: None
         reader = _Reader(path, shapes)
         try:
             metadata = reader.read_metadata()
@@ -360,15 +379,20 @@ class Checkpoints:
         require_same_optimizers("the saved optimizers", options, optimizers)
         parts = parts | new_optimizer_parts(model, optimizers, saved)
         values = flat(parts)
-        try:
-            with _errors_of(rank=0):
-                dcp.load(values, storage_reader=reader, planner=LoadPlanner(parts), no_dist=True)
-        except (OSError, ValueError):
-            raise
-        except Exception as error:  # a corrupted file raises almost any error
-            raise ValueError(f"the tensors in {path} cannot be read: {why(error)}") from error
-        load_optimizers(model, optimizers, {key: values[".".join(key)] for key in parts}, options)
-        return states
+
+        def load() -> None:
+            planner = LoadPlanner(parts)
+            try:
+                with _errors_of(rank=0):
+                    dcp.load(values, storage_reader=reader, planner=planner, no_dist=True)
+            except (OSError, ValueError):
+                raise
+            except Exception as error:  # a corrupted file raises almost any error
+                raise ValueError(f"the tensors in {path} cannot be read: {why(error)}") from error
+            of_keys = {key: values[".".join(key)] for key in parts}
+            load_optimizers(model, optimizers, of_keys, options)
+
+        return states, load
 
 
 class _Reader(dcp.FileSystemReader):

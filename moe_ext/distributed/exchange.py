@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_ext import ops
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
-from moe_ext.distributed._rows import columns_of, scale_grad
+from moe_ext.distributed._rows import columns_of, scale_grad, with_backward_of
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.experts import Experts
@@ -347,6 +347,9 @@ class Exchange:
                 coming = [send(c + 1) for send in senders]
             in_slots, by_copy = _slots(num_rows, num_copies[:, c], x, of_rows)
             y, of_slots = compute(c, in_slots)
+            if has_backward and x.requires_grad:
+                # The experts may not use x; the ranks that sent it wait for its gradient.
+                y = with_backward_of(y, x)
             back = [y]
             if by_copy is not None:
                 back += [value.index_select(0, by_copy.inverse) for value in of_slots]

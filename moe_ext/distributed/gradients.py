@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moe_ext.checks import require
-from moe_ext.distributed._parameters import expert_parameters
+from moe_ext.distributed._parameters import expert_parameters, spread_layers
 from moe_ext.distributed.ranks import Layout
 from moe_ext.ops import accumulation_dtype
 
@@ -43,19 +44,25 @@ def clip_grad_norm_(
         error_if_nonfinite: whether all ranks raise if the norm is infinite or NaN.
 
     Raises:
-        ValueError: norm_type is not above 0.
+        ValueError: max_norm is negative or not a number, or norm_type is not above 0.
         RuntimeError: error_if_nonfinite is set and the norm is infinite or NaN.
     """
+    holds = isinstance(max_norm, Real) and max_norm >= 0
+    require(holds, "clip_grad_norm_: max_norm", "be a number, at least 0", max_norm)
     norm_type = float(norm_type)  # accepts "inf"
     require(norm_type > 0, "clip_grad_norm_: norm_type", "be above 0", norm_type)
     experts = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
     by_kind = defaultdict[tuple[bool, _Groups], list[nn.Parameter]](list)
+    for layer in spread_layers(model):  # the experts of this rank may have no parameters
+        assert layer.sharding is not None
+        by_kind[False, (layer.sharding.layout.expert_parallel.group,)] = []
     for param in model.parameters():
         kind = isinstance(param, DTensor), _groups_of_shards(param, experts)
         by_kind[kind].append(param)
+    first = next(model.parameters())
     norms = []
     for (_, groups), params in by_kind.items():
-        norm = _norm(params, norm_type)
+        norm = _norm(params, norm_type).to(first.device)
         for group in groups:
             if math.isinf(norm_type):
                 dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
@@ -63,7 +70,7 @@ def clip_grad_norm_(
                 norm = norm.pow(norm_type)
                 dist.all_reduce(norm, group=group)
                 norm = norm.pow(1 / norm_type)
-        norms.append(norm)
+        norms.append(norm.to(accumulation_dtype(first)))
     total = get_total_norm(norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -91,9 +98,8 @@ def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
     parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     # The maximum norm fails for a tensor without elements.
     norm = get_total_norm([part for part in parts if part.numel()], norm_type)
-    # norm ** p would overflow in half precision. The dtype must agree on all ranks, including those
-    # without gradients.
-    return norm.to(params[0].device, accumulation_dtype(params[0]))
+    # norm ** p would overflow in half precision. The dtype must agree on all ranks.
+    return norm.double()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -120,6 +126,11 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*arguments)
         if self._ranks.size > 1:
+            if not found:  # no parameter of this rank has a gradient; the other ranks wait for it
+                device = torch.empty(0, device=self._device).device
+                found[device] = torch.zeros((), device=device)
+            flag = torch.stack([each.to(next(iter(found))) for each in found.values()]).amax(0)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._ranks.group)
             for found_inf in found.values():
-                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._ranks.group)
+                found_inf.copy_(flag)
         return found

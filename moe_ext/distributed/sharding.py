@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -145,6 +146,9 @@ class ExpertSharding:
         The gradient of values is that of the mean of the ranks' losses, like that of an exchange.
         """
         ranks = self.layout.expert_parallel
+        if torch.is_grad_enabled() and ranks.size > 1 and not values.requires_grad:
+            # For frozen experts too: all ranks must run backward together.
+            values = values.detach().requires_grad_()
         return ranks.gather_rows(scale_grad(values, 1 / ranks.size), self.placement.counts)
 
     @contextmanager

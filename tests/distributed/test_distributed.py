@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -29,11 +30,13 @@ from moe_ext import (
     ZLoss,
 )
 from moe_ext.distributed import (
+    Checkpoints,
     ExpertParallel,
     ExpertPlacement,
     GradScaler,
     clip_grad_norm_,
     expert_parameters,
+    full_state_dict,
     parallelize,
 )
 from moe_ext.distributed.ranks import Ranks
@@ -704,6 +707,21 @@ def test_recurrent_mixture_with_memory_slots(workers, gather):
             assert_same_bits(stored["grads"][name], grad)
 
 
+def recurrent_step_with_frozen_experts(group, rank, gather):
+    layer = MoELSTM(D, 4, 2, 2, process_group=group, gather_experts=gather)
+    for entry in expert_parameters(layer).values():
+        entry.param.requires_grad_(rank == 0)
+    y, _, aux = layer(torch.randn(5, 7, D, requires_grad=True))
+    (y.sum() + aux.loss).backward()
+    return [entry.param.grad is not None for entry in expert_parameters(layer).values()]
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_recurrent_experts_that_are_frozen_on_one_rank(workers, gather):
+    trained, frozen = workers.run(2, recurrent_step_with_frozen_experts, gather)
+    assert all(trained) and not any(frozen)
+
+
 def bytes_of_recurrent_step(group, rank, slots, gather):
     """Returns the bytes of rows or weights that this rank sends, and those that are predicted."""
     layer = MoELSTM(
@@ -965,6 +983,141 @@ def test_clipping_by_the_norm_of_all(workers, norm_type, expected):
         assert float(grad[0, 0, 0] * (norm + 1e-6)) == pytest.approx([2, 6][rank], rel=1e-14)
 
 
+class NoGradient(nn.Linear):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+class UsedWithRows(nn.Linear):
+    """Has no gradient without rows."""
+
+    def forward(self, x):
+        return super().forward(x) if len(x) else x
+
+
+def clip_one_rank(group, rank):
+    experts = [nn.Identity()] * 2 if rank == 0 else [nn.Linear(D, D) for _ in range(2)]
+    layer = MoE(D, 4, 2, experts=experts, process_group=group)
+    for param in layer.parameters():
+        param.grad = torch.ones_like(param)
+    return clip_grad_norm_(layer, 1.0)
+
+
+def test_clipping_if_experts_of_a_rank_have_no_parameters(workers):
+    norms = workers.run(2, clip_one_rank)
+    of_gate, of_experts = 2 * D * 4, 2 * (D * D + D)
+    torch.testing.assert_close(norms, [torch.tensor((of_gate + of_experts) ** 0.5)] * 2)
+
+
+def experts_without_gradient(group, rank, exchange, num_chunks):
+    """The experts of rank 0 have no gradient, not even one for the rows that they receive."""
+    experts = [NoGradient(D, D) if rank == 0 else nn.Linear(D, D) for _ in range(2)]
+    parallel = ExpertParallel(group, exchange=exchange, num_chunks=num_chunks)
+    model = parallelize(MoE(D, 4, 2, experts=experts, parallel=parallel), group)
+    x = rank_weight(rank) * torch.randn(6, D)
+    y, aux = model(x.requires_grad_())
+    (y.square().sum() + aux.loss).backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("exchange", ["rows", "tokens"])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_experts_of_a_rank_without_gradient(workers, exchange, num_chunks):
+    workers.run(2, experts_without_gradient, exchange, num_chunks)
+
+
+def replicas_used_by_one(group, rank):
+    """Each copy of the experts uses another expert; the gradients are those of a single process."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shares"))
+    gate = SoftmaxGate(D, 2)
+    gate.k = 1
+    gate.forward = lambda x, ranks=None: gate.make_routing(
+        x.new_ones(len(x), 1), torch.full((len(x), 1), rank), ranks=ranks
+    )
+    layer = MoE(
+        D, 2, 1, gate=gate, experts=[UsedWithRows(D, D) for _ in range(2)], process_group=mesh
+    )
+    model = parallelize(layer, mesh, find_unused_parameters=True)
+    y, _ = model(torch.ones(3, D))
+    y.sum().backward()
+    return [expert.bias.grad for expert in layer.experts.experts]
+
+
+def test_gradients_of_replicas_that_one_rank_has_not_used(workers):
+    for grads in workers.run(2, replicas_used_by_one):
+        for grad in grads:
+            assert_exact(grad, torch.full((D,), 1.5))
+
+
+class Blocks(nn.Module):
+    def __init__(self, group, wrap):
+        super().__init__()
+        torch.manual_seed(0 if group is None else dist.get_rank(group))
+        experts = [nn.Linear(D, D) for _ in range(4 if group is None else 2)]
+        layers = [
+            MoE(D, 4, 2, process_group=group),
+            MoE(D, 4, 2, experts=experts, process_group=group),
+        ]
+        if wrap == "layer":
+            layers = map(checkpoint_wrapper, layers)
+        self.layers = nn.ModuleList(layers)
+        if wrap == "experts":
+            for layer in self.layers:
+                layer.experts = checkpoint_wrapper(layer.experts)
+        if wrap == "expert":
+            of_modules = self.layers[1].experts.experts
+            for number, expert in enumerate(of_modules):
+                of_modules[number] = checkpoint_wrapper(expert)
+
+
+def checkpointed(group, rank, wrap, folder):
+    """Prepares, saves and loads layers in the wrapper of activation checkpointing."""
+    model = Blocks(group, wrap)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize(model, group)
+    after = model.state_dict()
+    of_experts = [name for name in before if "experts" in name]
+    assert len(of_experts) == 2 + 4
+    for name in of_experts:
+        assert_same_bits(after[name], before[name])
+    assert len(expert_parameters(model)) == len(of_experts)
+    full = full_state_dict(model, group)
+    Checkpoints(folder, group).save(1, model)
+    loaded = Blocks(group, wrap)
+    for param in loaded.parameters():
+        nn.init.zeros_(param)
+    Checkpoints(folder, group).load(loaded)
+    for name, value in loaded.state_dict().items():
+        assert_same_bits(value, after[name])
+    return full
+
+
+@pytest.mark.parametrize("wrap", ["", "layer", "experts", "expert"])
+def test_layers_in_the_wrapper_of_activation_checkpointing(workers, tmp_path, wrap):
+    full, _ = workers.run(2, checkpointed, wrap, tmp_path)
+    alone = Blocks(None, "")
+    Checkpoints(tmp_path).load(alone)
+    assert alone.state_dict().keys() == full.keys()
+    for name, value in alone.state_dict().items():
+        assert_same_bits(value, full[name])
+
+
+def with_other_ranks(group, rank):
+    alone = MoE(D, 4, 2, process_group=group)
+    with pytest.raises(ValueError, match=r"^parallelize: process_group must have the ranks \[0, 1"):
+        parallelize(alone, None)
+    half = dist.new_group([0, 1]), dist.new_group([2, 3])
+    layer = MoE(D, 4, 2, process_group=half[rank // 2])
+    with pytest.raises(ValueError, match=r"process_group must have .*, got \[0, 1, 2, 3\]$"):
+        parallelize(layer, group)
+
+
+def test_the_ranks_of_the_layers(workers):
+    workers.run(4, with_other_ranks)
+
+
 def clip_infinity(group, rank):
     layer = MoE(D, 2, 1, process_group=group)
     for param in layer.parameters():
@@ -974,6 +1127,9 @@ def clip_infinity(group, rank):
         clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="norm_type must be above 0, got 0"):
         clip_grad_norm_(layer, 1.0, 0)
+    for max_norm in (-1.0, math.nan, "1"):
+        with pytest.raises(ValueError, match="^clip_grad_norm_: max_norm must be a number, at l"):
+            clip_grad_norm_(layer, max_norm)
 
 
 def test_clipping_refuses_infinity_everywhere(workers):
@@ -1049,6 +1205,23 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(workers, bad_rank, as_me
     for change, scale in [alone, *workers.run(2, scaled_step, bad_rank, as_mesh)]:
         torch.testing.assert_close(change, torch.full_like(change, float(bad_rank is None)))
         assert scale == (8 if bad_rank is None else 4)
+
+
+def scaled_step_without_gradients(group, rank):
+    """Rank 0 has no gradients; rank 1 has one that overflows."""
+    layer = MoE(D, 2, 1, process_group=group)
+    scaler = GradScaler("cpu", process_group=group, init_scale=8.0)
+    optimizer = torch.optim.SGD(layer.experts.parameters(), lr=1.0)
+    if rank == 1:
+        layer.experts.weight_0.grad = torch.full_like(layer.experts.weight_0, math.inf)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+def test_an_overflow_if_a_rank_has_no_gradients(workers):
+    assert workers.run(2, scaled_step_without_gradients) == [4, 4]
 
 
 @pytest.mark.parametrize(

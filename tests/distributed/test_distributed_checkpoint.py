@@ -13,6 +13,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -397,10 +398,67 @@ def test_a_flipped_bit_in_the_sums_is_noticed(tmp_path):
     assert checkpoints.load(model).step == 1
 
 
+def refused_by_one_rank(group, rank, folder):
+    """What one rank refuses, no rank loads or saves."""
+    model, checkpoints = Model(group), Checkpoints(folder, group)
+    adam = torch.optim.Adam(model.parameters())
+    checkpoints.save(1, model, [adam])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    changed = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = adam if rank == 0 else torch.optim.SGD(model.parameters())
+    with pytest.raises(CheckpointError, match=r"the saved optimizers must be .* \(rank 1\)$"):
+        checkpoints.load(model, [optimizer])
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, changed[name])
+    for step, rule in ((-1, "at least 0, got -1"), (3, r"equal on all ranks, got \[2, 3\]")):
+        with pytest.raises(ValueError, match=f"^Checkpoints: step must be {rule}"):
+            checkpoints.save(step if rank == 1 else 2, model)
+        with pytest.raises(ValueError, match=f"^Checkpoints: step must be {rule}"):
+            checkpoints.load(model, step=step if rank == 1 else 2)
+    assert checkpoints.load(model, [adam]).step == 1
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, before[name])
+
+
+def test_what_one_rank_refuses_changes_no_rank(workers, tmp_path):
+    workers.run(2, refused_by_one_rank, tmp_path)
+
+
+def test_checkpoints_of_an_abandoned_run_do_not_come_back(tmp_path):
+    model, checkpoints = nn.Linear(1, 1), Checkpoints(tmp_path, keep=9)
+    for step in range(1, 6):
+        checkpoints.save(step, model)
+    checkpoints.load(step=3)  # only looks at the other state
+    checkpoints.load(model, step=2)
+    assert checkpoints.steps() == [1, 2, 3, 4, 5]
+    checkpoints.save(6, model)
+    assert checkpoints.steps() == [1, 2, 6]
+    checkpoints.save(7, model)
+    assert checkpoints.steps() == [1, 2, 6, 7]
+
+
+def test_a_damaged_latest_hides_no_checkpoint(tmp_path):
+    model, checkpoints = nn.Linear(1, 1), Checkpoints(tmp_path)
+    for step in (1, 3):
+        checkpoints.save(step, model)
+    latest = tmp_path / "latest"
+    content = latest.read_bytes()
+    for number in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[number // 8] ^= 1 << number % 8
+        latest.write_bytes(flipped)
+        assert checkpoints.steps() == [1, 3]
+    latest.write_text("step-00000001\n")  # of an earlier version
+    assert checkpoints.steps() == [1]
+
+
 def without_its_group(group, rank, folder):
     """Saves and loads sharded experts without their process group."""
     model, alone = Model(group), Checkpoints(folder / f"of-{rank}")
-    message = "process_group must be the process group of the model's experts"
+    message = r"process_group must have the ranks \[0, 1\] of the layers .*, got None"
     for call in (
         lambda: alone.save(1, model),
         lambda: alone.load(model),
@@ -694,7 +752,7 @@ def test_which_checkpoints_there_are(tmp_path):
         nn.init.constant_(model.weight, step)
         checkpoints.save(step, model)
     assert entries() == ["latest", "step-00000002", "step-00000003"]
-    assert (tmp_path / "latest").read_text() == "step-00000003\n"
+    assert (tmp_path / "latest").read_text() == "step-00000003\nstep-00000003\n"
 
     nn.init.constant_(model.weight, 30)
     checkpoints.save(3, model)  # replaces step 3
@@ -947,6 +1005,55 @@ def test_restarted_by_torchrun(tmp_path):
     )
     assert sorted(done.stdout.split("\n")) == ["", "process 0 of 2", "process 1 of 2"]
     assert f"CheckpointError: saving step 1 in {folder}" in done.stderr
+
+
+DIES_ONCE = """
+import os, pathlib, sys, time, torch
+from moe_ext.distributed import init_process_group
+
+marker = pathlib.Path(sys.argv[1])
+first = not marker.exists()
+group = init_process_group("gloo")
+torch.distributed.all_reduce(torch.ones(1))
+if first:
+    if sys.argv[2] == "dies":
+        marker.touch()
+        os._exit(1)
+    time.sleep(60)  # ended by torchrun, which counts no restart of this machine
+sys.stdout.write(f"{torch.distributed.get_rank()} of {group.size()}, all are here\\n")
+"""
+
+
+def test_restarted_on_two_machines(tmp_path):
+    """torchrun counts a restart on the machine of the dead rank only."""
+    program = tmp_path / "program.py"
+    program.write_text(DIES_ONCE)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test"]
+    command += ["--max-restarts=2", "--monitor-interval=0.1"]
+    agents = [
+        subprocess.Popen(
+            [*command, program, tmp_path / "marker", what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for what in ("lives", "dies")
+    ]
+    try:
+        outputs = [agent.communicate(timeout=150) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert sorted(output for output, _ in outputs) == [
+        "0 of 2, all are here\n",
+        "1 of 2, all are here\n",
+    ]
 
 
 # Checkpoints of earlier versions
