@@ -52,7 +52,8 @@ TRIALS = {  # suffixes of the names of models with another learning rate or drop
 # The model and the settings of each arm.
 ARMS: dict[str, tuple[str, list[str]]] = {model: (model, []) for model in MODELS}
 ARMS |= {m + suffix: (m, [setting]) for suffix, setting in TRIALS.items() for m in MODELS}
-NEAR = 0.8  # share of word trigrams that makes a test sentence a near duplicate
+# A test sentence is a near duplicate if it has more than this share of word trigrams in common.
+NEAR = 0.8
 # BLEU of Transformer-Tiny in Wu et al. (2021, arXiv 2105.14462), by the name of the page.
 _PUBLISHED = {"translation_captions_en-de": 41.02, "translation_captions_en-fr": 61.80}
 
