@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Literal, get_args
 
 import torch
@@ -19,7 +20,8 @@ Drop = Literal["position", "score"]
 def require_capacity(capacity_factor: float | None, drop: Drop) -> None:
     """Raises ValueError if an option of `MoE` is out of range, or if drop has no effect."""
     if capacity_factor is not None:
-        require(capacity_factor > 0, "MoE: capacity_factor", "be above 0", capacity_factor)
+        is_number = isinstance(capacity_factor, Real) and capacity_factor > 0
+        require(is_number, "MoE: capacity_factor", "be a number above 0", capacity_factor)
     require_one_of("MoE: drop", get_args(Drop), drop)
     has_effect = capacity_factor is not None or drop == "position"
     require(has_effect, "MoE: drop", "be left out without capacity_factor", drop)

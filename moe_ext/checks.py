@@ -1,6 +1,8 @@
 """Argument checks with one common form of error message."""
 
+import math
 from collections.abc import Collection, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ __all__ = [
     "is_whole",
     "require",
     "require_at_least",
+    "require_bool",
     "require_floating",
     "require_k",
     "require_k_of_levels",
@@ -17,6 +20,7 @@ __all__ = [
     "require_one_of",
     "require_shape",
     "require_sizes",
+    "require_tensor",
 ]
 
 
@@ -47,7 +51,7 @@ def given(**values: float | None) -> dict[str, float]:
 
 
 def require_at_least(minimum: float, owner: str = "", **values: float) -> None:
-    """Requires that every value is at least a minimum, and not None.
+    """Requires that every value is a finite number and at least a minimum.
 
     Args:
         minimum: the smallest allowed value.
@@ -55,12 +59,28 @@ def require_at_least(minimum: float, owner: str = "", **values: float) -> None:
         values: the arguments, by name.
 
     Raises:
-        ValueError: "<owner>: <name> must be at least <minimum>, got <value>".
+        ValueError: "<owner>: <name> must be at least <minimum>, got <value>", or "be a finite
+            number".
     """
     for name, value in values.items():
-        prefix = f"{owner}: " if owner else ""
-        holds = value is not None and value >= minimum
-        require(holds, prefix + name, f"be at least {minimum}", value)
+        name = f"{owner}: {name}" if owner else name
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        require(is_number and abs(value) < math.inf, name, "be a finite number", value)
+        require(value >= minimum, name, f"be at least {minimum}", value)
+
+
+def require_bool(owner: str, **values: bool) -> None:
+    """Raises TypeError, prefixed by owner, if a value is not True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{owner}: {name} must be True or False, got {value!r}")
+
+
+def require_tensor(owner: str, **values: object) -> None:
+    """Raises TypeError, prefixed by owner, if a value is not a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{owner}: {name} must be a tensor, got {type(value).__name__}")
 
 
 def is_whole(value: object) -> bool:
@@ -132,7 +152,8 @@ def require_floating(owner: str, x: Tensor) -> None:
 
 
 def require_mask(owner: str, mask: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises TypeError if owner's mask is not bool, ValueError if it does not have the shape."""
+    """Requires that owner's mask is a bool tensor, else TypeError, of a shape, else ValueError."""
+    require_tensor(owner, mask=mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"{owner}: mask must have dtype torch.bool, got {mask.dtype}")
     require_shape(owner, shape, mask=mask)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from moe_ext import ops
 from moe_ext._former_names import current_names
-from moe_ext.checks import is_whole, require, require_one_of, require_sizes
+from moe_ext.checks import is_whole, require, require_bool, require_one_of, require_sizes
 from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, Activation
 
 __all__ = ["Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
@@ -177,6 +177,11 @@ class FeedForwardExperts(Experts):
             "start with a limit above 0",
             args,
         )
+        require_bool("FeedForwardExperts", bias=bias)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"FeedForwardExperts: dtype must be a floating-point dtype, got {dtype!r}"
+            )
         self.first_expert = first_expert
         self.activation: Activation = activation
         self.activation_args = tuple(args) or None
@@ -306,7 +311,8 @@ class ModuleExperts(Experts):
         modules: one module for each expert.
 
     Raises:
-        ValueError: modules is empty, or in the forward pass, the modules' outputs differ in width.
+        ValueError: modules is empty, has a module with parameters twice, or in the forward pass,
+            the modules' outputs differ in width.
     """
 
     can_split: ClassVar[bool] = True
@@ -314,6 +320,10 @@ class ModuleExperts(Experts):
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         experts = nn.ModuleList(modules)
         require(len(experts) >= 1, "ModuleExperts: modules", "contain at least one module", "none")
+        trained = [expert for expert in experts if any(True for _ in expert.parameters())]
+        names = [type(expert).__name__ for expert in experts]
+        rule = "be a different module for each expert, not the same one several times"
+        require(len({*trained}) == len(trained), "ModuleExperts: modules", rule, names)
         super().__init__(len(experts), None)
         self.experts = experts
 

@@ -102,8 +102,16 @@ class RouterLoss:
     name: str
 
     def __init__(self, weight: float) -> None:
-        require_at_least(0, type(self).__name__, weight=weight)
         self.weight = weight
+
+    @property
+    def weight(self) -> float:
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        require_at_least(0, type(self).__name__, weight=weight)
+        self._weight = weight
 
     def sums(
         self, routing: Routing, tokens_per_expert: Tensor, sequence_offsets: Tensor

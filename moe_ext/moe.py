@@ -23,10 +23,12 @@ from moe_ext.checks import (
     given,
     require,
     require_at_least,
+    require_bool,
     require_floating,
     require_k,
     require_mask,
     require_sizes,
+    require_tensor,
 )
 from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed._options import parallel_options
@@ -36,6 +38,7 @@ from moe_ext.experts import Experts, FeedForwardExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
 from moe_ext.losses import RouterLoss, cv_squared
 from moe_ext.ops._dtypes import cast
+from moe_ext.shared import SharedExpert
 
 __all__ = ["MoE", "MoEAux"]
 
@@ -240,6 +243,7 @@ class MoE(nn.Module):
         num_choices = num_experts + num_identity_experts + num_null_experts
         require_k("MoE", k, num_choices)
         require_at_least(0, "MoE", **given(w_importance=w_importance, w_load=w_load))
+        require_bool("MoE", recompute=recompute)
         require_capacity(capacity_factor, drop)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
@@ -298,6 +302,9 @@ class MoE(nn.Module):
         if not isinstance(shared_expert, nn.Module | None):
             kind = type(shared_expert).__name__
             raise TypeError(f"MoE: shared_expert must be a module or None, got {kind}")
+        if isinstance(shared_expert, SharedExpert):
+            width, rule = shared_expert.expert.d_model, f"be d_model = {d_model}"
+            require(width == d_model, "MoE: shared_expert.expert.d_model", rule, width)
         self.shared_expert = shared_expert
 
     def forward(
@@ -324,9 +331,10 @@ class MoE(nn.Module):
         Raises:
             ValueError: x, mask or expert_index has the wrong shape, x is nested and mask is given,
                 or the gate cannot use expert_index. On the CPU, also if its values are invalid.
-            TypeError: x is not floating point, mask is not bool, expert_index is not integer, or
-                the gate does not return a `Routing`.
+            TypeError: x, mask or expert_index is not a tensor or has the wrong dtype, or the gate
+                does not return a `Routing`.
         """
+        require_tensor("MoE", x=x)
         if x.is_nested:
             return self._jagged(x, mask, expert_index)
         return self._forward(x, mask, expert_index)
@@ -358,12 +366,16 @@ class MoE(nn.Module):
             tokens = tokens.index_select(0, position)
 
         if expert_index is not None:
+            require_tensor("MoE", expert_index=expert_index)
             if mask is not None and expert_index.shape[:-1] == mask.shape:
                 expert_index = expert_index.reshape(mask.numel(), expert_index.shape[-1])
                 expert_index = expert_index.index_select(0, position)
             expert_index = checked_index(self.gate, expert_index, tokens.shape[0])
 
         y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
+        width = getattr(self.experts, "d_output", None)  # an adapter may lack it
+        if width not in (None, y.shape[-1]):
+            require(False, "MoE: experts", f"return [R, d_output = {width}]", y.shape[-1])
         y = cast(y, x.dtype)
         if self.num_identity_experts > 0:
             first = self.num_experts
@@ -459,7 +471,8 @@ class MoE(nn.Module):
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
-        if self.capacity_factor is not None:
+        if self.capacity_factor is not None:  # the attribute may have changed
+            require_capacity(self.capacity_factor, self.drop)
             how = self.capacity_factor, self.drop
             routing = drop_slots(routing, self.num_experts, self.k, *how, ranks)
         if dtype is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from moe_ext.checks import require_bool
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates._logits import logits
 from moe_ext.ops import Activation
@@ -57,6 +58,7 @@ class SharedExpert(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
+        require_bool("SharedExpert", gated=gated, recompute=recompute)
         self.recompute = recompute
         self.expert = FeedForwardExperts(
             1,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.checks import require_at_least
+from moe_ext.checks import require_at_least, require_bool
 from moe_ext.gates._logits import logits, zero_
 from moe_ext.gates.gate import Gate
 
@@ -27,7 +27,12 @@ class NoisyGate(Gate):
         generator: torch.Generator | None,
     ) -> None:
         super().__init__(d_model, num_experts, k)
-        require_at_least(0, type(self).__name__, noise_epsilon=noise_epsilon)
+        name = type(self).__name__
+        require_at_least(0, name, noise_epsilon=noise_epsilon)
+        require_bool(name, detach_threshold=detach_threshold)
+        if not isinstance(generator, torch.Generator | None):
+            kind = type(generator).__name__
+            raise TypeError(f"{name}: generator must be a torch.Generator or None, got {kind}")
         self.noise_epsilon = noise_epsilon
         self.detach_threshold = detach_threshold
         self.generator = generator

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext._ragged import select_segments
+from moe_ext.checks import require_bool
 from moe_ext.distributed._batchwise import mask_over_ranks
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import logits, zero_
@@ -130,6 +131,7 @@ class StrictlyBalancedGate(Gate):
 
     def __init__(self, d_model: int, num_experts: int, k: int, detach_scores: bool) -> None:
         super().__init__(d_model, num_experts, k)
+        require_bool(type(self).__name__, detach_scores=detach_scores)
         self.detach_scores = detach_scores
         self.batchwise = False
 

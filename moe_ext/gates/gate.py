@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require, require_k, require_sizes
+from moe_ext.checks import require, require_floating, require_k, require_sizes, require_tensor
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import logits
 
@@ -147,7 +147,17 @@ class Gate(nn.Module):
             [T, E]. On the CPU, a row is bitwise independent of the other rows. On CUDA, a row may
             depend on the number of rows.
         """
+        self._require_tokens(x)
         return logits(x, weight)
+
+    def _require_tokens(self, x: Tensor) -> None:
+        """Requires that x is a floating-point tensor [T, D]."""
+        name = type(self).__name__
+        require_tensor(name, x=x)
+        if x.dim() != 2 or x.shape[1] != self.d_model:
+            rule = f"have shape [T, d_model = {self.d_model}]"
+            require(False, f"{name}: x", rule, tuple(x.shape))
+        require_floating(name, x)
 
     def draw_noise(self, like: Tensor) -> Tensor:
         """Draws standard normal noise in the shape and dtype of `like` from `generator`.

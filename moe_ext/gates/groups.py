@@ -125,6 +125,7 @@ class HierarchicalGate(Gate, ABC):
                 f"{type(self).__name__}: forward needs the secondary gates of all groups, got "
                 f"{self.groups}"
             )
+        self._require_tokens(x)
         x = widened(x)
         primary = self.select_groups(x, ranks)
         secondary = self.select_experts(x, primary, None, ranks)

@@ -66,6 +66,7 @@ class NoisyTopKGate(NoisyGate):
         With expert_index, the load in training mode is that of the gate's own selection. See
         `Gate.forward` for ranks and expert_index.
         """
+        self._require_tokens(x)
         clean_logits, raw, noise = self._noisy_logits(widened(x), self.w_gate, self.w_noise)
         settings = raw, noise, self.k, self.noise_epsilon
         kept = ops.noisy_topk_gating(only_given(clean_logits, expert_index), *settings)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
 from moe_ext.gates._slots import experts_of_rows, several, sums_of_slots, values_of_slots
@@ -87,10 +85,10 @@ class ReLUGate(AdaptiveGate):
         l1_growth: float = 1.2,
     ) -> None:
         super().__init__(d_model, num_experts, k, num_counts=num_experts + 1)
-        rule = "be finite and above 0"
-        require(0 < l1_weight < math.inf, "ReLUGate: l1_weight", rule, l1_weight)
-        rule = "be finite and at least 1"
-        require(1 <= l1_growth < math.inf, "ReLUGate: l1_growth", rule, l1_growth)
+        rule = "be above 0"
+        require_at_least(0, "ReLUGate", l1_weight=l1_weight)
+        require(l1_weight > 0, "ReLUGate: l1_weight", rule, l1_weight)
+        require_at_least(1, "ReLUGate", l1_growth=l1_growth)
         self.initial_l1_weight = l1_weight
         self.l1_growth = l1_growth
         self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import given, require_at_least
+from moe_ext.checks import given, require_at_least, require_bool
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened, zero_
 from moe_ext.gates.adaptive import AdaptiveGate
@@ -117,6 +117,7 @@ class TopKGate(AdaptiveGate):
         adapts = bias_update_rate is not None
         super().__init__(d_model, num_experts, k, num_counts=num_experts if adapts else 0)
         require_at_least(0, "TopKGate", **given(bias_update_rate=bias_update_rate))
+        require_bool("TopKGate", logit_bias=logit_bias)
         self.score: ops.Score = score
         self.renormalize = renormalize
         self.scale = scale

@@ -1,6 +1,7 @@
 """Errors of the modules for invalid arguments."""
 
 import math
+import re
 
 import numpy
 import pytest
@@ -8,12 +9,14 @@ import torch
 
 from moe_ext import (
     BalancedGate,
+    Experts,
     FeedForwardExperts,
     HierarchicalBalancedGate,
     ModuleExperts,
     MoE,
     MoELSTM,
     NoisyTopKGate,
+    SharedExpert,
     SoftmaxGate,
     SwitchLoss,
     TopKGate,
@@ -96,7 +99,19 @@ def layer(**changes):
         (lambda: ExpertParallel(None, balance="all"), "^ExpertParallel: balance .*got 'all'$"),
         (lambda: layer(activation="rely"), r"activation must .*got '?rely"),
         (lambda: ModuleExperts([]), r"modules must .*got"),
-        (lambda: SwitchLoss(None), "^SwitchLoss: weight must be at least 0, got None$"),
+        (lambda: SwitchLoss(None), "^SwitchLoss: weight must be a finite number, got None$"),
+        (lambda: SwitchLoss("0.1"), "^SwitchLoss: weight must be a finite number, got '0.1'$"),
+        (lambda: layer(w_load=math.inf), "^MoE: w_load must be a finite number, got inf$"),
+        (lambda: layer(w_load=torch.tensor(0.1)), "^MoE: w_load must be a finite number, got t"),
+        (lambda: layer(capacity_factor="1"), "^MoE: capacity_factor must be a number .*got '1'$"),
+        (
+            lambda: layer(experts=[torch.nn.Linear(D, D)] * E),
+            "^ModuleExperts: modules must be a different module .*got .*Linear",
+        ),
+        (
+            lambda: layer(shared_expert=SharedExpert(D + 1, [4])),
+            rf"^MoE: shared_expert.expert.d_model must be d_model = {D}, got {D + 1}$",
+        ),
         (lambda: gate(noise_epsilon=None), "NoisyTopKGate: noise_epsilon must .*, got None$"),
         (lambda: MoELSTM(D, D, E, K, w_load=None), "^MoELSTM: w_load must .*, got None$"),
         (
@@ -116,6 +131,65 @@ def layer(**changes):
 def test_constructor_values(make, pattern):
     with pytest.raises(ValueError, match=pattern):
         make()
+
+
+@pytest.mark.parametrize(
+    "make, pattern",
+    [
+        (lambda: layer(recompute="no"), "^MoE: recompute must be True or False, got 'no'$"),
+        (lambda: layer(bias="yes"), "^FeedForwardExperts: bias must be True or False, got 'yes'$"),
+        (lambda: layer(expert_dtype="bfloat16"), "dtype must be a floating-point .*got 'bfloat16'"),
+        (lambda: layer(expert_dtype=torch.int8), "dtype must be a floating-point .*got torch.int8"),
+        (lambda: layer(generator=0), "^NoisyTopKGate: generator must be a torch.Generator .*int$"),
+        (lambda: gate(detach_threshold=1), "^NoisyTopKGate: detach_threshold must be True or"),
+        (lambda: TopKGate(D, E, K, logit_bias="no"), "^TopKGate: logit_bias must be .*'no'$"),
+        (lambda: BalancedGate(D, E, K, detach_scores=0), "^BalancedGate: detach_scores .*got 0$"),
+        (lambda: SharedExpert(D, [4], gated=1), "^SharedExpert: gated must be True or False"),
+        (lambda: layer()([[0.0] * D]), "^MoE: x must be a tensor, got list$"),
+        (lambda: layer()(torch.ones(1, D), [True]), "^MoE: mask must be a tensor, got list$"),
+        (
+            lambda: layer()(torch.ones(1, D), expert_index=[[0, 1]]),
+            "^MoE: expert_index must be a tensor, got list$",
+        ),
+        (lambda: gate()(torch.ones(1, D, dtype=int)), "^NoisyTopKGate: x must have a floating"),
+    ],
+)
+def test_argument_types(make, pattern):
+    with pytest.raises(TypeError, match=pattern):
+        make()
+
+
+@pytest.mark.parametrize("make", [gate, lambda: TopKGate(D, E, K), lambda: BalancedGate(D, E, K)])
+def test_the_tokens_of_a_gate(make):
+    routes = make()
+    for x in (torch.ones(2, D + 1), torch.ones(2, 2, D)):
+        shape = re.escape(str(tuple(x.shape)))
+        rule = rf"x must have shape \[T, d_model = {D}\], got {shape}$"
+        with pytest.raises(ValueError, match=f"^{type(routes).__name__}: {rule}"):
+            routes(x)
+
+
+def test_attributes_that_change_between_steps():
+    changed = layer(capacity_factor=1.0, losses=[SwitchLoss(0.1)], gate=TopKGate(D, E, K))
+    x = torch.ones(3, D)
+    for name, value in (("capacity_factor", 0), ("capacity_factor", math.nan), ("drop", "last")):
+        changed.capacity_factor, changed.drop = 1.0, "position"
+        changed(x)
+        setattr(changed, name, value)
+        with pytest.raises(ValueError, match=f"^MoE: {name} must .*got"):
+            changed(x)
+    with pytest.raises(ValueError, match="^SwitchLoss: weight must be at least 0, got -5$"):
+        changed.losses[0].weight = -5
+
+
+def test_the_declared_width_of_experts():
+    class Narrow(Experts):
+        def forward(self, x, offsets):
+            return x[:, :2]
+
+    rule = rf"return \[R, d_output = {D}\], got 2$"
+    with pytest.raises(ValueError, match=f"^MoE: experts must {rule}"):
+        layer(experts=Narrow(E, D))(torch.ones(3, D))
 
 
 @pytest.mark.parametrize(

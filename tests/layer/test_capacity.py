@@ -349,8 +349,8 @@ def test_a_capacity_for_evaluation():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"capacity_factor": 0.0}, "capacity_factor must be above 0, got 0.0"),
-        ({"capacity_factor": math.nan}, "capacity_factor must be above 0, got nan"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be a number above 0, got 0.0"),
+        ({"capacity_factor": math.nan}, "capacity_factor must be a number above 0, got nan"),
         ({"capacity_factor": 1, "drop": "probs"}, "drop must be one of position, score, got 'pro"),
         ({"drop": "score"}, "drop must be left out without capacity_factor, got 'score'"),
     ],

@@ -332,9 +332,9 @@ class Wide(Experts):
             "^MoE: num_null_experts must be left out with a hierarchical gate, got 1$",
         ),
         (
-            lambda: MoE(D, E, K, experts=[nn.Linear(D, 4)] * E, num_identity_experts=1)(
-                torch.randn(5, D)
-            ),
+            lambda: MoE(
+                D, E, K, experts=[nn.Linear(D, 4) for _ in range(E)], num_identity_experts=1
+            )(torch.randn(5, D)),
             r"^MoE: experts must return \[T, d_model = 6\] with .*, got \[5, 4\]$",
         ),
         (
