@@ -33,7 +33,7 @@ class CheckpointFolder:
     3. `publish` also deletes old checkpoints and the files of interrupted saves.
 
     Checkpoints later than the one in `latest` belong to an abandoned run and are ignored. If the
-    two names in `latest` differ, the file is damaged, and all checkpoints count.
+    two names in `latest` differ, the file is corrupted, and all checkpoints count.
 
     Args:
         path: the folder of all checkpoints; the first save creates it.

@@ -53,7 +53,7 @@ def parallelize(
         for a single rank, and if no dense parameter is trained.
 
     Raises:
-        ValueError: `dense` is unknown, process_group does not have the ranks of a layer, or a
+        ValueError: `dense` is unknown, or process_group does not have the ranks of a layer. Or a
             parameter or buffer of custom experts does not have one row for each expert.
     """
     require_one_of("parallelize: dense", get_args(_Dense), dense)

@@ -1028,7 +1028,7 @@ def test_experts_of_a_rank_without_gradient(workers, exchange, num_chunks):
 
 
 def replicas_used_by_one(group, rank):
-    """Each copy of the experts uses another expert; the gradients are those of a single process."""
+    """Each replica uses another expert; the gradients are those of a single process."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shares"))
     gate = SoftmaxGate(D, 2)
