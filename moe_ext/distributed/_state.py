@@ -113,7 +113,8 @@ def load_full_state_dict(
     current = current_names(state, wanted)
     state = {current.get(name, name): value for name, value in state.items()}
     shapes = {name: value.shape for name, value in state.items()}
-    require_same_shapes("load_full_state_dict: state", shapes, wanted)
+    for of_rank in ranks.gather_objects(shapes):  # so that all ranks raise
+        require_same_shapes("load_full_state_dict: state", of_rank, wanted)
     for (_, name), part in parts.items():
         source = state[name]
         if part.size is not None:

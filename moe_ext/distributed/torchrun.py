@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -30,8 +31,17 @@ def init_process_group(
 
     Returns:
         The process group of all ranks, or None if torchrun did not start this process.
+
+    Warns:
+        UserWarning: torchrun did not start this process, but WORLD_SIZE is greater than 1.
     """
     if not dist.is_torchelastic_launched():
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            warnings.warn(
+                "init_process_group: this process trains alone, because torchrun did not start it; "
+                f"its environment has WORLD_SIZE={os.environ['WORLD_SIZE']}",
+                stacklevel=2,
+            )
         return None
     times: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store, rank, world_size = next(dist.rendezvous("env://", **times))

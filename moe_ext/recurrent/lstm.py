@@ -341,6 +341,10 @@ class MoELSTM(nn.Module):
     if TYPE_CHECKING:
         __call__ = forward
 
+    def extra_repr(self) -> str:
+        losses = f"w_importance={self.w_importance}, w_load={self.w_load}"  # of the sequences
+        return f"{losses}, memory_slots={self.memory_slots}"
+
     def _plan_exchange(
         self, sharding: ExpertSharding, step: _CellStep, inputs: Sequence[Tensor]
     ) -> tuple[int, bool]:
