@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext.checks import require_one_of
+from moe_ext.checks import require, require_one_of
 from moe_ext.distributed._parameters import expert_parameters, expert_tensors, require_ranks
 from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.optim import split_parameters
@@ -43,7 +43,8 @@ def parallelize(
             mesh of the same ranks.
         process_group: all ranks that train, or their mesh; None: only this rank.
         dense: "ddp" replicates the dense parameters with ``DistributedDataParallel``. "fsdp" shards
-            them with ``fully_shard``, except the thresholds of strictly balanced gates.
+            them with ``fully_shard``, except the thresholds of strictly balanced gates. They are
+            one unit: a forward pass gathers all of them. They must have one dtype.
         find_unused_parameters: see `torch.nn.parallel.DistributedDataParallel`. Must be True if a
             dense parameter has no gradient in some step, such as W_noise in evaluation mode. "ddp"
             does not average the gradients of dense parameters that are frozen in this call.
@@ -80,6 +81,9 @@ def parallelize(
         thresholds = [p for p in split_parameters(model).thresholds if p not in sharded]
         copied += [(param, world) for param in thresholds]
         whole = {*thresholds, *sharded}
+        dtypes = sorted({str(p.dtype) for p in model.parameters() if p not in whole})
+        rule = 'have dense parameters of one dtype with dense="fsdp"'
+        require(len(dtypes) <= 1, "parallelize: model", rule, dtypes)
         _start_from_the_first(model, world)
         _average_gradients(model, copied)
         fully_shard(

@@ -1108,6 +1108,9 @@ def with_other_ranks(group, rank):
     alone = MoE(D, 4, 2, process_group=group)
     with pytest.raises(ValueError, match=r"^parallelize: process_group must have the ranks \[0, 1"):
         parallelize(alone, None)
+    mixed = nn.ModuleList([MoE(D, 4, 2, process_group=group), nn.Linear(D, D).bfloat16()])
+    with pytest.raises(ValueError, match=r"^parallelize: model must have dense parameters of one"):
+        parallelize(mixed, group, dense="fsdp")
     half = dist.new_group([0, 1]), dist.new_group([2, 3])
     layer = MoE(D, 4, 2, process_group=half[rank // 2])
     with pytest.raises(ValueError, match=r"process_group must have .*, got \[0, 1, 2, 3\]$"):
