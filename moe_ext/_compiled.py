@@ -10,8 +10,5 @@ def uncompiled(module: Any) -> Any:
 
 def unwrapped_module(module: Any) -> Any:
     """Returns the module inside the wrappers of torch.compile and of torch's checkpoint_wrapper."""
-    while module is not (
-        inner := uncompiled(getattr(module, "_checkpoint_wrapped_module", module))
-    ):
-        module = inner
-    return module
+    inner = uncompiled(getattr(module, "_checkpoint_wrapped_module", module))
+    return module if inner is module else unwrapped_module(inner)

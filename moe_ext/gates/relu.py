@@ -85,9 +85,8 @@ class ReLUGate(AdaptiveGate):
         l1_growth: float = 1.2,
     ) -> None:
         super().__init__(d_model, num_experts, k, num_counts=num_experts + 1)
-        rule = "be above 0"
         require_at_least(0, "ReLUGate", l1_weight=l1_weight)
-        require(l1_weight > 0, "ReLUGate: l1_weight", rule, l1_weight)
+        require(l1_weight > 0, "ReLUGate: l1_weight", "be above 0", l1_weight)
         require_at_least(1, "ReLUGate", l1_growth=l1_growth)
         self.initial_l1_weight = l1_weight
         self.l1_growth = l1_growth
