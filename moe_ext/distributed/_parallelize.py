@@ -126,11 +126,10 @@ def _average_gradients(model: nn.Module, copied: Sequence[tuple[nn.Parameter, Ra
     """
     for param, copies in copied:
         dist.broadcast(param.detach(), group_src=0, group=copies.group)
-    is_due = False
+    due: set[int] = set()  # the running backward passes that will average
 
-    def average() -> None:
-        nonlocal is_due
-        is_due = False
+    def average(backward_pass: int) -> None:
+        due.discard(backward_pass)
         # The order is the same on all ranks, which need not have used the same parameters.
         for param, copies in copied:
             if param.requires_grad:
@@ -140,10 +139,10 @@ def _average_gradients(model: nn.Module, copied: Sequence[tuple[nn.Parameter, Ra
                 param.grad /= copies.size
 
     def schedule(_: torch.Tensor) -> None:
-        nonlocal is_due
-        if not is_due:
-            is_due = True
-            Variable._execution_engine.queue_callback(average)
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass not in due:
+            due.add(backward_pass)
+            Variable._execution_engine.queue_callback(partial(average, backward_pass))
 
     # Any parameter schedules the average: a rank may have used none of its copies.
     for param in model.parameters() if copied else ():

@@ -1051,6 +1051,31 @@ def test_gradients_of_replicas_that_one_rank_has_not_used(workers):
             assert_exact(grad, torch.full((D,), 1.5))
 
 
+def after_a_failed_backward_pass(group, rank):
+    """Averages the gradients of replicas also after a backward pass that raised an error."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shares"))
+    layer = MoE(D, 4, 2, process_group=mesh)
+    model = parallelize(layer, mesh)
+    x = rank_weight(rank) * torch.randn(4, D)
+
+    def fail(grad):
+        raise RuntimeError("fails on purpose")
+
+    failing = x.clone().requires_grad_()
+    failing.register_hook(fail)
+    y, aux = layer(failing)
+    with pytest.raises(RuntimeError, match="fails on purpose"):
+        y.square().sum().backward()
+    model.zero_grad()
+    y, aux = model(x)
+    (y.square().sum() + aux.loss).backward()
+    return layer.experts.weight_0.grad
+
+
+def test_gradients_of_replicas_after_an_error(workers):
+    assert_same_bits(*workers.run(2, after_a_failed_backward_pass))
+
+
 class Blocks(nn.Module):
     def __init__(self, group, wrap):
         super().__init__()
