@@ -1048,7 +1048,8 @@ def test_restarted_on_two_machines(tmp_path):
         outputs = [agent.communicate(timeout=150) for agent in agents]
     finally:
         for agent in agents:
-            agent.kill()
+            agent.terminate()  # it ends its worker too
+            agent.wait(60)
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert sorted(output for output, _ in outputs) == [
         "0 of 2, all are here\n",
