@@ -38,11 +38,16 @@ class CheckpointFolder:
     Args:
         path: the folder of all checkpoints; the first save creates it.
         keep: number of the newest checkpoints to keep.
+
+    Attributes:
+        continued_from: the step from which the run continued, until the next `publish`. Checkpoints
+            between this step and the new one belong to an abandoned run.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self.keep = keep
+        self.continued_from: int | None = None
 
     def checkpoints(self) -> dict[int, Path]:
         """Returns the folder of each checkpoint by step, in ascending order.
@@ -72,14 +77,12 @@ class CheckpointFolder:
         self._clear()
         self.temporary(step).mkdir()
 
-    def publish(self, step: int, sums: Mapping[str, str], since: int | None = None) -> None:
+    def publish(self, step: int, sums: Mapping[str, str]) -> None:
         """Turns the hidden folder of a step into a checkpoint; its files must be synced to disk.
 
         Args:
             step: the number of the checkpoint.
             sums: the checksums of all files, from `sums_of`.
-            since: the step from which the run continued; checkpoints between this step and the new
-                one belong to an abandoned run and are deleted.
         """
         temporary = self.temporary(step)
         lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
@@ -90,10 +93,11 @@ class CheckpointFolder:
         temporary.rename(path)
         sync_folder(self.path)
         write_text(self.path / "latest", f"{path.name}\n{path.name}\n")
-        if since is not None:
+        if self.continued_from is not None:
             for number, abandoned in self.checkpoints().items():
-                if since < number < step:
+                if self.continued_from < number < step:
                     _hide(abandoned)
+            self.continued_from = None
         for old in list(self.checkpoints().values())[: -self.keep]:
             _hide(old)
         self._clear()

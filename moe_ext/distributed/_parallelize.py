@@ -43,8 +43,8 @@ def parallelize(
             mesh of the same ranks.
         process_group: all ranks that train, or their mesh; None: only this rank.
         dense: "ddp" replicates the dense parameters with ``DistributedDataParallel``. "fsdp" shards
-            them with ``fully_shard``, except the thresholds of strictly balanced gates. They are
-            one unit: a forward pass gathers all of them. They must have one dtype.
+            them with ``fully_shard``, except the thresholds of strictly balanced gates. The
+            sharded parameters must have one dtype; a forward pass gathers all of them at once.
         find_unused_parameters: see `torch.nn.parallel.DistributedDataParallel`. Must be True if a
             dense parameter has no gradient in some step, such as W_noise in evaluation mode. "ddp"
             does not average the gradients of dense parameters that are frozen in this call.

@@ -11,6 +11,7 @@ from moe_ext._compiled import unwrapped_module
 from moe_ext.checks import require
 from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed.ranks import Layout, Ranks
+from moe_ext.distributed.sharding import ExpertSharding
 from moe_ext.experts import ModuleExperts
 from moe_ext.moe import MoE
 
@@ -49,10 +50,11 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
 def expert_tensors(model: nn.Module) -> set[str]:
     """Returns the names of the model's sharded parameters and buffers, also non-persistent ones."""
     sharded: set[Tensor] = {entry.param for entry in expert_state(model).values()}
-    for layer in spread_layers(model):
+    for layer, _ in spread_layers(model):
         sharded.update(layer.experts.buffers())
-    tensors = (model.named_parameters, model.named_buffers)
-    named = chain.from_iterable(each(remove_duplicate=False) for each in tensors)
+    named = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
     return {name for name, value in named if value in sharded}
 
 
@@ -63,8 +65,8 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
     """
     # By the id of a tensor: its name in the layer, and its description with the whole name there.
     described: dict[int, tuple[str, ExpertParameter]] = {}
-    for layer in spread_layers(model):
-        for name, entry in _entries(layer):
+    for layer, sharding in spread_layers(model):
+        for name, entry in _entries(layer, sharding):
             described[id(entry.param)] = name, entry
     found, lost = {}, dict(described)
     for name, value in model.state_dict(keep_vars=True).items():
@@ -78,10 +80,9 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
     return found
 
 
-def _entries(layer: MoE) -> Iterator[tuple[str, ExpertParameter]]:
+def _entries(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, ExpertParameter]]:
     """Yields the name and the description of each sharded entry of a layer's state_dict."""
-    assert layer.sharding is not None  # spread_layers yields only sharded layers
-    local, layout = layer.sharding.local_experts, layer.sharding.layout
+    local, layout = sharding.local_experts, sharding.layout
     of_modules = isinstance(unwrapped_module(layer.experts), ModuleExperts)
     for name, value in layer.experts.state_dict(keep_vars=True).items():
         if of_modules:
@@ -94,7 +95,7 @@ def _entries(layer: MoE) -> Iterator[tuple[str, ExpertParameter]]:
             whole_name, bounds = name, (local.start, local.stop, layer.num_experts)
         entry = ExpertParameter(f"experts.{whole_name}", value, layout, bounds)
         yield f"experts.{name}", entry
-    groups, gate = layer.sharding.local_groups, gate_of_groups(layer.gate)
+    groups, gate = sharding.local_groups, gate_of_groups(layer.gate)
     if groups is None or gate is None:
         return
     for name, value in layer.gate.state_dict(keep_vars=True).items():
@@ -105,11 +106,10 @@ def _entries(layer: MoE) -> Iterator[tuple[str, ExpertParameter]]:
 
 def require_ranks(owner: str, model: nn.Module, ranks: Ranks) -> None:
     """Raises ValueError unless the ranks are those of every layer with sharded experts."""
-    for layer in spread_layers(model):
-        assert layer.sharding is not None  # spread_layers yields only sharded layers
+    for _, sharding in spread_layers(model):
         there, here = (
             [] if each.group is None else dist.get_process_group_ranks(each.group)
-            for each in (layer.sharding.layout.world, ranks)
+            for each in (sharding.layout.world, ranks)
         )
         require(
             sorted(there) == sorted(here),
@@ -120,10 +120,10 @@ def require_ranks(owner: str, model: nn.Module, ranks: Ranks) -> None:
         )
 
 
-def spread_layers(model: nn.Module) -> Iterator[MoE]:
-    """Yields the layers whose experts are sharded over several ranks."""
+def spread_layers(model: nn.Module) -> Iterator[tuple[MoE, ExpertSharding]]:
+    """Yields the layers whose experts are sharded over several ranks, with their sharding."""
     for layer in model.modules():
         if not isinstance(layer, MoE) or layer.sharding is None:
             continue
         if layer.sharding.layout.world.size > 1:
-            yield layer
+            yield layer, layer.sharding

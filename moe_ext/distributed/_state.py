@@ -20,7 +20,6 @@ from moe_ext._former_names import current_names
 from moe_ext.checks import require
 from moe_ext.distributed._parameters import (
     ExpertParameter,
-    expert_parameters,
     expert_state,
     require_ranks,
 )
@@ -295,7 +294,7 @@ def _parameters(
 ) -> Iterator[tuple[str, Tensor, ExpertParameter | None, dict[str, Any]]]:
     """Yields name, parameter, shard and state of model's parameters, in the optimizers' order."""
     model = unwrapped(model)
-    experts = {entry.param: entry for entry in expert_parameters(model).values()}
+    experts = expert_state(model)
     names: dict[Tensor, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
@@ -307,7 +306,7 @@ def _parameters(
                     f"{type(optimizer).__name__}: params must belong to the model, "
                     f"got a parameter of shape {tuple(param.shape)} that does not"
                 )
-            entry = experts.get(param)
+            entry = experts.get(names[param])
             name = names[param] if entry is None else entry.name
             yield name, param, entry, optimizer.state.get(param, {})
 

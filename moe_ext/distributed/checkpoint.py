@@ -114,7 +114,6 @@ class Checkpoints:
         self._timeout = timeout
         self._background: tuple[ThreadPoolExecutor, Ranks] | None = None
         self._under_way: Future[None] | None = None
-        self._since: int | None = None  # the step that was loaded, until the next save
 
     def steps(self) -> list[int]:
         """Returns the steps of the checkpoints in ascending order.
@@ -152,8 +151,7 @@ class Checkpoints:
         """
         self.wait()
         parts, files = self._collect(step, model, optimizers, state, rank_state)
-        since, self._since = self._since, None
-        self._write(self._ranks, step, parts, files, since)
+        self._write(self._ranks, step, parts, files)
 
     def async_save(
         self,
@@ -178,8 +176,7 @@ class Checkpoints:
                 _same_ranks(self._ranks, self._timeout),
             )
         thread, ranks = self._background
-        since, self._since = self._since, None
-        self._under_way = thread.submit(self._write, ranks, step, parts, files, since)
+        self._under_way = thread.submit(self._write, ranks, step, parts, files)
         atexit.register(self.wait)  # reports an error that no later call raises
 
     def wait(self) -> None:
@@ -234,7 +231,7 @@ class Checkpoints:
         states, load = together(lambda: self._checked(path, model, optimizers, parts, shapes))
         together(load)
         if model is not None:
-            self._since = step
+            self._folder.continued_from = step
         return Loaded(step, *states)
 
     def _collect(
@@ -295,7 +292,6 @@ class Checkpoints:
         step: int,
         parts: Mapping[Key, Part],
         files: Mapping[str, bytes],
-        since: int | None,
     ) -> None:
         folder, first = self._folder, ranks.rank == 0
         together = partial(_together, ranks, self._saving(step))
@@ -304,7 +300,7 @@ class Checkpoints:
             together(lambda: _write_tensors(ranks, folder.temporary(step), parts))
             sums = together(lambda: _write_files(ranks.rank, folder.temporary(step), files))
             all_sums = ChainMap(*ranks.gather_objects(sums))
-            together(lambda: folder.publish(step, all_sums, since) if first else None)
+            together(lambda: folder.publish(step, all_sums) if first else None)
         except CheckpointError:
             if first:
                 folder.abandon(step)

@@ -53,9 +53,8 @@ def clip_grad_norm_(
     require(norm_type > 0, "clip_grad_norm_: norm_type", "be above 0", norm_type)
     experts = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
     by_kind = defaultdict[tuple[bool, _Groups], list[nn.Parameter]](list)
-    for layer in spread_layers(model):  # the experts of this rank may have no parameters
-        assert layer.sharding is not None
-        by_kind[False, (layer.sharding.layout.expert_parallel.group,)] = []
+    for _, sharding in spread_layers(model):  # the experts of this rank may have no parameters
+        by_kind[False, (sharding.layout.expert_parallel.group,)] = []
     for param in model.parameters():
         kind = isinstance(param, DTensor), _groups_of_shards(param, experts)
         by_kind[kind].append(param)
