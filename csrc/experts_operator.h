@@ -74,7 +74,7 @@ std::optional<at::ArrayRef<T>> if_any(at::ArrayRef<T> list) {
 // call_experts and call_experts_backward call the operators through the dispatcher.
 inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
                                    const FeedForward& network, bool keep_hidden) {
-  static const auto op = find_operator<decltype(experts_of<nullptr>)>("moe_ext::experts");
+  static const PublicOperator<decltype(experts_of<nullptr>)> op("moe_ext::experts");
   return op.call(x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
                  network.weights, if_any(network.biases), network.activation, keep_hidden,
                  if_any(network.activation_args));

@@ -79,8 +79,8 @@ std::vector<Tensor> linear_cross_entropy_backward_of(
 inline LinearCrossEntropyOutputs call_linear_cross_entropy(const Classifier& classifier,
                                                            const LossOptions& options,
                                                            const c10::List<bool>& keep_gradients) {
-  static const auto op =
-      find_operator<decltype(linear_cross_entropy_of<nullptr>)>("moe_ext::linear_cross_entropy");
+  static const PublicOperator<decltype(linear_cross_entropy_of<nullptr>)> op(
+      "moe_ext::linear_cross_entropy");
   return op.call(classifier.input, classifier.weight, classifier.target, classifier.bias,
                  options.reduction, options.ignore_index, options.label_smoothing, options.z_loss,
                  options.softcap, keep_gradients);

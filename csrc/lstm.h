@@ -90,7 +90,7 @@ std::vector<Tensor> lstm_backward_of(const OptionalTensor& grad_m, const Optiona
 
 // These two call the operators through the dispatcher.
 inline LstmOutputs call_lstm(const Lstm& lstm) {
-  static const auto op = find_operator<decltype(lstm_of<nullptr>)>("moe_ext::lstm");
+  static const PublicOperator<decltype(lstm_of<nullptr>)> op("moe_ext::lstm");
   return op.call(lstm.x, lstm.weight_input, lstm.weight_recurrent, lstm.bias, lstm.projection,
                  lstm.m_0, lstm.c_0, lstm.lengths, lstm.reverse);
 }

@@ -15,9 +15,9 @@ namespace moe_ext::ops {
 
 TopKSelection noisy_topk_gating(const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev,
                                 const OptionalTensor& noise, int64_t k, double noise_epsilon) {
-  static const auto op = find_operator<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
-      const Tensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt, double)>(
-      "moe_ext::noisy_topk_gating");
+  static const PublicOperator<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+      const Tensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt, double)>
+      op("moe_ext::noisy_topk_gating");
   auto [gates, expert_index, threshold, threshold_index, noise_stddev] =
       op.call(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
   return {gates, expert_index, threshold, threshold_index, noise_stddev};
@@ -27,9 +27,10 @@ TopKRouting topk_routing(const Tensor& logits, int64_t k, const OptionalTensor& 
                          std::string_view score, bool renormalize, double scale, int64_t num_groups,
                          int64_t groups_per_token, int64_t group_score_k,
                          const OptionalTensor& expert_index) {
-  static const auto op = find_operator<std::tuple<Tensor, Tensor>(
+  static const PublicOperator<std::tuple<Tensor, Tensor>(
       const Tensor&, c10::SymInt, const OptionalTensor&, std::string_view, bool, double,
-      c10::SymInt, c10::SymInt, c10::SymInt, const OptionalTensor&)>("moe_ext::topk_routing");
+      c10::SymInt, c10::SymInt, c10::SymInt, const OptionalTensor&)>
+      op("moe_ext::topk_routing");
   auto [gates, index] = op.call(logits, k, bias, score, renormalize, scale, num_groups,
                                 groups_per_token, group_score_k, expert_index);
   return {gates, index};
@@ -37,21 +38,20 @@ TopKRouting topk_routing(const Tensor& logits, int64_t k, const OptionalTensor& 
 
 Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
             const Tensor& expert_index, const OptionalTensor& group_offsets) {
-  static const auto op = find_operator<decltype(load)>("moe_ext::load");
+  static const PublicOperator<decltype(load)> op("moe_ext::load");
   return op.call(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
 }
 
 Tensor importance(const Tensor& gates, const Tensor& expert_index, int64_t num_experts) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, c10::SymInt)>("moe_ext::importance");
+  static const PublicOperator<Tensor(const Tensor&, const Tensor&, c10::SymInt)> op(
+      "moe_ext::importance");
   return op.call(gates, expert_index, num_experts);
 }
 
 ImportanceAndLoad importance_and_load(const Tensor& gates, const Tensor& expert_index,
                                       int64_t num_experts) {
-  static const auto op =
-      find_operator<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, c10::SymInt)>(
-          "moe_ext::importance_and_load");
+  static const PublicOperator<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, c10::SymInt)>
+      op("moe_ext::importance_and_load");
   auto [importance, load] = op.call(gates, expert_index, num_experts);
   return {importance, load};
 }
@@ -59,42 +59,41 @@ ImportanceAndLoad importance_and_load(const Tensor& gates, const Tensor& expert_
 Tensor cv_squared(const Tensor& values) { return weighted_cv_squared(values, 1.0); }
 
 Tensor weighted_cv_squared(at::TensorList values, at::ArrayRef<double> weights) {
-  static const auto op =
-      find_operator<decltype(weighted_cv_squared)>("moe_ext::weighted_cv_squared");
+  static const PublicOperator<decltype(weighted_cv_squared)> op("moe_ext::weighted_cv_squared");
   return op.call(values, weights);
 }
 
 BatchwiseTopM batchwise_topm(const Tensor& scores, int64_t m, int64_t first_expert,
                              std::optional<int64_t> num_experts) {
-  static const auto op = find_operator<std::tuple<Tensor, Tensor>(
-      const Tensor&, c10::SymInt, c10::SymInt, std::optional<c10::SymInt>)>(
-      "moe_ext::batchwise_topm");
+  static const PublicOperator<std::tuple<Tensor, Tensor>(const Tensor&, c10::SymInt, c10::SymInt,
+                                                         std::optional<c10::SymInt>)>
+      op("moe_ext::batchwise_topm");
   auto [row_index, mth_score] = op.call(scores, m, first_expert, num_experts);
   return {row_index, mth_score};
 }
 
 Tensor selected_softmax(const Tensor& logits, const Tensor& expert_index,
                         const Tensor& token_offsets) {
-  static const auto op = find_operator<decltype(selected_softmax)>("moe_ext::selected_softmax");
+  static const PublicOperator<decltype(selected_softmax)> op("moe_ext::selected_softmax");
   return op.call(logits, expert_index, token_offsets);
 }
 
 DispatchPlan dispatch_plan(const Tensor& expert_index, int64_t num_experts) {
-  static const auto op =
-      find_operator<std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, c10::SymInt)>(
-          "moe_ext::dispatch_plan");
+  static const PublicOperator<std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&,
+                                                                         c10::SymInt)>
+      op("moe_ext::dispatch_plan");
   auto [permutation, inverse, tokens_per_expert, offsets] = op.call(expert_index, num_experts);
   return {permutation, inverse, tokens_per_expert, offsets};
 }
 
 Tensor dispatch(const Tensor& x, const Tensor& inverse, const OptionalTensor& token_offsets) {
-  static const auto op = find_operator<decltype(dispatch)>("moe_ext::dispatch");
+  static const PublicOperator<decltype(dispatch)> op("moe_ext::dispatch");
   return op.call(x, inverse, token_offsets);
 }
 
 Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
                const OptionalTensor& token_offsets) {
-  static const auto op = find_operator<decltype(combine)>("moe_ext::combine");
+  static const PublicOperator<decltype(combine)> op("moe_ext::combine");
   return op.call(expert_output, gates, inverse, token_offsets);
 }
 
@@ -142,7 +141,7 @@ LstmOutputs lstm(const Tensor& x, const Tensor& weight_input, const Tensor& weig
 void factored_step_(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
                     const Tensor& lr, const Tensor& correction, double decay, double gain,
                     double eps, bool mean_of_roots) {
-  static const auto op = find_operator<decltype(factored_step_)>("moe_ext::factored_step_");
+  static const PublicOperator<decltype(factored_step_)> op("moe_ext::factored_step_");
   op.call(param, grad, row, column, lr, correction, decay, gain, eps, mean_of_roots);
 }
 

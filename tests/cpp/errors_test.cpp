@@ -13,6 +13,7 @@ namespace {
 
 using namespace exported;
 using namespace moe_ext::nn;
+namespace ops = moe_ext::ops;
 using moe_ext::optim::FactoredAdam;
 using moe_ext::optim::FactoredAdamOptions;
 
@@ -277,6 +278,41 @@ TEST(Layer, TakesUndefinedTensorsAsAbsent) {
   const auto expected = std::get<0>(layer(x));
   EXPECT_TRUE(same_bits(std::get<0>(layer(x, torch::Tensor(), torch::Tensor())), expected));
   EXPECT_THROW(layer(torch::Tensor()), c10::TypeError);
+}
+
+TEST(Operators, TakeUndefinedOptionalTensorsAsAbsent) {
+  const auto x = torch::rand({5, 4});
+  const auto expected = ops::noisy_topk_gating(x, {}, {}, 2);
+  EXPECT_TRUE(same_bits(ops::noisy_topk_gating(x, Tensor(), Tensor(), 2).gates, expected.gates));
+  const auto weight = torch::rand({1, 4, 3});
+  const auto y = ops::experts(x, {weight}, {}, "relu", {});
+  EXPECT_TRUE(same_bits(ops::experts(x, {weight}, {}, "relu", {.gates = Tensor()}), y));
+}
+
+TEST(Operators, NameTheArgumentThatIsUndefined) {
+  const auto x = torch::rand({5, 4});
+  const auto index = torch::zeros({5, 2}, torch::kLong);
+  const std::vector<std::pair<std::string, Call>> calls = {
+      {"topk_routing: logits must be a tensor", [&] { ops::topk_routing(Tensor(), 2); }},
+      {"load: noise_stddev must be a tensor", [&] { ops::load(x, Tensor(), x, index); }},
+      {"dispatch_plan: expert_index must be a tensor", [&] { ops::dispatch_plan(Tensor(), 4); }},
+      {"experts: weights must have only tensors",
+       [&] { ops::experts(x, {Tensor()}, {}, "relu", {}); }},
+      {"linear_cross_entropy: target must be a tensor",
+       [&] { ops::linear_cross_entropy(x, x, Tensor(), {}); }},
+      {"lstm: weight_input must be a tensor",
+       [&] {
+         ops::lstm(torch::rand({3, 5, 4}), Tensor(), x, {}, {}, {}, {}, {}, false);
+       }},
+  };
+  for (const auto& [message, call] : calls) {
+    try {
+      call();
+      ADD_FAILURE() << "no error: " << message;
+    } catch (const c10::TypeError& error) {
+      EXPECT_EQ(error.what_without_backtrace(), message + ", got an undefined one");
+    }
+  }
 }
 
 TEST(Children, MustBeGateAndExperts) {
