@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -60,6 +61,16 @@ def status_and_error(capsys, command, *arguments):
     status = exit_status(lambda: command.main([str(a) for a in arguments]))
     error = capsys.readouterr().err
     return status, error
+
+
+def rebuilds(main, name, folder):
+    """Returns whether --report writes the same page and plot, without runs and corpus."""
+    files = [folder / f"{name}.{suffix}" for suffix in ("md", "png", "json")]
+    before = [file.read_bytes() for file in files]
+    for file in files[:2]:
+        file.unlink()
+    main(["--report", f"--output={folder}"])
+    return [file.read_bytes() for file in files] == before
 
 
 def test_train_reports_model_text_and_result(run, corpus, capsys):
@@ -327,6 +338,7 @@ def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
     assert page in capsys.readouterr().out and "in all of the 6 training batches" in page
     assert json.loads((tmp_path / "results" / "balanced.json").read_text()) == report
     assert (tmp_path / "results" / "balanced.png").read_bytes().startswith(b"\x89PNG")
+    assert rebuilds(partial(balanced.main, root=ROOT), "balanced", tmp_path / "results")
     again = balanced.main(arguments, ROOT)
     assert again == {**report, "checked_batches": 0}
     assert "training batches since" not in (tmp_path / "results" / "balanced.md").read_text()
@@ -483,6 +495,7 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
                 c["compared"]]  # fmt: skip
     assert claim["difference"]["mean"] == pytest.approx(sum(gaps) / 2)
 
+    assert rebuilds(specialisation.main, "specialisation", tmp_path / "results")
     # A second call reads the stored measurements. Other permutations or texts are measured.
     monkeypatch.setattr(specialisation, "measure", None)
     assert specialisation.main(arguments) == report
@@ -507,6 +520,10 @@ def test_specialisation_rejects_arguments(run, corpus, tmp_path, capsys):
     ):
         found = status_and_error(capsys, specialisation, *arguments)
         assert found[0] == 2 and message in found[1] and found[1].count("\n") == 1
+    for arguments in ([], [run, "--report"]):
+        with pytest.raises(SystemExit):
+            specialisation.main([str(argument) for argument in arguments])
+        assert "runs must be given, or --report instead" in capsys.readouterr().err
 
 
 def test_words_in_their_place_as_markdown():

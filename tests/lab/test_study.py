@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from filelock import FileLock
-from test_scripts import ROOT
+from test_scripts import ROOT, rebuilds
 
 from moe_ext.lab.experiments import results as results_module
 from moe_ext.lab.experiments import study as study_module
@@ -22,7 +22,6 @@ from moe_ext.lab.experiments.statistics import (
 )
 from moe_ext.lab.experiments.study import (
     as_change,
-    as_data,
     difference,
     has_diverged,
     run_study,
@@ -31,7 +30,6 @@ from moe_ext.lab.experiments.study import (
 )
 from moe_ext.lab.studies import balanced, capacity, efficiency, losses, paper_tables, routers
 from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
-from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import evaluate
 from moe_ext.lab.training.text import load_text
 
@@ -126,22 +124,17 @@ def test_a_study_trains_only_missing_runs(config, tmp_path):
     text = load_text(config.data)
     arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.0))}
     runs = tmp_path / "runs"
-    assert run_study(arms, [1, 2], text, runs, train=()) == {"a": {}, "b": {}}
-    # The lock means that a-seed2 is being trained elsewhere. Arm b is not requested.
+    # The lock means that a-seed2 is being trained elsewhere.
     (runs / "a-seed2").mkdir(parents=True)
     with FileLock(runs / "a-seed2" / ".lock"):
-        results = run_study(arms, [1, 2], text, runs, train=["a"])
-    assert results["a"].keys() == {1} and results["b"] == {}
+        results = run_study(arms, [1, 2], text, runs)
+    assert results["a"].keys() == {1} and results["b"].keys() == {1, 2}
     results = run_study(arms, [1, 2], text, runs)
     assert all(each.keys() == {1, 2} for each in results.values())
     written = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}
     run_study(arms, [1, 2], text, runs)
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")} == written
-    data = as_data(results)
-    assert data["b"]["runs"][1]["test_nll"] == results["b"][2].test_nll
-    assert (
-        json.loads(json.dumps(data))["a"]["cost"]["parameters"] == 6272
-    )  # LSTMs 2 · 2,048, gate 128, experts 2,048
+    assert results["b"][2].cost.parameters == 6272  # LSTMs 2 · 2,048, gate 128, experts 2,048
     with pytest.raises(ConfigError, match="steps must"):
         run_study({"a": replace(config, steps=9)}, [1], text, runs)
     for other in (replace(text, test=text.dev), replace(text, train=text.dev)):
@@ -238,32 +231,6 @@ def test_verdicts():
     assert table == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 |  |\n"
 
 
-def test_claims_of_capacity():
-    """The nll of each model is 0.1 less than the previous one's, and 0.05 less after a quarter."""
-    study = capacity
-    order = (*study.DENSE, *study.MIXTURES, study.LARGE)
-    found = study.claims(
-        {arm: dict.fromkeys((1, 2), result(-0.1 * at, -0.05 * at)) for at, arm in enumerate(order)}
-    )
-    assert [claim.difference.mean for claim in found] == pytest.approx(
-        [
-            -0.2,
-            *[-0.1] * 3,
-            -0.6,
-            -0.5,
-            -0.4,
-            -0.3,
-            -0.2,
-            -0.05,
-            -0.1,
-            -0.15,
-        ]  # the order of the page
-    )
-    assert [c.compared for c in found if c.claim == study.NEXT_STEP] == [
-        "moe-16 against moe-4", "moe-64 against moe-16", "moe-256-h against moe-64",
-    ]  # fmt: skip
-
-
 def test_claims_about_a_larger_w_load():
     """Max/mean load falls by the difference of w_load; all other metrics grow by it."""
     results = {}
@@ -271,7 +238,8 @@ def test_claims_about_a_larger_w_load():
         w_load = float(arm.partition(",")[2])
         balance = dict.fromkeys(losses.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
         results[arm] = {seed: result(w_load, seed=seed, **balance) for seed in (1, 2, 3)}
-    assert [row[1:] for row in losses.claims(results) if "max/mean" in row[0]] == [
+    found = [row for row in losses.comparisons(results) if "max/mean" in row.claim]
+    assert [(row.compared, row.shown, row.verdict) for row in found] == [
         ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "supported"),
         ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "supported"),
         ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "supported"),
@@ -298,78 +266,41 @@ def run_script(script, corpus, tmp_path, *options):
     )
 
 
-def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
-    page, picture = (tmp_path / "results" / f"capacity.{suffix}" for suffix in ("md", "png"))
-
-    def study(*options):
-        rates = "--rates", "4e-3", "1.6e-2"
-        return run_script(capacity, corpus, tmp_path, *rates, *options)
-
-    study("--seeds", "1", "--arms", "moe-16")
-    assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
-    mixtures = ["--arms", *capacity.MIXTURES]
-    study("--seeds", "1", *mixtures)
-    assert "(one seed, not decided) | not decided |" in page.read_text()
-    assert picture.stat().st_size > 10_000
-    results = study("--seeds", "1", "2", *mixtures)
-    text = page.read_text()
-    gap = difference(results["moe-64"], results["moe-4"])
-    assert f"moe-64 against moe-4 | {as_change(gap)} | {verdict(gap)} |" in text
-    data = json.loads((tmp_path / "results" / "capacity.json").read_text())
-    assert data["models"]["moe-16"]["runs"][1]["earlier_nll"].keys() == {"0.25"}
-    assert data["claims"][0]["difference"]["mean"] == gap.mean
-    for name in capacity.MIXTURES:  # the first seed selects the learning rate
-        nll = data["dev_nll"][name]
-        best = min(nll, key=nll.get)
-        assert len(nll) == 2 and len(set(nll.values())) == 2
-        folders = [run.run.name for run in results[name].values()]
-        assert folders == [f"{name}-{best}-seed1", f"{name}-{best}-seed2"]
-        assert read_metrics(results[name][1].run, "dev")[-1]["nll"] == nll[best]
-        others = {rate for rate in nll if (tmp_path / "runs" / f"{name}-{rate}-seed2").exists()}
-        assert others == {best}
-    before = page.read_bytes()
-    page.unlink()
-    study("--seeds", "1", "2", "--report")
-    assert page.read_bytes() == before
-
-
-@pytest.mark.parametrize("study", [capacity, routers])
-def test_the_rate_of_a_study_is_chosen(study, corpus, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run_script(study, corpus, tmp_path, "optimizer.learning_rate=0.01")
-    assert "optimizer.learning_rate must be omitted; give --rates" in capsys.readouterr().err
-
-
 def test_losses_are_reported(corpus, tmp_path):
     results = run_script(losses, corpus, tmp_path, "--seeds", "1", "2")
     page = (tmp_path / "results" / "losses.md").read_text()
     gap = difference(results["0.1,0.1"], results["0,0"])
     assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
     assert page.count("| a larger w_load lowers ") == 3 and page.count("within 0.5% |") == 4
-    for arm, runs in results.items():
-        moe = read_config(runs[1].run / "config.toml").model.moe
+    for arm in results:
+        moe = read_config(tmp_path / "runs" / f"{arm}-seed1" / "config.toml").model.moe
         assert arm == f"{moe.w_importance:g},{moe.w_load:g}"
     assert "| w_importance | w_load | seeds |" in page
     rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| 2 \|", page, re.M)
     assert [",".join(row) for row in rows] == [*losses.ARMS]
     data = json.loads((tmp_path / "results" / "losses.json").read_text())
-    assert data["models"]["1,1"]["runs"][0]["balance"].keys() == losses.COLUMNS.keys()
+    assert all(run["balance"].keys() == losses.COLUMNS.keys() for run in data["runs"])
+    assert data["claims"][0]["difference"]["mean"] == gap.mean
+    assert "losses.py data.corpus=CORPUS steps=2 data.vocab_size=45 " in page
+    assert rebuilds(partial(losses.main, root=ROOT), "losses", tmp_path / "results")
 
 
-def test_routers_are_reported(corpus, tmp_path):
-    options = ["--seeds", "1", "2", "--rates", "8e-3"]
-    results = run_script(routers, corpus, tmp_path, *options)
+def test_routers_are_reported(corpus, tmp_path, capsys):
+    run_script(routers, corpus, tmp_path, "--seeds", "1", "--arms", "switch rate 0.004")
+    assert "nothing to report yet" in capsys.readouterr().out
+    results = run_script(routers, corpus, tmp_path, "--seeds", "1", "2")
     page = (tmp_path / "results" / "routers.md").read_text()
-    assert results.keys() == routers.ROUTERS.keys()
+    assert [name for name, runs in results.items() if len(runs) == 2] == [*routers.ROUTERS]
     for name in ("switch", "bias", "balanced"):
         gap = difference(results[name], results["noisy"])
         assert f"| {name} against noisy | {as_change(gap)} | {verdict(gap)} |" in page
     assert "expert_choice against" not in page  # it is not a language model
     assert page.count("| expert_choice (not causal) |") == 1
-    words = routers.words_per_expert(results["balanced"][1])
-    assert sum(words) == pytest.approx(len(words) == 32 and 32)
-    assert max(words) < 1.2 < max(routers.words_per_expert(results["noisy"][1]))
-    models = {name: read_config(runs[1].run / "config.toml") for name, runs in results.items()}
+    runs = json.loads((tmp_path / "results" / "routers.json").read_text())["runs"]
+    busiest = {run["arm"]: routers.busiest(run) for run in runs}
+    assert 1 <= busiest["balanced"] < 1.2 < busiest["noisy"]
+    folders = {name: tmp_path / "runs" / f"{name}-seed1" for name in routers.ROUTERS}
+    models = {name: read_config(folder / "config.toml") for name, folder in folders.items()}
     assert {name: config.model.moe.gate for name, config in models.items()} == {
         "noisy": "noisy_topk",
         "switch": "topk",
@@ -377,9 +308,10 @@ def test_routers_are_reported(corpus, tmp_path):
         "balanced": "balanced",
         "expert_choice": "expert_choice",
     }
-    before = (tmp_path / "results" / "routers.md").read_bytes()
-    run_script(routers, corpus, tmp_path, *options, "--report")
-    assert (tmp_path / "results" / "routers.md").read_bytes() == before
+    trial = read_config(tmp_path / "runs" / "switch-rate-0.004-seed1" / "config.toml")
+    assert trial.optimizer.learning_rate == 4e-3 and trial.model.moe == models["switch"].model.moe
+    assert "with other learning rates" in page and "--seeds 1 --arms 'switch rate 0.004'\n" in page
+    assert rebuilds(partial(routers.main, root=ROOT), "routers", tmp_path / "results")
 
 
 @pytest.mark.parametrize("study", [balanced, capacity, efficiency, losses, paper_tables, routers])

@@ -239,13 +239,14 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path, monkeyp
     main([*overrides, *places, "--seeds", "1"])
     page = files[0].read_text()
     assert "moe against single" in page and "moe-oversampled" not in page
-    main([*overrides, *places, "--seeds", "1", "--arms", "moe-oversampled"])
+    main([*overrides, *places, "--seeds", "1", "--arms", "single-short", "moe-oversampled"])
     data = json.loads(files[2].read_text())
     pairs = {run["arm"]: [*run["pairs"]] for run in data["runs"]}
     several = ["en-fr", "en-de"]
     assert pairs == {
         "moe": several, "dense": several, "moe-oversampled": several,
         "single en-fr": ["en-fr"], "single en-de": ["en-de"],
+        "single-short en-fr": ["en-fr"], "single-short en-de": ["en-de"],
     }  # fmt: skip
     assert data["settings"]["train_pairs"] == {"en-fr": 120, "en-de": 60}
     moe = tmp_path / "runs" / "manuals" / "moe-seed1"
@@ -259,17 +260,18 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path, monkeyp
     assert compared["num_pairs"] == 2
     assert compared["lower_perplexity"] == (french < 0) + (german < 0)
     page = files[0].read_text()
-    assert page.count("| moe against ") == 2 and "| moe-oversampled against moe |" in page
-    assert "| en-de | 60 |" in page and page.count("--arms moe-oversampled") == 1
+    assert page.count("| moe against ") == 3 and "| moe-oversampled against moe |" in page
+    assert "| the same, for as much text of each language pair | moe against single-short |" in page
+    assert "| en-de | 60 |" in page and page.count("--arms single-short moe-oversampled\n") == 1
     settings = data["settings"]
     assert settings["model.dropout"] == 0 and settings["optimizer.learning_rate"] == 2e-3
     warmup = [
         tomllib.loads((moe.with_name(name) / "config.toml").read_text())["optimizer"][
             "warmup_steps"
         ]
-        for name in ("moe-seed1", "single-en-fr-seed1")
+        for name in ("moe-seed1", "single-en-fr-seed1", "single-short-en-fr-seed1")
     ]
-    assert warmup == [300, 200]
+    assert warmup == [300, 200, 100]
     assert '\'data.pairs=["en-fr", "en-de"]\'' in page
     steps = [step for step, _ in stored["dense"]["perplexity"]["en-de"]]
     assert steps == [1, 2]

@@ -5,6 +5,7 @@ repeated, on any machine. The page is made of the file alone.
 """
 
 import json
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -231,6 +232,13 @@ def changed_options(settings: Mapping[str, Any], usual: AnyConfig) -> list[str]:
         for key, value in shared_options(usual).items()
         if settings[key] != value
     ]
+
+
+def command_of(command: Iterable[str], runs: Sequence[Run]) -> str:
+    """Returns the command of a study with the seeds and arms of these runs."""
+    seeds = map(str, sorted({run["seed"] for run in runs}))
+    arms = dict.fromkeys(run["arm"] for run in runs)
+    return shlex.join([*command, "--seeds", *seeds, "--arms", *arms])
 
 
 def record_of(result: Result) -> Run:

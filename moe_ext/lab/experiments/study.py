@@ -8,9 +8,8 @@ analysis is the test log-perplexity of a run after a fixed number of steps.
 
 import argparse
 import math
-import shlex
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.experiments.results import Result, finished, run_unlocked, train_and_test
 from moe_ext.lab.experiments.statistics import PairedDifference, mean_difference
 from moe_ext.lab.files import write_text
-from moe_ext.lab.training.command import DEFAULT_SEEDS, add_overrides, add_seeds, make_parser
+from moe_ext.lab.training.command import add_overrides, add_seeds, make_parser
 from moe_ext.lab.training.config import (
     AnyConfig,
     C,
@@ -38,9 +37,6 @@ from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.text import Text, load_text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
-
-# Overrides for studies of configs/small: a larger vocabulary, and fewer classes in training.
-SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
 
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts
 
@@ -112,13 +108,6 @@ def study_parser(
     return parser
 
 
-def command_of(name: str, options: argparse.Namespace) -> str:
-    """Formats the command of a study for its page, without options that do not change results."""
-    changes = [o for o in options.overrides if not o.startswith(("log.", "data.encoded="))]
-    seeds = [] if options.seeds == DEFAULT_SEEDS else ["--seeds", *map(str, options.seeds)]
-    return shlex.join(["python", f"scripts/studies/{name}.py", *changes, *seeds])
-
-
 def runs_at_once(arms: Mapping[str, C], wanted: int) -> tuple[dict[str, C], int]:
     """Chooses the number of runs to train at the same time, and the threads of each run.
 
@@ -150,8 +139,6 @@ def run_study(
     seeds: Sequence[int],
     text: Text,
     runs: str | Path,
-    shares: Sequence[float] = (),
-    train: Collection[str] | None = None,
     at_once: int = 1,
 ) -> Results:
     """Trains and tests every arm with every seed, in the folders RUNS/ARM-seedN.
@@ -165,8 +152,6 @@ def run_study(
         seeds: the seeds of the runs.
         text: the encoded corpus.
         runs: the parent of the runs' folders.
-        shares: fractions of the training steps after which to test; see `train_and_test`.
-        train: the arms to train; finished runs of other arms are only read. None trains all.
         at_once: the number of runs to train at the same time, each in its own process. Each process
             reads the text again. A run that fails or diverges stops the other runs, which save a
             checkpoint.
@@ -175,8 +160,7 @@ def run_study(
         The finished runs by arm and seed.
 
     Raises:
-        ConfigError: a run's folder contains another run, or a run that was not tested after all
-            shares.
+        ConfigError: a run's folder contains another run.
         FloatingPointError: runs diverged; the next call continues without these runs.
         KeyboardInterrupt: SIGINT or SIGTERM stopped a run after saving a checkpoint.
     """
@@ -185,15 +169,14 @@ def run_study(
         for seed in seeds
         for name, config in arms.items()
     }
-    to_train = {key: c for key, c in planned.items() if train is None or key[0] in train}
-    missing = sum(finished(config, text) is None for config in to_train.values())
+    missing = sum(finished(config, text) is None for config in planned.values())
     if min(at_once, missing) > 1:
-        share = partial(_share_of_study, dict(arms), seeds, runs, shares, train)
+        share = partial(_share_of_study, dict(arms), seeds, runs)
         run_at_once([share] * min(at_once, missing))
     run_unlocked(
         (
-            (config.output, Path(config.output) / ".lock", partial(_run, config, text, shares))
-            for config in to_train.values()
+            (config.output, Path(config.output) / ".lock", partial(_run, config, text))
+            for config in planned.values()
         ),
         "run the command again to continue the study without diverged runs",
     )
@@ -205,12 +188,12 @@ def run_study(
     return results
 
 
-def _run(config: AnyConfig, text: Text, shares: Sequence[float]) -> None:
+def _run(config: AnyConfig, text: Text) -> None:
     """Trains and tests a run of a study, unless it has diverged."""
     if has_diverged(config):
         return
     try:
-        train_and_test(config, text, shares)
+        train_and_test(config, text)
     except FloatingPointError:
         write_text(Path(config.output) / _DIVERGED, to_toml(config))
         raise
@@ -220,13 +203,11 @@ def _share_of_study(
     arms: Mapping[str, AnyConfig],
     seeds: Sequence[int],
     runs: str | Path,
-    shares: Sequence[float],
-    train: Collection[str] | None,
 ) -> None:
     """Calls `run_study` in a child process, until no run is left to train."""
     config = next(iter(arms.values()))
     set_up_for(config)
-    run_study(arms, seeds, load_text(config.data), runs, shares, train)
+    run_study(arms, seeds, load_text(config.data), runs)
 
 
 class Claim(NamedTuple):
@@ -355,24 +336,3 @@ def trials(
         f"All runs outside this table have {usual}. The perplexity with {usual} is above the "
         f"lowest of its row by {', '.join(excess)}.\n\n"
     )
-
-
-def as_data(results: Results) -> dict[str, Any]:
-    """Converts the finished runs to data for JSON."""
-    return {
-        name: {
-            "cost": asdict(next(iter(runs.values())).cost),
-            "runs": [
-                {
-                    "seed": seed,
-                    "test_nll": result.test_nll,
-                    "earlier_nll": result.earlier_nll,
-                    "words_per_second": result.words_per_second,
-                    "balance": result.balance,
-                }
-                for seed, result in runs.items()
-            ],
-        }
-        for name, runs in results.items()
-        if runs
-    }

@@ -9,7 +9,6 @@ of them need matplotlib.
 - `facts`: how many bits of facts a layer stores with its parameters (Sec. 1).
 - `kneser_ney`: the n-gram baseline (App. C.1).
 - `losses`: values of w_importance and w_load (Table 6).
-- `mixed_text`: more experts at equal operations, on text of many kinds (Figs. 2 and 3).
 - `multilingual`: one model for several language pairs (Table 5).
 - `paper_tables`: the size and the cost of every model (Tables 7 and 8).
 - `restarts`: training runs whose ranks are killed at random moments.

@@ -1,7 +1,6 @@
 """The page of the study of translation: tables, verdicts, sentences and plot."""
 
 import math
-import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +33,6 @@ __all__ = [
     "TRIALS",
     "as_markdown",
     "claim_cells",
-    "command_of",
     "comparisons",
     "convergence",
     "paragraph",
@@ -249,13 +247,6 @@ def shown(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
         lines += [f"    {name:<{width}}  {sentence}" for name, sentence in all_of_it.items()]
         lines.append("")
     return "\n".join(lines)
-
-
-def command_of(command: Iterable[str], runs: Sequence[Run]) -> str:
-    """Returns the command of a study with the seeds and arms of these runs."""
-    seeds = map(str, sorted({run["seed"] for run in runs}))
-    arms = dict.fromkeys(run["arm"] for run in runs)
-    return shlex.join([*command, "--seeds", *seeds, "--arms", *arms])
 
 
 def paragraph(*sentences: str) -> str:

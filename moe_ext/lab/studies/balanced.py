@@ -1,7 +1,8 @@
 """Trains a model with strictly balanced gates and compares its two kinds of masks (App. F).
 
-    python scripts/studies/balanced.py data.corpus=path/to/text
+    python scripts/studies/balanced.py data.corpus=CORPUS
     python scripts/studies/balanced.py steps=500 --output runs/balanced
+    python scripts/studies/balanced.py --report
 
 The script trains configs/small/moe-32-balanced.toml. It stops if an expert does not get exactly m =
 round(k·T/E) tokens of a training batch. It writes balanced.md, .json and .png to the folder OUTPUT
@@ -10,6 +11,8 @@ round(k·T/E) tokens of a training batch. It writes balanced.md, .json and .png 
 - the dev perplexity under the threshold mask and under the batchwise mask, at several steps
 - the fraction of assignments in which the two masks disagree
 - the fraction of tokens without an expert
+
+--report writes the page and the plot again, from balanced.json.
 
 Ctrl-C or SIGTERM saves the run. The script then ends with status 130 and without a report. Run the
 same command again to continue the run. Status 1: training diverged. Status 2: an option, file or
@@ -28,6 +31,7 @@ from matplotlib.ticker import StrMethodFormatter
 from moe_ext import MoE, MoEAux, batchwise_masks
 from moe_ext.gates import rows_per_expert
 from moe_ext.lab.experiments.report import markdown_table, write_report
+from moe_ext.lab.files import read_json
 from moe_ext.lab.training.command import add_overrides, make_parser
 from moe_ext.lab.training.config import Config, ConfigError, read_config
 from moe_ext.lab.training.logging import read_metrics
@@ -122,35 +126,32 @@ def as_markdown(report: dict[str, Any]) -> str:
     return f"""\
 # Strictly balanced gating: training with the batchwise mask, thresholds in evaluation
 
-```
-{shlex.join(["python", "scripts/studies/balanced.py", *report["overrides"]])}
-```
-
-The model trained for {report["steps"]:,} steps of about {report["tokens_per_batch"]:,} tokens, \
-with {report["k"]} of {report["num_experts"]} experts per token and seed {report["seed"]}.{checked}
-
 ![perplexity and masks against steps](balanced.png)
+
+In training, the batchwise mask gives each expert the same number of tokens. In evaluation, a \
+learned threshold of each expert replaces it (App. F). The model trained for \
+{report["steps"]:,} steps of about {report["tokens_per_batch"]:,} tokens, with \
+{report["k"]} of {report["num_experts"]} experts per token and seed {report["seed"]}.{checked}
 
 {steps}
 {end}
 Disagreement is the number of (token, expert) assignments that only one mask selects, divided by \
 the number of assignments of both masks together. The batchwise mask depends on the other \
 tokens of the batch, so only the threshold mask gives the perplexity of a language model.
+
+```
+{shlex.join(["python", "scripts/studies/balanced.py", *report["overrides"]])}
+```
 """
 
 
-def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Any]:
-    """Runs the study and returns its report."""
-    parser = make_parser(__doc__)
-    add_overrides(parser)
-    parser.add_argument(
-        "--output", type=Path, default=root / "docs" / "results", help="folder of the report"
-    )
-    options = parser.parse_intermixed_args(arguments)
+def train_and_measure(overrides: Sequence[str], root: Path) -> dict[str, Any]:
+    """Trains the model, or continues its run, and returns the report as data for JSON.
 
-    config = read_config(
-        root / "configs" / "small" / "moe-32-balanced.toml", options.overrides, Config
-    )
+    Raises:
+        KeyboardInterrupt: training was interrupted.
+    """
+    config = read_config(root / "configs" / "small" / "moe-32-balanced.toml", overrides, Config)
     moe = config.model.moe
     if moe.gate != "balanced" or moe.num_groups:
         raise ConfigError(
@@ -182,8 +183,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
         | {key: record[key][0] for key in ("mask_disagreement", "share_without_expert")}
         for record in read_metrics(trainer.folder, "train")
     ]
-    report = {
-        "overrides": options.overrides,
+    return {
+        "overrides": overrides,
         "steps": config.steps,
         "seed": config.seed,
         "tokens_per_batch": config.data.tokens_per_batch,
@@ -198,6 +199,21 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
         "dev": dev,
         "train": train,
     }
-    page = as_markdown(report)
-    write_report(options.output, "balanced", page, report, plot(dev, train))
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Any]:
+    """Runs the study and returns its report."""
+    parser = make_parser(__doc__)
+    add_overrides(parser)
+    parser.add_argument(
+        "--output", type=Path, default=root / "docs" / "results", help="folder of the report"
+    )
+    parser.add_argument("--report", action="store_true", help="write the page without training")
+    options = parser.parse_intermixed_args(arguments)
+    if options.report:
+        report = read_json(options.output / "balanced.json")
+    else:
+        report = train_and_measure(options.overrides, root)
+    figure = plot(report["dev"], report["train"])
+    write_report(options.output, "balanced", as_markdown(report), report, figure)
     return report

@@ -1,49 +1,54 @@
 """Compares values of w_importance and w_load, at small scale (Table 6).
 
-    python scripts/studies/losses.py data.corpus=path/to/text
-    python scripts/studies/losses.py data.corpus=path/to/text --seeds 1 2 --arms 0,0 0.1,0.1
-    python scripts/studies/losses.py --report data.corpus=path/to/text
+    python scripts/studies/losses.py data.corpus=CORPUS
+    python scripts/studies/losses.py data.corpus=CORPUS --seeds 1 2 --arms 0,0 0.1,0.1
+    python scripts/studies/losses.py --report
 
 Trains configs/small/moe-32.toml on 3.1 million words for each seed and for six settings of
-w_importance,w_load. Writes losses.md, .json and .png to the folder OUTPUT (default: docs/results),
-with perplexity, and with the experts' load balance over the last 50 training batches.
+w_importance,w_load. The page has the perplexity, and the experts' load balance over the last 50
+training batches.
 
-A run takes 3 minutes on one processor. To share the runs, start the same command several times with
-the same --runs. --report writes the page without training.
+The file OUTPUT/losses.json (default: docs/results) keeps every finished run. A run that is
+interrupted continues from its checkpoint in RUNS. To share the runs, start the command several
+times. A run takes 3 minutes on one processor. The script also writes losses.md and .png; --report
+writes them without training and without the corpus.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from moe_ext.lab.experiments.report import markdown_table, write_report
+from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.experiments.results import BALANCE_BATCHES
+from moe_ext.lab.experiments.statistics import PairedDifference
+from moe_ext.lab.experiments.stored import Report, Run, Stored, core_hours, results_of
 from moe_ext.lab.experiments.study import (
     HOW_COMPARED,
-    SMALL,
     Results,
     as_change,
-    as_data,
-    command_of,
+    claims_data,
     difference,
     mean_perplexity,
     paired,
-    run_study,
-    study_parser,
     verdict,
 )
-from moe_ext.lab.studies._balance import facts_of, perplexity_over_balance
-from moe_ext.lab.training.config import Config, read_config
-from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.text import load_text
+from moe_ext.lab.studies._routing import perplexity_over_balance, run_study_of_routing
 
-ARMS = ("0,0", "0.2,0", "0,0.2", "0.1,0.1", "0.01,0.01", "1,1")  # w_importance,w_load
+# The overrides of each arm. An arm is named by its w_importance,w_load.
+ARMS = {
+    f"{w_importance},{w_load}": (
+        f"model.moe.w_importance={w_importance}",
+        f"model.moe.w_load={w_load}",
+    )
+    for w_importance, w_load in (
+        ("0", "0"), ("0.2", "0"), ("0", "0.2"), ("0.1", "0.1"), ("0.01", "0.01"), ("1", "1"),
+    )
+}  # fmt: skip
 NONE, USUAL = "0,0", "0.1,0.1"
-SETTINGS = (*SMALL, "steps=1200", "log.eval_every=0", "log.save_every=400")
 MARGIN = math.log(1.005)  # of "very similar quality" in ln ppl, set before the runs
 COLUMNS = {
     "cv_importance": "CV(Importance)",
@@ -53,29 +58,48 @@ COLUMNS = {
 }
 
 
-def claims(results: Results) -> list[tuple[str, str, str, str]]:
-    """Returns the rows of the table of claims: claim, settings, difference, verdict."""
+class Comparison(NamedTuple):
+    """A claim of the paper and the result of the study.
+
+    Attributes:
+        claim: the claim in words.
+        compared: the compared settings.
+        difference: the difference in ln ppl or in max/mean Load.
+        shown: the difference as text.
+        verdict: the verdict on the claim.
+    """
+
+    claim: str
+    compared: str
+    difference: PairedDifference | None
+    shown: str
+    verdict: str
+
+
+def comparisons(results: Results) -> list[Comparison]:
+    """Returns the paper's claims and their verdicts."""
     gap = difference(results[USUAL], results[NONE])
     claim, what = "the balancing losses lower the perplexity", f"{USUAL} against {NONE}"
-    table = [(claim, what, as_change(gap), verdict(gap))]
+    rows = [Comparison(claim, what, gap, as_change(gap), verdict(gap))]
+    claim = "all nonzero settings give a similar perplexity"
     for name in ARMS:
         if name not in (NONE, USUAL):
             gap = difference(results[name], results[USUAL])
-            what = f"{name} against {USUAL}, within 0.5%"
-            claim = "all nonzero settings give a similar perplexity"
-            table.append((claim, what, as_change(gap), verdict(gap, -MARGIN, MARGIN)))
+            what, judged = f"{name} against {USUAL}, within 0.5%", verdict(gap, -MARGIN, MARGIN)
+            rows.append(Comparison(claim, what, gap, as_change(gap), judged))
+    claim = "a larger w_load lowers max/mean Load"
     for less, more in (("0.01,0.01", USUAL), (USUAL, "1,1"), ("0.2,0", "0,0.2")):
-        change = paired(
+        gap = paired(
             results[more], results[less], lambda result: result.balance["max_over_mean_load"]
         )
-        shown = f"{change:+.3f}" if change else ""
-        claim = "a larger w_load lowers max/mean Load"
-        table.append((claim, f"{more} against {less}", shown, verdict(change)))
-    return table
+        shown = f"{gap:+.3f}" if gap else ""
+        rows.append(Comparison(claim, f"{more} against {less}", gap, shown, verdict(gap)))
+    return rows
 
 
-def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
-    """Formats the Markdown page: Table 6 for the finished runs, and verdicts on the claims."""
+def as_markdown(stored: Stored, compared: Sequence[Comparison], command: str) -> str:
+    """Formats the Markdown page: plot, Table 6 for the finished runs, verdicts, command."""
+    results, settings = results_of(stored.runs, ARMS), stored.settings
     rows = []
     for name, runs in results.items():
         if not runs:
@@ -93,30 +117,40 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         ],
         rows,
     )  # fmt: skip
-    n, k, batch = facts["num_experts"], facts["k"], facts["tokens_per_batch"]
+    n, k = settings["model.moe.num_experts"], settings["model.moe.k"]
+    steps, batch = settings["steps"], settings["data.tokens_per_batch"]
     floor, ceiling = math.sqrt((1 - k / n) / (batch * k / n)), math.sqrt(n / k - 1)
-    verdicts = markdown_table(["claim", "compared", "difference, 95%", "verdict"], claims(results))
+    verdicts = markdown_table(
+        ["claim", "compared", "difference, 95%", "verdict"],
+        [[each.claim, each.compared, each.shown, each.verdict] for each in compared],
+    )
     return (
         "# The weights of the balancing losses\n\n"
-        f"```\n{command}\n```\n\n"
-        f"This is Table 6 of the paper for {k} of {n} experts per token, after {facts['steps']:,} "
-        f"steps of {batch:,} tokens (words and ends of sentences). The last four columns are means "
-        f"over the last {min(BALANCE_BATCHES, facts['steps'])} training batches, as in the paper. "
+        "The paper finds that all nonzero weights balance the load, with almost equal perplexity. "
+        "Without the losses, a few experts get nearly all words, and the perplexity is higher "
+        f"(Table 6). Here a token has {k} of {n} experts.\n\n"
+        "![perplexity and balance](losses.png)\n\n"
+        f"{table}\n"
+        f"A run has {steps:,} steps of {batch:,} tokens (words and ends of sentences); the "
+        f"training part has {settings['train_tokens']:,} tokens. The last four columns are means "
+        f"over the last {min(BALANCE_BATCHES, steps)} training batches, as in the paper. "
         "CV(tokens) is the coefficient of variation of the experts' token counts. Uniform random "
         f"routing gives a CV(tokens) of {floor:.3f}. Routing every token to the same {k} experts "
         f"gives a CV(tokens) of {ceiling:.2f} and a max/mean of {n / k:.0f}. {HOW_COMPARED}\n\n"
-        f"{table}\n![perplexity and balance](losses.png)\n\n"
         "A claim that a value is lower is supported if the whole interval of the difference lies "
         "below zero. A claim of similar perplexity is supported if the whole interval lies within "
         "±0.5%. A claim is contradicted if the whole interval lies outside that range, and "
-        "otherwise not decided."
-        f"\n\n{verdicts}"
+        f"otherwise not decided.\n\n{verdicts}\n"
+        f"{core_hours(stored.runs)}\n\n"
+        f"```\n{command}\n```\n"
     )
 
 
-def plot(results: Results) -> Figure:
-    """Plots each run's test perplexity over its max/mean Load."""
-    figure, axes = perplexity_over_balance(results, lambda run: run.balance["max_over_mean_load"])
+def plot(runs: Sequence[Run]) -> Figure:
+    """Plots the test perplexity of each run over its max/mean Load."""
+    figure, axes = perplexity_over_balance(
+        runs, ARMS, lambda run: run["balance"]["max_over_mean_load"]
+    )
     axes.set_xscale("log")
     axes.set(xlabel="max(Load) / mean(Load)")
     axes.legend(title="w_importance,w_load")
@@ -125,29 +159,13 @@ def plot(results: Results) -> Figure:
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
     """Runs the study and returns the finished runs."""
-    parser = study_parser(__doc__, "losses", ARMS)
-    options = parser.parse_intermixed_args(arguments)
 
-    configs = {}
-    for name in ARMS:
-        w_importance, w_load = name.split(",")
-        weights = [f"model.moe.w_importance={w_importance}", f"model.moe.w_load={w_load}"]
-        configs[name] = read_config(
-            root / "configs" / "small" / "moe-32.toml",
-            [*SETTINGS, *options.overrides, *weights],
-            Config,
-        )
-    config = configs[USUAL]
-    set_up_for(config)
-    train = () if options.report else options.arms
-    text = load_text(config.data)
-    results = run_study(configs, options.seeds, text, options.runs, train=train)
-    if not all(results.values()):
-        print("nothing to report yet: some settings have no finished run")
-        return results
-    facts = facts_of(config)
-    page = as_markdown(results, facts, command_of("losses", options))
-    write_report(
-        options.output, "losses", page, {**facts, "models": as_data(results)}, plot(results)
-    )
-    return results
+    def report(stored: Stored, command: str) -> Report | None:
+        results = results_of(stored.runs, ARMS)
+        if not results[USUAL]:
+            return None
+        compared = comparisons(results)
+        page = as_markdown(stored, compared, command)
+        return Report(page, claims_data(compared), plot(stored.runs))
+
+    return run_study_of_routing("losses", __doc__, ARMS, [*ARMS], report, arguments, root)

@@ -11,7 +11,9 @@ wordpieces:
 - moe: MoE layers with 32 experts, trained on all language pairs together
 - dense: dense layers with equal operations instead of MoE layers, trained on all language pairs
 - single: a separate dense model for each language pair, which sees about twice as much text of its
-  pair as the other models
+  pair as the multilingual models
+- single-short: the model single with half the steps, and so about as much text of its pair as the
+  multilingual models
 - moe-oversampled: the model moe, with every language pair oversampled to the size of the largest;
   --arms selects it, for --text manuals, whose pairs differ in size
 
@@ -52,6 +54,7 @@ from moe_ext.lab.experiments.stored import (
     Run,
     Stored,
     changed_options,
+    command_of,
     core_hours,
     record_of,
     report_stored,
@@ -73,7 +76,6 @@ from moe_ext.lab.studies._translation_page import (
     DECIDED,
     TRIALS,
     claim_cells,
-    command_of,
     convergence,
     paragraph,
 )
@@ -86,9 +88,9 @@ from moe_ext.lab.training.metrics import by_language_pair, perplexity
 from moe_ext.lab.training.text import PairText, load_text
 from moe_ext.lab.training.translation import bleu_of_test, require_bleu
 
-MIXTURE, DENSE, SINGLE, OVERSAMPLED = "moe", "dense", "single", "moe-oversampled"
-MODELS = (MIXTURE, DENSE, SINGLE, OVERSAMPLED)
-_CONFIGS = {MIXTURE: "moe-32", DENSE: "dense", SINGLE: "dense", OVERSAMPLED: "moe-32"}
+MIXTURE, DENSE, OVERSAMPLED = "moe", "dense", "moe-oversampled"
+SINGLE, SHORT = "single", "single-short"  # a model of each language pair
+MODELS = (MIXTURE, DENSE, SINGLE, SHORT, OVERSAMPLED)
 ATTENDS = " attends language"
 _ENDINGS = {  # the options of arms whose names end so
     **TRIALS,
@@ -109,13 +111,14 @@ class Settings(NamedTuple):
 
     Attributes:
         of_all: options of all models.
-        of_single: options of the models of one language pair. These see about twice as much text of
-            their pair as the other models. Their learning rate ends at the same fraction of its
-            peak.
+        of_single: options of `SINGLE`, whose models see about twice as much text of their pair as
+            the multilingual models. Their learning rate ends at the same fraction of its peak.
+        of_short: likewise of `SHORT`, whose models see about as much text of their pair.
     """
 
     of_all: tuple[str, ...]
     of_single: tuple[str, ...]
+    of_short: tuple[str, ...]
 
 
 _PAIRS_OF_MANUALS = [
@@ -130,6 +133,10 @@ SETTINGS = {
             "steps=5000", "log.eval_every=500", "model.attend_language=false",
         ),
         ("steps=2500", "optimizer.warmup_steps=150", "model.attend_language=true"),
+        (
+            "steps=1250", "optimizer.warmup_steps=75", "model.attend_language=true",
+            "log.eval_every=250",
+        ),
     ),
     "manuals": Settings(
         (
@@ -138,6 +145,7 @@ SETTINGS = {
             "model.dropout=0.0", "optimizer.learning_rate=2e-3", "optimizer.hold_steps=1960",
         ),
         ("steps=800", "optimizer.warmup_steps=200", "optimizer.hold_steps=162"),
+        ("steps=400", "optimizer.warmup_steps=100", "optimizer.hold_steps=81"),
     ),
 }  # fmt: skip
 
@@ -186,7 +194,7 @@ def arms_of(models: Iterable[str], pairs: Sequence[str]) -> list[str]:
         arm
         for model in models
         for arm in (
-            [f"{SINGLE} {languages}" for languages in pairs] if model == SINGLE else [model]
+            [f"{model} {languages}" for languages in pairs] if model in (SINGLE, SHORT) else [model]
         )
     ]
 
@@ -196,9 +204,10 @@ def of_models(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run["arm"] not in _TRIED]
 
 
-def model_of(run: Run) -> str:
-    """Returns the arm of a run; the models of a single language pair are one."""
-    return SINGLE if run["arm"].startswith(f"{SINGLE} ") else run["arm"]
+def model_of(arm: str) -> str:
+    """Returns the arm of a run, without the language pair if the model is of a single one."""
+    model, _, _ = arm.partition(" ")
+    return model if model in (SINGLE, SHORT) else arm
 
 
 def settings_of(config: TranslationConfig, text: PairText) -> dict[str, Any]:
@@ -258,7 +267,7 @@ def attention_table(runs: Sequence[Run]) -> str:
     """Compares the attention on ``<2xx>`` with the dev perplexity; "" if no run attends to it."""
     cells: dict[str, dict[int, str]] = defaultdict(dict)
     for run in runs:
-        if model_of(run) != SINGLE:
+        if model_of(run["arm"]) not in (SINGLE, SHORT):
             weight = run.get("weight_of_language")
             shown = "not measured" if weight is None else f"{weight:.2f}"
             dev = perplexity(run["dev"][-1][1])
@@ -281,7 +290,7 @@ def figures(runs: Sequence[Run]) -> dict[str, dict[str, dict[int, Figures]]]:
     """Collects the results of finished runs by model, language pair and seed."""
     found: dict[str, dict[str, dict[int, Figures]]] = defaultdict(dict)
     for run in runs:
-        of_model = found[model_of(run)]
+        of_model = found[model_of(run["arm"])]
         for languages, values in run["pairs"].items():
             of_model.setdefault(languages, {})[run["seed"]] = Figures(**values)
     return found
@@ -295,6 +304,7 @@ def means(of_seeds: Mapping[int, Figures]) -> Figures:
 _CLAIMS = (  # in the mean over the language pairs
     (MIXTURE, DENSE, "one mixture translates better than one dense model"),
     (MIXTURE, SINGLE, "one mixture translates better than a dense model for each language pair"),
+    (MIXTURE, SHORT, "the same, for as much text of each language pair"),
     (OVERSAMPLED, MIXTURE, "oversampling improves the mixture"),
 )
 
@@ -383,13 +393,13 @@ def sizes_of_models(runs: Sequence[Run], arms: Sequence[str]) -> str:
     results = results_of(runs, arms)
     rows = {}
     for run in runs:
-        model = model_of(run)
+        model = model_of(run["arm"])
         rows[model] = [
             model,
             *size_cells(results[run["arm"]][run["seed"]].cost),
             f"{run['steps']:,}",
             f"{run['learning_rate']:g}",
-            len({each["seed"] for each in runs if model_of(each) == model}),
+            len({each["seed"] for each in runs if model_of(each["arm"]) == model}),
         ]
     header = ["model", "ops/timestep", "parameters", "steps", "peak learning rate", "seeds"]
     return markdown_table(header, [*rows.values()])
@@ -411,16 +421,18 @@ def as_markdown(
     arms = arms_of((*MODELS, *_TRIED), [*settings["train_pairs"]])
     results = results_of(runs, arms, "dev")
     all_runs, runs = runs, of_models(runs)
-    models = {model_of(run) for run in runs}
+    models = {model_of(run["arm"]) for run in runs}
     training = [
         f"- Training: steps of about {settings['data.tokens_per_batch']:,} source and target "
         f"wordpieces, with dropout {settings['model.dropout']:g}."
     ]
     if SINGLE in models:
         training.append(
-            f"`{SINGLE}` stands for dense models of one language pair each; all of their steps are "
-            "steps on that pair."
+            f"`{SINGLE}` stands for dense models of one language pair each. They read about twice "
+            f"as much text of their pair as `{MIXTURE}`."
         )
+    if SHORT in models:
+        training.append(f"`{SHORT}` reads about as much text of its pair.")
     if OVERSAMPLED in models:
         training.append(
             f"`{OVERSAMPLED}` sees all language pairs equally often, `{MIXTURE}` in their natural "
@@ -459,7 +471,7 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     for panel, languages in zip(axes[0], panels, strict=True):
         # The first seed of each model.
         curves = {
-            model_of(run): run["perplexity"][languages]
+            model_of(run["arm"]): run["perplexity"][languages]
             for run in reversed(runs)
             if languages in run["perplexity"]
         }
@@ -478,19 +490,20 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
         "--text", choices=SETTINGS, default="captions", help="the kind of the corpus"
     )
     options = parser.parse_intermixed_args(arguments)
-    name = f"multilingual_{options.text}"
+    name, kind = f"multilingual_{options.text}", SETTINGS[options.text]
     path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
 
     def config_of(arm: str, overrides: Sequence[str]) -> TranslationConfig:
         model, *of_arm = _TRIED.get(arm, (arm,))
+        file = "moe-32" if model in (MIXTURE, OVERSAMPLED) else "dense"
         of_model = ["data.oversample=true"] if model == OVERSAMPLED else []
-        of_model += SETTINGS[options.text].of_single if model == SINGLE else []
+        of_model += {SINGLE: kind.of_single, SHORT: kind.of_short}.get(model, ())
         return read_config(
-            root / "configs" / "mt" / f"small-{_CONFIGS[model]}.toml",
+            root / "configs" / "mt" / f"small-{file}.toml",
             [
                 "num_threads=1",
                 f"data.encoded={runs_folder / 'encoded'}",
-                *SETTINGS[options.text].of_all,
+                *kind.of_all,
                 *of_model,
                 *overrides,
                 *of_arm,
@@ -513,8 +526,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
         text.vocabulary.save(wordpieces)
 
         def run(arm: str, seed: int) -> Run:
-            of_pair = arm.startswith(f"{SINGLE} ")
-            model, languages = arm.split(" ") if of_pair else (arm, "")
+            model = model_of(arm)
+            languages = arm.removeprefix(model).strip()
             overrides = [*options.overrides, f"data.wordpieces={wordpieces}"]
             overrides += [f'data.pairs=["{languages}"]'] if languages else []
             config = config_of_run(config_of(model, overrides), runs_folder, arm, seed)
@@ -544,8 +557,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
         command = ["python", "scripts/studies/multilingual.py", "--text", options.text]
         command += ["data.corpus=CORPUS", *changed]
         commands = [shlex.join(command)]
-        if any(run["arm"] == OVERSAMPLED for run in runs):
-            commands.append(shlex.join([*command, "--arms", OVERSAMPLED]))
+        models = {model_of(run["arm"]) for run in runs}
+        if more := [model for model in (SHORT, OVERSAMPLED) if model in models]:
+            commands.append(shlex.join([*command, "--arms", *more]))
         if tried := [run for run in stored.runs if run["arm"] in _TRIED]:
             commands.append(command_of(command, tried))
         contents = TEXTS[options.text].contents

@@ -1,8 +1,8 @@
 """Compares the routers of the paper and of later papers, at small scale and equal operations.
 
-    python scripts/studies/routers.py data.corpus=path/to/text
-    python scripts/studies/routers.py data.corpus=path/to/text --seeds 1 2 --arms noisy switch
-    python scripts/studies/routers.py --report data.corpus=path/to/text
+    python scripts/studies/routers.py data.corpus=CORPUS
+    python scripts/studies/routers.py data.corpus=CORPUS --seeds 1 --arms "noisy rate 0.004"
+    python scripts/studies/routers.py --report
 
 Trains configs/small/moe-32.toml on 3.1 million words with five routers:
 
@@ -13,51 +13,36 @@ Trains configs/small/moe-32.toml on 3.1 million words with five routers:
 - expert_choice: each expert selects its words (arXiv 2202.09368). It is not causal: the experts of
   a word depend on later words. So its perplexity is not that of a language model.
 
-The first seed trains with every peak learning rate. The other seeds use the rate with the lowest
-dev perplexity. The script writes routers.md, .json and .png to the folder OUTPUT (default:
-docs/results). The page has the perplexity and the number of words of each expert.
-
-The study has 25 runs of 3 minutes each on one processor. --arms and --rates select some of the
-runs; the page shows all finished runs. To share the runs, start the same command several times with
-the same --runs. --report writes the page without training.
+The file OUTPUT/routers.json (default: docs/results) keeps every finished run. A run that is
+interrupted continues from its checkpoint in RUNS. To share the runs, start the command several
+times. A run takes 3 minutes on one processor. An arm such as "noisy rate 0.004" has another peak
+learning rate; --arms selects such arms. The script also writes routers.md and .png; --report writes
+them without training and without the corpus.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
-from moe_ext.lab.experiments.rate_search import (
-    RATES,
-    command_with_rates,
-    parse_with_rates,
-    rates_table,
-    runs_at_best_rates,
-)
-from moe_ext.lab.experiments.report import markdown_table, write_report
-from moe_ext.lab.experiments.results import BALANCE_BATCHES, Result
+from moe_ext.lab.experiments.report import markdown_table
+from moe_ext.lab.experiments.results import BALANCE_BATCHES
+from moe_ext.lab.experiments.stored import Report, Run, Stored, core_hours, results_of
 from moe_ext.lab.experiments.study import (
     HOW_COMPARED,
     HOW_DECIDED,
-    SMALL,
     Claim,
     Results,
     as_change,
-    as_data,
     claims_data,
     claims_table,
     difference,
     mean_perplexity,
     size_cells,
-    study_parser,
+    trials,
 )
-from moe_ext.lab.studies._balance import facts_of, perplexity_over_balance
-from moe_ext.lab.training.config import Config, read_config
-from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.logging import read_metrics
-from moe_ext.lab.training.text import load_text
+from moe_ext.lab.studies._routing import perplexity_over_balance, run_study_of_routing
 
 PAPER = "noisy"
 _WITHOUT_LOSSES = ("model.moe.w_importance=0", "model.moe.w_load=0")
@@ -78,20 +63,15 @@ ROUTERS: dict[str, tuple[str, ...]] = {  # the overrides of each router
     "expert_choice": (*_WITHOUT_LOSSES, "model.moe.gate=expert_choice"),
 }
 NOT_CAUSAL = "expert_choice"
-SETTINGS = (
-    *SMALL,
-    "steps=1200",
-    "log.eval_every=0",
-    "log.save_every=400",
-    f"log.log_every={BALANCE_BATCHES}",
-)
-IDLE = 0.1  # an expert with a smaller fraction of the mean number of words is idle
-
-
-def words_per_expert(run: Result) -> list[float]:
-    """Returns the words of each expert over the last training batches, divided by their mean."""
-    (load,) = read_metrics(run.run, "train")[-1]["load"]  # of the only MoE layer
-    return list(load)
+RATES = {  # the endings of the arms with another peak learning rate
+    " rate 0.004": "optimizer.learning_rate=4e-3",
+    " rate 0.016": "optimizer.learning_rate=16e-3",
+}
+ARMS: dict[str, tuple[str, ...]] = ROUTERS | {
+    name + suffix: (*changes, rate)
+    for suffix, rate in RATES.items()
+    for name, changes in ROUTERS.items()
+}
 
 
 def claims(results: Results) -> list[Claim]:
@@ -107,28 +87,41 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-def _balance_cells(runs: Mapping[int, Result]) -> list[str]:
-    words = [words_per_expert(run) for run in runs.values()]
-    idle = statistics.fmean(sum(share < IDLE for share in run) for run in words)
-    cv = statistics.fmean(run.balance["cv_tokens"] for run in runs.values())
-    return [f"{cv:.3f}", f"{statistics.fmean(map(max, words)):.2f}", f"{idle:.1f}"]
+def busiest(run: Run) -> float:
+    """Returns the tokens of the busiest expert divided by the mean of all experts.
+
+    The tokens are those of the last training batches together.
+    """
+    return float(max(run["load"]) / statistics.fmean(run["load"]))
 
 
-def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
-    """Formats the Markdown page: quality and balance of each router, learning rates, verdicts."""
+def as_markdown(stored: Stored, compared: Sequence[Claim], command: str) -> str:
+    """Formats the Markdown page: plot, quality and balance of each router, verdicts, command."""
+    results, settings = results_of(stored.runs, ARMS), stored.settings
     rows = []
-    for name, runs in results.items():
-        if not runs:
+    for name in ROUTERS:
+        if not (runs := results[name]):
             continue
         gap = "" if name == PAPER else as_change(difference(runs, results[PAPER]))
         operations, _ = size_cells(next(iter(runs.values())).cost)
         shown = f"{name} (not causal)" if name == NOT_CAUSAL else name
-        ppl = f"{mean_perplexity(runs):.2f}"
-        rows.append([shown, operations, len(runs), ppl, gap, *_balance_cells(runs)])
+        cv = statistics.fmean(run.balance["cv_tokens"] for run in runs.values())
+        most = statistics.fmean(busiest(run) for run in stored.runs if run["arm"] == name)
+        rows.append(
+            [
+                shown,
+                operations,
+                len(runs),
+                f"{mean_perplexity(runs):.2f}",
+                gap,
+                f"{cv:.3f}",
+                f"{most:.2f}",
+            ]
+        )
     table = markdown_table(
         [
             "router", "ops/timestep", "seeds", "test ppl", f"change from {PAPER}, 95%",
-            "CV(tokens)", "max/mean tokens", "idle experts",
+            "CV(tokens)", "max/mean tokens",
         ],
         rows,
     )  # fmt: skip
@@ -136,31 +129,34 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         ["router", "options"],
         [[name, " ".join(f"`{each}`" for each in ROUTERS[name])] for name in ROUTERS],
     )
+    on_dev = results_of(stored.runs, ARMS, "dev")
     return (
         "# Routers at equal operations\n\n"
-        f"```\n{command}\n```\n\n"
-        f"Five routers select {facts['k']} of {facts['num_experts']} experts for each token, on "
-        f"average. A run has {facts['steps']:,} steps of {facts['tokens_per_batch']:,} tokens "
-        "(words and ends of sentences). The last three columns cover the last "
-        f"{BALANCE_BATCHES} training batches. CV(tokens) is the coefficient of variation of the "
-        "experts' token counts in a batch. max/mean tokens and idle experts count all of these "
-        f"batches together. An expert is idle if it gets less than {100 * IDLE:.0f}% of the mean. "
+        "Later papers route without the noise and the two losses of the paper. Here five routers "
+        f"select {settings['model.moe.k']} of {settings['model.moe.num_experts']} experts for each "
+        "token, on average.\n\n"
+        f"![perplexity and balance](routers.png)\n\n{table}\n"
+        f"A run has {settings['steps']:,} steps of {settings['data.tokens_per_batch']:,} tokens "
+        f"(words and ends of sentences); the training part has {settings['train_tokens']:,} "
+        f"tokens. The last two columns cover the last {BALANCE_BATCHES} training batches. "
+        "CV(tokens) is the coefficient of variation of the experts' token counts in a batch. "
+        "max/mean tokens counts all of these batches together. "
         f"{HOW_COMPARED}\n\n"
-        f"{table}\n"
         "With expert choice, the experts of a word depend on later words of the batch, also in the "
         "test. Its perplexity is therefore not that of a language model, and no claim is made.\n\n"
-        f"![perplexity and balance](routers.png)\n\n{HOW_DECIDED}\n\n"
-        f"{claims_table(claims(results))}\n"
+        f"{HOW_DECIDED}\n\n"
+        f"{claims_table(compared)}\n"
         "The options of each router, in addition to configs/small/moe-32.toml:\n\n"
         f"{options}\n"
-        "The dev perplexity of the first seed at each peak learning rate:\n\n"
-        f"{rates_table(facts['dev_nll'])}"
+        f"{trials(settings, on_dev, ROUTERS, RATES)}"
+        f"{core_hours(stored.runs)}\n\n"
+        f"```\n{command}\n```\n"
     )
 
 
-def plot(results: Results) -> Figure:
-    """Plots each run's test perplexity over its max/mean tokens."""
-    figure, axes = perplexity_over_balance(results, lambda run: max(words_per_expert(run)))
+def plot(runs: Sequence[Run]) -> Figure:
+    """Plots the test perplexity of each run over its max/mean tokens."""
+    figure, axes = perplexity_over_balance(runs, ROUTERS, busiest)
     axes.set(xlabel="tokens of the busiest expert / mean")
     axes.legend()
     return figure
@@ -168,27 +164,13 @@ def plot(results: Results) -> Figure:
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
     """Runs the study and returns the finished runs."""
-    parser = study_parser(__doc__, "routers", tuple(ROUTERS))
-    options = parse_with_rates(parser, arguments)
 
-    configs = {
-        (name, rate): read_config(
-            root / "configs" / "small" / "moe-32.toml",
-            [*SETTINGS, *changes, *options.overrides, f"optimizer.learning_rate={rate}"],
-            Config,
-        )
-        for name, changes in ROUTERS.items()
-        for rate in RATES
-    }
-    config = next(iter(configs.values()))
-    set_up_for(config)
-    text = load_text(config.data)
-    results, dev_nll = runs_at_best_rates(configs, options, text)
-    if not results[PAPER]:
-        print(f"nothing to report yet: no run of {PAPER} is finished")
-        return results
-    facts = facts_of(config) | {"dev_nll": dev_nll}
-    page = as_markdown(results, facts, command_with_rates("routers", options))
-    data = {**facts, "models": as_data(results), "claims": claims_data(claims(results))}
-    write_report(options.output, "routers", page, data, plot(results))
-    return results
+    def report(stored: Stored, command: str) -> Report | None:
+        results = results_of(stored.runs, ARMS)
+        if not results[PAPER]:
+            return None
+        compared = claims(results)
+        page = as_markdown(stored, compared, command)
+        return Report(page, claims_data(compared), plot(stored.runs))
+
+    return run_study_of_routing("routers", __doc__, ARMS, [*ROUTERS], report, arguments, root)

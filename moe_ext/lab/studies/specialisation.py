@@ -1,8 +1,9 @@
 """Measures what experts specialise in, and shows the contexts of some experts (Table 9).
 
-    python scripts/studies/specialisation.py runs/capacity/moe-64-0.008-seed*
+    python scripts/studies/specialisation.py runs/moe-64-seed*
     python scripts/studies/specialisation.py runs/moe-64 --positions 50000 --permutations 200
     python scripts/studies/specialisation.py runs/moe-64 --domains prose=text/a technical=text/b
+    python scripts/studies/specialisation.py --report
 
 The arguments are finished runs of one model that differ only in their seeds. The script runs
 sentences of the training text through each model, once with the trained gate and once with a random
@@ -18,9 +19,11 @@ encoded with the vocabulary of the run.
 
 The script writes specialisation.md, .json and .png to the folder OUTPUT (default: docs/results). It
 reuses the numbers of each run from RUN/specialisation.json, so the same command continues after an
-interruption. One run takes 3 minutes on one processor.
+interruption. One run takes 3 minutes on one processor. --report writes the page and the plot again,
+from specialisation.json.
 """
 
+import argparse
 import html
 import math
 import random
@@ -198,8 +201,9 @@ def claims(runs: Sequence[Mapping[str, Any]]) -> list[Claim]:
     return sorted(rows, key=lambda r: r[0], reverse=True)
 
 
-def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
+def as_markdown(report: Mapping[str, Any]) -> str:
     """Formats the Markdown page: numbers, verdicts on the claims, Table 9 for the first run."""
+    runs = report["runs"]
     first = runs[0]
     rows = [
         [
@@ -231,35 +235,37 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
         for p in ("p_purity", "p_information")
     )  # fmt: skip
     entropies = {gate: _over_runs(values(runs, gate, "current word", "entropy")) for gate in GATES}
-    domains = f" The domains have equal numbers of words: {', '.join(facts['domains'])}."
+    domains = f" The domains have equal numbers of words: {', '.join(report['domains'])}."
     tables = "\n".join(
         f"{how.capitalize()}:\n\n{_contexts_table([e for e in first['table'] if e['how'] == how])}"
         for how in dict.fromkeys(expert["how"] for expert in first["table"])
     )
     return (
         "# What the experts specialise in\n\n"
-        f"```\npython scripts/studies/specialisation.py {facts['command']}\n```\n\n"
-        f"The page covers {len(runs)} run{'s' * (len(runs) > 1)} of a model with {facts['k']} of "
-        f"{first['num_experts']} experts per token after {facts['steps']:,} steps. The models "
-        f"ran on {first['positions']:,} positions of the {facts['part']} part, without gate noise."
-        f"{domains if facts['domains'] else ''} The numbers are means over the runs. With three "
+        "![purity by label and by expert](specialisation.png)\n\n"
+        "The paper shows that experts specialise in words and their contexts (Table 9). The page "
+        f"covers {len(runs)} run{'s' * (len(runs) > 1)} of a model with {report['k']} of "
+        f"{first['num_experts']} experts per token after {report['steps']:,} steps. The models "
+        f"ran on {first['positions']:,} positions of the {report['part']} part, without gate noise."
+        f"{domains if report['domains'] else ''} The numbers are means over the runs. With three "
         "runs or more, a 95% t interval follows in brackets.\n\n"
         "Purity is the share of the most frequent label among the 50 positions with an expert's "
         "highest gates, averaged over experts. I is the mutual information of the label and the "
         "expert with the highest gate, minus its mean with shuffled labels. H is the entropy of "
         f"the index of that expert: {entropies['trained']} nats with the trained gate and "
         f"{entropies['untrained']} nats with a random W_g. Labels were shuffled "
-        f"{facts['permutations']:,} times; p ≤ {worst:.2g} for every purity and every mutual "
+        f"{report['permutations']:,} times; p ≤ {worst:.2g} for every purity and every mutual "
         "information of the trained gates. A random W_g has normal entries with the root mean "
         "square of the trained W_g; all other weights are the trained ones. The class of a word "
         "follows from its form and its suffix.\n\n"
-        f"{numbers}\n![purity by label and by expert](specialisation.png)\n\n"
+        f"{numbers}\n"
         "A claim is supported if the whole interval lies above zero, contradicted if the whole "
         f"interval lies below zero, and otherwise not decided.\n\n{verdicts}\n"
         "## Contexts\n\n"
         "These are tables like Table 9 of the paper, for the first run. A column lists the "
         "distinct contexts with an expert's highest gates. The experts are the three most "
-        f"specialised ones and three random other ones.\n\n{tables}"
+        f"specialised ones and three random other ones.\n\n{tables}\n"
+        f"```\npython scripts/studies/specialisation.py {report['command']}\n```\n"
     )
 
 
@@ -331,32 +337,13 @@ def _named_corpora(options: Iterable[str]) -> dict[str, str]:
     return domains
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs the study and returns its report."""
-    parser = make_parser(__doc__)
-    parser.add_argument("runs", nargs="+", help="the folders of training runs")
-    parser.add_argument(
-        "--part", choices=PARTS_AND_ALL, default="train", help="part of the corpus (%(default)s)"
-    )
-    parser.add_argument(
-        "--positions", type=at_least(1), default=200_000, help="number of words (%(default)s)"
-    )
-    parser.add_argument(
-        "--permutations",
-        type=at_least(2),
-        default=1_000,
-        help="shuffles of the labels (%(default)s)",
-    )
-    parser.add_argument("--layer", type=int, default=0, help="index among the MoE layers")
-    parser.add_argument(
-        "--domains", nargs="+", default=[], metavar="NAME=CORPUS", help="two or more corpora"
-    )
-    parser.add_argument("--output", default="docs/results", help="folder of the report")
-    add_threads(parser)
-    options = parser.parse_args(arguments)
-    set_up_torch("cpu", options.threads)
-    domains = _named_corpora(options.domains) if options.domains else {}
+def measured_runs(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Measures the runs of the arguments, and returns the report as data for JSON.
 
+    Raises:
+        ConfigError: the runs differ in more than their seeds, or in less.
+    """
+    domains = _named_corpora(options.domains) if options.domains else {}
     models = [load_run(run) for run in options.runs]
     config = models[0].config
     for run, trained in zip(options.runs, models, strict=True):
@@ -374,17 +361,48 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     for run, trained in zip(options.runs, models, strict=True):
         print(f"measuring {run}", flush=True)
         runs.append(measured(run, trained, asked))
-    facts = {
-        "command": shlex.join(arguments if arguments is not None else sys.argv[1:]),
+    return {
+        "command": command,
         **asked,
         "k": config.model.moe.experts_per_token,
         "steps": runs[0]["asked"]["step"],
-    }
-    page = as_markdown(runs, facts)
-    report = {
-        **facts,
         "claims": claims_data(claims(runs)),
         "runs": runs,
     }
-    write_report(options.output, "specialisation", page, report, plot(runs))
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs the study and returns its report."""
+    parser = make_parser(__doc__)
+    parser.add_argument("runs", nargs="*", help="the folders of training runs")
+    parser.add_argument(
+        "--part", choices=PARTS_AND_ALL, default="train", help="part of the corpus (%(default)s)"
+    )
+    parser.add_argument(
+        "--positions", type=at_least(1), default=200_000, help="number of words (%(default)s)"
+    )
+    parser.add_argument(
+        "--permutations",
+        type=at_least(2),
+        default=1_000,
+        help="shuffles of the labels (%(default)s)",
+    )
+    parser.add_argument("--layer", type=int, default=0, help="index among the MoE layers")
+    parser.add_argument(
+        "--domains", nargs="+", default=[], metavar="NAME=CORPUS", help="two or more corpora"
+    )
+    parser.add_argument("--output", default="docs/results", help="folder of the report")
+    parser.add_argument("--report", action="store_true", help="write the page without measuring")
+    add_threads(parser)
+    options = parser.parse_args(arguments)
+    if options.report == bool(options.runs):
+        parser.error("runs must be given, or --report instead")
+    set_up_torch("cpu", options.threads)
+    if options.report:
+        report = read_json(Path(options.output) / "specialisation.json")
+    else:
+        command = shlex.join(arguments if arguments is not None else sys.argv[1:])
+        report = measured_runs(options, command)
+    runs = report["runs"]
+    write_report(options.output, "specialisation", as_markdown(report), report, plot(runs))
     return report

@@ -41,6 +41,7 @@ from moe_ext.lab.experiments.stored import (
     Run,
     Stored,
     changed_options,
+    command_of,
     record_of,
     report_stored,
     results_of,
@@ -59,7 +60,6 @@ from moe_ext.lab.studies._translation_page import (
     MODELS,
     NEAR,
     as_markdown,
-    command_of,
     comparisons,
     plot,
 )

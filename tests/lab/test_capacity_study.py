@@ -1,16 +1,18 @@
-"""The study of models on text of many kinds."""
+"""The study of the number of experts at equal operations."""
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from test_scripts import rebuilds
 
 from moe_ext.lab.analysis import Cost
 from moe_ext.lab.experiments.results import Result, train_and_test
 from moe_ext.lab.experiments.stored import read_stored
-from moe_ext.lab.studies import mixed_text as study
+from moe_ext.lab.studies import capacity as study
 from moe_ext.lab.training.config import ConfigError
 from moe_ext.lab.training.logging import read_metrics
 
@@ -34,6 +36,7 @@ def test_claims():
         for arm, n in study.MIXTURES.items()
     }
     results |= {dense: {seed: result(seed, 4.0, 5.0) for seed in (1, 2)} for dense in study.DENSE}
+    results[study.LARGE] = {seed: result(seed, 3.9, 5.0) for seed in (1, 2, 3)}
     found = {(c.claim, c.compared): c.difference for c in study.claims_of_length(results, "")}
     assert study.slope(results).mean == pytest.approx(-0.01)
     means = [gap.mean for (_, what), gap in found.items() if what.endswith("against moe-4")]
@@ -43,6 +46,9 @@ def test_claims():
     dense = [gap for (_, what), gap in found.items() if "against moe-1-wide" in what]
     assert [gap.mean for gap in dense] == pytest.approx([-0.04, -0.06, -0.08])
     assert all(gap.low is None for gap in dense)  # two seeds decide nothing
+    assert found[
+        "more operations lower the perplexity of a large mixture", "moe-64-2x against moe-64"
+    ].mean == pytest.approx(-0.1 + 0.06)
     widening = [gap.mean for (claim, _), gap in found.items() if claim.startswith("more training")]
     assert widening == pytest.approx([-0.01, -0.02, -0.03])
     results["moe-64"] = {}
@@ -162,14 +168,13 @@ def run(corpus, tmp_path, *options):
 
 
 def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
-    files = [tmp_path / "results" / f"mixed_sources.{end}" for end in ("md", "png", "json")]
-    page, _, stored = files
+    page, stored = (tmp_path / "results" / f"capacity_sources.{end}" for end in ("md", "json"))
     run(corpus, tmp_path, "--seeds", "1", "--arms", "4xlstm")
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
-    results = run(corpus, tmp_path, "--seeds", "1", "--arms", *study.MIXTURES, "moe-1-wide")
+    run(corpus, tmp_path, "--seeds", "1", "--arms", *study.MIXTURES, "moe-1-wide")
     assert "(one seed, not decided) | not decided |" in page.read_text()
     of_file = {(r["arm"], r["seed"]): r for r in json.loads(stored.read_text())["runs"]}
-    assert [*of_file] == [(model, 1) for model in study.MODELS]
+    assert [*of_file] == [(model, 1) for model in (*study.MIXTURES, "moe-1-wide", "4xlstm")]
     folder = tmp_path / "runs" / "sources" / "moe-16-seed1"
     assert of_file["moe-16", 1]["dev"] == [
         [record["tokens"], record["nll"]] for record in read_metrics(folder, "dev")
@@ -198,22 +203,20 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     stored.write_text(json.dumps(data))
     study.main(["--report", f"--output={tmp_path / 'results'}"], ROOT)
     assert f"All runs took at least {len(data['runs']) / 2:.2f} core-hours." in page.read_text()
-    assert "steps=4 data.vocab_size=40 data.tokens_per_batch=200 model.d_model=8\n" in text
-    before = [file.read_bytes() for file in files]
-    for file in files[:2]:
-        file.unlink()
-    study.main(["--report", f"--runs={tmp_path / 'x'}", f"--output={tmp_path / 'results'}"], ROOT)
-    assert [file.read_bytes() for file in files] == before
+    command = "capacity.py --text sources steps=4 data.vocab_size=40 data.tokens_per_batch=200 "
+    assert command + "model.d_model=8\n" in text
+    assert command + "model.d_model=8 --seeds 1 --arms 'moe-4 x2' 'moe-16 x2'\n" in text
+    assert rebuilds(partial(study.main, root=ROOT), "capacity_sources", tmp_path / "results")
 
 
 def test_other_text_or_options_are_refused(corpus, tmp_path):
     run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
     for options in (["steps=5"], ["data.vocab_size=41"], ["optimizer.warmup_steps=1"]):
-        with pytest.raises(ConfigError, match="mixed_sources.json must hold runs with"):
+        with pytest.raises(ConfigError, match="capacity_sources.json must hold runs with"):
             run(corpus, tmp_path, *options, "--seeds", "2", "--arms", "moe-4")
     with pytest.raises(ConfigError, match='data.kind must be "bpe" or "unigram"'):
         run(corpus, tmp_path, "data.kind=words")
-    with pytest.raises(ConfigError, match="data.corpus must be that of prepare_data.py"):
+    with pytest.raises(ConfigError, match="data.corpus must be given for --text languages"):
         run("sources", tmp_path, "--text", "languages")
 
 
@@ -229,28 +232,37 @@ def test_an_interrupted_run_continues(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "train_and_test", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
-    assert read_stored(tmp_path / "results" / "mixed_sources.json") is None
+    assert read_stored(tmp_path / "results" / "capacity_sources.json") is None
     assert [*run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")["moe-4"]] == [1]
     assert calls == [str(tmp_path / "runs" / "sources" / "moe-4-seed1")] * 2
 
 
 def test_all_models_have_equal_operations(corpus, tmp_path):
-    """The gates' operations are the only difference, at most 5%."""
+    """The gates' operations are the only difference, at most 5%, of most models.
+
+    As in the paper, the LSTM with projection has one eighth more operations.
+    """
     results = study.main(
         [
             f"data.corpus={corpus}", "steps=1", "data.vocab_size=40", "log.progress=false",
-            "--seeds", "1", "--arms", *study.MODELS,
+            "--text", "prose", "--seeds", "1",
             f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}",
         ],
         ROOT,
     )  # fmt: skip
     ops = {arm: runs[1].cost.ops_per_timestep for arm, runs in results.items() if runs}
+    assert [*ops] == [*study.MODELS]
+    assert ops.pop("lstm-384-96") == 1.125 * ops["4xlstm"]
+    assert 1.9 < ops.pop(study.LARGE) / ops["moe-64"] < 2.2
     assert max(ops.values()) < 1.05 * min(ops.values())
-    config = json.loads(
-        (tmp_path / "runs" / "sources" / "moe-64-seed1" / "result.json").read_text()
-    )["config"]
+    config = json.loads((tmp_path / "runs" / "prose" / "moe-64-seed1" / "result.json").read_text())[
+        "config"
+    ]
     assert config["model"]["d_model"] == 96 and config["model"]["dropout"] == 0
     assert config["model"]["num_sampled"] == 0 and config["data"]["kind"] == "bpe"
+    page = (tmp_path / "results" / "capacity_prose.md").read_text()
+    assert page.startswith("# More experts: English prose\n")
+    assert "--text prose data.corpus=CORPUS steps=1 " in page
 
 
 def test_an_arm_with_another_rate_or_dropout(corpus, tmp_path):
@@ -263,4 +275,4 @@ def test_an_arm_with_another_rate_or_dropout(corpus, tmp_path):
     assert found == {
         " rate 0.004": (4e-3, 0.0), " rate 0.016": (16e-3, 0.0), " dropout 0.1": (8e-3, 0.1),
     }  # fmt: skip
-    assert "| moe-4 | 1 | " in (tmp_path / "results" / "mixed_sources.md").read_text()
+    assert "| moe-4 | 1 | " in (tmp_path / "results" / "capacity_sources.md").read_text()
