@@ -7,6 +7,7 @@ import pytest
 
 from moe_ext.lab.experiments.stored import (
     changed_options,
+    commands_of,
     mean_curve,
     read_stored,
     run_missing,
@@ -107,3 +108,12 @@ def test_the_mean_curve_averages_the_log_perplexity():
     assert (first, second) == (100, 200)
     assert (ppl, last) == pytest.approx((2.718281828, 2.718281828))
     assert mean_curve(runs, "c") == []
+
+
+def test_commands_of_further_seeds_and_other_arms():
+    runs = [{"arm": "a", "seed": seed} for seed in (1, 2, 3)]
+    assert commands_of(["run"], runs, ["a"]) == "run"
+    runs += [{"arm": "a", "seed": 4}, {"arm": "a x2", "seed": 1}]
+    assert commands_of(["run"], runs, ["a"]).splitlines() == [
+        "run", "run --seeds 4 --arms a", "run --seeds 1 --arms 'a x2'",
+    ]  # fmt: skip

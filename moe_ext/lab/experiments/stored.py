@@ -8,7 +8,7 @@ import json
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -22,6 +22,7 @@ from moe_ext.lab.analysis import Cost
 from moe_ext.lab.experiments.report import write_report
 from moe_ext.lab.experiments.results import Result, run_unlocked
 from moe_ext.lab.files import file_lock, read_json, write_json
+from moe_ext.lab.training.command import DEFAULT_SEEDS
 from moe_ext.lab.training.config import (
     AnyConfig,
     ConfigError,
@@ -239,6 +240,18 @@ def command_of(command: Iterable[str], runs: Sequence[Run]) -> str:
     seeds = map(str, sorted({run["seed"] for run in runs}))
     arms = dict.fromkeys(run["arm"] for run in runs)
     return shlex.join([*command, "--seeds", *seeds, "--arms", *arms])
+
+
+def commands_of(command: Sequence[str], runs: Sequence[Run], usual: Collection[str]) -> str:
+    """Formats the commands of stored runs, one on each line.
+
+    The first command is that of the arms in `usual` with the usual seeds. Further seeds of these
+    arms and the other arms follow.
+    """
+    further = [r for r in runs if r["arm"] in usual and r["seed"] not in DEFAULT_SEEDS]
+    others = [run for run in runs if run["arm"] not in usual]
+    more = [command_of(command, some) for some in (further, others) if some]
+    return "\n".join([shlex.join(command), *more])
 
 
 def record_of(result: Result) -> Run:

@@ -1,6 +1,5 @@
 """What the studies of routers and of balancing losses share: their runs and their plot."""
 
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from moe_ext.lab.experiments.stored import (
     Run,
     Stored,
     changed_options,
-    command_of,
+    commands_of,
     record_of,
     report_stored,
     results_of,
@@ -98,10 +97,7 @@ def run_study_of_routing(
     def report(stored: Stored) -> Report | None:
         changed = changed_options(stored.settings, config_of(usual[0], 0, []))
         command = ["python", f"scripts/studies/{name}.py", "data.corpus=CORPUS", *changed]
-        commands = [shlex.join(command)]
-        if tried := [run for run in stored.runs if run["arm"] not in usual]:
-            commands.append(command_of(command, tried))
-        return report_of(stored, "\n".join(commands))
+        return report_of(stored, commands_of(command, stored.runs, usual))
 
     return results_of(report_stored(path, report), arms)
 

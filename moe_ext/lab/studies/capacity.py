@@ -22,7 +22,6 @@ and without the corpus.
 """
 
 import math
-import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +40,7 @@ from moe_ext.lab.experiments.stored import (
     Run,
     Stored,
     changed_options,
-    command_of,
+    commands_of,
     core_hours,
     mean_curve,
     record_of,
@@ -454,10 +453,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         corpus = [] if options.text == "sources" else ["data.corpus=CORPUS"]
         command = ["python", "scripts/studies/capacity.py", "--text", options.text, *corpus]
         command += changed
-        commands = [shlex.join(command)]
-        if tried := [run for run in stored.runs if run["arm"] not in MODELS]:
-            commands.append(command_of(command, tried))
-        page = as_markdown(name, *stored, compared, "\n".join(commands))
+        commands = commands_of(command, stored.runs, MODELS)
+        page = as_markdown(name, *stored, compared, commands)
         return Report(page, claims_data(compared), plot(*stored))
 
     return results_of(report_stored(path, report), ARMS)

@@ -27,7 +27,6 @@ translation_TEXT_PAIR.md, and its plot of dev perplexity over source words; --re
 without training and without the corpus.
 """
 
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,7 +40,7 @@ from moe_ext.lab.experiments.stored import (
     Run,
     Stored,
     changed_options,
-    command_of,
+    commands_of,
     record_of,
     report_stored,
     results_of,
@@ -230,10 +229,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             "--pair", options.pair, "data.corpus=CORPUS",
             *changed_options(stored.settings, config_of(MIXTURE, 0, [])),
         ]  # fmt: skip
-        commands = [shlex.join(command)]
-        if tried := [run for run in stored.runs if run["arm"] not in MODELS]:
-            commands.append(command_of(command, tried))
-        page = as_markdown(name, kind.contents, *stored, compared, "\n".join(commands))
+        commands = commands_of(command, stored.runs, MODELS)
+        page = as_markdown(name, kind.contents, *stored, compared, commands)
         return Report(page, claims_data(compared), plot(*stored))
 
     return results_of(report_stored(path, report), ARMS)
