@@ -63,13 +63,13 @@ def status_and_error(capsys, command, *arguments):
     return status, error
 
 
-def rebuilds(main, name, folder):
+def rebuilds(main, name, folder, *options):
     """Returns whether --report writes the same page and plot, without runs and corpus."""
     files = [folder / f"{name}.{suffix}" for suffix in ("md", "png", "json")]
     before = [file.read_bytes() for file in files]
     for file in files[:2]:
         file.unlink()
-    main(["--report", f"--output={folder}"])
+    main(["--report", *options, f"--output={folder}"])
     return [file.read_bytes() for file in files] == before
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_scripts import ROOT
+from test_scripts import ROOT, rebuilds
 
 from moe_ext.lab.analysis import Cost
 from moe_ext.lab.data import batches_of
@@ -116,12 +116,8 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     assert "are strictly balanced" in page and "Transformer-Tiny" not in page
 
     # The report needs neither the corpus nor sacreBLEU.
-    before = [file.read_bytes() for file in files]
-    for file in files[:2]:
-        file.unlink()
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    main(["--report", *MANUALS, "--runs", str(tmp_path / "x"), "--output", str(tmp_path / "docs")])
-    assert [file.read_bytes() for file in files] == before
+    assert rebuilds(main, name, tmp_path / "docs", *MANUALS, "--runs", str(tmp_path / "x"))
 
 
 def test_a_model_with_another_rate_or_dropout(parallel_corpus, tmp_path):
@@ -278,12 +274,8 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path, monkeyp
     with pytest.raises(ConfigError, match="steps"):
         main([*overrides, "steps=3", *places, "--seeds", "1"])
 
-    before = [file.read_bytes() for file in files]
-    for file in files[:2]:
-        file.unlink()
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    main(["--report", "--text", "manuals", "--output", str(tmp_path / "docs")])
-    assert [file.read_bytes() for file in files] == before
+    assert rebuilds(main, "multilingual_manuals", tmp_path / "docs", "--text", "manuals")
 
 
 def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
