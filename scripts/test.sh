@@ -19,9 +19,12 @@ bash scripts/docs.sh
 
 say "C++ tests"
 if command -v cmake > /dev/null && command -v ninja > /dev/null && [ -e /usr/include/gtest/gtest.h ]; then
-  cmake -S tests/cpp -B build/cpp -G Ninja -DMOE_EXT_PYTHON="$(command -v "$python" | xargs realpath -s)" \
-    -DCMAKE_PREFIX_PATH="$("$python" -m moe_ext.info --cmake-prefix)"
+  prefix=$("$python" -m moe_ext.info --cmake-prefix)
+  cmake -S tests/cpp -B build/cpp -G Ninja -DCMAKE_PREFIX_PATH="$prefix" \
+    -DMOE_EXT_PYTHON="$(command -v "$python" | xargs realpath -s)"
   cmake --build build/cpp
+  cmake -S examples/cpp -B build/examples -G Ninja -DCMAKE_PREFIX_PATH="$prefix"  # for pytest
+  cmake --build build/examples
   ctest --test-dir build/cpp --output-on-failure
 else
   echo "skipped: found no CMake, ninja or GoogleTest (Debian: apt-get install cmake ninja-build libgtest-dev)"

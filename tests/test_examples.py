@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from locks import locked
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
@@ -110,9 +111,15 @@ def test_ops_in_cpp():
         "PYTHONPATH": str(EXAMPLES.parent),
     }
     command = ["bash", "-ec", re.sub(r"^//     ", "", commands, flags=re.M)]
-    done = subprocess.run(
-        command, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=600
-    )
+    with locked(EXAMPLES.parent / "build" / "examples"):
+        done = subprocess.run(
+            command,
+            cwd=EXAMPLES.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout.splitlines()[-1]
     assert without_numbers([f"//     {printed}"]) == without_numbers(shown.splitlines())
