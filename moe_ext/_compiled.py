@@ -1,6 +1,28 @@
-"""The wrappers that torch.compile and activation checkpointing put around a module."""
+"""What torch.compile needs: functions that it runs as they are, modules without its wrapper."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function that torch.compile runs without compiling it.
+
+    Unlike torch.compiler.disable, this decorator does not import the compiler.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def uncompiled(module: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._compiled import eager
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
 from moe_ext.distributed._rows import columns_of, scale_grad, with_backward_of
@@ -231,6 +232,7 @@ class Exchange:
         )
         return y, tokens_per_expert
 
+    @eager  # torch.compile would break the graph at each transfer
     def run(
         self,
         x: Tensor,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ext._compiled import eager
 from moe_ext.checks import require, require_sizes
 
 __all__ = ["Step", "num_evaluations", "unroll"]
@@ -80,10 +81,7 @@ def unroll(
         require_sizes("unroll", memory_slots=memory_slots)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             sizes = (len(parameters), len(inputs), len(state))
-            run = _unroll_stored
-            if torch.compiler.is_compiling():
-                run = torch.compiler.disable(run)  # a decorator would always import the compiler
-            return run(_Plan(step, memory_slots, tuple(generators), sizes), tensors)
+            return _unroll_stored(_Plan(step, memory_slots, tuple(generators), sizes), tensors)
     return _run(step, _views(parameters), tuple(inputs), tuple(state))
 
 
@@ -198,6 +196,7 @@ class _Stored(NamedTuple):
     random_state: list[Tensor]
 
 
+@eager
 def _unroll_stored(plan: _Plan, tensors: _Tensors) -> tuple[_Tensors, _Tensors]:
     results = _StoredStates.apply(plan, *tensors)
     num_states = plan.sizes[2]

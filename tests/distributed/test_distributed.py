@@ -966,7 +966,7 @@ def test_training_equals_one_process(workers, layout, counts, optimizer, steps, 
 
 def clip_in_process(group, rank, norm_type):
     """Makes expert gradients with norms sqrt(20) and sqrt(100)."""
-    layer = MoE(D, 2, 1, hidden_sizes=(5,), process_group=group).double()
+    layer = MoE(D, 2, 1, hidden_sizes=(5,), process_group=group).double().eval()
     for param in layer.parameters():
         param.grad = torch.zeros_like(param)
     layer.experts.weights[0].grad[0, 0, :2] = torch.tensor([[2.0, 4.0], [6.0, 8.0]][rank])
@@ -1545,13 +1545,29 @@ def test_outputs_may_be_changed_in_place(workers):
 
 
 def compiled(group, rank):
-    """Compiles a layer; the graph breaks at the collectives."""
+    """Compiles a layer, and a layer whose experts have a compiled module."""
+    sizes = []  # the numbers of operations of the graphs
+
+    def backend(graph, inputs):
+        sizes.append(len(graph.graph.nodes))
+        return graph
+
     layer = layer_of("topk", group)
     x = tokens_of([4, 5])[0].split([4, 5])[rank]
-    (y, aux), (expected, aux_there) = torch.compile(layer, backend="eager")(x), layer(x)
+    (y, aux), (expected, aux_there) = torch.compile(layer, backend=backend)(x), layer(x)
     assert_same_bits(y, expected)
     assert_same_bits(aux.loss, aux_there.loss)
     (y.square().sum() + aux.loss).backward()
+    assert len(sizes) < 6  # the exchange runs eagerly
+
+    sizes.clear()
+    modules = [nn.Linear(D, D), nn.Linear(D, D)]
+    layer = MoE(D, 4, 2, experts=modules, process_group=group).double().eval()
+    expected, _ = layer(x)
+    modules[0].compile(backend=backend)
+    y, _ = torch.compile(layer, backend="eager")(x)
+    assert_same_bits(y, expected)
+    assert len(sizes) == 1
 
 
 def test_compiled(workers):
