@@ -23,7 +23,7 @@ from moe_ext.lab.experiments.report import markdown_table
 from moe_ext.lab.experiments.results import Result, finished, run_unlocked, train_and_test
 from moe_ext.lab.experiments.statistics import PairedDifference, mean_difference
 from moe_ext.lab.files import write_text
-from moe_ext.lab.training.command import add_overrides, add_seeds, make_parser
+from moe_ext.lab.training.command import add_output, add_overrides, add_seeds, make_parser
 from moe_ext.lab.training.config import (
     AnyConfig,
     C,
@@ -101,7 +101,7 @@ def study_parser(
         "--arms", nargs="+", choices=arms, default=arms, help="train only these models"
     )
     parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs")
-    parser.add_argument("--output", default="docs/results", help="folder of the report")
+    add_output(parser)
     parser.add_argument(
         "--report", action="store_true", help="write the report of finished runs, without training"
     )

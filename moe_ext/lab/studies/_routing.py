@@ -68,7 +68,7 @@ def run_study_of_routing(
     parser = study_parser(description, name, [*arms])
     parser.set_defaults(arms=[*usual])
     options = parser.parse_intermixed_args(arguments)
-    path = Path(options.output) / f"{name}.json"
+    path = options.output / f"{name}.json"
 
     def config_of(arm: str, seed: int, overrides: Sequence[str]) -> Config:
         file = root / "configs" / "small" / "moe-32.toml"

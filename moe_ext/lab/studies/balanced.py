@@ -6,7 +6,7 @@
 
 The script trains configs/small/moe-32-balanced.toml. It stops if an expert does not get exactly m =
 round(k·T/E) tokens of a training batch. It writes balanced.md, .json and .png to the folder OUTPUT
-(default: docs/results), with
+(default: runs/results), with
 
 - the dev perplexity under the threshold mask and under the batchwise mask, at several steps
 - the fraction of assignments in which the two masks disagree
@@ -32,7 +32,7 @@ from moe_ext import MoE, MoEAux, batchwise_masks
 from moe_ext.gates import rows_per_expert
 from moe_ext.lab.experiments.report import markdown_table, write_report
 from moe_ext.lab.files import read_json
-from moe_ext.lab.training.command import add_overrides, make_parser
+from moe_ext.lab.training.command import add_output, add_overrides, make_parser
 from moe_ext.lab.training.config import Config, ConfigError, read_config
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.loop import Trainer
@@ -205,9 +205,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
     """Runs the study and returns its report."""
     parser = make_parser(__doc__)
     add_overrides(parser)
-    parser.add_argument(
-        "--output", type=Path, default=root / "docs" / "results", help="folder of the report"
-    )
+    add_output(parser)
     parser.add_argument("--report", action="store_true", help="write the page without training")
     options = parser.parse_intermixed_args(arguments)
     if options.report:

@@ -14,7 +14,7 @@ which has English and six other languages.
 The models whose names end in " x2" and " x4" train for two and four times the steps; those with
 " rate" and " dropout" have other settings. --arms selects such models.
 
-The file OUTPUT/capacity_TEXT.json (default: docs/results) keeps every finished run, so the study
+The file OUTPUT/capacity_TEXT.json (default: runs/results) keeps every finished run, so the study
 can grow over many occasions and machines. A run that is interrupted continues from its checkpoint
 in RUNS. To share the runs, start the command several times. A run takes 3 to 30 minutes on an idle
 processor. The script also writes capacity_TEXT.md and .png; --report writes them without training
@@ -407,7 +407,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     parser.add_argument("--text", choices=TEXTS, default="sources", help="the kind of the corpus")
     options = parser.parse_intermixed_args(arguments)
     name = f"capacity_{options.text}"
-    path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
+    path, runs_folder = options.output / f"{name}.json", Path(options.runs) / options.text
 
     def config_of(arm: str, seed: int, overrides: Sequence[str]) -> Config:
         model, factor, of_arm = ARMS[arm]

@@ -12,7 +12,7 @@ The script measures these run times in interleaved rounds:
 
 The compared models have equal operations. Speed is in GFLOP/s and counted as in the paper: only the
 operations of GEMMs, with a backward pass of twice the forward pass. The script writes
-efficiency.md, .json and .png to the folder OUTPUT (default: docs/results).
+efficiency.md, .json and .png to the folder OUTPUT (default: runs/results).
 """
 
 import statistics
@@ -41,7 +41,7 @@ from moe_ext.lab.benchmarks.step import random_text
 from moe_ext.lab.experiments.report import markdown_table, write_report
 from moe_ext.lab.experiments.study import NOT_DECIDED, SUPPORTED
 from moe_ext.lab.models import LanguageModel
-from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.command import add_output, at_least, make_parser
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.loop import Trainer
 
@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ro
         help="tokens of a training step (default: 1280 5120)",
     )
     parser.add_argument("--width", type=at_least(1), default=512, help="d_model (%(default)s)")
-    parser.add_argument("--output", default="docs/results", type=Path, help="folder of the report")
+    add_output(parser)
     options = parser.parse_args(arguments)
 
     width = options.width

@@ -15,7 +15,7 @@ A corpus holds about twice the bits that its model can store. The mixtures have 
 in groups (App. B), with 2 experts in each of 2 groups for each fact. The dense layer has as many
 operations as the largest mixture.
 
-One seed takes 3 minutes on an idle processor. The file OUTPUT/facts.json (default: docs/results)
+One seed takes 3 minutes on an idle processor. The file OUTPUT/facts.json (default: runs/results)
 keeps every finished run; the same command continues the study. To share the runs, start the command
 several times. The script also writes facts.md and facts.png. --report writes them without training.
 """
@@ -39,7 +39,7 @@ from moe_ext.lab.experiments.stored import Report, Run, Stored, report_stored, r
 from moe_ext.lab.experiments.study import verdict
 from moe_ext.lab.models.parts import evaluating
 from moe_ext.lab.progress import progress
-from moe_ext.lab.training.command import add_seeds, at_least, make_parser, positive
+from moe_ext.lab.training.command import add_output, add_seeds, at_least, make_parser, positive
 
 WIDTH = 16  # D, of a key and of a value's vector
 VALUES = 256  # V, distinct values
@@ -408,11 +408,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Table:
             help=f"{what} (%(default)s)",
         )
     parser.add_argument("--runs", default="runs/facts", help="folder of the lock files")
-    parser.add_argument("--output", default="docs/results", help="folder of the results")
+    add_output(parser)
     parser.add_argument("--report", action="store_true", help="write the page without training")
     options = parser.parse_args(arguments)
     settings = Settings(*(getattr(options, name) for name in Settings._fields))
-    path, locks = Path(options.output) / "facts.json", Path(options.runs)
+    path, locks = options.output / "facts.json", Path(options.runs)
     if not options.report:
         torch.set_num_threads(1)
         run_missing(

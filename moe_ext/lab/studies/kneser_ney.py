@@ -17,13 +17,12 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from moe_ext.lab.data import EncodedSentences
 from moe_ext.lab.experiments.report import markdown_table, write_report
 from moe_ext.lab.models import NGramModel, fit_kneser_ney
-from moe_ext.lab.training.command import add_overrides, at_least, make_parser
+from moe_ext.lab.training.command import add_output, add_overrides, at_least, make_parser
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.device import set_up_torch
 from moe_ext.lab.training.metrics import Evaluation
@@ -107,9 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--arpa", action="store_true", help="also write the last model as an ARPA file"
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/kneser-ney"), help="folder of the report"
-    )
+    add_output(parser)
     options = parser.parse_intermixed_args(arguments)
 
     config = read_config(options.config, options.overrides, Config)

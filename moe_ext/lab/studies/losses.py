@@ -8,7 +8,7 @@ Trains configs/small/moe-32.toml on 3.1 million words for each seed and for six 
 w_importance,w_load. The page has the perplexity, and the experts' load balance over the last 50
 training batches.
 
-The file OUTPUT/losses.json (default: docs/results) keeps every finished run. A run that is
+The file OUTPUT/losses.json (default: runs/results) keeps every finished run. A run that is
 interrupted continues from its checkpoint in RUNS. To share the runs, start the command several
 times. A run takes 3 minutes on one processor. The script also writes losses.md and .png; --report
 writes them without training and without the corpus.

@@ -27,7 +27,7 @@ a folder with its files train, val and test_2016_flickr. The corpus of --text ma
 help and descriptions of packages, in English to and from six languages. There, the models have a
 vocabulary of 16,000 wordpieces, no dropout and half the learning rate.
 
-The file OUTPUT/multilingual_TEXT.json (default: docs/results) keeps every finished run with
+The file OUTPUT/multilingual_TEXT.json (default: runs/results) keeps every finished run with
 perplexity and BLEU of each language pair, so the study can grow over many occasions and machines. A
 run that is interrupted continues from its checkpoint in RUNS. To share the runs, start the command
 several times. A multilingual run takes 40 minutes on one processor. The script also writes the
@@ -491,7 +491,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
     )
     options = parser.parse_intermixed_args(arguments)
     name, kind = f"multilingual_{options.text}", SETTINGS[options.text]
-    path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
+    path, runs_folder = options.output / f"{name}.json", Path(options.runs) / options.text
 
     def config_of(arm: str, overrides: Sequence[str]) -> TranslationConfig:
         model, *of_arm = _TRIED.get(arm, (arm,))

@@ -1,6 +1,6 @@
 """Counts operations and parameters of the models of the paper's Tables 7 and 8.
 
-    python scripts/studies/paper_tables.py           # prints, writes docs/results/paper_tables.*
+    python scripts/studies/paper_tables.py           # prints, writes runs/results/paper_tables.*
     python scripts/studies/paper_tables.py --output DIR
 
 The script builds every model of configs/ on torch's meta device, without memory for the weights,
@@ -21,7 +21,7 @@ from moe_ext.lab.analysis import cost, training_flops
 from moe_ext.lab.analysis.paper import PUBLISHED, Published
 from moe_ext.lab.experiments.report import write_report
 from moe_ext.lab.models import LanguageModel
-from moe_ext.lab.training.command import make_parser
+from moe_ext.lab.training.command import add_output, make_parser
 from moe_ext.lab.training.config import Config, read_config
 
 _COLUMNS = {  # the title and the unit of each column
@@ -179,9 +179,7 @@ The table compares the published sizes with those of the models in `configs/lm1b
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> None:
     """Runs the study."""
     parser = make_parser(__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=root / "docs" / "results", help="folder of the report"
-    )
+    add_output(parser)
     options = parser.parse_args(arguments)
     rows = [count(published, root) for published in PUBLISHED]
     write_report(options.output, "paper_tables", _markdown(rows), rows)

@@ -13,7 +13,7 @@ Trains configs/small/moe-32.toml on 3.1 million words with five routers:
 - expert_choice: each expert selects its words (arXiv 2202.09368). It is not causal: the experts of
   a word depend on later words. So its perplexity is not that of a language model.
 
-The file OUTPUT/routers.json (default: docs/results) keeps every finished run. A run that is
+The file OUTPUT/routers.json (default: runs/results) keeps every finished run. A run that is
 interrupted continues from its checkpoint in RUNS. To share the runs, start the command several
 times. A run takes 3 minutes on one processor. An arm such as "noisy rate 0.004" has another peak
 learning rate; --arms selects such arms. The script also writes routers.md and .png; --report writes

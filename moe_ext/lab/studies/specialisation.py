@@ -17,7 +17,7 @@ Shuffled labels show the values that chance gives. --domains names two or more c
 NAME=CORPUS, and an equal number of words of each is labelled with the domain NAME. All corpora are
 encoded with the vocabulary of the run.
 
-The script writes specialisation.md, .json and .png to the folder OUTPUT (default: docs/results). It
+The script writes specialisation.md, .json and .png to the folder OUTPUT (default: runs/results). It
 reuses the numbers of each run from RUN/specialisation.json, so the same command continues after an
 interruption. One run takes 3 minutes on one processor. --report writes the page and the plot again,
 from specialisation.json.
@@ -59,7 +59,7 @@ from moe_ext.lab.experiments.statistics import mean_difference
 from moe_ext.lab.experiments.study import Claim, claims_data, verdict
 from moe_ext.lab.files import read_json, write_json
 from moe_ext.lab.training.checkpoint import TrainedModel, load_run
-from moe_ext.lab.training.command import add_threads, at_least, make_parser
+from moe_ext.lab.training.command import add_output, add_threads, at_least, make_parser
 from moe_ext.lab.training.config import ConfigError, config_differences
 from moe_ext.lab.training.device import set_up_torch
 from moe_ext.lab.training.text import load_part
@@ -391,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--domains", nargs="+", default=[], metavar="NAME=CORPUS", help="two or more corpora"
     )
-    parser.add_argument("--output", default="docs/results", help="folder of the report")
+    add_output(parser)
     parser.add_argument("--report", action="store_true", help="write the page without measuring")
     add_threads(parser)
     options = parser.parse_args(arguments)
@@ -399,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         parser.error("runs must be given, or --report instead")
     set_up_torch("cpu", options.threads)
     if options.report:
-        report = read_json(Path(options.output) / "specialisation.json")
+        report = read_json(options.output / "specialisation.json")
     else:
         command = shlex.join(arguments if arguments is not None else sys.argv[1:])
         report = measured_runs(options, command)

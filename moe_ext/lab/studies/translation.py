@@ -19,7 +19,7 @@ By default, the corpus is Multi30k, with captions of images. CORPUS is a folder 
 train, val and test_2016_flickr. The corpus of --text manuals has manuals, help and descriptions of
 packages; there, the models have a vocabulary of 8,000 wordpieces, no dropout and 2,500 steps.
 
-The file OUTPUT/translation_TEXT_PAIR.json (default: docs/results) keeps every finished run, with
+The file OUTPUT/translation_TEXT_PAIR.json (default: runs/results) keeps every finished run, with
 ten unedited translations, so the study can grow over many occasions and machines. A run that is
 interrupted continues from its checkpoint in RUNS. To share the runs, start the command several
 times. A run takes 15 to 25 minutes on one processor. The script also writes the page,
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     options = parser.parse_intermixed_args(arguments)
     kind = TEXTS[options.text]
     name = f"translation_{options.text}_{options.pair}"
-    path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / name
+    path, runs_folder = options.output / f"{name}.json", Path(options.runs) / name
 
     def config_of(arm: str, seed: int, overrides: Sequence[str]) -> TranslationConfig:
         model, of_arm = ARMS[arm]

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from moe_ext.distributed import CheckpointError
 from moe_ext.lab.training.config import SEED_LIMIT, THREAD_LIMIT, ConfigError
@@ -96,6 +97,16 @@ def add_seeds(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=DEFAULT_SEEDS,
         help="seeds of the runs (default: 1 2 3)",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Adds the option ``--output`` of the studies."""
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs", "results"),
+        help="folder of the page and its data (%(default)s)",
     )
 
 
