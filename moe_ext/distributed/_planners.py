@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from moe_ext.checks import require
 from moe_ext.distributed._state import Key, Part
 
 
@@ -51,6 +53,20 @@ class SavePlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         self.plan = replace(plan, items=[item for item in map(self._placed, plan.items) if item])
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Raises ValueError if no rank has the state of some experts' optimizer."""
+        size: dict[str, int] = {}
+        found = Counter[str]()
+        for item in {item.index: item for plan in all_plans for item in plan.items}.values():
+            name, data = item.index.fqn, item.tensor_data
+            if data is not None and name.startswith("optimizer."):
+                size[name] = data.size.numel()
+                found[name] += data.chunk.sizes.numel()
+        parts = [name for name in sorted(size) if found[name] < size[name]]
+        rule = "have the same states for all experts of a layer: freeze or train all of them"
+        require(not parts, "optimizer", rule, f"a part of {', '.join(parts)}")
+        return super().create_global_plan(all_plans)
 
     def _placed(self, item: WriteItem) -> WriteItem | None:
         block = self._blocks.get(item.index.fqn)

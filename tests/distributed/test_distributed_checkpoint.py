@@ -483,6 +483,21 @@ def test_a_part_of_the_experts_is_no_checkpoint(workers, tmp_path):
         Checkpoints(tmp_path / "part").load(Model().flat)
 
 
+def trained_by_one_rank(group, rank, folder):
+    layer = MoE(D, 4, 2, process_group=group)
+    layer.experts.requires_grad_(rank == 0)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.randn(5, D))[0].sum().backward()
+    optimizer.step()
+    match = "a part of optimizer.experts.weight_0.exp_avg, "
+    with pytest.raises(CheckpointError, match=match):
+        Checkpoints(folder, group).save(1, layer, [optimizer])
+
+
+def test_experts_that_one_rank_froze(workers, tmp_path):
+    workers.run(2, trained_by_one_rank, tmp_path / "run")
+
+
 def test_states_that_are_no_tensors(tmp_path):
     """Some optimizers store the step count as a Python number."""
     checkpoints = Checkpoints(tmp_path)
