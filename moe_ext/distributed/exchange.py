@@ -1,8 +1,8 @@
 """Expert parallelism by two all-to-all operations (Sec. 3).
 
-Every rank has a replica of the gate and owns some experts. An all-to-all sends each routed token to
-the owners of its experts. A second all-to-all returns the outputs, which are then summed. Weights
-are never sent (Sec. 3.2).
+Every rank has a replica of the gate and owns some experts. An all-to-all sends each routed row to
+the owner of its expert. A second all-to-all returns the outputs, which are then summed. The
+exchange sends no weights (Sec. 3.2).
 """
 
 from collections.abc import Callable, Sequence
