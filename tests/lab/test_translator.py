@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,17 @@ def test_beam_is_not_below_greedy(translator):
             assert best.score >= score_of(search, other) - 1e-5
             num_better += best.score > score_of(search, other) + 1e-5
     assert num_better > 30
+
+
+def test_a_hidden_token_needs_no_coverage(wordpieces):
+    """The score counts the positions that the attention can reach."""
+    torch.manual_seed(0)
+    model = TranslationModel(replace(CONFIG, attend_language=False), len(wordpieces))
+    translator = Translator(model.double().eval(), wordpieces, into="zz", languages=["aa", "zz"])
+    for (best,) in translator(sentences(10, seed=7)):
+        assert not best.attention[:, 0].any()
+        seen = replace(best, source=best.source[1:], attention=best.attention[:, 1:])
+        assert best.score == pytest.approx(score_of(BeamSearch(), seen))
 
 
 def test_several_translations_of_a_sentence(translator, wordpieces, model):

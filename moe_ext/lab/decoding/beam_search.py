@@ -175,7 +175,7 @@ class BeamSearch:
             log_prob: [N], log P(Y|X).
             length: ``|Y|``, an int for all hypotheses or [N].
             coverage: [N, S], sum_j p_ij.
-            mask: [N, S] bool, False at padding.
+            mask: [N, S] bool, False at padding and where the attention cannot reach.
 
         Returns:
             The scores [N].
@@ -192,7 +192,12 @@ class BeamSearch:
 
     @torch.no_grad()
     def __call__(
-        self, model: StepModel[State], state: State, source_mask: Tensor, eos_id: int
+        self,
+        model: StepModel[State],
+        state: State,
+        source_mask: Tensor,
+        eos_id: int,
+        attended: Tensor | None = None,
     ) -> list[list[Hypothesis]]:
         """Translates B sources as a batch.
 
@@ -201,6 +206,8 @@ class BeamSearch:
             state: state of the model before the first token, with one row for each source.
             source_mask: [B, S] bool, False at padding. Padding follows the tokens.
             eos_id: id of the end of sentence, which is also the first input of the model.
+            attended: [B, S] bool, the positions that the attention can reach; the coverage penalty
+                has no others. None: source_mask.
 
         Returns:
             For each source, 1 to num_best hypotheses, best score first.
@@ -221,6 +228,7 @@ class BeamSearch:
         require(least > 0, "BeamSearch: source_mask", "have at least 1 token in each row", least)
         if not len(source_mask):
             return []
+        attended = source_mask if attended is None else attended
         limit = (tokens * self.max_length_ratio).long().clamp(self.min_length_limit)
         live = self._start(source_mask, eos_id)
         parent = live.source
@@ -235,7 +243,7 @@ class BeamSearch:
             last = limit[live.source] == len(steps)
             candidates = self._candidates(live, log_probs, last, len(limit), eos_id)
             ends = candidates.token == eos_id
-            finished = self._finish(finished, candidates, ends, len(steps), coverage, source_mask)
+            finished = self._finish(finished, candidates, ends, len(steps), coverage, attended)
             chosen = self._go_on(finished, candidates, ends, limit)
             parent = candidates.row[chosen]
             live = _Live(
@@ -327,7 +335,7 @@ class BeamSearch:
         ends: Tensor,
         length: int,
         coverage: Tensor,
-        source_mask: Tensor,
+        attended: Tensor,
     ) -> _Finished:
         """Updates the finished hypotheses with those of the first `beam` candidates that end."""
         ends = ends & candidates.exists
@@ -335,7 +343,7 @@ class BeamSearch:
         rows = candidates.row[ends]
         score = candidates.log_prob.new_full(ends.shape, -math.inf)
         score[ends] = self.score(
-            candidates.log_prob[ends], length, coverage[rows], source_mask[ends.nonzero()[:, 0]]
+            candidates.log_prob[ends], length, coverage[rows], attended[ends.nonzero()[:, 0]]
         ).to(score.dtype)
         new = _Finished(
             score, candidates.log_prob, torch.full_like(candidates.row, length), candidates.row

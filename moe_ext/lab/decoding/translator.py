@@ -167,8 +167,10 @@ class Translator:
         model, wordpieces = self.model, self.wordpieces
         batch = batch.to(next(model.parameters()).device)
         with evaluating(model):
-            state = model.start(model.encode(batch.source, batch.source_mask))
-            found = self.search(model, state, batch.source_mask, wordpieces.eos_id)
+            encoded = model.encode(batch.source, batch.source_mask)
+            found = self.search(
+                model, model.start(encoded), batch.source_mask, wordpieces.eos_id, encoded.mask
+            )
         results = []
         for hypotheses, ids, mask in zip(found, batch.source, batch.source_mask, strict=True):
             source = wordpieces.pieces(ids[mask].tolist())
