@@ -243,12 +243,7 @@ def _print_bleu(
     best: Sequence[str], references: Sequence[str], language: str, file: TextIO
 ) -> None:
     bleu = corpus_bleu(best, references, language=language)
-    tokenized = corpus_bleu(best, references, tokenized=True)
-    print(
-        f"BLEU {bleu.score:.2f} ({bleu.signature})\n"
-        f"tokenized BLEU {tokenized.score:.2f} (as multi-bleu.perl, split at spaces)",
-        file=file,
-    )
+    print(f"BLEU {bleu.score:.2f} ({bleu.signature})", file=file)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -294,7 +294,7 @@ def as_markdown(
             published(name),
             f"Signature of sacreBLEU: {signatures}.",
         ),
-        "- Operations and parameters do not include embedding and softmax.\n",
+        "- Operations include the softmax; parameters include neither embedding nor softmax.\n",
         trials(settings, results_of(runs, ARMS, "dev"), MODELS, TRIALS).removesuffix("\n"),
         balance(runs),
         "These are ten evenly spaced sentences of the test part, and their translations by the "

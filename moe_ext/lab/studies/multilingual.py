@@ -455,7 +455,7 @@ def as_markdown(
         "pairs of runs with the same seed. With three seeds or more, its 95% t interval over the "
         "seeds follows in brackets.\n"
         f"- {BLEU} {signature}.\n"
-        "- Operations and parameters do not include embedding and softmax.\n\n"
+        "- Operations include the softmax; parameters include neither embedding nor softmax.\n\n"
         f"{trials(settings, results, (MIXTURE, DENSE), TRIALS)}"
         f"{attention_table(all_runs)}"
         f"{core_hours(all_runs)}\n\n"
