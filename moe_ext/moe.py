@@ -192,7 +192,8 @@ class MoE(nn.Module):
         torch.Size([8, 20, 512])
         >>> loss = y.square().mean() + aux.loss
 
-        In `torch.nn.Sequential`, wrap the layer in a module that returns y and stores aux:
+        In `torch.nn.Sequential`, wrap the layer in a module that returns y and stores aux. Set aux
+        to None before you copy the model, because a copy cannot have an autograd graph:
 
         >>> class KeepAux(torch.nn.Module):
         ...     def __init__(self, layer):

@@ -314,7 +314,9 @@ Routing ExpertChoiceGateImpl::forward(const Tensor& x) {
   const auto scores = at::softmax(gate_logits, -1);
   const auto num_tokens = scores.size(0);
   const auto m = rows_per_expert(k(), num_tokens, num_experts());
-  const auto selected = ops::batchwise_topm(scores.detach().unsqueeze(0), m);
+  // NaN rows are selected first: otherwise they would silently get the output 0.
+  const auto ranked = scores.detach().nan_to_num(std::numeric_limits<double>::infinity());
+  const auto selected = ops::batchwise_topm(ranked.unsqueeze(0), m);
   const auto mask = mask_of_selected(selected.row_index, num_tokens);
   const std::optional<int64_t> num_slots = mask.expert_index.size(0);
   const auto token = at::repeat_interleave(mask.row_offsets.diff(), num_slots);

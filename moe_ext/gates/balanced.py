@@ -111,7 +111,9 @@ def _initialize(
     lower = (start * (1 - of_threshold.eps) - least).to(threshold.dtype)
     rounded = start.to(threshold.dtype)
     start = torch.where(rounded < mth_score, rounded, lower)
-    threshold.copy_(torch.where(initialized | ~finite, threshold, start.view_as(threshold)))
+    # `Module.type` makes numbers of the flag.
+    keep = initialized.bool() | ~finite
+    threshold.copy_(torch.where(keep, threshold, start.view_as(threshold)))
     initialized.logical_or_(finite)
 
 

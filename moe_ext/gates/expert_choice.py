@@ -77,13 +77,15 @@ class ExpertChoiceGate(Gate):
         logits = self.logits(x, self.w_gate)
         scores = torch.softmax(logits, dim=-1)
         num_tokens = scores.shape[0]
+        # NaN rows are selected first: otherwise they would silently get the output 0.
+        ranked = scores.detach().nan_to_num(nan=torch.inf)
         if ranks is None:
             m = rows_per_expert(self.k, num_tokens, self.num_experts)
-            selected = ops.batchwise_topm(scores.detach().unsqueeze(0), m)
+            selected = ops.batchwise_topm(ranked.unsqueeze(0), m)
             expert_index, token_offsets = experts_of_selected(selected.row_index, num_tokens)
         else:
             here = torch.tensor([num_tokens], device=scores.device)
-            mask, _ = mask_over_ranks(scores.detach(), self.k, here, 0, ranks)
+            mask, _ = mask_over_ranks(ranked, self.k, here, 0, ranks)
             expert_index, token_offsets = experts_of_rows(mask)
         gates = values_of_slots(scores, expert_index, token_offsets)
         routing = routing_of_slots(self.num_experts, gates, expert_index, token_offsets, [], ranks)

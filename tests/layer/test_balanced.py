@@ -322,6 +322,17 @@ def test_thresholds_do_not_start_at_a_batch_of_nan(device, kind):
 
 
 @pytest.mark.parametrize("kind", GATES)
+def test_all_buffers_may_change_their_type(kind):
+    """Module.type makes numbers of the flags that say whether the thresholds are initialized."""
+    gate, x = make_gate(kind, "cpu").type(torch.float64), make_x(30)
+    assert gate(x).metrics["mask_disagreement"] == 0
+    thresholds = [p for n, p in gate.named_parameters() if "threshold" in n]
+    before = [threshold.clone() for threshold in thresholds]
+    gate(x[:20])
+    assert all(map(torch.equal, thresholds, before))
+
+
+@pytest.mark.parametrize("kind", GATES)
 def test_nan_is_seen_in_evaluation(device, kind):
     """A row with NaN scores selects all experts. With none, its output would be 0."""
     layer, x = make_layer(kind, device), make_x(20, device=device)

@@ -111,3 +111,14 @@ def test_errors():
     message = f"^ExpertChoiceGate: k must .* num_experts = {E}, got {E + 1}$"
     with pytest.raises(ValueError, match=message):
         ExpertChoiceGate(D, E, E + 1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nan_is_seen(device, training):
+    """Every expert selects a row with NaN. With none, its output would be 0 and the loss finite."""
+    layer = make_layer(device=device).train(training)
+    x = torch.randn(12, D, dtype=torch.float64, device=device)
+    x[3, 1] = torch.nan
+    y, aux = layer(x)
+    assert y[3].isnan().all() and aux.loss.isnan()
+    assert y.isnan().any(1).sum() == 1
