@@ -227,7 +227,11 @@ def test_the_command_writes_the_files_of_docs(tmp_path, capsys):
     assert out.count("| no (") == 2 and "\n2. The count 5.9397" in out
     for name in ("paper_tables.md", "paper_tables.json"):
         assert (tmp_path / name).read_text() == (ROOT / "docs" / "results" / name).read_text()
-    assert len(json.loads((tmp_path / "paper_tables.json").read_text())) == 23
+    report = json.loads((tmp_path / "paper_tables.json").read_text())
+    assert len(report["language_models"]) == 23
+    for row in report["translation"]:
+        assert round(row["counted"]["ops"]) == row["published"]["ops"]
+        assert round(row["counted"]["total"], 1) == row["published"]["total"]
 
 
 def test_the_configuration_sets_recomputation(configs):

@@ -86,3 +86,10 @@ PUBLISHED = tuple(
     )
 )
 # fmt: on
+
+# Of Tables 2 to 5: the tables, the configuration, multiply-adds for a source and a target word, in
+# millions, and all weights, in billions.
+PUBLISHED_TRANSLATION = (
+    ("Tables 2 to 4", "mt/wmt14-en-fr-2048-h.toml", 85, 8.7),
+    ("Table 5", "mt/multilingual.toml", 102, 8.7),
+)
