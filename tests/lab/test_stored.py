@@ -114,6 +114,10 @@ def test_commands_of_further_seeds_and_other_arms():
     runs = [{"arm": "a", "seed": seed} for seed in (1, 2, 3)]
     assert commands_of(["run"], runs, ["a"]) == "run"
     runs += [{"arm": "a", "seed": 4}, {"arm": "a x2", "seed": 1}]
+    runs += [{"arm": arm, "seed": seed} for arm in ("b", "c") for seed in (2, 3)]
     assert commands_of(["run"], runs, ["a"]).splitlines() == [
-        "run", "run --seeds 4 --arms a", "run --seeds 1 --arms 'a x2'",
-    ]  # fmt: skip
+        "run",
+        "run --seeds 4 --arms a",
+        "run --seeds 1 --arms 'a x2'",
+        "run --seeds 2 3 --arms b c",
+    ]

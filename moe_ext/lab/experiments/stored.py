@@ -246,12 +246,19 @@ def commands_of(command: Sequence[str], runs: Sequence[Run], usual: Collection[s
     """Formats the commands of stored runs, one on each line.
 
     The first command is that of the arms in `usual` with the usual seeds. Further seeds of these
-    arms and the other arms follow.
+    arms follow, then the other arms; each command has the arms with the same seeds.
     """
-    further = [r for r in runs if r["arm"] in usual and r["seed"] not in DEFAULT_SEEDS]
-    others = [run for run in runs if run["arm"] not in usual]
-    more = [command_of(command, some) for some in (further, others) if some]
-    return "\n".join([shlex.join(command), *more])
+    same: dict[tuple[bool, tuple[int, ...]], list[Run]] = {}  # of the same seeds
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        is_other = arm not in usual
+        of_arm = [
+            run
+            for run in runs
+            if run["arm"] == arm and (is_other or run["seed"] not in DEFAULT_SEEDS)
+        ]
+        same.setdefault((is_other, tuple(sorted(run["seed"] for run in of_arm))), []).extend(of_arm)
+    ordered = [same[key] for key in sorted(same, key=lambda key: key[0]) if same[key]]
+    return "\n".join([shlex.join(command), *(command_of(command, some) for some in ordered)])
 
 
 def record_of(result: Result) -> Run:
