@@ -202,8 +202,8 @@ The table compares the published sizes with those of the models in `configs/lm1b
 
 Here a timestep has one source and one target word. The operations include the softmax and exclude
 the attention. Both models have a vocabulary of 32,000 wordpieces, with one embedding for source and
-target; two embeddings give the same printed total. Table 4 has the first
-model on production data of Google.
+target; two embeddings give the same printed total. Table 4 has the first model on production data
+of Google.
 """
 
 
