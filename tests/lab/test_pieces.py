@@ -98,13 +98,18 @@ def test_a_run_keeps_its_wordpieces(run):
         Trainer(replace(config, resume=True), other)
 
 
-def test_perplexity_per_piece_and_per_byte(run, corpus, capsys):
+def test_perplexity_per_piece_word_and_byte(run, corpus, capsys):
     config, text = run
     result = evaluate_command.main([config.output])
     out = capsys.readouterr().out
     expected = evaluate(load_run(config.output).model, text.test)
     assert result.nll == pytest.approx(expected.nll)
     assert f"nats per piece, {text.test.num_tokens:,} pieces and ends of 70 sentences" in out
+    num_words = len((corpus / "test.txt").read_text().split()) + 70
+    per_word = re.search(r"perplexity per word ([\d.]+)  \(([\d,]+) words and ends\)", out)
+    assert int(per_word[2].replace(",", "")) == num_words
+    nats = float(expected.sentence_nll.sum()) / num_words
+    assert float(per_word[1]) == pytest.approx(math.exp(nats), abs=1e-3)
     num_bytes = len((corpus / "test.txt").read_bytes())  # each line ends with one byte
     per_byte = re.search(r"perplexity per byte ([\d.]+)  \(([\d,]+) bytes\)", out)
     assert int(per_byte[2].replace(",", "")) == num_bytes

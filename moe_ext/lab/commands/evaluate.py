@@ -9,10 +9,11 @@
 Perplexity is exp(nats / predictions) under the full softmax. Predictions include unknown words and
 ends of sentences. Each sentence starts from a zero state, so perplexity does not depend on the
 batch size. The text of --corpus is encoded with the model's vocabulary. For a language model of
-wordpieces, the perplexity per byte of UTF-8 is printed too: it compares models of different
-vocabularies. For a translation model, predictions are the target wordpieces, given the source. With
-two or more language pairs, each pair is reported too. --bleu translates the sources and compares
-the translations with the original targets; scripts/translate.py has more options for translation.
+wordpieces, the perplexity per word and per byte of UTF-8 is printed too. They compare models of
+different vocabularies. For a translation model, predictions are the target wordpieces, given the
+source. With two or more language pairs, each pair is reported too. --bleu translates the sources
+and compares the translations with the original targets; scripts/translate.py has more options for
+translation.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from moe_ext.lab.training.metrics import (
     bytes_of,
     evaluate,
     perplexity,
+    words_of,
 )
 from moe_ext.lab.training.text import load_part, parallel_text
 from moe_ext.lab.training.translation import require_bleu, translations_of
@@ -76,9 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
         f"step {trained.step})"
     )
     if isinstance(text, EncodedSentences) and isinstance(trained.vocabulary, Wordpieces):
+        nats = result.nll * result.num_tokens
+        num_words = words_of(text, trained.vocabulary)
         num_bytes = bytes_of(text, trained.vocabulary)
-        per_byte = perplexity(result.nll * result.num_tokens / num_bytes)
-        print(f"  perplexity per byte {per_byte:.4f}  ({num_bytes:,} bytes)")
+        print(
+            f"  perplexity per word {perplexity(nats / num_words):.3f}  "
+            f"({num_words:,} words and ends)\n"
+            f"  perplexity per byte {perplexity(nats / num_bytes):.4f}  ({num_bytes:,} bytes)"
+        )
     if isinstance(text, EncodedPairs) and len(text.names) > 1:
         for name, each in by_language_pair(result.sentence_nll, text).items():
             print(

@@ -224,6 +224,11 @@ class Wordpieces:
         sizes[self.unk_id] = 1
         return sizes
 
+    @property
+    def begins_word(self) -> list[bool]:
+        """Whether each wordpiece begins a word, in the order of the ids."""
+        return [piece.startswith(_SPACE) for piece in self.words]
+
     def save(self, path: str | Path) -> None:
         """Writes the model to a file that sentencepiece can read."""
         with atomic_file(Path(path)) as file:

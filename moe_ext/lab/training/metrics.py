@@ -1,7 +1,7 @@
 """Perplexity, and means of the balance metrics."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,22 @@ def bytes_of(sentences: EncodedSentences, wordpieces: Wordpieces) -> int:
 
     nll * num_tokens / bytes is the nats per byte. It compares models of different vocabularies.
     """
-    sizes = torch.tensor(wordpieces.num_bytes)
+    return _sum_of(wordpieces.num_bytes, sentences)
+
+
+def words_of(sentences: EncodedSentences, wordpieces: Wordpieces) -> int:
+    """Counts the words of a text of wordpieces, with one for the end of each sentence.
+
+    exp(nll * num_tokens / words) is a perplexity per word, as that of a model of words.
+    """
+    return _sum_of(wordpieces.begins_word, sentences) + len(sentences)
+
+
+def _sum_of(sizes: Sequence[int], sentences: EncodedSentences) -> int:
+    """Adds the sizes of all wordpieces of a text."""
+    size_of = torch.tensor(sizes, dtype=torch.int64)
     blocks = sentences.stream.split(_COUNTED_AT_A_TIME)
-    return sum(int(sizes[block.long()].sum()) for block in blocks)
+    return sum(int(size_of[block.long()].sum()) for block in blocks)
 
 
 @dataclass(frozen=True)
