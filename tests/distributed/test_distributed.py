@@ -966,7 +966,7 @@ def test_training_equals_one_process(workers, layout, counts, optimizer, steps, 
 
 def clip_in_process(group, rank, norm_type):
     """Makes expert gradients with norms sqrt(20) and sqrt(100)."""
-    layer = MoE(D, 2, 1, hidden_sizes=(5,), process_group=group).double().eval()
+    layer = MoE(D, 2, 1, hidden_sizes=(5,), process_group=group).double()
     for param in layer.parameters():
         param.grad = torch.zeros_like(param)
     layer.experts.weights[0].grad[0, 0, :2] = torch.tensor([[2.0, 4.0], [6.0, 8.0]][rank])
