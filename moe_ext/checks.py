@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from numbers import Real
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ __all__ = [
     "require_sizes",
     "require_tensor",
 ]
+
+_T = TypeVar("_T")
 
 
 def require(holds: bool, name: str, rule: str, value: object) -> None:
@@ -45,7 +48,7 @@ def require_one_of(name: str, choices: Collection[object], value: object) -> Non
     require(value in choices, name, f"be one of {', '.join(map(str, choices))}", value)
 
 
-def given(**values: float | None) -> dict[str, float]:
+def given(**values: _T | None) -> dict[str, _T]:
     """Returns the values that are not None: the optional arguments that were given."""
     return {name: value for name, value in values.items() if value is not None}
 

@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._capacity import Drop
-from moe_ext.checks import require_at_least
+from moe_ext.checks import require_sizes
 from moe_ext.distributed import ExpertParallel
 from moe_ext.gates import TopKGate
 from moe_ext.losses import RouterLoss
@@ -113,7 +113,7 @@ def deepseek_v3(
         num_groups, groups_per_token, scale, bias_update_rate: see `TopKGate`.
         options: see `MoE`.
     """
-    require_at_least(0, "deepseek_v3", num_shared_experts=num_shared_experts)
+    require_sizes("deepseek_v3", 0, num_shared_experts=num_shared_experts)
     gate = TopKGate(
         d_model,
         num_experts,

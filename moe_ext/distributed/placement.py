@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_sizes
 from moe_ext.distributed.ranks import blocks
 
 __all__ = ["ExpertPlacement"]
@@ -27,7 +27,7 @@ class ExpertPlacement:
     experts_per_group: int = 1
 
     def __post_init__(self) -> None:
-        require_at_least(1, "ExpertPlacement", num_ranks=self.num_ranks)
+        require_sizes("ExpertPlacement", num_ranks=self.num_ranks)
         require(
             self.experts_per_group >= 1 and self.num_experts % self.experts_per_group == 0,
             "ExpertPlacement: experts_per_group",

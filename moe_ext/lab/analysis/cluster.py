@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moe_ext import FeedForwardExperts, MoE
-from moe_ext.checks import require, require_at_least, require_one_of
+from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
 from moe_ext.gates import HierarchicalGate, StrictlyBalancedGate
 from moe_ext.lab.analysis.costs import training_flops
@@ -237,7 +237,7 @@ def plan(
             has a "moe_lstm" layer or zero-computation experts.
     """
     require_one_of("plan: exchange", get_args(ExchangeUnit), exchange)
-    require_at_least(1, "plan", num_devices=num_devices)
+    require_sizes("plan", num_devices=num_devices)
     kinds = config.model.layers
     require(
         "moe" in kinds and "moe_lstm" not in kinds,

@@ -16,7 +16,7 @@ from typing import Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ext.checks import given, require, require_at_least
+from moe_ext.checks import given, require, require_sizes
 from moe_ext.distributed import blocks
 from moe_ext.lab.data.encoded import EncodedSentences
 from moe_ext.lab.data.workers import in_workers
@@ -159,7 +159,7 @@ class SentenceBatches(SortedBatches[Batch]):
         seed: int = 0,
     ) -> None:
         name = "SentenceBatches"
-        require_at_least(1, name, tokens_per_batch=tokens_per_batch, **given(max_length=max_length))
+        require_sizes(name, tokens_per_batch=tokens_per_batch, **given(max_length=max_length))
         number = len(sentences)
         require(number >= 1, f"{name}: sentences", "hold at least one sentence", number)
         self.num_tokens = sentences.num_tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
-from moe_ext.checks import given, require, require_at_least
+from moe_ext.checks import given, require, require_sizes
 from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain, read_lines, reason_of
 
 PARTS = ("train", "dev", "test")
@@ -182,7 +182,7 @@ def load_corpus(
             CorpusError.
         ValueError: another argument is out of range.
     """
-    require_at_least(1, "load_corpus", **given(max_train_sentences=max_train_sentences))
+    require_sizes("load_corpus", **given(max_train_sentences=max_train_sentences))
     require_parts("load_corpus", parts)
     require(
         min(dev_share, test_share) > 0 and dev_share + test_share < 1,

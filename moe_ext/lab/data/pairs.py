@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from moe_ext.checks import given, is_whole, require, require_at_least
+from moe_ext.checks import given, is_whole, require, require_at_least, require_sizes
 from moe_ext.lab.data.batches import (
     Batch,
     SentenceBatches,
@@ -406,7 +406,7 @@ class PairBatches(SortedBatches[PairBatch]):
         seed: int = 0,
     ) -> None:
         name = "PairBatches"
-        require_at_least(1, name, tokens_per_batch=tokens_per_batch, **given(max_length=max_length))
+        require_sizes(name, tokens_per_batch=tokens_per_batch, **given(max_length=max_length))
         self._pairs = pairs
         self._source_length = pairs.source.lengths.int()
         self._target_length = pairs.target.lengths.int()

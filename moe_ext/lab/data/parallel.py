@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
-from moe_ext.checks import given, require, require_at_least
+from moe_ext.checks import given, require, require_sizes
 from moe_ext.lab.data.corpora import PARTS, CorpusError, require_parts
 from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain, plain_lines, reason_of
 
@@ -257,7 +257,7 @@ def load_parallel(
     """
     require_parts("load_parallel", parts)
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
-    require_at_least(1, "load_parallel", **given(max_train_pairs=max_train_pairs))
+    require_sizes("load_parallel", **given(max_train_pairs=max_train_pairs))
     for language in (source, target):
         if columns is not None and list(columns).count(language) != 1:
             raise ValueError(

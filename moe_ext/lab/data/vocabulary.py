@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
-from moe_ext.checks import require_at_least
+from moe_ext.checks import require_sizes
 from moe_ext.lab.files import atomic_file, plain_lines
 
 # Spellings of the two special entries in vocabulary files, ours first. One vocabulary file of the
@@ -98,8 +98,8 @@ class Vocabulary:
         Raises:
             ValueError: there is no word, or an argument is out of range.
         """
-        require_at_least(3, "Vocabulary.of_counts", max_size=max_size)  # <unk>, </s> and a word
-        require_at_least(1, "Vocabulary.of_counts", min_count=min_count)
+        require_sizes("Vocabulary.of_counts", 3, max_size=max_size)  # <unk>, </s> and a word
+        require_sizes("Vocabulary.of_counts", min_count=min_count)
         words = counts.copy()
         num_sentences, num_unknown = words.pop(cls.EOS, 0), words.pop(cls.UNK, 0)
         if not words:

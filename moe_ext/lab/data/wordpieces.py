@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-from moe_ext.checks import given, require, require_at_least, require_one_of
+from moe_ext.checks import given, require, require_one_of, require_sizes
 from moe_ext.lab.files import atomic_file, read_file
 from moe_ext.lab.packages import require_package
 
@@ -100,7 +100,7 @@ class Wordpieces:
         """
         require_one_of("Wordpieces.train: kind", PIECE_KINDS, kind)
         name = "Wordpieces.train"
-        require_at_least(1, name, vocab_size=vocab_size, **given(max_sentences=max_sentences))
+        require_sizes(name, vocab_size=vocab_size, **given(max_sentences=max_sentences))
         require(
             0.98 <= character_coverage <= 1,
             "Wordpieces.train: character_coverage",

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from moe_ext.checks import require_at_least, require_one_of
+from moe_ext.checks import require_one_of, require_sizes
 from moe_ext.experts import uniform_
 from moe_ext.ops import accumulation_dtype
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
     def __init__(self, d_source: int, d_target: int, units: int, kind: str = "product") -> None:
         super().__init__()
-        require_at_least(1, "Attention", d_source=d_source, d_target=d_target, units=units)
+        require_sizes("Attention", d_source=d_source, d_target=d_target, units=units)
         require_one_of("Attention: kind", ATTENTION_KINDS, kind)
         self.kind = kind
         self.u = nn.Parameter(torch.empty(d_source, units))

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_sizes
 from moe_ext.lab.data import AnyVocabulary, EncodedSentences
 from moe_ext.lab.files import atomic_file
 from moe_ext.lab.progress import progress
@@ -147,7 +147,7 @@ def fit_kneser_ney(
         ValueError: order is less than 1, there is no sentence, or a word id is not below
             vocab_size.
     """
-    require_at_least(1, "fit_kneser_ney", order=order)
+    require_sizes("fit_kneser_ney", order=order)
     words, first = _words(sentences, vocab_size, "fit_kneser_ney")
     # For each order: the n-grams, their counts, and the indices of their last n - 1 words.
     keys, counts, suffixes = [torch.arange(vocab_size + 1)], [_count(words, vocab_size + 1)], []
