@@ -1,4 +1,4 @@
-"""Checks the parts that a MoE layer is given: gate, experts and losses."""
+"""Checks the parts that a MoE layer is given: gate, experts, shared expert and losses."""
 
 import inspect
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from moe_ext.checks import require
 from moe_ext.experts import Experts, ModuleExperts
 from moe_ext.gates import Gate, HierarchicalGate
 from moe_ext.losses import RouterLoss
+from moe_ext.shared import SharedExpert
 
 
 def checked_gate(gate: object, **sizes: int) -> Gate:
@@ -55,6 +56,16 @@ def checked_experts(experts: object, **sizes: int) -> Experts:
         rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
         require(given in (None, expected), f"MoE: experts.{name}", rule, given)
     return cast(Experts, experts)
+
+
+def checked_shared_expert(shared_expert: object, d_model: int) -> nn.Module | None:
+    if not isinstance(shared_expert, nn.Module | None):
+        kind = type(shared_expert).__name__
+        raise TypeError(f"MoE: shared_expert must be a module or None, got {kind}")
+    if isinstance(shared_expert, SharedExpert):
+        width, rule = shared_expert.expert.d_model, f"be d_model = {d_model}"
+        require(width == d_model, "MoE: shared_expert.expert.d_model", rule, width)
+    return shared_expert
 
 
 def is_hierarchical(gate: nn.Module) -> bool:

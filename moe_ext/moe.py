@@ -15,7 +15,13 @@ from torch.utils._pytree import _register_namedtuple
 from moe_ext import ops
 from moe_ext._capacity import Drop, drop_slots, require_capacity
 from moe_ext._mixture import mixture
-from moe_ext._parts import checked_experts, checked_gate, checked_losses, is_hierarchical
+from moe_ext._parts import (
+    checked_experts,
+    checked_gate,
+    checked_losses,
+    checked_shared_expert,
+    is_hierarchical,
+)
 from moe_ext._ragged import offsets_of
 from moe_ext._replay import checked_index
 from moe_ext._zero_computation import add_identity, computed_slots
@@ -38,7 +44,6 @@ from moe_ext.experts import Experts, FeedForwardExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
 from moe_ext.losses import RouterLoss, cv_squared
 from moe_ext.ops._dtypes import cast
-from moe_ext.shared import SharedExpert
 
 __all__ = ["MoE", "MoEAux"]
 
@@ -300,13 +305,7 @@ class MoE(nn.Module):
             width, rule = self.experts.d_output, f"be d_model = {d_model} with identity experts"
             require(width in (None, d_model), "MoE: experts.d_output", rule, width)
         self._fused = self.experts.fused
-        if not isinstance(shared_expert, nn.Module | None):
-            kind = type(shared_expert).__name__
-            raise TypeError(f"MoE: shared_expert must be a module or None, got {kind}")
-        if isinstance(shared_expert, SharedExpert):
-            width, rule = shared_expert.expert.d_model, f"be d_model = {d_model}"
-            require(width == d_model, "MoE: shared_expert.expert.d_model", rule, width)
-        self.shared_expert = shared_expert
+        self.shared_expert = checked_shared_expert(shared_expert, d_model)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, expert_index: Tensor | None = None
