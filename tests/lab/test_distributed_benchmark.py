@@ -10,6 +10,8 @@ import pytest
 
 from moe_ext.lab.analysis.cluster import DEVICES, plan
 from moe_ext.lab.benchmarks import distributed
+from moe_ext.lab.benchmarks._distributed_ranks import PASSES, Bytes, Found, Key
+from moe_ext.lab.benchmarks._distributed_report import print_results, results_of
 from moe_ext.lab.training.config import config_from_dict
 
 # Each of 2 ranks has 2 experts. With k = 4 each token uses all of them, so the bytes are known.
@@ -96,7 +98,6 @@ def test_figures_of_a_run(run):
 
 def test_figures_worked_by_hand(capsys):
     """Two ranks, two rounds. A time is the time of the slower rank."""
-    Key = distributed.Key
     args = type("Arguments", (), {"tokens": 10})
     step = functools.partial(Key, 2, "step", "rows")
     seconds = {
@@ -111,10 +112,10 @@ def test_figures_worked_by_hand(capsys):
     for rank in (0, 1):
         of_rank = {key: each[rank] for key, each in seconds.items() if each[rank]}
         waited = {key: [0.5 * s for s in each] for key, each in of_rank.items()}
-        counted = {name: distributed.Bytes(rows=rank + 1, counts=10) for name in distributed.PASSES}
+        counted = {name: Bytes(rows=rank + 1, counts=10) for name in PASSES}
         passes = {key: counted for key in of_rank if key.what == "step"}
-        everything.append(distributed.Found(of_rank, waited, passes, 1.0))
-    single, one, two = distributed.results_of(everything, args)
+        everything.append(Found(of_rank, waited, passes, 1.0))
+    single, one, two = results_of(everything, args)
     assert (single.processes, single.exchange, single.efficiency) == (1, "", 1.0)
     assert single.by_raw is single.hidden is None
     assert one.tokens_per_second == 2 * 10 / 6
@@ -126,8 +127,8 @@ def test_figures_worked_by_hand(capsys):
     assert one.raw_mb_per_second == pytest.approx((3 + 3 + 20 + 20) / 1.5 / 1e6)
     assert one.hidden == (0, 0, 0)
     assert two.hidden == (0.5, 0.5, 0.5)  # (6 - 5) / min(2, 4)
-    assert two.bytes["forward"] == distributed.Bytes(rows=3, counts=20)
-    distributed.print_results([single, one, two])
+    assert two.bytes["forward"] == Bytes(rows=3, counts=20)
+    print_results([single, one, two])
     out = capsys.readouterr().out
     assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | 0.000 | – | 0.02 | 0.00 |" in out
     assert "| 2 | rows | 2000.00 | 1500.00 | 0 | 1.500 (1.250 to 1.750) |" in out

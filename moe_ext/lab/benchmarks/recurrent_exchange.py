@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ext import MoELSTM
-from moe_ext.lab.benchmarks.distributed import launch, quartiles
+from moe_ext.lab.benchmarks._distributed_report import quartiles
+from moe_ext.lab.benchmarks.distributed import launch
 from moe_ext.lab.benchmarks.harness import Quartiles, environment, report_rows
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, exit_status, make_parser
