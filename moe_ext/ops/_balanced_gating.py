@@ -55,6 +55,9 @@ def batchwise_topm(
     if isinstance(scores, Tensor) and scores.dim() == 2:
         result = batchwise_topm(scores.unsqueeze(0), m, first_expert, num_experts)
         return BatchwiseTopM(*(tensor.squeeze(0) for tensor in result))
+    if torch.compiler.is_exporting():
+        # Hide where m comes from: the exported program would only accept batches with m > 1.
+        m = torch.scalar_tensor(m, dtype=torch.int64).item()  # type: ignore[assignment]
     return BatchwiseTopM(*torch.ops.moe_ext.batchwise_topm(scores, m, first_expert, num_experts))
 
 

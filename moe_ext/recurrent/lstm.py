@@ -132,12 +132,29 @@ class MoELSTMCell(nn.Module):
 
     def initial_state(self, x: Tensor, batch_size: int) -> _State:
         """Returns h and c as zeros [batch_size, U], in the promoted dtype of x and the bias."""
-        dtype = torch.promote_types(x.dtype, self.bias.dtype)
+        dtype = self._dtype_of_state(x)
         zeros = torch.zeros(batch_size, self.d_hidden, dtype=dtype, device=x.device)
         return zeros, zeros
 
+    def _dtype_of_state(self, x: Tensor) -> torch.dtype:
+        return torch.promote_types(x.dtype, self.bias.dtype)
+
+    def _checked_state(
+        self, owner: str, state: _State | None, x: Tensor, batch_size: int
+    ) -> _State:
+        """Returns a state in the dtype of the initial state; None: the initial state."""
+        if state is None:
+            return self.initial_state(x, batch_size)
+        shape, shapes = (batch_size, self.d_hidden), [tuple(s.shape) for s in state]
+        rule = f"be two tensors of shape {shape}"
+        require(shapes == [shape, shape], f"{owner}: state", rule, shapes)
+        h, c = (s.to(self._dtype_of_state(x)) for s in state)
+        return h, c
+
     def forward(self, x: Tensor, state: _State | None = None) -> tuple[_State, MoEAux]:
         """Computes the next state from x [B, D] and the state (h, c), each [B, U].
+
+        The state is converted to the promoted dtype of x and the bias. None: zeros.
 
         Returns:
             The new state (h, c) and the `MoEAux` of this step. Its loss is only the gate's own
@@ -151,8 +168,7 @@ class MoELSTMCell(nn.Module):
                 f"MoELSTMCell: x must have shape [B, d_input = {self.d_input}], "
                 f"got {tuple(x.shape)}"
             )
-        h, c = self.initial_state(x, x.shape[0]) if state is None else state
-        _require_state("MoELSTMCell", (h, c), (x.shape[0], self.d_hidden))
+        h, c = self._checked_state("MoELSTMCell", state, x, x.shape[0])
         x = F.dropout(x, self.dropout, self.training)
         z, aux = self.moe(torch.cat([x, h], 1))
         return lstm_state(z + self.bias, c), aux
@@ -268,7 +284,8 @@ class MoELSTM(nn.Module):
 
         Args:
             x: [B, S, D], floating point, S >= 1.
-            state: (h, c), each [B, U], before the first step; None: zeros.
+            state: (h, c), each [B, U], before the first step; None: zeros. It is converted to the
+                promoted dtype of x and the bias.
             mask: [B, S] bool, True at real tokens. Masked-out tokens do not change the state and
                 never reach the gate, the experts or the losses; their y is 0.
 
@@ -295,8 +312,7 @@ class MoELSTM(nn.Module):
 
         inputs = [swap(tensor) for tensor in (x, mask) if tensor is not None]
         num_steps, batch_size = inputs[0].shape[:2]
-        state = cell.initial_state(x, batch_size) if state is None else state
-        _require_state("MoELSTM", state, (batch_size, cell.d_hidden))
+        state = cell._checked_state("MoELSTM", state, x, batch_size)
 
         step = _CellStep(cell)
         if cell.moe.sharding is not None and cell.moe.sharding.exchange is not None:
@@ -495,8 +511,3 @@ class _CellStep:
         state = tuple(s.index_copy(0, rows, n) for s, n in zip(state, new, strict=True))
         aux = aux._replace(gates=spread(aux.gates), expert_index=spread(aux.expert_index))
         return spread(new[0]), state, aux
-
-
-def _require_state(name: str, state: Sequence[Tensor], shape: tuple[int, int]) -> None:
-    shapes = [tuple(s.shape) for s in state]
-    require(shapes == [shape, shape], f"{name}: state", f"be two tensors of shape {shape}", shapes)

@@ -6,7 +6,18 @@ import pytest
 import torch
 from assertions import assert_same_bits, tensors_of
 
-from moe_ext import BalancedGate, MoE, MoEAux, MoELSTM, SwitchLoss, TopKGate, ZLoss
+from moe_ext import (
+    BalancedGate,
+    ExpertChoiceGate,
+    HierarchicalBalancedGate,
+    HierarchicalMoE,
+    MoE,
+    MoEAux,
+    MoELSTM,
+    SwitchLoss,
+    TopKGate,
+    ZLoss,
+)
 
 D, E = 6, 5
 
@@ -133,16 +144,36 @@ def test_an_exported_layer_can_be_saved():
     [
         (lambda: make_layer(), (9, D)),
         (lambda: MoE(D, E, 2, gate=BalancedGate(D, E, 2), w_load=0), (9, D)),
+        (lambda: MoE(D, E, 2, gate=ExpertChoiceGate(D, E, 2)), (9, D)),
         (lambda: MoELSTM(D, 4, E, 2), (9, 3, D)),
     ],
-    ids=["noisy", "balanced", "recurrent"],
+    ids=["noisy", "balanced", "expert_choice", "recurrent"],
 )
 def test_export_leaves_the_batch_free(make, shape, strict):
     layer, x = make().eval(), torch.randn(shape)
     free = ({0: torch.export.Dim("batch", min=2)},)
     program = torch.export.export(layer, (x,), dynamic_shapes=free, strict=strict)
-    other = torch.randn(14, *shape[1:])
-    torch.testing.assert_close(program.module()(other)[0], layer(other)[0])
+    for batch in (2, 14):
+        other = torch.randn(batch, *shape[1:])
+        torch.testing.assert_close(program.module()(other)[0], layer(other)[0])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@torch.no_grad()
+def test_export_in_training_mode_leaves_the_batch_free(strict):
+    """The m = k·T/E rows of an expert depend on the batch; m = 1 is not special."""
+    gate = HierarchicalBalancedGate(D, 3, 2, (2, 1))
+    for layer in (
+        MoE(D, E, 2, gate=BalancedGate(D, E, 2), w_load=0),
+        HierarchicalMoE(D, 3, 2, (2, 1), gate=gate, w_load=0),
+    ):
+        free = ({0: torch.export.Dim("batch", min=2)},)
+        program = torch.export.export(
+            layer, (torch.randn(9, D),), dynamic_shapes=free, strict=strict
+        )
+        for batch in (2, 3, 14):
+            x = torch.randn(batch, D)
+            assert_same_bits(program.module()(x)[0], layer(x)[0])
 
 
 def test_compiled_autograd_equals_eager():

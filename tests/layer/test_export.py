@@ -7,6 +7,7 @@ from torch import nn
 
 from moe_ext import (
     BalancedGate,
+    ExpertChoiceGate,
     FeedForwardExperts,
     HierarchicalBalancedGate,
     HierarchicalMoE,
@@ -79,14 +80,16 @@ def test_every_gate(tmp_path):
             MoE(D, E, E, gate=SoftmaxGate(D, E)),
             HierarchicalMoE(D, 3, 2, (2, 1)),
             MoE(D, E, 2, gate=BalancedGate(D, E, 2), w_load=0),
+            MoE(D, E, 2, gate=ExpertChoiceGate(D, E, 2)),
             MoE(D, E, 2, gate=ReLUGate(D, E, 2), w_load=0),
             HierarchicalMoE(D, 3, 2, (2, 1), gate=hierarchical, w_load=0),
         ]
     ).eval()
     compiled = package(model, torch.randn(7, D), [0], tmp_path)
     for T in (1, 2, 7, 100):
-        # Inductor compiles torch.softmax, so the gates of SoftmaxGate equal eager to rounding.
-        assert_equals_eager(compiled, model, torch.randn(T, D), but=SoftmaxGate)
+        # Inductor compiles torch.softmax, so the gates of these two equal eager to rounding.
+        but = SoftmaxGate, ExpertChoiceGate
+        assert_equals_eager(compiled, model, torch.randn(T, D), but=but)
 
 
 def test_every_kind_of_expert(tmp_path):

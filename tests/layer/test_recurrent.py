@@ -421,6 +421,21 @@ def test_empty_batches_have_zero_gradients():
         assert all((p.grad == 0).all() for p in layer.parameters())
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_state_of_another_dtype_is_converted(dtype, masked):
+    layer = make_layer()
+    x, state = make_inputs()
+    mask = torch.rand(B, S) < 0.6 if masked else None
+    other = tuple(s.to(dtype) for s in state)
+    torch.manual_seed(0)
+    y, last, _ = layer(x, other, mask=mask)
+    torch.manual_seed(0)
+    expected_y, expected, _ = layer(x, tuple(s.to(x.dtype) for s in other), mask=mask)
+    for a, e in zip((y, *last), (expected_y, *expected), strict=True):
+        assert_same_bits(a, e)
+
+
 def test_one_step_without_any_token():
     layer = make_layer(memory_slots=1)
     x, state = make_inputs(length=1)
