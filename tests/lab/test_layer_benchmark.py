@@ -9,6 +9,7 @@ import reference as ref
 import torch
 
 from moe_ext.lab.benchmarks import layer, measurement, peers, roofline
+from moe_ext.lab.benchmarks._layer_report import print_results, print_routing
 from moe_ext.lab.benchmarks.harness import clock_of
 from moe_ext.lab.benchmarks.memory import peak_allocated_mib
 from moe_ext.lab.benchmarks.peers import PEERS, Kind, Peer, Problem, Shape, random_routing
@@ -343,7 +344,7 @@ def test_tables_of_a_gpu(monkeypatch, capsys):
     (result,) = layer.benchmark("small", problem, options)
     assert result.threads is None and set(result.figures) == set(result.peak_mib)
     assert 0 < result.peak_mib["ours"][layer.FORWARD] <= result.peak_mib["ours"][layer.BOTH]
-    layer.print_results([result])
+    print_results([result])
     out = capsys.readouterr().out
     assert "float32, GPU, GEMM peak" in out and "TF/s" in out and "Peak memory" in out
 
@@ -351,7 +352,7 @@ def test_tables_of_a_gpu(monkeypatch, capsys):
     assert routing["limit_ms"]["training"] > routing["limit_ms"]["evaluation"] > 0
     for low, middle, high in routing["ms"].values():
         assert 0 < low <= middle <= high
-    layer.print_routing([routing])
+    print_routing([routing])
     assert "| 64, 8, 2 |" in capsys.readouterr().out
 
 

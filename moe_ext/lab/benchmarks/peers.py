@@ -19,6 +19,7 @@ from moe_ext import ops
 from moe_ext.lab.benchmarks.roofline import Work, experts_work
 
 ROUTINGS = ("uniform", "zipf", "hierarchical")
+FORWARD, BOTH = PASSES = ("forward", "forward+backward")  # what is timed
 
 
 class Shape(NamedTuple):

@@ -334,9 +334,6 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
     return measure(name, problem, work, choose, options)
 
 
-# Output
-
-
 def _experts(result: Result) -> str:
     """Formats the number of experts, and that of the model if it has more."""
     num_experts, of_model = result.shape.num_experts, MODELS[result.name].num_experts
