@@ -148,7 +148,8 @@ class MoELSTMCell(nn.Module):
         shape, shapes = (batch_size, self.d_hidden), [tuple(s.shape) for s in state]
         rule = f"be two tensors of shape {shape}"
         require(shapes == [shape, shape], f"{owner}: state", rule, shapes)
-        h, c = (s.to(self._dtype_of_state(x)) for s in state)
+        dtype = self._dtype_of_state(x)
+        h, c = (s.to(dtype) for s in state)
         return h, c
 
     def forward(self, x: Tensor, state: _State | None = None) -> tuple[_State, MoEAux]:

@@ -124,8 +124,7 @@ def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]
 
 def source_words(text: PairText) -> int:
     """Counts the source words of the training pairs that pass the length filter."""
-    pieces = text.vocabulary.pieces(range(len(text.vocabulary)))
-    begins_word = torch.tensor([piece.startswith("\u2581") for piece in pieces])
+    begins_word = torch.tensor(text.vocabulary.begins_word)
     return int(begins_word[text.train.source.stream].sum())
 
 
