@@ -460,7 +460,7 @@ def test_gradients_are_clipped(table, monkeypatch):
 
 
 def test_every_parameter_has_its_optimizer(table):
-    """Expert weights have FactoredAdam, thresholds a separate learning rate, all others Adam."""
+    """FactoredAdam gets the selected weights. Experts and thresholds have their own rates."""
     options = {"experts": "factored_adam", "threshold_learning_rate": 0.5}
     options |= {"beta1": 0.8, "beta2": 0.9, "eps": 1e-7}
     moe = {"gate": "balanced", "num_experts": 4, "k": 2, "hidden_sizes": [16], "w_load": 0.0}
@@ -479,14 +479,21 @@ def test_every_parameter_has_its_optimizer(table):
     assert experts["beta2"] == 0.9 and experts["eps"] == 1e-7
     assert len(rest["params"]) + 1 + len(layer.experts.weights) == len(list(model.parameters()))
     (adam,) = make_optimizers(model, merged(table).optimizer)
-    rest, thresholds = adam.param_groups
-    assert len(rest["params"]) + 1 == len(list(model.parameters())) and thresholds["lr"] == 0.01
+    (all_params,) = adam.param_groups
+    assert list(map(id, all_params["params"])) == list(map(id, model.parameters()))
+    slower = {"expert_learning_rate": 0.005}
+    (adam,) = make_optimizers(model, merged(table, optimizer=slower).optimizer)
+    usual, experts = adam.param_groups
+    assert list(map(id, experts["params"])) == list(map(id, layer.experts.weights))
+    assert (usual["lr"], experts["lr"]) == (0.01, 0.005)
     adam, factored = make_optimizers(
         model, replace(trainer.config.optimizer, embedding="factored_adam")
     )
     large = [model.embedding.weight, *model.softmax.parameters(), *layer.experts.weights]
     assert list(map(id, factored.param_groups[0]["params"])) == list(map(id, large))
-    assert len(adam.param_groups[0]["params"]) == len(rest["params"]) - len(large)
+    usual, thresholds = adam.param_groups
+    assert thresholds["lr"] == 0.5
+    assert len(usual["params"]) + 1 + len(large) == len(list(model.parameters()))
 
 
 def test_large_matrices_in_bfloat16_learn(table):

@@ -168,6 +168,7 @@ class OptimizerConfig:
         experts: optimizer of the expert weights, "adam" or "factored_adam" (App. D).
             "factored_adam" has no beta1.
         embedding: optimizer of the weights of embedding and softmax, "adam" or "factored_adam".
+        expert_learning_rate: peak learning rate of the expert weights; 0 uses `learning_rate`.
         threshold_learning_rate: peak learning rate of the thresholds of strictly balanced gates; 0
             uses `learning_rate`.
         clip_norm: maximum norm of the gradient of all parameters; 0 does not clip.
@@ -183,6 +184,7 @@ class OptimizerConfig:
     eps: float = 1e-9
     experts: str = "adam"
     embedding: str = "adam"
+    expert_learning_rate: float = 0.0
     threshold_learning_rate: float = 0.0
     clip_norm: float = 0.0
     accumulate: int = 1
@@ -191,6 +193,7 @@ class OptimizerConfig:
         require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
         require_at_least(1, warmup_steps=self.warmup_steps, accumulate=self.accumulate)
         require_at_least(0, hold_steps=self.hold_steps, clip_norm=self.clip_norm)
+        require_at_least(0, expert_learning_rate=self.expert_learning_rate)
         require_at_least(0, threshold_learning_rate=self.threshold_learning_rate)
         require(0 <= self.beta1 < 1, "beta1", "be in [0, 1)", self.beta1)
         require(0 <= self.beta2 < 1, "beta2", "be in [0, 1)", self.beta2)

@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
@@ -113,29 +113,30 @@ class Window:
 def make_optimizers(model: AnyModel, options: OptimizerConfig) -> list[Optimizer]:
     """Creates Adam, and FactoredAdam for the weights that the options select."""
     split = split_parameters(model)
-    factored = split.experts if options.experts == "factored_adam" else []
+    usual = options.learning_rate
+    rates = dict.fromkeys(model.parameters(), usual)
+    rates |= dict.fromkeys(split.experts, options.expert_learning_rate or usual)
+    rates |= dict.fromkeys(split.thresholds, options.threshold_learning_rate or usual)
+    factored: set[nn.Parameter] = set()
+    if options.experts == "factored_adam":
+        factored.update(split.experts)
     if options.embedding == "factored_adam":
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        words = nn.ModuleList([*embeddings, model.softmax])
-        factored = [*words.parameters(), *factored]
-    apart = {*factored, *split.thresholds}
-    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p not in apart]}]
-    if split.thresholds:
-        rate = options.threshold_learning_rate or options.learning_rate
-        groups.append({"params": split.thresholds, "lr": rate})
+        factored.update(nn.ModuleList([*embeddings, model.softmax]).parameters())
+
+    def groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        by_rate: dict[float, list[nn.Parameter]] = {usual: []}  # the usual rate comes first
+        for param in params:
+            by_rate.setdefault(rates[param], []).append(param)
+        return [{"params": same, "lr": rate} for rate, same in by_rate.items() if same]
+
+    betas, eps = (options.beta1, options.beta2), options.eps
     optimizers: list[Optimizer] = [
-        Adam(
-            groups,
-            lr=options.learning_rate,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            fused=True,
-        )
+        Adam(groups(p for p in rates if p not in factored), betas=betas, eps=eps, fused=True)
     ]
     if factored:
-        optimizers.append(
-            FactoredAdam(factored, lr=options.learning_rate, beta2=options.beta2, eps=options.eps)
-        )
+        in_order = (param for param in rates if param in factored)
+        optimizers.append(FactoredAdam(groups(in_order), beta2=options.beta2, eps=eps))
     return optimizers
 
 
