@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from test_scripts import rebuilds
 from moe_ext.lab.analysis import Cost
 from moe_ext.lab.experiments.results import Result, train_and_test
 from moe_ext.lab.experiments.stored import read_stored
+from moe_ext.lab.studies import _capacity_page as page_of
 from moe_ext.lab.studies import capacity as study
 from moe_ext.lab.training.config import ConfigError
 from moe_ext.lab.training.logging import read_metrics
@@ -33,12 +35,12 @@ def test_claims():
             seed: result(seed, 4 - 0.01 * math.log2(n), 5 - 0.005 * math.log2(n))
             for seed in (1, 2, 3)
         }
-        for arm, n in study.MIXTURES.items()
+        for arm, n in page_of.MIXTURES.items()
     }
-    results |= {dense: {seed: result(seed, 4.0, 5.0) for seed in (1, 2)} for dense in study.DENSE}
-    results[study.LARGE] = {seed: result(seed, 3.9, 5.0) for seed in (1, 2, 3)}
-    found = {(c.claim, c.compared): c.difference for c in study.claims_of_length(results, "")}
-    assert study.slope(results).mean == pytest.approx(-0.01)
+    results |= {dense: {seed: result(seed, 4.0, 5.0) for seed in (1, 2)} for dense in page_of.DENSE}
+    results[page_of.LARGE] = {seed: result(seed, 3.9, 5.0) for seed in (1, 2, 3)}
+    found = {(c.claim, c.compared): c.difference for c in page_of.claims_of_length(results, "")}
+    assert page_of.slope(results).mean == pytest.approx(-0.01)
     means = [gap.mean for (_, what), gap in found.items() if what.endswith("against moe-4")]
     assert means == pytest.approx([-0.02, -0.04, -0.06])
     steps = [gap.mean for (claim, _), gap in found.items() if claim.startswith("each increase")]
@@ -52,7 +54,7 @@ def test_claims():
     widening = [gap.mean for (claim, _), gap in found.items() if claim.startswith("more training")]
     assert widening == pytest.approx([-0.01, -0.02, -0.03])
     results["moe-64"] = {}
-    assert study.slope(results) is None
+    assert page_of.slope(results) is None
 
 
 def test_longer_training():
@@ -61,93 +63,99 @@ def test_longer_training():
     def results_with(doubling):
         return {
             model: {
-                seed: result(seed, 4 - doubling * math.log2(study.MIXTURES.get(model, 1)), 5.0)
+                seed: result(seed, 4 - doubling * math.log2(page_of.MIXTURES.get(model, 1)), 5.0)
                 for seed in (1, 2, 3)
             }
-            for model in study.MODELS
+            for model in page_of.MODELS
         }
 
-    longer = {f"{model} x2": runs for model, runs in results_with(0.015).items()}
-    results = dict.fromkeys(study.ARMS, {}) | results_with(0.01) | longer
-    claims = study.claims(results)
-    assert claims[:-3] == study.claims_of_length(results, " x2")
-    assert claims[0].compared == "moe-16 x2 against moe-4 x2"
+    longer = {f"{model} x4": runs for model, runs in results_with(0.015).items()}
+    results = dict.fromkeys(page_of.ARMS, {}) | results_with(0.01) | longer
+    claims = page_of.claims(results)
+    assert claims[:-3] == page_of.claims_of_length(results, " x4")
+    assert claims[0].compared == "moe-16 x4 against moe-4 x4"
     assert [c.difference.mean for c in claims[-3:]] == pytest.approx([-0.01, -0.02, -0.03])
-    assert all("with x2 minus difference without it" in c.compared for c in claims[-3:])
+    assert all("with x4 minus difference without it" in c.compared for c in claims[-3:])
     # Three seeds of a shorter training decide more than one of a longer training.
-    one_seed = results | {"moe-4 x2": {1: results["moe-4 x2"][1]}}
-    compared = [c.compared for c in study.claims(one_seed)]
+    one_seed = results | {"moe-4 x4": {1: results["moe-4 x4"][1]}}
+    compared = [c.compared for c in page_of.claims(one_seed)]
     assert compared[:3] == [f"{m} against moe-4" for m in ("moe-16", "moe-64", "moe-256-h")]
-    del results["moe-64 x2"][2], results["moe-4"][3]
-    assert study.gain(results, "moe-64", "", " x2").num_seeds == 1
+    del results["moe-64 x4"][2], results["moe-4"][3]
+    assert page_of.gain(results, "moe-64", "", " x4").num_seeds == 1
     # A model that has trained for less is compared with the others at its number of steps.
-    results["moe-64 x2"] = {}
-    claims = study.claims(results)
+    results["moe-64 x4"] = {}
+    claims = page_of.claims(results)
     assert [c.compared for c in claims[:3]] == [
-        "moe-16 x2 against moe-4 x2", "moe-64 against moe-4", "moe-256-h x2 against moe-4 x2",
+        "moe-16 x4 against moe-4 x4", "moe-64 against moe-4", "moe-256-h x4 against moe-4 x4",
     ]  # fmt: skip
-    assert claims[5].difference == study.slope(results)
+    assert claims[5].difference == page_of.slope(results)
     assert "moe-64 against" not in "".join(c.compared for c in claims[-2:])
     # moe-4 has not trained for longer.
-    results["moe-4 x2"] = {}
-    compared = [c.compared for c in study.claims(results)]
-    assert compared[0] == "moe-16 against moe-4" and not any("with x2 minus" in c for c in compared)
-    assert "moe-256-h x2 against 4xlstm x2" in compared
-    assert study.lengths_of({arm: {} for arm in study.ARMS} | {"4xlstm x2": {1: ()}}) == []
+    results["moe-4 x4"] = {}
+    compared = [c.compared for c in page_of.claims(results)]
+    assert compared[0] == "moe-16 against moe-4" and not any("with x4 minus" in c for c in compared)
+    assert "moe-256-h x4 against 4xlstm x4" in compared
+    assert page_of.lengths_of({arm: {} for arm in page_of.ARMS} | {"4xlstm x4": {1: ()}}) == []
 
 
 def test_spread_over_the_seeds():
     results = {"a": {1: result(1, 3.0, 4.0), 2: result(2, 3.2, 4.0)}, "b": {1: result(1, 9.0, 9.0)}}
-    assert study.spread(results) == pytest.approx(0.02**0.5)
-    assert "0.141 on the test part" in study.spread_sentence(results, results)
-    assert study.spread_sentence({"b": results["b"]}, results) == ""
+    assert page_of.spread(results) == pytest.approx(0.02**0.5)
+    assert "0.141 on the test part" in page_of.spread_sentence(results, results)
+    assert page_of.spread_sentence({"b": results["b"]}, results) == ""
 
 
 def test_found_names_the_mixture_that_is_best_on_dev():
-    results = dict.fromkeys(study.ARMS, {})
+    results = dict.fromkeys(page_of.ARMS, {})
     results |= {"moe-16": {1: result(1, 2.99, 4.0)}, "moe-4": {1: result(1, 3.0, 4.0)}}
-    on_dev = dict.fromkeys(study.ARMS, {})
+    on_dev = dict.fromkeys(page_of.ARMS, {})
     on_dev |= {"moe-16": {1: result(1, 3.2, 4.0)}, "moe-4": {1: result(1, 3.3, 4.0)}}
-    text = study.found(results, on_dev)
+    text = page_of.found(results, on_dev)
     assert "is moe-16." in text and "-1.00% (one seed, not decided) from moe-4." in text
     on_dev["moe-4"] = {1: result(1, 3.1, 4.0)}
-    assert study.found(results, on_dev) == "The mixture with the lowest dev perplexity is moe-4."
+    assert page_of.found(results, on_dev) == "The mixture with the lowest dev perplexity is moe-4."
     # The comparison has the same number of training steps.
-    results |= {"moe-64 x2": {1: result(1, 2.5, 3.0)}, "4xlstm x2": {1: result(1, 2.6, 3.0)}}
-    on_dev["moe-64 x2"] = {1: result(1, 2.7, 3.0)}
-    text = study.found(results, on_dev)
+    results |= {"moe-64 x4": {1: result(1, 2.5, 3.0)}, "4xlstm x4": {1: result(1, 2.6, 3.0)}}
+    on_dev["moe-64 x4"] = {1: result(1, 2.7, 3.0)}
+    text = page_of.found(results, on_dev)
     assert text.endswith(
-        "is moe-64 x2. The change of its test perplexity is "
-        "-9.52% (one seed, not decided) from 4xlstm x2."
+        "is moe-64 x4. The change of its test perplexity is "
+        "-9.52% (one seed, not decided) from 4xlstm x4."
     )
 
 
-def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
-    """Only seed 1 has all settings; the usual ones are 1% above the best of moe-4."""
-    on_dev = dict.fromkeys(study.ARMS, {})
-    on_dev["moe-4"] = {1: result(1, 3.01, 0.0), 2: result(2, 9.0, 0.0)}
-    on_dev |= {f"moe-4{trial}": {1: result(1, 3.1, 0.0)} for trial in study.TRIALS}
-    on_dev["moe-4 rate 0.016"] = {1: result(1, 3.0, 0.0)}
-    on_dev["moe-16"] = {1: result(1, 3.0, 0.0)}
-    settings = {"steps": 1500, "optimizer.learning_rate": 8e-3, "model.dropout": 0.0}
-    text = study.trials(settings, on_dev, study.MODELS, study.TRIALS)
-    assert "after 1,500 steps" in text
+def stored_run(arm, seed, dev, test):
+    return {
+        "arm": arm, "seed": seed, "dev": [[1000, 9.0], [2000, dev]], "test_nll": test,
+        "earlier_nll": {"0.25": 9.0}, "cost": asdict(Cost(1_000_000, 2_000_000, 3_000_000)),
+        "words_per_second": 1.0, "balance": {}, "seconds": 3600.0,
+    }  # fmt: skip
+
+
+def test_each_model_has_its_best_options():
+    """The dev part selects among all options of a model and a length, on their common seeds."""
+    runs = [
+        stored_run("moe-4", 1, 3.01, 3.5),
+        stored_run("moe-4", 2, 2.0, 2.5),  # the rate 0.016 has no such seed
+        stored_run("moe-4 rate 0.016", 1, 3.0, 3.6),
+        stored_run("moe-4 dropout 0.1", 1, 3.1, 3.1),  # the best on the test part
+        stored_run("moe-4 x4", 1, 2.8, 2.9),
+        stored_run("moe-16 rate 0.004", 1, 3.0, 3.0),
+    ]
+    best = page_of.best_arms(runs)
+    assert best["moe-4"] == "moe-4 rate 0.016" and best["moe-4 x4"] == "moe-4 x4"
+    assert best["moe-16"] == "moe-16 rate 0.004" and best["moe-64"] == "moe-64"
+    results = page_of.at_best(runs)
+    assert results["moe-4"][1].test_nll == 3.6 and results["moe-4 x4"][1].test_nll == 2.9
+    assert page_of.at_best(runs, "dev")["moe-4"][1].test_nll == 3.0
+    settings = {"optimizer.learning_rate": 8e-3, "model.dropout": 0.0}
+    text = page_of.search(settings, runs)
     assert (
-        "| model | seeds | rate 0.008, dropout 0 | rate 0.004 | rate 0.016 | dropout 0.1 |" in text
+        "| model | seeds | rate 0.008, dropout 0 | rate 0.016 | dropout 0.1 | rate 0.004 |" in text
     )
-    assert "| moe-4 | 1 | 20.29 | 22.20 | 20.09 | 22.20 |" in text and "moe-16" not in text
-    assert "above the lowest of its row by 1.01% (moe-4)." in text
-    on_dev["moe-4 dropout 0.1"] = {}
-    fewer = study.trials(settings, on_dev, study.MODELS, study.TRIALS)
-    assert "| rate 0.004 | rate 0.016 |\n" in fewer
-    assert fewer.count("\n| moe-") == 1  # no other model has run with another rate
-    on_dev["moe-16 dropout 0.1"] = {1: result(1, 3.5, 0.0)}
-    both = study.trials(settings, on_dev, study.MODELS, study.TRIALS)
-    assert "| moe-4 | 1 | 20.29 | 22.20 | 20.09 |  |" in both
-    assert "| moe-16 | 1 | 20.09 |  |  | 33.12 |" in both
-    assert "of its row by 1.01% (moe-4), 0.00% (moe-16)." in both
-    on_dev |= {arm: {} for arm in on_dev if arm not in study.MODELS}
-    assert study.trials(settings, on_dev, study.MODELS, study.TRIALS) == ""
+    assert "| moe-4 | 1 | 20.29 | 20.09 | 22.20 |  |\n| moe-4 x4 | 1 | 16.44 |  |  |  |\n" in text
+    assert "| moe-16 | 1 |  |  |  | 20.09 |" in text and "moe-64" not in text
+    assert page_of.search(settings, runs[:2]).startswith("Every run has rate 0.008, dropout 0;")
 
 
 def run(corpus, tmp_path, *options):
@@ -171,10 +179,10 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     page, stored = (tmp_path / "results" / f"capacity_sources.{end}" for end in ("md", "json"))
     run(corpus, tmp_path, "--seeds", "1", "--arms", "4xlstm")
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
-    run(corpus, tmp_path, "--seeds", "1", "--arms", *study.MIXTURES, "moe-1-wide")
+    run(corpus, tmp_path, "--seeds", "1", "--arms", *page_of.MIXTURES, "moe-1-wide")
     assert "(one seed, not decided) | not decided |" in page.read_text()
     of_file = {(r["arm"], r["seed"]): r for r in json.loads(stored.read_text())["runs"]}
-    assert [*of_file] == [(model, 1) for model in (*study.MIXTURES, "moe-1-wide", "4xlstm")]
+    assert [*of_file] == [(model, 1) for model in (*page_of.MIXTURES, "moe-1-wide", "4xlstm")]
     folder = tmp_path / "runs" / "sources" / "moe-16-seed1"
     assert of_file["moe-16", 1]["dev"] == [
         [record["tokens"], record["nll"]] for record in read_metrics(folder, "dev")
@@ -188,10 +196,10 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     }  # fmt: skip
     assert not (tmp_path / "runs" / "sources" / "moe-4-seed1").exists()
     assert (tmp_path / "runs" / "sources" / "moe-4-seed2" / "result.json").exists()
-    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4 x2", "moe-16 x2")
+    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4 x4", "moe-16 x4")
     seen = {r["arm"]: r["dev"][-1][0] for r in json.loads(stored.read_text())["runs"]}
-    assert seen["moe-4 x2"] == pytest.approx(2 * seen["moe-4"], rel=0.2)
-    assert "| moe-16 x2 |" in page.read_text() and "| moe-16 x2 against" in page.read_text()
+    assert seen["moe-4 x4"] == pytest.approx(4 * seen["moe-4"], rel=0.2)
+    assert "| moe-16 x4 |" in page.read_text() and "| moe-16 x4 against" in page.read_text()
     text, settings = page.read_text(), json.loads(stored.read_text())["settings"]
     assert settings["test_bytes"] == len((corpus / "test.txt").read_bytes())
     nats = results["moe-16"][1].test_nll * settings["test_tokens"] / settings["test_bytes"]
@@ -205,7 +213,7 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     assert f"All runs took at least {len(data['runs']) / 2:.2f} core-hours." in page.read_text()
     command = "capacity.py --text sources steps=4 data.vocab_size=40 data.tokens_per_batch=200 "
     assert command + "model.d_model=8\n" in text
-    assert command + "model.d_model=8 --seeds 1 --arms 'moe-4 x2' 'moe-16 x2'\n" in text
+    assert command + "model.d_model=8 --seeds 1 --arms 'moe-4 x4' 'moe-16 x4'\n" in text
     assert rebuilds(partial(study.main, root=ROOT), "capacity_sources", tmp_path / "results")
 
 
@@ -251,9 +259,9 @@ def test_all_models_have_equal_operations(corpus, tmp_path):
         ROOT,
     )  # fmt: skip
     ops = {arm: runs[1].cost.ops_per_timestep for arm, runs in results.items() if runs}
-    assert [*ops] == [*study.MODELS]
+    assert [*ops] == [*page_of.MODELS]
     assert ops.pop("lstm-384-96") == 1.125 * ops["4xlstm"]
-    assert 1.9 < ops.pop(study.LARGE) / ops["moe-64"] < 2.2
+    assert 1.9 < ops.pop(page_of.LARGE) / ops["moe-64"] < 2.2
     assert max(ops.values()) < 1.05 * min(ops.values())
     config = json.loads((tmp_path / "runs" / "prose" / "moe-64-seed1" / "result.json").read_text())[
         "config"
@@ -266,13 +274,19 @@ def test_all_models_have_equal_operations(corpus, tmp_path):
 
 
 def test_an_arm_with_another_rate_or_dropout(corpus, tmp_path):
-    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4", *(f"moe-4{t}" for t in study.TRIALS))
-    found = {}
-    for trial in study.TRIALS:
-        folder = tmp_path / "runs" / "sources" / f"moe-4{trial.replace(' ', '-')}-seed1"
+    arms = [f"moe-4{trial}" for trial in page_of.TRIALS]
+    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4", *arms)
+    found = []
+    for arm in arms:
+        folder = tmp_path / "runs" / "sources" / f"{arm.replace(' ', '-')}-seed1"
         config = json.loads((folder / "result.json").read_text())["config"]
-        found[trial] = config["optimizer"]["learning_rate"], config["model"]["dropout"]
-    assert found == {
-        " rate 0.004": (4e-3, 0.0), " rate 0.016": (16e-3, 0.0), " dropout 0.1": (8e-3, 0.1),
-    }  # fmt: skip
-    assert "| moe-4 | 1 | " in (tmp_path / "results" / "capacity_sources.md").read_text()
+        rates = [config["optimizer"][f"{of}learning_rate"] for of in ("", "expert_")]
+        found.append((*rates, config["model"]["dropout"]))
+    assert found == [
+        (0.004, 0, 0), (0.016, 0, 0), (0.016, 0.008, 0), (0.032, 0, 0), (0.008, 0, 0.1),
+    ]  # fmt: skip
+    stored = read_stored(tmp_path / "results" / "capacity_sources.json")
+    best = page_of.best_arms(stored.runs)["moe-4"].removeprefix("moe-4")
+    page = (tmp_path / "results" / "capacity_sources.md").read_text()
+    assert f"| moe-4 | {page_of.options_of(stored.settings, best)} |" in page
+    assert page.count("\n| moe-4 | ") == 2  # the table of the models, and that of the options

@@ -25,6 +25,7 @@ from moe_ext.lab.experiments.study import (
     difference,
     has_diverged,
     run_study,
+    trials,
     verdict,
     widening,
 )
@@ -229,6 +230,26 @@ def test_verdicts():
     assert as_change(change) == "-10.00% [-20.00, +0.00]" and as_change(None) == ""
     table = markdown_table(["a", "b"], [[1, "x"], [2, ""]])
     assert table == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 |  |\n"
+
+
+def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
+    """Only seed 1 has all settings; the usual ones are 1% above the best of "moe"."""
+
+    def of(nll, *seeds):
+        return {seed: result(nll, seed=seed) for seed in seeds}
+
+    on_dev = {"moe": of(3.01, 1) | of(9.0, 2), "moe rate 0.016": of(3.0, 1), "dense": of(3.0, 1)}
+    settings = {"steps": 1500, "optimizer.learning_rate": 8e-3, "model.dropout": 0.0}
+    compared = partial(trials, settings, models=("moe", "dense"), suffixes=(" rate 0.016", " slow"))
+    text = compared(on_dev)
+    assert "after 1,500 steps" in text
+    assert "| model | seeds | rate 0.008, dropout 0 | rate 0.016 |\n" in text
+    assert "| moe | 1 | 20.29 | 20.09 |" in text and "| dense |" not in text
+    assert "above the lowest of its row by 1.01% (moe)." in text
+    both = compared(on_dev | {"dense slow": of(3.5, 1)})
+    assert "| moe | 1 | 20.29 | 20.09 |  |\n| dense | 1 | 20.09 |  | 33.12 |" in both
+    assert "of its row by 1.01% (moe), 0.00% (dense)." in both
+    assert compared({"moe": on_dev["moe"], "dense": on_dev["dense"]}) == ""
 
 
 def test_claims_about_a_larger_w_load():

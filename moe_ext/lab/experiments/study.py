@@ -298,6 +298,57 @@ def as_change(difference: PairedDifference | None) -> str:
     return difference.text(lambda value: f"{100 * (perplexity(value) - 1):+.2f}", "%")
 
 
+class Tried(NamedTuple):
+    """The dev results of a model with each of its settings.
+
+    Attributes:
+        num_seeds: the number of seeds with which the model has run with all of its settings.
+        nll: the mean ln ppl on the dev part over these seeds, by the ending of the model's name;
+            "" has the usual settings.
+    """
+
+    num_seeds: int
+    nll: dict[str, float]
+
+
+def tried(on_dev: Results, models: Iterable[str], suffixes: Iterable[str]) -> dict[str, Tried]:
+    """Compares the settings of each model on the dev part.
+
+    Args:
+        on_dev: the runs by arm and seed, with the results on the dev part.
+        models: the names of the models with the usual settings.
+        suffixes: the endings of the names of the models with other settings, such as " rate 0.004".
+    """
+    compared = {}
+    for model in models:
+        arms = {end: runs for end in ("", *suffixes) if (runs := on_dev.get(model + end))}
+        seeds = set.intersection(*map(set, arms.values())) if arms else set()
+        compared[model] = Tried(
+            len(seeds),
+            {
+                end: statistics.fmean(runs[seed].test_nll for seed in seeds)
+                for end, runs in arms.items()
+                if seeds
+            },
+        )
+    return compared
+
+
+def trials_table(compared: Mapping[str, Tried], usual: str) -> str:
+    """Formats the dev perplexities as a Markdown table; `usual` names the usual settings."""
+    endings = dict.fromkeys(end for _, nll in compared.values() for end in nll)
+    rows = [
+        [
+            model,
+            num_seeds,
+            *(f"{perplexity(nll[end]):.2f}" if end in nll else "" for end in endings),
+        ]
+        for model, (num_seeds, nll) in compared.items()
+        if nll
+    ]
+    return markdown_table(["model", "seeds", *(end.strip() or usual for end in endings)], rows)
+
+
 def trials(
     settings: Mapping[str, Any], on_dev: Results, models: Iterable[str], suffixes: Iterable[str]
 ) -> str:
@@ -307,32 +358,25 @@ def trials(
 
     Args:
         settings: the options that the runs of the models share.
-        on_dev: the runs by arm and seed, with the results on the dev part.
-        models: the names of the models with the shared options.
-        suffixes: the endings of the names of the models with other options, such as " rate 0.004".
+        on_dev: see `tried`.
+        models: see `tried`.
+        suffixes: see `tried`.
     """
     usual = f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
-    models = [*models]
-    endings = [end for end in suffixes if any(on_dev.get(model + end) for model in models)]
-    rows, excess = [], []
-    for model in models:
-        tried = [end for end in endings if on_dev.get(model + end)]
-        arms = {end: on_dev.get(model + end, {}) for end in ("", *tried)}
-        seeds = set.intersection(*map(set, arms.values()))
-        if not (tried and seeds):
-            continue
-        nll = {
-            end: statistics.fmean(arm[seed].test_nll for seed in seeds) for end, arm in arms.items()
-        }
-        cells = [f"{perplexity(nll[end]):.2f}" if end in nll else "" for end in ("", *endings)]
-        rows.append([model, len(seeds), *cells])
-        excess.append(f"{perplexity(nll[''] - min(nll.values())) * 100 - 100:.2f}% ({model})")
-    if not rows:
+    compared = {
+        model: of_model
+        for model, of_model in tried(on_dev, models, suffixes).items()
+        if len(of_model.nll) > 1 and "" in of_model.nll
+    }
+    if not compared:
         return ""
-    header = ["model", "seeds", usual, *(end.strip() for end in endings)]
+    excess = [
+        f"{perplexity(nll[''] - min(nll.values())) * 100 - 100:.2f}% ({model})"
+        for model, (_, nll) in compared.items()
+    ]
     return (
         f"The dev perplexity after {settings['steps']:,} steps, with other learning rates and "
-        f"dropouts:\n\n{markdown_table(header, rows)}\n"
+        f"dropouts:\n\n{trials_table(compared, usual)}\n"
         f"All runs outside this table have {usual}. The perplexity with {usual} is above the "
         f"lowest of its row by {', '.join(excess)}.\n\n"
     )
