@@ -283,7 +283,8 @@ def test_an_arm_with_another_rate_or_dropout(corpus, tmp_path):
         rates = [config["optimizer"][f"{of}learning_rate"] for of in ("", "expert_")]
         found.append((*rates, config["model"]["dropout"]))
     assert found == [
-        (0.004, 0, 0), (0.016, 0, 0), (0.016, 0.008, 0), (0.032, 0, 0), (0.008, 0, 0.1),
+        (0.004, 0, 0), (0.016, 0, 0), (0.016, 0.008, 0), (0.016, 0.004, 0), (0.032, 0, 0),
+        (0.008, 0, 0.1),
     ]  # fmt: skip
     stored = read_stored(tmp_path / "results" / "capacity_sources.json")
     best = page_of.best_arms(stored.runs)["moe-4"].removeprefix("moe-4")

@@ -13,6 +13,7 @@ from test_scripts import ROOT, rebuilds
 
 from moe_ext.lab.analysis import Cost
 from moe_ext.lab.data import batches_of
+from moe_ext.lab.studies import _multilingual_page as multilingual_page
 from moe_ext.lab.studies import _translation_page as report
 from moe_ext.lab.studies import multilingual, translation
 from moe_ext.lab.training.checkpoint import load_run
@@ -349,49 +350,49 @@ def test_attention_on_the_language_token(parallel_corpus, tmp_path):
 def test_the_better_model_has_less_perplexity_and_more_bleu():
     """Only language pairs of both models count; equal values count for neither model."""
     ours, theirs = (
-        {name: {1: multilingual.Figures(*each)} for name, each in figures.items()}
+        {name: {1: multilingual_page.Figures(*each)} for name, each in figures.items()}
         for figures in (
             {"a": (1.0, 20.0), "b": (1.0, 20.0), "c": (1.0, 20.0), "d": (3.0, 20.0), "e": (9, 9)},
             {"d": (2.0, 20.0), "c": (2.0, 21.0), "b": (2.0, 21.0), "a": (2.0, 19.0)},
         )
     )
     found = {"moe": ours, "dense": theirs, "single": {}}
-    _, compared, gap, bleu, *counts = multilingual.comparison(found, "moe", "dense", "")
+    _, compared, gap, bleu, *counts = multilingual_page.comparison(found, "moe", "dense", "")
     assert compared == "moe against dense"
     assert gap.mean == -0.5 and bleu.mean == -0.25 and counts == [4, 3, 1]
-    assert multilingual.comparison(found, "moe", "single", "") is None
+    assert multilingual_page.comparison(found, "moe", "single", "") is None
     assert f"{gap:.1f}" == "-0.5 (one seed, not decided)"
 
 
 def test_the_interval_is_over_the_seeds():
     """The mean over the language pairs differs between the seeds that both models have."""
-    ours = {p: {s: multilingual.Figures(1.0, 9.0) for s in (1, 2, 3, 4)} for p in "ab"}
+    ours = {p: {s: multilingual_page.Figures(1.0, 9.0) for s in (1, 2, 3, 4)} for p in "ab"}
     nll = {"a": (1.5, 1.6, 1.7), "b": (1.1, 1.2, 1.3)}
     bleu = {"a": (8.0, 7.9, 7.8), "b": (9.0, 8.9, 8.8)}
     theirs = {
         p: {
-            s: multilingual.Figures(*each)
+            s: multilingual_page.Figures(*each)
             for s, each in enumerate(zip(nll[p], bleu[p], strict=True), 1)
         }
         for p in "ab"
     }
     found = {"moe": ours, "dense": theirs}
-    compared = multilingual.comparison(found, "moe", "dense", "claim")
+    compared = multilingual_page.comparison(found, "moe", "dense", "claim")
     gap = compared.difference
     assert gap.num_seeds == 3 and gap.mean == pytest.approx(-0.4)
     assert gap.high - gap.mean == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)  # t of 2 degrees
-    row = multilingual.comparisons_table([compared]).strip().splitlines()[-1]
+    row = multilingual_page.comparisons_table([compared]).strip().splitlines()[-1]
     assert re.fullmatch(
         r"\| claim \| moe against dense \| -3.+ \| supported \| \+0.60 .+ \| supported "
         r"\| 2 of 2 \| 2 of 2 \|",
         row,
     )
     del theirs["b"][3]
-    assert multilingual.comparison(found, "moe", "dense", "").difference.num_seeds == 2
+    assert multilingual_page.comparison(found, "moe", "dense", "").difference.num_seeds == 2
     del theirs["b"][1], theirs["a"][2]
-    without = multilingual.comparison(found, "moe", "dense", "")
+    without = multilingual_page.comparison(found, "moe", "dense", "")
     assert without.difference is without.bleu is None and without.num_pairs == 2
-    assert "| not decided |  | not decided |" in multilingual.comparisons_table([without])
+    assert "| not decided |  | not decided |" in multilingual_page.comparisons_table([without])
 
 
 @pytest.mark.parametrize("script", [translation, multilingual])

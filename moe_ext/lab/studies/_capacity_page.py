@@ -56,6 +56,10 @@ TRIALS = {
         "optimizer.learning_rate=16e-3",
         "optimizer.expert_learning_rate=8e-3",
     ],
+    " rate 0.016 experts 0.004": [
+        "optimizer.learning_rate=16e-3",
+        "optimizer.expert_learning_rate=4e-3",
+    ],
     " rate 0.032": ["optimizer.learning_rate=32e-3"],
     " dropout 0.1": ["model.dropout=0.1"],
 }
