@@ -52,10 +52,16 @@ def only_given(logits: Tensor, expert_index: Tensor | None) -> Tensor:
 
     A top-k selection then selects exactly the given experts, with unchanged gates. None: returns
     logits.
+
+    Raises:
+        RuntimeError: a token has the same expert twice; on the CPU only, also in a compiled graph.
     """
     if expert_index is None:
         return logits
     given = torch.zeros_like(logits, dtype=torch.bool).scatter(1, expert_index, True)
+    if given.device.type == "cpu":  # on CUDA, a failed check would end the use of the device
+        different = (given.sum(1) == expert_index.shape[1]).all()
+        torch._assert_async(different, "expert_index must have different experts for each token")
     return torch.where(given, logits, -torch.inf)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class AdaptiveGate(Gate):
         super().__init__(d_model, num_experts, k)
         if num_counts > 0:
             # Not a buffer: DistributedDataParallel would replace it by the counts of rank 0.
-            self.tokens_since_update = torch.zeros(num_counts, dtype=torch.int64)
+            self.tokens_since_update = _of_fixed_size(torch.zeros(num_counts, dtype=torch.int64))
 
     def count(self, counts: Tensor) -> None:
         """Adds counts [N], whole numbers of any dtype, to tokens_since_update in training mode.
@@ -110,9 +110,18 @@ class AdaptiveGate(Gate):
         counts = self.tokens_since_update
         assert counts is not None
         from_meta = counts.is_meta and device.type != "meta"
-        self.tokens_since_update = (
+        self.tokens_since_update = _of_fixed_size(
             torch.zeros_like(counts, device=device) if from_meta else counts.to(device)
         )
+
+
+def _of_fixed_size(counts: Tensor) -> Tensor:
+    """Does what `torch._dynamo.mark_static` does, without the import of torch's compiler.
+
+    A compiled graph then does not take the number of counts for a number of tokens that it equals.
+    """
+    counts._dynamo_static_indices = {0}  # type: ignore[attr-defined]
+    return counts
 
 
 def _is_half(tensor: Tensor) -> bool:
@@ -150,7 +159,7 @@ def update_gates(model: nn.Module, process_group: ProcessGroup | DeviceMesh | No
     gates = adaptive_gates(model)
     rule = "contain a gate that adapts: a ReLUGate, or a TopKGate with bias_update_rate"
     require(bool(gates), "update_gates: model", rule, type(model).__name__)
-    counts = [counts for gate in gates if (counts := gate.tokens_since_update) is not None]
+    counts = [cast(Tensor, gate.tokens_since_update) for gate in gates]
     totals = Layout.of(process_group).world.sum(*counts)
     for gate, count, total in zip(gates, counts, totals, strict=True):
         gate.update(total)

@@ -183,7 +183,8 @@ class FactoredAdam(_Factored):
 
     Args:
         params: parameters or parameter groups, as for every torch optimizer.
-        lr: learning rate, a number or a tensor with one element.
+        lr: learning rate, a number or a tensor with one element. Under `torch.compile`, each other
+            number compiles the step again, a tensor does not.
         beta2: decay of the second moment.
         eps: added to sqrt(V).
         mean_of_roots: whether to divide g by
@@ -251,7 +252,8 @@ class FactoredAdagrad(_Factored):
 
     Args:
         params: parameters or parameter groups, as for every torch optimizer.
-        lr: learning rate, a number or a tensor with one element.
+        lr: learning rate, a number or a tensor with one element. Under `torch.compile`, each other
+            number compiles the step again, a tensor does not.
         initial_accumulator_value: initial value of the sums of squares.
         eps: added to the square root.
         capturable, factored: see `FactoredAdam`.

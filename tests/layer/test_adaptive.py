@@ -188,3 +188,31 @@ def test_errors():
     gate = AdaptiveGate(D, E, K, num_counts=1)
     with pytest.raises(NotImplementedError, match="AdaptiveGate must define update"):
         update_gates(gate)
+
+
+@all_gates
+def test_compiled_step_equals_eager(state):
+    """One graph serves any number of tokens, also after as many tokens as counts."""
+    torch._dynamo.reset()
+    layer = make_layer(state)
+    other = copy.deepcopy(layer)
+
+    def step(layer, x):
+        layer(x)
+        update_gates(layer)
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    for num_tokens in (len(layer.gate.tokens_since_update), 9, 12):
+        x = torch.randn(num_tokens, D)
+        with torch.no_grad():
+            step(layer, x)
+            compiled(other, x)
+        assert_same_bits(layer.gate.get_buffer(state), other.gate.get_buffer(state))
+        assert other.gate.tokens_since_update.count_nonzero() == 0
+    assert len(graphs) == 1

@@ -215,6 +215,21 @@ def test_invalid_experts_are_refused(index, error, message):
         layer(torch.randn(3, D, dtype=torch.float64), expert_index=index)
 
 
+@pytest.mark.parametrize("gate", [TopKGate, NoisyTopKGate])
+@pytest.mark.parametrize("experts", [[3, 3], [0, E], [-1, 0]])
+def test_a_compiled_layer_refuses_invalid_experts(gate, experts):
+    torch._dynamo.reset()
+    layer = torch.compile(make_layer(gate), fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, D, dtype=torch.float64)
+    layer(x, expert_index=torch.tensor([[0, 1]] * 3))
+    errors, message = (
+        (ValueError, IndexError, RuntimeError),
+        "different experts|below 6|out of bounds",
+    )
+    with pytest.raises(errors, match=message):
+        layer(x, expert_index=torch.tensor([[0, 1]] * 2 + [experts]))
+
+
 @pytest.mark.parametrize(
     "layer, name",
     [
