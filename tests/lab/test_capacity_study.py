@@ -95,7 +95,9 @@ def test_longer_training():
     compared = [c.compared for c in page_of.claims(results)]
     assert compared[0] == "moe-16 against moe-4" and not any("with x4 minus" in c for c in compared)
     assert "moe-256-h x4 against 4xlstm x4" in compared
-    assert page_of.lengths_of({arm: {} for arm in page_of.ARMS} | {"4xlstm x4": {1: ()}}) == []
+    one = dict.fromkeys(page_of.ARMS, {}) | {"4xlstm x4": {1: ()}, "moe-4 x8": {1: ()}}
+    assert page_of.lengths_of(one) == []
+    assert page_of.lengths_of(one | {"moe-16 x4": {1: ()}}) == [" x4"]
 
 
 def test_spread_over_the_seeds():
@@ -275,7 +277,7 @@ def test_all_models_have_equal_operations(corpus, tmp_path):
 
 def test_an_arm_with_another_rate_or_dropout(corpus, tmp_path):
     arms = [f"moe-4{trial}" for trial in page_of.TRIALS]
-    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4", *arms)
+    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4", "4xlstm", *arms)
     found = []
     for arm in arms:
         folder = tmp_path / "runs" / "sources" / f"{arm.replace(' ', '-')}-seed1"

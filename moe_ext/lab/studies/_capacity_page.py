@@ -48,7 +48,7 @@ DENSE = ("moe-1-wide", "moe-1-deep", "4xlstm", "lstm-384-96")  # of equal operat
 LARGE, LARGE_BASE = "moe-64-2x", "moe-64"  # a mixture of twice the operations
 MODELS = (*MIXTURES, *DENSE, LARGE)
 # Suffixes of the names of models that train longer, and of models with another rate or dropout.
-LENGTHS = {"": 1, " x4": 4}
+LENGTHS = {"": 1, " x4": 4, " x8": 8}
 TRIALS = {
     " rate 0.004": ["optimizer.learning_rate=4e-3"],
     " rate 0.016": ["optimizer.learning_rate=16e-3"],
@@ -121,8 +121,16 @@ def of_length(results: Results, suffix: str) -> Results:
 
 
 def lengths_of(results: Results) -> list[str]:
-    """Returns the suffixes of the numbers of training steps for which a mixture has a run."""
-    return [s for s in LENGTHS if any(results[mixture + s] for mixture in MIXTURES)]
+    """Returns the suffixes of the numbers of training steps with which models can be compared.
+
+    A mixture and another model have runs with each of them.
+    """
+    return [
+        suffix
+        for suffix in LENGTHS
+        if any(results[mixture + suffix] for mixture in MIXTURES)
+        and sum(bool(results[model + suffix]) for model in MODELS) > 1
+    ]
 
 
 def slope(results: Results) -> PairedDifference | None:
@@ -244,7 +252,7 @@ def spread_sentence(results: Results, on_dev: Results) -> str:
 
 def found(results: Results, on_dev: Results) -> str:
     """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
-    arms = [mixture + suffix for suffix in LENGTHS for mixture in MIXTURES]
+    arms = [mixture + suffix for suffix in lengths_of(results) for mixture in MIXTURES]
     best = min((arm for arm in arms if on_dev[arm]), key=lambda arm: mean_perplexity(on_dev[arm]))
     model, *_ = ARMS[best]
     suffix = best.removeprefix(model)
