@@ -382,12 +382,14 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
         ]
         if ends:
             capacity.fill_between(*zip(*ends, strict=True), color=line.get_color(), alpha=0.2, lw=0)
-    for arm in [dense + suffix for suffix in with_first[-1:] for dense in DENSE]:
-        if gap := difference(results[arm], results[FIRST + with_first[-1]]):
-            level = percent(gap.mean)
-            capacity.axhline(level, lw=0.8, ls="--", color="grey")
-            where = capacity.get_yaxis_transform()
-            capacity.annotate(arm, (0.02, level), xycoords=where, fontsize=7, va="bottom")
+    for place, dense in enumerate(DENSE):
+        for suffix in with_first[-1:]:
+            if gap := difference(results[dense + suffix], results[FIRST + suffix]):
+                level = percent(gap.mean)
+                capacity.axhline(level, lw=0.8, ls="--", color="grey")
+                at = (0.02 + 0.2 * place, level)  # side by side, because levels can be equal
+                where = capacity.get_yaxis_transform()
+                capacity.annotate(dense + suffix, at, xycoords=where, fontsize=7, va="bottom")
     capacity.set_xscale("log", base=4)
     capacity.set_xticks([*MIXTURES.values()], [*map(str, MIXTURES.values())])
     capacity.set(
