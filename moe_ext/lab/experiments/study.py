@@ -349,6 +349,11 @@ def trials_table(compared: Mapping[str, Tried], usual: str) -> str:
     return markdown_table(["model", "seeds", *(end.strip() or usual for end in endings)], rows)
 
 
+def usual_options(settings: Mapping[str, Any]) -> str:
+    """Names the learning rate and the dropout that the runs of the models share."""
+    return f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
+
+
 def trials(
     settings: Mapping[str, Any], on_dev: Results, models: Iterable[str], suffixes: Iterable[str]
 ) -> str:
@@ -362,7 +367,7 @@ def trials(
         models: see `tried`.
         suffixes: see `tried`.
     """
-    usual = f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
+    usual = usual_options(settings)
     compared = {
         model: of_model
         for model, of_model in tried(on_dev, models, suffixes).items()

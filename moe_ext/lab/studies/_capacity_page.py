@@ -23,6 +23,7 @@ from moe_ext.lab.experiments.study import (
     size_cells,
     trials_table,
     tried,
+    usual_options,
     widening,
 )
 from moe_ext.lab.training.metrics import perplexity
@@ -267,8 +268,7 @@ def found(results: Results, on_dev: Results) -> str:
 
 def options_of(settings: Mapping[str, Any], trial: str) -> str:
     """Names the learning rate and the dropout of a key of TRIALS, or of "", the usual settings."""
-    usual = f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
-    return trial.strip() or usual
+    return trial.strip() or usual_options(settings)
 
 
 def search(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
@@ -276,7 +276,7 @@ def search(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
     on_dev = results_of(runs, ARMS, "dev")
     names = [model + suffix for model, suffix in product(MODELS, LENGTHS)]
     compared = tried(on_dev, names, TRIALS)
-    usual = options_of(settings, "")
+    usual = usual_options(settings)
     if all(len(of_model.nll) < 2 for of_model in compared.values()):
         return f"Every run has {usual}; nothing was selected by the dev part.\n\n"
     return (
@@ -382,14 +382,13 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
         ]
         if ends:
             capacity.fill_between(*zip(*ends, strict=True), color=line.get_color(), alpha=0.2, lw=0)
-    for place, dense in enumerate(DENSE):
-        for suffix in with_first[-1:]:
-            if gap := difference(results[dense + suffix], results[FIRST + suffix]):
-                level = percent(gap.mean)
-                capacity.axhline(level, lw=0.8, ls="--", color="grey")
-                at = (0.02 + 0.2 * place, level)  # side by side, because levels can be equal
-                where = capacity.get_yaxis_transform()
-                capacity.annotate(dense + suffix, at, xycoords=where, fontsize=7, va="bottom")
+    where = capacity.get_yaxis_transform()
+    for suffix, (place, dense) in product(with_first[-1:], enumerate(DENSE)):
+        if gap := difference(results[dense + suffix], results[FIRST + suffix]):
+            level = percent(gap.mean)
+            capacity.axhline(level, lw=0.8, ls="--", color="grey")
+            at = (0.02 + 0.2 * place, level)  # side by side, because levels can be equal
+            capacity.annotate(dense + suffix, at, xycoords=where, fontsize=7, va="bottom")
     capacity.set_xscale("log", base=4)
     capacity.set_xticks([*MIXTURES.values()], [*map(str, MIXTURES.values())])
     capacity.set(
