@@ -158,7 +158,7 @@ def update_gates(model: nn.Module, process_group: ProcessGroup | DeviceMesh | No
     """
     gates = adaptive_gates(model)
     rule = "contain a gate that adapts: a ReLUGate, or a TopKGate with bias_update_rate"
-    require(bool(gates), "update_gates: model", rule, type(model).__name__)
+    require(len(gates) > 0, "update_gates: model", rule, type(model).__name__)
     counts = [cast(Tensor, gate.tokens_since_update) for gate in gates]
     totals = Layout.of(process_group).world.sum(*counts)
     for gate, count, total in zip(gates, counts, totals, strict=True):
