@@ -92,7 +92,9 @@ class ExchangeParallel(EPImplementation):
     def _experts(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Computes the outputs of rows sorted by expert, both [R, D]."""
         if self.num_local_experts == 0:  # the parameters, without elements, still need a gradient
-            return rows + sum(each.sum() for each in self._module.parameters(recurse=False))
+            parameters = self._module.parameters(recurse=False)
+            # The factor gives a contiguous gradient. For another, torch 2.11 waits for all ranks.
+            return rows + sum((1.0 * each).sum() for each in parameters)
         num_rows = len(rows)
         index = columns_of(offsets.diff()[None], num_rows)
         if num_rows == 0:
