@@ -239,7 +239,14 @@ _activations: WeakKeyDictionary[nn.Module, tuple[list[object], _Activation | str
 _activations = WeakKeyDictionary()
 
 
-@torch.compiler.assume_constant_result
+# While torch 2.11 compiles, it can pass no module to a function with a constant result. There, the
+# call breaks the graph.
+_constant = (
+    torch.compiler.assume_constant_result if torch.__version__ >= "2.12" else torch.compiler.disable
+)
+
+
+@_constant
 def _activation_of(module: nn.Module) -> _Activation | str:
     """Returns the activation of a module, or the reason why the operator cannot compute it."""
     # A hook may replace `forward` by a closure over the module, which would keep the module alive.

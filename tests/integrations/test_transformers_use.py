@@ -12,7 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
-from test_transformers import assert_close, error, losses_of, tiny, tokens  # noqa: E402
+from test_transformers import (  # noqa: E402
+    ONE_GRAPH,
+    assert_close,
+    error,
+    losses_of,
+    tiny,
+    tokens,
+)
 
 MODELS = ["mixtral", "qwen3_moe", "gpt_oss"]
 each_model = pytest.mark.parametrize("model_type", MODELS)
@@ -158,7 +165,7 @@ def test_loop_with_fused_adamw(model_type):
 )
 def test_compiled_training_step(model_type):
     model = tiny(model_type).train()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=ONE_GRAPH, backend="aot_eager")
     output = compiled(tokens(), labels=tokens())
     output.loss.backward()
     gradients = {name: each.grad for name, each in model.named_parameters()}

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from moe_ext import MoE
 from moe_ext.lab.benchmarks import cross_entropy
 from moe_ext.lab.benchmarks.training_step import Sizes, Step, Transformer, check, main
 
+pytestmark = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs torch 2.13")
 SIZES = Sizes(
     sequences=2, length=8, d_model=64, layers=4, num_experts=4, k=2, hidden=32, vocabulary=50
 )

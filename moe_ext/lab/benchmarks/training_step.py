@@ -10,7 +10,7 @@ Adam. Both models have the same weights:
 
     moe_ext     MoE with TopKGate and its balancing losses, and ops.linear_cross_entropy
     plain       the same without balancing losses in torch: a router with topk, sorted rows with
-                F.grouped_mm, and F.linear_cross_entropy
+                F.grouped_mm, and F.linear_cross_entropy (since torch 2.13)
     compiled    the step of "plain" or of "moe_ext", without the update, by torch.compile
 
 Each part is also timed alone, forward and backward. The limit of a part is the time of its GEMMs at
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import MoE, TopKGate, ops
-from moe_ext.lab.benchmarks.cross_entropy import limits, probes
+from moe_ext.lab.benchmarks.cross_entropy import cross_entropy_of_torch, limits, probes
 from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, report_rows
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.device import avoid_missing_amx
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.feed_forward):
             if isinstance(layer, Ours):
                 other.feed_forward[i] = PlainMoE(layer.layer)
-        other.cross_entropy = F.linear_cross_entropy
+        other.cross_entropy = cross_entropy_of_torch
         return other
 
 
