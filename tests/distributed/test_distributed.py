@@ -1567,7 +1567,8 @@ def compiled(group, rank):
     modules[0].compile(backend=backend)
     y, _ = torch.compile(layer, backend="eager")(x)
     assert_same_bits(y, expected)
-    assert len(sizes) == 1
+    # torch 2.11 does not compile a module in a function without compilation.
+    assert len(sizes) == (not torch.__version__.startswith("2.11"))
 
 
 def test_compiled(workers):
