@@ -250,6 +250,9 @@ def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
     assert "| moe | 1 | 20.29 | 20.09 |  |\n| dense | 1 | 20.09 |  | 33.12 |" in both
     assert "of its row by 1.01% (moe), 0.00% (dense)." in both
     assert compared({"moe": on_dev["moe"], "dense": on_dev["dense"]}) == ""
+    # A run with other settings is always shown, also without the usual ones.
+    text = compared({"moe rate 0.016": of(3.0, 1)})
+    assert "| moe | 1 | 20.09 |" in text and text.endswith("have rate 0.008, dropout 0.\n\n")
 
 
 def test_claims_about_a_larger_w_load():
@@ -261,6 +264,7 @@ def test_claims_about_a_larger_w_load():
         results[arm] = {seed: result(w_load, seed=seed, **balance) for seed in (1, 2, 3)}
     found = [row for row in losses.comparisons(results) if "max/mean" in row.claim]
     assert [(row.compared, row.shown, row.verdict) for row in found] == [
+        ("0,0.2 against 0,0", "-0.200 [-0.200, -0.200]", "supported"),
         ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "supported"),
         ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "supported"),
         ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "supported"),
@@ -292,7 +296,7 @@ def test_losses_are_reported(corpus, tmp_path):
     page = (tmp_path / "results" / "losses.md").read_text()
     gap = difference(results["0.1,0.1"], results["0,0"])
     assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
-    assert page.count("| a larger w_load lowers ") == 3 and page.count("within 0.5% |") == 4
+    assert page.count(" max/mean Load |") == 4 and page.count("within 0.5% |") == 4
     for arm in results:
         moe = read_config(tmp_path / "runs" / f"{arm}-seed1" / "config.toml").model.moe
         assert arm == f"{moe.w_importance:g},{moe.w_load:g}"

@@ -289,12 +289,13 @@ def results_of(
     """
     results: dict[str, dict[int, Result]] = {arm: {} for arm in arms}
     for run in runs:
+        earlier = run["earlier_nll"] if part == "test" else {}
         results[run["arm"]][run["seed"]] = Result(
             run=Path(),
             seed=run["seed"],
             cost=Cost(**run["cost"]),
             test_nll=run["test_nll"] if part == "test" else run["dev"][-1][1],
-            earlier_nll={float(share): nll for share, nll in run["earlier_nll"].items()},
+            earlier_nll={float(share): nll for share, nll in earlier.items()},
             words_per_second=run["words_per_second"],
             balance=run["balance"],
             sentence_nll=torch.empty(0),

@@ -43,7 +43,7 @@ SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided
 # Sentences of the studies' pages.
 HOW_COMPARED = (
     "The perplexity over several seeds is exp of the mean of ln ppl. A difference is the mean over "
-    "pairs of runs with the same seed. With three seeds or more, its 95% t interval follows in "
+    "the seeds that both models have. With three seeds or more, its 95% t interval follows in "
     "brackets."
 )
 HOW_DECIDED = (
@@ -302,7 +302,7 @@ class Tried(NamedTuple):
     """The dev results of a model with each of its settings.
 
     Attributes:
-        num_seeds: the number of seeds with which the model has run with all of its settings.
+        num_seeds: the number of seeds with which the model has run with all of these settings.
         nll: the mean ln ppl on the dev part over these seeds, by the ending of the model's name;
             "" has the usual settings.
     """
@@ -312,7 +312,9 @@ class Tried(NamedTuple):
 
 
 def tried(on_dev: Results, models: Iterable[str], suffixes: Iterable[str]) -> dict[str, Tried]:
-    """Compares the settings of each model on the dev part.
+    """Compares the settings of each model on the dev part, over the seeds that all of them have.
+
+    If they have no common seed, the settings with the fewest seeds are left out.
 
     Args:
         on_dev: the runs by arm and seed, with the results on the dev part.
@@ -322,15 +324,13 @@ def tried(on_dev: Results, models: Iterable[str], suffixes: Iterable[str]) -> di
     compared = {}
     for model in models:
         arms = {end: runs for end in ("", *suffixes) if (runs := on_dev.get(model + end))}
-        seeds = set.intersection(*map(set, arms.values())) if arms else set()
-        compared[model] = Tried(
-            len(seeds),
-            {
-                end: statistics.fmean(runs[seed].test_nll for seed in seeds)
-                for end, runs in arms.items()
-                if seeds
-            },
-        )
+        while arms and not (seeds := set.intersection(*map(set, arms.values()))):
+            del arms[min(reversed(arms), key=lambda end: len(arms[end]))]
+        nll = {
+            end: statistics.fmean(runs[seed].test_nll for seed in seeds)
+            for end, runs in arms.items()
+        }
+        compared[model] = Tried(len(seeds) if nll else 0, nll)
     return compared
 
 
@@ -371,17 +371,18 @@ def trials(
     compared = {
         model: of_model
         for model, of_model in tried(on_dev, models, suffixes).items()
-        if len(of_model.nll) > 1 and "" in of_model.nll
+        if of_model.nll.keys() - {""}
     }
     if not compared:
         return ""
     excess = [
         f"{perplexity(nll[''] - min(nll.values())) * 100 - 100:.2f}% ({model})"
         for model, (_, nll) in compared.items()
+        if "" in nll
     ]
+    above = f" The perplexity with {usual} is above the lowest of its row by {', '.join(excess)}."
     return (
         f"The dev perplexity after {settings['steps']:,} steps, with other learning rates and "
         f"dropouts:\n\n{trials_table(compared, usual)}\n"
-        f"All runs outside this table have {usual}. The perplexity with {usual} is above the "
-        f"lowest of its row by {', '.join(excess)}.\n\n"
+        f"All runs outside this table have {usual}.{above if excess else ''}\n\n"
     )

@@ -160,25 +160,31 @@ def gain(results: Results, arm: str, short: str, long: str) -> PairedDifference 
     return mean_difference([(a - b) - (c - d) for a, b, c, d in values])
 
 
-def claims(results: Results) -> list[Claim]:
+def claims(results: Results, usual: Results) -> list[Claim]:
     """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim.
 
     Claims about models without runs are left out. Each claim compares models at the greatest number
     of training steps for which it has an interval. Without an interval, it compares them at the
     greatest for which it has runs.
+
+    Args:
+        results: the runs of each model and length with its best settings, see `at_best`.
+        usual: the runs with the usual settings. The claims about more text compare them, because a
+            learning rate changes the beginning of the training more than its end.
     """
-    of_lengths = [claims_of_length(results, suffix) for suffix in reversed(lengths_of(results))]
+    lengths = reversed(lengths_of(results))
+    of_lengths = [claims_of_length(results, usual, suffix) for suffix in lengths]
     rows = [
         max(rows, key=lambda row: (is_interval(row.difference), row.difference is not None))
         for rows in zip(*of_lengths, strict=True)
     ]
     for arm in [*MIXTURES][1:]:
-        both = [s for s in LENGTHS if results[arm + s].keys() & results[FIRST + s].keys()]
+        both = [s for s in LENGTHS if usual[arm + s].keys() & usual[FIRST + s].keys()]
         rows += [
             Claim(
                 MORE_TEXT,
                 f"{arm} against {FIRST}: difference with{long} minus difference {without(short)}",
-                gain(results, arm, short, long),
+                gain(usual, arm, short, long),
             )
             for short, long in pairwise(both)
         ]
@@ -195,8 +201,8 @@ def without(suffix: str) -> str:
     return f"with{suffix}" if suffix else "without it"
 
 
-def claims_of_length(results: Results, suffix: str) -> list[Claim]:
-    """Returns the claims about models with the same number of training steps."""
+def claims_of_length(results: Results, usual: Results, suffix: str) -> list[Claim]:
+    """Returns the claims about models with the same number of training steps, see `claims`."""
     same = of_length(results, suffix)
 
     def row(claim: str, a: str, b: str) -> Claim:
@@ -216,7 +222,7 @@ def claims_of_length(results: Results, suffix: str) -> list[Claim]:
             MORE_TEXT,
             f"{a}{suffix} against {FIRST}{suffix}: difference after all steps minus difference "
             "after 25%",
-            widening(same[a], same[FIRST], QUARTER),
+            widening(usual[a + suffix], usual[FIRST + suffix], QUARTER),
         )
         for a in more
     ]
@@ -253,8 +259,13 @@ def spread_sentence(results: Results, on_dev: Results) -> str:
 
 def found(results: Results, on_dev: Results) -> str:
     """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
-    arms = [mixture + suffix for suffix in lengths_of(results) for mixture in MIXTURES]
-    best = min((arm for arm in arms if on_dev[arm]), key=lambda arm: mean_perplexity(on_dev[arm]))
+    names = [mixture + suffix for suffix in lengths_of(results) for mixture in MIXTURES]
+    arms = [name for name in names if on_dev[name]]
+    seeds = set.intersection(*(set(on_dev[arm]) for arm in arms))
+    best = min(
+        arms,
+        key=lambda arm: mean_perplexity({seed: on_dev[arm][seed] for seed in seeds or on_dev[arm]}),
+    )
     model, *_ = ARMS[best]
     suffix = best.removeprefix(model)
     gaps = [
@@ -281,8 +292,9 @@ def search(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
         return f"Every run has {usual}; nothing was selected by the dev part.\n\n"
     return (
         "The options of each model, and of each number of steps, are those with the lowest dev "
-        f"perplexity in this table. An empty cell has no run. Without a dropout, it is "
-        f"{settings['model.dropout']:g}.\n\n{trials_table(compared, usual)}\n"
+        "perplexity in this table. A cell is the mean over the seeds of its row, and empty without "
+        f"a run. A column that names no dropout has dropout {settings['model.dropout']:g}.\n\n"
+        f"{trials_table(compared, usual)}\n"
     )
 
 
@@ -337,10 +349,12 @@ def as_markdown(
         f"{table}\n"
         f"The training part has {settings['train_tokens']:,} wordpieces and ends of sentences, of "
         f"a vocabulary of {settings['pieces']:,}. A run reads about {seen:,} of them{longer}. The "
-        f"longest run is {epochs:.2f} epochs. The test part has {settings['test_tokens']:,} "
-        "wordpieces. Operations and parameters do not include embedding and softmax. "
+        f"longest run of the table is {epochs:.2f} epochs. The test part has "
+        f"{settings['test_tokens']:,} wordpieces. Operations and parameters do not "
+        "include embedding and softmax. "
         f"{HOW_COMPARED} {spread_sentence(results, on_dev)}\n\n"
-        f"{HOW_DECIDED}\n\n{claims_table(compared)}\n"
+        f"{HOW_DECIDED} The claims about more training text compare runs with "
+        f"{usual_options(settings)}.\n\n{claims_table(compared)}\n"
         f"{search(settings, runs)}"
         f"{core_hours(runs)}\n\n"
         f"```\n{command}\n```\n"

@@ -136,10 +136,11 @@ def attention_table(runs: Sequence[Run]) -> str:
     rows = [[arm, *(of_seed.get(seed, "") for seed in seeds)] for arm, of_seed in cells.items()]
     table = markdown_table(["model", *(f"seed {seed}" for seed in seeds)], rows)
     return (
-        "Each source begins with the token `<2xx>` of its target language. Where the attention "
-        "sees this token, it can get stuck on it, and the perplexity then varies more between "
-        "seeds than between models. No claim is made about these runs. This table shows the dev "
-        "perplexity at the end, and in parentheses the mean attention weight of `<2xx>`:\n\n"
+        "In a model of several languages, each source begins with the token `<2xx>` of its target "
+        "language. Where the attention sees this token, it can get stuck on it, and the perplexity "
+        "then varies more between seeds than between models. No claim is made about these runs. "
+        "This table shows the dev perplexity at the end, and in parentheses the mean attention "
+        "weight of `<2xx>`:\n\n"
         f"{table}\n"
     )
 

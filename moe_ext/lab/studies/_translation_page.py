@@ -186,14 +186,14 @@ def balance(runs: Sequence[Run]) -> str:
 
 
 def convergence(runs: Sequence[Run], models: Iterable[str]) -> str:
-    """Compares the dev perplexity at the end with the last one before 90% of the training.
+    """Compares the dev perplexity at the end with that after about 90% of the training.
 
-    All runs of the models are evaluated after the same steps.
+    All runs of the models are evaluated after the same steps, with nearly equal numbers of tokens.
     """
     share, changes = 0.0, []
     for name in models:
         curve = mean_curve(runs, name)
-        earlier = [(tokens, ppl) for tokens, ppl in curve if tokens <= 0.9 * curve[-1][0]]
+        earlier = [(tokens, ppl) for tokens, ppl in curve if tokens <= 0.905 * curve[-1][0]]
         if earlier:
             (before, then), (end, now) = earlier[-1], curve[-1]
             share = (end - before) / end

@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         results = at_best(stored.runs)
         if not lengths_of(results):
             return None
-        compared = claims(results)
+        compared = claims(results, results_of(stored.runs, ARMS))
         changed = changed_options(stored.settings, config_of(FIRST, 0, []))
         corpus = [] if options.text == "sources" else ["data.corpus=CORPUS"]
         command = ["python", "scripts/studies/capacity.py", "--text", options.text, *corpus]

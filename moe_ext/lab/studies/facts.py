@@ -11,7 +11,7 @@ predicts the value. Only the layer is trained. Of N facts, it stores these bits:
 
     N · (log2(256) - mean of -log2 p(value | key))          at least 0
 
-A corpus holds about twice the bits that its model can store. The mixtures have 4 to 1,024 experts
+A corpus has 2 bits for each parameter of its layer, more than the layer can store. The mixtures have 4 to 1,024 experts
 in groups (App. B), with 2 experts in each of 2 groups for each fact. The dense layer has as many
 operations as the largest mixture.
 

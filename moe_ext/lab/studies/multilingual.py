@@ -36,7 +36,6 @@ writes them without training and without the corpus.
 """
 
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ from moe_ext.lab.experiments.stored import (
     Run,
     Stored,
     changed_options,
-    command_of,
+    commands_of,
     record_of,
     report_stored,
     run_missing,
@@ -81,6 +80,7 @@ from moe_ext.lab.training.metrics import by_language_pair
 from moe_ext.lab.training.text import PairText, load_text
 from moe_ext.lab.training.translation import bleu_of_test, require_bleu
 
+DEFAULT_MODELS = (MIXTURE, DENSE, SINGLE)
 _ATTENTION_SENTENCES = 200  # dev sentences of each language pair for `weight_of_language`
 
 
@@ -179,7 +179,7 @@ def weight_of_language(run: Path, dev: EncodedPairs) -> float:
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Run]:
     """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "multilingual", [*MODELS, *TRIED])
-    parser.set_defaults(arms=[MIXTURE, DENSE, SINGLE])
+    parser.set_defaults(arms=[*DEFAULT_MODELS])
     parser.add_argument(
         "--text", choices=SETTINGS, default="captions", help="the kind of the corpus"
     )
@@ -250,14 +250,12 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ru
         changed = changed_options(stored.settings, config_of(MIXTURE, []))
         command = ["python", "scripts/studies/multilingual.py", "--text", options.text]
         command += ["data.corpus=CORPUS", *changed]
-        commands = [shlex.join(command)]
-        models = {model_of(run["arm"]) for run in runs}
-        if more := [model for model in (SHORT, OVERSAMPLED) if model in models]:
-            commands.append(shlex.join([*command, "--arms", *more]))
-        if tried := [run for run in stored.runs if run["arm"] in TRIED]:
-            commands.append(command_of(command, tried))
+        # --arms names the models of single pairs without their pair.
+        named = {(model_of(run["arm"]), run["seed"]): run for run in stored.runs}
+        named_runs = [run | {"arm": model} for (model, _), run in named.items()]
+        commands = commands_of(command, named_runs, DEFAULT_MODELS)
         contents = TEXTS[options.text].contents
-        page = as_markdown(name, contents, *stored, compared, "\n".join(commands))
+        page = as_markdown(name, contents, *stored, compared, commands)
         return Report(page, claims_data(compared), plot(stored.settings, runs))
 
     return report_stored(path, report)

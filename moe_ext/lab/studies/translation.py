@@ -22,7 +22,7 @@ packages; there, the models have a vocabulary of 8,000 wordpieces, no dropout an
 The file OUTPUT/translation_TEXT_PAIR.json (default: runs/results) keeps every finished run, with
 ten unedited translations, so the study can grow over many occasions and machines. A run that is
 interrupted continues from its checkpoint in RUNS. To share the runs, start the command several
-times. A run takes 15 to 25 minutes on one processor. The script also writes the page,
+times. A run takes 15 to 45 minutes on one processor. The script also writes the page,
 translation_TEXT_PAIR.md, and its plot of dev perplexity over source words; --report writes them
 without training and without the corpus.
 """
