@@ -11,9 +11,9 @@ predicts the value. Only the layer is trained. Of N facts, it stores these bits:
 
     N · (log2(256) - mean of -log2 p(value | key))          at least 0
 
-A corpus has 2 bits for each parameter of its layer, more than the layer can store. The mixtures have 4 to 1,024 experts
-in groups (App. B), with 2 experts in each of 2 groups for each fact. The dense layer has as many
-operations as the largest mixture.
+A corpus has 2 bits for each parameter of its layer, more than the layer can store. The mixtures
+have 4 to 1,024 experts in groups (App. B), with 2 experts in each of 2 groups for each fact. The
+dense layer has as many operations as the largest mixture.
 
 One seed takes 3 minutes on an idle processor. The file OUTPUT/facts.json (default: runs/results)
 keeps every finished run; the same command continues the study. To share the runs, start the command
