@@ -321,7 +321,8 @@ def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
             shown.append(f"{perplexity(run['dev'][-1][1]):.2f} ({weight:.2f})")
         assert f"| {arm} attends language | {' | '.join(shown)} |" in page
     assert f"| moe | {perplexity(found['moe', 1]['dev'][-1][1]):.2f} (0.00) |  |" in page
-    assert page.count("--seeds 1 2 --arms 'dense rate 0.002' 'moe attends language'") == 1
+    assert page.count("--seeds 1 --arms 'dense rate 0.002'\n") == 1
+    assert page.count("--seeds 1 2 --arms 'moe attends language' 'dense attends language'\n") == 1
     tables = [
         re.findall(r"^\| (?:moe|dense|en-de) \|.*M.*$", text, re.M) for text in (page, with_trial)
     ]
