@@ -296,7 +296,8 @@ def test_losses_are_reported(corpus, tmp_path):
     page = (tmp_path / "results" / "losses.md").read_text()
     gap = difference(results["0.1,0.1"], results["0,0"])
     assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
-    assert page.count(" max/mean Load |") == 4 and page.count("within 0.5% |") == 4
+    assert page.count("| a larger w_load lowers ") == page.count("| w_load lowers ") == 1
+    assert page.count("| larger weights lower ") == 2 and page.count("within 0.5% |") == 4
     for arm in results:
         moe = read_config(tmp_path / "runs" / f"{arm}-seed1" / "config.toml").model.moe
         assert arm == f"{moe.w_importance:g},{moe.w_load:g}"

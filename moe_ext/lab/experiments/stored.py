@@ -235,7 +235,7 @@ def changed_options(settings: Mapping[str, Any], usual: AnyConfig) -> list[str]:
     ]
 
 
-def command_of(command: Iterable[str], runs: Sequence[Run]) -> str:
+def _command_of(command: Iterable[str], runs: Sequence[Run]) -> str:
     """Returns the command of a study with the seeds and arms of these runs."""
     seeds = map(str, sorted({run["seed"] for run in runs}))
     arms = dict.fromkeys(run["arm"] for run in runs)
@@ -258,7 +258,7 @@ def commands_of(command: Sequence[str], runs: Sequence[Run], usual: Collection[s
         ]
         same.setdefault((is_other, tuple(sorted(run["seed"] for run in of_arm))), []).extend(of_arm)
     ordered = [same[key] for key in sorted(same, key=lambda key: key[0]) if same[key]]
-    return "\n".join([shlex.join(command), *(command_of(command, some) for some in ordered)])
+    return "\n".join([shlex.join(command), *(_command_of(command, some) for some in ordered)])
 
 
 def record_of(result: Result) -> Run:
