@@ -153,12 +153,19 @@ def test_linked_files_exist(page):
 
 def commands_that_are_shown():
     """Yields (file, arguments) of every command of moe-lab that is shown with arguments."""
-    for place in ("*.md", "docs/**/*.md", "configs/**/*.toml", "lab/moe_lab/**/*.py"):
+    for place in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/**/*.md",
+        "configs/**/*.toml",
+        "lab/moe_lab/**/*.py",
+    ):
         for file in ROOT.glob(place):
             text = re.sub(r"\\+\n[\s#]*", "", file.read_text())
             program = r"(?:[A-Z_]+=\S+ )*(?:moe-lab|torchrun(?: --\S+)* -m moe_lab)"
-            of_line = rf"^[\s#]*{program} ([\w-]+ [^`\n|#<]+)"
-            within_text = r"`moe-lab ([\w-]+ [^`<]+)`"
+            command = r"(?:(?:study|benchmark) [\w-]+|(?!study |benchmark )[\w-]+)"
+            of_line = rf"^[\s#]*{program} ({command} [^`\n|#<]+)"
+            within_text = rf"`moe-lab ({command} [^`<]+)`"
             for arguments in re.findall(of_line, text, re.M) + re.findall(within_text, text):
                 yield file.relative_to(ROOT), shlex.split(arguments)
 
@@ -215,7 +222,8 @@ def test_the_reference_of_the_lab_lists_all_its_modules():
 
 def test_documents_that_are_named_exist():
     places = (
-        "*.md",
+        "CONTRIBUTING.md",
+        "README.md",
         "configs/**/*.toml",
         "docs/**/*.md",
         "examples/*",
@@ -226,6 +234,6 @@ def test_documents_that_are_named_exist():
     files = [file for place in places for file in ROOT.glob(place) if file.is_file()]
     text = "\n".join(file.read_text() for file in files)
     names = set(re.findall(r"(?<!/)docs/(?:\w+/)?[\w-]+\.\w+", text))
-    names |= set(re.findall(r"\b(?:examples|scripts|tests)/[a-z_/]+\.(?:py|sh)\b", text))
+    names |= set(re.findall(r"\b(?:examples|scripts|(?:lab/)?tests)/[a-z_/]+\.(?:py|sh)\b", text))
     assert len(names) > 80
     assert [name for name in sorted(names) if not (ROOT / name).exists()] == []

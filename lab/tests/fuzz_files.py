@@ -1,8 +1,8 @@
 """Corrupts the files that users hand to the lab, and checks what the loaders do with them.
 
-    python tests/fuzz_files.py                            # 10,000 files of each kind
-    python tests/fuzz_files.py config text --files 200    # 200 files of two kinds
-    python tests/fuzz_files.py config --only 4711         # one file again, with the error message
+    python lab/tests/fuzz_files.py                            # 10,000 files of each kind
+    python lab/tests/fuzz_files.py config text --files 200    # 200 files of two kinds
+    python lab/tests/fuzz_files.py config --only 4711         # one file again, with the error message
 
 A loader accepts a corrupted file only if the result is valid. Otherwise it refuses the file as the
 commands do: status 2 and one sentence that names the file. The loader does not write, warn, crash
@@ -782,7 +782,7 @@ def _how_ended(status: int) -> str:
 def replay(kind: str, judged: Judged) -> str:
     """Returns the command that judges a file again, and what happened to the file."""
     number, file, corrupted, _, message = judged
-    return f"python tests/fuzz_files.py {kind} --only {number}\n    {file}: {corrupted}: {message}"
+    return f"python lab/tests/fuzz_files.py {kind} --only {number}\n    {file}: {corrupted}: {message}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ def on_meta(config):
 @pytest.fixture(scope="module")
 def configs():
     return {
-        f"{folder}/{path.name}": read_config(path)
+        f"{folder}/{path.stem}": read_config(path)
         for folder in ("lm1b", "news", "small")
         for path in sorted((ROOT / "configs" / folder).glob("*.toml"))
     }
@@ -65,14 +65,14 @@ FILES = {
 
 
 def test_every_row_has_a_file(configs):
-    names = {f"{name}.toml" for name in FILES}
+    names = set(FILES)
     assert {published.config for published in PUBLISHED} == names
     assert {name for name in configs if not name.startswith("small/")} == names
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_files_are_as_the_paper_says(configs, name):
-    config = configs[f"{name}.toml"]
+    config = configs[name]
     model, layers = config.model, FILES[name][0]
     numbers = (layers, model.d_model, model.dropout, model.residual, model.lstm_units)
     if "ffn" in layers:
@@ -121,7 +121,7 @@ def test_every_model_is_built_without_memory(configs):
     models = []
     assert not peak_mib(lambda: models.extend(map(on_meta, configs.values()))) > 100  # true for NaN
     assert all(p.is_meta for model in models for p in model.parameters())
-    largest = models[list(configs).index("news/moe-131072-h.toml")]
+    largest = models[list(configs).index("news/moe-131072-h")]
     assert sum(p.numel() for p in largest.parameters()) > 137e9
 
 
@@ -234,8 +234,8 @@ def test_the_command_writes_the_files_of_docs(tmp_path, capsys):
 
 
 def test_the_configuration_sets_recomputation(configs):
-    assert on_meta(configs["news/moe-32.toml"]).layers[1].recompute
-    assert not on_meta(configs["lm1b/moe-32.toml"]).layers[1].recompute
+    assert on_meta(configs["news/moe-32"]).layers[1].recompute
+    assert not on_meta(configs["lm1b/moe-32"]).layers[1].recompute
 
 
 def test_the_study_runs_in_any_folder(tmp_path):

@@ -1,6 +1,6 @@
 """Measures implementations against each other and against the limits of the machine.
 
-moe-lab benchmark layer explains the rounds, the limit, and the figures of several runs.
+`layer` explains the rounds, the limit, and the figures of several runs.
 """
 
 import contextlib
