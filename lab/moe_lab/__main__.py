@@ -5,6 +5,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from moe_lab.cli import exit_status
+
 _FOLDERS = {"": "commands", "study": "studies", "benchmark": "benchmarks"}  # by group of commands
 
 
@@ -56,8 +58,6 @@ def main() -> int:
         print(f"{program}: {what} must be one of {', '.join(files)}, got {name}", file=sys.stderr)
         return 2
     sys.argv = [f"{program} {name}", *arguments]  # the usage line begins with it
-    from moe_lab.training.command import exit_status
-
     module = import_module(f"moe_lab.{_FOLDERS[group]}.{files[name].stem}")
     return exit_status(module.main)
 

@@ -2,7 +2,7 @@
 
     python lab/tests/fuzz_files.py                            # 10,000 files of each kind
     python lab/tests/fuzz_files.py config text --files 200    # 200 files of two kinds
-    python lab/tests/fuzz_files.py config --only 4711         # one file again, with the error message
+    python lab/tests/fuzz_files.py config --only 4711        # one file again, with the error
 
 A loader accepts a corrupted file only if the result is valid. Otherwise it refuses the file as the
 commands do: status 2 and one sentence that names the file. The loader does not write, warn, crash
@@ -38,14 +38,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from moe_lab.cli import exit_status
 from moe_lab.commands import train
 from moe_lab.data import EncodedPairs, Vocabulary, Wordpieces
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.results import finished, train_and_test
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.command import exit_status
 from moe_lab.training.config import (
     Config,
-    ConfigError,
     DataConfig,
     ParallelDataConfig,
     TranslationConfig,
@@ -782,7 +782,9 @@ def _how_ended(status: int) -> str:
 def replay(kind: str, judged: Judged) -> str:
     """Returns the command that judges a file again, and what happened to the file."""
     number, file, corrupted, _, message = judged
-    return f"python lab/tests/fuzz_files.py {kind} --only {number}\n    {file}: {corrupted}: {message}"
+    return (
+        f"python lab/tests/fuzz_files.py {kind} --only {number}\n    {file}: {corrupted}: {message}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

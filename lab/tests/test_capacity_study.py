@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from moe_lab.analysis import Cost
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.stored import read_stored
 from moe_lab.studies import _capacity_page as page_of
 from moe_lab.studies import capacity as study
-from moe_lab.training.config import ConfigError
 from moe_lab.training.logging import read_metrics
 from test_scripts import rebuilds
 

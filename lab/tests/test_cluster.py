@@ -21,8 +21,9 @@ from moe_lab.analysis.cluster import (
 from moe_lab.benchmarks.memory import saved_bytes
 from moe_lab.commands import plan_cluster
 from moe_lab.data import Batch
+from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel
-from moe_lab.training.config import ConfigError, config_from_dict, read_config
+from moe_lab.training.config import config_from_dict, read_config
 from moe_lab.training.loop import make_optimizers
 
 from moe_ext import HierarchicalBalancedGate, MoE, ops

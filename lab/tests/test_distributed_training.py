@@ -246,7 +246,7 @@ def test_every_configuration_trains(workers, config, tmp_path, path):
 PROGRAM = r"""
 import os, sys, time
 from moe_lab.commands.train import main
-from moe_lab.training.command import exit_status
+from moe_lab.cli import exit_status
 from moe_lab.training.loop import Trainer
 
 step = Trainer.train_step

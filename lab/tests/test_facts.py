@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from moe_lab.errors import ConfigError
 from moe_lab.files import file_lock
 from moe_lab.studies import facts as study
-from moe_lab.training.config import ConfigError
 from test_scripts import rebuilds
 from torch import nn
 

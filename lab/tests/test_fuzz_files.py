@@ -11,7 +11,7 @@ from pathlib import Path
 import fuzz_files
 import pytest
 from fuzz_files import KINDS, Kind, fuzz, replay
-from moe_lab.training.config import ConfigError
+from moe_lab.errors import ConfigError
 
 FILES, COMMANDS = 200, 6  # of each kind, without --long
 ROOT = Path(__file__).parents[2]

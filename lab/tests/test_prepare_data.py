@@ -10,10 +10,11 @@ import zipfile
 from dataclasses import replace
 
 import pytest
+from moe_lab.cli import exit_status
 from moe_lab.commands import prepare_data
 from moe_lab.data import CorpusError
-from moe_lab.training.command import exit_status
-from moe_lab.training.config import ConfigError, DataConfig
+from moe_lab.errors import ConfigError
+from moe_lab.training.config import DataConfig
 from moe_lab.training.text import load_text
 
 LM1B = "1-billion-word-language-modeling-benchmark-r13output"

@@ -14,11 +14,12 @@ import pytest
 import torch
 from moe_lab.benchmarks import hierarchical, optim, recurrent, step
 from moe_lab.benchmarks.harness import environment
+from moe_lab.cli import exit_status
 from moe_lab.commands import compare, evaluate, inspect_experts, quickstart, train
+from moe_lab.errors import ConfigError
 from moe_lab.studies import balanced, efficiency, kneser_ney, specialisation
 from moe_lab.training.checkpoint import checkpoints_of
-from moe_lab.training.command import exit_status
-from moe_lab.training.config import ConfigError, read_config
+from moe_lab.training.config import read_config
 
 from moe_ext import BalancedGate, MoE, batchwise_masks
 from moe_ext.distributed import CheckpointError
@@ -195,7 +196,7 @@ def test_exit_status_and_message(capsys):
 
 def test_a_closed_pipe_ends_a_script_without_message(tmp_path):
     code = (
-        "import sys; from moe_lab.training.command import exit_status; "
+        "import sys; from moe_lab.cli import exit_status; "
         "sys.exit(exit_status(lambda: [print(i) for i in range(10**5)]))"
     )
     with (tmp_path / "stderr").open("wb") as errors:
@@ -564,5 +565,5 @@ def test_the_gpu_suite_selects_tests_that_exist():
     assert len(selected) == 2
     for word, file in selected:
         assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(), re.M), (word, file)
-    for place in re.findall(r"\btests/[\w/.]+", script):
+    for place in re.findall(r"\b(?:lab/)?tests/[\w/.]+", script):
         assert (ROOT / place).exists(), place

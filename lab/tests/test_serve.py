@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from moe_lab.cli import exit_status
 from moe_lab.commands import evaluate, export, train
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.command import exit_status
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.stored import (
     changed_options,
     commands_of,
@@ -13,7 +14,7 @@ from moe_lab.experiments.stored import (
     shared_options,
     stored_runs,
 )
-from moe_lab.training.config import Config, ConfigError, TranslationConfig
+from moe_lab.training.config import Config, TranslationConfig
 
 SETTINGS = {"epochs": 2}
 

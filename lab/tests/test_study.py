@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from filelock import FileLock
+from moe_lab.errors import ConfigError
 from moe_lab.experiments import results as results_module
 from moe_lab.experiments import study as study_module
 from moe_lab.experiments.report import markdown_table
@@ -28,7 +29,7 @@ from moe_lab.experiments.study import (
     widening,
 )
 from moe_lab.studies import balanced, capacity, efficiency, losses, paper_tables, routers
-from moe_lab.training.config import ConfigError, config_from_dict, read_config
+from moe_lab.training.config import config_from_dict, read_config
 from moe_lab.training.metrics import evaluate
 from moe_lab.training.text import load_text
 from test_scripts import rebuilds

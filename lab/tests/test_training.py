@@ -16,6 +16,7 @@ import torch
 from assertions import assert_exact, assert_same_bits
 from moe_lab.analysis import cost
 from moe_lab.data import Vocabulary
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.comparison import arms, comparison_report, dense_counterpart
 from moe_lab.experiments.results import Result, finished, train_and_test
 from moe_lab.experiments.study import run_study
@@ -25,7 +26,6 @@ from moe_lab.training import loop as loop_module
 from moe_lab.training.checkpoint import checkpoints_of, load_run
 from moe_lab.training.config import (
     Config,
-    ConfigError,
     DataConfig,
     LogConfig,
     config_from_dict,

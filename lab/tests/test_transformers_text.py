@@ -13,7 +13,7 @@ from browser import console, overflow, resize
 from moe_lab.analysis import route_lines
 from moe_lab.analysis.transformers_text import _spelling
 from moe_lab.commands import inspect_experts
-from moe_lab.training.config import ConfigError
+from moe_lab.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

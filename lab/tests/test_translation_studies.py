@@ -10,11 +10,12 @@ import pytest
 import torch
 from moe_lab.analysis import Cost
 from moe_lab.data import batches_of
+from moe_lab.errors import ConfigError
 from moe_lab.studies import _multilingual_page as multilingual_page
 from moe_lab.studies import _translation_page as report
 from moe_lab.studies import multilingual, translation
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.config import ConfigError, ParallelDataConfig
+from moe_lab.training.config import ParallelDataConfig
 from moe_lab.training.metrics import perplexity
 from moe_lab.training.text import load_part, load_text
 from moe_lab.training.translation import bleu_of_test, translated_test

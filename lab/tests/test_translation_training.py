@@ -14,18 +14,13 @@ from moe_lab.commands import evaluate as evaluate_command
 from moe_lab.commands import inspect_experts
 from moe_lab.data import EncodedPairs, PairBatches, Wordpieces
 from moe_lab.decoding import BeamSearch
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.comparison import dense_counterpart
 from moe_lab.experiments.results import train_and_test
 from moe_lab.models import TranslationModel
 from moe_lab.training import translation as translation_module
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.config import (
-    Config,
-    ConfigError,
-    TranslationConfig,
-    read_config,
-    to_toml,
-)
+from moe_lab.training.config import Config, TranslationConfig, read_config, to_toml
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.loop import make_optimizers
 from moe_lab.training.metrics import by_language_pair, evaluate

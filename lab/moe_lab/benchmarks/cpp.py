@@ -31,12 +31,12 @@ from moe_lab.benchmarks.harness import (
     ratio,
     report_rows,
 )
+from moe_lab.cli import at_least, make_parser
 from moe_lab.commands.export import NextWord, export
 from moe_lab.data import Vocabulary
+from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel, LanguageModelConfig
 from moe_lab.models.parts import MoEConfig
-from moe_lab.training.command import at_least, make_parser
-from moe_lab.training.config import ConfigError
 
 
 @dataclass

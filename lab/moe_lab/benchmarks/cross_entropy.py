@@ -29,7 +29,7 @@ from moe_lab.benchmarks.harness import (
     ratio,
     report_rows,
 )
-from moe_lab.training.command import at_least, make_parser
+from moe_lab.cli import at_least, make_parser
 
 SHAPES = [(2_560, 128, 8_000), (2_560, 512, 32_000), (512, 2_048, 50_000)]
 PEAK_SIZE = 1_536  # rows of the square matrices of the peak

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 
 from moe_lab.benchmarks.harness import environment, report_rows
+from moe_lab.cli import at_least, make_parser
 from moe_lab.data import (
     EncodedSentences,
     SentenceBatches,
@@ -39,7 +40,6 @@ from moe_lab.data import (
 )
 from moe_lab.files import write_json
 from moe_lab.progress import progress
-from moe_lab.training.command import at_least, make_parser
 
 _VOCABULARY = 793_471
 _SENTENCES = 30_301_028

@@ -56,8 +56,8 @@ from moe_lab.benchmarks._distributed_ranks import GROUPS, UNITS, measure
 from moe_lab.benchmarks._distributed_report import plot, print_results, results_of
 from moe_lab.benchmarks.harness import environment, options_as_text
 from moe_lab.benchmarks.memory import keep_freed_memory
+from moe_lab.cli import at_least, exit_status, make_parser
 from moe_lab.files import write_json
-from moe_lab.training.command import at_least, exit_status, make_parser
 
 
 def launch(

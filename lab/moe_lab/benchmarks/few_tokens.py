@@ -38,8 +38,8 @@ from moe_lab.benchmarks.harness import (
     report_rows,
 )
 from moe_lab.benchmarks.roofline import stream_probe
+from moe_lab.cli import at_least, make_parser
 from moe_lab.packages import require_package
-from moe_lab.training.command import at_least, make_parser
 
 SHAPES = [(64, 8, 2, 128), (512, 64, 2, 1_024)]
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256]

@@ -34,7 +34,7 @@ from moe_ext import HierarchicalMoE, MoE, cv_squared, ops
 from moe_lab.analysis import moe_ops
 from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
 from moe_lab.benchmarks.memory import peak_mib
-from moe_lab.training.command import at_least, make_parser
+from moe_lab.cli import at_least, make_parser
 
 _STAGES = ("gate", "plan", "experts")
 

@@ -116,10 +116,10 @@ from moe_lab.benchmarks.tables import (
     plot,
     report_wrong,
 )
+from moe_lab.cli import at_least, make_parser
+from moe_lab.errors import ConfigError
 from moe_lab.files import write_json
 from moe_lab.progress import progress
-from moe_lab.training.command import at_least, make_parser
-from moe_lab.training.config import ConfigError
 from moe_lab.training.device import check_device
 
 SHAPES = {

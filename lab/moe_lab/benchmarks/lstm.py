@@ -30,7 +30,7 @@ from moe_lab.benchmarks.harness import (
     ratio,
     report_rows,
 )
-from moe_lab.training.command import at_least, make_parser
+from moe_lab.cli import at_least, make_parser
 
 # Those of App. C.1 with a projection, and of configs/mt/small-moe-32.toml.
 SHAPES = [(64, 30, 512, 2_048, 512), (100, 25, 128, 256, 128)]

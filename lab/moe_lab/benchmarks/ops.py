@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from moe_ext import cv_squared, ops
 from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
 from moe_lab.benchmarks.memory import peak_mib
-from moe_lab.training.command import at_least, make_parser
+from moe_lab.cli import at_least, make_parser
 
 
 @dataclass

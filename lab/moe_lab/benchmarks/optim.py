@@ -19,7 +19,7 @@ from torch import nn
 
 from moe_ext.optim import FactoredAdam
 from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
-from moe_lab.training.command import at_least, make_parser
+from moe_lab.cli import at_least, make_parser
 
 
 @dataclass

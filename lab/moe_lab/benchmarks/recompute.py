@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_ext import MoE, ops
 from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
 from moe_lab.benchmarks.memory import peak_mib, saved_bytes
-from moe_lab.training.command import at_least, make_parser
+from moe_lab.cli import at_least, make_parser
 
 
 @dataclass

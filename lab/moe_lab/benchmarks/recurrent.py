@@ -29,8 +29,8 @@ from moe_ext import MoELSTM
 from moe_ext.recurrent import num_evaluations
 from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
 from moe_lab.benchmarks.memory import peak_allocated_mib
+from moe_lab.cli import at_least, make_parser
 from moe_lab.progress import progress
-from moe_lab.training.command import at_least, make_parser
 
 
 @dataclass

@@ -36,8 +36,8 @@ from moe_ext.recurrent import exchanged_bytes
 from moe_lab.benchmarks._distributed_report import quartiles
 from moe_lab.benchmarks.distributed import launch
 from moe_lab.benchmarks.harness import Quartiles, environment, report_rows
+from moe_lab.cli import at_least, exit_status, make_parser
 from moe_lab.progress import progress
-from moe_lab.training.command import at_least, exit_status, make_parser
 
 WAYS = {"rows": False, "gathered": True}
 

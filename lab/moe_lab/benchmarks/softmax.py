@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
+from moe_lab.cli import at_least, make_parser
 from moe_lab.models import LogUniformSampler, SampledSoftmax
-from moe_lab.training.command import at_least, make_parser
 
 
 @dataclass

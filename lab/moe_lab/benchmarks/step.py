@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from moe_lab.analysis import cost, training_flops
+from moe_lab.cli import add_overrides, at_least, make_parser
 from moe_lab.data import EncodedSentences, Vocabulary
 from moe_lab.files import write_json
 from moe_lab.models import LanguageModel
-from moe_lab.training.command import add_overrides, at_least, make_parser
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.loop import Trainer
 from moe_lab.training.text import SentenceText

@@ -35,7 +35,7 @@ from moe_ext import MoE, TopKGate, ops
 from moe_ext.info import avoid_missing_amx
 from moe_lab.benchmarks.cross_entropy import cross_entropy_of_torch, limits, probes
 from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, report_rows
-from moe_lab.training.command import at_least, make_parser
+from moe_lab.cli import at_least, make_parser
 
 HEAD_WIDTH = 64
 NAMES = ("moe_ext", "moe_ext, compiled", "plain", "plain, compiled")

@@ -94,12 +94,12 @@ from moe_lab.benchmarks.tables import (
     plot,
     report_wrong,
 )
+from moe_lab.cli import at_least, make_parser, positive
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.report import markdown_table, write_report
 from moe_lab.files import write_json
 from moe_lab.packages import require_package
 from moe_lab.progress import progress
-from moe_lab.training.command import at_least, make_parser, positive
-from moe_lab.training.config import ConfigError
 
 NAME = "transformers_experts"
 OURS = "moe_ext"  # the name in transformers' registry

@@ -27,15 +27,16 @@ from typing import NamedTuple
 import torch
 
 from moe_lab.benchmarks.harness import Quartiles, environment, ratio
+from moe_lab.cli import at_least, make_parser
 from moe_lab.data import Wordpieces
 from moe_lab.decoding import BeamSearch, Translation, Translator
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.report import markdown_table
 from moe_lab.files import open_plain, write_json
 from moe_lab.models import TranslationModel
 from moe_lab.progress import progress
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.command import at_least, make_parser
-from moe_lab.training.config import ConfigError, TranslationConfig, read_config
+from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.translation import make_translator
 
 

@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_lab.cli import add_overrides, add_seeds, at_least, make_parser
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.comparison import (
     arm_titles,
     arms,
@@ -32,8 +34,7 @@ from moe_lab.experiments.comparison import (
 )
 from moe_lab.experiments.report import write_report
 from moe_lab.experiments.study import run_study, runs_at_once
-from moe_lab.training.command import add_overrides, add_seeds, at_least, make_parser
-from moe_lab.training.config import AnyConfig, ConfigError, read_config
+from moe_lab.training.config import AnyConfig, read_config
 from moe_lab.training.device import set_up_for
 from moe_lab.training.text import load_text
 

@@ -19,12 +19,13 @@ translation.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moe_lab.cli import add_threads, at_least, make_parser
 from moe_lab.data import EncodedPairs, EncodedSentences, Wordpieces
 from moe_lab.data.corpora import PARTS_AND_ALL
 from moe_lab.decoding import corpus_bleu
+from moe_lab.errors import ConfigError
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.command import add_threads, at_least, make_parser
-from moe_lab.training.config import ConfigError, ParallelDataConfig
+from moe_lab.training.config import ParallelDataConfig
 from moe_lab.training.device import set_up_torch
 from moe_lab.training.metrics import (
     Evaluation,

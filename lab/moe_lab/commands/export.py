@@ -25,11 +25,11 @@ from torch.export._patches import register_lstm_while_loop_decomposition
 from torch.nn import functional as F
 
 from moe_ext.ops import accumulation_dtype
+from moe_lab.cli import make_parser
 from moe_lab.data import Vocabulary
+from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.command import make_parser
-from moe_lab.training.config import ConfigError
 
 
 class NextWord(nn.Module):

@@ -40,12 +40,12 @@ from moe_lab.analysis import (
     route_lines,
     route_text,
 )
+from moe_lab.cli import add_threads, at_least, make_parser
 from moe_lab.data.corpora import PARTS_AND_ALL
+from moe_lab.errors import ConfigError
 from moe_lab.files import write_text
 from moe_lab.packages import require_package
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.command import add_threads, at_least, make_parser
-from moe_lab.training.config import ConfigError
 from moe_lab.training.device import set_up_torch
 from moe_lab.training.text import load_part
 

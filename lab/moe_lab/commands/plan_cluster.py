@@ -36,10 +36,11 @@ from typing import get_args
 
 from moe_ext.distributed import ExchangeUnit, Placement
 from moe_lab.analysis.cluster import DEVICES, Device, Plan, plan
+from moe_lab.cli import add_overrides, at_least, make_parser
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.report import markdown_table
 from moe_lab.files import write_json
-from moe_lab.training.command import add_overrides, at_least, make_parser
-from moe_lab.training.config import Config, ConfigError, read_config
+from moe_lab.training.config import Config, read_config
 
 
 def parse_device(words: Sequence[str]) -> Device:

@@ -35,15 +35,16 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+from moe_lab.cli import at_least, make_parser
 from moe_lab.data import EncodedSentences, Vocabulary
 from moe_lab.data.corpora import PARTS, CorpusError
 from moe_lab.data.mixed import of_languages, write_parts
 from moe_lab.data.wordpieces import PIECE_KINDS
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.report import markdown_table
 from moe_lab.progress import progress
 from moe_lab.training.checkpoint import vocabulary_file
-from moe_lab.training.command import at_least, make_parser
-from moe_lab.training.config import ConfigError, DataConfig
+from moe_lab.training.config import DataConfig
 from moe_lab.training.text import SentenceText, load_text
 
 _BLOCK = 2**20

@@ -26,12 +26,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from moe_lab.analysis import ExpertReport, by_specialisation, expert_reports, route_text
+from moe_lab.cli import add_overrides, make_parser
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.comparison import arms
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.study import run_study, runs_at_once, size_cells
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.command import add_overrides, make_parser
-from moe_lab.training.config import ConfigError, read_config
+from moe_lab.training.config import read_config
 from moe_lab.training.device import set_up_for
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.text import load_text

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 import torch
 
 from moe_lab.analysis import cost
+from moe_lab.cli import add_overrides, make_parser
 from moe_lab.data import EncodedPairs, PairBatches
-from moe_lab.training.command import add_overrides, make_parser
 from moe_lab.training.config import read_config
 from moe_lab.training.launch import process_group_of_run
 from moe_lab.training.logging import read_metrics

@@ -34,12 +34,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
+from moe_lab.cli import add_threads, at_least, make_parser
 from moe_lab.decoding import BeamSearch, Translation, corpus_bleu
+from moe_lab.errors import ConfigError
 from moe_lab.files import READ_ERRORS, atomic_file, open_plain, plain_lines, reason_of
 from moe_lab.packages import require_package
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.command import add_threads, at_least, make_parser
-from moe_lab.training.config import ConfigError, TranslationConfig
+from moe_lab.training.config import TranslationConfig
 from moe_lab.training.device import set_up_torch
 from moe_lab.training.translation import make_translator, require_bleu
 

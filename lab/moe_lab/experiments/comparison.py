@@ -9,16 +9,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from moe_lab.analysis import Cost
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.report import markdown_table
 from moe_lab.experiments.statistics import PairedDifference, bootstrap_difference
 from moe_lab.experiments.study import Results, as_change, difference, size_cells
-from moe_lab.training.config import (
-    AnyConfig,
-    ConfigError,
-    TranslationConfig,
-    config_differences,
-    config_value,
-)
+from moe_lab.training.config import AnyConfig, TranslationConfig, config_differences, config_value
 from moe_lab.training.text import Text
 
 _BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # with decimals

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_ext.checks import is_whole, require
 from moe_lab.analysis import Cost, cost
+from moe_lab.errors import ConfigError
 from moe_lab.files import (
     Locked,
     atomic_file,
@@ -25,7 +26,7 @@ from moe_lab.files import (
     require_regular,
     write_json,
 )
-from moe_lab.training.config import AnyConfig, ConfigError, config_differences, config_from_file
+from moe_lab.training.config import AnyConfig, config_differences, config_from_file
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.loop import Trainer
 from moe_lab.training.metrics import Evaluation, evaluate, perplexity

@@ -19,16 +19,12 @@ import torch
 
 from moe_ext.checks import require
 from moe_lab.analysis import Cost
+from moe_lab.cli import DEFAULT_SEEDS
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.report import write_report
 from moe_lab.experiments.results import Result, run_unlocked
 from moe_lab.files import file_lock, read_json, write_json
-from moe_lab.training.command import DEFAULT_SEEDS
-from moe_lab.training.config import (
-    AnyConfig,
-    ConfigError,
-    config_from_file,
-    options_of_results,
-)
+from moe_lab.training.config import AnyConfig, config_from_file, options_of_results
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import perplexity
 from moe_lab.training.text import Text

@@ -18,20 +18,14 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_lab.analysis import Cost
+from moe_lab.cli import add_output, add_overrides, add_seeds, make_parser
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.at_once import run_at_once
 from moe_lab.experiments.report import markdown_table
 from moe_lab.experiments.results import Result, finished, run_unlocked, train_and_test
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.files import write_text
-from moe_lab.training.command import add_output, add_overrides, add_seeds, make_parser
-from moe_lab.training.config import (
-    AnyConfig,
-    C,
-    ConfigError,
-    config_differences,
-    read_config,
-    to_toml,
-)
+from moe_lab.training.config import AnyConfig, C, config_differences, read_config, to_toml
 from moe_lab.training.device import set_up_for
 from moe_lab.training.metrics import perplexity
 from moe_lab.training.text import Text, load_text

@@ -30,10 +30,11 @@ from matplotlib.ticker import StrMethodFormatter
 
 from moe_ext import MoE, MoEAux, batchwise_masks
 from moe_ext.gates import rows_per_expert
+from moe_lab.cli import add_output, add_overrides, make_parser
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.report import markdown_table, write_report
 from moe_lab.files import read_json
-from moe_lab.training.command import add_output, add_overrides, make_parser
-from moe_lab.training.config import Config, ConfigError, read_config
+from moe_lab.training.config import Config, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.loop import Trainer
 from moe_lab.training.metrics import evaluate

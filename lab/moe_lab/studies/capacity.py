@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.data import Wordpieces
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.results import train_and_test
 from moe_lab.experiments.stored import (
     Report,
@@ -56,7 +57,7 @@ from moe_lab.studies._capacity_page import (
     lengths_of,
     plot,
 )
-from moe_lab.training.config import Config, ConfigError, read_config
+from moe_lab.training.config import Config, read_config
 from moe_lab.training.device import set_up_for
 from moe_lab.training.metrics import bytes_of
 from moe_lab.training.text import SentenceText, load_text

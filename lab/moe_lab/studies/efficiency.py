@@ -37,10 +37,10 @@ from moe_lab.benchmarks.harness import (
 )
 from moe_lab.benchmarks.roofline import gemm_probe
 from moe_lab.benchmarks.step import random_text
+from moe_lab.cli import add_output, at_least, make_parser
 from moe_lab.experiments.report import markdown_table, write_report
 from moe_lab.experiments.study import NOT_DECIDED, SUPPORTED
 from moe_lab.models import LanguageModel
-from moe_lab.training.command import add_output, at_least, make_parser
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.loop import Trainer
 

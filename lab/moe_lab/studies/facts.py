@@ -33,13 +33,13 @@ from torch.nn import functional as F
 
 from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_lab.analysis.costs import moe_ops
+from moe_lab.cli import add_output, add_seeds, at_least, make_parser, positive
 from moe_lab.experiments.report import markdown_table
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.stored import Report, Run, Stored, report_stored, run_missing
 from moe_lab.experiments.study import verdict
 from moe_lab.models.parts import evaluating
 from moe_lab.progress import progress
-from moe_lab.training.command import add_output, add_seeds, at_least, make_parser, positive
 
 WIDTH = 16  # D, of a key and of a value's vector
 VALUES = 256  # V, distinct values

@@ -41,11 +41,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from moe_lab.cli import at_least, make_parser
 from moe_lab.experiments.report import markdown_table
 from moe_lab.progress import progress
 from moe_lab.studies._nodes import Link, Node
 from moe_lab.studies.restarts import SMALL_MODEL, losses
-from moe_lab.training.command import at_least, make_parser
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.text import load_text
 

@@ -19,10 +19,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from moe_lab.cli import add_output, add_overrides, at_least, make_parser
 from moe_lab.data import EncodedSentences
 from moe_lab.experiments.report import markdown_table, write_report
 from moe_lab.models import NGramModel, fit_kneser_ney
-from moe_lab.training.command import add_output, add_overrides, at_least, make_parser
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.device import set_up_torch
 from moe_lab.training.metrics import Evaluation

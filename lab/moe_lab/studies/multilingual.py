@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_lab.data import EncodedPairs, PairBatch, batches_of
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.stored import (
     Report,
@@ -73,7 +74,7 @@ from moe_lab.studies._multilingual_page import (
 )
 from moe_lab.studies.translation import TEXTS
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.config import ConfigError, TranslationConfig, read_config
+from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.device import set_up_for
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import by_language_pair

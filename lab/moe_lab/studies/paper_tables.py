@@ -18,9 +18,9 @@ import torch
 
 from moe_lab.analysis import cost, training_flops
 from moe_lab.analysis.paper import PUBLISHED, PUBLISHED_TRANSLATION, Published
+from moe_lab.cli import add_output, make_parser
 from moe_lab.experiments.report import write_report
 from moe_lab.models import LanguageModel, TranslationModel
-from moe_lab.training.command import add_output, make_parser
 from moe_lab.training.config import Config, TranslationConfig, read_config
 
 _COLUMNS = {  # the title and the unit of each column

@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from moe_lab.cli import at_least, make_parser
 from moe_lab.progress import progress
-from moe_lab.training.command import at_least, make_parser
 from moe_lab.training.logging import read_metrics
 
 SMALL_MODEL = [

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_lab.errors import ConfigError
 from moe_lab.experiments.results import train_and_test
 from moe_lab.experiments.stored import (
     Report,
@@ -62,7 +63,7 @@ from moe_lab.studies._translation_page import (
     comparisons,
     plot,
 )
-from moe_lab.training.config import ConfigError, TranslationConfig, read_config
+from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.device import set_up_for
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.text import PairText, load_text, parallel_text

@@ -19,14 +19,9 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
 from moe_lab.data import AnyVocabulary, Vocabulary, Wordpieces
+from moe_lab.errors import ConfigError
 from moe_lab.models import AnyModel
-from moe_lab.training.config import (
-    AnyConfig,
-    ConfigError,
-    DataConfig,
-    ParallelDataConfig,
-    config_from_file,
-)
+from moe_lab.training.config import AnyConfig, DataConfig, ParallelDataConfig, config_from_file
 from moe_lab.training.model import make_model
 
 # What the state of a checkpoint holds; see `Trainer`.

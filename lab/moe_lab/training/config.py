@@ -19,19 +19,15 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from moe_ext.checks import require, require_at_least, require_one_of
+from moe_lab.cli import SEED_LIMIT, THREAD_LIMIT
 from moe_lab.data.wordpieces import PIECE_KINDS
+from moe_lab.errors import ConfigError
 from moe_lab.files import read_file
 from moe_lab.models import LanguageModelConfig, TranslationModelConfig
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
 _MAX_BYTES = 2**20  # of a configuration file
-SEED_LIMIT = 2**62  # torch's generators take 64-bit seeds
-THREAD_LIMIT = 2**12  # of num_threads; more would end the process instead of an error
 _LONGEST_TIMEOUT = 1e9  # seconds
-
-
-class ConfigError(ValueError):
-    """Raised if a configuration, corpus or run folder is invalid; the message says what to do."""
 
 
 @dataclass

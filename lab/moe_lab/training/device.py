@@ -3,7 +3,8 @@
 import torch
 
 from moe_ext.info import avoid_missing_amx, cuda_version
-from moe_lab.training.config import ConfigError, RunConfig
+from moe_lab.errors import ConfigError
+from moe_lab.training.config import RunConfig
 
 
 def set_up_for(config: RunConfig) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from moe_ext.checks import is_whole
+from moe_lab.errors import ConfigError
 from moe_lab.files import MAX_JSON, atomic_file, read_lines, require_regular
 from moe_lab.packages import require_package
-from moe_lab.training.config import ConfigError, LogConfig
+from moe_lab.training.config import LogConfig
 
 
 def summary_writer() -> Any:

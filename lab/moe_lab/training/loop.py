@@ -23,6 +23,7 @@ from moe_ext.gates import adaptive_gates
 from moe_ext.optim import FactoredAdam, split_parameters, warmup_schedule
 from moe_lab.data import Batch, EncodedPairs
 from moe_lab.data.batches import mixed_seed
+from moe_lab.errors import ConfigError
 from moe_lab.files import Locked, file_lock, write_text
 from moe_lab.models import AnyModel, LossParts
 from moe_lab.training.checkpoint import (
@@ -33,7 +34,6 @@ from moe_lab.training.checkpoint import (
 )
 from moe_lab.training.config import (
     AnyConfig,
-    ConfigError,
     OptimizerConfig,
     config_differences,
     read_config,

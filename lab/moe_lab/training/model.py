@@ -5,6 +5,7 @@ import re
 import torch
 from torch.distributed import ProcessGroup
 
+from moe_lab.errors import ConfigError
 from moe_lab.models import (
     AnyModel,
     LanguageModel,
@@ -12,7 +13,6 @@ from moe_lab.models import (
     TranslationModel,
     TranslationModelConfig,
 )
-from moe_lab.training.config import ConfigError
 
 
 def make_model(

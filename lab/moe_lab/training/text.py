@@ -30,8 +30,9 @@ from moe_lab.data import (
 from moe_lab.data.corpora import PARTS
 from moe_lab.data.encoded import made_once
 from moe_lab.data.parallel import languages_of
+from moe_lab.errors import ConfigError
 from moe_lab.progress import progress
-from moe_lab.training.config import ConfigError, DataConfig, ParallelDataConfig
+from moe_lab.training.config import DataConfig, ParallelDataConfig
 
 _SENTENCES_FOR_WORDPIECES = 2_000_000  # maximum number of training sentences over all languages
 

@@ -1,4 +1,4 @@
-"""Parsers and exit statuses of the commands."""
+"""Parsers and exit statuses of the commands, without the import of torch."""
 
 import argparse
 import math
@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from moe_ext.distributed import CheckpointError
-from moe_lab.training.config import SEED_LIMIT, THREAD_LIMIT, ConfigError
+from moe_lab.errors import ConfigError
 
+SEED_LIMIT = 2**62  # torch's generators take 64-bit seeds
+THREAD_LIMIT = 2**12  # of num_threads; more would end the process instead of an error
 DEFAULT_SEEDS = [1, 2, 3]  # of comparisons and studies
 _LONGEST_ERROR = 1_000  # characters
 
@@ -34,7 +35,7 @@ def exit_status(main: Callable[[], object]) -> int:
         # Otherwise the interpreter fails to flush the rest of the buffer when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ConfigError, CheckpointError) as error:
+    except ConfigError as error:
         _print_error(str(error))
         return 2
     except OSError as error:
@@ -44,6 +45,12 @@ def exit_status(main: Callable[[], object]) -> int:
     except FloatingPointError as error:
         _print_error(str(error))
         return 1
+    except RuntimeError as error:
+        layer = sys.modules.get("moe_ext.distributed")  # imported only by commands that need it
+        if layer is None or not isinstance(error, layer.CheckpointError):
+            raise
+        _print_error(str(error))
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
