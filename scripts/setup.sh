@@ -29,6 +29,8 @@ if ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
     fail "cannot create a virtual environment in $venv (Debian: apt-get install python3-venv)"
 fi
 python=$venv/bin/python
+PATH=$(realpath -s "$venv/bin"):$PATH  # a build by another version of ninja starts anew
+export PATH
 
 # The name of the marker of a finished build: the folder and the contents of the sources.
 sources=$({ pwd; find setup.py pyproject.toml lab/pyproject.toml requirements.txt scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include \
