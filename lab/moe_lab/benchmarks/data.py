@@ -12,7 +12,6 @@ without file pages, which the system can drop (Linux). The last rows of the tabl
 sentences of empty text, as many sentences as in the benchmark.
 """
 
-import argparse
 import multiprocessing
 import os
 import tempfile
@@ -21,15 +20,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from moe_lab.benchmarks.harness import environment, report_rows
-from moe_lab.cli import at_least, make_parser
+from moe_lab.benchmarks.harness import Row
 from moe_lab.data import (
     EncodedSentences,
     SentenceBatches,
@@ -41,135 +39,63 @@ from moe_lab.data import (
 from moe_lab.files import write_json
 from moe_lab.progress import progress
 
-_VOCABULARY = 793_471
-_SENTENCES = 30_301_028
 _MEAN_LENGTH = 25  # words per sentence
-
 T = TypeVar("T")
+TITLE = "corpus: {corpus} (None: generated)"
+HEADER = "what | workers | words | seconds | words/s | words/processor s | memory, MiB"
 
 
-@dataclass
-class Row:
-    """The measurements of one stage of the data pipeline."""
-
-    what: str
-    workers: int
-    words: int
-    seconds: float
-    processor_seconds: float
-    peak_mib: float
+def cells(row: Row) -> str:
+    speeds = f"{row.words / row.seconds:,.0f} | {row.words / row.processor_seconds:,.0f}"
+    size = f"{row.what} | {row.workers} | {row.words:,} | {row.seconds:.1f}"
+    return f"{size} | {speeds} | {row.peak_mib:,.0f}"
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__)
-    parser.add_argument("--workers", type=at_least(0), nargs="+", default=[0, 1, 2])
-    parser.add_argument(
-        "--words",
-        type=at_least(1_000),
-        default=20_000_000,
-        help="number of words of the generated corpus",
-    )
-    parser.add_argument(
-        "--vocab-size",
-        type=at_least(3),
-        default=_VOCABULARY,
-        help="vocabulary size of the generated corpus",
-    )
-    parser.add_argument(
-        "--sentences",
-        type=at_least(1),
-        default=_SENTENCES,
-        help="number of sentences of empty text",
-    )
-    parser.add_argument("--tokens-per-batch", type=at_least(1), nargs="+", default=[2_560, 300_000])
-    parser.add_argument(
-        "--batch-words",
-        type=at_least(1),
-        default=10_000_000,
-        help="number of words to read in batches",
-    )
-    parser.add_argument("--corpus", type=Path, help="a corpus to use instead of the generated one")
-    parser.add_argument("--vocabulary", type=Path, help="the vocabulary of --corpus")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    if (options.corpus is None) != (options.vocabulary is None):
-        parser.error("--corpus and --vocabulary must be given together")
-    print(environment())
+def measure(args: Any) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        corpus, vocabulary = options.corpus, options.vocabulary
+        corpus, vocabulary = args.corpus, args.vocabulary
         if corpus is None:
-            corpus, vocabulary = _make_corpus(folder, options.words, options.vocab_size)
-        rows = [
-            elsewhere(measure, corpus, vocabulary, workers, folder, options)
-            for measure in (counting, encoding)
-            for workers in options.workers
-        ]
-        for size in options.tokens_per_batch:
-            rows += [
-                elsewhere(batches, corpus, vocabulary, workers, folder, options, size)
-                for workers in options.workers
-            ]
-        _empty_text(folder / "empty", options.sentences)
-        rows += elsewhere(_whole_epoch, folder / "empty")
-    report_rows(
-        rows,
-        ["what", "workers", "words", "seconds", "words/s", "words/processor s", "memory, MiB"],
-        lambda row: [
-            row.what,
-            row.workers,
-            f"{row.words:,}",
-            f"{row.seconds:.1f}",
-            f"{row.words / row.seconds:,.0f}",
-            f"{row.words / row.processor_seconds:,.0f}",
-            f"{row.peak_mib:,.0f}",
-        ],
-        options.json,
-    )
-    return rows
+            corpus, vocabulary = _make_corpus(folder, args.words, args.vocab_size)
+        stages = [partial(_counting, corpus), partial(_encoding, corpus, vocabulary, folder)]
+        encoded = folder / f"encoded-{args.workers[0]}"
+        for tokens in args.tokens_per_batch:
+            stages.append(partial(_batches, encoded, tokens, args.batch_words))
+        for stage in stages:
+            for workers in args.workers:
+                yield elsewhere(stage, workers)
+        _empty_text(folder / "empty", args.sentences)
+        yield from elsewhere(_whole_epoch, folder / "empty")
 
 
 # The stages. Each runs in a separate process: memory that other stages freed has no effect.
 
 
-def counting(corpus: Path, vocabulary: Path, workers: int, *unused: object) -> Row:
+def _counting(corpus: Path, workers: int) -> Row:
     sentences = load_corpus(corpus).train
     with measured() as result:
-        total = sum(
-            counts.total() for counts in in_workers(Vocabulary.count, sentences.pieces, workers)
-        )
-    return Row("counting words", workers, total, *result)
+        counted = in_workers(Vocabulary.count, sentences.pieces, workers)
+        total = sum(counts.total() for counts in counted)
+    return _row("counting words", workers, total, result)
 
 
-def encoding(
-    corpus: Path, vocabulary: Path, workers: int, folder: Path, options: argparse.Namespace
-) -> Row:
+def _encoding(corpus: Path, vocabulary: Path, folder: Path, workers: int) -> Row:
     words = Vocabulary.load(vocabulary)
     sentences = load_corpus(corpus).train
     with measured() as result:
         made = encode_to_files(
             sentences, words, folder / f"encoded-{workers}", name="train", num_workers=workers
         )
-    return Row("encoding", workers, made.num_tokens, *result)
+    return _row("encoding", workers, made.num_tokens, result)
 
 
-def batches(
-    corpus: Path,
-    vocabulary: Path,
-    workers: int,
-    folder: Path,
-    options: argparse.Namespace,
-    tokens_per_batch: int,
-) -> Row:
-    made = folder / f"encoded-{options.workers[0]}"
-    encoded = EncodedSentences.open(next(made.glob("train-*")))
+def _batches(folder: Path, tokens_per_batch: int, num_words: int, workers: int) -> Row:
+    encoded = EncodedSentences.open(next(folder.glob("train-*")))
     with measured() as result:
         epoch = SentenceBatches(encoded, tokens_per_batch=tokens_per_batch, shuffle=True)
-        some = -(-options.batch_words // tokens_per_batch)
-        total = 0
-        for batch in islice(epoch.epoch(0, num_workers=workers), some):
-            total += batch.num_tokens
-    return Row(f"batches of {tokens_per_batch:,}", workers, total, *result)
+        some = islice(epoch.epoch(0, num_workers=workers), -(-num_words // tokens_per_batch))
+        total = sum(batch.num_tokens for batch in some)
+    return _row(f"batches of {tokens_per_batch:,}", workers, total, result)
 
 
 def _whole_epoch(folder: Path) -> list[Row]:
@@ -180,9 +106,14 @@ def _whole_epoch(folder: Path) -> list[Row]:
         next(epoch.epoch(0))
     what = f"{len(encoded):,} sentences"
     return [
-        Row(f"sizes of the batches of {what}", 0, encoded.num_tokens, *made),
-        Row(f"order of an epoch of {what}", 0, encoded.num_tokens, *begun),
+        _row(f"sizes of the batches of {what}", 0, encoded.num_tokens, made),
+        _row(f"order of an epoch of {what}", 0, encoded.num_tokens, begun),
     ]
+
+
+def _row(what: str, workers: int, words: int, result: list[float]) -> Row:
+    figures = zip(("seconds", "processor_seconds", "peak_mib"), result, strict=True)
+    return Row(what=what, workers=workers, words=words, **dict(figures))
 
 
 def elsewhere(function: Callable[..., T], *arguments: Any) -> T:

@@ -18,46 +18,30 @@ that other experts run. Functions are called in interleaved rounds.
 All figures are medians over the rounds.
 """
 
-import importlib
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import MoE, TopKGate
-from moe_lab.benchmarks.harness import (
-    Quartiles,
-    environment,
-    interleaved,
-    pinned,
-    ratio,
-    report_rows,
-)
+from moe_lab.benchmarks.harness import Quartiles, Row, interleaved, ratio
 from moe_lab.benchmarks.roofline import stream_probe
-from moe_lab.cli import at_least, make_parser
 from moe_lab.packages import require_package
 
 SHAPES = [(64, 8, 2, 128), (512, 64, 2, 1_024)]
-TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 MIN_SECONDS = 0.005  # of the calls in a round
+TITLE = "float32, {threads} threads"
+HEADER = "D, E, k, h | T | moe_ext, us | limit | loop | training, us | grouped_mm | batched_mm"
 
 
-@dataclass
-class Row:
-    """The microseconds of a call, and ratios of times."""
-
-    shape: str
-    tokens: int
-    moe_ext: Quartiles
-    limit: Quartiles
-    loop: Quartiles
-    training: Quartiles
-    transformers: dict[str, Quartiles]
+def cells(row: Row) -> str:
+    ours = f"{row.moe_ext.median:.0f} | {row.limit.median:.2f} | {row.loop.median:.2f}"
+    others = " | ".join(f"{each.median:.2f}" for each in row.transformers.values())
+    return f"{row.shape} | {row.tokens} | {ours} | {row.training.median:.0f} | {others}"
 
 
 class Loop(nn.Module):
@@ -87,7 +71,8 @@ def gated_width(hidden: int) -> int:
 def mixtral_block(shape: Sequence[int], implementation: str) -> nn.Module:
     """Makes transformers' layer of Mixtral with random weights."""
     d_model, num_experts, k, hidden = shape
-    mixtral = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
+    modeling = "transformers.models.mixtral.modeling_mixtral"
+    mixtral = require_package("few-tokens", modeling, "benchmark")
     config = mixtral.MixtralConfig(
         hidden_size=d_model,
         intermediate_size=gated_width(hidden),
@@ -107,10 +92,15 @@ def calls(layer: nn.Module, inputs: Sequence[Tensor], *, training: bool = False)
             layer(x)
 
 
-def measure(shape: Sequence[int], num_tokens: int, rounds: int) -> Row:
+def measure(args: Any) -> Iterator[Row]:
+    for shape, num_tokens in itertools.product(args.shape or SHAPES, args.tokens):
+        yield _measured(shape, num_tokens, args.rounds)
+
+
+def _measured(shape: Sequence[int], num_tokens: int, rounds: int) -> Row:
     d_model, num_experts, k, hidden = shape
-    layer = MoE(d_model, num_experts, k, hidden_sizes=[hidden]).eval()
-    training = MoE(d_model, num_experts, k, hidden_sizes=[hidden])
+    layer, training = (MoE(d_model, num_experts, k, hidden_sizes=[hidden]) for _ in range(2))
+    layer.eval()
     gated = MoE(
         *(d_model, num_experts, k),
         hidden_sizes=[gated_width(hidden)],
@@ -122,8 +112,7 @@ def measure(shape: Sequence[int], num_tokens: int, rounds: int) -> Row:
     inputs = [torch.randn(num_tokens, d_model) for _ in range(16)]
     torch.testing.assert_close(layer(inputs[0])[0], Loop(layer)(inputs[0]), rtol=1e-4, atol=1e-4)
     once = interleaved({"": partial(calls, layer, inputs)}, 3)[""]
-    repeats = max(1, round(MIN_SECONDS / min(once)))
-    inputs *= repeats
+    inputs *= max(1, round(MIN_SECONDS / min(once)))
 
     stream = stream_probe()
     functions: dict[str, Callable[[], object]] = {
@@ -134,9 +123,7 @@ def measure(shape: Sequence[int], num_tokens: int, rounds: int) -> Row:
         "gated": partial(calls, gated, inputs),
     }
     for name in IMPLEMENTATIONS:
-        block = mixtral_block(shape, name)
-        sequences = [x[None] for x in inputs]
-        functions[name] = partial(calls, block, sequences)
+        functions[name] = partial(calls, mixtral_block(shape, name), [x[None] for x in inputs])
     seconds = interleaved(functions, rounds, warm_up=1)
 
     chosen = [layer(x)[1].expert_index.unique().numel() for x in inputs[:16]]
@@ -144,51 +131,11 @@ def measure(shape: Sequence[int], num_tokens: int, rounds: int) -> Row:
     limits = [4 * weights * s / stream.work.bytes * len(inputs) for s in seconds["stream"]]
     microseconds = 1e6 / len(inputs)
     return Row(
-        ", ".join(map(str, shape)),
-        num_tokens,
-        Quartiles.of(microseconds * s for s in seconds["moe_ext"]),
-        ratio(limits, seconds["moe_ext"]),
-        ratio(seconds["loop"], seconds["moe_ext"]),
-        Quartiles.of(microseconds * s for s in seconds["training"]),
-        {name: ratio(seconds[name], seconds["gated"]) for name in IMPLEMENTATIONS},
+        shape=", ".join(map(str, shape)),
+        tokens=num_tokens,
+        moe_ext=Quartiles.of(microseconds * s for s in seconds["moe_ext"]),
+        limit=ratio(limits, seconds["moe_ext"]),
+        loop=ratio(seconds["loop"], seconds["moe_ext"]),
+        training=Quartiles.of(microseconds * s for s in seconds["training"]),
+        transformers={name: ratio(seconds[name], seconds["gated"]) for name in IMPLEMENTATIONS},
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--shape",
-        type=at_least(1),
-        nargs=4,
-        action="append",
-        metavar=("D", "E", "K", "H"),
-        help="width, experts, experts per token, hidden width; may be repeated",
-    )
-    parser.add_argument("--tokens", type=at_least(1), nargs="+", default=TOKENS, metavar="T")
-    parser.add_argument("--threads", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(2), default=9)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args(arguments)
-    require_package("few_tokens", "transformers", "benchmark")
-    torch.manual_seed(0)
-    print(f"float32, {options.threads} threads; {environment()}\n")
-    with pinned(options.threads):
-        rows = [
-            measure(shape, num_tokens, options.rounds)
-            for shape, num_tokens in itertools.product(options.shape or SHAPES, options.tokens)
-        ]
-    report_rows(
-        rows,
-        ["D, E, k, h", "T", "moe_ext, us", "limit", "loop", "training, us", *IMPLEMENTATIONS],
-        lambda row: [
-            row.shape,
-            str(row.tokens),
-            f"{row.moe_ext.median:.0f}",
-            f"{row.limit.median:.2f}",
-            f"{row.loop.median:.2f}",
-            f"{row.training.median:.0f}",
-            *(f"{x.median:.2f}" for x in row.transformers.values()),
-        ],
-        options.json,
-    )
-    return rows

@@ -25,34 +25,49 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import MoE, TopKGate, ops
-from moe_ext.info import avoid_missing_amx
-from moe_lab.benchmarks.cross_entropy import cross_entropy_of_torch, limits, probes
-from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, report_rows
-from moe_lab.cli import at_least, make_parser
+from moe_lab.benchmarks.cross_entropy import cross_entropy_of_torch
+from moe_lab.benchmarks.harness import Quartiles, Row, interleaved
+from moe_lab.benchmarks.roofline import gemm_and_exp_limits, gemm_and_exp_probes
 
 HEAD_WIDTH = 64
-NAMES = ("moe_ext", "moe_ext, compiled", "plain", "plain, compiled")
+NAMES = ("moe_ext, compiled", "plain", "plain, compiled")  # compared with moe_ext
+TITLE = (
+    "{dtype}, {threads} threads, {sequences} sequences of {length}, D = {d_model}, {layers} layers,"
+    " E = {num_experts}, k = {k}, F = {hidden}, V = {vocabulary}"
+)
+HEADER = " | ".join(["part", "moe_ext, ms", "limit", *(f"x {name}" for name in NAMES)])
+
+
+def cells(row: Row) -> str:
+    ours = row.seconds["moe_ext"]
+    share = "–" if row.limit is None else f"{row.limit / ours.median:.2f}"
+    ratios = [
+        f"{row.seconds[name].median / ours.median:.2f}" if name in row.seconds else "–"
+        for name in NAMES
+    ]
+    ms = Quartiles(*(1e3 * value for value in ours))
+    return " | ".join([row.part, f"{ms:.0f}", share, *ratios])
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a model and of its batch."""
 
-    sequences: int = 8
-    length: int = 256
-    d_model: int = 512
-    layers: int = 8
-    num_experts: int = 32
-    k: int = 2
-    hidden: int = 1_024
-    vocabulary: int = 32_000
+    sequences: int
+    length: int
+    d_model: int
+    layers: int
+    num_experts: int
+    k: int
+    hidden: int
+    vocabulary: int
 
     @property
     def tokens(self) -> int:
@@ -258,81 +273,36 @@ def check(ours: Step, plain: Step) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@dataclass
-class Row:
-    """The seconds of a part by implementation, and the least seconds of its GEMMs."""
-
-    part: str
-    seconds: dict[str, Quartiles]
-    limit: float | None  # None: the part has no GEMM
-
-
-def measure(sizes: Sizes, dtype: torch.dtype, rounds: int, *, compiles: bool) -> list[Row]:
+def measure(args: Any) -> list[Row]:
     """Measures the steps and their parts."""
+    dtype = getattr(torch, args.dtype)
+    sizes = Sizes(*(getattr(args, size.name) for size in fields(Sizes)))
     model = Transformer(sizes)
     steps = {"moe_ext": Step(model, sizes, dtype), "plain": Step(model.plain(), sizes, dtype)}
     check(steps["moe_ext"], steps["plain"])
     functions: dict[tuple[str, str], Callable[[], object]] = {
         ("step", name): partial(step.run, step.model) for name, step in steps.items()
     }
-    if compiles:
+    if not args.eager:
         for name, step in steps.items():
-            compiled = torch.compile(step.model)
-            functions["step", f"{name}, compiled"] = partial(step.run, compiled)
+            functions["step", f"{name}, compiled"] = partial(step.run, torch.compile(step.model))
     for name, step in steps.items():
         functions |= {(part, name): function for part, function in step.parts().items()}
-    functions |= {("probe", name): probe for name, probe in probes(dtype).items()}
-    seconds = interleaved(functions, rounds, warm_up=1)
-
-    rates = {name: seconds["probe", name] for name in ("peak", "exp")}
-    least = {
-        part: Quartiles.of(
-            limits(rates, flops, sizes.tokens * sizes.vocabulary if part == "loss" else 0)
-        ).median
-        for part, flops in sizes.flops().items()
-    }
+    probes = gemm_and_exp_probes(dtype)
+    seconds = interleaved(
+        functions | {("", name): probe for name, probe in probes.items()}, args.rounds, warm_up=1
+    )
+    rates = {name: seconds["", name] for name in probes}
+    least = {}
+    for part, flops in sizes.flops().items():
+        exponentials = sizes.tokens * sizes.vocabulary if part == "loss" else 0
+        least[part] = Quartiles.of(gemm_and_exp_limits(rates, flops, exponentials)).median
     least["step"] = sum(least.values())
     return [
         Row(
-            part,
-            {name: Quartiles.of(s) for (of, name), s in seconds.items() if of == part},
-            least.get(part),
+            part=part,
+            seconds={name: Quartiles.of(s) for (of, name), s in seconds.items() if of == part},
+            limit=least.get(part),  # None: the part has no GEMM
         )
-        for part in dict.fromkeys(part for part, _ in functions if part != "probe")
+        for part in dict.fromkeys(part for part, _ in functions)
     ]
-
-
-def cells(row: Row) -> list[str]:
-    """Formats a row of the table."""
-    ours = row.seconds["moe_ext"]
-    ratios = [
-        f"{row.seconds[name].median / ours.median:.2f}" if name in row.seconds else "–"
-        for name in NAMES[1:]
-    ]
-    share = "–" if row.limit is None else f"{row.limit / ours.median:.2f}"
-    milliseconds = Quartiles(*(1e3 * value for value in ours))
-    return [row.part, f"{milliseconds:.0f}", share, *ratios]
-
-
-def main(arguments: Sequence[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__)
-    for size in fields(Sizes):
-        option = f"--{size.name.replace('_', '-')}"
-        parser.add_argument(option, type=at_least(1), default=size.default)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--eager", action="store_true", help="leave out torch.compile")
-    parser.add_argument("--threads", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(2), default=5)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args(arguments)
-    if options.dtype == "bfloat16":
-        avoid_missing_amx()
-    torch.manual_seed(0)
-    sizes = Sizes(*(getattr(options, size.name) for size in fields(Sizes)))
-    print(f"{options.dtype}, {options.threads} threads; {environment()}\n{sizes}\n")
-    with pinned(options.threads):
-        dtype = getattr(torch, options.dtype)
-        rows = measure(sizes, dtype, options.rounds, compiles=not options.eager)
-    header = ["part", "moe_ext, ms", "limit", *(f"x {name}" for name in NAMES[1:])]
-    report_rows(rows, header, cells, options.json)
-    return rows
