@@ -222,7 +222,8 @@ class _World:
         least = exchange_bytes(*leaving, *sizes, key.exchange, of_gates, secondary)
         self.passes[key] = {}
         for name, called, summed, minimum in zip(PASSES, calls, sums, least, strict=True):
-            found = dict.fromkeys(BYTES, 0.0) | {"minimum": minimum, "losses": sum(summed)}
+            found: dict[str, float] = dict.fromkeys(BYTES, 0)
+            found |= {"minimum": minimum, "losses": sum(summed)}
             for number, call in enumerate(called):  # the first call sends the row counts
                 first = (name, number) == ("forward", 0)
                 kind = "counts" if first else call.kind(self.x.shape[1])

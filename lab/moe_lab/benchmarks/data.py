@@ -73,64 +73,51 @@ def measure(args: Any) -> Iterator[Row]:
 
 def _counting(corpus: Path, workers: int) -> Row:
     sentences = load_corpus(corpus).train
-    with measured() as result:
+    with measured("counting words", workers) as row:
         counted = in_workers(Vocabulary.count, sentences.pieces, workers)
-        total = sum(counts.total() for counts in counted)
-    return _row("counting words", workers, total, result)
+        row.words = sum(counts.total() for counts in counted)
+    return row
 
 
 def _encoding(corpus: Path, vocabulary: Path, folder: Path, workers: int) -> Row:
-    words = Vocabulary.load(vocabulary)
-    sentences = load_corpus(corpus).train
-    with measured() as result:
-        made = encode_to_files(
-            sentences, words, folder / f"encoded-{workers}", name="train", num_workers=workers
-        )
-    return _row("encoding", workers, made.num_tokens, result)
+    words, sentences = Vocabulary.load(vocabulary), load_corpus(corpus).train
+    with measured("encoding", workers) as row:
+        files = folder / f"encoded-{workers}"
+        made = encode_to_files(sentences, words, files, name="train", num_workers=workers)
+        row.words = made.num_tokens
+    return row
 
 
 def _batches(folder: Path, tokens_per_batch: int, num_words: int, workers: int) -> Row:
     encoded = EncodedSentences.open(next(folder.glob("train-*")))
-    with measured() as result:
+    with measured(f"batches of {tokens_per_batch:,}", workers) as row:
         epoch = SentenceBatches(encoded, tokens_per_batch=tokens_per_batch, shuffle=True)
         some = islice(epoch.epoch(0, num_workers=workers), -(-num_words // tokens_per_batch))
-        total = sum(batch.num_tokens for batch in some)
-    return _row(f"batches of {tokens_per_batch:,}", workers, total, result)
+        row.words = sum(batch.num_tokens for batch in some)
+    return row
 
 
 def _whole_epoch(folder: Path) -> list[Row]:
     encoded = EncodedSentences.open(folder)
-    with measured() as made:
-        epoch = SentenceBatches(encoded, tokens_per_batch=300_000, shuffle=True)
-    with measured() as begun:
-        next(epoch.epoch(0))
     what = f"{len(encoded):,} sentences"
-    return [
-        _row(f"sizes of the batches of {what}", 0, encoded.num_tokens, made),
-        _row(f"order of an epoch of {what}", 0, encoded.num_tokens, begun),
-    ]
-
-
-def _row(what: str, workers: int, words: int, result: list[float]) -> Row:
-    figures = zip(("seconds", "processor_seconds", "peak_mib"), result, strict=True)
-    return Row(what=what, workers=workers, words=words, **dict(figures))
+    with measured(f"sizes of the batches of {what}", 0, encoded.num_tokens) as made:
+        epoch = SentenceBatches(encoded, tokens_per_batch=300_000, shuffle=True)
+    with measured(f"order of an epoch of {what}", 0, encoded.num_tokens) as begun:
+        next(epoch.epoch(0))
+    return [made, begun]
 
 
 def elsewhere(function: Callable[..., T], *arguments: Any) -> T:
     """Runs function(*arguments) in a new process."""
-    method = multiprocessing.get_start_method()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        return executor.submit(_with_start_method, method, function, *arguments).result()
-
-
-def _with_start_method(method: str, function: Callable[..., T], *arguments: Any) -> T:
-    multiprocessing.set_start_method(method, force=True)  # for its workers
-    return function(*arguments)
+    method = multiprocessing.get_start_method()  # for its workers
+    set_method = partial(multiprocessing.set_start_method, method, force=True)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), set_method) as executor:
+        return executor.submit(function, *arguments).result()
 
 
 @contextmanager
-def measured() -> Iterator[list[float]]:
-    """Yields a list, to which the block's end adds seconds, processor seconds and peak MiB."""
+def measured(what: str, workers: int, words: int = 0) -> Iterator[Row]:
+    """Yields a row, to which the block's end adds seconds, processor seconds and peak MiB."""
     before = peak = _anonymous_mib()
     ended = threading.Event()
 
@@ -141,20 +128,21 @@ def measured() -> Iterator[list[float]]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    result: list[float] = []
-    start = seconds()
+    row = Row(what=what, workers=workers, words=words)
+    start = time.perf_counter(), _processor_seconds()
     try:
-        yield result
-        result += [end - begin for end, begin in zip(seconds(), start, strict=True)]
-        result.append(max(peak, _anonymous_mib()) - before)
+        yield row
+        row.seconds = time.perf_counter() - start[0]
+        row.processor_seconds = _processor_seconds() - start[1]
+        row.peak_mib = max(peak, _anonymous_mib()) - before
     finally:
         ended.set()
         watcher.join()
 
 
-def seconds() -> tuple[float, float]:
-    """Returns the clock, and the processor time of this process and its ended children, in s."""
-    return time.perf_counter(), time.process_time() + sum(os.times()[2:4])
+def _processor_seconds() -> float:
+    """Returns the processor time of this process and its ended children."""
+    return time.process_time() + sum(os.times()[2:4])
 
 
 def _anonymous_mib() -> float:
@@ -175,23 +163,23 @@ def _anonymous_mib() -> float:
 
 def _make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, Path]:
     """Generates a corpus in `folder`; returns the corpus and its vocabulary file."""
-    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
     words = ["</S>", "<S>", "<UNK>"]
     # Common words are short: bytes per word are about those of English text.
     words += [f"{'wordforms'[: 1 + len(str(i))]}{i:x}" for i in range(vocab_size - len(words))]
-    vocabulary = folder / "vocabulary.txt"
+    vocabulary, corpus = folder / "vocabulary.txt", folder / "corpus"
     vocabulary.write_text("\n".join(words) + "\n")
-    corpus = folder / "corpus"
-    train = corpus / "training-monolingual.tokenized.shuffled"
-    heldout = corpus / "heldout-monolingual.tokenized.shuffled"
+    train, heldout = (
+        corpus / f"{part}-monolingual.tokenized.shuffled" for part in ("training", "heldout")
+    )
     train.mkdir(parents=True)
     heldout.mkdir()
     share = 1 / torch.arange(1, vocab_size - 2, dtype=torch.float64)
     below = (share.cumsum(0) / share.sum()).float()
     per_shard = -(-num_words // 99)
     for number in progress(range(1, 100), "making a corpus", "files"):
-        ids = torch.searchsorted(below, torch.rand(per_shard, generator=generator)) + 3
-        ends = torch.rand(per_shard, generator=generator) < 1 / _MEAN_LENGTH
+        ids = torch.searchsorted(below, torch.rand(per_shard)) + 3
+        ends = torch.rand(per_shard) < 1 / _MEAN_LENGTH
         ends[-1] = True
         bounds = [0, *(ends.nonzero().flatten() + 1).tolist()]
         text = [words[i] for i in ids.clamp_(max=vocab_size - 1).tolist()]
@@ -204,11 +192,11 @@ def _make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, P
 
 def _empty_text(folder: Path, num_sentences: int) -> None:
     """Creates files of encoded sentences; all words have id 0, so the files take no disk space."""
+    torch.manual_seed(1)
     folder.mkdir()
-    generator = torch.Generator().manual_seed(1)
-    lengths = 2 + 2 * (_MEAN_LENGTH - 1) * torch.rand(num_sentences, generator=generator)
-    starts = folder / "starts.int64"
-    mapped = torch.from_file(str(starts), True, num_sentences + 1, dtype=torch.int64)
+    lengths = 2 + 2 * (_MEAN_LENGTH - 1) * torch.rand(num_sentences)
+    starts = str(folder / "starts.int64")
+    mapped = torch.from_file(starts, True, num_sentences + 1, dtype=torch.int64)
     torch.cumsum(lengths.long(), 0, out=mapped[1:])
     num_tokens = int(mapped[-1])
     with (folder / "stream.int32").open("wb") as file:

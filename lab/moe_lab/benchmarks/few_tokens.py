@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from moe_ext import MoE, TopKGate
 from moe_lab.benchmarks.harness import Quartiles, Row, interleaved, ratio
+from moe_lab.benchmarks.peers import mixtral_config
 from moe_lab.benchmarks.roofline import stream_probe
-from moe_lab.packages import require_package
 
 SHAPES = [(64, 8, 2, 128), (512, 64, 2, 1_024)]
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
@@ -44,23 +44,17 @@ def cells(row: Row) -> str:
     return f"{row.shape} | {row.tokens} | {ours} | {row.training.median:.0f} | {others}"
 
 
-class Loop(nn.Module):
+def loop(layer: MoE, x: Tensor) -> Tensor:
     """Computes a MoE in evaluation mode by a loop over the chosen experts, in plain torch."""
-
-    def __init__(self, layer: MoE) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        w_1, w_2 = self.layer.experts.parameters()
-        top = (x @ self.layer.gate.get_parameter("w_gate")).topk(self.layer.k)
-        gates = top.values.softmax(-1)
-        y = torch.zeros_like(x)
-        for e in top.indices.unique().tolist():
-            token, choice = torch.where(top.indices == e)
-            rows = torch.relu(x[token] @ w_1[e]) @ w_2[e]
-            y.index_add_(0, token, rows * gates[token, choice, None])
-        return y
+    w_1, w_2 = layer.experts.parameters()
+    top = (x @ layer.gate.get_parameter("w_gate")).topk(layer.k)
+    gates = top.values.softmax(-1)
+    y = torch.zeros_like(x)
+    for e in top.indices.unique().tolist():
+        token, choice = torch.where(top.indices == e)
+        rows = torch.relu(x[token] @ w_1[e]) @ w_2[e]
+        y.index_add_(0, token, rows * gates[token, choice, None])
+    return y
 
 
 def gated_width(hidden: int) -> int:
@@ -71,25 +65,17 @@ def gated_width(hidden: int) -> int:
 def mixtral_block(shape: Sequence[int], implementation: str) -> nn.Module:
     """Makes transformers' layer of Mixtral with random weights."""
     d_model, num_experts, k, hidden = shape
-    modeling = "transformers.models.mixtral.modeling_mixtral"
-    mixtral = require_package("few-tokens", modeling, "benchmark")
-    config = mixtral.MixtralConfig(
-        hidden_size=d_model,
-        intermediate_size=gated_width(hidden),
-        num_local_experts=num_experts,
-        num_experts_per_tok=k,
-    )
-    config._experts_implementation = implementation
+    mixtral, config = mixtral_config(implementation, d_model, num_experts, k, gated_width(hidden))
     block = mixtral.MixtralSparseMoeBlock(config)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
     return block.eval()
 
 
-def calls(layer: nn.Module, inputs: Sequence[Tensor], *, training: bool = False) -> None:
-    with torch.set_grad_enabled(training):
+def calls(function: Callable[[Tensor], object], inputs: Sequence[Tensor], grad: bool) -> None:
+    with torch.set_grad_enabled(grad):
         for x in inputs:
-            layer(x)
+            function(x)
 
 
 def measure(args: Any) -> Iterator[Row]:
@@ -101,29 +87,27 @@ def _measured(shape: Sequence[int], num_tokens: int, rounds: int) -> Row:
     d_model, num_experts, k, hidden = shape
     layer, training = (MoE(d_model, num_experts, k, hidden_sizes=[hidden]) for _ in range(2))
     layer.eval()
-    gated = MoE(
-        *(d_model, num_experts, k),
-        hidden_sizes=[gated_width(hidden)],
-        activation="swiglu",
-        gate=TopKGate(d_model, num_experts, k),
-    ).eval()
+    swiglu = partial(MoE, d_model, num_experts, k, activation="swiglu")
+    gate = TopKGate(d_model, num_experts, k)
+    gated = swiglu(hidden_sizes=[gated_width(hidden)], gate=gate).eval()
     for each in (layer, training):
         nn.init.normal_(each.gate.get_parameter("w_gate"))
     inputs = [torch.randn(num_tokens, d_model) for _ in range(16)]
-    torch.testing.assert_close(layer(inputs[0])[0], Loop(layer)(inputs[0]), rtol=1e-4, atol=1e-4)
-    once = interleaved({"": partial(calls, layer, inputs)}, 3)[""]
+    torch.testing.assert_close(layer(inputs[0])[0], loop(layer, inputs[0]), rtol=1e-4, atol=1e-4)
+    once = interleaved({"": partial(calls, layer, inputs, False)}, 3)[""]
     inputs *= max(1, round(MIN_SECONDS / min(once)))
 
     stream = stream_probe()
     functions: dict[str, Callable[[], object]] = {
         "stream": stream.function,
-        "moe_ext": partial(calls, layer, inputs),
-        "loop": partial(calls, Loop(layer), inputs),
-        "training": partial(calls, training, inputs, training=True),
-        "gated": partial(calls, gated, inputs),
+        "moe_ext": partial(calls, layer, inputs, False),
+        "loop": partial(calls, partial(loop, layer), inputs, False),
+        "training": partial(calls, training, inputs, True),
+        "gated": partial(calls, gated, inputs, False),
     }
     for name in IMPLEMENTATIONS:
-        functions[name] = partial(calls, mixtral_block(shape, name), [x[None] for x in inputs])
+        sequences = [x[None] for x in inputs]
+        functions[name] = partial(calls, mixtral_block(shape, name), sequences, False)
     seconds = interleaved(functions, rounds, warm_up=1)
 
     chosen = [layer(x)[1].expert_index.unique().numel() for x in inputs[:16]]

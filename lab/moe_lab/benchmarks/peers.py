@@ -19,6 +19,7 @@ from moe_ext import ops
 from moe_lab.benchmarks.measurement import Extra, Stacked
 from moe_lab.benchmarks.roofline import Work, experts_work
 from moe_lab.benchmarks.shapes import Shape
+from moe_lab.packages import require_package
 
 FORWARD, BOTH = PASSES = ("forward", "forward+backward")  # what is timed
 BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
@@ -67,9 +68,7 @@ class Kind(NamedTuple):
 
 @dataclass
 class Problem:
-    """Random tokens, gates and weights that all implementations share.
-
-    The weights are [E, d, h] (or [E, d, 2 h] for swiglu) and [E, h, d].
+    """Random tokens, gates and weights [E, d, h] (or [E, d, 2 h] for swiglu) and [E, h, d].
 
     A gated hidden layer is narrower by a third, rounded to a multiple of 16, so the GEMMs of both
     activations cost the same.
@@ -110,6 +109,12 @@ class Problem:
         """The weights in the layout of nn.Linear, with output features first."""
         return [weight.transpose(1, 2).contiguous() for weight in self.weights]
 
+    @cached_property
+    def of_rows(self) -> "Problem":
+        """A problem with R tokens and one expert, which has as many operations."""
+        shape = self.shape._replace(tokens=self.rows, num_experts=1, k=1, routing="uniform")
+        return Problem(shape, self.dtype, self.activation, self.device)
+
     def work(self, which: str) -> Work:
         T, E, _, d, _, _ = self.shape
         gated, itemsize = self.activation == "swiglu", self.dtype.itemsize
@@ -125,14 +130,11 @@ class Problem:
     def peer(self, name: str) -> tuple[Peer, "Problem"]:
         """Builds an implementation; returns it and the problem whose tokens it computes."""
         if name not in self.built:
-            if name in BESIDE_PEERS:  # R tokens and one expert have as many operations
-                shape = self.shape._replace(tokens=self.rows, num_experts=1, k=1, routing="uniform")
-                of_rows = Problem(shape, self.dtype, self.activation, self.device)
-                peer = dense(of_rows) if name == "dense" else experts_alone(self)
-                self.built[name] = peer, of_rows
+            if name in BESIDE_PEERS:
+                peer = dense(self.of_rows) if name == "dense" else experts_alone(self)
+                self.built[name] = peer, self.of_rows
             else:
-                build = ours if name == "ours" else PEERS[name].build
-                self.built[name] = build(self), self
+                self.built[name] = (ours if name == "ours" else PEERS[name].build)(self), self
         return self.built[name]
 
     def call(self, name: str, which: str) -> Callable[[], object]:
@@ -264,17 +266,20 @@ def _sort_and_grouped_mm(problem: Problem) -> Peer:
     return Peer([first, second], forward)
 
 
+def mixtral_config(implementation: str, d: int, E: int, k: int, hidden: int) -> tuple[Any, Any]:
+    """Returns transformers' module of Mixtral, and a configuration of its layer."""
+    modeling = "transformers.models.mixtral.modeling_mixtral"
+    mixtral = require_package("transformers", modeling, "benchmark")
+    sizes = {"hidden_size": d, "intermediate_size": hidden, "hidden_act": "silu"}
+    config = mixtral.MixtralConfig(num_local_experts=E, num_experts_per_tok=k, **sizes)
+    config._experts_implementation = implementation
+    return mixtral, config
+
+
 def _hf(implementation: str, problem: Problem) -> Peer:
     """Builds transformers' MixtralExperts with one of the experts implementations."""
-    mixtral = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
-    config = mixtral.MixtralConfig(
-        hidden_size=problem.shape.d_model,
-        intermediate_size=problem.hidden,
-        num_local_experts=problem.shape.num_experts,
-        num_experts_per_tok=problem.shape.k,
-        hidden_act="silu",
-    )
-    config._experts_implementation = implementation
+    _, E, k, d, _, _ = problem.shape
+    mixtral, config = mixtral_config(implementation, d, E, k, problem.hidden)
     with torch.device("meta"):
         layer = mixtral.MixtralExperts(config)
     parameters: list[Tensor] = [*map(nn.Parameter, problem.transposed)]

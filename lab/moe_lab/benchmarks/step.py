@@ -86,34 +86,25 @@ def _measure(config: Config, steps: int) -> dict[str, Any]:
         "gradient_bytes": weight_bytes,
         "steps": [],
     }
-    built = f"{record['build_seconds']:.1f} s, peak memory {record['build_peak_bytes'] / 1e9:.2f}"
-    print(f"model   {cost(trainer.model)}\nbuild   {built} GB", flush=True)
+    seconds, peak = record["build_seconds"], record["build_peak_bytes"] / 1e9
+    print(f"model   {cost(trainer.model)}\nbuild   {seconds:.1f} s, peak memory {peak:.2f} GB")
     batches = trainer.batches.epoch(0)
     for number in range(1, steps + 1):
         batch = list(islice(batches, config.optimizer.accumulate))
         before, started = trainer.tokens, time.perf_counter()
         trainer.train_step(batch)
         seconds, tokens = time.perf_counter() - started, trainer.tokens - before
-        speed, gflops, peak = tokens / seconds, tokens * flops / seconds / 1e9, _resident_bytes()
-        record["steps"].append(
-            {
-                "tokens": tokens,
-                "seconds": seconds,
-                "words_per_second": speed,
-                "gflops": gflops,
-                "peak_bytes": peak,
-            }
-        )
+        step = {"tokens": tokens, "seconds": seconds, "words_per_second": tokens / seconds}
+        step |= {"gflops": tokens * flops / seconds / 1e9, "peak_bytes": _resident_bytes()}
+        record["steps"].append(step)
         print(
-            f"step {number}  {seconds:.2f} s for {tokens:,} words, {speed:,.0f} words/s, "
-            f"{gflops:.1f} GFLOP/s, peak memory {peak / 1e9:.2f} GB",
+            f"step {number}  {seconds:.2f} s for {tokens:,} words, "
+            f"{step['words_per_second']:,.0f} words/s, {step['gflops']:.1f} GFLOP/s, "
+            f"peak memory {step['peak_bytes'] / 1e9:.2f} GB",
             flush=True,
         )
     states = [state for each in trainer.optimizers for state in each.state.values()]
     record["optimizer_bytes"] = sum(x.nbytes for state in states for x in state.values())
-    size = {name: record[f"{name}_bytes"] / 1e9 for name in ("weight", "gradient", "optimizer")}
-    print(
-        "memory  weights {weight:.3f} GB, gradients {gradient:.3f}, "
-        "optimizer {optimizer:.3f}".format(**size)
-    )
+    weights, optimizer = weight_bytes / 1e9, record["optimizer_bytes"] / 1e9
+    print(f"memory  weights {weights:.3f} GB, gradients {weights:.3f}, optimizer {optimizer:.3f}")
     return record

@@ -23,7 +23,6 @@ called in interleaved rounds; all figures are medians.
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -43,52 +42,29 @@ TITLE = (
     " E = {num_experts}, k = {k}, F = {hidden}, V = {vocabulary}"
 )
 HEADER = " | ".join(["part", "moe_ext, ms", "limit", *(f"x {name}" for name in NAMES)])
+Output = tuple[Tensor, Tensor | float]  # y, and the loss of the layer
 
 
 def cells(row: Row) -> str:
     ours = row.seconds["moe_ext"]
     share = "–" if row.limit is None else f"{row.limit / ours.median:.2f}"
-    ratios = [
-        f"{row.seconds[name].median / ours.median:.2f}" if name in row.seconds else "–"
-        for name in NAMES
-    ]
+    others = [row.seconds.get(name) for name in NAMES]
+    ratios = [f"{each.median / ours.median:.2f}" if each else "–" for each in others]
     ms = Quartiles(*(1e3 * value for value in ours))
     return " | ".join([row.part, f"{ms:.0f}", share, *ratios])
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model and of its batch."""
-
-    sequences: int
-    length: int
-    d_model: int
-    layers: int
-    num_experts: int
-    k: int
-    hidden: int
-    vocabulary: int
-
-    @property
-    def tokens(self) -> int:
-        return self.sequences * self.length
-
-    @property
-    def dense_hidden(self) -> int:
-        """The width of a dense layer that has as many operations for a token as k experts."""
-        return self.k * self.hidden
-
-    def flops(self) -> dict[str, int]:
-        """Returns the operations of the GEMMs of each part, forward and backward."""
-        d, t = self.d_model, self.tokens
-        feed_forward = self.layers // 2 * 3 * d * self.dense_hidden
-        return {
-            "loss": 6 * t * d * self.vocabulary,
-            "experts": 6 * t * (feed_forward + self.layers // 2 * d * self.num_experts),
-            # The scores and their products with the values: half of all pairs of tokens.
-            "attention": 6 * t * self.layers * (4 * d * d + self.length * d),
-            "feed-forward": 6 * t * feed_forward,
-        }
+def flops_of(sizes: Any) -> dict[str, int]:
+    """Returns the operations of the GEMMs of each part, forward and backward."""
+    d, t = sizes.d_model, sizes.sequences * sizes.length
+    feed_forward = sizes.layers // 2 * 3 * d * sizes.k * sizes.hidden
+    return {
+        "loss": 6 * t * d * sizes.vocabulary,
+        "experts": 6 * t * (feed_forward + sizes.layers // 2 * d * sizes.num_experts),
+        # The scores and their products with the values: half of all pairs of tokens.
+        "attention": 6 * t * sizes.layers * (4 * d * d + sizes.length * d),
+        "feed-forward": 6 * t * feed_forward,
+    }
 
 
 class SwiGLU(nn.Module):
@@ -99,10 +75,22 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(d_model, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, d_model, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Output:
         a, b = self.up(x).chunk(2, -1)
-        result: Tensor = self.down(F.silu(a) * b)
-        return result
+        return self.down(F.silu(a) * b), 0.0
+
+
+class Ours(nn.Module):
+    def __init__(self, sizes: Any) -> None:
+        super().__init__()
+        shape = sizes.d_model, sizes.num_experts, sizes.k
+        swiglu = partial(MoE, *shape, activation="swiglu", gate=TopKGate(*shape))
+        self.layer = swiglu(hidden_sizes=[sizes.hidden])
+        nn.init.normal_(self.layer.gate.get_parameter("w_gate"), std=sizes.d_model**-0.5)
+
+    def forward(self, x: Tensor) -> Output:
+        y, aux = self.layer(x)
+        return y, aux.loss
 
 
 class PlainMoE(nn.Module):
@@ -116,7 +104,7 @@ class PlainMoE(nn.Module):
             for weight in (layer.gate.get_parameter("w_gate"), *layer.experts.parameters())
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+    def forward(self, x: Tensor) -> Output:
         logits, index = (x @ self.w_gate).topk(self.k)
         gates = logits.softmax(-1, dtype=torch.float32).to(x.dtype)
         slot = index.flatten().argsort(stable=True)
@@ -128,18 +116,6 @@ class PlainMoE(nn.Module):
         return torch.zeros_like(x).index_add(0, token, rows), 0.0
 
 
-class Ours(nn.Module):
-    """Returns the output and the loss of a MoE."""
-
-    def __init__(self, layer: MoE) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, aux = self.layer(x)
-        return y, aux.loss
-
-
 class Attention(nn.Module):
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -147,25 +123,25 @@ class Attention(nn.Module):
         self.input = nn.Linear(d_model, 3 * d_model, bias=False)
         self.output = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Output:
         """Maps x [B, S, D] to [B, S, D]."""
         heads = self.input(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: Tensor = self.output(y.transpose(1, 2).flatten(2))
-        return result
+        return self.output(y.transpose(1, 2).flatten(2)), 0.0
 
 
 class Transformer(nn.Module):
     """Predicts each next token. `forward` returns the loss, with that of the MoE layers."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Any) -> None:
         super().__init__()
         d = sizes.d_model
         self.embedding = nn.Embedding(sizes.vocabulary, d)
         self.attention = nn.ModuleList(Attention(d) for _ in range(sizes.layers))
+        # A dense layer has as many operations for a token as k experts.
         self.feed_forward = nn.ModuleList(
-            Ours(_moe(sizes)) if layer % 2 else SwiGLU(d, sizes.dense_hidden)
+            Ours(sizes) if layer % 2 else SwiGLU(d, sizes.k * sizes.hidden)
             for layer in range(sizes.layers)
         )
         self.norms = nn.ModuleList(nn.RMSNorm(d) for _ in range(2 * sizes.layers + 1))
@@ -174,17 +150,12 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
         """Computes the mean loss of tokens [B, S] with target [B · S]."""
-        x = self.embedding(tokens)
-        losses = []
+        x, losses = self.embedding(tokens), []
         for i, (attention, layer) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
-            x = x + attention(self.norms[2 * i](x))
-            rows = self.norms[2 * i + 1](x).flatten(0, 1)
-            if isinstance(layer, SwiGLU):
-                y = layer(rows)
-            else:
-                y, loss = layer(rows)
-                losses.append(loss)
+            x = x + attention(self.norms[2 * i](x))[0]
+            y, loss = layer(self.norms[2 * i + 1](x).flatten(0, 1))
             x = x + y.view_as(x)
+            losses.append(loss)
         return self.loss(self.norms[-1](x).flatten(0, 1), target) + sum(losses)
 
     def loss(self, x: Tensor, target: Tensor) -> Tensor:
@@ -201,27 +172,19 @@ class Transformer(nn.Module):
         return other
 
 
-def _moe(sizes: Sizes) -> MoE:
-    shape = sizes.d_model, sizes.num_experts, sizes.k
-    layer = MoE(*shape, hidden_sizes=[sizes.hidden], activation="swiglu", gate=TopKGate(*shape))
-    nn.init.normal_(layer.gate.get_parameter("w_gate"), std=sizes.d_model**-0.5)
-    return layer
-
-
 class Step:
     """The training step of a model, and its parts."""
 
-    def __init__(self, model: Transformer, sizes: Sizes, dtype: torch.dtype) -> None:
+    def __init__(self, model: Transformer, sizes: Any, dtype: torch.dtype) -> None:
         self.model = model.to(dtype)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(0)
-        text = torch.randint(
-            sizes.vocabulary, (sizes.sequences, sizes.length + 1), generator=generator
-        )
+        of_text = sizes.sequences, sizes.length + 1
+        text = torch.randint(sizes.vocabulary, of_text, generator=generator)
         self.tokens, self.target = text[:, :-1], text[:, 1:].flatten()
-        shape = sizes.sequences, sizes.length, sizes.d_model
-        self.x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-        self.upstream = torch.randn(shape, generator=generator).to(dtype)
+        shape = 2, sizes.sequences, sizes.length, sizes.d_model
+        x, self.upstream = torch.randn(shape, generator=generator).to(dtype)
+        self.x = x.requires_grad_()
 
     def run(self, model: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Runs a step; `model` is the model, or its compiled form."""
@@ -234,14 +197,13 @@ class Step:
         layers = list(self.model.feed_forward)
         dense = [layer for layer in layers if isinstance(layer, SwiGLU)]
         mixtures = [layer for layer in layers if not isinstance(layer, SwiGLU)]
-        functions: dict[str, Callable[[], object]] = {
+        return {
             "update": self.optimizer.step,  # with the gradients of the step before it
             "loss": self._loss,
             "experts": partial(self._backward, mixtures, flat=True),
             "attention": partial(self._backward, list(self.model.attention), flat=False),
             "feed-forward": partial(self._backward, dense, flat=True),
         }
-        return functions
 
     def _loss(self) -> None:
         self.model.zero_grad()
@@ -249,14 +211,11 @@ class Step:
 
     def _backward(self, layers: Sequence[nn.Module], *, flat: bool) -> None:
         self.model.zero_grad()
-        x, upstream = self.x, self.upstream
-        if flat:
-            x, upstream = x.flatten(0, 1), upstream.flatten(0, 1)
+        x, upstream = (t.flatten(0, 1) if flat else t for t in (self.x, self.upstream))
         for layer in layers:
-            result = layer(x)
-            y, loss = result if isinstance(result, tuple) else (result, 0.0)
-            outputs = [y, loss] if isinstance(loss, Tensor) else [y]
-            torch.autograd.backward(outputs, [upstream, None][: len(outputs)])
+            y, loss = layer(x)
+            with_loss = isinstance(loss, Tensor)
+            torch.autograd.backward([y, loss][: 1 + with_loss], [upstream, None][: 1 + with_loss])
 
 
 @torch.no_grad()
@@ -274,28 +233,23 @@ def check(ours: Step, plain: Step) -> None:
 
 
 def measure(args: Any) -> list[Row]:
-    """Measures the steps and their parts."""
-    dtype = getattr(torch, args.dtype)
-    sizes = Sizes(*(getattr(args, size.name) for size in fields(Sizes)))
-    model = Transformer(sizes)
-    steps = {"moe_ext": Step(model, sizes, dtype), "plain": Step(model.plain(), sizes, dtype)}
+    dtype, model = getattr(torch, args.dtype), Transformer(args)
+    steps = {"moe_ext": Step(model, args, dtype), "plain": Step(model.plain(), args, dtype)}
     check(steps["moe_ext"], steps["plain"])
     functions: dict[tuple[str, str], Callable[[], object]] = {
         ("step", name): partial(step.run, step.model) for name, step in steps.items()
     }
-    if not args.eager:
-        for name, step in steps.items():
+    for name, step in steps.items():
+        if not args.eager:
             functions["step", f"{name}, compiled"] = partial(step.run, torch.compile(step.model))
     for name, step in steps.items():
         functions |= {(part, name): function for part, function in step.parts().items()}
-    probes = gemm_and_exp_probes(dtype)
-    seconds = interleaved(
-        functions | {("", name): probe for name, probe in probes.items()}, args.rounds, warm_up=1
-    )
-    rates = {name: seconds["", name] for name in probes}
+    probes = {("", name): probe for name, probe in gemm_and_exp_probes(dtype).items()}
+    seconds = interleaved(functions | probes, args.rounds, warm_up=1)
+    rates = {name: seconds["", name] for _, name in probes}
     least = {}
-    for part, flops in sizes.flops().items():
-        exponentials = sizes.tokens * sizes.vocabulary if part == "loss" else 0
+    for part, flops in flops_of(args).items():
+        exponentials = args.sequences * args.length * args.vocabulary if part == "loss" else 0
         least[part] = Quartiles.of(gemm_and_exp_limits(rates, flops, exponentials)).median
     least["step"] = sum(least.values())
     return [
