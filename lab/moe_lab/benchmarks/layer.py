@@ -62,20 +62,12 @@ from typing import Any
 import torch
 
 from moe_ext import ops
+from moe_lab.benchmarks import measurement, tables
 from moe_lab.benchmarks.harness import Quartiles, Row, clock_of, interleaved
-from moe_lab.benchmarks.measurement import (
-    by,
-    measure,
-    measure_all,
-    read_merged,
-    report_wrong,
-    results_of,
-)
 from moe_lab.benchmarks.memory import saved_bytes
 from moe_lab.benchmarks.peers import BOTH, FORWARD, PEERS, Problem
 from moe_lab.benchmarks.roofline import stream_probe
 from moe_lab.benchmarks.shapes import GPU_SHAPES, SHAPES
-from moe_lab.benchmarks.tables import plot, print_report
 from moe_lab.files import write_json
 from moe_lab.training.device import check_device
 
@@ -84,17 +76,17 @@ _ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
 
 def run(args: Any) -> int:
     if args.report:
-        record = read_merged(args.report)
+        record = measurement.read_merged(args.report)
         if args.json:
             write_json(args.json, record)
     else:
         record = _measure(args)
-    results = results_of(record)
-    print_report(record, results)
+    results = measurement.results_of(record)
+    tables.print_report(record, results)
     if args.plot and results:
-        chosen = by(results, lambda result: result.activation)[results[0].activation]
-        plot(chosen, record["environment"], _label).savefig(args.plot, dpi=100)
-    return report_wrong(results)
+        chosen = measurement.by(results, lambda result: result.activation)[results[0].activation]
+        tables.plot(chosen, record["environment"], _label).savefig(args.plot, dpi=100)
+    return measurement.report_wrong(results)
 
 
 def _label(result: Row) -> str:
@@ -123,7 +115,9 @@ def _measure(args: Any) -> dict[str, Any]:
     ]
     routing = [] if on_cpu else [routing_times(_ROUTING_SHAPE, args)]
     examine = partial(_examine, args=args)
-    return measure_all(todo, examine, args, versions=versions(), memory=[], routing=routing)
+    return measurement.measure_all(
+        todo, examine, args, versions=versions(), memory=[], routing=routing
+    )
 
 
 def _problem(name: str, *arguments: Any) -> tuple[str, Problem]:
@@ -140,7 +134,7 @@ def _examine(what: str, named: tuple[str, Problem], record: dict[str, Any], args
     if args.check_memory:
         record["memory"].append({"name": name} | _kept_memory(problem, peers, args))
     else:
-        record["results"] += measure(name, problem, peers, args)
+        record["results"] += measurement.measure(name, problem, peers, args)
     if args.profile:
         with args.profile.open("a") as file:
             print(what, _profile(problem, args), sep="\n", file=file)

@@ -298,7 +298,7 @@ def read_merged(paths: Sequence[Path]) -> dict[str, Any]:
     """Reads the records of one or several runs, and merges them into one."""
     records = [json.loads(path.read_text("utf-8")) for path in paths]
     results = by(
-        [each for record in records for each in record["results"]],
+        [{**each, "occasions": each.get("occasions", 1)} for r in records for each in r["results"]],
         lambda r: (r["name"], r["activation"], r["dtype"], r["threads"]),
     )
     lists = {
