@@ -27,26 +27,15 @@ UNITS, GROUPS = ("rows", "tokens"), "groups"  # exchanges; groups is that of pla
 
 
 class Case(NamedTuple):
-    """The command line of a benchmark; its module has the documentation and the measurements.
+    """The command line of a benchmark; its module has the documentation and the measurements."""
 
-    Attributes:
-        rounds: default of --rounds; 0: the benchmark has no rounds.
-        threads: default of --threads; a list if the option takes several numbers, 0 for torch's
-            default, and None if the benchmark has no such option.
-        sizes: the options for positive whole numbers: their defaults, or default and help.
-        options: the other arguments.
-        files: the options for files that must exist.
-        check: raises ConfigError if options do not fit together.
-        ranks: whether the benchmark runs on several ranks, whose number is --processes.
-    """
-
-    rounds: int = 0
-    threads: int | list[int] | None = None
-    sizes: Mapping[str, int | tuple[int, str]] = {}
-    options: Mapping[str, Option] = {}
-    files: Sequence[str] = ()
-    check: Callable[[Any], object] = lambda args: None
-    ranks: bool = False
+    rounds: int = 0  # default of --rounds; 0: no such option
+    threads: int | list[int] | None = None  # of --threads; 0: torch's default; None: no such option
+    sizes: Mapping[str, int | tuple[int, str]] = {}  # whole numbers: default, or default and help
+    options: Mapping[str, Option] = {}  # the other arguments
+    files: Sequence[str] = ()  # arguments that must exist
+    check: Callable[[Any], object] = lambda args: None  # for arguments that do not fit together
+    ranks: bool = False  # whether several ranks run it, whose number is --processes
 
 
 def _one(parse: Callable[[str], Any], default: Any = None, help: str | None = None) -> Option:

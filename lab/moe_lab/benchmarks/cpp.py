@@ -15,9 +15,10 @@ Python call divided by the time of the C++ call.
 
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,11 +29,10 @@ from moe_lab.benchmarks.harness import (
     OutputOnly,
     Quartiles,
     Row,
-    environment,
     host_seconds,
+    interleaved,
     pinned,
     ratio,
-    report,
 )
 from moe_lab.commands.export import NextWord, export
 from moe_lab.data import Vocabulary
@@ -104,11 +104,16 @@ def _compile_layer(layer: nn.Module, d_model: int, path: Path) -> None:
 
 
 @torch.no_grad()
-def run(args: Any) -> list[Row]:
-    print(f"{environment()}\n{TITLE.format(**vars(args))}\n")
+def measure(args: Any) -> list[Row]:
     with pinned(1), tempfile.TemporaryDirectory() as folder:
-        rows = list(_rows(_times(args, Path(folder))))
-    report(rows, HEADER, cells, args.json)
+        times = _times(args, Path(folder))
+    kernel, rows = median(times["kernel"]), []
+    for name, each in times.items():
+        us, what = Quartiles.of(each), name.split(",")[0]
+        above = us.median - kernel if what == "experts" else None
+        cpp = next((t for n, t in times.items() if n.startswith(f"{what}, C++")), each)
+        by_cpp = ratio(each, cpp) if "Python" in name else None
+        rows.append(Row(call=name, us=us, above_kernel_us=above, ratio=by_cpp))
     return rows
 
 
@@ -135,24 +140,8 @@ def _times(args: Any, folder: Path) -> dict[str, list[float]]:
         "model, C++ package": in_cpp("model"),
         "model, eager Python": in_python(lambda: next_word(word)),
     }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(-2, args.rounds):  # two rounds warm up
-        for name, microseconds in calls.items():
-            took = microseconds(args.calls)
-            if number >= 0:
-                times[name].append(took)
+    # A call of C++ returns its own time.
+    functions = {name: partial(call, args.calls) for name, call in calls.items()}
+    times = interleaved(functions, args.rounds, clock=lambda function: function())
     program.close()
     return times
-
-
-def _rows(times: dict[str, list[float]]) -> Iterator[Row]:
-    kernel = Quartiles.of(times["kernel"]).median
-    for name, each in times.items():
-        us, what = Quartiles.of(each), name.split(",")[0]
-        cpp = next((t for n, t in times.items() if n.startswith(f"{what}, C++")), each)
-        yield Row(
-            call=name,
-            us=us,
-            above_kernel_us=us.median - kernel if what == "experts" else None,
-            ratio=ratio(each, cpp) if "Python" in name else None,
-        )

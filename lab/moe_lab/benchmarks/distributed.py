@@ -45,14 +45,8 @@ from collections.abc import Iterator, Sequence
 from statistics import mean, median
 from typing import Any
 
-from moe_lab.benchmarks._distributed_ranks import (
-    BYTES,
-    PASSES,
-    Found,
-    Key,
-    measure,
-    process_group,
-)
+from moe_lab.benchmarks import _distributed_ranks as ranks
+from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Found, Key
 from moe_lab.benchmarks.harness import Quartiles, Row, environment, ratio, table
 from moe_lab.benchmarks.memory import keep_freed_memory
 from moe_lab.files import write_json
@@ -60,8 +54,8 @@ from moe_lab.files import write_json
 
 def run(args: Any) -> int:
     keep_freed_memory()
-    with process_group(args) as rank:
-        everything = measure(args)
+    with ranks.process_group(args) as rank:
+        everything = ranks.measure(args)
     if rank > 0:
         return 0
     results = list(results_of(everything, args))

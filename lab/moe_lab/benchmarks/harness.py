@@ -19,11 +19,14 @@ from moe_lab.experiments.report import markdown_table
 from moe_lab.files import write_json
 
 Name = TypeVar("Name")
-Clock = Callable[[Callable[[], object]], float]  # returns the seconds of one call
+Clock = Callable[[Callable[[], Any]], Any]  # calls a function once and returns its seconds
 
 
 class Row(SimpleNamespace):
     """A row of a table: the figures that a benchmark measured, by name."""
+
+
+Cells = Callable[[Row], str]  # formats a row, with " | " between the cells
 
 
 class Quartiles(NamedTuple):
@@ -85,12 +88,7 @@ def run(case: Any, args: Any) -> Any:
 
 
 def report(
-    rows: Sequence[Row],
-    header: str,
-    cells: Callable[[Row], str],
-    path: Path | None,
-    *last: str,
-    **more: Any,
+    rows: Sequence[Row], header: str, cells: Cells, path: Path | None, *last: str, **more: Any
 ) -> None:
     """Prints rows, and `last` lines, as a table; writes rows and `more` to the JSON file `path`."""
     print(table(header, [*map(cells, rows), *last]))
@@ -155,7 +153,7 @@ def interleaved(
     *,
     twice: bool = False,
     clock: Clock = host_seconds,
-) -> dict[Name, list[float]]:
+) -> dict[Name, list[Any]]:
     """Returns the seconds of each function in every round; a round calls all functions in turn.
 
     Args:
@@ -164,9 +162,9 @@ def interleaved(
         warm_up: number of untimed rounds before the timed rounds.
         twice: call each function twice and time the second call. Caches and free memory are then in
             the state that the function itself leaves.
-        clock: measures the seconds of one call; see `clock_of`.
+        clock: calls a function and returns its seconds, or several figures; see `clock_of`.
     """
-    seconds: dict[Name, list[float]] = {name: [] for name in functions}
+    seconds: dict[Name, list[Any]] = {name: [] for name in functions}
     for number in range(-warm_up, rounds):
         for name, function in functions.items():
             if twice:

@@ -55,6 +55,7 @@ bincount.
 """
 
 import importlib.metadata
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -104,8 +105,8 @@ def _measure(args: Any) -> dict[str, Any]:
         args.memory = 6.0 if on_cpu else 40.0
     todo = [
         (
-            f"{name}, {activation}, {dtype}",
-            partial(_problem, name, shape, getattr(torch, dtype), activation, args.device),
+            *(name, f"{name}, {activation}, {dtype}"),
+            partial(Problem, shape, getattr(torch, dtype), activation, args.device),
         )
         for dtype in args.dtype
         for name, shape in args.shapes or (SHAPES if on_cpu else GPU_SHAPES | SHAPES).items()
@@ -114,22 +115,15 @@ def _measure(args: Any) -> dict[str, Any]:
         if not args.peers or _peers_of(activation, args)
     ]
     routing = [] if on_cpu else [routing_times(_ROUTING_SHAPE, args)]
-    examine = partial(_examine, args=args)
-    return measurement.measure_all(
-        todo, examine, args, versions=versions(), memory=[], routing=routing
-    )
-
-
-def _problem(name: str, *arguments: Any) -> tuple[str, Problem]:
-    return name, Problem(*arguments)
+    more: dict[str, Any] = {"versions": versions(), "memory": [], "routing": routing}
+    return measurement.measure_all(todo, partial(_examine, args=args), args, **more)
 
 
 def _peers_of(activation: str, args: Any) -> list[str]:
     return [name for name in args.peers if PEERS[name].activation == activation]
 
 
-def _examine(what: str, named: tuple[str, Problem], record: dict[str, Any], args: Any) -> None:
-    name, problem = named
+def _examine(name: str, problem: Problem, record: dict[str, Any], args: Any) -> None:
     peers = _peers_of(problem.activation, args)
     if args.check_memory:
         record["memory"].append({"name": name} | _kept_memory(problem, peers, args))
@@ -137,6 +131,7 @@ def _examine(what: str, named: tuple[str, Problem], record: dict[str, Any], args
         record["results"] += measurement.measure(name, problem, peers, args)
     if args.profile:
         with args.profile.open("a") as file:
+            what = f"{name}, {problem.activation}, {problem.dtype}"
             print(what, _profile(problem, args), sep="\n", file=file)
 
 
@@ -165,11 +160,10 @@ def routing_times(shape: tuple[int, int, int], args: Any) -> dict[str, Any]:
         flat.bincount(minlength=E)
 
     stream = stream_probe(device=args.device)
-    functions = {"training": training, "evaluation": evaluation, "torch, evaluation": torchs}
+    functions: dict[str, Callable[[], object]] = {"stream": stream.function}
+    functions |= {"training": training, "evaluation": evaluation, "torch, evaluation": torchs}
     with torch.no_grad():
-        seconds = interleaved(
-            functions | {"stream": stream.function}, args.rounds, clock=clock_of(args.device)
-        )
+        seconds = interleaved(functions, args.rounds, clock=clock_of(args.device))
     bandwidth = stream.work.bytes / median(seconds.pop("stream"))
     slots = T * k * (4 + 3 * 8)  # gates; indices, permutation and its inverse
     least = {"training": 4 * 4 * T * E + slots, "evaluation": 4 * T * E + slots}
@@ -185,17 +179,17 @@ def _profile(problem: Problem, args: Any) -> str:
     on_gpu = problem.device != "cpu"
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
-    tables = []
+    found = ""
     for which in (BOTH, FORWARD):
         function = problem.call("ours", which)
         function()
-        with torch.profiler.profile(activities=activities) as found:
+        with torch.profiler.profile(activities=activities) as profile:
             for _ in range(3):
                 args.clock(function)
         order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        rows = found.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
-        tables.append(f"{which}, 3 calls\n{rows}")
-    return "\n".join(tables)
+        rows = profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
+        found += f"{which}, 3 calls\n{rows}\n"
+    return found
 
 
 def _kept_memory(problem: Problem, peers: list[str], args: Any) -> dict[str, Any]:

@@ -244,7 +244,7 @@ def figures_of(
 
 
 def measure_all(
-    todo: Sequence[tuple[str, Callable[[], T]]],
+    todo: Sequence[tuple[str, str, Callable[[], T]]],
     examine: Callable[[str, T, dict[str, Any]], None],
     args: Any,
     **more: Any,
@@ -252,7 +252,7 @@ def measure_all(
     """Measures problems one after the other; returns the record, which is written after each.
 
     Args:
-        todo: names of problems, each with a function that makes the problem.
+        todo: each problem: its name, a text that describes it, and a function that makes it.
         examine: measures a problem and adds the result to the record.
         args: the options. `json` is the file of the record.
         more: further entries of the record.
@@ -268,14 +268,14 @@ def measure_all(
         **more,
     }
     start = time.monotonic()
-    for what, make in progress(todo, "problems", "problem"):
+    for name, text, make in progress(todo, "problems", "problem"):
         if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
-            record["left_out"].append(f"{what}: the time limit was reached")
+            record["left_out"].append(f"{text}: the time limit was reached")
             continue
         try:
-            examine(what, make(), record)
+            examine(name, make(), record)
         except torch.OutOfMemoryError:
-            record["left_out"].append(f"{what}: out of memory")
+            record["left_out"].append(f"{text}: out of memory")
         if args.json:
             write_json(args.json, record)
         gc.collect()  # implementations refer to their problem, which holds them

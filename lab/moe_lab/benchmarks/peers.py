@@ -46,15 +46,12 @@ def random_routing(shape: Shape, device: str = "cpu") -> Tensor:
 class Peer:
     """An implementation of Eq. 1.
 
-    Attributes:
-        parameters: the leaf tensors that hold the weights.
-        forward: maps x [T, d] and gates [T, k] to y [T, d].
-        by_expert: converts the parameters' gradients to gradients of the problem's weights; element
-            e of each is the gradient of expert e.
+    `by_expert` converts the parameters' gradients to gradients of the problem's weights; element e
+    of each is the gradient of expert e.
     """
 
-    parameters: list[Tensor]
-    forward: Callable[[Tensor, Tensor], Tensor]
+    parameters: list[Tensor]  # the leaf tensors that hold the weights
+    forward: Callable[[Tensor, Tensor], Tensor]  # maps x [T, d] and gates [T, k] to y [T, d]
     by_expert: Callable[[Sequence[Tensor]], Sequence[Stacked]] = lambda gradients: gradients
 
 

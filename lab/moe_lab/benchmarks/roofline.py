@@ -28,15 +28,15 @@ class Probe(NamedTuple):
 
 
 def experts_work(
-    tokens: int,
-    rows: int,
-    used_experts: int,
-    num_experts: int,
-    d_model: int,
-    hidden: int,
+    tokens: int,  # T
+    rows: int,  # R, the number of (token, expert) assignments
+    used_experts: int,  # experts with rows
+    num_experts: int,  # E
+    d_model: int,  # width of x and y
+    hidden: int,  # width of the hidden layer
     *,
     gated: bool,
-    itemsize: int,
+    itemsize: int,  # bytes per element
 ) -> tuple[Work, Work]:
     """Returns the work of Eq. 1's experts with one hidden layer: forward, and both passes.
 
@@ -46,16 +46,6 @@ def experts_work(
     Forward reads x and the weights of the experts with rows, and writes y. Backward reads x, ∂L/∂y,
     these weights and the pre-activations of the hidden layer. Backward writes ∂L/∂x and the
     gradients of all weights, including zeros. Gates and indices do not count.
-
-    Args:
-        tokens: T, the number of tokens.
-        rows: R, the number of (token, expert) assignments.
-        used_experts: number of experts with rows.
-        num_experts: E, the number of experts.
-        d_model: width of x and y.
-        hidden: width of the hidden layer.
-        gated: whether the activation is gated.
-        itemsize: bytes per element.
     """
     weights = (3 if gated else 2) * d_model * hidden
     inputs = (2 if gated else 1) * hidden

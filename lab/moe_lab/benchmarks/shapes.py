@@ -71,25 +71,15 @@ def parse_shape(text: str) -> tuple[str, Shape]:
 
 
 class Model(NamedTuple):
-    """The sizes of a model's experts, and transformers' classes for them.
+    """The sizes of a model's experts, and transformers' classes for them."""
 
-    Attributes:
-        hidden_size: H, the width of a token.
-        num_experts: E, the number of experts.
-        intermediate_size: I, the width of an expert's hidden layer.
-        k: number of experts of a token.
-        prefix: first part of the names of transformers' classes.
-        activation: activation of the hidden layer, shown in the results.
-        width: the config's name of I.
-    """
-
-    hidden_size: int
-    num_experts: int
-    intermediate_size: int
-    k: int
-    prefix: str
-    activation: str = "swiglu"
-    width: str = "moe_intermediate_size"
+    hidden_size: int  # H, the width of a token
+    num_experts: int  # E
+    intermediate_size: int  # I, the width of an expert's hidden layer
+    k: int  # experts of a token
+    prefix: str  # of the names of transformers' classes
+    activation: str = "swiglu"  # shown in the results
+    width: str = "moe_intermediate_size"  # the config's name of I
 
 
 # The docstring of transformers_experts has the sources.

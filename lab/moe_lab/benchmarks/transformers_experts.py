@@ -58,18 +58,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moe_lab.benchmarks import measurement
 from moe_lab.benchmarks.harness import Quartiles, Row
-from moe_lab.benchmarks.measurement import (
-    Extra,
-    Stacked,
-    best_ratio,
-    by,
-    measure,
-    measure_all,
-    read_merged,
-    report_wrong,
-    results_of,
-)
+from moe_lab.benchmarks.measurement import Extra, Stacked, best_ratio, by
 from moe_lab.benchmarks.peers import hf_extra, random_routing
 from moe_lab.benchmarks.roofline import Work, experts_work
 from moe_lab.benchmarks.shapes import MODELS, Shape
@@ -94,14 +85,14 @@ def run(args: Any) -> int:
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
         args.json = args.json or args.output / f"{NAME}.json"
-    record = read_merged(args.report) if args.report else _measure(args)
-    results = results_of(record)
+    record = measurement.read_merged(args.report) if args.report else _measure(args)
+    results = measurement.results_of(record)
     page = page_of(record, results)
     if args.output is None:
         print(page, end="")
     else:
         write_report(args.output, NAME, page, record, plot(results, record["environment"], _label))
-    return report_wrong(results)
+    return measurement.report_wrong(results)
 
 
 def _measure(args: Any) -> dict[str, Any]:
@@ -109,18 +100,18 @@ def _measure(args: Any) -> dict[str, Any]:
     require_package("--implementations", "moe_ext.integrations.transformers", "benchmark")
     args.device, args.minutes = "cpu", None
     todo = [
-        (name, partial(Problem, name, number_of_experts, getattr(torch, dtype), args.tokens))
+        (name, name, partial(Problem, name, num_experts, getattr(torch, dtype), args.tokens))
         for dtype in args.dtype
-        for name, number_of_experts in args.num_experts.items()
+        for name, num_experts in args.num_experts.items()
     ]
 
     def examine(name: str, problem: "Problem", record: dict[str, Any]) -> None:
-        record["results"] += measure(name, problem, args.implementations, args)
+        record["results"] += measurement.measure(name, problem, args.implementations, args)
         record["warnings"] = list(dict.fromkeys(str(each.message) for each in caught))
 
     version = f"transformers {importlib.metadata.version('transformers')}"
     with warnings.catch_warnings(record=True) as caught:  # a warning says what moe_ext cannot run
-        return measure_all(todo, examine, args, versions=version, warnings=[])
+        return measurement.measure_all(todo, examine, args, versions=version, warnings=[])
 
 
 class Task(NamedTuple):

@@ -25,13 +25,20 @@ from typing import Any
 
 import torch
 
-from moe_lab.benchmarks.harness import Quartiles, Row, environment, pinned, ratio, report
+from moe_lab.benchmarks.harness import (
+    Quartiles,
+    Row,
+    environment,
+    interleaved,
+    pinned,
+    ratio,
+    report,
+)
 from moe_lab.data import Wordpieces
 from moe_lab.decoding import BeamSearch, Translation, Translator
 from moe_lab.errors import ConfigError
 from moe_lab.files import open_plain
 from moe_lab.models import TranslationModel
-from moe_lab.progress import progress
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.translation import make_translator
@@ -94,28 +101,22 @@ def compare(
         for line in alone:
             found["one by one"][line] = next(translator([line], title=None))
 
-    ways: dict[str, tuple[Callable[[], None], int]] = {
-        "batches": (batches, len(lines)),
-        "one by one": (one_by_one, len(alone)),
-    }
-    list(translator(alone[:2], title=None))  # warm-up: the first calls take longer
-    times: dict[tuple[str, str], list[float]] = {(way, c): [] for way in ways for c in CLOCKS}
-    for way in progress([*ways] * rounds, "translating", "ways"):
-        function, number = ways[way]
-        start = {clock: now() for clock, now in CLOCKS.items()}
+    def clocks(function: Callable[[], None]) -> list[float]:
+        start = [now() for now in CLOCKS.values()]
         function()
-        for clock, now in CLOCKS.items():
-            times[way, clock].append((now() - start[clock]) / number)
-    rows = [
-        Row(
-            way=way,
-            threads=torch.get_num_threads(),
-            sentences=number,
-            **{clock: median(times[way, clock]) for clock in CLOCKS},
-        )
-        for way, (_, number) in ways.items()
-    ]
-    ratios = {c: ratio(times["one by one", c], times["batches", c]) for c in CLOCKS}
+        return [now() - then for now, then in zip(CLOCKS.values(), start, strict=True)]
+
+    list(translator(alone[:2], title=None))  # warm-up: the first calls take longer
+    ways = {"batches": batches, "one by one": one_by_one}
+    times, rows = interleaved(ways, rounds, warm_up=0, clock=clocks), []
+    of_sentence: dict[tuple[str, str], list[float]] = {}
+    for way, number in (("batches", len(lines)), ("one by one", len(alone))):
+        for clock, each in zip(CLOCKS, zip(*times[way], strict=True), strict=True):
+            of_sentence[way, clock] = [seconds / number for seconds in each]
+        medians = {clock: median(of_sentence[way, clock]) for clock in CLOCKS}
+        threads = torch.get_num_threads()
+        rows.append(Row(way=way, threads=threads, sentences=number, **medians))
+    ratios = {c: ratio(of_sentence["one by one", c], of_sentence["batches", c]) for c in CLOCKS}
     texts = [{line: each[line][0].text for line in alone} for each in found.values()]
     return rows, ratios, sum(texts[0][line] == texts[1][line] for line in alone)
 
