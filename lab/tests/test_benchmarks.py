@@ -122,6 +122,7 @@ def test_quartiles_as_text():
         ("layer --report nothing", "report must be a file, got nothing"),
         *((f"layer --shapes {text}", f"got '{text}'") for text in SHAPES),
         ("ops --rounds 1", "--rounds: must be a whole number of at least 2, got '1'"),
+        ("step nothing", "there is no configuration file nothing; give a file, or a name"),
         ("transformers-experts --models mistral", "--models: invalid choice: 'mistral'"),
         ("transformers-experts --dtype float16", "--dtype: invalid choice: 'float16'"),
         ("transformers-experts --implementations a", "--implementations: invalid choice: 'a'"),
@@ -131,6 +132,7 @@ def test_quartiles_as_text():
             "--weights must hold 2 experts of mixtral, which take 1.31 GiB, got 1 GiB",
         ),
         ("translation .", "text must be given with a run folder"),
+        ("translation nothing", "there is no configuration file nothing"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, capsys):

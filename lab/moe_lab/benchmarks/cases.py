@@ -107,10 +107,21 @@ def _check_models(args: Any) -> None:
     args.num_experts = {name: experts_that_fit(name, args.weights) for name in models}
 
 
+def _check_configuration(path: str) -> None:
+    of_package = Path(__file__).parents[1] / "configs" / f"{path}.toml"
+    if not Path(path).is_file() and not of_package.is_file():
+        raise ConfigError(
+            f"there is no configuration file {path}; give a file, or a name such as small/moe-32"
+        )
+
+
 def _check_translation(args: Any) -> None:
-    if Path(args.model).is_dir() == (args.text is None):
+    is_run = Path(args.model).is_dir()
+    if is_run == (args.text is None):
         rule = "given with a run folder, and omitted with a configuration"
         raise ConfigError(f"text must be {rule}, got {args.text} with {args.model}")
+    if not is_run:
+        _check_configuration(args.model)
 
 
 CASES = {
@@ -219,7 +230,7 @@ CASES = {
         options={"--classes": _one(at_least(2), 793_471, "V, number of classes")},
     ),
     "step": Case(
-        sizes={"steps": 3},
+        sizes={"steps": 3}, check=lambda args: _check_configuration(args.config),
         options={"config": {"help": "a configuration of moe-lab train"},
                  "overrides": {"nargs": "*", "metavar": "key=value",
                                "help": "options of the configuration to override"}},
