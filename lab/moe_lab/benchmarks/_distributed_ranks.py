@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ext import Experts, HierarchicalMoE, HierarchicalNoisyTopKGate, MoE
+from moe_ext import Experts, HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, MoEAux
 from moe_ext.distributed import (
     AllToAll,
-    Exchange,
     ExchangeUnit,
     ExpertParallel,
     ExpertPlacement,
-    GroupExchange,
     Placement,
     Ranks,
 )
@@ -131,7 +129,7 @@ class _Rest(torch.autograd.Function):
         return grad.clone(), None
 
 
-def _make_layer(args: Any, group: dist.ProcessGroup | None, placement: Placement) -> MoE:
+def _make_layer(args: Any, group: dist.ProcessGroup | None, exchange: str, chunks: int) -> MoE:
     size = 1 if group is None else dist.get_world_size(group)
     experts, b = args.experts * size, args.group_size
     k = min(args.k, experts // max(b, 1), b or experts)
@@ -140,7 +138,11 @@ def _make_layer(args: Any, group: dist.ProcessGroup | None, placement: Placement
         rows = args.tokens * (k * k if b else k)
         options = {"experts": _Resting(args.experts, args.compute_ms / 1e3 / rows)}
     if group is not None:
-        options["parallel"] = ExpertParallel(group, placement=placement)
+        unit: ExchangeUnit = "tokens" if exchange == "tokens" else "rows"
+        placement: Placement = "groups" if exchange == GROUPS else "experts"
+        options["parallel"] = ExpertParallel(
+            group, exchange=unit, num_chunks=chunks, placement=placement
+        )
     sizes = (experts // b, b, k) if b else (experts, k)
     layer = (HierarchicalMoE if b else MoE)(args.width, *sizes, **options)
     return layer.to(args.device, getattr(torch, args.dtype))
@@ -156,66 +158,42 @@ class _World:
         self.x.requires_grad_()
         self.dy = torch.randn_like(self.x) / args.tokens
         self.passes: dict[Key, dict[str, dict[str, float]]] = {}
-        alone = _make_layer(args, None, "experts")
-        self.functions: dict[Key, Callable[[], object]] = {
-            Key(size, "alone"): partial(self.step, alone)
-        }
-        layers: dict[Placement, MoE] = {}
+        alone = partial(self.step, _make_layer(args, None, "", 1))
+        self.functions: dict[Key, Callable[[], object]] = {Key(size, "alone"): alone}
         for exchange in args.exchanges if size > 1 else ():
-            placement: Placement = "groups" if exchange == GROUPS else "experts"
-            if placement not in layers:
-                layers[placement] = _make_layer(args, group, placement)
-            layer = layers[placement]
             for chunks in args.chunks:
                 key = Key(size, "step", exchange, chunks)
-                shared = self.exchange_of(layer, exchange, chunks)
-                calls = self.count(key, layer, shared)
-                self.functions[key] = partial(self.step, layer, shared)
+                layer = _make_layer(args, group, exchange, chunks)
+                calls = self.count(key, layer)
+                self.functions[key] = partial(self.step, layer)
                 if chunks == 1:
                     self.add_transfers(size, exchange, *calls)
 
-    def exchange_of(self, layer: MoE, name: str, num_chunks: int) -> Exchange | GroupExchange:
-        """Makes the exchange of a layer that has a process group."""
-        sharding = layer.sharding
-        assert sharding is not None
-        if sharding.group_exchange is None:
-            unit: ExchangeUnit = "tokens" if name == "tokens" else "rows"
-            return Exchange(sharding.placement, self.ranks, unit, num_chunks)
-        return GroupExchange(sharding.group_exchange.exchange.placement, self.ranks, num_chunks)
-
-    def forward(self, layer: MoE, exchange: Exchange | GroupExchange | None) -> Any:
-        if layer.sharding is not None and exchange is not None:
-            groups = isinstance(exchange, GroupExchange)
-            setattr(layer.sharding, "group_exchange" if groups else "exchange", exchange)
-        return layer(self.x)
-
-    def backward(self, layer: MoE, results: Any) -> None:
-        torch.autograd.backward([results[0], results[1].loss], [self.dy, None])
+    def backward(self, layer: MoE, y: Tensor, aux: MoEAux) -> None:
+        torch.autograd.backward([y, aux.loss], [self.dy, None])
         self.x.grad = None
         layer.zero_grad()
 
-    def step(self, layer: MoE, exchange: Exchange | GroupExchange | None = None) -> None:
-        self.backward(layer, self.forward(layer, exchange))
+    def step(self, layer: MoE) -> None:
+        self.backward(layer, *layer(self.x))
 
-    def count(
-        self, key: Key, layer: MoE, exchange: Exchange | GroupExchange
-    ) -> tuple[list[Call], list[Call]]:
+    def count(self, key: Key, layer: MoE) -> tuple[list[Call], list[Call]]:
         """Records the bytes of a step; returns the all_to_all_single calls of each pass."""
         calls: tuple[list[Call], list[Call]] = [], []
         sums: tuple[list[int], list[int]] = [], []
         with recorded(calls[0], sums[0]):
-            y, aux = results = self.forward(layer, exchange)
+            y, aux = layer(self.x)
         with recorded(calls[1], sums[1]):
-            self.backward(layer, results)
+            self.backward(layer, y, aux)
         index, secondary = aux.expert_index, None
         assert layer.sharding is not None
-        placement = layer.sharding.placement
-        if isinstance(exchange, GroupExchange):
+        placement, groups = layer.sharding.placement, layer.sharding.group_exchange
+        if groups is not None:
             assert isinstance(layer.gate, HierarchicalNoisyTopKGate)
             k2 = layer.gate.k_of_levels[1]
             secondary = layer.gate.experts_per_group, k2
             index = index[:, ::k2] // layer.gate.experts_per_group
-            placement = exchange.exchange.placement
+            placement = groups.exchange.placement
         sizes = self.x.shape[1], y.shape[1], self.x.element_size()
         leaving = self.leaving(index, placement)
         of_gates = aux.gates.element_size()
