@@ -36,6 +36,7 @@ def test_bytes_that_the_layer_sends(run):
         ("rows", 1), ("rows", 2), ("tokens", 1), ("tokens", 2)
     ]  # fmt: skip
     for result in steps:
+        assert 0 <= result["waits"] < 1 and result["by_raw"][1] > 0
         forward, backward = result["bytes"]["forward"], result["bytes"]["backward"]
         # Each token has 2 experts on the other rank: 2 rows, or one row for both.
         chunks = result["chunks"]
@@ -74,15 +75,6 @@ def test_bytes_of_a_hierarchical_layer(tmp_path):
             assert each["rows"] + each["gates"] + each["indices"] == each["minimum"]
     for name in PASSES:
         assert 0 < found["groups"][name]["rows"] <= found["rows"][name]["rows"] / 1.2
-
-
-def test_figures_of_a_run(run):
-    for result in run:
-        speed = 1e3 * 2 * TOKENS / result["step_ms"][1]
-        assert result["tokens_per_second"] == pytest.approx(speed)
-        assert result["efficiency"] is None  # needs a run with one rank
-        assert 0 <= result["waits"] < 1
-        assert result["by_raw"][1] > 0 or not result["exchange"]
 
 
 def test_figures_worked_by_hand(capsys):

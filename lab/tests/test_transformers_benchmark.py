@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ pytest.importorskip("transformers")
 from moe_lab.benchmarks import cases, measurement, roofline, shapes
 from moe_lab.benchmarks import transformers_experts as benchmark
 from moe_lab.benchmarks.cases import run
-from moe_lab.benchmarks.harness import host_seconds
 from moe_lab.benchmarks.shapes import IMPLEMENTATIONS, MODELS, experts_that_fit
 from moe_lab.benchmarks.transformers_experts import TASKS, Problem
 
@@ -32,14 +30,6 @@ def tiny(monkeypatch):
         monkeypatch.setattr(module, "MODELS", small)
     for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):
         monkeypatch.setattr(roofline, name, dict.fromkeys(("cpu", "cuda"), size))
-
-
-FAST = {measurement.GEMM: 1e12, measurement.STREAM: 1e11}
-
-
-def candidates(problem, peers, rates=FAST, memory=1.0):
-    args = SimpleNamespace(memory=memory, patience=10.0, clock=host_seconds)
-    return measurement.candidates(problem, peers, rates, args)
 
 
 def test_experts_are_halved_until_they_fit():
@@ -81,30 +71,15 @@ def test_implementations_have_our_results(tiny, name, dtype):
         assert all(map(torch.equal, again, ours["training"][recomputed])), recomputed
 
 
-def test_implementations_are_left_out_for_a_reason(tiny, monkeypatch):
+def test_extra_costs_by_hand(tiny):
     problem = Problem("mixtral", 4, torch.float32, tokens=8)
-    results = Problem.results
-
-    def run_wrong(self, implementation, task):
-        found = results(self, implementation, task)
-        if implementation == "grouped_mm" and task == "decode, T = 8":
-            raise RuntimeError("no group\nat line 7")
-        return found | {"y": [2 * y for y in found["y"]]} if implementation == "eager" else found
-
-    monkeypatch.setattr(Problem, "results", run_wrong)
-    copies = 4 * 3 * 16 * 24 * 2  # of a token's two experts
-    chosen = candidates(problem, IMPLEMENTATIONS, memory=copies / 2**30)
-    assert {task for name, task in chosen.functions if name == "ours"} == set(TASKS)
-    assert {task for name, task in chosen.functions if name == "batched_mm"} == {"decode, T = 1"}
-    assert chosen.remarks["batched_mm", "prefill"] == "would need 0.0 GiB"
-    assert chosen.remarks["eager", "prefill"].startswith("WRONG: y differs from moe_ext by")
-    assert chosen.remarks["grouped_mm", "decode, T = 8"] == "fails: no group"
-    assert chosen.functions.keys() == chosen.seconds.keys() == chosen.peak_mib.keys()
-    chosen = candidates(problem, ["eager"], FAST | {measurement.STREAM: 1e2})
-    # Four experts, and four times 4 experts of 4608 bytes: 2949 seconds at 100 bytes/s.
-    expected = f"would take {4 * problem.used_experts * 4 * 4608 / 100:.0f} s more"
-    assert chosen.remarks["eager", "training"] == expected
-    assert ("eager", "training") not in chosen.functions
+    expert = 4 * 3 * 16 * 24  # bytes
+    assert problem.extra("batched_mm", "decode, T = 1") == (2 * expert, 0, 0)
+    assert problem.extra("batched_mm", "training") == (2 * 8 * 2 * expert, 0, 0)  # and gradients
+    assert problem.extra("eager", "prefill") == problem.extra("grouped_mm", "training") == (0, 0, 0)
+    # For each used expert, four times the gradient of all 4 experts.
+    moved = 4 * problem.used_experts * 4 * expert
+    assert problem.extra("eager", "training") == (0, 0, moved)
 
 
 def test_page_plot_and_report(tiny, capsys, tmp_path):
@@ -139,18 +114,14 @@ def test_page_plot_and_report(tiny, capsys, tmp_path):
     assert "medians over up to 2 runs" in capsys.readouterr().out
 
 
-def test_wrong_results_and_warnings_are_reported(tiny, monkeypatch, capsys):
+def test_warnings_are_reported(tiny, monkeypatch, capsys):
+    def warns(self, implementation, task):
+        warnings.warn("uses grouped_mm: no such activation", stacklevel=2)
+        return results(self, implementation, task)
+
     results = Problem.results
-
-    def run_wrong(self, implementation, task):
-        found = results(self, implementation, task)
-        if implementation == "ours":
-            warnings.warn("uses grouped_mm: no such activation", stacklevel=2)
-        return found if implementation == "ours" else found | {"y": [y + 1 for y in found["y"]]}
-
-    monkeypatch.setattr(Problem, "results", run_wrong)
+    monkeypatch.setattr(Problem, "results", warns)
     arguments = "--models olmoe --tokens 4 --rounds 2 --dtype float32 --implementations grouped_mm"
-    assert run("transformers-experts", arguments.split()) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: olmoe, float32: grouped_mm: WRONG: y differs")
-    assert captured.out.endswith("## Warnings\n\n- uses grouped_mm: no such activation\n")
+    assert run("transformers-experts", arguments.split()) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("## Warnings\n\n- uses grouped_mm: no such activation\n")
