@@ -108,6 +108,7 @@ def test_each_row_of_a_table_has_all_cells(case, arguments, rows, monkeypatch, t
 def test_quartiles_as_text():
     quartiles = Quartiles.of([1, 2, 3, 4, 5])
     assert f"{quartiles:.1f}" == "3.0 (2.0-4.0)" and f"{quartiles:.0f|}" == "3 | 2-4"
+    assert f"{quartiles.scaled(-1):.0f~}" == "-3 (-2 to -4)"
 
 
 @pytest.mark.parametrize(

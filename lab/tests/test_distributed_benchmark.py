@@ -96,7 +96,7 @@ def test_figures_worked_by_hand(capsys):
         passes = {key: counted for key in of_rank if key.what == "step"}
         everything.append(Found(of_rank, waited, passes, 1.0))
     single, one, two = results_of(everything, SimpleNamespace(tokens=10))
-    assert (single.processes, single.exchange, single.efficiency) == (1, "", 1.0)
+    assert (single.processes, single.exchange, single.efficiency) == (1, None, 1.0)
     assert single.by_raw is single.hidden is None
     assert one.tokens_per_second == 2 * 10 / 6
     assert one.efficiency == 3 / 6
@@ -105,14 +105,14 @@ def test_figures_worked_by_hand(capsys):
     assert (one.alone_ms, one.transfers_ms, one.raw_ms) == (4000, 2000, 1500)
     assert one.by_raw == pytest.approx([1.25, 1.5, 1.75])  # quartiles of 2 / 1 and 2 / 2
     assert one.raw_mb_per_second == pytest.approx((3 + 3 + 20 + 20) / 1.5 / 1e6)
-    assert one.hidden == (0, 0, 0)
+    assert one.hidden is None  # one chunk
     assert two.hidden == (0.5, 0.5, 0.5)  # (6 - 5) / min(2, 4)
     assert two.bytes["forward"] == dict.fromkeys(BYTES, 0) | {"rows": 3, "counts": 20}
     print_results([single, one, two])
     out = capsys.readouterr().out
     assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | 0.000 | – | 0.02 | 0.00 |" in out
     assert "| 2 | rows | 2000.00 | 1500.00 | 0 | 1.500 (1.250 to 1.750) |" in out
-    assert "| 50% | 50 (50 to 50) % |" in out
+    assert "| 50% | 50% (50% to 50%) |" in out
 
 
 def test_a_limited_link(monkeypatch):

@@ -42,12 +42,7 @@ from moe_lab.models.parts import MoEConfig
 
 TITLE = "T = 1, E = {experts}, k = {k}, D = {width}, F = {hidden}, V = {words}, float32, one thread"
 HEADER = "call | µs | quartiles | above the kernel, µs | x | quartiles"
-
-
-def cells(row: Row) -> str:
-    above = "" if row.above_kernel_us is None else f"{row.above_kernel_us:.2f}"
-    by_cpp = " | " if row.ratio is None else f"{row.ratio:.2f|}"
-    return f"{row.call} | {row.us:.2f|} | {above} | {by_cpp}"
+CELLS = "{call} | {us:.2f|} | {above_kernel_us:.2f} | {ratio:.2f|}"
 
 
 class _Program:

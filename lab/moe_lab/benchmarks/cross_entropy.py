@@ -29,13 +29,11 @@ HEADER = (
     "T, D, V | moe_ext, ms | cross_entropy, ms | linear_cross_entropy, ms | GF/s | limit | "
     "quartiles | x | quartiles"
 )
+CELLS = (
+    "{shape} | {moe_ext.median:.0f} | {cross_entropy.median:.0f} | "
+    "{linear_cross_entropy.median:.0f} | {gflops:.0f} | {fraction:.2f|} | {speedup:.2f|}"
+)
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def cells(row: Row) -> str:
-    seconds = row.moe_ext, row.cross_entropy, row.linear_cross_entropy
-    times = " | ".join(f"{1e3 * each.median:.0f}" for each in seconds)
-    return f"{row.shape} | {times} | {row.gflops:.0f} | {row.fraction:.2f|} | {row.speedup:.2f|}"
 
 
 def cross_entropy_of_torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -69,7 +67,7 @@ def measure(args: Any) -> Iterator[Row]:
         limits = gemm_and_exp_limits(seconds, flops, num_tokens * num_classes)
         yield Row(
             shape=f"{num_tokens}, {width}, {num_classes}",
-            **{name: Quartiles.of(seconds[name]) for name in LOSSES},
+            **{name: Quartiles.of(seconds[name]).scaled(1e3) for name in LOSSES},  # ms
             gflops=flops / Quartiles.of(ours).median / 1e9,
             fraction=ratio(limits, ours),
             speedup=ratio([min(each) for each in zip(*torchs, strict=True)], ours),

@@ -41,14 +41,12 @@ from moe_lab.progress import progress
 
 _MEAN_LENGTH = 25  # words per sentence
 T = TypeVar("T")
-TITLE = "corpus: {corpus} (None: generated)"
+TITLE = "a corpus of {words:,} words of {vocab_size:,}, if it is generated"
 HEADER = "what | workers | words | seconds | words/s | words/processor s | memory, MiB"
-
-
-def cells(row: Row) -> str:
-    speeds = f"{row.words / row.seconds:,.0f} | {row.words / row.processor_seconds:,.0f}"
-    size = f"{row.what} | {row.workers} | {row.words:,} | {row.seconds:.1f}"
-    return f"{size} | {speeds} | {row.peak_mib:,.0f}"
+CELLS = (
+    "{what} | {workers} | {words:,} | {seconds:.1f} | {words_per_second:,.0f} | "
+    "{words_per_processor_second:,.0f} | {peak_mib:,.0f}"
+)
 
 
 def measure(args: Any) -> Iterator[Row]:
@@ -134,6 +132,8 @@ def measured(what: str, workers: int, words: int = 0) -> Iterator[Row]:
         yield row
         row.seconds = time.perf_counter() - start[0]
         row.processor_seconds = _processor_seconds() - start[1]
+        row.words_per_second = row.words / row.seconds
+        row.words_per_processor_second = row.words / row.processor_seconds
         row.peak_mib = max(peak, _anonymous_mib()) - before
     finally:
         ended.set()

@@ -51,6 +51,28 @@ from moe_lab.benchmarks.harness import Quartiles, Row, environment, ratio, table
 from moe_lab.benchmarks.memory import keep_freed_memory
 from moe_lab.files import write_json
 
+SENT = (
+    "ranks | exchange | chunks | pass | rows, MB | gates, MB | indices, MB | total / minimum | "
+    "counts, kB | losses, kB"
+)
+SENT_CELLS = (
+    "{processes} | {exchange} | {chunks} | {name} | {rows:.3f} | {gates:.3f} | {indices:.3f} | "
+    "{by_minimum:.4f} | {counts:.2f} | {losses:.2f}"
+)
+RAW = "ranks | exchange | transfers, ms | raw, ms | raw, MB/s | transfers / raw"
+RAW_CELLS = (
+    "{processes} | {exchange} | {transfers_ms:.2f} | {raw_ms:.2f} | {raw_mb_per_second:.0f} | "
+    "{by_raw:.3f~}"
+)
+STEPS = (
+    "ranks | exchange | chunks | step, ms | tokens/s | efficiency | alone, ms | alone / step | "
+    "waits | hidden"
+)
+STEPS_CELLS = (
+    "{processes} | {exchange} | {chunks} | {step_ms:.1f~} | {tokens_per_second:,.0f} | "
+    "{efficiency:.2f} | {alone_ms:.1f} | {by_alone:.2f~} | {waits:.0%} | {hidden:.0%~}"
+)
+
 
 def run(args: Any) -> int:
     keep_freed_memory()
@@ -100,7 +122,7 @@ def results_of(everything: Sequence[Found], args: Any) -> Iterator[Row]:
         moved = sum(p[kind] for p in passes for kind in ("rows", "gates", "indices", "counts"))
         result = Row(
             processes=size,
-            exchange=key.exchange,
+            exchange=key.exchange or None,
             chunks=key.chunks,
             step_ms=Quartiles.of(1e3 * s for s in each),
             tokens_per_second=size * args.tokens / median(each),
@@ -120,50 +142,25 @@ def results_of(everything: Sequence[Found], args: Any) -> Iterator[Row]:
             result.transfers_ms, result.raw_ms = 1e3 * median(transfers), 1e3 * median(raw)
             result.by_raw = ratio(transfers, raw)
             result.raw_mb_per_second = moved / median(raw) / 1e6
-            could = [min(pair) for pair in zip(transfers, alone, strict=True)]
-            gain = [a - b for a, b in zip(seconds[first], each, strict=True)]
-            result.hidden = ratio(gain, could)
+            if key.chunks > 1:
+                could = [min(pair) for pair in zip(transfers, alone, strict=True)]
+                gain = [a - b for a, b in zip(seconds[first], each, strict=True)]
+                result.hidden = ratio(gain, could)
         yield result
 
 
-def spread(values: Quartiles, form: str, scale: float = 1.0) -> str:
-    low, middle, high = (format(scale * value, form) for value in values)
-    return f"{middle} ({low} to {high})"
-
-
 def print_results(results: Sequence[Row]) -> None:
-    lines = []
+    sent = []
     for r in results:
         for name, b in (r.bytes or {}).items():
-            kinds = [b[kind] for kind in ("rows", "gates", "indices")]
-            least = f"{sum(kinds) / b['minimum']:.4f}" if b["minimum"] else "–"
-            sizes = " | ".join(f"{size / 1e6:.3f}" for size in kinds)
-            others = f"{least} | {b['counts'] / 1e3:.2f} | {b['losses'] / 1e3:.2f}"
-            lines.append(f"{r.processes} | {r.exchange} | {r.chunks} | {name} | {sizes} | {others}")
-    header = "ranks | exchange | chunks | pass | rows, MB | gates, MB | indices, MB"
+            moved = b["rows"] + b["gates"] + b["indices"]
+            ratio = moved / b["minimum"] if b["minimum"] else None
+            sizes = {kind: size / 1e6 for kind, size in b.items()}  # MB
+            sizes |= {kind: b[kind] / 1e3 for kind in ("counts", "losses")}
+            sent.append(Row(**vars(r) | sizes, name=name, by_minimum=ratio))
     print("\nBytes that a step sends to other ranks, summed over all ranks\n")
-    print(table(f"{header} | total / minimum | counts, kB | losses, kB", lines))
-
-    lines = [
-        f"{r.processes} | {r.exchange} | {r.transfers_ms:.2f} | {r.raw_ms:.2f} | "
-        f"{r.raw_mb_per_second:.0f} | {spread(r.by_raw, '.3f')}"
-        for r in results
-        if r.raw_ms is not None and r.chunks == 1
-    ]
-    header = "ranks | exchange | transfers, ms | raw, ms | raw, MB/s | transfers / raw"
+    print(table(SENT, SENT_CELLS, sent))
     print("The all-to-all without the layer: all transfers of a step\n")
-    print(table(header, lines))
-
-    lines = []
-    for r in results:
-        what = f"{r.exchange} | {r.chunks}" if r.exchange else "– | –"
-        efficiency = "–" if r.efficiency is None else f"{r.efficiency:.2f}"
-        hidden = f"{spread(r.hidden, '.0f', 100)} %" if r.chunks > 1 and r.hidden else "–"
-        lines.append(
-            f"{r.processes} | {what} | {spread(r.step_ms, '.1f')} | {r.tokens_per_second:,.0f} | "
-            f"{efficiency} | {r.alone_ms:.1f} | {spread(r.by_alone, '.2f')} | "
-            f"{100 * r.waits:.0f}% | {hidden}"
-        )
-    header = "ranks | exchange | chunks | step, ms | tokens/s | efficiency | alone, ms"
+    print(table(RAW, RAW_CELLS, [r for r in results if r.raw_ms is not None and r.chunks == 1]))
     print("Steps\n")
-    print(table(f"{header} | alone / step | waits | hidden", lines))
+    print(table(STEPS, STEPS_CELLS, results))

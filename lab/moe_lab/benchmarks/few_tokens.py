@@ -36,12 +36,11 @@ IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 MIN_SECONDS = 0.005  # of the calls in a round
 TITLE = "float32, {threads} threads"
 HEADER = "D, E, k, h | T | moe_ext, us | limit | loop | training, us | grouped_mm | batched_mm"
-
-
-def cells(row: Row) -> str:
-    ours = f"{row.moe_ext.median:.0f} | {row.limit.median:.2f} | {row.loop.median:.2f}"
-    others = " | ".join(f"{each.median:.2f}" for each in row.transformers.values())
-    return f"{row.shape} | {row.tokens} | {ours} | {row.training.median:.0f} | {others}"
+CELLS = (
+    "{shape} | {tokens} | {moe_ext.median:.0f} | {limit.median:.2f} | {loop.median:.2f} | "
+    "{training.median:.0f} | {transformers[grouped_mm].median:.2f} | "
+    "{transformers[batched_mm].median:.2f}"
+)
 
 
 def loop(layer: MoE, x: Tensor) -> Tensor:
@@ -117,9 +116,9 @@ def _measured(shape: Sequence[int], num_tokens: int, rounds: int) -> Row:
     return Row(
         shape=", ".join(map(str, shape)),
         tokens=num_tokens,
-        moe_ext=Quartiles.of(microseconds * s for s in seconds["moe_ext"]),
+        moe_ext=Quartiles.of(seconds["moe_ext"]).scaled(microseconds),
         limit=ratio(limits, seconds["moe_ext"]),
         loop=ratio(seconds["loop"], seconds["moe_ext"]),
-        training=Quartiles.of(microseconds * s for s in seconds["training"]),
+        training=Quartiles.of(seconds["training"]).scaled(microseconds),
         transformers={name: ratio(seconds[name], seconds["gated"]) for name in IMPLEMENTATIONS},
     )

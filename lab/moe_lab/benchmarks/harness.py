@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import statistics
+import string
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,14 +27,11 @@ class Row(SimpleNamespace):
     """A row of a table: the figures that a benchmark measured, by name."""
 
 
-Cells = Callable[[Row], str]  # formats a row, with " | " between the cells
-
-
 class Quartiles(NamedTuple):
     """The quartiles of a measured value over the rounds.
 
-    They are formatted as "median (low-high)". A "|" at the end of the format splits them into two
-    cells of a table, the median and the other quartiles.
+    They are formatted as "median (low-high)". At the end of a format, "~" writes "low to high", and
+    "|" makes two cells of a table, the median and the other quartiles.
     """
 
     low: float
@@ -45,9 +43,23 @@ class Quartiles(NamedTuple):
         """Computes the quartiles of at least 2 values."""
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
+    def scaled(self, factor: float) -> "Quartiles":
+        return Quartiles(*(factor * value for value in self))
+
     def __format__(self, form: str) -> str:
-        low, median, high = (format(value, form.removesuffix("|")) for value in self)
-        return f"{median} | {low}-{high}" if form.endswith("|") else f"{median} ({low}-{high})"
+        low, median, high = (format(value, form.rstrip("|~")) for value in self)
+        if form.endswith("|"):
+            return f"{median} | {low}-{high}"
+        return f"{median} ({low}{' to ' if form.endswith('~') else '-'}{high})"
+
+
+class _Cells(string.Formatter):
+    """Formats None as "–"."""
+
+    def format_field(self, value: Any, form: str) -> Any:
+        if value is None:
+            return "– | –" if form.endswith("|") else "–"
+        return super().format_field(value, form)
 
 
 def environment(device: str = "cpu") -> str:
@@ -63,8 +75,8 @@ def run(case: Any, args: Any) -> Any:
 
     Args:
         case: a module. It has the function `run(args)`, or `measure(args)`, which returns rows and
-            is called once for each number of threads, `cells(row)`, the cells of a row with " | "
-            between them, `HEADER`, and `TITLE` with the names of options in braces.
+            is called once for each number of threads. `HEADER` and `CELLS` are the columns of their
+            table, and `TITLE` has the names of options in braces.
         args: the parsed arguments of the case.
     """
     if "bfloat16" in getattr(args, "dtype", ""):
@@ -83,23 +95,27 @@ def run(case: Any, args: Any) -> Any:
     for args.threads in threads:
         with pinned(args.threads):
             rows += case.measure(args)
-    report(rows, case.HEADER, case.cells, args.json)
+    report(rows, case.HEADER, case.CELLS, args.json)
     return rows
 
 
 def report(
-    rows: Sequence[Row], header: str, cells: Cells, path: Path | None, *last: str, **more: Any
+    rows: Sequence[Row], header: str, cells: str, path: Path | None, *last: str, **more: Any
 ) -> None:
     """Prints rows, and `last` lines, as a table; writes rows and `more` to the JSON file `path`."""
-    print(table(header, [*map(cells, rows), *last]))
+    print(table(header, cells, rows, *last))
     if path is not None:
         record = {"environment": environment(), "rows": [vars(row) for row in rows]}
         write_json(path, record | more)
 
 
-def table(header: str, lines: Iterable[str]) -> str:
-    """Formats a Markdown table; cells have " | " between them."""
-    return markdown_table(header.split(" | "), (line.split(" | ") for line in lines))
+def table(header: str, cells: str, rows: Iterable[Row], *last: str) -> str:
+    """Formats a Markdown table. Columns have " | " between them; `cells` are the names of figures.
+
+    `last` are lines after those of the rows.
+    """
+    lines = [_Cells().vformat(cells, (), vars(row)) for row in rows]
+    return markdown_table(header.split(" | "), (line.split(" | ") for line in [*lines, *last]))
 
 
 def options_as_text(options: argparse.Namespace) -> dict[str, str]:

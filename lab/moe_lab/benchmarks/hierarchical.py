@@ -41,13 +41,11 @@ HEADER = (
     "layer | experts | hidden | parameters, M | multiply-adds: gate | experts | step, us | x | "
     "quartiles | gate, us | plan, us | experts, us | MiB"
 )
-
-
-def cells(row: Row) -> str:
-    size = f"{row.layer} | {row.experts} | {row.hidden} | {row.parameters / 1e6:.1f}"
-    stages = " | ".join(f"{row.stage_us[stage]:.2f}" for stage in _STAGES)
-    times = f"{row.step_us:.2f} | {row.ratio:.2f|} | {stages} | {row.mib:,.0f}"
-    return f"{size} | {row.gate_ops:,} | {row.expert_ops:,} | {times}"
+CELLS = (
+    "{layer} | {experts} | {hidden} | {millions:.1f} | {gate_ops:,} | {expert_ops:,} | "
+    "{step_us:.2f} | {ratio:.2f|} | {stage_us[gate]:.2f} | {stage_us[plan]:.2f} | "
+    "{stage_us[experts]:.2f} | {mib:,.0f}"
+)
 
 
 def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
@@ -118,12 +116,14 @@ def measure(args: Any) -> Iterator[Row]:
     seconds = interleaved(functions, args.rounds)
     for name, (size, layer) in layers.items():
         ops_of_layer = moe_ops(layer)
+        parameters = sum(parameter.numel() for parameter in layer.parameters())
         us = {what: 1e6 * median(seconds[what, name]) / args.tokens for what in ("step", *_STAGES)}
         yield Row(
             layer=name,
             experts=size,
             hidden=next(layer.experts.parameters()).shape[2],
-            parameters=sum(parameter.numel() for parameter in layer.parameters()),
+            parameters=parameters,
+            millions=parameters / 1e6,
             gate_ops=ops_of_layer.gate,
             expert_ops=ops_of_layer.experts,
             step_us=us.pop("step"),

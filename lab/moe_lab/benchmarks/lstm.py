@@ -28,11 +28,10 @@ SHAPES = [(64, 30, 512, 2_048, 512), (100, 25, 128, 256, 128)]
 EXPONENTIALS = 6  # of a cell: 3 sigmoids and 2 tanh in forward, a tanh in backward
 TITLE = "{dtype}, {threads} threads"
 HEADER = "B, S, D, U, P | moe_ext, ms | torch, ms | GF/s | limit | quartiles | x | quartiles"
-
-
-def cells(row: Row) -> str:
-    times = f"{1e3 * row.moe_ext.median:.0f} | {1e3 * row.torch.median:.0f} | {row.gflops:.0f}"
-    return f"{row.shape} | {times} | {row.fraction:.2f|} | {row.speedup:.2f|}"
+CELLS = (
+    "{shape} | {moe_ext.median:.0f} | {torch.median:.0f} | {gflops:.0f} | {fraction:.2f|} | "
+    "{speedup:.2f|}"
+)
 
 
 def of_moe_ext(lstm: nn.LSTM, x: Tensor) -> Tensor:
@@ -66,8 +65,8 @@ def measure(args: Any) -> Iterator[Row]:
         limits = gemm_and_exp_limits(seconds, flops, EXPONENTIALS * cells)
         yield Row(
             shape=f"{num_sentences}, {num_tokens}, {d_input}, {units}, {width}",
-            moe_ext=ours,
-            torch=Quartiles.of(seconds["torch"]),
+            moe_ext=ours.scaled(1e3),  # ms
+            torch=Quartiles.of(seconds["torch"]).scaled(1e3),
             gflops=flops / ours.median / 1e9,
             fraction=ratio(limits, seconds["moe_ext"]),
             speedup=ratio(seconds["torch"], seconds["moe_ext"]),

@@ -25,11 +25,10 @@ from moe_lab.benchmarks.memory import peak_mib
 Function = Callable[[], object]
 TITLE = "T = {tokens}, E = {experts}, k = {k}, D = {width}, float32, {rounds} rounds"
 HEADER = "threads | operation | ours, ms | MiB | against | ms | MiB | x | quartiles"
-
-
-def cells(row: Row) -> str:
-    ours = f"{row.threads} | {row.operation} | {row.ours_ms:.3f} | {row.ours_mib:.0f}"
-    return f"{ours} | {row.peer} | {row.peer_ms:.3f} | {row.peer_mib:.0f} | {row.ratio:.2f|}"
+CELLS = (
+    "{threads} | {operation} | {ours_ms:.3f} | {ours_mib:.0f} | {peer} | {peer_ms:.3f} | "
+    "{peer_mib:.0f} | {ratio:.2f|}"
+)
 
 
 def measure(args: Any) -> Iterator[Row]:

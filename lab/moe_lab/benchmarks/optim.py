@@ -25,10 +25,7 @@ TITLE = (
     "{rounds} rounds"
 )
 HEADER = "threads | step | ms | x | quartiles | bytes"
-
-
-def cells(row: Row) -> str:
-    return f"{row.threads} | {row.step} | {row.ms:.1f} | {row.ratio:.2f|} | {row.state_bytes:.3f}"
+CELLS = "{threads} | {step} | {ms:.1f} | {ratio:.2f|} | {state_bytes:.3f}"
 
 
 def measure(args: Any) -> Iterator[Row]:

@@ -26,12 +26,10 @@ HEADER = (
     "threads | hidden layer | saved, bytes/token | peak, MiB | forward, ms | both, ms | ratio | "
     "quartiles"
 )
-
-
-def cells(row: Row) -> str:
-    memory = f"{row.kept_bytes_per_token:,.0f} | {row.peak_mib:.0f}"
-    times = f"{row.forward_ms:.1f} | {row.total_ms:.1f} | {row.ratio:.2f|}"
-    return f"{row.threads} | {row.hidden} | {memory} | {times}"
+CELLS = (
+    "{threads} | {hidden} | {kept_bytes_per_token:,.0f} | {peak_mib:.0f} | {forward_ms:.1f} | "
+    "{total_ms:.1f} | {ratio:.2f|}"
+)
 
 
 def measure(args: Any) -> Iterator[Row]:

@@ -33,12 +33,10 @@ TITLE = (
     "{threads} threads, {rounds} rounds"
 )
 HEADER = "m | evaluations | C(t, m) | C / t | ms | x | quartiles | x by C(t, m) | MiB | states"
-
-
-def cells(row: Row) -> str:
-    counted = f"{row.evaluations} | {row.minimum} | {row.minimum / row.steps:.2f}"
-    times = f"{row.ms:.0f} | {row.ratio:.2f|} | {row.expected_ratio:.2f}"
-    return f"{row.slots or 'plain'} | {counted} | {times} | {row.mib:.1f} | {row.states_mib:.1f}"
+CELLS = (
+    "{m} | {evaluations} | {minimum} | {minimum_by_steps:.2f} | {ms:.0f} | {ratio:.2f|} | "
+    "{expected_ratio:.2f} | {mib:.1f} | {states_mib:.1f}"
+)
 
 
 def measure(args: Any) -> Iterator[Row]:
@@ -75,11 +73,13 @@ def measure(args: Any) -> Iterator[Row]:
     seconds = interleaved({-1: forward, **runs}, args.rounds, 1)
     plain, evaluation = seconds[0], median(seconds[-1]) / S
     for slots in runs:
+        minimum = num_evaluations(S, slots) if slots else S
         yield Row(
             slots=slots,
-            steps=S,
+            m=slots or "plain",
             evaluations=counted[slots],
-            minimum=num_evaluations(S, slots) if slots else S,
+            minimum=minimum,
+            minimum_by_steps=minimum / S,
             ms=1e3 * median(seconds[slots]),
             ratio=ratio(seconds[slots], plain),
             expected_ratio=1 + (counted[slots] - S) * evaluation / median(plain),

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from moe_ext import MoELSTM
 from moe_ext.recurrent import exchanged_bytes
 from moe_lab.benchmarks._distributed_ranks import Call, process_group, recorded
-from moe_lab.benchmarks.distributed import spread
 from moe_lab.benchmarks.harness import (
     Quartiles,
     Row,
@@ -38,13 +37,8 @@ from moe_lab.benchmarks.harness import (
 )
 
 HEADER = "batch | way | sent, MB | predicted, MB | step, ms | chosen"
+CELLS = "{batch} | {way} | {sent_mb:.1f} | {predicted_mb:.1f} | {ms:.0f~} | {mark}"
 WAYS = {"rows": False, "gathered": True}
-
-
-def cells(row: Row) -> str:
-    size = f"{row.sent / 1e6:.1f} | {row.predicted / 1e6:.1f}"
-    chosen = "yes" if row.chosen else ""
-    return f"{row.batch} | {row.way} | {size} | {spread(row.ms, '.0f')} | {chosen}"
 
 
 def run(args: Any) -> int:
@@ -58,7 +52,7 @@ def run(args: Any) -> int:
             f"experts, k = {args.k}, memory_slots = {args.slots or None}, float32, "
             f"{args.rounds} rounds, link {link}\n"
         )
-        report(rows, HEADER, cells, args.json)
+        report(rows, HEADER, CELLS, args.json)
     return 0
 
 
@@ -103,11 +97,15 @@ def _measure(args: Any, batch: int) -> Iterator[Row]:
     seconds = interleaved(steps, args.rounds, warm_up=0, clock=_slowest)
     predicted = exchanged_bytes(layer, args.steps, dist.get_world_size() * batch * args.steps)
     for way, gathered in WAYS.items():
+        chosen = (predicted[1] < predicted[0]) == gathered
         yield Row(
             batch=batch,
             way=way,
             sent=sent[way],
+            sent_mb=sent[way] / 1e6,
             predicted=predicted[gathered],
-            ms=Quartiles.of(1e3 * s for s in seconds[way]),
-            chosen=(predicted[1] < predicted[0]) == gathered,
+            predicted_mb=predicted[gathered] / 1e6,
+            ms=Quartiles.of(seconds[way]).scaled(1e3),
+            chosen=chosen,
+            mark="yes" if chosen else "",
         )

@@ -22,10 +22,7 @@ from moe_lab.models import LogUniformSampler, SampledSoftmax
 
 TITLE = "V = {classes:,}, S = {sampled:,}, D = {width}, T = {tokens:,}, float32, {threads} threads"
 HEADER = "step | sampled, s | full, s | x | quartiles"
-
-
-def cells(row: Row) -> str:
-    return f"{row.step} | {row.sampled:.3f} | {row.full:.3f} | {row.ratio:.1f|}"
+CELLS = "{step} | {sampled:.3f} | {full:.3f} | {ratio:.1f|}"
 
 
 def measure(args: Any) -> Iterator[Row]:

@@ -33,7 +33,7 @@ def cell(result: Row, name: str, which: str, form: Callable[[dict[str, Any]], st
 
 
 def percent_of_limit(found: dict[str, Any]) -> str:
-    return f"{Quartiles(*(100 * share for share in found['share_of_limit'])):.0f}"
+    return f"{Quartiles(*found['share_of_limit']).scaled(100):.0f}"
 
 
 def number(value: float | None, form: str) -> str:

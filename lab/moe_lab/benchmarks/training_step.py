@@ -42,16 +42,10 @@ TITLE = (
     " E = {num_experts}, k = {k}, F = {hidden}, V = {vocabulary}"
 )
 HEADER = " | ".join(["part", "moe_ext, ms", "limit", *(f"x {name}" for name in NAMES)])
+CELLS = " | ".join(
+    ["{part}", "{ms:.0f}", "{share_of_limit:.2f}", *(f"{{x[{name}]:.2f}}" for name in NAMES)]
+)
 Output = tuple[Tensor, Tensor | float]  # y, and the loss of the layer
-
-
-def cells(row: Row) -> str:
-    ours = row.seconds["moe_ext"]
-    share = "–" if row.limit is None else f"{row.limit / ours.median:.2f}"
-    others = [row.seconds.get(name) for name in NAMES]
-    ratios = [f"{each.median / ours.median:.2f}" if each else "–" for each in others]
-    ms = Quartiles(*(1e3 * value for value in ours))
-    return " | ".join([row.part, f"{ms:.0f}", share, *ratios])
 
 
 def flops_of(sizes: Any) -> dict[str, int]:
@@ -252,11 +246,12 @@ def measure(args: Any) -> list[Row]:
         exponentials = args.sequences * args.length * args.vocabulary if part == "loss" else 0
         least[part] = Quartiles.of(gemm_and_exp_limits(rates, flops, exponentials)).median
     least["step"] = sum(least.values())
-    return [
-        Row(
-            part=part,
-            seconds={name: Quartiles.of(s) for (of, name), s in seconds.items() if of == part},
-            limit=least.get(part),  # None: the part has no GEMM
-        )
-        for part in dict.fromkeys(part for part, _ in functions)
-    ]
+    rows = []
+    for part in dict.fromkeys(part for part, _ in functions):
+        of = {name: Quartiles.of(each) for (p, name), each in seconds.items() if p == part}
+        ours, limit = of["moe_ext"].median, least.get(part)  # without a limit if it has no GEMM
+        share = limit / ours if limit else None
+        x = {name: of[name].median / ours if name in of else None for name in NAMES}
+        ms = of["moe_ext"].scaled(1e3)
+        rows.append(Row(part=part, seconds=of, limit=limit, share_of_limit=share, x=x, ms=ms))
+    return rows

@@ -45,11 +45,10 @@ from moe_lab.training.translation import make_translator
 
 CLOCKS = {"seconds": time.perf_counter, "processor_seconds": time.process_time}
 HEADER = "way | threads | sentences | sentences/s | sentences/processor s"
-
-
-def cells(row: Row) -> str:
-    speeds = f"{1 / row.seconds:.2f} | {1 / row.processor_seconds:.2f}"
-    return f"{row.way} | {row.threads} | {row.sentences:,} | {speeds}"
+CELLS = (
+    "{way} | {threads} | {sentences:,} | {sentences_per_second:.2f} | "
+    "{sentences_per_processor_second:.2f}"
+)
 
 
 def _made_up(number: int, vocab_size: int) -> tuple[list[str], Wordpieces]:
@@ -114,8 +113,9 @@ def compare(
         for clock, each in zip(CLOCKS, zip(*times[way], strict=True), strict=True):
             of_sentence[way, clock] = [seconds / number for seconds in each]
         medians = {clock: median(of_sentence[way, clock]) for clock in CLOCKS}
+        speeds = {f"sentences_per_{clock.removesuffix('s')}": 1 / s for clock, s in medians.items()}
         threads = torch.get_num_threads()
-        rows.append(Row(way=way, threads=threads, sentences=number, **medians))
+        rows.append(Row(way=way, threads=threads, sentences=number, **medians, **speeds))
     ratios = {c: ratio(of_sentence["one by one", c], of_sentence["batches", c]) for c in CLOCKS}
     texts = [{line: each[line][0].text for line in alone} for each in found.values()]
     return rows, ratios, sum(texts[0][line] == texts[1][line] for line in alone)
@@ -145,6 +145,6 @@ def _run(args: Any) -> list[Row]:
     rows, ratios, same = compare(translator, lines, alone, args.rounds)
     by_clock = " | ".join(f"{each:.1f}" for each in ratios.values())
     more = {"ratios": {name: each._asdict() for name, each in ratios.items()}, "same": same}
-    report(rows, HEADER, cells, args.json, f"x |  |  | {by_clock}", **more)
+    report(rows, HEADER, CELLS, args.json, f"x |  |  | {by_clock}", **more)
     print(f"{same} of the {len(alone)} lines have the same translation in a batch and alone")
     return rows
