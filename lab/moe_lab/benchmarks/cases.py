@@ -29,13 +29,15 @@ UNITS, GROUPS = ("rows", "tokens"), "groups"  # exchanges; groups is that of pla
 class Case(NamedTuple):
     """The command line of a benchmark; its module has the documentation and the measurements."""
 
-    rounds: int = 0  # default of --rounds; 0: no such option
-    threads: int | list[int] | None = None  # of --threads; 0: torch's default; None: no such option
-    sizes: Mapping[str, int | tuple[int, str]] = {}  # whole numbers: default, or default and help
-    options: Mapping[str, Option] = {}  # the other arguments
-    files: Sequence[str] = ()  # arguments that must exist
-    check: Callable[[Any], object] = lambda args: None  # for arguments that do not fit together
-    ranks: bool = False  # whether several ranks run it, whose number is --processes
+    rounds: int = 0  # Default of --rounds; 0: there is no such option.
+    threads: int | list[int] | None = None  # Of --threads; 0: torch's default; None: no option.
+    sizes: Mapping[str, int | tuple[int, str]] = {}  # Whole numbers: default, or default and help.
+    options: Mapping[str, Option] = {}  # The other arguments.
+    files: Sequence[str] = ()  # Arguments that are files or folders, and must exist.
+    check: Callable[[Any], object] = lambda args: (
+        None
+    )  # Refuses arguments that do not fit together.
+    ranks: bool = False  # Whether torchrun starts it on --processes ranks.
 
 
 def _one(parse: Callable[[str], Any], default: Any = None, help: str | None = None) -> Option:

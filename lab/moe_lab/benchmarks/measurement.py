@@ -135,12 +135,11 @@ def measure(name: str, problem: Any, peers: Sequence[str], args: Any) -> list[di
 
     Args:
         name: the name in the tables.
-        problem: tokens and experts that all implementations share. It has the attributes shape,
-            activation, hidden, used_experts, dtype and device, which the result shows. `passes` are
-            the names of what is timed, `beside` implementations whose results are not compared, and
-            `has_peak` says whether their peak memory is measured. work(pass) returns the `Work`,
-            extra(implementation, pass) an `Extra`, results(implementation, pass) what is compared,
-            and call(implementation, pass) the function that is timed.
+        problem: tokens and experts that all implementations share. The result shows its attributes
+            shape, activation, hidden, used_experts and dtype. `passes` are the names of what is
+            timed. The results of the implementations in `beside` are not compared. With `has_peak`,
+            the peak memory is measured. work(pass) returns the `Work`. For an implementation and a
+            pass, `extra` returns an `Extra`, `results` what is compared, and `call` the function.
         peers: the other implementations.
         args: the options of the run.
     """
@@ -249,7 +248,7 @@ def measure_all(
     args: Any,
     **more: Any,
 ) -> dict[str, Any]:
-    """Measures problems one after the other; returns the record, which is written after each.
+    """Measures problems in sequence; returns the record, which is written after each problem.
 
     Args:
         todo: each problem: its name, a text that describes it, and a function that makes it.

@@ -73,13 +73,13 @@ def parse_shape(text: str) -> tuple[str, Shape]:
 class Model(NamedTuple):
     """The sizes of a model's experts, and transformers' classes for them."""
 
-    hidden_size: int  # H, the width of a token
-    num_experts: int  # E
-    intermediate_size: int  # I, the width of an expert's hidden layer
-    k: int  # experts of a token
-    prefix: str  # of the names of transformers' classes
-    activation: str = "swiglu"  # shown in the results
-    width: str = "moe_intermediate_size"  # the config's name of I
+    hidden_size: int  # H, the width of a token.
+    num_experts: int  # E.
+    intermediate_size: int  # I, the width of an expert's hidden layer.
+    k: int  # Number of experts of a token.
+    prefix: str  # First part of the names of transformers' classes.
+    activation: str = "swiglu"  # Activation of the hidden layer, shown in the results.
+    width: str = "moe_intermediate_size"  # The config's name of I.
 
 
 # The docstring of transformers_experts has the sources.
