@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from moe_lab.analysis.cluster import DEVICES, plan
@@ -12,6 +13,8 @@ from moe_lab.benchmarks import cases
 from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Found, Key
 from moe_lab.benchmarks.distributed import print_results, results_of
 from moe_lab.training.config import config_from_dict
+
+from moe_ext.distributed import ExchangeUnit
 
 # Each of 2 ranks has 2 experts. With k = 4 each token uses all of them, so the bytes are known.
 WIDTH, TOKENS, K = 8, 6, 4
@@ -31,6 +34,7 @@ def run(tmp_path_factory):
 
 
 def test_bytes_that_the_layer_sends(run):
+    assert get_args(ExchangeUnit) == cases.UNITS
     steps = [result for result in run if result["exchange"]]
     assert [(r["exchange"], r["chunks"]) for r in steps] == [
         ("rows", 1), ("rows", 2), ("tokens", 1), ("tokens", 2)

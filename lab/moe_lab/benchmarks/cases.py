@@ -34,9 +34,7 @@ class Case(NamedTuple):
     sizes: Mapping[str, int | tuple[int, str]] = {}  # Whole numbers: default, or default and help.
     options: Mapping[str, Option] = {}  # The other arguments.
     files: Sequence[str] = ()  # Arguments that are files or folders, and must exist.
-    check: Callable[[Any], object] = lambda args: (
-        None
-    )  # Refuses arguments that do not fit together.
+    check: Callable[[Any], object] = lambda args: None  # Refuses contradictions of arguments.
     ranks: bool = False  # Whether torchrun starts it on --processes ranks.
 
 
