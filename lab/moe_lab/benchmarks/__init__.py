@@ -5,6 +5,9 @@
 - memory: peak memory of a function, and what autograd saves for backward
 - roofline: lower bounds of a computation's time
 - shapes, peers, measurement, tables: the benchmarks of experts against other implementations
+
+A new benchmark is a row of `cases.CASES` and a module. Its docstring is the help; `harness.run`
+says what else it has.
 """
 
 __all__: list[str] = []

@@ -179,11 +179,8 @@ def experts_alone(problem: Problem) -> Peer:
     """Runs only GEMMs and activation of moe_ext, on rows [R, d] that are sorted by expert."""
     weights = [_leaf(weight) for weight in problem.weights]
     plan = ops.dispatch_plan(problem.expert_index, problem.shape.num_experts)
-
-    def forward(x: Tensor, gates: Tensor) -> Tensor:
-        return ops.experts(x, weights, activation=problem.activation, offsets=plan.offsets)
-
-    return Peer(weights, forward)
+    options: dict[str, Any] = {"activation": problem.activation, "offsets": plan.offsets}
+    return Peer(weights, lambda x, gates: ops.experts(x, weights, **options))
 
 
 def dense(problem: Problem) -> Peer:
@@ -204,8 +201,8 @@ def _separate(
     """Builds a peer with separate parameters for each expert, as in a list of modules."""
     first, second = ([_leaf(w) for w in weight.unbind()] for weight in problem.weights)
     E = problem.shape.num_experts
-    by_expert = lambda found: [found[:E], found[E:]]  # noqa: E731
-    return Peer([*first, *second], partial(forward, first, second), by_expert)
+    parameters = [*first, *second]
+    return Peer(parameters, partial(forward, first, second), lambda g: [g[:E], g[E:]])
 
 
 def mask_loop(problem: Problem) -> Peer:
@@ -281,11 +278,11 @@ def _hf(implementation: str, problem: Problem) -> Peer:
         layer = mixtral.MixtralExperts(config)
     parameters: list[Tensor] = [*map(nn.Parameter, problem.transposed)]
     layer.gate_up_proj, layer.down_proj = parameters
-
-    def forward(x: Tensor, gates: Tensor) -> Tensor:
-        return layer(x, problem.expert_index, gates)
-
-    return Peer(parameters, forward, lambda found: [g.transpose(1, 2) for g in found])
+    return Peer(
+        parameters,
+        lambda x, gates: layer(x, problem.expert_index, gates),
+        lambda found: [gradient.transpose(1, 2) for gradient in found],
+    )
 
 
 def _scattermoe(name: str, problem: Problem) -> Peer:
@@ -298,14 +295,11 @@ def _scattermoe(name: str, problem: Problem) -> Peer:
     layer = getattr(package, name)(d, 1, E, k, activation=nn.SiLU() if gated else nn.ReLU())
     layer.experts.weight = nn.Parameter(first.roll(shift, dims=1))
     layer.output_experts.weight = nn.Parameter(second)
-
-    def forward(x: Tensor, gates: Tensor) -> Tensor:
-        return layer(x, gates, problem.expert_index)
-
-    def by_expert(found: Sequence[Tensor]) -> Sequence[Stacked]:
-        return [found[0].roll(-shift, dims=1).transpose(1, 2), found[1].transpose(1, 2)]
-
-    return Peer([layer.experts.weight, layer.output_experts.weight], forward, by_expert)
+    return Peer(
+        [layer.experts.weight, layer.output_experts.weight],
+        lambda x, gates: layer(x, gates, problem.expert_index),
+        lambda found: [found[0].roll(-shift, dims=1).transpose(1, 2), found[1].transpose(1, 2)],
+    )
 
 
 def hf_extra(
@@ -408,15 +402,14 @@ def st_moe_pytorch(problem: Problem) -> Peer:
         layer.weight = weight
         return layer
 
-    networks = [
-        nn.Sequential(linear(a), nn.ReLU(), linear(b)) for a, b in zip(first, second, strict=True)
-    ]
+    pairs = zip(first, second, strict=True)
+    networks = [nn.Sequential(linear(a), nn.ReLU(), linear(b)) for a, b in pairs]
     layer = package.MoE(d, num_experts=E, experts=nn.ModuleList(networks))
-
-    def by_expert(found: Sequence[Tensor]) -> Sequence[Stacked]:
-        return [[g.t() for g in found[:E]], [g.t() for g in found[E:]]]
-
-    return Peer([*first, *second], _in_layer(problem, layer, losses=2), by_expert)
+    return Peer(
+        [*first, *second],
+        _in_layer(problem, layer, losses=2),
+        lambda found: [[g.t() for g in found[:E]], [g.t() for g in found[E:]]],
+    )
 
 
 PEERS = {
