@@ -1,6 +1,6 @@
 """Compares the speed of Eq. 1 for given gates with other implementations and hardware limits.
 
-    python -m pip install '.[benchmark]'              # other implementations, matplotlib; optional
+    pip install './lab[benchmark]'              # other implementations; optional
     moe-lab benchmark layer                     # 1 and 2 threads, float32: 20 minutes
     moe-lab benchmark layer --shapes e32 t256-zipf --rounds 5 --threads 1
     moe-lab benchmark layer --shapes 4096,16,2,256,512,zipf --dtype float32 bfloat16
@@ -69,19 +69,13 @@ from moe_lab.benchmarks.memory import saved_bytes
 from moe_lab.benchmarks.peers import BOTH, FORWARD, PEERS, Problem
 from moe_lab.benchmarks.roofline import stream_probe
 from moe_lab.benchmarks.shapes import GPU_SHAPES, SHAPES
-from moe_lab.files import write_json
 from moe_lab.training.device import check_device
 
 _ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
 
 
 def run(args: Any) -> int:
-    if args.report:
-        record = measurement.read_merged(args.report)
-        if args.json:
-            write_json(args.json, record)
-    else:
-        record = _measure(args)
+    record = measurement.read_merged(args) if args.report else _measure(args)
     results = measurement.results_of(record)
     tables.print_report(record, results)
     if args.plot and results:

@@ -8,7 +8,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -293,9 +292,9 @@ def best_ratio(result: Row, which: str, beside: Sequence[str] = ()) -> float | N
     return min((each[which]["ratio_to_ours"][1] for each in others if which in each), default=None)
 
 
-def read_merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """Reads the records of one or several runs, and merges them into one."""
-    records = [json.loads(path.read_text("utf-8")) for path in paths]
+def read_merged(args: Any) -> dict[str, Any]:
+    """Merges the records of the runs of --report into one, which --json writes."""
+    records = [json.loads(path.read_text("utf-8")) for path in args.report]
     results = by(
         [{**each, "occasions": each.get("occasions", 1)} for r in records for each in r["results"]],
         lambda r: (r["name"], r["activation"], r["dtype"], r["threads"]),
@@ -307,7 +306,10 @@ def read_merged(paths: Sequence[Path]) -> dict[str, Any]:
     }
     environments = "; ".join(dict.fromkeys(record["environment"] for record in records))
     medians = [_over_occasions(found) for found in results.values()]
-    return records[0] | {"environment": environments, "results": medians} | lists
+    merged = records[0] | {"environment": environments, "results": medians} | lists
+    if args.json:
+        write_json(args.json, merged)
+    return merged
 
 
 def _over_occasions(occasions: Sequence[dict[str, Any]]) -> dict[str, Any]:

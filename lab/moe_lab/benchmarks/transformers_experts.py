@@ -1,6 +1,6 @@
 """Compares the experts of transformers' models on moe_ext with transformers' implementations.
 
-    python -m pip install '.[benchmark]'                   # transformers, matplotlib
+    pip install './lab[benchmark]'              # transformers
     moe-lab benchmark transformers-experts      # 3 models, 1 thread
     moe-lab benchmark transformers-experts --models mixtral --dtype bfloat16
     moe-lab benchmark transformers-experts --models all --threads 1 2 --output monday
@@ -85,7 +85,7 @@ def run(args: Any) -> int:
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
         args.json = args.json or args.output / f"{NAME}.json"
-    record = measurement.read_merged(args.report) if args.report else _measure(args)
+    record = measurement.read_merged(args) if args.report else _measure(args)
     results = measurement.results_of(record)
     page = page_of(record, results)
     if args.output is None:
