@@ -2,9 +2,11 @@
 
 import ast
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from moe_lab.benchmarks import cases
 from moe_lab.cli import exit_status
 
 _FOLDERS = {"": "commands", "study": "studies", "benchmark": "benchmarks"}  # by group of commands
@@ -13,8 +15,11 @@ _FOLDERS = {"": "commands", "study": "studies", "benchmark": "benchmarks"}  # by
 def commands(group: str = "") -> dict[str, Path]:
     """Returns the file of each command of a group, "", "study" or "benchmark".
 
-    The function `main` of the file runs the command. The docstring of the file is its help.
+    The function `main` of the file runs the command; `cases.run` runs a benchmark. The docstring of
+    the file is its help.
     """
+    if group == "benchmark":
+        return {name: cases.file_of(name) for name in cases.CASES}
     files = sorted((Path(__file__).parent / _FOLDERS[group]).glob("[!_]*.py"))
     return {
         file.stem.replace("_", "-"): file
@@ -58,6 +63,8 @@ def main() -> int:
         print(f"{program}: {what} must be one of {', '.join(files)}, got {name}", file=sys.stderr)
         return 2
     sys.argv = [f"{program} {name}", *arguments]  # the usage line begins with it
+    if group == "benchmark":
+        return exit_status(partial(cases.run, name))
     module = import_module(f"moe_lab.{_FOLDERS[group]}.{files[name].stem}")
     return exit_status(module.main)
 

@@ -1,39 +1,46 @@
-"""The benchmark of expert parallelism: bytes, figures, and the limit of the bandwidth."""
+"""The benchmarks on several ranks: bytes, figures, and the limit of the bandwidth."""
 
 import functools
 import json
 import os
-import pathlib
 import subprocess
+from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from moe_lab.analysis.cluster import DEVICES, plan
-from moe_lab.benchmarks import distributed
-from moe_lab.benchmarks._distributed_ranks import PASSES, Bytes, Found, Key
-from moe_lab.benchmarks._distributed_report import print_results, results_of
+from moe_lab.benchmarks import cases
+from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Found, Key
+from moe_lab.benchmarks.distributed import print_results, results_of
 from moe_lab.training.config import config_from_dict
+
+from moe_ext.distributed import ExchangeUnit
 
 # Each of 2 ranks has 2 experts. With k = 4 each token uses all of them, so the bytes are known.
 WIDTH, TOKENS, K = 8, 6, 4
 
 
+def results(folder, arguments):
+    path = folder / "results.json"
+    arguments = ["--processes", "2", "--rounds", "2", "--warm-up", "0", *arguments.split()]
+    assert cases.run("distributed", [*arguments, "--hidden", "8", "--json", str(path)]) == 0
+    return json.loads(path.read_text())["results"]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    path = tmp_path_factory.mktemp("benchmark") / "results"
-    arguments = ["--processes", "2", "--chunks", "1", "2", "--rounds", "2", "--warm-up", "0"]
-    arguments += ["--tokens", str(TOKENS), "--experts", "2", "--k", str(K), "--hidden", "8"]
-    arguments += ["--width", str(WIDTH), "--json", f"{path}.json", "--plot", f"{path}.png"]
-    assert distributed.main(arguments) == 0
-    assert pathlib.Path(f"{path}.png").stat().st_size > 1000
-    return json.loads(pathlib.Path(f"{path}.json").read_text())["results"]
+    arguments = f"--chunks 1 2 --tokens {TOKENS} --experts 2 --k {K} --width {WIDTH}"
+    return results(tmp_path_factory.mktemp("benchmark"), arguments)
 
 
 def test_bytes_that_the_layer_sends(run):
+    assert get_args(ExchangeUnit) == cases.UNITS
     steps = [result for result in run if result["exchange"]]
     assert [(r["exchange"], r["chunks"]) for r in steps] == [
         ("rows", 1), ("rows", 2), ("tokens", 1), ("tokens", 2)
     ]  # fmt: skip
     for result in steps:
+        assert 0 <= result["waits"] < 1 and result["by_raw"][1] > 0
         forward, backward = result["bytes"]["forward"], result["bytes"]["backward"]
         # Each token has 2 experts on the other rank: 2 rows, or one row for both.
         chunks = result["chunks"]
@@ -45,8 +52,7 @@ def test_bytes_that_the_layer_sends(run):
         assert (forward["indices"], backward["indices"]) == (2 * gates, 0)
         # The other rank receives an int64 count for each chunk and each expert; with chunks of
         # tokens, for each expert in each chunk.
-        assert forward["counts"] == 2 * counts * 8
-        assert backward["counts"] == 0
+        assert (forward["counts"], backward["counts"]) == (2 * counts * 8, 0)
         # All-reduce of importance and load: 2 ranks, 2 vectors, 4 experts, 4 bytes.
         assert forward["losses"] == backward["losses"] == 2 * 2 * 4 * 4
         for each in (forward, backward):
@@ -64,40 +70,19 @@ def test_the_plan_of_a_cluster_has_the_same_bytes(run, exchange):
     assert sent == 2 * planned
 
 
-@pytest.fixture(scope="module")
-def grouped_run(tmp_path_factory):
-    path = tmp_path_factory.mktemp("benchmark") / "results.json"
-    arguments = ["--processes", "2", "--chunks", "1", "--rounds", "2", "--warm-up", "0"]
-    arguments += ["--tokens", "6", "--experts", "8", "--group-size", "4", "--k", "2"]
-    assert (
-        distributed.main([*arguments, "--hidden", "8", "--width", "12", "--json", str(path)]) == 0
-    )
-    return {r["exchange"]: r["bytes"] for r in json.loads(path.read_text())["results"]}
-
-
-def test_bytes_of_a_hierarchical_layer(grouped_run):
+def test_bytes_of_a_hierarchical_layer(tmp_path):
     """With k1 = 2, a token that leaves twice needs two rows, of its k1 · k2 = 4 otherwise."""
-    for found in grouped_run.values():
-        for each in (found or {}).values():
+    arguments = "--chunks 1 --tokens 6 --experts 8 --group-size 4 --k 2 --width 12"
+    found = {r["exchange"]: r["bytes"] for r in results(tmp_path, arguments)}
+    for passes in found.values():
+        for each in (passes or {}).values():
             assert each["rows"] + each["gates"] + each["indices"] == each["minimum"]
-    groups, rows = grouped_run["groups"], grouped_run["rows"]
-    for name in ("forward", "backward"):
-        assert 0 < groups[name]["rows"] <= rows[name]["rows"] / 1.2
-
-
-def test_figures_of_a_run(run):
-    for result in run:
-        speed = 1e3 * 2 * TOKENS / result["step_ms"][1]
-        assert result["tokens_per_second"] == pytest.approx(speed)
-        assert result["efficiency"] is None  # needs a run with one rank
-        assert 0 <= result["waits"] < 1
-        if result["exchange"]:
-            assert result["by_raw"][1] > 0
+    for name in PASSES:
+        assert 0 < found["groups"][name]["rows"] <= found["rows"][name]["rows"] / 1.2
 
 
 def test_figures_worked_by_hand(capsys):
     """Two ranks, two rounds. A time is the time of the slower rank."""
-    args = type("Arguments", (), {"tokens": 10})
     step = functools.partial(Key, 2, "step", "rows")
     seconds = {
         Key(1, "alone"): ([3.0, 3.0], None),
@@ -111,11 +96,11 @@ def test_figures_worked_by_hand(capsys):
     for rank in (0, 1):
         of_rank = {key: each[rank] for key, each in seconds.items() if each[rank]}
         waited = {key: [0.5 * s for s in each] for key, each in of_rank.items()}
-        counted = {name: Bytes(rows=rank + 1, counts=10) for name in PASSES}
+        counted = dict.fromkeys(PASSES, dict.fromkeys(BYTES, 0) | {"rows": rank + 1, "counts": 10})
         passes = {key: counted for key in of_rank if key.what == "step"}
         everything.append(Found(of_rank, waited, passes, 1.0))
-    single, one, two = results_of(everything, args)
-    assert (single.processes, single.exchange, single.efficiency) == (1, "", 1.0)
+    single, one, two = results_of(everything, SimpleNamespace(tokens=10))
+    assert (single.processes, single.exchange, single.efficiency) == (1, None, 1.0)
     assert single.by_raw is single.hidden is None
     assert one.tokens_per_second == 2 * 10 / 6
     assert one.efficiency == 3 / 6
@@ -124,17 +109,17 @@ def test_figures_worked_by_hand(capsys):
     assert (one.alone_ms, one.transfers_ms, one.raw_ms) == (4000, 2000, 1500)
     assert one.by_raw == pytest.approx([1.25, 1.5, 1.75])  # quartiles of 2 / 1 and 2 / 2
     assert one.raw_mb_per_second == pytest.approx((3 + 3 + 20 + 20) / 1.5 / 1e6)
-    assert one.hidden == (0, 0, 0)
+    assert one.hidden is None  # one chunk
     assert two.hidden == (0.5, 0.5, 0.5)  # (6 - 5) / min(2, 4)
-    assert two.bytes["forward"] == Bytes(rows=3, counts=20)
+    assert two.bytes["forward"] == dict.fromkeys(BYTES, 0) | {"rows": 3, "counts": 20}
     print_results([single, one, two])
     out = capsys.readouterr().out
     assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | 0.000 | – | 0.02 | 0.00 |" in out
     assert "| 2 | rows | 2000.00 | 1500.00 | 0 | 1.500 (1.250 to 1.750) |" in out
-    assert "| 50% | 50 (50 to 50) % |" in out
+    assert "| 50% | 50% (50% to 50%) |" in out
 
 
-def test_a_limited_link(tmp_path, monkeypatch):
+def test_a_limited_link(monkeypatch):
     """Checks only the command, because limiting a link needs root."""
     commands = []
 
@@ -142,12 +127,31 @@ def test_a_limited_link(tmp_path, monkeypatch):
         commands.append((command, env))
         return subprocess.CompletedProcess(command, 3)
 
-    monkeypatch.setattr(distributed.subprocess, "run", note)
-    monkeypatch.setattr(distributed.dist, "is_torchelastic_launched", lambda: False)
-    assert distributed.main(["--bandwidth", "200", "--processes", "1", "3"]) == 3
+    monkeypatch.setattr(cases.subprocess, "run", note)
+    assert cases.run("distributed", ["--bandwidth", "200", "--processes", "1", "3"]) == 3
     ((command, env),) = commands
     assert command[:4] == ["unshare", "--net", "sh", "-c"]
     assert "tbf rate 1600mbit" in command[4]
     assert command[command.index("--nproc-per-node") + 1] == "3"
-    assert command[-5:] == ["--bandwidth", "200", "--processes", "1", "3"]
+    program = ["--module", "moe_lab", "benchmark", "distributed"]
+    assert command[-9:] == [*program, "--bandwidth", "200", "--processes", "1", "3"]
     assert env["OMP_NUM_THREADS"] == "1" and env["PATH"] == os.environ["PATH"]
+
+
+def test_bytes_of_a_recurrent_layer(tmp_path):
+    """With k = E, a row of each rank goes to the other one, with the expert of each rank."""
+    path = tmp_path / "results.json"
+    arguments = "--batch 1 32 --steps 3 --width 4 --experts 2 --k 2 --rounds 2 --json"
+    assert cases.run("recurrent-exchange", [*arguments.split(), str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["batch"], row["way"]) for row in rows] == [
+        (1, "rows"), (1, "gathered"), (32, "rows"), (32, "gathered")
+    ]  # fmt: skip
+    weights = 2 * 2 * 8 * 16 * 4  # two passes, two experts [8, 16]
+    for row in rows:
+        state = 2 * row["batch"] * 3 * (8 + 16) * 4  # of two ranks; an input and an output
+        assert row["predicted"] == (2 * state if row["way"] == "rows" else weights)
+        # Rows also have counts: each of two ranks sends one expert's and one chunk's each step.
+        counts = 2 * 3 * 2 * 8 if row["way"] == "rows" else 0
+        assert row["sent"] == row["predicted"] + counts
+    assert [row["chosen"] for row in rows] == [True, False, False, True]

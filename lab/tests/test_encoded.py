@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from moe_lab.benchmarks import cases
 from moe_lab.benchmarks import data as benchmark
 from moe_lab.benchmarks.harness import environment
 from moe_lab.data import (
@@ -461,7 +462,8 @@ def test_benchmark_measures_the_same_words_for_any_number_of_workers(
 ):
     options = "--workers 0 1 --words 20000 --vocab-size 50 --sentences 100 --batch-words 9000"
     table = tmp_path / "data.json"
-    rows = benchmark.main([*options.split(), "--tokens-per-batch", "500", "--json", str(table)])
+    more = ["--tokens-per-batch", "500", "--json", str(table)]
+    rows = cases.run("data", [*options.split(), *more])
     counted, encoding, batches = rows[0:2], rows[2:4], rows[4:6]
     words = {row.words for row in (*counted, *encoding)}  # ends of sentences included
     assert len(words) == 1 and 20_000 < words.pop() < 22_000
@@ -475,10 +477,10 @@ def test_benchmark_measures_the_same_words_for_any_number_of_workers(
 
 def test_benchmark_measures_what_a_block_holds_at_the_most():
     held = torch.ones(64 << 18)  # 64 MiB
-    with benchmark.measured() as result:
+    with benchmark.measured("free", 0) as row:
         del held
         time.sleep(0.2)
-    assert result[0] >= 0.2 and 0 <= result[2] < 32  # above the memory at the start
-    with benchmark.measured() as result:
+    assert row.seconds >= 0.2 and 0 <= row.peak_mib < 32  # above the memory at the start
+    with benchmark.measured("allocate", 0) as row:
         held = torch.ones(64 << 18)
-    assert 32 < result[2] < 128 and held.sum() == held.numel()
+    assert 32 < row.peak_mib < 128 and held.sum() == held.numel()

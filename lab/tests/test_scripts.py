@@ -12,8 +12,6 @@ import time
 
 import pytest
 import torch
-from moe_lab.benchmarks import hierarchical, optim, recurrent, step
-from moe_lab.benchmarks.harness import environment
 from moe_lab.cli import exit_status
 from moe_lab.commands import compare, evaluate, inspect_experts, quickstart, train
 from moe_lab.errors import ConfigError
@@ -361,47 +359,6 @@ def test_an_unequal_load_stops_the_run():
         check(layer, (), (None, uneven))
 
 
-def test_benchmark_optim_compares_steps_and_states(tmp_path, capsys):
-    sizes = ["--experts", "3", "--d-model", "8", "--hidden", "16", "--rounds", "2"]
-    rows = optim.main([*sizes, "--threads", "1", "--json", str(tmp_path / "rows.json")])
-    ours, *others = rows
-    assert ours.step == "FactoredAdam" and ours.ratio == (1, 1, 1)
-    assert 4 * (8 + 16) / (8 * 16) < ours.state_bytes < 4 * (8 + 16) / (8 * 16) + 0.1
-    assert all(row.ms > 0 and [*row.ratio] == sorted(row.ratio) for row in others)
-    adam = [row.state_bytes for row in others if "Adam(" in row.step]
-    assert len(adam) == 2 and min(adam) >= 8
-    written = json.loads((tmp_path / "rows.json").read_text())
-    assert written["environment"] == environment() and len(written["rows"]) == len(rows) == 5
-    assert written["rows"][1] == {**vars(rows[1]), "ratio": [*rows[1].ratio]}
-    assert capsys.readouterr().out.count("| 1 |") == 5
-
-
-def test_benchmark_step(tmp_path, capsys):
-    path = tmp_path / "step.json"
-    changes = ["optimizer.accumulate=2", "optimizer.embedding=factored_adam"]
-    arguments = [str(CONFIG), *TINY, *changes, "--steps", "2", "--json", str(path)]
-    record = step.main(arguments)
-    assert json.loads(path.read_text())["steps"] == record["steps"]
-    # LSTM 2 · 4 · 8 · 16, gate 2 · 8 · 4, experts 2 · 2 · 8 · 8, softmax 8 · 60 multiply-adds
-    assert record["flops_of_token"] == 6 * (1024 + 64 + 256 + 480)
-    assert record["cost"]["ops_per_timestep"] == 1024 + 64 + 256
-    # LSTM biases 2 · 2 · 32, experts 4 · 2 · 8 · 8, embedding and softmax 60 · (8 + 8 + 1)
-    assert record["weight_bytes"] == 4 * (1024 + 128 + 64 + 512 + 1020)
-    # Factored moments: embedding and softmax 60 + 8 each, softmax bias 60. Adam: two moments for
-    # each other weight. Each tensor has a step counter.
-    tensors = 4 * 2 + 2 + 2 + 3
-    assert record["optimizer_bytes"] == 4 * (196 + 2 * (1024 + 128 + 64 + 512) + tensors)
-    assert len(record["steps"]) == 2
-    for each in record["steps"]:
-        assert 200 <= each["tokens"] <= 260 and each["tokens"] % 26 == 0
-        flops = each["tokens"] * record["flops_of_token"]
-        assert each["gflops"] == pytest.approx(flops / each["seconds"] / 1e9)
-    out = capsys.readouterr().out
-    assert "step 2  " in out and "memory  weights 0.000 GB" in out
-    with pytest.raises(ConfigError, match="optimizer.experts must"):
-        step.main([str(CONFIG), *TINY, "model.dtype=bfloat16"])
-
-
 def test_efficiency_compares_equal_operations(tmp_path):
     options = ["--width=8", "--tokens", "64", "--rounds=2", f"--output={tmp_path}"]
     rows = efficiency.main(options)
@@ -529,34 +486,6 @@ def test_specialisation_rejects_arguments(run, corpus, tmp_path, capsys):
 def test_words_in_their_place_as_markdown():
     in_place = specialisation.in_place
     assert in_place(["", "</s>", "a|b", "*", "x_y"]) == r"&lt;/s&gt; **a\|b** \* x\_y"
-
-
-def test_benchmark_recurrent(capsys, tmp_path):
-    sizes = ["--slots", "1", "2", "4", "--steps", "12", "--width", "8", "--rounds", "2"]
-    result = tmp_path / "recurrent.json"
-    rows = recurrent.main([*sizes, "--json", str(result)])
-    assert [row.slots for row in rows] == [0, 1, 2, 4]
-    assert [row.evaluations for row in rows] == [12] + [row.minimum + 1 for row in rows[1:]]
-    assert rows[0].mib > 2 * max(row.mib for row in rows[1:])
-    assert "| plain | 12 | 12 | 1.00 |" in capsys.readouterr().out
-    assert len(json.loads(result.read_text())["rows"]) == 4
-
-
-def test_benchmark_hierarchical(tmp_path, capsys):
-    """Layers marked "=" match the multiply-adds of the large layer up to half a hidden unit."""
-    sizes = "--groups 8 --experts-per-group 8 --peer-experts 16 --peer-groups 4 --d-model 8"
-    options = f"--hidden 4 --tokens 50 --rounds 2 --threads 1 --json {tmp_path / 'h.json'}"
-    rows = hierarchical.main([*sizes.split(), *options.split()])
-    large = rows[0]
-    # 2 (8 + 2 · 8) logits of 8 multiply-adds; 4 experts with 8 x 4 and 4 x 8 weights.
-    assert (large.gate_ops, large.expert_ops, large.ratio) == (384, 256, (1, 1, 1))
-    for row in rows:
-        assert row.step_us > 0 and all(value > 0 for value in row.stage_us.values())
-        if row.layer.endswith("="):
-            assert abs(row.gate_ops + row.expert_ops - 640) <= 32
-    written = json.loads((tmp_path / "h.json").read_text())["rows"]
-    assert [row["layer"] for row in written] == [row.layer for row in rows]
-    assert capsys.readouterr().out.count("| hierarchical") == 3
 
 
 def test_the_gpu_suite_selects_tests_that_exist():

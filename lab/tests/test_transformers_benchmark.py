@@ -8,11 +8,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from moe_lab.benchmarks import roofline
+from moe_lab.benchmarks import cases, measurement, roofline, shapes
 from moe_lab.benchmarks import transformers_experts as benchmark
-from moe_lab.benchmarks.measurement import Options
-from moe_lab.benchmarks.measurement import check as check_results
-from moe_lab.benchmarks.transformers_experts import MODELS, TASKS, Problem, experts_that_fit
+from moe_lab.benchmarks.cases import run
+from moe_lab.benchmarks.shapes import IMPLEMENTATIONS, MODELS, experts_that_fit
+from moe_lab.benchmarks.transformers_experts import TASKS, Problem
 
 pytest.importorskip("moe_ext.integrations.transformers")
 
@@ -26,24 +26,15 @@ def tiny(monkeypatch):
         name: model._replace(hidden_size=16, num_experts=8, intermediate_size=24, k=2)
         for name, model in MODELS.items()
     }
-    monkeypatch.setattr(benchmark, "MODELS", small)
+    for module in (benchmark, cases, shapes):
+        monkeypatch.setattr(module, "MODELS", small)
     for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):
         monkeypatch.setattr(roofline, name, dict.fromkeys(("cpu", "cuda"), size))
 
 
-def options(**changes):
-    values = {"memory": 1.0, "patience": 10.0, "peers": list(benchmark.IMPLEMENTATIONS)}
-    return Options([1], 2, 0.1, **(values | changes), long=0.5)
-
-
-FAST = {("machine", "gemm"): 1e12, ("machine", "stream"): 1e11}
-
-
 def test_experts_are_halved_until_they_fit():
     # An expert of Mixtral has 3 · 4096 · 14336 float32 weights: 0.656 GiB.
-    assert experts_that_fit("mixtral", 5.3) == 8
-    assert experts_that_fit("mixtral", 5.2) == 4
-    assert experts_that_fit("mixtral", 1.4) == 2
+    assert [experts_that_fit("mixtral", gib) for gib in (5.3, 5.2, 1.4)] == [8, 4, 2]
     assert {name: experts_that_fit(name, 3.0) for name in MODELS} == {
         "mixtral": 4, "qwen3_moe": 128, "olmoe": 64, "deepseek_v3": 16, "gpt_oss": 32,
     }  # fmt: skip
@@ -70,53 +61,30 @@ def test_implementations_have_our_results(tiny, name, dtype):
     torch.manual_seed(0)
     problem = Problem(name, 8, dtype, tokens=12)
     biases = 2 * (name == "gpt_oss")
+    ours = {task: problem.results("ours", task) for task in TASKS}
     for task, each in TASKS.items():
-        expected = problem.run(task, benchmark.OURS)
-        assert len(expected["y"]) == each.steps
-        assert len(expected) == (5 + biases if each.backward else 1)
-        for implementation in benchmark.IMPLEMENTATIONS:
-            check_results(problem.run(task, implementation), expected)
-    for (recomputed, again), saved in zip(
-        problem.run("recompute", benchmark.OURS).items(),
-        problem.run("training", benchmark.OURS).values(),
-        strict=True,
-    ):
-        assert all(map(torch.equal, again, saved)), recomputed
+        assert len(ours[task]["y"]) == each.steps
+        assert len(ours[task]) == (5 + biases if each.backward else 1)
+        for implementation in IMPLEMENTATIONS:
+            measurement.check(problem.results(implementation, task), ours[task])
+    for recomputed, again in ours["recompute"].items():
+        assert all(map(torch.equal, again, ours["training"][recomputed])), recomputed
 
 
-def test_implementations_are_left_out_for_a_reason(tiny, monkeypatch):
+def test_extra_costs_by_hand(tiny):
     problem = Problem("mixtral", 4, torch.float32, tokens=8)
-    run = Problem.run
-
-    def run_wrong(self, task, implementation):
-        found = run(self, task, implementation)
-        if implementation == "grouped_mm" and task == "decode, T = 8":
-            raise RuntimeError("no group\nat line 7")
-        return found | {"y": [2 * y for y in found["y"]]} if implementation == "eager" else found
-
-    monkeypatch.setattr(Problem, "run", run_wrong)
-    copies = 4 * 3 * 16 * 24 * 2  # of a token's two experts
-    few = options(memory=copies / 2**30, peers=["eager", "batched_mm", "grouped_mm"])
-    chosen = benchmark.candidates(problem, FAST, few)
-    assert {task for name, task in chosen.functions if name == "ours"} == set(TASKS)
-    assert {task for name, task in chosen.functions if name == "batched_mm"} == {"decode, T = 1"}
-    assert chosen.remarks["batched_mm", "prefill"] == "would need 0.0 GiB"
-    assert chosen.remarks["eager", "prefill"].startswith("WRONG: y differs from moe_ext by")
-    assert chosen.remarks["grouped_mm", "decode, T = 8"] == "fails: no group"
-    assert chosen.functions.keys() == chosen.seconds.keys() == chosen.peak_mib.keys()
-    slow = FAST | {("machine", "stream"): 1e2}
-    chosen = benchmark.candidates(problem, slow, options(peers=["eager"]))
-    # Four experts, and four times 4 experts of 4608 bytes: 2949 seconds at 100 bytes/s.
-    used = problem.used_experts
-    expected = f"would take {4 * used * 4 * 4608 / 100:.0f} s more"
-    assert chosen.remarks["eager", "training"] == expected
-    assert ("eager", "training") not in chosen.functions
+    expert = 4 * 3 * 16 * 24  # bytes
+    assert problem.extra("batched_mm", "decode, T = 1") == (2 * expert, 0, 0)
+    assert problem.extra("batched_mm", "training") == (2 * 8 * 2 * expert, 0, 0)  # and gradients
+    assert problem.extra("eager", "prefill") == problem.extra("grouped_mm", "training") == (0, 0, 0)
+    # For each used expert, four times the gradient of all 4 experts.
+    moved = 4 * problem.used_experts * 4 * expert
+    assert problem.extra("eager", "training") == (0, 0, moved)
 
 
 def test_page_plot_and_report(tiny, capsys, tmp_path):
-    arguments = ["--models", "olmoe", "mixtral", "--tokens", "10", "--rounds", "2"]
-    arguments += ["--weights", "2e-5", "--dtype", "float32", "--output", str(tmp_path)]
-    assert benchmark.main(arguments) == 0
+    arguments = "--models olmoe mixtral --tokens 10 --rounds 2 --weights 2e-5 --dtype float32"
+    assert run("transformers-experts", [*arguments.split(), "--output", str(tmp_path)]) == 0
     page = (tmp_path / "transformers_experts.md").read_text()
     assert page in capsys.readouterr().out
     # An expert has 4608 bytes: four of eight fit into 2e-5 GiB.
@@ -132,56 +100,28 @@ def test_page_plot_and_report(tiny, capsys, tmp_path):
     results = json.loads(path.read_text())["results"]
     assert [result["name"] for result in results] == ["olmoe", "mixtral"]
     for result in results:
-        assert set(result["figures"]) == {"ours", *benchmark.IMPLEMENTATIONS}
+        assert set(result["figures"]) == {"ours", *IMPLEMENTATIONS}
         assert list(result["limit_ms"]) == list(TASKS)
         for found in result["figures"].values():
-            assert list(found) == list(TASKS)
-            assert all(
-                figures["ms"][0] > 0 and figures["rounds"] == 2 for figures in found.values()
-            )
+            assert set(found) == set(TASKS)
+            assert all(each["ms"][0] > 0 and each["rounds"] == 2 for each in found.values())
         # The gradients of all weights, 4 · 4608 bytes, are a part of the peak.
         assert result["peak_mib"]["ours"]["training"] > 4 * 4608 / 2**20
         assert result["peak_mib"]["ours"]["prefill"] < result["peak_mib"]["ours"]["training"]
-    assert benchmark.main(["--report", str(path)]) == 0
+    assert run("transformers-experts", ["--report", str(path)]) == 0
     assert capsys.readouterr().out == page
-    assert benchmark.main(["--report", str(path), str(path)]) == 0
+    assert run("transformers-experts", ["--report", str(path), str(path)]) == 0
     assert "medians over up to 2 runs" in capsys.readouterr().out
 
 
-def test_wrong_results_and_warnings_are_reported(tiny, monkeypatch, capsys):
-    run = Problem.run
+def test_warnings_are_reported(tiny, monkeypatch, capsys):
+    def warns(self, implementation, task):
+        warnings.warn("uses grouped_mm: no such activation", stacklevel=2)
+        return results(self, implementation, task)
 
-    def run_wrong(self, task, implementation):
-        found = run(self, task, implementation)
-        if implementation == "grouped_mm":
-            return found | {"y": [y + 1 for y in found["y"]]}
-        if implementation == benchmark.OURS:
-            warnings.warn("uses grouped_mm: no such activation", stacklevel=2)
-        return found
-
-    monkeypatch.setattr(Problem, "run", run_wrong)
-    arguments = ["--models", "olmoe", "--tokens", "4", "--rounds", "2", "--dtype", "float32"]
-    assert benchmark.main([*arguments, "--implementations", "grouped_mm"]) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: olmoe, float32: grouped_mm: WRONG: y differs")
-    assert captured.out.endswith("## Warnings\n\n- uses grouped_mm: no such activation\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--models", "mistral"], "--models: invalid choice: 'mistral'"),
-        (["--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
-        (["--implementations", "sonicmoe"], "--implementations: invalid choice: 'sonicmoe'"),
-        (["--rounds", "1"], "--rounds: must be a whole number of at least 2, got '1'"),
-        (["--memory", "much"], "--memory: must be a positive number, got 'much'"),
-        (
-            ["--models", "mixtral", "--weights", "1"],
-            "--weights must hold 2 experts of mixtral, which take 1.31 GiB, got 1 GiB",
-        ),
-    ],
-)
-def test_invalid_options(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        benchmark.main(arguments)
-    assert message in capsys.readouterr().err
+    results = Problem.results
+    monkeypatch.setattr(Problem, "results", warns)
+    arguments = "--models olmoe --tokens 4 --rounds 2 --dtype float32 --implementations grouped_mm"
+    assert run("transformers-experts", arguments.split()) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("## Warnings\n\n- uses grouped_mm: no such activation\n")

@@ -11,10 +11,11 @@ import warnings
 
 import pytest
 import torch
-from moe_lab.benchmarks import translation as benchmark
+from moe_lab.benchmarks import cases
 from moe_lab.benchmarks.harness import environment
 from moe_lab.commands import evaluate, train, translate
 from moe_lab.decoding import BeamSearch, Translation, corpus_bleu
+from moe_lab.errors import ConfigError
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.translation import make_translator
 from test_scripts import ROOT, assert_names_option, status_and_error
@@ -301,7 +302,7 @@ def test_benchmark(run, tmp_path, capsys):
     """Benchmarks a run with a text, then a configuration without a run."""
     (tmp_path / "text.en").write_text("\n".join(TEXT))
     options = ["--rounds=2", "--alone=3", "--beam=2", "--threads=1"]
-    benchmark.main([str(run), str(tmp_path / "text.en"), *options])
+    cases.run("translation", [str(run), str(tmp_path / "text.en"), *options])
     printed = capsys.readouterr().out
     assert "| batches | 1 | 4 |" in printed and "| one by one | 1 | 3 |" in printed
     assert "3 of the 3 lines have the same translation" in printed
@@ -311,11 +312,11 @@ def test_benchmark(run, tmp_path, capsys):
         'moe = { gate = "balanced", num_experts = 4, k = 2, hidden_sizes = [8], w_load = 0.0 } }\n'
     )
     figures = tmp_path / "figures.json"
-    benchmark.main([str(config), "--sentences=4", *options, f"--json={figures}"])
+    cases.run("translation", [str(config), "--sentences=4", *options, f"--json={figures}"])
     found = json.loads(figures.read_text())
     assert found["environment"] == environment()
     assert [row["sentences"] for row in found["rows"]] == [4, 3]
     assert found["ratios"]["seconds"]["median"] > 0
     for arguments in ([run], [config, tmp_path / "text.en"]):
-        status, error = status_and_error(capsys, benchmark, *arguments)
-        assert status == 2 and "text: must be given" in error
+        with pytest.raises(ConfigError, match="text must be given"):
+            cases.run("translation", list(map(str, arguments)))

@@ -1,11 +1,13 @@
-"""The benchmarks, one module each, and their shared helpers.
+"""The benchmarks: a table of cases, the harness that runs them, and a module for each case.
 
-- harness: interleaved timing of functions
+- cases: the cases and their command lines, which ``moe-lab benchmark`` parses without torch
+- harness: threads, interleaved rounds, clocks, the printed table and its JSON file
 - memory: peak memory of a function, and what autograd saves for backward
 - roofline: lower bounds of a computation's time
-- peers: other implementations of Eq. 1
+- shapes, peers, measurement, tables: the benchmarks of experts against other implementations
 
-Every other module is a benchmark with `main(arguments)`, which ``moe-lab benchmark`` runs.
+A new benchmark is a row of `cases.CASES` and a module. Its docstring is the help; `harness.run`
+says what else it has.
 """
 
 __all__: list[str] = []

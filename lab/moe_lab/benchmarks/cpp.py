@@ -16,8 +16,10 @@ Python call divided by the time of the C++ call.
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,27 +28,21 @@ from moe_ext import MoE, ops
 from moe_lab.benchmarks.harness import (
     OutputOnly,
     Quartiles,
-    environment,
+    Row,
     host_seconds,
+    interleaved,
+    pinned,
     ratio,
-    report_rows,
 )
-from moe_lab.cli import at_least, make_parser
 from moe_lab.commands.export import NextWord, export
 from moe_lab.data import Vocabulary
 from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel, LanguageModelConfig
 from moe_lab.models.parts import MoEConfig
 
-
-@dataclass
-class Row:
-    """The time of a call, in µs."""
-
-    call: str
-    us: Quartiles
-    above_kernel_us: float | None
-    ratio: Quartiles | None
+TITLE = "T = 1, E = {experts}, k = {k}, D = {width}, F = {hidden}, V = {words}, float32, one thread"
+HEADER = "call | µs | quartiles | above the kernel, µs | x | quartiles"
+CELLS = "{call} | {us:.2f|} | {above_kernel_us:.2f} | {ratio:.2f|}"
 
 
 class _Program:
@@ -71,15 +67,14 @@ class _Program:
         self._process.communicate()
 
 
-def _in_python(function: Callable[[], object]) -> Callable[[int], float]:
-    def microseconds(calls: int) -> float:
-        def run() -> None:
-            for _ in range(calls):
-                function()
+def _in_python(function: Callable[[], object], calls: int) -> float:
+    """Returns the mean microseconds of the calls of a function."""
 
-        return 1e6 * host_seconds(run) / calls
+    def run() -> None:
+        for _ in range(calls):
+            function()
 
-    return microseconds
+    return 1e6 * host_seconds(run) / calls
 
 
 def _experts_calls(D: int, E: int, k: int, F: int) -> dict[str, Callable[[], object]]:
@@ -88,16 +83,12 @@ def _experts_calls(D: int, E: int, k: int, F: int) -> dict[str, Callable[[], obj
     weights = [torch.randn(E, D, F), torch.randn(E, F, D)]
     plan = ops.dispatch_plan(torch.arange(k)[None], E)
     op = torch.ops.moe_ext.experts.default
-
-    def dispatcher() -> None:
-        op(x, plan.offsets, plan.inverse, None, gates, weights, None, "relu", False)
-
-    def function() -> None:
-        ops.experts(x, weights, offsets=plan.offsets, inverse=plan.inverse, gates=gates)
-
+    call = partial(ops.experts, x, weights, offsets=plan.offsets, inverse=plan.inverse, gates=gates)
     return {
-        "experts, Python, torch.ops.moe_ext.experts": dispatcher,
-        "experts, Python, moe_ext.ops.experts": function,
+        "experts, Python, torch.ops.moe_ext.experts": partial(
+            op, x, plan.offsets, plan.inverse, None, gates, weights, None, "relu", False
+        ),
+        "experts, Python, moe_ext.ops.experts": call,
     }
 
 
@@ -108,73 +99,44 @@ def _compile_layer(layer: nn.Module, d_model: int, path: Path) -> None:
 
 
 @torch.no_grad()
-def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__)
-    parser.add_argument("--program", type=Path, required=True, help="built from benchmark.cpp")
-    parser.add_argument("--rounds", type=at_least(2), default=21)
-    parser.add_argument("--calls", type=at_least(1), default=500, help="calls in a round")
-    parser.add_argument("--width", type=at_least(1), default=64)
-    parser.add_argument("--experts", type=at_least(1), default=16)
-    parser.add_argument("--k", type=at_least(1), default=2)
-    parser.add_argument("--hidden", type=at_least(1), default=128)
-    parser.add_argument("--words", type=at_least(3), default=1000, help="size of the vocabulary")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
-    if not args.program.is_file():
-        raise ConfigError(f"--program must be a built program, got {args.program}")
-    D, E, k, F = args.width, args.experts, args.k, args.hidden
+def measure(args: Any) -> list[Row]:
+    with pinned(1), tempfile.TemporaryDirectory() as folder:
+        times = _times(args, Path(folder))
+    kernel, rows = median(times["kernel"]), []
+    for name, each in times.items():
+        us, what = Quartiles.of(each), name.split(",")[0]
+        above = us.median - kernel if what == "experts" else None
+        cpp = next((t for n, t in times.items() if n.startswith(f"{what}, C++")), each)
+        by_cpp = ratio(each, cpp) if "Python" in name else None
+        rows.append(Row(call=name, us=us, above_kernel_us=above, ratio=by_cpp))
+    return rows
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+
+def _times(args: Any, folder: Path) -> dict[str, list[float]]:
+    """Returns the microseconds of a call in each round, by name."""
+    D, E, k, F = args.width, args.experts, args.k, args.hidden
     layer = OutputOnly(MoE(D, E, k, hidden_sizes=[F])).eval()
     mixture = MoEConfig(num_experts=E, k=k, hidden_sizes=[F])
     model = LanguageModel(LanguageModelConfig(d_model=D, moe=mixture), args.words).eval()
     vocabulary = Vocabulary(["</s>", "<unk>", *map(str, range(args.words - 2))])
     next_word, x, word = NextWord(model), torch.randn(1, D), torch.zeros(1, 1, dtype=torch.int64)
-
-    print(environment())
-    print(f"T = 1, E = {E}, k = {k}, D = {D}, F = {F}, V = {args.words}, float32, one thread\n")
-    with tempfile.TemporaryDirectory() as folder:
-        packages = Path(folder) / "layer.pt2", Path(folder) / "model.pt2"
-        _compile_layer(layer, D, packages[0])
-        export(model, vocabulary, packages[1])
-        program = _Program(args.program, *packages, D, E, k, F)
-        calls: dict[str, Callable[[int], float]] = {
-            "kernel": lambda n: program.microseconds("kernel", n),
-            "experts, C++": lambda n: program.microseconds("experts", n),
-        }
-        for name, function in _experts_calls(D, E, k, F).items():
-            calls[name] = _in_python(function)
-        calls["layer, C++ package"] = lambda n: program.microseconds("layer", n)
-        calls["layer, eager Python"] = _in_python(lambda: layer(x))
-        calls["model, C++ package"] = lambda n: program.microseconds("model", n)
-        calls["model, eager Python"] = _in_python(lambda: next_word(word))
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for number in range(-2, args.rounds):  # two rounds warm up
-            for name, microseconds in calls.items():
-                took = microseconds(args.calls)
-                if number >= 0:
-                    times[name].append(took)
-        program.close()
-
-    kernel = Quartiles.of(times["kernel"]).median
-    rows = []
-    for name, each in times.items():
-        us, what = Quartiles.of(each), name.split(",")[0]
-        above = us.median - kernel if what == "experts" else None
-        by_cpp = None
-        if "Python" in name:
-            by_cpp = ratio(each, next(t for n, t in times.items() if n.startswith(f"{what}, C++")))
-        rows.append(Row(name, us, above, by_cpp))
-    report_rows(
-        rows,
-        ["call", "µs", "quartiles", "above the kernel, µs", "x", "quartiles"],
-        lambda row: [
-            row.call,
-            *row.us.cells(),
-            "" if row.above_kernel_us is None else f"{row.above_kernel_us:.2f}",
-            *(("", "") if row.ratio is None else row.ratio.cells()),
-        ],
-        args.json,
-    )
-    return rows
+    packages = folder / "layer.pt2", folder / "model.pt2"
+    _compile_layer(layer, D, packages[0])
+    export(model, vocabulary, packages[1])
+    program = _Program(args.program, *packages, D, E, k, F)
+    in_cpp = partial(partial, program.microseconds)
+    in_python = partial(partial, _in_python)
+    calls: dict[str, Callable[[int], float]] = {
+        "kernel": in_cpp("kernel"),
+        "experts, C++": in_cpp("experts"),
+        **{name: in_python(call) for name, call in _experts_calls(D, E, k, F).items()},
+        "layer, C++ package": in_cpp("layer"),
+        "layer, eager Python": in_python(lambda: layer(x)),
+        "model, C++ package": in_cpp("model"),
+        "model, eager Python": in_python(lambda: next_word(word)),
+    }
+    # A call of C++ returns its own time.
+    functions = {name: partial(call, args.calls) for name, call in calls.items()}
+    times = interleaved(functions, args.rounds, clock=lambda function: function())
+    program.close()
+    return times

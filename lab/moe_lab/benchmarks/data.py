@@ -12,7 +12,6 @@ without file pages, which the system can drop (Linux). The last rows of the tabl
 sentences of empty text, as many sentences as in the benchmark.
 """
 
-import argparse
 import multiprocessing
 import os
 import tempfile
@@ -21,15 +20,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from moe_lab.benchmarks.harness import environment, report_rows
-from moe_lab.cli import at_least, make_parser
+from moe_lab.benchmarks.harness import Row
 from moe_lab.data import (
     EncodedSentences,
     SentenceBatches,
@@ -41,165 +39,83 @@ from moe_lab.data import (
 from moe_lab.files import write_json
 from moe_lab.progress import progress
 
-_VOCABULARY = 793_471
-_SENTENCES = 30_301_028
 _MEAN_LENGTH = 25  # words per sentence
-
 T = TypeVar("T")
+TITLE = "a corpus of {words:,} words of {vocab_size:,}, if it is generated"
+HEADER = "what | workers | words | seconds | words/s | words/processor s | memory, MiB"
+CELLS = (
+    "{what} | {workers} | {words:,} | {seconds:.1f} | {words_per_second:,.0f} | "
+    "{words_per_processor_second:,.0f} | {peak_mib:,.0f}"
+)
 
 
-@dataclass
-class Row:
-    """The measurements of one stage of the data pipeline."""
-
-    what: str
-    workers: int
-    words: int
-    seconds: float
-    processor_seconds: float
-    peak_mib: float
-
-
-def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__)
-    parser.add_argument("--workers", type=at_least(0), nargs="+", default=[0, 1, 2])
-    parser.add_argument(
-        "--words",
-        type=at_least(1_000),
-        default=20_000_000,
-        help="number of words of the generated corpus",
-    )
-    parser.add_argument(
-        "--vocab-size",
-        type=at_least(3),
-        default=_VOCABULARY,
-        help="vocabulary size of the generated corpus",
-    )
-    parser.add_argument(
-        "--sentences",
-        type=at_least(1),
-        default=_SENTENCES,
-        help="number of sentences of empty text",
-    )
-    parser.add_argument("--tokens-per-batch", type=at_least(1), nargs="+", default=[2_560, 300_000])
-    parser.add_argument(
-        "--batch-words",
-        type=at_least(1),
-        default=10_000_000,
-        help="number of words to read in batches",
-    )
-    parser.add_argument("--corpus", type=Path, help="a corpus to use instead of the generated one")
-    parser.add_argument("--vocabulary", type=Path, help="the vocabulary of --corpus")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    if (options.corpus is None) != (options.vocabulary is None):
-        parser.error("--corpus and --vocabulary must be given together")
-    print(environment())
+def measure(args: Any) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        corpus, vocabulary = options.corpus, options.vocabulary
+        corpus, vocabulary = args.corpus, args.vocabulary
         if corpus is None:
-            corpus, vocabulary = _make_corpus(folder, options.words, options.vocab_size)
-        rows = [
-            elsewhere(measure, corpus, vocabulary, workers, folder, options)
-            for measure in (counting, encoding)
-            for workers in options.workers
-        ]
-        for size in options.tokens_per_batch:
-            rows += [
-                elsewhere(batches, corpus, vocabulary, workers, folder, options, size)
-                for workers in options.workers
-            ]
-        _empty_text(folder / "empty", options.sentences)
-        rows += elsewhere(_whole_epoch, folder / "empty")
-    report_rows(
-        rows,
-        ["what", "workers", "words", "seconds", "words/s", "words/processor s", "memory, MiB"],
-        lambda row: [
-            row.what,
-            row.workers,
-            f"{row.words:,}",
-            f"{row.seconds:.1f}",
-            f"{row.words / row.seconds:,.0f}",
-            f"{row.words / row.processor_seconds:,.0f}",
-            f"{row.peak_mib:,.0f}",
-        ],
-        options.json,
-    )
-    return rows
+            corpus, vocabulary = _make_corpus(folder, args.words, args.vocab_size)
+        stages = [partial(_counting, corpus), partial(_encoding, corpus, vocabulary, folder)]
+        encoded = folder / f"encoded-{args.workers[0]}"
+        for tokens in args.tokens_per_batch:
+            stages.append(partial(_batches, encoded, tokens, args.batch_words))
+        for stage in stages:
+            for workers in args.workers:
+                yield elsewhere(stage, workers)
+        _empty_text(folder / "empty", args.sentences)
+        yield from elsewhere(_whole_epoch, folder / "empty")
 
 
 # The stages. Each runs in a separate process: memory that other stages freed has no effect.
 
 
-def counting(corpus: Path, vocabulary: Path, workers: int, *unused: object) -> Row:
+def _counting(corpus: Path, workers: int) -> Row:
     sentences = load_corpus(corpus).train
-    with measured() as result:
-        total = sum(
-            counts.total() for counts in in_workers(Vocabulary.count, sentences.pieces, workers)
-        )
-    return Row("counting words", workers, total, *result)
+    with measured("counting words", workers) as row:
+        counted = in_workers(Vocabulary.count, sentences.pieces, workers)
+        row.words = sum(counts.total() for counts in counted)
+    return row
 
 
-def encoding(
-    corpus: Path, vocabulary: Path, workers: int, folder: Path, options: argparse.Namespace
-) -> Row:
-    words = Vocabulary.load(vocabulary)
-    sentences = load_corpus(corpus).train
-    with measured() as result:
-        made = encode_to_files(
-            sentences, words, folder / f"encoded-{workers}", name="train", num_workers=workers
-        )
-    return Row("encoding", workers, made.num_tokens, *result)
+def _encoding(corpus: Path, vocabulary: Path, folder: Path, workers: int) -> Row:
+    words, sentences = Vocabulary.load(vocabulary), load_corpus(corpus).train
+    with measured("encoding", workers) as row:
+        files = folder / f"encoded-{workers}"
+        made = encode_to_files(sentences, words, files, name="train", num_workers=workers)
+        row.words = made.num_tokens
+    return row
 
 
-def batches(
-    corpus: Path,
-    vocabulary: Path,
-    workers: int,
-    folder: Path,
-    options: argparse.Namespace,
-    tokens_per_batch: int,
-) -> Row:
-    made = folder / f"encoded-{options.workers[0]}"
-    encoded = EncodedSentences.open(next(made.glob("train-*")))
-    with measured() as result:
+def _batches(folder: Path, tokens_per_batch: int, num_words: int, workers: int) -> Row:
+    encoded = EncodedSentences.open(next(folder.glob("train-*")))
+    with measured(f"batches of {tokens_per_batch:,}", workers) as row:
         epoch = SentenceBatches(encoded, tokens_per_batch=tokens_per_batch, shuffle=True)
-        some = -(-options.batch_words // tokens_per_batch)
-        total = 0
-        for batch in islice(epoch.epoch(0, num_workers=workers), some):
-            total += batch.num_tokens
-    return Row(f"batches of {tokens_per_batch:,}", workers, total, *result)
+        some = islice(epoch.epoch(0, num_workers=workers), -(-num_words // tokens_per_batch))
+        row.words = sum(batch.num_tokens for batch in some)
+    return row
 
 
 def _whole_epoch(folder: Path) -> list[Row]:
     encoded = EncodedSentences.open(folder)
-    with measured() as made:
-        epoch = SentenceBatches(encoded, tokens_per_batch=300_000, shuffle=True)
-    with measured() as begun:
-        next(epoch.epoch(0))
     what = f"{len(encoded):,} sentences"
-    return [
-        Row(f"sizes of the batches of {what}", 0, encoded.num_tokens, *made),
-        Row(f"order of an epoch of {what}", 0, encoded.num_tokens, *begun),
-    ]
+    with measured(f"sizes of the batches of {what}", 0, encoded.num_tokens) as made:
+        epoch = SentenceBatches(encoded, tokens_per_batch=300_000, shuffle=True)
+    with measured(f"order of an epoch of {what}", 0, encoded.num_tokens) as begun:
+        next(epoch.epoch(0))
+    return [made, begun]
 
 
 def elsewhere(function: Callable[..., T], *arguments: Any) -> T:
     """Runs function(*arguments) in a new process."""
-    method = multiprocessing.get_start_method()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        return executor.submit(_with_start_method, method, function, *arguments).result()
-
-
-def _with_start_method(method: str, function: Callable[..., T], *arguments: Any) -> T:
-    multiprocessing.set_start_method(method, force=True)  # for its workers
-    return function(*arguments)
+    method = multiprocessing.get_start_method()  # for its workers
+    set_method = partial(multiprocessing.set_start_method, method, force=True)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), set_method) as executor:
+        return executor.submit(function, *arguments).result()
 
 
 @contextmanager
-def measured() -> Iterator[list[float]]:
-    """Yields a list, to which the block's end adds seconds, processor seconds and peak MiB."""
+def measured(what: str, workers: int, words: int = 0) -> Iterator[Row]:
+    """Yields a row, to which the block's end adds seconds, processor seconds and peak MiB."""
     before = peak = _anonymous_mib()
     ended = threading.Event()
 
@@ -210,20 +126,23 @@ def measured() -> Iterator[list[float]]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    result: list[float] = []
-    start = seconds()
+    row = Row(what=what, workers=workers, words=words)
+    start = time.perf_counter(), _processor_seconds()
     try:
-        yield result
-        result += [end - begin for end, begin in zip(seconds(), start, strict=True)]
-        result.append(max(peak, _anonymous_mib()) - before)
+        yield row
+        row.seconds = time.perf_counter() - start[0]
+        row.processor_seconds = _processor_seconds() - start[1]
+        row.words_per_second = row.words / row.seconds
+        row.words_per_processor_second = row.words / row.processor_seconds
+        row.peak_mib = max(peak, _anonymous_mib()) - before
     finally:
         ended.set()
         watcher.join()
 
 
-def seconds() -> tuple[float, float]:
-    """Returns the clock, and the processor time of this process and its ended children, in s."""
-    return time.perf_counter(), time.process_time() + sum(os.times()[2:4])
+def _processor_seconds() -> float:
+    """Returns the processor time of this process and its ended children."""
+    return time.process_time() + sum(os.times()[2:4])
 
 
 def _anonymous_mib() -> float:
@@ -244,23 +163,23 @@ def _anonymous_mib() -> float:
 
 def _make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, Path]:
     """Generates a corpus in `folder`; returns the corpus and its vocabulary file."""
-    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
     words = ["</S>", "<S>", "<UNK>"]
     # Common words are short: bytes per word are about those of English text.
     words += [f"{'wordforms'[: 1 + len(str(i))]}{i:x}" for i in range(vocab_size - len(words))]
-    vocabulary = folder / "vocabulary.txt"
+    vocabulary, corpus = folder / "vocabulary.txt", folder / "corpus"
     vocabulary.write_text("\n".join(words) + "\n")
-    corpus = folder / "corpus"
-    train = corpus / "training-monolingual.tokenized.shuffled"
-    heldout = corpus / "heldout-monolingual.tokenized.shuffled"
+    train, heldout = (
+        corpus / f"{part}-monolingual.tokenized.shuffled" for part in ("training", "heldout")
+    )
     train.mkdir(parents=True)
     heldout.mkdir()
     share = 1 / torch.arange(1, vocab_size - 2, dtype=torch.float64)
     below = (share.cumsum(0) / share.sum()).float()
     per_shard = -(-num_words // 99)
     for number in progress(range(1, 100), "making a corpus", "files"):
-        ids = torch.searchsorted(below, torch.rand(per_shard, generator=generator)) + 3
-        ends = torch.rand(per_shard, generator=generator) < 1 / _MEAN_LENGTH
+        ids = torch.searchsorted(below, torch.rand(per_shard)) + 3
+        ends = torch.rand(per_shard) < 1 / _MEAN_LENGTH
         ends[-1] = True
         bounds = [0, *(ends.nonzero().flatten() + 1).tolist()]
         text = [words[i] for i in ids.clamp_(max=vocab_size - 1).tolist()]
@@ -273,11 +192,11 @@ def _make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, P
 
 def _empty_text(folder: Path, num_sentences: int) -> None:
     """Creates files of encoded sentences; all words have id 0, so the files take no disk space."""
+    torch.manual_seed(1)
     folder.mkdir()
-    generator = torch.Generator().manual_seed(1)
-    lengths = 2 + 2 * (_MEAN_LENGTH - 1) * torch.rand(num_sentences, generator=generator)
-    starts = folder / "starts.int64"
-    mapped = torch.from_file(str(starts), True, num_sentences + 1, dtype=torch.int64)
+    lengths = 2 + 2 * (_MEAN_LENGTH - 1) * torch.rand(num_sentences)
+    starts = str(folder / "starts.int64")
+    mapped = torch.from_file(starts, True, num_sentences + 1, dtype=torch.int64)
     torch.cumsum(lengths.long(), 0, out=mapped[1:])
     num_tokens = int(mapped[-1])
     with (folder / "stream.int32").open("wb") as file:

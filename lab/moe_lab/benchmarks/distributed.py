@@ -4,7 +4,7 @@
     moe-lab benchmark distributed --processes 2 --bandwidth 200      # MB/s; Linux, root
     moe-lab benchmark distributed --processes 2 --bandwidth 200 --compute-ms 200
     moe-lab benchmark distributed --group-size 16 --experts 64 --k 2    # hierarchical
-    moe-lab benchmark distributed --json distributed.json --plot distributed.png
+    moe-lab benchmark distributed --json distributed.json
     torchrun --nproc-per-node 8 -m moe_lab benchmark distributed --processes 1 8 --device cuda
 
 Without torchrun, the script starts its own ranks (gloo on the CPU, NCCL on CUDA). A step is the
@@ -41,146 +41,126 @@ This models an accelerator that computes while the processors send.
 """
 
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from statistics import mean, median
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from moe_ext.info import avoid_missing_amx
-from moe_lab.benchmarks._distributed_ranks import GROUPS, UNITS, measure
-from moe_lab.benchmarks._distributed_report import plot, print_results, results_of
-from moe_lab.benchmarks.harness import environment, options_as_text
+from moe_lab.benchmarks import _distributed_ranks as ranks
+from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Found, Key
+from moe_lab.benchmarks.harness import Quartiles, Row, environment, ratio, table
 from moe_lab.benchmarks.memory import keep_freed_memory
-from moe_lab.cli import at_least, exit_status, make_parser
 from moe_lab.files import write_json
 
-
-def launch(
-    module: str, arguments: Sequence[str], processes: int, threads: int, bandwidth: float
-) -> int:
-    """Runs a module under torchrun; returns the status.
-
-    Args:
-        module: the name of the module.
-        arguments: its command line.
-        processes: number of ranks.
-        threads: threads of each rank.
-        bandwidth: the limit of the link that the ranks share, in MB/s; 0: no limit.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "localhost", "--nproc-per-node", str(processes)]
-    command += ["--module", module, *arguments]
-    environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    if bandwidth:
-        # A token bucket limits the rate; its queue is large enough that no packet is dropped.
-        limit = f"rate {8 * bandwidth:.0f}mbit burst 256kb limit 1gb"
-        set_up = f"ip link set lo up && tc qdisc add dev lo root tbf {limit}"
-        command = ["unshare", "--net", "sh", "-c", f'{set_up} && exec "$@"', "sh", *command]
-        environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return subprocess.run(command, env=environ).returncode
+SENT = (
+    "ranks | exchange | chunks | pass | rows, MB | gates, MB | indices, MB | total / minimum | "
+    "counts, kB | losses, kB"
+)
+SENT_CELLS = (
+    "{processes} | {exchange} | {chunks} | {name} | {rows:.3f} | {gates:.3f} | {indices:.3f} | "
+    "{by_minimum:.4f} | {counts:.2f} | {losses:.2f}"
+)
+RAW = "ranks | exchange | transfers, ms | raw, ms | raw, MB/s | transfers / raw"
+RAW_CELLS = (
+    "{processes} | {exchange} | {transfers_ms:.2f} | {raw_ms:.2f} | {raw_mb_per_second:.0f} | "
+    "{by_raw:.3f~}"
+)
+STEPS = (
+    "ranks | exchange | chunks | step, ms | tokens/s | efficiency | alone, ms | alone / step | "
+    "waits | hidden"
+)
+STEPS_CELLS = (
+    "{processes} | {exchange} | {chunks} | {step_ms:.1f~} | {tokens_per_second:,.0f} | "
+    "{efficiency:.2f} | {alone_ms:.1f} | {by_alone:.2f~} | {waits:.0%} | {hidden:.0%~}"
+)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--processes", type=at_least(1), nargs="+", default=[1, 2, 4])
-    parser.add_argument(
-        "--exchanges",
-        nargs="+",
-        choices=[*UNITS, GROUPS],
-        help="default: rows and tokens; with --group-size also groups",
-    )
-    parser.add_argument(
-        "--group-size",
-        type=at_least(0),
-        default=0,
-        help="experts in a group of a hierarchical layer (0: a flat layer)",
-    )
-    parser.add_argument(
-        "--chunks",
-        type=at_least(1),
-        nargs="+",
-        default=[1, 2, 4],
-        help="numbers of chunks; must include 1",
-    )
-    parser.add_argument("--tokens", type=at_least(1), default=1024, help="tokens per rank")
-    parser.add_argument("--experts", type=at_least(1), default=8, help="experts per rank")
-    parser.add_argument("--k", type=at_least(1), default=4)
-    parser.add_argument("--width", type=at_least(1), default=512)
-    parser.add_argument("--hidden", type=at_least(1), default=1024)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=at_least(1), default=1, help="threads per rank")
-    parser.add_argument("--rounds", type=at_least(2), default=15)
-    parser.add_argument(
-        "--warm-up", type=at_least(0), default=2, help="number of untimed rounds at the start"
-    )
-    parser.add_argument(
-        "--bandwidth",
-        type=float,
-        default=0,
-        help="limit of the loopback network in MB/s (0: no limit)",
-    )
-    parser.add_argument(
-        "--compute-ms",
-        type=float,
-        default=0,
-        help="ms per step that experts sleep (0: experts compute)",
-    )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args(arguments)
-    if args.exchanges is None:
-        args.exchanges = [*UNITS, GROUPS] if args.group_size else UNITS
-    if args.group_size == 0 and GROUPS in args.exchanges:
-        parser.error("--exchanges groups needs --group-size")
-    if args.group_size and args.experts % args.group_size:
-        parser.error(
-            f"--experts must be a multiple of --group-size = {args.group_size}, got {args.experts}"
-        )
-    if not dist.is_torchelastic_launched():
-        given = sys.argv[1:] if arguments is None else arguments
-        name = "moe_lab.benchmarks.distributed"
-        return launch(name, given, max(args.processes), args.threads, args.bandwidth)
-
-    torch.set_num_threads(args.threads)
-    if args.dtype == "bfloat16":
-        avoid_missing_amx()
+def run(args: Any) -> int:
     keep_freed_memory()
-    dist.init_process_group(
-        {"cpu": "gloo", "cuda": "nccl"}[args.device], timeout=timedelta(minutes=2)
+    with ranks.process_group(args) as rank:
+        everything = ranks.measure(args)
+    if rank > 0:
+        return 0
+    results = list(results_of(everything, args))
+    link = f"{args.bandwidth:g} MB/s shared by all ranks" if args.bandwidth else "not limited"
+    title = (
+        f"{environment()}; processors: {os.cpu_count()}, threads per rank: {args.threads}\n"
+        f"T = {args.tokens} and E = {args.experts} per rank, k = {args.k}, D = {args.width}, "
+        f"F = {args.hidden}, "
+        + (f"groups of {args.group_size}, " if args.group_size else "")
+        + f"{args.dtype} on {args.device}, {args.rounds} rounds, link {link}"
+        + (f", experts that sleep for {args.compute_ms:g} ms" if args.compute_ms else "")
     )
-    everything = measure(args)
-    if dist.get_rank() == 0:
-        results = results_of(everything, args)
-        link = f"{args.bandwidth:g} MB/s shared by all ranks" if args.bandwidth else "not limited"
-        title = (
-            f"{environment()}; processors: {os.cpu_count()}, threads per rank: {args.threads}\n"
-            f"T = {args.tokens} and E = {args.experts} per rank, k = {args.k}, D = {args.width}, "
-            f"F = {args.hidden}, "
-            + (f"groups of {args.group_size}, " if args.group_size else "")
-            + f"{args.dtype} on {args.device}, {args.rounds} rounds, link {link}"
-            + (f", experts that sleep for {args.compute_ms:g} ms" if args.compute_ms else "")
-        )
-        print(title)
-        print(f"peak resident set of a rank: {max(f.peak_mib for f in everything):,.0f} MiB")
-        print_results(results)
-        if args.json:
-            record = {
-                "environment": title,
-                "arguments": options_as_text(args),
-                "results": [asdict(result) for result in results],
-            }
-            write_json(args.json, record)
-        if args.plot:
-            plot(results, args.plot, title)
-    dist.destroy_process_group()
+    print(title)
+    print(f"peak resident set of a rank: {max(f.peak_mib for f in everything):,.0f} MiB")
+    print_results(results)
+    if args.json:
+        record = {"environment": title, "arguments": args.arguments}
+        write_json(args.json, record | {"results": [vars(result) for result in results]})
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(exit_status(main))
+def results_of(everything: Sequence[Found], args: Any) -> Iterator[Row]:
+    """Yields a result for each number of ranks, exchange and number of chunks."""
+    seconds: dict[Key, list[float]] = {}
+    for key in everything[0].seconds:
+        of_each = [found.seconds[key] for found in everything if key in found.seconds]
+        seconds[key] = [max(each) for each in zip(*of_each, strict=True)]
+    single = seconds.get(Key(1, "alone"))
+    for key, each in seconds.items():
+        if key.what != "step" and key != Key(1, "alone"):
+            continue
+        size = key.processes
+        alone = seconds[Key(size, "alone")]
+        transfers, raw = (seconds.get(Key(size, w, key.exchange)) for w in ("transfers", "raw"))
+        members = [found for found in everything if key in found.waited]
+        waits = [
+            median(w / s for w, s in zip(f.waited[key], f.seconds[key], strict=True))
+            for f in members
+        ]
+        first = key._replace(chunks=1)
+        passes = [p for f in everything for p in f.passes.get(first, {}).values()]
+        moved = sum(p[kind] for p in passes for kind in ("rows", "gates", "indices", "counts"))
+        result = Row(
+            processes=size,
+            exchange=key.exchange or None,
+            chunks=key.chunks,
+            step_ms=Quartiles.of(1e3 * s for s in each),
+            tokens_per_second=size * args.tokens / median(each),
+            efficiency=ratio(single, each).median if single else None,
+            by_alone=ratio(alone, each),
+            waits=mean(waits),
+            alone_ms=1e3 * median(alone),
+            **dict.fromkeys(("transfers_ms", "raw_ms", "by_raw", "raw_mb_per_second", "hidden")),
+            bytes=None,
+        )
+        if key.what == "step":
+            result.bytes = {
+                name: {kind: sum(f.passes[key][name][kind] for f in members) for kind in BYTES}
+                for name in PASSES
+            }
+        if transfers and raw:
+            result.transfers_ms, result.raw_ms = 1e3 * median(transfers), 1e3 * median(raw)
+            result.by_raw = ratio(transfers, raw)
+            result.raw_mb_per_second = moved / median(raw) / 1e6
+            if key.chunks > 1:
+                could = [min(pair) for pair in zip(transfers, alone, strict=True)]
+                gain = [a - b for a, b in zip(seconds[first], each, strict=True)]
+                result.hidden = ratio(gain, could)
+        yield result
+
+
+def print_results(results: Sequence[Row]) -> None:
+    sent = []
+    for r in results:
+        for name, b in (r.bytes or {}).items():
+            moved = b["rows"] + b["gates"] + b["indices"]
+            ratio = moved / b["minimum"] if b["minimum"] else None
+            sizes = {kind: size / 1e6 for kind, size in b.items()}  # MB
+            sizes |= {kind: b[kind] / 1e3 for kind in ("counts", "losses")}
+            sent.append(Row(**vars(r) | sizes, name=name, by_minimum=ratio))
+    print("\nBytes that a step sends to other ranks, summed over all ranks\n")
+    print(table(SENT, SENT_CELLS, sent))
+    print("The all-to-all without the layer: all transfers of a step\n")
+    print(table(RAW, RAW_CELLS, [r for r in results if r.raw_ms is not None and r.chunks == 1]))
+    print("Steps\n")
+    print(table(STEPS, STEPS_CELLS, results))

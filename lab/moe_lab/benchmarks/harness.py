@@ -1,29 +1,38 @@
-"""Measures the run time of functions in interleaved rounds; shared by all benchmarks."""
+"""Runs a benchmark: interleaved rounds, threads, clocks, the table and its JSON file."""
 
 import argparse
 import contextlib
 import os
 import statistics
+import string
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self, TypeVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import MoE
-from moe_ext.info import blas_name, cpu_name, isa
+from moe_ext.info import avoid_missing_amx, blas_name, cpu_name, isa
 from moe_lab.experiments.report import markdown_table
 from moe_lab.files import write_json
 
 Name = TypeVar("Name")
-Row = TypeVar("Row")
-Clock = Callable[[Callable[[], object]], float]  # returns the seconds of one call
+Clock = Callable[[Callable[[], Any]], Any]  # calls a function once and returns its seconds
+
+
+class Row(SimpleNamespace):
+    """A row of a table: the figures that a benchmark measured, by name."""
 
 
 class Quartiles(NamedTuple):
-    """The quartiles of a measured value over the rounds; formatted as "median (low-high)"."""
+    """The quartiles of a measured value over the rounds.
+
+    They are formatted as "median (low-high)". At the end of a format, "~" writes "low to high", and
+    "|" makes two cells of a table, the median and the other quartiles.
+    """
 
     low: float
     median: float
@@ -34,13 +43,23 @@ class Quartiles(NamedTuple):
         """Computes the quartiles of at least 2 values."""
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
-    def __format__(self, form: str) -> str:
-        return f"{self.median:{form}} ({self.low:{form}}-{self.high:{form}})"
+    def scaled(self, factor: float) -> "Quartiles":
+        return Quartiles(*(factor * value for value in self))
 
-    def cells(self, form: str = ".2f") -> tuple[str, str]:
-        """Formats two cells of a table: the median, and the lower and upper quartile."""
-        low, median, high = (format(value, form) for value in self)
-        return median, f"{low}-{high}"
+    def __format__(self, form: str) -> str:
+        low, median, high = (format(value, form.rstrip("|~")) for value in self)
+        if form.endswith("|"):
+            return f"{median} | {low}-{high}"
+        return f"{median} ({low}{' to ' if form.endswith('~') else '-'}{high})"
+
+
+class _Cells(string.Formatter):
+    """Formats None as "–"."""
+
+    def format_field(self, value: Any, form: str) -> Any:
+        if value is None:
+            return "– | –" if form.endswith("|") else "–"
+        return super().format_field(value, form)
 
 
 def environment(device: str = "cpu") -> str:
@@ -51,32 +70,58 @@ def environment(device: str = "cpu") -> str:
     return f"{cpu_name()}; torch {torch.__version__}, {blas_name()}, kernels {isa()}"
 
 
-def report_rows(
-    rows: Sequence[Row],
-    header: Sequence[str],
-    cells: Callable[[Row], Sequence[object]],
-    path: Path | None,
-) -> None:
-    """Prints the rows of a benchmark as a table; writes rows and environment to a JSON file.
+def run(case: Any, args: Any) -> Any:
+    """Measures a case and reports it; returns its rows, or the result of its own `run`.
 
     Args:
-        rows: instances of a dataclass.
-        header: header of the table.
-        cells: function that returns the cells of a row.
-        path: the JSON file; None writes no file.
+        case: a module. It has the function `run(args)`, or `measure(args)`, which returns rows and
+            is called once for each number of threads. `HEADER` and `CELLS` are the columns of their
+            table, and `TITLE` has the names of options in braces.
+        args: the parsed arguments of the case.
     """
-    print(markdown_table(header, map(cells, rows)))
+    if "bfloat16" in getattr(args, "dtype", ""):
+        avoid_missing_amx()
+    torch.manual_seed(0)
+    args.arguments = options_as_text(args)
+    if hasattr(case, "run"):
+        return case.run(args)
+    threads = getattr(args, "threads", None)
+    if not isinstance(threads, list):
+        if threads == 0:
+            args.threads = threads = torch.get_num_threads()
+        threads = [threads]
+    print(f"{environment()}\n{case.TITLE.format(**vars(args))}\n")
+    rows = []
+    for args.threads in threads:
+        with pinned(args.threads):
+            rows += case.measure(args)
+    report(rows, case.HEADER, case.CELLS, args.json)
+    return rows
+
+
+def report(
+    rows: Sequence[Row], header: str, cells: str, path: Path | None, *last: str, **more: Any
+) -> None:
+    """Prints rows, and `last` lines, as a table; writes rows and `more` to the JSON file `path`."""
+    print(table(header, cells, rows, *last))
     if path is not None:
-        write_json(path, {"environment": environment(), "rows": [vars(row) for row in rows]})
+        record = {"environment": environment(), "rows": [vars(row) for row in rows]}
+        write_json(path, record | more)
+
+
+def table(header: str, cells: str, rows: Iterable[Row], *last: str) -> str:
+    """Formats a Markdown table. Columns have " | " between them; `cells` are the names of figures.
+
+    `last` are lines after those of the rows.
+    """
+    lines = [_Cells().vformat(cells, (), vars(row)) for row in rows]
+    return markdown_table(header.split(" | "), (line.split(" | ") for line in [*lines, *last]))
 
 
 def options_as_text(options: argparse.Namespace) -> dict[str, str]:
     """Returns the options of a benchmark for its record, without files that it reads or writes."""
-
-    def is_path(value: object) -> bool:
-        return isinstance(value, Path) or (isinstance(value, list) and any(map(is_path, value)))
-
-    return {name: str(value) for name, value in vars(options).items() if not is_path(value)}
+    first = {n: v[0] if isinstance(v, list) and v else v for n, v in vars(options).items()}
+    return {n: str(v) for n, v in vars(options).items() if not isinstance(first[n], Path)}
 
 
 def host_seconds(function: Callable[[], object]) -> float:
@@ -89,10 +134,9 @@ def host_seconds(function: Callable[[], object]) -> float:
 class DeviceClock:
     """Measures the seconds that a call keeps a GPU's current stream busy, with two CUDA events.
 
-    Before the call, the device overwrites a buffer of twice the size of its L2 cache. Inputs are
-    thus read from memory, as in a training step. The device then waits for about 2 ms, in which the
-    host enqueues the kernels. Launch overhead is therefore measured only if the overhead exceeds 2
-    ms or the call synchronizes.
+    Before the call, the device overwrites a buffer of twice the size of its L2 cache, so inputs are
+    read from memory. The device then waits for about 2 ms, in which the host enqueues the kernels.
+    Launch overhead is therefore measured only if it exceeds 2 ms or the call synchronizes.
     """
 
     CYCLES = 4_000_000  # about 2 ms
@@ -125,8 +169,8 @@ def interleaved(
     *,
     twice: bool = False,
     clock: Clock = host_seconds,
-) -> dict[Name, list[float]]:
-    """Measures the run time of each function in every round; a round calls all functions in turn.
+) -> dict[Name, list[Any]]:
+    """Returns the seconds of each function in every round; a round calls all functions in turn.
 
     Args:
         functions: the functions whose run time is measured, by name.
@@ -134,12 +178,9 @@ def interleaved(
         warm_up: number of untimed rounds before the timed rounds.
         twice: call each function twice and time the second call. Caches and free memory are then in
             the state that the function itself leaves.
-        clock: measures the seconds of one call; see `clock_of`.
-
-    Returns:
-        The seconds of every round, by name.
+        clock: calls a function and returns its seconds, or several figures; see `clock_of`.
     """
-    seconds: dict[Name, list[float]] = {name: [] for name in functions}
+    seconds: dict[Name, list[Any]] = {name: [] for name in functions}
     for number in range(-warm_up, rounds):
         for name, function in functions.items():
             if twice:
@@ -167,13 +208,17 @@ class OutputOnly(nn.Module):
 
 
 @contextlib.contextmanager
-def pinned(threads: int) -> Iterator[None]:
-    """Limits torch to `threads` threads and, on Linux, the process to this number of processors."""
+def pinned(threads: int | None) -> Iterator[None]:
+    """Limits torch to `threads` threads and, on Linux, the process to this number of processors.
+
+    None limits nothing, and 0 is torch's number of threads.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if threads is not None:
+        torch.set_num_threads(threads or before)
+        _run_on(set(sorted(processors)[: threads or before]))
     try:
-        _run_on(set(sorted(processors)[:threads]))
         yield
     finally:
         _run_on(processors)
@@ -182,8 +227,6 @@ def pinned(threads: int) -> Iterator[None]:
 
 def _run_on(processors: set[int]) -> None:
     """Restricts the threads of the process, and threads that they start, to `processors`."""
-    if not processors:
-        return
-    for task in Path("/proc/self/task").iterdir():
+    for task in Path("/proc/self/task").iterdir() if processors else ():
         with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(task.name), processors)

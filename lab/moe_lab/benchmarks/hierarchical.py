@@ -18,41 +18,34 @@ in the large layer:
 Rounds are interleaved. Times are medians over the rounds in microseconds per token. "x" is the time
 of the large layer divided by the time of the layer in the row, median over the rounds. The stages
 (gate, dispatch plan, experts) are timed separately, each forward and backward. "MiB" is the peak
-growth of the resident set in a step (Linux), without the weights. The process keeps freed memory,
-because clearing fresh pages would dominate the time.
+growth of the resident set in a step (Linux), without the weights.
 """
 
-import argparse
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
 
 import torch
 
 from moe_ext import HierarchicalMoE, MoE, cv_squared, ops
 from moe_lab.analysis import moe_ops
-from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
+from moe_lab.benchmarks.harness import Row, interleaved, ratio
 from moe_lab.benchmarks.memory import peak_mib
-from moe_lab.cli import at_least, make_parser
 
 _STAGES = ("gate", "plan", "experts")
-
-
-@dataclass
-class Row:
-    """One layer: its size, multiply-adds per token, and median times in microseconds per token."""
-
-    layer: str
-    experts: str
-    hidden: int
-    parameters: int
-    gate_ops: int
-    expert_ops: int
-    step_us: float
-    ratio: Quartiles
-    stage_us: dict[str, float]
-    mib: float
+TITLE = (
+    "T = {tokens:,}, D = {d_model}, k = {k} at each level, float32, {threads} threads, "
+    "{rounds} rounds"
+)
+HEADER = (
+    "layer | experts | hidden | parameters, M | multiply-adds: gate | experts | step, us | x | "
+    "quartiles | gate, us | plan, us | experts, us | MiB"
+)
+CELLS = (
+    "{layer} | {experts} | {hidden} | {millions:.1f} | {gate_ops:,} | {expert_ops:,} | "
+    "{step_us:.2f} | {ratio:.2f|} | {stage_us[gate]:.2f} | {stage_us[plan]:.2f} | "
+    "{stage_us[experts]:.2f} | {mib:,.0f}"
+)
 
 
 def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
@@ -63,7 +56,7 @@ def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
     with torch.no_grad():
         chosen = layer.gate(x)
     gates, expert_index = chosen.gates.requires_grad_(), chosen.expert_index
-    offsets_and_inverse = ops.dispatch_plan(expert_index, layer.num_experts)
+    found = ops.dispatch_plan(expert_index, layer.num_experts)
 
     def clear() -> None:
         layer.zero_grad()
@@ -84,106 +77,57 @@ def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
         ops.dispatch_plan(expert_index, layer.num_experts)
 
     def experts() -> None:
-        plan = offsets_and_inverse
-        layer.experts(x, plan.offsets, inverse=plan.inverse, gates=gates).backward(upstream)
+        layer.experts(x, found.offsets, inverse=found.inverse, gates=gates).backward(upstream)
         clear()
 
     return {"step": step, "gate": gate, "plan": plan, "experts": experts}
 
 
-def _make_layers(args: argparse.Namespace) -> dict[str, tuple[str, MoE]]:
+def _make_layers(args: Any) -> dict[str, tuple[str, MoE]]:
     """Returns the compared layers by name, each with its number of experts as text."""
 
-    def layer(groups: int, num_experts: int, hidden: int) -> MoE:
+    def layer(groups: int, num_experts: int, hidden: int) -> tuple[str, MoE]:
         torch.manual_seed(0)
         if groups == 0:
-            return MoE(args.d_model, num_experts, args.k**2, hidden_sizes=[hidden])
+            flat = MoE(args.d_model, num_experts, args.k**2, hidden_sizes=[hidden])
+            return f"{num_experts}", flat
         sizes = groups, num_experts // groups, args.k
-        return HierarchicalMoE(args.d_model, *sizes, hidden_sizes=[hidden])
+        text = f"{groups} x {num_experts // groups}"
+        return text, HierarchicalMoE(args.d_model, *sizes, hidden_sizes=[hidden])
 
-    size = f"{args.groups} x {args.experts_per_group}"
     large = layer(args.groups, args.groups * args.experts_per_group, args.hidden)
-    layers = {"hierarchical, large": (size, large)}
+    layers = {"hierarchical, large": large}
     for name, groups in (("flat", 0), ("hierarchical", args.peer_groups)):
-        n = args.peer_experts
-        size = f"{groups} x {n // groups}" if groups else f"{n}"
-        layers[name] = size, layer(groups, n, args.hidden)
-        left = sum(moe_ops(large)) - moe_ops(layers[name][1]).gate
+        layers[name] = layer(groups, args.peer_experts, args.hidden)
+        left = sum(moe_ops(large[1])) - moe_ops(layers[name][1]).gate
         hidden = max(1, round(left / (2 * args.k**2 * args.d_model)))
-        layers[f"{name}, ="] = size, layer(groups, n, hidden)
+        layers[f"{name}, ="] = layer(groups, args.peer_experts, hidden)
     return layers
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__)
-    parser.add_argument("--groups", type=at_least(1), default=256)
-    parser.add_argument("--experts-per-group", type=at_least(1), default=512)
-    parser.add_argument("--peer-experts", type=at_least(1), default=1024)
-    parser.add_argument("--peer-groups", type=at_least(1), default=32)
-    parser.add_argument(
-        "--k",
-        type=at_least(1),
-        default=2,
-        help="experts of a token at each level (flat layers: k²)",
-    )
-    parser.add_argument("--d-model", type=at_least(1), default=128)
-    parser.add_argument("--hidden", type=at_least(1), default=16)
-    parser.add_argument("--tokens", type=at_least(1), default=131_072)
-    parser.add_argument("--threads", type=at_least(1), default=2)
-    parser.add_argument("--rounds", type=at_least(2), default=7)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(args.threads)
-    print(environment())
-    print(
-        f"T = {args.tokens:,}, D = {args.d_model}, k = {args.k} at each level, float32, "
-        f"{args.threads} threads, {args.rounds} rounds\n"
-    )
-
+def measure(args: Any) -> Iterator[Row]:
     layers = _make_layers(args)
-    functions: dict[str, Callable[[], None]] = {}
+    functions: dict[tuple[str, str], Callable[[], None]] = {}
     mib: dict[str, float] = {}
     for name, (_, layer) in layers.items():
         of_layer = _functions_of(layer, args.tokens)
         mib[name] = peak_mib(of_layer["step"])
-        functions |= {f"{what}, {name}": function for what, function in of_layer.items()}
+        functions |= {(what, name): function for what, function in of_layer.items()}
     seconds = interleaved(functions, args.rounds)
-
-    def microseconds(what: str, name: str) -> float:
-        return 1e6 * statistics.median(seconds[f"{what}, {name}"]) / args.tokens
-
-    rows = []
     for name, (size, layer) in layers.items():
-        rows.append(
-            Row(
-                name,
-                size,
-                next(layer.experts.parameters()).shape[2],
-                sum(parameter.numel() for parameter in layer.parameters()),
-                *moe_ops(layer),
-                microseconds("step", name),
-                ratio(seconds["step, hierarchical, large"], seconds[f"step, {name}"]),
-                {stage: microseconds(stage, name) for stage in _STAGES},
-                mib[name],
-            )
+        ops_of_layer = moe_ops(layer)
+        parameters = sum(parameter.numel() for parameter in layer.parameters())
+        us = {what: 1e6 * median(seconds[what, name]) / args.tokens for what in ("step", *_STAGES)}
+        yield Row(
+            layer=name,
+            experts=size,
+            hidden=next(layer.experts.parameters()).shape[2],
+            parameters=parameters,
+            millions=parameters / 1e6,
+            gate_ops=ops_of_layer.gate,
+            expert_ops=ops_of_layer.experts,
+            step_us=us.pop("step"),
+            ratio=ratio(seconds["step", "hierarchical, large"], seconds["step", name]),
+            stage_us=us,
+            mib=mib[name],
         )
-    header = ["layer", "experts", "hidden", "parameters, M", "multiply-adds: gate", "experts"]
-    header += ["step, us", "x", "quartiles", *(f"{stage}, us" for stage in _STAGES), "MiB"]
-    report_rows(
-        rows,
-        header,
-        lambda row: [
-            row.layer,
-            row.experts,
-            row.hidden,
-            f"{row.parameters / 1e6:.1f}",
-            f"{row.gate_ops:,}",
-            f"{row.expert_ops:,}",
-            f"{row.step_us:.2f}",
-            *row.ratio.cells(),
-            *(f"{row.stage_us[stage]:.2f}" for stage in _STAGES),
-            f"{row.mib:,.0f}",
-        ],
-        args.json,
-    )
-    return rows

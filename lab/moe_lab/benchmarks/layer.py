@@ -1,6 +1,6 @@
 """Compares the speed of Eq. 1 for given gates with other implementations and hardware limits.
 
-    python -m pip install '.[benchmark]'              # other implementations, matplotlib; optional
+    pip install './lab[benchmark]'              # other implementations; optional
     moe-lab benchmark layer                     # 1 and 2 threads, float32: 20 minutes
     moe-lab benchmark layer --shapes e32 t256-zipf --rounds 5 --threads 1
     moe-lab benchmark layer --shapes 4096,16,2,256,512,zipf --dtype float32 bfloat16
@@ -54,207 +54,88 @@ only), and the dispatch plan. Routing in plain torch is topk, softmax, a stable 
 bincount.
 """
 
-import argparse
-import functools
 import importlib.metadata
-import json
-import statistics
-import time
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.info import avoid_missing_amx
-from moe_lab.benchmarks._layer_report import label, report
-from moe_lab.benchmarks.harness import (
-    Quartiles,
-    clock_of,
-    environment,
-    interleaved,
-    options_as_text,
-)
-from moe_lab.benchmarks.measurement import (
-    BESIDE_PEERS,
-    LONG_ON_CPU,
-    LONG_ON_GPU,
-    Candidates,
-    Functions,
-    Key,
-    Options,
-    Result,
-    WrongResult,
-    by,
-    check,
-    first_line,
-    measure,
-    merged,
-    reason_to_skip,
-)
-from moe_lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib, saved_bytes
-from moe_lab.benchmarks.peers import (
-    BOTH,
-    FORWARD,
-    PASSES,
-    PEERS,
-    ROUTINGS,
-    Kind,
-    Peer,
-    Problem,
-    Shape,
-    Stacked,
-    dense,
-    experts_alone,
-    ours,
-)
+from moe_lab.benchmarks import measurement, tables
+from moe_lab.benchmarks.harness import Quartiles, Row, clock_of, interleaved
+from moe_lab.benchmarks.memory import saved_bytes
+from moe_lab.benchmarks.peers import BOTH, FORWARD, PEERS, Problem
 from moe_lab.benchmarks.roofline import stream_probe
-from moe_lab.benchmarks.tables import (
-    plot,
-    report_wrong,
-)
-from moe_lab.cli import at_least, make_parser
-from moe_lab.errors import ConfigError
-from moe_lab.files import write_json
-from moe_lab.progress import progress
+from moe_lab.benchmarks.shapes import GPU_SHAPES, SHAPES
 from moe_lab.training.device import check_device
 
-SHAPES = {
-    "e4": Shape(4096, 4, 4, 512, 1024),
-    "e32": Shape(4096, 32, 4, 512, 1024),
-    "e256": Shape(4096, 256, 4, 512, 1024),
-    "t256": Shape(256, 256, 4, 512, 1024),
-    "e1024": Shape(4096, 1024, 4, 512, 1024),
-    "k1": Shape(8192, 64, 1, 512, 2048),
-    "wide": Shape(4096, 64, 2, 1024, 4096),
-    "t1": Shape(1, 256, 4, 512, 1024),
-    "hierarchical": Shape(4096, 256, 4, 512, 1024, "hierarchical"),
-    "e32-zipf": Shape(4096, 32, 4, 512, 1024, "zipf"),
-    "e256-zipf": Shape(4096, 256, 4, 512, 1024, "zipf"),
-    "t256-zipf": Shape(256, 256, 4, 512, 1024, "zipf"),
-}
-# In addition to SHAPES. The gated experts of e128 have a hidden width of 1024.
-GPU_SHAPES = {
-    "e128": Shape(32768, 128, 8, 4096, 1536),
-    "t16384": Shape(16384, 256, 4, 512, 1024),
-    "e4096": Shape(65536, 4096, 4, 512, 1024),
-    "e2048": Shape(65536, 2048, 4, 512, 2048),
-    "t65536-k1": Shape(65536, 64, 1, 512, 2048),
-}
-_ALL_SHAPES = SHAPES | GPU_SHAPES
 _ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
-ACTIVATIONS = ("relu", "swiglu")
 
 
-def _parse_shape(text: str) -> tuple[str, Shape]:
-    """Parses the name of a shape, or T,E,k,d,h with an optional routing."""
-    if text in _ALL_SHAPES:
-        return text, _ALL_SHAPES[text]
-    numbers, routing = text.split(","), "uniform"
-    if numbers[-1] in ROUTINGS:
-        routing = numbers.pop()
-    if len(numbers) != 5 or not all(number.isdecimal() and int(number) for number in numbers):
-        raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(_ALL_SHAPES)} or T,E,k,d,h with ,zipf or ,hierarchical, "
-            f"got {text!r}"
+def run(args: Any) -> int:
+    record = measurement.read_merged(args) if args.report else _measure(args)
+    results = measurement.results_of(record)
+    tables.print_report(record, results)
+    if args.plot and results:
+        chosen = measurement.by(results, lambda result: result.activation)[results[0].activation]
+        tables.plot(chosen, record["environment"], _label).savefig(args.plot, dpi=100)
+    return measurement.report_wrong(results)
+
+
+def _label(result: Row) -> str:
+    return f"{result.name}\nE={result.shape.num_experts}\nT={result.shape.tokens}"
+
+
+def _measure(args: Any) -> dict[str, Any]:
+    """Measures all problems; returns the record of the run."""
+    check_device(args.device)
+    on_cpu = args.device == "cpu"
+    if not on_cpu:
+        torch.cuda.set_device(torch.device(args.device).index or 0)
+        args.threads = [None]
+    if args.memory is None:
+        args.memory = 6.0 if on_cpu else 40.0
+    todo = [
+        (
+            *(name, f"{name}, {activation}, {dtype}"),
+            partial(Problem, shape, getattr(torch, dtype), activation, args.device),
         )
-    return text, Shape._make((*map(int, numbers), routing))
+        for dtype in args.dtype
+        for name, shape in args.shapes or (SHAPES if on_cpu else GPU_SHAPES | SHAPES).items()
+        for activation in args.activations
+        # Ours by itself is timed only if no peer is selected.
+        if not args.peers or _peers_of(activation, args)
+    ]
+    routing = [] if on_cpu else [routing_times(_ROUTING_SHAPE, args)]
+    more: dict[str, Any] = {"versions": versions(), "memory": [], "routing": routing}
+    return measurement.measure_all(todo, partial(_examine, args=args), args, **more)
 
 
-def gradients(peer: Peer, problem: Problem) -> tuple[Tensor, ...]:
-    """Returns y and the gradients of x, gates and all parameters, in fresh tensors."""
-    y = peer.forward(problem.x, problem.gates)
-    leaves = [problem.x, problem.gates, *peer.parameters]
-    return y, *torch.autograd.grad(y, leaves, problem.upstream, materialize_grads=True)
+def _peers_of(activation: str, args: Any) -> list[str]:
+    return [name for name in args.peers if PEERS[name].activation == activation]
 
 
-def passes(name: str, peer: Peer, problem: Problem) -> Functions:
-    def forward() -> None:
-        with torch.no_grad():
-            peer.forward(problem.x, problem.gates)
-
-    def both() -> None:
-        gradients(peer, problem)
-
-    return {(name, BOTH): both, (name, FORWARD): forward}
-
-
-def results(peer: Peer, problem: Problem, which: str) -> dict[str, Stacked]:
-    """Returns y, or y and all gradients, of the pass `which`; weight gradients are by expert."""
-    if which == FORWARD:
-        with torch.no_grad():
-            return {"y": [peer.forward(problem.x, problem.gates)]}
-    y, dx, dgates, *weights = (each.detach() for each in gradients(peer, problem))
-    first, second = peer.by_expert(weights)
-    return {"y": [y], "dx": [dx], "dgates": [dgates], "dW1": first, "dW2": second}
+def _examine(name: str, problem: Problem, record: dict[str, Any], args: Any) -> None:
+    peers = _peers_of(problem.activation, args)
+    if args.check_memory:
+        record["memory"].append({"name": name} | _kept_memory(problem, peers, args))
+    else:
+        record["results"] += measurement.measure(name, problem, peers, args)
+    if args.profile:
+        with args.profile.open("a") as file:
+            what = f"{name}, {problem.activation}, {problem.dtype}"
+            print(what, _profile(problem, args), sep="\n", file=file)
 
 
-def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> Candidates:
-    """Checks each implementation against the result of moe_ext, just before its first round."""
-    functions: Functions = {}
-    seconds: dict[Key, list[float]] = {}
-    peak_mib: dict[Key, float] = {}
-
-    def add(calls: Functions, warm_up: int) -> None:
-        found = interleaved(calls, 1, warm_up, clock=options.clock)
-        if problem.device != "cpu":
-            for key, call in calls.items():
-                peak_mib[key] = peak_allocated_mib(call, problem.device)
-        functions.update(calls)
-        seconds.update(found)
-
-    mine = ours(problem)
-    expected = results(mine, problem, BOTH)
-    add(passes("ours", mine, problem), warm_up=1)
-    remarks: dict[Key, str] = {}
-    of_rows = problem.of_rows()
-    for name, beside in zip(BESIDE_PEERS, (experts_alone(problem), dense(of_rows)), strict=True):
-        add(passes(name, beside, of_rows), warm_up=1)
-    for name in options.peers:
-        kind = PEERS[name]
-        if kind.activation != problem.activation:
-            continue
-        skipped = {
-            (name, which): reason
-            for which in PASSES
-            if (reason := reason_to_skip(kind.extra(problem, which == BOTH), rates, options))
-        }
-        try:
-            if (name, FORWARD) not in skipped:
-                peer = kind.build(problem)
-                which = FORWARD if (name, BOTH) in skipped else BOTH
-                check(results(peer, problem, which), expected)
-                calls = passes(name, peer, problem)
-                add({key: call for key, call in calls.items() if key not in skipped}, warm_up=0)
-        except ImportError as error:
-            skipped = {(name, which): f"not installed: {error}" for which in PASSES}
-        except WrongResult as error:
-            skipped = {(name, which): f"WRONG: {error}" for which in PASSES}
-        except torch.OutOfMemoryError:
-            skipped = {(name, which): "out of memory" for which in PASSES}
-        except Exception as error:  # what a peer does not support, in its own words
-            skipped = {(name, which): f"fails: {first_line(error)}" for which in PASSES}
-        remarks |= skipped
-    return Candidates(functions, seconds, remarks, peak_mib)
-
-
-def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
-    """Measures a problem at each number of threads in `options`."""
-    work = dict(zip(PASSES, problem.work(), strict=True))
-    choose = functools.partial(candidates, problem, options=options)
-    return measure(name, problem, work, choose, options)
-
-
-def routing_times(shape: tuple[int, int, int], device: str, options: Options) -> dict[str, Any]:
+def routing_times(shape: tuple[int, int, int], args: Any) -> dict[str, Any]:
     """Returns quartiles of the routing time in ms, from logits to dispatch plan, and limits.
 
     A limit is the time to move the bytes of input and output.
     """
     T, E, k = shape
-    clean, raw, noise = (torch.randn(T, E, device=device) for _ in range(3))
+    clean, raw, noise = torch.randn(3, T, E, device=args.device).unbind()
 
     def training() -> None:
         kept = ops.noisy_topk_gating(clean, raw, noise, k)
@@ -263,8 +144,7 @@ def routing_times(shape: tuple[int, int, int], device: str, options: Options) ->
         ops.dispatch_plan(kept.expert_index, E)
 
     def evaluation() -> None:
-        kept = ops.noisy_topk_gating(clean, None, None, k)
-        ops.dispatch_plan(kept.expert_index, E)
+        ops.dispatch_plan(ops.noisy_topk_gating(clean, None, None, k).expert_index, E)
 
     def torchs() -> None:
         largest, expert_index = clean.topk(k)
@@ -273,16 +153,12 @@ def routing_times(shape: tuple[int, int, int], device: str, options: Options) ->
         flat.argsort(stable=True)
         flat.bincount(minlength=E)
 
-    stream = stream_probe(device=device)
-    functions = {
-        "training": training,
-        "evaluation": evaluation,
-        "torch, evaluation": torchs,
-        "stream": stream.function,
-    }
+    stream = stream_probe(device=args.device)
+    functions: dict[str, Callable[[], object]] = {"stream": stream.function}
+    functions |= {"training": training, "evaluation": evaluation, "torch, evaluation": torchs}
     with torch.no_grad():
-        seconds = interleaved(functions, options.rounds, clock=options.clock)
-    bandwidth = stream.work.bytes / statistics.median(seconds.pop("stream"))
+        seconds = interleaved(functions, args.rounds, clock=clock_of(args.device))
+    bandwidth = stream.work.bytes / median(seconds.pop("stream"))
     slots = T * k * (4 + 3 * 8)  # gates; indices, permutation and its inverse
     least = {"training": 4 * 4 * T * E + slots, "evaluation": 4 * T * E + slots}
     return {
@@ -292,48 +168,44 @@ def routing_times(shape: tuple[int, int, int], device: str, options: Options) ->
     }
 
 
-def profile(problem: Problem, options: Options) -> str:
+def _profile(problem: Problem, args: Any) -> str:
     """Returns tables of the time of moe_ext by kernel on a GPU, by operator on the CPU."""
     on_gpu = problem.device != "cpu"
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
-    tables = []
-    for (_, which), function in passes("ours", ours(problem), problem).items():
+    found = ""
+    for which in (BOTH, FORWARD):
+        function = problem.call("ours", which)
         function()
-        with torch.profiler.profile(activities=activities) as found:
+        with torch.profiler.profile(activities=activities) as profile:
             for _ in range(3):
-                options.clock(function)
+                args.clock(function)
         order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        rows = found.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
-        tables.append(f"{which}, 3 calls\n{rows}")
-    return "\n".join(tables)
+        rows = profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
+        found += f"{which}, 3 calls\n{rows}\n"
+    return found
 
 
-def _kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any]:
+def _kept_memory(problem: Problem, peers: list[str], args: Any) -> dict[str, Any]:
     """Returns the bytes that autograd saves for backward without the weights, by implementation."""
-    weights = problem.weights
     inputs = (2 if problem.activation == "swiglu" else 1) * problem.hidden
-    found: dict[str, Any] = {
-        "name": name,
+    kept = {}
+    for name in ("ours", *peers):
+        if problem.extra(name, BOTH).memory > args.memory * 2**30:
+            continue
+        try:
+            peer, _ = problem.peer(name)
+        except ImportError:
+            continue
+        forward = partial(peer.forward, problem.x, problem.gates)
+        kept[name] = saved_bytes(forward, [*problem.weights, *peer.parameters])
+    return {
         "activation": problem.activation,
         "dtype": str(problem.dtype).removeprefix("torch."),
         "x": problem.x.nbytes,
         "hidden": problem.rows * inputs * problem.dtype.itemsize,
-        "kept": {},
+        "kept": kept,
     }
-    peers = {"ours": Kind(problem.activation, ours)} | {name: PEERS[name] for name in options.peers}
-    for peer_name, kind in peers.items():
-        if kind.activation != problem.activation:
-            continue
-        if kind.extra(problem, True).memory > options.memory * 2**30:
-            continue
-        try:
-            peer = kind.build(problem)
-        except ImportError:
-            continue
-        forward = functools.partial(peer.forward, problem.x, problem.gates)
-        found["kept"][peer_name] = saved_bytes(forward, [*weights, *peer.parameters])
-    return found
 
 
 def versions() -> str:
@@ -345,128 +217,3 @@ def versions() -> str:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {package}")
     return ", ".join(found)
-
-
-def finish(record: dict[str, Any], args: argparse.Namespace) -> int:
-    """Writes and prints a record; returns the exit status."""
-    if args.json:
-        write_json(args.json, record)
-    results = report(record)
-    if args.plot and results:
-        chosen = by(results, lambda result: result.activation)[results[0].activation]
-        plot(chosen, record["environment"], label).savefig(args.plot, dpi=100)
-    return report_wrong(results)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--shapes", type=_parse_shape, nargs="+", help="default: all shapes for the device"
-    )
-    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
-    parser.add_argument(
-        "--threads", type=at_least(1), nargs="+", default=[1, 2], help="CPU threads"
-    )
-    parser.add_argument(
-        "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), metavar="PEER"
-    )
-    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
-    parser.add_argument("--rounds", type=at_least(2), default=21, help="maximum number of rounds")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=15.0,
-        help="time limit in seconds for the rounds of a shape",
-    )
-    parser.add_argument("--minutes", type=float, help="minutes after which no further shape starts")
-    parser.add_argument(
-        "--memory", type=float, help="GiB that a peer may take (default: 6; 40 on a GPU)"
-    )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=2.0,
-        help="seconds that a peer may take in addition to the GEMMs",
-    )
-    parser.add_argument(
-        "--keep-freed-memory", action="store_true", help="reuse freed memory (glibc)"
-    )
-    parser.add_argument(
-        "--check-memory", action="store_true", help="measure only what is saved for backward"
-    )
-    parser.add_argument("--json", type=Path, help="results file, written after every shape")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--profile", type=Path, help="text file for the profile of our kernels")
-    parser.add_argument(
-        "--report", type=Path, nargs="+", help="print files of --json without measuring"
-    )
-    args = parser.parse_args(arguments)
-    if args.report:
-        return finish(merged([json.loads(path.read_text()) for path in args.report]), args)
-    try:
-        check_device(args.device)
-    except ConfigError as error:
-        parser.error(f"--{error}")
-    on_cpu = args.device == "cpu"
-    if on_cpu and "bfloat16" in args.dtype:
-        avoid_missing_amx()
-    if args.keep_freed_memory:
-        keep_freed_memory()
-    if not on_cpu:
-        torch.cuda.set_device(torch.device(args.device).index or 0)
-    torch.manual_seed(0)
-    shapes = args.shapes or list((SHAPES if on_cpu else GPU_SHAPES | SHAPES).items())
-    options = Options(
-        args.threads if on_cpu else [None],
-        args.rounds,
-        args.seconds,
-        (6.0 if on_cpu else 40.0) if args.memory is None else args.memory,
-        args.patience,
-        args.peers,
-        LONG_ON_CPU if on_cpu else LONG_ON_GPU,
-        clock_of(args.device),
-    )
-    todo = [
-        (name, shape, getattr(torch, dtype), activation)
-        for dtype in args.dtype
-        for name, shape in shapes
-        for activation in args.activations
-        # Ours by itself is timed only if no peer is selected.
-        if not args.peers or any(PEERS[peer].activation == activation for peer in args.peers)
-    ]
-    record: dict[str, Any] = {
-        "environment": environment(args.device),
-        "versions": versions(),
-        "arguments": options_as_text(args),
-        "results": [],
-        "memory": [],
-        "routing": [],
-        "left_out": [],
-    }
-    start = time.monotonic()
-    if not on_cpu:
-        record["routing"].append(routing_times(_ROUTING_SHAPE, args.device, options))
-    problem: Problem | None = None
-    for name, shape, dtype, activation in progress(todo, "problems", "problem"):
-        what = f"{name}, {activation}, {str(dtype).removeprefix('torch.')}"
-        if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
-            record["left_out"].append(f"{what}: the time limit was reached")
-            continue
-        try:
-            problem = Problem(shape, dtype, activation, args.device)
-            if args.check_memory:
-                record["memory"].append(_kept_memory(name, problem, options))
-            else:
-                record["results"] += map(asdict, benchmark(name, problem, options))
-            if args.json:
-                write_json(args.json, record)
-            if args.profile:
-                with args.profile.open("a") as file:
-                    print(what, profile(problem, options), sep="\n", file=file)
-        except torch.OutOfMemoryError:
-            record["left_out"].append(f"{what}: out of memory")
-        problem = None
-        if not on_cpu:
-            torch.cuda.empty_cache()
-    return finish(record, args)

@@ -1,139 +1,54 @@
-"""Measures implementations against each other and against the limits of the machine.
+"""Measures implementations of experts against each other and against the limits of the machine.
 
 `layer` explains the rounds, the limit, and the figures of several runs.
 """
 
-import contextlib
-import statistics
+import gc
+import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from moe_lab.benchmarks.harness import (
-    Clock,
     Quartiles,
-    host_seconds,
+    Row,
+    clock_of,
+    environment,
     interleaved,
     pinned,
     ratio,
 )
-from moe_lab.benchmarks.peers import Extra, Shape
+from moe_lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib
 from moe_lab.benchmarks.roofline import Work, gemm_probe, limit, stream_probe
+from moe_lab.benchmarks.shapes import Shape
+from moe_lab.files import write_json
+from moe_lab.progress import progress
 
 # Seconds. A slower function that also takes 2.5 times as long as ours is timed once.
 LONG_ON_CPU, LONG_ON_GPU = 0.5, 0.05
-BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 T = TypeVar("T")
 Key = tuple[str, str]  # an implementation or "machine"; a pass or a probe
 GEMM, STREAM = ("machine", "gemm"), ("machine", "stream")
 Functions = dict[Key, Callable[[], object]]
+Stacked = Tensor | Sequence[Tensor]  # [E, …], or E of them
 
 
-@dataclass
-class Options:
-    """The implementations to measure, the clock, and the limits of time and memory."""
+class Extra(NamedTuple):
+    """What an implementation needs in addition to Eq. 1: bytes of memory, flops, bytes moved."""
 
-    threads: Sequence[int | None]  # None on a GPU: unchanged
-    rounds: int
-    seconds: float
-    memory: float
-    patience: float
-    peers: list[str]
-    long: float
-    clock: Clock = host_seconds
-
-
-class Measured(Protocol):
-    """The attributes of a problem that its results show."""
-
-    @property
-    def shape(self) -> Shape: ...
-
-    @property
-    def activation(self) -> str: ...
-
-    @property
-    def hidden(self) -> int: ...
-
-    @property
-    def used_experts(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> str: ...
+    memory: float = 0
+    flops: float = 0
+    bytes: float = 0
 
 
 class WrongResult(AssertionError):
     """The result of another implementation differs from the result of moe_ext."""
-
-
-@dataclass
-class Figures:
-    """The measurements of one implementation in one pass.
-
-    A sequence of three numbers has the quartiles over the rounds or, for several runs, minimum,
-    median and maximum.
-    """
-
-    rounds: int
-    ms: Sequence[float]
-    gflops: float
-    share_of_limit: Sequence[float]
-    ratio_to_ours: Sequence[float]
-
-
-@dataclass
-class Result:
-    """The measurements of a problem at a number of threads, by implementation and pass.
-
-    Attributes:
-        threads: the number of threads; None on a GPU.
-        limit_ms: the least possible time in ms, by pass.
-        gemm_gflops: the median GEMM peak in these rounds.
-        stream_gbytes: the median stream bandwidth in these rounds.
-        remarks: why an implementation has no figures, by implementation and pass.
-        peak_mib: on a GPU, the peak memory of a pass without its inputs.
-        occasions: number of runs that the figures are medians of.
-    """
-
-    name: str
-    shape: Shape
-    activation: str
-    hidden: int
-    used_experts: int
-    dtype: str
-    threads: int | None
-    gemm_gflops: float
-    stream_gbytes: float
-    limit_ms: dict[str, float]
-    figures: dict[str, dict[str, Figures]]
-    remarks: dict[str, dict[str, str]]
-    peak_mib: dict[str, dict[str, float]]
-    occasions: int = 1
-
-    @classmethod
-    def of_json(cls, record: dict[str, Any]) -> "Result":
-        figures = {
-            name: {which: Figures(**each) for which, each in found.items()}
-            for name, found in record["figures"].items()
-        }
-        return cls(**record | {"shape": Shape(*record["shape"]), "figures": figures})
-
-    def best_ratio(self, which: str) -> float | None:
-        """Returns the least time of another implementation / the time of moe_ext, in a pass."""
-        ratios = [
-            found[which].ratio_to_ours[1]
-            for name, found in self.figures.items()
-            if name not in ("ours", *BESIDE_PEERS) and which in found
-        ]
-        return min(ratios, default=None)
 
 
 def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable[Tensor]]) -> None:
@@ -155,14 +70,6 @@ def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable
             )
 
 
-def reason_to_skip(extra: Extra, rates: Mapping[Key, float], options: Options) -> str:
-    """Returns why an implementation that needs `extra` does not run; "" if it runs."""
-    seconds = extra.flops / rates[GEMM] + extra.bytes / rates[STREAM]
-    if extra.memory > options.memory * 2**30:
-        return f"would need {extra.memory / 2**30:.1f} GiB"
-    return f"would take {seconds:.0f} s more" if seconds > options.patience else ""
-
-
 class Candidates(NamedTuple):
     """The functions to measure, the seconds of their first round, and reasons to skip others."""
 
@@ -172,75 +79,113 @@ class Candidates(NamedTuple):
     peak_mib: dict[Key, float]
 
 
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message, or the name of its type."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def candidates(
+    problem: Any, peers: Sequence[str], rates: Mapping[Key, float], args: Any
+) -> Candidates:
+    """Checks each implementation against the result of moe_ext, just before its first round.
+
+    A wrong implementation is not timed in the passes that follow, either.
+
+    rates: the GEMM peak in FLOP/s and the stream bandwidth in bytes/s.
+    """
+    chosen = Candidates({}, {}, {}, {})
+    for which in reversed(problem.passes):  # the last pass computes the most results
+        expected = problem.results("ours", which)
+        for name in ("ours", *problem.beside, *peers):
+            key = (name, which)
+            wrong = [r for (n, _), r in chosen.remarks.items() if n == name and "WRONG" in r]
+            reason = "".join(wrong[:1]) or _reason_to_skip(problem.extra(*key), rates, args)
+            if not reason:
+                try:
+                    call = problem.call(*key)
+                    call() if name in problem.beside else check(problem.results(*key), expected)
+                    chosen.seconds.update(interleaved({key: call}, 1, 0, clock=args.clock))
+                    if problem.has_peak:
+                        chosen.peak_mib[key] = peak_allocated_mib(call, problem.device)
+                    chosen.functions[key] = call
+                except ImportError as error:
+                    reason = f"not installed: {error}"
+                except WrongResult as error:
+                    reason = f"WRONG: {error}"
+                except Exception as error:  # what a peer does not support, in its own words
+                    if name in ("ours", *problem.beside):
+                        raise
+                    text = str(error).strip().splitlines() or [type(error).__name__]
+                    out_of_memory = isinstance(error, torch.OutOfMemoryError)
+                    reason = "out of memory" if out_of_memory else f"fails: {text[0]}"
+            if reason:
+                chosen.remarks[key] = reason
+    return chosen
 
 
-def measure(
-    name: str,
-    problem: Measured,
-    work: Mapping[str, Work],
-    choose: Callable[[Mapping[Key, float]], Candidates],
-    options: Options,
-) -> list[Result]:
-    """Measures the candidates at each number of threads in `options`.
+def _reason_to_skip(extra: Extra, rates: Mapping[Key, float], args: Any) -> str:
+    """Returns why an implementation that needs `extra` does not run; "" if it runs."""
+    seconds = extra.flops / rates[GEMM] + extra.bytes / rates[STREAM]
+    if extra.memory > args.memory * 2**30:
+        return f"would need {extra.memory / 2**30:.1f} GiB"
+    return f"would take {seconds:.0f} s more" if seconds > args.patience else ""
+
+
+def measure(name: str, problem: Any, peers: Sequence[str], args: Any) -> list[dict[str, Any]]:
+    """Measures a problem; returns a result for each number of threads.
+
+    The figures of a result are by implementation and pass. Three numbers are the quartiles over the
+    rounds or, for several runs, minimum, median and maximum.
 
     Args:
-        name: name of the problem.
-        problem: its attributes are copied to the results.
-        work: the work of each pass.
-        choose: returns the candidates, and is called once. Its argument has the GEMM peak in FLOP/s
-            and the stream bandwidth in bytes/s.
-        options: options of the run.
+        name: the name in the tables.
+        problem: tokens and experts that all implementations share. The result shows its attributes
+            shape, activation, hidden, used_experts and dtype. `passes` are the names of what is
+            timed. The results of the implementations in `beside` are not compared. With `has_peak`,
+            the peak memory is measured. work(pass) returns the `Work`. For an implementation and a
+            pass, `extra` returns an `Extra`, `results` what is compared, and `call` the function.
+        peers: the other implementations.
+        args: the options of the run.
     """
-    device = problem.device
-    probes = {
-        "gemm": gemm_probe(problem.dtype, device=device),
-        "stream": stream_probe(device=device),
-    }
+    options = {"device": problem.device}
+    probes = {"gemm": gemm_probe(problem.dtype, **options), "stream": stream_probe(**options)}
     machine: Functions = {("machine", what): probe.function for what, probe in probes.items()}
-    work = dict(work) | {what: probe.work for what, probe in probes.items()}
+    work = {which: problem.work(which) for which in problem.passes}
+    work |= {what: probe.work for what, probe in probes.items()}
     chosen: Candidates | None = None
     found = []
-    for threads in options.threads:
-        with pinned(threads) if threads else contextlib.nullcontext():
-            seconds = {
-                key: [statistics.median(each)]
-                for key, each in interleaved(machine, 3, warm_up=1, clock=options.clock).items()
-            }
+    for threads in args.threads:  # None on a GPU
+        with pinned(threads):
+            seconds = _of_machine(machine, args)
             if chosen is None:
-                rates = {key: max(work[key[1]]) / each for key, (each,) in seconds.items()}
-                chosen = choose(rates)
+                rates = {key: max(work[key[1]]) / each[0] for key, each in seconds.items()}
+                chosen = candidates(problem, peers, rates, args)
                 seconds |= chosen.seconds
             else:
-                seconds |= interleaved(
-                    chosen.functions, 1, warm_up=0, twice=True, clock=options.clock
-                )
-            add_rounds(seconds, machine, chosen.functions, options)
+                seconds |= interleaved(chosen.functions, 1, 0, twice=True, clock=args.clock)
+            add_rounds(seconds, machine, chosen.functions, args)
         limit_ms, figures = figures_of(seconds, work)
         found.append(
-            Result(
-                name=name,
-                shape=problem.shape,
-                activation=problem.activation,
-                hidden=problem.hidden,
-                used_experts=problem.used_experts,
-                dtype=str(problem.dtype).removeprefix("torch."),
-                threads=threads,
-                gemm_gflops=work["gemm"].flops / statistics.median(seconds[GEMM]) / 1e9,
-                stream_gbytes=work["stream"].bytes / statistics.median(seconds[STREAM]) / 1e9,
-                limit_ms=limit_ms,
-                figures=figures,
-                remarks=by_pass(chosen.remarks),
-                peak_mib=by_pass(chosen.peak_mib),
-            )
+            {
+                "name": name,
+                "shape": problem.shape,
+                **{key: getattr(problem, key) for key in ("activation", "hidden", "used_experts")},
+                "dtype": str(problem.dtype).removeprefix("torch."),
+                "threads": threads,
+                "gemm_gflops": work["gemm"].flops / median(seconds[GEMM]) / 1e9,
+                "stream_gbytes": work["stream"].bytes / median(seconds[STREAM]) / 1e9,
+                "limit_ms": limit_ms,
+                "figures": figures,
+                "remarks": by_pass(chosen.remarks),
+                "peak_mib": by_pass(chosen.peak_mib),
+                "occasions": 1,
+            }
         )
     return found
 
 
+def _of_machine(machine: Functions, args: Any) -> dict[Key, list[float]]:
+    seconds = interleaved(machine, 3, 1, clock=args.clock)
+    return {key: [median(each)] for key, each in seconds.items()}
+
+
 def add_rounds(
-    found: dict[Key, list[float]], machine: Functions, functions: Functions, options: Options
+    found: dict[Key, list[float]], machine: Functions, functions: Functions, args: Any
 ) -> None:
     """Measures at least one more round, and as many as fit into the time limit.
 
@@ -249,22 +194,22 @@ def add_rounds(
     often = {
         (name, which): function
         for (name, which), function in functions.items()
-        if found[name, which][0] < max(2.5 * found["ours", which][0], options.long)
+        if found[name, which][0] < max(2.5 * found["ours", which][0], args.long)
     }
     start = time.perf_counter()
-    for rounds in range(1, options.rounds):
+    for rounds in range(1, args.rounds):
         took = time.perf_counter() - start
-        if rounds > 1 and took * rounds / (rounds - 1) > options.seconds:
+        if rounds > 1 and took * rounds / (rounds - 1) > args.seconds:
             break
-        for key, each in interleaved(machine, 3, warm_up=1, clock=options.clock).items():
-            found[key].append(statistics.median(each))
-        for key, each in interleaved(often, 1, warm_up=0, twice=True, clock=options.clock).items():
+        more = _of_machine(machine, args)
+        more |= interleaved(often, 1, 0, twice=True, clock=args.clock)
+        for key, each in more.items():
             found[key] += each
 
 
 def figures_of(
     seconds: Mapping[Key, Sequence[float]], work: Mapping[str, Work]
-) -> tuple[dict[str, float], dict[str, dict[str, Figures]]]:
+) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """Returns each pass's limit in ms, and figures by implementation and pass.
 
     Args:
@@ -279,81 +224,117 @@ def figures_of(
         for which in work
         if ("machine", which) not in seconds
     }
-    figures: dict[str, dict[str, Figures]] = {}
+    figures = {}
     for (name, which), each in seconds.items():
         if name == "machine":
             continue
         ideal, mine = limits[which], seconds["ours", which]
         if len(each) == 1:  # only the first round; quartiles need at least two values
             ideal, mine, each = ([other[0]] * 2 for other in (ideal, mine, each))
-        figures.setdefault(name, {})[which] = Figures(
-            rounds=len(seconds[name, which]),
-            ms=Quartiles.of(1e3 * s for s in each),
-            gflops=work[which].flops / statistics.median(each) / 1e9,
-            share_of_limit=ratio(ideal, each),
-            ratio_to_ours=ratio(each, mine),
-        )
-    return {which: 1e3 * statistics.median(each) for which, each in limits.items()}, figures
+        figures[name, which] = {
+            "rounds": len(seconds[name, which]),
+            "ms": Quartiles.of(1e3 * s for s in each),
+            "gflops": work[which].flops / median(each) / 1e9,
+            "share_of_limit": ratio(ideal, each),
+            "ratio_to_ours": ratio(each, mine),
+        }
+    return {which: 1e3 * median(each) for which, each in limits.items()}, by_pass(figures)
 
 
-def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the records of several runs into one."""
+def measure_all(
+    todo: Sequence[tuple[str, str, Callable[[], T]]],
+    examine: Callable[[str, T, dict[str, Any]], None],
+    args: Any,
+    **more: Any,
+) -> dict[str, Any]:
+    """Measures problems in sequence; returns the record, which is written after each problem.
+
+    Args:
+        todo: each problem: its name, a text that describes it, and a function that makes it.
+        examine: measures a problem and adds the result to the record.
+        args: the options. `json` is the file of the record.
+        more: further entries of the record.
+    """
+    args.long = LONG_ON_CPU if args.device == "cpu" else LONG_ON_GPU
+    args.clock = clock_of(args.device)
+    if args.keep_freed_memory:
+        keep_freed_memory()
+    record: dict[str, Any] = {
+        "environment": environment(args.device),
+        "arguments": args.arguments,
+        **{"results": [], "left_out": []},
+        **more,
+    }
+    start = time.monotonic()
+    for name, text, make in progress(todo, "problems", "problem"):
+        if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
+            record["left_out"].append(f"{text}: the time limit was reached")
+            continue
+        try:
+            examine(name, make(), record)
+        except torch.OutOfMemoryError:
+            record["left_out"].append(f"{text}: out of memory")
+        if args.json:
+            write_json(args.json, record)
+        gc.collect()  # implementations refer to their problem, which holds them
+        if args.device != "cpu":
+            torch.cuda.empty_cache()
+    return record
+
+
+def results_of(record: Mapping[str, Any]) -> list[Row]:
+    return [Row(**each | {"shape": Shape(*each["shape"])}) for each in record["results"]]
+
+
+def best_ratio(result: Row, which: str, beside: Sequence[str] = ()) -> float | None:
+    """Returns the least time of another implementation / the time of moe_ext, in a pass."""
+    others = [each for name, each in result.figures.items() if name not in ("ours", *beside)]
+    return min((each[which]["ratio_to_ours"][1] for each in others if which in each), default=None)
+
+
+def read_merged(args: Any) -> dict[str, Any]:
+    """Merges the records of the runs of --report into one, which --json writes."""
+    records = [json.loads(path.read_text("utf-8")) for path in args.report]
     results = by(
-        [Result.of_json(each) for record in records for each in record["results"]],
-        lambda r: (r.name, r.activation, r.dtype, r.threads),
+        [{**each, "occasions": each.get("occasions", 1)} for r in records for each in r["results"]],
+        lambda r: (r["name"], r["activation"], r["dtype"], r["threads"]),
     )
     lists = {
-        key: [each for record in records for each in record[key]]
+        key: [each for record in records for each in record.get(key, [])]
         for key in ("memory", "routing", "left_out", "warnings")
         if key in records[0]
     }
     environments = "; ".join(dict.fromkeys(record["environment"] for record in records))
-    medians = [asdict(_over_occasions(found)) for found in results.values()]
-    return records[0] | {"environment": environments, "results": medians} | lists
+    medians = [_over_occasions(found) for found in results.values()]
+    merged = records[0] | {"environment": environments, "results": medians} | lists
+    if args.json:
+        write_json(args.json, merged)
+    return merged
 
 
-def _over_occasions(occasions: Sequence[Result]) -> Result:
+def _over_occasions(occasions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merges one problem's results of several runs; a single run is returned unchanged."""
     if len(occasions) == 1:
         return occasions[0]
-    figures: dict[Key, list[Figures]] = {}
-    for result in occasions:
-        for name, found in result.figures.items():
-            for which, each in found.items():
-                figures.setdefault((name, which), []).append(each)
-    return replace(
-        occasions[0],
-        gemm_gflops=statistics.median(result.gemm_gflops for result in occasions),
-        stream_gbytes=statistics.median(result.stream_gbytes for result in occasions),
-        limit_ms={
-            which: statistics.median(result.limit_ms[which] for result in occasions)
-            for which in occasions[0].limit_ms
-        },
-        figures=by_pass({key: _median_figures(each) for key, each in figures.items()}),
-        occasions=sum(result.occasions for result in occasions),
-    )
+    keys = ("gemm_gflops", "stream_gbytes", "limit_ms", "figures", "occasions")
+    return occasions[0] | {key: _median([each[key] for each in occasions], key) for key in keys}
 
 
-def _median_figures(occasions: Sequence[Figures]) -> Figures:
-    def spread(quartiles: Iterable[Sequence[float]]) -> list[float]:
-        medians = [median for _, median, _ in quartiles]
-        return [min(medians), statistics.median(medians), max(medians)]
-
-    return Figures(
-        rounds=sum(each.rounds for each in occasions),
-        ms=spread(each.ms for each in occasions),
-        gflops=statistics.median(each.gflops for each in occasions),
-        share_of_limit=spread(each.share_of_limit for each in occasions),
-        ratio_to_ours=spread(each.ratio_to_ours for each in occasions),
-    )
+def _median(each: Sequence[Any], key: str) -> Any:
+    """Merges the values of a key: medians with minimum and maximum, and sums of numbers of runs."""
+    if isinstance(each[0], dict):
+        names = dict.fromkeys(name for found in each for name in found)
+        return {n: _median([found[n] for found in each if n in found], n) for n in names}
+    if isinstance(each[0], list):
+        medians = [middle for _, middle, _ in each]
+        return [min(medians), median(medians), max(medians)]
+    return sum(each) if key in ("rounds", "occasions") else median(each)
 
 
 def by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
     """Nests the figures by implementation, then by pass."""
-    nested: dict[str, dict[str, T]] = {}
-    for (name, which), each in found.items():
-        nested.setdefault(name, {})[which] = each
-    return nested
+    names = dict.fromkeys(name for name, _ in found)
+    return {name: {w: each for (n, w), each in found.items() if n == name} for name in names}
 
 
 def by(results: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
@@ -362,3 +343,17 @@ def by(results: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     for result in results:
         groups.setdefault(key(result), []).append(result)
     return groups
+
+
+def report_wrong(results: Iterable[Row]) -> int:
+    """Prints wrong results to stderr; returns the exit status, 1 if there are any."""
+    wrong = [
+        f"{result.name}, {result.dtype}: {peer}: {reason}"
+        for result in results
+        for peer, remarks in result.remarks.items()
+        for reason in set(remarks.values())
+        if reason.startswith("WRONG")
+    ]
+    for line in dict.fromkeys(wrong):
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0

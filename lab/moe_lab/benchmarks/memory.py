@@ -12,16 +12,12 @@ from torch import Tensor
 def keep_freed_memory() -> None:
     """Makes the process keep large freed blocks for later allocations (glibc).
 
-    By default, glibc returns freed blocks to the system, which clears every page before reuse. A
-    step with gigabytes of weight gradients then spends most of its time on page faults.
+    Otherwise the system clears every page of a freed block before its reuse. A step with gigabytes
+    of weight gradients then spends most of its time on page faults.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:
-        return
-    mmap_max, trim_threshold = -4, -1  # malloc.h
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, -1)
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-4, 0)  # M_MMAP_MAX of malloc.h
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
 def peak_mib(function: Callable[[], object]) -> float:

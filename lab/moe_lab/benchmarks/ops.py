@@ -10,49 +10,61 @@ copies go into fresh tensors and into tensors used before. "MiB" is the peak gro
 set during a run (Linux).
 """
 
-import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ext import cv_squared, ops
-from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, ratio, report_rows
+from moe_lab.benchmarks.harness import Row, interleaved, ratio
 from moe_lab.benchmarks.memory import peak_mib
-from moe_lab.cli import at_least, make_parser
+
+Function = Callable[[], object]
+TITLE = "T = {tokens}, E = {experts}, k = {k}, D = {width}, float32, {rounds} rounds"
+HEADER = "threads | operation | ours, ms | MiB | against | ms | MiB | x | quartiles"
+CELLS = (
+    "{threads} | {operation} | {ours_ms:.3f} | {ours_mib:.0f} | {peer} | {peer_ms:.3f} | "
+    "{peer_mib:.0f} | {ratio:.2f|}"
+)
 
 
-@dataclass
-class Row:
-    """Median ms of an operator and another function; quartiles of the ratio other / operator."""
+def measure(args: Any) -> Iterator[Row]:
+    T, E, k, D = sizes = args.tokens, args.experts, args.k, args.width
+    for operation, ours, peers in (
+        ("gating + load, fwd + bwd", *_gating_and_load(T, E, k)),
+        (f"routing, k = {args.routing_k}, fwd + bwd", *_routing(T, E, args.routing_k)),
+        ("batchwise mask", *_batchwise_mask(T, E, k)),
+        ("dispatch plan", *_plan(T, E, k)),
+        ("dispatch + combine, fwd + bwd", *_dispatch_and_combine(*sizes)),
+    ):
+        for name, peer in peers.items():
+            seconds = interleaved({"ours": ours, "peer": peer}, args.rounds)
+            ms = {which: 1e3 * median(each) for which, each in seconds.items()}
+            yield Row(
+                threads=args.threads,
+                operation=operation,
+                ours_ms=ms["ours"],
+                peer=name,
+                peer_ms=ms["peer"],
+                ratio=ratio(seconds["peer"], seconds["ours"]),
+                ours_mib=peak_mib(ours),
+                peer_mib=peak_mib(peer),
+            )
+    unit = 4 * T / 2**20
+    print(f"T·k·D floats are {unit * k * D:.0f} MiB, T·E floats {unit * E:.0f} MiB\n")
 
-    threads: int
-    operation: str
-    ours_ms: float
-    peer: str
-    peer_ms: float
-    ratio: Quartiles
-    ours_mib: float
-    peer_mib: float
+
+# Each of these returns the operators' function and the functions that it is compared with.
 
 
-def compare(
-    ours: Callable[[], object], peer: Callable[[], object], rounds: int
-) -> tuple[float, float, Quartiles]:
-    """Times `ours` and `peer` in turn; returns median times in ms and the ratio peer / ours."""
-    seconds = interleaved({"ours": ours, "peer": peer}, rounds)
-    mine, theirs = (1e3 * statistics.median(each) for each in seconds.values())
-    return mine, theirs, ratio(seconds["peer"], seconds["ours"])
-
-
-def _gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
-    """Returns gating, Importance, Load and losses as operators and in torch, with backward."""
-    generator = torch.Generator().manual_seed(0)
-    clean, raw, noise = (torch.randn(T, E, generator=generator) for _ in range(3))
+def _gating_and_load(T: int, E: int, k: int) -> tuple[Function, dict[str, Function]]:
+    """Gating, Importance, Load and losses, with backward."""
+    clean, raw, noise = torch.randn(3, T, E).unbind()
     clean.requires_grad_(), raw.requires_grad_()
-    upstream = torch.randn(T, k, generator=generator)
+    upstream = torch.randn(T, k)
 
     def ours() -> None:
         kept = ops.noisy_topk_gating(clean, raw, noise, k)
@@ -73,18 +85,16 @@ def _gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
         loss = (gates * upstream).sum() + cv_squared(importance) + cv_squared(load)
         torch.autograd.grad(loss, [clean, raw])
 
-    return ours, plain
+    return ours, {"plain torch": plain}
 
 
-def _routing(T: int, E: int, k: int) -> tuple[Callable, Callable]:
-    """Returns the router of DeepSeek-V3 as an operator and in torch, with backward.
+def _routing(T: int, E: int, k: int) -> tuple[Function, dict[str, Function]]:
+    """The router of DeepSeek-V3, with backward.
 
     A token selects in 4 of 8 groups, by sigmoid scores with a selection bias.
     """
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(T, E, generator=generator, requires_grad=True)
-    bias = torch.randn(E, generator=generator) / 100
-    upstream = torch.randn(T, k, generator=generator)
+    logits = torch.randn(T, E, requires_grad=True)
+    bias, upstream = torch.randn(E) / 100, torch.randn(T, k)
     num_groups, groups_per_token, scale = 8, 4, 2.5
 
     def ours() -> None:
@@ -106,63 +116,46 @@ def _routing(T: int, E: int, k: int) -> tuple[Callable, Callable]:
         gates = gates / (gates.sum(-1, keepdim=True) + 1e-20) * scale
         torch.autograd.grad(gates, [logits], upstream)
 
-    return ours, plain
+    return ours, {"plain torch": plain}
 
 
-def _batchwise_mask(T: int, E: int, k: int) -> tuple[Callable, Callable]:
-    """Returns two functions for the top m = k·T/E rows of each column of softmax gates."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.softmax(torch.randn(T, E, generator=generator), dim=-1)
-    m = k * T // E
-
-    def ours() -> None:
-        ops.batchwise_topm(scores, m)
-
-    def plain() -> None:
-        scores.topk(m, dim=0)
-
-    return ours, plain
+def _batchwise_mask(T: int, E: int, k: int) -> tuple[Function, dict[str, Function]]:
+    """The top m = k·T/E rows of each column of softmax gates."""
+    scores, m = torch.softmax(torch.randn(T, E), dim=-1), k * T // E
+    return lambda: ops.batchwise_topm(scores, m), {"topk(dim=0)": lambda: scores.topk(m, dim=0)}
 
 
-def plan(T: int, E: int, k: int) -> tuple[Callable, Callable]:
-    """Returns the dispatch plan, and a stable argsort with a bincount in torch."""
+def _plan(T: int, E: int, k: int) -> tuple[Function, dict[str, Function]]:
+    """The dispatch plan, and a stable argsort with a bincount in torch."""
     index = _random_choices(T, E, k)
-
-    def ours() -> None:
-        ops.dispatch_plan(index, E)
 
     def plain() -> None:
         flat = index.flatten()
         permutation = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=E)
-        counts.cumsum(0)
+        flat.bincount(minlength=E).cumsum(0)
         torch.empty_like(permutation).scatter_(0, permutation, torch.arange(T * k))
 
-    return ours, plain
+    return lambda: ops.dispatch_plan(index, E), {"argsort + bincount": plain}
 
 
-def _dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Callable, ...]:
-    """Returns four functions for dispatch and combine with identity experts, with backward.
+def _dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Function, dict[str, Function]]:
+    """Dispatch and combine with identity experts, with backward.
 
-    The functions are the operators, plain torch, and two copies of the bytes that must move. The
-    first copies into fresh tensors of the outputs' sizes, as an operator must. The second copies
-    into memory that was used before.
+    The copies move the bytes that the operators must move. The first copies into fresh tensors of
+    the outputs' sizes, as an operator must. The second copies into memory that was used before.
     """
-    index = _random_choices(T, E, k)
     gates = torch.rand(T, k, requires_grad=True)
-    x = torch.randn(T, D, requires_grad=True)
-    grad_y = torch.randn(T, D)
-    dispatch_plan = ops.dispatch_plan(index, E)
-    token = dispatch_plan.permutation // k
+    x, grad_y = torch.randn(T, D, requires_grad=True), torch.randn(T, D)
+    plan = ops.dispatch_plan(_random_choices(T, E, k), E)
+    token = plan.permutation // k
 
     def ours() -> None:
-        rows = ops.dispatch(x, dispatch_plan.inverse)
-        y = ops.combine(rows, gates, dispatch_plan.inverse)
+        y = ops.combine(ops.dispatch(x, plan.inverse), gates, plan.inverse)
         torch.autograd.grad(y, [x, gates], grad_y)
 
     def plain() -> None:
         rows = x.index_select(0, token)
-        weight = gates.flatten().index_select(0, dispatch_plan.permutation)
+        weight = gates.flatten().index_select(0, plan.permutation)
         y = torch.zeros_like(x).index_add(0, token, rows * weight[:, None])
         torch.autograd.grad(y, [x, gates], grad_y)
 
@@ -172,72 +165,17 @@ def _dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Callable, ...
     large, small = torch.randn(T * k, D), torch.randn(T, D)
     touched = [torch.zeros_like(source) for source in (large, small, large, small)]
 
-    def copy_to(targets: Iterable[torch.Tensor]) -> None:
+    def copy_to(targets: Iterable[Tensor]) -> None:
         for target, source in zip(targets, (large, small, large, small), strict=True):
             target.copy_(source)
         large.sum()  # the remaining k reads
 
-    def fresh_copy() -> None:
-        copy_to([torch.empty_like(target) for target in touched])
-
-    def warm_copy() -> None:
-        copy_to(touched)
-
-    return ours, plain, fresh_copy, warm_copy
+    return ours, {
+        "index_select + index_add": plain,
+        "copy, fresh memory": lambda: copy_to([torch.empty_like(target) for target in touched]),
+        "copy, touched memory": lambda: copy_to(touched),
+    }
 
 
-def _random_choices(T: int, E: int, k: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(T, E, generator=generator).topk(k, dim=-1).indices
-
-
-def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__)
-    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=at_least(2), default=21)
-    parser.add_argument("--tokens", type=at_least(1), default=4096)
-    parser.add_argument("--experts", type=at_least(1), default=256)
-    parser.add_argument("--k", type=at_least(1), default=4)
-    parser.add_argument("--routing-k", type=at_least(1), default=8)
-    parser.add_argument("--width", type=at_least(1), default=512)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
-    T, E, k, D = args.tokens, args.experts, args.k, args.width
-
-    print(environment())
-    print(f"T = {T}, E = {E}, k = {k}, D = {D}, float32, {args.rounds} rounds\n")
-    rows = []
-    for threads in args.threads:
-        torch.set_num_threads(threads)
-        routing = _routing(T, E, args.routing_k)
-        moved, plain, fresh_copy, warm_copy = _dispatch_and_combine(T, E, k, D)
-        for operation, ours, peer, name in (
-            ("gating + load, fwd + bwd", *_gating_and_load(T, E, k), "plain torch"),
-            (f"routing, k = {args.routing_k}, fwd + bwd", *routing, "plain torch"),
-            ("batchwise mask", *_batchwise_mask(T, E, k), "topk(dim=0)"),
-            ("dispatch plan", *plan(T, E, k), "argsort + bincount"),
-            ("dispatch + combine, fwd + bwd", moved, plain, "index_select + index_add"),
-            ("dispatch + combine, fwd + bwd", moved, fresh_copy, "copy, fresh memory"),
-            ("dispatch + combine, fwd + bwd", moved, warm_copy, "copy, touched memory"),
-        ):
-            mine, theirs, by_ours = compare(ours, peer, args.rounds)
-            memory = peak_mib(ours), peak_mib(peer)
-            rows.append(Row(threads, operation, mine, name, theirs, by_ours, *memory))
-    unit = 4 * T / 2**20
-    print(f"T·k·D floats are {unit * k * D:.0f} MiB, T·E floats {unit * E:.0f} MiB\n")
-    report_rows(
-        rows,
-        ["threads", "operation", "ours, ms", "MiB", "against", "ms", "MiB", "x", "quartiles"],
-        lambda row: [
-            row.threads,
-            row.operation,
-            f"{row.ours_ms:.3f}",
-            f"{row.ours_mib:.0f}",
-            row.peer,
-            f"{row.peer_ms:.3f}",
-            f"{row.peer_mib:.0f}",
-            *row.ratio.cells(),
-        ],
-        args.json,
-    )
-    return rows
+def _random_choices(T: int, E: int, k: int) -> Tensor:
+    return torch.rand(T, E).topk(k, dim=-1).indices

@@ -1,12 +1,16 @@
-"""Lower bounds of the experts' computation time, from their operations and bytes moved."""
+"""Lower bounds of a computation's time, from its operations and bytes moved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from moe_ext import ops
+
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of a square matrix
 STREAM_SIZE = {"cpu": 256, "cuda": 2048}  # MiB per vector
+PEAK_SIZE = 1_536  # rows of the square matrices of ops.experts
+NUM_EXPONENTIALS, REPEATS = 1 << 13, 200  # in cache; calls
 
 
 class Work(NamedTuple):
@@ -24,34 +28,24 @@ class Probe(NamedTuple):
 
 
 def experts_work(
-    tokens: int,
-    rows: int,
-    used_experts: int,
-    num_experts: int,
-    d_model: int,
-    hidden: int,
+    tokens: int,  # T
+    rows: int,  # R, the number of (token, expert) assignments
+    used_experts: int,  # experts with rows
+    num_experts: int,  # E
+    d_model: int,  # width of x and y
+    hidden: int,  # width of the hidden layer
     *,
     gated: bool,
-    itemsize: int,
+    itemsize: int,  # bytes per element
 ) -> tuple[Work, Work]:
     """Returns the work of Eq. 1's experts with one hidden layer: forward, and both passes.
 
-    Every expert has 2·d_model·hidden weights, or 3·d_model·hidden with a gated activation. A weight
-    costs one multiply-add per row in forward and two in backward. Bytes are the minimum of any
-    implementation, which moves each tensor once. Forward reads x and the weights of the experts
-    with rows, and writes y. Backward reads x, ∂L/∂y, these weights and the pre-activations of the
-    hidden layer. Backward writes ∂L/∂x and the gradients of all weights, including zeros. Gates and
-    indices do not count.
-
-    Args:
-        tokens: T, the number of tokens.
-        rows: R, the number of (token, expert) assignments.
-        used_experts: number of experts with rows.
-        num_experts: E, the number of experts.
-        d_model: width of x and y.
-        hidden: width of the hidden layer.
-        gated: whether the activation takes an input of twice the hidden width.
-        itemsize: bytes per element.
+    Every expert has 2·d_model·hidden weights, or 3·d_model·hidden with a gated activation, which
+    takes an input of twice the hidden width. A weight costs one multiply-add per row in forward
+    and two in backward. Bytes are the minimum of any implementation, which moves each tensor once.
+    Forward reads x and the weights of the experts with rows, and writes y. Backward reads x, ∂L/∂y,
+    these weights and the pre-activations of the hidden layer. Backward writes ∂L/∂x and the
+    gradients of all weights, including zeros. Gates and indices do not count.
     """
     weights = (3 if gated else 2) * d_model * hidden
     inputs = (2 if gated else 1) * hidden
@@ -82,3 +76,28 @@ def stream_probe(*, device: str = "cpu") -> Probe:
     a, b = (torch.ones(size * 2**18, device=device) for _ in range(2))
     work = Work(0, 2 * size * 2**20)
     return Probe((lambda: torch.dot(a, b)) if device == "cpu" else (lambda: a.copy_(b)), work)
+
+
+def gemm_and_exp_probes(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Returns functions for the rates of `ops.experts`, "peak", and of torch.exp, "exp"."""
+    square, values = torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype), torch.randn(NUM_EXPONENTIALS)
+    out = torch.empty_like(values)
+
+    def exponentials() -> None:
+        for _ in range(REPEATS):
+            torch.exp(values, out=out)
+
+    return {"peak": lambda: ops.experts(square, [square[None]]), "exp": exponentials}
+
+
+def gemm_and_exp_limits(
+    seconds: Mapping[str, Sequence[float]], flops: int, num_exponentials: int
+) -> list[float]:
+    """Returns the least seconds of GEMMs plus exponentials, at the rates of each round.
+
+    seconds: of each of `gemm_and_exp_probes` in each round.
+    """
+    return [
+        gemm * flops / (2 * PEAK_SIZE**3) + exp * num_exponentials / (REPEATS * NUM_EXPONENTIALS)
+        for gemm, exp in zip(seconds["peak"], seconds["exp"], strict=True)
+    ]

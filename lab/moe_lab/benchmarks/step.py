@@ -18,16 +18,13 @@ accumulate smaller batches: data.tokens_per_batch=30000 optimizer.accumulate=10.
 import resource
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_lab.analysis import cost, training_flops
-from moe_lab.cli import add_overrides, at_least, make_parser
 from moe_lab.data import EncodedSentences, Vocabulary
 from moe_lab.files import write_json
 from moe_lab.models import LanguageModel
@@ -58,79 +55,56 @@ def _resident_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def measure(config: Config, steps: int) -> dict[str, Any]:
+def run(args: Any) -> dict[str, Any]:
+    config = read_config(args.config, args.overrides, Config)
+    config.log = replace(config.log, tensorboard=False, progress=False)
+    with tempfile.TemporaryDirectory() as folder:
+        config.output = folder  # an empty folder; nothing is written to it
+        record = _measure(config, args.steps)
+    if args.json:
+        record["config"] = asdict(config) | {"output": ""}
+        record["torch"], record["threads"] = torch.__version__, torch.get_num_threads()
+        write_json(args.json, record)
+    return record
+
+
+def _measure(config: Config, steps: int) -> dict[str, Any]:
     """Trains for `steps` steps; prints and returns the measurements of each step."""
     with torch.device("meta"):
         counted = LanguageModel(config.model, config.data.vocab_size)
     flops = training_flops(counted).total
     started = time.perf_counter()
     per_step = config.data.tokens_per_batch * config.optimizer.accumulate
-    text = random_text(config.data.vocab_size, steps * per_step, config.seed)
-    trainer = Trainer(config, text)
-    model = trainer.model
+    trainer = Trainer(config, random_text(config.data.vocab_size, steps * per_step, config.seed))
+    weight_bytes = sum(p.nbytes for p in trainer.model.parameters())
     record: dict[str, Any] = {
-        "cost": asdict(cost(model)),
+        "cost": asdict(cost(trainer.model)),
         "flops_of_token": flops,
         "build_seconds": time.perf_counter() - started,
         "build_peak_bytes": _resident_bytes(),
-        "weight_bytes": sum(p.nbytes for p in model.parameters()),
+        "weight_bytes": weight_bytes,
+        "gradient_bytes": weight_bytes,
         "steps": [],
     }
-    print(f"model   {cost(model)}")
-    print(
-        f"build   {record['build_seconds']:.1f} s, peak memory "
-        f"{record['build_peak_bytes'] / 1e9:.2f} GB",
-        flush=True,
-    )
+    seconds, peak = record["build_seconds"], record["build_peak_bytes"] / 1e9
+    print(f"model   {cost(trainer.model)}\nbuild   {seconds:.1f} s, peak memory {peak:.2f} GB")
     batches = trainer.batches.epoch(0)
     for number in range(1, steps + 1):
         batch = list(islice(batches, config.optimizer.accumulate))
-        before = trainer.tokens
-        started = time.perf_counter()
+        before, started = trainer.tokens, time.perf_counter()
         trainer.train_step(batch)
-        seconds = time.perf_counter() - started
-        tokens = trainer.tokens - before
-        step = {
-            "tokens": tokens,
-            "seconds": seconds,
-            "words_per_second": tokens / seconds,
-            "gflops": tokens * flops / seconds / 1e9,
-            "peak_bytes": _resident_bytes(),
-        }
+        seconds, tokens = time.perf_counter() - started, trainer.tokens - before
+        step = {"tokens": tokens, "seconds": seconds, "words_per_second": tokens / seconds}
+        step |= {"gflops": tokens * flops / seconds / 1e9, "peak_bytes": _resident_bytes()}
         record["steps"].append(step)
         print(
-            f"step {number}  {seconds:.2f} s for {tokens:,} words, {step['words_per_second']:,.0f} "
-            f"words/s, {step['gflops']:.1f} GFLOP/s, peak memory {step['peak_bytes'] / 1e9:.2f} GB",
+            f"step {number}  {seconds:.2f} s for {tokens:,} words, "
+            f"{step['words_per_second']:,.0f} words/s, {step['gflops']:.1f} GFLOP/s, "
+            f"peak memory {step['peak_bytes'] / 1e9:.2f} GB",
             flush=True,
         )
-    record["gradient_bytes"] = record["weight_bytes"]
-    record["optimizer_bytes"] = sum(
-        value.nbytes
-        for optimizer in trainer.optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-    )
-    weights, gradients, averages = (
-        record[f"{name}_bytes"] / 1e9 for name in ("weight", "gradient", "optimizer")
-    )
-    print(f"memory  weights {weights:.3f} GB, gradients {gradients:.3f}, optimizer {averages:.3f}")
-    return record
-
-
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = make_parser(__doc__)
-    parser.add_argument("config", type=Path)
-    add_overrides(parser)
-    parser.add_argument("--steps", type=at_least(1), default=3)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_intermixed_args(arguments)
-    config = read_config(options.config, options.overrides, Config)
-    config.log = replace(config.log, tensorboard=False, progress=False)
-    with tempfile.TemporaryDirectory() as folder:
-        config.output = folder  # an empty folder; nothing is written to it
-        record = measure(config, options.steps)
-    if options.json:
-        record["config"] = asdict(config) | {"output": ""}
-        record["torch"], record["threads"] = torch.__version__, torch.get_num_threads()
-        write_json(options.json, record)
+    states = [state for each in trainer.optimizers for state in each.state.values()]
+    record["optimizer_bytes"] = sum(x.nbytes for state in states for x in state.values())
+    weights, optimizer = weight_bytes / 1e9, record["optimizer_bytes"] / 1e9
+    print(f"memory  weights {weights:.3f} GB, gradients {weights:.3f}, optimizer {optimizer:.3f}")
     return record

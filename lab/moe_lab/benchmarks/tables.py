@@ -1,11 +1,13 @@
 """Tables and plots of the results of `moe_lab.benchmarks.measurement`."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from moe_lab.benchmarks.measurement import BESIDE_PEERS, Result
+from moe_lab.benchmarks.harness import Quartiles, Row
+from moe_lab.benchmarks.measurement import best_ratio, by
+from moe_lab.benchmarks.peers import BESIDE_PEERS, PASSES, PEERS
 from moe_lab.experiments.report import markdown_table
 
 if TYPE_CHECKING:
@@ -16,7 +18,29 @@ def place(threads: int | None) -> str:
     return f"threads: {threads}" if threads else "GPU"
 
 
-def list_of_remarks(results: Iterable[Result]) -> str:
+def unit_of(threads: int | None) -> tuple[str, float]:
+    """Returns the unit of operations per second, and its GFLOP/s."""
+    return ("GF/s", 1) if threads else ("TF/s", 1000)
+
+
+def cell(result: Row, name: str, which: str, form: Callable[[dict[str, Any]], str]) -> str:
+    """Formats a figure of an implementation, and its time divided by the time of moe_ext."""
+    found = result.figures.get(name, {}).get(which)
+    if found is None:
+        return "–"
+    once = "~" if found["rounds"] == 1 else ""
+    return f"{once}{form(found)} ({found['ratio_to_ours'][1]:.2f})"
+
+
+def percent_of_limit(found: dict[str, Any]) -> str:
+    return f"{Quartiles(*found['share_of_limit']).scaled(100):.0f}"
+
+
+def number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def list_of_remarks(results: Iterable[Row]) -> str:
     """Returns a Markdown list of what is not timed, and why; "" if all is timed."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
@@ -30,33 +54,135 @@ def list_of_remarks(results: Iterable[Result]) -> str:
     )
 
 
-def peak_table(group: Sequence[Result]) -> str:
+def peak_table(group: Sequence[Row]) -> str:
     """Formats peak memory; one line per shape, activation and pass."""
     names = list(dict.fromkeys(name for result in group for name in result.peak_mib))
     lines = []
     for result in group:
         for which in result.limit_ms:
             found = [result.peak_mib.get(name, {}).get(which) for name in names]
-            sizes = ["–" if size is None else f"{size:.0f}" for size in found]
+            sizes = [number(size, ".0f") for size in found]
             lines.append([result.name, result.activation, which, *sizes])
     return markdown_table(["shape", "activation", "pass", *names], lines)
 
 
-def report_wrong(results: Iterable[Result]) -> int:
-    """Prints wrong results to stderr; returns the exit status, 1 if there are any."""
-    wrong = [
-        f"{result.name}, {result.dtype}: {peer}: {reason}"
-        for result in results
-        for peer, remarks in result.remarks.items()
-        for reason in set(remarks.values())
-        if reason.startswith("WRONG")
+def _speed_table(group: Sequence[Row], which: str) -> str:
+    """Formats the results of one dtype, number of threads and pass; one line per shape."""
+    unit, gflops = unit_of(group[0].threads)
+    head, lines = ["shape"], []
+    peers = {}
+    for activation, found in by(group, lambda result: result.activation).items():
+        peers[activation] = [
+            name for name in (*BESIDE_PEERS, *PEERS) if any(name in r.figures for r in found)
+        ]
+        head += [f"ours, {activation}: ms", unit, "limit, ms", "% of limit", *peers[activation]]
+
+    def speed(found: dict[str, Any]) -> str:
+        return f"{found['gflops'] / gflops:.3g}"
+
+    for name, results in by(group, lambda result: result.name).items():
+        line = [name]
+        for result in results:
+            mine = result.figures["ours"][which]
+            line += [
+                *(f"{Quartiles(*mine['ms']):.4g}", speed(mine), f"{result.limit_ms[which]:.4g}"),
+                percent_of_limit(mine),
+                *(cell(result, peer, which, speed) for peer in peers[result.activation]),
+            ]
+        best = [best_ratio(result, which, BESIDE_PEERS) for result in results]
+        least = min((each for each in best if each is not None), default=None)
+        lines.append([*line, number(least, ".2f")])
+    return markdown_table([*head, "best peer"], lines)
+
+
+def print_results(results: Sequence[Row]) -> None:
+    for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
+        unit, gflops = unit_of(threads)
+        gemm = median(result.gemm_gflops for result in group) / gflops
+        stream = median(result.stream_gbytes for result in group)
+        print(
+            f"\n{dtype}, {place(threads)}, GEMM peak {gemm:.0f} {unit}, "
+            f"stream {stream:.1f} GB/s (medians over the shapes)"
+        )
+        for which in PASSES:
+            print(f"\n{which}: peers in {unit}, in brackets their time / ours\n")
+            print(_speed_table(group, which), end="")
+        if any(result.peak_mib for result in group):
+            print(f"\nPeak memory in MiB without inputs and weights, {dtype}\n")
+            print(peak_table(group), end="")
+    if remarks := list_of_remarks(results):
+        print(f"\nNot timed:\n{remarks}", end="")
+
+
+def print_routing(found: Sequence[dict[str, Any]]) -> None:
+    names, limits = list(found[0]["ms"]), list(found[0]["limit_ms"])
+    lines = [
+        [", ".join(map(str, each["shape"]))]
+        + [f"{Quartiles(*each['ms'][name]):.4g}" for name in names]
+        + [f"{each['limit_ms'][name]:.4g}" for name in limits]
+        for each in found
     ]
-    for line in dict.fromkeys(wrong):
-        print(f"error: {line}", file=sys.stderr)
-    return 1 if wrong else 0
+    print("\nRouting: time in ms from the gate's logits to the dispatch plan\n")
+    header = ["T, E, k", *names, *(f"limit, {name}" for name in limits)]
+    print(markdown_table(header, lines), end="")
 
 
-def plot(results: Sequence[Result], machine: str, label: Callable[[Result], str]) -> "Figure":
+def _print_speed_up(results: Sequence[Row], field: str) -> None:
+    """Prints moe_ext's speed-up, relative to the first value of `field` (threads or dtype)."""
+
+    def rest(result: Row) -> tuple[Any, ...]:
+        names = {"name", "activation", "dtype", "threads"} - {field}
+        return tuple(getattr(result, name) for name in sorted(names))
+
+    first = getattr(results[0], field)
+    base = {rest(result): result for result in results if getattr(result, field) == first}
+    lines = []
+    for result in results:
+        if getattr(result, field) != first:
+            ms = [[r.figures["ours"][p]["ms"][1] for p in PASSES]
+                  for r in (base[rest(result)], result)]  # fmt: skip
+            place_of = [result.name, result.activation, result.dtype, place(result.threads)]
+            lines.append([*place_of, *(f"{a / b:.2f}" for a, b in zip(*ms, strict=True))])
+    if lines:
+        print(f"\nOurs: speed-up over {field} = {first}\n")
+        print(markdown_table(["shape", "activation", "type", "on", *PASSES], lines), end="")
+
+
+def _print_memory(found: Sequence[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for each in found for name in each["kept"]))
+    lines = []
+    for each in found:
+        x, hidden = each["x"], each["hidden"]
+        kept = [each["kept"].get(name) for name in names]
+        lines.append(
+            [*(each[key] for key in ("name", "dtype", "activation"))]
+            + [f"{size / 2**20:.1f}" for size in (x, hidden)]
+            + [number(size and size / (x + hidden), ".2f") for size in kept]
+        )
+    print("Saved for backward without the weights, divided by x + hidden\n")
+    header = ["shape", "type", "activation", "x, MiB", "hidden, MiB", *names]
+    print(markdown_table(header, lines), end="")
+
+
+def print_report(record: dict[str, Any], results: Sequence[Row]) -> None:
+    """Prints the tables of a run of the layer's benchmark, finished or not, from its record."""
+    print(record["environment"], record["versions"], sep="\n")
+    occasions = max((result.occasions for result in results), default=1)
+    if occasions > 1:
+        print(f"Medians over up to {occasions} runs (minimum-maximum)")
+    if record["memory"]:
+        _print_memory(record["memory"])
+    if results:
+        print_results(results)
+        _print_speed_up(results, "threads")
+        _print_speed_up(results, "dtype")
+    if record["routing"]:
+        print_routing(record["routing"])
+    if record["left_out"]:
+        print("\nLeft out:", *record["left_out"], sep="\n- ")
+
+
+def plot(results: Sequence[Row], machine: str, label: Callable[[Row], str]) -> "Figure":
     """Plots percentages of the limit for the first dtype and number of threads.
 
     Args:
@@ -75,15 +201,11 @@ def plot(results: Sequence[Result], machine: str, label: Callable[[Result], str]
     size = (max(8, 1.15 * len(chosen)), 3.25 * len(passes))
     figure = Figure(figsize=size, layout="constrained")
     for axes, which in zip(figure.subplots(len(passes), sharex=True), passes, strict=True):
-        for number, name in enumerate(("ours", *peers)):
-            shares = [
-                100 * r.figures[name][which].share_of_limit[1]
-                if which in r.figures.get(name, {})
-                else math.nan
-                for r in chosen
-            ]
-            at = [index + (number + 0.5) * width - 0.42 for index in range(len(chosen))]
-            grey = str(0.35 + 0.5 * (number - 1) / max(1, len(peers) - 1))
+        for index, name in enumerate(("ours", *peers)):
+            figures = [r.figures.get(name, {}).get(which) for r in chosen]
+            shares = [100 * each["share_of_limit"][1] if each else math.nan for each in figures]
+            at = [group + (index + 0.5) * width - 0.42 for group in range(len(chosen))]
+            grey = str(0.35 + 0.5 * (index - 1) / max(1, len(peers) - 1))
             color, legend = ("#0b5fff", "moe_ext") if name == "ours" else (grey, name)
             bars = axes.bar(at, shares, width, color=color, label=legend)
             if name == "ours":

@@ -23,57 +23,42 @@ called in interleaved rounds; all figures are medians.
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import MoE, TopKGate, ops
-from moe_ext.info import avoid_missing_amx
-from moe_lab.benchmarks.cross_entropy import cross_entropy_of_torch, limits, probes
-from moe_lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, report_rows
-from moe_lab.cli import at_least, make_parser
+from moe_lab.benchmarks.cross_entropy import cross_entropy_of_torch
+from moe_lab.benchmarks.harness import Quartiles, Row, interleaved
+from moe_lab.benchmarks.roofline import gemm_and_exp_limits, gemm_and_exp_probes
 
 HEAD_WIDTH = 64
-NAMES = ("moe_ext", "moe_ext, compiled", "plain", "plain, compiled")
+NAMES = ("moe_ext, compiled", "plain", "plain, compiled")  # compared with moe_ext
+TITLE = (
+    "{dtype}, {threads} threads, {sequences} sequences of {length}, D = {d_model}, {layers} layers,"
+    " E = {num_experts}, k = {k}, F = {hidden}, V = {vocabulary}"
+)
+HEADER = " | ".join(["part", "moe_ext, ms", "limit", *(f"x {name}" for name in NAMES)])
+CELLS = " | ".join(
+    ["{part}", "{ms:.0f}", "{share_of_limit:.2f}", *(f"{{x[{name}]:.2f}}" for name in NAMES)]
+)
+Output = tuple[Tensor, Tensor | float]  # y, and the loss of the layer
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model and of its batch."""
-
-    sequences: int = 8
-    length: int = 256
-    d_model: int = 512
-    layers: int = 8
-    num_experts: int = 32
-    k: int = 2
-    hidden: int = 1_024
-    vocabulary: int = 32_000
-
-    @property
-    def tokens(self) -> int:
-        return self.sequences * self.length
-
-    @property
-    def dense_hidden(self) -> int:
-        """The width of a dense layer that has as many operations for a token as k experts."""
-        return self.k * self.hidden
-
-    def flops(self) -> dict[str, int]:
-        """Returns the operations of the GEMMs of each part, forward and backward."""
-        d, t = self.d_model, self.tokens
-        feed_forward = self.layers // 2 * 3 * d * self.dense_hidden
-        return {
-            "loss": 6 * t * d * self.vocabulary,
-            "experts": 6 * t * (feed_forward + self.layers // 2 * d * self.num_experts),
-            # The scores and their products with the values: half of all pairs of tokens.
-            "attention": 6 * t * self.layers * (4 * d * d + self.length * d),
-            "feed-forward": 6 * t * feed_forward,
-        }
+def flops_of(sizes: Any) -> dict[str, int]:
+    """Returns the operations of the GEMMs of each part, forward and backward."""
+    d, t = sizes.d_model, sizes.sequences * sizes.length
+    feed_forward = sizes.layers // 2 * 3 * d * sizes.k * sizes.hidden
+    return {
+        "loss": 6 * t * d * sizes.vocabulary,
+        "experts": 6 * t * (feed_forward + sizes.layers // 2 * d * sizes.num_experts),
+        # The scores and their products with the values: half of all pairs of tokens.
+        "attention": 6 * t * sizes.layers * (4 * d * d + sizes.length * d),
+        "feed-forward": 6 * t * feed_forward,
+    }
 
 
 class SwiGLU(nn.Module):
@@ -84,10 +69,22 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(d_model, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, d_model, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Output:
         a, b = self.up(x).chunk(2, -1)
-        result: Tensor = self.down(F.silu(a) * b)
-        return result
+        return self.down(F.silu(a) * b), 0.0
+
+
+class Ours(nn.Module):
+    def __init__(self, sizes: Any) -> None:
+        super().__init__()
+        shape = sizes.d_model, sizes.num_experts, sizes.k
+        swiglu = partial(MoE, *shape, activation="swiglu", gate=TopKGate(*shape))
+        self.layer = swiglu(hidden_sizes=[sizes.hidden])
+        nn.init.normal_(self.layer.gate.get_parameter("w_gate"), std=sizes.d_model**-0.5)
+
+    def forward(self, x: Tensor) -> Output:
+        y, aux = self.layer(x)
+        return y, aux.loss
 
 
 class PlainMoE(nn.Module):
@@ -101,7 +98,7 @@ class PlainMoE(nn.Module):
             for weight in (layer.gate.get_parameter("w_gate"), *layer.experts.parameters())
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+    def forward(self, x: Tensor) -> Output:
         logits, index = (x @ self.w_gate).topk(self.k)
         gates = logits.softmax(-1, dtype=torch.float32).to(x.dtype)
         slot = index.flatten().argsort(stable=True)
@@ -113,18 +110,6 @@ class PlainMoE(nn.Module):
         return torch.zeros_like(x).index_add(0, token, rows), 0.0
 
 
-class Ours(nn.Module):
-    """Returns the output and the loss of a MoE."""
-
-    def __init__(self, layer: MoE) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, aux = self.layer(x)
-        return y, aux.loss
-
-
 class Attention(nn.Module):
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -132,25 +117,25 @@ class Attention(nn.Module):
         self.input = nn.Linear(d_model, 3 * d_model, bias=False)
         self.output = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Output:
         """Maps x [B, S, D] to [B, S, D]."""
         heads = self.input(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: Tensor = self.output(y.transpose(1, 2).flatten(2))
-        return result
+        return self.output(y.transpose(1, 2).flatten(2)), 0.0
 
 
 class Transformer(nn.Module):
     """Predicts each next token. `forward` returns the loss, with that of the MoE layers."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Any) -> None:
         super().__init__()
         d = sizes.d_model
         self.embedding = nn.Embedding(sizes.vocabulary, d)
         self.attention = nn.ModuleList(Attention(d) for _ in range(sizes.layers))
+        # A dense layer has as many operations for a token as k experts.
         self.feed_forward = nn.ModuleList(
-            Ours(_moe(sizes)) if layer % 2 else SwiGLU(d, sizes.dense_hidden)
+            Ours(sizes) if layer % 2 else SwiGLU(d, sizes.k * sizes.hidden)
             for layer in range(sizes.layers)
         )
         self.norms = nn.ModuleList(nn.RMSNorm(d) for _ in range(2 * sizes.layers + 1))
@@ -159,17 +144,12 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
         """Computes the mean loss of tokens [B, S] with target [B · S]."""
-        x = self.embedding(tokens)
-        losses = []
+        x, losses = self.embedding(tokens), []
         for i, (attention, layer) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
-            x = x + attention(self.norms[2 * i](x))
-            rows = self.norms[2 * i + 1](x).flatten(0, 1)
-            if isinstance(layer, SwiGLU):
-                y = layer(rows)
-            else:
-                y, loss = layer(rows)
-                losses.append(loss)
+            x = x + attention(self.norms[2 * i](x))[0]
+            y, loss = layer(self.norms[2 * i + 1](x).flatten(0, 1))
             x = x + y.view_as(x)
+            losses.append(loss)
         return self.loss(self.norms[-1](x).flatten(0, 1), target) + sum(losses)
 
     def loss(self, x: Tensor, target: Tensor) -> Tensor:
@@ -186,27 +166,19 @@ class Transformer(nn.Module):
         return other
 
 
-def _moe(sizes: Sizes) -> MoE:
-    shape = sizes.d_model, sizes.num_experts, sizes.k
-    layer = MoE(*shape, hidden_sizes=[sizes.hidden], activation="swiglu", gate=TopKGate(*shape))
-    nn.init.normal_(layer.gate.get_parameter("w_gate"), std=sizes.d_model**-0.5)
-    return layer
-
-
 class Step:
     """The training step of a model, and its parts."""
 
-    def __init__(self, model: Transformer, sizes: Sizes, dtype: torch.dtype) -> None:
+    def __init__(self, model: Transformer, sizes: Any, dtype: torch.dtype) -> None:
         self.model = model.to(dtype)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(0)
-        text = torch.randint(
-            sizes.vocabulary, (sizes.sequences, sizes.length + 1), generator=generator
-        )
+        of_text = sizes.sequences, sizes.length + 1
+        text = torch.randint(sizes.vocabulary, of_text, generator=generator)
         self.tokens, self.target = text[:, :-1], text[:, 1:].flatten()
-        shape = sizes.sequences, sizes.length, sizes.d_model
-        self.x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-        self.upstream = torch.randn(shape, generator=generator).to(dtype)
+        shape = 2, sizes.sequences, sizes.length, sizes.d_model
+        x, self.upstream = torch.randn(shape, generator=generator).to(dtype)
+        self.x = x.requires_grad_()
 
     def run(self, model: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Runs a step; `model` is the model, or its compiled form."""
@@ -219,14 +191,13 @@ class Step:
         layers = list(self.model.feed_forward)
         dense = [layer for layer in layers if isinstance(layer, SwiGLU)]
         mixtures = [layer for layer in layers if not isinstance(layer, SwiGLU)]
-        functions: dict[str, Callable[[], object]] = {
+        return {
             "update": self.optimizer.step,  # with the gradients of the step before it
             "loss": self._loss,
             "experts": partial(self._backward, mixtures, flat=True),
             "attention": partial(self._backward, list(self.model.attention), flat=False),
             "feed-forward": partial(self._backward, dense, flat=True),
         }
-        return functions
 
     def _loss(self) -> None:
         self.model.zero_grad()
@@ -234,14 +205,11 @@ class Step:
 
     def _backward(self, layers: Sequence[nn.Module], *, flat: bool) -> None:
         self.model.zero_grad()
-        x, upstream = self.x, self.upstream
-        if flat:
-            x, upstream = x.flatten(0, 1), upstream.flatten(0, 1)
+        x, upstream = (t.flatten(0, 1) if flat else t for t in (self.x, self.upstream))
         for layer in layers:
-            result = layer(x)
-            y, loss = result if isinstance(result, tuple) else (result, 0.0)
-            outputs = [y, loss] if isinstance(loss, Tensor) else [y]
-            torch.autograd.backward(outputs, [upstream, None][: len(outputs)])
+            y, loss = layer(x)
+            with_loss = isinstance(loss, Tensor)
+            torch.autograd.backward([y, loss][: 1 + with_loss], [upstream, None][: 1 + with_loss])
 
 
 @torch.no_grad()
@@ -258,81 +226,32 @@ def check(ours: Step, plain: Step) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@dataclass
-class Row:
-    """The seconds of a part by implementation, and the least seconds of its GEMMs."""
-
-    part: str
-    seconds: dict[str, Quartiles]
-    limit: float | None  # None: the part has no GEMM
-
-
-def measure(sizes: Sizes, dtype: torch.dtype, rounds: int, *, compiles: bool) -> list[Row]:
-    """Measures the steps and their parts."""
-    model = Transformer(sizes)
-    steps = {"moe_ext": Step(model, sizes, dtype), "plain": Step(model.plain(), sizes, dtype)}
+def measure(args: Any) -> list[Row]:
+    dtype, model = getattr(torch, args.dtype), Transformer(args)
+    steps = {"moe_ext": Step(model, args, dtype), "plain": Step(model.plain(), args, dtype)}
     check(steps["moe_ext"], steps["plain"])
     functions: dict[tuple[str, str], Callable[[], object]] = {
         ("step", name): partial(step.run, step.model) for name, step in steps.items()
     }
-    if compiles:
-        for name, step in steps.items():
-            compiled = torch.compile(step.model)
-            functions["step", f"{name}, compiled"] = partial(step.run, compiled)
+    for name, step in steps.items():
+        if not args.eager:
+            functions["step", f"{name}, compiled"] = partial(step.run, torch.compile(step.model))
     for name, step in steps.items():
         functions |= {(part, name): function for part, function in step.parts().items()}
-    functions |= {("probe", name): probe for name, probe in probes(dtype).items()}
-    seconds = interleaved(functions, rounds, warm_up=1)
-
-    rates = {name: seconds["probe", name] for name in ("peak", "exp")}
-    least = {
-        part: Quartiles.of(
-            limits(rates, flops, sizes.tokens * sizes.vocabulary if part == "loss" else 0)
-        ).median
-        for part, flops in sizes.flops().items()
-    }
+    probes = {("", name): probe for name, probe in gemm_and_exp_probes(dtype).items()}
+    seconds = interleaved(functions | probes, args.rounds, warm_up=1)
+    rates = {name: seconds["", name] for _, name in probes}
+    least = {}
+    for part, flops in flops_of(args).items():
+        exponentials = args.sequences * args.length * args.vocabulary if part == "loss" else 0
+        least[part] = Quartiles.of(gemm_and_exp_limits(rates, flops, exponentials)).median
     least["step"] = sum(least.values())
-    return [
-        Row(
-            part,
-            {name: Quartiles.of(s) for (of, name), s in seconds.items() if of == part},
-            least.get(part),
-        )
-        for part in dict.fromkeys(part for part, _ in functions if part != "probe")
-    ]
-
-
-def cells(row: Row) -> list[str]:
-    """Formats a row of the table."""
-    ours = row.seconds["moe_ext"]
-    ratios = [
-        f"{row.seconds[name].median / ours.median:.2f}" if name in row.seconds else "–"
-        for name in NAMES[1:]
-    ]
-    share = "–" if row.limit is None else f"{row.limit / ours.median:.2f}"
-    milliseconds = Quartiles(*(1e3 * value for value in ours))
-    return [row.part, f"{milliseconds:.0f}", share, *ratios]
-
-
-def main(arguments: Sequence[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__)
-    for size in fields(Sizes):
-        option = f"--{size.name.replace('_', '-')}"
-        parser.add_argument(option, type=at_least(1), default=size.default)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--eager", action="store_true", help="leave out torch.compile")
-    parser.add_argument("--threads", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(2), default=5)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args(arguments)
-    if options.dtype == "bfloat16":
-        avoid_missing_amx()
-    torch.manual_seed(0)
-    sizes = Sizes(*(getattr(options, size.name) for size in fields(Sizes)))
-    print(f"{options.dtype}, {options.threads} threads; {environment()}\n{sizes}\n")
-    with pinned(options.threads):
-        dtype = getattr(torch, options.dtype)
-        rows = measure(sizes, dtype, options.rounds, compiles=not options.eager)
-    header = ["part", "moe_ext, ms", "limit", *(f"x {name}" for name in NAMES[1:])]
-    report_rows(rows, header, cells, options.json)
+    rows = []
+    for part in dict.fromkeys(part for part, _ in functions):
+        of = {name: Quartiles.of(each) for (p, name), each in seconds.items() if p == part}
+        ours, limit = of["moe_ext"].median, least.get(part)  # without a limit if it has no GEMM
+        share = limit / ours if limit else None
+        x = {name: of[name].median / ours if name in of else None for name in NAMES}
+        ms = of["moe_ext"].scaled(1e3)
+        rows.append(Row(part=part, seconds=of, limit=limit, share_of_limit=share, x=x, ms=ms))
     return rows

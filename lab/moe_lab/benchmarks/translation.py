@@ -16,46 +16,39 @@ A top-k gate replaces a strictly balanced gate, whose thresholds would have to b
 """
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any
 
 import torch
 
-from moe_lab.benchmarks.harness import Quartiles, environment, ratio
-from moe_lab.cli import at_least, make_parser
+from moe_lab.benchmarks.harness import (
+    Quartiles,
+    Row,
+    environment,
+    interleaved,
+    pinned,
+    ratio,
+    report,
+)
 from moe_lab.data import Wordpieces
 from moe_lab.decoding import BeamSearch, Translation, Translator
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.report import markdown_table
-from moe_lab.files import open_plain, write_json
+from moe_lab.files import open_plain
 from moe_lab.models import TranslationModel
-from moe_lab.progress import progress
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.translation import make_translator
 
-
-class _Measured(NamedTuple):
-    """The times of one round, in batches or one by one."""
-
-    seconds: float
-    processor_seconds: float
-
-
-@dataclass
-class Row:
-    """The median times per sentence, in batches or one by one."""
-
-    way: str
-    threads: int
-    sentences: int
-    seconds: float
-    processor_seconds: float
+CLOCKS = {"seconds": time.perf_counter, "processor_seconds": time.process_time}
+HEADER = "way | threads | sentences | sentences/s | sentences/processor s"
+CELLS = (
+    "{way} | {threads} | {sentences:,} | {sentences_per_second:.2f} | "
+    "{sentences_per_processor_second:.2f}"
+)
 
 
 def _made_up(number: int, vocab_size: int) -> tuple[list[str], Wordpieces]:
@@ -91,12 +84,6 @@ def evenly(lines: Sequence[str], number: int) -> list[str]:
     return [lines[int((index + 0.5) * step)] for index in range(min(number, len(lines)))]
 
 
-def measured(function: Callable[[], object]) -> _Measured:
-    start = time.perf_counter(), time.process_time()
-    function()
-    return _Measured(time.perf_counter() - start[0], time.process_time() - start[1])
-
-
 def compare(
     translator: Translator, lines: Sequence[str], alone: Sequence[str], rounds: int
 ) -> tuple[list[Row], dict[str, Quartiles], int]:
@@ -107,101 +94,57 @@ def compare(
     found: dict[str, dict[str, list[Translation]]] = {"batches": {}, "one by one": {}}
 
     def batches() -> None:
-        results = translator(lines, title=None)
-        found["batches"].update(zip(lines, results, strict=True))
+        found["batches"].update(zip(lines, translator(lines, title=None), strict=True))
 
     def one_by_one() -> None:
         for line in alone:
             found["one by one"][line] = next(translator([line], title=None))
 
-    ways = {"batches": (batches, len(lines)), "one by one": (one_by_one, len(alone))}
+    def clocks(function: Callable[[], None]) -> list[float]:
+        start = [now() for now in CLOCKS.values()]
+        function()
+        return [now() - then for now, then in zip(CLOCKS.values(), start, strict=True)]
+
     list(translator(alone[:2], title=None))  # warm-up: the first calls take longer
-    times: dict[str, list[_Measured]] = {way: [] for way in ways}
-    schedule = [way for _ in range(rounds) for way in ways]
-    for way in progress(schedule, "translating", "ways"):
-        function, number = ways[way]
-        times[way].append(_Measured(*(clock / number for clock in measured(function))))
-
-    def median(way: str, clock: str) -> float:
-        return statistics.median(getattr(each, clock) for each in times[way])
-
-    threads = torch.get_num_threads()
-    rows = [
-        Row(way, threads, number, *(median(way, name) for name in _Measured._fields))
-        for way, (_, number) in ways.items()
-    ]
-    ratios = {
-        name: ratio(*([getattr(each, name) for each in times[way]] for way in reversed(ways)))
-        for name in _Measured._fields
-    }
-    same = sum(
-        found["batches"][line][0].text == found["one by one"][line][0].text for line in alone
-    )
-    return rows, ratios, same
+    ways = {"batches": batches, "one by one": one_by_one}
+    times, rows = interleaved(ways, rounds, warm_up=0, clock=clocks), []
+    of_sentence: dict[tuple[str, str], list[float]] = {}
+    for way, number in (("batches", len(lines)), ("one by one", len(alone))):
+        for clock, each in zip(CLOCKS, zip(*times[way], strict=True), strict=True):
+            of_sentence[way, clock] = [seconds / number for seconds in each]
+        medians = {clock: median(of_sentence[way, clock]) for clock in CLOCKS}
+        speeds = {f"sentences_per_{clock.removesuffix('s')}": 1 / s for clock, s in medians.items()}
+        threads = torch.get_num_threads()
+        rows.append(Row(way=way, threads=threads, sentences=number, **medians, **speeds))
+    ratios = {c: ratio(of_sentence["one by one", c], of_sentence["batches", c]) for c in CLOCKS}
+    texts = [{line: each[line][0].text for line in alone} for each in found.values()]
+    return rows, ratios, sum(texts[0][line] == texts[1][line] for line in alone)
 
 
-def as_markdown(rows: Sequence[Row], ratios: dict[str, Quartiles]) -> str:
-    table = [
-        [
-            row.way,
-            f"{row.threads}",
-            f"{row.sentences:,}",
-            f"{1 / row.seconds:.2f}",
-            f"{1 / row.processor_seconds:.2f}",
-        ]
-        for row in rows
-    ]
-    table.append(["x", "", "", *(f"{x:.1f}" for x in ratios.values())])
-    return markdown_table(
-        ["way", "threads", "sentences", "sentences/s", "sentences/processor s"], table
-    )
+def run(args: Any) -> list[Row]:
+    with pinned(args.threads):
+        return _run(args)
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Quartiles]:
-    parser = make_parser(__doc__)
-    parser.add_argument("model", help="the folder of a training run, or a configuration (.toml)")
-    parser.add_argument("text", nargs="?", type=Path, help="text for a run, one sentence per line")
-    parser.add_argument("--into", help="target language, for a run with several language pairs")
-    parser.add_argument("--sentences", type=at_least(1), default=1_000)
-    parser.add_argument(
-        "--alone", type=at_least(1), default=50, help="number of lines to translate alone"
-    )
-    parser.add_argument("--beam", type=at_least(1), default=8)
-    parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=at_least(2), default=3)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    if (options.text is None) != options.model.endswith(".toml"):
-        raise ConfigError(
-            "text: must be given with a run folder, and omitted with a configuration (.toml)"
-        )
-    if options.text is None:
-        translator, lines = _random_model(options.model, options.sentences, options.beam)
+def _run(args: Any) -> list[Row]:
+    if args.text is None:
+        translator, lines = _random_model(args.model, args.sentences, args.beam)
     else:
-        translator = make_translator(
-            load_run(options.model), BeamSearch(options.beam), options.into
-        )
-        with open_plain(options.text) as file:
+        translator = make_translator(load_run(args.model), BeamSearch(args.beam), args.into)
+        with open_plain(args.text) as file:
             text = (line.decode("utf-8", errors="replace").strip() for line in file)
-            lines = list(islice(filter(None, text), options.sentences))
+            lines = list(islice(filter(None, text), args.sentences))
         if not lines:
-            raise ConfigError(f"{options.text} must hold at least one sentence, got none")
-    alone = evenly(lines, options.alone)
+            raise ConfigError(f"{args.text} must hold at least one sentence, got none")
+    alone = evenly(lines, args.alone)
     pieces = sum(len(translator.wordpieces.encode(line)) for line in lines) / len(lines)
     print(
-        f"{options.model}, {len(translator.wordpieces):,} wordpieces, {pieces:.1f} per sentence, "
-        f"beam {options.beam}, float32; {environment()}\n"
+        f"{args.model}, {len(translator.wordpieces):,} wordpieces, {pieces:.1f} per sentence, "
+        f"beam {args.beam}, float32; {environment()}\n"
     )
-    rows, ratios, same = compare(translator, lines, alone, options.rounds)
-    print(as_markdown(rows, ratios))
+    rows, ratios, same = compare(translator, lines, alone, args.rounds)
+    by_clock = " | ".join(f"{each:.1f}" for each in ratios.values())
+    more = {"ratios": {name: each._asdict() for name, each in ratios.items()}, "same": same}
+    report(rows, HEADER, CELLS, args.json, f"x |  |  | {by_clock}", **more)
     print(f"{same} of the {len(alone)} lines have the same translation in a batch and alone")
-    if options.json:
-        figures = {
-            "environment": environment(),
-            "rows": [asdict(row) for row in rows],
-            "ratios": {name: each._asdict() for name, each in ratios.items()},
-            "same": same,
-        }
-        write_json(options.json, figures)
-    return ratios
+    return rows

@@ -1,0 +1,328 @@
+"""The table of benchmarks and their command lines; torch is imported when a benchmark runs."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_lab.benchmarks.shapes import (
+    ACTIVATIONS,
+    DEFAULT_MODELS,
+    IMPLEMENTATIONS,
+    MODELS,
+    PEER_NAMES,
+    experts_that_fit,
+    parse_shape,
+)
+from moe_lab.cli import THREAD_LIMIT, at_least, make_parser, positive
+from moe_lab.errors import ConfigError
+
+Option = dict[str, Any]  # the settings of `add_argument`
+UNITS, GROUPS = ("rows", "tokens"), "groups"  # exchanges; groups is that of placement="groups"
+
+
+class Case(NamedTuple):
+    """The command line of a benchmark; its module has the documentation and the measurements."""
+
+    rounds: int = 0  # Default of --rounds; 0: there is no such option.
+    threads: int | list[int] | None = None  # Of --threads; 0: torch's default; None: no option.
+    sizes: Mapping[str, int | tuple[int, str]] = {}  # Whole numbers: default, or default and help.
+    options: Mapping[str, Option] = {}  # The other arguments.
+    files: Sequence[str] = ()  # Arguments that are files or folders, and must exist.
+    check: Callable[[Any], object] = lambda args: None  # Refuses contradictions of arguments.
+    ranks: bool = False  # Whether torchrun starts it on --processes ranks.
+
+
+def _one(parse: Callable[[str], Any], default: Any = None, help: str | None = None) -> Option:
+    return {"type": parse, "default": default, "help": help}
+
+
+def _several(parse: Callable[[str], Any], default: Any, help: str | None = None) -> Option:
+    return _one(parse, default, help) | {"nargs": "+"}
+
+
+def _some_of(choices: Sequence[str], default: Sequence[str], metavar: str | None = None) -> Option:
+    return {"nargs": "+", "choices": choices, "default": [*default], "metavar": metavar}
+
+
+def _flag(help: str) -> Option:
+    return {"action": "store_true", "help": help}
+
+
+def _shapes(letters: str, help: str) -> Option:
+    names = tuple(letters.split())
+    help = f"{help}; may be repeated (default: the published shapes)"
+    more = {"nargs": len(names), "action": "append", "metavar": names}
+    return _one(at_least(1), None, help) | more
+
+
+_ANY = positive(finite=False)
+_DTYPES = ["float32", "bfloat16"]
+_DTYPE = {"choices": _DTYPES, "default": "float32"}
+_BANDWIDTH = _one(float, 0, "limit of the loopback network in MB/s (0: none)")
+_REPORT = _several(Path, None, "print the .json files of earlier runs, merged, and measure nothing")
+
+
+def _against_peers(seconds: float, memory: float | None, patience: float) -> dict[str, Option]:
+    """Returns the options of the benchmarks of experts, with these defaults."""
+    return {
+        "--seconds": _one(float, seconds, "time limit for the rounds of a problem (%(default)s)"),
+        "--memory": _one(_ANY, memory, "GiB that a peer may take (layer: 6, or 40 on a GPU)"),
+        "--patience": _one(_ANY, patience, "seconds of a peer in addition to those of the GEMMs"),
+        "--keep-freed-memory": _flag("reuse freed memory (glibc)"),
+        "--report": _REPORT,
+    }
+
+
+def _check_device(args: Any) -> None:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
+        raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {args.device!r}")
+
+
+def _check_data(args: Any) -> None:
+    if (args.corpus is None) != (args.vocabulary is None):
+        raise ConfigError("--corpus and --vocabulary must be given together, got only one of them")
+
+
+def _check_distributed(args: Any) -> None:
+    size = args.group_size
+    if args.exchanges is None:
+        args.exchanges = [*UNITS, GROUPS] if size else [*UNITS]
+    if not size and GROUPS in args.exchanges:
+        raise ConfigError("--exchanges groups must be used with --group-size, got no group size")
+    if size and args.experts % size:
+        rule = f"a multiple of --group-size = {size}"
+        raise ConfigError(f"--experts must be {rule}, got {args.experts}")
+    if 1 not in args.chunks:
+        raise ConfigError(f"--chunks must include 1, got {args.chunks}")
+
+
+def _check_models(args: Any) -> None:
+    models = MODELS if "all" in args.models else args.models
+    args.num_experts = {name: experts_that_fit(name, args.weights) for name in models}
+
+
+def _check_configuration(path: str) -> None:
+    of_package = Path(__file__).parents[1] / "configs" / f"{path}.toml"
+    if not Path(path).is_file() and not of_package.is_file():
+        raise ConfigError(
+            f"there is no configuration file {path}; give a file, or a name such as small/moe-32"
+        )
+
+
+def _check_translation(args: Any) -> None:
+    is_run = Path(args.model).is_dir()
+    if is_run == (args.text is None):
+        rule = "given with a run folder, and omitted with a configuration"
+        raise ConfigError(f"text must be {rule}, got {args.text} with {args.model}")
+    if not is_run:
+        _check_configuration(args.model)
+
+
+CASES = {
+    "cpp": Case(
+        rounds=21, files=["program"],
+        sizes={"calls": (500, "calls in a round"), "width": 64, "experts": 16, "k": 2,
+               "hidden": 128},
+        options={"--program": {"type": Path, "required": True, "help": "built from benchmark.cpp"},
+                 "--words": _one(at_least(3), 1000, "size of the vocabulary")},
+    ),
+    "cross-entropy": Case(
+        rounds=5, threads=1,
+        options={"--shape": _shapes("T D V", "tokens, width and classes"), "--dtype": _DTYPE},
+    ),
+    "data": Case(
+        files=["corpus", "vocabulary"], check=_check_data,
+        sizes={"sentences": (30_301_028, "number of sentences of empty text"),
+               "batch_words": (10_000_000, "number of words to read in batches")},
+        options={
+            "--workers": _several(at_least(0), [0, 1, 2]),
+            "--words": _one(at_least(1_000), 20_000_000, "words of the generated corpus"),
+            "--vocab-size": _one(at_least(3), 793_471, "its vocabulary size"),
+            "--tokens-per-batch": _several(at_least(1), [2_560, 300_000]),
+            "--corpus": _one(Path, None, "a corpus to use instead of the generated one"),
+            "--vocabulary": _one(Path, None, "the vocabulary of --corpus"),
+        },
+    ),
+    "distributed": Case(
+        rounds=15, threads=1, check=_check_distributed, ranks=True,
+        sizes={"tokens": (1024, "tokens per rank"), "experts": (8, "experts per rank"), "k": 4,
+               "width": 512, "hidden": 1024},
+        options={
+            "--processes": _several(at_least(1), [1, 2, 4]),
+            "--exchanges": {"nargs": "+", "choices": [*UNITS, GROUPS],
+                            "help": "default: rows and tokens; with --group-size also groups"},
+            "--group-size": _one(at_least(0), 0, "of a hierarchical layer, in experts (0: flat)"),
+            "--chunks": _several(at_least(1), [1, 2, 4], "numbers of chunks; must include 1"),
+            "--dtype": _DTYPE,
+            "--device": {"choices": ["cpu", "cuda"], "default": "cpu"},
+            "--warm-up": _one(at_least(0), 2, "number of untimed rounds at the start"),
+            "--bandwidth": _BANDWIDTH,
+            "--compute-ms": _one(float, 0, "ms per step that experts sleep (0: they compute)"),
+        },
+    ),
+    "few-tokens": Case(
+        rounds=9, threads=1,
+        options={"--shape": _shapes("D E K H", "width, experts, experts per token, hidden width"),
+                 "--tokens": _several(at_least(1), [1, 2, 4, 8, 16, 32, 64, 128, 256])},
+    ),
+    "hierarchical": Case(
+        rounds=7, threads=2,
+        sizes={"groups": 256, "experts_per_group": 512, "peer_experts": 1024, "peer_groups": 32,
+               "k": (2, "experts of a token at each level (flat layers: k²)"), "d_model": 128,
+               "hidden": 16, "tokens": 131_072},
+    ),
+    "layer": Case(
+        rounds=21, threads=[1, 2], files=["report"], check=_check_device,
+        options=_against_peers(seconds=15.0, memory=None, patience=2.0) | {
+            "--device": _one(str, "cpu", "cpu, cuda or cuda:N"),
+            "--shapes": _several(parse_shape, None, "default: all shapes for the device"),
+            "--dtype": _some_of(_DTYPES, ["float32"]),
+            "--peers": _some_of(PEER_NAMES, PEER_NAMES, "PEER") | {"nargs": "*"},
+            "--activations": _some_of(ACTIVATIONS, ACTIVATIONS),
+            "--minutes": _one(float, None, "minutes after which no further shape starts"),
+            "--check-memory": _flag("measure only what is saved for backward"),
+            "--plot": _one(Path),
+            "--profile": _one(Path, None, "text file for the profile of our kernels"),
+        },
+    ),
+    "lstm": Case(
+        rounds=5, threads=1,
+        options={"--shape": _shapes("B S D U P", "sentences, tokens; input, cell, output widths"),
+                 "--dtype": _DTYPE},
+    ),
+    "ops": Case(
+        rounds=21, threads=[1, 2],
+        sizes={"tokens": 4096, "experts": 256, "k": 4, "routing_k": 8, "width": 512},
+    ),
+    "optim": Case(
+        rounds=11, threads=[1, 2], sizes={"experts": 256, "d_model": 512, "hidden": 1024}
+    ),
+    "recompute": Case(
+        rounds=15, threads=[1, 2],
+        sizes={"tokens": 4096, "experts": 32, "k": 4, "width": 512, "hidden": 1024},
+    ),
+    "recurrent": Case(
+        rounds=5, threads=1,
+        sizes={"steps": 100, "batch": 256, "width": (128, "width of input and state"),
+               "experts": 8, "k": 2},
+        options={"--slots": _several(at_least(1), [1, 2, 3, 5, 10, 20, 50, 100])},
+    ),
+    "recurrent-exchange": Case(
+        rounds=9, threads=1, ranks=True,
+        sizes={"steps": 20, "width": (128, "width of input and state"), "experts": 16, "k": 2},
+        options={
+            "--processes": _one(at_least(2), 2),
+            "--batch": _several(at_least(1), [4, 16, 64, 256], "sequences of each rank"),
+            "--slots": _one(at_least(0), 0, "memory_slots (0: none)"),
+            "--bandwidth": _BANDWIDTH,
+        },
+    ),
+    "softmax": Case(
+        rounds=3, threads=0,
+        sizes={"sampled": (8_192, "S, sampled classes"), "width": (512, "D, width of a row"),
+               "tokens": (2_560, "T, number of rows")},
+        options={"--classes": _one(at_least(2), 793_471, "V, number of classes")},
+    ),
+    "step": Case(
+        sizes={"steps": 3}, check=lambda args: _check_configuration(args.config),
+        options={"config": {"help": "a configuration of moe-lab train"},
+                 "overrides": {"nargs": "*", "metavar": "key=value",
+                               "help": "options of the configuration to override"}},
+    ),
+    "training-step": Case(
+        rounds=5, threads=1,
+        sizes={"sequences": 8, "length": 256, "d_model": 512, "layers": 8, "num_experts": 32,
+               "k": 2, "hidden": 1_024, "vocabulary": 32_000},
+        options={"--dtype": _DTYPE, "--eager": _flag("leave out torch.compile")},
+    ),
+    "transformers-experts": Case(
+        rounds=3, threads=[1], files=["report"], check=_check_models,
+        sizes={"tokens": (512, "T of prefill and training")},
+        options=_against_peers(seconds=30.0, memory=2.0, patience=10.0) | {
+            "--models": _some_of([*MODELS, "all"], DEFAULT_MODELS, "MODEL"),
+            "--dtype": _some_of(_DTYPES, _DTYPES),
+            "--implementations": _some_of(IMPLEMENTATIONS, IMPLEMENTATIONS, "NAME"),
+            "--weights": _one(_ANY, 3.0, "GiB of a layer's weights in float32"),
+            "--output": _one(Path, None, "folder of the page, figures and plot"),
+        },
+    ),
+    "translation": Case(
+        rounds=3, threads=0, files=["text"], check=_check_translation,
+        sizes={"sentences": 1_000, "alone": (50, "number of lines to translate alone"), "beam": 8},
+        options={"model": {"help": "the folder of a training run, or a configuration"},
+                 "text": {"nargs": "?", "type": Path, "help": "text for a run, a line a sentence"},
+                 "--into": {"help": "target language, for a run with several language pairs"}},
+    ),
+}  # fmt: skip
+
+
+def file_of(name: str) -> Path:
+    """Returns the file of the module that measures a case."""
+    return Path(__file__).with_name(f"{name.replace('-', '_')}.py")
+
+
+def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
+    """Parses and checks the arguments of a case; None: those of the command line.
+
+    Raises:
+        ConfigError: arguments do not fit together, or a file does not exist.
+    """
+    case = CASES[name]
+    parser = make_parser(ast.get_docstring(ast.parse(file_of(name).read_text("utf-8"))))
+    options = dict(case.options)
+    for size, value in case.sizes.items():
+        default, help = value if isinstance(value, tuple) else (value, None)
+        options[f"--{size.replace('_', '-')}"] = _one(at_least(1), default, help)
+    if isinstance(case.threads, list):
+        options["--threads"] = _several(at_least(1, THREAD_LIMIT), case.threads)
+    elif case.threads is not None:
+        options["--threads"] = _one(at_least(min(case.threads, 1), THREAD_LIMIT), case.threads)
+    if case.rounds:
+        options["--rounds"] = _one(at_least(2), case.rounds, "number of rounds (%(default)s)")
+    options["--json"] = _one(Path, None, "also write the figures to this file")
+    for option, settings in options.items():
+        parser.add_argument(option, **settings)
+    args = parser.parse_intermixed_args(arguments)
+    for option in case.files:
+        paths = getattr(args, option)
+        for path in paths if isinstance(paths, list) else [paths]:
+            if path is not None and not path.exists():
+                raise ConfigError(f"{option} must be a file, got {path}, which does not exist")
+    case.check(args)
+    return args
+
+
+def run(name: str, arguments: Sequence[str] | None = None) -> Any:
+    """Runs a case and returns its rows, or its exit status.
+
+    Args:
+        name: a key of `CASES`.
+        arguments: the arguments after the name; None: those of the command line.
+    """
+    args = parse(name, arguments)
+    if CASES[name].ranks and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return _launch(name, sys.argv[1:] if arguments is None else arguments, args)
+    harness: Any = import_module("moe_lab.benchmarks.harness")
+    return harness.run(import_module(f"moe_lab.benchmarks.{file_of(name).stem}"), args)
+
+
+def _launch(name: str, arguments: Sequence[str], args: Any) -> int:
+    """Runs a case under torchrun, on a link with --bandwidth; returns the exit status."""
+    number = max(args.processes) if isinstance(args.processes, list) else args.processes
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "localhost", "--nproc-per-node", str(number)]
+    command += ["--module", "moe_lab", "benchmark", name, *arguments]
+    environ = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+    if args.bandwidth:
+        # A token bucket limits the rate; its queue is large enough that no packet is dropped.
+        limit = f"rate {8 * args.bandwidth:.0f}mbit burst 256kb limit 1gb"
+        set_up = f"ip link set lo up && tc qdisc add dev lo root tbf {limit}"
+        command = ["unshare", "--net", "sh", "-c", f'{set_up} && exec "$@"', "sh", *command]
+        environ["GLOO_SOCKET_IFNAME"] = "lo"
+    return subprocess.run(command, env=environ).returncode
