@@ -80,7 +80,7 @@ def balance(model: nn.Module, w_importance: float = 0.0) -> "ModelBalance":
 
 @dataclass(frozen=True)
 class LayerBalance:
-    """Holds what a mixture layer routed since the start or the last `ModelBalance.reset`.
+    """Holds the routing of a mixture layer since the start or the last `ModelBalance.reset`.
 
     Attributes:
         name: the name of the experts module in the model.

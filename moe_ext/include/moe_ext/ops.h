@@ -305,7 +305,7 @@ struct LstmOutputs {
 //   weight_input: [4 U, D].
 //   weight_recurrent: [4 U, P].
 //   bias: [4 U]; absent: no bias.
-//   projection: [P, U]; absent: m_t is what it would multiply.
+//   projection: [P, U]; absent: m_t = sigmoid(o) * tanh(c_t), and P = U.
 //   m_0: [B, P], the output before the first step; absent: zeros.
 //   c_0: [B, U], the state of the cells before the first step; absent: zeros.
 //   lengths: [B] int64, the number of tokens of each sentence; absent: S.
