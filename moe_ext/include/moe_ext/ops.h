@@ -11,7 +11,8 @@
 //
 // All functions throw c10::ValueError, c10::TypeError or c10::IndexError if an argument has a wrong
 // shape, dtype, device or value. The message names operator, argument, rule and value. On CUDA,
-// values of index tensors are not checked.
+// values of index tensors are not checked. CUDA is experimental: no kernel has run on a GPU yet.
+//
 // An undefined optional tensor is absent; any other undefined tensor is a c10::TypeError.
 #pragma once
 
