@@ -73,7 +73,10 @@ def test_sentences(prose, text, expected):
         ("The copies, and what else is sent for each row.", True),
         ("Returns y, whose backward pass also runs that of x.", True),
         ("The first four are of x86-64.", True),
-        ("The page shows what the layer computes, which depends on the gate that you choose.", False),
+        (
+            "The page shows what the layer computes, which depends on the gate that you choose.",
+            False,
+        ),
         ("Outputs are bitwise identical to those of a single rank.", False),
     ],
 )
@@ -87,7 +90,7 @@ def test_a_relative_clause_is_no_finding(prose):
         "The layer sends each token to the rank that owns its experts, which returns their outputs "
         "before the token's rank combines them with the gates that it has kept."
     )
-    assert 25 < prose.num_words(text) and not list(prose.findings(iter([prose.Text(1, text)]), []))
+    assert prose.num_words(text) > 25 and not list(prose.findings(iter([prose.Text(1, text)]), []))
 
 
 def test_code_numbers_and_formulas_are_not_words(prose):
