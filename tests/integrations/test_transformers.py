@@ -564,7 +564,7 @@ def test_memory_of_a_model_with_4_gb_of_experts():
     program = """
 import torch, transformers
 import moe_ext.integrations.transformers
-from moe_ext.lab.benchmarks.memory import peak_mib
+from moe_lab.benchmarks.memory import peak_mib
 sizes = {"hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts": 88}
 sizes |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
 config = transformers.Qwen3MoeConfig(vocab_size=64, num_experts_per_tok=8, use_cache=False, **sizes)

@@ -4,10 +4,10 @@ import pytest
 import reference as ref
 import torch
 from assertions import assert_exact, assert_same_bits
+from moe_lab.analysis import moe_ops
 from torch import nn
 
 from moe_ext import BalancedGate, HierarchicalMoE, MoE, SharedExpert, TopKGate
-from moe_ext.lab.analysis import moe_ops
 
 D, E, K = 6, 5, 2
 SHARED = pytest.mark.equation("arXiv 2401.06066")

@@ -10,6 +10,7 @@ from assertions import (
     recorded_ops,
     run_layer,
 )
+from moe_lab.analysis import moe_ops
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +29,6 @@ from moe_ext import (
     ZLoss,
     update_gates,
 )
-from moe_ext.lab.analysis import moe_ops
 
 D, E, K = 6, 3, 2
 ZERO = pytest.mark.equation("arXiv 2410.07348", "arXiv 2509.01322")
