@@ -111,7 +111,7 @@ class ExpertSharding:
         can_share = gate_of_groups(gate) is not None
         by_groups = options.placement == "groups"
         name = "ExpertParallel: placement"
-        rule = f'be "experts" for {type(gate).__name__}, which cannot shard groups'
+        rule = f'be "experts" for {type(gate).__name__}, which ranks cannot share by groups'
         require(can_share or not by_groups, name, rule, options.placement)
         rule = 'be "experts" with balance="local"'
         require(not (local and by_groups), name, rule, options.placement)

@@ -1358,7 +1358,7 @@ def options_refused(group, rank):
             {"gate": OwnForward(D, 2, 2, (2, 1))},
             {"placement": "groups"},
             ValueError,
-            'ExpertParallel: placement must be "experts" for OwnForward, which cannot shard groups',
+            'ExpertParallel: placement must be "experts" for OwnForward, which ranks cannot share',
         ),
         (
             {"gate": HierarchicalNoisyTopKGate(D, 2, 2, (2, 1))},
