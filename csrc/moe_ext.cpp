@@ -99,7 +99,7 @@ TORCH_LIBRARY(moe_ext, m) {
   m.def("_dispatch_backward(Tensor grad_rows, Tensor inverse, Tensor? token_offsets) -> Tensor",
         tags);
 
-  // Uninitialized rows like those of x, for received rows. CPUs reuse the memory of freed ones.
+  // Uninitialized rows like the rows of x, for received rows. CPUs reuse the memory of freed rows.
   m.def("_empty_rows(Tensor x, SymInt num_rows) -> Tensor", tags);
 
   // Eq. 1: y[t] = sum of gates[s] * expert_output[inverse[s]] over the slots s of token t
@@ -157,7 +157,7 @@ TORCH_LIBRARY(moe_ext, m) {
   // App. C.1: i, f, j, o = weight_input x_t + weight_recurrent m_{t-1} + bias;
   // c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j); m_t = projection (sigmoid(o) tanh(c_t)).
   // This is an LSTM of U units over B sentences of S tokens (Sak et al., 2014).
-  // Without projection, m_t is what it would multiply. Without m_0 or c_0, the state starts at
+  // Without projection, m_t = sigmoid(o) * tanh(c_t). Without m_0 or c_0, the state starts at
   // zero. Sentence b has lengths[b] tokens, in their order or reversed; m is zero after them. m_n
   // and c_n are the states after the last step.
   // Shapes: x [B, S, D], weight_input [4 U, D], weight_recurrent [4 U, P], projection [P, U],

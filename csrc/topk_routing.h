@@ -18,7 +18,7 @@ struct GateRule {
   double scale;
 };
 
-// Among which experts a token selects: those of its best groups.
+// The groups of experts among which a token selects: only its best groups.
 template <typename Int>
 struct Groups {
   Int number;

@@ -34,7 +34,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"'.*'"),  # the values of a Literal
     ("py:obj", r"[a-z]\w*"),  # an argument in single backticks
-    ("py:obj", r"moe_ext\.lab\..*"),  # the lab's modules are listed without pages of their own
+    ("py:obj", r"moe_lab\..*"),  # the lab's modules are listed without pages of their own
     ("py:class", r".*\._\w+.*"),  # private types in signatures
 ]
 nitpick_ignore_regex += [("cpp:identifier", r".*")]  # torch's C++ interface has no inventory here

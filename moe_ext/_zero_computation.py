@@ -1,4 +1,4 @@
-"""Slots that no expert computes: dropped ones, and those of identity and null experts."""
+"""Slots that no expert computes: dropped slots, and slots of identity and null experts."""
 
 import torch
 from torch import Tensor

@@ -322,7 +322,7 @@ class ModuleExperts(Experts):
         require(len(experts) >= 1, "ModuleExperts: modules", "contain at least one module", "none")
         trained = [expert for expert in experts if any(True for _ in expert.parameters())]
         names = [type(expert).__name__ for expert in experts]
-        rule = "be a different module for each expert, not the same one several times"
+        rule = "have no module twice (make a copy of the module for each expert)"
         require(len({*trained}) == len(trained), "ModuleExperts: modules", rule, names)
         super().__init__(len(experts), None)
         self.experts = experts

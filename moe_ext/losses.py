@@ -72,7 +72,7 @@ class RouterLoss:
     """Defines a loss of the routing decisions, for ``MoE(losses=[...])``.
 
     A loss is a function of sums over tokens or sequences. `MoE` sums the sums of all its losses
-    over the ranks, with one all-reduce. So the loss is that of the whole batch on any number of
+    over the ranks, with one all-reduce. So the loss covers the whole batch on any number of
     ranks. The whole batch is the tokens of one forward pass on all ranks that balance together; see
     balance in `moe_ext.distributed.ExpertParallel`. With gradient accumulation, each micro-batch is
     such a batch. Derive a custom loss from this class and define `sums` and `value`:

@@ -122,8 +122,8 @@ class MoE(nn.Module):
 
     With a process_group, its ranks share the experts (Sec. 3). Each rank has a replica of the gate,
     a contiguous shard of the experts, and its own tokens, whose number may differ between ranks.
-    All ranks must run the layer's forward and backward passes together. The output equals that of a
-    single process that has the tokens of all ranks, concatenated in rank order.
+    All ranks must run the layer's forward and backward passes together. The output equals the
+    output of a single process that has the tokens of all ranks, concatenated in rank order.
 
     Gradients are those of the mean of the ranks' losses. Expert gradients are complete after
     backward. All other gradients must be averaged over the ranks, which
@@ -167,11 +167,11 @@ class MoE(nn.Module):
             of the batch (arXiv 2101.03961, Eq. 3). Assignments beyond C are dropped: no expert
             computes them, and their gates are not given to other experts. Losses, importance, load
             and tokens_per_expert still count them. The metric share_dropped is their fraction. With
-            several ranks and balance="global", the batch is that of all ranks. The attribute may
-            change between steps. E counts all experts of the gate; zero-computation experts have no
-            limit. On CUDA, the host synchronizes with the device. None: nothing is dropped.
-        drop: which assignments an expert drops. "position": those of its last tokens. "score":
-            those with its lowest gates; among equal gates, the last tokens.
+            several ranks and balance="global", the batch has the tokens of all ranks. The attribute
+            may change between steps. E counts all experts of the gate; zero-computation experts
+            have no limit. On CUDA, the host synchronizes with the device. None: nothing is dropped.
+        drop: which assignments an expert drops. "position": the assignments of its last tokens.
+            "score": the assignments with its lowest gates; among equal gates, the last tokens.
         process_group: the ranks that share the experts; a short form of
             ``parallel=ExpertParallel(process_group)``.
         parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. None
@@ -351,7 +351,8 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, MoEAux]:
         """Implements `forward` without nested tensors.
 
-        sequence_offsets: see `RouterLoss.sums`; None: that of the dimension before the last of x.
+        sequence_offsets: see `RouterLoss.sums`. None: a sequence is the dimension before the last
+            of x [..., T, D].
         """
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(

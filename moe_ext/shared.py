@@ -20,8 +20,8 @@ class SharedExpert(nn.Module):
     """Computes a feed-forward network of every token, for ``MoE(shared_expert=...)``.
 
     A shared expert is always on (DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066, Eq. 9). The layer
-    adds its output to that of the routed experts. N shared experts of width F without output bias
-    are a single shared expert of width N · F, because their outputs are summed.
+    adds its output to the output of the routed experts. N shared experts of width F without
+    output bias are a single one of width N · F, because their outputs are summed.
 
     With gated, the output is sigmoid(x·w_gate) E(x), as in Qwen2-MoE (arXiv 2407.10671). The logit
     is computed in at least float32.

@@ -104,7 +104,7 @@ def test_transformers_finetune(tmp_path):
 @pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
 def test_ops_in_cpp():
     """Runs the commands of the first comment of ops.cpp."""
-    comment, source = (EXAMPLES / "cpp" / "ops.cpp").read_text().split("#include", 1)
+    comment = (EXAMPLES / "cpp" / "ops.cpp").read_text().partition("#include")[0]
     commands, shown = re.findall(r"(?:^//     .*\n)+", comment, re.M)
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -124,7 +124,6 @@ def test_ops_in_cpp():
     printed = done.stdout.splitlines()[-1]
     assert without_numbers([f"//     {printed}"]) == without_numbers(shown.splitlines())
     assert 125 <= numbers(r"expert: (\d+)", printed)[0] < 250  # the mean is 2 * 1000 / 16
-    assert "#include" + source in (EXAMPLES.parent / "README.md").read_text()
 
 
 def test_the_readme_lists_all_examples():

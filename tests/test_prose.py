@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,35 @@ def test_findings(prose, name, source, expected, tmp_path):
 )
 def test_sentences(prose, text, expected):
     assert len(prose.sentences(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("None: that of the dimension before the last of x.", True),
+        ("None: m_t is what it would multiply.", True),
+        ("Counts what the steps pass back.", True),
+        ("The copies, and what else is sent for each row.", True),
+        ("Returns y, whose backward pass also runs that of x.", True),
+        ("The first four are of x86-64.", True),
+        (
+            "The page shows what the layer computes, which depends on the gate that you choose.",
+            False,
+        ),
+        ("Outputs are bitwise identical to those of a single rank.", False),
+    ],
+)
+def test_pronouns_without_a_noun_are_found(prose, text, found):
+    terms = tomllib.loads(prose.RULES.read_text())["terms"]
+    assert bool(list(prose.findings(iter([prose.Text(1, text)]), terms))) == found
+
+
+def test_a_relative_clause_is_no_finding(prose):
+    text = (
+        "The layer sends each token to the rank that owns its experts, which returns their outputs "
+        "before the token's rank combines them with the gates that it has kept."
+    )
+    assert prose.num_words(text) > 25 and not list(prose.findings(iter([prose.Text(1, text)]), []))
 
 
 def test_code_numbers_and_formulas_are_not_words(prose):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import moe_ext
-from moe_ext import HierarchicalMoE, MoE
+from moe_ext import HierarchicalMoE, MoE, ops
 from moe_ext.optim import split_parameters
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +59,16 @@ def module_names(name):
     """The public names of a module, without its submodules."""
     module = importlib.import_module(name)
     return [each for each in module.__all__ if not inspect.ismodule(getattr(module, each))]
+
+
+def test_each_operator_says_that_cuda_is_experimental():
+    operators = {name for name in ops.__all__ if hasattr(torch.ops.moe_ext, name)} - {"lstm"}
+    assert len(operators) >= 13
+    sentence = "CUDA is experimental: no kernel has run on a GPU yet."
+    assert {name for name in operators if sentence not in getattr(ops, name).__doc__} == set()
+    assert "CPU only" in ops.lstm.__doc__
+    header = (ROOT / "moe_ext" / "include" / "moe_ext" / "ops.h").read_text()
+    assert sentence in header.partition("#pragma once")[0].replace("\n// ", " ")
 
 
 def callables_of(value):

@@ -236,7 +236,7 @@ class ClassTiles {
     }
   }
 
-  // The number of elements of type acc_t in which sum() keeps a tile of some logits.
+  // The size of the buffer, in elements of acc_t, in which sum() keeps the logits of a tile.
   int64_t kept_size(int64_t num_logits) const {
     return softcap_ ? whole_lines(num_logits) : space_of<p_t, acc_t>(num_logits);
   }

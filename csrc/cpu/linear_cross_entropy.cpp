@@ -269,7 +269,7 @@ class LinearCrossEntropy {
     tiles_.sum(tokens, classes, space.tile, kept, of_tiles.data() + tile * tokens.count);
   }
 
-  // The second pass of a tile; returns P. Recomputes what is not kept.
+  // The second pass of a tile; returns P. Recomputes the logits that sum() did not keep.
   const p_t* differentiate_tile(Tokens tokens, int64_t tile, const Space& space, acc_t* kept,
                                 std::vector<Sums<acc_t>>& of_tiles,
                                 const std::vector<math::LogitGradient<acc_t>>& of_logits) const {

@@ -1,6 +1,6 @@
 // An LSTM with or without a projection on the CPU.
 //
-// The rows of all matrices are those of the tokens, step by step: padding has no row. The sentences
+// All matrices have one row for each token, step by step: padding has no row. The sentences
 // are sorted by length, longest first, so the sentences that have a token at a step are the first
 // ones. The columns of the gates are in blocks: a block has i, f, j and o of at most kMaxUnits
 // units. The cells of a block follow its GEMM while its gates are in the cache.
@@ -8,8 +8,8 @@
 // Forward: one product multiplies the tokens of all steps by weight_input. Then each thread takes
 // some sentences through all steps; it waits for no other thread.
 //
-// Backward: the steps compute only the gradients of the gates, and what they pass to the step
-// before. Then each gradient of a weight is one product over all rows.
+// Backward: the steps compute only the gradients of the gates, and of the state that the step
+// before returned. Then each gradient of a weight is one product over all rows.
 //
 // A sentence's results do not depend on the other sentences or on the threads.
 #include "../lstm.h"
@@ -551,7 +551,7 @@ class LstmBackward {
     }
   }
 
-  // Computes the gradients of the gates, and those of all outputs.
+  // Computes the gradients of the gates and of all outputs.
   void run_steps() {
     const int64_t width = layer_.width, num_units = layer_.num_units;
     const int64_t most = layer_.num_sentences, units_at_once = layer_.max_units();

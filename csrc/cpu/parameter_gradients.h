@@ -41,7 +41,7 @@ class ParameterGradients {
     acc_t* group;  // the sum of a group of rows, as wide as a layer
   };
 
-  // `gradients` are those of the layers' weights, then those of the biases. Each tensor has the
+  // `gradients` belong to the layers' weights and then to the biases. Each tensor has the
   // experts in sequence in memory, or is empty if it is not needed.
   ParameterGradients(at::TensorList gradients, std::vector<Layer> layers, int64_t num_experts)
       : layers_(std::move(layers)) {

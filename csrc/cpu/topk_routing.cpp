@@ -104,8 +104,8 @@ struct GroupScores {
   }
 };
 
-// The weights w of the chosen logits, and the denominator of the gates; `total` is that of all
-// logits.
+// The weights w of the chosen logits, and the denominator of the gates; `total` has shift and
+// denominator of all logits.
 template <typename Score>
 struct WeightsOfChosen {
   template <typename acc_t>
@@ -227,7 +227,7 @@ std::tuple<Tensor, Tensor> topk_routing_cpu(const Tensor& logits, int64_t k,
 }
 
 // The gradients of the chosen logits, from the gradients of their gates; see math/topk_routing.h.
-// The mean is that of score_gradient.
+// score_gradient computes the mean.
 template <typename Score>
 struct GatesBackward {
   template <typename acc_t>

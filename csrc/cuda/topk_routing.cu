@@ -36,7 +36,7 @@ __device__ __forceinline__ Total<acc_t> softmax_total(const scalar_t* logits, un
   return {shift, warp_sum(sum)};
 }
 
-// Returns the shift and the denominator of the gates of the chosen logits; `total` is that of all
+// Returns the shift and the denominator of the gates of the chosen logits; `total` has both for all
 // logits.
 template <typename Score, typename scalar_t, typename acc_t>
 __device__ __forceinline__ Total<acc_t> total_of_chosen(const scalar_t* logits,
@@ -56,7 +56,7 @@ __device__ __forceinline__ Total<acc_t> total_of_chosen(const scalar_t* logits,
   return total;
 }
 
-// Computes the gates of a token's chosen experts; `total` is that of all logits.
+// Computes the gates of a token's chosen experts; `total` has shift and denominator of all logits.
 template <typename Score, typename scalar_t, typename acc_t>
 __device__ __forceinline__ void write_gates(const scalar_t* logits, const int64_t* chosen,
                                             int64_t k, bool renormalize, acc_t scale,

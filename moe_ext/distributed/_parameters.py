@@ -105,7 +105,7 @@ def _entries(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expert
 
 
 def require_ranks(owner: str, model: nn.Module, ranks: Ranks) -> None:
-    """Raises ValueError unless the ranks are those of every layer with sharded experts."""
+    """Raises ValueError unless every layer with sharded experts has these ranks."""
     for _, sharding in spread_layers(model):
         there, here = (
             [] if each.group is None else dist.get_process_group_ranks(each.group)

@@ -37,7 +37,10 @@ class _ScaleGrad(Function):
 
 
 def with_backward_of(y: Tensor, x: Tensor) -> Tensor:
-    """Returns y, whose backward pass also runs that of x, with the gradient 0 if y is not of x."""
+    """Returns y; its backward pass also runs the backward pass of x.
+
+    If y was not computed from x, x gets the gradient 0.
+    """
     return _WithBackwardOf.apply(y, x)
 
 

@@ -48,7 +48,7 @@ class _Copies(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """Counts what this rank sends and receives: [chunks][ranks], on the host.
+    """Holds the numbers of rows that this rank sends and receives: [chunks][ranks], on the host.
 
     Attributes:
         rows_out, rows_in: the numbers of rows.
@@ -138,9 +138,9 @@ class Exchange:
         chunks_of: "experts": a chunk is a part of each rank's experts. "tokens": a chunk is a part
             of each rank's tokens, so that no token is sent twice to a rank. The weight gradients
             of the chunks are then summed, which rounds. None: "experts" for rows, else "tokens".
-        reduction: "mean": expert gradients are those of the mean of the ranks' losses.
-            DistributedDataParallel uses the same mean for the other parameters. "sum": those of
-            the sum of the ranks' losses. The gradients of x and the gates are equal in both cases.
+        reduction: "mean": expert gradients belong to the mean of the ranks' losses.
+            DistributedDataParallel uses the same mean for the other parameters. "sum": they
+            belong to the sum of the losses. The gradients of x and the gates are equal in both.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class Exchange:
         """Brings the counts to the host, which synchronizes with the device.
 
         Args:
-            rows_out, copies_out: [chunks · ranks], what this rank sends to each destination.
+            rows_out, copies_out: [chunks · ranks], the rows that this rank sends to each rank.
             incoming: [ranks, experts of the chunk] for each chunk, the numbers of rows that this
                 rank receives; then [ranks, chunks], the numbers of copies.
         """
@@ -327,9 +327,9 @@ class Exchange:
         """Sends, computes and returns one chunk after the other.
 
         Args:
-            senders: those of the copies, and of what else is sent for each row.
+            senders: one for the token copies, and one for each other tensor that is sent by row.
             incoming: see `_counts`.
-            counts: what is sent and received.
+            counts: the numbers of rows that this rank sends and receives.
             compute: see `run`.
             has_backward: whether a backward pass follows.
 

@@ -40,10 +40,10 @@ class ExpertParallel:
         num_chunks: number of chunks of each rank's experts, of its groups, or with
             exchange="tokens" of its tokens. Each chunk is computed while rows of other chunks are
             sent; see `Exchange`.
-        placement: what a rank owns. "experts": whole groups of experts; every rank has all gates.
-            "groups": whole groups with their secondary gates; see `GroupExchange`. Each token is
-            then sent once, for any `exchange`. None: "groups" for a `HierarchicalGate` with
-            balance="global", else "experts".
+        placement: the parts of a rank. "experts": whole groups of experts; every rank has all
+            gates. "groups": whole groups with their secondary gates; see `GroupExchange`. Each
+            token is then sent once, for any `exchange`. None: "groups" for a `HierarchicalGate`
+            with balance="global", else "experts".
 
     Raises:
         ValueError: an option is out of range.
@@ -111,7 +111,7 @@ class ExpertSharding:
         can_share = gate_of_groups(gate) is not None
         by_groups = options.placement == "groups"
         name = "ExpertParallel: placement"
-        rule = f'be "experts" for {type(gate).__name__}, which ranks cannot share'
+        rule = f'be "experts" for {type(gate).__name__}, which ranks cannot share by groups'
         require(can_share or not by_groups, name, rule, options.placement)
         rule = 'be "experts" with balance="local"'
         require(not (local and by_groups), name, rule, options.placement)

@@ -12,7 +12,7 @@ Contents, with the paper's equation or section::
     HierarchicalBalancedGate     balanced gating on two levels                App. B, F
     ExpertChoiceGate             each expert selects its tokens               arXiv 2202.09368
     ReLUGate                     the experts with positive scores             arXiv 2412.14711
-    AdaptiveGate, update_gates   what adapts after each optimizer step
+    AdaptiveGate, update_gates   gates that adapt after each step
 """
 
 from moe_ext.gates.adaptive import AdaptiveGate, adaptive_gates, update_gates

@@ -71,7 +71,7 @@ def sums_of_slots(
     ranks: Ranks | None,
     *more: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Sums what describes the slots of gates [R] over the ranks, and more tensors.
+    """Sums the tensors that describe the slots of gates [R], and other tensors, over the ranks.
 
     Returns:
         importance [E], load [E], the number of tokens, the number of tokens without an expert, and

@@ -29,7 +29,7 @@ class PrimarySelection(NamedTuple):
             token_offsets[t + 1] - 1, in the order of their groups. None: each token has k1 slots,
             in any order.
         values: tensors [S, ...] that the secondary gates need with each slot.
-        details: what the gate needs in `HierarchicalGate.routing`.
+        details: values that the gate passes to its own `HierarchicalGate.routing`.
     """
 
     gates: Tensor
@@ -47,7 +47,7 @@ class SecondarySelection(NamedTuple):
         expert_in_group: int64, in the shape of gates. The expert j of the slot's group.
         slot_offsets: [S + 1] int64; slot s has the experts slot_offsets[s] to
             slot_offsets[s + 1] - 1. None: each slot has k2 experts.
-        details: what the gate needs in `HierarchicalGate.statistics`.
+        details: values that the gate passes to its own `HierarchicalGate.statistics`.
     """
 
     gates: Tensor
@@ -183,7 +183,7 @@ class HierarchicalGate(Gate, ABC):
 
     def keep_groups(self, groups: range) -> None:
         """Keeps the secondary gates of these groups only; the other ranks have the others."""
-        rule = "have all its groups: another layer has divided the gate between the ranks"
+        rule = f"have all {self.num_groups} groups (make a new gate for each layer)"
         require(len(self.groups) == self.num_groups, type(self).__name__, rule, self.groups)
         for name in self.secondary_parameters:
             whole = getattr(self, name)

@@ -63,8 +63,8 @@ class NoisyTopKGate(NoisyGate):
     ) -> Routing:
         """Routes x [T, D] to k experts per token, in order of decreasing (noisy) logit.
 
-        With expert_index, the load in training mode is that of the gate's own selection. See
-        `Gate.forward` for ranks and expert_index.
+        With expert_index, the load in training mode is still the load of the experts that the gate
+        itself selects. See `Gate.forward` for ranks and expert_index.
         """
         self._require_tokens(x)
         clean_logits, raw, noise = self._noisy_logits(widened(x), self.w_gate, self.w_noise)

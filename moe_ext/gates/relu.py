@@ -56,8 +56,8 @@ class ReLUGate(AdaptiveGate):
         d_model: D, the width of x.
         num_experts: E, the number of experts.
         k: mean number of experts per token, 1 <= k <= E.
-        l1_weight: λ at the start. The default is that of the paper.
-        l1_growth: the factor by which an update changes λ. The default is that of the paper. With
+        l1_weight: λ at the start. The default is the paper's.
+        l1_growth: the factor by which an update changes λ. The default is the paper's. With
             1, λ is constant.
 
     Attributes:
@@ -66,7 +66,7 @@ class ReLUGate(AdaptiveGate):
             never rounds to 0 or infinity.
         tokens_since_update: [E + 1] int64, the tokens of each expert since the last update,
             followed by the number of all tokens. With ``MoE(process_group=...)`` and
-            balance="global", they are those of all ranks. It is not in the state_dict.
+            balance="global", it counts the tokens of all ranks. It is not in the state_dict.
 
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, l1_weight is not positive

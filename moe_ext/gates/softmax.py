@@ -90,7 +90,7 @@ class TopKGate(AdaptiveGate):
             float32, also after ``gate.bfloat16()``.
         tokens_since_update: [E] int64, the tokens of each expert since the last update; None
             without bias_update_rate. In a ``MoE(process_group=...)`` with balance="global", they
-            are those of all ranks. It is not in the state_dict.
+            are the tokens of all ranks. It is not in the state_dict.
 
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, or another option is out

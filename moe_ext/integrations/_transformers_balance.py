@@ -80,7 +80,7 @@ def balance(model: nn.Module, w_importance: float = 0.0) -> "ModelBalance":
 
 @dataclass(frozen=True)
 class LayerBalance:
-    """Holds what a mixture layer routed since the start or the last `ModelBalance.reset`.
+    """Holds the routing of a mixture layer since the start or the last `ModelBalance.reset`.
 
     Attributes:
         name: the name of the experts module in the model.
@@ -177,9 +177,9 @@ class ModelBalance:
         reaches the probabilities of all experts, not only of the chosen ones.
 
         Add the sum of the losses to the loss of each micro-batch. ``Trainer`` can divide the task
-        loss by the tokens of all ranks and multiply the result by the world size. It then also
-        multiplies a loss that ``compute_loss`` adds. Divide w_importance by the world size in this
-        case.
+        loss by the tokens of all ranks and multiply the result by the world size. To keep the
+        balancing loss as it is, add it to the result of ``super().compute_loss``. The model and
+        ``compute_loss_func`` would add it before the multiplication.
 
         If the router normalizes the weights and K = 1, all weights are 1. The gradient is then 0.
 

@@ -234,7 +234,7 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
-# The activations of modules, with what decided them.
+# The activations of modules, by the attributes that decide them.
 _activations: WeakKeyDictionary[nn.Module, tuple[list[object], _Activation | str]]
 _activations = WeakKeyDictionary()
 

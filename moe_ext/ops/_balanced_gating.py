@@ -42,6 +42,8 @@ def batchwise_topm(
     same in every run, with any number of threads and on every device. NaN ranks below every number.
     The rows of an expert are always distinct.
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         scores: [G, N, E], G batches of N rows; or [N, E], then the results have no dimension G.
         m: rows for each expert, 0 <= m <= N.
@@ -67,6 +69,8 @@ def selected_softmax(logits: Tensor, expert_index: Tensor, token_offsets: Tensor
     The gates are G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j, where M_i = 1 for a selected expert and
     else 0. The operator computes the softmax over only the selected logits. So the sum cannot
     underflow. A token without selected experts has no gates.
+
+    CUDA is experimental: no kernel has run on a GPU yet.
 
     Args:
         logits: [T, E].

@@ -13,6 +13,8 @@ def combine(
     order and accumulates half-precision inputs in float32. The result has the dtype of
     expert_output. A token without slots gets 0.
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         expert_output: [R, D], sorted by expert.
         gates: the weight of each slot, in the shape of inverse and any floating-point dtype.

@@ -13,6 +13,8 @@ def cv_squared(values: Tensor) -> Tensor:
     0 if all values are 0. No epsilon is needed: non-negative values have mean 0 only if all are 0.
     For half-precision values, the result is float32.
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         values: [E], non-negative.
 
@@ -25,6 +27,8 @@ def cv_squared(values: Tensor) -> Tensor:
 
 def weighted_cv_squared(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Computes Σ_j weights_j · CV(values_j)², a scalar, with one operator; see `cv_squared`.
+
+    CUDA is experimental: no kernel has run on a GPU yet.
 
     Args:
         values: one or more [E_j], non-negative, all of the same dtype.

@@ -31,6 +31,8 @@ class DispatchPlan(NamedTuple):
 def dispatch_plan(expert_index: Tensor, num_experts: int) -> DispatchPlan:
     """Sorts R (token, expert) assignments by expert with a stable counting sort in O(R + E).
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         expert_index: [T, K] or [R] int64, the expert of each assignment, in [0, num_experts).
         num_experts: E, the number of experts.
@@ -43,6 +45,8 @@ def dispatch_plan(expert_index: Tensor, num_experts: int) -> DispatchPlan:
 
 def dispatch(x: Tensor, inverse: Tensor, token_offsets: Tensor | None = None) -> Tensor:
     """Copies each token to its rows: rows[inverse[s]] = x[t] for the slots s of token t.
+
+    CUDA is experimental: no kernel has run on a GPU yet.
 
     Args:
         x: [T, D].

@@ -76,6 +76,8 @@ def experts(
     neither the dispatched rows nor the expert outputs. The gradient of a gate needs neither:
     ∂L/∂gate = ⟨∂L/∂A, A⟩, where A is the input of the last layer.
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         x: [R, D], or [T, D] with inverse.
         weights: [E, D, F_1], [E, F_1, F_2], …, [E, F_n, D_out]. A single weight makes each expert

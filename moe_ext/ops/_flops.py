@@ -110,7 +110,7 @@ def _lstm_backward(
     *rest: Any,
     **out: Any,
 ) -> int:
-    """Counts what the steps pass back and the gradients that are needed."""
+    """Counts the GEMMs of the time steps and of the gradients that are needed."""
     by_input, by_recurrent, by_projection = _lstm_products(x, weight_recurrent, projection)
     of_x, of_input, of_recurrent, _, of_projection, *_ = rest[-1]
     return 2 * (

@@ -48,6 +48,8 @@ def noisy_topk_gating(
     raw_noise_stddev. For half-precision inputs, these three outputs are float32. Gradients have the
     dtype of the input.
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         clean_logits: [T, E], x·W_g.
         raw_noise_stddev: [T, E], x·W_noise; None: no noise.

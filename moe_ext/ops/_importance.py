@@ -21,6 +21,8 @@ class ImportanceAndLoad(NamedTuple):
 def importance(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
     """Sums the gates of each expert, Importance(X) = Σ_x G(x) (Eq. 6); returns [E].
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         gates: [T, K].
         expert_index: [T, K] int64, the expert of each gate.
@@ -33,7 +35,10 @@ def importance(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
 
 
 def importance_and_load(gates: Tensor, expert_index: Tensor, num_experts: int) -> ImportanceAndLoad:
-    """Computes the importance and the exact load of each expert; see `importance`."""
+    """Computes the importance and the exact load of each expert; see `importance`.
+
+    CUDA is experimental: no kernel has run on a GPU yet.
+    """
     return ImportanceAndLoad(
         *torch.ops.moe_ext.importance_and_load(gates, expert_index, num_experts)
     )

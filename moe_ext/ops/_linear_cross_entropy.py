@@ -41,6 +41,8 @@ def linear_cross_entropy(
 
     A token's loss and gradient do not depend on the other tokens, bit for bit.
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         input: [T, D].
         linear_weight: [V, D].

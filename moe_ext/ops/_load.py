@@ -21,6 +21,8 @@ def load(
     The gradient flows to the logits, the standard deviations and the thresholds. Through the
     thresholds, the gradient reaches the k-th and (k+1)-th largest noisy logits.
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         clean_logits: [T, E].
         noise_stddev, threshold, expert_index: see `TopKSelection`.

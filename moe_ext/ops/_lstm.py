@@ -52,7 +52,7 @@ def lstm(
         weight_input: [4 · U, D], the rows of i, f, j and o.
         weight_recurrent: [4 · U, P].
         bias: [4 · U], or None.
-        projection: [P, U]. None: m_t is what it would multiply, and P = U.
+        projection: [P, U]. None: m_t = sigmoid(o) · tanh(c_t), and P = U.
         m_0: [B, P], the output before the first step. None: zeros.
         c_0: [B, U], the state of the cells before the first step. None: zeros.
         lengths: [B] int64, the number of tokens of each sentence, which are its first ones. None:

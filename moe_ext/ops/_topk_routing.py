@@ -71,6 +71,8 @@ def topk_routing(
     `gates` is differentiable with respect to logits. For half-precision inputs, scores are computed
     in float32 and gates are float32. Gradients have the dtype of the input.
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         logits: [T, E].
         k: experts per token, between 1 and the number of experts in groups_per_token groups.

@@ -32,7 +32,7 @@ def warmup_schedule(
 ) -> LambdaLR:
     """Makes a scheduler that scales the optimizer's learning rate by `warmup_inverse_sqrt`.
 
-    Call the scheduler's step() after the optimizer's step(). The defaults are those of the paper's
+    Call the scheduler's step() after the optimizer's step(). The defaults are from the paper's
     language models (App. C.1). Its translation models use warmup_steps=2000 and hold_steps=8000
     (App. E).
     """

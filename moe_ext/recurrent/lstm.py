@@ -260,11 +260,11 @@ class MoELSTM(nn.Module):
             placement = parallel.placement
             require(placement in ("experts", None), "MoELSTM: parallel.placement", rule, placement)
             by_batch = gate is not None and gate.routes_by_batch
-            rule = "route each row without the others, to be shared by ranks"
+            rule = "route each row on its own if ranks share the experts (routes_by_batch = False)"
             require(not by_batch, "MoELSTM: gate", rule, gate)
             if parallel.balance == "global":
                 self.ranks = Layout.of(parallel.process_group).world
-            # The losses are those of whole sequences, so a time step sums nothing over the ranks.
+            # The losses cover whole sequences, so a time step sums nothing over the ranks.
             parallel = replace(parallel, balance="local")
         self.cell = MoELSTMCell(
             d_input,

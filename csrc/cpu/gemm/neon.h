@@ -31,7 +31,7 @@ struct NeonGroups {
   static constexpr int kLanes = kBytes / sizeof(acc_t);
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
 
-  // Adds num_groups K-groups to the sums. If `packed` is not null, first copies those of B there.
+  // Adds num_groups K-groups to the sums. If `packed` is not null, first copies B's K-groups there.
   //
   // The registers of A and B are fixed, because one instruction loads several of them. Every
   // instruction is volatile, so the compiler keeps their order: out of order, a K-group would be

@@ -52,7 +52,7 @@ struct Groups {
   MOE_EXT_KERNEL void join_rows(Vector* /*rows*/) {}
 
   // Transposes blocks of kSize by kSize numbers. Each of the first kSize vectors has one row of
-  // each block. Interleaves, log2(kSize) times, the rows of the first half with those of the
+  // each block. Interleaves, log2(kSize) times, the rows of the first half with the rows of the
   // second. Each time, the highest bit of the row index becomes the lowest bit of the lane index.
   // The highest bit of the lane index becomes the lowest bit of the row index.
   template <int kSize = kLanes>

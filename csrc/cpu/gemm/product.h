@@ -221,7 +221,7 @@ class Product {
   // The parts of the workspace.
   acc_t* const tile_space;  // a tile: sums of some K-blocks, or a tile at the edge of C
   acc_t* const row_space;   // kMaxFewRows rows of C
-  acc_t* const packed_b;    // one micro-panel of B, or those of columns_at_once()
+  acc_t* const packed_b;    // one micro-panel of B, or columns_at_once() of them
   acc_t* const few_rows_a;  // kMaxFewRows rows of A in the type of B
   acc_t* const packed_a;    // the micro-panels of A for k_blocks
   const Prefetch no_prefetch{.data = reinterpret_cast<const char*>(packed_b),

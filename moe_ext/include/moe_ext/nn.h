@@ -271,8 +271,8 @@ class MOE_EXT_API NoisyTopKGateImpl : public torch::nn::Cloneable<NoisyTopKGateI
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
   Routing forward(const Tensor& x) override;
-  // See Gate. The gates are in order of decreasing logit. In training mode, the load is that of the
-  // gate's own selection.
+  // See Gate. The gates are in order of decreasing logit. In training mode, the load is still the
+  // load of the experts that the gate itself selects.
   Routing replay(const Tensor& x, const Tensor& expert_index) override;
 
   // Draws standard normal noise in the shape and dtype of `like`. Override it to replay noise; a

@@ -11,7 +11,8 @@
 //
 // All functions throw c10::ValueError, c10::TypeError or c10::IndexError if an argument has a wrong
 // shape, dtype, device or value. The message names operator, argument, rule and value. On CUDA,
-// values of index tensors are not checked.
+// values of index tensors are not checked. CUDA is experimental: no kernel has run on a GPU yet.
+//
 // An undefined optional tensor is absent; any other undefined tensor is a c10::TypeError.
 #pragma once
 
@@ -305,7 +306,7 @@ struct LstmOutputs {
 //   weight_input: [4 U, D].
 //   weight_recurrent: [4 U, P].
 //   bias: [4 U]; absent: no bias.
-//   projection: [P, U]; absent: m_t is what it would multiply.
+//   projection: [P, U]; absent: m_t = sigmoid(o) * tanh(c_t), and P = U.
 //   m_0: [B, P], the output before the first step; absent: zeros.
 //   c_0: [B, U], the state of the cells before the first step; absent: zeros.
 //   lengths: [B] int64, the number of tokens of each sentence; absent: S.
