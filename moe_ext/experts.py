@@ -76,7 +76,7 @@ class Experts(nn.Module):
                 require_sizes(name, **{size: width})
         self.num_experts = num_experts
         self.d_model = d_model
-        self.d_output = d_model if d_output is None else d_output
+        self.d_output: int | None = d_model if d_output is None else d_output
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Maps the rows x to output rows; each expert maps its own rows.
@@ -184,7 +184,7 @@ class FeedForwardExperts(Experts):
             )
         self.first_expert = first_expert
         self.activation: Activation = activation
-        self.activation_args = tuple(args) or None
+        self.activation_args: tuple[float, ...] | None = tuple(args) or None
         self.has_bias = bias
         factor = 2 if activation in GATED_ACTIVATIONS else 1
         fans_in = [d_model, *hidden_sizes]
@@ -192,14 +192,14 @@ class FeedForwardExperts(Experts):
             *(factor * width for width in hidden_sizes),
             d_model if d_output is None else d_output,
         ]
-        self.num_layers = len(widths)
+        self.num_layers: int = len(widths)
         for i, (fan_in, width) in enumerate(zip(fans_in, widths, strict=True)):
             weight = torch.empty(num_experts, fan_in, width, dtype=dtype)
             self.register_parameter(f"weight_{i}", nn.Parameter(weight))
         for i, width in enumerate(widths if bias else ()):
             vector = torch.empty(num_experts, width, dtype=dtype)
             self.register_parameter(f"bias_{i}", nn.Parameter(vector))
-        self.register_load_state_dict_pre_hook(_take_former_names)
+        self.register_load_state_dict_pre_hook(_take_former_names)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     @property

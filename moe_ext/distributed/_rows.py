@@ -21,7 +21,8 @@ def columns_of(counts: Tensor, total: int) -> Tensor:
 
 def scale_grad(x: Tensor, factor: float) -> Tensor:
     """Returns x and multiplies its gradient by `factor` in the backward pass."""
-    return _ScaleGrad.apply(x, factor)
+    y: Tensor = _ScaleGrad.apply(x, factor)
+    return y
 
 
 class _ScaleGrad(Function):
@@ -38,7 +39,8 @@ class _ScaleGrad(Function):
 
 def with_backward_of(y: Tensor, x: Tensor) -> Tensor:
     """Returns y, whose backward pass also runs that of x, with the gradient 0 if y is not of x."""
-    return _WithBackwardOf.apply(y, x)
+    same: Tensor = _WithBackwardOf.apply(y, x)
+    return same
 
 
 class _WithBackwardOf(Function):

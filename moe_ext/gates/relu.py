@@ -90,7 +90,7 @@ class ReLUGate(AdaptiveGate):
         require_at_least(1, "ReLUGate", l1_growth=l1_growth)
         self.initial_l1_weight = l1_weight
         self.l1_growth = l1_growth
-        self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts))
         self.register_buffer("l1_weight", widened(torch.empty(())))
         self.reset_parameters()
 

@@ -34,7 +34,7 @@ class SoftmaxGate(Gate):
 
     def __init__(self, d_model: int, num_experts: int) -> None:
         super().__init__(d_model, num_experts, num_experts)
-        self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
 
     def reset_parameters(self) -> None:
         """Sets all parameters and buffers to zero, their initial values."""
@@ -126,8 +126,10 @@ class TopKGate(AdaptiveGate):
         self.group_score_k = group_score_k
         self.bias_update_rate = bias_update_rate
         self._route(torch.empty(0, num_experts, device="meta"))  # checks the options
-        self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))
-        self.b_gate = nn.Parameter(torch.empty(num_experts)) if logit_bias else None
+        self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts))
+        self.b_gate: nn.Parameter | None = (
+            nn.Parameter(torch.empty(num_experts)) if logit_bias else None
+        )
         self.register_buffer(
             "selection_bias", widened(torch.empty(num_experts)) if adapts else None
         )
