@@ -261,6 +261,7 @@ class FeedForwardExperts(Experts):
         __call__ = forward
 
     def split(self, sizes: Sequence[int]) -> list[_Part]:
+        """Splits the experts into consecutive blocks without copies; see `Experts.split`."""
         weights = zip(*(weight.split(sizes) for weight in self.weights), strict=True)
         biases = zip(*(bias.split(sizes) for bias in self.biases or ()), strict=True)
 
@@ -281,6 +282,7 @@ class FeedForwardExperts(Experts):
         return [part(w, b) for w, b in zip_longest(weights, biases)]
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         shapes = " -> ".join(str(weight.shape[1]) for weight in self.weights)
         dtype = self.weights[0].dtype
         args = f"{list(self.activation_args)}" if self.activation_args else ""

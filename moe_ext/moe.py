@@ -529,6 +529,7 @@ class MoE(nn.Module):
         return getattr(self.experts, "fused", self._fused)
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         shown: dict[str, object] = {
             "d_model": self.d_model,
             "num_experts": self.num_experts,

@@ -142,6 +142,7 @@ class StrictlyBalancedGate(Gate):
         zero_(self)
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         return f"{super().extra_repr()}, detach_scores={self.detach_scores}"
 
     def _select(self, x: Tensor, k: int, ranks: Ranks | None) -> tuple[Tensor, Tensor, _Mask]:

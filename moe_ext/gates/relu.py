@@ -148,5 +148,6 @@ class ReLUGate(AdaptiveGate):
         self.l1_weight.mul_(self.l1_growth**direction).clamp_(limits.tiny, limits.max)
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         options = f"l1_weight={self.initial_l1_weight}, l1_growth={self.l1_growth}"
         return f"{super().extra_repr()}, {options}"

@@ -48,6 +48,7 @@ class SoftmaxGate(Gate):
         return self.make_routing(gates, expert_index, ranks=ranks, logits=logits)
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         return f"d_model={self.d_model}, num_experts={self.num_experts}"
 
 
@@ -179,11 +180,13 @@ class TopKGate(AdaptiveGate):
 
     def update(self, counts: Tensor) -> None:
         """Raises the bias of experts below the mean count; see `AdaptiveGate.update`."""
-        assert self.selection_bias is not None and self.bias_update_rate is not None
+        assert self.selection_bias is not None
+        assert self.bias_update_rate is not None
         below_mean = torch.sign(counts.sum() - len(counts) * counts)  # exact in int64
         self.selection_bias.add_(self.bias_update_rate * below_mean.to(self.selection_bias.dtype))
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         shown = super().extra_repr()
         for name in _OPTIONS:
             default = inspect.signature(TopKGate).parameters[name].default

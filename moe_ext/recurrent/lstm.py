@@ -178,6 +178,7 @@ class MoELSTMCell(nn.Module):
         __call__ = forward
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         return f"d_input={self.d_input}, d_hidden={self.d_hidden}, dropout={self.dropout}"
 
 
@@ -359,6 +360,7 @@ class MoELSTM(nn.Module):
         __call__ = forward
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         losses = f"w_importance={self.w_importance}, w_load={self.w_load}"  # of the sequences
         return f"{losses}, memory_slots={self.memory_slots}"
 
