@@ -60,7 +60,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         **pickle._Unpickler.dispatch,
-        pickle.BUILD[0]: _load_build,  # type: ignore[dict-item]
+        pickle.BUILD[0]: _load_build,
     }
     del dispatch[pickle.BYTEARRAY8[0]]  # allocates as many bytes as the file asks for
 

@@ -140,7 +140,8 @@ class AllToAll:
         received: Tensor = _Wait.apply(token, self)
         return received
 
-    def _start(self, rows: Tensor, back: bool = False) -> None:
+    def start(self, rows: Tensor, back: bool = False) -> None:
+        """Starts to send rows; back: from the ranks that received them to the senders."""
         sent, received = self._num_sent, self._num_received
         if back:
             sent, received = received, sent
@@ -152,7 +153,8 @@ class AllToAll:
         assert work is not None  # this rank is in the group
         self._under_way = buffer, rows, work
 
-    def _finish(self) -> Tensor:
+    def finish(self) -> Tensor:
+        """Waits for the end of the transfer and returns the received rows."""
         buffer, _, work = self._under_way
         del self._under_way
         work.wait()
@@ -163,25 +165,25 @@ class _Start(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transfer: AllToAll) -> Tensor:
         ctx.transfer = transfer
-        transfer._start(rows)
+        transfer.start(rows)
         return rows.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.transfer._finish(), None
+        return ctx.transfer.finish(), None
 
 
 class _Wait(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, transfer: AllToAll) -> Tensor:
         ctx.transfer = transfer
-        return transfer._finish()
+        return transfer.finish()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.transfer._start(grad, back=True)
+        ctx.transfer.start(grad, back=True)
         return grad.new_empty(0), None
 
 
