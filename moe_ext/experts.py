@@ -199,7 +199,7 @@ class FeedForwardExperts(Experts):
         for i, width in enumerate(widths if bias else ()):
             vector = torch.empty(num_experts, width, dtype=dtype)
             self.register_parameter(f"bias_{i}", nn.Parameter(vector))
-        self.register_load_state_dict_pre_hook(_take_former_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take_former_names)
         self.reset_parameters()
 
     @property
