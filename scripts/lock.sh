@@ -8,6 +8,7 @@
 # are only in torch.txt, which lab.txt and test.txt include.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+command -v uv > /dev/null || { echo "moe_ext: found no uv (pip install uv)" >&2; exit 2; }
 groups="build docs style"  # without torch
 
 compile() {
