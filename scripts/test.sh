@@ -20,7 +20,7 @@ case " $* " in *" --long "*) PYTHON=$python bash scripts/check_clang.sh ;; esac
 
 types() {
   "$python" -m mypy
-  PATH=$venv/bin:$PATH "$venv/bin/pyright" --verifytypes moe_ext --ignoreexternal |
+  "$venv/bin/pyright" --verifytypes moe_ext --ignoreexternal |
     sed -n '/^Symbols used/,$p'  # without the list of modules
 }
 
