@@ -24,9 +24,9 @@ HERE = Path(__file__).parent
 HEADERS = HERE / "moe_ext" / "include"
 LIBRARY = "moe_ext.lib.libmoe_ext"
 # The files of each of these folders are compiled as so many files, because torch's headers take
-# most of the time. The files of csrc/cpu stay apart, because the speed of a loop may depend on the rest
-# of its file; nvcc optimizes each kernel by itself. CMakeLists.txt has the same folders, without
-# csrc/cuda.
+# most of the time. The files of csrc/cpu stay apart, because the speed of a loop may depend on the
+# rest of its file; nvcc optimizes each kernel by itself. CMakeLists.txt has the same folders,
+# without csrc/cuda.
 TOGETHER = {"csrc": 1, "csrc/autograd": 1, "csrc/nn": 1, "csrc/cuda": 2}
 
 try:
