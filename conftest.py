@@ -24,6 +24,7 @@ avoid_missing_amx()  # before the first GEMM
 
 
 def pytest_addoption(parser):
+    """Adds the options that choose tests."""
     parser.addoption("--equation", help='run the tests of one equation alone, as "Eq. 8"')
     parser.addoption(
         "--guarantee", help='run the tests of one guarantee of README alone, as "Determinism"'
@@ -32,6 +33,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    """Declares the markers."""
     config.addinivalue_line("markers", "equation(*names): of these equations of docs/equations.md")
     config.addinivalue_line("markers", "guarantee(name): of this guarantee of README.md")
     config.addinivalue_line("markers", "cuda: needs a GPU")

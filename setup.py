@@ -23,10 +23,10 @@ CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 HERE = Path(__file__).parent
 HEADERS = HERE / "moe_ext" / "include"
 LIBRARY = "moe_ext.lib.libmoe_ext"
-# The files of each of these folders are compiled as so many files, because torch's headers take most
-# of the time. The files of csrc/cpu stay apart, because the speed of a loop may depend on the rest
-# of its file; nvcc optimizes each kernel by itself. CMakeLists.txt has the same folders, without
-# csrc/cuda.
+# The files of each of these folders are compiled as so many files, because torch's headers take
+# most of the time. The files of csrc/cpu stay apart, because the speed of a loop may depend on the
+# rest of its file; nvcc optimizes each kernel by itself. CMakeLists.txt has the same folders,
+# without csrc/cuda.
 TOGETHER = {"csrc": 1, "csrc/autograd": 1, "csrc/nn": 1, "csrc/cuda": 2}
 
 try:
@@ -170,11 +170,13 @@ class Build(BuildExtension):
     """Builds the library under its own name, then the module that links it."""
 
     def finalize_options(self) -> None:
+        """Keeps the objects in build/objects, and leaves to ninja what to compile again."""
         super().finalize_options()
         self.build_temp = str(HERE / "build" / "objects")  # kept, so that later builds are short
         self.force = True  # ninja knows what has changed; setuptools does not compare headers
 
     def get_ext_filename(self, fullname: str) -> str:
+        """Names the library without the suffix of Python modules."""
         # setuptools passes the full name of an extension or only its last part.
         if LIBRARY.endswith(fullname):
             return fullname.replace(".", "/") + ".so"
@@ -185,6 +187,7 @@ class Build(BuildExtension):
         return Path(self.build_lib, "moe_ext", "lib", file)
 
     def build_extension(self, extension: setuptools.Extension) -> None:
+        """Builds the library, or the module that links the library."""
         if extension.name == LIBRARY:
             extension.sources = together(extension.sources)
         else:
@@ -196,6 +199,7 @@ class Build(BuildExtension):
             self.built("built_with.cmake").write_text(line)
 
     def copy_extensions_to_source(self) -> None:
+        """Copies what was built into moe_ext/, for an editable install."""
         Path("moe_ext", "lib").mkdir(exist_ok=True)
         shutil.copy(self.built("built_with.cmake"), "moe_ext/lib")
         super().copy_extensions_to_source()

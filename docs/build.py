@@ -30,6 +30,7 @@ class Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Notes the ids, the links and the loaded addresses of a tag."""
         values = {name: value or "" for name, value in attrs}
         self.ids.update(values[name] for name in ("id", "name") if name in values)
         if tag == "a":
@@ -64,6 +65,7 @@ def problems(root: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
+    """Builds the site, prints what is broken, and returns the exit status."""
     folder = Path(arguments[0] if arguments else DOCS.parent / "build" / "docs").resolve()
     warnings.simplefilter("ignore", RemovedInSphinx10Warning)  # of an extension
     shutil.rmtree(DOCS / "api" / "generated", ignore_errors=True)  # stubs of former names

@@ -211,7 +211,8 @@ def tracked(arguments: Sequence[str]) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    """Prints what breaks the rules, and returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("paths", nargs="*", help="files and folders (default: all)")
     paths = [str(Path(path).resolve()) for path in parser.parse_args(arguments).paths]
     rules = tomllib.loads(RULES.read_text())

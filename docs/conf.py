@@ -97,5 +97,6 @@ def skip_tuple_fields(
 
 
 def setup(app: Sphinx) -> None:
+    """Registers the functions above with Sphinx."""
     app.connect("missing-reference", resolve_short_name, priority=400)  # before intersphinx
     app.connect("autodoc-skip-member", skip_tuple_fields)

@@ -127,6 +127,7 @@ class CppHeader(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
+        """Returns the nodes of the header's entries."""
         path = HEADERS / self.arguments[0]
         self.env.note_dependency(str(path))
         names = public_names()
@@ -163,4 +164,5 @@ def indented(text: str) -> str:
 
 
 def setup(app: Sphinx) -> None:
+    """Registers the directive with Sphinx."""
     app.add_directive("cpp-header", CppHeader)

@@ -34,6 +34,7 @@ class CosineGate(Gate):
         self.log_temperature = nn.Parameter(torch.tensor(temperature).log())
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
+        """Routes the tokens x [T, D]."""
         # self.logits computes in float32 at least, also under autocast.
         cosine = self.logits(F.normalize(x, dim=-1), F.normalize(self.directions, dim=0))
         temperature = self.log_temperature.exp()
@@ -45,6 +46,7 @@ class CosineGate(Gate):
 
 
 def main() -> None:
+    """Runs the example."""
     torch.manual_seed(1)
     centers = 3 * F.normalize(torch.randn(NUM_KINDS, D_MODEL), dim=-1)
     maps = torch.randn(NUM_KINDS, D_MODEL, D_MODEL) / D_MODEL**0.5

@@ -43,6 +43,7 @@ class ByteModel(nn.Module):
         self.logits = nn.Linear(d_model, 256)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the logits of the next byte, and the balancing losses."""
         x = self.bytes(ids).flatten(1)
         y, aux = self.moe(x)
         return self.logits(x + y), aux.loss
@@ -56,6 +57,7 @@ def nll(model: ByteModel, text: Tensor, positions: Tensor) -> tuple[Tensor, Tens
 
 
 def train(model: ByteModel, text: Tensor, optimizers: Sequence[Optimizer]) -> None:
+    """Trains the model on random pieces of the text."""
     model.train()
     for _ in range(STEPS):
         loss, aux_loss = nll(model, text, torch.randint(len(text) - CONTEXT, (BATCH,)))
@@ -67,6 +69,7 @@ def train(model: ByteModel, text: Tensor, optimizers: Sequence[Optimizer]) -> No
 
 @torch.no_grad()
 def evaluate(model: ByteModel, text: Tensor) -> float:
+    """Returns the nats per byte of the text."""
     return nll(model.eval(), text, torch.arange(len(text) - CONTEXT))[0].item()
 
 
@@ -86,11 +89,13 @@ def saved_bytes(model: ByteModel, text: Tensor) -> int:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
+    """Returns the bytes of the tensors that the optimizer keeps."""
     states = optimizer.state.values()
     return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
 
 
 def main() -> None:
+    """Runs the example."""
     torch.manual_seed(1)
     manual = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
     code = torch.tensor(list(Path(tokenize.__file__).read_bytes()))

@@ -36,6 +36,7 @@ class Dense(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Applies the layer to x [T, D]."""
         return self.layers(x), None
 
 
@@ -61,6 +62,7 @@ def train(layer: nn.Module, keys: Tensor, values: Tensor) -> None:
 
 
 def main() -> None:
+    """Runs the example."""
     torch.manual_seed(1)
     keys, values = torch.randn(2, NUM_KEYS, D_MODEL)
 

@@ -39,6 +39,7 @@ class MoEBlock(nn.Module):
         self.moe = MoE(d_model, num_experts, k, hidden_sizes=[2 * d_model], activation="gelu")
 
     def forward(self, x: Tensor) -> tuple[Tensor, MoEAux]:
+        """Returns the output of the block for x [batch, length, D], and the aux of its MoE."""
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         h = self.attention_norm(x)
         x = x + self.attention(h, h, h, attn_mask=future, need_weights=False)[0]
@@ -58,12 +59,14 @@ class ByteModel(nn.Module):
         self.logits = nn.Linear(d_model, 256)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, MoEAux]:
+        """Returns the logits of the next bytes, and the aux of the block."""
         positions = torch.arange(ids.shape[1], device=ids.device)
         x, aux = self.block(self.bytes(ids) + self.positions(positions))
         return self.logits(x), aux
 
 
 def as_ids(texts: Iterable[str]) -> Tensor:
+    """Returns the bytes of the joined texts."""
     return torch.tensor(list("\n".join(texts).encode()))
 
 
@@ -74,6 +77,7 @@ def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
+    """Runs the example."""
     torch.manual_seed(1)
     names = sorted(topics)
     held_out = as_ids(topics[name] for name in names[::10])

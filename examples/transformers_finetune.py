@@ -72,6 +72,7 @@ def batch(text: Tensor) -> Tensor:
 
 
 def main() -> None:
+    """Runs the example."""
     torch.manual_seed(1)
     folder = Path(tempfile.mkdtemp())
     name = new_model(folder / "new")  # or a name of the hub, such as "allenai/OLMoE-1B-7B-0924"

@@ -43,6 +43,7 @@ class Model(nn.Module):
         self.moe = MoE(D_MODEL, num_experts=8, k=2, process_group=group)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output for x [T, D], and the balancing losses."""
         y, aux = self.moe(self.inner(x))
         return y, aux.loss
 
@@ -86,6 +87,7 @@ def train(folder: Path, group: ProcessGroup, dies: bool) -> dict[int, float]:
 
 
 def main() -> None:
+    """Runs the example."""
     group = init_process_group("gloo")
     if group is None:
         raise SystemExit(

@@ -19,7 +19,8 @@ def eager(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
+            result: T = torch.compiler.disable(function)(*args, **kwargs)
+            return result
         return function(*args, **kwargs)
 
     return run

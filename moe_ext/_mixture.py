@@ -47,5 +47,6 @@ def mixture(
         return ops.combine(rows.to(x.dtype), gates, plan.inverse, token_offsets)
 
     if recompute:
-        return checkpoint(in_steps, x, gates, use_reentrant=False)
+        y: Tensor = checkpoint(in_steps, x, gates, use_reentrant=False)
+        return y
     return in_steps(x, gates)

@@ -76,7 +76,7 @@ class Experts(nn.Module):
                 require_sizes(name, **{size: width})
         self.num_experts = num_experts
         self.d_model = d_model
-        self.d_output = d_model if d_output is None else d_output
+        self.d_output: int | None = d_model if d_output is None else d_output
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Maps the rows x to output rows; each expert maps its own rows.
@@ -184,7 +184,7 @@ class FeedForwardExperts(Experts):
             )
         self.first_expert = first_expert
         self.activation: Activation = activation
-        self.activation_args = tuple(args) or None
+        self.activation_args: tuple[float, ...] | None = tuple(args) or None
         self.has_bias = bias
         factor = 2 if activation in GATED_ACTIVATIONS else 1
         fans_in = [d_model, *hidden_sizes]
@@ -192,7 +192,7 @@ class FeedForwardExperts(Experts):
             *(factor * width for width in hidden_sizes),
             d_model if d_output is None else d_output,
         ]
-        self.num_layers = len(widths)
+        self.num_layers: int = len(widths)
         for i, (fan_in, width) in enumerate(zip(fans_in, widths, strict=True)):
             weight = torch.empty(num_experts, fan_in, width, dtype=dtype)
             self.register_parameter(f"weight_{i}", nn.Parameter(weight))
@@ -261,6 +261,7 @@ class FeedForwardExperts(Experts):
         __call__ = forward
 
     def split(self, sizes: Sequence[int]) -> list[_Part]:
+        """Splits the experts into consecutive blocks without copies; see `Experts.split`."""
         weights = zip(*(weight.split(sizes) for weight in self.weights), strict=True)
         biases = zip(*(bias.split(sizes) for bias in self.biases or ()), strict=True)
 
@@ -281,6 +282,7 @@ class FeedForwardExperts(Experts):
         return [part(w, b) for w, b in zip_longest(weights, biases)]
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         shapes = " -> ".join(str(weight.shape[1]) for weight in self.weights)
         dtype = self.weights[0].dtype
         args = f"{list(self.activation_args)}" if self.activation_args else ""

@@ -106,6 +106,7 @@ class RouterLoss:
 
     @property
     def weight(self) -> float:
+        """The scale of the loss in `loss` of `MoEAux`; at least 0."""
         return self._weight
 
     @weight.setter
@@ -181,6 +182,7 @@ class SwitchLoss(RouterLoss):
     def sums(
         self, routing: Routing, tokens_per_expert: Tensor, sequence_offsets: Tensor
     ) -> tuple[Tensor, ...]:
+        """Sums what f and P depend on over this rank's tokens; see `RouterLoss.sums`."""
         p = routing.probabilities()
         if not self.per_sequence:
             return tokens_per_expert.to(p.dtype), p.sum(0), torch.ones_like(p[:, 0]).sum()
@@ -190,6 +192,7 @@ class SwitchLoss(RouterLoss):
         return losses.sum(), num_tokens.count_nonzero().to(p.dtype)
 
     def value(self, *sums: Tensor) -> Tensor:
+        """Computes the unweighted loss, a scalar, from `sums`; see `RouterLoss.value`."""
         if not self.per_sequence:
             return _switch_loss(*sums)
         total, num_sequences = sums
@@ -218,6 +221,7 @@ class ZLoss(RouterLoss):
     def sums(
         self, routing: Routing, tokens_per_expert: Tensor, sequence_offsets: Tensor
     ) -> tuple[Tensor, ...]:
+        """Sums the squares over this rank's tokens, and counts these; see `RouterLoss.sums`."""
         require(routing.logits is not None, "ZLoss: logits", "be set by the gate", routing.logits)
         assert routing.logits is not None
         # torch.compile does not support torch.logsumexp for the number of tokens of a mask.
@@ -227,6 +231,7 @@ class ZLoss(RouterLoss):
         return squares.sum(), torch.ones_like(squares).sum()
 
     def value(self, *sums: Tensor) -> Tensor:
+        """Computes the unweighted loss, a scalar, from `sums`; see `RouterLoss.value`."""
         squares, num_tokens = sums
         return squares / num_tokens.clamp_min(1)
 

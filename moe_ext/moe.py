@@ -263,11 +263,11 @@ class MoE(nn.Module):
         self.num_experts = num_experts
         self.k = k
         self.recompute = recompute
-        self.casts_tokens = expert_dtype is not None
-        self.losses = checked_losses(losses)
+        self.casts_tokens: bool = expert_dtype is not None
+        self.losses: tuple[RouterLoss, ...] = checked_losses(losses)
         of_paper = 0.0 if losses else 0.1
-        self.w_importance = of_paper if w_importance is None else w_importance
-        self.w_load = of_paper if w_load is None else w_load
+        self.w_importance: float = of_paper if w_importance is None else w_importance
+        self.w_load: float = of_paper if w_load is None else w_load
         self.num_identity_experts = num_identity_experts
         self.num_null_experts = num_null_experts
         self.capacity_factor = capacity_factor
@@ -281,7 +281,9 @@ class MoE(nn.Module):
             require(not value or not is_hierarchical(gate), f"MoE: {name}", rule, value)
         self.gate = checked_gate(gate, d_model=d_model, num_experts=num_choices, k=k)
         parallel = parallel_options("MoE", process_group, parallel)
-        self.sharding = None if parallel is None else ExpertSharding(parallel, gate, num_experts)
+        self.sharding: ExpertSharding | None = (
+            None if parallel is None else ExpertSharding(parallel, gate, num_experts)
+        )
         if self.sharding is not None and self.sharding.local_groups is not None:
             of_groups = gate_of_groups(gate)
             assert of_groups is not None  # ExpertSharding has checked the gate
@@ -305,7 +307,7 @@ class MoE(nn.Module):
             width, rule = self.experts.d_output, f"be d_model = {d_model} with identity experts"
             require(width in (None, d_model), "MoE: experts.d_output", rule, width)
         self._fused = self.experts.fused
-        self.shared_expert = checked_shared_expert(shared_expert, d_model)
+        self.shared_expert: nn.Module | None = checked_shared_expert(shared_expert, d_model)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, expert_index: Tensor | None = None
@@ -514,7 +516,7 @@ class MoE(nn.Module):
         """Returns the output [T, d_output] of the shared expert."""
         assert self.shared_expert is not None
         dtype = self._dtype_of_experts()
-        y = self.shared_expert(tokens if dtype is None else tokens.to(dtype))
+        y: Tensor = self.shared_expert(tokens if dtype is None else tokens.to(dtype))
         rule = f"return [T, d_output = {d_output}]"
         require(y.dim() == 2 and y.shape[1] == d_output, "MoE: shared_expert", rule, [*y.shape])
         return y
@@ -528,6 +530,7 @@ class MoE(nn.Module):
         return getattr(self.experts, "fused", self._fused)
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         shown: dict[str, object] = {
             "d_model": self.d_model,
             "num_experts": self.num_experts,

@@ -60,7 +60,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         require_bool("SharedExpert", gated=gated, recompute=recompute)
         self.recompute = recompute
-        self.expert = FeedForwardExperts(
+        self.expert: FeedForwardExperts = FeedForwardExperts(
             1,
             d_model,
             hidden_sizes,

@@ -5,9 +5,9 @@
 #
 #   scripts/build_wheels.sh [--from-tree] [OUTPUT]
 #
-# OUTPUT (default dist) gets both files. With --from-tree, the wheel contains what is compiled in this
-# folder already; only changed files are compiled again. PYTHON (default .venv/bin/python) is the interpreter, with
-# torch and the packages of `pip install --no-build-isolation -e '.[wheels]'`. MOE_EXT_CUDA,
+# OUTPUT (default dist) gets both files. With --from-tree, the wheel contains what is compiled in
+# this folder already; only changed files are compiled again. PYTHON (default .venv/bin/python) is
+# the interpreter, with torch and the packages of requirements/build.txt. MOE_EXT_CUDA,
 # TORCH_CUDA_ARCH_LIST and MAX_JOBS work as in setup.py. The test needs CMake and ninja.
 # scripts/test_aarch64.sh --wheel runs this script for 64-bit Arm.
 set -euo pipefail

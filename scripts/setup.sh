@@ -1,6 +1,6 @@
 # Sourced by docs.sh, quickstart.sh and test.sh. Creates a virtual environment with torch, the
 # packages that the scripts need, and moe_ext built in place. Installs the versions of
-# requirements.txt, whose hashes pip checks. Rebuilds the extension only if its sources have changed.
+# requirements/, whose hashes pip checks. Rebuilds the extension only if its sources have changed.
 #
 # PYTHON is the interpreter (default python3). MOE_EXT_VENV is the folder of the environment
 # (default .venv). MOE_EXT_LOCKED=0 keeps installed packages and installs missing ones in their
@@ -33,13 +33,13 @@ PATH=$(realpath -s "$venv/bin"):$PATH  # a build by another version of ninja sta
 export PATH
 
 # The name of the marker of a finished build: the folder and the contents of the sources.
-sources=$({ pwd; find setup.py pyproject.toml lab/pyproject.toml requirements.txt scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include \
+sources=$({ pwd; find setup.py pyproject.toml lab/pyproject.toml requirements scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include \
   -type f -print0 | LC_ALL=C sort -z | xargs -0 cat; } | sha256sum | cut -c1-16)
 # The import fails if another environment has since built the sources for its version of torch.
 if [ ! -e "$venv/moe_ext-$sources" ] || ! "$python" -c 'import moe_ext, moe_lab' 2> /dev/null; then
   "$python" -c 'import torch' 2> /dev/null || say "installing torch (downloads several gigabytes the first time)"
   if [ "${MOE_EXT_LOCKED:-1}" = 1 ]; then
-    "$python" -m pip install --require-hashes --progress-bar on -r requirements.txt
+    "$python" -m pip install --require-hashes --progress-bar on $(printf -- '-r %s ' requirements/*.txt)
     dependencies=--no-deps  # all installed
   else
     dependencies="--group test --group docs --group style --group build"

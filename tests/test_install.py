@@ -39,24 +39,37 @@ def test_building_without_torch_is_one_sentence(tmp_path):
     assert "--no-build-isolation" in result.stderr
 
 
-def test_requirements_lock_all_that_the_scripts_need():
-    """Every requirement has one version for this Python, that fits, and the hashes of its files."""
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
-    groups = [*options["dependency-groups"].values(), lab["dependencies"], ["torch>=2.11"]]
-    needed = [Requirement(line) for group in groups for line in group if line != "moe_ext"]
-    locked = {}
-    for entry in re.split(r"\n(?=\w)", (ROOT / "requirements.txt").read_text()):
+def locked(path):
+    """Reads a file of requirements/ and those it includes: the pins of this Python by name."""
+    pins = {}
+    for entry in re.split(r"\n(?=\S)", path.read_text().strip()):
         if entry.startswith("#"):
+            continue
+        if entry.startswith("-r "):
+            pins |= locked(path.parent / entry.removeprefix("-r "))
             continue
         assert " --hash=sha256:" in entry
         pin = Requirement(entry.split("\\")[0])
         if pin.marker is None or pin.marker.evaluate():
-            assert pin.name not in locked
-            locked[pin.name] = pin.specifier
-    for requirement in needed:
-        [pin] = locked[canonicalize_name(requirement.name)]
-        assert pin.operator == "==" and requirement.specifier.contains(pin.version)
+            assert pin.name not in pins
+            [pins[pin.name]] = pin.specifier
+    return pins
+
+
+def test_requirements_lock_all_that_the_scripts_need():
+    """Every requirement has one version for this Python, that fits, and the hashes of its files."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
+    needs = options["dependency-groups"] | {"lab": lab["dependencies"], "torch": ["torch>=2.11"]}
+    files = {path.stem: locked(path) for path in (ROOT / "requirements").iterdir()}
+    assert files.keys() == needs.keys()
+    for name, requirements in needs.items():
+        for requirement in map(Requirement, requirements):
+            if requirement.name != "moe_ext":
+                pin = files[name][canonicalize_name(requirement.name)]
+                assert pin.operator == "==" and requirement.specifier.contains(pin.version)
+    versions = {(name, pin) for pins in files.values() for name, pin in pins.items()}
+    assert len(versions) == len({name for name, _ in versions})  # one version in all files
 
 
 def test_unknown_choice_of_cuda_is_one_sentence():

@@ -76,7 +76,7 @@ class GroupExchange:
         num_chunks: int = 1,
         replicas: Ranks | None = None,
     ) -> None:
-        self.exchange = Exchange(groups, ranks, "tokens", num_chunks, chunks_of="experts")
+        self.exchange: Exchange = Exchange(groups, ranks, "tokens", num_chunks, chunks_of="experts")
         self.replicas = replicas
 
     def __call__(

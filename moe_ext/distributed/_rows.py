@@ -21,7 +21,8 @@ def columns_of(counts: Tensor, total: int) -> Tensor:
 
 def scale_grad(x: Tensor, factor: float) -> Tensor:
     """Returns x and multiplies its gradient by `factor` in the backward pass."""
-    return _ScaleGrad.apply(x, factor)
+    y: Tensor = _ScaleGrad.apply(x, factor)
+    return y
 
 
 class _ScaleGrad(Function):
@@ -41,7 +42,8 @@ def with_backward_of(y: Tensor, x: Tensor) -> Tensor:
 
     If y was not computed from x, x gets the gradient 0.
     """
-    return _WithBackwardOf.apply(y, x)
+    same: Tensor = _WithBackwardOf.apply(y, x)
+    return same
 
 
 class _WithBackwardOf(Function):

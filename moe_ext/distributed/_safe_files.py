@@ -3,9 +3,9 @@
 import io
 import pickle
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -58,9 +58,9 @@ class _MetadataUnpickler(pickle._Unpickler):
             raise ValueError("it must not change a class")
         super().load_build()  # type: ignore[misc]
 
-    dispatch = {
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         **pickle._Unpickler.dispatch,
-        pickle.BUILD[0]: _load_build,  # type: ignore[dict-item]
+        pickle.BUILD[0]: _load_build,
     }
     del dispatch[pickle.BYTEARRAY8[0]]  # allocates as many bytes as the file asks for
 

@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -283,7 +283,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the model without the wrappers of `parallelize` and torch.compile."""
     while True:
         ddp = isinstance(model, DistributedDataParallel)
-        inner: Any = model.module if ddp else uncompiled(model)
+        inner = cast(nn.Module, model.module if ddp else uncompiled(model))
         if inner is model:
             return model
         model = inner

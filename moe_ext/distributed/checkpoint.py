@@ -488,11 +488,11 @@ def _common_state(path: Path) -> tuple[Any, list[tuple[str, list[dict[str, Any]]
     """Reads the state, the options of the optimizers and the version of torch."""
     content = unpickled(path)
     match content:
-        case (_, list(options), str()) if all(
+        case (state, list(options), str(version)) if all(
             isinstance(kind, str) and all(isinstance(group, dict) for group in groups)
             for kind, groups in options
         ):
-            return content
+            return state, options, version
     raise ValueError(f"{path} must hold a state, the options of optimizers and a version of torch")
 
 

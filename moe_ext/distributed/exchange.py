@@ -159,7 +159,7 @@ class Exchange:
         self.num_chunks = num_chunks
         self.chunks_of = chunks_of or ("experts" if unit == "rows" else "tokens")
         # The experts need the gradients of this multiple of the mean of the ranks' losses.
-        self.factor = size if reduction == "mean" else 1
+        self.factor: int = size if reduction == "mean" else 1
         owned = [placement.experts_of(rank) for rank in range(size)]
         if self.chunks_of == "experts":
             chunks = [blocks(experts, num_chunks) for experts in owned]
@@ -167,13 +167,13 @@ class Exchange:
             first_numbers = range(0, num_chunks * num_experts, num_experts)
             chunks = [[range(i + e.start, i + e.stop) for i in first_numbers] for e in owned]
         destinations = [chunks[rank][c] for c in range(num_chunks) for rank in range(size)]
-        self.chunk_sizes = [len(experts) for experts in chunks[ranks.rank]]
+        self.chunk_sizes: list[int] = [len(experts) for experts in chunks[ranks.rank]]
         first = sum(map(len, destinations))
         message = [
             [*chain(*chunks[rank]), *range(first + rank, first + len(destinations), size)]
             for rank in range(size)
         ]
-        self.message_sizes = [len(part) for part in message]
+        self.message_sizes: list[int] = [len(part) for part in message]
         with _HOST:  # even if the layer is made on the meta device
             sizes = torch.tensor([len(experts) for experts in destinations])
             # Not buffers: `to_empty` would leave buffers undefined.

@@ -35,8 +35,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.size = 1 if group is None else dist.get_world_size(group)
-        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size: int = 1 if group is None else dist.get_world_size(group)
+        self.rank: int = 0 if group is None else dist.get_rank(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
         return self  # a process group cannot be copied
@@ -137,14 +137,16 @@ class AllToAll:
     def wait(self) -> Tensor:
         """Returns the received rows [sum(num_received), ...] in rank order. Call it only once."""
         token, self._token = self._token, None  # avoids a reference cycle with the graph
-        return _Wait.apply(token, self)
+        received: Tensor = _Wait.apply(token, self)
+        return received
 
     def start(self, rows: Tensor, back: bool = False) -> None:
+        """Starts to send rows; back: from the ranks that received them to the senders."""
         sent, received = self._num_sent, self._num_received
         if back:
             sent, received = received, sent
         rows = rows.contiguous()  # _under_way keeps it alive until the transfer ends
-        buffer = torch.ops.moe_ext._empty_rows(rows, sum(received))
+        buffer: Tensor = torch.ops.moe_ext._empty_rows(rows, sum(received))
         work = dist.all_to_all_single(
             buffer, rows, received, sent, group=self._group, async_op=True
         )
@@ -152,6 +154,7 @@ class AllToAll:
         self._under_way = buffer, rows, work
 
     def finish(self) -> Tensor:
+        """Waits for the end of the transfer and returns the received rows."""
         buffer, _, work = self._under_way
         del self._under_way
         work.wait()

@@ -15,7 +15,7 @@ from moe_ext.distributed._groups import GroupExchange, gate_of_groups
 from moe_ext.distributed._rows import scale_grad
 from moe_ext.distributed.exchange import Exchange, ExchangeUnit
 from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import Layout
+from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.experts import Experts, ModuleExperts
 from moe_ext.gates import Gate
 
@@ -93,10 +93,12 @@ class ExpertSharding:
     """
 
     def __init__(self, options: ExpertParallel, gate: Gate, num_experts: int) -> None:
-        self.layout = Layout.of(options.process_group)
+        self.layout: Layout = Layout.of(options.process_group)
         ranks = self.layout.expert_parallel
-        self.placement = ExpertPlacement(num_experts, ranks.size, gate.experts_per_group)
-        self.local_experts = self.placement.experts_of(ranks.rank)
+        self.placement: ExpertPlacement = ExpertPlacement(
+            num_experts, ranks.size, gate.experts_per_group
+        )
+        self.local_experts: range = self.placement.experts_of(ranks.rank)
         several = self.layout.world.size > 1
         local = options.balance == "local"
         require(
@@ -105,7 +107,7 @@ class ExpertSharding:
             'be "global" for a gate with routes_by_batch = True',
             options.balance,
         )
-        self.balanced = self.layout.world if several and not local else None
+        self.balanced: Ranks | None = self.layout.world if several and not local else None
         self.exchange: Exchange | None = None
         self.group_exchange: GroupExchange | None = None
         can_share = gate_of_groups(gate) is not None

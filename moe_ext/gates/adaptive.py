@@ -86,7 +86,7 @@ class AdaptiveGate(Gate):
 
         assign=True also replaces the tensors of a gate on the meta device, but not the counts.
         """
-        super()._load_from_state_dict(*arguments)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(*arguments)
         for name, buffer in self.named_buffers(recurse=False):
             if _is_half(buffer):
                 setattr(self, name, buffer.float())
@@ -96,7 +96,7 @@ class AdaptiveGate(Gate):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the counts too, and keeps the buffers in at least float32."""
         before = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
             new = self.get_buffer(name)
             if _is_half(new):

@@ -142,6 +142,7 @@ class StrictlyBalancedGate(Gate):
         zero_(self)
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         return f"{super().extra_repr()}, detach_scores={self.detach_scores}"
 
     def _select(self, x: Tensor, k: int, ranks: Ranks | None) -> tuple[Tensor, Tensor, _Mask]:
@@ -251,8 +252,8 @@ class BalancedGate(StrictlyBalancedGate):
         self, d_model: int, num_experts: int, k: int, *, detach_scores: bool = True
     ) -> None:
         super().__init__(d_model, num_experts, k, detach_scores)
-        self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
-        self.threshold = nn.Parameter(torch.zeros(num_experts))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
+        self.threshold: nn.Parameter = nn.Parameter(torch.zeros(num_experts))
         self.register_buffer("initialized", torch.tensor(False))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
@@ -315,11 +316,15 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         detach_scores: bool = True,
     ) -> None:
         super().__init__(d_model, num_groups, experts_per_group, k, detach_scores)
-        self.w_gate = nn.Parameter(torch.zeros(d_model, num_groups))
-        self.threshold = nn.Parameter(torch.zeros(num_groups))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups))
+        self.threshold: nn.Parameter = nn.Parameter(torch.zeros(num_groups))
         self.register_buffer("initialized", torch.tensor(False))
-        self.w_gate_secondary = nn.Parameter(torch.zeros(num_groups, d_model, experts_per_group))
-        self.threshold_secondary = nn.Parameter(torch.zeros(num_groups, experts_per_group))
+        self.w_gate_secondary: nn.Parameter = nn.Parameter(
+            torch.zeros(num_groups, d_model, experts_per_group)
+        )
+        self.threshold_secondary: nn.Parameter = nn.Parameter(
+            torch.zeros(num_groups, experts_per_group)
+        )
         self.register_buffer("initialized_secondary", torch.tensor(False))
 
     def select_groups(self, x: Tensor, ranks: Ranks | None) -> PrimarySelection:

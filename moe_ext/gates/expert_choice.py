@@ -62,7 +62,7 @@ class ExpertChoiceGate(Gate):
 
     def __init__(self, d_model: int, num_experts: int, k: int) -> None:
         super().__init__(d_model, num_experts, k)
-        self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
 
     def reset_parameters(self) -> None:
         """Sets W_g to zero, its initial value."""

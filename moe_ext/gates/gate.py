@@ -196,6 +196,7 @@ class Gate(nn.Module):
         return Routing(gates, expert_index, importance, load, logits=logits, scores=scores)
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         return self._sizes()
 
     def _sizes(self) -> str:

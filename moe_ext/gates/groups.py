@@ -115,8 +115,8 @@ class HierarchicalGate(Gate, ABC):
         super().__init__(d_model, num_groups * experts_per_group, k1 * k2, *options)
         self.num_groups = num_groups
         self.experts_per_group = experts_per_group
-        self.k_of_levels = k1, k2
-        self.groups = range(num_groups)
+        self.k_of_levels: tuple[int, int] = k1, k2
+        self.groups: range = range(num_groups)
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes x [T, D]. See `Gate.forward` for ranks."""

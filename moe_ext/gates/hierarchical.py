@@ -84,11 +84,11 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
     ) -> None:
         noise = noise_epsilon, detach_threshold, generator
         super().__init__(d_model, num_groups, experts_per_group, k, *noise)
-        self.w_gate = nn.Parameter(torch.zeros(d_model, num_groups))
-        self.w_noise = nn.Parameter(torch.zeros(d_model, num_groups))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups))
+        self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups))
         secondary = num_groups, d_model, experts_per_group
-        self.w_gate_secondary = nn.Parameter(torch.zeros(secondary))
-        self.w_noise_secondary = nn.Parameter(torch.zeros(secondary))
+        self.w_gate_secondary: nn.Parameter = nn.Parameter(torch.zeros(secondary))
+        self.w_noise_secondary: nn.Parameter = nn.Parameter(torch.zeros(secondary))
 
     def select_groups(self, x: Tensor, ranks: Ranks | None) -> PrimarySelection:
         """Selects k1 groups; draws the noise [T · k1, b] of the secondary gates in training mode.

@@ -55,8 +55,8 @@ class NoisyTopKGate(NoisyGate):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(d_model, num_experts, k, noise_epsilon, detach_threshold, generator)
-        self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
-        self.w_noise = nn.Parameter(torch.zeros(d_model, num_experts))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
+        self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
 
     def forward(
         self, x: Tensor, ranks: Ranks | None = None, expert_index: Tensor | None = None

@@ -90,7 +90,7 @@ class ReLUGate(AdaptiveGate):
         require_at_least(1, "ReLUGate", l1_growth=l1_growth)
         self.initial_l1_weight = l1_weight
         self.l1_growth = l1_growth
-        self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts))
         self.register_buffer("l1_weight", widened(torch.empty(())))
         self.reset_parameters()
 
@@ -148,5 +148,6 @@ class ReLUGate(AdaptiveGate):
         self.l1_weight.mul_(self.l1_growth**direction).clamp_(limits.tiny, limits.max)
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         options = f"l1_weight={self.initial_l1_weight}, l1_growth={self.l1_growth}"
         return f"{super().extra_repr()}, {options}"

@@ -34,7 +34,7 @@ class SoftmaxGate(Gate):
 
     def __init__(self, d_model: int, num_experts: int) -> None:
         super().__init__(d_model, num_experts, num_experts)
-        self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
 
     def reset_parameters(self) -> None:
         """Sets all parameters and buffers to zero, their initial values."""
@@ -48,6 +48,7 @@ class SoftmaxGate(Gate):
         return self.make_routing(gates, expert_index, ranks=ranks, logits=logits)
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         return f"d_model={self.d_model}, num_experts={self.num_experts}"
 
 
@@ -126,8 +127,10 @@ class TopKGate(AdaptiveGate):
         self.group_score_k = group_score_k
         self.bias_update_rate = bias_update_rate
         self._route(torch.empty(0, num_experts, device="meta"))  # checks the options
-        self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))
-        self.b_gate = nn.Parameter(torch.empty(num_experts)) if logit_bias else None
+        self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts))
+        self.b_gate: nn.Parameter | None = (
+            nn.Parameter(torch.empty(num_experts)) if logit_bias else None
+        )
         self.register_buffer(
             "selection_bias", widened(torch.empty(num_experts)) if adapts else None
         )
@@ -177,11 +180,13 @@ class TopKGate(AdaptiveGate):
 
     def update(self, counts: Tensor) -> None:
         """Raises the bias of experts below the mean count; see `AdaptiveGate.update`."""
-        assert self.selection_bias is not None and self.bias_update_rate is not None
+        assert self.selection_bias is not None
+        assert self.bias_update_rate is not None
         below_mean = torch.sign(counts.sum() - len(counts) * counts)  # exact in int64
         self.selection_bias.add_(self.bias_update_rate * below_mean.to(self.selection_bias.dtype))
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         shown = super().extra_repr()
         for name in _OPTIONS:
             default = inspect.signature(TopKGate).parameters[name].default

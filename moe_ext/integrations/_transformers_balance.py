@@ -14,7 +14,7 @@ from moe_ext import ops
 from moe_ext.checks import require, require_at_least
 from moe_ext.losses import cv_squared, importance_loss
 
-__all__ = ["ModelBalance", "LayerBalance", "balance", "experts_modules"]
+__all__ = ["LayerBalance", "ModelBalance", "balance", "experts_modules"]
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -125,7 +125,7 @@ class UnevenShard(MoEParamShard):
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Replaces a parameter [E, ...] of the module by the shard of this rank."""
-        super().shard_param(module, param, mesh)
+        super().shard_param(module, param, mesh)  # type: ignore[no-untyped-call]
         parameter = module._parameters[param]
         if isinstance(parameter, DTensor):
             vars(module).update(num_experts=len(parameter.to_local()), _is_expert_parallel=True)

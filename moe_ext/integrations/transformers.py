@@ -48,11 +48,11 @@ try:
     )
 
     from moe_ext.integrations._transformers_parallel import ExchangeParallel, UnevenShard
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "moe_ext.integrations.transformers needs transformers.integrations.moe: "
         "pip install 'transformers>=5.23'"
-    ) from error
+    ) from _error
 
 __all__ = [
     "TESTED_VERSIONS",
@@ -221,13 +221,14 @@ def _fall_back(
     _warn_once(f"experts_implementation='moe_ext': {type(module).__name__} uses '{name}': {reason}")
     eager = inspect.unwrap(type(module).forward)
     forward = functions.get_interface(name, eager)
-    return forward(module, hidden_states, index, weights)
+    y: Tensor = forward(module, hidden_states, index, weights)
+    return y
 
 
 _warnings: set[str] = set()
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn_once(message: str) -> None:
     if message not in _warnings:
         _warnings.add(message)
@@ -246,7 +247,7 @@ _constant = (
 )
 
 
-@_constant
+@_constant  # type: ignore[untyped-decorator]
 def _activation_of(module: nn.Module) -> _Activation | str:
     """Returns the activation of a module, or the reason why the operator cannot compute it."""
     # A hook may replace `forward` by a closure over the module, which would keep the module alive.

@@ -81,4 +81,5 @@ def selected_softmax(logits: Tensor, expert_index: Tensor, token_offsets: Tensor
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    return torch.ops.moe_ext.selected_softmax(logits, expert_index, token_offsets)
+    gates: Tensor = torch.ops.moe_ext.selected_softmax(logits, expert_index, token_offsets)
+    return gates

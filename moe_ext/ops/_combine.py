@@ -26,4 +26,5 @@ def combine(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    return torch.ops.moe_ext.combine(expert_output, gates, inverse, token_offsets)
+    y: Tensor = torch.ops.moe_ext.combine(expert_output, gates, inverse, token_offsets)
+    return y

@@ -22,7 +22,8 @@ def cv_squared(values: Tensor) -> Tensor:
         ValueError: values is empty or does not have one dimension.
         TypeError: values is not floating point.
     """
-    return torch.ops.moe_ext.weighted_cv_squared([values], [1.0])
+    squared: Tensor = torch.ops.moe_ext.weighted_cv_squared([values], [1.0])
+    return squared
 
 
 def weighted_cv_squared(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -37,4 +38,5 @@ def weighted_cv_squared(values: Sequence[Tensor], weights: Sequence[float]) -> T
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype, device or length.
     """
-    return torch.ops.moe_ext.weighted_cv_squared(values, weights)
+    total: Tensor = torch.ops.moe_ext.weighted_cv_squared(values, weights)
+    return total

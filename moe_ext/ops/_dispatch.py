@@ -61,7 +61,8 @@ def dispatch(x: Tensor, inverse: Tensor, token_offsets: Tensor | None = None) ->
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    return torch.ops.moe_ext.dispatch(x, inverse, token_offsets)
+    rows: Tensor = torch.ops.moe_ext.dispatch(x, inverse, token_offsets)
+    return rows
 
 
 def token_index(expert_index: Tensor, token_offsets: Tensor | None = None) -> Tensor:

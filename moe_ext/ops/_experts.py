@@ -104,6 +104,7 @@ def experts(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
+    y: Tensor
     y, _ = torch.ops.moe_ext.experts(
         x,
         offsets,

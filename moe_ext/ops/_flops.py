@@ -112,7 +112,8 @@ def _lstm_backward(
 ) -> int:
     """Counts the GEMMs of the time steps and of the gradients that are needed."""
     by_input, by_recurrent, by_projection = _lstm_products(x, weight_recurrent, projection)
-    of_x, of_input, of_recurrent, _, of_projection, *_ = rest[-1]
+    needs: Sequence[bool] = rest[-1]
+    of_x, of_input, of_recurrent, _, of_projection, *_ = needs
     return 2 * (
         (of_x + of_input) * by_input
         + (1 + of_recurrent) * by_recurrent

@@ -31,7 +31,8 @@ def importance(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    return torch.ops.moe_ext.importance(gates, expert_index, num_experts)
+    sums: Tensor = torch.ops.moe_ext.importance(gates, expert_index, num_experts)
+    return sums
 
 
 def importance_and_load(gates: Tensor, expert_index: Tensor, num_experts: int) -> ImportanceAndLoad:

@@ -64,6 +64,7 @@ def linear_cross_entropy(
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
     keeps = reduction != "none" and not recompute
+    loss: Tensor
     loss, _, _ = torch.ops.moe_ext.linear_cross_entropy(
         input,
         linear_weight,

@@ -39,6 +39,7 @@ def load(
     """
     if detach_threshold and isinstance(threshold, Tensor):
         threshold = threshold.detach()
-    return torch.ops.moe_ext.load(
+    sums: Tensor = torch.ops.moe_ext.load(
         clean_logits, noise_stddev, threshold, expert_index, group_offsets
     )
+    return sums

@@ -24,7 +24,8 @@ def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> fl
     """
     require_at_least(1, "warmup_inverse_sqrt", step=step, warmup_steps=warmup_steps)
     require_at_least(0, "warmup_inverse_sqrt", hold_steps=hold_steps)
-    return min(step / warmup_steps, 1.0, ((warmup_steps + hold_steps) / step) ** 0.5)
+    decay: float = ((warmup_steps + hold_steps) / step) ** 0.5
+    return min(step / warmup_steps, 1.0, decay)
 
 
 def warmup_schedule(

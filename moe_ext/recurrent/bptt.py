@@ -13,7 +13,7 @@ m - 1 slots. Then it frees the slot and processes the first y steps. The initial
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from math import comb
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from moe_ext.checks import require, require_sizes
 
 __all__ = ["Step", "num_evaluations", "unroll"]
 
+_T = TypeVar("_T")
 _Tensors = tuple[Tensor, ...]
 Step = Callable[[_Tensors, _Tensors, _Tensors], tuple[_Tensors, _Tensors]]
 
@@ -182,7 +183,7 @@ class _Plan(NamedTuple):
     generators: tuple[torch.Generator, ...]
     sizes: tuple[int, int, int]
 
-    def split(self, tensors: Sequence[Any]) -> tuple[tuple, tuple, tuple]:
+    def split(self, tensors: Sequence[_T]) -> tuple[tuple[_T, ...], tuple[_T, ...], tuple[_T, ...]]:
         """Splits the flat sequence tensors into parameters, inputs and state."""
         p, x, _ = self.sizes
         return tuple(tensors[:p]), tuple(tensors[p : p + x]), tuple(tensors[p + x :])
@@ -310,7 +311,7 @@ def _step_backward(
     state: _Tensors,
     grads: Sequence[Tensor | None],
     grad_parameters: list[Tensor | None],
-) -> tuple[tuple, tuple]:
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
     """Returns the gradients of one step's inputs and state; None where there is no gradient.
 
     Calls plan.step under the autocast options. Adds the gradients of the parameters to
@@ -334,8 +335,8 @@ def _step_backward(
             [grad for _, grad in pairs],
             allow_unused=True,
         )
-        for i, grad in zip(wanted, flowing, strict=True):
-            found[i] = grad
+        for i, found_grad in zip(wanted, flowing, strict=True):
+            found[i] = found_grad
     found_parameters, found_inputs, found_state = plan.split(found)
     for i, grad in enumerate(found_parameters):
         if grad is not None:

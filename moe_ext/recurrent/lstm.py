@@ -107,7 +107,7 @@ class MoELSTMCell(nn.Module):
             ranks = Layout.of(parallel.process_group).expert_parallel
             together = 1 if gate is None else gate.experts_per_group
             local = ExpertPlacement(num_experts, ranks.size, together).experts_of(ranks.rank)
-        self.moe = MoE(
+        self.moe: MoE = MoE(
             width,
             num_experts,
             k,
@@ -121,7 +121,7 @@ class MoELSTMCell(nn.Module):
             generator=generator,
             parallel=parallel,
         )
-        self.bias = nn.Parameter(torch.empty(4 * d_hidden))
+        self.bias: nn.Parameter = nn.Parameter(torch.empty(4 * d_hidden))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -178,6 +178,7 @@ class MoELSTMCell(nn.Module):
         __call__ = forward
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         return f"d_input={self.d_input}, d_hidden={self.d_hidden}, dropout={self.dropout}"
 
 
@@ -266,7 +267,7 @@ class MoELSTM(nn.Module):
                 self.ranks = Layout.of(parallel.process_group).world
             # The losses cover whole sequences, so a time step sums nothing over the ranks.
             parallel = replace(parallel, balance="local")
-        self.cell = MoELSTMCell(
+        self.cell: MoELSTMCell = MoELSTMCell(
             d_input,
             d_hidden,
             num_experts,
@@ -359,6 +360,7 @@ class MoELSTM(nn.Module):
         __call__ = forward
 
     def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
         losses = f"w_importance={self.w_importance}, w_load={self.w_load}"  # of the sequences
         return f"{losses}, memory_slots={self.memory_slots}"
 
