@@ -32,6 +32,13 @@ def assert_same_products(actual, expected):
         assert_same_bits(actual, expected)
 
 
+def assert_own_memory(results, arguments):
+    """Asserts that no result shares memory with another one or with an argument."""
+    places = [x.untyped_storage().data_ptr() for x in results if x.numel()]
+    used = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if torch.is_tensor(x)}
+    assert len({*places}) == len(places) and not used & {*places}, "results share memory"
+
+
 def assert_exact(actual, expected, nan=False):
     """Asserts a tolerance of 1e-12 for float64.
 
