@@ -11,7 +11,7 @@ numbers differ between x86-64 and Arm; with --save and --load both have the same
 
 import argparse
 import hashlib
-from itertools import chain
+import warnings
 
 import torch
 from assertions import gradients, recorded_ops
@@ -42,11 +42,35 @@ TABLE = {name: row for stem in STEMS for name, row in stem.TABLE.items()}
 # Every operator, including backward operators, and its row.
 ROWS = TABLE | {row.backward: row for row in TABLE.values() if row.backward}
 
-LAYOUTS = {
-    "contiguous": torch.Tensor.contiguous,
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def behind_others(x):
+    """Moves a tensor behind other numbers in the same memory."""
+    memory = torch.cat([x.flatten()[:3], x.flatten()])
+    return memory[len(memory) - x.numel() :].view(x.shape)
+
+
+def read_only(x):
+    if x.dtype == torch.bfloat16 or x.is_cuda:
+        return x
+    array = x.numpy().copy()
+    array.setflags(write=False)
+    with warnings.catch_warnings(action="ignore"):  # torch warns of arrays that are read-only
+        return torch.from_numpy(array)
+
+
+# The same numbers in another form: the results must be the same.
+FORMS = {
     "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
     "strided": lambda x: torch.stack([x, x], -1)[..., 1],
-    "expanded": lambda x: x[:1].expand_as(x) if x.dim() else x,
+    "behind others": behind_others,
+    "negative": lambda x: torch._neg_view(-x) if x.is_floating_point() else x,
+    "int32": lambda x: x if x.is_floating_point() else x.int(),
+    "subclass": lambda x: x.as_subclass(Subclass),
+    "read-only": read_only,
 }
 
 
@@ -159,14 +183,22 @@ def hash_of(tensors):
     return digest.hexdigest()
 
 
-def precise_calls(dtype):
-    """Yields (name and number, row, arguments, upstream gradients) of the precise samples."""
-    for name, row in TABLE.items():
-        for number, sizes in enumerate(row.precise):
-            torch.manual_seed(number)
-            arguments = row.make(dtype, **sizes)
-            upstream = upstream_of(as_tuple(row.function(**changed(torch.clone, arguments))))
-            yield f"{name} {number} {dtype}".replace("torch.", ""), row, arguments, upstream
+def precise_calls():
+    """Yields (name, number and dtype; arguments; upstream gradients) of the precise samples."""
+    for dtype in DTYPES:
+        for name, row in TABLE.items():
+            for number, sizes in enumerate(row.precise):
+                torch.manual_seed(number)
+                arguments = row.make(dtype, **sizes)
+                upstream = upstream_of(as_tuple(row.function(**changed(torch.clone, arguments))))
+                yield f"{name} {number} {dtype}".replace("torch.", ""), arguments, upstream
+
+
+def hashes(calls=None):
+    """Yields the name of each call and the hash of its results and gradients."""
+    for line, arguments, upstream in calls or precise_calls():
+        outputs, grads = evaluate(ROWS[line.split()[0]], arguments, upstream=upstream)
+        yield line, hash_of([*outputs, *grads])
 
 
 def main():
@@ -177,14 +209,13 @@ def main():
     options = parser.parse_args()
     if options.load:
         saved = torch.load(options.load, weights_only=True)
-        calls = [(line, ROWS[line.split()[0]], *values) for line, values in saved.items()]
+        calls = [(line, *values) for line, values in saved.items()]
     else:
-        calls = list(chain(*map(precise_calls, DTYPES)))
-    for line, row, arguments, upstream in calls:
-        outputs, grads = evaluate(row, arguments, upstream=upstream)
-        print(line, hash_of([*outputs, *grads]))
+        calls = list(precise_calls())
+    for line, digest in hashes(calls):
+        print(line, digest)
     if options.save:
-        torch.save({line: values for line, _, *values in calls}, options.save)
+        torch.save({line: values for line, *values in calls}, options.save)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
 threads. Tests over ROWS include the backward operators. The other files of this folder test what is
 specific to one operator.
 
-    python tests/ops/test_operators.py    # prints the number of cases of each property and operator
+    python -m pytest tests/ops/test_operators.py -s -k table    # prints the number of all cases
 """
 
+import math
 from itertools import combinations
 
 import pytest
@@ -24,8 +25,8 @@ from assertions import (
     raises,
 )
 from operators import (
+    FORMS,
     HALF,
-    LAYOUTS,
     ROWS,
     TABLE,
     as_tuple,
@@ -53,22 +54,21 @@ def short(value):
     return value if len(str(value)) < 60 else f"{len(value)} numbers"
 
 
-def each(prop, rows=TABLE, only=lambda arguments: True, count=None, **dtypes):
+def each(prop, rows=TABLE, count=None, **dtypes):
     """Parametrizes a test by the operators with a property, and their samples.
 
     dtypes: the lists of samples, such as `typical`, with their dtypes, or a function of the row
-    that returns these. only: whether a sample with these arguments has the property.
+    that returns these.
     """
 
     def cases_of(name, row):
         for kind, found in dtypes.items():
             for sizes in getattr(row, kind)[:count]:
                 for dtype in found(row) if callable(found) else found:
-                    if only(row.make(F64, **sizes)):
-                        values = [f"{key}={short(value)}" for key, value in sizes.items()]
-                        text = "-".join([name, *values, str(dtype).removeprefix("torch.")])
-                        marks = pytest.mark.equation(*row.equations)
-                        yield pytest.param(name, sizes, dtype, id=text, marks=marks)
+                    values = [f"{key}={short(value)}" for key, value in sizes.items()]
+                    text = "-".join([name, *values, str(dtype).removeprefix("torch.")])
+                    marks = pytest.mark.equation(*row.equations)
+                    yield pytest.param(name, sizes, dtype, id=text, marks=marks)
 
     having = {name: row for name, row in rows.items() if prop not in row.lacks}
     cases = {name: [*cases_of(name, row)] for name, row in having.items()}
@@ -102,6 +102,9 @@ def test_the_table_is_complete():
     for row in TABLE.values():
         assert set(row.lacks) <= {*CASES, "cuda", "accuracy", "half_types"}
         assert all(row.lacks.values())
+    print(f"\n{'':32}" + "".join(f"{prop:>15}" for prop in CASES))
+    for name in ROWS:
+        print(f"{name:32}" + "".join(f"{found.get(name, '-'):>15}" for found in CASES.values()))
 
 
 # Values and gradients
@@ -182,6 +185,24 @@ def test_derivatives(device, name, sizes, dtype):
         )
 
 
+@each("nan", typical=[F32, BF16])
+def test_nan_stays_where_it_is(device, name, sizes, dtype):
+    """NaN in one number reaches at most what it reaches in plain torch; other bits stay."""
+    row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
+    clean = sum(evaluate(row, arguments), [])
+    for x in tensors_in(arguments):
+        for place in {x.numel() // 2, x.numel() - 1} if x.is_floating_point() and x.numel() else ():
+            number = x.view(-1)[place].item()
+            x.view(-1)[place] = math.nan
+            found, plain = (
+                sum(evaluate(row, arguments, function), []) for function in (None, row.plain)
+            )
+            x.view(-1)[place] = number
+            for y, p, e in zip(found, plain, clean, strict=True):
+                assert not (y.isnan() & ~p.isnan()).any()
+                assert_bits(name, [y[~y.isnan()]], [e[~y.isnan()]])
+
+
 @each("needed", typical=[F32, BF16])
 def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
     """Gradients of one tensor or of some arguments are bitwise identical to the full gradients."""
@@ -199,6 +220,14 @@ def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
         floats = [y for y in as_tuple(row.function(**frozen)) if y.is_floating_point()]
         found = gradients(floats, [leaves[i] for i in needed], upstream_of(floats))
         assert_bits(name, found, [expected[i] for i in needed])
+    constants = {
+        key: x.detach().clone().requires_grad_()
+        for key, x in arguments.items()
+        if key not in row.differentiable and torch.is_tensor(x) and x.is_floating_point()
+    }
+    learned, leaves = with_leaves(arguments | constants, row.differentiable)
+    sum(y.sum() for y in as_tuple(row.function(**learned)) if y.requires_grad).backward()
+    assert all(x.grad is None for x in constants.values())
 
 
 @each("autocast", typical=[F32, BF16])
@@ -245,14 +274,20 @@ def test_contract(device, name, sizes, dtype):
         assert a.device.type == "meta"
         assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride())
 
-    for layout in ("transposed", "strided"):
-        assert_bits(name, run(op, changed(LAYOUTS[layout], args)), results)
+    for name_of_form, form in FORMS.items():
+        found = run(op, changed(form, args))
+        assert_bits(name, found, results)
+        # Only weights pass their layout on, and only if they are transposed.
+        assert name_of_form == "transposed" or all(x.is_contiguous() for x in found)
+    for i, x in enumerate(args):  # one index as int32, beside others as int64
+        if isinstance(x, torch.Tensor) and not x.is_floating_point():
+            assert_bits(name, run(op, [*args[:i], x.int(), *args[i + 1 :]]), results)
 
-    def expanded(x):  # autograd expands the gradient of a sum
-        return LAYOUTS["expanded"](x) if x.is_floating_point() else x
+    def expanded(x):  # as autograd expands the gradient of a sum
+        return x[:1].expand_as(x) if x.is_floating_point() and x.dim() else x
 
     some = [x if w else changed(expanded, x) for x, w in zip(args, written(op), strict=False)]
-    assert_bits(name, run(op, some), run(op, changed(LAYOUTS["contiguous"], some)))
+    assert_bits(name, run(op, some), run(op, changed(torch.Tensor.contiguous, some)))
 
     # In memory that held NaN: an element that no row reaches is exactly zero.
     for _ in range(3):
@@ -262,28 +297,9 @@ def test_contract(device, name, sizes, dtype):
         assert not any(x.isnan().any() for x in actual)
 
 
-def indices_of(arguments):
-    return {
-        name: x
-        for name, x in arguments.items()
-        if isinstance(x, torch.Tensor) and not x.is_floating_point()
-    }
-
-
 def narrow(arguments):
     """Converts the indices to int32."""
-    return arguments | {name: index.int() for name, index in indices_of(arguments).items()}
-
-
-@each("int32_indices", typical=[F64], only=indices_of)
-def test_int32_indices(device, name, sizes, dtype):
-    """int32 indices, one or all of them, act like int64; returned indices are int64."""
-    row, arguments = ROWS[name], sample(name, device, **sizes)
-    expected = sum(evaluate(row, arguments), [])
-    one = [{key: index.int()} for key, index in indices_of(arguments).items()]
-    for narrowed in (*one, narrow(arguments)):
-        for a, e in zip(sum(evaluate(row, arguments | narrowed), []), expected, strict=True):
-            assert_same_bits(a, e)
+    return {key: FORMS["int32"](x) if torch.is_tensor(x) else x for key, x in arguments.items()}
 
 
 @pytest.mark.emulated(False)  # what is registered does not depend on the device
@@ -296,7 +312,7 @@ def test_opcheck(device, name, sizes, dtype):
     differentiable = name in TABLE and ROWS[name].differentiable
 
     def leaf(x):
-        x = LAYOUTS["contiguous" if plain else "transposed"](x)
+        x = x.contiguous() if plain else FORMS["transposed"](x)
         return x.requires_grad_() if differentiable and x.is_floating_point() else x
 
     torch.library.opcheck(op, tuple(changed(leaf, args)))
@@ -312,35 +328,6 @@ def test_compiles_to_a_whole_graph(device, name, sizes, dtype, dynamic):
     compiled = torch.compile(row.function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     actual = evaluate(row, narrow(arguments) if dynamic else arguments, compiled)
     assert_bits(name, sum(actual, []), sum(evaluate(row, arguments), []))
-
-
-def negated(x):
-    """Returns the same numbers, stored with the opposite sign; leaves indices as they are."""
-    if not x.is_floating_point():
-        return x
-    view = torch._neg_view(-x)
-    assert view.is_neg() and torch.equal(view, x)
-    return view
-
-
-@each("negated", typical=[F32])
-@pytest.mark.emulated(False)  # the dispatcher resolves the bit
-def test_negated_inputs(device, name, sizes, dtype):
-    """The results do not depend on the negative bit, of one argument or of all."""
-    row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
-    expected, expected_grads = evaluate(row, arguments)
-    for key, value in arguments.items():
-        outputs = as_tuple(row.function(**arguments | {key: changed(negated, value)}))
-        assert_bits(name, [y.resolve_neg() for y in outputs], expected)
-    arguments = changed(negated, arguments)
-    leaves = tensors_in([arguments.get(key) for key in row.differentiable])
-    for leaf in leaves:
-        leaf.requires_grad_()
-    outputs = as_tuple(row.function(**arguments))
-    upstream = [negated(dy) for dy in upstream_of(outputs)]
-    floats = [y for y in outputs if y.is_floating_point()]
-    found = gradients(floats, leaves, upstream) if leaves else []
-    assert_bits(name, [y.resolve_neg() for y in (*outputs, *found)], expected + expected_grads)
 
 
 # Errors
@@ -371,15 +358,15 @@ def test_tensors_that_do_not_fit(name):
             refuses(name, ValueError, "", {key: x.to("meta")})
 
 
-def bad_arguments(name):
-    return ROWS[name].bad if name in TABLE else ROWS[name].backward_bad
+BAD = {name: row.bad if name in TABLE else row.backward_bad for name, row in ROWS.items()}
+CASES["errors"] = {name: len(bad) for name, bad in BAD.items()}
 
 
 @pytest.mark.parametrize(
-    "name, number", [(name, i) for name in ROWS for i in range(len(bad_arguments(name)))]
+    "name, number", [(name, i) for name in ROWS for i in range(len(BAD[name]))]
 )
 def test_bad_arguments(name, number):
-    refuses(name, *bad_arguments(name)[number])
+    refuses(name, *BAD[name][number])
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])
@@ -399,10 +386,3 @@ def test_backward_operators_look_at_their_arguments(name, place):
         if isinstance(x, torch.Tensor) and not offsets:
             with raises(ValueError, name, any_argument):
                 op(*args[:i], x[1:] if x.dim() else x.reshape(1), *args[i + 1 :])
-
-
-if __name__ == "__main__":
-    print(" ".join(["operator", *CASES]))
-    for name in ROWS:
-        counts = [cases.get(name, "") for cases in CASES.values()]
-        print(name, *counts)

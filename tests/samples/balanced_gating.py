@@ -87,7 +87,7 @@ TABLE = {
     "batchwise_topm": Operator(
         function=ops.batchwise_topm, make=make_topm, reference=reference_topm, plain=plain_topm,
         equations=("App. F",),
-        lacks=NO_GRADIENT | {"int32_indices": "it takes none"},
+        lacks=NO_GRADIENT | {"nan": "it ranks last"},
         samples=[dict(G=2, N=N, E=E, m=m) for N, E, m in [
             (1, 1, 1), (5, 3, 2), (7, 16, 3), (16, 17, 16), (40, 5, 7), (33, 32, 1), (100, 40, 31)
         ]]
@@ -100,13 +100,15 @@ TABLE = {
         large=[dict(G=1, N=2000, E=80, m=100), dict(G=1, N=2000, E=20, m=100, kind="ties")],
         precise=[dict(G=1, N=200, E=20, m=10), dict(G=1, N=301, E=37, m=29, kind="ties"),
                  dict(G=2, N=50, E=7, m=9, kind="nan")],
-        bad=wrong.numbers("m", -1, T + 1, 1000),
+        bad=[*wrong.numbers("m", -1, T + 1, 1000), *wrong.numbers("first_expert", -1),
+             *wrong.numbers("num_experts", E - 1)],
     ),
     "selected_softmax": Operator(
         function=ops.selected_softmax, make=make_selection,
         reference=reference_selection, plain=plain_selection,
         equations=("App. F",),
         differentiable=("logits",), backward="_selected_softmax_backward",
+        lacks={"nan": "it reads the selected logits alone; plain torch reads all"},
         samples=[dict(T=T, E=E, p=p) for T, E, p in [
             (1, 1, 1), (9, 5, 0.5), (9, 5, 1), (8, 40, 0.2), (6, 4, 0), (0, 5, 1)
         ]],

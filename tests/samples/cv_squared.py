@@ -25,7 +25,6 @@ TABLE = {
         plain=sum_of(lambda v: v.var(correction=0) / v.mean() ** 2),
         equations=("Eq. 7", "Eq. 11"),
         differentiable=("values",), backward="_weighted_cv_squared_backward",
-        lacks={"int32_indices": "it takes none"},
         samples=[dict(sizes=sizes) for sizes in ([1], [2], [5, 3], [33, 256], [256, 1, 7])]
         + [dict(sizes=[4, 2, 40], offset=1000)],
         typical=[dict(sizes=[5]), dict(sizes=[40, 3, 7])],

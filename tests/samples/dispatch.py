@@ -59,7 +59,7 @@ TABLE = {
     "dispatch_plan": Operator(
         function=ops.dispatch_plan, make=make_plan, reference=reference_plan, plain=plain_plan,
         equations=("Eq. 1",),
-        lacks=NO_GRADIENT | {"half_types": "its numbers are integers"},
+        lacks=NO_GRADIENT | dict.fromkeys(("half_types", "nan"), "its numbers are integers"),
         samples=draw.EDGES + draw.RAGGED + [dict(T=9, E=5, k=1, all_to=3)],
         typical=draw.TYPICAL + draw.RAGGED[:1],
         limits=[

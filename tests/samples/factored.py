@@ -61,8 +61,8 @@ TABLE = {
         equations=("App. D",),
         lacks=NO_GRADIENT | {
             "half_types": "layer/test_optim.py has its precision",
-            "limits": "it counts nothing", "int32_indices": "it takes none",
-            "negated": "test_inputs.py has it, in place",
+            "limits": "it counts nothing", "nan": "every number depends on it",
+            
         },
         samples=[
             dict(shape=shape, rule=rule) for rule in ("adam", "diet", "adagrad")

@@ -16,7 +16,8 @@ def make_load(dtype, T, E, k, groups=None, detach=False):
     clean, raw, noise = draw.normal(3, T, E)
     stddev = ref.Softplus(raw) + 1e-2
     order = (clean + noise * stddev).sort(descending=True)
-    threshold = torch.nn.functional.pad(order.values, (0, 1), value=-math.inf)[:, k - 1 : k + 1]
+    threshold = torch.nn.functional.pad(order.values, (0, 2), value=-math.inf)
+    threshold = threshold[:, max(k - 1, 0) :][:, :2]
     return dict(
         clean_logits=clean.to(dtype),
         noise_stddev=stddev.to(draw.wide(dtype)),
@@ -36,7 +37,7 @@ def plain_load(
     bound = torch.where(inside, threshold[:, 1:], threshold[:, :1])
     P = ref.Phi((clean_logits - bound) / noise_stddev)
     if expert_index.shape[1] == clean_logits.shape[1]:
-        P = torch.ones_like(clean_logits, dtype=threshold.dtype)
+        P = 1 + 0 * clean_logits.to(P.dtype) ** 2  # without a gradient, but NaN stays NaN
     if group_offsets is None:
         return P.sum(0)
     return torch.stack([P[begin:end].sum(0) for begin, end in pairwise(group_offsets.tolist())])
@@ -54,7 +55,7 @@ TABLE = {
             dict(T=7, E=6, k=2, groups=groups, detach=detach) for detach in (False, True)
             for groups in ([0, 7], [0, 3, 7], [0, 0, 2, 2, 7, 7], list(range(8)))
         ]
-        + [dict(T=0, E=4, k=2, groups=[0, 0, 0])],
+        + [dict(T=0, E=4, k=2, groups=[0, 0, 0]), dict(T=5, E=0, k=0)],
         typical=[dict(T=T, E=E, k=K, groups=[0, 3, T]), *draw.TYPICAL],
         limits=draw.shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4095),
                       *((n, 4, 2) for n in draw.MANY)),
