@@ -154,3 +154,14 @@ def test_groups_are_loads_of_their_rows(device, E, offsets, detach_threshold, dt
     assert results[0][0].shape == (len(offsets) - 1, E)
     for actual, expected in zip(*results, strict=True):
         assert_same_bits(actual, expected)
+
+
+def test_nan_stays_in_its_expert(device):
+    clean, stddev, threshold, index = drawn(6, 5, 2, device)
+    expected = ops.load(clean, stddev, threshold, index)
+    clean = clean.clone()
+    clean[2, 3] = math.nan
+    actual = ops.load(clean, stddev, threshold, index)
+    assert actual[3].isnan()
+    rest = torch.arange(5, device=device) != 3
+    assert_same_bits(actual[rest], expected[rest])
