@@ -146,28 +146,6 @@ def recorded_ops(namespace="moe_ext"):
             calls.append((name.split(".")[0], func, args, kwargs))
 
 
-def opcheck_all(function, expected_names):
-    """Runs opcheck on every op that `function` calls in forward and backward.
-
-    The ops must be the expected ones. Forward ops are checked with gradients required.
-    """
-    with recorded_ops() as calls:
-        function()
-    assert {name for name, *_ in calls} == set(expected_names)
-    for name, op, args, kwargs in calls:
-        differentiable = not name.startswith("_")
-
-        def leaf(x, differentiable=differentiable):
-            if isinstance(x, torch.Tensor):
-                x = x.detach()
-                return x.requires_grad_() if differentiable and x.is_floating_point() else x
-            return [leaf(item) for item in x] if isinstance(x, (list, tuple)) else x
-
-        torch.library.opcheck(
-            op, tuple(leaf(x) for x in args), {k: leaf(v) for k, v in kwargs.items()}
-        )
-
-
 def assert_deterministic(function, threads, runs=20):
     """Asserts that the tensors of `function` are bitwise equal for 1 and 2 threads in all runs."""
     threads(1)
