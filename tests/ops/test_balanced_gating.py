@@ -14,10 +14,9 @@ pytestmark = [pytest.mark.emulated, pytest.mark.equation("App. F")]
 
 
 @pytest.mark.parametrize("sizes", TABLE["batchwise_topm"].samples, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_topm_of_every_column(device, sizes, dtype):
-    """Half types have ties without extra preparation."""
-    call = sample("batchwise_topm", dtype=dtype, **sizes)
+def test_topm_of_every_column(device, sizes):
+    """In float32; the table has float64, and compares half types with float32."""
+    call = sample("batchwise_topm", dtype=torch.float32, **sizes)
     expected = reference_topm(**call)
     actual = ops.batchwise_topm(call["scores"].to(device), call["m"])
     assert_same_bits(actual.row_index, expected[0])

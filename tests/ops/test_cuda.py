@@ -161,7 +161,7 @@ def test_experts_of_any_size_in_any_type(gpu, dtype, d_model, hidden, equal):
 def check_experts(gpu, num_experts, dtype, d_model, hidden, equal):
     counts = [2 if equal else 0] * num_experts
     if not equal:
-        counts[0], counts[2], counts[-1] = 300, 1, counts[-1] + 40
+        counts[0], counts[2], counts[-1] = 140, 1, counts[-1] + 40
     row, widths = TABLE["experts"], (d_model, hidden, d_model)
     sizes = dict(counts=counts, widths=widths, activation="swiglu", even=equal)
     call = sample("experts", gpu.device, dtype, **sizes)

@@ -136,7 +136,7 @@ TABLE = {
         ]
         + [
             dict(counts=counts, widths=(4, 6, 3), activation=activation, bias=bias)
-            for activation in ACTIVATIONS for counts in ([3, 0, 4], [0, 0]) for bias in (0, 1)
+            for activation in ACTIVATIONS for counts, bias in (([3, 0, 4], False), ([0, 0], True))
         ]
         + [
             dict(counts=[3, 0, 4], widths=widths, activation=activation, bias=True)
@@ -151,7 +151,7 @@ TABLE = {
         ]
         + [
             draw.RAGGED[0] | dict(widths=widths, activation=activation, bias=True)
-            for activation in ACTIVATIONS for widths in ((4, 3), (4, 6, 3), (4, 6, 5, 3))
+            for activation in ACTIVATIONS for widths in ((4, 6, 3), (4, 6, 5, 3))
         ],
         typical=[
             dict(counts=[3, 0, 4], widths=(3, 7), bias=True),
