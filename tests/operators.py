@@ -1,9 +1,9 @@
 """The table of operators. ops/test_operators.py checks every generic property for every row.
 
-samples/ has the rows, a file for each stem: the arguments of an operator, the expected results from
-reference.py, and the properties that it lacks, with the reason. Arguments come from torch's CPU
-generator, which conftest.py seeds. The arguments of a backward operator are those that autograd
-passes to it.
+samples/ has the rows, a file for each stem. A row defines the arguments of an operator, the
+expected results from reference.py, and the properties that it lacks, with the reason. Arguments
+come from torch's CPU generator, which conftest.py seeds. The arguments of a backward operator are
+those that autograd passes to it.
 
 `python operators.py` prints a hash of each operator's results, to compare instruction sets. Random
 numbers differ between x86-64 and Arm; with --save and --load both have the same arguments.

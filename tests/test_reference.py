@@ -40,7 +40,7 @@ LOGITS, BIAS = torch.logit(vec(0.5, 0.75, 0.25, 0.2)), vec(0, 0, 1, 0.4)
 THREE = vec(0, LN2, LN5)
 # Expert 0 has both tokens, expert 1 has one of them.
 R_X = ref.relu_gates(torch.eye(2).double(), matrix_of([3, -1], [1, 2]))
-DOUBLE = [[2 * torch.eye(2).double()]]  # beside one identity expert and one null expert
+DOUBLE = [[2 * torch.eye(2).double()]]  # with one identity expert and one null expert
 # Three of four rows choose expert 0, which keeps ceil(4 / 2) = 2 of them.
 CROWD = [vec(0.6, 0.4), vec(0.7, 0.3), vec(0.2, 0.8), vec(0.7, 0.3)], [[0], [0], [1], [0]], 1
 BY_HAND = [

@@ -54,17 +54,18 @@ def short(value):
     return value if len(str(value)) < 60 else f"{len(value)} numbers"
 
 
-def each(prop, rows=TABLE, count=None, **dtypes):
+def each(prop, rows=TABLE, count=None, in_turn=False, **dtypes):
     """Parametrizes a test by the operators with a property, and their samples.
 
     dtypes: the lists of samples, such as `typical`, with their dtypes, or a function of the row
-    that returns these.
+    that returns these. in_turn: each sample has one of the dtypes, not all.
     """
 
     def cases_of(name, row):
         for kind, found in dtypes.items():
-            for sizes in getattr(row, kind)[:count]:
-                for dtype in found(row) if callable(found) else found:
+            of_row = found(row) if callable(found) else found
+            for number, sizes in enumerate(getattr(row, kind)[:count]):
+                for dtype in [of_row[number % len(of_row)]] if in_turn else of_row:
                     values = [f"{key}={short(value)}" for key, value in sizes.items()]
                     text = "-".join([name, *values, str(dtype).removeprefix("torch.")])
                     marks = pytest.mark.equation(*row.equations)
@@ -123,8 +124,8 @@ def test_values(device, name, sizes, dtype):
 
     float64: `samples` equal the reference, `precise` samples equal plain torch. Half types: bitwise
     identical to the result in float32, rounded once. Other types, and half types where the row
-    lacks this: at most twice the error of plain torch, which computes half types in float32 as
-    well, but GEMMs in the type itself.
+    lacks this: at most twice the error of plain torch. Plain torch computes half types in float32
+    as well, but GEMMs in the type itself.
     """
     row, arguments = ROWS[name], sample(name, dtype=dtype, **sizes)
     actual = evaluate(row, moved(arguments, device), alone=True)
@@ -279,7 +280,7 @@ def test_contract(device, name, sizes, dtype):
         assert_bits(name, found, results)
         # Only weights pass their layout on, and only if they are transposed.
         assert name_of_form == "transposed" or all(x.is_contiguous() for x in found)
-    for i, x in enumerate(args):  # one index as int32, beside others as int64
+    for i, x in enumerate(args):  # one index as int32 among others as int64
         if isinstance(x, torch.Tensor) and not x.is_floating_point():
             assert_bits(name, run(op, [*args[:i], x.int(), *args[i + 1 :]]), results)
 
@@ -303,7 +304,7 @@ def narrow(arguments):
 
 
 @pytest.mark.emulated(False)  # what is registered does not depend on the device
-@each("opcheck", ROWS, typical=[F32, BF16])
+@each("opcheck", ROWS, in_turn=True, typical=[F32, BF16])
 def test_opcheck(device, name, sizes, dtype):
     """float32 with contiguous tensors and int64 indices; bfloat16 with neither."""
     plain = dtype == F32
