@@ -57,8 +57,8 @@ def short(value):
 def each(prop, rows=TABLE, count=None, in_turn=False, **dtypes):
     """Parametrizes a test by the operators with a property, and their samples.
 
-    dtypes: the lists of samples, such as `typical`, with their dtypes, or a function of the row
-    that returns these. in_turn: each sample has one of the dtypes, not all.
+    dtypes: the lists of samples, such as `typical`, with their dtypes. A function of the row can
+    return these. in_turn: each sample has one of the dtypes, not all.
     """
 
     def cases_of(name, row):
