@@ -206,7 +206,10 @@ def test_nan_stays_where_it_is(device, name, sizes, dtype):
 
 @each("needed", typical=[F32, BF16])
 def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
-    """Gradients of one tensor or of some arguments are bitwise identical to the full gradients."""
+    """Gradients of one tensor or of some arguments are bitwise identical to the full gradients.
+
+    Arguments that are not differentiable get none.
+    """
     row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
     _, expected = evaluate(row, arguments)
     numbers = iter(range(len(expected)))
