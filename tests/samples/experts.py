@@ -189,9 +189,9 @@ TABLE = {
             for activation in CLAMPED
         ]
         + [dict(T=150, E=5, k=2, widths=(24, 40, 16), bias=True)]
-        + [dict(T=301, E=37, k=3, widths=(29, 43, 29), activation="glu", bias=True),
-           dict(T=50, E=7, k=2, widths=(33, 257, 18), activation="swiglu", bias=True)]
-        + [dict(skewed=2600, E=5, widths=(8, 12, 4), bias=bias) for bias in (False, True)],
+        + [dict(T=301, E=37, k=3, widths=(29, 43, 29), activation="glu", bias=True)]
+        + [dict(skewed=2600, E=5, widths=(8, 12, 4), bias=bias) for bias in (False, True)]
+        + [dict(T=50, E=7, k=2, widths=(33, 257, 18), activation="swiglu", bias=True)],
         bad=[
             *wrong.numbers("activation", "rely", ", "),
             *(
