@@ -184,15 +184,14 @@ for isa in neon neon_bf16; do
 done
 
 say "tests"
-# Not under emulation: kernels of CUDA, the memory of a process, which is QEMU's, and a time limit.
+# Not under emulation: kernels of CUDA, and the memory of a process, which is QEMU's.
 tests=(-q -p no:cacheprovider -m "not emulator" --timeout 3600
   --ignore tests/ops/test_cuda.py --ignore tests/ops/test_emulation.py
-  --deselect tests/ops/test_experts.py::test_peak_memory_with_transposed_weights
-  --ignore tests/ops/test_inputs.py)
+  --deselect tests/ops/test_experts.py::test_peak_memory_with_transposed_weights)
 tests+=(tests/layer tests/ops)
 if [ $mode != --whole ]; then
   # Without torch.compile, and without the tests that take longest.
-  slow=(compile export opcheck instruction_set limits as_accurate_as_plain_torch deterministic
+  slow=(compile export opcheck instruction_set limits "(test_values and not float64)" deterministic
     hostile any_number_of_rows large_gradients several_blocks rows_do_not_depend_on_each_other
     a_token_does_not_depend_on_the_others replaces_the_function_of_torch)
   tests+=(-k "not (${slow[0]}$(printf ' or %s' "${slow[@]:1}"))")

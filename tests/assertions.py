@@ -32,6 +32,13 @@ def assert_same_products(actual, expected):
         assert_same_bits(actual, expected)
 
 
+def assert_own_memory(results, arguments):
+    """Asserts that no result shares memory with another one or with an argument."""
+    places = [x.untyped_storage().data_ptr() for x in results if x.numel()]
+    used = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if torch.is_tensor(x)}
+    assert len({*places}) == len(places) and not used & {*places}, "results share memory"
+
+
 def assert_exact(actual, expected, nan=False):
     """Asserts a tolerance of 1e-12 for float64.
 
@@ -137,28 +144,6 @@ def recorded_ops(namespace="moe_ext"):
         space, name = func.name().split("::")
         if namespace in (None, space):
             calls.append((name.split(".")[0], func, args, kwargs))
-
-
-def opcheck_all(function, expected_names):
-    """Runs opcheck on every op that `function` calls in forward and backward.
-
-    The ops must be the expected ones. Forward ops are checked with gradients required.
-    """
-    with recorded_ops() as calls:
-        function()
-    assert {name for name, *_ in calls} == set(expected_names)
-    for name, op, args, kwargs in calls:
-        differentiable = not name.startswith("_")
-
-        def leaf(x, differentiable=differentiable):
-            if isinstance(x, torch.Tensor):
-                x = x.detach()
-                return x.requires_grad_() if differentiable and x.is_floating_point() else x
-            return [leaf(item) for item in x] if isinstance(x, (list, tuple)) else x
-
-        torch.library.opcheck(
-            op, tuple(leaf(x) for x in args), {k: leaf(v) for k, v in kwargs.items()}
-        )
 
 
 def assert_deterministic(function, threads, runs=20):

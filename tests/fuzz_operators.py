@@ -35,15 +35,16 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # the first call would import it, which takes seconds and memory
-from assertions import assert_same_bits
+from assertions import assert_own_memory, assert_same_bits
 from operators import (
-    HALF,
+    DTYPES,
+    FORMS,
     ROWS,
     TABLE,
     as_tuple,
-    call_of,
     changed,
     moved,
+    named_call_of,
     sample,
     tensors_in,
     upstream_of,
@@ -91,18 +92,6 @@ def with_value(*values):
     return change
 
 
-def behind_others(x):
-    """Moves a tensor behind other numbers in the same memory."""
-    memory = torch.cat([x.flatten()[:3], x.flatten()])
-    return memory[len(memory) - x.numel() :].view(x.shape)
-
-
-def read_only(x):
-    array = x.numpy().copy()
-    array.setflags(write=False)
-    return torch.from_numpy(array)
-
-
 def huge(x, axis, size):
     shape = [2**40 if i == axis else n for i, n in enumerate(x.shape)]
     return x.narrow(axis, 0, 1).expand(shape) if size else x.new_empty(shape)
@@ -113,21 +102,8 @@ def inference(x):
         return x.clone()
 
 
-class Subclass(torch.Tensor):
-    pass
-
-
-# The same numbers in another form: the results must be those of the sample.
-SAME_VALUES = {
-    "transposed": lambda x, _: x.mT.contiguous().mT if x.dim() > 1 else x,
-    "strided": lambda x, _: torch.stack([x, x], -1)[..., 1],
-    "behind others": lambda x, _: behind_others(x),
-    "negative": floats(lambda x, _: torch._neg_view(-x)),
-    "int32": indices(lambda x, _: x.int()),
-    "subclass": one_of(lambda x: x.as_subclass(Subclass), lambda x: torch.nn.Parameter(x, False)),
-    "read-only": lambda x, _: x if x.dtype == torch.bfloat16 else read_only(x),
-}
-CHANGES = SAME_VALUES | {
+CHANGES = {name: one_of(form) for name, form in FORMS.items()} | {
+    "subclass": one_of(FORMS["subclass"], lambda x: torch.nn.Parameter(x, False)),
     "not finite": floats(with_value(math.nan, math.inf, -math.inf)),
     "finite": floats(with_value(0.0, -0.0, 5e-324, -1e-310, 1e-40, 6e4, 3e38, -3e38, 1e300)),
     "index": indices(with_value(-1, 0, 1, 2, 5, 8, 2**31, 2**32, 2**62, -(2**63))),
@@ -142,7 +118,7 @@ CHANGES = SAME_VALUES | {
         lambda x: x[None], lambda x: x[..., None], torch.Tensor.flatten, torch.Tensor.sum,
         lambda x: x.mT if x.dim() > 1 else x, lambda x: x[0] if x.dim() and len(x) else x,
     ),
-    "dtype": lambda x, place: x.to(DTYPES[place % len(DTYPES)]),
+    "dtype": lambda x, place: x.to(ALL_DTYPES[place % len(ALL_DTYPES)]),
     "meta": lambda x, _: x.to("meta"),
     "layout": one_of(
         torch.Tensor.to_sparse,
@@ -157,7 +133,7 @@ CHANGES = SAME_VALUES | {
     "inference": lambda x, _: inference(x),
     "fake": lambda x, _: FakeTensorMode().from_tensor(x),
 }  # fmt: skip
-DTYPES = [
+ALL_DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
     torch.complex64, torch.complex128, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -201,16 +177,26 @@ class Call:
     changes: tuple[Change, ...]
 
 
-@functools.cache
+def operator(name):
+    return getattr(torch.ops.moe_ext, name).default
+
+
 def schema(name):
-    return getattr(torch.ops.moe_ext, name).default._schema
+    return operator(name)._schema
+
+
+def function_of(name):
+    """Returns what users call; the operator itself for backward and in-place operators."""
+    public = name in TABLE and not any(written(operator(name)))
+    return ROWS[name].function if public else operator(name)
 
 
 @functools.cache
 def arguments_of(name):
     """Returns the names of the arguments: those of the function, or of the operator's schema."""
-    names = list(inspect.signature(ROWS[name].function).parameters) if name in TABLE else []
-    return [a.name for a in schema(name).arguments] if names in ([], ["arguments"]) else names
+    if function_of(name) is operator(name):
+        return [a.name for a in schema(name).arguments]
+    return list(inspect.signature(ROWS[name].function).parameters)
 
 
 @functools.cache
@@ -230,7 +216,7 @@ def call_of_seed(seed, number):
     return Call(
         operator=name,
         sample=draw.randrange(len(samples_of(name))),
-        dtype=draw.choice([torch.float64, torch.float32, *HALF]),
+        dtype=draw.choice(DTYPES),
         surroundings=draw.choice(SURROUNDINGS),
         changes=tuple(change() for _ in range(draw.choice([0, 1, 1, 1, 1, 2, 2, 2, 3, 3]))),
     )
@@ -243,19 +229,7 @@ def call_of_seed(seed, number):
 def valid_arguments(name, number, dtype):
     """Returns the arguments of a sample, by name."""
     torch.manual_seed(number)
-    values = sample(name, dtype=dtype, **samples_of(name)[number])
-    if name in TABLE and name != "factored_step_":
-        return values
-    if name in TABLE:
-        return {argument: values[argument] for argument in arguments_of(name)}
-    op, args = call_of(name, values)
-    return dict(zip(arguments_of(name), args, strict=False))
-
-
-def function_of(name):
-    """Returns what users call; the operator itself for backward and in-place operators."""
-    public = name in TABLE and not any(written(getattr(torch.ops.moe_ext, name).default))
-    return ROWS[name].function if public else getattr(torch.ops.moe_ext, name)
+    return named_call_of(name, sample(name, dtype=dtype, **samples_of(name)[number]))[1]
 
 
 def is_small(x):
@@ -369,7 +343,6 @@ class Raised:
 
 def outcome(name, arguments, surroundings="plain"):
     """Calls the operator. The results include the arguments that it writes to, and gradients."""
-    operator = getattr(torch.ops.moe_ext, name).default
     leaves = [x for x in tensors_in(list(arguments.values())) if x.requires_grad]
     try:
         with surrounded(surroundings):
@@ -380,8 +353,10 @@ def outcome(name, arguments, surroundings="plain"):
                 results = [y.detach() for y in results] + [g for g in grads if g is not None]
     except Exception as error:
         return Raised(type(error).__name__, str(error))
-    values = [arguments.get(a.name) for a in operator._schema.arguments]
-    return Returned(results + [x for x, w in zip(values, written(operator), strict=True) if w])
+    into = [
+        a.name for a, w in zip(schema(name).arguments, written(operator(name)), strict=True) if w
+    ]
+    return Returned(results + [arguments[key] for key in into])
 
 
 def outcome_in_a_fork(name, arguments):
@@ -496,8 +471,7 @@ def keeps_values(call):
     """Returns whether the changes keep the numbers of the sample, so that the call is valid."""
     valid = valid_arguments(call.operator, call.sample, call.dtype)
     return all(
-        change.kind in SAME_VALUES and tensors_in([valid.get(change.argument)])
-        for change in call.changes
+        change.kind in FORMS and tensors_in([valid.get(change.argument)]) for change in call.changes
     )
 
 
@@ -547,7 +521,7 @@ def check(call):
     if plain:
         assert_same(actual, outcome(name, copies, call.surroundings))
         if not into:
-            assert_own_memory(actual.tensors, arguments)
+            assert_own_memory(actual.tensors, list(arguments.values()))
         if not call.surroundings.startswith("autocast"):
             meta = outcome(name, on_meta(name, arguments))
             assert isinstance(meta, Returned), f"the Meta kernel raised {meta}"
@@ -558,12 +532,6 @@ def check(call):
         real = outcome(name, made(dataclasses.replace(call, surroundings="plain")))
         assert isinstance(real, Raised) or shapes_of(real) == shapes_of(actual)
     return "returned"
-
-
-def assert_own_memory(results, arguments):
-    places = [x.untyped_storage().data_ptr() for x in results if x.numel()]
-    used = [x.untyped_storage().data_ptr() for x in tensors_in(list(arguments.values()))]
-    assert len({*places}) == len(places) and not {*places} & {*used}, "results share memory"
 
 
 # Batches
@@ -579,15 +547,15 @@ def described(call):
     return "\n".join(lines)
 
 
-def make_batch(seed):
-    """Makes the calls of a batch in this process; prints the start and the result of each."""
+def make_batch(seed, calls):
+    """Makes the first calls of a batch in this process; prints the start and the result of each."""
     warnings.simplefilter("ignore")
     logging.disable()  # FakeTensorMode logs each error
     torch.set_num_threads(1)  # a forked process with several threads hangs, as it does in torch
     faulthandler.enable()
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
-    for number in range(BATCH):
+    for number in range(calls):
         call = call_of_seed(seed, number)
         print(json.dumps([number, call.operator]), flush=True)
         faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -600,9 +568,9 @@ def make_batch(seed):
         print(json.dumps([number, call.operator, result, text]), flush=True)
 
 
-def run_batch(seed):
+def run_batch(seed, calls=BATCH):
     """Runs a batch in another process; returns the numbers of results, and the failures."""
-    command = [sys.executable, __file__, "--in-this-process", "--seed", str(seed)]
+    command = [sys.executable, __file__, "--seed", str(seed), "--in-this-process", str(calls)]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     counts = collections.Counter((operator, result) for _, operator, result, _ in lines[1::2])
@@ -620,10 +588,10 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="the seed of the first batch")
     parser.add_argument("--batches", type=int, default=1, help=f"how many, of {BATCH} calls each")
     parser.add_argument("--call", type=int, help="repeat this call of the batch alone")
-    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--in-this-process", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.in_this_process:
-        make_batch(options.seed)
+        make_batch(options.seed, options.in_this_process)
         return
     if options.call is not None:
         torch.set_num_threads(1)

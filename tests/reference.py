@@ -200,13 +200,8 @@ ACTIVATIONS = {
     "tanh": torch.tanh,
     "sigmoid": lambda v: 1 / (1 + torch.exp(-v)),
 }
-GATED = {
-    "glu": "sigmoid",
-    "reglu": "relu",
-    "geglu": "gelu",
-    "geglu_tanh": "gelu_tanh",
-    "swiglu": "silu",
-}
+GATED = {"glu": "sigmoid", "reglu": "relu", "geglu": "gelu", "swiglu": "silu"}
+GATED |= {"geglu_tanh": "gelu_tanh"}
 
 
 def clamped_swiglu(a, b, limit, alpha, offset):
@@ -249,10 +244,7 @@ def noisy_logits(X, W_g, W_noise, noise, nu):
 
 
 def MoE(X, W_g, W_noise, noise, k, experts, nu=1e-2):
-    """Eq.
-
-    1: y = sum_i G(x)_i E_i(x), and G, Importance and Load of the batch. Noise None: H = c.
-    """
+    """Eq. 1: y = sum_i G(x)_i E_i(x); G, Importance and Load of the batch. Noise None: H = c."""
     C, S, H_X = noisy_logits(X, W_g, W_noise, noise, nu)
     G_X = torch.stack([G(h, k) for h in H_X])
     Y = []
@@ -272,10 +264,7 @@ def G_H(g_primary, g_secondary):
 
 
 def y_H(x, g_primary, g_secondary, experts):
-    """App.
-
-    B, Eq. 12: sum_i sum_j G_primary(x)_i · G_i(x)_j · E_ij(x); skips experts with gate 0.
-    """
+    """Eq. 12: sum_i sum_j G_primary(x)_i · G_i(x)_j · E_ij(x); skips experts with gate 0."""
     y = 0
     for i in range(len(g_primary)):
         for j in range(len(g_secondary[i])):
@@ -311,17 +300,9 @@ def Load_H(load_primary, load_secondary, sizes):
 
 
 def hierarchical_gates(
-    X,
-    W_g_primary,
-    W_noise_primary,
-    W_g_secondary,
-    W_noise_secondary,
-    noise_primary,
-    noise_secondary,
-    k1,
-    k2,
-    nu=1e-2,
-):
+    X, W_g_primary, W_noise_primary, W_g_secondary, W_noise_secondary, noise_primary,
+    noise_secondary, k1, k2, nu=1e-2,
+):  # fmt: skip
     """App. B: G_primary(X) [T, a] and G_i(X) [T, a, b], 0 for the groups that x did not select.
 
     Also returns the factors of Load_H: Load_primary(X), all Load_i(X^(i)) and all |X^(i)|.
@@ -351,34 +332,16 @@ def hierarchical_gates(
 
 
 def HierarchicalMoE(
-    X,
-    W_g_primary,
-    W_noise_primary,
-    W_g_secondary,
-    W_noise_secondary,
-    noise_primary,
-    noise_secondary,
-    k1,
-    k2,
-    experts,
-    nu=1e-2,
-):
+    X, W_g_primary, W_noise_primary, W_g_secondary, W_noise_secondary, noise_primary,
+    noise_secondary, k1, k2, experts, nu=1e-2,
+):  # fmt: skip
     """App. B: Y, the dense gates [T, a·b], Importance_H, and Load_H if noisy, both [a, b].
 
     W_g_secondary and W_noise_secondary hold one matrix [d, b] per group; experts[i][j] is E_ij.
     """
-    G_primary_X, G_secondary_X, load_primary, load_secondary, sizes = hierarchical_gates(
-        X,
-        W_g_primary,
-        W_noise_primary,
-        W_g_secondary,
-        W_noise_secondary,
-        noise_primary,
-        noise_secondary,
-        k1,
-        k2,
-        nu,
-    )
+    weights = W_g_primary, W_noise_primary, W_g_secondary, W_noise_secondary
+    gates = hierarchical_gates(X, *weights, noise_primary, noise_secondary, k1, k2, nu)
+    G_primary_X, G_secondary_X, load_primary, load_secondary, sizes = gates
     rows = list(zip(X, G_primary_X, G_secondary_X, strict=True))
     Y = torch.stack([y_H(x, g_primary, g_secondary, experts) for x, g_primary, g_secondary in rows])
     G_X = torch.stack([G_H(g_primary, g_secondary) for _, g_primary, g_secondary in rows])
@@ -546,19 +509,9 @@ def BalancedMoE(X, W_g, k, experts, d_output, T=None, priority=None, training=Tr
 
 
 def HierarchicalBalancedMoE(
-    X,
-    W_g_primary,
-    W_g_secondary,
-    k1,
-    k2,
-    experts,
-    d_output,
-    T_primary=None,
-    T_secondary=None,
-    priority_primary=None,
-    priority_secondary=None,
-    training=True,
-):
+    X, W_g_primary, W_g_secondary, k1, k2, experts, d_output, T_primary=None, T_secondary=None,
+    priority_primary=None, priority_secondary=None, training=True,
+):  # fmt: skip
     """App. B with the gates of App. F: Y, the dense gates [T, a·b], Importance_H [a, b], L.
 
     Each group selects m1 = k1|X| / a rows of the batch; each of its experts selects m2 = k2·m1 / b
@@ -570,14 +523,9 @@ def HierarchicalBalancedMoE(
     G_secondary_X = X.new_zeros(len(X), a, b)
     for i in range(a):
         rows = [t for t in range(len(X)) if M[t, i]]
-        G_i, _, L_i = balanced_gates(
-            X[rows],
-            W_g_secondary[i],
-            k2,
-            None if T_secondary is None else T_secondary[i],
-            None if priority_secondary is None else priority_secondary[i],
-            training,
-        )
+        T_i = None if T_secondary is None else T_secondary[i]
+        priority_i = None if priority_secondary is None else priority_secondary[i]
+        G_i, _, L_i = balanced_gates(X[rows], W_g_secondary[i], k2, T_i, priority_i, training)
         for t, g in zip(rows, G_i, strict=True):
             G_secondary_X[t, i] = g
         L = None if L is None else L + L_i

@@ -33,6 +33,10 @@ void replay(const Tensor& expert_index) {
   layer->forward(torch::zeros({3, 8}), {}, expert_index);
 }
 
+Tensor zeros(auto... sizes) { return torch::zeros({sizes...}); }
+
+std::array<int64_t, 2> pair(int64_t first, int64_t second) { return {first, second}; }
+
 // The calls of MODULE_ERRORS in export.py.
 const std::map<std::string, Call> calls = {
     {"SoftmaxGate d_model", [] { SoftmaxGate(0, 6); }},
@@ -54,29 +58,19 @@ const std::map<std::string, Call> calls = {
     {"NoisyTopKGate noise_epsilon",
      [] { NoisyTopKGate(NoisyTopKGateOptions(8, 6, 2).noise_epsilon(-0.5)); }},
     {"HierarchicalNoisyTopKGate num_groups",
-     [] {
-       HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 0, 3, {1, 1}));
-     }},
+     [] { HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 0, 3, pair(1, 1))); }},
     {"HierarchicalNoisyTopKGate k1",
-     [] {
-       HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, {5, 1}));
-     }},
+     [] { HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, pair(5, 1))); }},
     {"HierarchicalNoisyTopKGate k2",
-     [] {
-       HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, {1, 0}));
-     }},
+     [] { HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, pair(1, 0))); }},
     {"BalancedGate num_experts", [] { BalancedGate(BalancedGateOptions(8, 0, 1)); }},
     {"BalancedGate k", [] { BalancedGate(BalancedGateOptions(8, 6, 7)); }},
     {"ExpertChoiceGate num_experts", [] { ExpertChoiceGate(8, 0, 1); }},
     {"ExpertChoiceGate k", [] { ExpertChoiceGate(8, 6, 7); }},
     {"HierarchicalBalancedGate k2",
-     [] {
-       HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, 3, {2, 4}));
-     }},
+     [] { HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, 3, pair(2, 4))); }},
     {"HierarchicalBalancedGate experts_per_group",
-     [] {
-       HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, -3, {2, 1}));
-     }},
+     [] { HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, -3, pair(2, 1))); }},
     {"FeedForwardExperts num_experts",
      [] { FeedForwardExperts(FeedForwardExpertsOptions(-1, 8)); }},
     {"FeedForwardExperts d_model", [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 0)); }},
@@ -136,21 +130,15 @@ const std::map<std::string, Call> calls = {
     {"MoE shared_expert",
      [] {
        MoE layer(MoEOptions(8, 6, 2).shared_expert(torch::nn::Linear(8, 9)));
-       layer->forward(torch::zeros({3, 8}));
+       layer->forward(zeros(3, 8));
      }},
     {"MoE expert_index of a gate that cannot",
      [] {
        MoE layer(MoEOptions(8, 2, 2).gate(SoftmaxGate(8, 2)));
-       layer->forward(torch::zeros({3, 8}), {}, torch::tensor({{0, 1}, {0, 1}, {0, 1}}));
+       layer->forward(zeros(3, 8), {}, torch::tensor({{0, 1}, {0, 1}, {0, 1}}));
      }},
-    {"MoE expert_index dtype",
-     [] {
-       replay(torch::zeros({3, 2}));
-     }},
-    {"MoE expert_index k",
-     [] {
-       replay(torch::zeros({3, 1}, torch::kLong));
-     }},
+    {"MoE expert_index dtype", [] { replay(zeros(3, 2)); }},
+    {"MoE expert_index k", [] { replay(zeros(3, 1).to(torch::kLong)); }},
     {"MoE expert_index tokens",
      [] {
        replay(torch::tensor({{0, 1}, {0, 1}, {0, 1}, {0, 1}}));
@@ -181,52 +169,26 @@ const std::map<std::string, Call> calls = {
        FeedForwardExperts experts(FeedForwardExpertsOptions(6, 9));
        MoE(MoEOptions(8, 6, 2).experts(experts.ptr()));
      }},
-    {"MoE x",
-     [] {
-       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 7}));
-     }},
+    {"MoE x", [] { MoE(MoEOptions(8, 6, 2))->forward(zeros(3, 7)); }},
     {"MoE x scalar", [] { MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({})); }},
-    {"MoE x int64",
-     [] {
-       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}, torch::kLong));
-     }},
-    {"MoE x bfloat16",
-     [] {
-       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}, torch::kBFloat16));
-     }},
+    {"MoE x int64", [] { MoE(MoEOptions(8, 6, 2))->forward(zeros(3, 8).to(torch::kLong)); }},
+    {"MoE x bfloat16", [] { MoE(MoEOptions(8, 6, 2))->forward(zeros(3, 8).to(torch::kBFloat16)); }},
     {"MoE mask shape",
-     [] {
-       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}), torch::ones({4}, torch::kBool));
-     }},
-    {"MoE mask dtype",
-     [] {
-       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}), torch::ones({3}));
-     }},
-    {"HierarchicalMoE k1",
-     [] {
-       HierarchicalMoE(HierarchicalMoEOptions(8, 4, 3, {5, 1}));
-     }},
+     [] { MoE(MoEOptions(8, 6, 2))->forward(zeros(3, 8), torch::ones({4}, torch::kBool)); }},
+    {"MoE mask dtype", [] { MoE(MoEOptions(8, 6, 2))->forward(zeros(3, 8), torch::ones({3})); }},
+    {"HierarchicalMoE k1", [] { HierarchicalMoE(HierarchicalMoEOptions(8, 4, 3, pair(5, 1))); }},
     {"HierarchicalMoE num_groups",
-     [] {
-       HierarchicalMoE(HierarchicalMoEOptions(8, 0, 3, {1, 1}));
-     }},
+     [] { HierarchicalMoE(HierarchicalMoEOptions(8, 0, 3, pair(1, 1))); }},
     {"SwitchLoss weight", [] { SwitchLoss(-0.5); }},
     {"ZLoss weight", [] { ZLoss(-0.5); }},
-    {"importance_loss weight", [] { importance_loss(torch::zeros({3}), -0.5); }},
-    {"load_loss weight", [] { load_loss(torch::zeros({3}), -0.5); }},
-    {"cv_squared empty", [] { cv_squared(torch::zeros({0})); }},
-    {"cv_squared shape",
-     [] {
-       cv_squared(torch::zeros({2, 3}));
-     }},
+    {"importance_loss weight", [] { importance_loss(zeros(3), -0.5); }},
+    {"load_loss weight", [] { load_loss(zeros(3), -0.5); }},
+    {"cv_squared empty", [] { cv_squared(zeros(0)); }},
+    {"cv_squared shape", [] { cv_squared(zeros(2, 3)); }},
     {"batchwise_loss threshold",
-     [] {
-       batchwise_loss(torch::zeros({4, 3}), torch::zeros({2}), torch::zeros({4, 3}, torch::kBool));
-     }},
+     [] { batchwise_loss(zeros(4, 3), zeros(2), zeros(4, 3).to(torch::kBool)); }},
     {"batchwise_loss mask",
-     [] {
-       batchwise_loss(torch::zeros({4, 3}), torch::zeros({3}), torch::zeros({3, 4}, torch::kBool));
-     }},
+     [] { batchwise_loss(zeros(4, 3), zeros(3), zeros(3, 4).to(torch::kBool)); }},
     {"FactoredAdam lr", [] { optimize(FactoredAdamOptions(-0.5)); }},
     {"FactoredAdam beta2", [] { optimize(FactoredAdamOptions().beta2(1.5)); }},
     {"FactoredAdam eps", [] { optimize(FactoredAdamOptions().eps(-0.5)); }},

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import operators  # noqa: E402
 from assertions import assert_same_bits  # noqa: E402
-from operators import TABLE, evaluate, moved, tensors_in, upstream_of  # noqa: E402
+from operators import TABLE, evaluate, tensors_in, upstream_of  # noqa: E402
+from samples.experts import ACTIVATION_ARGS, ACTIVATIONS  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from moe_ext import (  # noqa: E402
@@ -68,69 +68,30 @@ def named(value: object, name: str) -> Tensors:
 # Operators
 
 
-def operator_case(row, arguments, upstream, exact, allowed) -> Tensors:
-    """Names the arguments of an operator, the exact outputs and gradients, and allowed errors."""
-    outputs, grads = exact
-    leaves = {name: arguments.get(name) for name in row.differentiable}
-    gradients = dict(zip(named(leaves, ""), grads, strict=True))
-    allowed_outputs, allowed_grads = allowed
-    return named(
-        dict(
-            arguments=arguments,
-            upstream=upstream,
-            outputs=outputs,
-            allowed_outputs=allowed_outputs,
-            gradients=gradients,
-            allowed_gradients=dict(zip(gradients, allowed_grads, strict=True)),
-        ),
-        "",
-    )
-
-
-def allowed_in_float64(x: Tensor) -> Tensor:
-    """As assert_exact: 1e-12, far above the rounding errors, far below any error in a formula."""
-    return (1e-12 + 1e-12 * x.abs()).nan_to_num(0, 0) if x.is_floating_point() else x * 0
-
-
-def allowed_in_float32(plain: Tensor, exact: Tensor) -> Tensor:
-    """As assert_as_accurate: twice the error of plain torch, and two units in the last place."""
-    if not exact.is_floating_point() or not exact.numel():
-        return exact * 0
-    error = (plain.double() - exact).abs().nan_to_num(0, 0).max()
-    largest = exact.abs().nan_to_num(0, 0).max()
-    return 2 * error + 2 * torch.finfo(torch.float32).eps * largest
-
-
 def operator_cases() -> Tensors:
-    """Makes the samples of tests/operators.py: values and gradients of tests/reference.py."""
+    """Makes results and gradients of the samples of tests/samples; ctest compares bits."""
     cases = {}
     for name, row in TABLE.items():
-        for number, sizes in enumerate(row.samples):
+        cases_of_name = [(torch.float64, sizes) for sizes in row.samples]
+        cases_of_name += [(torch.float32, sizes) for sizes in row.precise]
+        for number, (dtype, sizes) in enumerate(cases_of_name):
             torch.manual_seed(number)
-            arguments = row.make(torch.float64, **sizes)
+            arguments = row.make(dtype, **sizes)
             if name == "batchwise_topm" and arguments["scores"].dim() == 2:
                 arguments["scores"] = arguments["scores"][None]  # only Python takes one batch
-            exact = evaluate(row, arguments, row.reference)
-            allowed = [[allowed_in_float64(x) for x in each] for each in exact]
-            cases[f"{name} {number}"] = operator_case(
-                row, arguments, upstream_of(exact[0]), exact, allowed
-            )
-        for number, sizes in enumerate([] if "accuracy" in row.lacks else row.precise):
-            torch.manual_seed(number)
-            arguments = row.make(torch.float32, **sizes)
-            plain = evaluate(row, arguments, row.plain)
-            upstream = upstream_of(plain[0])
-            wide = [moved(values, dtype=torch.float64) for values in (arguments, upstream)]
-            exact = evaluate(row, wide[0], row.plain, wide[1])
-            allowed = [map(allowed_in_float32, *each) for each in zip(plain, exact, strict=True)]
-            cases[f"{name} float32 {number}"] = operator_case(
-                row, arguments, upstream, exact, [list(each) for each in allowed]
+            outputs, grads = evaluate(row, arguments)
+            leaves = named({key: arguments.get(key) for key in row.differentiable}, "")
+            cases[f"{name} {number}"] = dict(
+                arguments=arguments,
+                outputs=outputs,
+                upstream=upstream_of(outputs),
+                gradients=dict(zip(leaves, grads, strict=True)),
             )
     return named(cases, "")
 
 
 def operator_errors() -> Tensors:
-    """Makes the wrong calls of tests/operators.py, with wrong types and numbers of dimensions."""
+    """Makes the wrong calls of tests/samples, with wrong types and numbers of dimensions."""
     cases = {}
     for name, row in TABLE.items():
         torch.manual_seed(0)
@@ -209,9 +170,9 @@ EXPERTS: dict[str, Maker] = {
         (5, 6),
         activation=activation,
         bias=True,
-        activation_args=operators.ACTIVATION_ARGS.get(activation),
+        activation_args=ACTIVATION_ARGS.get(activation),
     )
-    for activation in operators.ACTIVATIONS
+    for activation in ACTIVATIONS
 } | {
     "FeedForwardExperts linear": lambda: FeedForwardExperts(4, D, d_output=3),
     "FeedForwardExperts double": lambda: FeedForwardExperts(4, D, (5,), dtype=torch.float64),

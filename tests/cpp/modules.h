@@ -17,36 +17,30 @@ using namespace moe_ext::nn;
 constexpr int64_t D = 8;
 using Maker = std::function<std::shared_ptr<torch::nn::Module>()>;
 
+// Makes modules with equal options. What the options hold, such as a generator, is shared.
+template <typename Module, typename Options>
+Maker make(const Options& options) {
+  return [=] { return Module(options).ptr(); };
+}
+
 inline const std::map<std::string, Maker> gates = {
     {"SoftmaxGate", [] { return SoftmaxGate(D, 6).ptr(); }},
     {"TopKGate", [] { return TopKGate(D, 6, 2).ptr(); }},
     {"TopKGate sigmoid",
-     [] {
-       return TopKGate(TopKGateOptions(D, 6, 2)
-                           .score("sigmoid")
-                           .scale(2.5)
-                           .logit_bias(true)
-                           .bias_update_rate(0.1))
-           .ptr();
-     }},
+     make<TopKGate>(
+         TopKGateOptions(D, 6, 2).score("sigmoid").scale(2.5).logit_bias(true).bias_update_rate(
+             0.1))},
     {"TopKGate softmax",
-     [] {
-       return TopKGate(TopKGateOptions(D, 6, 2).renormalize(false).bias_update_rate(0.1)).ptr();
-     }},
-    {"TopKGate groups",
-     [] {
-       return TopKGate(TopKGateOptions(D, 12, 3)
-                           .score("sqrt_softplus")
-                           .num_groups(4)
-                           .groups_per_token(2)
-                           .group_score_k(1))
-           .ptr();
-     }},
-    {"NoisyTopKGate", [] { return NoisyTopKGate(NoisyTopKGateOptions(D, 6, 2)).ptr(); }},
-    {"NoisyTopKGate k=E",
-     [] { return NoisyTopKGate(NoisyTopKGateOptions(D, 3, 3).noise_epsilon(0.5)).ptr(); }},
+     make<TopKGate>(TopKGateOptions(D, 6, 2).renormalize(false).bias_update_rate(0.1))},
+    {"TopKGate groups", make<TopKGate>(TopKGateOptions(D, 12, 3)
+                                           .score("sqrt_softplus")
+                                           .num_groups(4)
+                                           .groups_per_token(2)
+                                           .group_score_k(1))},
+    {"NoisyTopKGate", make<NoisyTopKGate>(NoisyTopKGateOptions(D, 6, 2))},
+    {"NoisyTopKGate k=E", make<NoisyTopKGate>(NoisyTopKGateOptions(D, 3, 3).noise_epsilon(0.5))},
     {"NoisyTopKGate detached",
-     [] { return NoisyTopKGate(NoisyTopKGateOptions(D, 6, 2).detach_threshold(true)).ptr(); }},
+     make<NoisyTopKGate>(NoisyTopKGateOptions(D, 6, 2).detach_threshold(true))},
     {"NoisyTopKGate generator",
      [] {
        return NoisyTopKGate(
@@ -54,28 +48,19 @@ inline const std::map<std::string, Maker> gates = {
            .ptr();
      }},
     {"HierarchicalNoisyTopKGate",
-     [] {
-       return HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(D, 4, 3, {2, 2})).ptr();
-     }},
+     make<HierarchicalNoisyTopKGate>(HierarchicalNoisyTopKGateOptions(D, 4, 3, {2, 2}))},
     {"HierarchicalNoisyTopKGate detached",
-     [] {
-       return HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(D, 4, 3, {2, 1})
-                                            .noise_epsilon(0.1)
-                                            .detach_threshold(true))
-           .ptr();
-     }},
+     make<HierarchicalNoisyTopKGate>(HierarchicalNoisyTopKGateOptions(D, 4, 3, {2, 1})
+                                         .noise_epsilon(0.1)
+                                         .detach_threshold(true))},
     {"HierarchicalNoisyTopKGate a=1",
-     [] {
-       return HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(D, 1, 5, {1, 2})).ptr();
-     }},
+     make<HierarchicalNoisyTopKGate>(HierarchicalNoisyTopKGateOptions(D, 1, 5, {1, 2}))},
     {"HierarchicalNoisyTopKGate b=1",
-     [] {
-       return HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(D, 5, 1, {2, 1})).ptr();
-     }},
+     make<HierarchicalNoisyTopKGate>(HierarchicalNoisyTopKGateOptions(D, 5, 1, {2, 1}))},
     {"ExpertChoiceGate", [] { return ExpertChoiceGate(D, 6, 2).ptr(); }},
-    {"BalancedGate", [] { return BalancedGate(BalancedGateOptions(D, 6, 2)).ptr(); }},
+    {"BalancedGate", make<BalancedGate>(BalancedGateOptions(D, 6, 2))},
     {"BalancedGate attached",
-     [] { return BalancedGate(BalancedGateOptions(D, 6, 2).detach_scores(false)).ptr(); }},
+     make<BalancedGate>(BalancedGateOptions(D, 6, 2).detach_scores(false))},
     {"BalancedGate batchwise",
      [] {
        BalancedGate gate(BalancedGateOptions(D, 6, 2));
@@ -83,33 +68,19 @@ inline const std::map<std::string, Maker> gates = {
        return gate.ptr();
      }},
     {"HierarchicalBalancedGate",
-     [] {
-       return HierarchicalBalancedGate(HierarchicalBalancedGateOptions(D, 4, 3, {2, 2})).ptr();
-     }},
+     make<HierarchicalBalancedGate>(HierarchicalBalancedGateOptions(D, 4, 3, {2, 2}))},
     {"HierarchicalBalancedGate attached",
-     [] {
-       return HierarchicalBalancedGate(
-                  HierarchicalBalancedGateOptions(D, 4, 3, {2, 1}).detach_scores(false))
-           .ptr();
-     }},
+     make<HierarchicalBalancedGate>(
+         HierarchicalBalancedGateOptions(D, 4, 3, {2, 1}).detach_scores(false))},
 };
 
 inline std::map<std::string, Maker> make_experts() {
   std::map<std::string, Maker> found = {
-      {"linear",
-       [] { return FeedForwardExperts(FeedForwardExpertsOptions(4, D).d_output(3)).ptr(); }},
-      {"double",
-       [] {
-         return FeedForwardExperts(
-                    FeedForwardExpertsOptions(4, D).hidden_sizes({5}).dtype(torch::kDouble))
-             .ptr();
-       }},
-      {"bfloat16",
-       [] {
-         return FeedForwardExperts(
-                    FeedForwardExpertsOptions(4, D).hidden_sizes({5}).dtype(torch::kBFloat16))
-             .ptr();
-       }},
+      {"linear", make<FeedForwardExperts>(FeedForwardExpertsOptions(4, D).d_output(3))},
+      {"double", make<FeedForwardExperts>(
+                     FeedForwardExpertsOptions(4, D).hidden_sizes({5}).dtype(torch::kDouble))},
+      {"bfloat16", make<FeedForwardExperts>(
+                       FeedForwardExpertsOptions(4, D).hidden_sizes({5}).dtype(torch::kBFloat16))},
   };
   for (const std::string name :
        {"relu", "relu_squared", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "identity",
@@ -142,22 +113,18 @@ inline std::vector<std::shared_ptr<RouterLoss>> all_losses() {
 }
 
 inline const std::map<std::string, Maker> layers = {
-    {"MoE", [] { return MoE(MoEOptions(D, 6, 2)).ptr(); }},
-    {"MoE options",
-     [] {
-       return MoE(MoEOptions(D, 6, 2)
-                      .hidden_sizes(std::vector<int64_t>{5})
-                      .activation("swiglu")
-                      .bias(true)
-                      .recompute(true)
-                      .w_importance(0.3)
-                      .w_load(0)
-                      .noise_epsilon(0.1))
-           .ptr();
-     }},
+    {"MoE", make<MoE>(MoEOptions(D, 6, 2))},
+    {"MoE options", make<MoE>(MoEOptions(D, 6, 2)
+                                  .hidden_sizes(std::vector<int64_t>{5})
+                                  .activation("swiglu")
+                                  .bias(true)
+                                  .recompute(true)
+                                  .w_importance(0.3)
+                                  .w_load(0)
+                                  .noise_epsilon(0.1))},
     {"MoE generator",
      [] { return MoE(MoEOptions(D, 6, 2).generator(at::detail::createCPUGenerator(11))).ptr(); }},
-    {"MoE bfloat16", [] { return MoE(MoEOptions(D, 6, 2).expert_dtype(torch::kBFloat16)).ptr(); }},
+    {"MoE bfloat16", make<MoE>(MoEOptions(D, 6, 2).expert_dtype(torch::kBFloat16))},
     {"MoE SoftmaxGate",
      [] { return MoE(MoEOptions(D, 6, 6).gate(SoftmaxGate(D, 6).ptr())).ptr(); }},
     {"MoE TopKGate", [] { return MoE(MoEOptions(D, 6, 2).gate(TopKGate(D, 6, 2).ptr())).ptr(); }},
@@ -183,22 +150,16 @@ inline const std::map<std::string, Maker> layers = {
        return MoE(MoEOptions(D, 6, 2).losses(all_losses()).gate(TopKGate(options))).ptr();
      }},
     {"MoE noisy losses",
-     [] {
-       return MoE(MoEOptions(D, 6, 2).losses(all_losses()).w_importance(0.2).w_load(0.3)).ptr();
-     }},
+     make<MoE>(MoEOptions(D, 6, 2).losses(all_losses()).w_importance(0.2).w_load(0.3))},
     {"MoE losses of slots",
      [] {
        BalancedGate gate(BalancedGateOptions(D, 6, 2));
        return MoE(MoEOptions(D, 6, 2).losses(all_losses()).gate(gate)).ptr();
      }},
-    {"MoE activation_args",
-     [] {
-       return MoE(MoEOptions(D, 6, 2)
-                      .hidden_sizes({5})
-                      .activation("clamped_swiglu")
-                      .activation_args({0.75, 1.5, 0.25}))
-           .ptr();
-     }},
+    {"MoE activation_args", make<MoE>(MoEOptions(D, 6, 2)
+                                          .hidden_sizes({5})
+                                          .activation("clamped_swiglu")
+                                          .activation_args({0.75, 1.5, 0.25}))},
     {"MoE shared",
      [] {
        SharedExpert shared(SharedExpertOptions(D, {5})
@@ -223,21 +184,14 @@ inline const std::map<std::string, Maker> layers = {
     {"MoE shared linear",
      [] { return MoE(MoEOptions(D, 6, 2).shared_expert(torch::nn::Linear(D, D))).ptr(); }},
     {"HierarchicalMoE",
-     [] {
-       return HierarchicalMoE(
-                  HierarchicalMoEOptions(D, 4, 3, {2, 2}).hidden_sizes(std::vector<int64_t>{5}))
-           .ptr();
-     }},
-    {"HierarchicalMoE options",
-     [] {
-       return HierarchicalMoE(HierarchicalMoEOptions(D, 4, 3, {2, 1})
-                                  .hidden_sizes(std::vector<int64_t>{5})
-                                  .activation("tanh")
-                                  .bias(true)
-                                  .w_importance(0)
-                                  .noise_epsilon(0.1))
-           .ptr();
-     }},
+     make<HierarchicalMoE>(
+         HierarchicalMoEOptions(D, 4, 3, {2, 2}).hidden_sizes(std::vector<int64_t>{5}))},
+    {"HierarchicalMoE options", make<HierarchicalMoE>(HierarchicalMoEOptions(D, 4, 3, {2, 1})
+                                                          .hidden_sizes(std::vector<int64_t>{5})
+                                                          .activation("tanh")
+                                                          .bias(true)
+                                                          .w_importance(0)
+                                                          .noise_epsilon(0.1))},
     {"HierarchicalMoE shared",
      [] {
        SharedExpert shared(SharedExpertOptions(D, {5}));

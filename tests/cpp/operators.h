@@ -61,7 +61,10 @@ inline const std::map<std::string, Operator> operators = {
      }},
     {"batchwise_topm",
      [](const Tree& a) -> std::vector<Tensor> {
-       const auto best = ops::batchwise_topm(a["scores"], a.number<int64_t>("m"));
+       const auto count = a.find("num_experts");
+       const auto best = ops::batchwise_topm(
+           a["scores"], a.number<int64_t>("m"), a.number<int64_t>("first_expert", 0),
+           count ? std::optional(count->item<int64_t>()) : std::nullopt);
        return {best.row_index, best.mth_score};
      }},
     {"selected_softmax",

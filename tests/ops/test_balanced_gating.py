@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from assertions import assert_exact, assert_same_bits
-from operators import TABLE, reference_topm, sample
+from operators import TABLE, sample
+from samples.balanced_gating import reference_topm
 
 from moe_ext import ops
 
@@ -13,10 +14,9 @@ pytestmark = [pytest.mark.emulated, pytest.mark.equation("App. F")]
 
 
 @pytest.mark.parametrize("sizes", TABLE["batchwise_topm"].samples, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_topm_of_every_column(device, sizes, dtype):
-    """Half types have ties without extra preparation."""
-    call = sample("batchwise_topm", dtype=dtype, **sizes)
+def test_topm_of_every_column(device, sizes):
+    """In float32; the table has float64, and compares half types with float32."""
+    call = sample("batchwise_topm", dtype=torch.float32, **sizes)
     expected = reference_topm(**call)
     actual = ops.batchwise_topm(call["scores"].to(device), call["m"])
     assert_same_bits(actual.row_index, expected[0])
@@ -50,14 +50,6 @@ def test_columns_are_numbered_over_the_batches(device):
         number = first_batch * 4 + first_column
         rows = ops.batchwise_topm(part, 5, first_expert=number, num_experts=4).row_index
         assert_same_bits(rows, whole[first_batch:, first_column:])
-
-
-def test_numbers_of_columns_out_of_range(device):
-    scores = torch.zeros(3, 20, 4, device=device)
-    with pytest.raises(ValueError, match="batchwise_topm: first_expert must be at least 0, got -1"):
-        ops.batchwise_topm(scores, 5, first_expert=-1)
-    with pytest.raises(ValueError, match="num_experts must be at least .* = 4, got 3"):
-        ops.batchwise_topm(scores, 5, num_experts=3)
 
 
 @pytest.mark.parametrize("m", [-1, 21, 2**62])

@@ -6,7 +6,7 @@ import pytest
 import reference as ref
 import torch
 from assertions import assert_exact, assert_same_bits
-from operators import reference_gating
+from samples.gating import reference_gating
 
 from moe_ext import ops
 
@@ -106,24 +106,6 @@ def test_gates_sum_to_one(device, k):
 
     An epsilon in the denominator would violate this.
     """
-    clean = 20 * torch.randn(500, 64, device=device)
+    clean = 20 * torch.randn(100, 64, device=device)
     gates = ops.noisy_topk_gating(clean, None, None, k).gates
     assert (gates.double().sum(-1) - 1).abs().max() <= 4 * torch.finfo(torch.float32).eps
-
-
-def test_single_gate_has_no_gradient(device):
-    """With k = 1 the gate is always 1, so the gradient of the logits is exactly zero."""
-    clean, raw, noise = make(9, 5, device)
-    clean.requires_grad_()
-    raw.requires_grad_()
-    gates = ops.noisy_topk_gating(clean, raw, noise, 1).gates
-    assert torch.all(gates == 1)
-    (gates * torch.randn_like(gates)).sum().backward()
-    assert torch.count_nonzero(clean.grad) == 0 and torch.count_nonzero(raw.grad) == 0
-
-
-def test_noise_is_a_constant(device):
-    clean, raw, noise = (x.requires_grad_() for x in make(4, 5, device))
-    out = ops.noisy_topk_gating(clean, raw, noise, 2)
-    (out.gates.pow(2).sum() + out.threshold.sum()).backward()
-    assert noise.grad is None and clean.grad is not None and raw.grad is not None

@@ -3,86 +3,72 @@
 z.conj().imag is an example. test_operators.py tests the other operators.
 """
 
-import subprocess
-import sys
+from itertools import chain, combinations
 
-# Runs in a separate process: corrupted memory shows late, or as a crash.
-STEPS = """
-import itertools
+import pytest
 import torch
-import moe_ext
+from operators import sample
 
 NAMES = ["param", "grad", "row", "column", "lr", "correction"]
-CHANGED = ["param", "row", "column"]
+CHANGED = NAMES[0], *NAMES[2:4]
 
 
-def tensors(dtype):
+def tensors(dtype=torch.float32):
     torch.manual_seed(0)
-    values = [torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.rand(2, 4), torch.rand(2, 3)]
-    values = [value.to(dtype if i < 2 else torch.promote_types(dtype, torch.float32))
-              for i, value in enumerate(values)]
-    return dict(zip(NAMES, values + [torch.tensor(v, dtype=torch.float64) for v in (0.1, 2.0)]))
+    arguments = sample("factored_step_", dtype=dtype, shape=(2, 4, 3))
+    return {name: arguments[name] for name in NAMES}
 
 
-def step(call):
-    torch.ops.moe_ext.factored_step_(*call.values(), 0.9, 0.2, 1e-3)
+def step(arguments):
+    torch.ops.moe_ext.factored_step_(*arguments.values(), 0.9, 0.2, 1e-3)
 
 
-for dtype in (torch.float64, torch.float32, torch.bfloat16):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_negated_tensors(dtype):
+    """The numbers change as without the bit, and each tensor keeps its bit."""
     expected = tensors(dtype)
     step(expected)
-    for size in range(len(NAMES) + 1):
-        for negated in itertools.combinations(NAMES, size):
-            call = tensors(dtype)
-            for name in negated:
-                call[name] = torch._neg_view(-call[name])
-            versions = {name: call[name]._version for name in CHANGED}
-            step(call)
-            for name in NAMES:
-                assert torch.equal(call[name], expected[name]), (negated, name)
-                assert call[name].is_neg() == (name in negated)
-            for name in CHANGED:
-                assert call[name]._version == versions[name] + 1, (negated, name)
-
-# The imaginary part of a conjugate, and tensors whose columns are the rows of memory.
-z = torch.complex(torch.zeros(2, 4, 3), -tensors(torch.float32)["param"])
-call = tensors(torch.float32) | {"param": z.conj().imag}
-step(call)
-expected = tensors(torch.float32)
-step(expected)
-assert torch.equal(-z.imag, expected["param"]) and torch.equal(call["row"], expected["row"])
-
-# A place in memory for each element, whatever the bit.
-call = tensors(torch.float32)
-call["row"] = torch._neg_view(torch.ones(()).expand(2, 4))
-before = call["param"].clone()
-try:
-    step(call)
-except ValueError as error:
-    assert str(error).startswith("factored_step_: row must "), error
-else:
-    raise AssertionError("taken")
-assert torch.equal(call["param"], before)
-
-with torch.inference_mode():
-    call = tensors(torch.float32)
-    call["column"] = torch._neg_view(-call["column"])
-    step(call)
-    assert torch.equal(call["column"], expected["column"])
-
-for bit in (torch.conj, lambda tensor: torch._efficientzerotensor(tensor.shape)):
-    call = tensors(torch.float32)
-    call["param"] = bit(call["param"].to(torch.complex64))
-    try:
+    for negated in chain(*(combinations(NAMES, size) for size in range(len(NAMES) + 1))):
+        call = tensors(dtype)
+        call |= {name: torch._neg_view(-call[name]) for name in negated}
+        versions = {name: call[name]._version for name in CHANGED}
         step(call)
-    except (TypeError, RuntimeError):
-        pass
-    else:
-        raise AssertionError("taken")
-print("done")
-"""
+        for name in NAMES:
+            assert torch.equal(call[name], expected[name]), (negated, name)
+            assert call[name].is_neg() == (name in negated)
+        assert all(call[name]._version == versions[name] + 1 for name in CHANGED)
 
 
-def test_factored_step_of_negated_tensors():
-    run = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and run.stdout == "done\n", run.stderr[-2000:]
+def test_the_imaginary_part_of_a_conjugate():
+    expected, call = tensors(), tensors()
+    z = torch.complex(torch.zeros(2, 4, 3), -call["param"])
+    call["param"] = z.conj().imag
+    for arguments in (expected, call):
+        step(arguments)
+    assert torch.equal(-z.imag, expected["param"]) and torch.equal(call["row"], expected["row"])
+
+
+def test_inference_mode():
+    expected = tensors()
+    step(expected)
+    with torch.inference_mode():
+        call = tensors()
+        call["column"] = torch._neg_view(-call["column"])
+        step(call)
+        assert torch.equal(call["column"], expected["column"])
+
+
+def test_each_element_needs_its_place_in_memory():
+    call, before = tensors(), tensors()["param"]
+    call["row"] = torch._neg_view(torch.ones(()).expand(2, 4))
+    with pytest.raises(ValueError, match="^factored_step_: row must "):
+        step(call)
+    assert torch.equal(call["param"], before)
+
+
+@pytest.mark.parametrize("bit", [torch.conj, lambda x: torch._efficientzerotensor(x.shape)])
+def test_other_bits_are_refused(bit):
+    call = tensors()
+    call["param"] = bit(call["param"].to(torch.complex64))
+    with pytest.raises((TypeError, RuntimeError)):
+        step(call)

@@ -14,16 +14,15 @@ pytestmark = [pytest.mark.emulated, pytest.mark.equation("App. C.1")]
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs torch 2.13")
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize(
-    ("T", "D", "V"),
+    ("T", "D", "V", "reduction"),
     [
-        (60, 5, 700),
+        *((60, 5, 700, reduction) for reduction in ("none", "mean", "sum")),
         # With many classes, the CPU goes over all tokens for each tile of classes. It recomputes
         # the logits, or keeps them in the gradient of the weight if T <= D.
-        (60, 5, 60_000),
-        (60, 64, 20_000),
-        (700, 3, 20_000),  # two blocks of tokens
+        (60, 5, 60_000, "none"),
+        (60, 64, 20_000, "mean"),
+        (700, 3, 20_000, "sum"),  # two blocks of tokens
     ],
 )
 def test_replaces_the_function_of_torch(device, T, D, V, reduction):
@@ -122,7 +121,7 @@ def test_without_targets_the_mean_is_nan_and_the_gradient_zero(device, recompute
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_gradients_of_half_precision_do_not_overflow(device, reduction):
     """The gradient of the mean fits float16; the gradient of the sum does not."""
-    T, V = 4000, 600
+    T, V = 1500, 600
     X = torch.full((T, 1), 50.0, device=device).half()
     W = torch.zeros(V, 1, device=device).half().requires_grad_()
     target = torch.zeros(T, dtype=torch.int64, device=device)

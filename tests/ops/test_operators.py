@@ -3,21 +3,20 @@
 `samples` are many and small, `typical` samples are few, and `large` samples are divided among
 threads. Tests over ROWS include the backward operators. The other files of this folder test what is
 specific to one operator.
+
+    python -m pytest tests/ops/test_operators.py -s -k table    # prints the number of all cases
 """
 
-import os
-import subprocess
-import sys
+import math
 from itertools import combinations
 
-import emulated
-import operators
 import pytest
 import torch
 from assertions import (
     assert_as_accurate,
     assert_deterministic,
     assert_exact,
+    assert_own_memory,
     assert_same_bits,
     assert_same_products,
     assert_second_derivative_refused,
@@ -25,8 +24,8 @@ from assertions import (
     poison_freed_memory,
     raises,
 )
-from machine import instruction_sets
 from operators import (
+    FORMS,
     HALF,
     ROWS,
     TABLE,
@@ -35,6 +34,7 @@ from operators import (
     changed,
     evaluate,
     moved,
+    named_call_of,
     run,
     sample,
     tensors_in,
@@ -42,9 +42,11 @@ from operators import (
     with_leaves,
     written,
 )
-from torch._subclasses import FakeTensorMode
 
 pytestmark = pytest.mark.emulated
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+CASES = {}  # property -> operator -> number of cases
 
 
 def short(value):
@@ -52,35 +54,28 @@ def short(value):
     return value if len(str(value)) < 60 else f"{len(value)} numbers"
 
 
-PROPERTIES = {"cuda"}  # the properties that a row can lack
+def each(prop, rows=TABLE, count=None, in_turn=False, **dtypes):
+    """Parametrizes a test by the operators with a property, and their samples.
 
+    dtypes: the lists of samples, such as `typical`, with their dtypes. A function of the row can
+    return these. in_turn: each sample has one of the dtypes, not all.
+    """
 
-@pytest.fixture(autouse=True)
-def skip_devices_without_kernels(request):
-    """Skips tests of an operator that lacks CUDA, on CUDA and with emulated kernels."""
-    sizes = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    reason = ROWS[sizes["name"]].lacks.get("cuda") if "name" in sizes else None
-    if reason and sizes.get("device", "cpu") != "cpu":
-        pytest.skip(reason)
+    def cases_of(name, row):
+        for kind, found in dtypes.items():
+            of_row = found(row) if callable(found) else found
+            for number, sizes in enumerate(getattr(row, kind)[:count]):
+                for dtype in [of_row[number % len(of_row)]] if in_turn else of_row:
+                    values = [f"{key}={short(value)}" for key, value in sizes.items()]
+                    text = "-".join([name, *values, str(dtype).removeprefix("torch.")])
+                    marks = pytest.mark.equation(*row.equations)
+                    yield pytest.param(name, sizes, dtype, id=text, marks=marks)
 
-
-def each(prop, kind, rows=TABLE, count=None):
-    """Parametrizes a test by the operators with a property and their first `count` samples."""
-    PROPERTIES.add(prop)
-    for name, row in rows.items():
-        assert prop in row.lacks or getattr(row, kind), f"{name} must have samples for {prop}"
-    cases = [
-        pytest.param(
-            name,
-            sizes,
-            id=f"{name}-{'-'.join(f'{key}={short(value)}' for key, value in sizes.items())}",
-            marks=pytest.mark.equation(*row.equations),
-        )
-        for name, row in rows.items()
-        if prop not in row.lacks
-        for sizes in getattr(row, kind)[:count]
-    ]
-    return pytest.mark.parametrize("name, sizes", cases)
+    having = {name: row for name, row in rows.items() if prop not in row.lacks}
+    cases = {name: [*cases_of(name, row)] for name, row in having.items()}
+    CASES[prop] = {name: len(found) for name, found in cases.items()}
+    assert all(cases.values()), f"each operator must have samples for {prop}, got {CASES[prop]}"
+    return pytest.mark.parametrize("name, sizes, dtype", sum(cases.values(), []))
 
 
 def assert_equal(actual, expected):
@@ -106,57 +101,71 @@ def test_the_table_is_complete():
     # _count_tokens_ depends on whether a backward pass runs; see layer/test_adaptive.py.
     assert registered == set(ROWS) | {"_empty_rows", "_count_tokens_"}
     for row in TABLE.values():
-        assert set(row.lacks) <= PROPERTIES and all(row.lacks.values())
+        assert set(row.lacks) <= {*CASES, "cuda", "accuracy", "half_types"}
+        assert all(row.lacks.values())
+    print(f"\n{'':32}" + "".join(f"{prop:>15}" for prop in CASES))
+    for name in ROWS:
+        print(f"{name:32}" + "".join(f"{found.get(name, '-'):>15}" for found in CASES.values()))
 
 
-# Against the reference
+# Values and gradients
+
+
+def precisions(row):
+    """Returns the dtypes of `precise` samples: those with another implementation to compare."""
+    accurate = "accuracy" not in row.lacks
+    return [F64, F32] * accurate + HALF * (accurate or "half_types" not in row.lacks)
 
 
 @pytest.mark.guarantee("The paper's equations")
-@each("reference", "samples")
-def test_equals_reference(device, name, sizes):
-    row, arguments = ROWS[name], sample(name, **sizes)
-    actual = as_tuple(row.function(**moved(arguments, device)))
-    assert all(y.device.type == device and y.is_contiguous() for y in actual)
-    assert_equal(actual, as_tuple(row.reference(**arguments)))
+@each("values", samples=[F64], precise=precisions)
+def test_values(device, name, sizes, dtype):
+    """Outputs, and gradients of all outputs together and of each alone.
+
+    float64: `samples` equal the reference, `precise` samples equal plain torch. Half types: bitwise
+    identical to the result in float32, rounded once. Other types, and half types where the row
+    lacks this: at most twice the error of plain torch. Plain torch computes half types in float32
+    as well, but GEMMs in the type itself.
+    """
+    row, arguments = ROWS[name], sample(name, dtype=dtype, **sizes)
+    actual = evaluate(row, moved(arguments, device), alone=True)
+    assert all(y.device.type == device and y.is_contiguous() for y in actual[0])
+    upstream = upstream_of(actual[0])
+
+    def compute(function, to, place="cpu"):
+        given = moved(arguments, place, to), function, moved(upstream, place, to)
+        return sum(evaluate(row, *given, alone=True), [])
+
+    actual = sum(actual, [])
+    if dtype in HALF and "half_types" not in row.lacks:
+        for a, e in zip(actual, compute(row.function, F32, device), strict=True):
+            assert_same_bits(a, e.to(a.dtype))
+        return
+    exact = compute(row.reference if sizes in row.samples else row.plain, F64)
+    if dtype == F64:
+        assert_equal(actual, exact)
+        return
+    plain = compute(row.plain, None if row.products else F32)
+    for a, p, e in zip(actual, plain, exact, strict=True):
+        if a.is_floating_point():
+            assert_as_accurate(a.cpu(), p.to(a.dtype), e)
+        else:
+            assert_same_bits(a, e)
 
 
-@each("limits", "limits")
-def test_limits(device, name, sizes):
+@each("limits", limits=[F64])
+def test_limits(device, name, sizes, dtype):
     """No counter in a kernel is too narrow, in forward and in backward."""
-    if emulated.active and max(sizes.get("T", 0), sizes.get("N", 0)) > 60_000:
-        pytest.skip("takes too long emulated")
     row, arguments = ROWS[name], sample(name, device, **sizes)
     actual, expected = evaluate(row, arguments), evaluate(row, arguments, row.plain)
-    for a, e in zip(sum(actual, []), sum(expected, []), strict=True):
-        assert_equal([a], [e])
+    assert_equal(sum(actual, []), sum(expected, []))
 
 
-@pytest.mark.guarantee("The paper's equations")
-@each("gradients", "samples")
-def test_gradients_equal_reference(device, name, sizes):
-    """The gradients of all outputs together, and of each output without gradients of the others."""
-    row, arguments = ROWS[name], sample(name, **sizes)
-    actual_arguments, leaves = with_leaves(moved(arguments, device), row.differentiable)
-    arguments, expected_leaves = with_leaves(arguments, row.differentiable)
-    actual = as_tuple(row.function(**actual_arguments))
-    expected = as_tuple(row.reference(**arguments))
-    assert [y.requires_grad for y in actual] == [
-        y.is_floating_point() and i not in row.constant for i, y in enumerate(actual)
-    ]
-    pairs = [(a, e) for a, e in zip(actual, expected, strict=True) if a.requires_grad]
-    for chosen in [pairs, *([pair] for pair in pairs if len(pairs) > 1)]:
-        ys, es = zip(*chosen, strict=True)
-        upstream = upstream_of(es)
-        found = gradients(ys, leaves, moved(upstream, device), retain_graph=True)
-        assert_equal(found, gradients(es, expected_leaves, upstream, retain_graph=True))
-
-
-@each("gradcheck", "typical")
-def test_gradcheck(device, name, sizes):
+@each("derivatives", typical=[F64])
+def test_derivatives(device, name, sizes, dtype):
+    """Numerical ones agree. A second derivative does too, or it raises an error."""
     row = ROWS[name]
-    arguments = sample(name, device, **sizes)
-    arguments, leaves = with_leaves(arguments, row.differentiable)
+    arguments, leaves = with_leaves(sample(name, device, **sizes), row.differentiable)
 
     def function(*inputs):
         inputs = iter(inputs)
@@ -168,27 +177,39 @@ def test_gradcheck(device, name, sizes):
         outputs = as_tuple(row.function(**arguments | moving))
         return tuple(y.nan_to_num(neginf=0) for y in outputs if y.requires_grad)
 
-    assert torch.autograd.gradcheck(function, leaves)
-    if "second_derivative" in row.lacks:
-        assert torch.autograd.gradgradcheck(function, leaves)
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    if row.twice_differentiable:
+        assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+    else:
+        assert_second_derivative_refused(
+            lambda *inputs: sum(y.square().sum() for y in function(*inputs)), leaves
+        )
 
 
-@each("second_derivative", "typical")
-def test_second_derivative_is_refused(device, name, sizes):
-    row = ROWS[name]
-    arguments, leaves = with_leaves(sample(name, device, **sizes), row.differentiable)
+@each("nan", typical=[F32, BF16])
+def test_nan_stays_where_it_is(device, name, sizes, dtype):
+    """NaN in one number reaches at most what it reaches in plain torch; other bits stay."""
+    row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
+    clean = sum(evaluate(row, arguments), [])
+    for x in tensors_in(arguments):
+        for place in {x.numel() // 2, x.numel() - 1} if x.is_floating_point() and x.numel() else ():
+            number = x.view(-1)[place].item()
+            x.view(-1)[place] = math.nan
+            found, plain = (
+                sum(evaluate(row, arguments, function), []) for function in (None, row.plain)
+            )
+            x.view(-1)[place] = number
+            for y, p, e in zip(found, plain, clean, strict=True):
+                assert not (y.isnan() & ~p.isnan()).any()
+                assert_bits(name, [y[~y.isnan()]], [e[~y.isnan()]])
 
-    def function(*_):
-        outputs = as_tuple(row.function(**arguments))
-        return sum(y.nan_to_num(neginf=0).square().sum() for y in outputs if y.requires_grad)
 
-    assert_second_derivative_refused(function, leaves)
-
-
-@each("needed", "typical")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("needed", typical=[F32, BF16])
 def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
-    """Gradients of one tensor or of some arguments are bitwise identical to the full gradients."""
+    """Gradients of one tensor or of some arguments are bitwise identical to the full gradients.
+
+    Arguments that are not differentiable get none.
+    """
     row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
     _, expected = evaluate(row, arguments)
     numbers = iter(range(len(expected)))
@@ -203,59 +224,22 @@ def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
         floats = [y for y in as_tuple(row.function(**frozen)) if y.is_floating_point()]
         found = gradients(floats, [leaves[i] for i in needed], upstream_of(floats))
         assert_bits(name, found, [expected[i] for i in needed])
+    constants = {
+        key: x.detach().clone().requires_grad_()
+        for key, x in arguments.items()
+        if key not in row.differentiable and torch.is_tensor(x) and x.is_floating_point()
+    }
+    learned, leaves = with_leaves(arguments | constants, row.differentiable)
+    sum(y.sum() for y in as_tuple(row.function(**learned)) if y.requires_grad).backward()
+    assert all(x.grad is None for x in constants.values())
 
 
-# Precision
-
-
-@each("accuracy", "precise")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
-def test_as_accurate_as_plain_torch(device, name, sizes, dtype):
-    """Plain torch computes half types in float32 as well, but GEMMs in the type itself.
-
-    In float64, results have the accuracy of float64.
-    """
-    row = ROWS[name]
-    if dtype in HALF and "half_types" not in row.lacks:
-        pytest.skip("test_half_types_are_computed_in_float32 asks for more")
-    arguments = sample(name, device, dtype, **sizes)
-    outputs, grads = evaluate(row, arguments)
-    upstream = upstream_of(outputs)
-    plain, exact = (
-        evaluate(row, moved(arguments, dtype=to), row.plain, moved(upstream, dtype=to))
-        for to in (None if row.products else torch.float32, torch.float64)
-    )
-    for a, p, e in zip(outputs + grads, plain[0] + plain[1], exact[0] + exact[1], strict=True):
-        if a.is_floating_point() and a.dtype != torch.float64:
-            assert_as_accurate(a, p.to(a.dtype), e)
-        else:
-            assert_equal([a], [e])
-
-
-@each("half_types", "precise")
-@pytest.mark.parametrize("dtype", HALF)
-def test_half_types_are_computed_in_float32(device, name, sizes, dtype):
-    """The result is bitwise identical to the float32 result, rounded once to the output type."""
-    row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
-
-    def widened(values):
-        return changed(lambda x: x.float() if x.dtype == dtype else x, values)
-
-    outputs, grads = evaluate(row, arguments)
-    upstream = widened(upstream_of(outputs))
-    expected, expected_grads = evaluate(row, widened(arguments), upstream=upstream)
-    for a, e in zip(outputs + grads, expected + expected_grads, strict=True):
-        assert_same_bits(a, e.to(a.dtype))
-
-
-@each("autocast", "typical")
-def test_autocast(device, name, sizes):
+@each("autocast", typical=[F32, BF16])
+def test_autocast(device, name, sizes, dtype):
     """Gates run in float32, experts in the lower precision; other operators are unchanged."""
-    row = ROWS[name]
-    given = torch.bfloat16 if row.autocast == torch.float32 else torch.float32
-    arguments = sample(name, device, given, **sizes)
+    row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
     with_grad, leaves = with_leaves(arguments, row.differentiable)
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(device, BF16):
         outputs = as_tuple(row.function(**with_grad))
     cast = moved(arguments, dtype=row.autocast)
     for sums_only in {"gates", "linear_bias"} & {*cast}:  # no GEMM reads them
@@ -263,302 +247,140 @@ def test_autocast(device, name, sizes):
     expected, expected_grads = evaluate(row, cast)
     assert_bits(name, [y.detach() for y in outputs], expected)
     floats = [y for y in outputs if y.is_floating_point()]
-    grads = gradients(floats, leaves, upstream_of(outputs))
+    grads = gradients(floats, leaves, upstream_of(outputs)) if leaves else []
     assert_bits(name, grads, [e.to(a.dtype) for a, e in zip(grads, expected_grads, strict=True)])
 
 
-# What the dispatcher and the compiler require, for the backward operators too
+@pytest.mark.guarantee("Determinism")
+@each("deterministic", large=[F32, BF16])
+def test_deterministic(threads, name, sizes, dtype):
+    """Identical on one thread and on two, and in every run, gradients included."""
+    row, arguments = ROWS[name], sample(name, dtype=dtype, **sizes)
+    assert_deterministic(lambda: sum(evaluate(row, arguments), []), threads)
+
+
+# What callers, the dispatcher and the compiler rely on, for the backward operators too
+
+
+@each("contract", ROWS, typical=[F64, F32, BF16])
+def test_contract(device, name, sizes, dtype):
+    """Results depend on the values of the arguments alone, and have memory of their own."""
+    op, args = call_of(name, sample(name, device, dtype, **sizes))
+    copies = moved(args)
+    results = run(op, args)
+
+    for x, copy in zip(tensors_in(args), tensors_in(copies), strict=True):
+        assert_same_bits(x, copy)  # arguments do not change
+    assert all(x.is_contiguous() for x in results)
+    assert_own_memory(results, args)
+
+    for a, e in zip(run(op, moved(args, "meta")), results, strict=True):
+        assert a.device.type == "meta"
+        assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride())
+
+    for name_of_form, form in FORMS.items():
+        found = run(op, changed(form, args))
+        assert_bits(name, found, results)
+        # Only weights pass their layout on, and only if they are transposed.
+        assert name_of_form == "transposed" or all(x.is_contiguous() for x in found)
+    for i, x in enumerate(args):  # one index as int32 among others as int64
+        if isinstance(x, torch.Tensor) and not x.is_floating_point():
+            assert_bits(name, run(op, [*args[:i], x.int(), *args[i + 1 :]]), results)
+
+    def expanded(x):  # as autograd expands the gradient of a sum
+        return x[:1].expand_as(x) if x.is_floating_point() and x.dim() else x
+
+    some = [x if w else changed(expanded, x) for x, w in zip(args, written(op), strict=False)]
+    assert_bits(name, run(op, some), run(op, changed(torch.Tensor.contiguous, some)))
+
+    # In memory that held NaN: an element that no row reaches is exactly zero.
+    for _ in range(3):
+        poison_freed_memory(*{x.numel() for x in tensors_in(args) + results}, device=device)
+        actual = run(op, args)
+        assert_bits(name, actual, results)
+        assert not any(x.isnan().any() for x in actual)
+
+
+def narrow(arguments):
+    """Converts the indices to int32."""
+    return {key: FORMS["int32"](x) if torch.is_tensor(x) else x for key, x in arguments.items()}
 
 
 @pytest.mark.emulated(False)  # what is registered does not depend on the device
-@each("opcheck", "typical", ROWS)
-@pytest.mark.parametrize(
-    "dtype, layout", [(torch.float32, "contiguous"), (torch.bfloat16, "transposed")]
-)
-def test_opcheck(device, name, sizes, dtype, layout):
-    op, args = call_of(name, sample(name, device, dtype, **sizes))
+@each("opcheck", ROWS, in_turn=True, typical=[F32, BF16])
+def test_opcheck(device, name, sizes, dtype):
+    """float32 with contiguous tensors and int64 indices; bfloat16 with neither."""
+    plain = dtype == F32
+    arguments = sample(name, device, dtype, **sizes)
+    op, args = call_of(name, arguments if plain else narrow(arguments))
     differentiable = name in TABLE and ROWS[name].differentiable
 
     def leaf(x):
-        x = LAYOUTS[layout](x)
+        x = x.contiguous() if plain else FORMS["transposed"](x)
         return x.requires_grad_() if differentiable and x.is_floating_point() else x
 
     torch.library.opcheck(op, tuple(changed(leaf, args)))
 
 
-@each("meta", "typical", ROWS)
-def test_meta_has_the_shapes(device, name, sizes):
-    op, args = call_of(name, sample(name, device, torch.float32, **sizes))
-    actual, expected = run(op, moved(args, "meta")), run(op, args)
-    for a, e in zip(actual, expected, strict=True):
-        assert a.device.type == "meta"
-        assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride())
-
-
-@each("pure", "typical", ROWS)
-def test_pure(device, name, sizes):
-    """Inputs do not change; outputs are contiguous and have their own memory."""
-    op, args = call_of(name, sample(name, device, torch.float32, **sizes))
-    copies = moved(args)
-    results = run(op, args)
-    for x, copy in zip(tensors_in(args), tensors_in(copies), strict=True):
-        assert_same_bits(x, copy)
-    used = [x.untyped_storage().data_ptr() for x in tensors_in(args) + results if x.numel()]
-    places = {x.untyped_storage().data_ptr() for x in results if x.numel()}
-    assert sum(place in places for place in used) == len(places)
-    assert all(x.is_contiguous() for x in results)
-
-
-LAYOUTS = {
-    "contiguous": torch.Tensor.contiguous,
-    "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
-    "strided": lambda x: torch.stack([x, x], -1)[..., 1],
-    "expanded": lambda x: x[:1].expand_as(x) if x.dim() else x,
-}
-
-
-@each("layouts", "typical", ROWS)
-@pytest.mark.parametrize("layout", ["transposed", "strided"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_any_layout(device, name, sizes, layout, dtype):
-    op, args = call_of(name, sample(name, device, dtype, **sizes))
-    expected = run(op, args)
-    assert_bits(name, run(op, changed(LAYOUTS[layout], args)), expected)
-
-
-@each("expanded", "typical", ROWS)
-def test_expanded_arguments(device, name, sizes):
-    """Autograd also expands the gradient of a sum."""
-    op, args = call_of(name, sample(name, device, torch.float32, **sizes))
-
-    def expanded(x):
-        return LAYOUTS["expanded"](x) if x.is_floating_point() else x
-
-    args = [x if w else changed(expanded, x) for x, w in zip(args, written(op), strict=False)]
-    assert_bits(name, run(op, args), run(op, changed(LAYOUTS["contiguous"], args)))
-
-
-@each("initialised", "typical", ROWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_is_left_uninitialised(device, name, sizes, dtype):
-    """Runs in memory that held NaN: an element that no row reaches is exactly zero."""
-    op, args = call_of(name, sample(name, device, dtype, **sizes))
-    expected = run(op, args)
-    sizes = {x.numel() for x in tensors_in(args) + expected}
-    for _ in range(3):
-        poison_freed_memory(*sizes, device=device)
-        actual = run(op, args)
-        assert_bits(name, actual, expected)
-        assert not any(x.isnan().any() for x in actual)
-
-
 @pytest.mark.emulated(False)  # the compiler does not see the device
-@each("compile", "typical", count=1)
+@each("compile", typical=[F32], count=1)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_to_a_whole_graph(device, name, sizes, dynamic):
+def test_compiles_to_a_whole_graph(device, name, sizes, dtype, dynamic):
+    """With int64 indices and static shapes, and with int32 indices and dynamic shapes."""
     torch._dynamo.reset()
-    row, arguments = ROWS[name], sample(name, device, torch.float32, **sizes)
+    row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
     compiled = torch.compile(row.function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    actual, grads = evaluate(row, arguments, compiled)
-    expected, expected_grads = evaluate(row, arguments)
-    assert_bits(name, actual + grads, expected + expected_grads)
-
-
-# Inputs of other kinds than the samples
-
-
-def indices_of(arguments):
-    return {
-        name: x
-        for name, x in arguments.items()
-        if isinstance(x, torch.Tensor) and not x.is_floating_point()
-    }
-
-
-def narrow(arguments):
-    """Converts the indices to int32."""
-    return arguments | {name: index.int() for name, index in indices_of(arguments).items()}
-
-
-@each("int32_indices", "typical")
-def test_int32_indices(device, name, sizes):
-    """int32 indices, one or all of them, act like int64; returned indices are int64."""
-    row, arguments = ROWS[name], sample(name, device, **sizes)
-    expected = sum(evaluate(row, arguments), [])
-    one = [{key: index.int()} for key, index in indices_of(arguments).items()]
-    if not one:
-        pytest.skip("this sample has no indices")
-    for narrowed in (*one, narrow(arguments)):
-        for a, e in zip(sum(evaluate(row, arguments | narrowed), []), expected, strict=True):
-            assert_same_bits(a, e)
-
-
-@pytest.mark.emulated(False)  # the compiler does not see the device
-@each("int32_indices", "typical")
-def test_int32_indices_compile(device, name, sizes):
-    """Passes the checks of torch.library, compiles to one graph and runs on fake tensors."""
-    row, arguments = ROWS[name], sample(name, device, torch.float32, **sizes)
-    if not indices_of(arguments):
-        pytest.skip("this sample has no indices")
-    for each_name in (name, row.backward) if row.backward else (name,):
-        op, args = call_of(each_name, narrow(arguments))
-        differentiable = each_name == name and row.differentiable
-
-        def leaf(x, differentiable=differentiable):
-            return x.requires_grad_() if differentiable and x.is_floating_point() else x
-
-        torch.library.opcheck(op, tuple(changed(leaf, args)))
-    expected, narrowed = sum(evaluate(row, arguments), []), narrow(arguments)
-    torch._dynamo.reset()
-    compiled = torch.compile(row.function, fullgraph=True, backend="aot_eager")
-    for a, e in zip(sum(evaluate(row, narrowed, compiled), []), expected, strict=True):
-        assert_same_bits(a, e)
-    with FakeTensorMode() as mode:
-        fake = changed(mode.from_tensor, narrowed)
-        for a, e in zip(sum(evaluate(row, fake), []), expected, strict=True):
-            assert (a.shape, a.dtype, a.device) == (e.shape, e.dtype, e.device)
-
-
-def negated(x):
-    """Returns the same numbers, stored with the opposite sign; leaves indices as they are."""
-    if not x.is_floating_point():
-        return x
-    view = torch._neg_view(-x)
-    assert view.is_neg() and torch.equal(view, x)
-    return view
-
-
-@each("negated", "typical")
-@pytest.mark.emulated(False)  # the dispatcher resolves the bit
-def test_negated_inputs(device, name, sizes):
-    """The results do not depend on the negative bit, of one argument or of all."""
-    row, arguments = ROWS[name], sample(name, device, torch.float32, **sizes)
-    expected, expected_grads = evaluate(row, arguments)
-    for key, value in arguments.items():
-        outputs = as_tuple(row.function(**arguments | {key: changed(negated, value)}))
-        for a, e in zip(outputs, expected, strict=True):
-            assert_same_bits(a.resolve_neg(), e)
-    arguments = changed(negated, arguments)
-    leaves = tensors_in([arguments.get(key) for key in row.differentiable])
-    for leaf in leaves:
-        leaf.requires_grad_()
-    outputs = as_tuple(row.function(**arguments))
-    upstream = [negated(dy) for dy in upstream_of(outputs)]
-    floats = [y for y in outputs if y.is_floating_point()]
-    found = gradients(floats, leaves, upstream) if leaves else []
-    for a, e in zip([*outputs, *found], [*expected, *expected_grads], strict=True):
-        assert_same_bits(a.resolve_neg(), e)
-
-
-# Determinism
-
-
-@pytest.mark.guarantee("Determinism")
-@each("deterministic", "large")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_deterministic(threads, name, sizes, dtype):
-    """Identical on one thread and on two, and in every run, gradients included."""
-    row, arguments = ROWS[name], sample(name, dtype=dtype, **sizes)
-
-    def function():
-        outputs, grads = evaluate(row, arguments)
-        return outputs + grads
-
-    assert_deterministic(function, threads)
-
-
-def hashes(isa):
-    command = [sys.executable, operators.__file__]
-    environment = {**os.environ, "MOE_EXT_ISA": isa}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-
-
-def test_bits_do_not_depend_on_the_instruction_set():
-    """Vectors of 2, 4 or 8 numbers use the same order of operations, so results are identical.
-
-    GEMMs are the exception. Without fused multiply-adds each of their terms is rounded twice, and
-    AMX and BF16 of Arm multiply bfloat16 numbers directly.
-    """
-    names = [isa for isa in instruction_sets() if isa != "avx512_bf16"]
-    if len(names) == 1:
-        pytest.skip("only one instruction set on this processor")
-    printed = {isa: hashes(isa) for isa in names}
-    differing = set()
-    for isa in names[1:]:
-        for line, bits in printed[isa].items():
-            products = ROWS[line.split()[0]].products
-            if isa in ("amx", "neon_bf16") and products and "bfloat16" in line:
-                continue
-            if bits != printed[names[1] if products else names[0]][line]:
-                differing.add((isa, line))
-    assert not differing
-    assert len(printed[names[0]]) == 4 * sum(len(row.precise) for row in TABLE.values())
+    actual = evaluate(row, narrow(arguments) if dynamic else arguments, compiled)
+    assert_bits(name, sum(actual, []), sum(evaluate(row, arguments), []))
 
 
 # Errors
 
 
-def tensor_arguments(kind):
-    """Returns (operator, argument) for the tensors of each row's first typical sample."""
-    found = []
-    for name, row in TABLE.items():
-        arguments = row.make(torch.float32, **row.typical[0])
-        tensors = {key: x for key, x in arguments.items() if isinstance(x, torch.Tensor)}
-        if kind == "device" and len(tensors) < 2:
-            continue
-        found += [
-            (name, key, x.is_floating_point())
-            for key, x in tensors.items()
-            if key not in row.free.get(kind, ())
-        ]
-    return [pytest.param(*each, id="-".join(each[:2])) for each in found]
-
-
 def refuses(name, exception, argument, changes, got=None):
     """Checks the error for valid arguments with these changes."""
-    row, arguments = ROWS[name], sample(name, dtype=torch.float32, **ROWS[name].typical[0])
-    row.function(**arguments)
+    function, arguments = named_call_of(name, sample(name, dtype=F32, **ROWS[name].typical[0]))
+    function(**arguments)
     arguments |= changes(arguments) if callable(changes) else changes
     with raises(exception, name, argument, got(arguments) if callable(got) else got):
-        row.function(**arguments)
+        function(**arguments)
 
 
-@pytest.mark.parametrize("name, argument, floating", tensor_arguments("type"))
-def test_types_that_do_not_fit(name, argument, floating):
-    for dtype in ["int64"] if floating else ["int16", "uint8", "bool", "float32"]:
-        to = getattr(torch, dtype)
-        refuses(name, TypeError, argument, lambda a, to=to: {argument: a[argument].to(to)}, dtype)
+@pytest.mark.parametrize("name", TABLE)
+def test_tensors_that_do_not_fit(name):
+    """Each tensor must have the right dtype, number of dimensions and device."""
+    row, arguments = ROWS[name], sample(name, dtype=F32, **ROWS[name].typical[0])
+    tensors = {key: x for key, x in arguments.items() if isinstance(x, torch.Tensor)}
+    for key, x in tensors.items():
+        if key not in row.free.get("type", ()):
+            wrong = ["int64"] if x.is_floating_point() else ["int16", "uint8", "bool", "float32"]
+            for dtype in wrong:
+                refuses(name, TypeError, key, {key: x.to(getattr(torch, dtype))}, dtype)
+        if key not in row.free.get("dimensions", ()):
+            refuses(name, ValueError, key, {key: x[None]})
+        if len(tensors) > 1:
+            refuses(name, ValueError, "", {key: x.to("meta")})
 
 
-@pytest.mark.parametrize("name, argument, floating", tensor_arguments("dimensions"))
-def test_numbers_of_dimensions_that_do_not_fit(name, argument, floating):
-    refuses(name, ValueError, argument, lambda a: {argument: a[argument][None]})
-
-
-@pytest.mark.parametrize("name, argument, floating", tensor_arguments("device"))
-def test_devices_that_do_not_fit(name, argument, floating):
-    refuses(name, ValueError, "", lambda a: {argument: a[argument].to("meta")})
+BAD = {name: row.bad if name in TABLE else row.backward_bad for name, row in ROWS.items()}
+CASES["errors"] = {name: len(bad) for name, bad in BAD.items()}
 
 
 @pytest.mark.parametrize(
-    "name, number", [(name, i) for name, row in TABLE.items() for i in range(len(row.bad))]
+    "name, number", [(name, i) for name in ROWS for i in range(len(BAD[name]))]
 )
 def test_bad_arguments(name, number):
-    refuses(name, *ROWS[name].bad[number])
-
-
-BACKWARD = [name for name in ROWS if name not in TABLE]
+    refuses(name, *BAD[name][number])
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])
-@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in TABLE])
 def test_backward_operators_look_at_their_arguments(name, place):
     """Autograd passes valid arguments, but other callers must not crash the process.
 
     If two arguments do not match, either one may be named in the error.
     """
-    op, args = call_of(name, sample(name, dtype=torch.float32, **ROWS[name].typical[0]))
+    op, args = call_of(name, sample(name, dtype=F32, **ROWS[name].typical[0]))
     args = moved(args, place)
     op(*args)
     any_argument = "(" + "|".join(a.name for a in op._schema.arguments) + ")"
@@ -568,15 +390,3 @@ def test_backward_operators_look_at_their_arguments(name, place):
         if isinstance(x, torch.Tensor) and not offsets:
             with raises(ValueError, name, any_argument):
                 op(*args[:i], x[1:] if x.dim() else x.reshape(1), *args[i + 1 :])
-
-
-@pytest.mark.parametrize(
-    "name, number", [(name, i) for name in BACKWARD for i in range(len(ROWS[name].backward_bad))]
-)
-def test_bad_arguments_of_backward_operators(name, number):
-    op, args = call_of(name, sample(name, dtype=torch.float32, **ROWS[name].typical[0]))
-    exception, argument, changes, *got = ROWS[name].backward_bad[number]
-    # The call has no default arguments at its end.
-    named = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
-    with raises(exception, name, argument, *got):
-        op(**named | (changes(named) if callable(changes) else changes))

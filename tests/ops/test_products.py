@@ -1,11 +1,7 @@
 """The GEMMs of the experts, at the edges of tiles, blocks and panels.
 
-The last test repeats the tests on every other instruction set of the processor.
+test_instruction_sets.py repeats some tests on every instruction set of the processor.
 """
-
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,14 +10,13 @@ from assertions import (
     assert_exact,
     assert_same_bits,
 )
-from machine import instruction_sets
-from operators import TABLE, evaluate, moved, normal, offsets_of, sample
+from operators import DTYPES, TABLE, evaluate, moved, sample
+from samples.draw import normal, offsets_of
 
-from moe_ext import _C, ops
+from moe_ext import ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # On both sides of the sizes of vectors, tiles and packed blocks of B.
 WIDTHS = [1, 2, 15, 16, 17, 31, 33, 255, 256, 257, 258, 513]
 
@@ -142,25 +137,6 @@ def test_experts_with_several_blocks(dtype, threads):
         threads(number)
         for actual, expected in zip(evaluate(ROW, call, upstream=[dy])[1], grads, strict=True):
             assert_same_bits(actual, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k, widths", [(1, (33, 257, 18)), (2, (48, 272, 32)), (3, (1, 15, 2))])
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
-def test_two_layers(dtype, k, widths, activation):
-    """As accurate as torch's GEMMs, with an expert that no token has chosen."""
-    call = make_layer(draw_experts(150, 5, k), 5, widths, activation, dtype)
-    dy = normal(150, widths[-1], dtype=dtype)
-    outputs, grads = evaluate(ROW, call, upstream=[dy])
-    plain = evaluate(ROW, call, ROW.plain, [dy])
-    exact = evaluate(ROW, moved(call, dtype=torch.float64), ROW.plain, [dy.double()])
-    for a, p, e in zip(outputs + grads, sum(plain, []), sum(exact, []), strict=True):
-        if dtype == torch.float64:
-            assert_exact(a, e)
-        else:
-            assert_as_accurate(a, p, e)
-    for gradient in grads[1:-1]:
-        assert torch.count_nonzero(gradient[1]) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -300,63 +276,3 @@ def test_a_row_of_dW_has_the_bits_that_it_has_alone(dtype, width):
     expected = weight_gradient(x)
     for count in [*range(1, 17), 28, 29, 57]:
         assert_same_bits(weight_gradient(x[:, :count]), expected[:, :count])
-
-
-BITS = """
-import hashlib
-import torch
-from moe_ext import ops
-from test_products import DEPTHS, DTYPES, normal, offsets_of
-torch.manual_seed(0)
-torch.set_num_threads(1)
-offsets = offsets_of(range(1, 15))
-for dtype in DTYPES:
-    for depth in DEPTHS:
-        bits = hashlib.sha256()
-        for D, F in ((depth, 17), (depth, 48), (48, depth)):
-            x, dy = normal(105, D, dtype=dtype), normal(105, F, dtype=dtype)
-            leaves = x.requires_grad_(), normal(14, D, F, dtype=dtype).requires_grad_()
-            y = ops.experts(x, [leaves[1]], offsets=offsets)
-            for result in (y, *torch.autograd.grad(y, leaves, dy)):
-                bits.update(result.detach().flatten().view(torch.uint8).numpy().tobytes())
-        print(dtype, depth, bits.hexdigest())
-"""
-
-
-def test_bits_do_not_depend_on_fused_instruction_sets():
-    """Compares y, dx and dW at every depth, among 1 to 14 rows.
-
-    Without fused multiply-adds each product is rounded. With bfloat16 instructions, products of
-    bfloat16 numbers are computed directly.
-    """
-    names = [isa for isa in instruction_sets() if isa != "default"]
-    if len(names) < 2:
-        pytest.skip("fewer than two instruction sets with fused multiply-adds")
-    printed = {}
-    for isa in names:
-        result = subprocess.run(
-            [sys.executable, "-c", BITS],
-            env={**os.environ, "MOE_EXT_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        printed[isa] = result.stdout.splitlines()
-        assert len(printed[isa]) == len(DTYPES) * len(DEPTHS)
-    for isa in names[1:]:
-        for line, expected in zip(printed[isa], printed[names[0]], strict=True):
-            if "bfloat16" not in line or isa == "avx512":
-                assert line == expected, isa
-
-
-@pytest.mark.parametrize("isa", [isa for isa in instruction_sets() if isa != _C.isa()])
-def test_instruction_set(isa):
-    """Runs the tests above on another instruction set than this process uses."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        + ["-k", "not instruction_set"],
-        env={**os.environ, "MOE_EXT_ISA": isa},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout

@@ -1,0 +1,87 @@
+"""Every instruction set of the processor: its GEMMs, and which bits are those of the others.
+
+A child process runs each one, because a process chooses its instruction set at the first call.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import operators
+import pytest
+import test_products as products
+import torch
+from machine import instruction_sets
+from samples import draw
+
+from moe_ext import _C, ops
+
+MULTIPLY_BFLOAT16 = {"avx512_bf16", "amx", "neon_bf16"}  # They do not round each product.
+
+
+def hashes_of_every_depth():
+    """Yields hashes of y, dx and dW at every depth, among 1 to 14 rows."""
+    offsets = draw.offsets_of(range(1, 15))
+    for dtype in products.DTYPES:
+        for depth in products.DEPTHS:
+            results = []
+            for D, F in ((depth, 17), (depth, 48), (48, depth)):
+                x, dy = draw.normal(105, D, dtype=dtype), draw.normal(105, F, dtype=dtype)
+                leaves = x.requires_grad_(), draw.normal(14, D, F, dtype=dtype).requires_grad_()
+                y = ops.experts(x, [leaves[1]], offsets=offsets)
+                results += [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+            yield f"experts depth {depth} {dtype}", operators.hash_of(results)
+
+
+def results():
+    """Checks the GEMMs on the instruction set of this process; returns hashes of all results."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    for dtype in products.DTYPES:
+        products.test_any_width(dtype)
+        products.test_any_number_of_rows(dtype, 17, 33)
+        products.test_layout_changes_nothing(dtype)
+        for depth in products.DEPTHS[::10]:
+            products.check_each_row_alone(depth, 17, range(2, 40), dtype)
+            products.check_each_row_alone(48, depth, range(2, 40), dtype)
+    torch.manual_seed(0)
+    return dict([*hashes_of_every_depth(), *operators.hashes()])
+
+
+def test_instruction_sets(one_thread):
+    """Vectors of 2, 4 or 8 numbers use the same order of operations, so results are identical.
+
+    GEMMs are the exception. Without fused multiply-adds each of their terms is rounded twice, and
+    some instructions multiply bfloat16 numbers directly.
+    """
+    names = instruction_sets()
+    if len(names) == 1:
+        pytest.skip("only one instruction set on this processor")
+    children = {
+        isa: subprocess.Popen(
+            [sys.executable, __file__],
+            env={**os.environ, "MOE_EXT_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for isa in names
+        if isa != _C.isa()
+    }
+    found = {_C.isa(): results()}
+    for isa, child in children.items():
+        printed = child.communicate()[0]
+        assert child.returncode == 0, f"{isa} failed; its error is above"
+        found[isa] = json.loads(printed)
+    expected, differing = found[names[1]], []
+    for isa in names:
+        assert found[isa].keys() == expected.keys()
+        for line, bits in found[isa].items():
+            rounds = isa == "default" or (isa in MULTIPLY_BFLOAT16 and "bfloat16" in line)
+            if bits != expected[line] and not (operators.ROWS[line.split()[0]].products and rounds):
+                differing.append((isa, line))
+    assert not differing
+
+
+if __name__ == "__main__":
+    print(json.dumps(results()))
