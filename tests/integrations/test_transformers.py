@@ -502,16 +502,6 @@ def test_models_equal_eager(model_type):
     assert_close(losses_of(model), expected)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_greedy_tokens_equal_those_of_eager(model_type):
-    model = tiny(model_type).eval()
-    options = {"max_new_tokens": 8, "do_sample": False}
-    found = model.generate(tokens(), **options)
-    assert model.get_experts_implementation() == {"": "moe_ext"}
-    model.set_experts_implementation("eager")
-    assert torch.equal(found, model.generate(tokens(), **options))
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(use_reentrant):
     model = tiny()
@@ -520,18 +510,6 @@ def test_gradient_checkpointing(use_reentrant):
     model.train()
     found = losses_of(model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_models_in_bfloat16():
-    model = tiny()
-    expected = losses_of(model)
-    half = copy.deepcopy(model).bfloat16()
-    ours = losses_of(half)
-    half.set_experts_implementation("eager")
-    eager = losses_of(half)
-    assert ours["logits"].dtype == torch.bfloat16
-    bound = 2 * error(eager["logits"], expected["logits"])
-    assert error(ours["logits"], expected["logits"]) <= bound
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
@@ -586,35 +564,6 @@ with torch.no_grad():
     )
     activations = 64 * 8 * 4 * (3 * 1024 + 1024) / 2**20  # of the experts of one layer
     assert 0 < float(result.stdout) < 64 + activations
-
-
-def test_saved_files_are_unchanged(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    files = {}
-    for implementation in ("eager", "moe_ext"):
-        model = tiny(implementation=implementation)
-        losses_of(model)
-        model.save_pretrained(tmp_path / implementation)
-        (file,) = (tmp_path / implementation).glob("*.safetensors")
-        files[implementation] = safetensors.load_file(file)
-    assert files["eager"].keys() == files["moe_ext"].keys()
-    for name, each in files["eager"].items():
-        assert torch.equal(each, files["moe_ext"][name])
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "eager", experts_implementation="moe_ext"
-    )
-    assert loaded.get_experts_implementation() == {"": "moe_ext"}
-    assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
-
-
-def test_router_logits():
-    model = tiny(output_router_logits=True)
-    found = model(tokens(), labels=tokens())
-    model.set_experts_implementation("eager")
-    expected = model(tokens(), labels=tokens())
-    assert error(found.aux_loss, expected.aux_loss) < 1e-6
-    pairs = zip(found.router_logits, expected.router_logits, strict=True)
-    assert all(error(ours, eager) < 1e-5 for ours, eager in pairs)
 
 
 def test_copies_of_a_model():
