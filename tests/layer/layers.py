@@ -250,8 +250,13 @@ def _hierarchical(gate, w, X, noise, given):
     primary, secondary, *factors = ref.hierarchical_gates(
         X, *matrices, *(noise or (None, None)), k1, k2
     )
-    G_X = torch.stack([ref.G_H(*row) for row in zip(primary, secondary, strict=True)])
-    return Gating(G_X, ref.Load_H(*factors).reshape(-1) if noise else None)
+    rows, b = [*zip(primary, secondary, strict=True)], gate.experts_per_group
+    chosen = [
+        [i * b + j for i in ref.top_k(g, k1) for j in ref.top_k(of_groups[i], k2)]
+        for g, of_groups in rows
+    ]
+    G_X = torch.stack([ref.G_H(*row) for row in rows])
+    return Gating(G_X, ref.Load_H(*factors).reshape(-1) if noise else None, chosen=chosen)
 
 
 def _balanced(gate, w, X, noise, given):

@@ -58,7 +58,7 @@ class Wide(Experts):
     """Does not declare its output width."""
 
     def __init__(self, d_output=None):
-        super().__init__(E, D, d_output)
+        super().__init__(E, None if d_output is None else D, d_output)
 
     def forward(self, x, offsets):
         return x.repeat(1, 2)

@@ -16,7 +16,6 @@ from layers import (
     make_layer,
     make_x,
     move_thresholds,
-    shake,
     thresholds_of,
     total,
 )
@@ -46,19 +45,6 @@ def test_rows_per_expert(k, T, n, m):
     gating = BalancedGate(D, n, k)(make_x(T, dtype=torch.float32))
     assert torch.bincount(gating.expert_index, minlength=n).tolist() == [m] * n
     assert gating.load.tolist() == [m] * n and gating.equal_load
-
-
-def test_tokens_without_expert(device):
-    """Tokens without experts have output 0 and gradient 0."""
-    layer = layer_of(shake(BalancedGate(D, E, 1))).double().to(device)
-    x = make_x(40, device=device).requires_grad_()
-    y, aux = layer(x)
-    none = aux.token_offsets.diff() == 0
-    assert 0 < none.sum() < 40
-    assert torch.count_nonzero(y[none]) == 0 and torch.all(y[~none].abs().sum(1) > 0)
-    assert aux.metrics()["share_without_expert"] == pytest.approx(float(none.sum()) / 40)
-    total(y, aux).backward()
-    assert torch.count_nonzero(x.grad[none]) == 0 and torch.all(x.grad[~none].abs().sum(1) > 0)
 
 
 @each_kind
@@ -204,24 +190,6 @@ def test_metrics(device):
 
 
 # L_batchwise
-
-
-@pytest.mark.equation("App. F")
-def test_batchwise_loss_equals_reference(device):
-    X, T = torch.rand(12, 5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
-    mask = ref.M_batchwise(X, 4)
-    leaves, expected_leaves = [
-        [t.to(place).clone().requires_grad_() for t in (X, T)] for place in (device, "cpu")
-    ]
-    loss = batchwise_loss(*leaves, mask.bool().to(device))
-    expected = ref.L_batchwise(*expected_leaves, 4)
-    assert_exact(loss.detach(), expected.detach())
-    grads = torch.autograd.grad(loss, leaves)
-    for a, e in zip(grads, torch.autograd.grad(expected, expected_leaves), strict=True):
-        assert_exact(a, e)
-    passing = (X > T).sum(0)
-    assert grads[1].tolist() == (4 - passing).tolist()
-    assert_exact(grads[0], ref.M_threshold(X, T) - mask)
 
 
 def test_batchwise_loss_refuses_other_shapes():

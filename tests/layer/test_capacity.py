@@ -8,7 +8,6 @@ from assertions import (
     assert_equal_runs,
     assert_exact,
     assert_same_bits,
-    dense,
     recorded_ops,
     run_layer,
     tensors_of,
@@ -31,27 +30,6 @@ def make_layer(drop=None, device="cpu", dtype=torch.float64, *, gate=TopKGate, k
 
 def unnormalized(*sizes):
     return TopKGate(*sizes, renormalize=False)
-
-
-@CAPACITY
-@pytest.mark.parametrize("drop", DROPS)
-@pytest.mark.parametrize(
-    "T, k, capacity_factor",
-    [(10, 1, 0.1), (10, 1, 1.0), (35, 2, 0.5), (35, 2, 1.1), (64, 3, 0.9), (64, 3, 1.5)],
-)
-def test_equals_the_formula_of_megatron(T, k, capacity_factor, drop):
-    """Their router takes the top C rows of each column of probabilities, or of the routing map.
-
-    A stable sort defines which rows win a tie of the map.
-    """
-    layer = make_layer(drop, gate=unnormalized, k=k, capacity_factor=capacity_factor)
-    aux = layer(make_x(T))[1]
-    probs, routing_map = dense(aux, E).detach(), dense(aux, E, torch.ones_like(aux.gates))
-    C = math.ceil((T * k / E) * capacity_factor)
-    key = probs if drop == "score" else routing_map
-    best = key.sort(dim=0, descending=True, stable=True).indices[:C]
-    expected = routing_map.bool() & torch.zeros(T, E, dtype=torch.bool).scatter(0, best, True)
-    assert torch.equal(dense(aux, E, aux.kept), expected)
 
 
 @CAPACITY

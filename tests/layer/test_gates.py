@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from assertions import assert_same_bits, recorded_ops
-from layers import D, E, layer_of, make_gate, make_x, record_noise
+from layers import TABLE, B, D, E, layer_of, make_gate, make_x, record_noise
 
 from moe_ext import ExpertChoiceGate, NoisyTopKGate, TopKGate
 
@@ -20,7 +20,10 @@ def test_parameters_start_at_zero():
     assert len(list(gate.parameters())) == 2  # and no bias
 
 
-def test_zero_gate_in_evaluation_picks_the_lowest(device):
+def test_zero_gates_in_evaluation_pick_the_lowest(device):
+    levels = TABLE["hierarchical"].gate().to(device).eval()
+    x = make_x(30, device=device, dtype=torch.float32)
+    assert levels(x).expert_index.tolist() == [[0, 1, B, B + 1]] * 30
     gate = NoisyTopKGate(D, E, 3).to(device).eval()
     result = gate(make_x(5, device=device, dtype=torch.float32))
     assert result.expert_index.tolist() == [[0, 1, 2]] * 5

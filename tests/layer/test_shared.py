@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from assertions import assert_exact, assert_same_bits
+from assertions import assert_same_bits
 from layers import D, E, K, assert_equals_reference, layer_of, make_x, shake
 from torch import nn
 
@@ -21,20 +21,6 @@ def test_equals_reference(device, options):
     _, aux = assert_equals_reference(layer, x)
     layer.shared_expert = None
     assert_same_bits(layer(x)[1].loss, aux.loss)
-
-
-@SHARED
-def test_several_shared_experts_are_a_wider_one():
-    wide = SharedExpert(D, [8], activation="swiglu").double()
-    parts = [SharedExpert(D, [4], activation="swiglu").double() for _ in range(2)]
-    with torch.no_grad():
-        first, second = wide.expert.weights
-        for i, part in enumerate(parts):
-            columns = first.unflatten(2, (2, 2, 4))[:, :, :, i].flatten(2)
-            part.expert.weight_0.copy_(columns)
-            part.expert.weight_1.copy_(second[:, 4 * i : 4 * i + 4])
-    x = make_x(9)
-    assert_exact(wide(x).detach(), sum(part(x) for part in parts).detach())
 
 
 @SHARED

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from assertions import assert_equal_runs, assert_exact, assert_same_bits, recorded_ops, run_layer
+from assertions import assert_exact, assert_same_bits, recorded_ops, run_layer
 from layers import LOSSES, PER_SEQUENCE
 from torch import nn
 
 from moe_ext import (
-    BalancedGate,
-    ExpertChoiceGate,
     MoE,
-    NoisyTopKGate,
     SharedExpert,
     SoftmaxGate,
     TopKGate,
@@ -37,46 +34,6 @@ def make_layer(device="cpu", dtype=torch.float64, *, gate=TopKGate, k=K, n=2, m=
 
 def unnormalized(*sizes):
     return TopKGate(*sizes, renormalize=False)
-
-
-class Null(nn.Module):
-    def forward(self, x):
-        return torch.zeros_like(x)
-
-
-@ZERO
-@pytest.mark.parametrize(
-    "gate, k, training, masked",
-    [
-        (TopKGate, K, True, True),
-        (NoisyTopKGate, K, True, False),
-        (SoftmaxGate, E + 3, False, True),
-        (BalancedGate, K, True, True),
-        (BalancedGate, K, False, False),
-        (ExpertChoiceGate, K, False, True),
-    ],
-)
-def test_equals_modules(device, gate, k, masked, training):
-    """A layer whose list of experts has the identity and the null modules gives the same numbers.
-
-    Importance, load, losses, metrics and counts of all experts are bitwise identical.
-    """
-    modules = [nn.Linear(D, D) for _ in range(E)]
-    layer = make_layer(device, gate=gate, k=k, hidden_sizes=None, experts=modules)
-    every = [*modules, nn.Identity(), nn.Identity(), Null()]
-    options = {"losses": layer.losses, "w_importance": 0.1}
-    other = MoE(D, E + 3, k, gate=layer.gate, experts=every, **options).to(device, torch.float64)
-    x = torch.randn(3, 8, D, dtype=torch.float64, device=device)
-    layer(x)  # sets the thresholds
-    layer.train(training), other.train(training)
-    mask = torch.rand(3, 8, device=device) < 0.7 if masked else None
-    found, expected = run_layer(layer, x, mask), run_layer(other, x, mask)
-    assert_equal_runs(found, expected, assert_exact)
-    aux = found[1]
-    for name in ("loss", "importance", "load", "gates", "expert_index", "tokens_per_expert"):
-        assert_same_bits(getattr(aux, name), getattr(expected[1], name))
-    assert len(aux.tokens_per_expert) == len(aux.importance) == len(aux.load) == E + 3
-    assert aux.metrics() == expected[1].metrics()
 
 
 @ZERO
