@@ -239,24 +239,6 @@ def test_detach_scores(device, kind, detach_scores):
     assert_exact(gate.w_gate.grad, (x.t() @ logits.grad).detach())
 
 
-def test_thresholds_follow_by_sgd(device):
-    """On a fixed batch, L_batchwise / T makes the masks agree.
-
-    Its gradient is the excess share of tokens.
-    """
-    gate, x = make_gate("balanced", device, started=False), make_x(200, device=device)
-    gate(x)
-    with torch.no_grad():
-        gate.threshold.add_(0.1)
-    assert gate(x).metrics["mask_disagreement"] > 0.1
-    optimizer = torch.optim.SGD([gate.threshold], lr=0.05)
-    for _ in range(100):
-        optimizer.zero_grad()
-        gate(x).loss.backward()
-        optimizer.step()
-    assert gate(x).metrics["mask_disagreement"] < 0.01
-
-
 # Module behavior
 
 

@@ -125,24 +125,18 @@ def test_evaluations_and_live_states(t, m):
 # Bitwise identical results
 
 
+LENGTHS = {S: range(1, S + 2), 60: (1, 3, 6, 40)}
+
+
 @pytest.mark.equation("Sec. 3.1")
-@pytest.mark.parametrize("slots", range(1, S + 2))
-def test_bits_of_plain_backpropagation(device, slots):
-    args = arguments(device)
+@pytest.mark.parametrize(
+    "length, slots, dtype",
+    [(length, slots, torch.float32) for length, many in LENGTHS.items() for slots in many]
+    + [(S, 2, torch.float64), (S, 2, torch.bfloat16)],
+)
+def test_bits_of_plain_backpropagation(device, length, slots, dtype):
+    args = arguments(device, dtype, length)
     assert_equal(results(slots, args), results(None, args))
-
-
-def test_long_sequences():
-    args = arguments(length=60)
-    expected = results(None, args)
-    for slots in (1, 3, 6, 40):
-        assert_equal(results(slots, args), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_bits_in_other_types(device, dtype):
-    args = arguments(device, dtype)
-    assert_equal(results(2, args), results(None, args))
 
 
 @pytest.mark.parametrize("needed", [(0,), (1, 5), (2, 7), (5,), (7,)])

@@ -7,6 +7,7 @@ import pytest
 import reference as ref
 import torch
 from assertions import assert_exact, assert_same_bits, gradients
+from layers import gating_by_reference, record_noise, shake
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import (
@@ -117,38 +118,22 @@ def test_sequence_is_the_references(training, slots):
 
 @pytest.mark.parametrize("slots", [None, 2])
 def test_hierarchical_load_is_of_all_steps(slots):
-    """Load_H treats all rows [x_t, h_{t-1}] as one batch (App.
-
-    B); compares its gradients on both levels.
-    """
-    draws = []
-
-    class Gate(HierarchicalNoisyTopKGate):
-        def draw_noise(self, like):
-            draws.append(super().draw_noise(like))
-            return draws[-1]
-
-    gate = Gate(D + U, 3, 2, (2, 1))
+    """Load_H (App. B) treats all rows [x_t, h_{t-1}] as one batch, also in its gradients."""
+    gate = shake(HierarchicalNoisyTopKGate(D + U, 3, 2, (2, 1)))
     layer = MoELSTM(D, U, 6, 2, gate=gate, memory_slots=slots).double()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
     x, (h, c) = make_inputs()
+    drawn = record_noise(gate)
     y, _, aux = layer(x, (h, c))
-
     states = torch.cat([h[:, None], y[:, :-1]], 1)
     X = torch.cat([x, states], 2).transpose(0, 1).flatten(0, 1)
-    weights = (gate.w_gate, gate.w_noise, gate.w_gate_secondary, gate.w_noise_secondary)
-    noise = torch.cat(draws[0::2]), torch.cat(draws[1::2]).view(-1, 2, 2)
-    primary, secondary, *factors = ref.hierarchical_gates(X, *weights, *noise, 2, 1)
-    importance, load = ref.Importance_H(primary, secondary).flatten(), ref.Load_H(*factors)
+    gating = gating_by_reference(gate, X, (torch.cat(drawn[0::2]), torch.cat(drawn[1::2])))
+    importance = ref.Importance(gating.G_X)
     assert_exact(aux.importance, importance)
-    assert_exact(aux.load, load.flatten())
-    loss = ref.L_importance(importance, 0.1) + ref.L_load(load.flatten(), 0.1)
+    assert_exact(aux.load, gating.load)
+    loss = ref.L_importance(importance, 0.1) + ref.L_load(gating.load, 0.1)
     assert_exact(aux.loss, loss)
-    actual, expected = (
-        torch.autograd.grad(value, [x, h, *weights], retain_graph=True)
-        for value in (aux.loss, loss)
-    )
+    leaves = [x, h, *gate.parameters()]
+    actual, expected = (torch.autograd.grad(v, leaves, retain_graph=True) for v in (aux.loss, loss))
     for a, e in zip(actual, expected, strict=True):
         assert_exact(a, e)
 

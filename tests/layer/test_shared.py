@@ -23,38 +23,6 @@ def test_equals_reference(device, options):
     assert_same_bits(layer(x)[1].loss, aux.loss)
 
 
-@SHARED
-def test_equals_qwen2_moe():
-    """Copies the weights of a mixture of transformers, router and shared expert included."""
-    modeling = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")
-    config = modeling.Qwen2MoeConfig(
-        hidden_size=D,
-        num_experts=E,
-        num_experts_per_tok=K,
-        norm_topk_prob=True,
-        moe_intermediate_size=7,
-        shared_expert_intermediate_size=9,
-        hidden_act="silu",
-    )
-    theirs = modeling.Qwen2MoeSparseMoeBlock(config).double()
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter)
-    shared = SharedExpert(D, [9], activation="swiglu", gated=True)
-    layer = layer_of(TopKGate(D, E, K), activation="swiglu", shared_expert=shared).double()
-    with torch.no_grad():
-        layer.gate.w_gate.copy_(theirs.gate.weight.T)
-        layer.experts.weight_0.copy_(theirs.experts.gate_up_proj.mT)
-        layer.experts.weight_1.copy_(theirs.experts.down_proj.mT)
-        mlp = theirs.shared_expert
-        halves = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).T
-        shared.expert.weight_0[0] = halves
-        shared.expert.weight_1[0] = mlp.down_proj.weight.T
-        shared.w_gate.copy_(theirs.shared_expert_gate.weight.T)
-        x = make_x(2, 8)
-        # Their router rounds the probabilities to float32.
-        torch.testing.assert_close(layer(x)[0], theirs(x), rtol=1e-5, atol=1e-5)
-
-
 def test_recompute_is_an_option_of_its_own():
     found = []
     for recompute in (False, True):

@@ -112,38 +112,6 @@ def test_other_parts_of_the_layer():
     assert "identity" not in repr(MoE(D, E, K))
 
 
-@pytest.mark.equation("arXiv 2509.01322")
-def test_equals_longcat_flash():
-    """Copies the weights of a mixture of transformers, router and selection bias included."""
-    modeling = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
-    config = modeling.LongcatFlashConfig(
-        hidden_size=D,
-        expert_ffn_hidden_size=7,
-        n_routed_experts=E,
-        zero_expert_num=2,
-        moe_topk=K,
-        routed_scaling_factor=2.5,
-    )
-    theirs = modeling.LongcatFlashMoE(config).double()
-    for value in theirs.parameters():
-        nn.init.normal_(value)
-    nn.init.normal_(theirs.router.e_score_correction_bias, std=0.1)
-    gate = TopKGate(D, E + 2, K, renormalize=False, scale=2.5, bias_update_rate=0)
-    options = {"activation": "swiglu", "losses": ()}
-    layer = make_layer(gate=lambda *_: gate, n=2, m=0, **options)
-    with torch.no_grad():
-        gate.w_gate.copy_(theirs.router.classifier.weight.T)
-        gate.selection_bias.copy_(theirs.router.e_score_correction_bias)
-        # They allocate unused weights for the identity experts too.
-        layer.experts.weight_0.copy_(theirs.experts.gate_up_proj[:E].mT)
-        layer.experts.weight_1.copy_(theirs.experts.down_proj.mT)
-        x = torch.randn(2, 20, D, dtype=torch.float64)
-        (y, aux), expected = layer(x), theirs(x)
-        assert aux.tokens_per_expert.min() > 0
-        # Their router computes the scores in float32.
-        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_a_dropped_slot_adds_nothing():
     class Dropping(TopKGate):
         def forward(self, x, ranks=None):
