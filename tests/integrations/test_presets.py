@@ -104,7 +104,7 @@ def test_equals_transformers(name):
     mine, theirs = (x.clone().requires_grad_() for _ in range(2))
     (y, aux), expected = layer(mine), peer(theirs)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    tolerance = dict(rtol=0, atol=1e-10) if name == "gpt_oss" else dict(rtol=1e-5, atol=2e-6)
+    tolerance = dict(rtol=0, atol=1e-10) if name == "gpt_oss" else dict(rtol=1e-5, atol=5e-6)
     assert aux.tokens_per_expert.min() > 0
     torch.testing.assert_close(y, expected, **tolerance)
     weight = torch.randn_like(y)
