@@ -584,28 +584,32 @@ def test_compiles_to_one_graph(device, name, training, masked):
     assert min(compiled_frames) == max(compiled_frames) > 0
 
 
-@pytest.mark.parametrize("name", ["noisy", "top-k", "balanced"])
-def test_sequences_and_replay_compile(name):
-    """Also the experts of the real tokens alone; experts that do not exist are refused."""
+@pytest.mark.parametrize(
+    "name, given",
+    [
+        ("noisy", lambda index, mask: index),
+        ("top-k", lambda index, mask: index[mask]),  # of the real tokens alone
+        ("balanced", lambda index, mask: None),
+    ],
+)
+def test_sequences_and_replay_compile(name, given):
+    """Also with the loss of each sequence. Experts that do not exist are refused."""
     torch._dynamo.reset()
     layer = make_layer(name, losses=[*LOSSES, PER_SEQUENCE])
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     compiled.zero_grad = layer.zero_grad
     for shape in ((3, 7), (4, 5)):
         x, mask = make_x(*shape), torch.rand(shape) < 0.6
+        mask[0, 0] = True
         index = torch.rand(*shape, E).argsort(-1)[..., :K]
-        for given in (None,) if name == "balanced" else (index, index[mask]):
-            runs = [run_layer(function, x, mask, given) for function in (compiled, layer)]
-            assert_equal_runs(*runs, assert_exact)
-    if name == "balanced":
-        return
+        runs = [run_layer(function, x, mask, given(index, mask)) for function in (compiled, layer)]
+        assert_equal_runs(*runs, assert_exact)
     errors = ValueError, IndexError, RuntimeError
-    mask[0, 0] = True
-    for expert in (index[0, 0, 0], E, -1):
+    for expert in (index[0, 0, 0], E, -1) if name != "balanced" else ():
         wrong = index.clone()
         wrong[0, 0, -1] = expert
         with pytest.raises(errors, match="different experts|below|out of bounds"):
-            compiled(x, mask, expert_index=wrong)
+            compiled(x, mask, expert_index=given(wrong, mask))
 
 
 @each("compilation")

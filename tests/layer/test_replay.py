@@ -84,25 +84,3 @@ def test_no_tokens():
     assert y.count_nonzero() == 0 and aux.expert_index.shape == (0, K)
     for masks in ((), (mask[:0],)):
         assert layer(x[:0], *masks, expert_index=random_index(0, 3))[0].shape == (0, 3, D)
-
-
-@pytest.mark.parametrize(
-    "index, error, message",
-    [
-        (torch.zeros(3, K), TypeError, "have dtype int64 or int32, got torch.float32"),
-        (torch.zeros(3, 1).long(), ValueError, r"have shape \[..., k = 2\] .*, got \(3, 1\)"),
-        (torch.tensor([[0, 1]] * 4), ValueError, r"have shape .* each token of x, got \(4, 2\)"),
-        (torch.tensor(1), ValueError, r"have shape .*, got \(\)"),
-        (
-            torch.tensor([[0, 1]] * 2 + [[0, E]]),
-            ValueError,
-            "be .*below gate.num_experts = 6, got 6",
-        ),
-        (torch.tensor([[0, 1]] * 2 + [[0, -1]]), ValueError, "be at least 0 .*, got -1"),
-        (torch.tensor([[0, 1]] * 2 + [[3, 3]]), ValueError, r"have different .*, got \[3, 3\]"),
-    ],
-)
-def test_invalid_experts_are_refused(index, error, message):
-    layer = make_layer("top-k")
-    with pytest.raises(error, match=f"^MoE: expert_index must {message}$"):
-        layer(make_x(3), expert_index=index)
