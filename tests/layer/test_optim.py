@@ -237,7 +237,8 @@ def test_state_is_a_hundredth_of_adams():
     """The state has at most 0.02 bytes per expert weight; Adam's has 8."""
     layer = FeedForwardExperts(4, 512, (1024,))
     split = split_parameters(layer)
-    optimizer = FactoredAdam(split.experts)
+    optimizer = FactoredAdam(layer.named_parameters())
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight_0", "weight_1"]
     for param in split.experts:
         param.grad = torch.randn_like(param)
     optimizer.step()
@@ -250,60 +251,18 @@ def test_state_is_a_hundredth_of_adams():
 # The operator
 
 
-def operator_arguments(shape=(3, 70, 40), dtype=torch.float32):
-    wide = torch.promote_types(dtype, torch.float32)
-    return dict(
-        param=torch.randn(shape).to(dtype),
-        grad=torch.randn(shape).to(dtype),
-        row=torch.rand(shape[:-1]).to(wide),
-        column=torch.rand(*shape[:-2], shape[-1]).to(wide),
-        lr=number(0.1),
-        correction=number(1.5),
-        decay=0.9,
-        gain=0.1,
-        eps=1e-8,
-        mean_of_roots=False,
-    )
-
-
-def test_non_contiguous_tensors():
-    """The weights are modified in place, with any strides."""
-    call = operator_arguments((6, 20, 30))
-    twin = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
-    step_(**{**call, **twin})
-    views = {
-        "param": torch.empty(30, 20, 6).permute(2, 1, 0),
-        "grad": torch.empty(6, 20, 60)[:, :, ::2],
-        "row": torch.empty(20, 6).t(),
-        "column": torch.empty(6, 31)[:, 1:],
-    }
-    for name, view in views.items():
-        view.copy_(call[name])
-        assert not view.is_contiguous()
-    step_(**{**call, **views})
-    for name in ("param", "row", "column"):
-        assert_same_bits(views[name].contiguous(), twin[name])
-
-
-def test_weights_that_require_a_gradient_are_changed_under_no_grad_alone():
-    call = operator_arguments()
-    call["param"].requires_grad_()
-    before = call["param"].detach().clone()
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_autograd_notices_a_step(mode):
+    """Weights that require a gradient are changed within no_grad alone."""
+    call = STEP.make(torch.float32, **STEP.typical[0])
+    weight = call["param"].requires_grad_()
+    before, loss = weight.detach().clone(), weight.square().sum()
     with pytest.raises(RuntimeError, match="must be used under torch.no_grad"):
         step_(**call)
-    assert_same_bits(call["param"].detach(), before)
-    with torch.no_grad():
-        step_(**call)
-    assert (call["param"] != before).any()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_step_between_forward_and_backward_is_noticed(mode):
-    call = operator_arguments((3, 4))
-    weight = call["param"].requires_grad_()
-    loss = weight.square().sum()
+    assert_same_bits(weight.detach(), before)
     with mode():
         step_(**call)
+    assert (weight != before).any()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -391,13 +350,6 @@ def test_groups_have_options_of_their_own():
     d.grad, before = torch.ones_like(d), d.detach().clone()
     optimizer.step()
     assert_same_bits(d.detach(), before)
-
-
-def test_names_of_parameters_are_kept():
-    """Parameter groups may be (name, parameter) pairs from model.named_parameters()."""
-    layer = FeedForwardExperts(2, 4, (6,))
-    optimizer = FactoredAdam(layer.named_parameters())
-    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight_0", "weight_1"]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from moe_ext.recurrent.bptt import num_evaluations
 B, S, D, U, E, K = 3, 5, 2, 3, 4, 2
 
 
-def make_layer(device="cpu", dtype=torch.float64, **options):
+def make_layer(device="cpu", dtype=torch.float64, k=K, **options):
     generator = torch.Generator(device).manual_seed(1)
-    layer = MoELSTM(D, U, E, K, **options).to(device, dtype)
+    layer = MoELSTM(D, U, E, k, **options).to(device, dtype)
     for parameter in layer.parameters():
         with torch.no_grad():
             parameter.normal_(generator=generator)
@@ -159,63 +159,52 @@ def test_one_expert_is_torchs_lstm():
 # Few stored states
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("slots", [1, 2, S - 1, S, S + 1])
-def test_slots_do_not_change_a_bit(device, slots, masked):
-    """With noise, dropout, padding and an initial state, everything is bitwise identical."""
-    options = {"mask": lengths_mask(5, 2, 4, device=device)} if masked else {}
-    layer = make_layer(device, dropout=0.3)
-    args = make_inputs(device)
-    expected = run(layer, *args, **options)
-    layer.memory_slots = slots
-    assert_all_same_bits(run(layer, *args, **options), expected)
-
-
+OF_LEVELS = dict(num_groups=2, experts_per_group=2, k=(1, 2))
 GATES = {
+    "default": lambda generator: None,
     "noisy": lambda generator: NoisyTopKGate(D + U, E, K, generator=generator),
-    "hierarchical": lambda generator: HierarchicalNoisyTopKGate(
-        D + U, 2, 2, (1, 2), generator=generator
-    ),
+    "hierarchical": lambda g: HierarchicalNoisyTopKGate(D + U, **OF_LEVELS, generator=g),
     "softmax": lambda generator: SoftmaxGate(D + U, E),
 }
 
 
-@pytest.mark.parametrize("kind", GATES)
-def test_slots_with_gates_of_ones_own(kind):
-    """The backward pass replays the custom generator of a gate."""
-    generator = torch.Generator()
+@pytest.mark.parametrize(
+    "kind, masked, dtype, autocast",
+    [
+        *((kind, False, torch.float64, False) for kind in GATES),
+        ("default", True, torch.float64, False),
+        ("default", False, torch.float32, True),
+        ("default", False, torch.bfloat16, False),
+        ("default", False, torch.bfloat16, True),
+    ],
+)
+def test_slots_do_not_change_a_bit(device, kind, masked, dtype, autocast):
+    """With noise, dropout, padding and an initial state, everything is bitwise identical.
+
+    The backward pass replays the generator of a gate. y and the state have the dtype of x.
+    """
+    generator = torch.Generator(device)
     gate = GATES[kind](generator)
-    layer = MoELSTM(D, U, E, gate.k, gate=gate).double()
-    for parameter in gate.parameters():
-        torch.nn.init.normal_(parameter)
-    args = make_inputs()
-    found = []
-    for slots in (None, 1, 2, S):
+    layer = make_layer(device, dtype, K if gate is None else gate.k, gate=gate, dropout=0.3)
+    args, found = make_inputs(device, dtype), []
+    options = {"mask": lengths_mask(5, 2, 4, device=device)} if masked else {}
+    for slots in (None, 1, 2, S - 1, S, S + 1):
         layer.memory_slots = slots
         generator.manual_seed(4)
-        found.append((*run(layer, *args), generator.get_state()))
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            found.append((*run(layer, *args, **options), generator.get_state()))
     for again in found[1:]:
         assert_all_same_bits(again, found[0])
-
-
-@pytest.mark.parametrize(
-    "dtype, autocast", [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)]
-)
-def test_slots_in_half_precision(device, dtype, autocast):
-    """y has the dtype of x, also if it is half precision under autocast."""
-    layer = make_layer(device, dtype, dropout=0.3)
-    args = make_inputs(device, dtype)
-    found = []
-    for slots in (None, 2):
-        layer.memory_slots = slots
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            found.append(run(layer, *args))
-    assert_all_same_bits(*found)
     y, h, c = found[0][:3]
     assert y.dtype == h.dtype == c.dtype == dtype
-    with torch.autocast(device, torch.bfloat16):  # between layers of half precision
-        y, (h, c), _ = layer.float()(args[0].bfloat16())
-    assert y.dtype == torch.bfloat16 and h.dtype == c.dtype == torch.float32  # the cell sums up
+
+
+def test_autocast_with_half_inputs():
+    """Between half-precision layers, y has the dtype of x and the cell accumulates in float32."""
+    layer = make_layer(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, (h, c), _ = layer(torch.randn(B, S, D, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16 and h.dtype == c.dtype == torch.float32
 
 
 def test_slots_bound_the_evaluations():
