@@ -1,9 +1,5 @@
 """MoE: gate, dispatch, experts and combine as one layer (Eq. 1, 6, 7, 11)."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import reference as ref
 import torch
@@ -16,7 +12,6 @@ from assertions import (
     tensors_of,
 )
 from layers import D, E, layer_of, make_x, shake, total
-from machine import instruction_sets
 
 from moe_ext import MoE, NoisyTopKGate, cv_squared, ops
 
@@ -346,44 +341,3 @@ def test_meta_device():
         assert y.device.type == "meta" and y.shape == x.shape
         assert aux.gates.shape == (12, 2) and aux.importance.shape == (E,)
         assert aux.loss.shape == ()
-
-
-# The instruction set is selected when an operator first runs.
-ROUTING_BITS = """
-import hashlib
-import torch
-from moe_ext import NoisyTopKGate
-
-for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-    torch.manual_seed(0)
-    gate = NoisyTopKGate(29, 37, 3).to(torch.promote_types(dtype, torch.float32))
-    for weight in gate.parameters():
-        torch.nn.init.normal_(weight)
-    x = torch.randn(301, 29, dtype=torch.float64).to(dtype).requires_grad_()
-    routing = gate(x)
-    grads = torch.autograd.grad(routing.load.sin().sum(), (x, *gate.parameters()))
-    bits = hashlib.sha256()
-    for tensor in (*routing[:4], *grads):
-        bits.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())
-    print(dtype, bits.hexdigest())
-"""
-
-
-@pytest.mark.guarantee("Determinism")
-def test_routing_does_not_depend_on_the_instruction_set():
-    """GEMMs of the gate are in float32, so all instruction sets with fused multiply-adds agree."""
-    names = [isa for isa in instruction_sets() if isa not in ("default", "avx512_bf16")]
-    if len(names) < 2:
-        pytest.skip("fewer than two instruction sets with fused multiply-adds")
-    printed = {
-        isa: subprocess.run(
-            [sys.executable, "-c", ROUTING_BITS],
-            env={**os.environ, "MOE_EXT_ISA": isa},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.splitlines()
-        for isa in names
-    }
-    assert len(printed[names[0]]) == 4
-    assert all(lines == printed[names[0]] for lines in printed.values())
