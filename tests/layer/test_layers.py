@@ -79,6 +79,11 @@ def each(prop):
     )
 
 
+def all_losses(name):
+    """Returns the options of a layer with all losses, if its gate has logits."""
+    return {"losses": TABLE[name].options().get("losses", [*LOSSES, PER_SEQUENCE])}
+
+
 in_both_modes = pytest.mark.parametrize("training", [True, False])
 emulated = pytest.mark.emulated
 
@@ -227,7 +232,7 @@ def test_padding_changes_nothing(device, name, training):
 @in_both_modes
 def test_no_tokens(device, name, training):
     """Used parameters get zero gradients, thresholds are not set, and the next call works."""
-    layer = make_layer(name, device, started=False).train(training)
+    layer = make_layer(name, device, started=False, **all_losses(name)).train(training)
     x = make_x(2, 3, device=device).requires_grad_()
     for inputs in ((x[:0, 0],), (x[:, :0],), (x, torch.zeros(2, 3, device=device).bool())):
         y, aux = layer(*inputs)
@@ -523,7 +528,7 @@ def test_recomputed_experts_have_the_same_gradients(device, name):
 @each("copies")
 def test_copies_pickles_and_states(device, name):
     """Copies, pickles and states include the thresholds and their flags. A call adds no state."""
-    options = {} if TABLE[name].options().get("losses") == () else {"losses": [PER_SEQUENCE]}
+    options = all_losses(name)
     layer, x = make_layer(name, device, **options), make_x(9, device=device)
     keys = list(layer.state_dict())
     y, aux = layer(x)
