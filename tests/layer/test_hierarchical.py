@@ -40,8 +40,14 @@ def one_group(gate, group=1):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_empty_groups(device, training):
-    """Empty groups have load and importance 0 and zero gradients; nothing is NaN."""
+    """Groups without tokens have load and importance 0 and zero gradients.
+
+    Their weights may hold any value, and so may the memory of the gradients.
+    """
     gate = one_group(make_gate((1, 2), device=device)).train(training)
+    with torch.no_grad():
+        for matrix in (gate.w_gate_secondary, gate.w_noise_secondary):
+            matrix[[0, 2]] = math.nan
     x = make_x(7, device=device).abs().requires_grad_()
     gating = gate(x)
     empty = torch.ones(A * B, dtype=torch.bool, device=device)
@@ -57,26 +63,6 @@ def test_empty_groups(device, training):
         assert torch.count_nonzero(grad[[0, 2]]) == 0 and grad.isfinite().all()
     assert torch.count_nonzero(gate.w_gate_secondary.grad[1]) > 0
     assert x.grad.isfinite().all() and gate.w_gate.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_secondary_gates_see_their_groups_rows_only(device, training):
-    """Weights of groups without tokens, and tokens of other groups, may hold any value."""
-    gate = one_group(make_gate((1, 2), device=device)).train(training)
-    x = make_x(7, device=device).abs()
-    torch.manual_seed(0)
-    expected = gate(x)
-    with torch.no_grad():
-        for matrix in (gate.w_gate_secondary, gate.w_noise_secondary):
-            matrix[[0, 2]] = math.nan
-    torch.manual_seed(0)
-    x.requires_grad_()
-    actual = gate(x)
-    for a, e in zip(actual[:4], expected[:4], strict=True):
-        assert_same_bits(a, e)
-    (actual.gates.pow(2).sum() + actual.load.pow(2).sum()).backward()
-    for grad in (x.grad, gate.w_gate.grad, gate.w_gate_secondary.grad):
-        assert grad.isfinite().all()
 
 
 def test_noise_of_a_token_is_its_own(device):
