@@ -31,15 +31,6 @@ def counts_of(state, routing, num_tokens):
     return torch.cat([counts, torch.tensor([num_tokens])]) if state == "l1_weight" else counts
 
 
-@all_gates
-def test_only_training_counts(state):
-    gate = GATES[state]()
-    x = torch.randn(5, D)
-    expected = counts_of(state, gate(x), 5)
-    gate.eval()(x)
-    assert gate.tokens_since_update.tolist() == expected.tolist()
-
-
 RECOMPUTED = {
     "no": lambda function, x: function(x),
     "not reentrant": partial(checkpoint, use_reentrant=False),
