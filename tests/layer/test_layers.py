@@ -425,6 +425,11 @@ def test_autocast_leaves_the_gate_in_float32(device, name, training):
     assert_all_same_bits(found[1], found[0])
     error = (outputs[1] - outputs[0]).abs().max()  # some rounding errors of 8-bit mantissas
     assert 0 < error <= 16 * torch.finfo(torch.bfloat16).eps * outputs[0].abs().max()
+    x = x.bfloat16().requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        y, aux = layer(x)
+    total(y, aux).backward()
+    assert y.dtype == x.grad.dtype == torch.bfloat16 and aux.gates.dtype == torch.float32
 
 
 @emulated

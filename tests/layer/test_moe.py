@@ -69,20 +69,6 @@ def test_defaults(device):
         assert_exact(aux.loss.detach(), expected.detach())
 
 
-def test_losses_stay_out_of_the_output(device):
-    """y and its gradients do not depend on the loss weights; the loss is only returned."""
-    results = []
-    for w in (0.0, 1000.0):
-        torch.manual_seed(1)
-        layer = make_layer(2, device, w_importance=w, w_load=w)
-        x = make_x(8, device=device).requires_grad_()
-        y, _ = layer(x)
-        loss = (y * torch.linspace(-1, 1, y.numel(), device=y.device).reshape(y.shape)).sum()
-        results.append([y, *all_gradients(loss, x, layer)])
-    for a, b in zip(*results, strict=True):
-        assert_same_bits(a, b)
-
-
 def test_layers_keep_their_losses_apart(device):
     first, second, x = make_layer(2, device), make_layer(3, device), make_x(8, device=device)
     losses = []
@@ -96,14 +82,6 @@ def test_layers_keep_their_losses_apart(device):
     assert all(
         grad.count_nonzero() == 0 for grad in gradients([aux.loss], [*second.parameters()], [None])
     )
-
-
-def test_statistics_add_over_batch_parts(device):
-    """Importance and Load are sums: replicas and microbatches can add them before CV²."""
-    layer, x = make_layer(2, device).eval(), make_x(10, device=device)
-    whole, parts = layer(x)[1], [layer(part)[1] for part in x.split([3, 7])]
-    assert_exact(sum(p.importance for p in parts).detach(), whole.importance.detach())
-    assert_exact(sum(p.load for p in parts), whole.load)
 
 
 @emulated
@@ -129,18 +107,6 @@ def test_any_shape_and_layout(device):
             assert_same_bits(a, b)
     row = x[:1].expand(3, 4, D)
     assert_same_bits(layer(row)[0], layer(row.clone())[0])
-
-
-def test_single_expert_per_token_gives_the_gate_no_task_gradient(device):
-    """With k = 1, the gate is 1 for any logits. Only the balancing losses train it."""
-    layer, x = make_layer(1, device), make_x(20, device=device)
-    y, aux = layer(x)
-    y.pow(2).sum().backward(retain_graph=True)
-    for p in layer.gate.parameters():
-        assert p.grad is None or torch.count_nonzero(p.grad) == 0
-    assert all(torch.count_nonzero(p.grad) > 0 for p in layer.experts.parameters())
-    aux.loss.backward()
-    assert torch.count_nonzero(layer.gate.w_gate.grad) > 0
 
 
 @emulated
@@ -199,17 +165,6 @@ def test_lower_precision(device, dtype):
         return out
 
     assert_as_accurate(y, plain(dtype).to(dtype), plain(torch.float64))
-
-
-def test_autocast_with_half_precision_input(device):
-    layer = make_layer(2, device, torch.float32)
-    x = make_x(30, device=device, dtype=torch.bfloat16).requires_grad_()
-    with torch.autocast(device, torch.bfloat16):
-        y, aux = layer(x)
-    assert y.dtype == torch.bfloat16 and aux.gates.dtype == torch.float32
-    (y.float().pow(2).sum() + aux.loss).backward()
-    assert x.grad.dtype == torch.bfloat16
-    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
 @pytest.mark.parametrize("enabled", [True, False])
