@@ -173,11 +173,11 @@ def cases():
 
 
 @pytest.mark.parametrize("gate, T, options", list(cases()))
-def test_other_sizes_and_options_equal_reference(gate, T, options):
-    layer = layer_of(shake(gate()), **options).double()
-    layer(make_x(20))  # sets the thresholds
+def test_other_sizes_and_options_equal_reference(device, gate, T, options):
+    layer = layer_of(shake(gate()), **options).double().to(device)
+    layer(make_x(20, device=device))  # sets the thresholds
     move_thresholds(layer.gate)
-    assert_equals_reference(layer, make_x(T))
+    assert_equals_reference(layer, make_x(T, device=device))
 
 
 @each("replay")
@@ -299,9 +299,9 @@ def test_a_token_does_not_depend_on_other_tokens(name, dtype):
 @each("bounds")
 @in_both_modes
 @pytest.mark.parametrize("scale", [0.1, 100])
-def test_bounds_of_importance_and_load(name, training, scale):
+def test_bounds_of_importance_and_load(device, name, training, scale):
     """The importances sum to the sum of the gates; Load_i is between 0 and T."""
-    aux = make_layer(name).train(training)(scale * make_x(40))[1]
+    aux = make_layer(name, device).train(training)(scale * make_x(40, device=device))[1]
     torch.testing.assert_close(aux.importance.sum(), aux.gates.sum())
     assert aux.importance.min() >= 0 and aux.load.min() >= 0
     assert aux.load.max() <= 40 * (1 + 1e-12) and aux.tokens_per_expert.max() <= 40
