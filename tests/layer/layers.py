@@ -203,11 +203,8 @@ class Gating(NamedTuple):
 
 
 def _dense(gates, chosen, n):
-    return (
-        torch.stack(gates)
-        .new_zeros(len(gates), n)
-        .scatter(1, torch.tensor(chosen), torch.stack(gates))
-    )
+    gates = torch.stack(gates)
+    return gates.new_zeros(len(gates), n).scatter(1, torch.tensor(chosen), gates)
 
 
 def _noisy(gate, w, X, noise, given):
@@ -286,7 +283,8 @@ def _relu(gate, w, X, noise, given):
     return Gating(R_X, loss=loss, logits=X @ w["w_gate"], P_X=P_X)
 
 
-# Of a gate, its weights by name, the rows X, the noise of each level, and the experts of each row.
+# The arguments are the gate, its weights by name, the rows X, the noise of each level, and the
+# experts of each row for a replay.
 REFERENCES = {
     NoisyTopKGate: _noisy,
     TopKGate: _top_k,
@@ -301,7 +299,7 @@ REFERENCES = {
 
 def gating_by_reference(gate, x, noise=(), given=None, leaves=None):
     """Returns the `Gating` of the rows x. given: the experts of each row, for a replay."""
-    leaves = {**dict(gate.named_parameters())} if leaves is None else leaves
+    leaves = dict(gate.named_parameters()) if leaves is None else leaves
     weights = {name: leaf.cpu() for name, leaf in leaves.items()}
     return REFERENCES[type(gate)](gate, weights, x.cpu(), [each.cpu() for each in noise], given)
 
