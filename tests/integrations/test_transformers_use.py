@@ -104,7 +104,7 @@ def checkpointing(use_reentrant):
 @pytest.mark.parametrize(
     "model_type, options",
     [
-        *((model_type, {}) for model_type in MODELS),
+        ("qwen3_moe", {}),
         ("qwen3_moe", {"gradient_accumulation_steps": 2}),
         ("mixtral", checkpointing(use_reentrant=False)),
         ("gpt_oss", checkpointing(use_reentrant=True)),
@@ -117,8 +117,8 @@ def test_trainer(tmp_path, model_type, options):
 
 
 def test_trainer_with_autocast(tmp_path):
-    exact = run_trainer("eager", tmp_path, "gpt_oss", {})
-    found, eager = both(run_trainer, tmp_path, "gpt_oss", {"bf16": True})
+    exact = run_trainer("eager", tmp_path, "mixtral", {})
+    found, eager = both(run_trainer, tmp_path, "mixtral", {"bf16": True})
     assert_within_twice_eager(found, eager, exact)
     assert not torch.equal(found["loss"], exact["loss"])
 
