@@ -23,10 +23,11 @@ CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 HERE = Path(__file__).parent
 HEADERS = HERE / "moe_ext" / "include"
 LIBRARY = "moe_ext.lib.libmoe_ext"
-# The files of each of these folders are compiled as one, because torch's headers take most of the
-# time. The files of csrc/cpu and csrc/cuda stay apart, because the speed of a loop may depend on
-# the rest of its file. CMakeLists.txt has the same folders.
-TOGETHER = ("csrc", "csrc/autograd", "csrc/nn")
+# The files of each of these folders are compiled as so many files, because torch's headers take most
+# of the time. The files of csrc/cpu stay apart, because the speed of a loop may depend on the rest
+# of its file; nvcc optimizes each kernel by itself. CMakeLists.txt has the same folders, without
+# csrc/cuda.
+TOGETHER = {"csrc": 1, "csrc/autograd": 1, "csrc/nn": 1, "csrc/cuda": 2}
 
 try:
     import torch
@@ -115,18 +116,22 @@ def version() -> str:
 
 
 def together(sources: list[str]) -> list[str]:
-    """Replaces the sources of each folder of TOGETHER by one file, which includes them."""
-    units, alone = {}, []
+    """Replaces the sources of each folder of TOGETHER by few files, which include them."""
+    folders, alone = {}, []
     for source in sources:
         folder, _, _ = source.rpartition("/")
-        (units.setdefault(folder, []) if folder in TOGETHER else alone).append(source)
-    for folder, files in units.items():
-        unit = Path("build", "together", f"{folder.replace('/', '_')}.cpp")
-        text = "".join(f'#include "{(HERE / file).resolve()}"\n' for file in files)
-        if not unit.exists() or unit.read_text() != text:  # ninja looks at the time of the change
-            unit.parent.mkdir(parents=True, exist_ok=True)
-            unit.write_text(text)
-        alone.append(str(unit))
+        (folders.setdefault(folder, []) if folder in TOGETHER else alone).append(source)
+    for folder, files in folders.items():
+        files.sort(key=lambda file: (HERE / file).stat().st_size)
+        for number in range(TOGETHER[folder]):
+            name = f"{folder.replace('/', '_')}_{number}{Path(files[0]).suffix}"
+            unit = Path("build", "together", name)
+            lines = [f'#include "{(HERE / file).resolve()}"\n' for file in files]
+            text = "".join(lines[number :: TOGETHER[folder]])
+            if not unit.exists() or unit.read_text() != text:  # ninja looks at its time
+                unit.parent.mkdir(parents=True, exist_ok=True)
+                unit.write_text(text)
+            alone.append(str(unit))
     return alone
 
 

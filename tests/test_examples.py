@@ -137,7 +137,7 @@ def test_the_readme_lists_all_examples():
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_examples_use_the_layer_alone(path):
     source = path.read_text()
-    assert "moe_ext.lab" not in source
+    assert "moe_lab" not in source
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("moe_ext"):
             names = __import__(node.module, fromlist=["__all__"]).__all__

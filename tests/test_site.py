@@ -12,7 +12,7 @@ from locks import locked
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "docs"
-SOURCES = ("docs/**/*", "moe_ext/**/*.py", "moe_ext/include/**/*.h")
+SOURCES = ("docs/**/*", "moe_ext/**/*.py", "lab/moe_lab/**/*.py", "moe_ext/include/**/*.h")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 // Serves a trained language model without Python. For each line of stdin, it prints the most
 // probable next words, or the perplexity.
 //
-//     python scripts/export.py runs/moe-32 --output lm.pt2     # the model, for C++
+//     moe-lab export runs/moe-32 --output lm.pt2     # the model, for C++
 //
 //     prefix=$(python -m moe_ext.info --cmake-prefix)
 //     cmake -S examples/cpp -B build/examples -G Ninja -DCMAKE_PREFIX_PATH="$prefix"
@@ -13,7 +13,7 @@
 // A line is one sentence, or its beginning, with spaces between words. The lines of the output have
 // the order of the lines of the input. A line of the output has the five most probable next words,
 // or the perplexity of the sentence with its end. A thread works on one line at a time. With
-// --perplexity, the perplexity of all sentences follows on stderr; scripts/evaluate.py RUN --corpus
+// --perplexity, the perplexity of all sentences follows on stderr; moe-lab evaluate RUN --corpus
 // sentences.txt computes the same number.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
@@ -71,7 +71,7 @@ class Vocabulary {
       words_.push_back(word);
     }
     TORCH_CHECK_VALUE(ids_.contains("</s>") && ids_.contains("<unk>"),
-                      "the package must come from scripts/export.py, got one without vocabulary");
+                      "the package must come from moe-lab export, got one without vocabulary");
   }
 
   const std::string& word(int64_t id) const { return words_.at(id); }

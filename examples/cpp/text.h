@@ -1,6 +1,6 @@
 // The text of a language model: vocabulary, word ids and batches.
 //
-// Vocabulary and order of the batches are those of scripts/train.py.
+// Vocabulary and order of the batches are those of moe-lab train.
 #pragma once
 
 #include <torch/torch.h>

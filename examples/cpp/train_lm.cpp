@@ -13,11 +13,11 @@
 // (OMP_NUM_THREADS=1) is bitwise identical to the run of the following command, also if it was
 // killed and resumed:
 //
-//   python scripts/train.py configs/small/moe-32.toml data.corpus=TEXT num_threads=1
+//   moe-lab train small/moe-32 data.corpus=TEXT num_threads=1
 //
 // Python writes a corpus, such as the built-in one, to an existing folder TEXT:
 //
-//   from moe_ext.lab.data import load_corpus
+//   from moe_lab.data import load_corpus
 //   corpus = load_corpus("builtin")
 //   for part in ("train", "dev", "test"):
 //       with open(f"TEXT/{part}.txt", "w") as file:
@@ -260,7 +260,7 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// Prints a number as scripts/train.py does, but without thousands separators.
+// Prints a number as moe-lab train does, but without thousands separators.
 std::string shown(double value) {
   std::array<char, 32> text;
   std::snprintf(text.data(), text.size(), value >= 1000 ? "%.0f" : "%.4g", value);

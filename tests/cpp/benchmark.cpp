@@ -1,4 +1,4 @@
-// The C++ side of scripts/benchmarks/cpp.py: times calls for one token.
+// The C++ side of moe-lab benchmark cpp: times calls for one token.
 //
 //   benchmark LAYER.pt2 MODEL.pt2 D E K F
 //

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
+from moe_lab.analysis import moe_ops
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,7 +42,6 @@ from moe_ext.distributed import (
 )
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates import HierarchicalGate
-from moe_ext.lab.analysis import moe_ops
 from moe_ext.recurrent import exchanged_bytes, num_evaluations
 
 D = 6

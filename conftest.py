@@ -1,0 +1,150 @@
+"""Fixtures and hooks that the tests of the layer and of the lab share."""
+
+import multiprocessing
+import shutil
+import subprocess
+from pathlib import Path
+
+import emulated
+import pytest
+import torch
+from browser import chromium, prefer, resize
+from locks import locked
+from marked import names_in
+from workers import Workers
+
+import moe_ext
+from moe_ext.info import avoid_missing_amx, cmake_prefix
+
+ROOT = Path(__file__).resolve().parent
+EMULATED = pytest.param("emulated", marks=pytest.mark.emulator)
+
+pytest.register_assert_rewrite("assertions")  # a failing assertion shows its values
+avoid_missing_amx()  # before the first GEMM
+
+
+def pytest_addoption(parser):
+    parser.addoption("--equation", help='run the tests of one equation alone, as "Eq. 8"')
+    parser.addoption(
+        "--guarantee", help='run the tests of one guarantee of README alone, as "Determinism"'
+    )
+    parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "equation(*names): of these equations of docs/equations.md")
+    config.addinivalue_line("markers", "guarantee(name): of this guarantee of README.md")
+    config.addinivalue_line("markers", "cuda: needs a GPU")
+    config.addinivalue_line("markers", "long: runs only with --long")
+    config.addinivalue_line(
+        "markers", "emulated(also=True): a `device` too: CUDA's kernels emulated"
+    )
+    config.addinivalue_line("markers", "emulator: runs on the device `emulated`")
+
+
+def pytest_generate_tests(metafunc):
+    """Parametrizes tests of a `device` over all devices that exist."""
+    if "device" in metafunc.fixturenames:
+        has_gpu = moe_ext._C.cuda_version is not None and torch.cuda.is_available()
+        gpu = [pytest.param("cuda", marks=pytest.mark.cuda)] if has_gpu else []
+        marker = metafunc.definition.get_closest_marker("emulated")
+        also = [EMULATED] if marker and (not marker.args or marker.args[0]) else []
+        metafunc.parametrize("device", ["cpu", *gpu, *also], indirect=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keeps only the tests of --equation and --guarantee; drops the long ones without --long."""
+    wanted = {marker: config.getoption(f"--{marker}") for marker in ("equation", "guarantee")}
+
+    def is_kept(item):
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            return False
+        return all(
+            name is None or name in names_in(item, marker) for marker, name in wanted.items()
+        )
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
+    items[:] = [item for item in items if is_kept(item)]
+
+
+@pytest.fixture
+def device(request):
+    """Yields the device of a test's tensors: the CPU if CUDA kernels are emulated."""
+    if request.param == "emulated":
+        with emulated.kernels():
+            yield "cpu"
+    else:
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Seeds every test, independently of the tests before it."""
+    torch.manual_seed(20170123)
+    return 20170123
+
+
+@pytest.fixture(scope="session")
+def workers():
+    """Provides the worker processes of the distributed tests."""
+    processes = Workers()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def program():
+    """Returns a function that builds a program of examples/cpp and returns its path."""
+    if not (shutil.which("cmake") and shutil.which("ninja")):
+        pytest.skip("needs cmake and ninja")
+    source, build = ROOT / "examples" / "cpp", ROOT / "build" / "examples"
+    prefix = f"-DCMAKE_PREFIX_PATH={cmake_prefix()}"
+    with locked(build):
+        subprocess.run(["cmake", "-S", source, "-B", build, "-G", "Ninja", prefix], check=True)
+
+    def path_of(name):
+        with locked(build):
+            subprocess.run(["cmake", "--build", build, "--target", name], check=True)
+        return build / name
+
+    return path_of
+
+
+@pytest.fixture(scope="session")
+def _chromium():
+    with chromium() as driver:
+        yield driver
+
+
+@pytest.fixture
+def browser(_chromium):
+    """A selenium driver with an empty page of 1280x800 pixels, in light mode.
+
+    browser.py has functions for the size, the light or dark mode and the console.
+    """
+    _chromium.get("about:blank")
+    _chromium.get_log("browser")
+    resize(_chromium, 1280)
+    prefer(_chromium, "light")
+    return _chromium
+
+
+@pytest.fixture
+def children():
+    """Returns a function that lists the processes started by the test, without `workers`."""
+    before = set(multiprocessing.active_children())
+    return lambda: [each for each in multiprocessing.active_children() if each not in before]
+
+
+@pytest.fixture
+def threads():
+    """Provides torch.set_num_threads and restores the number of threads after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(threads):
+    """Runs a test with one thread; a file selects it by `pytestmark`."""
+    threads(1)

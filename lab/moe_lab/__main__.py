@@ -1,0 +1,66 @@
+"""The command moe-lab, which `python -m moe_lab` runs too."""
+
+import ast
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from moe_lab.cli import exit_status
+
+_FOLDERS = {"": "commands", "study": "studies", "benchmark": "benchmarks"}  # by group of commands
+
+
+def commands(group: str = "") -> dict[str, Path]:
+    """Returns the file of each command of a group, "", "study" or "benchmark".
+
+    The function `main` of the file runs the command. The docstring of the file is its help.
+    """
+    files = sorted((Path(__file__).parent / _FOLDERS[group]).glob("[!_]*.py"))
+    return {
+        file.stem.replace("_", "-"): file
+        for file in files
+        if "\ndef main(" in file.read_text("utf-8")
+    }
+
+
+def overview(group: str = "") -> str:
+    """Returns the help of a group, with the first line of each command's docstring."""
+    program = f"moe-lab {group}".strip()
+    summaries = {
+        name: (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]
+        for name, file in commands(group).items()
+    }
+    if not group:
+        summaries["study STUDY"] = "Runs an experiment of the paper."
+        summaries["benchmark CASE"] = "Measures the speed of a part of moe_ext."
+    width = max(map(len, summaries)) + 2
+    lines = [f"  {name:{width}}{summary}" for name, summary in summaries.items()]
+    what = "COMMAND" if not group else group.upper()
+    usage = f"usage: {program} {what} ..."
+    end = f"`{program} {what} --help` shows the arguments of a command."
+    return "\n".join([usage, "", *lines, "", end])
+
+
+def main() -> int:
+    """Runs the command that the command line names and returns the exit status."""
+    program, *words = ["moe-lab", *sys.argv[1:]]
+    group = ""
+    if words and words[0] in _FOLDERS:
+        group = words.pop(0)
+        program += f" {group}"
+    if not words or words[0] in ("-h", "--help"):
+        print(overview(group))
+        return 0
+    files = commands(group)
+    name, *arguments = words
+    if name not in files:
+        what = group.upper() or "COMMAND"
+        print(f"{program}: {what} must be one of {', '.join(files)}, got {name}", file=sys.stderr)
+        return 2
+    sys.argv = [f"{program} {name}", *arguments]  # the usage line begins with it
+    module = import_module(f"moe_lab.{_FOLDERS[group]}.{files[name].stem}")
+    return exit_status(module.main)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,380 @@
+"""Memory, network traffic and time of a model whose experts are sharded over devices (Sec. 3).
+
+Every device has a replica of the dense parameters, a shard of the experts, and its own tokens. The
+counts of parameters, operations and bytes are exact if all experts get equally many tokens. The
+activation memory is an estimate. Times assume peak throughput.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import nn
+
+from moe_ext import FeedForwardExperts, MoE
+from moe_ext.checks import require, require_one_of, require_sizes
+from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
+from moe_ext.gates import HierarchicalGate, StrictlyBalancedGate
+from moe_ext.optim import split_parameters
+from moe_lab.analysis.costs import training_flops
+from moe_lab.benchmarks.roofline import Work, limit
+from moe_lab.models import LanguageModel
+from moe_lab.models.lstm import LSTM
+from moe_lab.models.parts import require_values
+from moe_lab.training.config import Config
+
+
+@dataclass(frozen=True)
+class Device:
+    """The peak rates of one device.
+
+    Attributes:
+        flops: floating-point operations per second; a multiply-add counts as two.
+        memory: memory in bytes.
+        memory_bandwidth: bytes per second.
+        link: network bandwidth in bytes per second, in each direction.
+    """
+
+    flops: float
+    memory: float
+    memory_bandwidth: float
+    link: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(value > 0, f"Device: {name}", "be positive", value)
+
+
+# The vendors' peak rates, float32 for k40 and bfloat16 for the others. Links connect machines. The
+# paper does not name its network: 10 Gb/s give the "thousands to one" of Sec. 3.2.
+DEVICES = {
+    "k40": Device(4.29e12, 12e9, 288e9, 1.25e9),
+    "a100": Device(312e12, 80e9, 2.04e12, 25e9),
+    "h200": Device(989e12, 141e9, 4.8e12, 50e9),
+}
+
+
+def exchange_bytes(
+    rows: float,
+    copies: float,
+    d_input: int,
+    d_output: int,
+    itemsize: int,
+    exchange: str,
+    gate_itemsize: int = 4,
+    secondary: tuple[int, float] | None = None,
+    balanced: bool = False,
+) -> tuple[float, float]:
+    """Counts the bytes that a layer sends to other ranks in forward and in backward (Sec. 3.2).
+
+    Forward sends x to the experts and y back; backward sends the gradients of x and y. With
+    exchange="tokens", forward also sends the gates and an int64 index for each row, and backward
+    sends the gradients of the gates.
+
+    With placement="groups", the same holds for groups in place of experts. Forward also sends the
+    noise of a secondary gate, and returns the gates and int32 indices of k2 experts. Backward sends
+    the gradients of these gates. A strictly balanced gate has no noise. It returns the number of
+    experts of each row as int32.
+
+    Args:
+        rows: number of (token, expert) assignments to experts on other ranks.
+        copies: number of (token, rank) pairs in these assignments.
+        d_input: input width of the experts.
+        d_output: output width of the experts.
+        itemsize: bytes of an element of x and y.
+        exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
+        gate_itemsize: bytes of a gate.
+        secondary: (b, k2), the experts of a group and those of a chosen group that a token uses,
+            with placement="groups"; exchange has then no effect. None: placement="experts".
+        balanced: whether the gate with `secondary` is strictly balanced; k2 is then a mean.
+
+    Returns:
+        The bytes in forward, and the bytes in backward.
+    """
+    if exchange == "rows" and secondary is None:
+        both = rows * (d_input + d_output) * itemsize
+        return both, both
+    both = copies * (d_input + d_output) * itemsize
+    b, k2 = secondary or (0, 0)
+    forward = gate_itemsize + 8 + (4 if balanced else b * gate_itemsize) + k2 * (gate_itemsize + 4)
+    backward = gate_itemsize + k2 * gate_itemsize
+    return both + rows * forward, both + rows * backward
+
+
+def mask_bytes(scores: float, num_devices: int, itemsize: int = 4) -> float:
+    """Counts the bytes that a device sends for the batchwise masks of strictly balanced gates.
+
+    Each device selects the rows of some experts. It receives the scores of all rows for these
+    experts, and returns one byte for each.
+
+    Args:
+        scores: number of the device's scores.
+        num_devices: number of devices.
+        itemsize: bytes of a score.
+    """
+    return scores * (itemsize + 1) * (1 - 1 / num_devices)
+
+
+def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
+    """Computes the expected remote assignments and remote ranks of a token, for uniform routing.
+
+    Args:
+        placement: placement of the experts on the ranks.
+        k: experts for each token; in a hierarchical mixture, k groups and k experts in each group.
+
+    Returns:
+        The arguments ``rows`` and ``copies`` of `exchange_bytes`, for one token.
+    """
+    size, group = placement.num_ranks, placement.experts_per_group
+    choices = placement.num_experts // group
+    # Rank q has none of the k choices in C(choices - choices of q, k) of C(choices, k) cases.
+    reached = sum(
+        1 - math.comb(choices - number // group, k) / math.comb(choices, k)
+        for number in placement.counts
+    )
+    elsewhere = 1 - 1 / size  # the mean over the token's ranks
+    return (k if group == 1 else k**2) * elsewhere, reached * elsewhere
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cluster plan: the cost of a training step for the device with the most experts.
+
+    Attributes:
+        num_devices: d, number of devices.
+        num_experts: number of experts in a layer, on all devices.
+        tokens: tokens of one device in a step.
+        dense_parameters: number of parameters that every device has, with embedding and softmax.
+        expert_parameters: number of sharded parameters, on all devices together.
+        parameter_bytes: bytes of the weights on a device.
+        gradient_bytes: bytes of the gradients on a device.
+        optimizer_bytes: bytes of the optimizer state on a device.
+        activation_bytes: estimated bytes of the activations saved for backward of one batch.
+        exchange_bytes: bytes that a device sends in a step for its experts and for batchwise masks,
+            forward and backward.
+        reduce_bytes: bytes that a device sends in the ring all-reduce of the dense gradients:
+            2 (d - 1) / d of the size of the gradients.
+        flops: floating-point operations of a device in a step.
+        expert_intensity: forward operations of an expert per byte of its rows on the network, if
+            all rows are remote. With one hidden layer, expert_intensity is
+            2 · hidden width / itemsize.
+        device_intensity: flops / link of a device. If device_intensity is greater than
+            expert_intensity, sending takes longer than computing.
+        compute_seconds: max(flops / peak, bytes / memory bandwidth) of forward and backward. The
+            bytes are two reads of the weights, one write of the gradients, and one write and one
+            read of the activations.
+        optimizer_seconds: time to read and write weights, gradients and optimizer state.
+        network_seconds: (exchange_bytes + reduce_bytes) / link.
+        flops_seconds: flops / peak.
+    """
+
+    num_devices: int
+    num_experts: int
+    tokens: int
+    dense_parameters: int
+    expert_parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    exchange_bytes: float
+    reduce_bytes: float
+    flops: float
+    expert_intensity: float
+    device_intensity: float
+    compute_seconds: float
+    optimizer_seconds: float
+    network_seconds: float
+    flops_seconds: float
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory in bytes of weights, gradients, optimizer state and activations."""
+        weights = self.parameter_bytes + self.gradient_bytes
+        return weights + self.optimizer_bytes + self.activation_bytes
+
+    def step_seconds(self, *, overlap: bool) -> float:
+        """Computes the seconds of a step; overlap=True sends data during the computation."""
+        both = self.compute_seconds, self.network_seconds
+        return (max(both) if overlap else sum(both)) + self.optimizer_seconds
+
+    def efficiency(self, *, overlap: bool) -> float:
+        """Computes the time of a step without network traffic, divided by the time of the step.
+
+        This is the weak-scaling efficiency: every added device has its own tokens.
+        """
+        return (self.compute_seconds + self.optimizer_seconds) / self.step_seconds(overlap=overlap)
+
+    def share_of_peak(self, *, overlap: bool) -> float:
+        """Computes the fraction of peak throughput in a step: flops_seconds / step_seconds."""
+        return self.flops_seconds / self.step_seconds(overlap=overlap)
+
+
+def plan(
+    config: Config,
+    device: Device,
+    num_devices: int,
+    *,
+    exchange: str = "rows",
+    placement: Placement | None = None,
+) -> Plan:
+    """Computes the cost of a training step with the experts sharded over `num_devices` devices.
+
+    Weights and gradients have the dtypes of the model; the optimizer state is float32. With
+    autocast, activations and network traffic are bfloat16.
+
+    Args:
+        config: the training run, with data.tokens_per_batch tokens on each device and
+            data.vocab_size classes.
+        device: the peak rates of one device.
+        num_devices: d, number of devices.
+        exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
+        placement: see ``moe_ext.distributed.ExpertParallel``.
+
+    Raises:
+        ValueError: exchange or num_devices is out of range, or the model has no "moe" layer, or it
+            has a "moe_lstm" layer or zero-computation experts.
+    """
+    require_one_of("plan: exchange", get_args(ExchangeUnit), exchange)
+    require_sizes("plan", num_devices=num_devices)
+    kinds = config.model.layers
+    require(
+        "moe" in kinds and "moe_lstm" not in kinds,
+        "plan: config.model.layers",
+        'contain "moe" and must not contain "moe_lstm"',
+        kinds,
+    )
+    with torch.device("meta"):
+        model = LanguageModel(config.model, config.data.vocab_size)
+    layers = [layer for layer in model.layers if isinstance(layer, MoE)]  # all alike
+    moe = config.model.moe
+    off = {"num_identity_experts": 0, "num_null_experts": 0}
+    require_values(moe, off, of="plan: config.model.moe.")
+    weights = list(layers[0].experts.parameters())
+    d_input, d_output = weights[0].shape[1], weights[-1].shape[2]
+    num_experts, k = moe.num_experts, moe.experts_per_token
+    batch = config.data.tokens_per_batch
+    batches = config.optimizer.accumulate
+    itemsize = 2 if config.autocast else 4
+    row_itemsize = min(itemsize, weights[0].itemsize)
+
+    # Numbers of parameters and of elements of the optimizer state.
+    group = num_experts // moe.num_groups if moe.num_groups else 1
+    of_experts = ExpertPlacement(num_experts, num_devices, group)
+    by_groups = placement != "experts" and isinstance(layers[0].gate, HierarchicalGate)
+    balanced = isinstance(layers[0].gate, StrictlyBalancedGate)
+    share = max(of_experts.counts)
+    expert = sum(weight[0].numel() for weight in weights)
+    gate_parameters = layers[0].gate.named_parameters()
+    secondary = sum(p.numel() for name, p in gate_parameters if name.endswith("_secondary"))
+    beside = len(layers) * secondary // num_experts if by_groups else 0  # each expert's part
+    everything = sum(p.numel() for p in model.parameters())
+    dense = everything - len(layers) * num_experts * expert - num_experts * beside
+    local = dense + share * (len(layers) * expert + beside)
+    expert_bytes = len(layers) * expert * weights[0].itemsize + beside * 4
+    dense_bytes = sum(p.nbytes for p in model.parameters()) - num_experts * expert_bytes
+    local_bytes = dense_bytes + share * expert_bytes
+    averages = 2 * local - _averages_saved(config, model, share)
+
+    # Cost of each token; activations of experts are on the ranks of the experts.
+    if by_groups:
+        exchange, of_rows = "tokens", ExpertPlacement(moe.num_groups, num_devices)
+    else:
+        of_rows = of_experts
+    rows, copies = leaving(of_rows, moe.k)
+    sent = exchange_bytes(
+        rows,
+        copies,
+        d_input,
+        d_output,
+        row_itemsize,
+        exchange,
+        secondary=(group, moe.k) if by_groups else None,
+        balanced=balanced and by_groups,
+    )
+    masked = 0.0
+    if balanced:
+        of_secondary = moe.k * group if moe.num_groups and not by_groups else 0
+        masked = mask_bytes((moe.num_groups or num_experts) + of_secondary, num_devices)
+    travelling = k * (d_input + (d_output if exchange == "rows" else 0)) if num_devices > 1 else 0
+    kept = _kept_of_token(config, model, group, travelling)
+    flops_of_token = training_flops(model).total
+    if moe.recompute:
+        flops_of_token += 2 * len(layers) * k * sum(weight[0].numel() for weight in weights[:-1])
+
+    tokens = batch * batches
+    flops = float(flops_of_token * tokens)
+    activation_bytes = itemsize * kept * batch
+    bytes_moved = batches * (3 * local_bytes + 2 * activation_bytes)
+    exchanged = len(layers) * (sum(sent) + masked) * tokens
+    reduced = 2 * (1 - 1 / num_devices) * dense_bytes
+    return Plan(
+        num_devices=num_devices,
+        num_experts=num_experts,
+        tokens=tokens,
+        dense_parameters=dense,
+        expert_parameters=everything - dense,
+        parameter_bytes=local_bytes,
+        gradient_bytes=local_bytes,
+        optimizer_bytes=4 * averages,
+        activation_bytes=activation_bytes,
+        exchange_bytes=exchanged,
+        reduce_bytes=reduced,
+        flops=flops,
+        expert_intensity=2 * expert / ((d_input + d_output) * row_itemsize),
+        device_intensity=device.flops / device.link,
+        compute_seconds=limit(Work(flops, bytes_moved), device.flops, device.memory_bandwidth),
+        optimizer_seconds=(3 * local_bytes + 2 * 4 * averages) / device.memory_bandwidth,
+        network_seconds=(exchanged + reduced) / device.link,
+        flops_seconds=flops / device.flops,
+    )
+
+
+def _averages_saved(config: Config, model: LanguageModel, share: int) -> int:
+    """Counts the moments that FactoredAdam does not store, on a device with `share` experts."""
+    saved = 0
+    if config.optimizer.experts == "factored_adam":
+        for weight in split_parameters(model).experts:  # of MoE and dense layers
+            number = share if len(weight) == config.model.moe.num_experts else len(weight)
+            saved += number * (2 * weight[0].numel() - sum(weight[0].shape))
+    if config.optimizer.embedding == "factored_adam":
+        for matrix in (model.embedding.weight, model.softmax.weight):
+            saved += 2 * matrix.numel() - sum(matrix.shape)
+        saved += model.softmax.bias.numel()
+    return saved
+
+
+def _kept_of_token(config: Config, model: LanguageModel, group: int, travelling: int) -> int:
+    """Counts the elements saved for backward of a token.
+
+    Args:
+        config: the training run.
+        model: the model of the training run.
+        group: experts in a group.
+        travelling: elements of a token's rows that a layer sends between ranks.
+    """
+    moe, d_model = config.model.moe, config.model.d_model
+    logits = moe.num_groups + moe.k * group if moe.num_groups else moe.num_experts
+    dropouts = len(model.layers) + 1 if config.model.dropout else 0
+    kept = (2 + dropouts) * d_model  # 2: embedding, softmax
+    for layer in model.layers:
+        if isinstance(layer, MoE):
+            hidden = sum(weight.shape[2] for weight in list(layer.experts.parameters())[:-1])
+            # x, sigmoid(y); noise, noise_stddev, noisy and clean logits
+            kept += 2 * d_model + 4 * logits + travelling
+            kept += 0 if moe.recompute else moe.experts_per_token * hidden
+        else:
+            kept += _kept(layer)
+    return kept
+
+
+def _kept(layer: nn.Module) -> int:
+    """Counts the elements that a dense layer saves for backward of a token."""
+    if isinstance(layer, LSTM):
+        lstm = layer.lstm  # torch on the CPU saves 4 gates before and after, and their products
+        projected = lstm.proj_size if layer.projection is None else lstm.hidden_size
+        return lstm.input_size + 16 * lstm.hidden_size + projected
+    assert isinstance(layer, FeedForwardExperts)
+    widths = [weight.shape[2] for weight in layer.weights]
+    return layer.weights[0].shape[1] + sum(widths) + widths[-1]

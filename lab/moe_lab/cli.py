@@ -1,0 +1,141 @@
+"""Parsers and exit statuses of the commands, without the import of torch."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_lab.errors import ConfigError
+
+SEED_LIMIT = 2**62  # torch's generators take 64-bit seeds
+THREAD_LIMIT = 2**12  # of num_threads; more would end the process instead of an error
+DEFAULT_SEEDS = [1, 2, 3]  # of comparisons and studies
+_LONGEST_ERROR = 1_000  # characters
+
+
+def exit_status(main: Callable[[], object]) -> int:
+    """Runs the function `main` of a command and returns its exit status.
+
+    The exit status is the result of `main` if it is an int, otherwise:
+
+    - 0: success. ``moe-lab train`` also ends with 0 if Ctrl-C or SIGTERM stops the training: the
+      command saves a checkpoint and prints how to resume.
+    - 1: training diverged (FloatingPointError).
+    - 2: a ConfigError, CheckpointError or OSError, printed to stderr. argparse also uses 2.
+    - 130: Ctrl-C, or SIGTERM during training. ``moe-lab compare`` and ``moe-lab quickstart``
+      save a checkpoint; the same command resumes the training.
+    - 141: stdout was closed (``| head``).
+    """
+    try:
+        result = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Otherwise the interpreter fails to flush the rest of the buffer when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except ConfigError as error:
+        _print_error(str(error))
+        return 2
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        _print_error(f"{place}{error.strerror or error}")
+        return 2
+    except FloatingPointError as error:
+        _print_error(str(error))
+        return 1
+    except RuntimeError as error:
+        layer = sys.modules.get("moe_ext.distributed")  # imported only by commands that need it
+        if layer is None or not isinstance(error, layer.CheckpointError):
+            raise
+        _print_error(str(error))
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def _print_error(text: str) -> None:
+    """Prints an error message in one line; the text may contain parts of a corrupted file."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(shown) > _LONGEST_ERROR:
+        shown = f"{shown[: _LONGEST_ERROR // 2]} ... {shown[-_LONGEST_ERROR // 2 :]}"
+    print(f"error: {shown}", file=sys.stderr)
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Creates a parser whose help shows `description`, the docstring of a command."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Adds key=value overrides to a parser; call ``parse_intermixed_args`` to parse them."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="options of the configuration to override"
+    )
+
+
+def add_seeds(parser: argparse.ArgumentParser) -> None:
+    """Adds the option --seeds, the seeds of the runs, to a parser."""
+    parser.add_argument(
+        "--seeds",
+        type=at_least(0, SEED_LIMIT),
+        nargs="+",
+        default=DEFAULT_SEEDS,
+        help="seeds of the runs (default: 1 2 3)",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Adds the option ``--output`` of the studies."""
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs", "results"),
+        help="folder of the page and its data (%(default)s)",
+    )
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """Adds the option --threads to the parser of a script without a configuration."""
+    parser.add_argument(
+        "--threads",
+        type=at_least(0, THREAD_LIMIT),
+        default=0,
+        help="number of torch's threads (0: torch's default)",
+    )
+
+
+def at_least(minimum: int, below: int | None = None) -> Callable[[str], int]:
+    """Makes an argparse type for whole numbers of at least `minimum`, and less than `below`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum or (below is not None and value >= below):
+            rule = f"of at least {minimum}" if below is None else f"in [{minimum}, {below})"
+            raise argparse.ArgumentTypeError(f"must be a whole number {rule}, got {text!r}")
+        return value
+
+    return parse
+
+
+def positive(*, finite: bool = True) -> Callable[[str], float]:
+    """Makes an argparse type for positive numbers; `finite` excludes infinity."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not value > 0 or (finite and math.isinf(value)):
+            raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+        return value
+
+    return parse

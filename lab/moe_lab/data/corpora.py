@@ -1,0 +1,372 @@
+"""Corpora: the training, development and test sentences of a text."""
+
+import codecs
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+
+from moe_ext.checks import given, require, require_sizes
+from moe_lab.files import READ_ERRORS, file_fingerprint, open_plain, read_lines, reason_of
+
+PARTS = ("train", "dev", "test")
+PARTS_AND_ALL = (*PARTS, "all")  # the attributes of Corpus
+_SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
+PIECE_BYTES = 16 * 2**20
+_LM1B_TRAIN = "training-monolingual.tokenized.shuffled"
+_LM1B_HELDOUT = "heldout-monolingual.tokenized.shuffled"
+
+
+class CorpusError(ValueError):
+    """Raised if a corpus is missing, empty or unreadable; the message says what to do."""
+
+
+class Shard(Iterable[list[str]]):
+    """Iterates over a part of the sentences of a corpus; can be pickled to worker processes."""
+
+    def fingerprint(self) -> str:
+        """Returns a string that changes when the text of the shard changes."""
+        raise NotImplementedError(f"{type(self).__name__} must implement fingerprint()")
+
+
+@dataclass(frozen=True)
+class _Lines(Shard):
+    """A shard of sentences in memory."""
+
+    lines: Sequence[str]
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return map(str.split, self.lines)
+
+    def __str__(self) -> str:
+        return "the built-in corpus"
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256("\n".join(self.lines).encode("utf-8")).hexdigest()
+
+
+@dataclass(frozen=True)
+class _FileRange(Shard):
+    """The lines of a file that begin in the byte range [begin, end); end=None is the file's end."""
+
+    file: Path
+    begin: int = 0
+    end: int | None = None
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return _read_lines(self.file, self.begin, self.end)
+
+    def __str__(self) -> str:
+        return f"{self.file} from byte {self.begin}"
+
+    def fingerprint(self) -> str:
+        return f"{file_fingerprint(self.file)} {self.begin} {self.end}"
+
+
+@dataclass(frozen=True)
+class _Placed(Shard):
+    """The sentences of a shard whose hash is in [low, high)."""
+
+    shard: Shard
+    low: float
+    high: float
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return (words for words in self.shard if self.low <= place_of(words) < self.high)
+
+    def __str__(self) -> str:
+        return str(self.shard)
+
+    def fingerprint(self) -> str:
+        return f"{self.shard.fingerprint()} {self.low} {self.high}"
+
+
+@dataclass(frozen=True)
+class Sentences(Shard):
+    """Iterates over sentences as lists of words; each iteration reads the text again.
+
+    Attributes:
+        shards: the shards in order.
+        limit: the maximum number of sentences; None reads all sentences.
+    """
+
+    shards: tuple[Shard, ...]
+    limit: int | None = None
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return islice(chain.from_iterable(self.shards), self.limit)
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.shards))
+
+    @property
+    def pieces(self) -> tuple[Shard, ...]:
+        """The shards that workers can read independently; in order, they give all sentences."""
+        return self.shards if self.limit is None else (self,)
+
+    def fingerprint(self) -> str:
+        return "\n".join([*(shard.fingerprint() for shard in self.shards), f"limit {self.limit}"])
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus in three parts; each part can be iterated over repeatedly.
+
+    Attributes:
+        train: the training sentences.
+        dev: the development sentences.
+        test: the test sentences.
+        all: the sentences of all three parts.
+    """
+
+    train: Sentences
+    dev: Sentences
+    test: Sentences
+    all: Sentences
+
+
+def require_parts(function: str, parts: Sequence[str]) -> None:
+    """Requires that the argument `parts` of a function is a sequence of names of parts."""
+    known = not isinstance(parts, str) and set(parts) <= {*PARTS_AND_ALL}
+    rule = f"be a sequence of names out of {', '.join(PARTS_AND_ALL)}"
+    require(known, f"{function}: parts", rule, parts)
+
+
+def load_corpus(
+    name_or_path: str | Path,
+    *,
+    parts: Sequence[str] = PARTS,
+    max_train_sentences: int | None = None,
+    dev_share: float = 0.02,
+    test_share: float = 0.02,
+) -> Corpus:
+    """Opens a corpus of one sentence per line, with spaces between words, in UTF-8.
+
+    Blank lines are skipped and the order of lines is kept. Each iteration reads the files. A line
+    that is not UTF-8 raises an error: guessing the encoding could silently change the vocabulary.
+    A line may have at most 4 MiB.
+
+    ``name_or_path`` is one of:
+
+    - "builtin": text made from the installed documentation of Python and torch.
+    - "sources": text of three kinds: Python code, the C++ headers of torch, and sentences of
+      "builtin". It is meant for wordpieces.
+    - A folder in the layout of the 1-billion-word benchmark. Training shards 1 to 99 are the
+      training part, heldout shard 1 is dev and heldout shard 0 is test.
+    - A folder of WikiText, with ``wiki.train.tokens``, ``wiki.valid.tokens`` and
+      ``wiki.test.tokens``. A paragraph or heading is one sentence; ``<unk>`` and ``@-@`` are
+      ordinary words. Most published perplexities are not comparable: the published models also
+      predict an end for each blank line and carry the state from line to line.
+    - A folder with ``train.txt``, ``dev.txt`` (or ``valid.txt``) and ``test.txt``.
+    - The prefix ``NAME`` of ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``) and
+      ``NAME.test.txt``.
+    - A text file or a folder of text files. A hash of each sentence decides whether the sentence is
+      in train, dev or test. The part of a sentence is the same on every machine and does not change
+      when text is added.
+
+    Each ``.txt`` file may be compressed as ``.txt.gz`` or ``.txt.xz``. A folder ``train`` of such
+    files may replace ``train.txt``, and likewise for ``dev`` and ``test``.
+
+    Args:
+        name_or_path: "builtin", "sources", or a path from the list above.
+        parts: the attributes of the corpus that must contain at least one sentence.
+        max_train_sentences: maximum number of training sentences, from the beginning; None is no
+            limit. ``Corpus.all`` is not limited.
+        dev_share: fraction of the sentences in the dev part, if a hash decides the parts.
+        test_share: fraction of the sentences in the test part, if a hash decides the parts.
+
+    Raises:
+        CorpusError: the corpus is missing, empty or unreadable. Iteration can also raise
+            CorpusError.
+        ValueError: another argument is out of range.
+    """
+    require_sizes("load_corpus", **given(max_train_sentences=max_train_sentences))
+    require_parts("load_corpus", parts)
+    require(
+        min(dev_share, test_share) > 0 and dev_share + test_share < 1,
+        "load_corpus: dev_share and test_share",
+        "be positive with a sum below 1",
+        (dev_share, test_share),
+    )
+    if not str(name_or_path):
+        raise CorpusError(
+            "load_corpus: name_or_path must be 'builtin', 'sources' or a path, got ''"
+        )
+    path = Path(name_or_path)
+    if str(name_or_path) == "builtin":
+        from moe_lab.data.builtin import builtin_sentences
+
+        corpus = _hash_split([_Lines(builtin_sentences())], dev_share, test_share)
+    elif str(name_or_path) == "sources":
+        from moe_lab.data.mixed import sources
+
+        made = [(_Lines(lines),) for lines in sources().values()]
+        corpus = Corpus(*map(Sentences, [*made, tuple(chain.from_iterable(made))]))
+    elif (path / _LM1B_TRAIN).is_dir():
+        corpus = _lm1b(path)
+    elif (path / "wiki.train.tokens").is_file():
+        corpus = _of_parts(*([path / f"wiki.{part}.tokens"] for part in ("train", "valid", "test")))
+    elif path.is_file():
+        corpus = _hash_split(_shards([path]), dev_share, test_share)
+    elif path.is_dir():
+        if _variant(path / "train"):
+            corpus = _given_parts(path, separator="/")
+        else:
+            files = _text_files(path)
+            if named := [file for file in files if ".train.txt" in file.name]:
+                prefix = path / named[0].name.partition(".train.txt")[0]
+                raise CorpusError(
+                    f"{path} must hold text files of one corpus, got parts of named corpora, such "
+                    f"as {named[0].name}; give {prefix} to load that corpus"
+                )
+            corpus = _hash_split(_shards(files), dev_share, test_share)
+    elif _variant(Path(f"{path}.train")):
+        corpus = _given_parts(path, separator=".")
+    else:
+        raise CorpusError(
+            f"there is no corpus at {path}: give a text file, a folder of text files, the prefix "
+            "NAME of NAME.train.txt, NAME.dev.txt and NAME.test.txt, 'builtin' or 'sources'"
+        )
+
+    for part in parts:
+        if next(iter(getattr(corpus, part)), None) is None:
+            if part == "all":
+                raise CorpusError(f"{path} must hold at least one sentence, got none")
+            raise CorpusError(
+                f"the {part} part of {path} must hold at least one sentence, got none; "
+                "give a longer text, or one file for each part"
+            )
+    if max_train_sentences is not None:
+        corpus = replace(corpus, train=replace(corpus.train, limit=max_train_sentences))
+    return corpus
+
+
+def _of_parts(train: Sequence[Path], dev: Sequence[Path], test: Sequence[Path]) -> Corpus:
+    """Makes a corpus of the files of each part."""
+    for file in (*train, *dev, *test):
+        if not file.is_file():
+            raise CorpusError(f"the corpus file {file} is missing; extract the corpus again")
+    return Corpus(
+        *(Sentences(_shards(files)) for files in (train, dev, test, [*train, *dev, *test]))
+    )
+
+
+def _shards(files: Sequence[Path]) -> tuple[Shard, ...]:
+    """Makes the shards of files; uncompressed files are split into byte ranges."""
+    shards = []
+    for file in files:
+        if file.suffix in (".gz", ".xz"):
+            shards.append(_FileRange(file))
+        else:
+            begins = range(0, max(file.stat().st_size, 1), PIECE_BYTES)
+            shards += [_FileRange(file, begin, begin + PIECE_BYTES) for begin in begins]
+    return tuple(shards)
+
+
+def _lm1b(folder: Path) -> Corpus:
+    shards = [
+        shard
+        for shard in sorted((folder / _LM1B_TRAIN).glob("news.en-000[0-9][0-9]-of-00100"))
+        if "-00000-" not in shard.name  # the held-out shard, which dev and test are cut from
+    ]
+    if not shards:
+        raise CorpusError(
+            f"{folder / _LM1B_TRAIN} must hold the shards news.en-00001-of-00100 to "
+            "news.en-00099-of-00100, got none; extract the corpus again"
+        )
+    if len(shards) < 99:
+        warnings.warn(
+            f"{folder / _LM1B_TRAIN} holds {len(shards)} of the 99 training shards", stacklevel=3
+        )
+    heldout = [folder / _LM1B_HELDOUT / f"news.en.heldout-0000{i}-of-00050" for i in (0, 1)]
+    return _of_parts(shards, heldout[1:], heldout[:1])
+
+
+def _given_parts(path: Path, separator: str) -> Corpus:
+    files = []
+    for names in (("train",), ("dev", "valid"), ("test",)):
+        found = [_variant(Path(f"{path}{separator}{name}")) for name in names]
+        part = next((part for part in found if part), None)
+        if part is None:
+            raise CorpusError(
+                f"{path}{separator}{names[0]}.txt is missing, but the corpus has a training text; "
+                "add the file (.txt, .txt.gz or .txt.xz) or a folder of such files"
+            )
+        files.append(part)
+    return _of_parts(*files)
+
+
+def _hash_split(shards: Sequence[Shard], dev_share: float, test_share: float) -> Corpus:
+    def part(low: float, high: float) -> Sentences:
+        return Sentences(tuple(_Placed(shard, low, high) for shard in shards))
+
+    return Corpus(
+        train=part(dev_share + test_share, 1.0),
+        dev=part(0.0, dev_share),
+        test=part(dev_share, dev_share + test_share),
+        all=Sentences(tuple(shards)),
+    )
+
+
+def place_of(words: Sequence[str]) -> float:
+    """Hashes a sentence to a number in [0, 1), uniformly over sentences."""
+    digest = hashlib.blake2b(" ".join(words).encode("utf-8"), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48
+
+
+def _text_files(folder: Path) -> list[Path]:
+    files = sorted(file for file in folder.iterdir() if file.name.endswith(_SUFFIXES))
+    if other := next((file for file in files if not file.is_file()), None):
+        raise CorpusError(f"{folder} must hold text files, got {other}, which is not a file")
+    if not files:
+        raise CorpusError(
+            f"{folder} must hold text files ({', '.join(_SUFFIXES)}), got none; "
+            "add files or give another folder"
+        )
+    return files
+
+
+def _variant(stem: Path) -> list[Path]:
+    """Finds the file ``stem.txt``, plain or compressed, or the text files of the folder stem."""
+    if stem.is_dir():
+        return _text_files(stem)
+    variants = [Path(f"{stem}{suffix}") for suffix in _SUFFIXES]
+    return [file for file in variants if file.is_file()][:1]
+
+
+def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
+    """Yields the sentences of the lines that begin in the byte range [begin, end)."""
+    first = begin  # the byte at which the first of these lines begins
+    number = 0  # the number of the current line, counted from byte `first`
+
+    def line_number() -> int:
+        with open_plain(file) as start:
+            blocks = (start.read(min(2**20, first - i)) for i in range(0, first, 2**20))
+            return number + sum(block.count(b"\n") for block in blocks)
+
+    try:
+        with open_plain(file) as lines:
+            if begin:
+                lines.seek(begin - 1)
+                first += len(next(read_lines(lines), b"")) - 1  # the end of the previous line
+            position = first
+            for line in read_lines(lines):
+                if end is not None and position >= end:
+                    break
+                number += 1
+                position += len(line)
+                if position == len(line):  # the first line of the file
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                words = line.decode("utf-8").split()
+                if words:
+                    yield words
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"{file}, line {line_number()} must be UTF-8, got the byte "
+            f"{error.object[error.start]:#04x}; convert the file, for example with iconv"
+        ) from error
+    except READ_ERRORS as error:
+        place = f"near byte {first}" if begin else f"after line {number}"
+        raise CorpusError(f"{file} cannot be read {place}: {reason_of(error)}") from error

@@ -1,0 +1,346 @@
+"""Sentences as ids of words or wordpieces, in memory or in memory-mapped files."""
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from moe_ext.checks import is_whole, require
+from moe_lab.data.corpora import CorpusError, Sentences, Shard
+from moe_lab.data.vocabulary import Vocabulary
+from moe_lab.data.wordpieces import Wordpieces
+from moe_lab.data.workers import in_workers
+from moe_lab.files import file_lock, read_json, require_regular, sync_folder, write_json
+from moe_lab.progress import progress
+
+_STREAM, _STARTS, _ABOUT = "stream.int32", "starts.int64", "about.json"
+_CHECKED_AT_A_TIME = 2**22  # ids
+
+
+class EncodedSentences:
+    """Stores sentences as ids in two tensors: 4 bytes per word and 12 bytes per sentence.
+
+    The inputs of a sentence are a slice of ``stream``. The targets of the sentence are the slice of
+    equal length that begins one id later.
+
+    Args:
+        sentences: the word ids of each sentence, without ``</s>``; read once, in order.
+        eos_id: the id of ``</s>``.
+
+    Attributes:
+        stream: [1 + words + sentences] int32, all sentences in sequence, with ``</s>`` before the
+            first and after each.
+        starts: [sentences + 1] int64, index in the stream of each sentence's first input.
+        eos_id: the id of ``</s>``.
+
+    Raises:
+        ValueError: a sentence contains ``</s>``.
+    """
+
+    def __init__(self, sentences: Iterable[Sequence[int]], eos_id: int) -> None:
+        stream, starts = flatten(sentences, eos_id)
+        self.eos_id = eos_id
+        self.stream = torch.frombuffer(stream, dtype=torch.int32)
+        self.starts = torch.frombuffer(starts, dtype=torch.int64)
+        self._folder: Path | None = None
+
+    @classmethod
+    def of_tensors(cls, stream: Tensor, starts: Tensor, eos_id: int) -> Self:
+        """Creates EncodedSentences from stream, starts and eos_id, without copying the tensors."""
+        self = cls.__new__(cls)
+        self.stream, self.starts, self.eos_id, self._folder = stream, starts, eos_id, None
+        return self
+
+    @classmethod
+    def open(cls, folder: str | Path, num_ids: int | None = None) -> Self:
+        """Maps the files that `encode_to_files` has written to a folder into memory.
+
+        The operating system reads the used pages on demand and caches the pages in free memory.
+
+        Args:
+            folder: the folder.
+            num_ids: number of entries of the vocabulary. The files are then read once to check that
+                they hold sentences of such ids. None checks only the sizes of the files.
+
+        Raises:
+            CorpusError: a file is missing or has the wrong size, or does not hold sentences.
+        """
+        folder = Path(folder)
+        try:
+            about = read_json(folder / _ABOUT)
+            keys = ("num_tokens", "num_sentences", "eos_id")
+            num_tokens, num_sentences, eos_id = (_count(about, key) for key in keys)
+            sizes = {_STREAM: 4 * (num_tokens + 1), _STARTS: 8 * (num_sentences + 1)}
+            for name, size in sizes.items():
+                found = require_regular(folder / name)
+                require(found == size, str(folder / name), f"have {size:,} bytes", found)
+            stream, starts = (
+                torch.from_file(str(folder / name), size=sizes[name] // dtype.itemsize, dtype=dtype)
+                for name, dtype in ((_STREAM, torch.int32), (_STARTS, torch.int64))
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CorpusError(
+                f"{folder} must hold encoded sentences, got an error: {error}; delete the folder, "
+                "so that the text is encoded again"
+            ) from error
+        self = cls.of_tensors(stream, starts, eos_id)
+        self._folder = folder
+        if num_ids is not None and (wrong := self._wrong(num_ids)):
+            raise CorpusError(
+                f"{folder}: {wrong}; delete the folder, so that the text is encoded again"
+            )
+        return self
+
+    def _wrong(self, num_ids: int) -> str | None:
+        """Returns what is wrong with stream and starts, in bounded memory; None if nothing is."""
+        starts, stream, eos_id = self.starts, self.stream, self.eos_id
+        if int(starts[0]) != 0 or int(starts[-1]) != self.num_tokens:
+            return f"{_STARTS} must begin with 0 and end with {self.num_tokens}"
+        num_ends = 0
+        for block in stream.split(_CHECKED_AT_A_TIME):
+            low, high = map(int, block.aminmax())
+            if low < 0 or high >= num_ids:
+                return f"the ids in {_STREAM} must be in [0, {num_ids}), got {low} to {high}"
+            num_ends += int((block == eos_id).sum())
+        if num_ends != len(starts):
+            return f"{_STREAM} must hold the id {eos_id} {len(starts)} times, got {num_ends}"
+        for begin in range(0, len(starts), _CHECKED_AT_A_TIME):
+            block = starts[begin : begin + _CHECKED_AT_A_TIME + 1]
+            low, high = map(int, block.aminmax())
+            within = low >= 0 and high <= self.num_tokens  # differences then do not overflow
+            rising = within and bool((block.diff() > 0).all())
+            if not rising or not bool((stream[block] == eos_id).all()):
+                return f"{_STARTS} must hold the places of the id {eos_id} in {_STREAM}"
+        return None
+
+    def __reduce__(self) -> Any:
+        """Pickles memory-mapped sentences as the path of their folder."""
+        return super().__reduce__() if self._folder is None else (self.open, (self._folder,))
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of predictions: all words, plus one ``</s>`` for each sentence."""
+        return len(self.stream) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of predictions of each sentence, [N] int64."""
+        return self.starts.diff()
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def fingerprint(self) -> str:
+        """Returns the SHA-256 (hex) of the number of sentences, the number of ids, and the ids.
+
+        Of more than 4,194,304 ids, only 1,024 evenly spaced blocks of 4,096 ids are hashed.
+        """
+        place, places = 4096, 1024
+        found = hashlib.sha256(f"{len(self)} {self.num_tokens}".encode())
+        if len(self.stream) <= place * places:
+            starts = [0]
+            place = len(self.stream)
+        else:
+            starts = [i * (len(self.stream) - place) // (places - 1) for i in range(places)]
+        for start in starts:
+            found.update(self.stream[start : start + place].numpy().tobytes())
+        return found.hexdigest()
+
+    def first(self, number: int) -> "EncodedSentences":
+        """Returns the first `number` sentences, or all if there are fewer, without copying them."""
+        starts = self.starts[: number + 1]
+        return self.of_tensors(self.stream[: int(starts[-1]) + 1], starts, self.eos_id)
+
+    def __getitem__(self, index: int) -> list[int]:
+        """Returns the word ids of sentence `index`, without ``</s>``."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"EncodedSentences: index must be in [0, {len(self)}), got {index}")
+        index %= len(self)
+        return self.stream[self.starts[index] + 1 : self.starts[index + 1]].tolist()
+
+
+AnyVocabulary = Vocabulary | Wordpieces
+
+
+def encode_sentences(
+    sentences: Iterable[Sequence[str]], vocabulary: AnyVocabulary
+) -> EncodedSentences:
+    """Encodes sentences with a vocabulary, in memory; reads the sentences once, in order.
+
+    Args:
+        sentences: the words of each sentence.
+        vocabulary: words or wordpieces; wordpieces split the words further.
+    """
+    return EncodedSentences(_ids(sentences, vocabulary), vocabulary.eos_id)
+
+
+def _ids(sentences: Iterable[Sequence[str]], vocabulary: AnyVocabulary) -> Iterator[list[int]]:
+    if isinstance(vocabulary, Vocabulary):
+        return map(vocabulary.encode, sentences)
+    return map(vocabulary.encode, map(" ".join, sentences))
+
+
+def encode_to_files(
+    sentences: Sentences,
+    vocabulary: AnyVocabulary,
+    folder: str | Path,
+    *,
+    name: str,
+    num_workers: int = 0,
+) -> EncodedSentences:
+    """Encodes sentences into files and maps the files into memory.
+
+    The files are written atomically and reused for the same text and vocabulary. If the name, size
+    or modification time of a text file changes, new files are written. The old files stay until you
+    delete them. If concurrent runs need the same files, the first run writes the files and the
+    other runs wait.
+
+    Each worker holds 16 MiB of a text file in memory, or a whole compressed file.
+
+    Args:
+        sentences: a part of a corpus.
+        vocabulary: words or wordpieces; see `encode_sentences`.
+        folder: the parent folder of all encoded texts; created if missing.
+        name: name of the part; the files are in a subfolder whose name begins with `name`.
+        num_workers: number of worker processes that read and encode; 0 uses the calling process.
+
+    Raises:
+        CorpusError: the text cannot be read, contains ``</s>``, or changes while it is read.
+    """
+
+    def make(made: Path) -> None:
+        _encode_into(made, sentences, vocabulary, num_workers)
+
+    recipe = f"1 {sys.byteorder} {vocabulary.fingerprint()}"
+    made = made_once(Path(folder), name, recipe, sentences.fingerprint, make)
+    return EncodedSentences.open(made, len(vocabulary))
+
+
+def made_once(
+    folder: Path, name: str, recipe: str, text: Callable[[], str], make: Callable[[Path], None]
+) -> Path:
+    """Creates a subfolder of files atomically and only once, even for concurrent runs.
+
+    Args:
+        folder: the parent folder.
+        name: name of the subfolder; a hash of recipe and text is appended.
+        recipe: everything except the text that determines the contents of the files.
+        text: function that returns the fingerprint of the text.
+        make: function that reads the text and writes the files to a given empty folder.
+
+    Returns:
+        The path of the subfolder.
+
+    Raises:
+        CorpusError: the text changes while it is read.
+    """
+    before = text()
+    made = folder / f"{name}-{hashlib.sha256(f'{recipe} {before}'.encode()).hexdigest()[:16]}"
+    if not made.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with file_lock(folder / ".lock", wait=True):
+            if not made.is_dir():
+                for left in folder.glob(".encoding-*"):  # left by a killed process
+                    shutil.rmtree(left)
+                with tempfile.TemporaryDirectory(prefix=".encoding-", dir=folder) as temporary:
+                    result = Path(temporary) / name
+                    result.mkdir()
+                    make(result)
+                    if text() != before:
+                        raise CorpusError(
+                            f"the text of {name} changed while it was read; run the command again"
+                        )
+                    result.rename(made)
+                sync_folder(folder)
+    return made
+
+
+class SentencesWriter:
+    """Writes the files for `EncodedSentences.open`, one block of sentences at a time.
+
+    Args:
+        folder: an existing folder for the files.
+        eos_id: the id of ``</s>``.
+        about: additional entries of the file about.json.
+    """
+
+    def __init__(self, folder: Path, eos_id: int, **about: Any) -> None:
+        self._folder = folder
+        self._about = {"num_sentences": 0, "num_tokens": 0, "eos_id": eos_id, **about}
+        self._stream, self._starts = (folder / _STREAM).open("wb"), (folder / _STARTS).open("wb")
+        array("i", [eos_id]).tofile(self._stream)
+        array("q", [0]).tofile(self._starts)
+
+    def write(self, stream: array, starts: array) -> None:
+        """Appends a block of sentences; ``flatten`` makes stream and starts."""
+        torch.frombuffer(starts, dtype=torch.int64).add_(self._about["num_tokens"])
+        self._stream.write(memoryview(stream)[1:])
+        self._starts.write(memoryview(starts)[1:])
+        self._about["num_tokens"] += len(stream) - 1
+        self._about["num_sentences"] += len(starts) - 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        with self._stream, self._starts:
+            if error is not None:
+                return
+            for file in (self._stream, self._starts):
+                file.flush()
+                os.fsync(file.fileno())
+        write_json(self._folder / _ABOUT, self._about)
+
+
+def _encode_into(
+    folder: Path, sentences: Sentences, vocabulary: AnyVocabulary, num_workers: int
+) -> None:
+    pieces = in_workers(partial(_encode_piece, vocabulary), sentences.pieces, num_workers)
+    text = sentences.fingerprint().splitlines()
+    with SentencesWriter(
+        folder, vocabulary.eos_id, vocabulary=vocabulary.fingerprint(), text=text
+    ) as writer:
+        for stream, starts in progress(
+            pieces, f"encoding {folder.name}", "pieces", len(sentences.pieces)
+        ):
+            writer.write(stream, starts)
+
+
+def _encode_piece(vocabulary: AnyVocabulary, piece: Shard) -> tuple[array, array]:
+    try:
+        return flatten(_ids(piece, vocabulary), vocabulary.eos_id)
+    except CorpusError:
+        raise
+    except ValueError as error:
+        raise CorpusError(f"{piece}: {error}") from error
+
+
+def _count(about: Any, key: str) -> int:
+    value: Any = about.get(key) if isinstance(about, dict) else None
+    require(is_whole(value) and 0 <= value < 2**60, key, "be a whole number", value)
+    return int(value)
+
+
+def flatten(sentences: Iterable[Sequence[int]], eos_id: int) -> tuple[array, array]:
+    """Makes ``stream`` and ``starts`` of `EncodedSentences` from sentences of ids."""
+    stream = array("i", [eos_id])
+    starts = array("q", [0])
+    for ids in sentences:
+        if eos_id in ids:
+            raise ValueError(
+                f"EncodedSentences: sentence {len(starts) - 1} must not contain </s> "
+                f"(id {eos_id}), which is added automatically"
+            )
+        stream.extend(ids)
+        stream.append(eos_id)
+        starts.append(len(stream) - 1)
+    return stream, starts

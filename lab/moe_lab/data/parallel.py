@@ -1,0 +1,453 @@
+"""Parallel text: sentences and their translations."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+
+from moe_ext.checks import given, require, require_sizes
+from moe_lab.data.corpora import PARTS, CorpusError, require_parts
+from moe_lab.files import READ_ERRORS, file_fingerprint, open_plain, plain_lines, reason_of
+
+Pair = tuple[str, str]
+
+_COMPRESSED = r"(\.gz|\.xz)?"
+# Names of texts that are never in the training part, even if dev and test do not use them.
+_HELD_OUT = (
+    "test*",
+    "dev*",
+    "val*",
+    "newstest*",
+    "news-test*",
+    "newsdev*",
+    "newsdiscuss*",
+    "newssyscomb*",
+    "news-dev*",
+    "nc-dev*",
+    "nc-test*",
+    "tst*",
+)
+# The default dev and test parts; WMT's test sets of 2000 to 2009 are in neither.
+_DEV = ("dev*", "val*", "newstest2012*", "newstest2013*")
+_TEST = ("test*", "newstest2014*")
+_OLD = ("dev200*", "devtest200*", "test200*")
+_LINES_FOR_COLUMNS = 100  # lines that decide a table's number of columns; some may be invalid
+
+KEPT = "kept"
+COLUMNS = "wrong number of columns"
+_ENCODING = "not UTF-8"
+_EMPTY = "empty side"
+_DROPPED = "dropped source"
+
+
+@dataclass(frozen=True)
+class AlignedFiles:
+    """Two aligned files: line i of one is the translation of line i of the other.
+
+    Attributes:
+        source: the file of the source language; may be compressed (.gz, .xz).
+        target: the file of the target language; may be compressed (.gz, .xz).
+        name: name of the text, compared with ``ParallelText.drop``.
+    """
+
+    source: Path
+    target: Path
+    name: str
+
+    def rows(self, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
+        """Yields name, source and target of each line; counts invalid lines by reason."""
+        lines = [0, 0]
+        for source, target in zip_longest(_lines(self.source), _lines(self.target)):
+            lines[0] += source is not None
+            lines[1] += target is not None
+            if lines[0] != lines[1]:
+                continue  # read the longer file to its end to count lines for the error message
+            try:
+                yield self.name, source.decode("utf-8"), target.decode("utf-8")
+            except UnicodeDecodeError:
+                counts[_ENCODING] += 1
+        if lines[0] != lines[1]:
+            raise CorpusError(
+                f"{self} must have the same number of lines, got {lines[0]:,} and {lines[1]:,}; "
+                "line i of one file must be the translation of line i of the other"
+            )
+
+    def files(self) -> tuple[Path, ...]:
+        return self.source, self.target
+
+    def __str__(self) -> str:
+        return f"{self.source} and {self.target}"
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A file with one sentence pair per line, in columns separated by tabs.
+
+    Attributes:
+        file: the file; may be compressed (.gz, .xz).
+        number: number of columns.
+        source: index of the source column.
+        target: index of the target column.
+        name: index of the column with the name of a row's text, or one name for all rows.
+    """
+
+    file: Path
+    number: int
+    source: int
+    target: int
+    name: int | str
+
+    def rows(self, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
+        """Yields name, source and target of each line; counts invalid lines by reason."""
+        for line in _lines(self.file):
+            try:
+                columns = line.decode("utf-8").split("\t")
+            except UnicodeDecodeError:
+                counts[_ENCODING] += 1
+                continue
+            if len(columns) != self.number:
+                counts[COLUMNS] += 1
+                continue
+            name = self.name if isinstance(self.name, str) else columns[self.name]
+            yield name, columns[self.source], columns[self.target]
+
+    def files(self) -> tuple[Path, ...]:
+        return (self.file,)
+
+    def __str__(self) -> str:
+        return str(self.file)
+
+
+@dataclass(frozen=True)
+class ParallelText(Iterable[Pair]):
+    """Iterates over sentences and their translations; each iteration reads the files again.
+
+    White space around a sentence is removed. Lines without a valid pair, and filtered pairs, are
+    skipped and counted.
+
+    Attributes:
+        source: source language, such as "en".
+        target: target language, such as "fr".
+        places: the files, in order.
+        drop: shell patterns of names to skip. A table can have a column with the name of each row;
+            otherwise, the name of the file counts.
+        limit: maximum number of kept pairs; None is no limit.
+    """
+
+    source: str
+    target: str
+    places: tuple[AlignedFiles | TableFile, ...]
+    drop: tuple[str, ...] = ()
+    limit: int | None = None
+
+    def __iter__(self) -> Iterator[Pair]:
+        return self.read(Counter())
+
+    def read(self, counts: Counter[str]) -> Iterator[Pair]:
+        """Iterates over the pairs and counts the lines kept, and the lines skipped by reason.
+
+        Args:
+            counts: the counter of lines to add to; ``describe`` formats the counter.
+
+        Raises:
+            CorpusError: a file cannot be read, or aligned files differ in their number of lines.
+        """
+        return islice(self._kept(counts), self.limit)
+
+    def _kept(self, counts: Counter[str]) -> Iterator[Pair]:
+        for name, source, target in chain.from_iterable(p.rows(counts) for p in self.places):
+            source, target = source.strip(), target.strip()
+            if not (source and target):
+                counts[_EMPTY] += 1
+            elif any(fnmatchcase(name, pattern) for pattern in self.drop):
+                counts[_DROPPED] += 1
+            else:
+                counts[KEPT] += 1
+                yield source, target
+
+    def fingerprint(self) -> str:
+        """Returns a string that changes with the name, size or time of a file, or with a filter."""
+        files = [file_fingerprint(file) for place in self.places for file in place.files()]
+        tables = [replace(p, file=Path()) for p in self.places if isinstance(p, TableFile)]
+        rest = (self.source, self.target, self.drop, self.limit)
+        return "\n".join([*files, *map(repr, tables), repr(rest)])
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.places))
+
+
+@dataclass(frozen=True)
+class ParallelCorpus:
+    """Parallel text in three parts; each part can be iterated over repeatedly.
+
+    Attributes:
+        train: the training part.
+        dev: the development part.
+        test: the test part.
+    """
+
+    train: ParallelText
+    dev: ParallelText
+    test: ParallelText
+
+    @property
+    def all(self) -> ParallelText:
+        """The text of all parts, without filters."""
+        places = (*self.train.places, *self.dev.places, *self.test.places)
+        return ParallelText(self.train.source, self.train.target, places)
+
+
+def load_parallel(
+    place: str | Path | Sequence[str | Path],
+    *,
+    source: str,
+    target: str,
+    parts: Sequence[str] = PARTS,
+    columns: Sequence[str] | None = None,
+    dev: Sequence[str] | None = None,
+    test: Sequence[str] | None = None,
+    drop: Sequence[str] = (),
+    max_train_pairs: int | None = None,
+) -> ParallelCorpus:
+    """Opens a parallel corpus for translation from the language source into target.
+
+    Files are UTF-8, plain or compressed (.gz, .xz). Each iteration reads the files. A folder is
+    searched recursively. For the languages en and fr, a folder may contain:
+
+    - Two aligned files ``NAME.en`` and ``NAME.fr``, such as WMT's ``commoncrawl.fr-en.en`` and
+      ``newstest2014.fr``. The names may end in ``.txt``, but not in ``.sgm``. To get a news test as
+      lines, run ``sacrebleu -t wmt14/full -l en-fr --echo src``.
+    - A table ``NAME.en-fr.tsv`` with one pair per line. The table has two columns, in the order of
+      the languages in the file name. A third column in front may name the text of each row. The
+      most frequent number of columns in the first lines decides between two and three. Use
+      `columns` for other tables.
+
+    NAME is split at dots. The last word that is not a language pair decides the part of a text:
+
+    - dev: ``dev*``, ``val*``, newstest2012 and newstest2013.
+    - test: ``test*`` and newstest2014 (App. E).
+    - train: ``train*``, or all other texts if no text is named ``train*``. Other known dev and test
+      sets are never training text.
+
+    WMT's sets of 2000 to 2009, such as ``test2007``, are in no part unless `dev` or `test` names
+    these sets.
+
+    Args:
+        place: a folder, a table, or two aligned files (source, target). A table or two files have
+            only a training part and need ``parts=["train"]``; join parts with `ParallelCorpus`.
+        source: source language, as in the file names.
+        target: target language, as in the file names.
+        parts: the attributes of the corpus that must contain at least one pair.
+        columns: the columns of a table, in order: the two languages, "name", or any other word for
+            a column to ignore.
+        dev: shell patterns of the names of the dev part; None uses the patterns above.
+        test: shell patterns of the names of the test part; None uses the patterns above.
+        drop: shell patterns of names to skip in training, such as ``*-ptpt``. A table can have a
+            column with the name of each row; otherwise, NAME of the file counts.
+        max_train_pairs: limits the training part to its first pairs that pass the filters; None is
+            no limit.
+
+    Raises:
+        CorpusError: the corpus is missing, empty or unreadable. Iteration can also raise
+            CorpusError.
+        ValueError: another argument is out of range.
+    """
+    require_parts("load_parallel", parts)
+    require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
+    require_sizes("load_parallel", **given(max_train_pairs=max_train_pairs))
+    for language in (source, target):
+        if columns is not None and list(columns).count(language) != 1:
+            raise ValueError(
+                f"load_parallel: columns must name {language!r} once, got {list(columns)}"
+            )
+
+    found: dict[str, list[AlignedFiles | TableFile]]
+    if not isinstance(place, str | Path):
+        require(
+            len(place) == 2,
+            "load_parallel: place",
+            "be a folder, a table or two aligned files",
+            place,
+        )
+        found = {"train": [AlignedFiles(Path(place[0]), Path(place[1]), Path(place[0]).name)]}
+    elif Path(place).is_dir():
+        found = _in_folder(Path(place), source, target, columns, dev, test)
+    else:
+        found = {"train": [_single_table(Path(place), source, target, columns)]}
+    corpus = ParallelCorpus(
+        **{part: ParallelText(source, target, tuple(found.get(part, ()))) for part in PARTS}
+    )
+    train = replace(corpus.train, drop=tuple(drop), limit=max_train_pairs)
+    corpus = replace(corpus, train=train)
+    names = {"train": ["train*"], "dev": dev or _DEV, "test": test or _TEST}
+    for part in parts:
+        counts: Counter[str] = Counter()
+        text = getattr(corpus, part)
+        if next(text.read(counts), None) is not None:
+            continue
+        if text.places:
+            got = f"none in {text}: {describe(counts)}"
+        elif "dev" not in found:  # not a folder
+            got = "only a training part"
+        else:
+            got = (
+                f"no file; add X.{source}-{target}.tsv, or X.{source} and X.{target}, where X "
+                f"matches {' or '.join(names.get(part, ['*']))}"
+            )
+        which = place if part == "all" else f"the {part} part of {place}"
+        raise CorpusError(
+            f"{which} must hold at least one pair of {source} and {target}, got {got}"
+        )
+    return corpus
+
+
+def _single_table(file: Path, source: str, target: str, columns: Sequence[str] | None) -> TableFile:
+    if not file.is_file():
+        raise CorpusError(
+            f"there is no parallel corpus at {file}: give a folder with train.{source} and "
+            f"train.{target} or with train.{source}-{target}.tsv, or give the .tsv file"
+        )
+    languages = languages_of(file, source, target)
+    if languages is None and columns is None and (other := _any_languages_of(file)):
+        raise CorpusError(
+            f"{file} must be a table of {source} and {target}, got {other} in the file name"
+        )
+    return _table(file, languages or (source, target), source, target, columns, file.name)
+
+
+def describe(counts: Counter[str]) -> str:
+    """Formats the counts of `ParallelText.read` or `encode_pairs` as text."""
+    skipped = counts.total() - counts[KEPT]
+    words = f"{counts[KEPT]:,} of {counts.total():,} lines kept"
+    if not skipped:
+        return words
+    kinds = [f"{number:,} {kind}" for kind, number in counts.most_common() if kind != KEPT]
+    return f"{words}, {skipped:,} skipped ({', '.join(kinds)})"
+
+
+def _in_folder(
+    folder: Path,
+    source: str,
+    target: str,
+    columns: Sequence[str] | None,
+    dev: Sequence[str] | None,
+    test: Sequence[str] | None,
+) -> dict[str, list[AlignedFiles | TableFile]]:
+    """Finds the files of each part."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    sides = {
+        language: _by_name(files, rf"(.+)\.{re.escape(language)}(?:\.txt)?{_COMPRESSED}")
+        for language in (source, target)
+    }
+    places: dict[str, AlignedFiles | TableFile] = {
+        name: AlignedFiles(file, sides[target][name], name)
+        for name, file in sides[source].items()
+        if name in sides[target]
+    }
+    for languages in ((source, target), (target, source)):
+        between = re.escape("-".join(languages))
+        for name, file in _by_name(files, rf"(.+)\.{between}\.(?:tsv|txt){_COMPRESSED}").items():
+            if name in places:
+                raise CorpusError(
+                    f"{folder} must hold each text once, got {name} as {places[name]} and {file}; "
+                    "delete one of them"
+                )
+            places[name] = _table(file, languages, source, target, columns, name)
+
+    def last_word(name: str) -> str:
+        both = {f"{source}-{target}", f"{target}-{source}"}
+        words = [word for word in name.split(".") if word not in both]
+        return words[-1] if words else name
+
+    def named(name: str, patterns: Iterable[str]) -> bool:
+        return any(fnmatchcase(last_word(name), pattern) for pattern in patterns)
+
+    def of_part(patterns: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+        if patterns is None:
+            return [name for name in places if named(name, default) and not named(name, _OLD)]
+        return [name for name in places if named(name, patterns)]
+
+    names = {"dev": of_part(dev, _DEV), "test": of_part(test, _TEST)}
+    held_out = {*names["dev"], *names["test"]}
+    training = [name for name in places if name not in held_out and not named(name, _HELD_OUT)]
+    names["train"] = [name for name in training if named(name, ["train*"])] or training
+    for name in {*names["dev"]} & {*names["test"]}:
+        raise CorpusError(
+            f"{places[name]} must match the patterns of dev or of test, got both; "
+            "change the pattern of one of them"
+        )
+    return {part: [places[name] for name in names[part]] for part in PARTS}
+
+
+def _by_name(files: Iterable[Path], pattern: str) -> dict[str, Path]:
+    """Finds the files whose names match a pattern; the keys are the first group of the match."""
+    found: dict[str, Path] = {}
+    for file in files:
+        if match := re.fullmatch(pattern, file.name):
+            if (name := match[1]) in found:
+                raise CorpusError(
+                    f"a folder must hold each text once, got {found[name]} and {file}; give the "
+                    "folder of one of them"
+                )
+            found[name] = file
+    return found
+
+
+def languages_of(table: Path, source: str, target: str) -> tuple[str, str] | None:
+    """Returns the two languages in the order of a table's name; None if neither order."""
+    words = table.name.split(".")
+    orders = ((source, target), (target, source))
+    return next((languages for languages in orders if "-".join(languages) in words), None)
+
+
+def _any_languages_of(table: Path) -> str | None:
+    """Finds a word in a table's name that looks like two languages, such as "en-fr"."""
+    pattern = re.compile(r"[a-z]{2,3}-[a-z]{2,3}", re.IGNORECASE)
+    return next(filter(pattern.fullmatch, table.name.split(".")), None)
+
+
+def _table(
+    file: Path,
+    languages: tuple[str, str],
+    source: str,
+    target: str,
+    columns: Sequence[str] | None,
+    name: str,
+) -> TableFile:
+    """Creates the TableFile of a file; if columns is None, infers them from the first lines."""
+    if columns is None:
+        first = islice(filter(None, _lines(file)), _LINES_FOR_COLUMNS)
+        numbers = Counter(line.count(b"\t") + 1 for line in first)
+        number = max(numbers, key=numbers.__getitem__, default=0)
+        if number not in (2, 3):
+            raise CorpusError(
+                f"{file} must have two or three columns separated by tabs, got {number} in most of "
+                "the first lines; give the folder of aligned files; for other tables give the "
+                "argument columns of load_parallel"
+            )
+        columns = ("name", *languages)[-number:]
+    columns = list(columns)
+    return TableFile(
+        file,
+        len(columns),
+        columns.index(source),
+        columns.index(target),
+        columns.index("name") if "name" in columns else name,
+    )
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """Yields the lines of a file without line ends."""
+    number = 0
+    try:
+        with open_plain(file) as lines:
+            for line in plain_lines(lines):
+                number += 1
+                yield line
+    except READ_ERRORS as error:
+        raise CorpusError(
+            f"{file} cannot be read after line {number}: {reason_of(error)}"
+        ) from error

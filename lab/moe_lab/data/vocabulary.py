@@ -1,0 +1,210 @@
+"""The vocabulary of a language model, numbered by decreasing frequency."""
+
+import codecs
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+from moe_ext.checks import require_sizes
+from moe_lab.files import atomic_file, plain_lines
+
+# Spellings of the two special entries in vocabulary files, ours first. One vocabulary file of the
+# 1-billion-word benchmark has <S> and </S>; another marks both ends of a sentence with <S>.
+_UNK_SPELLINGS = ("<unk>", "<UNK>")
+_EOS_SPELLINGS = ("</s>", "</S>", "<S>")
+
+
+class Vocabulary:
+    """Maps words to ids; id 0 is the most frequent entry of the training text.
+
+    ``<unk>`` stands for every word outside the vocabulary. ``</s>`` is the end of a sentence and
+    the input before its first word. Both entries are predicted and counted in the perplexity like
+    words. Both entries are ordered by frequency like words, as `LogUniformSampler` needs. Padding
+    has no entry and no probability, because padding is masked.
+
+    Args:
+        words: the entries in the order of their ids.
+
+    Attributes:
+        words: the entries in the order of their ids.
+        unk_id: the id of ``<unk>``.
+        eos_id: the id of ``</s>``.
+
+    Raises:
+        ValueError: the words are not distinct, lack ``<unk>`` or ``</s>``, or contain white space.
+    """
+
+    UNK = "<unk>"
+    EOS = "</s>"
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = tuple(words)
+        self._id_of = {word: index for index, word in enumerate(self.words)}
+        if len(self._id_of) < len(self.words):
+            repeated = next(w for i, w in enumerate(self.words) if self._id_of[w] != i)
+            raise ValueError(f"Vocabulary: words must be distinct, got {repeated!r} twice")
+        for special in (self.UNK, self.EOS):
+            if special not in self._id_of:
+                raise ValueError(f"Vocabulary: words must include {special}, got none")
+        for word in self.words:
+            if word.split() != [word]:
+                raise ValueError(f"Vocabulary: words must not contain white space, got {word!r}")
+        self.unk_id = self._id_of[self.UNK]
+        self.eos_id = self._id_of[self.EOS]
+
+    @classmethod
+    def build(cls, sentences: Iterable[Sequence[str]], max_size: int, min_count: int = 1) -> Self:
+        """Builds a vocabulary of the most frequent words; ties are ordered by spelling.
+
+        ``</s>`` counts once per sentence, ``<unk>`` once per occurrence of an excluded word.
+
+        Args:
+            sentences: the training text; read once.
+            max_size: maximum number of entries, with ``<unk>`` and ``</s>``.
+            min_count: minimum number of occurrences of a word.
+
+        Raises:
+            ValueError: there is no word, a sentence contains ``</s>``, or an argument is out of
+                range.
+        """
+        return cls.of_counts(cls.count(sentences), max_size, min_count)
+
+    @classmethod
+    def count(cls, sentences: Iterable[Sequence[str]]) -> Counter[str]:
+        """Counts each word, and ``</s>`` once per sentence; counts of parts of a text can be added.
+
+        Raises:
+            ValueError: a sentence contains ``</s>``.
+        """
+        counts: Counter[str] = Counter()
+        num_sentences = 0
+        for words in sentences:
+            num_sentences += 1
+            counts.update(words)
+        if cls.EOS in counts:
+            raise ValueError(
+                f"Vocabulary.count: sentences must not contain {cls.EOS}, which marks the end of a "
+                f"sentence; remove {cls.EOS} from the text"
+            )
+        counts[cls.EOS] = num_sentences
+        return counts
+
+    @classmethod
+    def of_counts(cls, counts: Counter[str], max_size: int, min_count: int = 1) -> Self:
+        """Builds a vocabulary from the counts that `count` returns; see `build`.
+
+        Raises:
+            ValueError: there is no word, or an argument is out of range.
+        """
+        require_sizes("Vocabulary.of_counts", 3, max_size=max_size)  # <unk>, </s> and a word
+        require_sizes("Vocabulary.of_counts", min_count=min_count)
+        words = counts.copy()
+        num_sentences, num_unknown = words.pop(cls.EOS, 0), words.pop(cls.UNK, 0)
+        if not words:
+            raise ValueError(
+                f"Vocabulary.of_counts: counts must have at least one word, "
+                f"got {num_sentences} sentences and no word"
+            )
+
+        def by_frequency(entry: tuple[str, int]) -> tuple[int, str]:
+            return -entry[1], entry[0]
+
+        ranked = sorted(words.items(), key=by_frequency)
+        kept = [(word, count) for word, count in ranked[: max_size - 2] if count >= min_count]
+        num_unknown += words.total() - sum(count for _, count in kept)
+        kept += [(cls.UNK, num_unknown), (cls.EOS, num_sentences)]
+        return cls(word for word, _ in sorted(kept, key=by_frequency))
+
+    def encode(self, words: Iterable[str]) -> list[int]:
+        """Returns the id of each word, or `unk_id` for a word outside the vocabulary."""
+        id_of, unk_id = self._id_of.get, self.unk_id
+        return [id_of(word, unk_id) for word in words]
+
+    def decode(self, ids: Iterable[int]) -> list[str]:
+        """Returns the word of each id.
+
+        Raises:
+            IndexError: an id is outside [0, number of words).
+        """
+        size = len(self.words)
+        words = []
+        for index in ids:
+            if not 0 <= index < size:
+                raise IndexError(f"Vocabulary.decode: id must be in [0, {size}), got {index}")
+            words.append(self.words[index])
+        return words
+
+    def save(self, path: str | Path) -> None:
+        """Writes the words to a UTF-8 file, one word per line, in the order of the ids."""
+        with atomic_file(Path(path)) as file:
+            if self.words[0].startswith("\ufeff"):
+                file.write(codecs.BOM_UTF8)  # `load` removes one byte order mark
+            file.writelines(f"{word}\n".encode() for word in self.words)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a file of one word per line; the first line is id 0.
+
+        Vocabulary files of the 1-billion-word benchmark are also accepted. A count after the word
+        is ignored. ``<UNK>`` becomes ``<unk>``, and ``</S>`` becomes ``</s>``. Without ``</S>``,
+        ``<S>`` becomes ``</s>``; otherwise ``<S>`` stays an entry that never occurs, so that ids
+        and size (793,471) do not change.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            ValueError: a line is not one word, or a special entry is missing.
+        """
+        path = Path(path)
+        if not path.is_file():
+            kind = "is not a file" if path.exists() else "does not exist"
+            raise FileNotFoundError(
+                f"Vocabulary.load: path must be a vocabulary file, got {path}, which {kind}"
+            )
+        words: dict[str, int] = {}
+        blank = 0  # the first of the blank lines before the current line
+        with path.open("rb") as file:
+            for number, line in enumerate(plain_lines(file), start=1):
+                place = f"Vocabulary.load: {path}, line {blank or number}"
+                try:
+                    fields = line.decode("utf-8").split()
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{place} must be UTF-8, got {line!r:.100}") from error
+                if not line:  # blank lines may only follow the last word
+                    blank = blank or number
+                    continue
+                if blank or len(fields) not in (1, 2) or not all(map(str.isdecimal, fields[1:])):
+                    text = "" if blank else line.decode("utf-8")
+                    raise ValueError(
+                        f"{place} must hold one word (a count may follow), got {text!r:.100}"
+                    )
+                word = fields[0]
+                if word in words:
+                    raise ValueError(
+                        f"{place} must hold a word that no earlier line holds, "
+                        f"got {word!r:.100} as in line {words[word]}"
+                    )
+                words[word] = number
+        renamed = {}
+        for spellings in (_UNK_SPELLINGS, _EOS_SPELLINGS):
+            found = next((spelling for spelling in spellings if spelling in words), None)
+            if found is None:
+                raise ValueError(
+                    f"Vocabulary.load: {path} must have a line {spellings[0]}, got none"
+                )
+            renamed[found] = spellings[0]
+        return cls(renamed.get(word, word) for word in words)
+
+    def fingerprint(self) -> str:
+        """Returns the SHA-256 (hex) of the words in order; equal vocabularies have equal hashes."""
+        return hashlib.sha256("\n".join(self.words).encode("utf-8")).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __contains__(self, word: object) -> bool:
+        return word in self._id_of
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({len(self)} words, {self.fingerprint()[:12]})"

@@ -1,0 +1,145 @@
+"""Atomic writes, file locks, and bounded reads of text, compressed text and JSON."""
+
+import codecs
+import errno
+import gzip
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from moe_ext.distributed.files import (
+    atomic_file,
+    read_file,
+    require_regular,
+    sync_folder,
+    write_text,
+)
+from moe_lab.packages import require_package
+
+__all__ = [
+    "MAX_JSON",
+    "READ_ERRORS",
+    "Locked",
+    "atomic_file",
+    "file_fingerprint",
+    "file_lock",
+    "open_plain",
+    "plain_lines",
+    "read_file",
+    "read_json",
+    "read_lines",
+    "reason_of",
+    "require_regular",
+    "sync_folder",
+    "write_json",
+    "write_text",
+]
+
+# Exceptions from reading a file that is missing, truncated or not of the format in its name.
+READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
+
+MAX_LINE = 4 * 2**20  # bytes of a line; bounds the memory for a file without line ends
+MAX_JSON = 2**28  # bytes
+MAX_PADDING = 2**20  # zero bytes at the end of a compressed file
+
+
+def open_plain(file: Path) -> IO[bytes]:
+    """Opens a file for reading as bytes; decompresses .gz and .xz files.
+
+    Raises:
+        OSError: the file cannot be opened, or a compressed file ends in `MAX_PADDING` zeros.
+    """
+    if file.suffix not in (".gz", ".xz"):
+        return file.open("rb")
+    with file.open("rb") as packed:  # Python's decompressors read padding byte by byte
+        packed.seek(max(0, os.fstat(packed.fileno()).st_size - MAX_PADDING))
+        end = packed.read(MAX_PADDING)
+    if len(end) == MAX_PADDING and not end.strip(b"\0"):
+        raise OSError(errno.EINVAL, f"it ends in {MAX_PADDING:,} zero bytes or more", str(file))
+    return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else lzma.open(file)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns why a file cannot be read, from one of `READ_ERRORS`."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def read_lines(file: IO[bytes], limit: int = MAX_LINE) -> Iterator[bytes]:
+    """Yields the lines of an open file, with their line ends.
+
+    Raises:
+        OSError: a line has more than `limit` bytes.
+    """
+    while line := file.readline(limit + 1):
+        if len(line) > limit:
+            rule = f"a line must have at most {limit:,} bytes, got more"
+            raise OSError(errno.EFBIG, rule, getattr(file, "name", None))
+        yield line
+
+
+def plain_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yields each line without its line end; removes a byte order mark from the first line.
+
+    Raises:
+        OSError: a line is longer than `MAX_LINE`.
+    """
+    for number, line in enumerate(read_lines(file)):
+        yield (line if number else line.removeprefix(codecs.BOM_UTF8)).rstrip(b"\r\n")
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file of at most `MAX_JSON` bytes.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is too large, or not JSON.
+    """
+    content = read_file(path, MAX_JSON)
+    try:
+        return json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be JSON, got a syntax error: {error}") from None
+
+
+def file_fingerprint(file: Path) -> str:
+    """Returns the file's name, size and modification time as text."""
+    status = file.stat()
+    return f"{file.name} {status.st_size} {status.st_mtime_ns}"
+
+
+class Locked(Exception):
+    """Raised by ``file_lock`` if another process holds the lock."""
+
+
+@contextmanager
+def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
+    """Holds an exclusive lock on a file, so that only one process runs the body.
+
+    Args:
+        path: the lock file.
+        wait: whether to block until the lock is free.
+
+    Raises:
+        Locked: another process holds the lock and wait is False.
+        ImportError: filelock is not installed.
+    """
+    filelock = require_package("file_lock", "filelock", "train")
+    lock = filelock.FileLock(path, timeout=-1 if wait else 0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise Locked(f"{path} is locked by another process") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes data to a JSON file atomically."""
+    write_text(path, json.dumps(data, indent=1) + "\n")

@@ -1,0 +1,216 @@
+"""The paper's language models (App. C.1): embedding, LSTM, MoE, LSTM, softmax."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from moe_ext import MoEAux, MoELSTM
+from moe_ext.checks import require, require_at_least, require_one_of
+from moe_ext.ops import accumulation_dtype
+from moe_lab.data import Batch
+from moe_lab.models.lstm import LSTM
+from moe_lab.models.parts import (
+    ONLY_OF_FLAT,
+    FeedForwardConfig,
+    MoEConfig,
+    WordModel,
+    ffn_layer,
+    gate_layer,
+    moe_layer,
+    require_lstm_units,
+    require_values,
+    sigmoid_of,
+    word_embedding,
+    word_softmax,
+)
+
+_LAYER_KINDS = ("lstm", "moe", "moe_lstm", "ffn")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass
+class LanguageModelConfig:
+    """Options of a language model: a stack of layers between embedding and softmax.
+
+    Attributes:
+        d_model: D, width of the embedding and of every layer's output.
+        layers: kinds of the layers, "lstm", "moe", "moe_lstm" or "ffn", in order. The paper's MoE
+            models are ["lstm", "moe", "lstm"]. MoE-1-Wide and MoE-1-Deep replace "moe" by "ffn"
+            with hidden_sizes [4096] and [1024] * 4; 4xLSTM-512 has four "lstm". The weight matrix
+            of a "moe_lstm" is a mixture of experts (Sec. 3.1).
+        dropout: dropout probability of the embedding and of the output of each layer.
+        residual: whether to add each layer's input to its output.
+        lstm_units: width of the LSTM cells, at least d_model; the cell outputs are projected to
+            d_model. 0 gives cells of d_model units without projection.
+        num_sampled: number of sampled classes of the softmax in training (App. C.1: 8,192). Word
+            ids must be ordered by decreasing frequency. 0 uses the full softmax.
+        memory_slots: number of states that a "moe_lstm" saves for backward; 0 saves all states.
+        dtype: dtype of the weights of embedding, softmax and experts: "float32" or "bfloat16". Use
+            "bfloat16" only for a model that exceeds the memory in float32. An optimizer update
+            smaller than 2^-9 of a bfloat16 weight is lost to rounding. The experts of a "moe_lstm"
+            are always float32.
+        moe: options of the "moe" and "moe_lstm" layers. A "moe_lstm" ignores hidden_sizes,
+            activation and recompute, because its experts are matrices.
+        ffn: options of the "ffn" layers.
+    """
+
+    d_model: int = 512
+    layers: list[str] = field(default_factory=lambda: ["lstm", "moe", "lstm"])
+    dropout: float = 0.1
+    residual: bool = True
+    lstm_units: int = 0
+    num_sampled: int = 0
+    memory_slots: int = 0
+    dtype: str = "float32"
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
+
+    def __post_init__(self) -> None:
+        require_at_least(1, d_model=self.d_model)
+        require_at_least(0, num_sampled=self.num_sampled, memory_slots=self.memory_slots)
+        require(
+            len(self.layers) > 0 and set(self.layers) <= set(_LAYER_KINDS),
+            "layers",
+            f"be a non-empty list of {', '.join(_LAYER_KINDS)}",
+            self.layers,
+        )
+        require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
+        require_lstm_units(self.lstm_units, self.d_model)
+        require_one_of("dtype", DTYPES, self.dtype)
+        if "moe_lstm" in self.layers:
+            rule = "if layers contain moe_lstm"
+            kinds = ("noisy_topk", "topk")
+            gate = self.moe.gate
+            require(gate in kinds, "moe.gate", f"be {' or '.join(kinds)} {rule}", gate)
+            off: dict[str, object] = {"bias_update_rate": 0, **ONLY_OF_FLAT, "shared_sizes": []}
+            require_values(self.moe, off, rule, of="moe.")
+
+
+class LanguageModel(WordModel):
+    """Predicts each next word of a sentence (App. C.1).
+
+    With ``residual=True``, the equations are::
+
+        h = dropout(embedding)
+        h <- h + dropout(f(h))          for every layer
+
+    f is an LSTM, or the sigmoid of a MoE or dense layer. A softmax follows the last layer. A MoE
+    sees all positions of all sentences as one batch, without padding (Sec. 3.1).
+
+    Embedding and softmax are separate weights [V, D]. The embedding is initialised with normal
+    values of standard deviation D^-1/2. The softmax is initialised uniformly with variance 1 / D;
+    its bias is zero.
+
+    Two models with the same seed and different "moe" or "ffn" layers start with the same embedding,
+    softmax and LSTMs.
+
+    Args:
+        config: options of the layers.
+        vocab_size: V, number of classes of the softmax.
+        process_group: the ranks that share the experts of "moe" and "moe_lstm" layers; see `MoE`
+            and `MoELSTM`.
+        noise_generator: generator of the gates' noise; None is torch's default generator. With a
+            separate generator, MoE and dense models of one seed get the same dropout masks.
+        class_generator: CPU generator that samples classes for the softmax in training; None is
+            torch's default generator.
+
+    Raises:
+        ValueError: config.num_sampled is greater than vocab_size.
+    """
+
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        vocab_size: int,
+        *,
+        process_group: ProcessGroup | None = None,
+        noise_generator: torch.Generator | None = None,
+        class_generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        d_model = config.d_model
+        # None lets torch's default dtype apply to all weights.
+        dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
+        self.embedding = word_embedding(vocab_size, d_model, dtype)
+        self.softmax = word_softmax(
+            d_model, vocab_size, config.num_sampled, generator=class_generator, dtype=dtype
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+        # LSTMs are initialised first: models that differ in the other layers start with the same
+        # LSTMs.
+        lstms = iter([LSTM(d_model, config.lstm_units) for kind in config.layers if kind == "lstm"])
+        self.layers = nn.ModuleList()
+        for kind in config.layers:
+            if kind == "lstm":
+                self.layers.append(next(lstms))
+            elif kind == "moe":
+                self.layers.append(
+                    moe_layer(
+                        config.moe,
+                        d_model,
+                        noise_generator=noise_generator,
+                        dtype=dtype,
+                        process_group=process_group,
+                    )
+                )
+            elif kind == "moe_lstm":
+                self.layers.append(
+                    MoELSTM(
+                        d_model,
+                        d_model,
+                        config.moe.num_experts,
+                        config.moe.experts_per_token,
+                        gate=gate_layer(config.moe, 2 * d_model, noise_generator),
+                        w_importance=config.moe.w_importance,
+                        w_load=config.moe.w_load,
+                        memory_slots=config.memory_slots or None,
+                        process_group=process_group,
+                    )
+                )
+            else:
+                self.layers.append(ffn_layer(config.ffn, d_model, dtype=dtype))
+
+    def forward(
+        self, inputs: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, tuple[MoEAux, ...]]:
+        """Computes the input of the softmax from word ids.
+
+        Args:
+            inputs: [B, S] int64, word ids.
+            mask: [B, S] bool, True at real tokens; None means that all tokens are real.
+
+        Returns:
+            The input of the softmax [B, S, D], undefined where mask is False, and the `MoEAux` of
+            each MoE layer.
+        """
+        h = self.dropout(self._embed(inputs))
+        reports: list[MoEAux] = []
+        for layer in self.layers:
+            if isinstance(layer, LSTM):
+                y = layer(h, mask)
+            elif isinstance(layer, MoELSTM):
+                y, _, aux = layer(h, mask=mask)
+                reports.append(aux)
+            else:
+                y, some = sigmoid_of(layer, h, mask)
+                reports += some
+            y = self.dropout(y)
+            h = h + y if self.config.residual else y
+        return h, tuple(reports)
+
+    def _embed(self, inputs: Tensor) -> Tensor:
+        """Looks up the embeddings of word ids; the result of bfloat16 weights is float32."""
+        if self.config.dtype == "float32":
+            return self.embedding(inputs)
+        # The second lookup accumulates the gradients of repeated words in float32.
+        words, place = inputs.unique(return_inverse=True)
+        table = self.embedding(words)
+        return F.embedding(place, table.to(accumulation_dtype(table)))
+
+    def of_batch(self, batch: Batch) -> tuple[Tensor, tuple[MoEAux, ...]]:
+        return self(batch.inputs, batch.mask)

@@ -1,0 +1,396 @@
+"""Parts shared by the paper's models: embedding, MoE and dense layers, softmax, loss."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext import (
+    BalancedGate,
+    Drop,
+    ExpertChoiceGate,
+    FeedForwardExperts,
+    Gate,
+    HierarchicalBalancedGate,
+    HierarchicalNoisyTopKGate,
+    MoE,
+    MoEAux,
+    NoisyTopKGate,
+    ReLUGate,
+    RouterLoss,
+    SharedExpert,
+    SwitchLoss,
+    TopKGate,
+    ZLoss,
+)
+from moe_ext.checks import require, require_at_least, require_one_of
+from moe_ext.experts import uniform_
+from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, Activation, Score
+from moe_lab.models.sampled_softmax import SampledSoftmax
+
+_GATE_KINDS = ("noisy_topk", "topk", "balanced", "expert_choice", "relu")
+_FLAT_KINDS = ("topk", "expert_choice", "relu")  # without groups
+
+# Options that only some mixtures support, and the values with which they have no effect.
+ONLY_OF_FLAT = {
+    "num_identity_experts": 0,
+    "num_null_experts": 0,
+    "capacity_factor": 0,
+    "w_switch": 0,
+    "w_switch_per_sequence": 0,
+    "w_z": 0,
+}
+_ONLY_OF_TOPK = {"score": "softmax", "renormalize": True, "scale": 1.0, "bias_update_rate": 0.0}
+
+
+def _require_activation(name: str) -> None:
+    known = [each for each in ACTIVATIONS if each not in CLAMPED_ACTIVATIONS]
+    require_one_of("activation", known, name)
+
+
+def _require_positive(**sizes: list[int]) -> None:
+    for name, values in sizes.items():
+        require(min(values, default=1) >= 1, name, "be positive", values)
+
+
+def require_values(
+    config: object, values: Mapping[str, object], when: str = "", of: str = ""
+) -> None:
+    """Requires that options have their only supported values.
+
+    Args:
+        config: the configuration, such as a `MoEConfig`.
+        values: the value of each option by name.
+        when: the end of the rule, such as "with num_groups = 4".
+        of: the start of the options' names in the error, such as "moe.".
+    """
+    for name, value in values.items():
+        given = getattr(config, name)
+        require(given == value, f"{of}{name}", f"be {value} {when}".rstrip(), given)
+
+
+def require_lstm_units(lstm_units: int, d_model: int) -> None:
+    require(
+        lstm_units == 0 or lstm_units >= d_model,
+        "lstm_units",
+        f"be 0 or at least d_model = {d_model}",
+        lstm_units,
+    )
+
+
+@dataclass
+class MoEConfig:
+    """Options of a mixture-of-experts layer.
+
+    An option without a description is the argument of `moe_ext.MoE` with the same name.
+
+    Attributes:
+        gate: "noisy_topk" (Sec. 2.1), "topk", "balanced" (App. F), "expert_choice" or "relu". Only
+            the load of "noisy_topk" has a gradient; the other gates need w_load = 0.
+            "expert_choice" is not causal: a language model sees later words, also in evaluation.
+        num_experts: number of experts, summed over all groups.
+        num_identity_experts, num_null_experts, capacity_factor, drop: see `moe_ext.MoE`; only for a
+            flat mixture. The gate also selects among the identity and null experts.
+            capacity_factor = 0 drops nothing. Otherwise, experts have a capacity in evaluation too,
+            and the perplexity depends on the batches. drop = "score" is not causal.
+        num_groups: number of groups of a hierarchical mixture (App. B); 0 gives a flat mixture.
+        k: number of experts for each token. In a hierarchical mixture, each token goes to k groups
+            and to k experts in each of these groups.
+        score, renormalize, scale: see `moe_ext.TopKGate`; only for "topk".
+        bias_update_rate: see `moe_ext.TopKGate`; only for "topk". 0: no selection bias.
+        w_switch, w_switch_per_sequence: weights of `moe_ext.SwitchLoss` over the whole batch and
+            over each sentence; only for a flat mixture.
+        w_z: weight of `moe_ext.ZLoss`; only for a flat mixture.
+        shared_sizes: widths of the hidden layers of a `moe_ext.SharedExpert`; []: no shared expert.
+    """
+
+    gate: str = "noisy_topk"
+    num_experts: int = 32
+    num_groups: int = 0
+    k: int = 4
+    hidden_sizes: list[int] = field(default_factory=lambda: [1024])
+    activation: str = "relu"
+    w_importance: float = 0.1
+    w_load: float = 0.1
+    noise_epsilon: float = 1e-2
+    recompute: bool = False
+    score: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    bias_update_rate: float = 0.0
+    w_switch: float = 0.0
+    w_switch_per_sequence: float = 0.0
+    w_z: float = 0.0
+    shared_sizes: list[int] = field(default_factory=list)
+    num_identity_experts: int = 0
+    num_null_experts: int = 0
+    capacity_factor: float = 0.0
+    drop: str = "position"
+
+    def __post_init__(self) -> None:
+        require_one_of("gate", _GATE_KINDS, self.gate)
+        require_at_least(1, num_experts=self.num_experts)
+        require(
+            self.num_groups >= 0 and (self.gate not in _FLAT_KINDS or self.num_groups == 0),
+            "num_groups",
+            f"be at least 0, and 0 with the gates {', '.join(_FLAT_KINDS)}",
+            self.num_groups,
+        )
+        require(
+            self.num_groups == 0 or self.num_experts % self.num_groups == 0,
+            "num_groups",
+            f"divide num_experts = {self.num_experts}",
+            self.num_groups,
+        )
+        require_at_least(0, num_identity_experts=self.num_identity_experts)
+        require_at_least(0, num_null_experts=self.num_null_experts)
+        require_at_least(0, capacity_factor=self.capacity_factor)
+        require_one_of("drop", get_args(Drop), self.drop)
+        if self.capacity_factor == 0:
+            require_values(self, {"drop": "position"}, "with capacity_factor = 0")
+        choices, rule = self.num_choices, "the number of experts"
+        if self.num_groups:
+            require_values(self, ONLY_OF_FLAT, f"with num_groups = {self.num_groups}")
+            choices = min(self.num_groups, self.num_experts // self.num_groups)
+            rule = "min(num_groups, experts per group)"
+        require(1 <= self.k <= choices, "k", f"be in [1, {rule} = {choices}]", self.k)
+        _require_positive(hidden_sizes=self.hidden_sizes, shared_sizes=self.shared_sizes)
+        _require_activation(self.activation)
+        require_at_least(0, w_importance=self.w_importance, w_load=self.w_load)
+        require_at_least(0, noise_epsilon=self.noise_epsilon)
+        require_at_least(0, w_switch=self.w_switch, w_z=self.w_z)
+        require_at_least(0, w_switch_per_sequence=self.w_switch_per_sequence)
+        require_at_least(0, bias_update_rate=self.bias_update_rate)
+        require_one_of("score", get_args(Score), self.score)
+        require(self.scale > 0, "scale", "be above 0", self.scale)
+        if self.gate != "topk":
+            require_values(self, _ONLY_OF_TOPK, f'with gate = "{self.gate}"')
+        require(
+            self.w_load == 0 or self.gate == "noisy_topk",
+            "w_load",
+            f'be 0 with gate = "{self.gate}", whose load has no gradient',
+            self.w_load,
+        )
+
+    @property
+    def num_choices(self) -> int:
+        """Number of experts among which the gate selects."""
+        return self.num_experts + self.num_identity_experts + self.num_null_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        """Number of experts for each token; the average number if it differs between tokens."""
+        return self.k**2 if self.num_groups else self.k
+
+    def losses(self) -> tuple[RouterLoss, ...]:
+        """Creates the losses whose weights are not 0."""
+        each = (
+            SwitchLoss(self.w_switch),
+            SwitchLoss(self.w_switch_per_sequence, per_sequence=True),
+            ZLoss(self.w_z),
+        )
+        return tuple(loss for loss in each if loss.weight)
+
+
+@dataclass
+class FeedForwardConfig:
+    """Options of the dense layer that replaces a MoE layer: a single expert without a gate.
+
+    Attributes:
+        hidden_sizes: see `moe_ext.FeedForwardExperts`.
+        activation: see `moe_ext.FeedForwardExperts`.
+    """
+
+    hidden_sizes: list[int] = field(default_factory=lambda: [4096])
+    activation: str = "relu"
+
+    def __post_init__(self) -> None:
+        _require_positive(hidden_sizes=self.hidden_sizes)
+        _require_activation(self.activation)
+
+
+def word_embedding(vocab_size: int, d_model: int, dtype: torch.dtype | None = None) -> nn.Embedding:
+    """Creates an embedding with normal weights of standard deviation d_model^-1/2."""
+    embedding = nn.Embedding(vocab_size, d_model, dtype=dtype)
+    nn.init.normal_(embedding.weight, std=d_model**-0.5)
+    return embedding
+
+
+def word_softmax(
+    d_model: int, vocab_size: int, num_sampled: int = 0, **options: Any
+) -> SampledSoftmax:
+    """Creates a `SampledSoftmax` with uniform weights of variance 1 / d_model and zero bias."""
+    softmax = SampledSoftmax(d_model, vocab_size, num_sampled, **options)
+    uniform_(softmax.weight, d_model)
+    nn.init.zeros_(softmax.bias)
+    return softmax
+
+
+def gate_layer(config: MoEConfig, d_model: int, noise_generator: torch.Generator | None) -> Gate:
+    """Creates the gate of a MoE layer of width d_model; noise_generator samples the noise."""
+    options: dict[str, Any] = {"k": config.k}
+    if config.num_groups:
+        options["num_groups"] = config.num_groups
+        options["experts_per_group"] = config.num_experts // config.num_groups
+    else:
+        options["num_experts"] = config.num_choices
+    if config.gate == "noisy_topk":
+        options.update(noise_epsilon=config.noise_epsilon, generator=noise_generator)
+        return (HierarchicalNoisyTopKGate if config.num_groups else NoisyTopKGate)(
+            d_model, **options
+        )
+    if config.gate == "topk":
+        return TopKGate(
+            d_model,
+            **options,
+            score=cast(Score, config.score),
+            renormalize=config.renormalize,
+            scale=config.scale,
+            bias_update_rate=config.bias_update_rate or None,
+        )
+    if config.gate in ("expert_choice", "relu"):
+        kind = ExpertChoiceGate if config.gate == "expert_choice" else ReLUGate
+        return kind(d_model, **options)
+    return (HierarchicalBalancedGate if config.num_groups else BalancedGate)(d_model, **options)
+
+
+def moe_layer(
+    config: MoEConfig,
+    d_model: int,
+    *,
+    noise_generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    process_group: ProcessGroup | None = None,
+) -> MoE:
+    """Creates a MoE layer.
+
+    Args:
+        config: options of the layer.
+        d_model: width of the layer's input.
+        noise_generator: generator of the gate's noise.
+        dtype: dtype of the experts.
+        process_group: see `MoE`.
+    """
+    activation = cast(Activation, config.activation)
+    shared_expert = None
+    if config.shared_sizes:
+        shared_expert = SharedExpert(
+            d_model, config.shared_sizes, activation=activation, dtype=dtype
+        )
+    return MoE(
+        d_model,
+        config.num_experts,
+        config.experts_per_token,
+        gate=gate_layer(config, d_model, noise_generator),
+        hidden_sizes=tuple(config.hidden_sizes),
+        activation=activation,
+        shared_expert=shared_expert,
+        num_identity_experts=config.num_identity_experts,
+        num_null_experts=config.num_null_experts,
+        capacity_factor=config.capacity_factor or None,
+        drop=cast(Drop, config.drop),
+        w_importance=config.w_importance,
+        w_load=config.w_load,
+        losses=config.losses(),
+        recompute=config.recompute,
+        expert_dtype=dtype,
+        process_group=process_group,
+    )
+
+
+def ffn_layer(
+    config: FeedForwardConfig, d_model: int, *, dtype: torch.dtype | None = None
+) -> FeedForwardExperts:
+    """Creates the dense layer that replaces a MoE layer."""
+    return FeedForwardExperts(
+        1,
+        d_model,
+        tuple(config.hidden_sizes),
+        activation=cast(Activation, config.activation),
+        dtype=dtype,
+    )
+
+
+def sigmoid_of(
+    layer: nn.Module, h: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, tuple[MoEAux, ...]]:
+    """Computes sigmoid(layer(h)) in the dtype of h (App. C.1).
+
+    Args:
+        layer: a MoE layer or a dense layer.
+        h: input of the layer, [..., D].
+        mask: [...] bool, True at real tokens; None means that all tokens are real.
+
+    Returns:
+        The sigmoid [..., D], and a tuple with the `MoEAux` of a MoE; empty for a dense layer.
+    """
+    if isinstance(layer, MoE):
+        y, aux = layer(h, mask)
+        return torch.sigmoid(y), (aux,)
+    assert isinstance(layer, FeedForwardExperts)
+    rows = h.flatten(0, -2).to(layer.weights[0].dtype)
+    return torch.sigmoid(layer(rows, None).view_as(h).to(h.dtype)), ()
+
+
+class LossParts(NamedTuple):
+    """The parts of the loss of one batch.
+
+    The training objective is nll_sum / num_tokens + aux_loss. The perplexity is
+    exp(nll_sum / num_tokens).
+
+    Attributes:
+        nll_sum: scalar, nats summed over the tokens of the batch, ends of sentences included. In
+            training, a sampled softmax underestimates nll_sum.
+        num_tokens: number of tokens in nll_sum.
+        aux_loss: scalar, sum of the weighted balancing losses of all MoE layers.
+        aux: the `MoEAux` of each MoE layer, in order.
+    """
+
+    nll_sum: Tensor
+    num_tokens: int
+    aux_loss: Tensor
+    aux: tuple[MoEAux, ...]
+
+
+class WordModel(nn.Module):
+    """Base class of models whose softmax predicts each word of a batch."""
+
+    softmax: SampledSoftmax
+
+    def of_batch(self, batch: Any) -> tuple[Tensor, tuple[MoEAux, ...]]:
+        """Computes the vectors before the softmax layer, and the `MoEAux` of each MoE layer."""
+        raise NotImplementedError(f"{type(self).__name__} must implement of_batch(batch)")
+
+    def loss(self, batch: Any) -> LossParts:
+        """Computes the parts of the training objective; the softmax skips padding."""
+        h, aux = self.of_batch(batch)
+        targets = batch.targets[batch.mask]
+        nll_sum = self.softmax.loss(h[batch.mask], targets)
+        aux_loss = sum((report.loss for report in aux), start=nll_sum.new_zeros(()))
+        return LossParts(nll_sum, len(targets), aux_loss, aux)
+
+    @torch.no_grad()
+    def token_nll(self, batch: Any) -> Tensor:
+        """Computes -ln p of the target of each real token, without gradient.
+
+        Returns:
+            [T], nats, in the order of the rows of the batch.
+        """
+        h, _ = self.of_batch(batch)
+        return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts the model into evaluation mode; restores the mode of each module at the end."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

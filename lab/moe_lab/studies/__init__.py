@@ -1,0 +1,19 @@
+"""The paper's experiments: one module for each study, with `main(arguments)`.
+
+``moe-lab study NAME`` runs a study. Import the modules one by one: most of them need matplotlib.
+
+- `balanced`: strictly balanced gates in training (App. F).
+- `capacity`: more experts at equal operations (Figs. 2 and 3, Table 7).
+- `efficiency`: the training speed of sparse and of dense models (Sec. 5.1).
+- `facts`: how many bits of facts a layer stores with its parameters (Sec. 1).
+- `kneser_ney`: the n-gram baseline (App. C.1).
+- `losses`: values of w_importance and w_load (Table 6).
+- `multilingual`: one model for several language pairs (Table 5).
+- `paper_tables`: the size and the cost of every model (Tables 7 and 8).
+- `restarts`: training runs whose ranks are killed at random moments.
+- `routers`: the paper's router and later ones.
+- `specialisation`: the words and contexts that experts specialise in (Table 9).
+- `translation`: mixtures of experts in a translation model (Fig. 4).
+"""
+
+__all__: list[str] = []

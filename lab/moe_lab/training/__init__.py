@@ -1,0 +1,19 @@
+"""Training of the models: configuration, loop, metrics, checkpoints.
+
+An example::
+
+    from moe_lab.training.checkpoint import load_run
+    from moe_lab.training.config import read_config
+    from moe_lab.training.loop import Trainer
+    from moe_lab.training.metrics import evaluate
+    from moe_lab.training.text import load_part
+
+    config = read_config("small/moe-32", ["steps=500"])
+    trainer = Trainer(config)
+    trainer.run()
+    trained = load_run(config.output)
+    test = evaluate(trained.model, load_part(config.data, trained.vocabulary, "test"))
+    print(test.perplexity)
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,125 @@
+"""Files in the output folder of a training run.
+
+The output folder contains::
+
+    config.toml  vocabulary.txt  metrics.jsonl  checkpoints/  tensorboard/
+
+A model of wordpieces has wordpieces.model instead of vocabulary.txt.
+
+The files are written atomically: a crash leaves the old or the new file. The configuration is
+written first, so a folder with config.toml contains a run to resume. `Checkpoints` describes the
+folder ``checkpoints``.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
+from moe_lab.data import AnyVocabulary, Vocabulary, Wordpieces
+from moe_lab.errors import ConfigError
+from moe_lab.models import AnyModel
+from moe_lab.training.config import AnyConfig, DataConfig, ParallelDataConfig, config_from_file
+from moe_lab.training.model import make_model
+
+# What the state of a checkpoint holds; see `Trainer`.
+_KEYS = ("tokens", "epoch", "batch", "config", "vocabulary", "text", "schedules")
+
+
+def checkpoints_of(
+    run: Path, process_group: ProcessGroup | None = None, keep: int = 1
+) -> Checkpoints:
+    """Opens the checkpoints in a run's folder; saving keeps the newest ``keep``."""
+    return Checkpoints(run / "checkpoints", process_group, keep=keep)
+
+
+def load_states(checkpoints: Checkpoints, run: Path, fallback: bool = False) -> Loaded:
+    """Loads the training state of a run's newest checkpoint, without a model.
+
+    Args:
+        checkpoints: the checkpoints of the run.
+        run: the folder of the run.
+        fallback: see `Checkpoints.load`.
+
+    Raises:
+        ConfigError: there is no checkpoint, or the checkpoint cannot be read.
+    """
+    if not checkpoints.steps():
+        raise ConfigError(
+            f"there is no checkpoint in {run}; train first, or give the folder of a run"
+        )
+    try:
+        loaded = checkpoints.load(fallback=fallback)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{error}; delete the checkpoint's folder to use the previous one"
+        ) from error
+    state = loaded.state
+    known = isinstance(state, dict) and {*_KEYS} <= state.keys()
+    if not known or not all(isinstance(state[key], str) for key in ("vocabulary", "text")):
+        raise ConfigError(
+            f"the checkpoint of step {loaded.step} in {run} must hold {', '.join(_KEYS)}, "
+            "got the state of another program"
+        )
+    return loaded
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model in evaluation mode, with its vocabulary, configuration and step."""
+
+    model: AnyModel
+    vocabulary: AnyVocabulary
+    config: AnyConfig
+    step: int
+
+
+def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
+    """Loads the model of a run from its newest checkpoint.
+
+    Args:
+        run: the folder of the run.
+        device: device of the model.
+
+    Raises:
+        ConfigError: the folder has no checkpoint, or its vocabulary does not match the checkpoint.
+    """
+    run = Path(run)
+    checkpoints = checkpoints_of(run)
+    step, state, _ = load_states(checkpoints, run)
+    config = config_from_file(state["config"], run / "checkpoints")
+    path = run / vocabulary_file(config.data)
+    kind = Vocabulary if config.data.kind == "words" else Wordpieces
+    try:
+        vocabulary: AnyVocabulary = kind.load(path)
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{error}; restore {path.name} in the run's folder") from error
+    check_vocabulary(vocabulary, state, path)
+    model = make_model(config.model, len(vocabulary))
+    checkpoints.load(model, step=step)
+    return TrainedModel(model.to(device).eval(), vocabulary, config, step)
+
+
+def vocabulary_file(data: DataConfig | ParallelDataConfig) -> str:
+    """Returns the name of the file that holds the vocabulary of a text."""
+    return "vocabulary.txt" if data.kind == "words" else "wordpieces.model"
+
+
+def check_vocabulary(vocabulary: AnyVocabulary, state: dict[str, Any], source: object) -> None:
+    """Checks that a vocabulary is the vocabulary of a checkpoint.
+
+    Raises:
+        ConfigError: the vocabularies differ. The message names `source`, the origin of the
+            vocabulary.
+    """
+    if vocabulary.fingerprint() != state["vocabulary"]:
+        raise ConfigError(
+            f"the vocabulary of {source} must be the vocabulary of the run (SHA-256 "
+            f"{state['vocabulary'][:12]}), got {len(vocabulary)} entries with SHA-256 "
+            f"{vocabulary.fingerprint()[:12]}; give the original text and data options, "
+            "or start a new run in another folder"
+        )

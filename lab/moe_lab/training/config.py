@@ -1,0 +1,539 @@
+"""Configuration of a training run: nested dataclasses, read from TOML, overridden by dotted keys.
+
+An example::
+
+    config = read_config("small/moe-32", ["steps=500", "model.moe.k=2"])
+
+The result is a `TranslationConfig` if the file has ``task = "translation"``, otherwise a `Config`
+of a language model.
+"""
+
+import copy
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
+
+from moe_ext.checks import require, require_at_least, require_one_of
+from moe_lab.cli import SEED_LIMIT, THREAD_LIMIT
+from moe_lab.data.wordpieces import PIECE_KINDS
+from moe_lab.errors import ConfigError
+from moe_lab.files import read_file
+from moe_lab.models import LanguageModelConfig, TranslationModelConfig
+
+_CONFIGS = Path(__file__).parents[1] / "configs"
+_MAX_BYTES = 2**20  # of a configuration file
+_LONGEST_TIMEOUT = 1e9  # seconds
+
+
+@dataclass
+class DataConfig:
+    """Options of the text of a language model.
+
+    Attributes:
+        corpus: "builtin", "sources" or a path; see `load_corpus`.
+        kind: what the model reads and predicts: "words", or wordpieces of the kind "bpe" or
+            "unigram"; see `Wordpieces.train`. A sampled softmax needs ids in the order of
+            frequency: with model.num_sampled, use "words" or "unigram".
+        vocabulary: a file with one word per line, or for wordpieces a sentencepiece model. "" makes
+            the vocabulary from the training part.
+        vocab_size: number of entries of a made vocabulary, with ``<unk>`` and ``</s>``. Words may
+            be fewer.
+        min_count: minimum number of occurrences of a word in a made vocabulary; 1 for wordpieces.
+        encoded: folder of memory-mapped files for the ids, reused by later runs. Use a folder for a
+            corpus larger than the memory. "" keeps the ids in memory.
+        num_workers: number of worker processes for each rank. Workers count the words of a made
+            vocabulary, make the batches of training and, with `encoded`, encode the text. 0 does
+            this in the rank's own process.
+        tokens_per_batch: approximate number of predictions per batch.
+        max_length: maximum number of predictions in a row of a training batch; 0 is no limit.
+        max_train_sentences: maximum number of training sentences, from the beginning; 0 is no
+            limit.
+    """
+
+    corpus: str = "builtin"
+    kind: str = "words"
+    vocabulary: str = ""
+    vocab_size: int = 10_000
+    min_count: int = 1
+    encoded: str = ""
+    num_workers: int = 0
+    tokens_per_batch: int = 2_560
+    max_length: int = 0
+    max_train_sentences: int = 0
+
+    def __post_init__(self) -> None:
+        require_one_of("kind", ("words", *PIECE_KINDS), self.kind)
+        require_at_least(3, vocab_size=self.vocab_size)
+        require_at_least(1, min_count=self.min_count, tokens_per_batch=self.tokens_per_batch)
+        no_minimum = self.kind == "words" or self.min_count == 1
+        require(no_minimum, "min_count", f'be 1 with kind = "{self.kind}"', self.min_count)
+        require_at_least(0, num_workers=self.num_workers, max_length=self.max_length)
+        require_at_least(0, max_train_sentences=self.max_train_sentences)
+
+
+@dataclass
+class ParallelDataConfig:
+    """Options of the parallel text of a translation model.
+
+    Attributes:
+        corpus: a folder of parallel text or a table; see `load_parallel`.
+        pairs: language pairs; "en-fr" translates from English into French. With several pairs, each
+            source begins with the token ``<2xx>`` of its target language.
+        wordpieces: a sentencepiece model file. "" trains wordpieces on the training part.
+        vocab_size: number of trained wordpieces; see `Wordpieces.train`.
+        kind: "bpe" or "unigram", the kind of trained wordpieces; see `Wordpieces.train`.
+        drop: shell patterns of text names to skip in the training part; see `load_parallel`.
+        max_train_pairs: maximum number of training pairs of each language pair, from the beginning;
+            0 is no limit.
+        max_ratio: maximum ratio of the wordpieces of the longer side to the wordpieces of the
+            shorter side of a training pair; 0 is no limit.
+        oversample: whether to train on equally many sentence pairs of each language pair; see
+            `PairBatches`.
+        encoded: folder of memory-mapped files for wordpieces and ids, reused by later runs. ""
+            keeps wordpieces and ids in memory.
+        num_workers: number of worker processes for each rank. Workers encode the text and make the
+            batches of training. 0 does this in the rank's own process.
+        tokens_per_batch: approximate number of source tokens plus predictions per batch.
+        max_length: maximum number of source tokens and of predictions of a training pair; longer
+            pairs are skipped. 0 is no limit, but one very long pair can exhaust the memory.
+    """
+
+    corpus: str = ""
+    pairs: list[str] = field(default_factory=lambda: ["en-fr"])
+    wordpieces: str = ""
+    vocab_size: int = 16_000
+    kind: str = "bpe"
+    drop: list[str] = field(default_factory=list)
+    max_train_pairs: int = 0
+    max_ratio: float = 0.0
+    oversample: bool = False
+    encoded: str = ""
+    num_workers: int = 0
+    tokens_per_batch: int = 5_120
+    max_length: int = 100
+
+    def __post_init__(self) -> None:
+        require(len(self.pairs) >= 1, "pairs", "contain at least one language pair", self.pairs)
+        for pair, (source, target) in zip(self.pairs, self.language_pairs, strict=True):
+            require(
+                bool(source and target) and source != target,
+                "pairs",
+                'be pairs of two languages such as "en-fr"',
+                pair,
+            )
+        require(len(set(self.pairs)) == len(self.pairs), "pairs", "be distinct", self.pairs)
+        require_at_least(3, vocab_size=self.vocab_size)
+        require_one_of("kind", PIECE_KINDS, self.kind)
+        require_at_least(0, max_train_pairs=self.max_train_pairs)
+        require_at_least(0, num_workers=self.num_workers, max_length=self.max_length)
+        require(
+            self.max_ratio == 0 or self.max_ratio >= 1,
+            "max_ratio",
+            "be 0 or at least 1",
+            self.max_ratio,
+        )
+        require_at_least(1, tokens_per_batch=self.tokens_per_batch)
+
+    @property
+    def language_pairs(self) -> list[tuple[str, str]]:
+        """The source and the target language of each pair."""
+        return [(source, target) for source, _, target in (p.partition("-") for p in self.pairs)]
+
+    @property
+    def languages_with_token(self) -> list[str]:
+        """The languages with a token ``<2xx>``: the targets of several pairs; [] for one pair."""
+        several = len(self.pairs) > 1
+        return sorted({target for _, target in self.language_pairs}) if several else []
+
+
+@dataclass
+class OptimizerConfig:
+    """Options of Adam with the learning-rate schedules of App. C.1 and E.
+
+    Attributes:
+        learning_rate: peak of the learning rate.
+        warmup_steps: number of steps to the peak of the learning rate.
+        hold_steps: number of steps at the peak of the learning rate.
+        beta1: decay rate of the first moment of Adam.
+        beta2: decay rate of the second moment of Adam.
+        eps: term that Adam adds to the denominator.
+        experts: optimizer of the expert weights, "adam" or "factored_adam" (App. D).
+            "factored_adam" has no beta1.
+        embedding: optimizer of the weights of embedding and softmax, "adam" or "factored_adam".
+        expert_learning_rate: peak learning rate of the expert weights; 0 uses `learning_rate`.
+        threshold_learning_rate: peak learning rate of the thresholds of strictly balanced gates; 0
+            uses `learning_rate`.
+        clip_norm: maximum norm of the gradient of all parameters; 0 does not clip.
+        accumulate: number of batches per optimizer step. The loss is the mean over all tokens of
+            these batches, plus the token-weighted mean of the balancing losses of the batches.
+    """
+
+    learning_rate: float = 1e-3
+    warmup_steps: int = 1_000
+    hold_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-9
+    experts: str = "adam"
+    embedding: str = "adam"
+    expert_learning_rate: float = 0.0
+    threshold_learning_rate: float = 0.0
+    clip_norm: float = 0.0
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
+        require_at_least(1, warmup_steps=self.warmup_steps, accumulate=self.accumulate)
+        require_at_least(0, hold_steps=self.hold_steps, clip_norm=self.clip_norm)
+        require_at_least(0, expert_learning_rate=self.expert_learning_rate)
+        require_at_least(0, threshold_learning_rate=self.threshold_learning_rate)
+        require(0 <= self.beta1 < 1, "beta1", "be in [0, 1)", self.beta1)
+        require(0 <= self.beta2 < 1, "beta2", "be in [0, 1)", self.beta2)
+        require(self.eps > 0, "eps", "be positive", self.eps)
+        for name in ("experts", "embedding"):
+            require_one_of(name, ("adam", "factored_adam"), getattr(self, name))
+
+
+@dataclass
+class LogConfig:
+    """Options of logs, evaluations and checkpoints.
+
+    Attributes:
+        log_every: number of steps between log lines.
+        eval_every: number of steps between evaluations on the dev part; 0 evaluates only at the
+            end.
+        eval_sentences: number of dev sentences, for each language pair; 0 uses all.
+        save_every: number of steps between checkpoints; 0 saves only at the end.
+        keep_checkpoints: number of newest checkpoints to keep.
+        tensorboard: whether to write TensorBoard event files.
+        progress: whether to show a progress bar. If stderr is not a terminal, a line is printed
+            every log_every steps.
+    """
+
+    log_every: int = 50
+    eval_every: int = 500
+    eval_sentences: int = 0
+    save_every: int = 500
+    keep_checkpoints: int = 2
+    tensorboard: bool = True
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        require_at_least(1, log_every=self.log_every, keep_checkpoints=self.keep_checkpoints)
+        require_at_least(0, eval_every=self.eval_every, eval_sentences=self.eval_sentences)
+        require_at_least(0, save_every=self.save_every)
+
+
+@dataclass
+class RunConfig:
+    """Options common to the training runs of language models and translation models.
+
+    Attributes:
+        output: folder of the run. "" uses runs/NAME, where NAME is the name of the configuration
+            file.
+        resume: whether to continue the run in the folder `output`.
+        seed: seed of the weights, data order, dropout and noise.
+        steps: total number of optimizer steps.
+        device: "cpu", "cuda" or "cuda:N".
+        num_threads: number of torch's threads. 0: on a CPU, a single rank compares one thread with
+            torch's default in its first steps and keeps the faster number. Otherwise torch's
+            default.
+        timeout: seconds that a rank waits for other ranks before the rank ends with an error.
+        autocast: "" for float32, or "bfloat16".
+        optimizer: options of the optimizer.
+        log: options of the log.
+    """
+
+    output: str = ""
+    resume: bool = False
+    seed: int = 1
+    steps: int = 2_000
+    device: str = "cpu"
+    num_threads: int = 0
+    timeout: float = 600.0
+    autocast: str = ""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < SEED_LIMIT, "seed", f"be in [0, {SEED_LIMIT})", self.seed)
+        require_at_least(1, steps=self.steps)
+        threads, rule = self.num_threads, f"be in [0, {THREAD_LIMIT})"
+        require(0 <= threads < THREAD_LIMIT, "num_threads", rule, threads)
+        known, rule = 0 < self.timeout <= _LONGEST_TIMEOUT, f"be in (0, {_LONGEST_TIMEOUT:g}]"
+        require(known, "timeout", rule, self.timeout)
+        require(self.autocast in ("", "bfloat16"), "autocast", 'be "" or "bfloat16"', self.autocast)
+
+
+@dataclass
+class Config(RunConfig):
+    """Options of a training run of a language model."""
+
+    task: str = "language_model"
+    data: DataConfig = field(default_factory=DataConfig)
+    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.dtype != "float32":  # FactoredAdam keeps its state in float32
+            for name in ("experts", "embedding"):
+                value = getattr(self.optimizer, name)
+                rule = f'be factored_adam if model.dtype is "{self.model.dtype}"'
+                require(value == "factored_adam", f"optimizer.{name}", rule, value)
+        num_sampled, kind = self.model.num_sampled, self.data.kind
+        rule = 'be 0 if data.kind is "bpe", whose ids are not in order of frequency'
+        require(not num_sampled or kind != "bpe", "model.num_sampled", rule, num_sampled)
+
+
+@dataclass
+class TranslationConfig(RunConfig):
+    """Options of a training run of a translation model."""
+
+    task: str = "translation"
+    data: ParallelDataConfig = field(default_factory=ParallelDataConfig)
+    model: TranslationModelConfig = field(default_factory=TranslationModelConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        attend, rule = self.model.attend_language, "be true if data.pairs has one language pair"
+        require(attend or len(self.data.pairs) > 1, "model.attend_language", rule, attend)
+
+
+AnyConfig = Config | TranslationConfig
+C = TypeVar("C", bound=AnyConfig)
+_KINDS: dict[str, type[AnyConfig]] = {"language_model": Config, "translation": TranslationConfig}
+
+
+@overload
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig: ...
+@overload
+def read_config(path: str | Path, overrides: Sequence[str], kind: type[C]) -> C: ...
+def read_config(
+    path: str | Path, overrides: Sequence[str] = (), kind: type[Any] | None = None
+) -> AnyConfig:
+    """Reads a configuration from a TOML file.
+
+    Args:
+        path: the TOML file, or the name of a configuration of the package, such as "small/moe-32".
+        overrides: ``key=value`` texts with dotted keys and TOML values. A value that is not TOML is
+            a string, so ``data.corpus=builtin`` needs no quotes.
+        kind: the required class, `Config` or `TranslationConfig`; None accepts both.
+
+    Raises:
+        ConfigError: an option is unknown or invalid; the message names key, rule and value.
+    """
+    path = _find(path)
+    table = _read_table(path)
+    of_file = copy.deepcopy(table)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"an override must be key=value, got {override!r}")
+        _set(table, key.strip(), _parse(text.strip()), override)
+    try:
+        config = config_from_dict(table)
+    except ConfigError:
+        config_from_file(of_file, path)  # names the file, unless an override is wrong
+        raise
+    if kind is not None and not isinstance(config, kind):
+        raise ConfigError(
+            f'task must be "{kind.task}" for this command, got "{config.task}" in {path}'
+        )
+    config.output = config.output or f"runs/{path.stem}"
+    return config
+
+
+def _find(path: str | Path) -> Path:
+    """Returns the file at a path, else the configuration of the package with this name."""
+    of_package = _CONFIGS / f"{path}.toml"
+    for file in (Path(path), of_package):
+        if file.is_file():
+            return file
+    raise ConfigError(
+        f"there is no configuration file {path}; give a file, or a name such as small/moe-32"
+    )
+
+
+def config_from_dict(table: dict[str, Any]) -> AnyConfig:
+    """Creates a configuration from nested dicts, as in TOML; missing keys get their defaults.
+
+    Raises:
+        ConfigError: an option is unknown or invalid; the message names key, rule and value.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"a configuration must be a table of options, got {_shown(table)}")
+    task = table.get("task", Config.task)
+    if not isinstance(task, str) or task not in _KINDS:
+        raise ConfigError(f"task must be one of {', '.join(_KINDS)}, got {task!r}")
+    kind = _KINDS[task]
+    return _build(kind, table, "", kind)
+
+
+def config_from_file(table: Any, path: Path) -> AnyConfig:
+    """Creates a configuration from the contents of a file, which errors name.
+
+    Raises:
+        ConfigError: an option is unknown or invalid; the message names file, key, rule and value.
+    """
+    try:
+        return config_from_dict(table)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        content = read_file(path, _MAX_BYTES)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} must be TOML, got a syntax error: {error}") from None
+
+
+# Options that do not change the results of a run; the options of [log] do not change them either.
+_NOT_COMPARED = {
+    *("output", "resume", "device", "num_threads", "timeout"),
+    *("data.encoded", "data.num_workers"),
+}
+
+
+def options_of_results(config: AnyConfig) -> dict[str, Any]:
+    """Returns the options that change the results of a run, by dotted key."""
+    return {
+        key: value
+        for key, value in _flatten(asdict(config)).items()
+        if key not in _NOT_COMPARED and not key.startswith("log.")
+    }
+
+
+def config_differences(a: AnyConfig, b: AnyConfig) -> list[str]:
+    """Returns the dotted keys in which a and b differ and which change the results of a run."""
+    if a.task != b.task:
+        return ["task"]
+    of_b = options_of_results(b)
+    return [key for key, value in options_of_results(a).items() if value != of_b[key]]
+
+
+def config_value(config: AnyConfig, key: str) -> Any:
+    """Returns the value of the option with a dotted key, such as "model.moe.k"."""
+    return _flatten(asdict(config))[key]
+
+
+def to_toml(config: AnyConfig) -> str:
+    """Formats the configuration as TOML with every key."""
+    lines: list[str] = []
+
+    def write(table: dict[str, Any], path: str) -> None:
+        if path:
+            lines.append(f"\n[{path}]")
+        for key, value in table.items():
+            if not isinstance(value, dict):
+                # JSON and TOML write these numbers, strings, booleans and lists alike, but TOML
+                # does not allow the character DEL.
+                written = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+                lines.append(f"{key} = {written}")
+        for key, value in table.items():
+            if isinstance(value, dict):
+                write(value, f"{path}.{key}" if path else key)
+
+    write(asdict(config), "")
+    return "\n".join(lines) + "\n"
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(table: dict[str, Any], dotted: str, value: Any, override: str) -> None:
+    *path, last = dotted.split(".")
+    for key in path:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {override!r}: {key} must be a table, got a value")
+    table[last] = value
+
+
+def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{path}{key}.")
+        else:
+            flat[f"{path}{key}"] = value
+    return flat
+
+
+def _build(cls: Any, table: Any, path: str, root: type[AnyConfig]) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(f"option {path[:-1]} must be a table of options, got {_shown(table)}")
+    hints = get_type_hints(cls)
+    values = {}
+    for key, value in table.items():
+        if key not in hints:
+            raise ConfigError(_unknown_key(f"{path}{key}", root))
+        hint = hints[key]
+        if is_dataclass(hint):
+            values[key] = _build(hint, value, f"{path}{key}.", root)
+        else:
+            values[key] = _check_type(hint, value, f"{path}{key}")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"option {path}{error}") from None
+
+
+def _check_type(hint: Any, value: Any, key: str) -> Any:
+    """Returns the value if its type is `hint`. An int is a valid float; a bool is not an int."""
+    if get_origin(hint) is list:
+        (item,) = get_args(hint)
+        if isinstance(value, list):
+            return [_check_type(item, element, key) for element in value]
+        items = value.split(",") if isinstance(value, str) else [value]
+        example = f", such as {json.dumps(items)}" if type(items[0]) is item else ""
+        raise ConfigError(
+            f"option {key} must be a list of {item.__name__}{example}, got {_shown(value)}"
+        )
+    if hint is float and type(value) is int:
+        value = float(value) if abs(value) < 2**1023 else math.inf
+    if type(value) is not hint:
+        names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+        raise ConfigError(f"option {key} must be {names[hint]}, got {_shown(value)}")
+    if hint is int and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"option {key} must fit into 64 bits, got {_shown(value)}")
+    if hint is float and not math.isfinite(value):
+        raise ConfigError(f"option {key} must be finite, got {value}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Formats a value for an error message; a whole number can have too many digits for Python."""
+    return hex(value) if type(value) is int and abs(value) >= 2**63 else repr(value)
+
+
+def _unknown_key(key: str, root: type[AnyConfig]) -> str:
+    """Makes the error message for an unknown key, with the closest known key."""
+    known = list(_flatten(asdict(root())))
+    top_level = [f.name for f in fields(root)]
+    tables = [f.name for f in fields(root) if is_dataclass(f.default_factory)]
+    last = key.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(key, known + tables, n=1, cutoff=0.6)
+    near = near or [name for name in known if name.rsplit(".", 1)[-1] == last]
+    near = near or [
+        name
+        for name in known
+        if difflib.get_close_matches(last, [name.rsplit(".", 1)[-1]], cutoff=0.75)
+    ]
+    hint = f"did you mean {near[0]}?" if near else f"top-level keys are {', '.join(top_level)}"
+    return f"unknown option {key}; {hint}"

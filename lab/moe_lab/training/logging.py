@@ -1,0 +1,195 @@
+"""Logs of a run: progress bar, metrics.jsonl and TensorBoard."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ext.checks import is_whole
+from moe_lab.errors import ConfigError
+from moe_lab.files import MAX_JSON, atomic_file, read_lines, require_regular
+from moe_lab.packages import require_package
+from moe_lab.training.config import LogConfig
+
+
+def summary_writer() -> Any:
+    """Imports TensorBoard's SummaryWriter class.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+    try:
+        require_package("log.tensorboard", "tensorboard", "train")
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(f"{error}; install tensorboard or set log.tensorboard=false") from error
+    return SummaryWriter
+
+
+class RunLog:
+    """Writes and shows records such as {"kind": "train", "step": 100, "nll": ...}.
+
+    On a terminal, the progress bar shows training records, and lines above the bar show dev
+    records. If stderr is not a terminal, each record is a line.
+
+    Args:
+        run: the run's folder.
+        config: options of the log.
+        start_step: step of the checkpoint that the run resumes from, or 0. Later records in the log
+            are removed, because the run repeats these steps.
+        steps: total number of steps of the run.
+        title: beginning of each line.
+    """
+
+    def __init__(
+        self, run: Path, config: LogConfig, *, start_step: int, steps: int, title: str
+    ) -> None:
+        self._writer = None
+        if config.tensorboard:
+            self._writer = summary_writer()(run / "tensorboard", purge_step=start_step + 1)
+        path = run / "metrics.jsonl"
+        kept = [record for record in read_metrics(run) if record["step"] <= start_step]
+        with atomic_file(path) as file:
+            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+        self._file = path.open("a", encoding="utf-8")
+        self._bar = require_package("RunLog", "tqdm", "train").tqdm(
+            total=steps,
+            initial=start_step,
+            desc=title,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None if config.progress else True,  # None: no bar without a terminal
+        )
+        self._title, self._steps = title, steps
+        self._lines = config.progress and self._bar.disable
+
+    def step_done(self) -> None:
+        self._bar.update()
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Writes one record to metrics.jsonl and TensorBoard, and shows its main values.
+
+        Args:
+            kind: "train" or "dev".
+            step: number of completed steps.
+            values: numbers, or lists with an entry for each MoE layer.
+        """
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for key, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._writer.add_scalar(f"{kind}/{key}", value, step)
+                    continue
+                for layer, item in enumerate(value):
+                    tag = f"{kind}/{key}/layer{layer}"
+                    if isinstance(item, list):
+                        self._writer.add_histogram(tag, torch.tensor(item), step)
+                    else:
+                        self._writer.add_scalar(tag, item, step)
+        shown = {
+            "nll": "nll", "aux_loss": "aux", "words_per_second": "words/s", "perplexity": "ppl",
+        }  # fmt: skip
+        text = [
+            f"{shown[key]} {value:,.0f}" if value >= 1000 else f"{shown[key]} {value:.4g}"
+            for key, value in values.items()
+            if key in shown
+        ]
+        if kind == "train" and not self._lines:
+            self._bar.set_postfix_str(", ".join(text))
+        else:
+            self.say(f"step {step}/{self._steps}, {kind} {', '.join(text)}")
+
+    def say(self, text: str) -> None:
+        """Shows one line, above the progress bar on a terminal."""
+        line = f"{self._title}: {text}"
+        if self._lines:
+            print(line, file=sys.stderr, flush=True)
+        elif not self._bar.disable:
+            self._bar.write(line, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+class LineBars:
+    """Shows the log lines of child processes; on a terminal, shows one progress bar for each run.
+
+    Other lines, which RunLog has not written, are printed unchanged.
+    """
+
+    _LINE = re.compile(r"(.+): step (\d+)/(\d+), (train|dev) (.*)")  # as RunLog writes it
+
+    def __init__(self) -> None:
+        self._tqdm = require_package("LineBars", "tqdm", "train").tqdm
+        self._bars: dict[str, Any] = {}
+
+    def __enter__(self) -> "LineBars":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for bar in self._bars.values():
+            bar.close()
+
+    def show(self, line: str) -> None:
+        found = self._LINE.fullmatch(line)
+        if found is None or not sys.stderr.isatty():
+            self._tqdm.write(line, file=sys.stderr)
+            return
+        title, step, steps, kind, values = found.groups()
+        if title not in self._bars:
+            self._bars[title] = self._tqdm(
+                total=int(steps), initial=int(step), desc=title, unit="step", dynamic_ncols=True
+            )
+        bar = self._bars[title]
+        bar.update(int(step) - bar.n)
+        if kind == "train":
+            bar.set_postfix_str(values)
+        else:
+            bar.write(line, file=sys.stderr)
+
+
+def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Reads the records of a run's metrics.jsonl in order; [] if the file does not exist.
+
+    A last line that a crash has truncated is left out.
+
+    Args:
+        run: the run's folder.
+        kind: "train" or "dev"; None returns both.
+
+    Raises:
+        ConfigError: the file cannot be read, or another line is not a record.
+    """
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    try:
+        require_regular(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    records = []
+    with path.open("rb") as file:
+        for number, line in enumerate(read_lines(file, MAX_JSON), start=1):
+            record = _record(line)
+            if record is None and line.endswith(b"\n"):
+                raise ConfigError(f"{path}, line {number} must be a record, got {line!r:.100}")
+            if record is not None and kind in (None, record["kind"]):
+                records.append(record)
+    return records
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Parses a line of metrics.jsonl; None if it is not a record."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(record, dict) and record.get("kind") in ("train", "dev")
+    return record if known and is_whole(record.get("step")) else None

@@ -1,0 +1,123 @@
+"""Perplexity, and means of the balance metrics."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ext.distributed import Ranks
+from moe_lab.data import AnyText, EncodedPairs, EncodedSentences, Wordpieces, batches_of
+from moe_lab.models import AnyModel, evaluating
+from moe_lab.progress import progress
+
+
+def perplexity(nll: float) -> float:
+    """Computes the perplexity exp(nll) from the nats per token; infinity on overflow."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
+
+
+_COUNTED_AT_A_TIME = 2**22  # ids
+
+
+def bytes_of(sentences: EncodedSentences, wordpieces: Wordpieces) -> int:
+    """Counts the UTF-8 bytes of a text of wordpieces, with one byte for the end of each sentence.
+
+    nll * num_tokens / bytes is the nats per byte. It compares models of different vocabularies.
+    """
+    return _sum_of(wordpieces.num_bytes, sentences)
+
+
+def words_of(sentences: EncodedSentences, wordpieces: Wordpieces) -> int:
+    """Counts the words of a text of wordpieces, with one for the end of each sentence.
+
+    exp(nll * num_tokens / words) is a perplexity per word, as that of a model of words.
+    """
+    return _sum_of(wordpieces.begins_word, sentences) + len(sentences)
+
+
+def _sum_of(sizes: Sequence[int], sentences: EncodedSentences) -> int:
+    """Adds the sizes of all wordpieces of a text."""
+    size_of = torch.tensor(sizes, dtype=torch.int64)
+    blocks = sentences.stream.split(_COUNTED_AT_A_TIME)
+    return sum(int(size_of[block.long()].sum()) for block in blocks)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The negative log-likelihood of a text under a model.
+
+    Attributes:
+        sentence_nll: [N] float64, nats of each sentence or target sentence, in corpus order.
+        num_tokens: number of predictions, ends of sentences included.
+    """
+
+    sentence_nll: Tensor
+    num_tokens: int
+
+    @property
+    def nll(self) -> float:
+        """The negative log-likelihood in nats per token."""
+        return float(self.sentence_nll.sum()) / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the nats per token, without balancing losses."""
+        return perplexity(self.nll)
+
+
+def evaluate(
+    model: AnyModel,
+    text: AnyText,
+    *,
+    tokens_per_batch: int = 2_560,
+    title: str | None = "evaluating",
+    ranks: Ranks | None = None,
+) -> Evaluation:
+    """Computes the negative log-likelihood of a text, with the full softmax, without gate noise.
+
+    Dropout is off. The negative log-likelihood of each sentence is summed in float64 over its
+    predictions. So tokens_per_batch changes the result by rounding only, unless the experts have a
+    capacity or choose their tokens.
+
+    Args:
+        model: a model on any device. Its training mode is restored.
+        text: sentences, or sentence pairs for a translation model, as ids of the model's
+            vocabulary.
+        tokens_per_batch: approximate number of predictions in a batch; for pairs, of source tokens
+            plus predictions.
+        title: title of the progress bar; None shows no bar.
+        ranks: the ranks that share the rows of every batch; None is a single rank.
+    """
+    ranks = ranks or Ranks()
+    device = model.embedding.weight.device
+    batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=False)
+    sentence_nll = torch.zeros(len(text), dtype=torch.float64, device=device)
+    epoch: Iterable[Any] = progress(batches.epoch(0), title, "batches", batches.num_batches)
+    with evaluating(model), torch.inference_mode():
+        for batch in epoch:
+            batch = batch.part(ranks.rank, ranks.size).to(device)
+            sentence = batch.sentence_index[:, None].expand_as(batch.mask)[batch.mask]
+            sentence_nll.index_add_(0, sentence, model.token_nll(batch).double())
+    (sentence_nll,) = ranks.sum(sentence_nll)
+    return Evaluation(sentence_nll.cpu(), batches.num_tokens)
+
+
+def by_language_pair(sentence_nll: Tensor, pairs: EncodedPairs) -> dict[str, Evaluation]:
+    """Returns the evaluation of each language pair; sentence_nll comes from `evaluate`."""
+    return {
+        name: Evaluation(sentence_nll[rows], int(pairs.lengths[rows].sum()))
+        for index, name in enumerate(pairs.names)
+        for rows in [pairs.pair == index]
+    }
+
+
+def mean_of(rows: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Computes the mean of each key over dicts with the same keys; {} if rows is empty."""
+    rows = list(rows)
+    return {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else {})}

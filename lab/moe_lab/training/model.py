@@ -1,0 +1,52 @@
+"""Construction of a model from a configuration."""
+
+import re
+
+import torch
+from torch.distributed import ProcessGroup
+
+from moe_lab.errors import ConfigError
+from moe_lab.models import (
+    AnyModel,
+    LanguageModel,
+    LanguageModelConfig,
+    TranslationModel,
+    TranslationModelConfig,
+)
+
+
+def make_model(
+    config: LanguageModelConfig | TranslationModelConfig,
+    vocab_size: int,
+    *,
+    process_group: ProcessGroup | None = None,
+    noise_generator: torch.Generator | None = None,
+    class_generator: torch.Generator | None = None,
+) -> AnyModel:
+    """Creates a language model or a translation model with initialised weights.
+
+    `LanguageModel` and `TranslationModel` describe the arguments. Only a language model uses
+    `class_generator`.
+
+    Raises:
+        ConfigError: an option does not fit the vocabulary, the world size or the memory.
+    """
+    try:
+        if isinstance(config, TranslationModelConfig):
+            return TranslationModel(
+                config, vocab_size, process_group=process_group, noise_generator=noise_generator
+            )
+        return LanguageModel(
+            config,
+            vocab_size,
+            process_group=process_group,
+            noise_generator=noise_generator,
+            class_generator=class_generator,
+        )
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if not re.search("allocate|out of memory|overflow", reason):
+            raise
+        raise ConfigError(f"model: its sizes must fit into the memory, got: {reason}") from error

@@ -1,0 +1,124 @@
+"""Translation with the trained model of a run."""
+
+from collections.abc import Sequence
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from moe_lab.data import ParallelText, Wordpieces
+from moe_lab.decoding import BeamSearch, Bleu, Translator, corpus_bleu
+from moe_lab.decoding.bleu import import_bleu
+from moe_lab.errors import ConfigError
+from moe_lab.files import write_text
+from moe_lab.models import TranslationModel
+from moe_lab.training.checkpoint import TrainedModel, checkpoints_of, load_run
+from moe_lab.training.config import TranslationConfig, read_config
+from moe_lab.training.text import parallel_text
+
+
+def require_bleu() -> None:
+    """Checks that sacreBLEU is installed. Call require_bleu before a long translation.
+
+    Raises:
+        ConfigError: sacreBLEU is not installed.
+    """
+    try:
+        import_bleu()
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+
+
+def make_translator(
+    trained: TrainedModel, search: BeamSearch, into: str | None = None, **options: Any
+) -> Translator:
+    """Creates the `Translator` of a trained model.
+
+    Args:
+        trained: the model, from `load_run`.
+        search: the beam search.
+        into: target language, for a model of several language pairs.
+        options: further arguments of `Translator`.
+
+    Raises:
+        ConfigError: the model is not a translation model, `into` is not one of its languages, or an
+            option is out of range.
+    """
+    model, wordpieces, config = trained.model, trained.vocabulary, trained.config
+    if not isinstance(config, TranslationConfig):
+        raise ConfigError(f'the run\'s task must be "translation", got "{config.task}"')
+    assert isinstance(model, TranslationModel) and isinstance(wordpieces, Wordpieces)
+    languages = config.data.languages_with_token
+    try:
+        return Translator(model, wordpieces, search, into=into, languages=languages, **options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def translations_of(trained: TrainedModel, text: ParallelText) -> list[str]:
+    """Translates the sources of a text with a trained model and the default `BeamSearch`.
+
+    Raises:
+        ConfigError: the model was not trained to translate into the target language of the text.
+    """
+    config = trained.config
+    assert isinstance(config, TranslationConfig)
+    into = text.target if config.data.languages_with_token else None
+    translate = make_translator(trained, BeamSearch(), into)
+    title = f"translating {text.source}-{text.target}" if config.log.progress else None
+    return [best.text for best, *_ in translate([source for source, _ in text], title=title)]
+
+
+def translated_test(run: str | Path) -> dict[str, list[str]]:
+    """Translates the test part of a run, or reads the translations of an earlier call.
+
+    The run's folder stores the translations for each step and language pair, for example in
+    ``test-2000.en-fr.txt`` after step 2,000.
+
+    Returns:
+        The translations of the newest checkpoint by language pair.
+
+    Raises:
+        ConfigError: the run has no model or its corpus cannot be read.
+    """
+    run = Path(run)
+    config = read_config(run / "config.toml", [], TranslationConfig)
+    step = max(checkpoints_of(run).steps(), default=config.steps)
+    files = {pair: run / f"test-{step}.{pair}.txt" for pair in config.data.pairs}
+    if not all(file.is_file() for file in files.values()):
+        trained = load_run(run, config.device)
+        for file, text in zip(files.values(), parallel_text(config.data, "test"), strict=True):
+            if file.is_file():
+                continue
+            lines = [f"{translation}\n" for translation in translations_of(trained, text)]
+            write_text(file, "".join(lines))
+    return {pair: file.read_text("utf-8").split("\n")[:-1] for pair, file in files.items()}
+
+
+def bleu_of_test(
+    run: str | Path, keep: Sequence[bool] | None = None, lowercase: bool = False
+) -> dict[str, Bleu]:
+    """Computes BLEU of the test part of a run, by language pair.
+
+    Args:
+        run: folder of the run.
+        keep: for each test sentence, whether the BLEU counts the sentence; only for a run with one
+            language pair. None counts all sentences.
+        lowercase: whether upper and lower case count as equal.
+
+    Raises:
+        ConfigError: see `translated_test`.
+    """
+    config = read_config(Path(run) / "config.toml", [], TranslationConfig)
+    found = {}
+    for text, (languages, translations) in zip(
+        parallel_text(config.data, "test"), translated_test(run).items(), strict=True
+    ):
+        references = [target for _, target in text]
+        if keep is not None:
+            translations, references = (
+                list(compress(side, keep)) for side in (translations, references)
+            )
+        found[languages] = corpus_bleu(
+            translations, references, language=text.target, lowercase=lowercase
+        )
+    return found

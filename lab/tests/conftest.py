@@ -1,0 +1,48 @@
+"""Corpora that the tests of the lab share."""
+
+import random
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Makes a folder with train.txt, dev.txt and test.txt; the words follow a rule."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(5)
+    for part, count in (("train", 300), ("dev", 40), ("test", 70)):
+        lines = []
+        for _ in range(count):
+            word = draw.randrange(40)
+            words = []
+            for _ in range(draw.randint(2, 12)):
+                words.append(f"w{word}")
+                word = (3 * word + draw.randrange(2)) % 40
+            lines.append(" ".join(words) + "\n")
+        (folder / f"{part}.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def parallel_corpus(tmp_path_factory):
+    """Makes a parallel corpus of syllables: English to French, and English to reversed German.
+
+    German has half the lines. One French line has no translation.
+    """
+    folder = tmp_path_factory.mktemp("parallel")
+    draw = random.Random(6)
+    syllables = [consonant + vowel for consonant in "bcgkm" for vowel in "aio"]
+    for part, number in (("train", 120), ("dev", 12), ("test", 15)):
+        for language, share in (("fr", 1), ("de", 2)):
+            lines = []
+            for _ in range(number // share):
+                words = [draw.choice(syllables) for _ in range(draw.randint(1, 7))]
+                there = [f"{language}{word}" for word in words]
+                if language == "de":
+                    there.reverse()
+                source = " ".join(f"n{word}" for word in words)
+                lines.append(f"made\t{source}\t{' '.join(there)}\n")
+            if (part, language) == ("train", "fr"):
+                lines.insert(3, "made\tnba nda\t \n")
+            (folder / f"{part}.en-{language}.tsv").write_text("".join(lines))
+    return folder

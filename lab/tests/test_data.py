@@ -1,0 +1,675 @@
+"""Vocabularies, corpora, the built-in corpus and batches of sentences."""
+
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import stat
+import subprocess
+import sys
+import time
+from itertools import islice
+
+import pytest
+import torch
+from moe_lab.data import (
+    CorpusError,
+    EncodedSentences,
+    SentenceBatches,
+    Vocabulary,
+    builtin,
+    encode_sentences,
+    load_corpus,
+)
+from moe_lab.files import atomic_file
+from moe_lab.progress import progress
+
+EOS = 0  # id of </s> in numbered sentences
+
+
+def run_elsewhere(code: str) -> str:
+    """Returns what the code prints in a subprocess with another hash seed of strings."""
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    return result.stdout.strip()
+
+
+# --- vocabulary ---------------------------------------------------------------------------------
+
+
+def test_vocabulary_is_ordered_by_frequency_then_spelling():
+    # b 4, </s> 3 (once per sentence), a 2, c 2, d 1. <unk> and </s> use two of the five entries.
+    sentences = [["b", "b", "a"], ["c", "b", "c"], ["a", "b", "d"]]
+    vocabulary = Vocabulary.build(sentences, max_size=5)
+    # d is excluded, so <unk> counts 1 and is last.
+    assert vocabulary.words == ("b", "</s>", "a", "c", "<unk>")
+    assert (vocabulary.eos_id, vocabulary.unk_id, len(vocabulary)) == (1, 4, 5)
+
+
+def test_unk_has_its_place_by_the_number_of_words_left_out():
+    sentences = [["a", "a", "a", "<unk>", "x", "y", "z"]]
+    # a 3; <unk> 4 (one in the text, and x, y, z); </s> 1.
+    assert Vocabulary.build(sentences, max_size=3).words == ("<unk>", "a", "</s>")
+    assert Vocabulary.build(sentences, max_size=99, min_count=2).words == ("<unk>", "a", "</s>")
+    assert len(Vocabulary.build(sentences, max_size=99)) == 6
+
+
+def test_vocabulary_round_trip_and_unknown_words(tmp_path):
+    vocabulary = Vocabulary.build([["the", "Käse", "the", "'s"]], max_size=10)
+    assert vocabulary.decode(vocabulary.encode(["the", "Käse", "'s"])) == ["the", "Käse", "'s"]
+    assert vocabulary.encode(["The"]) == [vocabulary.unk_id]
+    vocabulary.save(tmp_path / "vocabulary.txt")
+    again = Vocabulary.load(tmp_path / "vocabulary.txt")
+    assert again.words == vocabulary.words
+    assert again.fingerprint() == vocabulary.fingerprint()
+
+
+def test_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError), atomic_file(path) as file:
+        file.write(b"half of the n")
+        raise RuntimeError("disk full")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+    on_disk = {}  # contents that fsync has seen, by inode: what survives a power failure
+    rename = os.replace
+
+    def sync(handle):
+        status = os.fstat(handle)
+        content = [*tmp_path.iterdir()] if stat.S_ISDIR(status.st_mode) else status.st_size
+        on_disk[status.st_ino] = content
+
+    def replace(source, target):
+        assert on_disk[os.stat(source).st_ino] == len(b"new")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    with atomic_file(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new"
+    assert on_disk[tmp_path.stat().st_ino] == [*tmp_path.iterdir()] == [path]
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for content in (b"made", b"replaced"):
+        with atomic_file(tmp_path / "link") as file:
+            file.write(content)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "file").read_bytes() == content
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with atomic_file(pipe) as file:
+        file.write(b"through")
+    assert os.read(reader, 99) == b"through" and pipe.is_fifo()
+    os.close(reader)
+
+
+def test_a_vocabulary_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "vocabulary.txt"
+    Vocabulary(["a", "</s>", "<unk>"]).save(path)
+
+    def full(handle):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="disk full"):
+        Vocabulary(["b", "</s>", "<unk>"]).save(path)
+    assert "a" in Vocabulary.load(path) and list(tmp_path.iterdir()) == [path]
+
+
+def test_fingerprint_depends_on_words_and_order_only():
+    words = ["a", "</s>", "<unk>"]
+    expected = hashlib.sha256(b"a\n</s>\n<unk>").hexdigest()
+    assert Vocabulary(words).fingerprint() == expected
+    assert Vocabulary(words[::-1]).fingerprint() != expected
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("</S>\n<S>\n<UNK>\nthe\n,", ("</s>", "<S>", "<unk>", "the", ",")),
+        ("the 44\n<S> 30\n<UNK> 2\n", ("the", "</s>", "<unk>")),
+        ("the\n</s>\n<unk>\n", ("the", "</s>", "<unk>")),
+        ("\ufeffthe\r\n</s>\r\n<unk>\r\n\r\n", ("the", "</s>", "<unk>")),
+    ],
+)
+def test_vocabulary_files_of_the_billion_word_benchmark(tmp_path, text, words):
+    path = tmp_path / "vocab.txt"
+    path.write_text(text, "utf-8")
+    assert Vocabulary.load(path).words == words
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"a\n</s>\n", "<unk>"),
+        (b"a\n<unk>\n", "</s>"),
+        (b"</s>\n<unk>\na\na\n", "line 4 must"),
+        (b"</s>\n<unk>\n\na\n", "line 3 must"),
+        (b"</s>\n<unk>\nNew York\n", "line 3 must"),
+        (b"</s>\n<unk>\n\xff\n", "line 3 must"),
+    ],
+)
+def test_vocabulary_file_errors_name_the_line(tmp_path, content, message):
+    path = tmp_path / "vocab.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        Vocabulary.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_vocabulary_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere.txt"):
+        Vocabulary.load(tmp_path / "nowhere.txt")
+    with pytest.raises(ValueError, match="max_size must .*got 2"):
+        Vocabulary.build([["a"]], max_size=2)
+    with pytest.raises(ValueError, match="at least one word, got 0 sentences"):
+        Vocabulary.build([], max_size=10)
+    with pytest.raises(ValueError, match="</s>"):
+        Vocabulary.build([["a", "</s>"]], max_size=10)
+    with pytest.raises(ValueError, match="min_count must .*got 0"):
+        Vocabulary.build([["a"]], max_size=10, min_count=0)
+    with pytest.raises(ValueError, match="must .*'a'"):
+        Vocabulary(["a", "a", "</s>", "<unk>"])
+    with pytest.raises(ValueError, match="not contain white space, got 'a b'"):
+        Vocabulary(["a b", "</s>", "<unk>"])
+    with pytest.raises(IndexError, match="id must .*got -1"):
+        Vocabulary(["a", "</s>", "<unk>"]).decode([-1])
+
+
+# --- progress -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_a_bar_on_a_terminal_only(monkeypatch, terminal):
+    shown = io.StringIO()
+    shown.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", shown)
+    taken = []
+    for item in progress(iter(range(4)), "counting", "words", 4):
+        time.sleep(0.4)  # the bar appears after a second
+        taken.append(item)
+    assert taken == [0, 1, 2, 3]
+    assert ("counting:" in shown.getvalue()) == terminal
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # not installed
+    assert list(progress([1, 2], "counting", "words")) == [1, 2]
+
+
+# --- corpora ------------------------------------------------------------------------------------
+
+
+def write_billion_word_layout(folder):
+    train = folder / "training-monolingual.tokenized.shuffled"
+    heldout = folder / "heldout-monolingual.tokenized.shuffled"
+    train.mkdir(parents=True)
+    heldout.mkdir()
+    for shard in range(3):
+        text = f"Shard {shard} begins .\nIt has two sentences .\n"
+        (train / f"news.en-{shard:05d}-of-00100").write_text(text)
+    (heldout / "news.en.heldout-00000-of-00050").write_text("A test .\n\nOf three words\n")
+    (heldout / "news.en.heldout-00001-of-00050").write_text("A dev sentence .\n")
+
+
+def test_billion_word_layout(tmp_path):
+    write_billion_word_layout(tmp_path)
+    with pytest.warns(UserWarning, match="2 of the 99 training shards"):
+        corpus = load_corpus(tmp_path)
+    train = list(corpus.train)
+    assert [words[1] for words in train[::2]] == ["1", "2"]  # shard 0 is the held-out text
+    assert list(corpus.dev) == [["A", "dev", "sentence", "."]]
+    assert list(corpus.test) == [["A", "test", "."], ["Of", "three", "words"]]
+    # A sentence of n words has n + 1 predictions: 3 + 3 words and 2 ends, no starts. The vocabulary
+    # files of the benchmark have entries for both ends; ours has only </s>.
+    given = tmp_path / "vocabulary.txt"
+    given.write_text("</S>\n<S>\n<UNK>\n.\nA\nwords\n")
+    for vocabulary in (Vocabulary.build(train, max_size=100), Vocabulary.load(given)):
+        encoded = encode_sentences(corpus.test, vocabulary)
+        assert encoded.num_tokens == 8
+        (batch,) = SentenceBatches(encoded, tokens_per_batch=100, shuffle=False).epoch(0)
+        assert batch.num_tokens == 8
+        targets = vocabulary.decode(batch.targets[batch.mask].tolist())
+        assert targets.count("</s>") == 2 and "<S>" not in targets
+        assert vocabulary.decode(batch.inputs[:, 0].tolist()) == ["</s>", "</s>"]
+    # "test", "Of" and "three" are not in the vocabulary: they are <unk> and predicted.
+    assert targets == ["A", "<unk>", ".", "</s>", "<unk>", "<unk>", "words", "</s>"]
+
+
+def test_billion_word_layout_with_a_missing_file(tmp_path):
+    write_billion_word_layout(tmp_path)
+    missing = "heldout-monolingual.tokenized.shuffled/news.en.heldout-00001-of-00050"
+    (tmp_path / missing).unlink()
+    with pytest.warns(UserWarning), pytest.raises(CorpusError, match=missing):
+        load_corpus(tmp_path)
+    (tmp_path / "empty/training-monolingual.tokenized.shuffled").mkdir(parents=True)
+    with pytest.raises(CorpusError, match="news.en-00001-of-00100"):
+        load_corpus(tmp_path / "empty")
+
+
+def test_no_name_is_not_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorpusError, match="must .*got ''$"):
+        load_corpus("")
+
+
+def test_given_parts_as_a_folder_or_a_prefix(tmp_path):
+    (tmp_path / "train.txt").write_text("one\n")
+    with gzip.open(tmp_path / "valid.txt.gz", "wt", encoding="utf-8") as file:
+        file.write("zwei é\n")
+    with lzma.open(tmp_path / "test.txt.xz", "wt", encoding="utf-8") as file:
+        file.write("three\n\n  \nfour   four\r\n")
+    for part in ("train.txt", "valid.txt.gz", "test.txt.xz"):
+        (tmp_path / f"prose.{part}").write_bytes((tmp_path / part).read_bytes())
+    for place in (tmp_path, tmp_path / "prose", str(tmp_path / "prose")):
+        corpus = load_corpus(place)
+        assert list(corpus.train) == [["one"]]
+        assert list(corpus.dev) == [["zwei", "é"]]
+        assert list(corpus.test) == [["three"], ["four", "four"]]
+        assert list(corpus.train) == [["one"]]  # a second iteration reads the file again
+        assert list(corpus.all) == [["one"], ["zwei", "é"], ["three"], ["four", "four"]]
+
+    (tmp_path / "test.txt.xz").unlink()
+    with pytest.raises(CorpusError, match=r"test.txt is missing"):
+        load_corpus(tmp_path)
+
+
+def test_wikitext_is_a_line_a_sentence(tmp_path):
+    text = " \n = Game = \n \n The 1 @-@ 0 <unk> , 2 @.@ 5 . It was . \n \n = = Plot = = \n"
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"wiki.{part}.tokens").write_text(text.replace("Game", part))
+    corpus = load_corpus(tmp_path)
+    paragraph = ["The", "1", "@-@", "0", "<unk>", ",", "2", "@.@", "5", ".", "It", "was", "."]
+    for part, words in (("train", corpus.train), ("valid", corpus.dev), ("test", corpus.test)):
+        assert list(words) == [["=", part, "="], paragraph, ["=", "=", "Plot", "=", "="]]
+    vocabulary = Vocabulary.build(corpus.train, max_size=100)
+    (batch,) = SentenceBatches(
+        encode_sentences(corpus.dev, vocabulary),
+        tokens_per_batch=100,
+        shuffle=False,
+    ).epoch(0)
+    # "valid" and the <unk> of the text are the same entry.
+    assert (batch.targets[batch.mask] == vocabulary.unk_id).sum() == 2
+    (tmp_path / "wiki.valid.tokens").unlink()
+    with pytest.raises(CorpusError, match="wiki.valid.tokens is missing"):
+        load_corpus(tmp_path)
+
+
+def test_a_part_may_be_a_folder_of_shards(tmp_path):
+    (tmp_path / "train").mkdir()
+    with gzip.open(tmp_path / "train" / "news-2.txt.gz", "wt") as file:
+        file.write("three\n")
+    (tmp_path / "train" / "news-1.txt").write_text("one\ntwo\n")
+    (tmp_path / "train" / "README").write_text("not text of the corpus\n")
+    (tmp_path / "dev").mkdir()
+    with pytest.raises(CorpusError, match="dev must"):
+        load_corpus(tmp_path)
+    (tmp_path / "dev" / "a.txt").write_text("dev\n")
+    (tmp_path / "test.txt").write_text("test\n")
+    corpus = load_corpus(tmp_path)
+    assert list(corpus.train) == [["one"], ["two"], ["three"]]
+    assert list(corpus.all) == [["one"], ["two"], ["three"], ["dev"], ["test"]]
+
+
+NUMBERS = [f"sentence number {i} ." for i in range(2000)]
+
+
+def test_hash_split_is_disjoint_complete_and_in_order(tmp_path):
+    path = tmp_path / "all.txt"
+    path.write_text("\n".join(NUMBERS + NUMBERS[:500]))
+    corpus = load_corpus(path, dev_share=0.1, test_share=0.2)
+    parts = [
+        [" ".join(words) for words in part] for part in (corpus.train, corpus.dev, corpus.test)
+    ]
+    assert sum(map(len, parts)) == 2500
+    train, dev, test = map(set, parts)
+    assert not train & dev and not train & test and not dev & test
+    assert train | dev | test == set(NUMBERS)
+    # 2,000 sentences with p = 0.1 and 0.2: 5 standard deviations are 67 and 89.
+    assert abs(len(dev) - 200) < 67 and abs(len(test) - 400) < 89
+    assert parts[0] == [s for s in NUMBERS + NUMBERS[:500] if s in train]
+    assert [" ".join(words) for words in corpus.all] == NUMBERS + NUMBERS[:500]
+
+
+def test_hash_split_stays_when_text_is_added_and_in_other_processes(tmp_path):
+    first = tmp_path / "text"
+    first.mkdir()
+    (first / "b.txt").write_text("\n".join(NUMBERS))
+    before = [" ".join(words) for words in load_corpus(first).test]
+    with gzip.open(first / "a.txt.gz", "wt") as file:
+        file.write("\n".join(f"another {i}" for i in range(100)))
+    after = [" ".join(words) for words in load_corpus(first).test]
+    assert [s for s in after if s.startswith("sentence")] == before
+    code = f"from moe_lab.data import load_corpus; print(list(load_corpus({str(first)!r}).test))"
+    assert run_elsewhere(code) == str([s.split() for s in after])
+
+
+def test_max_train_sentences_keeps_the_first(tmp_path):
+    path = tmp_path / "all.txt"
+    path.write_text("\n".join(NUMBERS))
+    all_of_it, some = load_corpus(path), load_corpus(path, max_train_sentences=7)
+    assert list(some.train) == list(islice(all_of_it.train, 7))
+    assert list(some.test) == list(all_of_it.test)
+    assert list(some.all) == list(all_of_it.all)
+
+
+def test_corpus_errors(tmp_path):
+    with pytest.raises(CorpusError, match="there is no corpus at .*nowhere"):
+        load_corpus(tmp_path / "nowhere")
+    with pytest.raises(CorpusError, match="must hold text files"):
+        load_corpus(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(CorpusError, match="train part of .*empty.txt must"):
+        load_corpus(tmp_path / "empty.txt")
+    with pytest.raises(CorpusError, match="empty.txt must"):
+        load_corpus(tmp_path / "empty.txt", parts=["all"])
+    (tmp_path / "prose.train.txt").write_text("a\n")
+    with pytest.raises(CorpusError, match="give .*prose to load"):
+        load_corpus(tmp_path)
+    with pytest.raises(CorpusError, match="prose.dev.txt is missing"):
+        load_corpus(tmp_path / "prose")
+    with pytest.raises(ValueError, match="max_train_sentences must .*got 0"):
+        load_corpus(tmp_path / "empty.txt", max_train_sentences=0)
+    with pytest.raises(ValueError, match="parts must .*got 'train'"):
+        load_corpus(tmp_path / "empty.txt", parts="train")
+    with pytest.raises(ValueError, match=r"sum below 1, got \(0.5, 0.5\)"):
+        load_corpus(tmp_path / "empty.txt", dev_share=0.5, test_share=0.5)
+
+
+def test_a_byte_order_mark_is_not_of_the_first_word(tmp_path):
+    text = tmp_path / "marked.txt"
+    text.write_text("\ufeffthe end\n\ufeffof\n", "utf-8")
+    corpus = load_corpus(text, parts=["all"])
+    assert list(corpus.all) == [["the", "end"], ["\ufeffof"]]
+
+
+def test_unreadable_text_is_named_with_its_line(tmp_path):
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("\n".join(NUMBERS).encode() + b"\nCaf\xe9\n")
+    corpus = load_corpus(latin)
+    with pytest.raises(CorpusError, match="latin.txt, line 2001 must .*got the byte 0xe9"):
+        list(corpus.train)
+    cut = tmp_path / "cut.txt.gz"
+    cut.write_bytes(gzip.compress("\n".join(NUMBERS).encode())[:-2000])
+    with pytest.raises(CorpusError, match="cut.txt.gz cannot be read after line"):
+        list(load_corpus(cut).train)
+    plain = tmp_path / "plain.txt.xz"
+    plain.write_text("not compressed")
+    with pytest.raises(CorpusError, match="plain.txt.xz cannot be read"):
+        load_corpus(plain)
+
+
+# --- the built-in corpus ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.mark.long
+def test_builtin_corpus_is_large_distinct_and_cached(cache):
+    made = builtin.builtin_sentences()
+    assert [f.suffix for f in (cache / "moe_ext").iterdir()] == [".txt"]
+    assert builtin.builtin_sentences() == made  # now from the cache
+    corpus = load_corpus("builtin")
+    parts = [
+        [" ".join(words) for words in part] for part in (corpus.train, corpus.dev, corpus.test)
+    ]
+    assert sorted([*parts[0], *parts[1], *parts[2]]) == sorted(made)
+    assert len(set(made)) == len(made) > 30_000
+    assert sum(sentence.count(" ") + 1 for sentence in parts[0]) > 400_000
+    assert min(map(len, parts)) > 500
+    # The text is prose: few of 10,000 words are unknown, and the most frequent are English words.
+    vocabulary = Vocabulary.build(corpus.train, max_size=10_000)
+    encoded = encode_sentences(corpus.test, vocabulary)
+    assert (encoded.stream == vocabulary.unk_id).double().mean() < 0.08
+    assert {"the", "of", "to", "a", "is"} < set(vocabulary.words[:12])
+
+
+def test_builtin_corpus_is_the_same_in_another_process():
+    names = ("topics.py", "_torch_docs.py")
+    files = [f for f in builtin.source_files() if f.name in names]
+    assert len(files) == 2
+    code = (
+        "import hashlib\n"
+        "from pathlib import Path\n"
+        "from moe_lab.data import builtin\n"
+        f"files = {[str(f) for f in files]!r}\n"
+        "text = repr([s for f in files for s in builtin._sentences_of(Path(f))])\n"
+        "print(hashlib.sha256(text.encode()).hexdigest())"
+    )
+    text = repr([s for f in files for s in builtin._sentences_of(f)])
+    assert run_elsewhere(code) == hashlib.sha256(text.encode()).hexdigest()
+
+
+DOCSTRING = """
+Compute the sum of it all. See :func:`~torch.add` for more on this, e.g. on ``alpha``.
+It isn't exact -- use *double* for 3.14 or more.
+
+Args:
+    input (Tensor): The tensor to be added up here.
+    dim (int, optional): The dimension, which it's
+        best to give.
+
+.. note::
+    A note is prose as well, of course.
+
+.. math::
+    This is no sentence of the text at all.
+
+Example::
+
+    The code below an example is not prose.
+
+    >>> print("This is not prose either, really.")
+    Nor is the output of the example here.
+
+======= ===========
+Column  Another one
+======= ===========
+
+* The item of a list is one well-
+  formed sentence, too.
+"""
+
+
+def test_cleaning_keeps_prose_and_drops_code():
+    sentences = [
+        " ".join(builtin._tokenise(sentence))
+        for paragraph in builtin._paragraphs(DOCSTRING)
+        for sentence in builtin._split(paragraph)
+    ]
+    assert [s for s in sentences if builtin._is_prose(s.split())] == [
+        "Compute the sum of it all .",
+        "See torch.add for more on this , e.g. on alpha .",
+        "It is n't exact -- use double for 3.14 or more .",
+        "The tensor to be added up here .",
+        "The dimension , which it 's best to give .",
+        "A note is prose as well , of course .",
+        "The item of a list is one well-formed sentence , too .",
+    ]
+
+
+def test_builtin_corpus_needs_no_writable_cache(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    source = next(f for f in builtin.source_files() if f.name == "_torch_docs.py")
+    monkeypatch.setattr(builtin, "source_files", lambda: [source])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    made = builtin.builtin_sentences()  # no exception
+    assert len(made) > 100
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    assert builtin.builtin_sentences() == made
+    (cached,) = (tmp_path / "new" / "moe_ext").iterdir()
+    assert cached.read_text("utf-8").splitlines() == made
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+def numbered_sentences(count=500, seed=0):
+    """Makes sentences of 0 to 39 words in random order of length, with ids from 1 on."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (torch.rand(count, generator=generator) ** 2 * 40).int().tolist()
+    return [torch.randint(1, 1000, (n,), generator=generator).tolist() for n in lengths]
+
+
+def make(sentences, tokens_per_batch=200, shuffle=True, seed=3, **options):
+    return SentenceBatches(
+        EncodedSentences(sentences, EOS),
+        tokens_per_batch=tokens_per_batch,
+        shuffle=shuffle,
+        seed=seed,
+        **options,
+    )
+
+
+def rows(batches):
+    """Returns (sentence_index, inputs, targets) of every row, without padding."""
+    for batch in batches:
+        for i, mask in enumerate(batch.mask):
+            inputs, targets = batch.inputs[i][mask].tolist(), batch.targets[i][mask].tolist()
+            yield int(batch.sentence_index[i]), inputs, targets
+
+
+def equal(one, other):
+    return len(one) == len(other) and all(
+        torch.equal(a.inputs, b.inputs)
+        and torch.equal(a.targets, b.targets)
+        and torch.equal(a.mask, b.mask)
+        and torch.equal(a.sentence_index, b.sentence_index)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("tokens_per_batch", [1, 37, 200, 10**9])
+def test_every_sentence_is_predicted_exactly_once(shuffle, tokens_per_batch):
+    sentences = numbered_sentences()
+    batches = make(sentences, tokens_per_batch, shuffle)
+    found = sorted(rows(batches.epoch(0)))
+    assert found == [(i, [EOS, *s], [*s, EOS]) for i, s in enumerate(sentences)]
+    assert sum(b.num_tokens for b in batches.epoch(0)) == batches.num_tokens
+    assert len(list(batches.epoch(0))) == batches.num_batches
+
+
+def test_batch_shapes_types_and_padding():
+    for batch in make(numbered_sentences()).epoch(0):
+        assert batch.inputs.shape == batch.targets.shape == batch.mask.shape
+        assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+        assert batch.mask.dtype == torch.bool
+        assert bool(batch.mask[:, 0].all()) and bool(batch.mask.any(0).all())  # no empty column
+        assert not bool((batch.mask.int().diff(dim=1) > 0).any())  # padding only at the end
+        assert bool((batch.inputs[~batch.mask] == EOS).all())
+        assert bool((batch.targets[~batch.mask] == EOS).all())
+
+
+def test_batches_hold_about_the_tokens_asked_for_and_little_padding():
+    sentences = numbered_sentences(5000)
+    batches = make(sentences, tokens_per_batch=1000)
+    sizes = [batch.num_tokens for batch in batches.epoch(0)]
+    # Each batch has an equal share of all tokens, up to the length of the longest sentence.
+    share = batches.num_tokens / len(sizes)
+    assert abs(share - 1000) < 1000 / len(sizes)
+    assert max(abs(size - share) for size in sizes) <= 40
+    positions = sum(batch.mask.numel() for batch in batches.epoch(0))
+    assert 1 - sum(sizes) / positions < 0.05  # more than half without sorting
+
+
+def test_a_resumed_epoch_equals_the_uninterrupted_one():
+    batches = make(numbered_sentences())
+    whole = list(batches.epoch(2))
+    for start in (0, 1, len(whole) - 1, len(whole)):
+        assert equal(list(make(numbered_sentences()).epoch(2, start)), whole[start:])
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    sentences = numbered_sentences()
+    torch.manual_seed(1)
+    first = list(make(sentences).epoch(0))
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    assert equal(list(make(sentences).epoch(0)), first)
+    torch.set_rng_state(state)
+    list(make(sentences).epoch(5))
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is not used
+    for other in (make(sentences).epoch(1), make(sentences, seed=4).epoch(0)):
+        assert not equal(list(other), first)
+    in_order = make(sentences, shuffle=False)
+    assert equal(list(in_order.epoch(0)), list(in_order.epoch(1)))
+
+
+def test_order_is_the_same_in_another_process():
+    code = (
+        "from moe_lab.data import EncodedSentences, SentenceBatches\n"
+        f"sentences = EncodedSentences({numbered_sentences(100)!r}, {EOS})\n"
+        "batches = SentenceBatches(sentences, tokens_per_batch=200, shuffle=True, seed=3)\n"
+        "print([b.sentence_index.tolist() for b in batches.epoch(1)])"
+    )
+    expected = [b.sentence_index.tolist() for b in make(numbered_sentences(100)).epoch(1)]
+    assert run_elsewhere(code) == str(expected)
+
+
+def test_max_length_cuts_long_sentences_without_losing_a_word():
+    sentences = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12], []]
+    batches = make(sentences, tokens_per_batch=4, max_length=4)
+    assert sorted(rows(batches.epoch(0))) == [
+        (0, [EOS, 1, 2, 3], [1, 2, 3, 4]),
+        (0, [4, 5, 6, 7], [5, 6, 7, EOS]),
+        (1, [EOS, 8, 9], [8, 9, EOS]),
+        (2, [EOS, 10, 11, 12], [10, 11, 12, EOS]),
+        (3, [EOS], [EOS]),
+    ]
+    in_one_row = make(sentences, tokens_per_batch=4, max_length=2**40)
+    assert equal(list(in_one_row.epoch(0)), list(make(sentences, tokens_per_batch=4).epoch(0)))
+    long = numbered_sentences()
+    batches = make(long, max_length=5)
+    assert max(batch.mask.shape[1] for batch in batches.epoch(0)) == 5
+    pieces = {i: [] for i in range(len(long))}
+    for index, _, targets in sorted(rows(batches.epoch(0)), key=lambda row: len(row[2]) < 5):
+        pieces[index] += targets
+    assert all(sorted(pieces[i]) == sorted([*s, EOS]) for i, s in enumerate(long))
+
+
+def test_encoded_sentences_give_the_ids_back():
+    vocabulary = Vocabulary.build([["a", "b"], ["a"], []], max_size=10)
+    encoded = encode_sentences([["b", "a", "x"], [], ["a"]], vocabulary)
+    a, b, unk = vocabulary.encode(["a", "b", "<unk>"])
+    assert len(encoded) == 3 and list(encoded) == [[b, a, unk], [], [a]]
+    assert encoded[-1] == [a]
+    assert encoded.num_tokens == 7
+    assert encoded.stream.dtype == torch.int32
+    batches = make([[1, 2], [3]], tokens_per_batch=100)
+    assert [b.sentence_index.device.type for b in batches.epoch(0)] == ["cpu"]
+
+
+def test_batch_moves_as_a_whole():
+    (batch,) = make([[1, 2], [3]], tokens_per_batch=100).epoch(0)
+    moved = batch.to("meta")
+    assert {t.device.type for t in (moved.inputs, moved.targets, moved.mask)} == {"meta"}
+    assert moved.sentence_index.device.type == "meta"
+
+
+def test_batch_errors():
+    with pytest.raises(ValueError, match="at least one sentence, got 0"):
+        make([])
+    with pytest.raises(ValueError, match="tokens_per_batch must .*got 0"):
+        make([[1]], tokens_per_batch=0)
+    with pytest.raises(ValueError, match="max_length must .*got 0"):
+        make([[1]], max_length=0)
+    with pytest.raises(ValueError, match="sentence 1 must"):
+        make([[1], [1, EOS]])
+    with pytest.raises(ValueError, match="start must .*got 2"):
+        make([[1]]).epoch(0, start=2)
+    vocabulary = Vocabulary(["</s>", "<unk>", "a"])
+    with pytest.raises(IndexError, match="index must .*got 1"):
+        encode_sentences([["a"]], vocabulary)[1]

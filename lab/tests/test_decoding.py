@@ -1,0 +1,522 @@
+"""Beam search, compared with hand-worked and exhaustive search, for single sources and batches."""
+
+import math
+
+import pytest
+import torch
+from assertions import assert_exact, assert_same_bits
+from moe_lab.decoding import BeamSearch
+from moe_lab.decoding.beam_search import largest
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EOS = 0
+INF = math.inf
+
+
+class PrefixModel:
+    """A model from functions of (source, prefix) to probabilities [V] and attention weights."""
+
+    def __init__(self, probs, attention=None, dtype=torch.float64):
+        self.probs, self.attention, self.dtype = probs, attention, dtype
+        self.num_rows = []
+
+    def start(self, lengths):
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        return PrefixState([(i, None) for i in range(len(lengths))], mask), mask
+
+    def step(self, tokens, state):
+        self.num_rows.append(len(tokens))
+        rows = [
+            (source, () if prefix is None else (*prefix, token))
+            for (source, prefix), token in zip(state.rows, tokens.tolist(), strict=True)
+        ]
+        attention = torch.zeros(state.mask.shape, dtype=self.dtype)
+        for i, row in enumerate(rows):
+            length = int(state.mask[i].sum())
+            weights = self.attention(*row) if self.attention else [1 / length] * length
+            attention[i, :length] = torch.tensor(weights, dtype=self.dtype)
+        probs = torch.tensor([self.probs(*row) for row in rows], dtype=torch.float64)
+        return probs.log().to(self.dtype), attention, PrefixState(rows, state.mask)
+
+
+class PrefixState:
+    def __init__(self, rows, mask):
+        self.rows, self.mask = rows, mask
+
+    def select(self, index):
+        return PrefixState([self.rows[i] for i in index.tolist()], self.mask[index])
+
+
+class TableModel:
+    """A model with random probabilities that depend on the source and all tokens so far."""
+
+    SIZE = 997
+
+    def __init__(self, vocab_size, seed, sharpness=1.0, device="cpu", dtype=torch.float64):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(self.SIZE, vocab_size, generator=generator, dtype=torch.float64)
+        self.log_probs = (sharpness * logits).log_softmax(1).to(device, dtype)
+        self.weights = torch.rand(self.SIZE, 16, generator=generator, dtype=torch.float64)
+        self.weights = self.weights.to(device, dtype)
+
+    def start(self, sources):
+        """Returns the state and mask of sources given as (key, length) pairs."""
+        keys, lengths = torch.tensor(sources, device=self.log_probs.device).unbind(1)
+        mask = torch.arange(int(lengths.max()), device=keys.device) < lengths[:, None]
+        return TableState(keys % self.SIZE, mask), mask
+
+    def step(self, tokens, state):
+        node = (state.node * 31 + tokens * 7 + 1) % self.SIZE
+        weights = self.weights[node, : state.mask.shape[1]] * state.mask
+        attention = weights / weights.cumsum(1)[:, -1:]  # cumsum: padding does not change results
+        return self.log_probs[node], attention, TableState(node, state.mask)
+
+
+class TableState:
+    def __init__(self, node, mask):
+        self.node, self.mask = node, mask
+
+    def select(self, index):
+        return TableState(self.node[index], self.mask[index])
+
+
+def translate(search, model, sources):
+    state, mask = model.start(sources)
+    return search(model, state, mask, EOS)
+
+
+def score_of(search, log_prob, attention):
+    """Computes s(Y, X) in plain floats from the attention rows p_ij of each token j."""
+    lp = (5 + len(attention)) ** search.length_penalty / (5 + 1) ** search.length_penalty
+    covered = [min(sum(column), 1) for column in zip(*attention, strict=True)]
+    return log_prob / lp + search.coverage_penalty * sum(math.log(c) for c in covered)
+
+
+def all_translations(search, model, source, limit):
+    """Lists (score, tokens, log_prob, attention) of all unpruned translations, best score first."""
+    found = []
+
+    def extend(tokens, log_prob, attention, last, state):
+        log_probs, weights, state = model.step(torch.tensor([last]), state)
+        log_probs, attention = log_probs[0].tolist(), [*attention, weights[0].tolist()]
+        for token, value in enumerate(log_probs):
+            if len(tokens) + 1 == limit and token != EOS:
+                continue
+            if len(tokens) + 1 < limit and value < max(log_probs) - search.window:
+                continue
+            if token == EOS:
+                score = score_of(search, log_prob + value, attention)
+                found.append((score, [*tokens, token], log_prob + value, attention))
+            else:
+                extend([*tokens, token], log_prob + value, attention, token, state)
+
+    extend([], 0.0, [], EOS, model.start([source])[0])
+    found.sort(key=lambda one: -one[0])
+    return [one for one in found if one[0] >= found[0][0] - search.window]
+
+
+# Scores
+
+
+def test_penalties_by_hand():
+    search = BeamSearch(length_penalty=0.5, coverage_penalty=0.4)
+    coverage = torch.tensor([[0.5, 1.5, 0.25, 0.0], [1.0, 1.0, 2.0, 3.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, False], [True] * 4])
+    log_prob = torch.tensor([-6.0, -2.0], dtype=torch.float64)
+    # (5 + 19) / 6 = 4, whose square root is 2; the log of 1/2 · 1 · 1/4.
+    expected = torch.tensor([-6 / 2 + 0.4 * math.log(1 / 8), -2 / 2], dtype=torch.float64)
+    assert_exact(search.score(log_prob, 19, coverage, mask), expected)
+    # With one token (the end of sentence), lp is 1.
+    expected[0] = -6 + 0.4 * math.log(1 / 8)
+    lengths = torch.tensor([1, 19])
+    assert_exact(search.score(log_prob, lengths, coverage, mask), expected)
+
+
+def test_no_attention_at_all_keeps_a_score():
+    search = BeamSearch(length_penalty=0.0, coverage_penalty=1.0)
+    score = search.score(
+        torch.tensor([-1.0]), 3, torch.tensor([[0.0, 1.0]]), torch.tensor([[True, True]])
+    )
+    assert float(score) == pytest.approx(-1 + math.log(torch.finfo(torch.float32).tiny))
+
+
+def test_longer_hypothesis_gains_with_the_length_penalty():
+    """log P is -4 for 3 tokens and -5 for 7 tokens: the second wins if (12/8)^a > 5/4."""
+    log_prob = torch.tensor([-4.0, -5.0], dtype=torch.float64)
+    lengths = torch.tensor([3, 7])
+    coverage = torch.ones(2, 2, dtype=torch.float64)
+    crossing = math.log(5 / 4) / math.log(12 / 8)
+    before = torch.full((2,), -INF, dtype=torch.float64)
+    for a in torch.linspace(0, 1.5, 61).tolist():
+        search = BeamSearch(length_penalty=a)
+        score = search.score(log_prob, lengths, coverage, coverage > 0)
+        assert bool((score > before).all())
+        assert bool(score[1] > score[0]) == (a > crossing)
+        before = score
+
+
+def test_search_by_hand():
+    """Only the first token attends to one position alone; short translations cover less."""
+
+    def probs(source, prefix):
+        return {(): [0.1, 0.6, 0.3], (1,): [0.5, 0.3, 0.2]}.get(prefix, [0.9, 0.05, 0.05])
+
+    def attention(source, prefix):
+        return [0.5, 0.5] if prefix else [1.0, 0.0]
+
+    search = BeamSearch(beam=3, length_penalty=1.0, coverage_penalty=1.0, num_best=3, window=INF)
+    (found,) = translate(search, PrefixModel(probs, attention), [2])
+    assert [h.tokens for h in found] == [[1, 1, 0], [1, 2, 0], [1, 0]]
+    log_probs = [math.log(p) for p in (0.6 * 0.3 * 0.9, 0.6 * 0.2 * 0.9, 0.6 * 0.5)]
+    assert [h.log_prob for h in found] == pytest.approx(log_probs, abs=1e-12)
+    scores = [
+        log_probs[0] / (8 / 6),
+        log_probs[1] / (8 / 6),
+        log_probs[2] / (7 / 6) + math.log(0.5),
+    ]
+    assert [h.score for h in found] == pytest.approx(scores, abs=1e-12)
+    assert_exact(found[0].attention, torch.tensor([[1, 0], [0.5, 0.5], [0.5, 0.5]]).double())
+
+
+@pytest.mark.parametrize("window", [INF, 1.2])
+@pytest.mark.parametrize(("a", "b"), [(0.0, 0.0), (0.2, 0.2), (1.0, 0.5)])
+def test_equals_exhaustive_search(a, b, window):
+    """The beam holds all prefixes, so it finds the best of all translations of up to 4 tokens."""
+    search = BeamSearch(64, a, b, window, 0.0, min_length_limit=4, num_best=6)
+    for seed in range(6):
+        model = TableModel(4, seed)
+        sources = [(seed, 3), (seed + 7, 1), (seed + 20, 5)]
+        for source, found in zip(sources, translate(search, model, sources), strict=True):
+            expected = all_translations(search, model, source, 4)[:6]
+            assert [h.tokens for h in found] == [tokens for _, tokens, _, _ in expected]
+            for h, (score, _, log_prob, attention) in zip(found, expected, strict=True):
+                assert h.score == pytest.approx(score, abs=1e-12)
+                assert h.log_prob == pytest.approx(log_prob, abs=1e-12)
+                assert_exact(h.attention, torch.tensor(attention, dtype=torch.float64))
+
+
+def test_others_take_the_place_of_what_ends():
+    def probs(source, prefix):
+        return [0.9, 0.1, 0, 0] if prefix else [0.3, 0.4, 0.2, 0.1]
+
+    model = PrefixModel(probs)
+    (found,) = translate(BeamSearch(2, 0.0, 0.0, num_best=2), model, [1])
+    assert [h.tokens for h in found] == [[1, 0], [0]]
+    assert model.num_rows == [1, 2]  # prefixes (1,) and (2,)
+
+
+# Prunings
+
+
+def test_tokens_far_below_the_best():
+    """A window of log 4 keeps first tokens with p >= 0.125, whatever follows them."""
+
+    def probs(source, prefix):
+        return [0.01, 0.5, 0.13, 0.12, 0.24] if not prefix else [0.96, 0.01, 0.01, 0.01, 0.01]
+
+    search = BeamSearch(beam=8, window=math.log(4), num_best=8)
+    model = PrefixModel(probs)
+    (found,) = translate(search, model, [1])
+    assert [h.tokens for h in found] == [[1, 0], [4, 0], [2, 0]]
+    assert model.num_rows == [1, 3]
+
+
+def test_hypotheses_far_below_the_best():
+    """A window of log 6.002 drops the third hypothesis: 0.6 / (0.1 · 0.999) is 6.006."""
+
+    def probs(source, prefix):
+        return [0.6, 0.3, 0.1] if not prefix else [0.999, 0.0005, 0.0005]
+
+    def search(window):
+        return BeamSearch(length_penalty=0.0, coverage_penalty=0.0, window=window, num_best=3)
+
+    model = PrefixModel(probs)
+    (found,) = translate(search(3.0), model, [1])
+    assert [h.tokens for h in found] == [[0], [1, 0], [2, 0]]
+    assert model.num_rows == [1, 2]
+    # Rule 1 keeps the token of the third hypothesis, as 0.6 / 0.1 < 6.002; rule 2 drops the result.
+    (found,) = translate(search(math.log(6.002)), PrefixModel(probs), [1])
+    assert [h.tokens for h in found] == [[0], [1, 0]]
+
+
+def test_prefix_that_cannot_come_near_is_not_followed():
+    def probs(source, prefix):
+        if not prefix:
+            return [0.4, 0.3, 0.3]
+        return [0.1, 0.9, 0] if prefix[0] == 1 else [0.05, 0.475, 0.475]
+
+    # Prefixes have 0.3, 0.27, ... and 0.1425, 0.068, ...; the window of log 4 ends at 0.1.
+    search = BeamSearch(8, 0.0, 0.0, window=math.log(4), num_best=8)
+    model = PrefixModel(probs)
+    translate(search, model, [1])
+    assert model.num_rows[:4] == [1, 2, 3, 1]
+
+
+# What a beam guarantees
+
+
+def greedy_by_hand(model, source, limit):
+    state = model.start([source])[0]
+    tokens, last, log_prob = [], EOS, 0.0
+    while not tokens or last != EOS:
+        log_probs, _, state = model.step(torch.tensor([last]), state)
+        last = EOS if len(tokens) + 1 == limit else int(log_probs[0].argmax())
+        log_prob += float(log_probs[0, last])
+        tokens.append(last)
+    return tokens, log_prob
+
+
+def test_greedy():
+    model = TableModel(9, seed=1, sharpness=0.5)
+    sources = [(key, 1 + key % 6) for key in range(40)]
+    for (found,), source in zip(
+        translate(BeamSearch.greedy(), model, sources), sources, strict=True
+    ):
+        tokens, log_prob = greedy_by_hand(model, source, max(10, 2 * source[1]))
+        assert found.tokens == tokens
+        assert found.log_prob == found.score == pytest.approx(log_prob, abs=1e-12)
+
+
+def test_beam_of_one_without_penalties_is_greedy():
+    model = TableModel(9, seed=2, sharpness=0.5)
+    sources = [(key, 3) for key in range(40)]
+    one = translate(BeamSearch(1, 0.0, 0.0), model, sources)
+    greedy = translate(BeamSearch.greedy(), model, sources)
+    assert [h[0].tokens for h in one] == [h[0].tokens for h in greedy]
+    assert [h[0].score for h in one] == [h[0].score for h in greedy]
+
+
+def garden_path(source, prefix):
+    """A plain beam of 2 keeps (2, 1) and (2, 2), which end badly, and drops the greedy (1, 1)."""
+    if not prefix:
+        return [0.04, 0.4, 0.36, 0.1, 0.1]
+    if prefix == (1,):
+        return [0.1, 0.3, 0.2, 0.2, 0.2]
+    if prefix == (2,):
+        return [0, 0.5, 0.5, 0, 0]
+    if prefix[0] == 1:
+        return [1, 0, 0, 0, 0]
+    return [0.2, 0.2, 0.2, 0.2, 0.2]
+
+
+def test_greedy_hypothesis_keeps_its_place():
+    search = BeamSearch(beam=2, length_penalty=0.0, coverage_penalty=0.0)
+    ((found,),) = translate(search, PrefixModel(garden_path), [2])
+    assert found.tokens == [1, 1, 0]
+    assert found.score == pytest.approx(math.log(0.12), abs=1e-12)
+
+
+@pytest.mark.parametrize("beam", [1, 2, 8])
+def test_not_below_greedy(beam):
+    """The best score is at least the greedy score, with any penalties and windows."""
+    sources = [(key, 1 + key % 7) for key in range(300)]
+    for a, b, window in [(0.0, 0.0, INF), (0.2, 0.2, 3.0), (1.0, 1.0, 0.5), (0.2, 0.2, 0.0)]:
+        search = BeamSearch(beam, a, b, window)
+        model = TableModel(20, seed=3, sharpness=1.5)
+        found = translate(search, model, sources)
+        for (best,), (greedy,) in zip(
+            found, translate(BeamSearch.greedy(), model, sources), strict=True
+        ):
+            score = score_of(search, greedy.log_prob, greedy.attention.tolist())
+            assert best.score >= score - 1e-12
+
+
+def test_equal_probabilities_go_by_id():
+    """Ties go to the lowest id in the greedy hypothesis."""
+    model = PrefixModel(lambda source, prefix: [0.01, *([0.99 / 59] * 59)])
+    ((greedy,),) = translate(BeamSearch.greedy(), model, [2])
+    assert greedy.tokens == [1] * 9 + [0]
+    found = translate(BeamSearch(num_best=8), model, [2])[0]
+    assert found[0].score >= score_of(BeamSearch(), greedy.log_prob, greedy.attention.tolist())
+    ((best,),) = translate(BeamSearch(beam=1), model, [2])
+    assert best.tokens == greedy.tokens
+
+
+@pytest.mark.parametrize("num_columns", [5, 64, 192, 193, 1000])
+@pytest.mark.parametrize("distinct", [True, False])
+def test_largest(device, num_columns, distinct):
+    x = torch.randn(40, num_columns, device=device, dtype=torch.float64)
+    x = x if distinct else x.mul(2).round()
+    x[3, : num_columns // 2] = -INF
+    for k in (1, 2, 5):
+        value, index = largest(x, k)
+        assert_same_bits(value, x.topk(k).values)
+        assert_same_bits(x.gather(1, index), value)
+        assert all(len(set(row)) == k for row in index.tolist())
+    x[2, -1] = math.nan
+    assert largest(x, 2)[0][2, 0].isnan()
+
+
+# Several sources
+
+
+def assert_same_hypotheses(actual, expected, device="cpu"):
+    """Compares bitwise on the CPU; on a GPU, rounding depends on the number of rows."""
+    assert len(actual) == len(expected) >= 1
+    for a, e in zip(actual, expected, strict=True):
+        assert a.tokens == e.tokens
+        if device == "cpu":
+            assert (a.log_prob, a.score) == (e.log_prob, e.score)
+            assert_same_bits(a.attention, e.attention)
+        else:
+            assert (a.log_prob, a.score) == pytest.approx((e.log_prob, e.score), rel=1e-5)
+            torch.testing.assert_close(a.attention, e.attention, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_same_alone_and_in_any_company(device, dtype):
+    model = TableModel(30, seed=4, device=device, dtype=dtype)
+    search = BeamSearch(beam=5, num_best=3)
+    sources = [(key, 1 + key * 5 % 14) for key in range(24)]
+    alone = [translate(search, model, [source])[0] for source in sources]
+    for order in (range(24), reversed(range(24)), [3, 3, 17, 0], range(0, 24, 5)):
+        order = list(order)
+        together = translate(search, model, [sources[i] for i in order])
+        for i, found in zip(order, together, strict=True):
+            assert_same_hypotheses(found, alone[i], device)
+
+
+def test_finished_sources_take_no_more_part():
+    """Source i ends after i tokens with probability 1."""
+
+    def probs(source, prefix):
+        return [0, 0.7, 0.3] if len(prefix) < source else [1, 0, 0]
+
+    model = PrefixModel(probs)
+    search = BeamSearch(beam=2, length_penalty=0.0, coverage_penalty=0.0)
+    found = translate(search, model, [1, 2, 3, 4])
+    assert [h[0].tokens for h in found] == [[1] * i + [0] for i in range(4)]
+    assert model.num_rows == [4, 6, 4, 2]
+
+
+def test_stops_when_nothing_can_come_among_the_best():
+    """0.6, then 0.4 · 0.5, 0.4 · 0.25, ...: the rest is as probable as the last finished one."""
+
+    def probs(source, prefix):
+        return [0.5, 0.5] if prefix else [0.6, 0.4]
+
+    for num_best, steps in [(1, 1), (2, 2), (3, 3)]:
+        model = PrefixModel(probs)
+        search = BeamSearch(8, 0.0, 0.0, window=INF, num_best=num_best)
+        (found,) = translate(search, model, [9])
+        assert [h.tokens for h in found] == [[1] * i + [0] for i in range(num_best)]
+        assert model.num_rows == [1] * steps
+
+
+def test_no_sources():
+    mask = torch.ones(0, 3, dtype=torch.bool)
+    model = TableModel(5, seed=0)
+    assert BeamSearch()(model, TableState(torch.zeros(0).long(), mask), mask, EOS) == []
+
+
+def test_best_of_several():
+    model = TableModel(12, seed=5)
+    sources = [(key, 4) for key in range(30)]
+    one = translate(BeamSearch(), model, sources)
+    several = translate(BeamSearch(num_best=8), model, sources)
+    assert sum(map(len, several)) > 3 * len(sources)
+    for (best,), found in zip(one, several, strict=True):
+        assert_same_hypotheses([best], found[:1])
+        scores = [h.score for h in found]
+        assert scores == sorted(scores, reverse=True) and scores[-1] >= scores[0] - 3
+        assert len({tuple(h.tokens) for h in found}) == len(found) <= 8
+        for h in found:
+            assert h.tokens[-1] == EOS and EOS not in h.tokens[:-1]
+            assert h.attention.shape == (len(h.tokens), 4)
+            expected = score_of(BeamSearch(), h.log_prob, h.attention.tolist())
+            assert h.score == pytest.approx(expected, abs=1e-12)
+
+
+# Lengths
+
+
+def test_limit_ends_what_has_no_end():
+    """The end has probability 0: the smallest number replaces it at the limit max(5, 2 tokens)."""
+    model = PrefixModel(lambda source, prefix: [0, 0.6, 0.4], dtype=torch.float32)
+    search = BeamSearch(beam=3, length_penalty=0.0, coverage_penalty=0.0, min_length_limit=5)
+    found = translate(search, model, [1, 4, 2])
+    assert [h[0].tokens for h in found] == [[1] * 4 + [0], [1] * 7 + [0], [1] * 4 + [0]]
+    end = math.log(torch.finfo(torch.float32).tiny)
+    assert found[1][0].log_prob == pytest.approx(7 * math.log(0.6) + end, rel=1e-6)
+
+
+def test_limit_of_one_token():
+    model = PrefixModel(lambda source, prefix: [0.1, 0.9])
+    search = BeamSearch(max_length_ratio=0.5, min_length_limit=1)
+    ((found,),) = translate(search, model, [3])
+    assert found.tokens == [0]
+    assert found.log_prob == pytest.approx(math.log(0.1), abs=1e-12)
+
+
+@pytest.mark.parametrize("search", [BeamSearch(num_best=8), BeamSearch.greedy()])
+def test_nothing_but_the_end(search):
+    model = PrefixModel(lambda source, prefix: [1, 0, 0])
+    for found in translate(search, model, [1, 3]):
+        assert [(h.tokens, h.log_prob) for h in found] == [([0], 0.0)]
+    assert model.num_rows == [2]
+
+
+def test_source_of_one_position():
+    """All attention is on the only position, from the first token on."""
+    model = TableModel(6, seed=6)
+    for found in translate(BeamSearch(num_best=4), model, [(key, 1) for key in range(10)]):
+        for h in found:
+            assert_same_bits(h.attention, torch.ones(len(h.tokens), 1, dtype=torch.float64))
+            assert h.score == pytest.approx(
+                h.log_prob / ((5 + len(h.tokens)) / 6) ** 0.2, abs=1e-12
+            )
+
+
+def test_low_precision_is_summed_in_float32():
+    tokens = 40
+    model = PrefixModel(
+        lambda source, prefix: [0.001, 0.999] if len(prefix) < tokens - 1 else [1, 0],
+        lambda source, prefix: [0.9, 0.1],
+        dtype=torch.bfloat16,
+    )
+    ((found,),) = translate(BeamSearch(min_length_limit=50), model, [2])
+    assert found.tokens == [1] * (tokens - 1) + [0]
+    value = torch.tensor(0.999).log().bfloat16().item()
+    assert found.log_prob == pytest.approx(value * (tokens - 1), rel=1e-6)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("beam", 0),
+        ("length_penalty", -0.1),
+        ("length_penalty", 10.5),
+        ("coverage_penalty", 10.5),
+        ("coverage_penalty", math.nan),
+        ("max_length_ratio", INF),
+        ("window", -1.0),
+        ("min_length_limit", 0),
+        ("num_best", 9),
+        ("num_best", 0),
+        ("beam", 1.5),
+    ],
+)
+def test_options(option, value):
+    with pytest.raises(ValueError, match=rf"^BeamSearch: {option} must .*got {value}$"):
+        BeamSearch(**{option: value})
+
+
+def test_arguments():
+    model = TableModel(5, seed=0)
+    state, mask = model.start([(0, 3)])
+    with pytest.raises(ValueError, match="^BeamSearch: source_mask must"):
+        BeamSearch()(model, state, mask.float(), EOS)
+    for empty in (mask[:, :0], torch.zeros_like(mask)):
+        with pytest.raises(ValueError, match="^BeamSearch: source_mask must .*got 0$"):
+            BeamSearch()(model, state, empty, EOS)
+    with pytest.raises(ValueError, match="^BeamSearch: eos_id must .*got -1$"):
+        BeamSearch()(model, state, mask, -1)
+    with pytest.raises(ValueError, match="^BeamSearch: eos_id must .*got 5$"):
+        BeamSearch()(model, state, mask, 5)
+    model.log_probs[:, 2] = math.nan
+    with pytest.raises(ValueError, match="^BeamSearch: log_probs must .*got nan$"):
+        BeamSearch()(model, state, mask, EOS)

@@ -1,0 +1,357 @@
+"""Training on several ranks equals training on one; killed ranks lose no step (Sec. 3.1)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import moe_lab.training.loop
+import pytest
+import torch
+from moe_lab.training.config import config_from_dict, read_config, to_toml
+from moe_lab.training.logging import read_metrics
+from moe_lab.training.loop import Trainer
+from moe_lab.training.metrics import evaluate
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A run without dropout and noise, so training is deterministic."""
+    text = tmp_path / "text.txt"
+    generator = torch.Generator().manual_seed(8)
+    words = torch.randint(40, (1500,), generator=generator).tolist()
+    lengths = torch.randint(1, 9, (250,), generator=generator).tolist()
+    with text.open("w") as file:
+        for length in lengths:
+            file.write(" ".join(f"w{words.pop()}" for _ in range(length)) + "\n")
+            if len(words) < 10:
+                break
+    return config_from_dict(
+        {
+            "output": str(tmp_path / "run"),
+            "steps": 6,
+            "num_threads": 1,
+            "timeout": 60.0,
+            "data": {"corpus": str(text), "tokens_per_batch": 60},
+            "model": {
+                "d_model": 8,
+                "dropout": 0.0,
+                "moe": {
+                    "gate": "topk",
+                    "num_experts": 5,
+                    "k": 2,
+                    "hidden_sizes": [6],
+                    "w_load": 0.0,
+                },
+            },
+            "optimizer": {"learning_rate": 0.02, "warmup_steps": 5, "clip_norm": 0.5},
+            "log": {
+                "log_every": 1,
+                "eval_every": 2,
+                "save_every": 2,
+                "tensorboard": False,
+                "progress": False,
+            },
+        }
+    )
+
+
+def train(group, rank, config):
+    return Trainer(config, process_group=group).run()
+
+
+def curve(config):
+    """Returns every loss and perplexity of a run."""
+    return [
+        (record["kind"], record["step"], record["tokens"], record["nll"])
+        for record in read_metrics(Path(config.output))
+    ]
+
+
+def balance(config):
+    """Returns the metrics of the MoE layers, step by step."""
+    keys = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens", "load")
+    values = [r[key] for r in read_metrics(Path(config.output), "train") for key in keys]
+    return torch.cat([torch.tensor(value).flatten() for value in values]).tolist()
+
+
+def assert_same_curve(actual, expected):
+    """Compares curves in float32; the rounding differs with the world size."""
+    assert [record[:3] for record in actual] == [record[:3] for record in expected]
+    for a, b in zip(actual, expected, strict=True):
+        assert a[3] == pytest.approx(b[3], rel=2e-5)
+
+
+LATER_ROUTER = {
+    "score": "sigmoid",
+    "bias_update_rate": 0.1,
+    "w_switch": 0.5,
+    "w_switch_per_sequence": 0.5,
+    "w_z": 0.5,
+    "shared_sizes": [4],
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "num_sampled"),
+    [
+        ({}, 0),
+        ({}, 9),
+        ({"gate": "balanced"}, 0),
+        ({"gate": "expert_choice"}, 0),
+        (LATER_ROUTER, 0),
+    ],
+    ids=["topk", "sampled", "balanced", "expert_choice", "later"],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_curve_of_one_process(workers, config, tmp_path, options, num_sampled, accumulate):
+    config.model.moe = replace(config.model.moe, **options)
+    config.model.num_sampled = num_sampled  # all ranks sample the same classes
+    config.optimizer.accumulate = accumulate
+    train(None, 0, config)
+    for world in (2, 4):
+        there = replace(config, output=str(tmp_path / f"run-{world}"))
+        assert workers.run(world, train, there) == [True] * world
+        assert_same_curve(curve(there), curve(config))
+        assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("middle", ["moe", "moe_lstm", "ffn"])
+def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
+    """In most batches, some ranks have no row."""
+    config.model.layers = ["lstm", middle, "lstm"]
+    config.model.moe.w_importance = 5.0
+    config.data.tokens_per_batch = 9
+    there = replace(config, output=str(tmp_path / "there"))
+    train(None, 0, config)
+    workers.run(4, train, there)
+    assert_same_curve(curve(there), curve(config))
+    if middle != "ffn":
+        assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
+
+
+def selection_bias(config):
+    trainer = Trainer(config)
+    trainer.run()
+    (bias,) = (b for n, b in trainer.model.named_buffers() if n.endswith("selection_bias"))
+    return bias
+
+
+def test_the_selection_bias_changes_once_in_each_step(config, tmp_path):
+    config.model.moe = replace(config.model.moe, **LATER_ROUTER)
+    config.optimizer.accumulate, config.steps = 3, 5
+    bias = selection_bias(config)
+    # Five steps of -0.1, 0 or 0.1 each.
+    steps = bias / 0.1
+    assert bias.any() and (steps - steps.round()).abs().max() < 1e-5 and steps.abs().max() < 5.01
+    part = replace(config, output=str(tmp_path / "resumed"), steps=3)
+    selection_bias(part)
+    assert torch.equal(selection_bias(replace(part, steps=5, resume=True)), bias)
+
+
+def start_of(group, rank, config):
+    """Returns a rank's dense parameters and random numbers before its first step."""
+    with pytest.MonkeyPatch.context() as patch:  # without broadcasting the parameters
+        patch.setattr(moe_lab.training.loop, "parallelize", lambda model, group: model)
+        trainer = Trainer(config, process_group=group)
+    dense = [p.detach() for name, p in trainer.model.named_parameters() if "experts" not in name]
+    states = trainer.noise_generator.get_state(), torch.get_rng_state()
+    noise = torch.empty(8).normal_(generator=trainer.noise_generator)
+    return dense, [*states, noise, torch.rand(8)]
+
+
+def test_every_process_draws_for_itself(workers, config):
+    """Noise and dropout differ by rank; the initial weights do not."""
+    config.model.moe.gate = "noisy_topk"
+    config.model.dropout = 0.5
+    config.log.save_every = 1
+    starts = workers.run(3, start_of, config)
+    workers.run(2, train, replace(config, steps=1))
+    # The checkpoint has two ranks: the third rank starts with new seeds.
+    starts += workers.run(3, start_of, replace(config, resume=True))
+    for dense, _ in starts[1:3]:
+        assert all(torch.equal(a, b) for a, b in zip(dense, starts[0][0], strict=True))
+    for kind in zip(*(draws for _, draws in starts), strict=True):
+        assert len({tuple(draw.tolist()) for draw in kind}) == len(starts)
+
+
+def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
+    train(None, 0, config)
+    for worlds in ((4, 1, 3), (1, 2, 4)):
+        there = replace(config, output=str(tmp_path / f"run-{worlds}"))
+        for number, world in enumerate(worlds):
+            part = replace(there, steps=2 * (number + 1), resume=number > 0)
+            if world == 1:
+                train(None, 0, part)
+            else:
+                workers.run(world, train, part)
+        assert_same_curve(
+            [record for record in curve(there) if record[0] == "train"],
+            [record for record in curve(config) if record[0] == "train"],
+        )
+
+
+def perplexities(group, rank, config):
+    """Computes test perplexities in float64, for 1, 7 and 64 sentences per batch."""
+    trainer = Trainer(replace(config, resume=True), process_group=group)
+    trainer.model.double()
+    test = trainer.text.test
+    sizes = (n * test.num_tokens // len(test) if n > 1 else 1 for n in (1, 7, 64))
+    return [
+        evaluate(
+            trainer.model, test, tokens_per_batch=size, title=None, ranks=trainer.ranks
+        ).perplexity
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("gate", ["noisy_topk", "balanced"])
+def test_perplexity_does_not_depend_on_batches_or_processes(workers, config, gate):
+    config.model.moe.gate = gate
+    train(None, 0, config)
+    expected = perplexities(None, 0, config)
+    assert expected == pytest.approx(expected[:1] * 3, rel=1e-12)
+    for world in (2, 3):
+        for found in workers.run(world, perplexities, config):
+            assert found == pytest.approx(expected, rel=1e-12)
+
+
+def train_file(group, rank, path, overrides):
+    return train(group, rank, read_config(path, overrides))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs/small").glob("*.toml")), ids=lambda p: p.stem
+)
+def test_every_configuration_trains(workers, config, tmp_path, path):
+    overrides = [
+        f"output={tmp_path / 'run'}",
+        f"data.corpus={config.data.corpus}",
+        "steps=2",
+        "data.tokens_per_batch=60",
+        "num_threads=1",
+        "log.tensorboard=false",
+        "log.progress=false",
+    ]
+    assert workers.run(2, train_file, path, overrides) == [True] * 2
+    assert len(read_metrics(tmp_path / "run", "dev")) == 1
+
+
+PROGRAM = r"""
+import os, sys, time
+from moe_lab.commands.train import main
+from moe_lab.cli import exit_status
+from moe_lab.training.loop import Trainer
+
+step = Trainer.train_step
+
+def step_of_rank(self, *arguments):
+    line = f"step {{self.step}} {{self.ranks.rank}} {{os.getpid()}}\n"
+    os.write(1, line.encode())  # in one piece
+    time.sleep(0.05)
+    if {fails!r} and self.step == 3 and self.ranks.rank == 1:
+        raise RuntimeError("the cat sat on the keyboard")
+    return step(self, *arguments)
+
+Trainer.train_step = step_of_rank
+sys.exit(exit_status(main))
+"""
+
+
+class Run:
+    """A run under torchrun, read line by line."""
+
+    def __init__(self, config, tmp_path, *options, fails=False, restarts=0):
+        program, toml = tmp_path / "program.py", tmp_path / "config.toml"
+        program.write_text(PROGRAM.format(fails=fails))
+        toml.write_text(to_toml(config))
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node=2",
+                f"--max-restarts={restarts}",
+                "--monitor-interval=0.1",
+                str(program),
+                str(toml),
+                *options,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.output = ""
+
+    def until(self, start):
+        """Reads up to the next line with this start; returns the rest of its words."""
+        for line in self.process.stdout:
+            self.output += line
+            if line.startswith(start):
+                return line[len(start) :].split()
+        raise AssertionError(f"no line {start!r} in:\n{self.output}")
+
+    def end(self, seconds):
+        """Waits for the end; returns the exit status and the seconds it took."""
+        started = time.monotonic()
+        try:
+            self.output += self.process.communicate(timeout=seconds)[0]
+        finally:
+            self.process.kill()
+        return self.process.returncode, time.monotonic() - started
+
+
+def test_killed_processes_resume(config, tmp_path):
+    config = replace(config, steps=12)
+    train(None, 0, config)
+    there = replace(config, output=str(tmp_path / "killed"))
+    run = Run(there, tmp_path, restarts=2)
+    for step in (3, 8):
+        os.kill(int(run.until(f"step {step} 1")[0]), signal.SIGKILL)
+    status, _ = run.end(120)
+    assert status == 0, run.output
+    assert_same_curve(curve(there), curve(config))
+
+
+def test_an_error_of_one_process_ends_all(config, tmp_path):
+    run = Run(config, tmp_path, fails=True)
+    run.until("step 3 1")
+    status, seconds = run.end(60)
+    assert status != 0
+    assert "the cat sat on the keyboard" in run.output
+    assert seconds < 30
+
+
+def test_a_process_that_stops_ends_the_others(config, tmp_path):
+    run = Run(replace(config, timeout=4.0), tmp_path)
+    stopped = int(run.until("step 3 1")[0])
+    os.kill(stopped, signal.SIGSTOP)
+    started = time.monotonic()
+    run.until("error: another rank ended or did not answer within timeout=4 seconds")
+    assert time.monotonic() - started < 30
+    os.kill(stopped, signal.SIGKILL)
+    assert run.end(60)[0] != 0
+
+
+@pytest.mark.long
+def test_sigterm_saves(config, tmp_path):
+    config = replace(config, steps=1000)
+    config.data = replace(config.data, encoded=str(tmp_path / "ids"), num_workers=1)
+    run = Run(config, tmp_path)
+    os.kill(int(run.until("step 5 1")[0]), signal.SIGTERM)
+    status, _ = run.end(60)
+    assert status == 0, run.output
+    assert "config.toml resume=true" in run.output
+    last = json.loads((Path(config.output) / "metrics.jsonl").read_text().splitlines()[-1])
+    resumed = Run(replace(config, steps=last["step"] + 1), tmp_path, "resume=true")
+    status, _ = resumed.end(60)
+    assert status == 0, resumed.output
+    assert f"resume  from step {last['step']} of" in resumed.output

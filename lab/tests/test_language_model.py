@@ -1,0 +1,681 @@
+"""The language model of App. C.1: its parts, its arithmetic, its cost."""
+
+import copy
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from assertions import assert_exact
+from moe_lab.analysis import (
+    ExpertReport,
+    by_specialisation,
+    cost,
+    expert_reports,
+    route_text,
+)
+from moe_lab.data import Batch, EncodedSentences, Vocabulary
+from moe_lab.models import (
+    LSTM,
+    FeedForwardConfig,
+    LanguageModel,
+    LanguageModelConfig,
+    MoEConfig,
+    SampledSoftmax,
+    evaluating,
+    sampled_cross_entropy,
+)
+from torch.nn import functional as F
+
+from moe_ext import (
+    BalancedGate,
+    ExpertChoiceGate,
+    HierarchicalBalancedGate,
+    HierarchicalNoisyTopKGate,
+    NoisyTopKGate,
+    ReLUGate,
+    TopKGate,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB = 50
+
+
+def small_config(**changes):
+    options = {
+        "d_model": 8,
+        "layers": ["lstm", "moe", "lstm"],
+        "dropout": 0.0,
+        "moe": MoEConfig(num_experts=4, k=2, hidden_sizes=[16]),
+        "ffn": FeedForwardConfig(hidden_sizes=[32]),
+    }
+    return LanguageModelConfig(**(options | changes))
+
+
+def build(noise=None, **changes):
+    torch.manual_seed(1)
+    noise = noise or torch.Generator().manual_seed(2)
+    return LanguageModel(small_config(**changes), VOCAB, noise_generator=noise)
+
+
+def random_batch(lengths, padding=0, fill=0):
+    """Makes random sentences, padded with id ``fill`` to the longest plus ``padding``."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(VOCAB, (2, len(lengths), max(lengths)), generator=generator)
+    ids = F.pad(ids, (0, padding), value=fill)
+    mask = torch.arange(ids.shape[2]) < torch.tensor(lengths)[:, None]
+    inputs, targets = ids.masked_fill(~mask, fill)
+    return Batch(inputs, targets, mask, torch.arange(len(lengths)))
+
+
+def test_the_full_softmax_equals_its_definition():
+    """The loss of the module, its gradients, and the loss of each row."""
+    softmax = SampledSoftmax(4, 700, dtype=torch.float64)
+    hidden = torch.randn(300, 4, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(700, (300,))
+    leaves = (hidden, softmax.weight, softmax.bias)
+
+    expected = F.cross_entropy(softmax(hidden), targets, reduction="sum")
+    actual = softmax.loss(hidden, targets)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    for a, b in zip(
+        torch.autograd.grad(3 * actual, leaves),
+        torch.autograd.grad(3 * expected, leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    nll = softmax.nll(hidden, targets)
+    assert nll.shape == (300,) and not nll.requires_grad
+    torch.testing.assert_close(nll.sum(), expected.detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("target", [-1, 7])
+def test_targets_that_are_no_class(target):
+    hidden, softmax = torch.randn(2, 4), SampledSoftmax(4, 7, 3)
+    targets = torch.tensor([3, target])
+    with pytest.raises(ValueError, match="^sampled_cross_entropy: targets must .*got .*(7|-1)"):
+        softmax.loss(hidden, targets)
+    with pytest.raises(IndexError, match="^linear_cross_entropy: target must .*got (7|-1)"):
+        softmax.eval().loss(hidden, targets)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("targets", torch.tensor([1])),
+        ("bias", torch.zeros(1)),
+        ("hidden", torch.randn(2, 3)),
+        ("weight", torch.randn(7)),
+    ],
+)
+def test_shapes_that_do_not_fit_a_softmax(name, value):
+    arguments = {
+        "hidden": torch.randn(2, 4),
+        "weight": torch.randn(7, 4),
+        "bias": torch.zeros(7),
+        "targets": torch.tensor([3, 1]),
+        name: value,
+    }
+    draw = torch.tensor([1, 2]), torch.zeros(2), torch.zeros(2)
+    with pytest.raises(ValueError, match=f"^sampled_cross_entropy: {name} must"):
+        sampled_cross_entropy(*arguments.values(), *draw)
+
+
+def test_evaluating_leaves_each_modules_mode():
+    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout())
+    model[1].eval()
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_the_full_softmax_under_autocast():
+    softmax = SampledSoftmax(16, 30)
+    hidden, targets = torch.randn(20, 16, requires_grad=True), torch.randint(30, (20,))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = softmax.loss(hidden, targets)
+    assert actual.dtype == torch.float32
+    actual.backward()
+    assert softmax.weight.grad.dtype == torch.float32 and hidden.grad.dtype == torch.float32
+    expected = F.cross_entropy(softmax(hidden), targets, reduction="sum")
+    # A bfloat16 dot product of 16 terms of size 1 errs by about 4 * 2^-9; 20 of them are summed.
+    assert abs(actual.item() - expected.item()) < 0.3
+
+
+def test_lstm_starts_with_open_forget_gate_and_sees_no_future():
+    lstm = LSTM(8)
+    bias = lstm.lstm.bias_ih_l0 + lstm.lstm.bias_hh_l0
+    assert torch.equal(bias, torch.tensor([0.0] * 8 + [1.0] * 8 + [0.0] * 16))
+    x = torch.randn(3, 5, 8)
+    changed = x.clone()
+    changed[:, 3:] += 1
+    assert torch.equal(lstm(x)[:, :3], lstm(changed)[:, :3])
+    assert not torch.equal(lstm(x)[:, 3:], lstm(changed)[:, 3:])
+
+
+def test_lstm_weights_have_unit_gain():
+    lstm = LSTM(64, 256)
+    assert lstm(torch.randn(2, 3, 64)).shape == (2, 3, 64)
+    assert lstm.lstm.weight_ih_l0.var().item() == pytest.approx(1 / 128, rel=0.05)
+    assert lstm.lstm.weight_hh_l0.var().item() == pytest.approx(1 / 128, rel=0.05)
+    assert lstm.lstm.weight_hr_l0.var().item() == pytest.approx(1 / 256, rel=0.05)
+    lstm = LSTM(64, 64)
+    assert lstm(torch.randn(2, 3, 64)).shape == (2, 3, 64)
+    assert lstm.projection.var().item() == pytest.approx(1 / 64, rel=0.05)
+    with pytest.raises(ValueError, match="units must"):
+        LSTM(64, 32)
+
+
+@pytest.mark.parametrize("units", [None, 6, 9])
+def test_lstm_is_that_of_its_equations(units):
+    """Includes a square projection, which torch's LSTM does not have."""
+    lstm = LSTM(6, units, d_input=5).double()
+    weights = dict(lstm.lstm.named_parameters())
+    w, u = weights["weight_ih_l0"], weights["weight_hh_l0"]
+    bias = weights["bias_ih_l0"] + weights["bias_hh_l0"]
+    identity = torch.eye(6, dtype=torch.float64)
+    p = {None: identity, 6: lstm.projection, 9: weights.get("weight_hr_l0")}[units]
+    x = torch.randn(2, 4, 5, dtype=torch.float64)
+    m, c, expected = x.new_zeros(2, 6), x.new_zeros(2, units or 6), []
+    for t in range(4):
+        i, f, j, o = (x[:, t] @ w.T + m @ u.T + bias).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * j.tanh()
+        m = (o.sigmoid() * c.tanh()) @ p.T
+        expected.append(m)
+    assert_exact(lstm(x), torch.stack(expected, 1))
+    state = lstm.start(2)
+    for t in range(4):
+        state = lstm.step(x[:, t], state)
+        assert_exact(state.m, expected[t])
+    assert_exact(state.c, c)
+    actual, exact = (
+        torch.autograd.grad(y.square().sum(), list(lstm.parameters()))
+        for y in (lstm(x), torch.stack(expected, 1))
+    )
+    for grad, of_equations in zip(actual, exact, strict=True):
+        assert_exact(grad, of_equations)
+
+
+@pytest.mark.parametrize("middle", ["moe", "moe_lstm", "ffn", "lstm"])
+@pytest.mark.parametrize("residual", [True, False])
+def test_layers_are_put_together_as_in_the_paper(middle, residual):
+    """Sigmoid of the MoE (not of LSTMs), dropout of each output, then the residual (App. C.1)."""
+    p = 0.25
+    noise = torch.Generator()
+    model = build(noise, layers=["lstm", middle, "lstm"], dropout=p, residual=residual)
+    state = model.state_dict()
+    batch = random_batch([4, 4, 4])
+    rows = 12
+
+    torch.manual_seed(7)
+    noise.manual_seed(8)
+    actual, aux = model(batch.inputs, batch.mask)
+
+    torch.manual_seed(7)
+    h = F.dropout(F.embedding(batch.inputs, state["embedding.weight"]), p)
+    for layer, kind in zip(model.layers, ["lstm", middle, "lstm"], strict=True):
+        if kind == "lstm":
+            y = layer(h)
+        elif kind == "ffn":
+            w1, w2 = (w.squeeze(0) for w in layer.weights)
+            y = torch.sigmoid(F.relu(h @ w1) @ w2)
+        elif kind == "moe_lstm":
+            noise.manual_seed(8)
+            y = layer(h)[0]
+        else:
+            noise.manual_seed(8)
+            y = torch.sigmoid(layer(h)[0])
+        h = h * residual + F.dropout(y, p)
+    torch.testing.assert_close(actual, h)
+    assert len(aux) == middle.startswith("moe")
+    if aux:
+        assert aux[0].gates.shape == (rows, 2)
+
+
+def test_loss_parts():
+    model = build(layers=["moe", "lstm", "moe"])
+    batch = random_batch([5, 3, 4])
+    parts = model.loss(batch)
+    assert parts.num_tokens == 12 and len(parts.aux) == 2
+    # The balancing loss of each layer counts once and is not part of the nats.
+    torch.testing.assert_close(parts.aux_loss, parts.aux[0].loss + parts.aux[1].loss)
+    model.eval()
+    h, _ = model(batch.inputs, batch.mask)
+    logits = F.linear(h, model.softmax.weight, model.softmax.bias)
+    expected = F.cross_entropy(logits[batch.mask], batch.targets[batch.mask], reduction="none")
+    torch.testing.assert_close(model.token_nll(batch), expected.detach())
+    torch.testing.assert_close(model.loss(batch).nll_sum, expected.sum())
+
+
+def test_padding_changes_nothing():
+    def run(batch):
+        model = build()
+        parts = model.loss(batch)
+        (parts.nll_sum / parts.num_tokens + parts.aux_loss).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return parts, gradients
+
+    parts, gradients = run(random_batch([6, 2, 5]))
+    padded_parts, padded_gradients = run(random_batch([6, 2, 5], padding=4, fill=33))
+    torch.testing.assert_close(padded_parts.nll_sum, parts.nll_sum)
+    torch.testing.assert_close(padded_parts.aux_loss, parts.aux_loss)
+    assert torch.equal(padded_parts.aux[0].expert_index, parts.aux[0].expert_index)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(padded_gradients[name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"num_sampled": 5}])
+@pytest.mark.parametrize(
+    ("middle", "gate"),
+    [("moe", "noisy_topk"), ("moe", "balanced"), ("moe_lstm", "noisy_topk"), ("ffn", "noisy_topk")],
+)
+def test_an_empty_batch_has_zero_gradients(middle, gate, changes):
+    """A rank has an empty batch if there are fewer sentences than ranks."""
+    moe = MoEConfig(num_experts=4, k=2, hidden_sizes=[16], gate=gate, w_load=0)
+    model = build(layers=["lstm", middle, "lstm"], moe=moe, **changes)
+    empty = random_batch([6, 3]).part(2, 3)
+    assert empty.inputs.shape == (0, 6)
+    parts = model.loss(empty)
+    (parts.nll_sum + parts.aux_loss).backward()
+    assert parts.nll_sum == 0 and parts.num_tokens == 0 and parts.aux_loss == 0
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.count_nonzero() == 0, name
+    assert model.eval().token_nll(empty).shape == (0,)
+
+
+def test_moe_lstm_layers():
+    """Has a balancing loss; padding has no effect; results with memory_slots are identical."""
+
+    def run(batch, **changes):
+        noise = torch.Generator().manual_seed(2)
+        model = build(noise, layers=["moe", "moe_lstm"], dropout=0.25, **changes)
+        torch.manual_seed(7)
+        parts = model.loss(batch)
+        (parts.nll_sum / parts.num_tokens + parts.aux_loss).backward()
+        return parts, [p.grad for p in model.parameters()]
+
+    batch = random_batch([6, 2, 5])
+    parts, gradients = run(batch)
+    assert len(parts.aux) == 2 and parts.aux[1].tokens_per_expert.sum() == 2 * 13
+    assert parts.aux[1].loss > 0
+    torch.testing.assert_close(parts.aux_loss, parts.aux[0].loss + parts.aux[1].loss)
+    again, again_gradients = run(batch, memory_slots=2)
+    assert torch.equal(again.nll_sum, parts.nll_sum)
+    assert all(torch.equal(a, e) for a, e in zip(again_gradients, gradients, strict=True))
+    # Other ids in the padding do not change the dropout masks.
+    inputs = batch.inputs.masked_fill(~batch.mask, 33)
+    filled, filled_gradients = run(replace(batch, inputs=inputs))
+    torch.testing.assert_close(filled.nll_sum, parts.nll_sum)
+    for a, e in zip(filled_gradients, gradients, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_evaluation_draws_nothing():
+    noise = torch.Generator()
+    model = build(noise, dropout=0.5).eval()
+    batch = random_batch([4, 3])
+    before = torch.get_rng_state(), noise.get_state()
+    first, second = model.token_nll(batch), model.token_nll(batch)
+    assert torch.equal(first, second)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.equal(before[1], noise.get_state())
+
+
+def test_models_of_one_seed_share_their_trunk():
+    moe, dense = build().state_dict(), build(layers=["lstm", "ffn", "lstm"]).state_dict()
+    shared = [name for name in moe if not name.startswith("layers.1")]
+    assert len(shared) == 11
+    for name in shared:
+        assert torch.equal(moe[name], dense[name]), name
+
+
+def test_learns_a_batch_by_heart():
+    model = build(layers=["lstm", "moe"])
+    batch = random_batch([5, 5, 5, 5])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(100):
+        parts = model.loss(batch)
+        optimizer.zero_grad()
+        (parts.nll_sum / parts.num_tokens + parts.aux_loss).backward()
+        optimizer.step()
+    assert parts.nll_sum.item() / parts.num_tokens < 0.5 < math.log(VOCAB)
+
+
+def test_copies_and_pickles_after_a_forward():
+    model = build()
+    batch = random_batch([4, 3])
+    model.loss(batch)
+    model.eval()
+    expected = model.token_nll(batch)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin.token_nll(batch), expected)
+    fresh = build()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh.eval().token_nll(batch), expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "change"),
+    [
+        ("layers", {"layers": ["lstm", "mlp"]}),
+        ("layers", {"layers": []}),
+        ("dropout", {"dropout": 1.0}),
+        ("memory_slots", {"memory_slots": -1}),
+        ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="balanced", w_load=0)}),
+        ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="expert_choice", w_load=0)}),
+        ("moe.w_z", {"layers": ["moe_lstm"], "moe": MoEConfig(w_z=1)}),
+        ("moe.num_null_experts", {"layers": ["moe_lstm"], "moe": MoEConfig(num_null_experts=1)}),
+        ("moe.shared_sizes", {"layers": ["moe_lstm"], "moe": MoEConfig(shared_sizes=[8])}),
+        (
+            "moe.bias_update_rate",
+            {
+                "layers": ["moe_lstm"],
+                "moe": MoEConfig(gate="topk", w_load=0, bias_update_rate=0.1),
+            },
+        ),
+        ("lstm_units", {"lstm_units": 4}),
+    ],
+)
+def test_configuration_errors(option, change):
+    with pytest.raises(ValueError, match=f"{option} must .*got"):
+        small_config(**change)
+
+
+@pytest.mark.parametrize(
+    ("option", "options"),
+    [
+        ("k", {"num_experts": 4, "k": 5}),
+        ("w_load", {"w_load": -1}),
+        ("gate", {"gate": "top"}),
+        ("w_load", {"gate": "balanced"}),
+        ("num_groups", {"num_groups": 5}),
+        ("w_switch", {"num_groups": 4, "w_switch": 0.1}),
+        ("w_z", {"num_groups": 4, "w_z": 0.1}),
+        ("drop", {"drop": "score"}),
+        ("num_groups", {"gate": "topk", "num_groups": 4, "w_load": 0}),
+        ("num_groups", {"gate": "expert_choice", "num_groups": 4, "w_load": 0}),
+        ("k", {"num_experts": 32, "num_groups": 8, "k": 5}),
+        ("score", {"gate": "topk", "w_load": 0, "score": "relu"}),
+        ("score", {"score": "sigmoid"}),
+        ("scale", {"gate": "topk", "w_load": 0, "scale": 0}),
+        ("bias_update_rate", {"bias_update_rate": 0.1}),
+        ("w_switch", {"w_switch": -1}),
+        ("w_switch_per_sequence", {"w_switch_per_sequence": -1}),
+        ("w_z", {"w_z": -1}),
+        ("shared_sizes", {"shared_sizes": [0]}),
+        ("num_identity_experts", {"num_identity_experts": -1}),
+        ("num_null_experts", {"num_null_experts": 1, "num_groups": 8, "k": 1}),
+        ("capacity_factor", {"capacity_factor": -0.5}),
+        ("drop", {"drop": "last"}),
+    ],
+)
+def test_moe_configuration_errors(option, options):
+    with pytest.raises(ValueError, match=f"{option} must .*got"):
+        MoEConfig(**options)
+
+
+def test_feed_forward_configuration_errors():
+    with pytest.raises(ValueError, match="activation must .*got .rely"):
+        FeedForwardConfig(activation="rely")
+
+
+@pytest.mark.parametrize("num_groups", [0, 2])
+def test_options_reach_the_layers(num_groups):
+    moe = MoEConfig(
+        num_experts=4,
+        num_groups=num_groups,
+        k=2,
+        hidden_sizes=[6, 5],
+        activation="tanh",
+        w_importance=0.3,
+        w_load=0.7,
+        noise_epsilon=0.05,
+        recompute=True,
+    )
+    ffn = FeedForwardConfig(hidden_sizes=[7], activation="silu")
+    model = build(layers=["moe", "moe_lstm", "ffn"], memory_slots=3, moe=moe, ffn=ffn)
+    mixture, recurrent, dense = model.layers
+    for layer, gate in ((mixture, mixture.gate), (recurrent, recurrent.cell.moe.gate)):
+        assert (layer.w_importance, layer.w_load, gate.noise_epsilon) == (0.3, 0.7, 0.05)
+    assert [len(w[0]) for w in mixture.experts.weights] == [8, 6, 5]
+    assert mixture.experts.activation == "tanh" and mixture.recompute
+    assert recurrent.memory_slots == 3
+    assert [len(w[0]) for w in dense.weights] == [8, 7] and dense.activation == "silu"
+
+
+def test_options_of_later_routers_reach_the_layer():
+    moe = MoEConfig(
+        gate="topk",
+        num_experts=4,
+        k=2,
+        w_load=0,
+        score="sigmoid",
+        renormalize=False,
+        scale=2.5,
+        bias_update_rate=0.01,
+        w_switch=0.1,
+        w_switch_per_sequence=0.2,
+        w_z=0.3,
+        hidden_sizes=[6],
+        shared_sizes=[5],
+        num_identity_experts=2,
+        num_null_experts=1,
+        capacity_factor=1.5,
+        drop="score",
+    )
+    layer = build(layers=["moe"], moe=moe).layers[0]
+    gate = layer.gate
+    assert (gate.score, gate.renormalize, gate.scale) == ("sigmoid", False, 2.5)
+    assert gate.num_experts == 7 and layer.num_experts == 4
+    assert (layer.num_identity_experts, layer.num_null_experts) == (2, 1)
+    assert (layer.capacity_factor, layer.drop) == (1.5, "score")
+    assert gate.bias_update_rate == 0.01 and gate.selection_bias is not None
+    assert {loss.name: loss.weight for loss in layer.losses} == {
+        "switch_loss": 0.1,
+        "switch_loss_per_sequence": 0.2,
+        "z_loss": 0.3,
+    }
+    assert [len(w[0]) for w in layer.shared_expert.expert.weights] == [8, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "k"),
+    [
+        ({}, NoisyTopKGate, 2),
+        ({"num_groups": 2}, HierarchicalNoisyTopKGate, 4),
+        ({"gate": "topk", "w_load": 0}, TopKGate, 2),
+        ({"gate": "topk", "w_load": 0, "score": "sigmoid", "bias_update_rate": 0.1}, TopKGate, 2),
+        ({"gate": "expert_choice", "w_load": 0}, ExpertChoiceGate, 2),
+        ({"gate": "relu", "w_load": 0, "w_importance": 0}, ReLUGate, 2),
+        ({"gate": "balanced", "w_load": 0}, BalancedGate, 2),
+        ({"gate": "balanced", "w_load": 0, "num_groups": 2}, HierarchicalBalancedGate, 4),
+    ],
+)
+def test_gates(options, kind, k):
+    """A model with any gate learns; a balanced gate gives each expert equally many tokens."""
+    noise = torch.Generator().manual_seed(2)
+    model = build(noise, moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[16], **options))
+    gate = model.layers[1].gate
+    assert type(gate) is kind and gate.k == k == model.config.moe.experts_per_token
+    batch = random_batch([5, 3, 4])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        parts = model.loss(batch)
+        optimizer.zero_grad()
+        (parts.nll_sum / parts.num_tokens + parts.aux_loss).backward()
+        optimizer.step()
+        losses.append(parts.nll_sum.item() / parts.num_tokens)
+    assert losses[-1] < 0.5 * losses[0]
+    loads = parts.aux[0].tokens_per_expert.tolist()
+    assert sum(loads) == 12 * k or kind is ReLUGate
+    assert len(set(loads)) == 1 or "balanced" not in options.values()
+    assert len(model.eval().token_nll(batch)) == 12
+
+
+@pytest.mark.parametrize("middle", ["moe", "ffn"])
+@pytest.mark.parametrize("num_sampled", [0, 5])
+def test_large_matrices_in_bfloat16(middle, num_sampled):
+    """Activations are float32; results equal a float32 model with the same weights."""
+    changes = {"layers": ["lstm", middle, "lstm"], "num_sampled": num_sampled}
+    model, wide = (build(dtype=dtype, **changes) for dtype in ("bfloat16", "float32"))
+    for name, p in model.named_parameters():
+        small = "lstm" in name or "gate" in name
+        assert p.dtype == (torch.float32 if small else torch.bfloat16), name
+    wide.load_state_dict(model.state_dict())
+    batch = random_batch([5, 3, 4])
+    losses = []
+    for each in (model, wide):
+        each.train()
+        torch.manual_seed(3)
+        if each.softmax.sampler is not None:
+            each.softmax.sampler.generator = torch.Generator().manual_seed(3)
+        losses.append(each.loss(batch).nll_sum)
+        losses[-1].backward()
+    assert losses[0].dtype == torch.float32
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-3)
+    for (name, p), q in zip(model.named_parameters(), wide.parameters(), strict=True):
+        error = (p.grad - q.grad).norm()
+        # A few roundings of 2^-9 each.
+        assert error <= 0.02 * q.grad.norm() + 1e-3, name
+    nll = model.eval().token_nll(batch)
+    assert nll.dtype == torch.float32 and len(nll) == 12
+    assert model.double().token_nll(batch).dtype == torch.float64
+
+
+def test_gradients_of_a_bfloat16_embedding_are_added_up_in_float32():
+    model = build(dtype="bfloat16", layers=["lstm"])
+    h = model._embed(torch.full((3, 200), 7))
+    assert h.dtype == torch.float32 and h.shape == (3, 200, 8)
+    h.sum().backward()
+    # In bfloat16, 256 + 1 is 256.
+    assert torch.equal(model.embedding.weight.grad[7].float(), torch.full((8,), 600.0))
+    assert model.embedding.weight.grad.count_nonzero() == 8
+
+
+def experts(n, **options):
+    return {"moe": MoEConfig(num_experts=n, hidden_sizes=[1024], **{"k": 4, **options})}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ops", "parameters", "total"),
+    [
+        # Millions, millions and billions, as in Table 7 of the paper.
+        ({"layers": ["lstm"], "lstm_units": 2048}, 9.4, 9.4, 0.8),
+        ({"layers": ["lstm"] * 4}, 8.4, 8.4, 0.8),
+        ({"layers": ["lstm", "ffn", "lstm"]}, 8.4, 8.4, 0.8),
+        (
+            {"layers": ["lstm", "ffn", "lstm"], "ffn": FeedForwardConfig([1024] * 4)},
+            8.4,
+            8.4,
+            0.8,
+        ),
+        (experts(4), 8.4, 8.4, 0.8),
+        (experts(32), 8.4, 37.8, 0.9),
+        # The formula gives 8.6508 million operations; the paper prints 8.6.
+        (experts(256), 8.65, 272.9, 1.1),
+        (experts(256, num_groups=16, k=2), 8.4, 272.9, 1.1),
+        (experts(4096, num_groups=16, k=2), 8.9, 4303.4, 5.1),
+    ],
+)
+def test_cost_is_that_of_the_papers_table(changes, ops, parameters, total):
+    with torch.device("meta"):
+        model = LanguageModel(LanguageModelConfig(**changes), 793_471)
+    counted = cost(model)
+    digits = 2 if ops == 8.65 else 1
+    assert round(counted.ops_per_timestep / 1e6, digits) == ops
+    assert round(counted.parameters / 1e6, 1) == parameters
+    assert round(counted.total_parameters / 1e9, 1) == total
+
+
+def test_cost_of_a_moe_lstm():
+    """Two gate matrices [2 D, E], and E expert matrices [2 D, 4 D]."""
+    D, E, K = 8, 4, 2
+    counted = cost(build(layers=["moe_lstm"]))
+    assert counted.parameters == 2 * 2 * D * E + E * 2 * D * 4 * D
+    assert counted.ops_per_timestep == 2 * 2 * D * E + K * 2 * D * 4 * D
+    assert counted.total_parameters == counted.parameters + 4 * D + VOCAB * (2 * D + 1)
+
+
+LEFT_OUT = 7  # a word without experts under a gate with varying numbers of experts
+
+
+def gate_by_word(inputs, mask, ragged):
+    """Routes each word to expert word % 4, and with the rest of the weight to (word + 1) % 4."""
+    words = inputs[mask]
+    first = 0.5 + words / 100
+    gates = torch.stack((first, 1 - first), 1)
+    index = torch.stack((words % 4, (words + 1) % 4), 1)
+    if not ragged:
+        return {"gates": gates, "expert_index": index}
+    some = words != LEFT_OUT
+    offsets = F.pad(2 * some.cumsum(0), (1, 0))
+    flat = {"gates": gates[some].flatten(), "expert_index": index[some].flatten()}
+    return {**flat, "token_offsets": offsets}
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_expert_reports_find_what_a_known_gate_does(ragged):
+    words = [f"w{i}" for i in range(VOCAB - 2)]
+    vocabulary = Vocabulary([*words, "<unk>", "</s>"])
+    generator = torch.Generator().manual_seed(4)
+    sentences = [torch.randint(len(words), (6,), generator=generator).tolist() for _ in range(200)]
+    model = build()
+
+    def forward(inputs, mask=None):
+        h, aux = LanguageModel.forward(model, inputs, mask)
+        return h, (aux[0]._replace(**gate_by_word(inputs, mask, ragged)),)
+
+    model.forward = forward
+    encoded = EncodedSentences(sentences, vocabulary.eos_id)
+    routed = route_text(model, encoded, num_positions=10**6)
+    reports = expert_reports(routed, vocabulary, num_contexts=5)
+    assert [report.expert for report in reports] == [0, 1, 2, 3]
+    inputs = torch.tensor([w for s in sentences for w in (vocabulary.eos_id, *s)])
+    for report in reports:
+        mine = (inputs % 4 == report.expert) | ((inputs + 1) % 4 == report.expert)
+        mine &= torch.tensor(not ragged) | (inputs != LEFT_OUT)
+        assert report.share == pytest.approx(mine.float().mean().item())
+        assert report.information > 0.3  # about ln 2: each expert gets half of the words
+        for word in report.words:
+            index = vocabulary.encode([word.word])[0]
+            assert word.share == 1.0 and word.times == (inputs == index).sum()
+        top = [context.gate for context in report.contexts]
+        assert top == sorted(top, reverse=True) and len(top) == 5
+        for context in report.contexts:
+            index = vocabulary.encode([context.words[2]])[0]
+            assert context.gate == pytest.approx(
+                0.5 + index / 100 if index % 4 == report.expert else 0.5 - index / 100
+            )
+            stripped = [w for w in context.words if w]
+            text = [["</s>", *vocabulary.decode(s), "</s>"] for s in sentences]
+            assert any(
+                stripped == line[i : i + len(stripped)] for line in text for i in range(len(line))
+            )
+
+
+def test_routed_text_is_without_dropped_slots():
+    vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
+    encoded = EncodedSentences([[1, 2, 3]] * 9, vocabulary.eos_id)
+    model = build(moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[8], capacity_factor=0.5))
+    routed = route_text(model, encoded)
+    # One batch of 36 tokens: at most 9 slots of each of the 4 experts; 36 · 2 slots were chosen.
+    assert routed.slots_by_gate()[1].max() == 9 and len(routed.windows) == 36
+    assert len(routed.position) == len(routed.expert) == len(routed.gate) <= 36
+
+
+def test_experts_with_few_tokens_come_last():
+    def report(expert, share, information):
+        return ExpertReport(expert, share, information, purity=1.0, words=[], contexts=[])
+
+    reports = [report(0, 0.5, 1.0), report(1, 0.01, 9.0), report(2, 0.5, 2.0), report(3, 0.99, 0.1)]
+    assert [r.expert for r in by_specialisation(reports)] == [2, 0, 3, 1]
+
+
+def test_routing_needs_a_moe_layer():
+    vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
+    encoded = EncodedSentences([[1, 2]], vocabulary.eos_id)
+    with pytest.raises(ValueError, match="layer must"):
+        route_text(build(layers=["lstm"]), encoded)

@@ -1,0 +1,309 @@
+"""Language models of wordpieces, and the mixed corpora."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from moe_lab.commands import evaluate as evaluate_command
+from moe_lab.commands import export, inspect_experts, prepare_data
+from moe_lab.data import (
+    CorpusError,
+    Vocabulary,
+    Wordpieces,
+    encode_sentences,
+    load_corpus,
+    load_parallel,
+)
+from moe_lab.data import mixed as mixed_module
+from moe_lab.data.corpora import PARTS, place_of
+from moe_lab.data.mixed import of_languages, of_sources, write_parts
+from moe_lab.errors import ConfigError
+from moe_lab.training import metrics as metrics_module
+from moe_lab.training.checkpoint import load_run
+from moe_lab.training.config import DataConfig, config_from_dict
+from moe_lab.training.loop import Trainer
+from moe_lab.training.metrics import bytes_of, evaluate
+from moe_lab.training.text import load_part, load_text
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    """Trains a tiny model of wordpieces and returns its configuration and text."""
+    config = config_from_dict(
+        {
+            "output": str(tmp_path_factory.mktemp("runs") / "run"),
+            "steps": 4,
+            "num_threads": 1,
+            "data": {"corpus": str(corpus), "kind": "bpe", "vocab_size": 40},
+            "model": {"d_model": 8, "moe": {"num_experts": 4, "k": 2, "hidden_sizes": [8]}},
+            "log": {"log_every": 2, "progress": False, "tensorboard": False},
+        }
+    )
+    text = load_text(config.data)
+    assert Trainer(config, text).run()
+    return config, text
+
+
+def test_text_of_wordpieces(corpus, tmp_path):
+    config = DataConfig(str(corpus), kind="bpe", vocab_size=40)
+    text = load_text(config)
+    pieces = text.vocabulary
+    assert isinstance(pieces, Wordpieces) and len(pieces) == 40
+    lines = (corpus / "test.txt").read_text().splitlines()
+    assert [text.test[i] for i in range(len(text.test))] == [pieces.encode(line) for line in lines]
+    words = Vocabulary.build(map(str.split, lines), 45)
+    assert text.test.num_tokens > encode_sentences(map(str.split, lines), words).num_tokens
+    # Files hold the same ids, for any number of workers.
+    for workers in (0, 2):
+        encoded = str(tmp_path / f"encoded-{workers}")
+        stored = load_text(replace(config, encoded=encoded, num_workers=workers))
+        assert stored.vocabulary.fingerprint() == pieces.fingerprint()
+        for part in PARTS:
+            assert getattr(stored, part).fingerprint() == getattr(text, part).fingerprint()
+    model = tmp_path / "pieces.model"
+    pieces.save(model)
+    given = load_text(replace(config, vocabulary=str(model), max_train_sentences=9))
+    assert given.vocabulary.fingerprint() == pieces.fingerprint() and len(given.train) == 9
+    assert load_part(config, pieces, "dev").fingerprint() == text.dev.fingerprint()
+
+
+def test_bytes_of_a_text(monkeypatch):
+    lines = ["le café", "日本語 の 文", "a", "naïve   words  in a line"]
+    pieces = Wordpieces.train(lines * 20, 60, character_coverage=1.0)
+    encoded = encode_sentences(map(str.split, lines), pieces)
+    expected = sum(len(" ".join(line.split()).encode()) + 1 for line in lines)
+    assert bytes_of(encoded, pieces) == expected
+    monkeypatch.setattr(metrics_module, "_COUNTED_AT_A_TIME", 3)
+    assert bytes_of(encoded, pieces) == expected
+    # "é" is two bytes and "unknown" one, the fewest that it can be; a target token is not text.
+    few = Wordpieces.train(["ab ba a b"] * 20, 10, target_tokens=["fr"])
+    assert bytes_of(encode_sentences([["ab", "é"]], few), few) == 1 + len("ab") + 1 + 1
+    sizes = dict(zip(few.words, few.num_bytes, strict=True))
+    assert sizes["</s>"] == sizes["<2fr>"] == 0 and sizes["<unk>"] == 1
+
+
+def test_a_run_keeps_its_wordpieces(run):
+    config, text = run
+    trained = load_run(config.output)
+    assert isinstance(trained.vocabulary, Wordpieces)
+    assert trained.vocabulary.fingerprint() == text.vocabulary.fingerprint()
+    resumed = Trainer(replace(config, resume=True), text)
+    assert resumed.step == 4 and resumed.run()
+    other = load_text(replace(config.data, vocab_size=41))
+    with pytest.raises(ConfigError, match="the vocabulary of .* must be the vocabulary of the run"):
+        Trainer(replace(config, resume=True), other)
+
+
+def test_perplexity_per_piece_word_and_byte(run, corpus, capsys):
+    config, text = run
+    result = evaluate_command.main([config.output])
+    out = capsys.readouterr().out
+    expected = evaluate(load_run(config.output).model, text.test)
+    assert result.nll == pytest.approx(expected.nll)
+    assert f"nats per piece, {text.test.num_tokens:,} pieces and ends of 70 sentences" in out
+    num_words = len((corpus / "test.txt").read_text().split()) + 70
+    per_word = re.search(r"perplexity per word ([\d.]+)  \(([\d,]+) words and ends\)", out)
+    assert int(per_word[2].replace(",", "")) == num_words
+    nats = float(expected.sentence_nll.sum()) / num_words
+    assert float(per_word[1]) == pytest.approx(math.exp(nats), abs=1e-3)
+    num_bytes = len((corpus / "test.txt").read_bytes())  # each line ends with one byte
+    per_byte = re.search(r"perplexity per byte ([\d.]+)  \(([\d,]+) bytes\)", out)
+    assert int(per_byte[2].replace(",", "")) == num_bytes
+    nats = float(expected.sentence_nll.sum()) / num_bytes
+    assert float(per_byte[1]) == pytest.approx(math.exp(nats), abs=1e-4)
+
+
+def test_experts_are_described_by_pieces(run, tmp_path, capsys):
+    config, text = run
+    inspect_experts.main([config.output, "--output", str(tmp_path / "e"), "--positions", "200"])
+    shown = (tmp_path / "e.txt").read_text()
+    assert any(piece in shown for piece in text.vocabulary.words if len(piece) > 1)
+
+
+def test_a_model_of_wordpieces_is_not_exported(run, tmp_path):
+    config, _ = run
+    with pytest.raises(ConfigError, match="must be a run of a language model of words, got word"):
+        export.main([config.output, "--output", str(tmp_path / "lm.pt2")])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"kind": "letters"}, "kind must be one of words, bpe, unigram, got 'letters'"),
+        ({"kind": "bpe", "min_count": 2}, 'min_count must be 1 with kind = "bpe", got 2'),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config_from_dict({"data": options})
+
+
+def test_errors_of_wordpieces_name_the_option(corpus, tmp_path):
+    config = DataConfig(str(corpus), kind="unigram", vocab_size=100_000)
+    with pytest.raises(ConfigError, match=r"data\.vocab_size must be at most \d+ for this text"):
+        load_text(config)
+    wrong = tmp_path / "words.txt"
+    wrong.write_text("</s>\n<unk>\na\n")
+    with pytest.raises(ConfigError, match=r"data\.vocabulary: Wordpieces\.load"):
+        load_text(replace(config, vocabulary=str(wrong)))
+
+
+def sides(folder, language, part):
+    texts = load_parallel(folder, source="en", target=language)
+    return [pair for pair in getattr(texts, part)]
+
+
+def test_languages_are_mixed(parallel_corpus):
+    parts = of_languages(parallel_corpus, ["fr", "de"], 1000)
+    for part in PARTS:
+        english = {s for xx in ("fr", "de") for s, _ in sides(parallel_corpus, xx, part)}
+        foreign = [{t for _, t in sides(parallel_corpus, xx, part)} for xx in ("fr", "de")]
+        held_out = set() if part == "test" else set(parts["test"])
+        held_out |= set(parts["dev"]) if part == "train" else set()
+        assert len(parts[part]) == len(set(parts[part])) and not held_out & set(parts[part])
+        assert set(parts[part]) == english.union(*foreign) - held_out
+    few = of_languages(parallel_corpus, ["fr", "de"], 10)
+    kinds = Counter(line[:1] for line in few["train"])  # n, f and d begin the words of a language
+    assert kinds == {"n": 10, "f": 10, "d": 10}
+    assert few["train"] != sorted(few["train"], key=lambda line: line[0])  # shuffled
+    assert few == of_languages(parallel_corpus, ["fr", "de"], 10)
+    assert few["dev"] == parts["dev"]
+    with pytest.raises(CorpusError):
+        of_languages(parallel_corpus, ["xx"], 10)
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """Replaces the installed sources by small files and the documentation by the corpus `docs`."""
+    folder = tmp_path / "installed" / "torch"
+    (folder / "include").mkdir(parents=True)
+    files = []
+    for number in range(200):
+        file = folder / f"module{number}.py"
+        file.write_text(f"import a{number}\n\ndef f{number}(x):\n    return  x\n")
+        files.append(file)
+        header = folder / "include" / f"header{number}.h"
+        header.write_text(f"int h{number};\n\n\n" + f"// h{number} long " * 40)
+    (folder / "__init__.py").write_text("")
+    docs = tmp_path / "docs.txt"
+    docs.write_text("".join(f"Sentence {number} .\n" for number in range(300)))
+    real = mixed_module.load_corpus
+    monkeypatch.setattr(mixed_module, "source_files", lambda: files)
+    monkeypatch.setattr(
+        mixed_module, "load_corpus", lambda name: real(docs if name == "builtin" else name)
+    )
+    monkeypatch.setattr(mixed_module, "torch_folder", lambda: folder)
+    return folder
+
+
+def test_sources_are_mixed(sources):
+    parts = of_sources(1000)
+    found = {part: Counter(line.split()[0] for line in lines) for part, lines in parts.items()}
+    assert all(found[part].keys() >= {"import", "int", "def", "Sentence"} for part in PARTS)
+    assert sum(found[part]["import"] for part in PARTS) == 200
+    # A file is in one part: its function is where its import is.
+    for lines in parts.values():
+        numbers = {line.split()[1][1:] for line in lines if line.startswith("import")}
+        functions = {line[5:].partition("(")[0] for line in lines if line.startswith("def")}
+        assert numbers == functions and all(f"def f{n}(x): return x" in lines for n in numbers)
+    longest = max(len(line.split()) for lines in parts.values() for line in lines)
+    assert longest == 64
+    assert parts == of_sources(1000)
+    few = Counter(line.split()[0] for line in of_sources(20)["train"])
+    assert few["import"] + few["def"] == few["Sentence"] == 20 and few.total() == 60
+
+
+def test_the_corpus_of_sources_is_mixed_once(sources, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mixed = of_sources(60_000)
+    for _ in range(2):
+        corpus = load_corpus("sources")
+        for part in PARTS:
+            assert [" ".join(words) for words in getattr(corpus, part)] == mixed[part]
+        assert len([*corpus.all]) == sum(map(len, mixed.values()))
+        monkeypatch.setattr(mixed_module, "of_sources", None)  # the second call reads the cache
+    (cached,) = (tmp_path / "cache" / "moe_ext").iterdir()
+    assert cached.name.startswith("sources-python")
+    (sources / "include" / "new.h").write_text("int h;\n")
+    with pytest.raises(TypeError, match="not callable"):
+        load_corpus("sources")
+
+
+@pytest.mark.parametrize("part, low, high", [("test", 0, 0.05), ("dev", 0.05, 0.1)])
+def test_no_file_dominates_dev_or_test(sources, part, low, high):
+    names = (f"generated{number}.h" for number in range(1000))
+    name = next(each for each in names if low <= place_of(("include", each)) < high)
+    lines = [f"generated line {number}" for number in range(500)]
+    (sources / "include" / name).write_text("\n\n".join(lines))
+    parts = of_sources(10_000)
+    found = {each: set(lines) & set(parts[each]) for each in PARTS}
+    assert len(found[part]) == 20 and sum(map(len, found.values())) == 20
+    assert found[part] != set(lines[:20])  # drawn from the whole file
+
+
+def test_sources_need_headers(sources):
+    for header in (sources / "include").iterdir():
+        header.unlink()
+    with pytest.raises(CorpusError, match="torch must be installed with its headers, got none"):
+        of_sources(10)
+
+
+def test_the_parts_of_code_are_blocks_of_lines():
+    lines = ["a b", "  c", "", "", "d", " ".join("e" * 63), "f", " ".join("g" * 100), "h"]
+    found = list(mixed_module._sentences_of_code("\n".join(lines)))
+    assert [len(each.split()) for each in found] == [3, 64, 1, 64, 37]
+    assert found[0] == "a b c"
+    assert " ".join(found).split() == " ".join(lines).split()
+
+
+def prepare(*arguments):
+    return prepare_data.main([str(argument) for argument in arguments])
+
+
+def test_prepare_a_corpus_of_languages(parallel_corpus, tmp_path, capsys):
+    options = ["--vocab-size", 60, "--sentences", 50, "--workers", 0]
+    output = tmp_path / "languages"
+    languages = ["--from", parallel_corpus, "--languages", "fr", "de", "--output", output]
+    text = prepare("languages", *languages, *options)
+    printed = capsys.readouterr().out
+    assert "60 wordpieces in the vocabulary" in printed
+    assert "| part | sentences | wordpieces | predictions |" in printed
+    assert isinstance(text.vocabulary, Wordpieces) and len(text.train) == 150
+    values = dict(re.findall(r"data\.(\w+)=(\S+)", printed))
+    assert values.pop("num_workers") == "1" and values["kind"] == "bpe"
+    loaded = load_text(DataConfig(**values))
+    assert loaded.train.fingerprint() == text.train.fingerprint()
+    made = output / "fr-de-50-sentences" / "train.txt"
+    before = made.stat().st_mtime_ns
+    prepare("languages", *languages, *options)
+    assert made.stat().st_mtime_ns == before  # mixed once
+    words = prepare("languages", *languages, *options, "--kind", "words")
+    assert isinstance(words.vocabulary, Vocabulary) and len(words.vocabulary) == 47
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["languages"], "--from must be given for the corpus languages"),
+        (["wikitext-2", "--kind", "bpe"], "--kind must be omitted: wikitext-2 has a fixed"),
+    ],
+)
+def test_options_of_corpora_are_checked(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        prepare(*arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_missing_parallel_text(tmp_path):
+    with pytest.raises(ConfigError, match="--from: .*en and fr"):
+        prepare("languages", "--from", tmp_path, "--output", tmp_path / "out")
+
+
+def test_parts_are_written_as_a_corpus(tmp_path):
+    write_parts({"train": ["a b", "c"], "dev": ["d"], "test": ["é"]}, tmp_path / "made")
+    text = load_text(DataConfig(str(tmp_path / "made"), vocab_size=9))
+    assert len(text.train) == 2 and (tmp_path / "made" / "test.txt").read_text("utf-8") == "é\n"

@@ -1,0 +1,920 @@
+"""Configuration, training, checkpoints, measurement."""
+
+import io
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from assertions import assert_exact, assert_same_bits
+from moe_lab.analysis import cost
+from moe_lab.data import Vocabulary
+from moe_lab.errors import ConfigError
+from moe_lab.experiments.comparison import arms, comparison_report, dense_counterpart
+from moe_lab.experiments.results import Result, finished, train_and_test
+from moe_lab.experiments.study import run_study
+from moe_lab.models import LanguageModel
+from moe_lab.training import device as device_module
+from moe_lab.training import loop as loop_module
+from moe_lab.training.checkpoint import checkpoints_of, load_run
+from moe_lab.training.config import (
+    Config,
+    DataConfig,
+    LogConfig,
+    config_from_dict,
+    read_config,
+    to_toml,
+)
+from moe_lab.training.device import set_up_torch
+from moe_lab.training.logging import RunLog, read_metrics
+from moe_lab.training.loop import Trainer, Window, make_optimizers
+from moe_lab.training.metrics import Evaluation, evaluate, perplexity
+from moe_lab.training.model import make_model
+from moe_lab.training.text import load_part, load_text
+from moe_lab.training.threads import ThreadChoice
+
+from moe_ext import MoE, balanced_gates, batchwise_masks
+from moe_ext.distributed import Ranks
+from moe_ext.optim import FactoredAdam
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def table(corpus, tmp_path):
+    """A configuration as nested dicts: a small MoE model with dropout and two batches per step."""
+    return {
+        "output": str(tmp_path / "run"),
+        "steps": 12,
+        "num_threads": 1,
+        "data": {"corpus": str(corpus), "vocab_size": 60, "tokens_per_batch": 215},
+        "model": {
+            "d_model": 16,
+            "dropout": 0.2,
+            "moe": {"num_experts": 4, "k": 2, "hidden_sizes": [16]},
+        },
+        "optimizer": {"learning_rate": 0.01, "warmup_steps": 4, "accumulate": 2},
+        "log": {
+            "log_every": 2,
+            "eval_every": 4,
+            "save_every": 5,
+            "tensorboard": False,
+            "progress": False,
+        },  # fmt: skip
+    }
+
+
+def merged(table, **changes):
+    """Makes the configuration with changes such as log={"save_every": 1}; tables are merged."""
+    table = json.loads(json.dumps(table))
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            table[key] = {**table.get(key, {}), **value}
+        else:
+            table[key] = value
+    return config_from_dict(table)
+
+
+# Configuration
+
+
+def write(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_overrides_are_toml_or_else_strings(tmp_path):
+    path = write(tmp_path, "steps = 5\n[model.moe]\nk = 2\n")
+    config = read_config(
+        path,
+        [
+            "model.moe.k=3",
+            "model.layers=['lstm']",
+            "data.corpus=some/path",
+            "optimizer.eps=1",
+            "resume=true",
+        ],
+    )
+    assert (config.steps, config.model.moe.k, config.model.layers) == (5, 3, ["lstm"])
+    assert config.data.corpus == "some/path" and config.resume is True
+    assert config.optimizer.eps == 1.0 and isinstance(config.optimizer.eps, float)
+    assert config.output == "runs/config"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.moe.k=two",
+        "model.moe.k=true",
+        "model.moe.k=99",
+        "model.dropout=1.5",
+        "model.layers=lstm",
+        "model.moe.hidden_sizes=[1.5]",
+        "model=3",
+        "steps=0",
+        "autocast=float16",
+        "optimizer.clip_norm=inf",
+        "model.moe.w_load=nan",
+        "optimizer.experts=factored",
+        f"optimizer.eps={10**400}",
+        "seed=-1",
+        f"seed={2**62}",
+        "num_threads=5000",
+        "timeout=1e300",
+    ],
+)
+def test_configuration_errors_say_option_rule_and_value(tmp_path, override):
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^option {key} must .*got"):
+        read_config(write(tmp_path, "steps = 5\n"), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("model.droput=0.1", ["option model.droput", "mean model.dropout?"]),
+        ("learning_rate=1", ["option learning_rate", "mean optimizer.learning_rate?"]),
+        ("modle.moe.k=1", ["option modle", "mean model?"]),
+        ("steps", ["override", "'steps'"]),
+        ("steps.more=1", ["override 'steps.more=1'", "steps must"]),
+    ],
+)
+def test_overrides_of_no_option_say_which_one_is_near(tmp_path, override, parts):
+    with pytest.raises(ConfigError) as error:
+        read_config(write(tmp_path, "steps = 5\n"), [override])
+    assert all(part in str(error.value) for part in parts)
+
+
+def test_configuration_files_that_do_not_read(tmp_path):
+    with pytest.raises(ConfigError, match="there is no configuration file .*missing.toml"):
+        read_config(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match="TOML"):
+        read_config(write(tmp_path, "steps = \n"))
+
+
+def test_configurations_survive_toml(tmp_path):
+    config = Config(output='a "quoted" näme \x7f', steps=7, autocast="bfloat16")
+    config.model.layers = ["lstm", "ffn"]
+    config.optimizer.eps = 1e-9
+    assert read_config(write(tmp_path, to_toml(config))) == config
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.stem)
+def test_every_configuration_file_is_valid_and_says_what_to_expect(path):
+    config = read_config(path)
+    with torch.device("meta"):
+        make_model(config.model, config.data.vocab_size)
+    first, second = path.read_text().splitlines()[:2]
+    assert first.startswith("# ") and second.startswith("# ")
+
+
+# Training
+
+
+def train(config, text=None):
+    trainer = Trainer(config, text)
+    trainer.run()
+    return trainer
+
+
+def assert_same_state(a, b):
+    assert a.keys() == b.keys()
+    for key in a:
+        if isinstance(a[key], list):
+            assert_same_state(dict(enumerate(a[key])), dict(enumerate(b[key])))
+        elif isinstance(a[key], dict):
+            assert_same_state(a[key], b[key])
+        elif isinstance(a[key], torch.Tensor):
+            assert_same_bits(a[key], b[key])
+        else:
+            assert a[key] == b[key], key
+
+
+def state_of(run):
+    """Returns the whole state of the newest checkpoint."""
+    config = replace(read_config(run / "config.toml"), output=str(run), resume=True)
+    trainer = Trainer(config)
+    loaded = checkpoints_of(run).load()
+    loaded.state.pop("config")
+    return {
+        "loaded": loaded._asdict(),
+        "model": trainer.model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+    }
+
+
+def assert_same_run(a, b):
+    """Compares all state and logs bitwise, except for the throughput."""
+    assert_same_state(*map(state_of, (a, b)))
+    for kind in ("train", "dev"):
+        lines = []
+        for run in (a, b):
+            records = read_metrics(run, kind)
+            for record in records:
+                record.pop("words_per_second", None)
+            lines.append(records)
+        assert lines[0] == lines[1]
+
+
+def test_training_learns_and_logs(table):
+    trainer = train(merged(table, steps=60, log={"tensorboard": True}))
+    folder = trainer.folder
+    records = read_metrics(folder, "train")
+    assert [record["step"] for record in records] == list(range(2, 61, 2))
+    assert records[-1]["nll"] < records[0]["nll"] - 1
+    last = records[-1]
+    assert last["aux_loss"] > 0 and last["words_per_second"] > 0
+    for key in ("cv_importance", "cv_load", "max_over_mean_load"):
+        assert len(last[key]) == 1
+    (load,) = last["load"]
+    assert len(load) == 4 and sum(load) == pytest.approx(4, rel=1e-5)
+    dev = read_metrics(folder, "dev")
+    assert [record["step"] for record in dev] == list(range(4, 61, 4))
+    assert dev[-1]["perplexity"] == pytest.approx(
+        evaluate(trainer.model, trainer.text.dev).perplexity, rel=1e-6
+    )
+    assert read_config(folder / "config.toml") == trainer.config
+    assert any((folder / "tensorboard").iterdir())
+    # save_every is 5; the two newest checkpoints are kept.
+    assert checkpoints_of(folder).steps() == [55, 60]
+
+
+def test_balanced_gates_are_measured_under_both_masks(table):
+    """In training, all experts have equally many tokens. A resumed run has the saved thresholds."""
+    moe = {"gate": "balanced", "num_experts": 4, "k": 2, "hidden_sizes": [16], "w_load": 0.0}
+    config = merged(table, steps=20, model={"moe": moe})
+    trainer = train(config)
+    for record in read_metrics(trainer.folder, "train"):
+        assert record["max_over_mean_load"] == [1.0] and record["load"] == [[1.0] * 4]
+        assert 0 <= record["mask_disagreement"][0] <= 1
+        assert 0 <= record["share_without_expert"][0] < 1
+    last = read_metrics(trainer.folder, "dev")[-1]
+    text, size = trainer.text.dev, config.data.tokens_per_batch
+    by_threshold = evaluate(trainer.model, text, tokens_per_batch=size, title=None).perplexity
+    with batchwise_masks(trainer.model):
+        by_batch = evaluate(trainer.model, text, tokens_per_batch=size, title=None).perplexity
+    assert last["perplexity"] == pytest.approx(by_threshold, rel=1e-6)
+    assert last["perplexity_batchwise"] == pytest.approx(by_batch, rel=1e-6)
+    assert by_batch != by_threshold
+    (gate,) = balanced_gates(trainer.model)
+    (resumed,) = balanced_gates(Trainer(replace(config, resume=True), trainer.text).model)
+    assert resumed.initialized and torch.equal(resumed.threshold, gate.threshold)
+
+
+@pytest.mark.parametrize(
+    ("experts", "num_sampled", "dtype"),
+    [("adam", 0, "float32"), ("factored_adam", 9, "float32"), ("factored_adam", 9, "bfloat16")],
+)
+def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, num_sampled, dtype):
+    # 24 batches, 11 per epoch: the second epoch begins before the stop, the third after it.
+    table["optimizer"] |= {"experts": experts, "embedding": experts}
+    table["model"] |= {"num_sampled": num_sampled, "dtype": dtype}
+    options = {"log": {"save_every": 6, "eval_every": 6}}
+    whole = train(merged(table, **options))
+    assert whole.batches.num_batches == 11
+    part = merged(table, output=str(tmp_path / "part"), steps=6, **options)
+    train(part)
+    torch.randn(7)  # the RNG state of the process is irrelevant
+    resumed = train(merged(table, output=part.output, resume=True, **options))
+    assert_same_run(whole.folder, resumed.folder)
+    # Resume a finished run.
+    assert_same_run(
+        whole.folder, train(merged(table, output=part.output, resume=True, **options)).folder
+    )
+
+
+@pytest.mark.parametrize("max_length", [0, 4])
+def test_mapped_text_and_workers_change_nothing(table, tmp_path, max_length, children):
+    """Results are the same with a stop in the first epoch (step 3) and in the second (step 8)."""
+    whole = train(merged(table, data={"max_length": max_length}))
+    assert whole.batches.num_batches == 11
+    data = {"max_length": max_length, "encoded": str(tmp_path / "ids")}
+    for steps, num_workers in ((3, 2), (8, 1), (12, 0)):
+        options = {"output": str(tmp_path / "parts"), "resume": steps > 3, "steps": steps}
+        train(merged(table, **options, data={**data, "num_workers": num_workers}))
+        assert not children()
+    # Each stop adds only an evaluation and a log line.
+    parts = pathlib.Path(options["output"])
+    assert_same_state(*map(state_of, (whole.folder, parts)))
+
+
+@pytest.mark.parametrize(
+    ("number", "num_workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 1)]
+)
+def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_workers, children):
+    whole = train(merged(table, log={"log_every": 4}))
+    options = {"log": {"log_every": 4}, "data": {"num_workers": num_workers}}
+    stopped = Trainer(merged(table, output=str(tmp_path / "stopped"), **options))
+    step = Trainer.train_step
+
+    def with_signal(self, *arguments):
+        if self.step == 3:
+            workers = children()
+            assert len(workers) == num_workers
+            for process in (*(worker.pid for worker in workers), os.getpid()):
+                os.kill(process, number)
+        step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "train_step", with_signal)
+    before = signal.getsignal(number)
+    assert stopped.run() is False
+    assert signal.getsignal(number) is before
+    monkeypatch.setattr(Trainer, "train_step", step)
+    assert checkpoints_of(stopped.folder).steps()[-1] == 4
+    resumed = Trainer(replace(stopped.config, resume=True))
+    assert resumed.run() is True
+    assert_same_run(whole.folder, resumed.folder)
+
+
+def test_the_train_records_of_an_interrupted_run_cover_all_steps(table, monkeypatch):
+    config = merged(table, log={"log_every": 8})
+    step = Trainer.train_step
+
+    def with_signal(self, *arguments):
+        step(self, *arguments)
+        if self.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "train_step", with_signal)
+    run = Trainer(config)
+    assert run.run() is False
+    monkeypatch.setattr(Trainer, "train_step", step)
+    assert Trainer(replace(config, resume=True)).run() is True
+    assert [record["step"] for record in read_metrics(run.folder, "train")] == [5, 8, 12]
+
+
+def test_a_signal_in_the_last_evaluation_is_not_lost(table, monkeypatch):
+    """The run is finished; its result is measured by the next call."""
+    config = merged(table, num_threads=0)
+    text = load_text(config.data)
+    evaluated, threads = Trainer._evaluate, torch.get_num_threads()
+
+    def with_signal(self):
+        if self.step == config.steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluated(self)
+
+    monkeypatch.setattr(Trainer, "_evaluate", with_signal)
+    with pytest.raises(KeyboardInterrupt):
+        train_and_test(config, text)
+    assert checkpoints_of(pathlib.Path(config.output)).steps()[-1] == config.steps
+    assert torch.get_num_threads() == threads
+    monkeypatch.setattr(Trainer, "_evaluate", evaluated)
+    assert train_and_test(config, text).test_nll == finished(config, text).test_nll
+
+
+def test_accumulated_step_is_the_mean_over_all_tokens(table):
+    config = merged(table, model={"dropout": 0.0}, optimizer={"accumulate": 2})
+    trainer = Trainer(config)
+    twin = Trainer(config)
+    batches = list(trainer.batches.epoch(0))
+    batches = [min(batches, key=lambda b: b.num_tokens), max(batches, key=lambda b: b.num_tokens)]
+    assert batches[0].num_tokens < batches[1].num_tokens
+    parts = [twin.model.loss(batch) for batch in batches]
+    total = sum(part.num_tokens for part in parts)
+    nll = sum(part.nll_sum for part in parts) / total
+    aux = sum(part.num_tokens * part.aux_loss for part in parts) / total
+    (nll + aux).backward()
+
+    trainer.optimizers[0].zero_grad = lambda: None  # keep the gradients
+    window = Window()
+    trainer.train_step(batches, window)
+    window.seconds = 1.0
+    for (name, a), b in zip(trainer.model.named_parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+    summary = window.summary(Ranks())
+    # The nats do not include the balancing loss.
+    assert summary["nll"] == pytest.approx(nll.item(), rel=1e-6)
+    assert summary["aux_loss"] == pytest.approx(aux.item(), rel=1e-5)
+    assert summary["words_per_second"] == trainer.tokens == total
+
+
+@pytest.mark.parametrize("rate_of_2, expected", [(119, 1), (121, 2)])
+def test_several_threads_must_be_faster(threads, rate_of_2, expected):
+    threads(2)
+    choice = ThreadChoice()
+    said = []
+    while choice.chosen is None:
+        choice.begin_step()
+        said.append(choice.end_step(100 if torch.get_num_threads() == 1 else rate_of_2))
+    assert choice.chosen == torch.get_num_threads() == expected
+    assert said[:-1] == [""] * 6
+    assert said[-1] == f"threads {expected} of 2 (words/s: 100 with 1, {rate_of_2} with 2)"
+
+
+def test_first_step_does_not_count(threads):
+    threads(2)
+    choice = ThreadChoice()
+    for rate in [10**6, 200, 100, 200, 100, 200, 100]:  # the first, then 2 threads, 1 thread, ...
+        choice.begin_step()
+        choice.end_step(rate)
+    assert choice.chosen == 2
+
+
+def test_one_thread_leaves_no_choice():
+    choice = ThreadChoice()
+    choice.begin_step()
+    assert choice.chosen == 1 and choice.end_step(100) == ""
+
+
+@pytest.mark.parametrize("num_threads, lines", [(0, 1), (2, 0)])
+def test_a_run_says_its_choice_of_threads(table, threads, capsys, num_threads, lines):
+    """The trial takes real steps: the run has the same number of steps and records."""
+    threads(2)
+    trainer = Trainer(merged(table, num_threads=num_threads, log={"progress": True}))
+    assert trainer.run() and trainer.step == 12
+    said = [line for line in capsys.readouterr().err.splitlines() if " threads " in line]
+    assert len(said) == lines
+    pattern = r"run: threads [12] of 2 \(words/s: .* with 1, .* with 2\)"
+    assert all(re.search(pattern, line) for line in said)
+
+
+def test_a_run_warns_when_it_slows_down(table, monkeypatch, capsys):
+    rates = iter([300.0, 900.0, 301.0, 299.0, 950.0, 950.0])
+    summary = Window.summary
+    monkeypatch.setattr(
+        Window, "summary", lambda *args: summary(*args) | {"words_per_second": next(rates)}
+    )
+    Trainer(merged(table, log={"progress": True})).run()
+    said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(said) == 1
+    assert "warning: 299 words/s after 900 words/s earlier" in said[0]
+
+
+def test_gradients_are_clipped(table, monkeypatch):
+    trainer = Trainer(merged(table, optimizer={"clip_norm": 1e-3}))
+    trainer.optimizers[0].zero_grad = lambda: None
+    trainer.run()
+    norm = torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_every_parameter_has_its_optimizer(table):
+    """FactoredAdam gets the selected weights. Experts and thresholds have their own rates."""
+    options = {"experts": "factored_adam", "threshold_learning_rate": 0.5}
+    options |= {"beta1": 0.8, "beta2": 0.9, "eps": 1e-7}
+    moe = {"gate": "balanced", "num_experts": 4, "k": 2, "hidden_sizes": [16], "w_load": 0.0}
+    trainer = Trainer(merged(table, optimizer=options, model={"moe": moe}))
+    model = trainer.model
+    (layer,) = [module for module in model.modules() if isinstance(module, MoE)]
+    adam, factored = trainer.optimizers
+    assert isinstance(adam, torch.optim.Adam) and isinstance(factored, FactoredAdam)
+    rest, thresholds = adam.param_groups
+    (experts,) = factored.param_groups
+    assert all(a is b for a, b in zip(experts["params"], layer.experts.weights, strict=True))
+    assert thresholds["params"][0] is layer.gate.threshold
+    rates = [group["initial_lr"] for group in (rest, experts, thresholds)]
+    assert rates == [0.01, 0.01, 0.5]
+    assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-7 for group in adam.param_groups)
+    assert experts["beta2"] == 0.9 and experts["eps"] == 1e-7
+    assert len(rest["params"]) + 1 + len(layer.experts.weights) == len(list(model.parameters()))
+    (adam,) = make_optimizers(model, merged(table).optimizer)
+    (all_params,) = adam.param_groups
+    assert list(map(id, all_params["params"])) == list(map(id, model.parameters()))
+    slower = {"expert_learning_rate": 0.005}
+    (adam,) = make_optimizers(model, merged(table, optimizer=slower).optimizer)
+    usual, experts = adam.param_groups
+    assert list(map(id, experts["params"])) == list(map(id, layer.experts.weights))
+    assert (usual["lr"], experts["lr"]) == (0.01, 0.005)
+    adam, factored = make_optimizers(
+        model, replace(trainer.config.optimizer, embedding="factored_adam")
+    )
+    large = [model.embedding.weight, *model.softmax.parameters(), *layer.experts.weights]
+    assert list(map(id, factored.param_groups[0]["params"])) == list(map(id, large))
+    usual, thresholds = adam.param_groups
+    assert thresholds["lr"] == 0.5
+    assert len(usual["params"]) + 1 + len(large) == len(list(model.parameters()))
+
+
+def test_large_matrices_in_bfloat16_learn(table):
+    table["optimizer"] |= {"experts": "factored_adam", "embedding": "factored_adam"}
+    records = []
+    for dtype in ("bfloat16", "float32"):
+        output = f"{table['output']}-{dtype}"
+        trainer = train(merged(table, steps=60, output=output, model={"dtype": dtype}))
+        records.append(read_metrics(trainer.folder, "train"))
+        assert trainer.model.embedding.weight.dtype == getattr(torch, dtype)
+    low, full = records
+    assert low[-1]["nll"] < low[0]["nll"] - 1
+    assert low[-1]["nll"] == pytest.approx(full[-1]["nll"], abs=0.1)
+
+
+def test_autocast_trains(table):
+    trainer = train(merged(table, autocast="bfloat16", steps=2))
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    assert math.isfinite(read_metrics(trainer.folder, "train")[-1]["nll"])
+
+
+def test_divergence_is_said_and_not_saved(table, children):
+    trainer = Trainer(merged(table, log={"save_every": 1}, data={"num_workers": 1}))
+    with torch.no_grad():
+        trainer.model.softmax.bias[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="the loss of step 1 is not finite; lower"):
+        trainer.run()
+    assert not children()
+    assert not checkpoints_of(trainer.folder).steps()
+
+
+def test_a_gradient_beyond_bounds_is_said_and_not_saved(table):
+    """Clipping would turn the infinite gradient into NaN weights and save them."""
+    trainer = Trainer(merged(table, steps=3, optimizer={"clip_norm": 1.0}, log={"save_every": 1}))
+    weight = trainer.model.softmax.weight
+    weight.register_hook(lambda grad: grad / 0 if trainer.step == 2 else grad)
+    with pytest.raises(FloatingPointError, match="the gradient of step 3 is not finite"):
+        trainer.run()
+    assert weight.isfinite().all() and checkpoints_of(trainer.folder).steps()[-1] == 2
+    assert weight.grad is None  # the caller may go on
+
+
+def test_weights_beyond_bounds_are_said_and_not_saved(table):
+    """Without clipping, only the weights are checked."""
+    trainer = Trainer(merged(table, steps=4, log={"save_every": 1}))
+    weight = trainer.model.softmax.weight
+    weight.register_hook(lambda grad: grad / 0 if trainer.step == 2 else grad)
+    with pytest.raises(FloatingPointError, match="the weights after step 3 are not finite; lower"):
+        trainer.run()
+    assert checkpoints_of(trainer.folder).steps()[-1] == 2
+
+
+def test_runs_of_one_seed_see_the_same_batches_and_dropout(table):
+    """The initialisation of the models does not affect batches and dropout."""
+    moe = merged(table)
+    ends = []
+    for config in (moe, dense_counterpart(moe), merged(table, model={"lstm_units": 16})):
+        trainer = Trainer(config)
+        batches = list(trainer.batches.epoch(0))[:2]
+        trainer.train_step(batches)
+        ends.append((torch.get_rng_state(), [batch.inputs for batch in batches]))
+    for state, inputs in ends[1:]:
+        assert torch.equal(state, ends[0][0])
+        assert all(torch.equal(a, b) for a, b in zip(inputs, ends[0][1], strict=True))
+
+
+# Run folders and checkpoints
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_run_is_never_overwritten(table):
+    folder = train(merged(table, steps=2)).folder
+    before = snapshot(folder)
+    with pytest.raises(ConfigError, match="is not empty; continue the run in it with resume=true"):
+        Trainer(merged(table, steps=2))
+    with pytest.raises(ConfigError, match="model.dropout must"):
+        Trainer(merged(table, resume=True, model={"dropout": 0.3}))
+    with pytest.raises(ConfigError, match="there is no run in .* omit resume=true"):
+        Trainer(merged(table, resume=True, output=str(folder / "nowhere")))
+    with pytest.raises(ConfigError, match="steps must .*got 1"):
+        Trainer(merged(table, resume=True, steps=1))
+    for below in ("config.toml", "config.toml/a/b"):
+        with pytest.raises(ConfigError, match="output must"):
+            Trainer(merged(table, output=str(folder / below)))
+    assert snapshot(folder) == before
+
+
+def test_resuming_with_another_vocabulary_is_refused(table, tmp_path, corpus):
+    mine = tmp_path / "text"
+    mine.mkdir()
+    for part in ("train", "dev", "test"):
+        (mine / f"{part}.txt").write_text((corpus / f"{part}.txt").read_text())
+    config = merged(table, steps=2, data={"corpus": str(mine)})
+    folder = train(config).folder
+    before = snapshot(folder)
+    with (mine / "train.txt").open("a") as file:
+        file.write("entirely new words\n")
+    with pytest.raises(ConfigError, match="must be the vocabulary of the run .* new run"):
+        Trainer(replace(config, resume=True, steps=4))
+    (folder / "vocabulary.txt").write_text("<unk>\n</s>\nother\n")
+    with pytest.raises(ConfigError, match="must be the vocabulary of the run"):
+        load_run(folder)
+    (folder / "vocabulary.txt").unlink()
+    with pytest.raises(ConfigError, match="restore vocabulary.txt in the run's folder"):
+        load_run(folder)
+    before.pop(folder / "vocabulary.txt")
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_corpus_that_is_not_there_or_empty(table, tmp_path, missing):
+    path = tmp_path / "text.txt"
+    if not missing:
+        path.write_text("\n\n")
+    with pytest.raises(ConfigError, match=r"data\.corpus: .*text\.txt"):
+        Trainer(merged(table, data={"corpus": str(path)}))
+    assert not pathlib.Path(table["output"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda_version", "gpus", "message"),
+    [
+        ("warp", "13.0", 1, "device must"),
+        ("meta", "13.0", 1, "device must"),
+        ("cuda", None, 1, "cpu because moe_ext is built without CUDA, got 'cuda'; install"),
+        ("cuda:0", "13.0", 0, "cpu because torch finds no GPU, got 'cuda:0'"),
+        ("cuda:2", "13.0", 2, "one of the 2 available GPUs, got 'cuda:2'"),
+        ("cuda:1", "13.0", 2, None),
+        ("cpu", None, 0, None),
+    ],
+)
+def test_a_device_is_one_the_operators_run_on(monkeypatch, name, cuda_version, gpus, message):
+    monkeypatch.setattr(device_module, "cuda_version", lambda: cuda_version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if message is None:
+        return set_up_torch(name, 0)
+    with pytest.raises(ConfigError, match=message):
+        set_up_torch(name, 0)
+
+
+def test_a_checkpoint_that_does_not_read(table):
+    folder = train(merged(table, log={"save_every": 6})).folder
+    assert load_run(folder).step == 12
+    newest = folder / "checkpoints" / "step-00000012"
+    tensors = newest / "__0_0.distcp"
+    tensors.write_bytes(tensors.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="distcp is corrupted.* delete the checkpoint's folder"):
+        load_run(folder)
+    shutil.rmtree(newest)
+    assert load_run(folder).step == 6
+    with pytest.raises(ConfigError, match="there is no checkpoint in"):
+        load_run(folder / "nowhere")
+
+
+def test_a_run_continues_from_the_checkpoint_before_a_corrupted_one(table, tmp_path):
+    whole = train(merged(table))
+    options = {"output": str(tmp_path / "corrupted"), "log": {"save_every": 4}}
+    part = train(merged(table, steps=8, **options)).folder
+    (part / "checkpoints" / "step-00000008" / "state.pt").write_bytes(b"")
+    with pytest.warns(
+        UserWarning, match="state.pt is corrupted.*; loading .*step-00000004 instead"
+    ):
+        resumed = Trainer(merged(table, resume=True, **options))
+    assert resumed.step == 4
+    assert resumed.run()
+    assert_same_run(whole.folder, part)
+
+
+@pytest.mark.parametrize("module", ["tensorboard", "torch.utils.tensorboard"])
+def test_without_tensorboard_nothing_is_written(table, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r"tensorboard.* or set log\.tensorboard=false$"):
+        Trainer(merged(table, log={"tensorboard": True}))
+    assert not pathlib.Path(table["output"]).exists()
+
+
+def test_a_run_stopped_before_its_first_checkpoint_starts_again(table, corpus):
+    config = merged(table, steps=4)
+    expected = train(config)
+    shutil.rmtree(expected.folder / "checkpoints")
+    again = train(replace(config, resume=True))
+    assert_same_state(expected.model.state_dict(), again.model.state_dict())
+    assert [r["step"] for r in read_metrics(again.folder, "train")] == [2, 4]
+
+
+@pytest.mark.parametrize("name", ["write_text", "RunLog"])
+def test_a_start_cut_short_is_started_or_resumed(table, monkeypatch, name):
+    """After a failure at any point, the folder can be resumed or allows a new start."""
+    config = merged(table, steps=4)
+    expected = train(replace(config, output=config.output + "-whole"))
+
+    def fail(path, *arguments, **options):
+        if name == "RunLog":
+            (path / "metrics.jsonl").touch()
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, name, fail)
+        with pytest.raises(OSError, match="disk full"):
+            train(config)
+    folder = pathlib.Path(config.output)
+    (folder / ".config.toml.x3k").write_text("the temporary file of a process that was killed")
+    again = train(replace(config, resume=(folder / "config.toml").exists()))
+    assert_same_run(expected.folder, again.folder)
+    assert load_run(folder).step == 4
+
+
+class Stderr(io.StringIO):
+    def __init__(self, terminal):
+        super().__init__()
+        self.isatty = lambda: terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "progress"), [(False, True), (True, True), (False, False), (True, False)]
+)
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(
+    tmp_path, monkeypatch, terminal, progress
+):
+    shown = Stderr(terminal)
+    monkeypatch.setattr(sys, "stderr", shown)
+    options = LogConfig(tensorboard=False, progress=progress)
+    log = RunLog(tmp_path, options, start_step=0, steps=500, title="run")
+    for step in range(1, 401):
+        log.step_done()
+        if step % 200 == 0:
+            log.write("train", step, {"nll": 5.5, "words_per_second": 1234.5, "load": [[1.0]]})
+    log.write("dev", 400, {"nll": 5.0, "perplexity": 148.4})
+    log.close()
+    text = shown.getvalue()
+    dev = "run: step 400/500, dev nll 5, ppl 148.4\n"
+    if not progress:
+        assert text == ""
+    elif terminal:
+        assert dev in text and "nll 5.5, words/s 1,234" in text and "400/500" in text
+    else:
+        assert text == (
+            "run: step 200/500, train nll 5.5, words/s 1,234\n"
+            "run: step 400/500, train nll 5.5, words/s 1,234\n" + dev
+        )
+
+
+def test_two_processes_do_not_train_in_one_folder(table, monkeypatch):
+    """Neither at the same time nor in sequence, if both were created while the folder was empty."""
+    first, second, third = (Trainer(merged(table)) for _ in range(3))
+    step = Trainer.train_step
+
+    def with_another(self, *arguments):
+        with pytest.raises(ConfigError, match="^another run is training in .*; wait until"):
+            second.run()
+        step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "train_step", with_another)
+    assert first.run()
+    monkeypatch.setattr(Trainer, "train_step", step)
+    metrics = (first.folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="^another run has trained in .* in the meantime"):
+        third.run()
+    longer = replace(first.config, steps=14, resume=True)
+    ahead, behind = Trainer(longer), Trainer(longer)
+    assert ahead.run()
+    with pytest.raises(ConfigError, match="^another run has trained in .* in the meantime"):
+        behind.run()
+    assert (first.folder / "metrics.jsonl").read_bytes().startswith(metrics)
+
+
+def test_a_run_goes_on_with_the_text_it_began_with(table, corpus, tmp_path):
+    """The folder of the text may move; the same words in another order are another text."""
+    moved = tmp_path / "moved"
+    shutil.copytree(corpus, moved)
+    config = train(merged(table, steps=2)).config
+    (pathlib.Path(config.output) / "vocabulary.txt").unlink()
+    there = {**table["data"], "corpus": str(moved)}
+    assert train(merged(table, steps=4, data=there, resume=True)).step == 4
+    assert load_run(config.output).step == 4  # the vocabulary is written again
+    lines = (moved / "train.txt").read_text().splitlines(keepends=True)
+    (moved / "train.txt").write_text("".join(reversed(lines)))
+    with pytest.raises(ConfigError, match="^the training text of .*moved must be the text of"):
+        Trainer(merged(table, steps=6, data=there, resume=True))
+
+
+def test_options_that_do_not_fit_the_vocabulary(table):
+    with pytest.raises(ConfigError, match="^model: .*num_sampled must .*got 1024$"):
+        Trainer(merged(table, model={"num_sampled": 1024}))
+    with pytest.raises(ConfigError, match="^option model.num_sampled must be 0 if data.kind"):
+        merged(table, model={"num_sampled": 4}, data={"kind": "bpe"})
+
+
+def test_a_log_cut_short_by_a_crash_is_continued(table):
+    config = merged(table, steps=6)
+    folder = train(config).folder
+    path = folder / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + '{"kind": "train", "step": 8, "nll": 1.0}\n{"kind": "tra')
+    resumed = Trainer(replace(config, resume=True))
+    resumed.run()
+    assert path.read_text() == whole
+
+
+# Measurement
+
+
+def test_perplexity_does_not_depend_on_the_batch_size(table):
+    trainer = train(merged(table, steps=4))
+    trainer.model.double()
+    test = trainer.text.test
+    results = {}
+    for sentences in (1, 7, 64):
+        tokens = max(1, round(sentences * test.num_tokens / len(test))) if sentences > 1 else 1
+        results[sentences] = evaluate(trainer.model, test, tokens_per_batch=tokens)
+    for result in results.values():
+        assert result.num_tokens == test.num_tokens
+        assert result.perplexity == pytest.approx(results[1].perplexity, rel=1e-12)
+        assert_exact(result.sentence_nll, results[1].sentence_nll)
+    # All words and ends of sentences count; one sentence is computed by hand.
+    words = test[3]
+    ids = torch.tensor([[test.eos_id, *words]])
+    with torch.no_grad():
+        h, _ = trainer.model.eval()(ids)
+        logp = trainer.model.softmax(h).log_softmax(-1)[0]
+    by_hand = -sum(logp[i, word] for i, word in enumerate([*words, test.eos_id]))
+    assert_exact(results[1].sentence_nll[3], by_hand)
+    assert trainer.model.training is False
+
+
+def test_perplexity_of_a_diverged_model_is_infinite():
+    assert perplexity(1.5) == math.exp(1.5) and perplexity(709.7) < math.inf
+    assert perplexity(710.0) == math.inf and math.isnan(perplexity(math.nan))
+    nll = torch.tensor([2000.0], dtype=torch.float64)
+    assert Evaluation(nll, 2).perplexity == math.inf
+    unused = dict(run=None, seed=1, cost=None, words_per_second=1.0, balance={}, sentence_nll=nll)
+    unused["earlier_nll"] = {}
+    assert Result(test_nll=1000.0, **unused).perplexity == math.inf
+
+
+def test_a_part_is_read_alone(tmp_path):
+    """A short text can be evaluated without a split; other parts are not even decoded."""
+    vocabulary = Vocabulary(["a", "b", "</s>", "<unk>"])
+    (tmp_path / "short.txt").write_text("a b\nb c\n")
+    part = load_part(DataConfig(corpus=str(tmp_path / "short.txt")), vocabulary, "all")
+    assert list(part) == [[0, 1], [1, 3]]
+    with pytest.raises(ConfigError, match="data.corpus: the dev part of .* at least one sentence"):
+        load_text(DataConfig(corpus=str(tmp_path / "short.txt")))
+    for name, line in (("train", b"caf\xe9\n"), ("dev", b"a\n"), ("test", b"b\nb a\n")):
+        (tmp_path / f"{name}.txt").write_bytes(line)
+    config = DataConfig(corpus=str(tmp_path))
+    assert list(load_part(config, vocabulary, "test")) == [[1], [1, 0]]
+    with pytest.raises(ConfigError, match="train.txt, line 1 must"):
+        load_part(config, vocabulary, "all")
+
+
+def test_a_given_vocabulary_and_counts_by_workers(tmp_path, corpus):
+    counted = load_text(DataConfig(corpus=str(corpus), vocab_size=20))
+    by_workers = load_text(DataConfig(corpus=str(corpus), vocab_size=20, num_workers=2))
+    assert by_workers.vocabulary.words == counted.vocabulary.words
+    path = tmp_path / "words.txt"
+    path.write_text("</S>\n<S>\n<UNK>\nw3\nw1\n")
+    options = {"corpus": str(corpus), "vocabulary": str(path), "vocab_size": 3}
+    given = load_text(DataConfig(**options))
+    assert given.vocabulary.words == ("</s>", "<S>", "<unk>", "w3", "w1")
+    mapped = load_text(DataConfig(**options, encoded=str(tmp_path / "ids"), num_workers=1))
+    for part in ("train", "dev", "test"):
+        assert list(getattr(mapped, part)) == list(getattr(given, part))
+    assert not (given.train.stream == 1).any()  # <S> never occurs
+    with pytest.raises(ConfigError, match="^data.vocabulary: Vocabulary.load: path must .*nowhere"):
+        load_text(DataConfig(corpus=str(corpus), vocabulary="nowhere"))
+    path.write_text("w1\n")
+    with pytest.raises(ConfigError, match="^data.vocabulary: .* must"):
+        load_text(DataConfig(corpus=str(corpus), vocabulary=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("moe", "hidden", "gate"),
+    [
+        ({}, 2 * 16, 2 * 16 * 4),
+        ({"num_experts": 9, "num_groups": 3}, 2 * 2 * 16, 2 * 16 * (3 + 2 * 3)),
+        ({"shared_sizes": [24]}, 2 * 16 + 24, 2 * 16 * 4),
+    ],
+)
+def test_dense_counterpart_has_the_same_operations(table, moe, hidden, gate):
+    config = merged(table, model={"moe": {**table["model"]["moe"], **moe}})
+    dense = dense_counterpart(config)
+    assert dense.model.layers == ["lstm", "ffn", "lstm"]
+    assert dense.model.ffn.hidden_sizes == [hidden]
+    moe_cost, dense_cost = (cost(LanguageModel(c.model, 60)) for c in (config, dense))
+    assert moe_cost.ops_per_timestep == dense_cost.ops_per_timestep + gate
+    with pytest.raises(ConfigError, match="model must"):
+        dense_counterpart(dense)
+
+
+@pytest.mark.parametrize("option", [{"num_identity_experts": 2}, {"shared_sizes": [8, 8]}])
+def test_operations_without_a_dense_counterpart(table, option):
+    config = merged(table, model={"moe": {**table["model"]["moe"], **option}})
+    with pytest.raises(ConfigError, match=f"equal operations, got one with {next(iter(option))}$"):
+        dense_counterpart(config)
+
+
+def test_pairs_are_finished_kept_and_reported(table, tmp_path):
+    config = merged(table, steps=4)
+    text = load_text(config.data)
+    results = run_study(arms(config), (1, 2), text, tmp_path / "all")
+    before = snapshot(tmp_path / "all")
+    again = run_study(arms(config), (1, 2), text, tmp_path / "all")
+    assert snapshot(tmp_path / "all") == before
+    assert comparison_report(again, text) == comparison_report(results, text)
+    report = comparison_report(results, text)
+    row = report["pairs"][1]
+    assert row["seed"] == 2
+    assert row["difference"] == pytest.approx(
+        math.log(row["moe_perplexity"] / row["dense_perplexity"]), rel=1e-9
+    )
+    assert row["bootstrap"]["mean"] == pytest.approx(row["difference"], rel=1e-6)
+    assert report["test_tokens"] == text.test.num_tokens
+    assert results["dense"][1].balance == {} and results["moe"][1].balance["cv_load"] > 0
+    del results["dense"][2]
+    assert [row["seed"] for row in comparison_report(results, text)["pairs"]] == [1]
+    with pytest.raises(ConfigError, match="must hold finished runs of both arms .*, got none"):
+        comparison_report(results | {"dense": {}}, text)
+    with pytest.raises(ConfigError, match="steps must"):
+        run_study(arms(replace(config, steps=5)), (1,), text, tmp_path / "all")

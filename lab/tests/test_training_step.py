@@ -1,0 +1,61 @@
+"""The benchmark of the training step: both models are the same function."""
+
+import json
+
+import pytest
+import torch
+from moe_lab.benchmarks import cross_entropy
+from moe_lab.benchmarks.training_step import Sizes, Step, Transformer, check, main
+from torch.nn import functional as F
+
+from moe_ext import MoE
+
+pytestmark = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs torch 2.13")
+SIZES = Sizes(
+    sequences=2, length=8, d_model=64, layers=4, num_experts=4, k=2, hidden=32, vocabulary=50
+)
+
+
+def steps(dtype=torch.float32):
+    torch.manual_seed(0)
+    model = Transformer(SIZES)
+    return Step(model, SIZES, dtype), Step(model.plain(), SIZES, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_models_have_the_same_cross_entropy(dtype):
+    check(*steps(dtype))
+
+
+def test_check_finds_a_difference():
+    ours, plain = steps()
+    with torch.no_grad():
+        plain.model.feed_forward[1].down.mul_(1.1)
+    with pytest.raises(AssertionError):
+        check(ours, plain)
+
+
+def test_both_models_have_the_same_gradients():
+    ours, plain = (step.model for step in steps())
+    for layer in ours.modules():
+        if isinstance(layer, MoE):
+            layer.w_importance = layer.w_load = 0.0
+    tokens, target = torch.randint(50, (2, 8)), torch.randint(50, (16,))
+    for model in (ours, plain):
+        model(tokens, target).backward()
+    found, expected = (sorted(p.grad.norm().item() for p in m.parameters()) for m in (ours, plain))
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_main_writes_all_parts(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cross_entropy, "PEAK_SIZE", 64)
+    monkeypatch.setattr(cross_entropy, "REPEATS", 2)
+    file = tmp_path / "step.json"
+    sizes = "--sequences 2 --length 8 --d-model 64 --layers 2 --num-experts 4 --hidden 32"
+    rows = main([*sizes.split(), "--vocabulary=50", "--rounds=2", "--eager", f"--json={file}"])
+    parts = ["step", "update", "loss", "experts", "attention", "feed-forward"]
+    assert [row.part for row in rows] == parts
+    assert all(set(row.seconds) == {"moe_ext", "plain"} for row in rows)
+    assert rows[0].limit == pytest.approx(sum(row.limit for row in rows[2:]))
+    assert [row["part"] for row in json.loads(file.read_text())["rows"]] == parts
+    assert "| experts |" in capsys.readouterr().out

@@ -1,0 +1,321 @@
+"""moe-lab translate as a user runs it, with models that moe-lab train trains."""
+
+import io
+import json
+import lzma
+import pathlib
+import random
+import re
+import sys
+import warnings
+
+import pytest
+import torch
+from moe_lab.benchmarks import translation as benchmark
+from moe_lab.benchmarks.harness import environment
+from moe_lab.commands import evaluate, train, translate
+from moe_lab.decoding import BeamSearch, Translation, corpus_bleu
+from moe_lab.training.checkpoint import load_run
+from moe_lab.training.translation import make_translator
+from test_scripts import ROOT, assert_names_option, status_and_error
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG = """
+task = "translation"
+steps = 40
+num_threads = 1
+data = {{ corpus = "{corpus}", vocab_size = 40, tokens_per_batch = 300, pairs = {pairs} }}
+model = {{ d_model = 16, lstm_units = 0, dropout = 0.0, between = "none" }}
+optimizer = {{ learning_rate = 0.03, warmup_steps = 1 }}
+log = {{ tensorboard = false, progress = false }}
+"""
+TEXT = ["one two three", "", "two $x^$ two one three one", " \t", "four", "three three three"]
+
+
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory):
+    """Returns a function that trains a run on language pairs and returns its folder."""
+    folder = tmp_path_factory.mktemp("translate")
+    draw = random.Random(8)
+    for part, number in (("train", 60), ("dev", 5), ("test", 5)):
+        for language in ("fr", "de"):
+            lines = []
+            for _ in range(number):
+                words = draw.choices(["one", "two", "three", "four"], k=draw.randint(1, 5))
+                there = " ".join(language + word for word in words)
+                lines.append(f"{' '.join(words)}\t{there}\n")
+            (folder / f"{part}.en-{language}.tsv").write_text("".join(lines))
+
+    def make(*pairs):
+        run = folder / "".join(pairs)
+        config = folder / "config.toml"
+        config.write_text(CONFIG.format(corpus=folder, pairs=list(pairs)))
+        train.main([str(config), f"output={run}"])
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run(make_run):
+    return make_run("en-fr")
+
+
+@pytest.fixture(scope="module")
+def multilingual(make_run):
+    return make_run("en-fr", "en-de")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "text.en.xz"
+    path.write_bytes(lzma.compress("\r\n".join(["\ufeff" + TEXT[0], *TEXT[1:]]).encode()))
+    return path
+
+
+def translated(run, search=None, into=None):
+    return list(make_translator(load_run(run), search or BeamSearch(), into)(TEXT))
+
+
+def main(capsys, *arguments):
+    """Runs translate.py; returns its stdout and stderr."""
+    capsys.readouterr()
+    translate.main([str(each) for each in arguments])
+    return capsys.readouterr()
+
+
+def test_from_stdin_to_stdout(multilingual, monkeypatch, capsys):
+    """Prints one line per input line, also for invalid UTF-8 and a last line without newline."""
+    text = "\n".join([*TEXT, "\x00 two"]).encode() + b" \xff\xfe four"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    printed = main(capsys, multilingual, "--into=fr")
+    assert re.fullmatch(r"7 sentences in [\d.]+ s, [\d.]+ per second\n", printed.err)
+    *lines, of_bytes = printed.out.removesuffix("\n").split("\n")
+    assert lines == [found[0].text for found in translated(multilingual, into="fr")]
+    assert lines[1] == lines[3] == "" and lines[0] and of_bytes
+
+
+def test_files_and_options_of_the_search(run, file, capsys):
+    expected = [found[0].text for found in translated(run)]
+    assert main(capsys, run, file).out.splitlines() == expected
+    twice = main(capsys, run, "--tokens-per-batch", 1, file, file).out.splitlines()
+    assert twice == expected * 2
+    for options, search in (
+        (["--greedy"], BeamSearch.greedy()),
+        (["--beam=2", "--length-penalty=1", "--coverage-penalty=0"], BeamSearch(2, 1.0, 0.0)),
+    ):
+        found = main(capsys, run, file, *options).out.splitlines()
+        assert found == [each[0].text for each in translated(run, search)]
+
+
+def test_several_translations_of_each_line(run, file, capsys):
+    expected = [
+        [str(number), each.text, f"logP= {each.log_prob:.4f}", f"{each.score:.4f}"]
+        for number, found in enumerate(translated(run, BeamSearch(num_best=3)))
+        for each in found
+    ]
+    lines = main(capsys, run, file, "--n-best=3").out.splitlines()
+    assert [line.split(" ||| ") for line in lines] == expected
+    assert len(lines) > len(TEXT)
+
+
+def test_output_and_references(run, file, tmp_path, capsys):
+    best = [found[0].text for found in translated(run)]
+    output, references = tmp_path / "text.fr", tmp_path / "reference.fr"
+    references.write_text("".join(f"{text} frone\n" for text in best))
+    printed = main(capsys, run, file, "--output", output, "--reference", references)
+    assert output.read_text().split("\n") == [*best, ""]
+    bleu = corpus_bleu(best, references.read_text().splitlines())
+    line = f"BLEU {bleu.score:.2f} ({bleu.signature})\n"
+    assert printed.err.startswith("6 sentences in ") and printed.err.endswith(" per second\n")
+    assert printed.out == line
+    printed = main(capsys, run, file, "--reference", references)
+    assert printed.out.splitlines() == best and line in printed.err
+
+
+def test_attention_plots(run, file, tmp_path, capsys):
+    for name, begins in (("a.png", b"\x89PNG"), ("a.pdf", b"%PDF")):
+        main(capsys, run, file, "--attention", tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(begins)
+    main(capsys, run, file, "--attention", tmp_path / "b.PDF")
+    assert (tmp_path / "b.PDF").read_bytes().count(b"/Type /Page ") == 4  # nonblank lines
+    found = translated(run)[2][0]
+    figure = translate.attention_plot(found)
+    assert figure.get_size_inches().max() < 10
+    (axes,) = figure.axes
+    assert axes.images[0].get_array().shape == (len(found.pieces), len(found.source))
+    assert [label.get_text() for label in axes.get_xticklabels()] == found.source
+    assert [label.get_text() for label in axes.get_yticklabels()] == found.pieces
+
+
+def test_attention_of_a_long_line_fits_a_page():
+    found = Translation("", 0.0, 0.0, ["a"] * 200, ["b"] * 400, torch.zeros(400, 200))
+    figure = translate.attention_plot(found)
+    assert max(figure.get_size_inches()) <= 40
+    assert len(figure.axes[0].get_yticklabels()) == 400
+
+
+@pytest.mark.filterwarnings("error")
+def test_attention_reports_missing_glyphs(tmp_path, capsys):
+    """No font has these two noncharacters; two plots in a file give one message."""
+    found = Translation("", 0.0, 0.0, ["\ufdd0"], ["\ufdd1", "a"], torch.ones(2, 1))
+    for name in ("a.png", "a.pdf"):
+        with warnings.catch_warnings(), translate.attention_file(tmp_path / name) as plot:
+            warnings.simplefilter("default")
+            plot(found)
+            plot(found)
+        error = capsys.readouterr().err
+        assert error == f"{tmp_path / name} shows boxes for characters that no installed font has\n"
+
+
+def test_attention_needs_text(run, tmp_path, capsys):
+    (tmp_path / "empty.en").write_text("\n \n")
+    output = tmp_path / "empty.fr"
+    options = ["--attention", tmp_path / "a.pdf", "--output", output]
+    status, error = status_and_error(capsys, translate, run, tmp_path / "empty.en", *options)
+    assert status == 2 and "error: --attention must" in error
+    assert output.read_text() == "\n\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.en", "empty.fr"]
+
+
+def test_attention_needs_matplotlib(run, file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_pdf", None)
+    arguments = [run, file, "--attention", tmp_path / "a.png"]
+    status, error = status_and_error(capsys, translate, *arguments)
+    assert status == 2 and "--attention: matplotlib must" in error
+
+
+def test_output_may_be_the_input_file(run, tmp_path, monkeypatch, capsys):
+    same = tmp_path / "same.en"
+    same.write_text("\n".join(TEXT))
+    (tmp_path / "link").symlink_to(same)
+    with same.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        main(capsys, run, "--output", tmp_path / "link")
+    assert same.read_text().splitlines() == [found[0].text for found in translated(run)]
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_an_error_keeps_the_previous_output(run, file, tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.fr").write_text("before\n")
+
+    def fail(*_):
+        raise OSError("no more")
+
+    monkeypatch.setattr(translate, "as_text", fail)
+    arguments = [run, file, "--output", tmp_path / "text.fr"]
+    assert status_and_error(capsys, translate, *arguments) == (2, "error: no more\n")
+    assert (tmp_path / "text.fr").read_text() == "before\n"
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, "text.fr"}
+
+
+def test_output_to_a_device_writes_into_it(run, file, capsys):
+    main(capsys, run, file, "--output", "/dev/null")
+    assert pathlib.Path("/dev/null").is_char_device()
+
+
+def test_closed_stdin(run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    status, error = status_and_error(capsys, translate, run)
+    assert (status, error) == (
+        2,
+        "error: stdin must be open if no files are given, got a closed stdin\n",
+    )
+
+
+def test_help_names_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        translate.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    search = BeamSearch()
+    for part in (
+        f"beam width ({search.beam})",
+        f"longer translations ({search.length_penalty})",
+        f"the whole source ({search.coverage_penalty})",
+        f"at most {search.max_length_ratio:g} times as many wordpieces as its source, or "
+        f"{search.min_length_limit} if that is more; hypotheses more than {search.window:g} nats",
+        "wordpieces in a batch (2560)",
+    ):
+        assert part in text
+
+
+def test_long_lines_are_cut_and_counted(run, file, tmp_path, capsys):
+    (tmp_path / "long.en").write_text("one two " * 3000 + "\none\n")
+    printed = main(capsys, run, tmp_path / "long.en", "--greedy", "--max-pieces=5")
+    assert len(printed.out.splitlines()) == 2
+    assert "1 lines cut after 5 wordpieces" in printed.err
+
+
+def test_errors_have_one_line_and_status_2(run, multilingual, file, tmp_path, capsys):
+    def error(*arguments):
+        status, error = status_and_error(capsys, translate, *arguments)
+        assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
+        return error
+
+    assert "there is no checkpoint in" in error(tmp_path / "none", file)
+    assert "into must" in error(multilingual, file)
+    assert "into must" in error(multilingual, file, "--into=en")
+    assert "into must" in error(run, file, "--into=fr")
+    assert f"{tmp_path / 'no.en'} cannot be read: No such file" in error(run, tmp_path / "no.en")
+    (tmp_path / "bad.en.xz").write_bytes(file.read_bytes()[:-20])
+    assert "bad.en.xz cannot be read: " in error(run, tmp_path / "bad.en.xz")
+    (tmp_path / "one.fr").write_text("frone\n")
+    message = error(run, file, "--reference", tmp_path / "one.fr")
+    assert "one.fr must" in message
+    assert "num_best must" in error(run, file, "--n-best=9")
+    assert "length_penalty must" in error(run, file, "--length-penalty=1e300")
+    assert "--n-best must" in error(run, file, "--n-best=2", "--greedy")
+    assert "device must" in error(run, file, "--device=meta")
+    assert "none/text.fr must" in error(run, file, "--output", tmp_path / "none/text.fr")
+
+
+@pytest.mark.parametrize(
+    ("script", "option"), [(translate, "--reference=a.fr"), (evaluate, "--bleu")]
+)
+def test_missing_sacrebleu_is_reported_first(monkeypatch, tmp_path, capsys, script, option):
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    status, error = status_and_error(capsys, script, tmp_path / "none", option)
+    assert status == 2 and error.count("\n") == 1
+    assert "sacrebleu must" in error and "moe_lab[translation]" in error
+
+
+@pytest.mark.parametrize("option", ["--beam=0", "--max-pieces=0", "--attention=a.jpg"])
+def test_options_out_of_range(capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        translate.main(["run", option])
+    assert stopped.value.code == 2
+    assert_names_option(capsys, option)
+
+
+def test_only_translation_models(corpus, tmp_path, capsys):
+    options = ["data.vocab_size=20", "model.d_model=4", "model.layers=['lstm']", "steps=1"]
+    options += [f"data.corpus={corpus}", f"output={tmp_path / 'run'}", "log.tensorboard=false"]
+    config = ROOT / "configs" / "small" / "moe-32.toml"
+    train.main([str(config), *options, "log.progress=false"])
+    status, error = status_and_error(capsys, translate, tmp_path / "run")
+    assert status == 2 and "task must" in error
+
+
+def test_benchmark(run, tmp_path, capsys):
+    """Benchmarks a run with a text, then a configuration without a run."""
+    (tmp_path / "text.en").write_text("\n".join(TEXT))
+    options = ["--rounds=2", "--alone=3", "--beam=2", "--threads=1"]
+    benchmark.main([str(run), str(tmp_path / "text.en"), *options])
+    printed = capsys.readouterr().out
+    assert "| batches | 1 | 4 |" in printed and "| one by one | 1 | 3 |" in printed
+    assert "3 of the 3 lines have the same translation" in printed
+    config = tmp_path / "config.toml"
+    config.write_text(
+        'task = "translation"\ndata = { vocab_size = 100 }\nmodel = { d_model = 8, lstm_units = 0, '
+        'moe = { gate = "balanced", num_experts = 4, k = 2, hidden_sizes = [8], w_load = 0.0 } }\n'
+    )
+    figures = tmp_path / "figures.json"
+    benchmark.main([str(config), "--sentences=4", *options, f"--json={figures}"])
+    found = json.loads(figures.read_text())
+    assert found["environment"] == environment()
+    assert [row["sentences"] for row in found["rows"]] == [4, 3]
+    assert found["ratios"]["seconds"]["median"] > 0
+    for arguments in ([run], [config, tmp_path / "text.en"]):
+        status, error = status_and_error(capsys, benchmark, *arguments)
+        assert status == 2 and "text: must be given" in error
