@@ -19,7 +19,7 @@ from moe_ext.info import avoid_missing_amx, cmake_prefix
 ROOT = Path(__file__).resolve().parent
 EMULATED = pytest.param("emulated", marks=pytest.mark.emulator)
 
-pytest.register_assert_rewrite("assertions")  # a failing assertion shows its values
+pytest.register_assert_rewrite("assertions", "layers")  # a failing assertion shows its values
 avoid_missing_amx()  # before the first GEMM
 
 

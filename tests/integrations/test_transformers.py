@@ -171,28 +171,25 @@ def test_the_list_of_classes_that_are_not_built_is_up_to_date():
             build(modules[name], name)
 
 
+def cast(arguments, dtype):
+    return [
+        each.detach().to(dtype).requires_grad_() if each.is_floating_point() else each
+        for each in arguments
+    ]
+
+
 @each_class
 def test_each_class_equals_eager(module, name):
-    experts = build(module, name)
-    assert_equal_to_eager(experts, *inputs(experts))
-
-
-@each_class
-def test_the_error_of_each_class_is_at_most_twice_that_of_eager(module, name):
+    """In float32 and bfloat16, the error is at most twice that of eager."""
     wide = build(module, name)
-    x, index, gates = inputs(wide, num_tokens=64)
+    arguments = inputs(wide, num_tokens=64)
+    assert_equal_to_eager(wide, *arguments)
     for dtype in (torch.float32, torch.bfloat16):
-        experts = copy.deepcopy(wide).to(dtype)
-        rounded = copy.deepcopy(experts).double()
-        exact = [x.detach().to(dtype).double(), index, gates.detach().to(dtype).double()]
+        experts, narrow = copy.deepcopy(wide).to(dtype), cast(arguments, dtype)
         with InFloat64():
-            expected = results(
-                rounded, "eager", *(e.requires_grad_(e.is_floating_point()) for e in exact)
-            )
-        narrow = [e.detach().to(dtype) if e.is_floating_point() else e for e in exact]
-        narrow = [e.requires_grad_(e.is_floating_point()) for e in narrow]
-        eager = results(experts, "eager", *narrow)
-        ours = results(experts, "moe_ext", *narrow)
+            exact = copy.deepcopy(experts).double(), "eager", *cast(narrow, torch.float64)
+            expected = results(*exact)
+        eager, ours = (results(experts, each, *narrow) for each in ("eager", "moe_ext"))
         # The gradient of a bias sums about 25 rows in float32.
         rounding = max(torch.finfo(dtype).eps / 2, 4 * torch.finfo(torch.float32).eps)
         for key in expected:
@@ -408,32 +405,6 @@ def test_no_tokens():
     assert all((each == 0).all() for each in found.values())
 
 
-def test_autocast():
-    experts = build(*MIXTRAL, dtype=torch.float32)
-    arguments = inputs(experts, dtype=torch.float32)
-    exact = results(experts, "eager", *arguments)
-    with torch.autocast("cpu", torch.bfloat16):
-        eager = results(experts, "eager", *arguments)
-        ours = results(experts, "moe_ext", *arguments)
-    for name in exact:
-        assert ours[name].dtype == exact[name].dtype
-        bound = 2 * max(error(eager[name], exact[name]), 2**-9)
-        assert 0 < error(ours[name], exact[name]) <= bound, name
-
-
-def test_frozen_parameters_get_no_gradient():
-    experts = build(*MIXTRAL).requires_grad_(False)
-    arguments = inputs(experts)
-    with torch.profiler.profile(record_shapes=True) as profile:
-        found = results(experts, "moe_ext", *arguments)
-    assert found.keys() == {"y", "x", "gates"}
-    (backward,) = [each for each in profile.events() if each.name == "moe_ext::_experts_backward"]
-    needs_x, needs_parameters = backward.concrete_inputs[10:12]
-    assert needs_x is True and needs_parameters == [False, False]
-    expected = results(experts, "eager", *arguments)
-    assert all(error(found[name], expected[name]) < 1e-10 for name in found)
-
-
 SIZES = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -502,16 +473,6 @@ def test_models_equal_eager(model_type):
     assert_close(losses_of(model), expected)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_greedy_tokens_equal_those_of_eager(model_type):
-    model = tiny(model_type).eval()
-    options = {"max_new_tokens": 8, "do_sample": False}
-    found = model.generate(tokens(), **options)
-    assert model.get_experts_implementation() == {"": "moe_ext"}
-    model.set_experts_implementation("eager")
-    assert torch.equal(found, model.generate(tokens(), **options))
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(use_reentrant):
     model = tiny()
@@ -522,21 +483,8 @@ def test_gradient_checkpointing(use_reentrant):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_models_in_bfloat16():
-    model = tiny()
-    expected = losses_of(model)
-    half = copy.deepcopy(model).bfloat16()
-    ours = losses_of(half)
-    half.set_experts_implementation("eager")
-    eager = losses_of(half)
-    assert ours["logits"].dtype == torch.bfloat16
-    bound = 2 * error(eager["logits"], expected["logits"])
-    assert error(ours["logits"], expected["logits"]) <= bound
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_compile_without_graph_breaks(model_type):
-    model = tiny(model_type).eval()
+def test_compile_without_graph_breaks():
+    model = tiny().eval()
     with torch.no_grad():
         expected = model(tokens(), use_cache=False).logits
         compiled = torch.compile(model, fullgraph=ONE_GRAPH, backend="aot_eager")
@@ -564,7 +512,6 @@ def test_memory_of_a_model_with_4_gb_of_experts():
     program = """
 import torch, transformers
 import moe_ext.integrations.transformers
-from moe_lab.benchmarks.memory import peak_mib
 sizes = {"hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts": 88}
 sizes |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
 config = transformers.Qwen3MoeConfig(vocab_size=64, num_experts_per_tok=8, use_cache=False, **sizes)
@@ -577,44 +524,22 @@ model.model.rotary_emb.__init__(config)
 experts = [each for name, each in model.named_parameters() if "experts" in name]
 assert sum(each.nbytes for each in experts) >= 4e9
 tokens = torch.zeros(1, 64, dtype=torch.long)
+
+def kib(name):
+    (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
+    return int(line.split()[1])
+
 with torch.no_grad():
     model(tokens[:, :8])
-    print(peak_mib(lambda: model(tokens)))
+    before = kib("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
+    model(tokens)
+    print((kib("VmHWM") - before) / 1024)
 """
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     activations = 64 * 8 * 4 * (3 * 1024 + 1024) / 2**20  # of the experts of one layer
     assert 0 < float(result.stdout) < 64 + activations
-
-
-def test_saved_files_are_unchanged(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    files = {}
-    for implementation in ("eager", "moe_ext"):
-        model = tiny(implementation=implementation)
-        losses_of(model)
-        model.save_pretrained(tmp_path / implementation)
-        (file,) = (tmp_path / implementation).glob("*.safetensors")
-        files[implementation] = safetensors.load_file(file)
-    assert files["eager"].keys() == files["moe_ext"].keys()
-    for name, each in files["eager"].items():
-        assert torch.equal(each, files["moe_ext"][name])
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "eager", experts_implementation="moe_ext"
-    )
-    assert loaded.get_experts_implementation() == {"": "moe_ext"}
-    assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
-
-
-def test_router_logits():
-    model = tiny(output_router_logits=True)
-    found = model(tokens(), labels=tokens())
-    model.set_experts_implementation("eager")
-    expected = model(tokens(), labels=tokens())
-    assert error(found.aux_loss, expected.aux_loss) < 1e-6
-    pairs = zip(found.router_logits, expected.router_logits, strict=True)
-    assert all(error(ours, eager) < 1e-5 for ours, eager in pairs)
 
 
 def test_copies_of_a_model():

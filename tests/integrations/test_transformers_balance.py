@@ -1,7 +1,6 @@
 """The balance of the experts in models of transformers, against loops over the routers' outputs."""
 
 import copy
-import subprocess
 import sys
 
 import pytest
@@ -150,9 +149,12 @@ def test_hooks_are_removed_and_results_stay():
     model = make_model()
     measured = balance(model)
     model(ids(1, 3))
+    (layer, _), sums = measured.layers, measured.layers[0].importance.clone()
+    model(ids(1, 2))
+    assert torch.equal(layer.importance, sums) and layer.load.sum() == 3 * K  # results stay
     measured.remove()
     model(ids(1, 3))
-    assert [layer.num_tokens for layer in measured.layers] == [3] * LAYERS
+    assert [layer.num_tokens for layer in measured.layers] == [5] * LAYERS
     with pytest.raises(RuntimeError, match="stop"), balance(model) as measured:
         raise RuntimeError("stop")
     assert not any(module._forward_pre_hooks for module in experts_modules(model).values())
@@ -179,15 +181,6 @@ def test_a_measurement_that_begins_in_inference_mode():
     assert [layer.num_tokens for layer in measured.layers] == [8] * LAYERS
     measured.reset()
     measured.remove()
-
-
-def test_results_do_not_change_later():
-    model = make_model()
-    with balance(model) as measured:
-        model(ids(1, 3))
-        (before, _), sums = measured.layers, measured.layers[0].importance.clone()
-        model(ids(1, 3))
-        assert torch.equal(before.importance, sums) and before.load.sum() == 3 * K
 
 
 def enable_checkpointing(model, reentrant):
@@ -397,9 +390,3 @@ def test_errors_name_the_argument_and_the_value():
     rule = r"one element for each of the 3 tokens, got shape \(2, 2\)"
     with pytest.raises(ValueError, match=rule):
         experts(torch.zeros(3, 2), torch.zeros(3, 1).long(), torch.ones(3, 1))
-
-
-def test_import_loads_no_optional_package():
-    code = "import sys, moe_ext.integrations._transformers_balance; "
-    code += "sys.exit(bool({'transformers', 'matplotlib'} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -92,17 +92,17 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
-    "counts",
-    [pytest.param([7], marks=pytest.mark.long), [7, 5], [7, 0, 3], [1, 1, 1]],
-)
-@pytest.mark.parametrize(
-    ("num_experts", "style"),
+    ("num_experts", "style", "counts", "shared"),
     [
-        (6, "grouped_gemm"),
-        (5, "moe_ext_experts"),
-        (4, "moe_ext_experts"),  # none on the last of 3 ranks
+        (6, "grouped_gemm", [7, 5], False),
+        (6, "grouped_gemm", [7, 0, 3], True),
+        (5, "moe_ext_experts", [7, 0, 3], False),
+        (5, "moe_ext_experts", [7, 5], True),
+        (4, "moe_ext_experts", [1, 1, 1], False),  # no experts on the last rank
+        (4, "moe_ext_experts", [7, 0, 3], True),
+        (6, "grouped_gemm", [1, 1, 1], True),
+        pytest.param(5, "moe_ext_experts", [7], False, marks=pytest.mark.long),
     ],
 )
 def test_experts_equal_one_process(workers, num_experts, style, counts, shared):

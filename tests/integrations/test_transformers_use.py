@@ -1,7 +1,7 @@
 """Models of transformers with our experts in the tools that people use, against "eager".
 
 Each test runs one tool twice, with the same seeds: with experts_implementation "moe_ext" and with
-"eager". The models are tiny.
+"eager". The models are tiny. A tool runs with one model, unless the models differ for it.
 """
 
 import pytest
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from test_transformers import (  # noqa: E402
+    MODEL_TYPES,
     ONE_GRAPH,
     assert_close,
     error,
@@ -95,36 +96,36 @@ def run_trainer(implementation, folder, model_type, options):
     return history(trained)
 
 
-CHECKPOINTING = {
-    f"use_reentrant={value}": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": value},
-    }
-    for value in (False, True)
-}
-OPTIONS = {"plain": {}, "accumulation": {"gradient_accumulation_steps": 2}} | CHECKPOINTING
+def checkpointing(use_reentrant):
+    kwargs = {"use_reentrant": use_reentrant}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@each_model
+@pytest.mark.parametrize(
+    "model_type, options",
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"gradient_accumulation_steps": 2}),
+        ("mixtral", checkpointing(use_reentrant=False)),
+        ("gpt_oss", checkpointing(use_reentrant=True)),
+    ],
+)
 def test_trainer(tmp_path, model_type, options):
     found, expected = both(run_trainer, tmp_path, model_type, options)
     assert len(found["loss"]) == STEPS
     assert_close(found, expected, 1e-4)
 
 
-@each_model
-def test_trainer_with_autocast(tmp_path, model_type):
-    exact = run_trainer("eager", tmp_path, model_type, {})
-    found, eager = both(run_trainer, tmp_path, model_type, {"bf16": True})
+def test_trainer_with_autocast(tmp_path):
+    exact = run_trainer("eager", tmp_path, "mixtral", {})
+    found, eager = both(run_trainer, tmp_path, "mixtral", {"bf16": True})
     assert_within_twice_eager(found, eager, exact)
     assert not torch.equal(found["loss"], exact["loss"])
 
 
-@each_model
-def test_trainer_resumes_from_a_checkpoint(tmp_path, model_type):
+def test_trainer_resumes_from_a_checkpoint(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
-    expected = trainer(tiny(model_type), tmp_path, **options)
+    expected = trainer(tiny("qwen3_moe"), tmp_path, **options)
     expected.train()
     # Trainer alone would leave the experts of Mixtral and Qwen3-MoE as they are in the new model.
     checkpoint = tmp_path / "checkpoint-2"
@@ -150,14 +151,24 @@ def run_loop(implementation, model_type):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+    assert losses[-1] < losses[0]
     return {"loss": torch.stack(losses)}
 
 
+def run_with_router_losses(implementation, model_type):
+    model = tiny(model_type, implementation, output_router_logits=True)
+    output = model(tokens(), labels=tokens())
+    output.loss.backward()
+    assert output.aux_loss > 0
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    logits = {f"router_logits {i}": each for i, each in enumerate(output.router_logits)}
+    return {"loss": output.loss, "aux_loss": output.aux_loss, **logits, **gradients}
+
+
+@pytest.mark.parametrize("run", [run_loop, run_with_router_losses])
 @each_model
-def test_loop_with_fused_adamw(model_type):
-    found, expected = both(run_loop, model_type)
-    assert found["loss"][-1] < found["loss"][0]
-    assert_close(found, expected)
+def test_loops_equal_eager(model_type, run):
+    assert_close(*both(run, model_type))
 
 
 @pytest.mark.parametrize(
@@ -173,41 +184,43 @@ def test_compiled_training_step(model_type):
     assert_close({"logits": output.logits.detach(), **gradients}, expected)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @each_model
-def test_autocast(model_type):
+def test_bfloat16(model_type, autocast):
+    """Models in bfloat16, and models in float32 under autocast."""
     exact = losses_of(tiny(model_type, "eager"))
 
     def run(implementation):
-        with torch.autocast("cpu", torch.bfloat16):
-            return losses_of(tiny(model_type, implementation))
+        model = tiny(model_type, implementation)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return losses_of(model if autocast else model.bfloat16())
 
     found, eager = both(run)
-    assert_within_twice_eager(found, eager, exact)
-
-
-@each_model
-def test_bfloat16(model_type):
-    exact = losses_of(tiny(model_type, "eager"))
-    found, eager = both(lambda name: losses_of(tiny(model_type, name).bfloat16()))
     assert found["logits"].dtype == torch.bfloat16
     assert_within_twice_eager(found, eager, exact)
 
 
-@pytest.mark.parametrize("trained", ["none", "gate_up_proj", "down_proj", "both"])
-@each_model
+@pytest.mark.parametrize(
+    "model_type, trained",
+    [
+        ("qwen3_moe", []),
+        ("gpt_oss", ["gate_up_proj"]),
+        ("gpt_oss", ["down_proj"]),
+        ("mixtral", ["gate_up_proj", "down_proj"]),
+    ],
+)
 def test_frozen_experts(model_type, trained):
-    def run(implementation):
+    def make(implementation):
         model = tiny(model_type, implementation)
         for name, parameter in model.named_parameters():
             if ".experts." in name:
-                parameter.requires_grad_(trained == "both" or f".{trained}" in name)
+                parameter.requires_grad_(any(f".{weight}" in name for weight in trained))
         return model
 
-    found, expected = both(lambda name: losses_of(run(name)))
-    assert_close(found, expected)
-    weights = [trained in (name, "both") for name in ("gate_up_proj", "down_proj")]
+    assert_close(*both(lambda name: losses_of(make(name))))
+    weights = [weight in trained for weight in ("gate_up_proj", "down_proj")]
     needed = weights + (weights if model_type == "gpt_oss" else [])  # the biases
-    assert backward_calls(run("moe_ext")) == [[True, needed]] * LAYERS
+    assert backward_calls(make("moe_ext")) == [[True, needed]] * LAYERS
 
 
 # PEFT
@@ -221,40 +234,35 @@ def lora(model, **options):
     return peft.get_peft_model(model, config)
 
 
-def gradients_of(model):
-    """Returns the logits and the gradients that exist."""
-    return {name: each for name, each in losses_of(model).items() if each is not None}
-
-
 ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
-
-
-@each_model
-def test_lora_on_the_attention(model_type):
-    found, expected = both(lambda name: gradients_of(lora(tiny(model_type, name), **ATTENTION)))
-    assert len(found) == 1 + LAYERS * 4
-    assert_close(found, expected)
-    calls = backward_calls(lora(tiny(model_type), **ATTENTION))
-    needed = [False] * (4 if model_type == "gpt_oss" else 2)
-    assert calls == [[True, needed]] * LAYERS
-
-
 EXPERTS = {
     "target_modules": [],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
 
 
+def lora_losses(implementation, model_type, options):
+    """Returns the logits and the gradients that exist."""
+    found = losses_of(lora(tiny(model_type, implementation), **options))
+    return {name: each for name, each in found.items() if each is not None}
+
+
+@pytest.mark.parametrize("options", [ATTENTION, EXPERTS], ids=["attention", "experts"])
 @each_model
-def test_lora_on_the_experts(model_type):
-    found, expected = both(lambda name: gradients_of(lora(tiny(model_type, name), **EXPERTS)))
+def test_lora(model_type, options):
+    found, expected = both(lora_losses, model_type, options)
     assert len(found) == 1 + LAYERS * 4
     assert_close(found, expected)
     plain = losses_of(tiny(model_type))["logits"]
     assert error(found["logits"], plain) > 1e-3  # the adapters are in use
 
 
-@each_model
+def test_lora_on_the_attention_needs_no_gradient_of_the_experts():
+    calls = backward_calls(lora(tiny("gpt_oss"), **ATTENTION))
+    assert calls == [[True, [False] * 4]] * LAYERS
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_lora_on_the_experts_is_merged(model_type):
     model = lora(tiny(model_type), **EXPERTS).eval()
     with torch.no_grad():
@@ -266,43 +274,39 @@ def test_lora_on_the_experts_is_merged(model_type):
 # FSDP2 and DDP on two ranks
 
 
-def sharded_losses(group, rank, model_type, implementation, dtype):
-    """Runs a step under FSDP2 on this rank's row of tokens; returns the loss and gradients."""
-    model = tiny(model_type, implementation)
+def sharded(model, dtype):
     options = {}
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
+    contiguous = []
     for layer in model.model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    contiguous = []
     for layer in model.model.layers:
         layer.mlp.experts.register_forward_pre_hook(
             lambda module, _: contiguous.extend(
                 each.is_contiguous() for each in module.parameters()
             )
         )
-    ids = tokens()[rank : rank + 1]
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    assert contiguous and all(contiguous)
-    results = {name: each.grad.full_tensor() for name, each in model.named_parameters()}
-    loss = loss.detach().clone()
-    dist.all_reduce(loss)
-    return {"loss": loss / group.size(), **results}
+    return contiguous
 
 
-def replicated_losses(group, rank, model_type, implementation):
-    """Runs a step under DDP on this rank's row of tokens; returns the loss and gradients."""
+def losses_of_rank(group, rank, model_type, implementation, wrapper, dtype=None):
+    """Runs a step under FSDP2 or DDP on this rank's row of tokens; returns loss and gradients."""
     model = tiny(model_type, implementation)
+    contiguous = sharded(model, dtype) if wrapper == "fsdp" else [True]
+    replica = DistributedDataParallel(model) if wrapper == "ddp" else model
     ids = tokens()[rank : rank + 1]
-    replica = DistributedDataParallel(model)
     loss = replica(input_ids=ids, labels=ids).loss
     loss.backward()
+    assert contiguous and all(contiguous)
     loss = loss.detach().clone()
     dist.all_reduce(loss)
-    results = {name: each.grad for name, each in model.named_parameters()}
-    return {"loss": loss / group.size(), **results}
+    gradients = {
+        name: each.grad.full_tensor() if wrapper == "fsdp" else each.grad
+        for name, each in model.named_parameters()
+    }
+    return {"loss": loss / group.size(), **gradients}
 
 
 def one_process(model_type):
@@ -313,53 +317,41 @@ def one_process(model_type):
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
-@each_model
-def test_fsdp2_equals_one_process(workers, model_type):
-    for found in workers.run(2, sharded_losses, model_type, "moe_ext", None):
-        assert_close(found, one_process(model_type))
+@pytest.mark.parametrize(
+    "wrapper, model_type", [("fsdp", "mixtral"), ("fsdp", "gpt_oss"), ("ddp", "qwen3_moe")]
+)
+def test_ranks_equal_one_process(workers, wrapper, model_type):
+    expected = one_process(model_type)
+    for found in workers.run(2, losses_of_rank, model_type, "moe_ext", wrapper):
+        assert_close(found, expected)
 
 
-@each_model
-def test_fsdp2_with_mixed_precision(workers, model_type):
-    found, eager = both(
-        lambda name: workers.run(2, sharded_losses, model_type, name, torch.bfloat16)[0]
-    )
-    assert_within_twice_eager(found, eager, one_process(model_type))
-
-
-@each_model
-def test_ddp_equals_one_process(workers, model_type):
-    for found in workers.run(2, replicated_losses, model_type, "moe_ext"):
-        assert_close(found, one_process(model_type))
+def test_fsdp2_with_mixed_precision(workers):
+    arguments = "fsdp", torch.bfloat16
+    found, eager = both(lambda name: workers.run(2, losses_of_rank, "gpt_oss", name, *arguments)[0])
+    assert_within_twice_eager(found, eager, one_process("gpt_oss"))
 
 
 # Loading, saving and generation
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """Returns a function that saves a tiny model and returns the folder."""
-
-    def save(model_type, implementation="eager"):
-        folder = tmp_path / f"{model_type}-{implementation}"
-        tiny(model_type, implementation).save_pretrained(folder)
-        return folder
-
-    return save
+def saved(folder, model_type, implementation="eager"):
+    """Saves a tiny model and returns its folder."""
+    folder = folder / f"{model_type}-{implementation}"
+    tiny(model_type, implementation).save_pretrained(folder)
+    return folder
 
 
-@pytest.mark.parametrize("device_map", ["cpu", "auto"])
-@each_model
-def test_device_map(saved, model_type, device_map):
+@pytest.mark.parametrize("model_type, device_map", [("mixtral", "cpu"), ("gpt_oss", "auto")])
+def test_device_map(tmp_path, model_type, device_map):
     pytest.importorskip("accelerate")
-    folder = saved(model_type)
-    found, expected = both(lambda name: losses_of(load(folder, name, device_map=device_map)))
-    assert_close(found, expected)
+    folder = saved(tmp_path, model_type)
+    assert_close(*both(lambda name: losses_of(load(folder, name, device_map=device_map))))
 
 
-def test_experts_on_the_disk(saved, tmp_path):
+def test_experts_on_the_disk(tmp_path):
     pytest.importorskip("accelerate")
-    folder = saved("qwen3_moe")
+    folder = saved(tmp_path, "qwen3_moe")
     device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     options = {"device_map": device_map, "offload_folder": tmp_path / "offload"}
@@ -370,8 +362,8 @@ def test_experts_on_the_disk(saved, tmp_path):
 
 
 @each_model
-def test_saved_files_have_the_same_bytes(saved, model_type):
-    ours, eager = saved(model_type, "moe_ext"), saved(model_type, "eager")
+def test_saved_files_have_the_same_bytes(tmp_path, model_type):
+    ours, eager = saved(tmp_path, model_type, "moe_ext"), saved(tmp_path, model_type, "eager")
     names = {each.name for each in eager.iterdir()}
     assert names == {each.name for each in ours.iterdir()} >= {"model.safetensors", "config.json"}
     for name in names:
@@ -379,41 +371,33 @@ def test_saved_files_have_the_same_bytes(saved, model_type):
     with torch.no_grad():
         expected = tiny(model_type)(tokens()).logits
         assert error(load(ours, "eager")(tokens()).logits, expected) < 1e-5
-        assert torch.equal(load(ours, "moe_ext")(tokens()).logits, expected)
+        loaded = load(eager, "moe_ext")
+        assert loaded.get_experts_implementation() == {"": "moe_ext"}
+        assert torch.equal(loaded(tokens()).logits, expected)
 
 
 PADDED = torch.tensor([[0, 0, 0, 5, 7, 11], [1, 2, 3, 4, 5, 6]])  # padding at the left
-GENERATE = {
-    "dynamic cache": {},
-    "static cache": {"cache_implementation": "static"},
-    "no cache": {"use_cache": False},
-    "padding": {"input_ids": PADDED, "attention_mask": (PADDED > 0).long()},
-    "beams": {"num_beams": 3},
-}
 
 
-@pytest.mark.parametrize("options", GENERATE.values(), ids=GENERATE)
-@each_model
+@pytest.mark.parametrize(
+    "model_type, options",
+    [
+        *((model_type, {}) for model_type in MODEL_TYPES),
+        ("qwen3_moe", {"cache_implementation": "static"}),
+        ("gpt_oss", {"use_cache": False}),
+        ("mixtral", {"input_ids": PADDED, "attention_mask": (PADDED > 0).long()}),
+        ("gpt_oss", {"num_beams": 3}),
+    ],
+)
 def test_generated_tokens_equal_those_of_eager(model_type, options):
     arguments = {"input_ids": tokens(), "max_new_tokens": 8, "do_sample": False} | options
 
     def run(implementation):
-        return tiny(model_type, implementation).eval().generate(**arguments)
+        model = tiny(model_type, implementation).eval()
+        found = model.generate(**arguments)
+        assert model.get_experts_implementation() == {"": implementation}
+        return found
 
     found, expected = both(run)
     assert found.shape[1] > arguments["input_ids"].shape[1]
     assert torch.equal(found, expected)
-
-
-@each_model
-def test_aux_loss(model_type):
-    def run(implementation):
-        model = tiny(model_type, implementation, output_router_logits=True)
-        output = model(tokens(), labels=tokens())
-        output.loss.backward()
-        gradients = {name: each.grad for name, each in model.named_parameters()}
-        return {"loss": output.loss.detach(), "aux_loss": output.aux_loss.detach(), **gradients}
-
-    found, expected = both(run)
-    assert found["aux_loss"] > 0
-    assert_close(found, expected)

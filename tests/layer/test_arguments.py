@@ -1,177 +1,315 @@
-"""Errors of the modules for invalid arguments."""
+"""Errors of the modules for invalid arguments. The tables have a call and the error's pattern."""
 
 import math
-import re
 
 import numpy
 import pytest
 import torch
+from torch.nn import Identity, Linear
 
+import moe_ext
 from moe_ext import (
-    BalancedGate,
     Experts,
-    FeedForwardExperts,
-    HierarchicalBalancedGate,
-    ModuleExperts,
+    Gate,
     MoE,
     MoELSTM,
     NoisyTopKGate,
-    SharedExpert,
     SoftmaxGate,
     SwitchLoss,
     TopKGate,
+    presets,
 )
 from moe_ext.distributed import ExpertParallel
+from moe_ext.gates import AdaptiveGate
 
-E, K, D = 5, 2, 3
-
-
-def gate(**changes):
-    return NoisyTopKGate(**{**dict(d_model=D, num_experts=E, k=K), **changes})
+E, K, D, A, B, U = 5, 2, 3, 3, 4, 6
 
 
 def layer(**changes):
-    return MoE(**{**dict(d_model=D, num_experts=E, k=K), **changes})
+    return MoE(**dict(d_model=D, num_experts=E, k=K) | changes)
 
 
-@pytest.mark.parametrize(
-    "make, pattern",
-    [
-        (lambda: layer(k=0), r"k must .*got 0"),
-        (lambda: layer(k=2.0), r"k must be a whole number .*got 2.0"),
-        (lambda: layer(k=E + 1), r"k must .*5.*got .*6"),
-        (lambda: layer(num_experts=4.0), "^MoE: num_experts must be a whole number, got 4.0$"),
-        (
-            lambda: layer(d_model=numpy.int64(D)),
-            rf"^MoE: d_model must be a whole number, got .*{D}",
-        ),
-        (lambda: layer(d_model=True), "^MoE: d_model must be a whole number, got True$"),
-        (lambda: FeedForwardExperts(1.5, D), r"num_experts must be a whole number, got 1\.5$"),
-        (lambda: FeedForwardExperts(E, D, "ab"), r"hidden_sizes must be a seq.*, got 'ab'$"),
-        (lambda: FeedForwardExperts(E, D, [8.0]), r"hidden_sizes must be a seq.*, got \[8\.0\]$"),
-        (lambda: SoftmaxGate(8.5, E), "^SoftmaxGate: d_model must be a whole number, got 8.5$"),
-        (lambda: gate(k=0), r"k must .*got 0"),
-        (lambda: gate(k=E + 1), r"k must .*5.*got .*6"),
-        (lambda: gate(num_experts=0), r"must .*got"),
-        (lambda: gate(noise_epsilon=-1.0), r"noise_epsilon must .*got -1"),
-        (lambda: BalancedGate(D, E, 0), rf"BalancedGate: k must .*{E}.*got 0"),
-        (lambda: BalancedGate(D, E, E + 1), rf"BalancedGate: k must .*{E}.*got {E + 1}"),
-        (lambda: BalancedGate(D, 0, 1), r"BalancedGate: num_experts must .*got 0"),
-        (lambda: TopKGate(D, E, E + 1), rf"TopKGate: k must .*{E}.*got {E + 1}"),
-        (
-            lambda: HierarchicalBalancedGate(D, 3, 4, (4, 1)),
-            r"HierarchicalBalancedGate: k must .*num_groups = 3.*got \(4, 1\)",
-        ),
-        (
-            lambda: HierarchicalBalancedGate(D, 3, 0, 1),
-            r"HierarchicalBalancedGate: experts_per_group must .*got 0",
-        ),
-        (lambda: SoftmaxGate(D, 0), r"num_experts must .*got 0"),
-        (lambda: FeedForwardExperts(-1, D), r"num_experts.* must .*got -1"),
-        (
-            lambda: layer(hidden_sizes=8),
-            "^FeedForwardExperts: hidden_sizes must be a sequence of whole numbers, .*, got 8$",
-        ),
-        (lambda: FeedForwardExperts(E, D, (0,)), r"hidden_sizes.* must .*got \(0,\)"),
-        (
-            lambda: FeedForwardExperts(E, D, (4,), activation="rely"),
-            r"activation must .*got '?rely",
-        ),
-        (
-            lambda: FeedForwardExperts(E, D, (4,), activation="clamped_swiglu"),
-            r"activation_args must be limit, alpha and offset for clamped_swiglu, got \[\]",
-        ),
-        (
-            lambda: FeedForwardExperts(E, D, (4,), activation_args=(7, 1, 0)),
-            r"activation_args must be empty for relu, got \[7.0, 1.0, 0.0\]",
-        ),
-        (
-            lambda: FeedForwardExperts(
-                E, D, (4,), activation="clamped_swiglu", activation_args=(math.nan, 1, 0)
-            ),
-            r"activation_args must start with a limit above 0, got \[nan, 1.0, 0.0\]",
-        ),
-        (
-            lambda: ExpertParallel(None, exchange="row"),
-            "^ExpertParallel: exchange must be one of rows, tokens, got 'row'$",
-        ),
-        (lambda: ExpertParallel(None, num_chunks=0), "^ExpertParallel: num_chunks .*got 0$"),
-        (lambda: ExpertParallel(None, balance="all"), "^ExpertParallel: balance .*got 'all'$"),
-        (lambda: layer(activation="rely"), r"activation must .*got '?rely"),
-        (lambda: ModuleExperts([]), r"modules must .*got"),
-        (lambda: SwitchLoss(None), "^SwitchLoss: weight must be a finite number, got None$"),
-        (lambda: SwitchLoss("0.1"), "^SwitchLoss: weight must be a finite number, got '0.1'$"),
-        (lambda: layer(w_load=math.inf), "^MoE: w_load must be a finite number, got inf$"),
-        (lambda: layer(w_load=torch.tensor(0.1)), "^MoE: w_load must be a finite number, got t"),
-        (lambda: layer(capacity_factor="1"), "^MoE: capacity_factor must be a number .*got '1'$"),
-        (
-            lambda: layer(experts=[torch.nn.Linear(D, D)] * E),
-            "^ModuleExperts: modules must be a different module .*got .*Linear",
-        ),
-        (
-            lambda: layer(shared_expert=SharedExpert(D + 1, [4])),
-            rf"^MoE: shared_expert.expert.d_model must be d_model = {D}, got {D + 1}$",
-        ),
-        (lambda: gate(noise_epsilon=None), "NoisyTopKGate: noise_epsilon must .*, got None$"),
-        (lambda: MoELSTM(D, D, E, K, w_load=None), "^MoELSTM: w_load must .*, got None$"),
-        (
-            lambda: layer(experts=[torch.nn.Identity()] * (E - 1)),
-            r"num_experts must be 5.*got 4",
-        ),
-        (
-            lambda: layer(gate=SoftmaxGate(D + 1, E), k=E),
-            f"^MoE: gate.d_model must be {D}, got {D + 1}$",
-        ),
-        (
-            lambda: layer(experts=FeedForwardExperts(E, D + 1)),
-            f"^MoE: experts.d_model must be {D}, got {D + 1}$",
-        ),
-    ],
-)
-def test_constructor_values(make, pattern):
+def gate(**changes):
+    return NoisyTopKGate(**dict(d_model=D, num_experts=E, k=K) | changes)
+
+
+def replay(*expert_index):
+    return layer()(torch.ones(3, D), expert_index=torch.tensor(expert_index))
+
+
+def lstm(**changes):
+    return MoELSTM(**dict(d_input=D, d_hidden=U, num_experts=E, k=K) | changes)
+
+
+class Wide(Experts):
+    """Does not declare its output width."""
+
+    def __init__(self, d_output=None):
+        super().__init__(E, None if d_output is None else D, d_output)
+
+    def forward(self, x, offsets):
+        return x.repeat(1, 2)
+
+
+class Narrow(Experts):
+    def forward(self, x, offsets):
+        return x[:, :2]
+
+
+class OfTokens(Gate):
+    def forward(self, x):
+        raise AssertionError("never called")
+
+
+class OfPairs(Gate):
+    def forward(self, x, ranks=None):
+        return x, x
+
+
+class Ragged(SoftmaxGate):
+    """Returns the number of slots of each token."""
+
+    def forward(self, x, ranks=None):
+        routing = super().forward(x, ranks)
+        return routing._replace(
+            gates=routing.gates.flatten(),
+            expert_index=routing.expert_index.flatten(),
+            token_offsets=torch.arange(0, E * len(x) + 1, E),
+        )
+
+
+class Dropping(SoftmaxGate):
+    def forward(self, x, ranks=None):
+        routing = super().forward(x, ranks)
+        return routing._replace(kept=torch.zeros_like(routing.expert_index, dtype=torch.bool))
+
+
+x, steps = torch.ones(3, D), torch.ones(2, 4, D)
+NAMES = vars(moe_ext) | dict(globals(), AdaptiveGate=AdaptiveGate, Linear=Linear, math=math)
+NAMES |= dict(numpy=numpy, given=[Identity() for _ in range(E)], presets=presets)
+
+SIZES = {
+    "layer(k=0)": "^MoE: k must .*got 0$",
+    "layer(k=2.0)": "k must be a whole number .*got 2.0$",
+    "layer(k=E + 1)": "k must .*5.*got .*6$",
+    "layer(num_experts=4.0)": "^MoE: num_experts must be a whole number, got 4.0$",
+    "layer(d_model=numpy.int64(D))": f"^MoE: d_model must be a whole number, got .*{D}",
+    "layer(d_model=True)": "^MoE: d_model must be a whole number, got True$",
+    "FeedForwardExperts(1.5, D)": r"num_experts must be a whole number, got 1\.5$",
+    "FeedForwardExperts(-1, D)": "num_experts.* must .*got -1",
+    "FeedForwardExperts(E, D, 'ab')": "hidden_sizes must be a seq.*, got 'ab'$",
+    "FeedForwardExperts(E, D, [8.0])": r"hidden_sizes must be a seq.*, got \[8\.0\]$",
+    "FeedForwardExperts(E, D, (0,))": r"hidden_sizes.* must .*got \(0,\)",
+    "layer(hidden_sizes=8)": "^FeedForwardExperts: hidden_sizes must be a seq.*, got 8$",
+    "SoftmaxGate(8.5, E)": "^SoftmaxGate: d_model must be a whole number, got 8.5$",
+    "SoftmaxGate(D, 0)": "num_experts must .*got 0",
+    "gate(k=0)": "^NoisyTopKGate: k must .*got 0",
+    "gate(k=E + 1)": "^NoisyTopKGate: k must .*5.*got .*6",
+    "gate(num_experts=0)": "must .*got",
+    "TopKGate(D, E, E + 1)": f"^TopKGate: k must .* {E}, got 6$",
+    "ReLUGate(D, E, E + 1)": f"^ReLUGate: k must .* {E}, got 6$",
+    "ExpertChoiceGate(D, E, E + 1)": f"^ExpertChoiceGate: k must .* {E}, got 6$",
+    "BalancedGate(D, E, E + 1)": f"^BalancedGate: k must .* {E}, got 6$",
+    "BalancedGate(D, E, 0)": f"^BalancedGate: k must .* {E}, got 0$",
+    "BalancedGate(D, 0, 1)": "BalancedGate: num_experts must .*got 0",
+    "HierarchicalBalancedGate(D, 3, 4, (4, 1))": r"k must .*num_groups = 3.*got \(4, 1\)",
+    "HierarchicalBalancedGate(D, 3, 0, 1)": "experts_per_group must .*got 0",
+    "layer(gate=SoftmaxGate(D + 1, E), k=E)": f"^MoE: gate.d_model must be {D}, got 4$",
+    "HierarchicalMoE(D, A, B, 2, gate=gate(k=4))": "MoE: gate.num_experts must be 12, got 5",
+    "layer(experts=FeedForwardExperts(E, 4))": f"^MoE: experts.d_model must be {D}, got 4$",
+    "layer(experts=given[1:])": "num_experts must be 5.*got 4",
+}
+LEVELS = {
+    "(D, A, B, 0)": "k must be between 1 and num_groups = 3 at the first level, got 0",
+    "(D, A, B, A + 1)": "k must be between 1 and num_groups = 3 .*, got 4",
+    "(D, A, B, (2, B + 1))": r"k must .* experts_per_group = 4 at the second level, got \(2, 5\)",
+    "(D, A, B, (2, 0))": r"k must be between 1 and experts_per_group = 4 .*, got \(2, 0\)",
+    "(D, A, B, (2, 2, 2))": r"k must be a whole number or a pair of them, got \(2, 2, 2\)",
+    "(D, A, B, 1.5)": "k must be a whole number or a pair of them, got 1.5",
+    "(D, 0, B, 1)": "num_groups must be at least 1, got 0",
+    "(D, A, 0, 1)": "experts_per_group must be at least 1, got 0",
+    "(0, A, B, 1)": "d_model must be at least 1, got 0",
+}
+SIZES |= {
+    f"{name}{sizes}": f"^{name}: {pattern}"
+    for name in ("HierarchicalNoisyTopKGate", "HierarchicalMoE")
+    for sizes, pattern in LEVELS.items()
+}
+OPTIONS = {
+    "layer(activation='rely')": "activation must .*got '?rely",
+    "FeedForwardExperts(E, D, (4,), activation='rely')": "activation must .*got '?rely",
+    "layer(activation='clamped_swiglu')": "must be limit, alpha and offset for clamped.*, got ..$",
+    "layer(activation_args=(7, 1, 0))": r"must be empty for relu, got \[7.0, 1.0, 0.0\]",
+    "layer(activation='clamped_swiglu', activation_args=(math.nan, 1, 0))": (
+        r"activation_args must start with a limit above 0, got \[nan, 1.0, 0.0\]"
+    ),
+    "gate(noise_epsilon=-1.0)": "^NoisyTopKGate: noise_epsilon must .*got -1",
+    "gate(noise_epsilon=None)": "^NoisyTopKGate: noise_epsilon must .*, got None$",
+    "HierarchicalNoisyTopKGate(D, A, B, 2, noise_epsilon=-1)": "noise_epsilon must .*, got -1",
+    "TopKGate(D, E, K, bias_update_rate=-1)": "^TopKGate: bias_update_rate must .*got -1$",
+    "TopKGate(D, E, K, num_groups=3)": "^topk_routing: num_groups must divide .*got 3",
+    "TopKGate(D, E, K, score='relu')": "^topk_routing: score must be one of .*got 'relu'",
+    "ReLUGate(D, E, K, l1_weight=0.0)": "^ReLUGate: l1_weight must be above 0, got 0.0$",
+    "ReLUGate(D, E, K, l1_weight=math.nan)": "^ReLUGate: l1_weight must .*, got nan$",
+    "ReLUGate(D, E, K, l1_weight=math.inf)": "^ReLUGate: l1_weight must .*, got inf$",
+    "ReLUGate(D, E, K, l1_growth=0.9)": "^ReLUGate: l1_growth must be at least 1, got 0.9$",
+    "ReLUGate(D, E, K, l1_growth=math.inf)": "^ReLUGate: l1_growth must .*, got inf$",
+    "layer(w_load=math.inf)": "^MoE: w_load must be a finite number, got inf$",
+    "layer(w_load=torch.tensor(0.1))": "^MoE: w_load must be a finite number, got t",
+    "load_loss(torch.ones(2), -0.1)": "^load_loss: weight must be at least 0, got -0.1$",
+    "importance_loss(torch.ones(2), -0.1)": "^importance_loss: weight must .*, got -0.1$",
+    "SwitchLoss(None)": "^SwitchLoss: weight must be a finite number, got None$",
+    "SwitchLoss('0.1')": "^SwitchLoss: weight must be a finite number, got '0.1'$",
+    "SwitchLoss(-1.0)": "^SwitchLoss: weight must be at least 0, got -1.0$",
+    "layer(losses=[ZLoss(1.0), ZLoss(2.0)])": r"losses must have .*\['z_loss', 'z_loss'\]$",
+    "HierarchicalMoE(D, 2, 2, 1, losses=[ZLoss(1.0)])(x)": "^ZLoss: logits must .*, got None$",
+    "HierarchicalMoE(D, 2, 2, 1, losses=[SwitchLoss(1.0)])(x)": "^Routing: logits must .* None$",
+    "presets.deepseek_v3(D, D, E, K, num_shared_experts=-1)": "num_shared_experts must .*got -1$",
+    "layer(capacity_factor='1')": "^MoE: capacity_factor must be a number .*got '1'$",
+    "layer(capacity_factor=0.0)": "capacity_factor must be a number above 0, got 0.0$",
+    "layer(capacity_factor=math.nan)": "capacity_factor must be a number .*, got nan$",
+    "layer(capacity_factor=1, drop='probs')": "drop must be one of position, score, got 'probs'$",
+    "layer(drop='score')": "drop must be left out without capacity_factor, got 'score'$",
+    "layer(num_identity_experts=-1)": "^MoE: num_identity_experts must be at least 0, got -1$",
+    "layer(num_null_experts=1.0)": "^MoE: num_null_experts must be a whole number, got 1.0$",
+    "layer(gate=gate(), num_null_experts=1)": "^MoE: gate.num_experts must be 6, got 5$",
+    "layer(k=E + 2, num_null_experts=1)": "^MoE: k must .* got 7$",
+    "layer(experts=Wide(4), num_identity_experts=1)": "experts.d_output must be .* = 3 .*, got 4$",
+    "layer(experts=Wide(), num_identity_experts=1)(x)": r"return \[T, d_model = 3\] .* \[3, 6\]$",
+    "layer(experts=[Linear(D, 4) for _ in range(5)], num_identity_experts=1)(x)": (
+        r"^MoE: experts must return \[T, d_model = 3\] with .*, got \[3, 4\]$"
+    ),
+    "ExpertParallel(None, exchange='row')": "exchange must be one of rows, tokens, got 'row'$",
+    "ExpertParallel(None, num_chunks=0)": "^ExpertParallel: num_chunks .*got 0$",
+    "ExpertParallel(None, balance='all')": "^ExpertParallel: balance .*got 'all'$",
+    "ModuleExperts([])": "modules must .*got",
+    "layer(experts=[Linear(D, D)] * E)": "modules must be a different module .*got .*Linear",
+    "layer(shared_expert=SharedExpert(4, [4]))": "shared_expert.expert.d_model must be .*, got 4$",
+    "layer(shared_expert=Linear(D, 1))(x)": r"shared_expert must return \[T, .* 3\], got \[3, 1\]$",
+    "layer(experts=Narrow(E, D))(x)": r"experts must return \[R, d_output = 3\], got 2$",
+    "MoE(D, 2, 2, experts=[Linear(D, 3), Linear(D, 4)])(x)": r"experts must .*\(3,\), \(4,\)",
+    "update_gates(TopKGate(D, E, K))": "^update_gates: model must contain .*, got 'TopKGate'",
+    "layer(gate=gate(), noise_epsilon=0.5)": "noise_epsilon.* must be left out",
+    "HierarchicalMoE(D, A, B, (A, B), gate=SoftmaxGate(D, A * B), noise_epsilon=0.5)": (
+        "must be left out when gate is given"
+    ),
+    "layer(experts=given, hidden_sizes=[9])": "hidden_sizes.* must be left out",
+    "layer(experts=given, activation='tanh')": "activation.* must be left out",
+    "layer(experts=given, expert_dtype=torch.bfloat16)": "expert_dtype.* must be left out",
+}
+OPTIONS |= {
+    f"MoE(D, 4, 1, gate=HierarchicalNoisyTopKGate(D, 2, 2, 1), {name}={value})": (
+        f"^MoE: {name} must be left out with a hierarchical gate, got {value}$"
+    )
+    for name, value in {
+        "num_identity_experts": 1,
+        "num_null_experts": 1,
+        "capacity_factor": 1.5,
+    }.items()
+}
+CALLS = {
+    "layer()(torch.ones(4, D + 1))": "x must .*3.*got .*4",
+    "layer()(torch.ones(4, D - 1))": "x must .*3.*got .*2",
+    "layer()(torch.ones(D + 1))": "x must .*3.*got .*4",
+    "layer()(steps, torch.ones(2, 3).bool())": "mask must .*got .*2, 3",
+    "replay([0], [0], [0])": r"^MoE: expert_index must have shape \[..., k = 2\] .*, got \(3, 1\)$",
+    "replay(*[[0, 1]] * 4)": r"^MoE: expert_index must .* each token of x, got \(4, 2\)$",
+    "layer()(x, expert_index=torch.tensor(1))": r"expert_index must have shape .*, got \(\)$",
+    "replay([0, 1], [0, 1], [0, E])": "expert_index must be .*below gate.num_experts = 5, got 5$",
+    "replay([0, 1], [0, 1], [0, -1])": "expert_index must be at least 0 .*, got -1$",
+    "replay([0, 1], [0, 1], [3, 3])": r"expert_index must have different .*, got \[3, 3\]$",
+    "lstm(memory_slots=0)": "^MoELSTM: memory_slots must be at least 1, got 0",
+    "lstm(dropout=1.0)": r"^MoELSTMCell: dropout must be in \[0, 1\), got 1.0",
+    "lstm(w_load=-1)": "^MoELSTM: w_load must be at least 0, got -1",
+    "lstm(w_load=None)": "^MoELSTM: w_load must .*, got None$",
+    "lstm(gate=SoftmaxGate(D + U, E + 1))": "^MoE: gate.num_experts must be 5, got 6",
+    "lstm(k=E + 1)": "^MoE: k must be a whole number between 1 and num_experts = 5, got 6",
+    "lstm(d_hidden=0)": "^MoELSTMCell: d_hidden must be at least 1, got 0",
+    "lstm()(x)": r"x must have shape \[B, S, d_input = 3\].*, got",
+    "lstm()(steps[..., :1])": r"x must have shape \[B, S, d_input = 3\].*, got",
+    "lstm()(steps[:, :0])": r"x must have shape \[B, S, d_input = 3\].*, got",
+    "lstm()(steps, (x, x))": r"state must be two tensors of shape \(2, 6\), got",
+    "lstm()(steps, mask=torch.ones(4, 2).bool())": r"mask must have shape \(2, 4\), got \(4, 2\)",
+    "lstm().cell(steps)": r"^MoELSTMCell: x must have shape \[B, d_input = 3\], got",
+    "lstm().cell(x, (x, x))": "^MoELSTMCell: state must be two tensors of shape",
+    "lstm(k=E, gate=Ragged(D + U, E))(steps)": "^MoELSTM: gate must select the same number of",
+    "lstm(k=E, gate=Dropping(D + U, E))(steps)": "gate must .*, and drop none, got Dropping",
+}
+CALLS |= {
+    f"{call}(torch.ones{shape})": rf"^{name}: x must have shape \[T, d_model = 3\], got "
+    for name, call in {
+        "NoisyTopKGate": "gate()",
+        "TopKGate": "TopKGate(D, E, K)",
+        "BalancedGate": "BalancedGate(D, E, K)",
+    }.items()
+    for shape in ((2, 4), (2, 2, 3))
+}
+
+
+@pytest.mark.parametrize("call, pattern", [*(SIZES | OPTIONS | CALLS).items()])
+def test_values(call, pattern):
     with pytest.raises(ValueError, match=pattern):
-        make()
+        eval(call, NAMES)
+
+
+TYPES = {
+    "layer(recompute='no')": "^MoE: recompute must be True or False, got 'no'$",
+    "layer(bias='yes')": "^FeedForwardExperts: bias must be True or False, got 'yes'$",
+    "layer(expert_dtype='bfloat16')": "dtype must be a floating-point .*got 'bfloat16'",
+    "layer(expert_dtype=torch.int8)": "dtype must be a floating-point .*got torch.int8",
+    "layer(generator=0)": "^NoisyTopKGate: generator must be a torch.Generator .*int$",
+    "gate(detach_threshold=1)": "^NoisyTopKGate: detach_threshold must be True or",
+    "TopKGate(D, E, K, logit_bias='no')": "^TopKGate: logit_bias must be .*'no'$",
+    "BalancedGate(D, E, K, detach_scores=0)": "^BalancedGate: detach_scores .*got 0$",
+    "SharedExpert(D, [4], gated=1)": "^SharedExpert: gated must be True or False",
+    "layer(shared_expert=3)": "^MoE: shared_expert must be a module or None, got int$",
+    "layer(losses=[0.1])": "losses must be a sequence of moe_ext.RouterLoss, got float$",
+    "layer(losses=(loss for loss in [ZLoss(1.0)]))": "losses must be a .*, got generator$",
+    "layer(losses=ZLoss(1.0))": "losses must be a sequence of moe_ext.RouterLoss, got ZLoss$",
+    "layer(gate=Linear(D, E))": "^MoE: gate must derive from moe_ext",
+    "layer(gate=SoftmaxGate)": "^MoE: gate must derive from moe_ext",
+    "layer(gate=OfTokens(D, E, K))": r"^MoE: gate must have forward\(x, ranks=None\), got \(x",
+    "layer(gate=OfPairs(D, E, K))(x)": "^MoE: gate must return a moe_ext.Routing, got tuple$",
+    "layer(experts=Linear(D, D))": "^MoE: experts must derive from moe_ext",
+    "layer(parallel='global')": "MoE: parallel must be an ExpertParallel, got str",
+    "layer(process_group='gloo')": "ExpertParallel: process_group must .*, got str",
+    "layer(process_group=ExpertParallel(None))": "process_group must .*, got ExpertParallel",
+    "layer()([[0.0] * D])": "^MoE: x must be a tensor, got list$",
+    "layer()(x, [True])": "^MoE: mask must be a tensor, got list$",
+    "layer()(x, torch.ones(3))": "mask must .*bool.*got .*float32",
+    "layer()(x, expert_index=[[0, 1]])": "^MoE: expert_index must be a tensor, got list$",
+    "replay([0.0], [0.0], [0.0])": "^MoE: expert_index must have dtype int64 or .*torch.float32$",
+    "gate()(x.long())": "^NoisyTopKGate: x must have a floating",
+    "layer()(x.long())": "^MoE: x must have a floating-point dtype, got torch.int64$",
+    "layer(expert_dtype=torch.float32)(x.long())": "^MoE: x must have a floating-point dtype",
+    "layer()(x.bfloat16())": "^experts: x must .*float32.*got .*[Bb][Ff]loat16",
+    "lstm()(steps.long())": "^MoELSTM: x must have a floating-point dtype, got torch.int64",
+    "lstm()(steps, mask=torch.ones(2, 4))": "mask must have dtype torch.bool, got torch.float32",
+}
+
+
+@pytest.mark.parametrize("call, pattern", [*TYPES.items()])
+def test_types(call, pattern):
+    with pytest.raises(TypeError, match=pattern):
+        eval(call, NAMES)
 
 
 @pytest.mark.parametrize(
-    "make, pattern",
+    "call, pattern",
     [
-        (lambda: layer(recompute="no"), "^MoE: recompute must be True or False, got 'no'$"),
-        (lambda: layer(bias="yes"), "^FeedForwardExperts: bias must be True or False, got 'yes'$"),
-        (lambda: layer(expert_dtype="bfloat16"), "dtype must be a floating-point .*got 'bfloat16'"),
-        (lambda: layer(expert_dtype=torch.int8), "dtype must be a floating-point .*got torch.int8"),
-        (lambda: layer(generator=0), "^NoisyTopKGate: generator must be a torch.Generator .*int$"),
-        (lambda: gate(detach_threshold=1), "^NoisyTopKGate: detach_threshold must be True or"),
-        (lambda: TopKGate(D, E, K, logit_bias="no"), "^TopKGate: logit_bias must be .*'no'$"),
-        (lambda: BalancedGate(D, E, K, detach_scores=0), "^BalancedGate: detach_scores .*got 0$"),
-        (lambda: SharedExpert(D, [4], gated=1), "^SharedExpert: gated must be True or False"),
-        (lambda: layer()([[0.0] * D]), "^MoE: x must be a tensor, got list$"),
-        (lambda: layer()(torch.ones(1, D), [True]), "^MoE: mask must be a tensor, got list$"),
-        (
-            lambda: layer()(torch.ones(1, D), expert_index=[[0, 1]]),
-            "^MoE: expert_index must be a tensor, got list$",
-        ),
-        (lambda: gate()(torch.ones(1, D, dtype=int)), "^NoisyTopKGate: x must have a floating"),
+        ("Gate(D, E, K)(x)", "^Gate must define forward"),
+        ("Experts(E, D)(x, torch.arange(E + 1))", "^Experts must define forward"),
+        ("RouterLoss(1.0).value()", "^RouterLoss must define value$"),
+        ("AdaptiveGate(D, E, K, num_counts=1).update(x)", "^AdaptiveGate must define update"),
     ],
 )
-def test_argument_types(make, pattern):
-    with pytest.raises(TypeError, match=pattern):
-        make()
-
-
-@pytest.mark.parametrize("make", [gate, lambda: TopKGate(D, E, K), lambda: BalancedGate(D, E, K)])
-def test_the_tokens_of_a_gate(make):
-    routes = make()
-    for x in (torch.ones(2, D + 1), torch.ones(2, 2, D)):
-        shape = re.escape(str(tuple(x.shape)))
-        rule = rf"x must have shape \[T, d_model = {D}\], got {shape}$"
-        with pytest.raises(ValueError, match=f"^{type(routes).__name__}: {rule}"):
-            routes(x)
+def test_what_a_derived_class_must_define(call, pattern):
+    with pytest.raises(NotImplementedError, match=pattern):
+        eval(call, NAMES)
 
 
 def test_attributes_that_change_between_steps():
     changed = layer(capacity_factor=1.0, losses=[SwitchLoss(0.1)], gate=TopKGate(D, E, K))
-    x = torch.ones(3, D)
     for name, value in (("capacity_factor", 0), ("capacity_factor", math.nan), ("drop", "last")):
         changed.capacity_factor, changed.drop = 1.0, "position"
         changed(x)
@@ -182,52 +320,6 @@ def test_attributes_that_change_between_steps():
         changed.losses[0].weight = -5
 
 
-def test_the_declared_width_of_experts():
-    class Narrow(Experts):
-        def forward(self, x, offsets):
-            return x[:, :2]
-
-    rule = rf"return \[R, d_output = {D}\], got 2$"
-    with pytest.raises(ValueError, match=f"^MoE: experts must {rule}"):
-        layer(experts=Narrow(E, D))(torch.ones(3, D))
-
-
-@pytest.mark.parametrize(
-    "options, name",
-    [
-        ({"gate": torch.nn.Linear(D, E)}, "gate"),
-        ({"gate": SoftmaxGate}, "gate"),
-        ({"experts": torch.nn.Linear(D, D)}, "experts"),
-    ],
-)
-def test_modules_that_are_no_gate_and_no_experts(options, name):
-    with pytest.raises(TypeError, match=f"^MoE: {name} must derive from moe_ext"):
-        layer(**options)
-
-
-@pytest.mark.parametrize("shape", [(4, D + 1), (4, D - 1), (D + 1,)])
-def test_width_of_the_input(shape):
-    with pytest.raises(ValueError, match=rf"x must .*{D}.*got .*{shape[-1]}"):
-        layer()(torch.randn(shape))
-
-
-def test_mask():
-    x = torch.randn(2, 4, D)
-    with pytest.raises(ValueError, match=r"mask must .*got .*2, 3"):
-        layer()(x, torch.ones(2, 3, dtype=torch.bool))
-    with pytest.raises(TypeError, match=r"mask must .*bool.*got .*float32"):
-        layer()(x, torch.ones(2, 4))
-
-
-@pytest.mark.parametrize(
-    "options, name",
-    [
-        ({"gate": NoisyTopKGate(6, 5, 2), "noise_epsilon": 0.5}, "noise_epsilon"),
-        ({"experts": [torch.nn.Identity()] * 5, "hidden_sizes": [9]}, "hidden_sizes"),
-        ({"experts": [torch.nn.Identity()] * 5, "activation": "tanh"}, "activation"),
-        ({"experts": [torch.nn.Identity()] * 5, "expert_dtype": torch.bfloat16}, "expert_dtype"),
-    ],
-)
-def test_options_without_effect_are_refused(options, name):
-    with pytest.raises(ValueError, match=f"MoE: .*{name}.* must be left out"):
-        MoE(6, 5, 2, **options)
+def test_widths_that_are_accepted():
+    assert layer(experts=Wide(4), num_null_experts=1).experts.d_output == 4
+    assert layer(parallel=ExpertParallel(None, num_chunks=2)).sharding.exchange is None

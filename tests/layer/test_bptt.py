@@ -125,24 +125,18 @@ def test_evaluations_and_live_states(t, m):
 # Bitwise identical results
 
 
+LENGTHS = {S: range(1, S + 2), 60: (1, 3, 6, 40)}
+
+
 @pytest.mark.equation("Sec. 3.1")
-@pytest.mark.parametrize("slots", range(1, S + 2))
-def test_bits_of_plain_backpropagation(device, slots):
-    args = arguments(device)
+@pytest.mark.parametrize(
+    "length, slots, dtype",
+    [(length, slots, torch.float32) for length, many in LENGTHS.items() for slots in many]
+    + [(S, 2, torch.float64), (S, 2, torch.bfloat16)],
+)
+def test_bits_of_plain_backpropagation(device, length, slots, dtype):
+    args = arguments(device, dtype, length)
     assert_equal(results(slots, args), results(None, args))
-
-
-def test_long_sequences():
-    args = arguments(length=60)
-    expected = results(None, args)
-    for slots in (1, 3, 6, 40):
-        assert_equal(results(slots, args), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_bits_in_other_types(device, dtype):
-    args = arguments(device, dtype)
-    assert_equal(results(2, args), results(None, args))
 
 
 @pytest.mark.parametrize("needed", [(0,), (1, 5), (2, 7), (5,), (7,)])
@@ -227,64 +221,25 @@ def test_gradients_add_up_with_those_there():
     assert_same_bits(*found)
 
 
-def test_gradcheck():
-    def quiet(parameters, inputs, state):
-        h = torch.tanh(state[0] @ parameters[0] + inputs[0] @ parameters[1])
-        return (h,), (h.exp(), h.sum(1))
-
-    parameters, inputs, state = arguments(dtype=torch.float64, length=5)
-
-    def function(W, V, x, h):
-        outputs, (h,) = unroll(quiet, [W, V], [x], [h], memory_slots=2)
-        return (*outputs, h)
-
-    leaves = (parameters[0], parameters[1], inputs[0], state[0])
-    assert torch.autograd.gradcheck(function, leaves)
-    assert_second_derivative_refused(lambda *leaves: function(*leaves)[0], leaves)
-
-
 def test_going_back_twice():
     parameters, inputs, state = arguments()
-    torch.manual_seed(2)
-    outputs, _ = unroll(step, parameters, inputs, state, memory_slots=3)
-    loss = outputs[0].square().sum()
-    first = torch.autograd.grad(loss, [parameters[0], inputs[0]], retain_graph=True)
-    second = torch.autograd.grad(loss, [parameters[0], inputs[0]])
+    leaves = [parameters[0], inputs[0]]
+
+    def function(*_):
+        torch.manual_seed(2)
+        return unroll(step, parameters, inputs, state, memory_slots=3)[0][0]
+
+    loss = function().square().sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
     for a, e in zip(second, first, strict=True):
         assert_same_bits(a, e)
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(loss, [parameters[0]])
+        torch.autograd.grad(loss, leaves[:1])
+    assert_second_derivative_refused(function, leaves)
 
 
 # Random numbers
-
-
-def test_own_generator_is_replayed():
-    generator = torch.Generator()
-
-    def noisy(parameters, inputs, state):
-        noise = torch.empty_like(state[0]).normal_(generator=generator)
-        h = torch.tanh(state[0] * noise + inputs[0] @ parameters[0])
-        return (h,), (h,)
-
-    parameters, inputs, state = arguments()
-    found = []
-    for slots in (None, 1, 2, S):
-        generator.manual_seed(3)
-        outputs, _ = unroll(
-            noisy,
-            parameters[1:3],
-            inputs[:1],
-            state[:1],
-            memory_slots=slots,
-            generators=[generator],
-        )
-        torch.empty(5).normal_(generator=generator)
-        grads = torch.autograd.grad(outputs[0].square().sum(), [parameters[1], state[0]])
-        found.append((*outputs, *grads, generator.get_state()))
-    for again in found[1:]:
-        for a, e in zip(again, found[0], strict=True):
-            assert_same_bits(a, e)
 
 
 def test_an_error_on_the_way_back_leaves_the_generator_as_it_was():
