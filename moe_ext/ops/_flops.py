@@ -11,7 +11,7 @@ Shape = Sequence[int]
 
 
 def _formula(operator: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Registers the formula of an operator, in place of that of an earlier import of this module."""
+    """Registers the formula of an operator, in place of that of an earlier import."""
     flop_registry.pop(operator, None)
     return register_flop_formula(operator)
 
