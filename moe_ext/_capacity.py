@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from numbers import Real
 from typing import Literal, get_args
 
@@ -20,8 +21,13 @@ Drop = Literal["position", "score"]
 def require_capacity(capacity_factor: float | None, drop: Drop) -> None:
     """Raises ValueError if an option of `MoE` is out of range, or if drop has no effect."""
     if capacity_factor is not None:
-        is_number = isinstance(capacity_factor, Real) and capacity_factor > 0
-        require(is_number, "MoE: capacity_factor", "be a number above 0", capacity_factor)
+        is_number = isinstance(capacity_factor, Real) and not isinstance(capacity_factor, bool)
+        require(
+            is_number and capacity_factor > 0,
+            "MoE: capacity_factor",
+            "be a number above 0",
+            capacity_factor,
+        )
     require_one_of("MoE: drop", get_args(Drop), drop)
     has_effect = capacity_factor is not None or drop == "position"
     require(has_effect, "MoE: drop", "be left out without capacity_factor", drop)
@@ -43,7 +49,7 @@ def drop_slots(
         C = ceil(capacity_factor · k · T / N)
 
     Only the first num_experts of the N experts have a capacity; the others compute nothing. The
-    product is rounded like that of Megatron-Core: (T · k / N) · capacity_factor.
+    product is exact: capacity_factor counts as the decimal number that the user wrote.
 
     Args:
         routing: the routing decision for this rank's tokens.
@@ -64,8 +70,9 @@ def drop_slots(
     here = torch.cat([plan.tokens_per_expert, expert_index.new_full((1,), num_tokens_here)])
     of_ranks = here.unsqueeze(0) if ranks is None else ranks.gather(here)
     counts, num_tokens = of_ranks.sum(0).split([size, 1])
-    capacity = ((num_tokens * k).double() / size * capacity_factor).ceil()
-    capacity = torch.minimum(capacity, num_tokens.double()).long()  # also if it is infinite
+    factor = _fraction(capacity_factor, size)
+    product = num_tokens * (k * factor.numerator)
+    capacity = -(-product // (size * factor.denominator))  # rounded up
     if drop == "position":
         before = of_ranks[: 0 if ranks is None else ranks.rank, :size].sum(0)
         place = plan.inverse + (before - plan.offsets[:-1])[expert_index]
@@ -78,6 +85,16 @@ def drop_slots(
     dropped = (counts[:num_experts] - capacity).clamp_min(0).sum()
     share = dropped.to(routing.gates.dtype) / counts.sum().clamp_min(1)
     return routing._replace(kept=kept, metrics=routing.metrics | {"share_dropped": share})
+
+
+def _fraction(capacity_factor: float, num_experts: int) -> Fraction:
+    """Returns the fraction with a denominator below 10⁶ that is closest to a capacity factor.
+
+    It is at least 10⁻⁶, and at most the number of experts, because no expert can have more slots.
+    """
+    smallest = Fraction(1, 10**6)
+    value = min(float(capacity_factor), float(num_experts))
+    return max(Fraction(str(value)).limit_denominator(smallest.denominator), smallest)
 
 
 def _places(expert_index: Tensor, gates: Tensor, num_experts: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from moe_ext import ops
 from moe_ext.checks import require_bool
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates._logits import logits
@@ -83,7 +84,11 @@ class SharedExpert(nn.Module):
         if self.w_gate is None:
             return self.expert(x, None, recompute=self.recompute)
         row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-        gates = logits(x, self.w_gate).sigmoid()
+        # torch.sigmoid rounds differently at the end of a tensor, so that the bits of a token would
+        # depend on the number of tokens.
+        gates = ops.topk_routing(
+            logits(x, self.w_gate), 1, score="sigmoid", renormalize=False
+        ).gates
         return self.expert(x, None, inverse=row, gates=gates, recompute=self.recompute)
 
     if TYPE_CHECKING:

@@ -14,6 +14,7 @@ group i has the flat index i·b + j.
 
 import functools
 import math
+from fractions import Fraction
 
 import torch
 
@@ -141,7 +142,7 @@ def kept_by_capacity(G_X, chosen, k, capacity_factor, drop):
     drop="score" it computes the rows with its largest gates; the first row wins a tie.
     """
     T, n = len(G_X), len(G_X[0])
-    C = math.ceil(k * T / n * capacity_factor)
+    C = math.ceil(k * T * Fraction(str(capacity_factor)) / n)
     kept = [[False] * n for _ in range(T)]
     for i in range(n):
         rows = [t for t in range(T) if i in chosen[t]]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.gates._logits import only_given, widened
+from moe_ext.gates._logits import only_given, warn_of_one_expert, widened
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.gates.gate import Routing
 
@@ -55,6 +55,8 @@ class NoisyTopKGate(NoisyGate):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(d_model, num_experts, k, noise_epsilon, detach_threshold, generator)
+        if num_experts > 1:
+            warn_of_one_expert("NoisyTopKGate", k)
         self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
         self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
 

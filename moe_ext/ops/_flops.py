@@ -1,13 +1,19 @@
 """Counts the FLOPs of the operators' GEMMs for `torch.utils.flop_counter.FlopCounterMode`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 Shape = Sequence[int]
+
+
+def _formula(operator: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Registers the formula of an operator, in place of that of an earlier import."""
+    flop_registry.pop(operator, None)
+    return register_flop_formula(operator)
 
 
 def _of_rows(x: Shape, inverse: Shape | None, weights: Sequence[Shape]) -> int:
@@ -16,7 +22,7 @@ def _of_rows(x: Shape, inverse: Shape | None, weights: Sequence[Shape]) -> int:
     return 2 * num_rows * sum(fan_in * width for _, fan_in, width in weights)
 
 
-@register_flop_formula(torch.ops.moe_ext.experts)
+@_formula(torch.ops.moe_ext.experts)
 def _experts(
     x: Shape,
     offsets: Shape | None,
@@ -30,7 +36,7 @@ def _experts(
     return _of_rows(x, inverse, weights)
 
 
-@register_flop_formula(torch.ops.moe_ext._experts_backward)
+@_formula(torch.ops.moe_ext._experts_backward)
 def _experts_backward(
     grad_y: Shape,
     x: Shape,
@@ -63,13 +69,13 @@ def _of_classes(input: Shape, linear_weight: Shape, num_products: int) -> int:
     return 2 * num_products * prod(input) * linear_weight[0]
 
 
-@register_flop_formula(torch.ops.moe_ext.linear_cross_entropy)
+@_formula(torch.ops.moe_ext.linear_cross_entropy)
 def _linear_cross_entropy(input: Shape, linear_weight: Shape, *rest: Any, **out: Any) -> int:
     *_, keep_gradients = rest
     return _of_classes(input, linear_weight, 1 + sum(keep_gradients[:2]))
 
 
-@register_flop_formula(torch.ops.moe_ext._linear_cross_entropy_backward)
+@_formula(torch.ops.moe_ext._linear_cross_entropy_backward)
 def _linear_cross_entropy_backward(
     grad_loss: Shape, input: Shape, linear_weight: Shape, *rest: Any, **out: Any
 ) -> int:
@@ -85,7 +91,7 @@ def _lstm_products(x: Shape, weight_recurrent: Shape, projection: Shape | None) 
     return [rows * gates * d_input, rows * gates * width, rows * prod(projection or [0])]
 
 
-@register_flop_formula(torch.ops.moe_ext.lstm)
+@_formula(torch.ops.moe_ext.lstm)
 def _lstm(
     x: Shape,
     weight_input: Shape,
@@ -98,7 +104,7 @@ def _lstm(
     return 2 * sum(_lstm_products(x, weight_recurrent, projection))
 
 
-@register_flop_formula(torch.ops.moe_ext._lstm_backward)
+@_formula(torch.ops.moe_ext._lstm_backward)
 def _lstm_backward(
     grad_m: Shape | None,
     grad_m_n: Shape | None,
