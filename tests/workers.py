@@ -41,6 +41,13 @@ def on_ranks(world):
     return decorate
 
 
+def forkserver():
+    """Returns the context of processes that have imported the layer already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
 class NotConnected(AssertionError):
     """Raised if the workers cannot connect."""
 
@@ -79,8 +86,7 @@ class Workers:
 
     def _start(self):
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
+        context = forkserver()
         for rank in range(MAX_WORLD):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._folder.name, there))

@@ -18,11 +18,13 @@ from one_process import (
 )
 from pairwise import pairwise
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from workers import on_ranks
 
 from moe_ext import (
     BalancedGate,
     ExpertChoiceGate,
+    Experts,
     HierarchicalBalancedGate,
     HierarchicalMoE,
     HierarchicalNoisyTopKGate,
@@ -155,7 +157,9 @@ GATES = {kind: make().gate for kind, make in KINDS.items()}
 # The kinds whose secondary gates ranks can share, and those whose gate takes given experts.
 GROUPED = {kind for kind, gate in GATES.items() if isinstance(gate, HierarchicalGate)}
 REPLAYED = {
-    kind for kind, gate in GATES.items() if "expert_index" in inspect.signature(gate.forward).parameters
+    kind
+    for kind, gate in GATES.items()
+    if "expert_index" in inspect.signature(gate.forward).parameters
 }
 
 
@@ -224,3 +228,428 @@ def test_any_modules_as_experts(workers, num_chunks):
     assert_equals_one_process(workers, "2", layer_of_modules, call, x, num_chunks=num_chunks)
 
 
+def local_capacity(group, rank, drop):
+    """Returns the kept slots of one rank's tokens, and the same without other ranks."""
+    x = tokens_of([5, 8]).split([5, 8])[rank]
+    kept = []
+    for ranks, options in ((group, {"balance": "local"}), (None, {})):
+        options = sharing(ranks, options | {"capacity_factor": 0.7, "drop": drop})
+        layer = MoE(D, 7, 3, gate=TopKGate(D, 7, 3, renormalize=False), **options)
+        aux = draw_parameters(layer, but="experts.")(x)[1]
+        kept.append((aux.kept, aux.gate_metrics["share_dropped"]))
+    return kept
+
+
+@pytest.mark.parametrize("drop", ["position", "score"])
+def test_local_capacity_is_of_each_rank(workers, drop):
+    for (kept, share), (expected, expected_share) in workers.run(2, local_capacity, drop):
+        assert torch.equal(kept, expected) and not kept.all()
+        assert share == expected_share
+
+
+class DroppingGate(HierarchicalNoisyTopKGate):
+    def routing(self, *args):
+        routing = super().routing(*args)
+        return routing._replace(kept=torch.zeros_like(routing.gates, dtype=torch.bool))
+
+
+@on_ranks(2)
+def test_groups_of_other_ranks_drop_nothing(group, rank):
+    """A change of the attribute and a gate that drops are refused on all ranks."""
+    rules = {
+        HierarchicalNoisyTopKGate: "capacity_factor must be None with a hierarchical gate, got 1.5",
+        DroppingGate: "gate must return Routing.kept = None with placement",
+    }
+    for gate, rule in rules.items():
+        layer = gated(gate(D, 2, 3, 1), process_group=group)
+        layer.capacity_factor = 1.5 if gate is HierarchicalNoisyTopKGate else None
+        with pytest.raises(ValueError, match=f"^MoE: {rule}"):
+            layer(torch.randn(4, D))
+
+
+def balanced_steps(group, rank, counts, num_chunks, mesh, ties):
+    """Returns the results of several passes of a balanced layer, and its thresholds.
+
+    The secondary gate of the last group gives NaN in the first pass, so that no group may start.
+    """
+    options = {} if group is None else {"num_chunks": num_chunks, "placement": "groups"}
+    layer = layer_of("hierarchical balanced", mesh_of(2, 2) if mesh else group, **options)
+    gate, x = layer.gate, tokens_of(counts)
+    if group is not None:
+        x = x.split(counts)[rank]
+    here = slice(gate.groups.start, gate.groups.stop)
+    whole = torch.zeros(gate.num_groups, D, gate.experts_per_group, dtype=torch.float64)
+    if not ties:
+        nn.init.normal_(whole, generator=torch.Generator().manual_seed(7))
+    else:
+        nn.init.zeros_(gate.w_gate)
+    broken = whole.clone()
+    broken[-1] = math.nan
+    nn.init.zeros_(gate.threshold_secondary)
+    moved = torch.randn(whole.shape[::2], generator=torch.Generator().manual_seed(8)) * 0.05
+
+    found = []
+    for name in ("broken", "start", "moved", "batchwise", "thresholds", "no tokens"):
+        gate.w_gate_secondary.data.copy_((broken if name == "broken" else whole)[here])
+        if name == "moved":
+            gate.threshold_secondary.data.add_(moved[here])
+        layer.train(name not in ("batchwise", "thresholds"))
+        gate.batchwise = name == "batchwise"
+        y, aux = layer(x if name != "no tokens" else x[:0])
+        of_tokens = y.detach(), aux.gates.detach(), aux.expert_index, aux.token_offsets.diff()
+        metrics = [
+            aux.gate_metrics.get(key) for key in ("share_without_expert", "mask_disagreement")
+        ]
+        of_all = [aux.loss, aux.importance, aux.load, *metrics]
+        of_all = [value.detach().double() for value in of_all if value is not None]
+        state = gate.threshold_secondary.detach().clone(), bool(gate.initialized_secondary)
+        found.append((of_tokens, of_all, *state))
+    return found, here
+
+
+@pytest.mark.equation("App. B", "App. F")
+@pytest.mark.parametrize(
+    "counts, num_chunks, mesh, ties",
+    [
+        ([5, 8], 1, False, True),
+        ([4, 0, 6], 2, False, False),
+        ([0, 0, 5, 6], 1, False, False),
+        ([3, 7, 0, 5], 2, True, False),
+        ([3, 7, 0, 5], 2, True, True),
+    ],
+)
+def test_balanced_groups_equal_one_process(workers, counts, num_chunks, mesh, ties):
+    """Masks and thresholds of the secondary gates cover the tokens of all ranks."""
+    expected, _ = balanced_steps(None, 0, counts, 1, False, ties)
+    assert [started for *_, started in expected] == [False] + 5 * [True]
+    parts = workers.run(len(counts), balanced_steps, counts, num_chunks, mesh, ties)
+    for step, (of_tokens, of_all, threshold, started) in enumerate(expected):
+        found = [passes[step] for passes, _ in parts]
+        y, gates, *decisions = map(torch.cat, zip(*(part[0] for part in found), strict=True))
+        assert_exact(y, of_tokens[0], nan=True)
+        assert_exact(gates, of_tokens[1], nan=True)
+        for decision, wanted in zip(decisions, of_tokens[2:], strict=True):
+            assert torch.equal(decision, wanted)
+        for (_, values, threshold_here, started_here), (_, here) in zip(found, parts, strict=True):
+            for value, wanted in zip(values, of_all, strict=True):
+                assert_exact(value, wanted, nan=True)
+            assert_exact(threshold_here, threshold[here])
+            assert started_here == started
+    assert ties or expected[4][0][3].unique().numel() > 2  # thresholds select differently many
+
+
+def local_losses(group, rank):
+    """Returns the losses of ranks whose tokens all go to one expert, with balance="local"."""
+    losses = [SwitchLoss(1.0), SwitchLoss(1.0, per_sequence=True)]
+    parallel = ExpertParallel(group, balance="local" if rank is not None else "global")
+    layer = MoE(1, 2, 1, gate=TopKGate(1, 2, 1), losses=losses, parallel=parallel)
+    layer.gate.w_gate.data[0] = torch.tensor([9.0, -9.0])
+    sign = torch.tensor([1.0, -1.0])[:, None, None] if rank is None else 1.0 - 2 * rank
+    _, aux = layer(sign * torch.ones(2 if rank is None else 1, 3, 1))
+    return [round(value.item(), 5) for value in aux.losses.values()]
+
+
+def test_local_losses_are_of_each_rank(workers):
+    """Two ranks in opposite imbalance are balanced together; each sequence is not."""
+    assert local_losses(None, None) == [1, 2]
+    assert workers.run(2, local_losses) == [[2, 2]] * 2
+
+
+@on_ranks(2)
+def test_local_balance_is_of_each_rank(group, rank):
+    layer = MoE(D, 4, 2, parallel=ExpertParallel(group, balance="local")).eval()
+    nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(2))
+    x = tokens_of([5, 6]).float().split([5, 6])[rank]
+    _, aux = layer(x)
+    alone = MoE(D, 4, 2).eval()
+    alone.gate.load_state_dict(layer.gate.state_dict())
+    _, expected = alone(x)
+    assert_same_bits(aux.importance, expected.importance)
+    assert_same_bits(aux.loss, expected.loss)
+
+
+def outputs_of_process(group, rank, kind, counts, dtype, options):
+    """Returns y of one rank in evaluation mode; without "spread", all logits tie."""
+    torch.manual_seed(1)
+    layer = MoE(D, 8, 2, hidden_sizes=(5,), **sharing(group, options)).to(dtype).eval()
+    if kind == "spread":
+        nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(2))
+    x = tokens_of(counts).to(dtype)
+    x = x if rank is None else x.split(counts)[rank]
+    mask = torch.arange(len(x)) % 3 != 1
+    y, aux = layer(x, mask)
+    return y.detach(), aux.tokens_per_expert
+
+
+@pairwise(
+    kind=["spread", "all to the first rank"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    exchange=["rows", "tokens"],
+)
+def test_outputs_in_every_type(workers, kind, dtype, exchange):
+    counts = [6, 0, 9, 3]  # multiples of 3: the mask of a rank is then part of the global mask
+    y, tokens_per_expert = outputs_of_process(None, None, kind, counts, dtype, {})
+    options = {"exchange": exchange, "num_chunks": 2}
+    parts = workers.run(4, outputs_of_process, kind, counts, dtype, options)
+    together = torch.cat([part[0] for part in parts])
+    if exchange == "rows":
+        assert_same_bits(together, y)
+    else:  # each part of a sum is rounded to the dtype that is sent
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(together, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
+    assert torch.equal(sum(part[1] for part in parts), tokens_per_expert)
+    if kind != "spread":
+        assert tokens_per_expert.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_memory_of_received_rows(dtype):
+    """A freed buffer of 8 MiB is used again; small buffers come from torch's allocator."""
+    x = torch.empty(3, 2, 1024, dtype=dtype)
+    number = 2**23 // (2048 * dtype.itemsize)
+    rows = torch.ops.moe_ext._empty_rows(x, number)
+    assert (rows.shape, rows.dtype, rows.is_contiguous()) == ((number, 2, 1024), dtype, True)
+    address = rows.data_ptr()
+    del rows
+    assert torch.ops.moe_ext._empty_rows(x, number).data_ptr() == address
+    assert torch.ops.moe_ext._empty_rows(x, 0).shape == (0, 2, 1024)
+    assert torch.ops.moe_ext._empty_rows(x.to("meta"), 5).shape == (5, 2, 1024)
+
+
+@pytest.mark.parametrize(
+    "num_experts, num_ranks, experts_per_group, counts",
+    [(7, 3, 1, [3, 2, 2]), (2, 4, 1, [1, 1, 0, 0]), (12, 2, 4, [8, 4]), (5, 1, 1, [5])],
+)
+def test_placement(num_experts, num_ranks, experts_per_group, counts):
+    placement = ExpertPlacement(num_experts, num_ranks, experts_per_group)
+    assert placement.counts == counts
+    owners = [placement.owner(expert) for expert in range(num_experts)]
+    assert owners == sorted(owners)
+    for rank in range(num_ranks):
+        mine = [expert for expert in range(num_experts) if owners[expert] == rank]
+        assert mine == list(placement.experts_of(rank))
+    for wrong in (-1, num_experts):
+        rule = rf"expert must be in \[0, {num_experts}\), got {wrong}"
+        with pytest.raises(ValueError, match=rule):
+            placement.owner(wrong)
+    with pytest.raises(ValueError, match=rf"rank must be in \[0, {num_ranks}\), got -1"):
+        placement.experts_of(-1)
+
+
+def initial_values(group, rank, num_experts):
+    torch.manual_seed(6)
+    layer = MoE(D, num_experts, 1, process_group=group, bias=True)
+    after = torch.rand(())
+    counts = [num_experts] if group is None else layer.sharding.placement.counts
+    return layer.experts.weights[0].detach(), counts, after
+
+
+def test_experts_start_the_same_wherever_they_are(workers):
+    whole, _, after = initial_values(None, 0, 7)
+    assert len({float(matrix.detach().sum()) for matrix in whole}) == 7
+    for world in (1, 2, 3, 4):
+        parts = workers.run(world, initial_values, 7)
+        assert_same_bits(torch.cat([part for part, _, _ in parts]), whole)
+        assert parts[0][1] == ExpertPlacement(7, world).counts
+        assert all(torch.equal(here, after) for _, _, here in parts)
+
+
+class OfRows(Experts):
+    """Experts with a parameter that does not have one row for each expert."""
+
+    def __init__(self, num_experts):
+        super().__init__(num_experts, D)
+        self.weight = nn.Parameter(torch.ones(D, D))
+
+
+class OwnForward(HierarchicalBalancedGate):
+    """A gate that does more than its four steps."""
+
+    def forward(self, x, ranks=None):
+        return super().forward(2 * x, ranks)
+
+
+# The layer's options, those of ExpertParallel, and the error on four ranks.
+REFUSED = [
+    ({"experts": [nn.Identity()] * 4}, {}, "MoE: experts.num_experts .*1.*got 4"),
+    ({"gate": nn.Identity()}, {}, "MoE: gate must .*moe_ext.Gate, got Identity"),
+    ({"experts": [nn.Identity()]}, {"num_chunks": 2}, "MoE: num_experts .*8.*got 4"),
+    ({"experts": OfRows(1)}, {"num_chunks": 2}, "ExpertParallel: num_chunks .*1"),
+    (
+        {"experts": [nn.Identity()], "gate": HierarchicalNoisyTopKGate(D, 4, 1, (2, 1))},
+        {"num_chunks": 2},
+        "MoE: num_groups .*8.*one group .*got 4",
+    ),
+    (
+        {"gate": BalancedGate(D, 4, 2)},
+        {"balance": "local"},
+        "ExpertParallel: balance must be \"global\" .*got 'local'",
+    ),
+    (
+        {"gate": OwnForward(D, 2, 2, (2, 1))},
+        {"placement": "groups"},
+        'ExpertParallel: placement must be "experts" for OwnForward, which ranks cannot share',
+    ),
+    (
+        {"gate": HierarchicalNoisyTopKGate(D, 2, 2, (2, 1))},
+        {"placement": "groups", "balance": "local"},
+        'ExpertParallel: placement must be "experts" with balance="local", got \'groups\'',
+    ),
+]
+
+
+@on_ranks(4)
+def test_options_out_of_range(group, rank):
+    both = {"process_group": group}, {}, "MoE: parallel must be None"
+    for options, shared, words in (*REFUSED, both):
+        with pytest.raises((ValueError, TypeError), match=words):
+            MoE(D, 4, 2, parallel=ExpertParallel(group, **shared), **options)
+    with pytest.raises(ValueError, match="process_group must be a mesh with mesh_dim_names"):
+        MoE(D, 4, 2, process_group=init_device_mesh("cpu", (2, 2)))
+
+
+class Adapter(nn.Module):
+    """Has only the forward of the module that it replaces, as adapters do."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *args, **options):
+        return self.base_layer(*args, **options)
+
+
+@on_ranks(2)
+def test_the_layer_modifies_no_gate_and_calls_what_replaces_its_experts(group, rank):
+    gate = TopKGate(D, 4, 2)
+    before = dict(vars(gate))
+    layer = MoE(D, 4, 2, gate=gate, w_load=0.0, process_group=group)
+    x = torch.randn(5, D)
+    expected, _ = layer(x)
+    assert vars(gate) == before
+    layer.experts = Adapter(layer.experts)
+    assert_same_bits(layer(x)[0], expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+
+
+@on_ranks(2)
+def test_outputs_may_be_changed_in_place(group, rank):
+    y, aux = MoE(D, 4, 2, process_group=group)(torch.randn(4, D))
+    torch.relu_(y).sum().backward()
+    assert not any(value._is_view() for value in aux if isinstance(value, torch.Tensor))
+
+
+@on_ranks(2)
+def test_compiled(group, rank):
+    """Compiles a layer, and a layer whose experts have a compiled module."""
+    sizes = []  # the numbers of operations of the graphs
+
+    def backend(graph, inputs):
+        sizes.append(len(graph.graph.nodes))
+        return graph
+
+    layer = layer_of("topk", group)
+    x = tokens_of([4, 5]).split([4, 5])[rank]
+    (y, aux), (expected, aux_there) = torch.compile(layer, backend=backend)(x), layer(x)
+    assert_same_bits(y, expected)
+    assert_same_bits(aux.loss, aux_there.loss)
+    (y.square().sum() + aux.loss).backward()
+    assert len(sizes) < 6  # the exchange runs eagerly
+
+    sizes.clear()
+    modules = [nn.Linear(D, D), nn.Linear(D, D)]
+    layer = MoE(D, 4, 2, experts=modules, process_group=group).double().eval()
+    expected, _ = layer(x)
+    modules[0].compile(backend=backend)
+    y, _ = torch.compile(layer, backend="eager")(x)
+    assert_same_bits(y, expected)
+    # torch 2.11 does not compile a module in a function without compilation.
+    assert len(sizes) == (not torch.__version__.startswith("2.11"))
+
+
+def under_autocast(group, rank, kind, dtype):
+    torch.manual_seed(4)
+    if kind == "modules":
+        # Under autocast, the two modules return different dtypes.
+        modules = [nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D)), nn.LayerNorm(D)]
+        options = {"experts": modules if group is None else [modules[rank]]}
+    else:
+        options = {"hidden_sizes": (7,)}
+    layer = MoE(D, 2, 2, **sharing(group, options)).to(dtype).eval()
+    x = 100 * tokens_of([4, 5]).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(x if group is None else x.split([4, 5])[rank])
+    return y.detach()
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [("modules", torch.float32), ("weights", torch.float32), ("weights", torch.float64)],
+)
+def test_autocast_equals_one_process(workers, kind, dtype):
+    expected = under_autocast(None, 0, kind, dtype)
+    assert_same_bits(torch.cat(workers.run(2, under_autocast, kind, dtype)), expected)
+
+
+def groups_under_autocast(group, rank, kind, expert_dtype):
+    torch.manual_seed(4)
+    gate = HierarchicalBalancedGate(D, 4, 3, 2) if kind == "balanced" else None
+    options = sharing(group, {"gate": gate, "expert_dtype": expert_dtype, "placement": "groups"})
+    layer = draw_parameters(HierarchicalMoE(D, 4, 3, 2, **options), but="experts.").float()
+    layer.experts.to(expert_dtype or torch.float32)
+    layer.train(kind == "balanced")
+    x = tokens_of([4, 5]).float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=expert_dtype is None):
+        y, aux = layer(x if group is None else x.split([4, 5])[rank])
+    return y.detach(), aux.expert_index
+
+
+@pytest.mark.parametrize("kind", ["noisy", "balanced"])
+@pytest.mark.parametrize("expert_dtype", [None, torch.bfloat16])
+def test_groups_in_bfloat16_equal_one_process(workers, kind, expert_dtype):
+    """The gates see tokens in float32; the sum of each rank is rounded to bfloat16."""
+    y, expert_index = groups_under_autocast(None, 0, kind, expert_dtype)
+    parts = workers.run(2, groups_under_autocast, kind, expert_dtype)
+    assert torch.equal(torch.cat([index for _, index in parts]), expert_index)
+    found = torch.cat([y for y, _ in parts])
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(found, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
+
+
+def copies_of_the_experts(group, rank):
+    """Uses a mesh with replicas only. The balanced gate's mask covers the tokens of all ranks."""
+    y, aux = layer_of("balanced", mesh_of(2, 1))(tokens_of([7, 8]).split([7, 8])[rank])
+    return y.detach(), aux.tokens_per_expert
+
+
+def test_balanced_gate_over_copies_of_the_experts(workers):
+    expected, aux = layer_of("balanced")(tokens_of([7, 8]))
+    parts = workers.run(2, copies_of_the_experts)
+    assert_exact(torch.cat([y for y, _ in parts]), expected.detach())
+    assert torch.equal(sum(counts for _, counts in parts), aux.tokens_per_expert)
+    assert len(parts[0][1].unique()) > 1  # equal only when summed over the ranks
+
+
+@on_ranks(2)
+def test_layers_made_on_the_meta_device(group, rank):
+    """They are allocated and filled later."""
+    with torch.device("meta"):
+        layers = [
+            MoE(D, 5, 2, parallel=ExpertParallel(group, exchange="tokens", num_chunks=2)),
+            MoE(D, 5, 2, gate=BalancedGate(D, 5, 2), w_load=0.0, process_group=group),
+            HierarchicalMoE(D, 3, 4, 2, process_group=group),
+            gated(HierarchicalBalancedGate(D, 3, 4, 2), process_group=group),
+        ]
+    x = tokens_of([4, 5]).float().split([4, 5])[rank]
+    for layer in layers:
+        layer.to_empty(device="cpu")
+        for value in (*layer.parameters(), *layer.buffers()):
+            value.detach().fill_(3)
+        for module in layer.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        y, aux = layer(x)
+        assert y.isfinite().all() and aux.loss.isfinite()
+        gate = layer.gate.named_parameters()
+        assert not any(param.any() for name, param in gate if name.startswith("w_"))
