@@ -319,7 +319,8 @@ def test_gradients_of_replicas_that_one_rank_has_not_used(group, rank):
     )
     experts = [UsedWithRows(D, D) for _ in range(2)]
     layer = MoE(D, 2, 1, gate=gate, experts=experts, process_group=mesh)
-    y, _ = parallelize(layer, mesh, find_unused_parameters=True)(torch.ones(3, D))
+    model = parallelize(layer, mesh, find_unused_parameters=True)
+    y, _ = model(torch.ones(3, D))
     y.sum().backward()
     for expert in layer.experts.experts:
         assert_exact(expert.bias.grad, torch.full((D,), 1.5))
