@@ -228,23 +228,21 @@ def test_any_modules_as_experts(workers, num_chunks):
     assert_equals_one_process(workers, "2", layer_of_modules, call, x, num_chunks=num_chunks)
 
 
-def local_capacity(group, rank, drop):
-    """Returns the kept slots of one rank's tokens, and the same without other ranks."""
-    x = tokens_of([5, 8]).split([5, 8])[rank]
-    kept = []
-    for ranks, options in ((group, {"balance": "local"}), (None, {})):
-        options = sharing(ranks, options | {"capacity_factor": 0.7, "drop": drop})
-        layer = MoE(D, 7, 3, gate=TopKGate(D, 7, 3, renormalize=False), **options)
-        aux = draw_parameters(layer, but="experts.")(x)[1]
-        kept.append((aux.kept, aux.gate_metrics["share_dropped"]))
-    return kept
-
-
-@pytest.mark.parametrize("drop", ["position", "score"])
-def test_local_capacity_is_of_each_rank(workers, drop):
-    for (kept, share), (expected, expected_share) in workers.run(2, local_capacity, drop):
-        assert torch.equal(kept, expected) and not kept.all()
-        assert share == expected_share
+@pytest.mark.parametrize("capacity", [None, "position", "score"])
+@on_ranks(2)
+def test_local_balance_is_of_each_rank(group, rank, capacity):
+    """Losses and capacities are then those of a layer alone."""
+    options = {"losses": [SwitchLoss(0.3), SwitchLoss(0.2, per_sequence=True)]}
+    if capacity:
+        options |= {"capacity_factor": 0.7, "drop": capacity}
+    x = tokens_of(RANKS["2"], 7).split(RANKS["2"])[rank]
+    aux = layer_of("topk", group, balance="local", **options)(x)[1]
+    alone = layer_of("topk", **options)(x)[1]
+    assert_same_bits(aux.importance, alone.importance)
+    assert_same_bits(aux.loss, alone.loss)
+    assert (aux.losses, aux.gate_metrics) == (alone.losses, alone.gate_metrics)
+    if capacity:
+        assert torch.equal(aux.kept, alone.kept) and not aux.kept.all()
 
 
 class DroppingGate(HierarchicalNoisyTopKGate):
@@ -336,36 +334,6 @@ def test_balanced_groups_equal_one_process(workers, counts, num_chunks, mesh, ti
             assert_exact(threshold_here, threshold[here])
             assert started_here == started
     assert ties or expected[4][0][3].unique().numel() > 2  # thresholds select differently many
-
-
-def local_losses(group, rank):
-    """Returns the losses of ranks whose tokens all go to one expert, with balance="local"."""
-    losses = [SwitchLoss(1.0), SwitchLoss(1.0, per_sequence=True)]
-    parallel = ExpertParallel(group, balance="local" if rank is not None else "global")
-    layer = MoE(1, 2, 1, gate=TopKGate(1, 2, 1), losses=losses, parallel=parallel)
-    layer.gate.w_gate.data[0] = torch.tensor([9.0, -9.0])
-    sign = torch.tensor([1.0, -1.0])[:, None, None] if rank is None else 1.0 - 2 * rank
-    _, aux = layer(sign * torch.ones(2 if rank is None else 1, 3, 1))
-    return [round(value.item(), 5) for value in aux.losses.values()]
-
-
-def test_local_losses_are_of_each_rank(workers):
-    """Two ranks in opposite imbalance are balanced together; each sequence is not."""
-    assert local_losses(None, None) == [1, 2]
-    assert workers.run(2, local_losses) == [[2, 2]] * 2
-
-
-@on_ranks(2)
-def test_local_balance_is_of_each_rank(group, rank):
-    layer = MoE(D, 4, 2, parallel=ExpertParallel(group, balance="local")).eval()
-    nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(2))
-    x = tokens_of([5, 6]).float().split([5, 6])[rank]
-    _, aux = layer(x)
-    alone = MoE(D, 4, 2).eval()
-    alone.gate.load_state_dict(layer.gate.state_dict())
-    _, expected = alone(x)
-    assert_same_bits(aux.importance, expected.importance)
-    assert_same_bits(aux.loss, expected.loss)
 
 
 def outputs_of_process(group, rank, kind, counts, dtype, options):
