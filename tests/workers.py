@@ -29,11 +29,12 @@ def on_ranks(world):
     """
 
     def decorate(function):
+        of_pytest = list(inspect.signature(function).parameters.values())[2:]
+
         @functools.wraps(function)
         def test(workers, **arguments):
-            workers.run(world, test, *arguments.values())
+            workers.run(world, test, *(arguments[each.name] for each in of_pytest))
 
-        of_pytest = list(inspect.signature(function).parameters.values())[2:]
         fixture = inspect.Parameter("workers", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([fixture, *of_pytest])
         return test

@@ -37,7 +37,7 @@ def sharing(process_group, options):
 def draw_parameters(layer, std=1.0, but=()):
     """Returns the layer in float64, with random parameters; ranks draw shards of the same tensors.
 
-    but: the first letters of names whose parameters do not change.
+    but: the beginning of the names of parameters that do not change.
     """
     layer = layer.double()
     draw = torch.Generator().manual_seed(2)
@@ -142,11 +142,11 @@ def assert_equals_one_process(workers, ranks, make, call, x, same_bits=False, **
     for aux in auxes:
         for name in ("loss", "importance", "load"):
             assert_exact(getattr(aux, name), getattr(expected, name))
-        for values, wanted in ((aux.losses, expected.losses),
-                               (aux.gate_metrics, expected.gate_metrics)):  # fmt: skip
+        for name in ("losses", "gate_metrics"):
+            values, wanted = getattr(aux, name), getattr(expected, name)
             assert values.keys() == wanted.keys()
-            for name, value in wanted.items():
-                assert_exact(values[name], value)
+            for key, value in wanted.items():
+                assert_exact(values[key], value)
     assert set().union(*(part["grads"] for part in parts)) == one["grads"].keys()
     for part in parts:
         for name, grad in part["grads"].items():
