@@ -41,6 +41,7 @@ from moe_ext.distributed import (
 )
 from moe_ext.distributed._checkpoint_folder import sums_of
 from moe_ext.distributed._safe_files import read_metadata
+from moe_ext.distributed.ranks import Ranks
 from moe_ext.optim import FactoredAdam, split_parameters
 
 D = 4
@@ -774,10 +775,11 @@ def test_saved_in_the_background(tmp_path):
     assert torch.equal(later.load(step=2).state["random"], torch.get_rng_state())
 
 
-def no_room(group, rank, folder):
+@on_ranks(4)
+def test_a_rank_that_cannot_write_fails_all(group, rank, tmp_path):
     """Rank 1 cannot write more than 1,000 bytes to a file."""
     model = Model(group)
-    checkpoints = Checkpoints(folder, group)
+    checkpoints = Checkpoints(tmp_path, group)
     checkpoints.async_save(1, model, (), {"tokens": 1})
     checkpoints.wait()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -795,16 +797,11 @@ def no_room(group, rank, folder):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if rank == 0:
-        assert not any(path.name[0] == "." for path in folder.iterdir())
+        assert not any(path.name[0] == "." for path in tmp_path.iterdir())
     assert checkpoints.load(model).state == {"tokens": 1}
     checkpoints.save(5, model)
     assert checkpoints.steps() == [1, 5]
-    return errors
-
-
-def test_a_process_that_cannot_write_fails_all(workers, tmp_path):
-    errors, *others = workers.run(4, no_room, tmp_path)
-    assert all(other == errors for other in others)
+    assert Ranks(group).gather_objects(errors) == [errors] * 4
     for step, error in zip((2, 3), errors, strict=True):
         assert f"saving step {step} in {tmp_path}: " in error and "(rank 1)" in error
         assert "File too large" in error
