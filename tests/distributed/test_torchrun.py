@@ -53,7 +53,7 @@ def test_ranks_connect_again(workers):
 
 DIES_ONCE = """
 import os, pathlib, sys, time, torch
-from moe_ext.distributed import torchrun
+from moe_ext.distributed import init_process_group
 
 marker = pathlib.Path(sys.argv[1])
 first = not marker.exists()
