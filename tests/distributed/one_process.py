@@ -93,8 +93,8 @@ def average_gradients(layer, group):
 def step(group, rank, ranks, make, call, x, noise=True):
     """Returns what a rank computes; group None: what a process with the tokens of all ranks does.
 
-    make: returns the layer for a process group, a mesh or None. call: returns the outputs and the
-    report of the layer for the tokens in a slice of all tokens.
+    make: returns the layer for a process group, a mesh or None.
+    call: takes the layer, a rank's tokens and their slice of all tokens; returns (y, aux).
     """
     counts = RANKS[ranks]
     total, first = sum(counts), sum(counts[:rank])
