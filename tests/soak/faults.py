@@ -19,7 +19,7 @@ them. Random faults happen at random moments, in sequence:
 After a fault, either the run continues, or all ranks end within the timeout and each rank that was
 not killed prints one error. The script then starts the run again. The losses of all steps must be
 bitwise identical with those of an undisturbed run. The script prints a table.
-Status 0: no rank hung, and the losses are identical.
+Status 0: no rank hung or ended without a message, and the losses are identical.
 
 The script needs Linux, root, ip, unshare and nsenter. `eio` needs the Debian package fiu-utils, and
 `clock` needs faketime.
