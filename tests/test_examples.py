@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,19 +16,28 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 
 
-def start(name, folder, launcher=()):
-    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def output_of(monkeypatch, capsys, tmp_path):
+    """Returns a function that runs a script in an empty folder and returns its output.
+
+    The docstring of the script must show the same text with any numbers.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def run(name):
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        output = capsys.readouterr().out
+        assert_shown(name, output)
+        return output
+
+    return run
 
 
-def output_of(name, folder, launcher=()):
-    """Returns the output of a script; its docstring must show the same text with any numbers."""
-    done = start(name, folder, launcher)
-    assert done.returncode == 0, done.stderr
+def assert_shown(name, output):
     docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
     shown = re.findall(r"^    (?!python |torchrun )(.*)$", docstring, re.M)
-    assert without_numbers(shown) == without_numbers(done.stdout.splitlines())
-    return done.stdout
+    assert without_numbers(shown) == without_numbers(output.splitlines())
 
 
 def without_numbers(lines):
@@ -39,8 +49,8 @@ def numbers(pattern, text):
     return [float(found.replace(",", "")) for found in re.findall(pattern, text)]
 
 
-def test_transformer_block(tmp_path):
-    output = output_of("transformer_block", tmp_path)
+def test_transformer_block(output_of):
+    output = output_of("transformer_block")
     losses = numbers(r"step +\d+: loss ([\d.]+)", output)
     assert len(losses) == 7 and losses[0] > 5 and losses[-1] < 2.8
     (held_out,) = numbers(r"held-out topics: loss ([\d.]+)", output)
@@ -50,8 +60,8 @@ def test_transformer_block(tmp_path):
     assert len(counts) == 8 and min(counts) > 0.1 * sum(counts) / 8
 
 
-def test_custom_gate(tmp_path):
-    output = output_of("custom_gate", tmp_path)
+def test_custom_gate(output_of):
+    output = output_of("custom_gate")
     losses = numbers(r"loss ([\d.]+)", output)
     assert losses[-1] < 0.3 * losses[0]
     temperatures = numbers(r"temperature ([\d.]+)", output)
@@ -60,8 +70,8 @@ def test_custom_gate(tmp_path):
     assert len(shares) == 8 and min(shares) > 60  # even routing: 2 / 16 = 12.5%
 
 
-def test_hierarchical_4096(tmp_path):
-    output = output_of("hierarchical_4096", tmp_path)
+def test_hierarchical_4096(output_of):
+    output = output_of("hierarchical_4096")
     assert "4,096 experts, 17,309,696 parameters; a token uses 40,960 of them" in output
     assert "dense layer, 40,960 parameters" in output
     mixture, dense = numbers(r"relative error ([\d.]+)", output)
@@ -69,11 +79,18 @@ def test_hierarchical_4096(tmp_path):
     assert numbers(r"to (\d+), on average 4", output)[0] < 40
 
 
+def test_two_ranks_need_torchrun(output_of):
+    with pytest.raises(SystemExit, match="^start this with: torchrun --nproc"):
+        output_of("two_ranks")
+
+
 def test_two_ranks(tmp_path):
-    alone = start("two_ranks", tmp_path)
-    assert alone.returncode == 1 and alone.stderr.startswith("start this with: torchrun --nproc")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    output = output_of("two_ranks", tmp_path, [*torchrun, "--max-restarts=1"])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--max-restarts=1", str(EXAMPLES / "two_ranks.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
+    assert_shown("two_ranks", output)
     assert output.startswith("rank 1: dies after step 13\nboth ranks continue after step 10\n")
     rows = re.findall(r"step (\d+): loss ([\d.]+), without the death ([\d.]+)", output)
     assert [int(step) for step, _, _ in rows] == list(range(11, 17))
@@ -83,8 +100,8 @@ def test_two_ranks(tmp_path):
     assert not (tmp_path / "runs" / "example-two-ranks").exists()
 
 
-def test_fine_tuning(tmp_path):
-    output = output_of("fine_tuning", tmp_path)
+def test_fine_tuning(output_of):
+    output = output_of("fine_tuning")
     before, after = numbers(r"loss ([\d.]+) on code", output)
     assert after < before - 0.4
     adam, factored, rest = numbers(r"Adam (?:of the rest )?([\d,]+) bytes", output)
@@ -93,8 +110,8 @@ def test_fine_tuning(tmp_path):
     assert saved_with_recompute < 0.6 * saved
 
 
-def test_transformers_finetune(tmp_path):
-    output = output_of("transformers_finetune", tmp_path)
+def test_transformers_finetune(output_of):
+    output = output_of("transformers_finetune")
     losses = numbers(r"step +\d+: loss ([\d.]+)", output)
     assert len(losses) == 6 and losses[0] > 5 and losses[-1] < 3
     logit, difference = numbers(r"largest \w+ ([\d.]+)", output)

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -10,10 +11,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import setuptools
 import torch
 from machine import cpu_info, instruction_sets
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from torch.utils import cpp_extension
 
 import moe_ext
 from moe_ext import _build
@@ -21,22 +24,38 @@ from moe_ext import _build
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_setup(**environment):
-    return subprocess.run(
-        [sys.executable, "setup.py", "--version"],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+class Started(Exception):
+    """Raised instead of the start of setuptools."""
 
 
-def test_building_without_torch_is_one_sentence(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ImportError('not here')")
-    result = run_setup(PYTHONPATH=str(tmp_path))
-    assert result.returncode != 0
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert "--no-build-isolation" in result.stderr
+@pytest.fixture
+def run_setup(monkeypatch, tmp_path):
+    """Returns a function that runs setup.py up to `setup` and returns the environment.
+
+    The arguments are variables of the environment. A message of setup.py is a SystemExit.
+    """
+
+    def setup(**options):
+        raise Started
+
+    monkeypatch.setattr(setuptools, "setup", setup)
+    monkeypatch.chdir(tmp_path)
+    environ = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"}
+
+    def run(**given):
+        monkeypatch.setattr(os, "environ", environ | given)
+        monkeypatch.setattr(cpp_extension, "CUDA_HOME", given.get("CUDA_HOME"))
+        with pytest.raises(Started):
+            runpy.run_path(str(ROOT / "setup.py"))
+        return os.environ
+
+    return run
+
+
+def test_building_without_torch_is_one_sentence(run_setup, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit, match="^moe_ext: the build .* --no-build-isolation .`$"):
+        run_setup()
 
 
 def locked(path):
@@ -72,19 +91,9 @@ def test_requirements_lock_all_that_the_scripts_need():
     assert len(versions) == len({name for name, _ in versions})  # one version in all files
 
 
-def test_unknown_choice_of_cuda_is_one_sentence():
-    result = run_setup(MOE_EXT_CUDA="yes")
-    assert result.returncode != 0
-    last = result.stderr.strip().splitlines()[-1]  # torch may print a warning before
-    assert last == "moe_ext: MOE_EXT_CUDA must be auto, 0 or 1, got yes"
-
-
-ARCHITECTURES = """
-import os, runpy, sys
-sys.argv = ["setup.py", "--version"]
-runpy.run_path("setup.py", run_name="__main__")
-print(os.environ["TORCH_CUDA_ARCH_LIST"])
-"""
+def test_unknown_choice_of_cuda_is_one_sentence(run_setup):
+    with pytest.raises(SystemExit, match="^moe_ext: MOE_EXT_CUDA must be auto, 0 or 1, got yes$"):
+        run_setup(MOE_EXT_CUDA="yes")
 
 
 @pytest.fixture
@@ -109,42 +118,31 @@ def toolkit(tmp_path):
 with_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA")
 
 
-@with_cuda
-def test_another_cuda_than_torchs_names_both(toolkit):
-    result = run_setup(CUDA_HOME=toolkit("9.2"), MOE_EXT_CUDA="1")
-    assert result.returncode != 0
-    assert result.stderr.strip().splitlines()[-1] == (
-        f"moe_ext: MOE_EXT_CUDA=1, but the toolkit has CUDA 9.2 and torch has {torch.version.cuda}"
-    )
+TORCHS = torch.version.cuda
 
 
 @with_cuda
-def test_without_a_toolkit(toolkit):
-    result = run_setup(CUDA_HOME=toolkit(), MOE_EXT_CUDA="1")
-    assert result.returncode != 0
-    assert result.stderr.strip().splitlines()[-1] == (
-        "moe_ext: MOE_EXT_CUDA=1, but no CUDA toolkit was found for torch's CUDA "
-        f"{torch.version.cuda}"
-    )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("choice", ["0", "auto"])
-def test_building_for_the_cpu(toolkit, choice):
-    result = run_setup(CUDA_HOME=toolkit(), MOE_EXT_CUDA=choice)
-    assert result.returncode == 0, result.stderr
-    assert ("building only for the CPU" in result.stdout) == (choice == "auto")
-
-
-def run_with_toolkit(home, **given):
-    environment = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"}
-    return subprocess.run(
-        [sys.executable, "-c", ARCHITECTURES],
-        cwd=ROOT,
-        env=environment | {"CUDA_HOME": home, "MOE_EXT_CUDA": "1"} | given,
-        capture_output=True,
-        text=True,
-    )
+@pytest.mark.parametrize(
+    ("toolkit_has", "message"),
+    [
+        (["9.2"], f"the toolkit has CUDA 9.2 and torch has {TORCHS}"),
+        ([], f"no CUDA toolkit was found for torch's CUDA {TORCHS}"),
+        (
+            [TORCHS, "35 70"],
+            "the toolkit supports none of the architectures 8.0, 9.0, 10.0, 12.0",
+        ),
+    ],
+    ids=["another CUDA", "no toolkit", "no architecture"],
+)
+def test_a_toolkit_that_does_not_fit(run_setup, toolkit, capsys, toolkit_has, message):
+    home = toolkit(*toolkit_has)
+    with pytest.raises(SystemExit) as raised:
+        run_setup(CUDA_HOME=home, MOE_EXT_CUDA="1")
+    assert raised.value.code == f"moe_ext: MOE_EXT_CUDA=1, but {message}"
+    run_setup(CUDA_HOME=home, MOE_EXT_CUDA="auto")
+    assert capsys.readouterr().out == (f"moe_ext: building only for the CPU, because {message}\n")
+    run_setup(CUDA_HOME=home, MOE_EXT_CUDA="0")
+    assert capsys.readouterr().out == ""
 
 
 @with_cuda
@@ -152,24 +150,13 @@ def run_with_toolkit(home, **given):
     ("has", "given", "expected"),
     [
         ("75 80 90 100 120", {}, "8.0;9.0;10.0;12.0+PTX"),
-        pytest.param("75 80 90", {}, "8.0;9.0+PTX", marks=pytest.mark.long),
-        pytest.param("80", {"TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0", marks=pytest.mark.long),
+        ("75 80 90", {}, "8.0;9.0+PTX"),
+        ("80", {"TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0"),
     ],
 )
-def test_architectures(toolkit, has, given, expected):
-    result = run_with_toolkit(toolkit(torch.version.cuda, has), **given)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == expected
-
-
-@with_cuda
-def test_a_toolkit_without_the_architectures(toolkit):
-    result = run_with_toolkit(toolkit(torch.version.cuda, "35 70"))
-    assert result.returncode != 0
-    assert result.stderr.strip().splitlines()[-1] == (
-        "moe_ext: MOE_EXT_CUDA=1, but the toolkit supports none of the architectures "
-        "8.0, 9.0, 10.0, 12.0"
-    )
+def test_architectures(run_setup, toolkit, has, given, expected):
+    environ = run_setup(CUDA_HOME=toolkit(TORCHS, has), MOE_EXT_CUDA="1", **given)
+    assert environ["TORCH_CUDA_ARCH_LIST"] == expected
 
 
 def test_torch_is_not_a_build_requirement():
@@ -252,19 +239,6 @@ def test_import_without_the_library_says_so(monkeypatch, tmp_path):
         _build.load()
 
 
-def test_import_loads_nothing_of_the_training_system_nor_the_compiler():
-    code = (
-        "import sys, moe_ext\n"
-        "above = {'models', 'data', 'training', 'analysis'}\n"
-        "print(sorted(m for m in sys.modules if m == 'torch._dynamo'"
-        " or m.startswith('moe_ext.') and m.split('.')[1] in above))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
-
-
 def test_info_reports_and_passes_its_self_test():
     result = subprocess.run(
         [sys.executable, "-m", "moe_ext.info"], cwd=ROOT, capture_output=True, text=True
@@ -278,29 +252,40 @@ def test_info_reports_and_passes_its_self_test():
     assert "self-test, cpu: passed" in result.stdout
 
 
-OPENMP = """
-import re, torch
+IMPORTED = """
+import re, sys, torch
 torch.set_num_threads(2)
 torch.randn(300, 300) @ torch.randn(300, 300)
 
 def runtimes():
-    maps = open("/proc/self/maps").read()
+    maps = open("/proc/self/maps").read() if sys.platform == "linux" else ""
     return sorted(set(re.findall(r"\\S*/lib(?:gomp|iomp|omp)\\S*", maps)))
 
 before = runtimes()
-from moe_ext import MoE
+from moe_ext import MoE, _C
 layer = MoE(64, 8, 2)
 y, aux = layer(torch.randn(2000, 64))
 (y.sum() + aux.loss).backward()
 print(len(before), runtimes() == before)
+print("torch._dynamo" in sys.modules, "moe_lab" in sys.modules)
+print(_C.isa(), _C.products()["bfloat16"])
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_threads_are_of_torchs_openmp_alone():
+@pytest.fixture(scope="module")
+def imported():
+    """Returns what a process prints that imports and uses the layer."""
+    return lines_of(IMPORTED)[-3:]
+
+
+def test_threads_are_of_torchs_openmp_alone(imported):
     """Two OpenMP runtimes in one process would compete for cores."""
-    number, same = lines_of(OPENMP)[-1].split()
+    number, same = imported[0].split()
     assert int(number) <= 1 and same == "True"
+
+
+def test_import_loads_neither_the_compiler_nor_the_lab(imported):
+    assert imported[1] == "False False"
 
 
 # The instruction set
@@ -346,24 +331,18 @@ def preferred_instruction_sets():
     return [isa for isa in instruction_sets() if isa != "avx512_bf16" or amd]
 
 
-def test_the_best_instruction_set_is_chosen():
+def test_the_best_instruction_set_is_chosen(imported):
+    names = {
+        "default": "portable",
+        "avx2": "AVX2",
+        "avx512": "AVX-512",
+        "avx512_bf16": "AVX512-BF16",
+        "amx": "AMX",
+        "neon": "NEON",
+        "neon_bf16": "NEON-BF16",
+    }
     best = preferred_instruction_sets()[-1]
-    isa, bfloat16 = lines_of(
-        "from moe_ext import _C; print(_C.isa()); print(_C.products()['bfloat16'])"
-    )
-    assert isa == best
-    assert (
-        bfloat16
-        == {
-            "default": "portable",
-            "avx2": "AVX2",
-            "avx512": "AVX-512",
-            "avx512_bf16": "AVX512-BF16",
-            "amx": "AMX",
-            "neon": "NEON",
-            "neon_bf16": "NEON-BF16",
-        }[best]
-    )
+    assert imported[2] == f"{best} {names[best]}"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="AMX is used on Linux only")

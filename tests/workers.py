@@ -3,6 +3,8 @@
 They start once and run functions in sequence.
 """
 
+import functools
+import inspect
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -16,6 +18,35 @@ import torch.distributed as dist
 MAX_WORLD = 4
 TIMEOUT = timedelta(seconds=60)
 ANSWER_SECONDS = 120
+# The workers are forked from a process that has imported these, which takes seconds.
+IMPORTED = ["moe_ext.distributed", "pytest", "torch.distributed.checkpoint", "torch._dynamo"]
+
+
+def on_ranks(world):
+    """Makes a test of a function that each of `world` ranks calls.
+
+    The function takes the process group and the rank. pytest gives the other arguments.
+    """
+
+    def decorate(function):
+        of_pytest = list(inspect.signature(function).parameters.values())[2:]
+
+        @functools.wraps(function)
+        def test(workers, **arguments):
+            workers.run(world, test, *(arguments[each.name] for each in of_pytest))
+
+        fixture = inspect.Parameter("workers", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([fixture, *of_pytest])
+        return test
+
+    return decorate
+
+
+def forkserver():
+    """Returns the context of processes that have imported the layer already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
 
 
 class NotConnected(AssertionError):
@@ -39,7 +70,7 @@ def _serve(rank, folder, pipe):
             pipe.send((False, NotConnected(str(error))))
             continue
         try:
-            result = function(dist.group.WORLD, rank, *arguments)
+            result = inspect.unwrap(function)(dist.group.WORLD, rank, *arguments)
             dist.destroy_process_group()
         except BaseException:
             pipe.send((False, traceback.format_exc()))
@@ -56,7 +87,7 @@ class Workers:
 
     def _start(self):
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = forkserver()
         for rank in range(MAX_WORLD):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._folder.name, there))
@@ -103,18 +134,13 @@ class Workers:
                     if isinstance(result, NotConnected):
                         error = NotConnected
             if failure:
-                self._end(wait=False)
+                self.close()
                 raise error(failure)
         return results
 
     def close(self):
-        self._end(wait=True)
-
-    def _end(self, wait):
+        """Kills the processes; the next run starts new ones."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if wait:
-                pipe.send(None)
-                process.join(10)
             process.kill()
             process.join()
             pipe.close()

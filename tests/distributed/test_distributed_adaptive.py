@@ -6,18 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
+from one_process import D, average_gradients, draw_parameters, sharing
+from pairwise import pairwise
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoE, ReLUGate, TopKGate, update_gates
-from moe_ext.distributed import ExpertParallel, expert_parameters
+from moe_ext.distributed import expert_parameters
 
-D, E, K, T, STEPS = 6, 8, 2, 18, 3
-pytestmark = [
-    pytest.mark.equation("2408.15664", "arXiv 2412.14711"),
-    pytest.mark.parametrize("state", ["selection_bias", "l1_weight"]),
-]
+E, K, T, STEPS = 8, 2, 18, 3
+pytestmark = pytest.mark.equation("2408.15664", "arXiv 2412.14711")
 
 # The gates, by the name of the buffer that adapts.
 GATES = {
@@ -35,27 +34,15 @@ RECOMPUTED = {
 
 
 def make_layer(state, group=None, balance="global"):
-    torch.manual_seed(1)
-    gate = GATES[state]()
-    parallel = None if group is None else ExpertParallel(group, balance=balance)
-    layer = MoE(
-        D, E, K, gate=gate, hidden_sizes=(7,), w_importance=0.1, w_load=0, parallel=parallel
-    )
-    layer = layer.double()
-    draw = torch.Generator().manual_seed(2)
-    sharded = expert_parameters(layer)
-    for name, param in layer.named_parameters():
-        first, last, _ = sharded[name].bounds if name in sharded else (0, len(param), None)
-        whole = param.new_empty(E if name in sharded else len(param), *param.shape[1:])
-        param.data.copy_(torch.nn.init.normal_(whole, std=0.5, generator=draw)[first:last])
-    return layer
+    options = sharing(group, {"hidden_sizes": (7,), "balance": balance})
+    layer = MoE(D, E, K, gate=GATES[state](), w_importance=0.1, w_load=0, **options)
+    return draw_parameters(layer, std=0.5)
 
 
 def train(group, rank, state, accumulation, recompute, balance="global"):
     """Trains three steps; returns the states and counts of each step, losses and last gradients."""
     size = 1 if group is None else dist.get_world_size(group)
     layer = make_layer(state, group, balance)
-    sharded = expert_parameters(layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     draw = torch.Generator().manual_seed(3)
     found = {"counts": [], "states": [], "losses": []}
@@ -74,11 +61,8 @@ def train(group, rank, state, accumulation, recompute, balance="global"):
             loss = RECOMPUTED[recompute](loss_of, part.clone().requires_grad_())
             loss.backward()
             losses = losses + loss.detach()
-        for name, param in layer.named_parameters():
-            if name not in sharded and size > 1:
-                dist.all_reduce(param.grad, group=group)
-                param.grad /= size
-        if size > 1:
+        if group is not None:
+            average_gradients(layer, group)
             dist.all_reduce(losses, group=group)
         found["losses"].append(losses / size)
         optimizer.step()
@@ -88,13 +72,11 @@ def train(group, rank, state, accumulation, recompute, balance="global"):
         update_gates(layer, group if by_rank else DeviceMesh.from_group(group, "cpu"))
         found["states"].append(getattr(layer.gate, state).clone())
     grads = {name: param.grad for name, param in layer.named_parameters()}
-    bounds = {name: entry.bounds[:2] for name, entry in sharded.items()}
+    bounds = {name: entry.bounds[:2] for name, entry in expert_parameters(layer).items()}
     return found, grads, bounds
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTED)
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pairwise(state=GATES, size=[1, 2, 3], accumulation=[1, 3], recompute=RECOMPUTED)
 def test_equals_one_process_without_recomputation(workers, state, size, accumulation, recompute):
     expected, expected_grads, _ = train(None, 0, state, accumulation, "no")
     # Before the first step the weights are the same, so the micro-batches do not matter either.
@@ -112,6 +94,7 @@ def test_equals_one_process_without_recomputation(workers, state, size, accumula
             assert_exact(grad, expected_grads[name][first:last])
 
 
+@pytest.mark.parametrize("state", GATES)
 def test_ranks_with_their_own_balance_sum_at_the_update(workers, state):
     """The counts are then those of each rank; the states stay equal on all ranks."""
     (first, *_), (second, *_) = workers.run(2, train, state, 3, "not reentrant", "local")
@@ -122,6 +105,11 @@ def test_ranks_with_their_own_balance_sum_at_the_update(workers, state):
     total = first["counts"][0] + second["counts"][0]
     assert total.tolist() == right["counts"][0].tolist()
     assert_exact(first["states"][0], right["states"][0])
+
+
+def all_tokens():
+    draw = torch.Generator().manual_seed(3)
+    return torch.randn(16, D, dtype=torch.float64, generator=draw)
 
 
 def replicated(group, rank, state):
@@ -136,11 +124,7 @@ def replicated(group, rank, state):
     return counts, getattr(layer.gate, state)
 
 
-def all_tokens():
-    draw = torch.Generator().manual_seed(3)
-    return torch.randn(16, D, dtype=torch.float64, generator=draw)
-
-
+@pytest.mark.parametrize("state", GATES)
 def test_replicas_of_the_whole_layer(workers, state):
     layer = make_layer(state)
     layer(all_tokens())

@@ -10,7 +10,6 @@
 - `losses`: values of w_importance and w_load (Table 6).
 - `multilingual`: one model for several language pairs (Table 5).
 - `paper_tables`: the size and the cost of every model (Tables 7 and 8).
-- `restarts`: training runs whose ranks are killed at random moments.
 - `routers`: the paper's router and later ones.
 - `specialisation`: the words and contexts that experts specialise in (Table 9).
 - `translation`: mixtures of experts in a translation model (Fig. 4).

@@ -1,6 +1,6 @@
 """Disturbs a training run on two nodes and checks that it continues correctly or ends clearly.
 
-    sudo moe-lab study faults --faults 200
+    sudo python tests/soak/faults.py --faults 200
 
 Two ranks train a small model. Each is in its own network and mount namespace, and a link connects
 them. Random faults happen at random moments, in sequence:
@@ -17,14 +17,15 @@ them. Random faults happen at random moments, in sequence:
     clock           the clock of a rank jumps by an hour
 
 After a fault, either the run continues, or all ranks end within the timeout and each rank that was
-not killed prints one error. The script then starts the run again with resume=true. The losses of
-all steps must be bitwise identical with those of an undisturbed run. The script prints a table.
-Status 0: no rank hung, and the losses are identical.
+not killed prints one error. The script then starts the run again. The losses of all steps must be
+bitwise identical with those of an undisturbed run. The script prints a table.
+Status 0: no rank hung or ended without a message, and the losses are identical.
 
 The script needs Linux, root, ip, unshare and nsenter. `eio` needs the Debian package fiu-utils, and
 `clock` needs faketime.
 """
 
+import argparse
 import errno
 import json
 import os
@@ -41,13 +42,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from moe_lab.cli import at_least, make_parser
-from moe_lab.experiments.report import markdown_table
-from moe_lab.progress import progress
-from moe_lab.studies._nodes import Link, Node
-from moe_lab.studies.restarts import SMALL_MODEL, losses
-from moe_lab.training.config import Config, read_config
-from moe_lab.training.text import load_text
+from nodes import Link, Node
+from restarts import PROGRAM, last_step, losses
 
 _LIBRARIES = {  # that the ranks preload for a fault
     "clock": "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1",
@@ -73,7 +69,7 @@ class Run:
         ranks: the processes of the ranks.
         nodes: the node of each rank.
         link: the link between the nodes.
-        output: the folder of the run.
+        output: the folder of the checkpoints.
         draw: see above.
     """
 
@@ -84,10 +80,6 @@ class Run:
         self.output = self.disk / "run"
         self._folder, self._names = folder, names
         self._port = 29500
-        self._config = "small/moe-32"
-        self._overrides = [*SMALL_MODEL, f"timeout={_TIMEOUT}", f"data.encoded={folder / 'text'}"]
-        # The ranks then only read the files of the corpus, which may take minutes to make.
-        load_text(read_config(self._config, self._overrides, Config).data)
         size = "size=16m"
         subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self.disk)], check=True)
         first, second = Node("10.77.0.1", "10.77.0.2"), Node("10.77.0.2", "10.77.0.1")
@@ -98,8 +90,7 @@ class Run:
     def start(self, steps: int = 10**9) -> None:
         """Starts both ranks; they resume the run if it has begun."""
         self._port += 1  # the old port may still be in use
-        begun = (self.output / "config.toml").is_file()
-        arguments = [f"output={self.output}", f"steps={steps}", *self._overrides]
+        arguments = [f"--steps={steps}", f"--timeout={_TIMEOUT}"]
         self.ranks = []
         for rank, node in enumerate(self.nodes):
             self.clock(rank).write_text("+0")
@@ -107,10 +98,9 @@ class Run:
                 "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": self.nodes[0].address, "MASTER_PORT": str(self._port),
                 "GLOO_SOCKET_IFNAME": "wire", "TORCHELASTIC_RUN_ID": "faults",
-                "TORCHELASTIC_RESTART_COUNT": str(int(begun)),
+                "TORCHELASTIC_RESTART_COUNT": "0",
             }  # fmt: skip
-            command = [sys.executable, "-m", "moe_lab", "train"]
-            command += [self._config, *arguments]
+            command = [sys.executable, str(PROGRAM), str(self.output), *arguments]
             libraries = [path for name, path in _LIBRARIES.items() if name in self._names]
             environ |= {
                 "LD_PRELOAD": ":".join(libraries), "FIU_CTRL_FIFO": str(self._control(rank)),
@@ -150,14 +140,8 @@ class Run:
         return self._folder / f"fiu-{rank}"
 
     def step(self) -> int:
-        """Returns the last step in the log of the run; 0 if there is none."""
-        path = self.output / "metrics.jsonl"
-        if not path.exists():
-            return 0
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 4096))
-            found = re.findall(rb'"step": (\d+)', file.read())
-        return int(found[-1]) if found else 0
+        """Returns the step of the newest checkpoint; 0 if there is none."""
+        return last_step(self.output)
 
     def ended(self) -> bool:
         return all(process.poll() is not None for process in self.ranks)
@@ -265,7 +249,7 @@ def _eio(run: Run) -> set[int]:
 
 def _checkpoints(run: Run) -> list[Path]:
     """Returns the folders of the checkpoints from the oldest to the newest."""
-    folders = (run.output / "checkpoints").glob("step-*")
+    folders = run.output.glob("step-*")
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-").split(".")[0]))
 
 
@@ -329,14 +313,13 @@ def _general(message: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the study and returns the exit status."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--faults", type=at_least(1), default=20, help="number (%(default)s)")
+    """Disturbs a run, prints what happened, and returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--faults", type=int, default=20, help="number (%(default)s)")
     parser.add_argument(
         "--kinds", nargs="+", choices=list(_FAULTS), default=list(_FAULTS), help="default: all"
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the faults (%(default)s)")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     for tool in ("ip", "unshare", "nsenter"):
         if shutil.which(tool) is None:
@@ -350,13 +333,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with TemporaryDirectory() as folder:
         run = Run(Path(folder), options.kinds, draw)
         try:
-            for _ in progress(range(options.faults), "faults", "faults", options.faults):
+            for number in range(options.faults):
                 if not run.ranks or run.ended():
                     run.start()
                     if not run.steps_more(3, _START) or run.ended():
                         raise RuntimeError(f"the run does not start:\n{run.errors()}")
                 time.sleep(draw.uniform(0, 0.5))
                 disturb(run, (name := draw.choice(options.kinds)), kinds[name])
+                print(f"fault {number + 1} of {options.faults}: {name}", file=sys.stderr)
             if run.ended():
                 run.start()
                 run.steps_more(3, _START)
@@ -367,35 +351,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             disturbed = losses(run.output)
             run.kill()
             shutil.move(run.output, Path(folder) / "disturbed")
-            run.start(steps := run_steps(disturbed))
+            run.start(steps := len(disturbed))
             run.wait(run.ended, 3600)
             same = disturbed == losses(run.output)
         finally:
             run.close()
-    header = ["fault", "number", "continued", "ended", "hung", "longest time to the end, s"]
-    rows = [
-        [name, o.continued + o.ended + o.hung, o.continued, o.ended, o.hung, f"{o.seconds:.1f}"]
-        for name, o in kinds.items()
-    ]
-    print(markdown_table(header, rows))
+    print("| fault | number | continued | ended | hung | longest time to the end, s |")
+    print("|---|---|---|---|---|---|")
+    for name, o in kinds.items():
+        numbers = [o.continued + o.ended + o.hung, o.continued, o.ended, o.hung, f"{o.seconds:.1f}"]
+        print(f"| {name} | {' | '.join(map(str, numbers))} |")
     for name, outcome in kinds.items():
         for message, number in outcome.messages.most_common():
             print(f"- {name}, {number} times: {message}")
-    done = sum(o.continued + o.ended + o.hung for o in kinds.values())
     hung = sum(o.hung for o in kinds.values())
-    print(json.dumps({"faults": done, "hung": hung, "steps": steps, "same_losses": same}))
-    if options.json:
-        data = {name: vars(outcome) for name, outcome in kinds.items()}
-        options.json.write_text(json.dumps(data, indent=2))
-    good = same and not hung and done == options.faults
+    report = {"faults": options.faults, "hung": hung, "steps": steps, "same_losses": same}
+    print(json.dumps(report))
+    silent = sum(outcome.messages["no message"] for outcome in kinds.values())
+    good = same and not hung and not silent
     if not good:
         print(logs, file=sys.stderr)
     return 0 if good else 1
 
 
-def run_steps(records: Sequence[tuple[int, float, float]]) -> int:
-    """Returns the last of the logged steps, which must be 1, 2, 3, …"""
-    steps = [step for step, _, _ in records]
-    if steps != list(range(1, len(steps) + 1)):
-        raise RuntimeError("the log of the disturbed run lacks a step")
-    return len(steps)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["Link", "Node"]
 
-# Runs in the namespace of a node: opens a TUN device and sends its file descriptor to the study.
+# Runs in the namespace of a node: opens a TUN device and sends its file descriptor.
 _OPEN_DEVICE = """
 import fcntl, os, socket, struct, subprocess, sys
 descriptor, here, there = sys.argv[1:]

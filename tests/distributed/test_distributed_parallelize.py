@@ -1,0 +1,495 @@
+"""Models with sharded experts: `parallelize`, clipping, loss scaling and frozen parts."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from assertions import assert_exact, assert_same_bits
+from one_process import D, mesh_of, rank_weight
+from pairwise import pairwise
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from workers import on_ranks
+
+from moe_ext import BalancedGate, Experts, HierarchicalBalancedGate, MoE, SharedExpert, TopKGate
+from moe_ext.distributed import (
+    Checkpoints,
+    ExpertParallel,
+    ExpertPlacement,
+    GradScaler,
+    clip_grad_norm_,
+    expert_parameters,
+    full_state_dict,
+    parallelize,
+)
+from moe_ext.distributed.ranks import Ranks
+from moe_ext.gates import SoftmaxGate
+
+
+def assert_same_on_all_ranks(value, group):
+    for other in Ranks(group).gather_objects(value):
+        assert_same_bits(other, value)
+
+
+class ThreeLayers(nn.Module):
+    """Two dense layers, one with a single row, and three MoE layers, sharded in different ways."""
+
+    def __init__(self, first=None, second=None, recompute=False):
+        super().__init__()
+        torch.manual_seed(4)
+        self.dense, self.row = nn.Linear(D, D), nn.Linear(D, 1)
+        options = {"w_load": 0.0, "recompute": recompute}
+        shared = {"gate": TopKGate(D, 5, 2), "shared_expert": SharedExpert(D, [4])}
+        self.first = MoE(D, 5, 2, process_group=first, **shared, **options)
+        options |= {"process_group": second}
+        gate = BalancedGate(D, 6, 1)
+        nn.init.normal_(gate.w_gate, std=0.3)
+        self.second = MoE(D, 6, 1, gate=gate, hidden_sizes=(5, 4), activation="reglu", **options)
+        gate = HierarchicalBalancedGate(D, 3, 2, (2, 1))
+        nn.init.normal_(gate.w_gate, std=0.3)
+        nn.init.normal_(gate.w_gate_secondary, std=0.3)
+        self.third = MoE(D, 6, 2, gate=gate, **options)
+        self.double()
+
+    def forward(self, x):
+        h, first = self.first(self.dense(x))
+        y, second = self.second(x + torch.tanh(h))
+        z, third = self.third(y)
+        return y + z + self.row(x), first.loss + second.loss + third.loss
+
+
+def batches_of(counts, steps):
+    draw = torch.Generator().manual_seed(5)
+    shape = sum(counts), D
+    return [torch.randn(shape, dtype=torch.float64, generator=draw) for _ in range(steps)]
+
+
+OPTIMIZERS = {
+    "sgd": (1, lambda params: torch.optim.SGD(params, lr=0.5)),
+    "adam": (5, lambda params: torch.optim.Adam(params, lr=0.01)),
+}
+LAYOUTS = {  # how the dense parameters are distributed, and the tokens of each rank
+    "two": ("ddp", [5, 7]),
+    "three": ("ddp", [4, 0, 8]),
+    "four": ("ddp", [3, 2, 0, 7]),
+    "fsdp": ("fsdp", [5, 7]),
+    "mesh": ("mesh", [3, 2, 0, 7]),
+}
+
+
+def train_process(group, rank, layout, optimizer, recompute, norm_type):
+    """Returns the parameters after training, the bounds of the sharded ones, and the norms."""
+    dense, counts = LAYOUTS[layout]
+    if dense == "mesh":
+        mesh = mesh_of(2, 2)
+        model = ThreeLayers(group, mesh, recompute)  # the last layers' experts are replicated
+        wrapped = parallelize(model, mesh)
+    else:
+        model = ThreeLayers(group, group, recompute)
+        wrapped = parallelize(model, group, dense=dense)
+    steps, make = OPTIMIZERS[optimizer]
+    optimizer = make(model.parameters())
+    norms = []
+    for batch in batches_of(counts, steps):
+        y, loss = wrapped(batch.split(counts)[rank])
+        (rank_weight(rank) * (y.square().sum() + loss)).backward()
+        norms.append(clip_grad_norm_(wrapped, 1.0, norm_type))
+        optimizer.step()
+        optimizer.zero_grad()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    params = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in params.items()}
+    bounds = {name: entry.bounds for name, entry in expert_parameters(model).items()}
+    return params, bounds, norms
+
+
+@pytest.mark.guarantee("Sharding does not change the result")
+@pairwise(
+    layout=LAYOUTS, optimizer=OPTIMIZERS, recompute=[False, True], norm_type=[2.0, 1.0, math.inf]
+)
+def test_training_equals_one_process(workers, layout, optimizer, recompute, norm_type):
+    """The parameters, and the norms by which the gradients are clipped."""
+    _, counts = LAYOUTS[layout]
+    steps, make = OPTIMIZERS[optimizer]
+    model = ThreeLayers()
+    of_all = make(model.parameters())
+    norms = []
+    for batch in batches_of(counts, steps):
+        y, loss = model(batch)
+        losses = [
+            rank_weight(rank) * (part.square().sum() + loss)
+            for rank, part in enumerate(y.split(counts))
+        ]
+        (sum(losses) / len(counts)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type))
+        of_all.step()
+        of_all.zero_grad()
+
+    parts = workers.run(len(counts), train_process, layout, optimizer, recompute, norm_type)
+    for params, bounds, norms_here in parts:
+        for norm, expected in zip(norms_here, norms, strict=True):
+            assert_exact(norm, expected.detach())
+        for name, expected in model.named_parameters():
+            first, last, _ = bounds.get(name, (0, None, None))
+            assert_exact(params[name], expected.detach()[first:last])
+
+
+def calls_of_process(group, rank):
+    """Records the collectives of a step, forward and backward."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "broadcast"):
+            original = getattr(dist, name)
+
+            def call(*args, name=name, original=original, **options):
+                calls.append(name)
+                return original(*args, **options)
+
+            patch.setattr(dist, name, call)
+        model = parallelize(MoE(D, 5, 2, process_group=group), group)
+        y, aux = model(torch.randn(9, D, requires_grad=True))
+        (y.sum() + aux.loss).backward()
+        clip_grad_norm_(model, 1.0)
+    return calls
+
+
+def test_one_process_communicates_nothing(workers):
+    assert workers.run(1, calls_of_process) == [[]]
+    assert "all_to_all_single" in workers.run(2, calls_of_process)[0]
+
+
+# Clipping
+
+
+@on_ranks(2)
+def test_clipping_if_experts_of_a_rank_have_no_parameters(group, rank):
+    experts = [nn.Identity()] * 2 if rank == 0 else [nn.Linear(D, D) for _ in range(2)]
+    layer = MoE(D, 4, 2, experts=experts, process_group=group)
+    for param in layer.parameters():
+        param.grad = torch.ones_like(param)
+    of_gate, of_experts = 2 * D * 4, 2 * (D * D + D)
+    norm = torch.tensor((of_gate + of_experts) ** 0.5)
+    torch.testing.assert_close(clip_grad_norm_(layer, 1.0), norm)
+
+
+@on_ranks(2)
+def test_clipping_refuses_infinity_everywhere(group, rank):
+    layer = MoE(D, 2, 1, process_group=group)
+    for param in layer.parameters():
+        param.grad = torch.zeros_like(param)
+    layer.experts.weights[0].grad[0, 0, 0] = [1.0, math.inf][rank]
+    with pytest.raises(RuntimeError, match="norm of order 2.0 must be finite, got inf"):
+        clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type must be above 0, got 0"):
+        clip_grad_norm_(layer, 1.0, 0)
+    for max_norm in (-1.0, math.nan, "1"):
+        with pytest.raises(ValueError, match="^clip_grad_norm_: max_norm must be a number, at l"):
+            clip_grad_norm_(layer, max_norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@on_ranks(2)
+def test_clipping_other_types_and_ranks_without_experts(group, rank, dtype):
+    """One expert is sharded over two ranks; the largest float16 number is 65,504."""
+    layer = MoE(D, 1, 1, hidden_sizes=(5,), expert_dtype=dtype, process_group=group)
+    for param in layer.experts.parameters():
+        param.grad = torch.zeros_like(param)
+    grad = layer.experts.weights[0].grad
+    if rank == 0:
+        grad[0, 0, :2] = torch.tensor([3000.0, 4000.0])
+    assert clip_grad_norm_(layer, 1e9, math.inf) == 4000
+    assert clip_grad_norm_(layer, 1.0) == 5000
+    if rank == 0:
+        clipped = torch.tensor([0.6, 0.8])
+        torch.testing.assert_close(grad[0, 0, :2].float(), clipped, rtol=1e-3, atol=0)
+    else:
+        assert grad.numel() == 0
+
+
+# Loss scaling
+
+
+def scaled_step(group, rank, bad_rank, as_mesh=False):
+    layer = MoE(D, 2, 1, process_group=group)
+    if as_mesh:
+        group = DeviceMesh.from_group(group, "cpu")
+    scaler = GradScaler("cpu", process_group=group, init_scale=8.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    before = layer.experts.weights[0].detach().clone()
+    for param in layer.parameters():
+        param.grad = torch.full_like(param, 8.0)
+    if rank == bad_rank:
+        layer.gate.w_gate.grad[0, 0] = math.nan
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    return before - layer.experts.weights[0].detach(), scaler.get_scale()
+
+
+@pytest.mark.parametrize("bad_rank, as_mesh", [(None, False), (0, True), (1, False)])
+def test_an_overflow_anywhere_skips_the_step_everywhere(workers, bad_rank, as_mesh):
+    alone = scaled_step(None, 0, bad_rank and 0)
+    for change, scale in [alone, *workers.run(2, scaled_step, bad_rank, as_mesh)]:
+        torch.testing.assert_close(change, torch.full_like(change, float(bad_rank is None)))
+        assert scale == (8 if bad_rank is None else 4)
+
+
+@on_ranks(2)
+def test_an_overflow_if_a_rank_has_no_gradients(group, rank):
+    layer = MoE(D, 2, 1, process_group=group)
+    scaler = GradScaler("cpu", process_group=group, init_scale=8.0)
+    optimizer = torch.optim.SGD(layer.experts.parameters(), lr=1.0)
+    if rank == 1:
+        layer.experts.weight_0.grad = torch.full_like(layer.experts.weight_0, math.inf)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4
+
+
+# Parameters without gradients
+
+
+class NoGradient(nn.Linear):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("exchange", ["rows", "tokens"])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@on_ranks(2)
+def test_experts_of_a_rank_without_gradient(group, rank, num_chunks, exchange):
+    """The experts of rank 0 have no gradient, not even one for the rows that they receive."""
+    experts = [NoGradient(D, D) if rank == 0 else nn.Linear(D, D) for _ in range(2)]
+    parallel = ExpertParallel(group, exchange=exchange, num_chunks=num_chunks)
+    model = parallelize(MoE(D, 4, 2, experts=experts, parallel=parallel), group)
+    x = rank_weight(rank) * torch.randn(6, D)
+    y, aux = model(x.requires_grad_())
+    (y.square().sum() + aux.loss).backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+class UsedWithRows(nn.Linear):
+    """Has no gradient without rows."""
+
+    def forward(self, x):
+        return super().forward(x) if len(x) else x
+
+
+@on_ranks(2)
+def test_gradients_of_replicas_that_one_rank_has_not_used(group, rank):
+    """Each replica uses another expert; the gradients are those of a single process."""
+    mesh = mesh_of(2, 1)
+    gate = SoftmaxGate(D, 2)
+    gate.k = 1
+    gate.forward = lambda x, ranks=None: gate.make_routing(
+        x.new_ones(len(x), 1), torch.full((len(x), 1), rank), ranks=ranks
+    )
+    experts = [UsedWithRows(D, D) for _ in range(2)]
+    layer = MoE(D, 2, 1, gate=gate, experts=experts, process_group=mesh)
+    model = parallelize(layer, mesh, find_unused_parameters=True)
+    y, _ = model(torch.ones(3, D))
+    y.sum().backward()
+    for expert in layer.experts.experts:
+        assert_exact(expert.bias.grad, torch.full((D,), 1.5))
+
+
+def step_on(model, layer, rank):
+    """Runs a step and returns the gradient of the first matrix of the experts."""
+    y, aux = model(rank_weight(rank) * torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    return layer.experts.weight_0.grad
+
+
+@on_ranks(2)
+def test_gradients_of_replicas_after_an_error(group, rank):
+    """Averages the gradients of replicas also after a backward pass that raised an error."""
+    mesh = mesh_of(2, 1)
+    layer = MoE(D, 4, 2, process_group=mesh)
+    model = parallelize(layer, mesh)
+
+    def fail(grad):
+        raise RuntimeError("fails on purpose")
+
+    failing = torch.randn(4, D, requires_grad=True)
+    failing.register_hook(fail)
+    y, aux = layer(failing)
+    with pytest.raises(RuntimeError, match="fails on purpose"):
+        y.square().sum().backward()
+    model.zero_grad()
+    assert_same_on_all_ranks(step_on(model, layer, rank), group)
+
+
+@on_ranks(2)
+def test_parts_of_a_model_are_frozen(group, rank):
+    """Freezes the experts of one rank, then the gate, then the replicated experts."""
+    experts = [nn.Linear(D, D).requires_grad_(rank > 0) for _ in range(2)]
+    layer = MoE(D, 4, 2, experts=experts, process_group=group)
+    y, aux = parallelize(layer, group)(torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    assert all((expert.weight.grad is not None) == (rank > 0) for expert in experts)
+    layer = MoE(D, 4, 2, process_group=group)
+    nn.init.normal_(layer.gate.requires_grad_(False).w_gate)
+    assert parallelize(layer, group) is layer
+    step_on(layer, layer, rank)
+    mesh = mesh_of(2, 1)
+    layer = MoE(D, 4, 2, process_group=mesh)
+    layer.experts.requires_grad_(False)
+    step_on(parallelize(layer, mesh), layer, rank)
+    assert_same_on_all_ranks(layer.gate.w_gate.grad, group)
+
+
+@on_ranks(2)
+def test_experts_that_are_trained_later(group, rank):
+    """Trains replicas of experts that are frozen while the model is prepared."""
+    mesh = mesh_of(2, 1)
+    layer = MoE(D, 4, 2, process_group=mesh)
+    layer.experts.requires_grad_(False)
+    model = parallelize(layer, mesh)
+    layer.experts.requires_grad_(True)
+    assert_same_on_all_ranks(step_on(model, layer, rank), group)
+
+
+@on_ranks(2)
+def test_training_without_noise(group, rank):
+    """Averages gradients in every step although W_noise has none."""
+    layer = MoE(D, 4, 2, process_group=group).eval()
+    nn.init.constant_(layer.gate.w_gate, 0.1)
+    model = parallelize(layer, group, find_unused_parameters=True)
+    for _ in range(2):
+        y, _ = model(rank_weight(rank) * torch.randn(4, D))
+        layer.zero_grad()
+        y.square().sum().backward()
+    assert_same_on_all_ranks(layer.gate.w_gate.grad, group)
+
+
+# What `parallelize` takes
+
+
+class Blocks(nn.Module):
+    """Two layers, in the wrapper of activation checkpointing at several places."""
+
+    def __init__(self, group, wrap):
+        super().__init__()
+        torch.manual_seed(0 if group is None else dist.get_rank(group))
+        experts = [nn.Linear(D, D) for _ in range(4 if group is None else 2)]
+        layers = [
+            MoE(D, 4, 2, process_group=group),
+            MoE(D, 4, 2, experts=experts, process_group=group),
+        ]
+        if wrap == "layer":
+            layers = map(checkpoint_wrapper, layers)
+        self.layers = nn.ModuleList(layers)
+        if wrap == "experts":
+            for layer in self.layers:
+                layer.experts = checkpoint_wrapper(layer.experts)
+        if wrap == "expert":
+            of_modules = self.layers[1].experts.experts
+            for number, expert in enumerate(of_modules):
+                of_modules[number] = checkpoint_wrapper(expert)
+
+
+def checkpointed(group, rank, wrap, folder):
+    """Prepares, saves and loads layers in the wrapper of activation checkpointing."""
+    model = Blocks(group, wrap)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize(model, group)
+    after = model.state_dict()
+    of_experts = [name for name in before if "experts" in name]
+    assert len(of_experts) == 2 + 4
+    for name in of_experts:
+        assert_same_bits(after[name], before[name])
+    assert len(expert_parameters(model)) == len(of_experts)
+    full = full_state_dict(model, group)
+    Checkpoints(folder, group).save(1, model)
+    loaded = Blocks(group, wrap)
+    for param in loaded.parameters():
+        nn.init.zeros_(param)
+    Checkpoints(folder, group).load(loaded)
+    for name, value in loaded.state_dict().items():
+        assert_same_bits(value, after[name])
+    return full
+
+
+@pytest.mark.parametrize("wrap", ["", "layer", "experts", "expert"])
+def test_layers_in_the_wrapper_of_activation_checkpointing(workers, tmp_path, wrap):
+    full, _ = workers.run(2, checkpointed, wrap, tmp_path)
+    alone = Blocks(None, "")
+    Checkpoints(tmp_path).load(alone)
+    assert alone.state_dict().keys() == full.keys()
+    for name, value in alone.state_dict().items():
+        assert_same_bits(value, full[name])
+
+
+class OfRows(Experts):
+    """Experts with a parameter that does not have one row for each expert."""
+
+    def __init__(self):
+        super().__init__(1, D)
+        self.weight = nn.Parameter(torch.ones(D, D))
+
+
+@on_ranks(4)
+def test_what_parallelize_refuses(group, rank):
+    def layer(ranks, **options):
+        return MoE(D, 4, 2, process_group=ranks, **options)
+
+    with pytest.raises(ValueError, match="parallelize: dense must .*got 'dp'"):
+        parallelize(layer(group), group, dense="dp")
+    with pytest.raises(ValueError, match=r"experts\.weight must have one row for .*1.*, got \(6"):
+        parallelize(layer(group, experts=OfRows()), group)
+    with pytest.raises(ValueError, match=r"^parallelize: process_group must have the ranks \[0, 1"):
+        parallelize(layer(group), None)
+    mixed = nn.ModuleList([layer(group), nn.Linear(D, D).bfloat16()])
+    with pytest.raises(ValueError, match=r"^parallelize: model must have dense parameters of one"):
+        parallelize(mixed, group, dense="fsdp")
+    half = dist.new_group([0, 1]), dist.new_group([2, 3])
+    dist.barrier()  # no rank closes its group while another still connects to it
+    with pytest.raises(ValueError, match=r"process_group must have .*, got \[0, 1, 2, 3\]$"):
+        parallelize(layer(half[rank // 2]), group)
+
+
+class Scaled(nn.Linear):
+    """An expert with a non-persistent buffer."""
+
+    def __init__(self, number):
+        super().__init__(D, D)
+        self.register_buffer("scale", torch.tensor(float(number)), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@pairwise(num_experts=[4, 5], dense=["ddp", "fsdp"])
+@on_ranks(2)
+def test_experts_keep_all_their_buffers(group, rank, num_experts, dense):
+    numbers = [*ExpertPlacement(num_experts, 2).experts_of(rank)]
+    experts = [Scaled(number) for number in numbers]
+    layer = MoE(D, num_experts, 2, experts=experts, process_group=group)
+    model = parallelize(layer, group, dense=dense)
+    y, aux = model(torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    assert [float(expert.scale) for expert in experts] == numbers
+
+
+@on_ranks(2)
+def test_the_weights_of_a_shared_expert_are_divided_by_rows(group, rank):
+    layer = MoE(D, 2, 1, process_group=group, shared_expert=SharedExpert(D, [4]))
+    parallelize(layer, group, dense="fsdp")
+    shapes = [p.to_local().shape for name, p in layer.named_parameters() if "shared" in name]
+    assert {shape[1] for shape in shapes} == {D // 2, 2}
+
+
+@on_ranks(2)
+def test_shards_begin_with_the_first_ranks_values(group, rank):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D))
+    model[1].running_mean.fill_(rank + 1)
+    own = [model[0].weight.detach().clone(), model[1].running_mean.clone()]
+    parallelize(model, group, dense="fsdp")
+    first = Ranks(group).gather_objects(own)[0]
+    assert_same_bits(model[0].weight.full_tensor().detach(), first[0])
+    assert_same_bits(model[1].running_mean, first[1])
