@@ -8,9 +8,11 @@ import lzma
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
+
+import filelock
 
 from moe_ext.distributed.files import (
     atomic_file,
@@ -19,7 +21,7 @@ from moe_ext.distributed.files import (
     sync_folder,
     write_text,
 )
-from moe_lab.packages import require_package
+from moe_lab.errors import ConfigError
 
 __all__ = [
     "MAX_JSON",
@@ -29,6 +31,7 @@ __all__ = [
     "file_fingerprint",
     "file_lock",
     "open_plain",
+    "output_file",
     "plain_lines",
     "read_file",
     "read_json",
@@ -106,6 +109,17 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} must be JSON, got a syntax error: {error}") from None
 
 
+def output_file(path: Path) -> AbstractContextManager[BinaryIO]:
+    """Opens a file for writing; a file of this name is replaced only by the complete new file.
+
+    Raises:
+        ConfigError: the folder of `path` does not exist.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} must be in an existing folder, but {path.parent} does not exist")
+    return atomic_file(path)
+
+
 def file_fingerprint(file: Path) -> str:
     """Returns the file's name, size and modification time as text."""
     status = file.stat()
@@ -126,9 +140,7 @@ def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
 
     Raises:
         Locked: another process holds the lock and wait is False.
-        ImportError: filelock is not installed.
     """
-    filelock = require_package("file_lock", "filelock", "train")
     lock = filelock.FileLock(path, timeout=-1 if wait else 0)
     try:
         lock.acquire()

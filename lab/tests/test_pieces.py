@@ -23,7 +23,7 @@ from moe_lab.errors import ConfigError
 from moe_lab.training import metrics as metrics_module
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import DataConfig, config_from_dict
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import make_trainer
 from moe_lab.training.metrics import bytes_of, evaluate
 from moe_lab.training.text import load_part, load_text
 
@@ -44,7 +44,7 @@ def run(corpus, tmp_path_factory):
         }
     )
     text = load_text(config.data)
-    assert Trainer(config, text).run()
+    assert make_trainer(config, text).run()
     return config, text
 
 
@@ -91,11 +91,11 @@ def test_a_run_keeps_its_wordpieces(run):
     trained = load_run(config.output)
     assert isinstance(trained.vocabulary, Wordpieces)
     assert trained.vocabulary.fingerprint() == text.vocabulary.fingerprint()
-    resumed = Trainer(replace(config, resume=True), text)
+    resumed = make_trainer(replace(config, resume=True), text)
     assert resumed.step == 4 and resumed.run()
     other = load_text(replace(config.data, vocab_size=41))
     with pytest.raises(ConfigError, match="the vocabulary of .* must be the vocabulary of the run"):
-        Trainer(replace(config, resume=True), other)
+        make_trainer(replace(config, resume=True), other)
 
 
 def test_perplexity_per_piece_word_and_byte(run, corpus, capsys):

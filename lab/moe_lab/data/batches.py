@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moe_ext.checks import given, require, require_sizes
-from moe_ext.distributed import blocks
 from moe_lab.data.encoded import EncodedSentences
 from moe_lab.data.workers import in_workers
 
@@ -45,12 +44,7 @@ class Batch:
 
     def part(self, index: int, number: int) -> Self:
         """Returns the contiguous rows of rank `index` of `number` ranks; there may be no rows."""
-
-        def block(tensor: Tensor) -> Tensor:
-            rows = blocks(range(len(tensor)), number)[index]
-            return tensor[rows.start : rows.stop]
-
-        return self._map(block)
+        return self._map(lambda tensor: tensor.tensor_split(number)[index])
 
     def to(self, device: torch.device | str) -> Self:
         """Returns the batch with its tensors on `device`."""

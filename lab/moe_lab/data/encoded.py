@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.checks import is_whole, require
-from moe_lab.data.corpora import CorpusError, Sentences, Shard
+from moe_lab.data.sentences import CorpusError, Sentences, Shard
 from moe_lab.data.vocabulary import Vocabulary
 from moe_lab.data.wordpieces import Wordpieces
 from moe_lab.data.workers import in_workers

@@ -13,11 +13,12 @@ from itertools import groupby
 from pathlib import Path
 
 from moe_lab.data import builtin
-from moe_lab.data.builtin import cached_lines, source_files, torch_folder
-from moe_lab.data.corpora import PARTS, CorpusError, load_corpus, place_of
+from moe_lab.data.builtin import builtin_corpus, cached_lines, source_files, torch_folder
 from moe_lab.data.parallel import ParallelText, load_parallel
+from moe_lab.data.sentences import CorpusError, place_of
 from moe_lab.data.wordpieces import uniform_sample
 from moe_lab.files import write_text
+from moe_lab.names import PARTS
 from moe_lab.progress import progress
 
 _OF_EACH_KIND = 60_000  # training sentences at most, in `sources`
@@ -73,7 +74,7 @@ def of_sources(max_sentences: int) -> Parts:
     Raises:
         CorpusError: torch has no headers.
     """
-    corpus = load_corpus("builtin")
+    corpus = builtin_corpus()
     documentation: Kind = {part: map(" ".join, getattr(corpus, part)) for part in PARTS}
     return _mixed([_code(source_files()), _code(_headers()), documentation], max_sentences)
 

@@ -34,9 +34,9 @@ from moe_lab.data.batches import (
     shares,
     side_by_side,
 )
-from moe_lab.data.corpora import CorpusError
 from moe_lab.data.encoded import EncodedSentences, SentencesWriter, flatten, made_once
 from moe_lab.data.parallel import KEPT, Pair, ParallelText, describe
+from moe_lab.data.sentences import CorpusError
 from moe_lab.data.wordpieces import Wordpieces
 from moe_lab.data.workers import in_workers
 from moe_lab.files import read_json, write_json

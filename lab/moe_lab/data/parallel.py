@@ -9,8 +9,9 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 from moe_ext.checks import given, require, require_sizes
-from moe_lab.data.corpora import PARTS, CorpusError, require_parts
+from moe_lab.data.sentences import CorpusError, require_parts
 from moe_lab.files import READ_ERRORS, file_fingerprint, open_plain, plain_lines, reason_of
+from moe_lab.names import PARTS
 
 Pair = tuple[str, str]
 

@@ -7,14 +7,13 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self
+
+import sentencepiece
 
 from moe_ext.checks import given, require, require_one_of, require_sizes
 from moe_lab.files import atomic_file, read_file
-from moe_lab.packages import require_package
-
-PIECE_KINDS = ("bpe", "unigram")
+from moe_lab.names import PIECE_KINDS
 
 _SPACE = "\u2581"  # marks the space before a word in a wordpiece
 _UNKNOWN = "\u2047"  # stands for <unk> in decoded text
@@ -42,13 +41,11 @@ class Wordpieces:
         eos_id: the id of ``</s>``.
 
     Raises:
-        ImportError: sentencepiece is not installed.
         ValueError: the bytes are not a model, the model has no ``</s>``, or a wordpiece is not
             UTF-8.
     """
 
     def __init__(self, model: bytes) -> None:
-        sentencepiece = _sentencepiece()
         self._model = model
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -94,7 +91,6 @@ class Wordpieces:
                 time; None uses all sentences.
 
         Raises:
-            ImportError: sentencepiece is not installed.
             ValueError: an argument is out of range, or the text is too short for vocab_size, or the
                 text has more distinct characters than vocab_size.
         """
@@ -113,7 +109,6 @@ class Wordpieces:
             "be distinct",
             list(target_tokens),
         )
-        sentencepiece = _sentencepiece()
         texts: Iterable[str] = filter(None, map(cls.normalise, sentences))
         if max_sentences is not None:
             texts = uniform_sample(texts, max_sentences)
@@ -239,7 +234,6 @@ class Wordpieces:
         """Reads a file written by `save` or by sentencepiece.
 
         Raises:
-            ImportError: sentencepiece is not installed.
             FileNotFoundError: the file does not exist.
             ValueError: the file is not a model, or `Wordpieces` refuses the model.
         """
@@ -283,10 +277,6 @@ def _rule_of_size(message: str) -> str:
     if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return f"be at least {least[1]} for this text"
     return f"suit the text (sentencepiece: {message})"
-
-
-def _sentencepiece() -> ModuleType:
-    return require_package("Wordpieces", "sentencepiece", "translation")
 
 
 def uniform_sample(items: Iterable[str], number: int) -> Iterator[str]:

@@ -20,10 +20,10 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from moe_ext.checks import require, require_at_least, require_one_of
 from moe_lab.cli import SEED_LIMIT, THREAD_LIMIT
-from moe_lab.data.wordpieces import PIECE_KINDS
 from moe_lab.errors import ConfigError
 from moe_lab.files import read_file
 from moe_lab.models import LanguageModelConfig, TranslationModelConfig
+from moe_lab.names import PIECE_KINDS
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
 _MAX_BYTES = 2**20  # of a configuration file

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import init_process_group
 from moe_lab.training.config import C
 
 # Gloo's errors when the connection to another rank is lost.
@@ -41,6 +40,8 @@ def process_group_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         begun = (Path(config.output) / "config.toml").is_file()
         config = replace(config, resume=config.resume or begun)
+    from moe_ext.distributed import init_process_group  # imports FSDP, which takes a second
+
     backend = "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl"
     group = init_process_group(backend, timeout=timedelta(seconds=config.timeout))
     try:

@@ -27,10 +27,10 @@ from moe_lab.data import (
     load_corpus,
     load_parallel,
 )
-from moe_lab.data.corpora import PARTS
 from moe_lab.data.encoded import made_once
 from moe_lab.data.parallel import languages_of
 from moe_lab.errors import ConfigError
+from moe_lab.names import PARTS
 from moe_lab.progress import progress
 from moe_lab.training.config import DataConfig, ParallelDataConfig
 

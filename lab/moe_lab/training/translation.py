@@ -7,25 +7,12 @@ from typing import Any
 
 from moe_lab.data import ParallelText, Wordpieces
 from moe_lab.decoding import BeamSearch, Bleu, Translator, corpus_bleu
-from moe_lab.decoding.bleu import import_bleu
 from moe_lab.errors import ConfigError
 from moe_lab.files import write_text
 from moe_lab.models import TranslationModel
 from moe_lab.training.checkpoint import TrainedModel, checkpoints_of, load_run
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.text import parallel_text
-
-
-def require_bleu() -> None:
-    """Checks that sacreBLEU is installed. Call require_bleu before a long translation.
-
-    Raises:
-        ConfigError: sacreBLEU is not installed.
-    """
-    try:
-        import_bleu()
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
 
 
 def make_translator(
