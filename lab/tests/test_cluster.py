@@ -24,7 +24,7 @@ from moe_lab.data import Batch
 from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel
 from moe_lab.training.config import config_from_dict, read_config
-from moe_lab.training.loop import make_optimizers
+from moe_lab.training.optimizers import make_optimizers
 
 from moe_ext import HierarchicalBalancedGate, MoE, ops
 from moe_ext.distributed import ExpertPlacement

@@ -14,7 +14,7 @@ import pytest
 import torch
 from moe_lab.training.config import config_from_dict, read_config, to_toml
 from moe_lab.training.logging import read_metrics
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import make_trainer
 from moe_lab.training.metrics import evaluate
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def config(tmp_path):
 
 
 def train(group, rank, config):
-    return Trainer(config, process_group=group).run()
+    return make_trainer(config, process_group=group).run()
 
 
 def curve(config):
@@ -137,7 +137,7 @@ def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
 
 
 def selection_bias(config):
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     trainer.run()
     (bias,) = (b for n, b in trainer.model.named_buffers() if n.endswith("selection_bias"))
     return bias
@@ -159,7 +159,7 @@ def start_of(group, rank, config):
     """Returns a rank's dense parameters and random numbers before its first step."""
     with pytest.MonkeyPatch.context() as patch:  # without broadcasting the parameters
         patch.setattr(moe_lab.training.loop, "parallelize", lambda model, group: model)
-        trainer = Trainer(config, process_group=group)
+        trainer = make_trainer(config, process_group=group)
     dense = [p.detach() for name, p in trainer.model.named_parameters() if "experts" not in name]
     states = trainer.noise_generator.get_state(), torch.get_rng_state()
     noise = torch.empty(8).normal_(generator=trainer.noise_generator)
@@ -199,7 +199,7 @@ def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
 
 def perplexities(group, rank, config):
     """Computes test perplexities in float64, for 1, 7 and 64 sentences per batch."""
-    trainer = Trainer(replace(config, resume=True), process_group=group)
+    trainer = make_trainer(replace(config, resume=True), process_group=group)
     trainer.model.double()
     test = trainer.text.test
     sizes = (n * test.num_tokens // len(test) if n > 1 else 1 for n in (1, 7, 64))
@@ -247,7 +247,7 @@ PROGRAM = r"""
 import os, sys, time
 from moe_lab.commands.train import main
 from moe_lab.cli import exit_status
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import Trainer, make_trainer
 
 step = Trainer.train_step
 

@@ -16,7 +16,6 @@ from moe_lab.errors import ConfigError
 FILES, COMMANDS = 200, 6  # of each kind, without --long
 ROOT = Path(__file__).parents[2]
 
-pytest.importorskip("sentencepiece", reason="pip install 'moe_lab[translation]'")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -52,7 +51,15 @@ def test_ten_thousand_corrupted_files(kind):
 
 
 def test_the_command_prints_the_numbers():
-    command = [sys.executable, "tests/fuzz_files.py", "config", "--files", "20", "--commands", "0"]
+    command = [
+        sys.executable,
+        "lab/tests/fuzz_files.py",
+        "config",
+        "--files",
+        "20",
+        "--commands",
+        "0",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     header, row = done.stdout.splitlines()
     assert header.split() == ["kind", "files", "accepted", "refused", "failed"]

@@ -17,9 +17,10 @@ from moe_lab.data import (
     load_parallel,
 )
 from moe_lab.data import mixed as mixed_module
-from moe_lab.data.corpora import PARTS, place_of
 from moe_lab.data.mixed import of_languages, of_sources, write_parts
+from moe_lab.data.sentences import place_of
 from moe_lab.errors import ConfigError
+from moe_lab.names import PARTS
 from moe_lab.training import metrics as metrics_module
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import DataConfig, config_from_dict
