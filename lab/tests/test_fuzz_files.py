@@ -13,7 +13,7 @@ import pytest
 from fuzz_files import KINDS, Kind, fuzz, replay
 from moe_lab.errors import ConfigError
 
-FILES, COMMANDS = 200, 6  # of each kind, without --long
+FILES, COMMANDS = 20, 3  # of each kind, without --long
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,7 +47,7 @@ def test_corrupted_files(kind):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_ten_thousand_corrupted_files(kind):
-    assert failures(kind, range(FILES, 10_000), FILES + 50) == ""
+    assert failures(kind, range(10_000), 250) == ""
 
 
 def test_the_command_prints_the_numbers():
@@ -135,8 +135,8 @@ def test_a_wrong_loader_is_noticed(monkeypatch, load, what):
         load,
         lambda *_: [],
     )
-    results = list(fuzz(kind, range(2)))
-    assert [each.result for each in results] == ["failed"] * 2
+    results = list(fuzz(kind, range(1)))
+    assert [each.result for each in results] == ["failed"]
     assert all(re.search(what, each.message) for each in results)
 
 

@@ -248,7 +248,6 @@ WORDS = [f"{a}{b}" for a in ("chien", "dog", "hund", "개") for b in "abcdef"]
 
 @pytest.fixture(scope="module")
 def wordpieces():
-    pytest.importorskip("sentencepiece", reason="pip install 'moe_lab[translation]'")
     return Wordpieces.train(WORDS * 5, 60, target_tokens=["fr", "ko"], character_coverage=1.0)
 
 

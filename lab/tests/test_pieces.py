@@ -192,11 +192,8 @@ def sources(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("")
     docs = tmp_path / "docs.txt"
     docs.write_text("".join(f"Sentence {number} .\n" for number in range(300)))
-    real = mixed_module.load_corpus
     monkeypatch.setattr(mixed_module, "source_files", lambda: files)
-    monkeypatch.setattr(
-        mixed_module, "load_corpus", lambda name: real(docs if name == "builtin" else name)
-    )
+    monkeypatch.setattr(mixed_module, "builtin_corpus", lambda: load_corpus(docs))
     monkeypatch.setattr(mixed_module, "torch_folder", lambda: folder)
     return folder
 

@@ -21,6 +21,11 @@ _LOST = re.compile(
 )
 
 
+def is_lost(error: str) -> bool:
+    """Returns whether an error of gloo means that another rank ended or does not answer."""
+    return _LOST.search(error) is not None
+
+
 @contextmanager
 def process_group_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
     """Creates torchrun's process group and adapts the configuration to this rank.
@@ -47,7 +52,7 @@ def process_group_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
     try:
         yield config, group
     except RuntimeError as error:
-        if not _LOST.search(str(error)):
+        if not is_lost(str(error)):
             raise
         raise ConnectionError(
             f"another rank ended or did not answer within timeout={config.timeout:g} seconds; see "
