@@ -277,9 +277,7 @@ def test_errors():
 
 def test_devices_of_the_command():
     assert parse_device(["k40"]) == DEVICES["k40"]
-    assert parse_device(["k40", "link=5e9"]) == dataclasses.replace(
-        DEVICES["k40"], link=5e9
-    )
+    assert parse_device(["k40", "link=5e9"]) == dataclasses.replace(DEVICES["k40"], link=5e9)
     words = ["flops=1e6", "memory=1e5", "memory_bandwidth=1e6", "link=1e4"]
     assert parse_device(words) == DEVICE
     for words, message in (

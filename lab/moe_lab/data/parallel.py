@@ -202,14 +202,11 @@ class ParallelCorpus:
 
 
 def load_parallel(
-    place: str | Path | Sequence[str | Path],
+    place: str | Path,
     *,
     source: str,
     target: str,
     parts: Sequence[str] = PARTS,
-    columns: Sequence[str] | None = None,
-    dev: Sequence[str] | None = None,
-    test: Sequence[str] | None = None,
     drop: Sequence[str] = (),
     max_train_pairs: int | None = None,
 ) -> ParallelCorpus:
@@ -223,8 +220,7 @@ def load_parallel(
       lines, run ``sacrebleu -t wmt14/full -l en-fr --echo src``.
     - A table ``NAME.en-fr.tsv`` with one pair per line. The table has two columns, in the order of
       the languages in the file name. A third column in front may name the text of each row. The
-      most frequent number of columns in the first lines decides between two and three. Use
-      `columns` for other tables.
+      most frequent number of columns in the first lines decides between two and three.
 
     NAME is split at dots. The last word that is not a language pair decides the part of a text:
 
@@ -233,19 +229,13 @@ def load_parallel(
     - train: ``train*``, or all other texts if no text is named ``train*``. Other known dev and test
       sets are never training text.
 
-    WMT's sets of 2000 to 2009, such as ``test2007``, are in no part unless `dev` or `test` names
-    these sets.
+    WMT's sets of 2000 to 2009, such as ``test2007``, are in no part.
 
     Args:
-        place: a folder, a table, or two aligned files (source, target). A table or two files have
-            only a training part and need ``parts=["train"]``; join parts with `ParallelCorpus`.
+        place: a folder or a table. A table has only a training part.
         source: source language, as in the file names.
         target: target language, as in the file names.
         parts: the attributes of the corpus that must contain at least one pair.
-        columns: the columns of a table, in order: the two languages, "name", or any other word for
-            a column to ignore.
-        dev: shell patterns of the names of the dev part; None uses the patterns above.
-        test: shell patterns of the names of the test part; None uses the patterns above.
         drop: shell patterns of names to skip in training, such as ``*-ptpt``. A table can have a
             column with the name of each row; otherwise, NAME of the file counts.
         max_train_pairs: limits the training part to its first pairs that pass the filters; None is
@@ -259,31 +249,17 @@ def load_parallel(
     require_parts("load_parallel", parts)
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
     require_sizes("load_parallel", **given(max_train_pairs=max_train_pairs))
-    for language in (source, target):
-        if columns is not None and list(columns).count(language) != 1:
-            raise ValueError(
-                f"load_parallel: columns must name {language!r} once, got {list(columns)}"
-            )
-
     found: dict[str, list[AlignedFiles | TableFile]]
-    if not isinstance(place, str | Path):
-        require(
-            len(place) == 2,
-            "load_parallel: place",
-            "be a folder, a table or two aligned files",
-            place,
-        )
-        found = {"train": [AlignedFiles(Path(place[0]), Path(place[1]), Path(place[0]).name)]}
-    elif Path(place).is_dir():
-        found = _in_folder(Path(place), source, target, columns, dev, test)
+    if Path(place).is_dir():
+        found = _in_folder(Path(place), source, target)
     else:
-        found = {"train": [_single_table(Path(place), source, target, columns)]}
+        found = {"train": [_single_table(Path(place), source, target)]}
     corpus = ParallelCorpus(
         **{part: ParallelText(source, target, tuple(found.get(part, ()))) for part in PARTS}
     )
     train = replace(corpus.train, drop=tuple(drop), limit=max_train_pairs)
     corpus = replace(corpus, train=train)
-    names = {"train": ["train*"], "dev": dev or _DEV, "test": test or _TEST}
+    names = {"train": ["train*"], "dev": _DEV, "test": _TEST}
     for part in parts:
         counts: Counter[str] = Counter()
         text = getattr(corpus, part)
@@ -305,18 +281,18 @@ def load_parallel(
     return corpus
 
 
-def _single_table(file: Path, source: str, target: str, columns: Sequence[str] | None) -> TableFile:
+def _single_table(file: Path, source: str, target: str) -> TableFile:
     if not file.is_file():
         raise CorpusError(
             f"there is no parallel corpus at {file}: give a folder with train.{source} and "
             f"train.{target} or with train.{source}-{target}.tsv, or give the .tsv file"
         )
     languages = languages_of(file, source, target)
-    if languages is None and columns is None and (other := _any_languages_of(file)):
+    if languages is None and (other := _any_languages_of(file)):
         raise CorpusError(
             f"{file} must be a table of {source} and {target}, got {other} in the file name"
         )
-    return _table(file, languages or (source, target), source, target, columns, file.name)
+    return _table(file, languages or (source, target), source, target, file.name)
 
 
 def describe(counts: Counter[str]) -> str:
@@ -329,14 +305,7 @@ def describe(counts: Counter[str]) -> str:
     return f"{words}, {skipped:,} skipped ({', '.join(kinds)})"
 
 
-def _in_folder(
-    folder: Path,
-    source: str,
-    target: str,
-    columns: Sequence[str] | None,
-    dev: Sequence[str] | None,
-    test: Sequence[str] | None,
-) -> dict[str, list[AlignedFiles | TableFile]]:
+def _in_folder(folder: Path, source: str, target: str) -> dict[str, list[AlignedFiles | TableFile]]:
     """Finds the files of each part."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     sides = {
@@ -356,7 +325,7 @@ def _in_folder(
                     f"{folder} must hold each text once, got {name} as {places[name]} and {file}; "
                     "delete one of them"
                 )
-            places[name] = _table(file, languages, source, target, columns, name)
+            places[name] = _table(file, languages, source, target, name)
 
     def last_word(name: str) -> str:
         both = {f"{source}-{target}", f"{target}-{source}"}
@@ -366,20 +335,13 @@ def _in_folder(
     def named(name: str, patterns: Iterable[str]) -> bool:
         return any(fnmatchcase(last_word(name), pattern) for pattern in patterns)
 
-    def of_part(patterns: Sequence[str] | None, default: Sequence[str]) -> list[str]:
-        if patterns is None:
-            return [name for name in places if named(name, default) and not named(name, _OLD)]
-        return [name for name in places if named(name, patterns)]
+    def of_part(patterns: Sequence[str]) -> list[str]:
+        return [name for name in places if named(name, patterns) and not named(name, _OLD)]
 
-    names = {"dev": of_part(dev, _DEV), "test": of_part(test, _TEST)}
+    names = {"dev": of_part(_DEV), "test": of_part(_TEST)}
     held_out = {*names["dev"], *names["test"]}
     training = [name for name in places if name not in held_out and not named(name, _HELD_OUT)]
     names["train"] = [name for name in training if named(name, ["train*"])] or training
-    for name in {*names["dev"]} & {*names["test"]}:
-        raise CorpusError(
-            f"{places[name]} must match the patterns of dev or of test, got both; "
-            "change the pattern of one of them"
-        )
     return {part: [places[name] for name in names[part]] for part in PARTS}
 
 
@@ -411,33 +373,20 @@ def _any_languages_of(table: Path) -> str | None:
 
 
 def _table(
-    file: Path,
-    languages: tuple[str, str],
-    source: str,
-    target: str,
-    columns: Sequence[str] | None,
-    name: str,
+    file: Path, languages: tuple[str, str], source: str, target: str, name: str
 ) -> TableFile:
-    """Creates the TableFile of a file; if columns is None, infers them from the first lines."""
-    if columns is None:
-        first = islice(filter(None, _lines(file)), _LINES_FOR_COLUMNS)
-        numbers = Counter(line.count(b"\t") + 1 for line in first)
-        number = max(numbers, key=numbers.__getitem__, default=0)
-        if number not in (2, 3):
-            raise CorpusError(
-                f"{file} must have two or three columns separated by tabs, got {number} in most of "
-                "the first lines; give the folder of aligned files; for other tables give the "
-                "argument columns of load_parallel"
-            )
-        columns = ("name", *languages)[-number:]
-    columns = list(columns)
-    return TableFile(
-        file,
-        len(columns),
-        columns.index(source),
-        columns.index(target),
-        columns.index("name") if "name" in columns else name,
-    )
+    """Creates the TableFile of a file; infers the columns from its first lines."""
+    first = islice(filter(None, _lines(file)), _LINES_FOR_COLUMNS)
+    numbers = Counter(line.count(b"\t") + 1 for line in first)
+    number = max(numbers, key=numbers.__getitem__, default=0)
+    if number not in (2, 3):
+        raise CorpusError(
+            f"{file} must have two or three columns separated by tabs, got {number} in most of "
+            "the first lines; give the folder of aligned files"
+        )
+    columns = ("name", *languages)[-number:]
+    places = columns.index(source), columns.index(target)
+    return TableFile(file, number, *places, 0 if number == 3 else name)
 
 
 def _lines(file: Path) -> Iterator[bytes]:
