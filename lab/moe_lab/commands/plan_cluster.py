@@ -11,7 +11,7 @@ time for each device stay about the same:
     moe-lab plan-cluster news/moe-131072-h data.tokens_per_batch=19531 \\
         --devices 128 256 512 1024 --device k40 --weak
 
-Arguments after the configuration are overrides, as in train.py. data.tokens_per_batch is the number
+Arguments after the configuration are overrides, as in `moe-lab train`. data.tokens_per_batch is the number
 of tokens for each device. With --weak, the configuration's numbers of experts and groups are for
 the first value of --devices and grow in proportion to the devices. In a hierarchical mixture, each
 device holds the secondary gates of its own groups, as in the paper. With --placement experts, every

@@ -17,8 +17,7 @@ wordpieces; stderr reports the number of cut lines and the speed.
 
 --output is written after the last line is translated, so it may be one of the input files.
 
---reference prints two BLEU scores to stderr, or to stdout with --output. The first is sacreBLEU's
-score with its signature. The second is the score of multi-bleu.perl, which splits text at spaces.
+--reference prints sacreBLEU's score with its signature to stderr, or to stdout with --output.
 
 --attention plots the attention of each translated wordpiece over the source wordpieces. A .png has
 the first sentence, a .pdf has one page for each sentence.
