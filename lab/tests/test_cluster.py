@@ -10,14 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from moe_lab.analysis.cluster import (
-    DEVICES,
-    Device,
-    exchange_bytes,
-    leaving,
-    mask_bytes,
-    plan,
-)
+from moe_lab.analysis.cluster import DEVICES, Device, exchange_bytes, leaving, mask_bytes, plan
 from moe_lab.analysis.cluster_table import grown, parse_device
 from moe_lab.benchmarks.memory import saved_bytes
 from moe_lab.commands import plan_cluster

@@ -279,9 +279,7 @@ def test_wikitext_is_a_line_a_sentence(tmp_path):
         assert list(words) == [["=", part, "="], paragraph, ["=", "=", "Plot", "=", "="]]
     vocabulary = Vocabulary.build(corpus.train, max_size=100)
     (batch,) = SentenceBatches(
-        encode_sentences(corpus.dev, vocabulary),
-        tokens_per_batch=100,
-        shuffle=False,
+        encode_sentences(corpus.dev, vocabulary), tokens_per_batch=100, shuffle=False
     ).epoch(0)
     # "valid" and the <unk> of the text are the same entry.
     assert (batch.targets[batch.mask] == vocabulary.unk_id).sum() == 2

@@ -8,13 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from assertions import assert_exact
-from moe_lab.analysis import (
-    ExpertReport,
-    by_specialisation,
-    cost,
-    expert_reports,
-    route_text,
-)
+from moe_lab.analysis import ExpertReport, by_specialisation, cost, expert_reports, route_text
 from moe_lab.data import Batch, EncodedSentences, Vocabulary
 from moe_lab.models import (
     LSTM,
@@ -370,10 +364,7 @@ def test_copies_and_pickles_after_a_forward():
         ("moe.shared_sizes", {"layers": ["moe_lstm"], "moe": MoEConfig(shared_sizes=[8])}),
         (
             "moe.bias_update_rate",
-            {
-                "layers": ["moe_lstm"],
-                "moe": MoEConfig(gate="topk", w_load=0, bias_update_rate=0.1),
-            },
+            {"layers": ["moe_lstm"], "moe": MoEConfig(gate="topk", w_load=0, bias_update_rate=0.1)},
         ),
         ("lstm_units", {"lstm_units": 4}),
     ],
@@ -566,12 +557,7 @@ def experts(n, **options):
         ({"layers": ["lstm"], "lstm_units": 2048}, 9.4, 9.4, 0.8),
         ({"layers": ["lstm"] * 4}, 8.4, 8.4, 0.8),
         ({"layers": ["lstm", "ffn", "lstm"]}, 8.4, 8.4, 0.8),
-        (
-            {"layers": ["lstm", "ffn", "lstm"], "ffn": FeedForwardConfig([1024] * 4)},
-            8.4,
-            8.4,
-            0.8,
-        ),
+        ({"layers": ["lstm", "ffn", "lstm"], "ffn": FeedForwardConfig([1024] * 4)}, 8.4, 8.4, 0.8),
         (experts(4), 8.4, 8.4, 0.8),
         (experts(32), 8.4, 37.8, 0.9),
         # The formula gives 8.6508 million operations; the paper prints 8.6.

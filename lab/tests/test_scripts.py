@@ -110,13 +110,7 @@ def test_train_rejects_options_with_status_2(run, corpus, capsys, tmp_path, opti
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     options = [option.format(run=run) for option in options]
     status, error = status_and_error(
-        capsys,
-        train,
-        CONFIG,
-        *TINY,
-        f"data.corpus={corpus}",
-        f"output={tmp_path / 'x'}",
-        *options,
+        capsys, train, CONFIG, *TINY, f"data.corpus={corpus}", f"output={tmp_path / 'x'}", *options
     )
     assert status == 2 and part in error
     assert error.startswith("error: ") and error.count("\n") == 1

@@ -15,10 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = ["the", "small", "tree", "house", "sees", "has", "no", "leaf", "river", "."]
 CONFIG = TranslationModelConfig(
-    d_model=24,
-    lstm_units=0,
-    dropout=0.0,
-    moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[24]),
+    d_model=24, lstm_units=0, dropout=0.0, moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[24])
 )
 
 

@@ -122,11 +122,7 @@ def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
 
 
 def expert_reports(
-    routed: RoutedText,
-    vocabulary: Spelling,
-    *,
-    num_contexts: int = 10,
-    num_words: int = 10,
+    routed: RoutedText, vocabulary: Spelling, *, num_contexts: int = 10, num_words: int = 10
 ) -> list[ExpertReport]:
     """Makes one report for each expert, in the order of the experts.
 
@@ -168,11 +164,7 @@ def expert_reports(
                 information=float(information[expert]),
                 purity=purities[expert],
                 words=[
-                    Word(
-                        spelling[word],
-                        int(count[key]),
-                        float(count[key] / occurrences[word]),
-                    )
+                    Word(spelling[word], int(count[key]), float(count[key] / occurrences[word]))
                     for key in keys[:num_words].tolist()
                     for word in [int(key_word[key])]
                 ],

@@ -52,10 +52,7 @@ def search_of(options: Namespace) -> BeamSearch:
         return BeamSearch.greedy()
     try:
         return BeamSearch(
-            options.beam,
-            options.length_penalty,
-            options.coverage_penalty,
-            num_best=options.n_best,
+            options.beam, options.length_penalty, options.coverage_penalty, num_best=options.n_best
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
