@@ -95,11 +95,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def require_checkpoint(run: str | Path) -> None:
-    """Checks that the folder of a run has checkpoints.
-
-    Raises:
-        ConfigError: there is no checkpoint.
-    """
+    """Checks that the folder of a run has checkpoints."""
     if not any(Path(run, "checkpoints").glob("*")):
         raise ConfigError(
             f"there is no checkpoint in {run}; train first, or give the folder of a run"

@@ -13,9 +13,6 @@ def require_package(owner: str, module: str, extra: str) -> ModuleType:
         owner: name of the function or option that needs the package, shown in the error message.
         module: full module name; its first part is the package.
         extra: the extra in pyproject.toml that installs the package.
-
-    Raises:
-        ImportError: the package is not installed; the message gives the pip command.
     """
     try:
         return importlib.import_module(module)

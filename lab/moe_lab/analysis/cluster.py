@@ -231,10 +231,6 @@ def plan(
         num_devices: d, number of devices.
         exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
         placement: see ``moe_ext.distributed.ExpertParallel``.
-
-    Raises:
-        ValueError: exchange or num_devices is out of range, or the model has no "moe" layer, or it
-            has a "moe_lstm" layer or zero-computation experts.
     """
     require_one_of("plan: exchange", get_args(ExchangeUnit), exchange)
     require_sizes("plan", num_devices=num_devices)

@@ -10,11 +10,7 @@ from moe_lab.training.config import Config
 
 
 def parse_device(words: Sequence[str]) -> Device:
-    """Parses --device: a preset's name, key=value arguments, or both.
-
-    Raises:
-        ConfigError: a word is unknown, or a value is missing or invalid.
-    """
+    """Parses --device: a preset's name, key=value arguments, or both."""
     names = [field.name for field in fields(Device)]
     values: dict[str, float] = {}
     for word in words:

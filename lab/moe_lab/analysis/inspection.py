@@ -63,11 +63,7 @@ def write_experts(routed: Routed, output: Path, *, num_contexts: int, num_senten
 
 
 def route_run(run: str, part: str, num_positions: int, layer: int, device: str) -> Routed:
-    """Runs a model of the lab on a part of its corpus.
-
-    Raises:
-        ValueError: the model has no MoE layer with this index.
-    """
+    """Runs a model of the lab on a part of its corpus."""
     trained = load_run(run, device)
     sentences = load_part(trained.config.data, trained.vocabulary, part)
     routed = route_text(trained.model, sentences, num_positions=num_positions, layer=layer)
@@ -78,12 +74,7 @@ def route_run(run: str, part: str, num_positions: int, layer: int, device: str) 
 def route_transformers(
     name: str, text: str, num_positions: int, layer: int | None, device: str
 ) -> Routed:
-    """Runs a model of transformers on a text file; layer = None keeps all layers.
-
-    Raises:
-        ConfigError: transformers is not installed.
-        ValueError: the model has no experts or no layer with this index, or the text has no token.
-    """
+    """Runs a model of transformers on a text file; layer = None keeps all layers."""
     try:
         transformers = require_package("--text", "transformers", "transformers")
         import moe_ext.integrations.transformers  # noqa: F401  registers "moe_ext"

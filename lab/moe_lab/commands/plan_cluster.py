@@ -11,13 +11,13 @@ time for each device stay about the same:
     moe-lab plan-cluster news/moe-131072-h data.tokens_per_batch=19531 \\
         --devices 128 256 512 1024 --device k40 --weak
 
-Arguments after the configuration are overrides, as in `moe-lab train`. data.tokens_per_batch is the number
-of tokens for each device. With --weak, the configuration's numbers of experts and groups are for
-the first value of --devices and grow in proportion to the devices. In a hierarchical mixture, each
-device holds the secondary gates of its own groups, as in the paper. With --placement experts, every
-device holds a replica of all secondary gates. With 1,024 devices, these replicas need more memory
-than the rest of the model. A device is a preset, a set of values, or a preset with some values
-replaced. lab/moe_lab/analysis/cluster.py has the arithmetic and says which numbers are estimates.
+Arguments after the configuration are overrides, as in `moe-lab train`. data.tokens_per_batch is
+the number of tokens for each device. With --weak, the configuration's numbers of experts and groups
+are for the first value of --devices and grow in proportion to the devices. In a hierarchical
+mixture, each device holds the secondary gates of its own groups, as in the paper. With --placement
+experts, every device holds a replica of all secondary gates. With 1,024 devices, these replicas
+need more memory than the rest of the model. A device is a preset, a set of values, or a preset with
+some values replaced. lab/moe_lab/analysis/cluster.py says which numbers are estimates.
 
     memory       GB by use, on the device with the most experts; "fits": the device has this memory
     wire         MB that a device sends in a step, for the experts and for the dense gradients

@@ -138,9 +138,6 @@ class SentenceBatches(SortedBatches[Batch]):
     Attributes:
         num_tokens: number of predictions in an epoch, ends of sentences included.
         num_batches: number of batches in every epoch.
-
-    Raises:
-        ValueError: an argument is out of range, or there is no sentence.
     """
 
     def __init__(

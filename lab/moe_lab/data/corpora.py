@@ -67,11 +67,6 @@ def load_corpus(
             limit. ``Corpus.all`` is not limited.
         dev_share: fraction of the sentences in the dev part, if a hash decides the parts.
         test_share: fraction of the sentences in the test part, if a hash decides the parts.
-
-    Raises:
-        CorpusError: the corpus is missing, empty or unreadable. Iteration can also raise
-            CorpusError.
-        ValueError: another argument is out of range.
     """
     require_sizes("load_corpus", **given(max_train_sentences=max_train_sentences))
     require_parts("load_corpus", parts)

@@ -104,11 +104,7 @@ SETS = {
 
 
 def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
-    """Finds the folder of the unpacked corpus, or unpacks it into `output`.
-
-    Raises:
-        ConfigError: `source` has neither the archive nor the corpus, or unpacking fails.
-    """
+    """Finds the folder of the unpacked corpus, or unpacks it into `output`."""
     for folder in (source, output):
         if folder is None or not folder.is_dir():
             continue
@@ -138,11 +134,7 @@ def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
 
 
 def file_of(download: Download, output: Path, source: Path | None) -> Path:
-    """Finds the file in `source` or `output`, or downloads it into `output`.
-
-    Raises:
-        ConfigError: no address works, or the checksum is wrong.
-    """
+    """Finds the file in `source` or `output`, or downloads it into `output`."""
     for folder in (source, output):
         if folder and (folder / download.name).is_file():
             _verify(folder / download.name, download.sha256)
@@ -169,11 +161,7 @@ def file_of(download: Download, output: Path, source: Path | None) -> Path:
 
 
 def _fetch(url: str, part: Path) -> None:
-    """Downloads the part of `url` that is missing in the file `part`.
-
-    Raises:
-        OSError: the server cannot be reached, refuses the request, or closes the connection early.
-    """
+    """Downloads the part of `url` that is missing in the file `part`."""
     there = part.stat().st_size if part.is_file() else 0
     headers = {"User-Agent": "moe_ext", **({"Range": f"bytes={there}-"} if there else {})}
     try:
@@ -206,11 +194,7 @@ def _verify(file: Path, sha256: str) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks a zip or tar archive into `folder`, never outside of `folder`.
-
-    Raises:
-        ConfigError: the archive is corrupted, or a member lies outside of the folder.
-    """
+    """Unpacks a zip or tar archive into `folder`, never outside of `folder`."""
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as packed:

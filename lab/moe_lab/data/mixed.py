@@ -43,9 +43,6 @@ def of_languages(folder: Path, languages: Iterable[str], max_sentences: int) -> 
         folder: the parallel corpus; see `load_parallel`.
         languages: the other languages, such as "fr" and "de", each with a text in English.
         max_sentences: maximum number of training sentences of each language.
-
-    Raises:
-        CorpusError: the corpus is missing, empty or unreadable.
     """
     corpora = [load_parallel(folder, source="en", target=language) for language in languages]
     of_language: dict[str, dict[str, list[ParallelText]]] = {"en": {part: [] for part in PARTS}}
@@ -70,9 +67,6 @@ def of_sources(max_sentences: int) -> Parts:
 
     Args:
         max_sentences: maximum number of training sentences of each of the three kinds.
-
-    Raises:
-        CorpusError: torch has no headers.
     """
     corpus = builtin_corpus()
     documentation: Kind = {part: map(" ".join, getattr(corpus, part)) for part in PARTS}
@@ -84,9 +78,6 @@ def sources() -> Parts:
 
     The corpus is fixed for given versions of Python and torch. The first call takes about a minute
     and caches the sentences; see `cached_lines`.
-
-    Raises:
-        CorpusError: torch has no headers.
     """
 
     def made() -> Iterator[str]:

@@ -152,9 +152,6 @@ class ParallelText(Iterable[Pair]):
 
         Args:
             counts: the counter of lines to add to; ``describe`` formats the counter.
-
-        Raises:
-            CorpusError: a file cannot be read, or aligned files differ in their number of lines.
         """
         return islice(self._kept(counts), self.limit)
 
@@ -240,11 +237,6 @@ def load_parallel(
             column with the name of each row; otherwise, NAME of the file counts.
         max_train_pairs: limits the training part to its first pairs that pass the filters; None is
             no limit.
-
-    Raises:
-        CorpusError: the corpus is missing, empty or unreadable. Iteration can also raise
-            CorpusError.
-        ValueError: another argument is out of range.
     """
     require_parts("load_parallel", parts)
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)

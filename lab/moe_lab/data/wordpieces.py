@@ -39,10 +39,6 @@ class Wordpieces:
     Attributes:
         unk_id: the id of ``<unk>``.
         eos_id: the id of ``</s>``.
-
-    Raises:
-        ValueError: the bytes are not a model, the model has no ``</s>``, or a wordpiece is not
-            UTF-8.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -89,10 +85,6 @@ class Wordpieces:
                 0.98 to 1.
             max_sentences: size of a uniform random sample of the sentences, to bound memory and
                 time; None uses all sentences.
-
-        Raises:
-            ValueError: an argument is out of range, or the text is too short for vocab_size, or the
-                text has more distinct characters than vocab_size.
         """
         require_one_of("Wordpieces.train: kind", PIECE_KINDS, kind)
         name = "Wordpieces.train"
@@ -159,28 +151,16 @@ class Wordpieces:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of wordpiece ids, without ``</s>`` and without tokens ``<2xx>``.
-
-        Raises:
-            IndexError: an id is outside [0, number of wordpieces).
-        """
+        """Returns the text of wordpiece ids, without ``</s>`` and without tokens ``<2xx>``."""
         text: str = self._processor.DecodeIds(self._checked(ids, "decode"))
         return text
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Returns the wordpiece of each id, including ``</s>`` and tokens ``<2xx>``.
-
-        Raises:
-            IndexError: an id is outside [0, number of wordpieces).
-        """
+        """Returns the wordpiece of each id, including ``</s>`` and tokens ``<2xx>``."""
         return [self._processor.IdToPiece(index) for index in self._checked(ids, "pieces")]
 
     def target_token_id(self, language: str) -> int:
-        """Returns the id of ``<2xx>``, which requests language xx in front of a source sentence.
-
-        Raises:
-            ValueError: the model has no entry ``<2xx>`` for this language.
-        """
+        """Returns the id of ``<2xx>``, which requests language xx in front of a source sentence."""
         token = f"<2{language}>"
         index: int = self._processor.PieceToId(token)
         if not self._processor.IsControl(index):
@@ -231,12 +211,7 @@ class Wordpieces:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a file written by `save` or by sentencepiece.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: the file is not a model, or `Wordpieces` refuses the model.
-        """
+        """Reads a file written by `save` or by sentencepiece."""
         path = Path(path)
         if not path.is_file():
             found = "is not a file" if path.exists() else "does not exist"

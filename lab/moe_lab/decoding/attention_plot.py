@@ -50,9 +50,6 @@ def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
     """Yields a function that plots a translation into the file `path`.
 
     A .pdf gets the plots of all translations, a .png the plot of the first translation.
-
-    Raises:
-        ConfigError: no translation has text.
     """
     is_pdf = path.suffix.lower() == ".pdf"
     num_plots = 0

@@ -135,9 +135,6 @@ class BeamSearch:
             the end of sentence.
         min_length_limit: lower bound of the length limit, for short sources.
         num_best: maximum number of returned hypotheses, at most `beam`.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     beam: int = 8
@@ -211,10 +208,6 @@ class BeamSearch:
 
         Returns:
             For each source, 1 to num_best hypotheses, best score first.
-
-        Raises:
-            ValueError: source_mask is not bool [B, S] with a token in each row, eos_id is not in
-                [0, V), or the log-probabilities of a row are NaN or all -inf.
         """
         require(
             source_mask.dim() == 2 and source_mask.dtype == torch.bool,

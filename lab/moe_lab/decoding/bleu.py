@@ -70,10 +70,6 @@ def corpus_bleu(
         language: language of the translations, such as "ja", "jpn" or "zh-CN".
         tokenized: whether the sentences are already tokenized.
         lowercase: whether upper and lower case count as equal.
-
-    Raises:
-        ValueError: there are no translations or no references, their numbers differ, or an argument
-            is a string.
     """
     for name, sentences in (
         ("translations", translations),

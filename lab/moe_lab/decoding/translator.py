@@ -64,10 +64,6 @@ class Translator:
     Attributes:
         num_cut: number of lines that were truncated to max_pieces.
 
-    Raises:
-        ValueError: an argument is out of range, or `into` is not in `languages`, or the wordpieces
-            have no entry for `into`.
-
     Example:
         >>> translator = Translator(model, wordpieces)  # doctest: +SKIP
         >>> for best, *_ in translator(["A sentence .", "Another one ."]):  # doctest: +SKIP
@@ -113,9 +109,6 @@ class Translator:
         Args:
             lines: the lines of text, read on demand.
             title: title of the progress bar; None shows no bar.
-
-        Raises:
-            ValueError: `lines` is a string.
         """
         require(
             not isinstance(lines, str),

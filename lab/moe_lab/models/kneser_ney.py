@@ -142,10 +142,6 @@ def fit_kneser_ney(
         vocab_size: V, number of predicted words.
         order: maximum n; the order of the model is lower if all sentences are too short.
         modified: whether each order has three discounts instead of one.
-
-    Raises:
-        ValueError: order is less than 1, there is no sentence, or a word id is not below
-            vocab_size.
     """
     require_sizes("fit_kneser_ney", order=order)
     words, first = _words(sentences, vocab_size, "fit_kneser_ney")

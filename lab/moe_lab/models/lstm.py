@@ -54,9 +54,6 @@ class LSTM(nn.Module):
     Attributes:
         projection: P [D, D] if units equals d_model, otherwise None. If units is greater, the
             attribute ``lstm`` holds P.
-
-    Raises:
-        ValueError: units is less than d_model.
     """
 
     def __init__(

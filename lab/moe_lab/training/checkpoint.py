@@ -32,9 +32,6 @@ def load_states(checkpoints: Checkpoints, run: Path, fallback: bool = False) -> 
         checkpoints: the checkpoints of the run.
         run: the folder of the run.
         fallback: see `Checkpoints.load`.
-
-    Raises:
-        ConfigError: there is no checkpoint, or the checkpoint cannot be read.
     """
     if not checkpoints.steps():
         raise ConfigError(
@@ -72,9 +69,6 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     Args:
         run: the folder of the run.
         device: device of the model.
-
-    Raises:
-        ConfigError: the folder has no checkpoint, or its vocabulary does not match the checkpoint.
     """
     run = Path(run)
     checkpoints = checkpoints_of(run)
@@ -93,12 +87,7 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
 
 
 def check_vocabulary(vocabulary: AnyVocabulary, state: dict[str, Any], source: object) -> None:
-    """Checks that a vocabulary is the vocabulary of a checkpoint.
-
-    Raises:
-        ConfigError: the vocabularies differ. The message names `source`, the origin of the
-            vocabulary.
-    """
+    """Checks that a vocabulary is the vocabulary of a checkpoint."""
     if vocabulary.fingerprint() != state["vocabulary"]:
         raise ConfigError(
             f"the vocabulary of {source} must be the vocabulary of the run (SHA-256 "

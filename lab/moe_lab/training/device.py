@@ -22,9 +22,6 @@ def set_up_torch(device: str, num_threads: int) -> None:
     Args:
         device: "cpu", "cuda" or "cuda:N".
         num_threads: number of torch's threads; 0 keeps torch's default.
-
-    Raises:
-        ConfigError: the operators are not built for the device, or torch cannot use it.
     """
     if num_threads:
         torch.set_num_threads(num_threads)

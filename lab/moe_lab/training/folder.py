@@ -41,9 +41,6 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-
-    Raises:
-        ConfigError: the folder cannot be used for this run.
     """
 
     def __init__(self, config: AnyConfig) -> None:
@@ -93,11 +90,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks the folder, which is created if missing.
-
-        Raises:
-            ConfigError: another run is training in the folder.
-        """
+        """Locks the folder, which is created if missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             with file_lock(self.path / ".training.lock", wait=False):

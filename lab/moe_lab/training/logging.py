@@ -150,9 +150,6 @@ def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     Args:
         run: the run's folder.
         kind: "train" or "dev"; None returns both.
-
-    Raises:
-        ConfigError: the file cannot be read, or another line is not a record.
     """
     path = run / "metrics.jsonl"
     if not path.exists():

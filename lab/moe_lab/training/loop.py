@@ -332,9 +332,6 @@ def make_trainer(
         config: the configuration of the run.
         text: the encoded corpus of config.data; None loads the corpus.
         process_group: the process group; every rank makes a trainer. None is a single rank.
-
-    Raises:
-        ConfigError: the output folder, the device or the corpus cannot be used.
     """
     ranks = Ranks(process_group)
     set_up_for(config)

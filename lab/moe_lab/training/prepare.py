@@ -58,11 +58,7 @@ def prepare(options: Namespace) -> SentenceText:
 
 
 def _of_languages(options: Namespace, output: Path) -> Path:
-    """Mixes languages in a subfolder of `output`, once for each choice of languages.
-
-    Raises:
-        ConfigError: the parallel text cannot be used.
-    """
+    """Mixes languages in a subfolder of `output`, once for each choice of languages."""
     name = "-".join([*options.languages, f"{options.sentences}-sentences"])
     corpus = output / name
     if not corpus.is_dir():
@@ -78,11 +74,7 @@ def _of_languages(options: Namespace, output: Path) -> Path:
 
 
 def check(text: SentenceText, expected: DataSet | None) -> None:
-    """Prints the sizes of the vocabulary and of the parts of the corpus.
-
-    Raises:
-        ConfigError: a size differs from the published size in `expected`.
-    """
+    """Prints the sizes of the vocabulary and of the parts of the corpus."""
     wrong = []
 
     def row(what: str, found: int, published: int | None) -> str:

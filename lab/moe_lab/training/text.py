@@ -65,11 +65,7 @@ def load_text(config: DataConfig) -> SentenceText: ...
 @overload
 def load_text(config: ParallelDataConfig) -> PairText: ...
 def load_text(config: DataConfig | ParallelDataConfig) -> Text:
-    """Loads and encodes a corpus; makes the vocabulary of the training part if config has none.
-
-    Raises:
-        ConfigError: the corpus or the vocabulary cannot be used.
-    """
+    """Loads and encodes a corpus; makes the vocabulary of the training part if config has none."""
     if isinstance(config, ParallelDataConfig):
         return _load_pairs(config)
     with _config_errors():
@@ -94,9 +90,6 @@ def load_part(
         config: options of the corpus; options of the vocabulary are ignored.
         vocabulary: vocabulary of the model.
         part: "train", "dev", "test" or "all".
-
-    Raises:
-        ConfigError: the corpus cannot be used.
     """
     with _config_errors():
         if isinstance(config, ParallelDataConfig):
@@ -150,9 +143,6 @@ def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
         config: options of the corpus. If the corpus is a table and there are several language
             pairs, only the pairs in the name of the table are used.
         part: "train", "dev", "test" or "all".
-
-    Raises:
-        ConfigError: the corpus cannot be used.
     """
     if not config.corpus:
         raise ConfigError(

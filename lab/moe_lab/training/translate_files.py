@@ -18,11 +18,7 @@ _STDIN = "-"
 
 
 def _read_lines(file: str) -> Iterator[str]:
-    """Reads the lines of a file or of stdin; invalid UTF-8 becomes U+FFFD.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Reads the lines of a file or of stdin; invalid UTF-8 becomes U+FFFD."""
     try:
         with ExitStack() as stack:
             lines = sys.stdin.buffer

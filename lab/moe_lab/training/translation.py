@@ -25,10 +25,6 @@ def make_translator(
         search: the beam search.
         into: target language, for a model of several language pairs.
         options: further arguments of `Translator`.
-
-    Raises:
-        ConfigError: the model is not a translation model, `into` is not one of its languages, or an
-            option is out of range.
     """
     model, wordpieces, config = trained.model, trained.vocabulary, trained.config
     if not isinstance(config, TranslationConfig):
@@ -42,11 +38,7 @@ def make_translator(
 
 
 def translations_of(trained: TrainedModel, text: ParallelText) -> list[str]:
-    """Translates the sources of a text with a trained model and the default `BeamSearch`.
-
-    Raises:
-        ConfigError: the model was not trained to translate into the target language of the text.
-    """
+    """Translates the sources of a text with a trained model and the default `BeamSearch`."""
     config = trained.config
     assert isinstance(config, TranslationConfig)
     into = text.target if config.data.languages_with_token else None
@@ -63,9 +55,6 @@ def translated_test(run: str | Path) -> dict[str, list[str]]:
 
     Returns:
         The translations of the newest checkpoint by language pair.
-
-    Raises:
-        ConfigError: the run has no model or its corpus cannot be read.
     """
     run = Path(run)
     config = read_config(run / "config.toml", [], TranslationConfig)
@@ -91,9 +80,6 @@ def bleu_of_test(
         keep: for each test sentence, whether the BLEU counts the sentence; only for a run with one
             language pair. None counts all sentences.
         lowercase: whether upper and lower case count as equal.
-
-    Raises:
-        ConfigError: see `translated_test`.
     """
     config = read_config(Path(run) / "config.toml", [], TranslationConfig)
     found = {}
