@@ -29,6 +29,7 @@ from moe_lab.data import (
     load_corpus,
 )
 from moe_lab.data import sentences as texts
+from torch.utils.data._utils import worker
 
 WORDS = [*(f"w{i}" for i in range(40)), "Käse", "日本", "\u00e9"]
 
@@ -418,6 +419,7 @@ def pid(number):
 
 
 def wait_with_workers(pipe):
+    worker.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds between two looks at the parent process
     pids = in_workers(pid, itertools.count(), 2)
     pipe.send([next(pids), next(pids)])
     time.sleep(600)

@@ -502,7 +502,7 @@ def test_large_matrices_in_bfloat16_learn(table):
     records = []
     for dtype in ("bfloat16", "float32"):
         output = f"{table['output']}-{dtype}"
-        trainer = train(merged(table, steps=60, output=output, model={"dtype": dtype}))
+        trainer = train(merged(table, steps=40, output=output, model={"dtype": dtype}))
         records.append(read_metrics(trainer.folder, "train"))
         assert trainer.model.embedding.weight.dtype == getattr(torch, dtype)
     low, full = records
