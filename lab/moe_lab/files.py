@@ -113,10 +113,6 @@ class Locked(Exception):
 def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
     """Holds an exclusive lock on a file, so that only one process runs the body.
 
-    Args:
-        path: the lock file.
-        wait: whether to block until the lock is free.
-
     Raises:
         Locked: another process holds the lock and wait is False.
     """

@@ -119,10 +119,6 @@ def mask_bytes(scores: float, num_devices: int, itemsize: int = 4) -> float:
 def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
     """Computes the expected remote assignments and remote ranks of a token, for uniform routing.
 
-    Args:
-        placement: placement of the experts on the ranks.
-        k: experts for each token; in a hierarchical mixture, k groups and k experts in each group.
-
     Returns:
         The arguments ``rows`` and ``copies`` of `exchange_bytes`, for one token.
     """
@@ -342,14 +338,7 @@ def _averages_saved(config: Config, model: LanguageModel, share: int) -> int:
 
 
 def _kept_of_token(config: Config, model: LanguageModel, group: int, travelling: int) -> int:
-    """Counts the elements saved for backward of a token.
-
-    Args:
-        config: the training run.
-        model: the model of the training run.
-        group: experts in a group.
-        travelling: elements of a token's rows that a layer sends between ranks.
-    """
+    """Counts the elements saved for backward of a token."""
     moe, d_model = config.model.moe, config.model.d_model
     logits = moe.num_groups + moe.k * group if moe.num_groups else moe.num_experts
     dropouts = len(model.layers) + 1 if config.model.dropout else 0

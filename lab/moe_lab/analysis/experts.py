@@ -127,12 +127,6 @@ def expert_reports(
     """Makes one report for each expert, in the order of the experts.
 
     The report of an expert without tokens has empty lists.
-
-    Args:
-        routed: the routing of randomly chosen sentences, from `route_text` or `route_lines`.
-        vocabulary: the model's vocabulary.
-        num_contexts: the number of contexts to report of each expert.
-        num_words: the number of words to report of each expert.
     """
     num_experts, experts = routed.num_experts, routed.expert
     spelling, vocab_size = vocabulary.words, len(vocabulary.words)

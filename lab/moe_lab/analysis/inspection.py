@@ -35,14 +35,7 @@ class Routed(NamedTuple):
 
 
 def write_experts(routed: Routed, output: Path, *, num_contexts: int, num_sentences: int) -> None:
-    """Writes OUTPUT.txt and OUTPUT.html, and prints the text of a single layer.
-
-    Args:
-        routed: the routing, from `route_run` or `route_transformers`.
-        output: path of both files without their suffix.
-        num_contexts: number of contexts for each expert.
-        num_sentences: number of sentences in the explorer, divided over its layers.
-    """
+    """Writes OUTPUT.txt and OUTPUT.html, and prints the text of a single layer."""
     output.parent.mkdir(parents=True, exist_ok=True)
     title = f"{routed.title}: what each expert sees"
     of_layer = math.ceil(num_sentences / routed.num_layers)

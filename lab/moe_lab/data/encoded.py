@@ -168,12 +168,7 @@ AnyVocabulary = Vocabulary | Wordpieces
 def encode_sentences(
     sentences: Iterable[Sequence[str]], vocabulary: AnyVocabulary
 ) -> EncodedSentences:
-    """Encodes sentences with a vocabulary, in memory; reads the sentences once, in order.
-
-    Args:
-        sentences: the words of each sentence.
-        vocabulary: words or wordpieces; wordpieces split the words further.
-    """
+    """Encodes sentences with a vocabulary, in memory; reads the sentences once, in order."""
     return EncodedSentences(_ids(sentences, vocabulary), vocabulary.eos_id)
 
 
@@ -253,13 +248,7 @@ def made_once(
 
 
 class SentencesWriter:
-    """Writes the files for `EncodedSentences.open`, one block of sentences at a time.
-
-    Args:
-        folder: an existing folder for the files.
-        eos_id: the id of ``</s>``.
-        about: additional entries of the file about.json.
-    """
+    """Writes the files for `EncodedSentences.open`, one block of sentences at a time."""
 
     def __init__(self, folder: Path, eos_id: int, **about: Any) -> None:
         self._folder = folder

@@ -38,11 +38,6 @@ def of_languages(folder: Path, languages: Iterable[str], max_sentences: int) -> 
     """Mixes English and other languages, each side of a parallel corpus as text of its own.
 
     A training sentence of a language occurs once, and is in neither dev nor test.
-
-    Args:
-        folder: the parallel corpus; see `load_parallel`.
-        languages: the other languages, such as "fr" and "de", each with a text in English.
-        max_sentences: maximum number of training sentences of each language.
     """
     corpora = [load_parallel(folder, source="en", target=language) for language in languages]
     of_language: dict[str, dict[str, list[ParallelText]]] = {"en": {part: [] for part in PARTS}}
@@ -64,9 +59,6 @@ def of_sources(max_sentences: int) -> Parts:
     The Python code is that of the standard library and of torch, without tests; the headers are
     those of torch. A file of code is in one part only; dev and test have at most 20 of its
     sentences. A sentence of code is a run of lines without a blank line, cut after 64 words.
-
-    Args:
-        max_sentences: maximum number of training sentences of each of the three kinds.
     """
     corpus = builtin_corpus()
     documentation: Kind = {part: map(" ".join, getattr(corpus, part)) for part in PARTS}

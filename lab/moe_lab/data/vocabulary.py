@@ -24,9 +24,6 @@ class Vocabulary:
     words. Both entries are ordered by frequency like words, as `LogUniformSampler` needs. Padding
     has no entry and no probability, because padding is masked.
 
-    Args:
-        words: the entries in the order of their ids.
-
     Attributes:
         words: the entries in the order of their ids.
         unk_id: the id of ``<unk>``.
@@ -56,11 +53,6 @@ class Vocabulary:
         """Builds a vocabulary of the most frequent words; ties are ordered by spelling.
 
         ``</s>`` counts once per sentence, ``<unk>`` once per occurrence of an excluded word.
-
-        Args:
-            sentences: the training text; read once.
-            max_size: maximum number of entries, with ``<unk>`` and ``</s>``.
-            min_count: minimum number of occurrences of a word.
         """
         return cls.of_counts(cls.count(sentences), max_size, min_count)
 

@@ -104,12 +104,7 @@ class Translator:
     def __call__(
         self, lines: Iterable[str], *, title: str | None = "translating"
     ) -> Iterator[list[Translation]]:
-        """Yields 1 to search.num_best translations of each line, best first.
-
-        Args:
-            lines: the lines of text, read on demand.
-            title: title of the progress bar; None shows no bar.
-        """
+        """Yields 1 to search.num_best translations of each line, best first."""
         require(
             not isinstance(lines, str),
             "Translator: lines",

@@ -133,12 +133,6 @@ class AttentionLSTM(nn.Module):
     The equations are::
 
         a_t = attention(m_{t-1}, source)          m_t, c_t = LSTM([x_t, a_t], m_{t-1}, c_{t-1})
-
-    Args:
-        d_model: D, width of x, m and the source.
-        units: see `LSTM`.
-        attention_units: `units` of `Attention`.
-        kind: see `Attention`.
     """
 
     def __init__(

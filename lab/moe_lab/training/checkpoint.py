@@ -26,13 +26,7 @@ def checkpoints_of(
 
 
 def load_states(checkpoints: Checkpoints, run: Path, fallback: bool = False) -> Loaded:
-    """Loads the training state of a run's newest checkpoint, without a model.
-
-    Args:
-        checkpoints: the checkpoints of the run.
-        run: the folder of the run.
-        fallback: see `Checkpoints.load`.
-    """
+    """Loads the training state of a run's newest checkpoint, without a model."""
     if not checkpoints.steps():
         raise ConfigError(
             f"there is no checkpoint in {run}; train first, or give the folder of a run"
@@ -64,12 +58,7 @@ class TrainedModel:
 
 
 def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
-    """Loads the model of a run from its newest checkpoint.
-
-    Args:
-        run: the folder of the run.
-        device: device of the model.
-    """
+    """Loads the model of a run from its newest checkpoint."""
     run = Path(run)
     checkpoints = checkpoints_of(run)
     step, state, _ = load_states(checkpoints, run)

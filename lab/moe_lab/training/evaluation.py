@@ -22,16 +22,7 @@ from moe_lab.training.translation import translations_of
 def evaluate_run(
     run: str, part: str, corpus: str | None, device: str, *, tokens_per_batch: int, bleu: bool
 ) -> Evaluation:
-    """Evaluates the newest model of a run on a part of a corpus, and prints the results.
-
-    Args:
-        run: the folder of the run.
-        part: "train", "dev", "test" or "all".
-        corpus: another corpus than that of the run; None uses the corpus of the run.
-        device: device of the model.
-        tokens_per_batch: size of a batch.
-        bleu: whether to translate the sources too, and to print BLEU.
-    """
+    """Evaluates the newest model of a run on a part of a corpus, and prints the results."""
     trained = load_run(run, device)
     data = trained.config.data
     data = replace(data, corpus=corpus) if corpus else data

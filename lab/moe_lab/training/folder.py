@@ -36,9 +36,6 @@ def vocabulary_file(data: DataConfig | ParallelDataConfig) -> str:
 class RunFolder:
     """The output folder of a configuration, checked before the run begins; writes nothing yet.
 
-    Args:
-        config: the configuration of the run.
-
     Attributes:
         path: the folder.
     """
@@ -118,10 +115,6 @@ class RunFolder:
     @contextmanager
     def begin(self, step: int, vocabulary: AnyVocabulary) -> Iterator[RunLog]:
         """Writes the configuration, which makes a killed run resumable, then the vocabulary.
-
-        Args:
-            step: the step at which the run begins or continues.
-            vocabulary: the vocabulary of the run.
 
         Yields:
             The log of the run.

@@ -58,13 +58,7 @@ class RunLog:
         self._bar.update()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Writes one record to metrics.jsonl and TensorBoard, and shows its main values.
-
-        Args:
-            kind: "train" or "dev".
-            step: number of completed steps.
-            values: numbers, or lists with an entry for each MoE layer.
-        """
+        """Writes one record to metrics.jsonl and TensorBoard, and shows its main values."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
         if self._writer is not None:
@@ -146,10 +140,6 @@ def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Reads the records of a run's metrics.jsonl in order; [] if the file does not exist.
 
     A last line that a crash has truncated is left out.
-
-    Args:
-        run: the run's folder.
-        kind: "train" or "dev"; None returns both.
     """
     path = run / "metrics.jsonl"
     if not path.exists():

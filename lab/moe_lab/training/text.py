@@ -84,13 +84,7 @@ def load_text(config: DataConfig | ParallelDataConfig) -> Text:
 def load_part(
     config: DataConfig | ParallelDataConfig, vocabulary: AnyVocabulary, part: str
 ) -> AnyText:
-    """Loads one part of a corpus and encodes it with a given vocabulary.
-
-    Args:
-        config: options of the corpus; options of the vocabulary are ignored.
-        vocabulary: vocabulary of the model.
-        part: "train", "dev", "test" or "all".
-    """
+    """Loads one part of a corpus and encodes it with a given vocabulary."""
     with _config_errors():
         if isinstance(config, ParallelDataConfig):
             assert isinstance(vocabulary, Wordpieces)

@@ -18,14 +18,7 @@ from moe_lab.training.text import parallel_text
 def make_translator(
     trained: TrainedModel, search: BeamSearch, into: str | None = None, **options: Any
 ) -> Translator:
-    """Creates the `Translator` of a trained model.
-
-    Args:
-        trained: the model, from `load_run`.
-        search: the beam search.
-        into: target language, for a model of several language pairs.
-        options: further arguments of `Translator`.
-    """
+    """Creates the `Translator` of a trained model."""
     model, wordpieces, config = trained.model, trained.vocabulary, trained.config
     if not isinstance(config, TranslationConfig):
         raise ConfigError(f'the run\'s task must be "translation", got "{config.task}"')
