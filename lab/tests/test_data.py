@@ -478,7 +478,7 @@ def test_builtin_corpus_needs_no_writable_cache(tmp_path, monkeypatch):
     assert cached.read_text("utf-8").splitlines() == made
 
 
-# --- ids and other processes ------------------------------------------------------------------
+# --- ids ---------------------------------------------------------------------------------------
 
 
 def test_encoded_sentences_give_the_ids_back():
