@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import pathlib
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +22,7 @@ from moe_lab.training.config import config_from_dict, read_config
 from moe_lab.training.optimizers import make_optimizers
 
 from moe_ext import HierarchicalBalancedGate, MoE, ops
-from moe_ext.distributed import ExpertPlacement
+from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -269,6 +270,8 @@ def test_errors():
 
 
 def test_devices_of_the_command():
+    assert get_args(ExchangeUnit) == plan_cluster.EXCHANGES
+    assert get_args(Placement) == plan_cluster.PLACEMENTS
     assert parse_device(["k40"]) == DEVICES["k40"]
     assert parse_device(["k40", "link=5e9"]) == dataclasses.replace(DEVICES["k40"], link=5e9)
     words = ["flops=1e6", "memory=1e5", "memory_bandwidth=1e6", "link=1e4"]

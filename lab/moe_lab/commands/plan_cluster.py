@@ -30,10 +30,13 @@ some values replaced. lab/moe_lab/analysis/cluster.py says which numbers are est
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from moe_lab.cli import add_overrides, at_least, make_parser
 from moe_lab.errors import ConfigError
+
+EXCHANGES, PLACEMENTS = ("rows", "tokens"), ("experts", "groups")  # of moe_ext.distributed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,13 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--exchange",
-        choices=("rows", "tokens"),
+        choices=EXCHANGES,
         default="rows",
         help="what the all-to-all sends (%(default)s)",
     )
     parser.add_argument(
         "--placement",
-        choices=("experts", "groups"),
+        choices=PLACEMENTS,
         help="what a device owns: experts, or groups with their gates (default: groups if any)",
     )
     parser.add_argument(
@@ -71,7 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the cluster plans to this file")
     args = parser.parse_intermixed_args(arguments)
-    from dataclasses import asdict
 
     from moe_lab.analysis.cluster import plan
     from moe_lab.analysis.cluster_table import grown, parse_device, table
