@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -50,22 +48,14 @@ def test_ten_thousand_corrupted_files(kind):
     assert failures(kind, range(10_000), 250) == ""
 
 
-def test_the_command_prints_the_numbers():
-    command = [
-        sys.executable,
-        "lab/tests/fuzz_files.py",
-        "config",
-        "--files",
-        "20",
-        "--commands",
-        "0",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    header, row = done.stdout.splitlines()
+def test_the_script_prints_the_numbers(capfd):
+    assert fuzz_files.main(["config", "--files", "20", "--commands", "0"]) == 0
+    printed = capfd.readouterr()
+    header, row = printed.out.splitlines()
     assert header.split() == ["kind", "files", "accepted", "refused", "failed"]
     name, files, accepted, refused, failed = row.split()
     assert (name, files, failed) == ("config", "20", "0")
-    assert int(accepted) + int(refused) == 20 and int(refused) > 0 and done.stderr == ""
+    assert int(accepted) + int(refused) == 20 and int(refused) > 0 and printed.err == ""
 
 
 # --- the oracle notices what a loader must not do -----------------------------------------------
