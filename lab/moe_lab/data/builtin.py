@@ -50,9 +50,9 @@ def builtin_sentences() -> list[str]:
     return cached_lines("builtin", made, files, [__file__])
 
 
-def builtin_corpus(dev_share: float = 0.02, test_share: float = 0.02) -> Corpus:
+def builtin_corpus() -> Corpus:
     """Returns the built-in corpus; a hash of each sentence decides its part."""
-    return hash_split([Lines(builtin_sentences())], dev_share, test_share)
+    return hash_split([Lines(builtin_sentences())])
 
 
 def cached_lines(

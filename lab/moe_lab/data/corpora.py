@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from moe_ext.checks import given, require, require_sizes
+from moe_ext.checks import given, require_sizes
 from moe_lab.data.builtin import builtin_corpus
 from moe_lab.data.mixed import sources
 from moe_lab.data.sentences import (
@@ -30,8 +30,6 @@ def load_corpus(
     *,
     parts: Sequence[str] = PARTS,
     max_train_sentences: int | None = None,
-    dev_share: float = 0.02,
-    test_share: float = 0.02,
 ) -> Corpus:
     """Opens a corpus of one sentence per line, with spaces between words, in UTF-8.
 
@@ -54,8 +52,8 @@ def load_corpus(
     - The prefix ``NAME`` of ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``) and
       ``NAME.test.txt``.
     - A text file or a folder of text files. A hash of each sentence decides whether the sentence is
-      in train, dev or test. The part of a sentence is the same on every machine and does not change
-      when text is added.
+      in train, dev (2%) or test (2%). The part of a sentence is the same on every machine and does
+      not change when text is added.
 
     Each ``.txt`` file may be compressed as ``.txt.gz`` or ``.txt.xz``. A folder ``train`` of such
     files may replace ``train.txt``, and likewise for ``dev`` and ``test``.
@@ -65,24 +63,16 @@ def load_corpus(
         parts: the attributes of the corpus that must contain at least one sentence.
         max_train_sentences: maximum number of training sentences, from the beginning; None is no
             limit. ``Corpus.all`` is not limited.
-        dev_share: fraction of the sentences in the dev part, if a hash decides the parts.
-        test_share: fraction of the sentences in the test part, if a hash decides the parts.
     """
     require_sizes("load_corpus", **given(max_train_sentences=max_train_sentences))
     require_parts("load_corpus", parts)
-    require(
-        min(dev_share, test_share) > 0 and dev_share + test_share < 1,
-        "load_corpus: dev_share and test_share",
-        "be positive with a sum below 1",
-        (dev_share, test_share),
-    )
     if not str(name_or_path):
         raise CorpusError(
             "load_corpus: name_or_path must be 'builtin', 'sources' or a path, got ''"
         )
     path = Path(name_or_path)
     if str(name_or_path) == "builtin":
-        corpus = builtin_corpus(dev_share, test_share)
+        corpus = builtin_corpus()
     elif str(name_or_path) == "sources":
         made = [(Lines(lines),) for lines in sources().values()]
         corpus = Corpus(*map(Sentences, [*made, tuple(chain.from_iterable(made))]))
@@ -91,7 +81,7 @@ def load_corpus(
     elif (path / "wiki.train.tokens").is_file():
         corpus = _of_parts(*([path / f"wiki.{part}.tokens"] for part in ("train", "valid", "test")))
     elif path.is_file():
-        corpus = hash_split(shards_of([path]), dev_share, test_share)
+        corpus = hash_split(shards_of([path]))
     elif path.is_dir():
         if _variant(path / "train"):
             corpus = _given_parts(path, separator="/")
@@ -103,7 +93,7 @@ def load_corpus(
                     f"{path} must hold text files of one corpus, got parts of named corpora, such "
                     f"as {named[0].name}; give {prefix} to load that corpus"
                 )
-            corpus = hash_split(shards_of(files), dev_share, test_share)
+            corpus = hash_split(shards_of(files))
     elif _variant(Path(f"{path}.train")):
         corpus = _given_parts(path, separator=".")
     else:

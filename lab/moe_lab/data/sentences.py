@@ -141,18 +141,14 @@ def shards_of(files: Sequence[Path]) -> tuple[Shard, ...]:
     return tuple(shards)
 
 
-def hash_split(shards: Sequence[Shard], dev_share: float, test_share: float) -> Corpus:
-    """Splits a text into parts by a hash of each sentence."""
+def hash_split(shards: Sequence[Shard]) -> Corpus:
+    """Splits a text by a hash of each sentence: 2% are dev and 2% are test."""
 
     def part(low: float, high: float) -> Sentences:
         return Sentences(tuple(_Placed(shard, low, high) for shard in shards))
 
-    return Corpus(
-        train=part(dev_share + test_share, 1.0),
-        dev=part(0.0, dev_share),
-        test=part(dev_share, dev_share + test_share),
-        all=Sentences(tuple(shards)),
-    )
+    train, dev, test = part(0.04, 1.0), part(0.0, 0.02), part(0.02, 0.04)
+    return Corpus(train, dev, test, Sentences(tuple(shards)))
 
 
 def place_of(words: Sequence[str]) -> float:
