@@ -27,19 +27,12 @@ from moe_lab.training.config import Config
 
 @dataclass(frozen=True)
 class Device:
-    """The peak rates of one device.
+    """The peak rates of one device."""
 
-    Attributes:
-        flops: floating-point operations per second; a multiply-add counts as two.
-        memory: memory in bytes.
-        memory_bandwidth: bytes per second.
-        link: network bandwidth in bytes per second, in each direction.
-    """
-
-    flops: float
-    memory: float
-    memory_bandwidth: float
-    link: float
+    flops: float  # floating-point operations per second; a multiply-add counts as two
+    memory: float  # memory in bytes
+    memory_bandwidth: float  # bytes per second
+    link: float  # network bandwidth in bytes per second, in each direction
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

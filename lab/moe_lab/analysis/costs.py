@@ -38,15 +38,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class TrainingFlops:
-    """Floating-point operations of training per token; a multiply-add counts as two (Sec. 5.1).
+    """Floating-point operations of training per token; a multiply-add counts as two (Sec. 5.1)."""
 
-    Attributes:
-        total: operations of the forward and backward pass, with the softmax.
-        experts: the operations of the experts alone.
-    """
-
-    total: int
-    experts: int
+    total: int  # operations of the forward and backward pass, with the softmax
+    experts: int  # the operations of the experts alone
 
     @property
     def expert_share(self) -> float:

@@ -51,31 +51,19 @@ class Context(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A word that distinguishes an expert from the others.
+    """A word that distinguishes an expert from the others."""
 
-    Attributes:
-        word: the spelling of the word.
-        times: how often the word is routed to the expert.
-        share: the share of all occurrences of the word that is routed to the expert.
-    """
-
-    word: str
-    times: int
-    share: float
+    word: str  # the spelling of the word
+    times: int  # how often the word is routed to the expert
+    share: float  # the share of all occurrences of the word that is routed to the expert
 
 
 class PairShare(NamedTuple):
-    """The share of a language pair in an expert's tokens.
+    """The share of a language pair in an expert's tokens."""
 
-    Attributes:
-        name: the language pair, such as "en-fr".
-        share: the language pair's share of the expert's tokens.
-        expected: the language pair's share of the tokens of all experts.
-    """
-
-    name: str
-    share: float
-    expected: float
+    name: str  # the language pair, such as "en-fr"
+    share: float  # the language pair's share of the expert's tokens
+    expected: float  # the language pair's share of the tokens of all experts
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,10 @@ class TokenSpelling:
 
 @dataclass(frozen=True)
 class RoutedLines:
-    """The routing of N tokens in the mixture layers of a transformers model.
+    """The routing of N tokens in the mixture layers of a transformers model."""
 
-    Attributes:
-        windows: [N, 5] int64, each token between its neighbours, as in `RoutedText`.
-        spelling: the spellings of the tokens.
-    """
-
-    windows: Tensor
-    spelling: TokenSpelling
+    windows: Tensor  # [N, 5] int64, each token between its neighbours, as in `RoutedText`
+    spelling: TokenSpelling  # the spellings of the tokens
     _recorders: tuple["_Recorder", ...]
 
     @property

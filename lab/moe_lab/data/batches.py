@@ -23,19 +23,12 @@ from moe_lab.data.workers import in_workers
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of B sentences, padded to the S predictions of the longest sentence.
+    """A batch of B sentences, padded to the S predictions of the longest sentence."""
 
-    Attributes:
-        inputs: [B, S] int64, word ids.
-        targets: [B, S] int64, word ids.
-        mask: [B, S] bool, False at padding, where inputs and targets are ``</s>``.
-        sentence_index: [B] int64, index of each row's sentence in the text.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    mask: Tensor
-    sentence_index: Tensor
+    inputs: Tensor  # [B, S] int64, word ids
+    targets: Tensor  # [B, S] int64, word ids
+    mask: Tensor  # [B, S] bool, False at padding, where inputs and targets are </s>
+    sentence_index: Tensor  # [B] int64, index of each row's sentence in the text
 
     @property
     def num_tokens(self) -> int:

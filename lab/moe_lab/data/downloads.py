@@ -21,15 +21,10 @@ _BLOCK = 2**20
 
 @dataclass(frozen=True)
 class Download:
-    """A file to download from the first address that answers.
+    """A file to download from the first address that answers."""
 
-    Attributes:
-        urls: the addresses, tried in order.
-        sha256: the checksum of the file; "" skips the verification.
-    """
-
-    urls: tuple[str, ...]
-    sha256: str = ""
+    urls: tuple[str, ...]  # the addresses, tried in order
+    sha256: str = ""  # the checksum of the file; "" skips the verification
 
     @property
     def name(self) -> str:

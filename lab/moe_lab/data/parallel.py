@@ -46,17 +46,11 @@ _DROPPED = "dropped source"
 
 @dataclass(frozen=True)
 class AlignedFiles:
-    """Two aligned files: line i of one is the translation of line i of the other.
+    """Two aligned files: line i of one is the translation of line i of the other."""
 
-    Attributes:
-        source: the file of the source language; may be compressed (.gz, .xz).
-        target: the file of the target language; may be compressed (.gz, .xz).
-        name: name of the text, compared with ``ParallelText.drop``.
-    """
-
-    source: Path
-    target: Path
-    name: str
+    source: Path  # the file of the source language; may be compressed (.gz, .xz)
+    target: Path  # the file of the target language; may be compressed (.gz, .xz)
+    name: str  # name of the text, compared with ParallelText.drop
 
     def rows(self, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
         """Yields name, source and target of each line; counts invalid lines by reason."""
@@ -85,21 +79,13 @@ class AlignedFiles:
 
 @dataclass(frozen=True)
 class TableFile:
-    """A file with one sentence pair per line, in columns separated by tabs.
+    """A file with one sentence pair per line, in columns separated by tabs."""
 
-    Attributes:
-        file: the file; may be compressed (.gz, .xz).
-        number: number of columns.
-        source: index of the source column.
-        target: index of the target column.
-        name: index of the column with the name of a row's text, or one name for all rows.
-    """
-
-    file: Path
-    number: int
-    source: int
-    target: int
-    name: int | str
+    file: Path  # the file; may be compressed (.gz, .xz)
+    number: int  # number of columns
+    source: int  # index of the source column
+    target: int  # index of the target column
+    name: int | str  # index of the column with the name of a row's text, or one name for all rows
 
     def rows(self, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
         """Yields name, source and target of each line; counts invalid lines by reason."""
@@ -179,17 +165,11 @@ class ParallelText(Iterable[Pair]):
 
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Parallel text in three parts; each part can be iterated over repeatedly.
+    """Parallel text in three parts; each part can be iterated over repeatedly."""
 
-    Attributes:
-        train: the training part.
-        dev: the development part.
-        test: the test part.
-    """
-
-    train: ParallelText
-    dev: ParallelText
-    test: ParallelText
+    train: ParallelText  # the training part
+    dev: ParallelText  # the development part
+    test: ParallelText  # the test part
 
     @property
     def all(self) -> ParallelText:

@@ -80,15 +80,10 @@ class _Placed(Shard):
 
 @dataclass(frozen=True)
 class Sentences(Shard):
-    """Iterates over sentences as lists of words; each iteration reads the text again.
+    """Iterates over sentences as lists of words; each iteration reads the text again."""
 
-    Attributes:
-        shards: the shards in order.
-        limit: the maximum number of sentences; None reads all sentences.
-    """
-
-    shards: tuple[Shard, ...]
-    limit: int | None = None
+    shards: tuple[Shard, ...]  # the shards in order
+    limit: int | None = None  # the maximum number of sentences; None reads all sentences
 
     def __iter__(self) -> Iterator[list[str]]:
         return islice(chain.from_iterable(self.shards), self.limit)
@@ -107,19 +102,12 @@ class Sentences(Shard):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus in three parts; each part can be iterated over repeatedly.
+    """A corpus in three parts; each part can be iterated over repeatedly."""
 
-    Attributes:
-        train: the training sentences.
-        dev: the development sentences.
-        test: the test sentences.
-        all: the sentences of all three parts.
-    """
-
-    train: Sentences
-    dev: Sentences
-    test: Sentences
-    all: Sentences
+    train: Sentences  # the training sentences
+    dev: Sentences  # the development sentences
+    test: Sentences  # the test sentences
+    all: Sentences  # the sentences of all three parts
 
 
 def require_parts(function: str, parts: Sequence[str]) -> None:

@@ -38,19 +38,12 @@ class StepModel(Protocol[State]):
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A translation Y of a source X.
+    """A translation Y of a source X."""
 
-    Attributes:
-        tokens: token ids; the last id is the end of sentence.
-        log_prob: log P(Y|X), nats.
-        score: s(Y, X), see `BeamSearch`.
-        attention: ``[|Y|, |X|]``, on the CPU; row j has the attention weights p_ij of token j.
-    """
-
-    tokens: list[int]
-    log_prob: float
-    score: float
-    attention: Tensor
+    tokens: list[int]  # token ids; the last id is the end of sentence
+    log_prob: float  # log P(Y|X), nats
+    score: float  # s(Y, X), see `BeamSearch`
+    attention: Tensor  # [|Y|, |X|], on the CPU; row j has the attention weights p_ij of token j
 
 
 class _Live(NamedTuple):

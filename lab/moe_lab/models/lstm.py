@@ -13,15 +13,10 @@ from moe_ext.recurrent import lstm_state
 
 
 class LSTMState(NamedTuple):
-    """State of an LSTM between two steps, for N sentences.
+    """State of an LSTM between two steps, for N sentences."""
 
-    Attributes:
-        m: output, [N, D].
-        c: cell state, [N, units].
-    """
-
-    m: Tensor
-    c: Tensor
+    m: Tensor  # output, [N, D]
+    c: Tensor  # cell state, [N, units]
 
     def select(self, index: Tensor) -> Self:
         """Returns the state of the sentences in index [N'] int64."""

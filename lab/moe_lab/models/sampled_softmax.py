@@ -18,15 +18,10 @@ from moe_ext.ops import accumulation_dtype, linear_cross_entropy
 
 
 class Draw(NamedTuple):
-    """A sample of S distinct classes.
+    """A sample of S distinct classes."""
 
-    Attributes:
-        classes: [S] int64, ascending.
-        num_tries: number of classes sampled until S were distinct; infinite if S = V.
-    """
-
-    classes: Tensor
-    num_tries: float
+    classes: Tensor  # [S] int64, ascending
+    num_tries: float  # number of classes sampled until S were distinct; infinite if S = V
 
 
 class LogUniformSampler:

@@ -50,15 +50,10 @@ def _sum_of(sizes: Sequence[int], sentences: EncodedSentences) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The negative log-likelihood of a text under a model.
+    """The negative log-likelihood of a text under a model."""
 
-    Attributes:
-        sentence_nll: [N] float64, nats of each sentence or target sentence, in corpus order.
-        num_tokens: number of predictions, ends of sentences included.
-    """
-
-    sentence_nll: Tensor
-    num_tokens: int
+    sentence_nll: Tensor  # [N] float64, nats of each sentence or target sentence, in corpus order
+    num_tokens: int  # number of predictions, ends of sentences included
 
     @property
     def nll(self) -> float:
