@@ -2,12 +2,11 @@
 
 import ast
 import sys
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from moe_lab.benchmarks import cases
-from moe_lab.cli import exit_status
+from moe_lab.cli import exit_status, print_version
 
 _FOLDERS = {"": "commands", "study": "studies", "benchmark": "benchmarks"}  # by group of commands
 
@@ -48,6 +47,10 @@ def overview(group: str = "") -> str:
 
 def main() -> int:
     """Runs the command that the command line names and returns the exit status."""
+    return exit_status(_run)
+
+
+def _run() -> object:
     program, *words = ["moe-lab", *sys.argv[1:]]
     group = ""
     if words and words[0] in _FOLDERS:
@@ -55,6 +58,9 @@ def main() -> int:
         program += f" {group}"
     if not words or words[0] in ("-h", "--help"):
         print(overview(group))
+        return 0
+    if words[0] == "--version":
+        print_version()
         return 0
     files = commands(group)
     name, *arguments = words
@@ -64,9 +70,9 @@ def main() -> int:
         return 2
     sys.argv = [f"{program} {name}", *arguments]  # the usage line begins with it
     if group == "benchmark":
-        return exit_status(partial(cases.run, name))
+        return cases.run(name)
     module = import_module(f"moe_lab.{_FOLDERS[group]}.{files[name].stem}")
-    return exit_status(module.main)
+    return module.main()
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ from moe_lab.benchmarks.harness import (
     pinned,
     ratio,
 )
-from moe_lab.commands.export import NextWord, export
 from moe_lab.data import Vocabulary
 from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel, LanguageModelConfig
+from moe_lab.models.export import NextWord, export
 from moe_lab.models.parts import MoEConfig
 
 TITLE = "T = 1, E = {experts}, k = {k}, D = {width}, F = {hidden}, V = {words}, float32, one thread"

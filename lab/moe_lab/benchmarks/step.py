@@ -29,7 +29,7 @@ from moe_lab.data import EncodedSentences, Vocabulary
 from moe_lab.files import write_json
 from moe_lab.models import LanguageModel
 from moe_lab.training.config import Config, read_config
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import make_trainer
 from moe_lab.training.text import SentenceText
 
 SENTENCE = 25  # words in a sentence of random_text
@@ -75,7 +75,9 @@ def _measure(config: Config, steps: int) -> dict[str, Any]:
     flops = training_flops(counted).total
     started = time.perf_counter()
     per_step = config.data.tokens_per_batch * config.optimizer.accumulate
-    trainer = Trainer(config, random_text(config.data.vocab_size, steps * per_step, config.seed))
+    trainer = make_trainer(
+        config, random_text(config.data.vocab_size, steps * per_step, config.seed)
+    )
     weight_bytes = sum(p.nbytes for p in trainer.model.parameters())
     record: dict[str, Any] = {
         "cost": asdict(cost(trainer.model)),

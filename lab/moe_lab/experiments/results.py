@@ -28,7 +28,7 @@ from moe_lab.files import (
 )
 from moe_lab.training.config import AnyConfig, config_differences, config_from_file
 from moe_lab.training.logging import read_metrics
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import Trainer, make_trainer
 from moe_lab.training.metrics import Evaluation, evaluate, perplexity
 from moe_lab.training.text import Text
 
@@ -233,7 +233,7 @@ def _fingerprints(text: Text) -> dict[str, str]:
 def _train_to(steps: int, config: AnyConfig, text: Text) -> Trainer:
     """Trains up to a step, evaluates the test part after it, and returns the trainer."""
     resume = (Path(config.output) / "config.toml").exists()
-    trainer = Trainer(replace(config, steps=steps, resume=resume), text)
+    trainer = make_trainer(replace(config, steps=steps, resume=resume), text)
     if not trainer.run() or trainer.interrupted:
         raise KeyboardInterrupt
     test = evaluate(

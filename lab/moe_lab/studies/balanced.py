@@ -36,7 +36,7 @@ from moe_lab.experiments.report import markdown_table, write_report
 from moe_lab.files import read_json
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.logging import read_metrics
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import make_trainer
 from moe_lab.training.metrics import evaluate
 
 
@@ -162,7 +162,7 @@ def train_and_measure(overrides: Sequence[str]) -> dict[str, Any]:
     if "moe" not in config.model.layers:
         raise ConfigError(f'model.layers must include "moe", got {config.model.layers}')
     config = replace(config, resume=(Path(config.output) / "config.toml").exists())
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     checks = []
     for layer in trainer.model.layers:
         if isinstance(layer, MoE):

@@ -79,7 +79,7 @@ from moe_lab.training.device import set_up_for
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import by_language_pair
 from moe_lab.training.text import PairText, load_text
-from moe_lab.training.translation import bleu_of_test, require_bleu
+from moe_lab.training.translation import bleu_of_test
 
 DEFAULT_MODELS = (MIXTURE, DENSE, SINGLE)
 _ATTENTION_SENTENCES = 200  # dev sentences of each language pair for `weight_of_language`
@@ -206,8 +206,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Run]:
             TranslationConfig,
         )
 
-    if not options.report:
-        require_bleu()
         first = config_of(MIXTURE, options.overrides)
         pairs = first.data.pairs
         if len(pairs) < 2:

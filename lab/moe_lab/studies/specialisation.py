@@ -54,12 +54,12 @@ from moe_lab.analysis import (
 from moe_lab.analysis.routed_text import NEIGHBOURS
 from moe_lab.cli import add_output, add_threads, at_least, make_parser
 from moe_lab.data import AnyText
-from moe_lab.data.corpora import PARTS_AND_ALL
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.report import markdown_table, write_report
 from moe_lab.experiments.statistics import mean_difference
 from moe_lab.experiments.study import Claim, claims_data, verdict
 from moe_lab.files import read_json, write_json
+from moe_lab.names import PARTS_AND_ALL
 from moe_lab.training.checkpoint import TrainedModel, load_run
 from moe_lab.training.config import config_differences
 from moe_lab.training.device import set_up_torch
