@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from numbers import Real
 from typing import Literal, get_args
 
@@ -49,7 +48,7 @@ def drop_slots(
         C = ceil(capacity_factor · k · T / N)
 
     Only the first num_experts of the N experts have a capacity; the others compute nothing. The
-    product is exact: capacity_factor counts as the decimal number that the user wrote.
+    product is that of the decimal number that the user wrote as capacity_factor: 0.9 · 50 / 3 is 15.
 
     Args:
         routing: the routing decision for this rank's tokens.
@@ -70,9 +69,10 @@ def drop_slots(
     here = torch.cat([plan.tokens_per_expert, expert_index.new_full((1,), num_tokens_here)])
     of_ranks = here.unsqueeze(0) if ranks is None else ranks.gather(here)
     counts, num_tokens = of_ranks.sum(0).split([size, 1])
-    factor = _fraction(capacity_factor, size)
-    product = num_tokens * (k * factor.numerator)
-    capacity = -(-product // (size * factor.denominator))  # rounded up
+    product = (num_tokens * k).double() * capacity_factor / size
+    # 2⁻⁵⁰ is more than all roundings of the product, and of capacity_factor to a float.
+    capacity = (product * (1 - 2**-50)).ceil()
+    capacity = torch.minimum(capacity, num_tokens.double()).long()  # also if it is infinite
     if drop == "position":
         before = of_ranks[: 0 if ranks is None else ranks.rank, :size].sum(0)
         place = plan.inverse + (before - plan.offsets[:-1])[expert_index]
@@ -85,16 +85,6 @@ def drop_slots(
     dropped = (counts[:num_experts] - capacity).clamp_min(0).sum()
     share = dropped.to(routing.gates.dtype) / counts.sum().clamp_min(1)
     return routing._replace(kept=kept, metrics=routing.metrics | {"share_dropped": share})
-
-
-def _fraction(capacity_factor: float, num_experts: int) -> Fraction:
-    """Returns the fraction with a denominator below 10⁶ that is closest to a capacity factor.
-
-    It is at least 10⁻⁶, and at most the number of experts, because no expert can have more slots.
-    """
-    smallest = Fraction(1, 10**6)
-    value = min(float(capacity_factor), float(num_experts))
-    return max(Fraction(str(value)).limit_denominator(smallest.denominator), smallest)
 
 
 def _places(expert_index: Tensor, gates: Tensor, num_experts: int) -> Tensor:
