@@ -9,8 +9,6 @@ from typing import Any
 
 from moe_lab.cli import add_output, add_overrides, add_seeds, make_parser
 
-__all__ = ["Arm", "add_arms", "add_report", "by_settings", "parse_arm", "study_parser"]
-
 # The word in an arm's name, and the option of a configuration, by attribute.
 _OPTIONS = {
     "rate": ("rate", "optimizer.learning_rate"),

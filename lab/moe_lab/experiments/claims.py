@@ -9,20 +9,6 @@ from moe_lab.experiments.report import Claims, markdown_table
 from moe_lab.experiments.statistics import PairedDifference
 from moe_lab.training.metrics import perplexity
 
-__all__ = [
-    "CONTRADICTED",
-    "HOW_COMPARED",
-    "HOW_DECIDED",
-    "NOT_DECIDED",
-    "SUPPORTED",
-    "Claim",
-    "as_change",
-    "as_percent",
-    "claims_data",
-    "claims_of",
-    "verdict",
-]
-
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts
 
 # Sentences of the studies' pages.

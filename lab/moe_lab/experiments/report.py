@@ -10,8 +10,6 @@ from moe_lab.files import atomic_file, write_json, write_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Claims", "Command", "Page", "Plot", "markdown_table", "publish", "write_report"]
-
 
 class Plot(NamedTuple):
     """The plot of a page, and what it shows."""

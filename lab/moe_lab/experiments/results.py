@@ -19,8 +19,6 @@ from moe_lab.training.loop import Trainer
 from moe_lab.training.metrics import Evaluation, evaluate, perplexity
 from moe_lab.training.text import Text
 
-__all__ = ["BALANCE_BATCHES", "Result", "train_and_test"]
-
 BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches
 _BALANCE = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens")
 

@@ -15,20 +15,6 @@ from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run
 from moe_lab.training.metrics import perplexity
 
-__all__ = [
-    "commands_of",
-    "core_hours",
-    "dev_nll",
-    "difference",
-    "mean_curve",
-    "mean_of",
-    "mean_perplexity",
-    "nll_after",
-    "size_cells",
-    "test_nll",
-    "widening",
-]
-
 Value = Callable[[Run], float]  # a number of a run
 
 

@@ -22,8 +22,6 @@ from moe_lab.experiments.report import Claims, Page, publish
 from moe_lab.files import Locked, file_lock, read_json, write_json
 from moe_lab.training.config import AnyConfig, config_from_file, options_of_results
 
-__all__ = ["Run", "Runs", "Store", "Stored", "run_missing", "shared_options"]
-
 Run = dict[str, Any]  # the numbers of a finished run, with the name of its "arm" and its "seed"
 
 _HINT = "restore the file, or give another --output"

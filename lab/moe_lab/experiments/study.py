@@ -21,8 +21,6 @@ from moe_lab.training.config import AnyConfig
 from moe_lab.training.device import set_up_for
 from moe_lab.training.text import Text, load_text
 
-__all__ = ["Study", "TrainedStudy", "concurrent_runs", "shared_settings"]
-
 # Options that the settings of a study do not name: paths, and what its texts determine.
 _NOT_OF_ARMS = ("data.wordpieces",)
 

@@ -10,8 +10,6 @@ from moe_lab.experiments.runs import dev_nll
 from moe_lab.experiments.store import Runs
 from moe_lab.training.metrics import perplexity
 
-__all__ = ["Tried", "trials", "trials_table", "tried", "usual_options"]
-
 
 class Tried(NamedTuple):
     """The dev results of a model with each of its settings.
