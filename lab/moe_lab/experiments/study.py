@@ -145,14 +145,14 @@ class TrainedStudy(Study):
             if value != settings.get(key) and key not in _NOT_OF_ARMS
         }
 
-    def config_of_run(self, arm: Arm, seed: int) -> AnyConfig:
+    def config_of_run(self, arm: Arm, seed: int, overrides: Sequence[str]) -> Any:
         """Returns the configuration of a run in the folder RUNS/ARM-seedN."""
         folder = self.runs_folder / f"{str(arm).replace(' ', '-')}-seed{seed}"
-        config = self.config(arm, self.options.overrides)
-        return replace(config, seed=seed, output=str(folder))
+        return replace(self.config(arm, overrides), seed=seed, output=str(folder))
 
     def run(self, arm: Arm, seed: int) -> Run:
-        result = train_and_test(self.config_of_run(arm, seed), self.text, self.shares)
+        config = self.config_of_run(arm, seed, self.options.overrides)
+        result = train_and_test(config, self.text, self.shares)
         return result.record() | self.measured(arm, result)
 
     def command(self, settings: Mapping[str, Any]) -> list[str]:
