@@ -186,6 +186,7 @@ def study_parser(
     models: Sequence[str],
     usual: Sequence[str] | None = None,
     settings: Iterable[str] = (),
+    overrides: bool = True,
 ) -> argparse.ArgumentParser:
     """Creates a parser for the common options of studies; call ``parse_intermixed_args`` to parse.
 
@@ -195,9 +196,11 @@ def study_parser(
         models: see `add_arms`.
         usual: see `add_arms`; None: all models.
         settings: see `add_arms`.
+        overrides: whether the runs have a configuration, whose options can be changed.
     """
     parser = make_parser((description or "") + _ENDING.format(name=name))
-    add_overrides(parser)
+    if overrides:
+        add_overrides(parser)
     add_seeds(parser)
     add_arms(parser, models, models if usual is None else usual, settings)
     parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs (%(default)s)")
