@@ -51,9 +51,7 @@ def difference(
     return mean_difference([value(a[seed]) - value(b[seed]) for seed in seeds])
 
 
-def widening(
-    a: Mapping[int, Run], b: Mapping[int, Run], share: float
-) -> PairedDifference | None:
+def widening(a: Mapping[int, Run], b: Mapping[int, Run], share: float) -> PairedDifference | None:
     """Computes `difference` at the end minus `difference` at the fraction `share` of training."""
     earlier = nll_after(share)
     return difference(a, b, lambda run: test_nll(run) - earlier(run))

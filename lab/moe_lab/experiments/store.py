@@ -108,9 +108,7 @@ class Store:
             self._require_same(f"{self.path} must hold runs", stored.settings, settings)
         return stored
 
-    def _require_same(
-        self, what: str, found: Mapping[str, Any], wanted: Mapping[str, Any]
-    ) -> None:
+    def _require_same(self, what: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         # The path of the corpus may differ; the contents of the corpus are compared.
         keys = sorted((found.keys() | wanted.keys()) - {"corpus"})
         if different := [key for key in keys if found.get(key) != wanted.get(key)]:

@@ -65,7 +65,7 @@ class Study(ABC):
     def command(self, settings: Mapping[str, Any]) -> list[str]:
         """Returns the command of the study with these settings."""
 
-    def keys(self) -> Iterator[tuple[Arm, int]]:
+    def planned(self) -> Iterator[tuple[Arm, int]]:
         """Yields the arm and the seed of each run, in the order in which to run them."""
         for seed in self.options.seeds:
             for arm in self.options.arms:
@@ -78,13 +78,12 @@ class Study(ABC):
     def main(self) -> Stored:
         """Runs what is missing unless ``--report`` is given, writes the page, returns the store."""
         if not self.options.report:
-            self.run_missing()
+            self.run_missing(self.settings())
         return self.store.report(self._page)
 
-    def run_missing(self) -> None:
-        """Runs what the store lacks, with ``options.at_once`` each in a process of its own."""
-        settings = self.settings()
-        planned = [(arm, seed, self.options_of(arm, settings)) for arm, seed in self.keys()]
+    def run_missing(self, settings: Mapping[str, Any]) -> None:
+        """Runs what the store lacks; with ``options.at_once``, each in a process of its own."""
+        planned = [(*key, self.options_of(key[0], settings)) for key in self.planned()]
         missing = sum(not self.store.holds(settings, *each) for each in planned)
         if (number := min(getattr(self.options, "at_once", 1), missing)) > 1:
             alone = argparse.Namespace(**vars(self.options) | {"at_once": 1})
@@ -171,7 +170,8 @@ class TrainedStudy(Study):
 
 def _run_missing(study: type[Any], options: argparse.Namespace) -> None:
     """Runs what the store of a study lacks, in a child process."""
-    study(options).run_missing()
+    child = study(options)
+    child.run_missing(child.settings())
 
 
 def concurrent_runs(configs: Sequence[AnyConfig], wanted: int) -> tuple[int, list[str]]:

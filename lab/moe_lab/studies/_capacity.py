@@ -36,7 +36,7 @@ from moe_lab.experiments.runs import (
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.study import TrainedStudy
-from moe_lab.experiments.trials import tried, trials_table, usual_options
+from moe_lab.experiments.trials import trials_table, tried, usual_options
 from moe_lab.studies.capacity import DENSE, LARGE, LARGE_BASE, MIXTURES, MODELS, TEXTS
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.metrics import bytes_of, perplexity

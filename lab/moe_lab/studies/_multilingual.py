@@ -138,9 +138,9 @@ class Multilingual(TrainedStudy):
         del found["train_tokens"]
         return {"train_pairs": self.train_pairs, **found}
 
-    def keys(self) -> Iterator[tuple[Arm, int]]:
+    def planned(self) -> Iterator[tuple[Arm, int]]:
         """Yields the runs; a separate model of each language pair is an arm."""
-        for arm, seed in super().keys():
+        for arm, seed in super().planned():
             pairs = self.train_pairs if arm.model in (SINGLE, SHORT) else [""]
             yield from ((Arm(**vars(arm) | {"pair": languages}), seed) for languages in pairs)
 

@@ -158,7 +158,9 @@ def router_claims(runs: Runs) -> list[Claim]:
     """
     gaps = {name: difference(runs[Arm(name)], runs[Arm(PAPER)]) for name in ROUTERS}
     return [
-        Claim(f"{name} has a lower perplexity than the paper's router", f"{name} against {PAPER}", gap)
+        Claim(
+            f"{name} has a lower perplexity than the paper's router", f"{name} against {PAPER}", gap
+        )
         for name, gap in gaps.items()
         if gap and name not in (PAPER, NOT_CAUSAL)
     ]

@@ -87,7 +87,7 @@ class SpecialisationStudy(Study):
             "texts": [text.fingerprint() for text in self.texts],
         }
 
-    def keys(self) -> Iterator[tuple[Arm, int]]:
+    def planned(self) -> Iterator[tuple[Arm, int]]:
         return ((Arm(MODEL), seed) for seed in self.trained)
 
     def run(self, arm: Arm, seed: int) -> Run:

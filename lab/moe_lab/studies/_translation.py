@@ -32,7 +32,6 @@ from moe_lab.experiments.trials import trials
 from moe_lab.studies.translation import BALANCED, DENSE, MIXTURE, MODELS, NONE, TEXTS
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.logging import read_metrics
-from moe_lab.training.metrics import perplexity
 from moe_lab.training.text import PairText, parallel_text
 from moe_lab.training.translation import bleu_of_test, require_bleu, translated_test
 
