@@ -71,7 +71,7 @@ class Comparison(TrainedStudy):
 
     def configs(self) -> list[AnyConfig]:
         """Returns the configurations of both models."""
-        return [self.config(arm, self.options.overrides) for arm in self.options.arms]
+        return [self.config(Arm(model), self.options.overrides) for model in self.models]
 
     def settings_of(self, config: AnyConfig) -> dict[str, Any]:
         first, second = self.configs()

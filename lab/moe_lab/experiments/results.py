@@ -107,11 +107,6 @@ def _train_to(steps: int, config: AnyConfig, text: Text) -> Trainer:
     """Trains up to a step, evaluates the test part after it, and returns the trainer."""
     resume = (Path(config.output) / "config.toml").exists()
     trainer = Trainer(replace(config, steps=steps, resume=resume), text)
-    if trainer.step > steps:
-        raise ConfigError(
-            f"steps must be at least the {trainer.step:,} steps of the run {trainer.folder}, got "
-            f"{steps:,}; restore the value, or give another output folder"
-        )
     if not trainer.run() or trainer.interrupted:
         raise KeyboardInterrupt
     file = _test_file(trainer.folder, steps, text)

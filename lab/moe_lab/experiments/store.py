@@ -174,7 +174,10 @@ def _checked(values: Any, path: Path) -> Stored:
     for run in [*values["runs"], *diverged]:
         known = isinstance(run, dict) and {"arm", "seed"} <= run.keys()
         require(known, f"{path}: runs", "each have an arm and a seed", run)
-        parse_arm(run["arm"])
+        try:
+            parse_arm(str(run["arm"]))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     return Stored(values["settings"], values["runs"], diverged)
 
 

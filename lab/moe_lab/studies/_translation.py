@@ -87,12 +87,10 @@ class Translation(TrainedStudy):
         sentences = [list(pair) for pair in test]
         near = near_duplicates([source for source, _ in sentences], (source for source, _ in train))
         self.near = [number for number, is_near in enumerate(near) if is_near]
-        begins_word = torch.tensor(text.vocabulary.begins_word)
         return {
             "train_pairs": len(text.train),
             "train_tokens": text.train.num_tokens,
-            # of the training pairs that pass the length filter
-            "source_words": int(begins_word[text.train.source.stream].sum()),
+            "source_words": source_words(text),
             "test_pairs": len(sentences),
             "near_duplicates": self.near,
             "shown": [sentences[number] for number in numbers_shown(len(sentences))],
@@ -178,6 +176,12 @@ def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]
         for number, count in shared.items():
             near[number] |= count >= NEAR * sizes[number]
     return near
+
+
+def source_words(text: PairText) -> int:
+    """Counts the source words of the training pairs that pass the length filter."""
+    begins_word = torch.tensor(text.vocabulary.begins_word)
+    return int(begins_word[text.train.source.stream].sum())
 
 
 def numbers_shown(num_sentences: int) -> list[int]:
