@@ -165,9 +165,10 @@ NAMES = {
 def test_the_name_of_an_arm_gives_its_settings():
     for name, arm in NAMES.items():
         assert parse_arm(name) == arm and str(arm) == name
-        assert str(arm.usual) == name.partition(" attends")[0].partition(" rate")[0].partition(
-            " dropout"
-        )[0]
+        assert (
+            str(arm.usual)
+            == name.partition(" attends")[0].partition(" rate")[0].partition(" dropout")[0]
+        )
     assert NAMES["moe-4 rate 0.016 experts 0.008"].overrides == [
         "optimizer.learning_rate=0.016", "optimizer.expert_learning_rate=0.008",
     ]  # fmt: skip

@@ -24,6 +24,8 @@ from moe_lab.training.config import AnyConfig, config_from_file, options_of_resu
 
 Run = dict[str, Any]  # the numbers of a finished run, with the name of its "arm" and its "seed"
 
+# What the code of a page raises for numbers that are missing or of another type.
+_WRONG_RESULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _HINT = "restore the file, or give another --output"
 
 
@@ -151,7 +153,15 @@ class Store:
         """
         with self._locked():
             stored = self.read()
-            page = page_of(stored) if stored.runs else None
+            try:
+                page = page_of(stored) if stored.runs else None
+            except ConfigError:
+                raise
+            except _WRONG_RESULTS as error:  # the file comes from the user
+                found = f"{type(error).__name__}: {error}"
+                raise ConfigError(
+                    f"{self.path} must hold the results of this study, got {found}; {_HINT}"
+                ) from error
             if page is None:
                 print("nothing to report yet: the compared models have no finished run")
             else:
