@@ -42,7 +42,8 @@ from moe_lab.cli import exit_status
 from moe_lab.commands import compare, train
 from moe_lab.data import EncodedPairs, Vocabulary, Wordpieces
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.results import train_and_test
+from moe_lab.experiments.comparison import Comparison
+from moe_lab.experiments.results import read_test, train_and_test
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import (
     Config,
@@ -462,13 +463,17 @@ def _load_results(folder: Path, file: Path) -> None:
         for record in read_metrics(file.parent):
             assert isinstance(record["step"], int) and record["kind"] in ("train", "dev")
     elif file.name == "comparison.json":
-        stored = compare.main([*_compare(folder, file.parent), "--report"])
-        assert all(isinstance(run["arm"], str) for run in stored.runs)
+        options = argparse.Namespace(
+            name="comparison", config=_SMALL, overrides=[], against=[], output=file.parent
+        )
+        study = Comparison(options)
+        stored = study.store.read()
+        page = study.store.page(stored, study.page)
+        assert page is None or page.as_markdown("comparison").startswith("# ")
     else:
         config = _run_config(folder)
         text = load_text(config.data)
-        result = train_and_test(config, text)
-        assert len(result.sentence_nll) == len(text.test) and result.cost.parameters > 0
+        assert len(read_test(Path(config.output), config.steps, text)) == len(text.test)
 
 
 def _train(folder: Path, *options: str) -> list[str]:

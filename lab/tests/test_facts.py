@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 from moe_lab.errors import ConfigError
-from moe_lab.files import file_lock
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.store import Runs
+from moe_lab.files import file_lock
 from moe_lab.studies import _facts as study
 from moe_lab.studies import facts
 from test_studies import rebuilds

@@ -272,9 +272,7 @@ def test_a_diverged_run_does_not_stop_the_others(corpus, tmp_path, monkeypatch):
         return train_and_test(config, *arguments)
 
     monkeypatch.setattr(study_module, "train_and_test", train)
-    with pytest.raises(
-        FloatingPointError, match="moe with seed 1: the loss .*; the same"
-    ):
+    with pytest.raises(FloatingPointError, match="moe with seed 1: the loss .*; the same"):
         comparison(corpus, tmp_path).main()
     assert len(calls) == 4
     stored = comparison(corpus, tmp_path).main()  # neither the diverged nor the finished runs

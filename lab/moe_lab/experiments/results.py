@@ -87,7 +87,7 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
             trainer = _train_to(steps, config, text)
     records = read_metrics(run, "train")
     tests = {
-        share: Evaluation(_measured(run, steps, text), text.test.num_tokens)
+        share: Evaluation(read_test(run, steps, text), text.test.num_tokens)
         for share, steps in stops.items()
     }
     last = tests.pop(1.0)
@@ -140,7 +140,7 @@ def _balance(records: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, 
     }
 
 
-def _measured(run: Path, steps: int, text: Text) -> Tensor:
+def read_test(run: Path, steps: int, text: Text) -> Tensor:
     """Reads the nats of each test sentence after a number of steps, [N] float64.
 
     Raises:

@@ -142,26 +142,34 @@ class Store:
             stored.runs.sort(key=lambda each: (key(parse_arm(each["arm"])), each["seed"]))
             write_json(self.path, stored.data())
 
-    def report(self, page_of: Callable[[Stored], Page | None]) -> Stored:
-        """Writes the page of the stored runs and its plot, and the claims into the file.
+    def page(self, stored: Stored, page_of: Callable[[Stored], Page | None]) -> Page | None:
+        """Makes the page of stored runs.
 
         Args:
+            stored: the contents of the file, which come from the user.
             page_of: function that makes the page; None if there is nothing to report yet.
+
+        Raises:
+            ConfigError: the file lacks numbers of the page, or has others.
+        """
+        try:
+            return page_of(stored) if stored.runs else None
+        except ConfigError:
+            raise
+        except _WRONG_RESULTS as error:
+            found = f"{type(error).__name__}: {error}"
+            rule = f"{self.path} must hold the results of this study"
+            raise ConfigError(f"{rule}, got {found}; {_HINT}") from error
+
+    def report(self, page_of: Callable[[Stored], Page | None]) -> Stored:
+        """Writes the page of the stored runs and its plot, and the claims into the file.
 
         Raises:
             ConfigError: the file is corrupted.
         """
         with self._locked():
             stored = self.read()
-            try:
-                page = page_of(stored) if stored.runs else None
-            except ConfigError:
-                raise
-            except _WRONG_RESULTS as error:  # the file comes from the user
-                found = f"{type(error).__name__}: {error}"
-                raise ConfigError(
-                    f"{self.path} must hold the results of this study, got {found}; {_HINT}"
-                ) from error
+            page = self.page(stored, page_of)
             if page is None:
                 print("nothing to report yet: the compared models have no finished run")
             else:
