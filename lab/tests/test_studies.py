@@ -68,7 +68,11 @@ def test_published_pages_are_made_of_their_data(name, tmp_path):
 
 def test_every_store_of_the_results_is_checked():
     files = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
-    stores = {name for name, data in files.items() if {"settings", "runs"} <= data.keys()}
+    stores = {
+        name
+        for name, data in files.items()
+        if isinstance(data, dict) and {"settings", "runs"} <= data.keys()
+    }
     assert stores == PAGES.keys() - {"efficiency"}
 
 

@@ -87,12 +87,12 @@ def train_and_report(options: argparse.Namespace) -> dict[str, Run]:
     )
     study.run_missing(settings)
     stored = study.store.read(settings).by_arm()
-    runs = {model: stored[Arm(model)].get(config.seed) for model in study.models}
-    if not all(runs.values()):
+    if not all(config.seed in stored[Arm(model)] for model in study.models):
         raise ConfigError(
             f"{output} must hold two finished runs, but one is missing: another command trains it, "
             "or the run diverged"
         )
+    runs = {model: stored[Arm(model)][config.seed] for model in study.models}
     folders = {model: output / f"{model}-seed{config.seed}" for model in study.models}
     trained = load_run(folders["moe"])
     routed = route_text(trained.model, study.text.train, num_positions=100_000)

@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from moe_lab.cli import add_output, add_overrides, add_seeds, make_parser
@@ -106,19 +106,15 @@ class Arm:
 
 
 def parse_arm(name: str) -> Arm:
-    """Reads the name of an arm.
-
-    Raises:
-        ValueError: the text is not the name of an arm.
-    """
+    """Reads the name of an arm; raises ValueError for another text."""
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(f"an arm must be a model with settings, such as 'moe-4 x4', got {name!r}")
     values: dict[str, Any] = {key: text for key, text in found.groupdict().items() if text}
     for key in values.keys() & {"times", *_OPTIONS}:
         values[key] = float(values[key])
-        if not (math.isfinite(values[key]) and values[key] >= 0):
-            raise ValueError(f"{key} of an arm must be a number of at least 0, got {name!r}")
+        if not (math.isfinite(values[key]) and values[key] >= 0) or values.get("times") == 0:
+            raise ValueError(f"{key} of an arm must be a positive number, got {name!r}")
     return Arm(**values | {"attends_language": "attends_language" in values})
 
 
@@ -130,24 +126,13 @@ def by_settings(bases: Sequence[str]) -> Callable[[Arm], Any]:
     """
     return lambda arm: (
         *(arm.attends_language, arm.dropout or 0, arm.rate or 0, -(arm.expert_rate or math.inf)),
-        *(arm.times != 1, arm.times, bases.index(arm.base)),
+        *(arm.times != 1, arm.times),
+        bases.index(arm.base) if arm.base in bases else len(bases),
     )
 
 
-def add_arms(
-    parser: argparse.ArgumentParser,
-    models: Sequence[str],
-    usual: Sequence[str],
-    settings: Iterable[str] = (),
-) -> None:
-    """Adds the option ``--arms`` to a parser.
-
-    Args:
-        parser: the parser.
-        models: the models of the study.
-        usual: the models without ``--arms``.
-        settings: the attributes of `Arm` that an arm may change.
-    """
+def _arm_of(models: Sequence[str], settings: Iterable[str]) -> tuple[Callable[[str], Arm], str]:
+    """Makes an argparse type for arms, and describes the names that it takes."""
     rule = f"one of {', '.join(models)}"
     if settings:
         rule += f"; endings of a name: {', '.join(repr(_EXAMPLES[name]) for name in settings)}"
@@ -155,22 +140,14 @@ def add_arms(
     def parse(name: str) -> Arm:
         try:
             arm = parse_arm(name)
-            usual = Arm(arm.model)
-            allowed = replace(usual, **{key: getattr(arm, key) for key in settings})
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        allowed = Arm(arm.model, **{key: getattr(arm, key) for key in settings})
         if arm.model not in models or arm != allowed:
             raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
         return arm
 
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        type=parse,
-        default=[Arm(model) for model in usual],
-        metavar="ARM",
-        help=f"run only these models ({rule})",
-    )
+    return parse, rule
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -193,16 +170,24 @@ def study_parser(
     Args:
         description: the docstring of the study; the help appends what all studies share.
         name: the name of the study.
-        models: see `add_arms`.
-        usual: see `add_arms`; None: all models.
-        settings: see `add_arms`.
+        models: the models of the study.
+        usual: the models without ``--arms``; None: all models.
+        settings: the attributes of `Arm` that an arm may change.
         overrides: whether the runs have a configuration, whose options can be changed.
     """
     parser = make_parser((description or "") + _ENDING.format(name=name))
     if overrides:
         add_overrides(parser)
     add_seeds(parser)
-    add_arms(parser, models, models if usual is None else usual, settings)
+    parse, rule = _arm_of(models, settings)
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        type=parse,
+        default=[Arm(model) for model in (models if usual is None else usual)],
+        metavar="ARM",
+        help=f"run only these models ({rule})",
+    )
     parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs (%(default)s)")
     add_output(parser)
     add_report(parser)

@@ -44,7 +44,8 @@ class Comparison(TrainedStudy):
     def __init__(self, options: argparse.Namespace) -> None:
         self.models = self.usual = ("config", "against") if options.against else ("moe", "dense")
         options.arms, options.runs = [Arm(model) for model in self.models], options.output
-        super().__init__(options.name, options)
+        self.name = options.name
+        super().__init__(options)
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> AnyConfig:
         """Returns the configuration of a model.
@@ -146,8 +147,8 @@ class Comparison(TrainedStudy):
         )
 
     def _row(self, a: Run, b: Run, lengths: torch.Tensor) -> list[object]:
-        nll = (torch.tensor(run["sentence_nll"], dtype=torch.float64) for run in (a, b))
-        interval, balance = bootstrap_difference(*nll, lengths), a["balance"]
+        of_a, of_b = (torch.tensor(r["sentence_nll"], dtype=torch.float64) for r in (a, b))
+        interval, balance = bootstrap_difference(of_a, of_b, lengths), a["balance"]
         return [
             a["seed"],
             *(f"{perplexity(test_nll(run)):.2f}" for run in (a, b)),

@@ -9,6 +9,7 @@ analysis is the test log-perplexity of a run after a fixed number of steps.
 import shlex
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from moe_lab.cli import DEFAULT_SEEDS
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
@@ -18,19 +19,25 @@ from moe_lab.training.metrics import perplexity
 Value = Callable[[Run], float]  # a number of a run
 
 
-def test_nll(run: Run) -> float:
-    """Returns the nats per token of the test part after the last step."""
-    return float(run["test_nll"])
+def number_of(*keys: str | int) -> Value:
+    """Returns the function from a run to one of its numbers, such as number_of("balance", "cv_load")."""
+
+    def value(run: Run) -> float:
+        found: Any = run
+        for key in keys:
+            found = found[key]
+        return float(found)
+
+    return value
+
+
+test_nll = number_of("test_nll")  # nats per token of the test part after the last step
+dev_nll = number_of("dev", -1, 1)
 
 
 def nll_after(share: float) -> Value:
     """Returns the function to the test nats per token after a fraction of the training steps."""
-    return lambda run: float(run["earlier_nll"][str(share)])
-
-
-def dev_nll(run: Run) -> float:
-    """Returns the nats per token of the dev part after the last step."""
-    return float(run["dev"][-1][1])
+    return number_of("earlier_nll", str(share))
 
 
 def mean_of(runs: Mapping[int, Run], value: Value) -> float:

@@ -2,7 +2,8 @@
 
 The file OUTPUT/NAME.json holds the settings that all runs share, and each finished run with its
 arm, its seed, its results and the machine. A run that the file holds is not repeated, on any
-machine. The page is made of the file alone.
+machine. The page is made of the file alone. All functions raise ConfigError if the file is
+corrupted or belongs to other settings.
 """
 
 import time
@@ -66,8 +67,8 @@ class Stored:
 
     def data(self, **more: Any) -> dict[str, Any]:
         """Returns the contents as data for JSON."""
-        found = {"settings": self.settings, "runs": self.runs, "diverged": self.diverged} | more
-        return found if self.diverged else {k: v for k, v in found.items() if k != "diverged"}
+        diverged = {"diverged": self.diverged} if self.diverged else {}
+        return {"settings": self.settings, "runs": self.runs, **diverged, **more}
 
 
 class Store:
@@ -91,9 +92,6 @@ class Store:
 
         Args:
             settings: the settings that the file must have; None allows any.
-
-        Raises:
-            ConfigError: the file is corrupted, or belongs to other settings.
         """
         if not self.path.is_file():
             return Stored(dict(settings or {}))
@@ -120,12 +118,7 @@ class Store:
     def holds(
         self, settings: Mapping[str, Any], arm: Arm, seed: int, options: Mapping[str, Any]
     ) -> bool:
-        """Returns whether a run is finished or has diverged.
-
-        Raises:
-            ConfigError: the file is corrupted, or belongs to other settings, or the run has other
-                options.
-        """
+        """Returns whether a run is finished or has diverged."""
         run = self.read(settings).find(arm, seed)
         if run is not None and "options" in run:  # older runs have only the name of the arm
             self._require_same(f"{self.path} must hold runs of {arm}", run["options"], options)
@@ -148,9 +141,6 @@ class Store:
         Args:
             stored: the contents of the file, which come from the user.
             page_of: function that makes the page; None if there is nothing to report yet.
-
-        Raises:
-            ConfigError: the file lacks numbers of the page, or has others.
         """
         try:
             return page_of(stored) if stored.runs else None
@@ -162,11 +152,7 @@ class Store:
             raise ConfigError(f"{rule}, got {found}; {_HINT}") from error
 
     def report(self, page_of: Callable[[Stored], Page | None]) -> Stored:
-        """Writes the page of the stored runs and its plot, and the claims into the file.
-
-        Raises:
-            ConfigError: the file is corrupted.
-        """
+        """Writes the page of the stored runs and its plot, and the claims into the file."""
         with self._locked():
             stored = self.read()
             page = self.page(stored, page_of)
@@ -180,23 +166,21 @@ class Store:
 
 
 def _checked(values: Any, path: Path) -> Stored:
-    """Converts the contents of a file.
-
-    Raises:
-        ValueError: they are not those of a study.
-    """
-    known = isinstance(values, dict) and isinstance(values.get("runs"), list)
-    known = known and isinstance(values.get("settings"), dict)
+    """Converts the contents of a file; raises ValueError if they are not those of a study."""
+    kinds: dict[str, type] = {"settings": dict, "runs": list, "diverged": list}
+    table: dict[str, Any] = {"diverged": []} | values if isinstance(values, dict) else {}
+    known = all(isinstance(table.get(key), kind) for key, kind in kinds.items())
     require(known, str(path), "be a table with settings and runs", type(values).__name__)
-    diverged = values.get("diverged", [])
-    for run in [*values["runs"], *diverged]:
-        known = isinstance(run, dict) and {"arm", "seed"} <= run.keys()
+    for run in [*table["runs"], *table["diverged"]]:
+        kinds = {"arm": str, "seed": int, "options": dict}
+        run_of: dict[str, Any] = {"options": {}} | run if isinstance(run, dict) else {}
+        known = all(isinstance(run_of.get(key), kind) for key, kind in kinds.items())
         require(known, f"{path}: runs", "each have an arm and a seed", run)
         try:
-            parse_arm(str(run["arm"]))
+            parse_arm(run["arm"])
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    return Stored(values["settings"], values["runs"], diverged)
+    return Stored(table["settings"], table["runs"], table["diverged"])
 
 
 def run_missing(
@@ -221,7 +205,6 @@ def run_missing(
         locks: the folder of the lock files of the runs, which is created if missing.
 
     Raises:
-        ConfigError: the file is corrupted, or belongs to other settings.
         FloatingPointError: runs diverged; the others are finished and stored.
     """
     errors = []

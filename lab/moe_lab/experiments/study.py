@@ -21,29 +21,27 @@ from moe_lab.training.config import AnyConfig
 from moe_lab.training.device import set_up_for
 from moe_lab.training.text import Text, load_text
 
-# Options that the settings of a study do not name: paths, and what its texts determine.
-_NOT_OF_ARMS = ("data.wordpieces",)
-
 
 class Study(ABC):
     """Runs what the store of a study lacks, and writes its page.
 
     Args:
-        name: the name of the store, the page and the plot.
         options: the arguments of the command, see `study_parser`.
+        folder: the folder of the runs inside of ``--runs``.
 
     Attributes:
+        name: the name of the store, the page and the plot.
         models: the models in the order of the store; see `Arm.base`.
         usual: the models of the study without ``--arms``.
         runs_folder: the folder of the runs and of their locks.
     """
 
+    name: str
     models: Sequence[str] = ()
     usual: Sequence[str] = ()
 
-    def __init__(self, name: str, options: argparse.Namespace) -> None:
-        self.name, self.options = name, options
-        self.runs_folder = Path(options.runs)
+    def __init__(self, options: argparse.Namespace, folder: str = "") -> None:
+        self.options, self.runs_folder = options, Path(options.runs) / folder
 
     @property
     def store(self) -> Store:
@@ -118,8 +116,16 @@ class TrainedStudy(Study):
         """Returns the configuration of an arm."""
 
     def settings_of(self, config: AnyConfig) -> dict[str, Any]:
-        """Returns what all runs share; self.text is the text."""
-        return {"train_tokens": self.text.train.num_tokens, **shared_settings(config, self.text)}
+        """Returns what all runs share: the text by fingerprints, and the options."""
+        text = self.text
+        return {
+            "train_tokens": text.train.num_tokens,
+            "pieces": len(text.vocabulary),
+            "vocabulary": text.vocabulary.fingerprint(),
+            "train": text.train.fingerprint(),
+            "test": text.test.fingerprint(),
+            **shared_options(config),
+        }
 
     def measured(self, arm: Arm, result: Result) -> dict[str, Any]:
         """Returns what a run adds to its record."""
@@ -138,11 +144,7 @@ class TrainedStudy(Study):
 
     def options_of(self, arm: Arm, settings: Mapping[str, Any]) -> dict[str, Any]:
         options = shared_options(self.config(arm, self.options.overrides))
-        return {
-            key: value
-            for key, value in options.items()
-            if value != settings.get(key) and key not in _NOT_OF_ARMS
-        }
+        return {key: value for key, value in options.items() if value != settings.get(key)}
 
     def config_of_run(self, arm: Arm, seed: int, overrides: Sequence[str]) -> Any:
         """Returns the configuration of a run in the folder RUNS/ARM-seedN."""
@@ -195,14 +197,3 @@ def concurrent_runs(configs: Sequence[AnyConfig], wanted: int) -> tuple[int, lis
         return 1, []
     given = any(config.num_threads for config in configs)
     return number, [] if given else [f"num_threads={threads // number}"]
-
-
-def shared_settings(config: AnyConfig, text: Text) -> dict[str, Any]:
-    """Returns the settings of any study of a text: its fingerprints, and `shared_options`."""
-    return {
-        "pieces": len(text.vocabulary),
-        "vocabulary": text.vocabulary.fingerprint(),
-        "train": text.train.fingerprint(),
-        "test": text.test.fingerprint(),
-        **shared_options(config),
-    }

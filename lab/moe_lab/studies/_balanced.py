@@ -1,6 +1,5 @@
 """The runs and the page of the study of strictly balanced gates."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +25,8 @@ from moe_lab.training.metrics import evaluate
 class Balanced(TrainedStudy):
     """The study of strictly balanced gates."""
 
+    name = "balanced"
     models = usual = (MODEL,)
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__("balanced", options)
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
         config = read_config(f"small/{arm.model}", ["num_threads=1", *overrides], Config)

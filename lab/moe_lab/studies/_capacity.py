@@ -40,6 +40,7 @@ from moe_lab.experiments.trials import trials_table, tried, usual_options
 from moe_lab.studies.capacity import DENSE, LARGE, LARGE_BASE, MIXTURES, MODELS, TEXTS
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.metrics import bytes_of, perplexity
+from moe_lab.training.text import SentenceText
 
 FIRST = "moe-4"
 BASES = (FIRST, "moe-1-wide", "4xlstm")  # of the changes in the table
@@ -74,11 +75,12 @@ class Capacity(TrainedStudy):
     """The study of one kind of text."""
 
     models = usual = MODELS
+    text: SentenceText
     shares = (QUARTER,)
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(f"capacity_{options.text}", options)
-        self.runs_folder /= options.text
+        self.name = f"capacity_{options.text}"
+        super().__init__(options, options.text)
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
         encoded = f"data.encoded={self.runs_folder / 'encoded'}"

@@ -1,6 +1,5 @@
 """The runs and the page of the study of facts."""
 
-import argparse
 import math
 import statistics
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from moe_lab.analysis.costs import moe_ops
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_percent, verdict
 from moe_lab.experiments.report import Claims, Page, Plot, markdown_table
-from moe_lab.experiments.runs import difference, mean_of
+from moe_lab.experiments.runs import difference, mean_of, number_of
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.study import Study
@@ -33,6 +32,7 @@ K = 2  # each fact has 2 groups, and 2 experts in each group
 
 # Every model has the same number of steps: a larger corpus has larger batches.
 BATCHES, WARMUP, BETAS = 32, 100, (0.9, 0.99)
+bits_of, num_parameters_of = number_of("bits"), number_of("parameters")
 MARGIN = 0.15  # of "proportional", set before the runs
 _AT_ONCE = 8_192  # facts in a batch of the evaluation
 
@@ -40,19 +40,16 @@ _AT_ONCE = 8_192  # facts in a batch of the evaluation
 class FactsStudy(Study):
     """The study of facts."""
 
+    name = "facts"
     models = MODELS
     usual = tuple(map(str, ARMS))
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__("facts", options)
-        self.layer_settings = Settings(*(getattr(options, name) for name in Settings._fields))
-
     def settings(self) -> dict[str, Any]:
         torch.set_num_threads(1)
-        return self.layer_settings._asdict()
+        return {name: getattr(self.options, name) for name in Settings._fields}
 
     def run(self, arm: Arm, seed: int) -> Run:
-        return run_of(arm, seed, self.layer_settings)
+        return run_of(arm, seed, Settings(**self.settings()))
 
     def command(self, settings: Mapping[str, Any]) -> list[str]:
         usual = Settings()._asdict()
@@ -236,14 +233,6 @@ def run_of(arm: Arm, seed: int, settings: Settings) -> Run:
     }
 
 
-def bits_of(run: Run) -> float:
-    return float(run["bits"])
-
-
-def num_parameters_of(run: Run) -> float:
-    return float(run["parameters"])
-
-
 def compared_mixtures(runs: Runs) -> list[str]:
     """Returns the mixtures with the most seeds; the runs of the others are not finished yet."""
     seeds = {model: len(runs[Arm(model)]) for model in MIXTURES}
@@ -332,7 +321,7 @@ def plot(runs: Runs) -> Figure:
     capacity.set_title("at most the dense layer's operations")
     capacity.legend()
     points = sorted(
-        (mean_of(of_arm, lambda run: run["facts"]) * math.log2(VALUES), mean_of(of_arm, bits_of))
+        (mean_of(of_arm, number_of("facts")) * math.log2(VALUES), mean_of(of_arm, bits_of))
         for arm, of_arm in runs.items()
         if arm.model == SATURATION
     )

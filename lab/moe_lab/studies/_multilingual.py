@@ -101,8 +101,8 @@ class Multilingual(TrainedStudy):
     wordpieces: Path  # the vocabulary of all runs
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(f"multilingual_{options.text}", options)
-        self.runs_folder /= options.text
+        self.name = f"multilingual_{options.text}"
+        super().__init__(options, options.text)
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> TranslationConfig:
         kind = SETTINGS[self.options.text]

@@ -1,6 +1,5 @@
 """The runs and the pages of the studies of routers and of balancing losses."""
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from moe_lab.experiments.runs import (
     difference,
     mean_of,
     mean_perplexity,
+    number_of,
     size_cells,
     test_nll,
 )
@@ -50,6 +50,7 @@ _SETTINGS = (
     f"log.log_every={BALANCE_BATCHES}",
     "log.tensorboard=false",
 )
+max_over_mean_load = number_of("balance", "max_over_mean_load")
 MARGIN = math.log(1.005)  # of "very similar quality" in ln ppl, set before the runs
 COLUMNS = {
     "cv_importance": "CV(Importance)",
@@ -83,11 +84,9 @@ class RoutingStudy(TrainedStudy):
 class Routers(RoutingStudy):
     """The study of routers."""
 
+    name = "routers"
     models = usual = tuple(ROUTERS)
     overrides = ROUTERS
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__("routers", options)
 
     def page(self, stored: Stored) -> Page | None:
         runs, settings = stored.by_arm(), stored.settings
@@ -105,7 +104,7 @@ class Routers(RoutingStudy):
                     len(of_arm),
                     f"{mean_perplexity(of_arm):.2f}",
                     "" if name == PAPER else as_change(difference(of_arm, paper)),
-                    f"{mean_of(of_arm, lambda run: run['balance']['cv_tokens']):.3f}",
+                    f"{mean_of(of_arm, number_of('balance', 'cv_tokens')):.3f}",
                     f"{mean_of(of_arm, busiest):.2f}",
                 ]
             )
@@ -177,6 +176,7 @@ def busiest(run: Run) -> float:
 class Losses(RoutingStudy):
     """The study of balancing losses."""
 
+    name = "losses"
     models = usual = WEIGHTS
     overrides = {
         each: [
@@ -185,9 +185,6 @@ class Losses(RoutingStudy):
         ]
         for each in WEIGHTS
     }
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__("losses", options)
 
     def page(self, stored: Stored) -> Page | None:
         runs, settings = stored.by_arm(), stored.settings
@@ -199,8 +196,7 @@ class Losses(RoutingStudy):
             if not (of_arm := runs[Arm(name)]):
                 continue
             gap = "" if name == USUAL else as_change(difference(of_arm, usual))
-            means = [mean_of(of_arm, lambda run, key=key: run["balance"][key]) for key in COLUMNS]
-            balance = [f"{mean:.3f}" for mean in means]
+            balance = [f"{mean_of(of_arm, number_of('balance', key)):.3f}" for key in COLUMNS]
             ppl = f"{mean_perplexity(of_arm):.2f}"
             rows.append([*name.split(","), len(of_arm), ppl, gap, *balance])
         header = ["w_importance", "w_load", "seeds", "test ppl", f"change from {USUAL}, 95%"]
@@ -252,10 +248,6 @@ class Comparison(NamedTuple):
     difference: PairedDifference | None
     shown: str
     verdict: str
-
-
-def max_over_mean_load(run: Run) -> float:
-    return float(run["balance"]["max_over_mean_load"])
 
 
 def comparisons(runs: Runs) -> list[Comparison]:

@@ -1,6 +1,5 @@
 """The measurements and the page of the study of specialisation."""
 
-import argparse
 import html
 import math
 import random
@@ -49,10 +48,8 @@ GATES = ("trained", "untrained")
 class SpecialisationStudy(Study):
     """The study of finished runs of one model."""
 
+    name = "specialisation"
     models = usual = (MODEL,)
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__("specialisation", options)
 
     def settings(self) -> dict[str, Any]:
         """Loads the models and the texts.

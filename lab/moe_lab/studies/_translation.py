@@ -23,6 +23,7 @@ from moe_lab.experiments.runs import (
     mean_curve,
     mean_of,
     mean_perplexity,
+    number_of,
     size_cells,
 )
 from moe_lab.experiments.statistics import PairedDifference
@@ -62,8 +63,8 @@ class Translation(TrainedStudy):
     text: PairText
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(f"translation_{options.text}_{options.pair}", options)
-        self.runs_folder /= self.name
+        self.name = f"translation_{options.text}_{options.pair}"
+        super().__init__(options, self.name)
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> TranslationConfig:
         options = [
@@ -232,7 +233,7 @@ def comparisons(runs: Runs) -> list[Comparison]:
             claim,
             f"{arm} against {other}",
             difference(runs[Arm(arm)], runs[Arm(other)]),
-            difference(runs[Arm(arm)], runs[Arm(other)], lambda run: float(run["bleu"])),
+            difference(runs[Arm(arm)], runs[Arm(other)], number_of("bleu")),
         )
         for claim, other in (
             ("mixtures translate better than a model without them", NONE),
@@ -302,10 +303,10 @@ def balance(runs: Runs) -> str:
         return ""
 
     def mean(key: str) -> str:
-        values = (mean_of(strict, lambda run, i=i: run["masks"][key][i]) for i in (0, 1))
+        values = (mean_of(strict, number_of("masks", key, layer)) for layer in (0, 1))
         return " and ".join(f"{100 * value:.1f}%" for value in values)
 
-    by_batch = mean_perplexity(strict, lambda run: float(run["masks"]["nll_batchwise"]))
+    by_batch = mean_perplexity(strict, number_of("masks", "nll_batchwise"))
     return (
         f"The gates of {BALANCED} are strictly balanced. The final dev perplexity was "
         f"{mean_perplexity(strict, dev_nll):.3f} with the threshold mask and {by_batch:.3f} "
