@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 from moe_lab.commands import compare
+from moe_lab.experiments import at_once
 from moe_lab.experiments import study as study_module
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.at_once import run_at_once
@@ -31,12 +32,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_concurrent_runs_equal_sequential_runs(corpus, tmp_path, monkeypatch):
     alone = comparison(corpus, tmp_path / "alone", seeds=[1]).main()
-    monkeypatch.setattr(study_module, "train_and_test", None)  # only other processes train
+    monkeypatch.setattr(study_module, "train_and_test", None)  # no run trains in this process
     together = comparison(corpus, tmp_path / "together", seeds=[1], at_once=2).main()
     assert [(run["arm"], run["test_nll"]) for run in together.runs] == [
         (run["arm"], run["test_nll"]) for run in alone.runs
     ]
-    monkeypatch.setattr(study_module, "run_at_once", None)  # finished runs start no process
+    monkeypatch.setattr(at_once, "run_at_once", None)  # finished runs start no process
     comparison(corpus, tmp_path / "together", seeds=[1], at_once=2).main()
 
 

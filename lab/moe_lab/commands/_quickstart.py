@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
 
 from moe_lab.analysis import ExpertReport, by_specialisation, expert_reports, route_text
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.comparison import Comparison
+from moe_lab.experiments.report import new_figure
 from moe_lab.experiments.runs import size_cells, test_nll
 from moe_lab.experiments.store import Run
 from moe_lab.experiments.study import concurrent_runs
@@ -23,7 +22,7 @@ from moe_lab.training.metrics import perplexity
 
 def plot(runs: Mapping[str, Run], folders: Mapping[str, Path], path: Path) -> None:
     """Plots the learning curves of both models, and the load of each expert over time."""
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = new_figure(12, 4.5, dpi=120)
     curves, load = figure.subplots(1, 2)
     for arm, label in (("moe", "mixture of experts"), ("dense", "dense, equal ops")):
         records = read_metrics(folders[arm], "dev")
@@ -35,7 +34,7 @@ def plot(runs: Mapping[str, Run], folders: Mapping[str, Path], path: Path) -> No
         )
     curves.set(xlabel="training tokens (millions)", ylabel="dev perplexity", yscale="log")
     for formatter in (curves.yaxis.set_major_formatter, curves.yaxis.set_minor_formatter):
-        formatter(StrMethodFormatter("{x:.0f}"))
+        formatter("{x:.0f}")
     curves.grid(alpha=0.3, which="both")
     curves.legend()
     curves.set_title("Learning curves")
@@ -49,7 +48,7 @@ def plot(runs: Mapping[str, Run], folders: Mapping[str, Path], path: Path) -> No
     load.set(xlabel="step", ylabel="tokens of each expert / mean", ylim=(0, None))
     load.legend()
     load.set_title(f"Load of the {loads.shape[1]} experts")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 def describe(report: ExpertReport) -> str:

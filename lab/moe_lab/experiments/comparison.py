@@ -37,8 +37,8 @@ _BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # 
 class Comparison(TrainedStudy):
     """The comparison of a model with its dense counterpart, or with the same model changed.
 
-    The options have the name of the store, the file "config" of the first model, and "against", the
-    options to change in the second model; [] compares with the dense counterpart.
+    In the options, `name` is that of the store, and `config` is the file of the first model.
+    `against` has the options to change in the second model. [] compares with the dense counterpart.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:

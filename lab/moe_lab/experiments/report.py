@@ -65,6 +65,13 @@ class Page:
         return "\n\n".join([f"# {self.title}", *filter(None, texts)]) + "\n"
 
 
+def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
+    """Creates an empty figure, with its size in inches."""
+    from matplotlib.figure import Figure  # takes half a second, and an error needs no plot
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=dpi)
+
+
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Formats a Markdown table; the text of the cells is not escaped."""
     lines = [header, ["---"] * len(header), *rows]

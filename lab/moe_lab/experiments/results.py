@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from moe_lab.errors import ConfigError
 from moe_lab.files import atomic_file, require_regular
 from moe_lab.training.config import AnyConfig
 from moe_lab.training.logging import read_metrics
-from moe_lab.training.loop import Trainer
 from moe_lab.training.metrics import Evaluation, evaluate, perplexity
 from moe_lab.training.text import Text
+
+if TYPE_CHECKING:
+    from moe_lab.training.loop import Trainer
 
 BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches
 _BALANCE = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens")
@@ -103,8 +105,10 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
     )
 
 
-def _train_to(steps: int, config: AnyConfig, text: Text) -> Trainer:
+def _train_to(steps: int, config: AnyConfig, text: Text) -> "Trainer":
     """Trains up to a step, evaluates the test part after it, and returns the trainer."""
+    from moe_lab.training.loop import Trainer  # imports FSDP, which takes a second
+
     resume = (Path(config.output) / "config.toml").exists()
     trainer = Trainer(replace(config, steps=steps, resume=resume), text)
     if not trainer.run() or trainer.interrupted:

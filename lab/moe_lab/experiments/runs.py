@@ -20,7 +20,7 @@ Value = Callable[[Run], float]  # a number of a run
 
 
 def number_of(*keys: str | int) -> Value:
-    """Returns the function from a run to one of its numbers, such as number_of("balance", "cv_load")."""
+    """Returns the function from a run to one of its numbers, by the keys of the number."""
 
     def value(run: Run) -> float:
         found: Any = run

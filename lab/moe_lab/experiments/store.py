@@ -1,4 +1,4 @@
-"""The store of runs: one small JSON file beside the page of a study.
+"""The store of runs: one small JSON file next to the page of a study.
 
 The file OUTPUT/NAME.json holds the settings that all runs share, and each finished run with its
 arm, its seed, its results and the machine. A run that the file holds is not repeated, on any

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.at_once import run_at_once
 from moe_lab.experiments.report import Command, Page
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.runs import commands_of
@@ -84,6 +83,8 @@ class Study(ABC):
         planned = [(*key, self.options_of(key[0], settings)) for key in self.planned()]
         missing = sum(not self.store.holds(settings, *each) for each in planned)
         if (number := min(getattr(self.options, "at_once", 1), missing)) > 1:
+            from moe_lab.experiments.at_once import run_at_once  # imports the training loop
+
             alone = argparse.Namespace(**vars(self.options) | {"at_once": 1})
             run_at_once([partial(_run_missing, type(self), alone)] * number)
         run_missing(self.store, settings, planned, self.run, self.runs_folder)

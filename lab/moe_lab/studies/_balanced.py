@@ -5,20 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
-
 from moe_ext import MoE, MoEAux, batchwise_masks
 from moe_ext.gates import rows_per_expert
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.report import Page, Plot, markdown_table
+from moe_lab.experiments.report import Page, Plot, markdown_table, new_figure
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.studies.balanced import MODEL
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.logging import read_metrics
-from moe_lab.training.loop import Trainer
 from moe_lab.training.metrics import evaluate
 
 
@@ -44,6 +40,8 @@ class Balanced(TrainedStudy):
         return ["moe-lab", "study", "balanced", "data.corpus=CORPUS"]
 
     def run(self, arm: Arm, seed: int) -> Run:
+        from moe_lab.training.loop import Trainer  # imports FSDP, which takes a second
+
         config = self.config_of_run(arm, seed, self.options.overrides)
         config = replace(config, resume=(Path(config.output) / "config.toml").exists())
         trainer = Trainer(config, self.text)
@@ -102,7 +100,7 @@ class Balanced(TrainedStudy):
         return Page(
             "Strictly balanced gating: training with the batchwise mask, thresholds in evaluation",
             [
-                Plot("perplexity and masks against steps", plot(run["dev"], run["train"])),
+                plot(run["dev"], run["train"]),
                 "In training, the batchwise mask gives each expert the same number of tokens. In "
                 "evaluation, a learned threshold of each expert replaces it (App. F). The model "
                 f"trained for {settings['steps']:,} steps of about "
@@ -146,9 +144,9 @@ class EqualLoads:
         self.num_batches += 1
 
 
-def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
+def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Plot:
     """Plots perplexity under both masks (left), mask disagreement and unrouted tokens (right)."""
-    figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
+    figure = new_figure(12, 4.5, dpi=120)
     left, right = figure.subplots(1, 2)
     steps = [record["step"] for record in dev]
     for key, label in (("perplexity_batchwise", "batchwise"), ("perplexity", "threshold")):
@@ -157,7 +155,7 @@ def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
         left.plot(steps, values, label=f"{label} mask: {values[-1]:.1f} at the end", **style)
     left.set(xlabel="step", ylabel="dev perplexity", yscale="log")
     for formatter in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
-        formatter(StrMethodFormatter("{x:.0f}"))
+        formatter("{x:.0f}")
     left.grid(alpha=0.3, which="both")
     left.legend()
     left.set_title("Perplexity under both masks")
@@ -173,4 +171,4 @@ def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
     right.grid(alpha=0.3)
     right.legend()
     right.set_title("The masks in training")
-    return figure
+    return Plot("perplexity and masks against steps", figure)

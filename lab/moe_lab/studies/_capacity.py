@@ -8,8 +8,6 @@ from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from moe_lab.data import Wordpieces
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
@@ -20,7 +18,7 @@ from moe_lab.experiments.claims import (
     as_change,
     claims_of,
 )
-from moe_lab.experiments.report import Page, Plot, markdown_table
+from moe_lab.experiments.report import Page, Plot, markdown_table, new_figure
 from moe_lab.experiments.runs import (
     core_hours,
     dev_nll,
@@ -122,11 +120,10 @@ class Capacity(TrainedStudy):
         seen = settings["steps"] * settings["data.tokens_per_batch"]
         longer = "".join(f", with x{times:g} {times * seen:,.0f}" for times in lengths[1:])
         epochs = lengths[-1] * seen / settings["train_tokens"]
-        figure = plot(settings, runs)
         return Page(
             f"More experts: {kind.title}",
             [
-                Plot("learning curves, and perplexity with more experts", figure),
+                plot(settings, runs),
                 "The paper finds that more experts lower the perplexity at equal operations (Figs. "
                 f"2 and 3). Here the text is {kind.contents}. {found(results)} In the plot, a band "
                 "is the 95% interval of a change, and a dashed line is a dense model.",
@@ -375,11 +372,11 @@ def percent(difference: float) -> float:
     return 100 * math.expm1(difference)
 
 
-def plot(settings: Mapping[str, Any], runs: Runs) -> Figure:
+def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     """Plots the mean learning curves of the longest runs, and the perplexity with more experts."""
     results = at_best(runs)
     lengths = lengths_of(results)
-    figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=150)
+    figure = new_figure(10, 4.2)
     learning, capacity = figure.subplots(1, 2)
     for model, of_arm in of_length(results, lengths[-1]).items():
         if points := [(tokens / 1e6, ppl) for tokens, ppl in mean_curve(of_arm)]:
@@ -419,4 +416,4 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Figure:
         ylabel=f"change of the test perplexity from {FIRST} (%)",
     )
     capacity.legend()
-    return figure
+    return Plot("learning curves, and perplexity with more experts", figure)

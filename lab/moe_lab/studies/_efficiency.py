@@ -9,7 +9,6 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from moe_ext import MoE
@@ -25,7 +24,7 @@ from moe_lab.benchmarks.harness import (
 from moe_lab.benchmarks.roofline import gemm_probe
 from moe_lab.benchmarks.step import random_text
 from moe_lab.experiments.claims import NOT_DECIDED, SUPPORTED
-from moe_lab.experiments.report import Command, Page, Plot, markdown_table
+from moe_lab.experiments.report import Command, Page, Plot, markdown_table, new_figure
 from moe_lab.models import LanguageModel
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.loop import Trainer
@@ -267,7 +266,7 @@ def page_of(found: Mapping[str, Any]) -> Page:
             f"{width}. Each word uses 4 experts with {2 * width:,} hidden units each. The dense "
             f"layer has {8 * width:,} hidden units.",
             speed_table(rows, "layer", DENSE_LAYER),
-            Plot("speed against rows per expert", plot(rows)),
+            plot(rows),
             "## All time steps at once",
             "A layer of 32 experts runs on 128 sentences with 20 time steps each. The layer gets "
             "all time steps as one batch, as in Section 3.1, or one time step at a time.",
@@ -278,15 +277,15 @@ def page_of(found: Mapping[str, Any]) -> Page:
     )
 
 
-def plot(rows: Sequence[Row]) -> Figure:
+def plot(rows: Sequence[Row]) -> Plot:
     """Plots the MoE layer's speed relative to the dense layer, over the rows per expert."""
     some = [row for row in rows if row.part == "layer" and row.rows_per_expert]
     x = [row.rows_per_expert for row in some]
-    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
+    figure = new_figure(7, 4.2)
     axes = figure.subplots()
     axes.fill_between(x, [r.low for r in some], [r.high for r in some], alpha=0.25)
     axes.plot(x, [r.median for r in some], marker="o")
     axes.axhline(1.0, lw=0.8, ls="--", color="grey")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="rows per expert", ylabel="speed relative to the dense layer", ylim=(0, None))
-    return figure
+    return Plot("speed against rows per expert", figure)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,7 +13,7 @@ from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_lab.analysis.costs import moe_ops
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_percent, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, markdown_table
+from moe_lab.experiments.report import Claims, Page, Plot, markdown_table, new_figure
 from moe_lab.experiments.runs import difference, mean_of, number_of
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
@@ -92,7 +91,7 @@ class FactsStudy(Study):
         return Page(
             "Bits of facts that experts store",
             [
-                Plot("bits stored against parameters", plot(runs)),
+                plot(runs),
                 "The paper's argument for conditional computation is that the capacity of a "
                 "network to absorb information is limited by its number of parameters (Sec. 1). "
                 "This study measures that capacity alone. A fact is a random key and a random "
@@ -290,9 +289,9 @@ def claims(runs: Runs) -> list[list[str]]:
     return rows
 
 
-def plot(runs: Runs) -> Figure:
+def plot(runs: Runs) -> Plot:
     """Plots bits over parameters for all layers, and over the size of the corpus for one."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=150)
+    figure = new_figure(10, 4.2)
     capacity, saturation = figure.subplots(1, 2)
     sizes = {  # parameters and bits of the layers
         arm.model: (mean_of(of_arm, num_parameters_of), mean_of(of_arm, bits_of))
@@ -332,4 +331,4 @@ def plot(runs: Runs) -> Figure:
         saturation.legend()
     saturation.set(xlabel="bits of all facts", ylabel="bits stored", ylim=(0, None))
     saturation.set_title("the corpus exceeds the capacity")
-    return figure
+    return Plot("bits stored against parameters", figure)

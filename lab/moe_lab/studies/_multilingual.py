@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
-
 from moe_lab.data import EncodedPairs, PairBatch, batches_of
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import claims_data
-from moe_lab.experiments.report import Claims, Command, Page, Plot, markdown_table
+from moe_lab.experiments.report import Claims, Command, Page, Plot, markdown_table, new_figure
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.runs import commands_of, core_hours, dev_nll, size_cells
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
@@ -210,7 +208,7 @@ class Multilingual(TrainedStudy):
         return Page(
             "One model for all language pairs",
             [
-                Plot("dev perplexity against steps", plot(settings, runs)),
+                plot(settings, runs),
                 "In the paper, one mixture for twelve language pairs has a higher BLEU than one "
                 "model without experts in 11 of 12 pairs. Models of a single language pair see "
                 "more text of their pair. Against these, the mixture has a higher BLEU in 8 of 12 "
@@ -444,10 +442,10 @@ def sizes_of_models(runs: Runs) -> str:
     return markdown_table(header, [*rows.values()])
 
 
-def plot(settings: Mapping[str, Any], runs: Runs) -> Figure:
+def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     """Plots dev perplexity against steps for the two language pairs with the least text."""
     panels = least_text(settings["train_pairs"])
-    figure = Figure(figsize=(12, 4.2), layout="constrained", dpi=150)
+    figure = new_figure(12, 4.2)
     axes = figure.subplots(1, len(panels), squeeze=False)
     for panel, languages in zip(axes[0], panels, strict=True):
         curves = {}  # of the first seed of each model
@@ -458,4 +456,4 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Figure:
             panel.plot(*zip(*curves[model], strict=True), label=model, lw=1.2)
         panel.set(xlabel="steps", ylabel="dev perplexity", title=languages, yscale="log")
         panel.legend()
-    return figure
+    return Plot("dev perplexity against steps", figure)

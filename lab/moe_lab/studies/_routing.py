@@ -2,11 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import (
@@ -18,9 +15,10 @@ from moe_lab.experiments.claims import (
     claims_of,
     verdict,
 )
-from moe_lab.experiments.report import Claims, Page, Plot, markdown_table
+from moe_lab.experiments.report import Claims, Page, Plot, markdown_table, new_figure
 from moe_lab.experiments.results import BALANCE_BATCHES, Result
 from moe_lab.experiments.runs import (
+    Value,
     core_hours,
     difference,
     mean_of,
@@ -113,16 +111,13 @@ class Routers(RoutingStudy):
             "CV(tokens)", "max/mean tokens",
         ]  # fmt: skip
         options = [[name, " ".join(f"`{each}`" for each in ROUTERS[name])] for name in ROUTERS]
-        figure, axes = perplexity_over_balance(runs, ROUTERS, busiest)
-        axes.set(xlabel="tokens of the busiest expert / mean")
-        axes.legend()
         return Page(
             "Routers at equal operations",
             [
                 "Later papers route without the noise and the two losses of the paper. Here five "
                 f"routers select {settings['model.moe.k']} of {settings['model.moe.num_experts']} "
                 "experts for each token, on average.",
-                Plot("perplexity and balance", figure),
+                plot(runs, [*ROUTERS], busiest, xlabel="tokens of the busiest expert / mean"),
                 markdown_table(header, rows),
                 f"{size_of_run(settings)} The last two columns cover the last {BALANCE_BATCHES} "
                 "training batches. CV(tokens) is the coefficient of variation of the experts' "
@@ -203,17 +198,14 @@ class Losses(RoutingStudy):
         n, k = settings["model.moe.num_experts"], settings["model.moe.k"]
         steps, batch = settings["steps"], settings["data.tokens_per_batch"]
         floor, ceiling = math.sqrt((1 - k / n) / (batch * k / n)), math.sqrt(n / k - 1)
-        figure, axes = perplexity_over_balance(runs, WEIGHTS, max_over_mean_load)
-        axes.set_xscale("log")
-        axes.set(xlabel="max(Load) / mean(Load)")
-        axes.legend(title="w_importance,w_load")
+        axis = {"xlabel": "max(Load) / mean(Load)", "xscale": "log"}
         return Page(
             "The weights of the balancing losses",
             [
                 "The paper finds that all nonzero weights balance the load, with almost equal "
                 "perplexity. Without the losses, a few experts get nearly all words, and the "
                 f"perplexity is higher (Table 6). Here a token has {k} of {n} experts.",
-                Plot("perplexity and balance", figure),
+                plot(runs, WEIGHTS, max_over_mean_load, "w_importance,w_load", **axis),
                 markdown_table([*header, *COLUMNS.values()], rows),
                 f"{size_of_run(settings)} The last four columns are means over the last "
                 f"{min(BALANCE_BATCHES, steps)} training batches, as in the paper. CV(tokens) is "
@@ -284,15 +276,24 @@ def loss_claims(runs: Runs) -> Claims:
     return Claims(markdown_table(header, rows), claims_data(found))
 
 
-def perplexity_over_balance(
-    runs: Runs, models: Sequence[str] | Mapping[str, Any], balance: Callable[[Run], float]
-) -> tuple[Figure, Axes]:
-    """Plots the test perplexity of each run over a number that describes its balance."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
+def plot(
+    runs: Runs, models: Sequence[str], balance: Value, title: str | None = None, **axis: str
+) -> Plot:
+    """Plots the test perplexity of each run over a number that describes its balance.
+
+    Args:
+        runs: the finished runs.
+        models: the models.
+        balance: the number.
+        title: the title of the legend.
+        axis: the label and the scale of the axis of the number.
+    """
+    figure = new_figure(7, 4.2)
     axes = figure.subplots()
     for model in models:
         of_arm = runs[Arm(model)].values()
         ppl = [perplexity(test_nll(run)) for run in of_arm]
         axes.plot([*map(balance, of_arm)], ppl, "o", label=model)
-    axes.set(ylabel="test perplexity")
-    return figure, axes
+    axes.set(ylabel="test perplexity", **axis)
+    axes.legend(title=title)
+    return Plot("perplexity and balance", figure)

@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from moe_lab.analysis import (
@@ -30,7 +29,7 @@ from moe_lab.data import AnyText
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, claims_of
-from moe_lab.experiments.report import Command, Page, Plot, markdown_table
+from moe_lab.experiments.report import Command, Page, Plot, markdown_table, new_figure
 from moe_lab.experiments.statistics import mean_difference
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import Study
@@ -138,7 +137,7 @@ class SpecialisationStudy(Study):
         return Page(
             "What the experts specialise in",
             [
-                Plot("purity by label and by expert", plot(runs)),
+                plot(runs),
                 "The paper shows that experts specialise in words and their contexts (Table 9). "
                 f"The page covers {len(runs)} run{'s' * (len(runs) > 1)} of a model with "
                 f"{settings['k']} of {first['num_experts']} experts per token after "
@@ -297,9 +296,9 @@ def in_place(words: Sequence[str]) -> str:
     return " ".join(filter(None, shown))
 
 
-def plot(runs: Sequence[Mapping[str, Any]]) -> Figure:
+def plot(runs: Sequence[Mapping[str, Any]]) -> Plot:
     """Plots purity by label on the left and by expert on the right."""
-    figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
+    figure = new_figure(12, 4.5, dpi=120)
     left, right = figure.subplots(1, 2)
     labels = list(runs[0]["trained"])
     bars = (
@@ -327,7 +326,7 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Figure:
     right.set(xlabel="experts, sorted by purity", ylabel=f"purity of the {label}", ylim=(0, 1.02))
     right.set_title("dashed line: 97.5th percentile with shuffled labels")
     right.grid(alpha=0.3)
-    return figure
+    return Plot("purity by label and by expert", figure)
 
 
 def _named_corpora(options: Iterable[str]) -> dict[str, str]:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
 
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import HOW_COMPARED, HOW_DECIDED, as_change, claims_data, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, markdown_table
+from moe_lab.experiments.report import Claims, Page, Plot, markdown_table, new_figure
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import (
     core_hours,
@@ -137,7 +136,7 @@ class Translation(TrainedStudy):
         return Page(
             f"Mixtures of experts in translation, {settings['data.pairs'][0]}",
             [
-                Plot("dev perplexity against source words", plot(settings, runs)),
+                plot(settings, runs),
                 "In the paper, a mixture of 2,048 experts has BLEU 40.35 from English to French "
                 "and 26.03 to German. GNMT, a model without experts that needs more operations, "
                 "has BLEU 39.22 and 24.91 (Tables 2 and 3).",
@@ -383,9 +382,9 @@ def paragraph(*sentences: str) -> str:
     return " ".join(filter(None, sentences))
 
 
-def plot(settings: Mapping[str, Any], runs: Runs) -> Figure:
+def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     """Plots dev perplexity against source words processed, one curve for each model (Fig. 4)."""
-    figure = Figure(figsize=(6, 4.2), layout="constrained", dpi=150)
+    figure = new_figure(6, 4.2)
     axes = figure.subplots()
     scale = settings["source_words"] / settings["train_tokens"] / 1e6  # millions of words per piece
     for name in MODELS:
@@ -393,4 +392,4 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Figure:
             axes.plot(*zip(*points, strict=True), label=name, lw=1.2)
     axes.set(xlabel="source words processed, millions", ylabel="dev perplexity", yscale="log")
     axes.legend()
-    return figure
+    return Plot("dev perplexity against source words", figure)

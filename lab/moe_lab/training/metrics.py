@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.distributed import Ranks
+from moe_ext.distributed.ranks import Ranks
 from moe_lab.data import AnyText, EncodedPairs, EncodedSentences, Wordpieces, batches_of
 from moe_lab.models import AnyModel, evaluating
 from moe_lab.progress import progress
