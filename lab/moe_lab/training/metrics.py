@@ -3,15 +3,17 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moe_ext.distributed.ranks import Ranks
 from moe_lab.data import AnyText, EncodedPairs, EncodedSentences, Wordpieces, batches_of
 from moe_lab.models import AnyModel, evaluating
 from moe_lab.progress import progress
+
+if TYPE_CHECKING:
+    from moe_ext.distributed import Ranks
 
 
 def perplexity(nll: float) -> float:
@@ -77,7 +79,7 @@ def evaluate(
     *,
     tokens_per_batch: int = 2_560,
     title: str | None = "evaluating",
-    ranks: Ranks | None = None,
+    ranks: "Ranks | None" = None,
 ) -> Evaluation:
     """Computes the negative log-likelihood of a text, with the full softmax, without gate noise.
 
@@ -94,6 +96,8 @@ def evaluate(
         title: title of the progress bar; None shows no bar.
         ranks: the ranks that share the rows of every batch; None is a single rank.
     """
+    from moe_ext.distributed import Ranks  # imports FSDP, which takes a second
+
     ranks = ranks or Ranks()
     device = model.embedding.weight.device
     batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=False)
