@@ -136,12 +136,14 @@ def python_texts(source: str) -> Iterator[Text]:
     for node in constants:
         if isinstance(node.value, str) and " " in node.value and node not in docstrings:
             yield Text(node.lineno, node.value, measured=False)
-    comments = [
-        (token.start[0], re.sub(r"^#+:? ?", "", token.string))
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    ]
-    yield from comment_blocks(comments)
+    block: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if token.line[: token.start[1]].strip():  # after code: begins a block of its own
+                yield from comment_blocks(block)
+                block = []
+            block.append((token.start[0], re.sub(r"^#+:? ?", "", token.string)))
+    yield from comment_blocks(block)
 
 
 def cpp_texts(source: str) -> Iterator[Text]:

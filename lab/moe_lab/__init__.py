@@ -14,6 +14,9 @@ The package uses the public names of moe_ext. Its subpackages are:
 - commands: one module for each command, such as train, evaluate and translate
 
 ``moe-lab --help`` lists the commands.
+
+An argument that is out of range raises ValueError. A configuration, a file or a folder that cannot
+be used raises ConfigError or CorpusError, which are ValueErrors. Their messages say what to do.
 """
 
 __all__ = [

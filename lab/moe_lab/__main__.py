@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from moe_lab.cli import exit_status
+from moe_lab.cli import exit_status, print_version
 
 _FOLDERS = {"": "commands", "study": "studies", "benchmark": "benchmarks"}  # by group of commands
 
@@ -50,6 +50,9 @@ def main() -> int:
         program += f" {group}"
     if not words or words[0] in ("-h", "--help"):
         print(overview(group))
+        return 0
+    if words[0] == "--version":
+        print_version()
         return 0
     files = commands(group)
     name, *arguments = words

@@ -65,11 +65,47 @@ def _print_error(text: str) -> None:
     print(f"error: {shown}", file=sys.stderr)
 
 
+def print_version() -> None:
+    """Prints the version of the package."""
+    from importlib.metadata import version  # only one option needs it
+
+    print(f"moe_lab {version('moe_lab')}")
+
+
+class _Version(argparse.Action):
+    """Prints the version of the package."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print_version()
+        parser.exit()
+
+
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Creates a parser whose help shows `description`, the docstring of a command."""
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    return parser
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Adds the positional argument ``run``, which `require_checkpoint` checks."""
+    parser.add_argument("run", help="the folder of a training run")
+
+
+def require_checkpoint(run: str | Path) -> None:
+    """Checks that the folder of a run has checkpoints."""
+    if not any(Path(run, "checkpoints").glob("*")):
+        raise ConfigError(
+            f"there is no checkpoint in {run}; train first, or give the folder of a run"
+        )
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds the options --threads and --device."""
+    add_threads(parser)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

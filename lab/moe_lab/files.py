@@ -8,9 +8,11 @@ import lzma
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
+
+import filelock
 
 from moe_ext.distributed.files import (
     atomic_file,
@@ -19,7 +21,7 @@ from moe_ext.distributed.files import (
     sync_folder,
     write_text,
 )
-from moe_lab.packages import require_package
+from moe_lab.errors import ConfigError
 
 __all__ = [
     "MAX_JSON",
@@ -29,6 +31,7 @@ __all__ = [
     "file_fingerprint",
     "file_lock",
     "open_plain",
+    "output_file",
     "plain_lines",
     "read_file",
     "read_json",
@@ -49,11 +52,7 @@ MAX_PADDING = 2**20  # zero bytes at the end of a compressed file
 
 
 def open_plain(file: Path) -> IO[bytes]:
-    """Opens a file for reading as bytes; decompresses .gz and .xz files.
-
-    Raises:
-        OSError: the file cannot be opened, or a compressed file ends in `MAX_PADDING` zeros.
-    """
+    """Opens a file for reading as bytes; decompresses .gz and .xz files."""
     if file.suffix not in (".gz", ".xz"):
         return file.open("rb")
     with file.open("rb") as packed:  # Python's decompressors read padding byte by byte
@@ -70,11 +69,7 @@ def reason_of(error: Exception) -> str:
 
 
 def read_lines(file: IO[bytes], limit: int = MAX_LINE) -> Iterator[bytes]:
-    """Yields the lines of an open file, with their line ends.
-
-    Raises:
-        OSError: a line has more than `limit` bytes.
-    """
+    """Yields the lines of an open file, with their line ends."""
     while line := file.readline(limit + 1):
         if len(line) > limit:
             rule = f"a line must have at most {limit:,} bytes, got more"
@@ -83,27 +78,25 @@ def read_lines(file: IO[bytes], limit: int = MAX_LINE) -> Iterator[bytes]:
 
 
 def plain_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yields each line without its line end; removes a byte order mark from the first line.
-
-    Raises:
-        OSError: a line is longer than `MAX_LINE`.
-    """
+    """Yields each line without its line end; removes a byte order mark from the first line."""
     for number, line in enumerate(read_lines(file)):
         yield (line if number else line.removeprefix(codecs.BOM_UTF8)).rstrip(b"\r\n")
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file of at most `MAX_JSON` bytes.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is too large, or not JSON.
-    """
+    """Reads a JSON file of at most `MAX_JSON` bytes."""
     content = read_file(path, MAX_JSON)
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON, got a syntax error: {error}") from None
+
+
+def output_file(path: Path) -> AbstractContextManager[BinaryIO]:
+    """Opens a file for writing; a file of this name is replaced only by the complete new file."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} must be in an existing folder, but {path.parent} does not exist")
+    return atomic_file(path)
 
 
 def file_fingerprint(file: Path) -> str:
@@ -120,15 +113,9 @@ class Locked(Exception):
 def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
     """Holds an exclusive lock on a file, so that only one process runs the body.
 
-    Args:
-        path: the lock file.
-        wait: whether to block until the lock is free.
-
     Raises:
         Locked: another process holds the lock and wait is False.
-        ImportError: filelock is not installed.
     """
-    filelock = require_package("file_lock", "filelock", "train")
     lock = filelock.FileLock(path, timeout=-1 if wait else 0)
     try:
         lock.acquire()

@@ -7,16 +7,7 @@ __all__ = ["require_package"]
 
 
 def require_package(owner: str, module: str, extra: str) -> ModuleType:
-    """Imports a module of an optional package.
-
-    Args:
-        owner: name of the function or option that needs the package, shown in the error message.
-        module: full module name; its first part is the package.
-        extra: the extra in pyproject.toml that installs the package.
-
-    Raises:
-        ImportError: the package is not installed; the message gives the pip command.
-    """
+    """Imports a module of an optional package."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

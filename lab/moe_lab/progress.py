@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sized
 from typing import TypeVar
 
+from tqdm import tqdm  # type: ignore[import-untyped]
+
 __all__ = ["progress"]
 
 T = TypeVar("T")
@@ -14,7 +16,7 @@ def progress(
     """Iterates over the items and shows a progress bar on stderr.
 
     The bar appears after one second and disappears after the last item. No bar is shown if stderr
-    is not a terminal or tqdm is not installed.
+    is not a terminal.
 
     Args:
         items: the items of the loop, iterated over once.
@@ -23,10 +25,6 @@ def progress(
         total: number of items; None uses ``len(items)`` if items has a length.
     """
     if title is None:
-        return items
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError:
         return items
     if total is None and isinstance(items, Sized):
         total = len(items)

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from moe_lab import __main__ as command
 from moe_lab.cli import exit_status
 from moe_lab.commands import compare, train
 from moe_lab.data import EncodedPairs, Vocabulary, Wordpieces
@@ -57,7 +58,6 @@ from moe_lab.training.logging import read_metrics
 from moe_lab.training.model import make_model
 from moe_lab.training.text import load_text
 
-import moe_ext_command
 from moe_ext.distributed._checkpoint_folder import SUMS, sums_of
 
 SEED = 20170123
@@ -232,7 +232,7 @@ class Kind:
         files: shell patterns of the files to corrupt.
         load: reads the files of a folder as the commands do; the second argument is the corrupted
             file. Asserts that the result is valid.
-        command: arguments of ``moe-ext`` that read the corrupted file and write to "output".
+        command: arguments of ``moe-lab`` that read the corrupted file and write to "output".
         sign: makes the checksum of a corrupted file valid again.
         huge: size in bytes of a huge file without content.
     """
@@ -651,16 +651,16 @@ def judge(kind: Kind, folder: Path, file: Path, name: str, with_command: bool) -
     if wrong := _wrong(status, error, folder):
         return "failed", wrong
     if with_command:
-        sys.argv = ["moe-ext", *kind.command(folder, file)]
+        sys.argv = ["moe-lab", *kind.command(folder, file)]
         try:
             with _without_rights(name == "no permission"):
-                status, error = _run(moe_ext_command.main)
+                status, error = _run(command.main)
         except BaseException:
             return "failed", traceback.format_exc(limit=-6)
         if wrong := _wrong(status, error, folder):
-            return "failed", f"moe-ext {' '.join(sys.argv[1:])}: {wrong}"
+            return "failed", f"moe-lab {' '.join(sys.argv[1:])}: {wrong}"
         if Path("output").exists():
-            return "failed", f"moe-ext {' '.join(sys.argv[1:])} wrote {os.listdir('output')}"
+            return "failed", f"moe-lab {' '.join(sys.argv[1:])} wrote {os.listdir('output')}"
     return "refused", error
 
 

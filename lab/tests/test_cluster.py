@@ -5,29 +5,24 @@ import itertools
 import json
 import math
 import pathlib
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from moe_lab.analysis.cluster import (
-    DEVICES,
-    Device,
-    exchange_bytes,
-    leaving,
-    mask_bytes,
-    plan,
-)
+from moe_lab.analysis.cluster import DEVICES, Device, exchange_bytes, leaving, mask_bytes, plan
+from moe_lab.analysis.cluster_table import grown, parse_device
 from moe_lab.benchmarks.memory import saved_bytes
 from moe_lab.commands import plan_cluster
 from moe_lab.data import Batch
 from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel
 from moe_lab.training.config import config_from_dict, read_config
-from moe_lab.training.loop import make_optimizers
+from moe_lab.training.optimizers import make_optimizers
 
 from moe_ext import HierarchicalBalancedGate, MoE, ops
-from moe_ext.distributed import ExpertPlacement
+from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -247,7 +242,7 @@ def test_what_is_kept_is_about_what_autograd_keeps(num_groups, dropout):
 def test_a_trillion_parameters():
     """Sec. 3.1: the load of a device does not grow if experts are in proportion to devices."""
     base = read_config(ROOT / "configs/news/moe-131072-h.toml", ["data.tokens_per_batch=19531"])
-    small, large = (plan(plan_cluster.grown(base, n), DEVICES["k40"], 128 * n) for n in (1, 8))
+    small, large = (plan(grown(base, n), DEVICES["k40"], 128 * n) for n in (1, 8))
     assert small.num_experts == 2**17  # 137 billion parameters (App. D)
     assert small.dense_parameters + small.expert_parameters == pytest.approx(137.7e9, rel=1e-3)
     assert large.dense_parameters + large.expert_parameters > 1.1e12
@@ -255,7 +250,7 @@ def test_a_trillion_parameters():
     assert large.exchange_bytes < 1.01 * small.exchange_bytes
     assert large.step_seconds(overlap=False) < 1.05 * small.step_seconds(overlap=False)
     # Replicated secondary gates would grow with the experts: 2 · 512 weights each.
-    copied = plan(plan_cluster.grown(base, 8), DEVICES["k40"], 1024, placement="experts")
+    copied = plan(grown(base, 8), DEVICES["k40"], 1024, placement="experts")
     assert copied.dense_parameters - large.dense_parameters == 2 * 512 * 2**20
 
 
@@ -275,12 +270,12 @@ def test_errors():
 
 
 def test_devices_of_the_command():
-    assert plan_cluster.parse_device(["k40"]) == DEVICES["k40"]
-    assert plan_cluster.parse_device(["k40", "link=5e9"]) == dataclasses.replace(
-        DEVICES["k40"], link=5e9
-    )
+    assert get_args(ExchangeUnit) == plan_cluster.EXCHANGES
+    assert get_args(Placement) == plan_cluster.PLACEMENTS
+    assert parse_device(["k40"]) == DEVICES["k40"]
+    assert parse_device(["k40", "link=5e9"]) == dataclasses.replace(DEVICES["k40"], link=5e9)
     words = ["flops=1e6", "memory=1e5", "memory_bandwidth=1e6", "link=1e4"]
-    assert plan_cluster.parse_device(words) == DEVICE
+    assert parse_device(words) == DEVICE
     for words, message in (
         (["v100"], "--device must"),
         (["k40", "link=fast"], "--device: link must"),
@@ -288,7 +283,7 @@ def test_devices_of_the_command():
         (["k40", "link=-1"], "link must"),
     ):
         with pytest.raises(ConfigError, match=message):
-            plan_cluster.parse_device(words)
+            parse_device(words)
 
 
 def test_the_command(tmp_path, capsys):

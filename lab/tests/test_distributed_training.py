@@ -7,14 +7,17 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import moe_lab.training.loop
 import pytest
 import torch
+import torch.distributed as dist
+from moe_lab.training import launch
 from moe_lab.training.config import config_from_dict, read_config, to_toml
 from moe_lab.training.logging import read_metrics
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import make_trainer
 from moe_lab.training.metrics import evaluate
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +66,7 @@ def config(tmp_path):
 
 
 def train(group, rank, config):
-    return Trainer(config, process_group=group).run()
+    return make_trainer(config, process_group=group).run()
 
 
 def curve(config):
@@ -99,27 +102,27 @@ LATER_ROUTER = {
 
 
 @pytest.mark.parametrize(
-    ("options", "num_sampled"),
+    ("options", "num_sampled", "accumulate", "world"),
     [
-        ({}, 0),
-        ({}, 9),
-        ({"gate": "balanced"}, 0),
-        ({"gate": "expert_choice"}, 0),
-        (LATER_ROUTER, 0),
+        ({}, 0, 1, 4),
+        ({}, 9, 2, 2),
+        ({"gate": "balanced"}, 0, 2, 4),
+        ({"gate": "expert_choice"}, 0, 1, 2),
+        (LATER_ROUTER, 0, 2, 2),
     ],
     ids=["topk", "sampled", "balanced", "expert_choice", "later"],
 )
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_curve_of_one_process(workers, config, tmp_path, options, num_sampled, accumulate):
+def test_the_curve_of_one_process(
+    workers, config, tmp_path, options, num_sampled, accumulate, world
+):
     config.model.moe = replace(config.model.moe, **options)
     config.model.num_sampled = num_sampled  # all ranks sample the same classes
     config.optimizer.accumulate = accumulate
     train(None, 0, config)
-    for world in (2, 4):
-        there = replace(config, output=str(tmp_path / f"run-{world}"))
-        assert workers.run(world, train, there) == [True] * world
-        assert_same_curve(curve(there), curve(config))
-        assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
+    there = replace(config, output=str(tmp_path / "ranks"))
+    assert workers.run(world, train, there) == [True] * world
+    assert_same_curve(curve(there), curve(config))
+    assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("middle", ["moe", "moe_lstm", "ffn"])
@@ -137,7 +140,7 @@ def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
 
 
 def selection_bias(config):
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     trainer.run()
     (bias,) = (b for n, b in trainer.model.named_buffers() if n.endswith("selection_bias"))
     return bias
@@ -159,7 +162,7 @@ def start_of(group, rank, config):
     """Returns a rank's dense parameters and random numbers before its first step."""
     with pytest.MonkeyPatch.context() as patch:  # without broadcasting the parameters
         patch.setattr(moe_lab.training.loop, "parallelize", lambda model, group: model)
-        trainer = Trainer(config, process_group=group)
+        trainer = make_trainer(config, process_group=group)
     dense = [p.detach() for name, p in trainer.model.named_parameters() if "experts" not in name]
     states = trainer.noise_generator.get_state(), torch.get_rng_state()
     noise = torch.empty(8).normal_(generator=trainer.noise_generator)
@@ -199,7 +202,7 @@ def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
 
 def perplexities(group, rank, config):
     """Computes test perplexities in float64, for 1, 7 and 64 sentences per batch."""
-    trainer = Trainer(replace(config, resume=True), process_group=group)
+    trainer = make_trainer(replace(config, resume=True), process_group=group)
     trainer.model.double()
     test = trainer.text.test
     sizes = (n * test.num_tokens // len(test) if n > 1 else 1 for n in (1, 7, 64))
@@ -247,7 +250,7 @@ PROGRAM = r"""
 import os, sys, time
 from moe_lab.commands.train import main
 from moe_lab.cli import exit_status
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import Trainer, make_trainer
 
 step = Trainer.train_step
 
@@ -310,17 +313,34 @@ class Run:
 
 
 def test_killed_processes_resume(config, tmp_path):
-    config = replace(config, steps=12)
+    config = replace(config, steps=8)
     train(None, 0, config)
     there = replace(config, output=str(tmp_path / "killed"))
-    run = Run(there, tmp_path, restarts=2)
-    for step in (3, 8):
-        os.kill(int(run.until(f"step {step} 1")[0]), signal.SIGKILL)
+    run = Run(there, tmp_path, restarts=1)
+    os.kill(int(run.until("step 5 1")[0]), signal.SIGKILL)
     status, _ = run.end(120)
     assert status == 0, run.output
     assert_same_curve(curve(there), curve(config))
 
 
+def wait_alone(group, rank):
+    """Lets rank 1 miss an all-reduce; returns the error of rank 0."""
+    short = dist.new_group(timeout=timedelta(seconds=1))
+    if rank:
+        return None
+    try:
+        dist.all_reduce(torch.ones(1), group=short)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_the_error_of_a_rank_that_waits_is_known(workers):
+    """test_launch.py tests what a run makes of such an error."""
+    error, _ = workers.run(2, wait_alone)
+    assert launch.is_lost(error)
+
+
+@pytest.mark.long
 def test_an_error_of_one_process_ends_all(config, tmp_path):
     run = Run(config, tmp_path, fails=True)
     run.until("step 3 1")
@@ -330,6 +350,7 @@ def test_an_error_of_one_process_ends_all(config, tmp_path):
     assert seconds < 30
 
 
+@pytest.mark.long
 def test_a_process_that_stops_ends_the_others(config, tmp_path):
     run = Run(replace(config, timeout=4.0), tmp_path)
     stopped = int(run.until("step 3 1")[0])

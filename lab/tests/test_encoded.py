@@ -22,20 +22,21 @@ from moe_lab.data import (
     SentenceBatches,
     Sentences,
     Vocabulary,
-    corpora,
     encode_sentences,
     encode_to_files,
     encoded,
     in_workers,
     load_corpus,
 )
+from moe_lab.data import sentences as texts
+from torch.utils.data._utils import worker
 
 WORDS = [*(f"w{i}" for i in range(40)), "Käse", "日本", "\u00e9"]
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(corpora, "PIECE_BYTES", 2_000)
+    monkeypatch.setattr(texts, "PIECE_BYTES", 2_000)
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def spoil(file):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 11, 1000])
 def test_pieces_are_the_file(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(corpora, "PIECE_BYTES", size)
+    monkeypatch.setattr(texts, "PIECE_BYTES", size)
     file = tmp_path / "text.txt"
     file.write_bytes("one two\n\n \na\r\nKäse 日本\nb\n\nthe last".encode())
     sentences = load_corpus(file, parts=["all"]).all
@@ -132,7 +133,7 @@ def test_mapped_sentences_are_those_in_memory(text, tmp_path, vocabulary, num_wo
 
 def test_the_first_sentences_and_builtin_lines_too(text, tmp_path, vocabulary):
     limited = load_corpus(text, max_train_sentences=7).train
-    lines = corpora.Sentences((corpora._Lines(["w7 w8", "w9"]),))
+    lines = texts.Sentences((texts.Lines(["w7 w8", "w9"]),))
     for sentences in (limited, lines):
         made = encode_to_files(sentences, vocabulary, tmp_path, name="part")
         assert_same_sentences(made, encode_sentences(sentences, vocabulary))
@@ -418,6 +419,7 @@ def pid(number):
 
 
 def wait_with_workers(pipe):
+    worker.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds between two looks at the parent process
     pids = in_workers(pid, itertools.count(), 2)
     pipe.send([next(pids), next(pids)])
     time.sleep(600)

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -13,10 +11,9 @@ import pytest
 from fuzz_files import KINDS, Kind, fuzz, replay
 from moe_lab.errors import ConfigError
 
-FILES, COMMANDS = 200, 6  # of each kind, without --long
+FILES, COMMANDS = 20, 3  # of each kind, without --long
 ROOT = Path(__file__).parents[2]
 
-pytest.importorskip("sentencepiece", reason="pip install 'moe_lab[translation]'")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -48,17 +45,17 @@ def test_corrupted_files(kind):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_ten_thousand_corrupted_files(kind):
-    assert failures(kind, range(FILES, 10_000), FILES + 50) == ""
+    assert failures(kind, range(10_000), 250) == ""
 
 
-def test_the_command_prints_the_numbers():
-    command = [sys.executable, "tests/fuzz_files.py", "config", "--files", "20", "--commands", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    header, row = done.stdout.splitlines()
+def test_the_script_prints_the_numbers(capfd):
+    assert fuzz_files.main(["config", "--files", "20", "--commands", "0"]) == 0
+    printed = capfd.readouterr()
+    header, row = printed.out.splitlines()
     assert header.split() == ["kind", "files", "accepted", "refused", "failed"]
     name, files, accepted, refused, failed = row.split()
     assert (name, files, failed) == ("config", "20", "0")
-    assert int(accepted) + int(refused) == 20 and int(refused) > 0 and done.stderr == ""
+    assert int(accepted) + int(refused) == 20 and int(refused) > 0 and printed.err == ""
 
 
 # --- the oracle notices what a loader must not do -----------------------------------------------
@@ -128,8 +125,8 @@ def test_a_wrong_loader_is_noticed(monkeypatch, load, what):
         load,
         lambda *_: [],
     )
-    results = list(fuzz(kind, range(2)))
-    assert [each.result for each in results] == ["failed"] * 2
+    results = list(fuzz(kind, range(1)))
+    assert [each.result for each in results] == ["failed"]
     assert all(re.search(what, each.message) for each in results)
 
 

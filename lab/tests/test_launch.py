@@ -4,12 +4,14 @@ import pytest
 from moe_lab.training import launch
 from moe_lab.training.config import Config
 
+import moe_ext.distributed
+
 
 @pytest.fixture
 def torchrun(monkeypatch):
     """Lets this process look like a rank of torchrun, without a process group."""
     monkeypatch.setattr(launch.dist, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setattr(launch, "init_process_group", lambda backend, timeout: None)
+    monkeypatch.setattr(moe_ext.distributed, "init_process_group", lambda backend, timeout: None)
     monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
 

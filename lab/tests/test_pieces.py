@@ -17,13 +17,14 @@ from moe_lab.data import (
     load_parallel,
 )
 from moe_lab.data import mixed as mixed_module
-from moe_lab.data.corpora import PARTS, place_of
 from moe_lab.data.mixed import of_languages, of_sources, write_parts
+from moe_lab.data.sentences import place_of
 from moe_lab.errors import ConfigError
+from moe_lab.names import PARTS
 from moe_lab.training import metrics as metrics_module
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import DataConfig, config_from_dict
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import make_trainer
 from moe_lab.training.metrics import bytes_of, evaluate
 from moe_lab.training.text import load_part, load_text
 
@@ -44,7 +45,7 @@ def run(corpus, tmp_path_factory):
         }
     )
     text = load_text(config.data)
-    assert Trainer(config, text).run()
+    assert make_trainer(config, text).run()
     return config, text
 
 
@@ -91,11 +92,11 @@ def test_a_run_keeps_its_wordpieces(run):
     trained = load_run(config.output)
     assert isinstance(trained.vocabulary, Wordpieces)
     assert trained.vocabulary.fingerprint() == text.vocabulary.fingerprint()
-    resumed = Trainer(replace(config, resume=True), text)
+    resumed = make_trainer(replace(config, resume=True), text)
     assert resumed.step == 4 and resumed.run()
     other = load_text(replace(config.data, vocab_size=41))
     with pytest.raises(ConfigError, match="the vocabulary of .* must be the vocabulary of the run"):
-        Trainer(replace(config, resume=True), other)
+        make_trainer(replace(config, resume=True), other)
 
 
 def test_perplexity_per_piece_word_and_byte(run, corpus, capsys):
@@ -191,11 +192,8 @@ def sources(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("")
     docs = tmp_path / "docs.txt"
     docs.write_text("".join(f"Sentence {number} .\n" for number in range(300)))
-    real = mixed_module.load_corpus
     monkeypatch.setattr(mixed_module, "source_files", lambda: files)
-    monkeypatch.setattr(
-        mixed_module, "load_corpus", lambda name: real(docs if name == "builtin" else name)
-    )
+    monkeypatch.setattr(mixed_module, "builtin_corpus", lambda: load_corpus(docs))
     monkeypatch.setattr(mixed_module, "torch_folder", lambda: folder)
     return folder
 

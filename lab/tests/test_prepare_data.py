@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from moe_lab.cli import exit_status
 from moe_lab.commands import prepare_data
-from moe_lab.data import CorpusError
+from moe_lab.data import CorpusError, downloads
 from moe_lab.errors import ConfigError
 from moe_lab.training.config import DataConfig
 from moe_lab.training.text import load_text
@@ -91,22 +91,24 @@ def lm1b(server, monkeypatch):
     server.files = {f"/{LM1B}.tar.gz": archive, "/words.txt": words.encode()}
     address = f"http://127.0.0.1:{server.server_port}"
     known = replace(
-        prepare_data.SETS["lm1b"],
-        archive=prepare_data.Download(
+        downloads.SETS["lm1b"],
+        archive=downloads.Download(
             (f"{address}/{LM1B}.tar.gz",), sha256=hashlib.sha256(archive).hexdigest()
         ),
-        vocabulary=prepare_data.Download(
-            (f"{address}/words.txt", f"{address}/elsewhere/words.txt")
-        ),
+        vocabulary=downloads.Download((f"{address}/words.txt", f"{address}/elsewhere/words.txt")),
         vocab_size=6,
         expected={"train": {"sentences": 99}, "test": {"sentences": 2, "predictions": 8}},
     )
-    monkeypatch.setitem(prepare_data.SETS, "lm1b", known)
+    monkeypatch.setitem(downloads.SETS, "lm1b", known)
     return known
 
 
 def prepare(*arguments):
     return prepare_data.main([str(argument) for argument in arguments])
+
+
+def test_the_command_knows_the_public_corpora():
+    assert tuple(downloads.SETS) == prepare_data.PUBLIC
 
 
 def test_the_benchmark_is_downloaded_once_and_can_be_loaded(server, lm1b, tmp_path, capsys):
@@ -165,8 +167,8 @@ def test_a_second_address_is_tried_and_a_failure_is_reported(
 ):
     server.files["/elsewhere/words.txt"] = server.files.pop("/words.txt")
     prepare("lm1b", "--output", tmp_path / "a", "--workers", 0)
-    gone = prepare_data.Download(("http://127.0.0.1:9/corpus.tar.gz",))
-    monkeypatch.setitem(prepare_data.SETS, "lm1b", replace(lm1b, archive=gone))
+    gone = downloads.Download(("http://127.0.0.1:9/corpus.tar.gz",))
+    monkeypatch.setitem(downloads.SETS, "lm1b", replace(lm1b, archive=gone))
     assert exit_status(lambda: prepare("lm1b", "--output", tmp_path / "b")) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: corpus.tar.gz cannot be downloaded (http://127.0.0.1:9/corpus")
@@ -199,7 +201,7 @@ def test_local_files_in_place_of_the_network(server, lm1b, tmp_path):
 
 def test_a_text_with_other_sizes_than_published_is_refused(lm1b, tmp_path, monkeypatch):
     other = replace(lm1b, vocab_size=7, expected={"test": {"predictions": 9}})
-    monkeypatch.setitem(prepare_data.SETS, "lm1b", other)
+    monkeypatch.setitem(downloads.SETS, "lm1b", other)
     message = (
         "the vocabulary size must be 7, got 6; the number of predictions in test must be 9, got 8"
     )
@@ -213,14 +215,12 @@ def test_wikitext_counts_its_words(server, tmp_path, monkeypatch):
     archive = zip_of(files)
     server.files = {"/wikitext-2-v1.zip": archive}
     small = replace(
-        prepare_data.SETS["wikitext-2"],
-        archive=prepare_data.Download(
-            (f"http://127.0.0.1:{server.server_port}/wikitext-2-v1.zip",)
-        ),
+        downloads.SETS["wikitext-2"],
+        archive=downloads.Download((f"http://127.0.0.1:{server.server_port}/wikitext-2-v1.zip",)),
         vocab_size=8,
         expected={"test": {"words": 8}},
     )
-    monkeypatch.setitem(prepare_data.SETS, "wikitext-2", small)
+    monkeypatch.setitem(downloads.SETS, "wikitext-2", small)
     prepared = prepare("wikitext-2", "--output", tmp_path, "--workers", 0)
     words = (tmp_path / "vocabulary.txt").read_text().split()
     assert sorted(words) == sorted(["=", "Head", "The", "cat", "@-@", "<unk>", ".", "</s>"])
@@ -249,10 +249,10 @@ def test_archives_stay_in_their_folder(tmp_path):
     evil = tmp_path / "evil.tar.gz"
     evil.write_bytes(tar_of({"../outside.txt": "x"}))
     with pytest.raises(ConfigError, match="evil.tar.gz cannot be unpacked: .*outside"):
-        prepare_data.unpack(evil, folder)
+        downloads.unpack(evil, folder)
     evil.write_bytes(zip_of({"../outside.txt": "x"}))
-    prepare_data.unpack(evil, folder)  # zipfile removes the ".."
+    downloads.unpack(evil, folder)  # zipfile removes the ".."
     assert not (tmp_path / "outside.txt").exists()
     evil.write_bytes(tar_of({"a.txt": "x" * 10_000})[:-20])
     with pytest.raises(ConfigError, match="evil.tar.gz cannot be unpacked"):
-        prepare_data.unpack(evil, folder)
+        downloads.unpack(evil, folder)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from moe_lab.cli import exit_status
 from moe_lab.commands import evaluate, export, train
+from moe_lab.models.export import NextWord
 from moe_lab.training.checkpoint import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,7 +73,7 @@ def test_serve(program, exported, corpus, capsys):
     for beginning, printed in zip(beginnings, output, strict=True):
         ids = [trained.vocabulary.eos_id, *trained.vocabulary.encode(beginning.split())]
         with torch.no_grad():
-            probability = export.NextWord(trained.model)(torch.tensor([ids]))[0, -1].exp()
+            probability = NextWord(trained.model)(torch.tensor([ids]))[0, -1].exp()
         best = [pair.split() for pair in printed.split("  ")]
         assert len(best) == 5
         for word, number in best:

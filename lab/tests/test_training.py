@@ -21,7 +21,7 @@ from moe_lab.experiments.comparison import dense_counterpart
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.models import LanguageModel
 from moe_lab.training import device as device_module
-from moe_lab.training import loop as loop_module
+from moe_lab.training import folder as folder_module
 from moe_lab.training.checkpoint import checkpoints_of, load_run
 from moe_lab.training.config import (
     Config,
@@ -33,9 +33,10 @@ from moe_lab.training.config import (
 )
 from moe_lab.training.device import set_up_torch
 from moe_lab.training.logging import RunLog, read_metrics
-from moe_lab.training.loop import Trainer, Window, make_optimizers
-from moe_lab.training.metrics import Evaluation, evaluate, perplexity
+from moe_lab.training.loop import Trainer, make_trainer
+from moe_lab.training.metrics import Evaluation, Window, evaluate, perplexity
 from moe_lab.training.model import make_model
+from moe_lab.training.optimizers import make_optimizers
 from moe_lab.training.text import load_part, load_text
 from moe_lab.training.threads import ThreadChoice
 
@@ -181,7 +182,7 @@ def test_every_configuration_file_is_valid_and_says_what_to_expect(path):
 
 
 def train(config, text=None):
-    trainer = Trainer(config, text)
+    trainer = make_trainer(config, text)
     trainer.run()
     return trainer
 
@@ -202,7 +203,7 @@ def assert_same_state(a, b):
 def state_of(run):
     """Returns the whole state of the newest checkpoint."""
     config = replace(read_config(run / "config.toml"), output=str(run), resume=True)
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     loaded = checkpoints_of(run).load()
     loaded.state.pop("config")
     return {
@@ -266,7 +267,7 @@ def test_balanced_gates_are_measured_under_both_masks(table):
     assert last["perplexity_batchwise"] == pytest.approx(by_batch, rel=1e-6)
     assert by_batch != by_threshold
     (gate,) = balanced_gates(trainer.model)
-    (resumed,) = balanced_gates(Trainer(replace(config, resume=True), trainer.text).model)
+    (resumed,) = balanced_gates(make_trainer(replace(config, resume=True), trainer.text).model)
     assert resumed.initialized and torch.equal(resumed.threshold, gate.threshold)
 
 
@@ -292,12 +293,11 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, 
     )
 
 
-@pytest.mark.parametrize("max_length", [0, 4])
-def test_mapped_text_and_workers_change_nothing(table, tmp_path, max_length, children):
+def test_mapped_text_and_workers_change_nothing(table, tmp_path, children):
     """Results are the same with a stop in the first epoch (step 3) and in the second (step 8)."""
-    whole = train(merged(table, data={"max_length": max_length}))
+    whole = train(merged(table, data={"max_length": 4}))
     assert whole.batches.num_batches == 11
-    data = {"max_length": max_length, "encoded": str(tmp_path / "ids")}
+    data = {"max_length": 4, "encoded": str(tmp_path / "ids")}
     for steps, num_workers in ((3, 2), (8, 1), (12, 0)):
         options = {"output": str(tmp_path / "parts"), "resume": steps > 3, "steps": steps}
         train(merged(table, **options, data={**data, "num_workers": num_workers}))
@@ -307,13 +307,11 @@ def test_mapped_text_and_workers_change_nothing(table, tmp_path, max_length, chi
     assert_same_state(*map(state_of, (whole.folder, parts)))
 
 
-@pytest.mark.parametrize(
-    ("number", "num_workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 1)]
-)
+@pytest.mark.parametrize(("number", "num_workers"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
 def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_workers, children):
     whole = train(merged(table, log={"log_every": 4}))
     options = {"log": {"log_every": 4}, "data": {"num_workers": num_workers}}
-    stopped = Trainer(merged(table, output=str(tmp_path / "stopped"), **options))
+    stopped = make_trainer(merged(table, output=str(tmp_path / "stopped"), **options))
     step = Trainer.train_step
 
     def with_signal(self, *arguments):
@@ -330,7 +328,7 @@ def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_work
     assert signal.getsignal(number) is before
     monkeypatch.setattr(Trainer, "train_step", step)
     assert checkpoints_of(stopped.folder).steps()[-1] == 4
-    resumed = Trainer(replace(stopped.config, resume=True))
+    resumed = make_trainer(replace(stopped.config, resume=True))
     assert resumed.run() is True
     assert_same_run(whole.folder, resumed.folder)
 
@@ -345,10 +343,10 @@ def test_the_train_records_of_an_interrupted_run_cover_all_steps(table, monkeypa
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Trainer, "train_step", with_signal)
-    run = Trainer(config)
+    run = make_trainer(config)
     assert run.run() is False
     monkeypatch.setattr(Trainer, "train_step", step)
-    assert Trainer(replace(config, resume=True)).run() is True
+    assert make_trainer(replace(config, resume=True)).run() is True
     assert [record["step"] for record in read_metrics(run.folder, "train")] == [5, 8, 12]
 
 
@@ -374,8 +372,8 @@ def test_a_signal_in_the_last_evaluation_is_not_lost(table, monkeypatch):
 
 def test_accumulated_step_is_the_mean_over_all_tokens(table):
     config = merged(table, model={"dropout": 0.0}, optimizer={"accumulate": 2})
-    trainer = Trainer(config)
-    twin = Trainer(config)
+    trainer = make_trainer(config)
+    twin = make_trainer(config)
     batches = list(trainer.batches.epoch(0))
     batches = [min(batches, key=lambda b: b.num_tokens), max(batches, key=lambda b: b.num_tokens)]
     assert batches[0].num_tokens < batches[1].num_tokens
@@ -430,7 +428,7 @@ def test_one_thread_leaves_no_choice():
 def test_a_run_says_its_choice_of_threads(table, threads, capsys, num_threads, lines):
     """The trial takes real steps: the run has the same number of steps and records."""
     threads(2)
-    trainer = Trainer(merged(table, num_threads=num_threads, log={"progress": True}))
+    trainer = make_trainer(merged(table, num_threads=num_threads, log={"progress": True}))
     assert trainer.run() and trainer.step == 12
     said = [line for line in capsys.readouterr().err.splitlines() if " threads " in line]
     assert len(said) == lines
@@ -444,14 +442,14 @@ def test_a_run_warns_when_it_slows_down(table, monkeypatch, capsys):
     monkeypatch.setattr(
         Window, "summary", lambda *args: summary(*args) | {"words_per_second": next(rates)}
     )
-    Trainer(merged(table, log={"progress": True})).run()
+    make_trainer(merged(table, log={"progress": True})).run()
     said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(said) == 1
     assert "warning: 299 words/s after 900 words/s earlier" in said[0]
 
 
 def test_gradients_are_clipped(table, monkeypatch):
-    trainer = Trainer(merged(table, optimizer={"clip_norm": 1e-3}))
+    trainer = make_trainer(merged(table, optimizer={"clip_norm": 1e-3}))
     trainer.optimizers[0].zero_grad = lambda: None
     trainer.run()
     norm = torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm()
@@ -463,7 +461,7 @@ def test_every_parameter_has_its_optimizer(table):
     options = {"experts": "factored_adam", "threshold_learning_rate": 0.5}
     options |= {"beta1": 0.8, "beta2": 0.9, "eps": 1e-7}
     moe = {"gate": "balanced", "num_experts": 4, "k": 2, "hidden_sizes": [16], "w_load": 0.0}
-    trainer = Trainer(merged(table, optimizer=options, model={"moe": moe}))
+    trainer = make_trainer(merged(table, optimizer=options, model={"moe": moe}))
     model = trainer.model
     (layer,) = [module for module in model.modules() if isinstance(module, MoE)]
     adam, factored = trainer.optimizers
@@ -500,7 +498,7 @@ def test_large_matrices_in_bfloat16_learn(table):
     records = []
     for dtype in ("bfloat16", "float32"):
         output = f"{table['output']}-{dtype}"
-        trainer = train(merged(table, steps=60, output=output, model={"dtype": dtype}))
+        trainer = train(merged(table, steps=40, output=output, model={"dtype": dtype}))
         records.append(read_metrics(trainer.folder, "train"))
         assert trainer.model.embedding.weight.dtype == getattr(torch, dtype)
     low, full = records
@@ -515,7 +513,7 @@ def test_autocast_trains(table):
 
 
 def test_divergence_is_said_and_not_saved(table, children):
-    trainer = Trainer(merged(table, log={"save_every": 1}, data={"num_workers": 1}))
+    trainer = make_trainer(merged(table, log={"save_every": 1}, data={"num_workers": 1}))
     with torch.no_grad():
         trainer.model.softmax.bias[0] = float("nan")
     with pytest.raises(FloatingPointError, match="the loss of step 1 is not finite; lower"):
@@ -526,7 +524,9 @@ def test_divergence_is_said_and_not_saved(table, children):
 
 def test_a_gradient_beyond_bounds_is_said_and_not_saved(table):
     """Clipping would turn the infinite gradient into NaN weights and save them."""
-    trainer = Trainer(merged(table, steps=3, optimizer={"clip_norm": 1.0}, log={"save_every": 1}))
+    trainer = make_trainer(
+        merged(table, steps=3, optimizer={"clip_norm": 1.0}, log={"save_every": 1})
+    )
     weight = trainer.model.softmax.weight
     weight.register_hook(lambda grad: grad / 0 if trainer.step == 2 else grad)
     with pytest.raises(FloatingPointError, match="the gradient of step 3 is not finite"):
@@ -537,7 +537,7 @@ def test_a_gradient_beyond_bounds_is_said_and_not_saved(table):
 
 def test_weights_beyond_bounds_are_said_and_not_saved(table):
     """Without clipping, only the weights are checked."""
-    trainer = Trainer(merged(table, steps=4, log={"save_every": 1}))
+    trainer = make_trainer(merged(table, steps=4, log={"save_every": 1}))
     weight = trainer.model.softmax.weight
     weight.register_hook(lambda grad: grad / 0 if trainer.step == 2 else grad)
     with pytest.raises(FloatingPointError, match="the weights after step 3 are not finite; lower"):
@@ -550,7 +550,7 @@ def test_runs_of_one_seed_see_the_same_batches_and_dropout(table):
     moe = merged(table)
     ends = []
     for config in (moe, dense_counterpart(moe), merged(table, model={"lstm_units": 16})):
-        trainer = Trainer(config)
+        trainer = make_trainer(config)
         batches = list(trainer.batches.epoch(0))[:2]
         trainer.train_step(batches)
         ends.append((torch.get_rng_state(), [batch.inputs for batch in batches]))
@@ -570,16 +570,16 @@ def test_a_run_is_never_overwritten(table):
     folder = train(merged(table, steps=2)).folder
     before = snapshot(folder)
     with pytest.raises(ConfigError, match="is not empty; continue the run in it with resume=true"):
-        Trainer(merged(table, steps=2))
+        make_trainer(merged(table, steps=2))
     with pytest.raises(ConfigError, match="model.dropout must"):
-        Trainer(merged(table, resume=True, model={"dropout": 0.3}))
+        make_trainer(merged(table, resume=True, model={"dropout": 0.3}))
     with pytest.raises(ConfigError, match="there is no run in .* omit resume=true"):
-        Trainer(merged(table, resume=True, output=str(folder / "nowhere")))
+        make_trainer(merged(table, resume=True, output=str(folder / "nowhere")))
     with pytest.raises(ConfigError, match="steps must .*got 1"):
-        Trainer(merged(table, resume=True, steps=1))
+        make_trainer(merged(table, resume=True, steps=1))
     for below in ("config.toml", "config.toml/a/b"):
         with pytest.raises(ConfigError, match="output must"):
-            Trainer(merged(table, output=str(folder / below)))
+            make_trainer(merged(table, output=str(folder / below)))
     assert snapshot(folder) == before
 
 
@@ -594,7 +594,7 @@ def test_resuming_with_another_vocabulary_is_refused(table, tmp_path, corpus):
     with (mine / "train.txt").open("a") as file:
         file.write("entirely new words\n")
     with pytest.raises(ConfigError, match="must be the vocabulary of the run .* new run"):
-        Trainer(replace(config, resume=True, steps=4))
+        make_trainer(replace(config, resume=True, steps=4))
     (folder / "vocabulary.txt").write_text("<unk>\n</s>\nother\n")
     with pytest.raises(ConfigError, match="must be the vocabulary of the run"):
         load_run(folder)
@@ -611,7 +611,7 @@ def test_a_corpus_that_is_not_there_or_empty(table, tmp_path, missing):
     if not missing:
         path.write_text("\n\n")
     with pytest.raises(ConfigError, match=r"data\.corpus: .*text\.txt"):
-        Trainer(merged(table, data={"corpus": str(path)}))
+        make_trainer(merged(table, data={"corpus": str(path)}))
     assert not pathlib.Path(table["output"]).exists()
 
 
@@ -659,18 +659,10 @@ def test_a_run_continues_from_the_checkpoint_before_a_corrupted_one(table, tmp_p
     with pytest.warns(
         UserWarning, match="state.pt is corrupted.*; loading .*step-00000004 instead"
     ):
-        resumed = Trainer(merged(table, resume=True, **options))
+        resumed = make_trainer(merged(table, resume=True, **options))
     assert resumed.step == 4
     assert resumed.run()
     assert_same_run(whole.folder, part)
-
-
-@pytest.mark.parametrize("module", ["tensorboard", "torch.utils.tensorboard"])
-def test_without_tensorboard_nothing_is_written(table, monkeypatch, module):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"tensorboard.* or set log\.tensorboard=false$"):
-        Trainer(merged(table, log={"tensorboard": True}))
-    assert not pathlib.Path(table["output"]).exists()
 
 
 def test_a_run_stopped_before_its_first_checkpoint_starts_again(table, corpus):
@@ -694,7 +686,7 @@ def test_a_start_cut_short_is_started_or_resumed(table, monkeypatch, name):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, name, fail)
+        patch.setattr(folder_module, name, fail)
         with pytest.raises(OSError, match="disk full"):
             train(config)
     folder = pathlib.Path(config.output)
@@ -741,7 +733,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(
 
 def test_two_processes_do_not_train_in_one_folder(table, monkeypatch):
     """Neither at the same time nor in sequence, if both were created while the folder was empty."""
-    first, second, third = (Trainer(merged(table)) for _ in range(3))
+    first, second, third = (make_trainer(merged(table)) for _ in range(3))
     step = Trainer.train_step
 
     def with_another(self, *arguments):
@@ -756,7 +748,7 @@ def test_two_processes_do_not_train_in_one_folder(table, monkeypatch):
     with pytest.raises(ConfigError, match="^another run has trained in .* in the meantime"):
         third.run()
     longer = replace(first.config, steps=14, resume=True)
-    ahead, behind = Trainer(longer), Trainer(longer)
+    ahead, behind = make_trainer(longer), make_trainer(longer)
     assert ahead.run()
     with pytest.raises(ConfigError, match="^another run has trained in .* in the meantime"):
         behind.run()
@@ -775,12 +767,12 @@ def test_a_run_goes_on_with_the_text_it_began_with(table, corpus, tmp_path):
     lines = (moved / "train.txt").read_text().splitlines(keepends=True)
     (moved / "train.txt").write_text("".join(reversed(lines)))
     with pytest.raises(ConfigError, match="^the training text of .*moved must be the text of"):
-        Trainer(merged(table, steps=6, data=there, resume=True))
+        make_trainer(merged(table, steps=6, data=there, resume=True))
 
 
 def test_options_that_do_not_fit_the_vocabulary(table):
     with pytest.raises(ConfigError, match="^model: .*num_sampled must .*got 1024$"):
-        Trainer(merged(table, model={"num_sampled": 1024}))
+        make_trainer(merged(table, model={"num_sampled": 1024}))
     with pytest.raises(ConfigError, match="^option model.num_sampled must be 0 if data.kind"):
         merged(table, model={"num_sampled": 4}, data={"kind": "bpe"})
 
@@ -791,7 +783,7 @@ def test_a_log_cut_short_by_a_crash_is_continued(table):
     path = folder / "metrics.jsonl"
     whole = path.read_text()
     path.write_text(whole + '{"kind": "train", "step": 8, "nll": 1.0}\n{"kind": "tra')
-    resumed = Trainer(replace(config, resume=True))
+    resumed = make_trainer(replace(config, resume=True))
     resumed.run()
     assert path.read_text() == whole
 

@@ -6,15 +6,16 @@ import lzma
 import pathlib
 import random
 import re
-import sys
 import warnings
 
 import pytest
 import torch
 from moe_lab.benchmarks import translation as benchmark
 from moe_lab.benchmarks.harness import environment
-from moe_lab.commands import evaluate, train, translate
+from moe_lab.commands import train, translate
 from moe_lab.decoding import BeamSearch, Translation, corpus_bleu
+from moe_lab.decoding.attention_plot import attention_file, attention_plot
+from moe_lab.training import translate_files
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.translation import make_translator
 from test_scripts import ROOT, assert_names_option, status_and_error
@@ -141,7 +142,7 @@ def test_attention_plots(run, file, tmp_path, capsys):
     main(capsys, run, file, "--attention", tmp_path / "b.PDF")
     assert (tmp_path / "b.PDF").read_bytes().count(b"/Type /Page ") == 4  # nonblank lines
     found = translated(run)[2][0]
-    figure = translate.attention_plot(found)
+    figure = attention_plot(found)
     assert figure.get_size_inches().max() < 10
     (axes,) = figure.axes
     assert axes.images[0].get_array().shape == (len(found.pieces), len(found.source))
@@ -151,7 +152,7 @@ def test_attention_plots(run, file, tmp_path, capsys):
 
 def test_attention_of_a_long_line_fits_a_page():
     found = Translation("", 0.0, 0.0, ["a"] * 200, ["b"] * 400, torch.zeros(400, 200))
-    figure = translate.attention_plot(found)
+    figure = attention_plot(found)
     assert max(figure.get_size_inches()) <= 40
     assert len(figure.axes[0].get_yticklabels()) == 400
 
@@ -161,7 +162,7 @@ def test_attention_reports_missing_glyphs(tmp_path, capsys):
     """No font has these two noncharacters; two plots in a file give one message."""
     found = Translation("", 0.0, 0.0, ["\ufdd0"], ["\ufdd1", "a"], torch.ones(2, 1))
     for name in ("a.png", "a.pdf"):
-        with warnings.catch_warnings(), translate.attention_file(tmp_path / name) as plot:
+        with warnings.catch_warnings(), attention_file(tmp_path / name) as plot:
             warnings.simplefilter("default")
             plot(found)
             plot(found)
@@ -177,13 +178,6 @@ def test_attention_needs_text(run, tmp_path, capsys):
     assert status == 2 and "error: --attention must" in error
     assert output.read_text() == "\n\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.en", "empty.fr"]
-
-
-def test_attention_needs_matplotlib(run, file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_pdf", None)
-    arguments = [run, file, "--attention", tmp_path / "a.png"]
-    status, error = status_and_error(capsys, translate, *arguments)
-    assert status == 2 and "--attention: matplotlib must" in error
 
 
 def test_output_may_be_the_input_file(run, tmp_path, monkeypatch, capsys):
@@ -203,7 +197,7 @@ def test_an_error_keeps_the_previous_output(run, file, tmp_path, monkeypatch, ca
     def fail(*_):
         raise OSError("no more")
 
-    monkeypatch.setattr(translate, "as_text", fail)
+    monkeypatch.setattr(translate_files, "as_text", fail)
     arguments = [run, file, "--output", tmp_path / "text.fr"]
     assert status_and_error(capsys, translate, *arguments) == (2, "error: no more\n")
     assert (tmp_path / "text.fr").read_text() == "before\n"
@@ -268,16 +262,6 @@ def test_errors_have_one_line_and_status_2(run, multilingual, file, tmp_path, ca
     assert "--n-best must" in error(run, file, "--n-best=2", "--greedy")
     assert "device must" in error(run, file, "--device=meta")
     assert "none/text.fr must" in error(run, file, "--output", tmp_path / "none/text.fr")
-
-
-@pytest.mark.parametrize(
-    ("script", "option"), [(translate, "--reference=a.fr"), (evaluate, "--bleu")]
-)
-def test_missing_sacrebleu_is_reported_first(monkeypatch, tmp_path, capsys, script, option):
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    status, error = status_and_error(capsys, script, tmp_path / "none", option)
-    assert status == 2 and error.count("\n") == 1
-    assert "sacrebleu must" in error and "moe_lab[translation]" in error
 
 
 @pytest.mark.parametrize("option", ["--beam=0", "--max-pieces=0", "--attention=a.jpg"])

@@ -22,9 +22,9 @@ from moe_lab.training import translation as translation_module
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import Config, TranslationConfig, read_config, to_toml
 from moe_lab.training.logging import read_metrics
-from moe_lab.training.loop import make_optimizers
 from moe_lab.training.metrics import by_language_pair, evaluate
 from moe_lab.training.model import make_model
+from moe_lab.training.optimizers import make_optimizers
 from moe_lab.training.text import load_part, load_text, parallel_text, training_batches
 from moe_lab.training.translation import bleu_of_test, translated_test, translations_of
 from test_distributed_training import assert_same_curve, curve

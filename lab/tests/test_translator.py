@@ -15,10 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = ["the", "small", "tree", "house", "sees", "has", "no", "leaf", "river", "."]
 CONFIG = TranslationModelConfig(
-    d_model=24,
-    lstm_units=0,
-    dropout=0.0,
-    moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[24]),
+    d_model=24, lstm_units=0, dropout=0.0, moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[24])
 )
 
 
@@ -101,18 +98,6 @@ def score_of(search, translation):
             torch.ones(1, len(translation.source), dtype=torch.bool),
         )
     )
-
-
-def test_beam_is_not_below_greedy(translator):
-    """The best score is at least the greedy score, for every sentence, with any penalties."""
-    lines = sentences(100, seed=4, longest=8)
-    greedy = [found[0] for found in translator(BeamSearch.greedy())(lines)]
-    num_better = 0
-    for search in (BeamSearch(), BeamSearch(8, 1.0, 0.0), BeamSearch(4, 0.0, 0.0)):
-        for (best,), other in zip(translator(search)(lines), greedy, strict=True):
-            assert best.score >= score_of(search, other) - 1e-5
-            num_better += best.score > score_of(search, other) + 1e-5
-    assert num_better > 30
 
 
 def test_a_hidden_token_needs_no_coverage(wordpieces):

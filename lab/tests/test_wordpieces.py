@@ -3,13 +3,10 @@
 import os
 import pickle
 import re
-import sys
 import unicodedata
 
 import pytest
 from moe_lab.data import Wordpieces
-
-pytest.importorskip("sentencepiece", reason="pip install 'moe_lab[translation]'")
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog .",
@@ -166,7 +163,7 @@ def test_a_model_without_an_end_of_sentence_is_refused(tmp_path):
         Wordpieces.load(tmp_path / "plain.model")
 
 
-def test_errors(wordpieces, tmp_path, monkeypatch):
+def test_errors(wordpieces, tmp_path):
     with pytest.raises(FileNotFoundError, match="Wordpieces.load: path must .*got .*none.model"):
         Wordpieces.load(tmp_path / "none.model")
     (tmp_path / "rubbish.model").write_bytes(b"rubbish")
@@ -190,9 +187,6 @@ def test_errors(wordpieces, tmp_path, monkeypatch):
             train(**{option: value})
     with pytest.raises(ValueError, match="must suit the text"):
         Wordpieces.train(["", " "], 10)
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)  # not installed
-    with pytest.raises(ImportError, match=r"pip install 'moe_ext\[translation\]'"):
-        train()
 
 
 def test_the_limits_that_errors_name_hold():

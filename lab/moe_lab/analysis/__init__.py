@@ -1,12 +1,7 @@
 """Counts the cost of a model, and measures the specialisation of its experts."""
 
 from moe_lab.analysis.costs import Cost, TrainingFlops, cost, moe_ops, training_flops
-from moe_lab.analysis.experts import (
-    ExpertReport,
-    Spelling,
-    by_specialisation,
-    expert_reports,
-)
+from moe_lab.analysis.experts import ExpertReport, Spelling, by_specialisation, expert_reports
 from moe_lab.analysis.pages import ExpertPage, as_text
 from moe_lab.analysis.routed_text import (
     RoutedText,

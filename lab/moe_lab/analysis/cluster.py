@@ -27,19 +27,12 @@ from moe_lab.training.config import Config
 
 @dataclass(frozen=True)
 class Device:
-    """The peak rates of one device.
+    """The peak rates of one device."""
 
-    Attributes:
-        flops: floating-point operations per second; a multiply-add counts as two.
-        memory: memory in bytes.
-        memory_bandwidth: bytes per second.
-        link: network bandwidth in bytes per second, in each direction.
-    """
-
-    flops: float
-    memory: float
-    memory_bandwidth: float
-    link: float
+    flops: float  # floating-point operations per second; a multiply-add counts as two
+    memory: float  # memory in bytes
+    memory_bandwidth: float  # bytes per second
+    link: float  # network bandwidth in bytes per second, in each direction
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -118,10 +111,6 @@ def mask_bytes(scores: float, num_devices: int, itemsize: int = 4) -> float:
 
 def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
     """Computes the expected remote assignments and remote ranks of a token, for uniform routing.
-
-    Args:
-        placement: placement of the experts on the ranks.
-        k: experts for each token; in a hierarchical mixture, k groups and k experts in each group.
 
     Returns:
         The arguments ``rows`` and ``copies`` of `exchange_bytes`, for one token.
@@ -231,10 +220,6 @@ def plan(
         num_devices: d, number of devices.
         exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
         placement: see ``moe_ext.distributed.ExpertParallel``.
-
-    Raises:
-        ValueError: exchange or num_devices is out of range, or the model has no "moe" layer, or it
-            has a "moe_lstm" layer or zero-computation experts.
     """
     require_one_of("plan: exchange", get_args(ExchangeUnit), exchange)
     require_sizes("plan", num_devices=num_devices)
@@ -346,14 +331,7 @@ def _averages_saved(config: Config, model: LanguageModel, share: int) -> int:
 
 
 def _kept_of_token(config: Config, model: LanguageModel, group: int, travelling: int) -> int:
-    """Counts the elements saved for backward of a token.
-
-    Args:
-        config: the training run.
-        model: the model of the training run.
-        group: experts in a group.
-        travelling: elements of a token's rows that a layer sends between ranks.
-    """
+    """Counts the elements saved for backward of a token."""
     moe, d_model = config.model.moe, config.model.d_model
     logits = moe.num_groups + moe.k * group if moe.num_groups else moe.num_experts
     dropouts = len(model.layers) + 1 if config.model.dropout else 0

@@ -38,15 +38,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class TrainingFlops:
-    """Floating-point operations of training per token; a multiply-add counts as two (Sec. 5.1).
+    """Floating-point operations of training per token; a multiply-add counts as two (Sec. 5.1)."""
 
-    Attributes:
-        total: operations of the forward and backward pass, with the softmax.
-        experts: the operations of the experts alone.
-    """
-
-    total: int
-    experts: int
+    total: int  # operations of the forward and backward pass, with the softmax
+    experts: int  # the operations of the experts alone
 
     @property
     def expert_share(self) -> float:
@@ -62,10 +57,6 @@ def cost(model: AnyModel) -> Cost:
     matrices of its groups in a hierarchical gate. The biases of the LSTMs count in the total only;
     they are smaller than the precision of the tables. Operations exclude the attention, because
     the paper's tables exclude it.
-
-    Raises:
-        ValueError: other ranks hold some of the experts. Build the model on the meta device
-            without a process group instead.
     """
     count = _count(model)
     ops = count.ops + count.expert_ops
@@ -81,9 +72,6 @@ def training_flops(model: LanguageModel) -> TrainingFlops:
     class and the sampled classes, or all classes without sampling. Only GEMMs count, and each
     counts once even if recomputed. These operations, divided by the time of a step, give the
     efficiency in the paper's tables.
-
-    Raises:
-        ValueError: other ranks hold some of the experts.
     """
     count = _count(model)
     num_classes, d_model = model.softmax.weight.shape
@@ -106,11 +94,7 @@ class MoEOps(NamedTuple):
 
 
 def moe_ops(layer: MoE) -> MoEOps:
-    """Counts the multiply-adds of one MoE layer per token, as `cost` does.
-
-    Raises:
-        ValueError: other ranks hold some of the experts.
-    """
+    """Counts the multiply-adds of one MoE layer per token, as `cost` does."""
     num_ranks = 1 if layer.sharding is None else layer.sharding.placement.num_ranks
     require(num_ranks == 1, "moe_ops: layer", "have all experts on one rank", num_ranks)
     gate = layer.gate

@@ -51,31 +51,19 @@ class Context(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A word that distinguishes an expert from the others.
+    """A word that distinguishes an expert from the others."""
 
-    Attributes:
-        word: the spelling of the word.
-        times: how often the word is routed to the expert.
-        share: the share of all occurrences of the word that is routed to the expert.
-    """
-
-    word: str
-    times: int
-    share: float
+    word: str  # the spelling of the word
+    times: int  # how often the word is routed to the expert
+    share: float  # the share of all occurrences of the word that is routed to the expert
 
 
 class PairShare(NamedTuple):
-    """The share of a language pair in an expert's tokens.
+    """The share of a language pair in an expert's tokens."""
 
-    Attributes:
-        name: the language pair, such as "en-fr".
-        share: the language pair's share of the expert's tokens.
-        expected: the language pair's share of the tokens of all experts.
-    """
-
-    name: str
-    share: float
-    expected: float
+    name: str  # the language pair, such as "en-fr"
+    share: float  # the language pair's share of the expert's tokens
+    expected: float  # the language pair's share of the tokens of all experts
 
 
 @dataclass(frozen=True)
@@ -122,21 +110,11 @@ def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
 
 
 def expert_reports(
-    routed: RoutedText,
-    vocabulary: Spelling,
-    *,
-    num_contexts: int = 10,
-    num_words: int = 10,
+    routed: RoutedText, vocabulary: Spelling, *, num_contexts: int = 10, num_words: int = 10
 ) -> list[ExpertReport]:
     """Makes one report for each expert, in the order of the experts.
 
     The report of an expert without tokens has empty lists.
-
-    Args:
-        routed: the routing of randomly chosen sentences, from `route_text` or `route_lines`.
-        vocabulary: the model's vocabulary.
-        num_contexts: the number of contexts to report of each expert.
-        num_words: the number of words to report of each expert.
     """
     num_experts, experts = routed.num_experts, routed.expert
     spelling, vocab_size = vocabulary.words, len(vocabulary.words)
@@ -168,11 +146,7 @@ def expert_reports(
                 information=float(information[expert]),
                 purity=purities[expert],
                 words=[
-                    Word(
-                        spelling[word],
-                        int(count[key]),
-                        float(count[key] / occurrences[word]),
-                    )
+                    Word(spelling[word], int(count[key]), float(count[key] / occurrences[word]))
                     for key in keys[:num_words].tolist()
                     for word in [int(key_word[key])]
                 ],

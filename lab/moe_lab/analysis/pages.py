@@ -60,13 +60,7 @@ class ExpertPage:
         self._index: dict[str, int] = {}
 
     def add_layer(self, name: str, routed: RoutedText, reports: Sequence[ExpertReport]) -> None:
-        """Adds a layer to the page.
-
-        Args:
-            name: the name of the layer.
-            routed: the routed text that the reports describe.
-            reports: the reports from `expert_reports`, in any order.
-        """
+        """Adds a layer to the page."""
         # Models that scale their gates have gates above 1. A gate of 1 may be rounded up.
         gate_end = max(1, math.ceil(routed.gate.max() - 0.01)) if len(routed.gate) else 1
         bins = (routed.gate / gate_end * _GATE_BINS).long().clamp(0, _GATE_BINS - 1)

@@ -111,11 +111,7 @@ def joined(texts: Sequence[RoutedText]) -> RoutedText:
 
 
 def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
-    """Returns the MoE layer with index `layer` among the model's MoE layers.
-
-    Raises:
-        ValueError: layer is not in [0, number of MoE layers).
-    """
+    """Returns the MoE layer with index `layer` among the model's MoE layers."""
     layers = [module for module in model.layers if isinstance(module, (MoE, MoELSTM))]
     if not 0 <= layer < len(layers):
         raise ValueError(
@@ -144,9 +140,6 @@ def route_text(
             and 1 is the decoder.
         tokens_per_batch: the size of a batch. The size affects the choice of sentences, not their
             routing.
-
-    Raises:
-        ValueError: layer is not in [0, number of MoE layers).
     """
     found = find_moe_layer(model, layer)
     # The experts of the gate: those without weights too.
@@ -203,11 +196,7 @@ def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:
 
 @contextmanager
 def untrained_gates(layer: nn.Module, seed: int) -> Iterator[None]:
-    """Replaces W_g of the layer's gates by normal noise of equal root mean square, in a context.
-
-    Raises:
-        ValueError: a gate is strictly balanced. The gate's thresholds fit only the trained W_g.
-    """
+    """Replaces W_g of the layer's gates by normal noise of equal root mean square, in a context."""
     parameters: list[nn.Parameter] = []
     for gate in (module for module in layer.modules() if isinstance(module, Gate)):
         for name, parameter in gate.named_parameters(recurse=False):

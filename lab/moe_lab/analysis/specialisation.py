@@ -183,9 +183,6 @@ def measure_specialisation(
         labels: by name, [N] int64 each, at least 0.
         num_permutations: P, at least 1.
         seed: the seed of the permutations, which all labels share.
-
-    Raises:
-        ValueError: num_permutations is less than 1.
     """
     require_sizes("specialisation", num_permutations=num_permutations)
     highest = routed.highest(PURITY_POSITIONS)

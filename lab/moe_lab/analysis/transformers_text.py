@@ -30,15 +30,10 @@ class TokenSpelling:
 
 @dataclass(frozen=True)
 class RoutedLines:
-    """The routing of N tokens in the mixture layers of a transformers model.
+    """The routing of N tokens in the mixture layers of a transformers model."""
 
-    Attributes:
-        windows: [N, 5] int64, each token between its neighbours, as in `RoutedText`.
-        spelling: the spellings of the tokens.
-    """
-
-    windows: Tensor
-    spelling: TokenSpelling
+    windows: Tensor  # [N, 5] int64, each token between its neighbours, as in `RoutedText`
+    spelling: TokenSpelling  # the spellings of the tokens
     _recorders: tuple["_Recorder", ...]
 
     @property
@@ -47,11 +42,7 @@ class RoutedLines:
         return tuple(recorder.name for recorder in self._recorders)
 
     def layer(self, index: int) -> RoutedText:
-        """Returns the routing of one layer, by its index in `layers`.
-
-        Raises:
-            ValueError: index is not in [0, number of layers).
-        """
+        """Returns the routing of one layer, by its index in `layers`."""
         number = len(self._recorders)
         rule = f"be in [0, {number}), the indices of the layers with experts"
         require(0 <= index < number, "RoutedLines.layer: index", rule, index)
@@ -104,10 +95,6 @@ def route_lines(
         num_positions: the largest number of tokens to run.
         max_length: the largest number of tokens that the model sees together.
         tokens_per_batch: the size of a batch, padding included.
-
-    Raises:
-        ValueError: the model has or runs no experts module, the lines have no token, or an option
-            is below 1. Also if an experts module does not receive each token exactly once.
     """
     from moe_ext.integrations.transformers import experts_modules
 

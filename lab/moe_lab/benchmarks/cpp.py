@@ -32,10 +32,10 @@ from moe_lab.benchmarks.harness import (
     report_rows,
 )
 from moe_lab.cli import at_least, make_parser
-from moe_lab.commands.export import NextWord, export
 from moe_lab.data import Vocabulary
 from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel, LanguageModelConfig
+from moe_lab.models.export import NextWord, export
 from moe_lab.models.parts import MoEConfig
 
 

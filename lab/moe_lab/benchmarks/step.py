@@ -32,7 +32,7 @@ from moe_lab.data import EncodedSentences, Vocabulary
 from moe_lab.files import write_json
 from moe_lab.models import LanguageModel
 from moe_lab.training.config import Config, read_config
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import make_trainer
 from moe_lab.training.text import SentenceText
 
 SENTENCE = 25  # words in a sentence of random_text
@@ -66,7 +66,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     started = time.perf_counter()
     per_step = config.data.tokens_per_batch * config.optimizer.accumulate
     text = random_text(config.data.vocab_size, steps * per_step, config.seed)
-    trainer = Trainer(config, text)
+    trainer = make_trainer(config, text)
     model = trainer.model
     record: dict[str, Any] = {
         "cost": asdict(cost(model)),

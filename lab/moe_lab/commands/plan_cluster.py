@@ -11,13 +11,13 @@ time for each device stay about the same:
     moe-lab plan-cluster news/moe-131072-h data.tokens_per_batch=19531 \\
         --devices 128 256 512 1024 --device k40 --weak
 
-Arguments after the configuration are overrides, as in train.py. data.tokens_per_batch is the number
-of tokens for each device. With --weak, the configuration's numbers of experts and groups are for
-the first value of --devices and grow in proportion to the devices. In a hierarchical mixture, each
-device holds the secondary gates of its own groups, as in the paper. With --placement experts, every
-device holds a replica of all secondary gates. With 1,024 devices, these replicas need more memory
-than the rest of the model. A device is a preset, a set of values, or a preset with some values
-replaced. lab/moe_lab/analysis/cluster.py has the arithmetic and says which numbers are estimates.
+Arguments after the configuration are overrides, as in `moe-lab train`. data.tokens_per_batch is
+the number of tokens for each device. With --weak, the configuration's numbers of experts and groups
+are for the first value of --devices and grow in proportion to the devices. In a hierarchical
+mixture, each device holds the secondary gates of its own groups, as in the paper. With --placement
+experts, every device holds a replica of all secondary gates. With 1,024 devices, these replicas
+need more memory than the rest of the model. A device is a preset, a set of values, or a preset with
+some values replaced. lab/moe_lab/analysis/cluster.py says which numbers are estimates.
 
     memory       GB by use, on the device with the most experts; "fits": the device has this memory
     wire         MB that a device sends in a step, for the experts and for the dense gradients
@@ -29,96 +29,14 @@ replaced. lab/moe_lab/analysis/cluster.py has the arithmetic and says which numb
     peak         flops of the model, divided by the device's peak flops; two values as above
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
 
-from moe_ext.distributed import ExchangeUnit, Placement
-from moe_lab.analysis.cluster import DEVICES, Device, Plan, plan
 from moe_lab.cli import add_overrides, at_least, make_parser
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.report import markdown_table
-from moe_lab.files import write_json
-from moe_lab.training.config import Config, read_config
 
-
-def parse_device(words: Sequence[str]) -> Device:
-    """Parses --device: a preset's name, key=value arguments, or both.
-
-    Raises:
-        ConfigError: a word is unknown, or a value is missing or invalid.
-    """
-    names = [field.name for field in fields(Device)]
-    values: dict[str, float] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals and word in DEVICES:
-            values = asdict(DEVICES[word]) | values
-        elif key in names:
-            try:
-                values[key] = float(text)
-            except ValueError:
-                raise ConfigError(f"--device: {key} must be a number, got {text!r}") from None
-        else:
-            raise ConfigError(
-                f"--device must be a preset ({', '.join(DEVICES)}) or {'=, '.join(names)}=, "
-                f"got {word!r}"
-            )
-    if missing := [name for name in names if name not in values]:
-        raise ConfigError(f"--device must be a preset or also give {', '.join(missing)}")
-    try:
-        return Device(**values)
-    except ValueError as error:
-        raise ConfigError(f"--device: {error}") from None
-
-
-def grown(config: Config, factor: int) -> Config:
-    """Multiplies the numbers of experts and of groups of a configuration by `factor`."""
-    moe = config.model.moe
-    moe = replace(moe, num_experts=factor * moe.num_experts, num_groups=factor * moe.num_groups)
-    return replace(config, model=replace(config.model, moe=moe))
-
-
-def table(plans: Sequence[Plan], device: Device) -> str:
-    """Formats the cluster plans as a Markdown table, one column for each number of devices."""
-
-    def both(values: Iterable[float], form: str) -> str:
-        return " / ".join(format(value, form) for value in values)
-
-    def of(function: Callable[..., float]) -> tuple[float, float]:
-        return function(overlap=False), function(overlap=True)
-
-    lines = {
-        "devices": lambda p: str(p.num_devices),
-        "experts of a MoE layer": lambda p: f"{p.num_experts:,}",
-        "parameters, dense": lambda p: f"{p.dense_parameters / 1e6:,.2f}M",
-        "parameters, experts": lambda p: f"{p.expert_parameters / 1e6:,.2f}M",
-        "memory: parameters, GB": lambda p: f"{p.parameter_bytes / 1e9:.3f}",
-        "memory: gradients, GB": lambda p: f"{p.gradient_bytes / 1e9:.3f}",
-        "memory: optimizer, GB": lambda p: f"{p.optimizer_bytes / 1e9:.3f}",
-        "memory: saved for backward, GB": lambda p: f"{p.activation_bytes / 1e9:.3f}",
-        "memory, GB": lambda p: f"{p.memory_bytes / 1e9:.3f}",
-        "fits": lambda p: "yes" if p.memory_bytes <= device.memory else "NO",
-        "wire: exchange, MB": lambda p: f"{p.exchange_bytes / 1e6:,.3f}",
-        "wire: dense gradients, MB": lambda p: f"{p.reduce_bytes / 1e6:,.3f}",
-        "intensity, expert / device": lambda p: both(
-            (p.expert_intensity, p.device_intensity), ",.0f"
-        ),
-        "compute, ms": lambda p: f"{1e3 * p.compute_seconds:,.2f}",
-        "optimizer, ms": lambda p: f"{1e3 * p.optimizer_seconds:,.2f}",
-        "network, ms": lambda p: f"{1e3 * p.network_seconds:,.2f}",
-        "step, sum / max, ms": lambda p: both(
-            tuple(1e3 * seconds for seconds in of(p.step_seconds)), ",.2f"
-        ),
-        "tokens/s, all devices": lambda p: both(
-            tuple(p.num_devices * p.tokens / seconds for seconds in of(p.step_seconds)), ",.0f"
-        ),
-        "efficiency": lambda p: both(of(p.efficiency), ".2f"),
-        "share of peak": lambda p: both(of(p.share_of_peak), ".2f"),
-    }  # fmt: skip
-    header, *rows = ([name, *map(value, plans)] for name, value in lines.items())
-    return markdown_table(header, rows)
+EXCHANGES, PLACEMENTS = ("rows", "tokens"), ("experts", "groups")  # of moe_ext.distributed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -142,13 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--exchange",
-        choices=get_args(ExchangeUnit),
+        choices=EXCHANGES,
         default="rows",
         help="what the all-to-all sends (%(default)s)",
     )
     parser.add_argument(
         "--placement",
-        choices=get_args(Placement),
+        choices=PLACEMENTS,
         help="what a device owns: experts, or groups with their gates (default: groups if any)",
     )
     parser.add_argument(
@@ -156,6 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the cluster plans to this file")
     args = parser.parse_intermixed_args(arguments)
+
+    from moe_lab.analysis.cluster import plan
+    from moe_lab.analysis.cluster_table import grown, parse_device, table
+    from moe_lab.files import write_json
+    from moe_lab.training.config import Config, read_config
+
     config = read_config(args.config, args.overrides, Config)
     device = parse_device(args.device)
     plans = []

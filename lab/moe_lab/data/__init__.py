@@ -26,15 +26,11 @@ From parallel text to batches for translation (App. E)::
 """
 
 from moe_lab.data.batches import Batch, SentenceBatches
-from moe_lab.data.corpora import Corpus, CorpusError, Sentences, load_corpus
-from moe_lab.data.encoded import (
-    AnyVocabulary,
-    EncodedSentences,
-    encode_sentences,
-    encode_to_files,
-)
+from moe_lab.data.corpora import load_corpus
+from moe_lab.data.encoded import AnyVocabulary, EncodedSentences, encode_sentences, encode_to_files
 from moe_lab.data.pairs import EncodedPairs, PairBatch, PairBatches, batches_of, encode_pairs
 from moe_lab.data.parallel import ParallelCorpus, ParallelText, load_parallel
+from moe_lab.data.sentences import Corpus, CorpusError, Sentences
 from moe_lab.data.vocabulary import Vocabulary
 from moe_lab.data.wordpieces import Wordpieces
 from moe_lab.data.workers import in_workers

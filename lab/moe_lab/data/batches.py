@@ -17,26 +17,18 @@ import torch
 from torch import Tensor
 
 from moe_ext.checks import given, require, require_sizes
-from moe_ext.distributed import blocks
 from moe_lab.data.encoded import EncodedSentences
 from moe_lab.data.workers import in_workers
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of B sentences, padded to the S predictions of the longest sentence.
+    """A batch of B sentences, padded to the S predictions of the longest sentence."""
 
-    Attributes:
-        inputs: [B, S] int64, word ids.
-        targets: [B, S] int64, word ids.
-        mask: [B, S] bool, False at padding, where inputs and targets are ``</s>``.
-        sentence_index: [B] int64, index of each row's sentence in the text.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    mask: Tensor
-    sentence_index: Tensor
+    inputs: Tensor  # [B, S] int64, word ids
+    targets: Tensor  # [B, S] int64, word ids
+    mask: Tensor  # [B, S] bool, False at padding, where inputs and targets are </s>
+    sentence_index: Tensor  # [B] int64, index of each row's sentence in the text
 
     @property
     def num_tokens(self) -> int:
@@ -45,12 +37,7 @@ class Batch:
 
     def part(self, index: int, number: int) -> Self:
         """Returns the contiguous rows of rank `index` of `number` ranks; there may be no rows."""
-
-        def block(tensor: Tensor) -> Tensor:
-            rows = blocks(range(len(tensor)), number)[index]
-            return tensor[rows.start : rows.stop]
-
-        return self._map(block)
+        return self._map(lambda tensor: tensor.tensor_split(number)[index])
 
     def to(self, device: torch.device | str) -> Self:
         """Returns the batch with its tensors on `device`."""
@@ -144,9 +131,6 @@ class SentenceBatches(SortedBatches[Batch]):
     Attributes:
         num_tokens: number of predictions in an epoch, ends of sentences included.
         num_batches: number of batches in every epoch.
-
-    Raises:
-        ValueError: an argument is out of range, or there is no sentence.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
+from moe_lab.data.sentences import Corpus, Lines, hash_split
 from moe_lab.files import atomic_file
 from moe_lab.progress import progress
 
@@ -47,6 +48,11 @@ def builtin_sentences() -> list[str]:
         return _distinct(s for file in bar for s in _sentences_of(file))
 
     return cached_lines("builtin", made, files, [__file__])
+
+
+def builtin_corpus() -> Corpus:
+    """Returns the built-in corpus; a hash of each sentence decides its part."""
+    return hash_split([Lines(builtin_sentences())])
 
 
 def cached_lines(

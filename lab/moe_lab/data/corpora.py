@@ -1,137 +1,28 @@
-"""Corpora: the training, development and test sentences of a text."""
+"""Opens corpora: text files in known layouts, and the texts that are installed with torch."""
 
-import codecs
-import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, islice
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
-from moe_ext.checks import given, require, require_sizes
-from moe_lab.files import READ_ERRORS, file_fingerprint, open_plain, read_lines, reason_of
+from moe_ext.checks import given, require_sizes
+from moe_lab.data.builtin import builtin_corpus
+from moe_lab.data.mixed import sources
+from moe_lab.data.sentences import (
+    Corpus,
+    CorpusError,
+    Lines,
+    Sentences,
+    hash_split,
+    require_parts,
+    shards_of,
+)
+from moe_lab.names import PARTS
 
-PARTS = ("train", "dev", "test")
-PARTS_AND_ALL = (*PARTS, "all")  # the attributes of Corpus
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
-PIECE_BYTES = 16 * 2**20
 _LM1B_TRAIN = "training-monolingual.tokenized.shuffled"
 _LM1B_HELDOUT = "heldout-monolingual.tokenized.shuffled"
-
-
-class CorpusError(ValueError):
-    """Raised if a corpus is missing, empty or unreadable; the message says what to do."""
-
-
-class Shard(Iterable[list[str]]):
-    """Iterates over a part of the sentences of a corpus; can be pickled to worker processes."""
-
-    def fingerprint(self) -> str:
-        """Returns a string that changes when the text of the shard changes."""
-        raise NotImplementedError(f"{type(self).__name__} must implement fingerprint()")
-
-
-@dataclass(frozen=True)
-class _Lines(Shard):
-    """A shard of sentences in memory."""
-
-    lines: Sequence[str]
-
-    def __iter__(self) -> Iterator[list[str]]:
-        return map(str.split, self.lines)
-
-    def __str__(self) -> str:
-        return "the built-in corpus"
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256("\n".join(self.lines).encode("utf-8")).hexdigest()
-
-
-@dataclass(frozen=True)
-class _FileRange(Shard):
-    """The lines of a file that begin in the byte range [begin, end); end=None is the file's end."""
-
-    file: Path
-    begin: int = 0
-    end: int | None = None
-
-    def __iter__(self) -> Iterator[list[str]]:
-        return _read_lines(self.file, self.begin, self.end)
-
-    def __str__(self) -> str:
-        return f"{self.file} from byte {self.begin}"
-
-    def fingerprint(self) -> str:
-        return f"{file_fingerprint(self.file)} {self.begin} {self.end}"
-
-
-@dataclass(frozen=True)
-class _Placed(Shard):
-    """The sentences of a shard whose hash is in [low, high)."""
-
-    shard: Shard
-    low: float
-    high: float
-
-    def __iter__(self) -> Iterator[list[str]]:
-        return (words for words in self.shard if self.low <= place_of(words) < self.high)
-
-    def __str__(self) -> str:
-        return str(self.shard)
-
-    def fingerprint(self) -> str:
-        return f"{self.shard.fingerprint()} {self.low} {self.high}"
-
-
-@dataclass(frozen=True)
-class Sentences(Shard):
-    """Iterates over sentences as lists of words; each iteration reads the text again.
-
-    Attributes:
-        shards: the shards in order.
-        limit: the maximum number of sentences; None reads all sentences.
-    """
-
-    shards: tuple[Shard, ...]
-    limit: int | None = None
-
-    def __iter__(self) -> Iterator[list[str]]:
-        return islice(chain.from_iterable(self.shards), self.limit)
-
-    def __str__(self) -> str:
-        return " and ".join(map(str, self.shards))
-
-    @property
-    def pieces(self) -> tuple[Shard, ...]:
-        """The shards that workers can read independently; in order, they give all sentences."""
-        return self.shards if self.limit is None else (self,)
-
-    def fingerprint(self) -> str:
-        return "\n".join([*(shard.fingerprint() for shard in self.shards), f"limit {self.limit}"])
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """A corpus in three parts; each part can be iterated over repeatedly.
-
-    Attributes:
-        train: the training sentences.
-        dev: the development sentences.
-        test: the test sentences.
-        all: the sentences of all three parts.
-    """
-
-    train: Sentences
-    dev: Sentences
-    test: Sentences
-    all: Sentences
-
-
-def require_parts(function: str, parts: Sequence[str]) -> None:
-    """Requires that the argument `parts` of a function is a sequence of names of parts."""
-    known = not isinstance(parts, str) and set(parts) <= {*PARTS_AND_ALL}
-    rule = f"be a sequence of names out of {', '.join(PARTS_AND_ALL)}"
-    require(known, f"{function}: parts", rule, parts)
 
 
 def load_corpus(
@@ -139,8 +30,6 @@ def load_corpus(
     *,
     parts: Sequence[str] = PARTS,
     max_train_sentences: int | None = None,
-    dev_share: float = 0.02,
-    test_share: float = 0.02,
 ) -> Corpus:
     """Opens a corpus of one sentence per line, with spaces between words, in UTF-8.
 
@@ -163,8 +52,8 @@ def load_corpus(
     - The prefix ``NAME`` of ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``) and
       ``NAME.test.txt``.
     - A text file or a folder of text files. A hash of each sentence decides whether the sentence is
-      in train, dev or test. The part of a sentence is the same on every machine and does not change
-      when text is added.
+      in train, dev (2%) or test (2%). The part of a sentence is the same on every machine and does
+      not change when text is added.
 
     Each ``.txt`` file may be compressed as ``.txt.gz`` or ``.txt.xz``. A folder ``train`` of such
     files may replace ``train.txt``, and likewise for ``dev`` and ``test``.
@@ -174,42 +63,25 @@ def load_corpus(
         parts: the attributes of the corpus that must contain at least one sentence.
         max_train_sentences: maximum number of training sentences, from the beginning; None is no
             limit. ``Corpus.all`` is not limited.
-        dev_share: fraction of the sentences in the dev part, if a hash decides the parts.
-        test_share: fraction of the sentences in the test part, if a hash decides the parts.
-
-    Raises:
-        CorpusError: the corpus is missing, empty or unreadable. Iteration can also raise
-            CorpusError.
-        ValueError: another argument is out of range.
     """
     require_sizes("load_corpus", **given(max_train_sentences=max_train_sentences))
     require_parts("load_corpus", parts)
-    require(
-        min(dev_share, test_share) > 0 and dev_share + test_share < 1,
-        "load_corpus: dev_share and test_share",
-        "be positive with a sum below 1",
-        (dev_share, test_share),
-    )
     if not str(name_or_path):
         raise CorpusError(
             "load_corpus: name_or_path must be 'builtin', 'sources' or a path, got ''"
         )
     path = Path(name_or_path)
     if str(name_or_path) == "builtin":
-        from moe_lab.data.builtin import builtin_sentences
-
-        corpus = _hash_split([_Lines(builtin_sentences())], dev_share, test_share)
+        corpus = builtin_corpus()
     elif str(name_or_path) == "sources":
-        from moe_lab.data.mixed import sources
-
-        made = [(_Lines(lines),) for lines in sources().values()]
+        made = [(Lines(lines),) for lines in sources().values()]
         corpus = Corpus(*map(Sentences, [*made, tuple(chain.from_iterable(made))]))
     elif (path / _LM1B_TRAIN).is_dir():
         corpus = _lm1b(path)
     elif (path / "wiki.train.tokens").is_file():
         corpus = _of_parts(*([path / f"wiki.{part}.tokens"] for part in ("train", "valid", "test")))
     elif path.is_file():
-        corpus = _hash_split(_shards([path]), dev_share, test_share)
+        corpus = hash_split(shards_of([path]))
     elif path.is_dir():
         if _variant(path / "train"):
             corpus = _given_parts(path, separator="/")
@@ -221,7 +93,7 @@ def load_corpus(
                     f"{path} must hold text files of one corpus, got parts of named corpora, such "
                     f"as {named[0].name}; give {prefix} to load that corpus"
                 )
-            corpus = _hash_split(_shards(files), dev_share, test_share)
+            corpus = hash_split(shards_of(files))
     elif _variant(Path(f"{path}.train")):
         corpus = _given_parts(path, separator=".")
     else:
@@ -249,20 +121,8 @@ def _of_parts(train: Sequence[Path], dev: Sequence[Path], test: Sequence[Path]) 
         if not file.is_file():
             raise CorpusError(f"the corpus file {file} is missing; extract the corpus again")
     return Corpus(
-        *(Sentences(_shards(files)) for files in (train, dev, test, [*train, *dev, *test]))
+        *(Sentences(shards_of(files)) for files in (train, dev, test, [*train, *dev, *test]))
     )
-
-
-def _shards(files: Sequence[Path]) -> tuple[Shard, ...]:
-    """Makes the shards of files; uncompressed files are split into byte ranges."""
-    shards = []
-    for file in files:
-        if file.suffix in (".gz", ".xz"):
-            shards.append(_FileRange(file))
-        else:
-            begins = range(0, max(file.stat().st_size, 1), PIECE_BYTES)
-            shards += [_FileRange(file, begin, begin + PIECE_BYTES) for begin in begins]
-    return tuple(shards)
 
 
 def _lm1b(folder: Path) -> Corpus:
@@ -298,24 +158,6 @@ def _given_parts(path: Path, separator: str) -> Corpus:
     return _of_parts(*files)
 
 
-def _hash_split(shards: Sequence[Shard], dev_share: float, test_share: float) -> Corpus:
-    def part(low: float, high: float) -> Sentences:
-        return Sentences(tuple(_Placed(shard, low, high) for shard in shards))
-
-    return Corpus(
-        train=part(dev_share + test_share, 1.0),
-        dev=part(0.0, dev_share),
-        test=part(dev_share, dev_share + test_share),
-        all=Sentences(tuple(shards)),
-    )
-
-
-def place_of(words: Sequence[str]) -> float:
-    """Hashes a sentence to a number in [0, 1), uniformly over sentences."""
-    digest = hashlib.blake2b(" ".join(words).encode("utf-8"), digest_size=6).digest()
-    return int.from_bytes(digest, "big") / 2**48
-
-
 def _text_files(folder: Path) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.name.endswith(_SUFFIXES))
     if other := next((file for file in files if not file.is_file()), None):
@@ -334,39 +176,3 @@ def _variant(stem: Path) -> list[Path]:
         return _text_files(stem)
     variants = [Path(f"{stem}{suffix}") for suffix in _SUFFIXES]
     return [file for file in variants if file.is_file()][:1]
-
-
-def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
-    """Yields the sentences of the lines that begin in the byte range [begin, end)."""
-    first = begin  # the byte at which the first of these lines begins
-    number = 0  # the number of the current line, counted from byte `first`
-
-    def line_number() -> int:
-        with open_plain(file) as start:
-            blocks = (start.read(min(2**20, first - i)) for i in range(0, first, 2**20))
-            return number + sum(block.count(b"\n") for block in blocks)
-
-    try:
-        with open_plain(file) as lines:
-            if begin:
-                lines.seek(begin - 1)
-                first += len(next(read_lines(lines), b"")) - 1  # the end of the previous line
-            position = first
-            for line in read_lines(lines):
-                if end is not None and position >= end:
-                    break
-                number += 1
-                position += len(line)
-                if position == len(line):  # the first line of the file
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                words = line.decode("utf-8").split()
-                if words:
-                    yield words
-    except UnicodeDecodeError as error:
-        raise CorpusError(
-            f"{file}, line {line_number()} must be UTF-8, got the byte "
-            f"{error.object[error.start]:#04x}; convert the file, for example with iconv"
-        ) from error
-    except READ_ERRORS as error:
-        place = f"near byte {first}" if begin else f"after line {number}"
-        raise CorpusError(f"{file} cannot be read {place}: {reason_of(error)}") from error

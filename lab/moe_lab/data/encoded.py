@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.checks import is_whole, require
-from moe_lab.data.corpora import CorpusError, Sentences, Shard
+from moe_lab.data.sentences import CorpusError, Sentences, Shard
 from moe_lab.data.vocabulary import Vocabulary
 from moe_lab.data.wordpieces import Wordpieces
 from moe_lab.data.workers import in_workers
@@ -41,9 +41,6 @@ class EncodedSentences:
             first and after each.
         starts: [sentences + 1] int64, index in the stream of each sentence's first input.
         eos_id: the id of ``</s>``.
-
-    Raises:
-        ValueError: a sentence contains ``</s>``.
     """
 
     def __init__(self, sentences: Iterable[Sequence[int]], eos_id: int) -> None:
@@ -70,9 +67,6 @@ class EncodedSentences:
             folder: the folder.
             num_ids: number of entries of the vocabulary. The files are then read once to check that
                 they hold sentences of such ids. None checks only the sizes of the files.
-
-        Raises:
-            CorpusError: a file is missing or has the wrong size, or does not hold sentences.
         """
         folder = Path(folder)
         try:
@@ -174,12 +168,7 @@ AnyVocabulary = Vocabulary | Wordpieces
 def encode_sentences(
     sentences: Iterable[Sequence[str]], vocabulary: AnyVocabulary
 ) -> EncodedSentences:
-    """Encodes sentences with a vocabulary, in memory; reads the sentences once, in order.
-
-    Args:
-        sentences: the words of each sentence.
-        vocabulary: words or wordpieces; wordpieces split the words further.
-    """
+    """Encodes sentences with a vocabulary, in memory; reads the sentences once, in order."""
     return EncodedSentences(_ids(sentences, vocabulary), vocabulary.eos_id)
 
 
@@ -212,9 +201,6 @@ def encode_to_files(
         folder: the parent folder of all encoded texts; created if missing.
         name: name of the part; the files are in a subfolder whose name begins with `name`.
         num_workers: number of worker processes that read and encode; 0 uses the calling process.
-
-    Raises:
-        CorpusError: the text cannot be read, contains ``</s>``, or changes while it is read.
     """
 
     def make(made: Path) -> None:
@@ -239,9 +225,6 @@ def made_once(
 
     Returns:
         The path of the subfolder.
-
-    Raises:
-        CorpusError: the text changes while it is read.
     """
     before = text()
     made = folder / f"{name}-{hashlib.sha256(f'{recipe} {before}'.encode()).hexdigest()[:16]}"
@@ -265,13 +248,7 @@ def made_once(
 
 
 class SentencesWriter:
-    """Writes the files for `EncodedSentences.open`, one block of sentences at a time.
-
-    Args:
-        folder: an existing folder for the files.
-        eos_id: the id of ``</s>``.
-        about: additional entries of the file about.json.
-    """
+    """Writes the files for `EncodedSentences.open`, one block of sentences at a time."""
 
     def __init__(self, folder: Path, eos_id: int, **about: Any) -> None:
         self._folder = folder

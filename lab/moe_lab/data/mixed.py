@@ -13,11 +13,12 @@ from itertools import groupby
 from pathlib import Path
 
 from moe_lab.data import builtin
-from moe_lab.data.builtin import cached_lines, source_files, torch_folder
-from moe_lab.data.corpora import PARTS, CorpusError, load_corpus, place_of
+from moe_lab.data.builtin import builtin_corpus, cached_lines, source_files, torch_folder
 from moe_lab.data.parallel import ParallelText, load_parallel
+from moe_lab.data.sentences import CorpusError, place_of
 from moe_lab.data.wordpieces import uniform_sample
 from moe_lab.files import write_text
+from moe_lab.names import PARTS
 from moe_lab.progress import progress
 
 _OF_EACH_KIND = 60_000  # training sentences at most, in `sources`
@@ -37,14 +38,6 @@ def of_languages(folder: Path, languages: Iterable[str], max_sentences: int) -> 
     """Mixes English and other languages, each side of a parallel corpus as text of its own.
 
     A training sentence of a language occurs once, and is in neither dev nor test.
-
-    Args:
-        folder: the parallel corpus; see `load_parallel`.
-        languages: the other languages, such as "fr" and "de", each with a text in English.
-        max_sentences: maximum number of training sentences of each language.
-
-    Raises:
-        CorpusError: the corpus is missing, empty or unreadable.
     """
     corpora = [load_parallel(folder, source="en", target=language) for language in languages]
     of_language: dict[str, dict[str, list[ParallelText]]] = {"en": {part: [] for part in PARTS}}
@@ -66,14 +59,8 @@ def of_sources(max_sentences: int) -> Parts:
     The Python code is that of the standard library and of torch, without tests; the headers are
     those of torch. A file of code is in one part only; dev and test have at most 20 of its
     sentences. A sentence of code is a run of lines without a blank line, cut after 64 words.
-
-    Args:
-        max_sentences: maximum number of training sentences of each of the three kinds.
-
-    Raises:
-        CorpusError: torch has no headers.
     """
-    corpus = load_corpus("builtin")
+    corpus = builtin_corpus()
     documentation: Kind = {part: map(" ".join, getattr(corpus, part)) for part in PARTS}
     return _mixed([_code(source_files()), _code(_headers()), documentation], max_sentences)
 
@@ -83,9 +70,6 @@ def sources() -> Parts:
 
     The corpus is fixed for given versions of Python and torch. The first call takes about a minute
     and caches the sentences; see `cached_lines`.
-
-    Raises:
-        CorpusError: torch has no headers.
     """
 
     def made() -> Iterator[str]:

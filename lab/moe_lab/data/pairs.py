@@ -34,9 +34,9 @@ from moe_lab.data.batches import (
     shares,
     side_by_side,
 )
-from moe_lab.data.corpora import CorpusError
 from moe_lab.data.encoded import EncodedSentences, SentencesWriter, flatten, made_once
 from moe_lab.data.parallel import KEPT, Pair, ParallelText, describe
+from moe_lab.data.sentences import CorpusError
 from moe_lab.data.wordpieces import Wordpieces
 from moe_lab.data.workers import in_workers
 from moe_lab.files import read_json, write_json
@@ -62,10 +62,6 @@ class EncodedPairs:
 
     Attributes:
         eos_id: the id of ``</s>``.
-
-    Raises:
-        ValueError: the numbers of rows differ, the ids of ``</s>`` differ, or pair has an element
-            outside [0, len(names)).
     """
 
     def __init__(
@@ -103,11 +99,7 @@ class EncodedPairs:
 
     @classmethod
     def open(cls, folder: str | Path, num_ids: int | None = None) -> Self:
-        """Maps the files written by `encode_pairs` into memory; see `EncodedSentences.open`.
-
-        Raises:
-            CorpusError: a file is missing or has the wrong size, or the contents do not fit.
-        """
+        """Maps the files written by `encode_pairs` into memory; see `EncodedSentences.open`."""
         folder = Path(folder)
         source, target = (
             EncodedSentences.open(folder / side, num_ids) for side in ("source", "target")
@@ -193,10 +185,6 @@ def encode_pairs(
             memory.
         name: the files are in a subfolder whose name begins with `name`.
         num_workers: number of worker processes that encode; 0 uses the calling process.
-
-    Raises:
-        CorpusError: the text cannot be read, or changes while it is read.
-        ValueError: an argument is out of range, or the wordpieces have no entry for a target token.
     """
     if isinstance(texts, ParallelText):
         texts = [texts]
@@ -390,9 +378,6 @@ class PairBatches(SortedBatches[PairBatch]):
         num_source_tokens: number of source tokens in an epoch; with oversample=True, in epoch 0.
         num_left_out: number of pairs skipped by max_length.
         num_batches: number of batches in every epoch.
-
-    Raises:
-        ValueError: an argument is out of range, or there is no pair.
     """
 
     def __init__(

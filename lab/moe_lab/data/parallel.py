@@ -9,8 +9,9 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 from moe_ext.checks import given, require, require_sizes
-from moe_lab.data.corpora import PARTS, CorpusError, require_parts
+from moe_lab.data.sentences import CorpusError, require_parts
 from moe_lab.files import READ_ERRORS, file_fingerprint, open_plain, plain_lines, reason_of
+from moe_lab.names import PARTS
 
 Pair = tuple[str, str]
 
@@ -45,17 +46,11 @@ _DROPPED = "dropped source"
 
 @dataclass(frozen=True)
 class AlignedFiles:
-    """Two aligned files: line i of one is the translation of line i of the other.
+    """Two aligned files: line i of one is the translation of line i of the other."""
 
-    Attributes:
-        source: the file of the source language; may be compressed (.gz, .xz).
-        target: the file of the target language; may be compressed (.gz, .xz).
-        name: name of the text, compared with ``ParallelText.drop``.
-    """
-
-    source: Path
-    target: Path
-    name: str
+    source: Path  # the file of the source language; may be compressed (.gz, .xz)
+    target: Path  # the file of the target language; may be compressed (.gz, .xz)
+    name: str  # name of the text, compared with ParallelText.drop
 
     def rows(self, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
         """Yields name, source and target of each line; counts invalid lines by reason."""
@@ -84,21 +79,13 @@ class AlignedFiles:
 
 @dataclass(frozen=True)
 class TableFile:
-    """A file with one sentence pair per line, in columns separated by tabs.
+    """A file with one sentence pair per line, in columns separated by tabs."""
 
-    Attributes:
-        file: the file; may be compressed (.gz, .xz).
-        number: number of columns.
-        source: index of the source column.
-        target: index of the target column.
-        name: index of the column with the name of a row's text, or one name for all rows.
-    """
-
-    file: Path
-    number: int
-    source: int
-    target: int
-    name: int | str
+    file: Path  # the file; may be compressed (.gz, .xz)
+    number: int  # number of columns
+    source: int  # index of the source column
+    target: int  # index of the target column
+    name: int | str  # index of the column with the name of a row's text, or one name for all rows
 
     def rows(self, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
         """Yields name, source and target of each line; counts invalid lines by reason."""
@@ -151,9 +138,6 @@ class ParallelText(Iterable[Pair]):
 
         Args:
             counts: the counter of lines to add to; ``describe`` formats the counter.
-
-        Raises:
-            CorpusError: a file cannot be read, or aligned files differ in their number of lines.
         """
         return islice(self._kept(counts), self.limit)
 
@@ -181,17 +165,11 @@ class ParallelText(Iterable[Pair]):
 
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Parallel text in three parts; each part can be iterated over repeatedly.
+    """Parallel text in three parts; each part can be iterated over repeatedly."""
 
-    Attributes:
-        train: the training part.
-        dev: the development part.
-        test: the test part.
-    """
-
-    train: ParallelText
-    dev: ParallelText
-    test: ParallelText
+    train: ParallelText  # the training part
+    dev: ParallelText  # the development part
+    test: ParallelText  # the test part
 
     @property
     def all(self) -> ParallelText:
@@ -201,14 +179,11 @@ class ParallelCorpus:
 
 
 def load_parallel(
-    place: str | Path | Sequence[str | Path],
+    place: str | Path,
     *,
     source: str,
     target: str,
     parts: Sequence[str] = PARTS,
-    columns: Sequence[str] | None = None,
-    dev: Sequence[str] | None = None,
-    test: Sequence[str] | None = None,
     drop: Sequence[str] = (),
     max_train_pairs: int | None = None,
 ) -> ParallelCorpus:
@@ -222,8 +197,7 @@ def load_parallel(
       lines, run ``sacrebleu -t wmt14/full -l en-fr --echo src``.
     - A table ``NAME.en-fr.tsv`` with one pair per line. The table has two columns, in the order of
       the languages in the file name. A third column in front may name the text of each row. The
-      most frequent number of columns in the first lines decides between two and three. Use
-      `columns` for other tables.
+      most frequent number of columns in the first lines decides between two and three.
 
     NAME is split at dots. The last word that is not a language pair decides the part of a text:
 
@@ -232,57 +206,32 @@ def load_parallel(
     - train: ``train*``, or all other texts if no text is named ``train*``. Other known dev and test
       sets are never training text.
 
-    WMT's sets of 2000 to 2009, such as ``test2007``, are in no part unless `dev` or `test` names
-    these sets.
+    WMT's sets of 2000 to 2009, such as ``test2007``, are in no part.
 
     Args:
-        place: a folder, a table, or two aligned files (source, target). A table or two files have
-            only a training part and need ``parts=["train"]``; join parts with `ParallelCorpus`.
+        place: a folder or a table. A table has only a training part.
         source: source language, as in the file names.
         target: target language, as in the file names.
         parts: the attributes of the corpus that must contain at least one pair.
-        columns: the columns of a table, in order: the two languages, "name", or any other word for
-            a column to ignore.
-        dev: shell patterns of the names of the dev part; None uses the patterns above.
-        test: shell patterns of the names of the test part; None uses the patterns above.
         drop: shell patterns of names to skip in training, such as ``*-ptpt``. A table can have a
             column with the name of each row; otherwise, NAME of the file counts.
         max_train_pairs: limits the training part to its first pairs that pass the filters; None is
             no limit.
-
-    Raises:
-        CorpusError: the corpus is missing, empty or unreadable. Iteration can also raise
-            CorpusError.
-        ValueError: another argument is out of range.
     """
     require_parts("load_parallel", parts)
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
     require_sizes("load_parallel", **given(max_train_pairs=max_train_pairs))
-    for language in (source, target):
-        if columns is not None and list(columns).count(language) != 1:
-            raise ValueError(
-                f"load_parallel: columns must name {language!r} once, got {list(columns)}"
-            )
-
     found: dict[str, list[AlignedFiles | TableFile]]
-    if not isinstance(place, str | Path):
-        require(
-            len(place) == 2,
-            "load_parallel: place",
-            "be a folder, a table or two aligned files",
-            place,
-        )
-        found = {"train": [AlignedFiles(Path(place[0]), Path(place[1]), Path(place[0]).name)]}
-    elif Path(place).is_dir():
-        found = _in_folder(Path(place), source, target, columns, dev, test)
+    if Path(place).is_dir():
+        found = _in_folder(Path(place), source, target)
     else:
-        found = {"train": [_single_table(Path(place), source, target, columns)]}
+        found = {"train": [_single_table(Path(place), source, target)]}
     corpus = ParallelCorpus(
         **{part: ParallelText(source, target, tuple(found.get(part, ()))) for part in PARTS}
     )
     train = replace(corpus.train, drop=tuple(drop), limit=max_train_pairs)
     corpus = replace(corpus, train=train)
-    names = {"train": ["train*"], "dev": dev or _DEV, "test": test or _TEST}
+    names = {"train": ["train*"], "dev": _DEV, "test": _TEST}
     for part in parts:
         counts: Counter[str] = Counter()
         text = getattr(corpus, part)
@@ -304,18 +253,18 @@ def load_parallel(
     return corpus
 
 
-def _single_table(file: Path, source: str, target: str, columns: Sequence[str] | None) -> TableFile:
+def _single_table(file: Path, source: str, target: str) -> TableFile:
     if not file.is_file():
         raise CorpusError(
             f"there is no parallel corpus at {file}: give a folder with train.{source} and "
             f"train.{target} or with train.{source}-{target}.tsv, or give the .tsv file"
         )
     languages = languages_of(file, source, target)
-    if languages is None and columns is None and (other := _any_languages_of(file)):
+    if languages is None and (other := _any_languages_of(file)):
         raise CorpusError(
             f"{file} must be a table of {source} and {target}, got {other} in the file name"
         )
-    return _table(file, languages or (source, target), source, target, columns, file.name)
+    return _table(file, languages or (source, target), source, target, file.name)
 
 
 def describe(counts: Counter[str]) -> str:
@@ -328,14 +277,7 @@ def describe(counts: Counter[str]) -> str:
     return f"{words}, {skipped:,} skipped ({', '.join(kinds)})"
 
 
-def _in_folder(
-    folder: Path,
-    source: str,
-    target: str,
-    columns: Sequence[str] | None,
-    dev: Sequence[str] | None,
-    test: Sequence[str] | None,
-) -> dict[str, list[AlignedFiles | TableFile]]:
+def _in_folder(folder: Path, source: str, target: str) -> dict[str, list[AlignedFiles | TableFile]]:
     """Finds the files of each part."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     sides = {
@@ -355,7 +297,7 @@ def _in_folder(
                     f"{folder} must hold each text once, got {name} as {places[name]} and {file}; "
                     "delete one of them"
                 )
-            places[name] = _table(file, languages, source, target, columns, name)
+            places[name] = _table(file, languages, source, target, name)
 
     def last_word(name: str) -> str:
         both = {f"{source}-{target}", f"{target}-{source}"}
@@ -365,20 +307,13 @@ def _in_folder(
     def named(name: str, patterns: Iterable[str]) -> bool:
         return any(fnmatchcase(last_word(name), pattern) for pattern in patterns)
 
-    def of_part(patterns: Sequence[str] | None, default: Sequence[str]) -> list[str]:
-        if patterns is None:
-            return [name for name in places if named(name, default) and not named(name, _OLD)]
-        return [name for name in places if named(name, patterns)]
+    def of_part(patterns: Sequence[str]) -> list[str]:
+        return [name for name in places if named(name, patterns) and not named(name, _OLD)]
 
-    names = {"dev": of_part(dev, _DEV), "test": of_part(test, _TEST)}
+    names = {"dev": of_part(_DEV), "test": of_part(_TEST)}
     held_out = {*names["dev"], *names["test"]}
     training = [name for name in places if name not in held_out and not named(name, _HELD_OUT)]
     names["train"] = [name for name in training if named(name, ["train*"])] or training
-    for name in {*names["dev"]} & {*names["test"]}:
-        raise CorpusError(
-            f"{places[name]} must match the patterns of dev or of test, got both; "
-            "change the pattern of one of them"
-        )
     return {part: [places[name] for name in names[part]] for part in PARTS}
 
 
@@ -410,33 +345,20 @@ def _any_languages_of(table: Path) -> str | None:
 
 
 def _table(
-    file: Path,
-    languages: tuple[str, str],
-    source: str,
-    target: str,
-    columns: Sequence[str] | None,
-    name: str,
+    file: Path, languages: tuple[str, str], source: str, target: str, name: str
 ) -> TableFile:
-    """Creates the TableFile of a file; if columns is None, infers them from the first lines."""
-    if columns is None:
-        first = islice(filter(None, _lines(file)), _LINES_FOR_COLUMNS)
-        numbers = Counter(line.count(b"\t") + 1 for line in first)
-        number = max(numbers, key=numbers.__getitem__, default=0)
-        if number not in (2, 3):
-            raise CorpusError(
-                f"{file} must have two or three columns separated by tabs, got {number} in most of "
-                "the first lines; give the folder of aligned files; for other tables give the "
-                "argument columns of load_parallel"
-            )
-        columns = ("name", *languages)[-number:]
-    columns = list(columns)
-    return TableFile(
-        file,
-        len(columns),
-        columns.index(source),
-        columns.index(target),
-        columns.index("name") if "name" in columns else name,
-    )
+    """Creates the TableFile of a file; infers the columns from its first lines."""
+    first = islice(filter(None, _lines(file)), _LINES_FOR_COLUMNS)
+    numbers = Counter(line.count(b"\t") + 1 for line in first)
+    number = max(numbers, key=numbers.__getitem__, default=0)
+    if number not in (2, 3):
+        raise CorpusError(
+            f"{file} must have two or three columns separated by tabs, got {number} in most of "
+            "the first lines; give the folder of aligned files"
+        )
+    columns = ("name", *languages)[-number:]
+    places = columns.index(source), columns.index(target)
+    return TableFile(file, number, *places, 0 if number == 3 else name)
 
 
 def _lines(file: Path) -> Iterator[bytes]:

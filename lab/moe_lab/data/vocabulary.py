@@ -24,16 +24,10 @@ class Vocabulary:
     words. Both entries are ordered by frequency like words, as `LogUniformSampler` needs. Padding
     has no entry and no probability, because padding is masked.
 
-    Args:
-        words: the entries in the order of their ids.
-
     Attributes:
         words: the entries in the order of their ids.
         unk_id: the id of ``<unk>``.
         eos_id: the id of ``</s>``.
-
-    Raises:
-        ValueError: the words are not distinct, lack ``<unk>`` or ``</s>``, or contain white space.
     """
 
     UNK = "<unk>"
@@ -59,25 +53,12 @@ class Vocabulary:
         """Builds a vocabulary of the most frequent words; ties are ordered by spelling.
 
         ``</s>`` counts once per sentence, ``<unk>`` once per occurrence of an excluded word.
-
-        Args:
-            sentences: the training text; read once.
-            max_size: maximum number of entries, with ``<unk>`` and ``</s>``.
-            min_count: minimum number of occurrences of a word.
-
-        Raises:
-            ValueError: there is no word, a sentence contains ``</s>``, or an argument is out of
-                range.
         """
         return cls.of_counts(cls.count(sentences), max_size, min_count)
 
     @classmethod
     def count(cls, sentences: Iterable[Sequence[str]]) -> Counter[str]:
-        """Counts each word, and ``</s>`` once per sentence; counts of parts of a text can be added.
-
-        Raises:
-            ValueError: a sentence contains ``</s>``.
-        """
+        """Counts each word, and ``</s>`` once per sentence; counts of parts can be added."""
         counts: Counter[str] = Counter()
         num_sentences = 0
         for words in sentences:
@@ -93,11 +74,7 @@ class Vocabulary:
 
     @classmethod
     def of_counts(cls, counts: Counter[str], max_size: int, min_count: int = 1) -> Self:
-        """Builds a vocabulary from the counts that `count` returns; see `build`.
-
-        Raises:
-            ValueError: there is no word, or an argument is out of range.
-        """
+        """Builds a vocabulary from the counts that `count` returns; see `build`."""
         require_sizes("Vocabulary.of_counts", 3, max_size=max_size)  # <unk>, </s> and a word
         require_sizes("Vocabulary.of_counts", min_count=min_count)
         words = counts.copy()
@@ -123,11 +100,7 @@ class Vocabulary:
         return [id_of(word, unk_id) for word in words]
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """Returns the word of each id.
-
-        Raises:
-            IndexError: an id is outside [0, number of words).
-        """
+        """Returns the word of each id."""
         size = len(self.words)
         words = []
         for index in ids:
@@ -151,10 +124,6 @@ class Vocabulary:
         is ignored. ``<UNK>`` becomes ``<unk>``, and ``</S>`` becomes ``</s>``. Without ``</S>``,
         ``<S>`` becomes ``</s>``; otherwise ``<S>`` stays an entry that never occurs, so that ids
         and size (793,471) do not change.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: a line is not one word, or a special entry is missing.
         """
         path = Path(path)
         if not path.is_file():

@@ -7,14 +7,13 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self
+
+import sentencepiece
 
 from moe_ext.checks import given, require, require_one_of, require_sizes
 from moe_lab.files import atomic_file, read_file
-from moe_lab.packages import require_package
-
-PIECE_KINDS = ("bpe", "unigram")
+from moe_lab.names import PIECE_KINDS
 
 _SPACE = "\u2581"  # marks the space before a word in a wordpiece
 _UNKNOWN = "\u2047"  # stands for <unk> in decoded text
@@ -40,15 +39,9 @@ class Wordpieces:
     Attributes:
         unk_id: the id of ``<unk>``.
         eos_id: the id of ``</s>``.
-
-    Raises:
-        ImportError: sentencepiece is not installed.
-        ValueError: the bytes are not a model, the model has no ``</s>``, or a wordpiece is not
-            UTF-8.
     """
 
     def __init__(self, model: bytes) -> None:
-        sentencepiece = _sentencepiece()
         self._model = model
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -92,11 +85,6 @@ class Wordpieces:
                 0.98 to 1.
             max_sentences: size of a uniform random sample of the sentences, to bound memory and
                 time; None uses all sentences.
-
-        Raises:
-            ImportError: sentencepiece is not installed.
-            ValueError: an argument is out of range, or the text is too short for vocab_size, or the
-                text has more distinct characters than vocab_size.
         """
         require_one_of("Wordpieces.train: kind", PIECE_KINDS, kind)
         name = "Wordpieces.train"
@@ -113,7 +101,6 @@ class Wordpieces:
             "be distinct",
             list(target_tokens),
         )
-        sentencepiece = _sentencepiece()
         texts: Iterable[str] = filter(None, map(cls.normalise, sentences))
         if max_sentences is not None:
             texts = uniform_sample(texts, max_sentences)
@@ -164,28 +151,16 @@ class Wordpieces:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of wordpiece ids, without ``</s>`` and without tokens ``<2xx>``.
-
-        Raises:
-            IndexError: an id is outside [0, number of wordpieces).
-        """
+        """Returns the text of wordpiece ids, without ``</s>`` and without tokens ``<2xx>``."""
         text: str = self._processor.DecodeIds(self._checked(ids, "decode"))
         return text
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Returns the wordpiece of each id, including ``</s>`` and tokens ``<2xx>``.
-
-        Raises:
-            IndexError: an id is outside [0, number of wordpieces).
-        """
+        """Returns the wordpiece of each id, including ``</s>`` and tokens ``<2xx>``."""
         return [self._processor.IdToPiece(index) for index in self._checked(ids, "pieces")]
 
     def target_token_id(self, language: str) -> int:
-        """Returns the id of ``<2xx>``, which requests language xx in front of a source sentence.
-
-        Raises:
-            ValueError: the model has no entry ``<2xx>`` for this language.
-        """
+        """Returns the id of ``<2xx>``, which requests language xx in front of a source sentence."""
         token = f"<2{language}>"
         index: int = self._processor.PieceToId(token)
         if not self._processor.IsControl(index):
@@ -236,13 +211,7 @@ class Wordpieces:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a file written by `save` or by sentencepiece.
-
-        Raises:
-            ImportError: sentencepiece is not installed.
-            FileNotFoundError: the file does not exist.
-            ValueError: the file is not a model, or `Wordpieces` refuses the model.
-        """
+        """Reads a file written by `save` or by sentencepiece."""
         path = Path(path)
         if not path.is_file():
             found = "is not a file" if path.exists() else "does not exist"
@@ -283,10 +252,6 @@ def _rule_of_size(message: str) -> str:
     if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return f"be at least {least[1]} for this text"
     return f"suit the text (sentencepiece: {message})"
-
-
-def _sentencepiece() -> ModuleType:
-    return require_package("Wordpieces", "sentencepiece", "translation")
 
 
 def uniform_sample(items: Iterable[str], number: int) -> Iterator[str]:

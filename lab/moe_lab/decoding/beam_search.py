@@ -38,19 +38,12 @@ class StepModel(Protocol[State]):
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A translation Y of a source X.
+    """A translation Y of a source X."""
 
-    Attributes:
-        tokens: token ids; the last id is the end of sentence.
-        log_prob: log P(Y|X), nats.
-        score: s(Y, X), see `BeamSearch`.
-        attention: ``[|Y|, |X|]``, on the CPU; row j has the attention weights p_ij of token j.
-    """
-
-    tokens: list[int]
-    log_prob: float
-    score: float
-    attention: Tensor
+    tokens: list[int]  # token ids; the last id is the end of sentence
+    log_prob: float  # log P(Y|X), nats
+    score: float  # s(Y, X), see `BeamSearch`
+    attention: Tensor  # [|Y|, |X|], on the CPU; row j has the attention weights p_ij of token j
 
 
 class _Live(NamedTuple):
@@ -135,9 +128,6 @@ class BeamSearch:
             the end of sentence.
         min_length_limit: lower bound of the length limit, for short sources.
         num_best: maximum number of returned hypotheses, at most `beam`.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     beam: int = 8
@@ -211,10 +201,6 @@ class BeamSearch:
 
         Returns:
             For each source, 1 to num_best hypotheses, best score first.
-
-        Raises:
-            ValueError: source_mask is not bool [B, S] with a token in each row, eos_id is not in
-                [0, V), or the log-probabilities of a row are NaN or all -inf.
         """
         require(
             source_mask.dim() == 2 and source_mask.dtype == torch.bool,

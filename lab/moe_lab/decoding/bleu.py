@@ -3,10 +3,10 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from sacrebleu.metrics.bleu import BLEU
 
 from moe_ext.checks import require
-from moe_lab.packages import require_package
 
 # Python splits words at these characters; multi-bleu.perl reads bytes and does not. The
 # characters are replaced by private-use characters, at which Python does not split.
@@ -70,13 +70,7 @@ def corpus_bleu(
         language: language of the translations, such as "ja", "jpn" or "zh-CN".
         tokenized: whether the sentences are already tokenized.
         lowercase: whether upper and lower case count as equal.
-
-    Raises:
-        ImportError: sacreBLEU is not installed.
-        ValueError: there are no translations or no references, their numbers differ, or an argument
-            is a string.
     """
-    BLEU = import_bleu()
     for name, sentences in (
         ("translations", translations),
         *(("references", r) for r in references),
@@ -108,15 +102,6 @@ def corpus_bleu(
         found.ref_len,
         str(bleu.get_signature()),
     )
-
-
-def import_bleu() -> Any:
-    """Imports sacreBLEU's class BLEU.
-
-    Raises:
-        ImportError: sacreBLEU is not installed.
-    """
-    return require_package("corpus_bleu", "sacrebleu.metrics", "translation").BLEU
 
 
 def _as_bytes(sentences: Sequence[str]) -> list[str]:

@@ -16,23 +16,14 @@ from moe_lab.progress import progress
 
 @dataclass(frozen=True)
 class Translation:
-    """A translation Y of a sentence X.
+    """A translation Y of a sentence X."""
 
-    Attributes:
-        text: the text of Y.
-        score: s(Y, X), see `BeamSearch`.
-        log_prob: log P(Y|X), nats.
-        source: wordpieces of X as the model reads them, with ``<2xx>`` and ``</s>``.
-        pieces: wordpieces of Y; the last wordpiece is ``</s>``.
-        attention: ``[|Y|, |X|]``, on the CPU; row j has the attention weights of wordpiece j.
-    """
-
-    text: str
-    score: float
-    log_prob: float
-    source: list[str]
-    pieces: list[str]
-    attention: Tensor
+    text: str  # the text of Y
+    score: float  # s(Y, X), see `BeamSearch`
+    log_prob: float  # log P(Y|X), nats
+    source: list[str]  # wordpieces of X as the model reads them, with <2xx> and </s>
+    pieces: list[str]  # wordpieces of Y; the last wordpiece is </s>
+    attention: Tensor  # [|Y|, |X|], on the CPU; row j has the attention weights of wordpiece j
 
 
 # The translation of an empty line, with probability 1.
@@ -63,10 +54,6 @@ class Translator:
 
     Attributes:
         num_cut: number of lines that were truncated to max_pieces.
-
-    Raises:
-        ValueError: an argument is out of range, or `into` is not in `languages`, or the wordpieces
-            have no entry for `into`.
 
     Example:
         >>> translator = Translator(model, wordpieces)  # doctest: +SKIP
@@ -108,15 +95,7 @@ class Translator:
     def __call__(
         self, lines: Iterable[str], *, title: str | None = "translating"
     ) -> Iterator[list[Translation]]:
-        """Yields 1 to search.num_best translations of each line, best first.
-
-        Args:
-            lines: the lines of text, read on demand.
-            title: title of the progress bar; None shows no bar.
-
-        Raises:
-            ValueError: `lines` is a string.
-        """
+        """Yields 1 to search.num_best translations of each line, best first."""
         require(
             not isinstance(lines, str),
             "Translator: lines",

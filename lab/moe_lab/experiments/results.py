@@ -107,10 +107,10 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
 
 def _train_to(steps: int, config: AnyConfig, text: Text) -> "Trainer":
     """Trains up to a step, evaluates the test part after it, and returns the trainer."""
-    from moe_lab.training.loop import Trainer  # imports FSDP, which takes a second
+    from moe_lab.training.loop import make_trainer  # imports FSDP, which takes a second
 
     resume = (Path(config.output) / "config.toml").exists()
-    trainer = Trainer(replace(config, steps=steps, resume=resume), text)
+    trainer = make_trainer(replace(config, steps=steps, resume=resume), text)
     if not trainer.run() or trainer.interrupted:
         raise KeyboardInterrupt
     file = _test_file(trainer.folder, steps, text)

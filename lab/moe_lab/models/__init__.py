@@ -5,11 +5,7 @@ from moe_lab.models.kneser_ney import NGramModel, fit_kneser_ney
 from moe_lab.models.language_model import LanguageModel, LanguageModelConfig
 from moe_lab.models.lstm import LSTM
 from moe_lab.models.parts import FeedForwardConfig, LossParts, MoEConfig, evaluating
-from moe_lab.models.sampled_softmax import (
-    LogUniformSampler,
-    SampledSoftmax,
-    sampled_cross_entropy,
-)
+from moe_lab.models.sampled_softmax import LogUniformSampler, SampledSoftmax, sampled_cross_entropy
 from moe_lab.models.translation import TranslationModel, TranslationModelConfig
 
 AnyModel = LanguageModel | TranslationModel

@@ -38,9 +38,6 @@ class Attention(nn.Module):
         w: W [d_target, A].
         v: V [A].
 
-    Raises:
-        ValueError: a size is less than 1, or kind is unknown.
-
     Example:
         >>> attention = Attention(d_source=64, d_target=32, units=16)
         >>> x, mask = torch.randn(8, 20, 64), torch.ones(8, 20, dtype=torch.bool)

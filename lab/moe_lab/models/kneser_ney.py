@@ -95,12 +95,7 @@ class NGramModel:
         return nll.new_zeros(len(sentences)).index_add_(0, sentence, nll)
 
     def write_arpa(self, path: str | Path, vocabulary: AnyVocabulary) -> None:
-        """Writes the model to a file in the ARPA format; ``<s>`` marks the start of a sentence.
-
-        Args:
-            path: the file to write.
-            vocabulary: the vocabulary of the training sentences.
-        """
+        """Writes the model to a file in the ARPA format; ``<s>`` marks the start of a sentence."""
         names = [*vocabulary.words, "<s>"]
         ngrams = names
         with atomic_file(Path(path)) as file:
@@ -142,10 +137,6 @@ def fit_kneser_ney(
         vocab_size: V, number of predicted words.
         order: maximum n; the order of the model is lower if all sentences are too short.
         modified: whether each order has three discounts instead of one.
-
-    Raises:
-        ValueError: order is less than 1, there is no sentence, or a word id is not below
-            vocab_size.
     """
     require_sizes("fit_kneser_ney", order=order)
     words, first = _words(sentences, vocab_size, "fit_kneser_ney")
@@ -206,11 +197,7 @@ def _words(sentences: EncodedSentences, vocab_size: int, name: str) -> tuple[Ten
 
 
 def _contexts(index: Tensor, first: Tensor, n: int, vocab_size: int) -> Tensor:
-    """Returns the index of the n - 1 words before each position, or _NONE if they span sentences.
-
-    Args:
-        index: [T], index of the n - 1 words that end at each position.
-    """
+    """Returns the index of the n - 1 words before each position; _NONE if they span sentences."""
     context = index.roll(1)
     context[first] = vocab_size if n == 2 else _NONE  # V is the start of a sentence
     return context

@@ -116,9 +116,6 @@ class LanguageModel(WordModel):
             separate generator, MoE and dense models of one seed get the same dropout masks.
         class_generator: CPU generator that samples classes for the softmax in training; None is
             torch's default generator.
-
-    Raises:
-        ValueError: config.num_sampled is greater than vocab_size.
     """
 
     def __init__(

@@ -13,15 +13,10 @@ from moe_ext.recurrent import lstm_state
 
 
 class LSTMState(NamedTuple):
-    """State of an LSTM between two steps, for N sentences.
+    """State of an LSTM between two steps, for N sentences."""
 
-    Attributes:
-        m: output, [N, D].
-        c: cell state, [N, units].
-    """
-
-    m: Tensor
-    c: Tensor
+    m: Tensor  # output, [N, D]
+    c: Tensor  # cell state, [N, units]
 
     def select(self, index: Tensor) -> Self:
         """Returns the state of the sentences in index [N'] int64."""
@@ -54,9 +49,6 @@ class LSTM(nn.Module):
     Attributes:
         projection: P [D, D] if units equals d_model, otherwise None. If units is greater, the
             attribute ``lstm`` holds P.
-
-    Raises:
-        ValueError: units is less than d_model.
     """
 
     def __init__(

@@ -320,11 +320,6 @@ def sigmoid_of(
 ) -> tuple[Tensor, tuple[MoEAux, ...]]:
     """Computes sigmoid(layer(h)) in the dtype of h (App. C.1).
 
-    Args:
-        layer: a MoE layer or a dense layer.
-        h: input of the layer, [..., D].
-        mask: [...] bool, True at real tokens; None means that all tokens are real.
-
     Returns:
         The sigmoid [..., D], and a tuple with the `MoEAux` of a MoE; empty for a dense layer.
     """

@@ -18,15 +18,10 @@ from moe_ext.ops import accumulation_dtype, linear_cross_entropy
 
 
 class Draw(NamedTuple):
-    """A sample of S distinct classes.
+    """A sample of S distinct classes."""
 
-    Attributes:
-        classes: [S] int64, ascending.
-        num_tries: number of classes sampled until S were distinct; infinite if S = V.
-    """
-
-    classes: Tensor
-    num_tries: float
+    classes: Tensor  # [S] int64, ascending
+    num_tries: float  # number of classes sampled until S were distinct; infinite if S = V
 
 
 class LogUniformSampler:
@@ -38,9 +33,6 @@ class LogUniformSampler:
         num_classes: V, number of classes.
         num_sampled: S, number of sampled classes.
         generator: CPU generator of the samples; None is torch's default generator.
-
-    Raises:
-        ValueError: S is not in [1, V].
     """
 
     def __init__(
@@ -121,9 +113,6 @@ def sampled_cross_entropy(
 
     Returns:
         Scalar, nats; float64 if hidden is float64, otherwise float32.
-
-    Raises:
-        ValueError: the shapes are inconsistent, or a target on the CPU is outside [0, V).
     """
     _check_arguments(hidden, weight, bias, targets)
     full = accumulation_dtype(hidden)
@@ -179,9 +168,6 @@ class SampledSoftmax(nn.Linear):
         num_sampled: S, number of sampled classes; 0 uses the full softmax in training too.
         generator: CPU generator of the samples; None is torch's default generator.
         dtype: dtype of weight and bias; None is torch's default dtype.
-
-    Raises:
-        ValueError: num_sampled is not in [0, V].
     """
 
     def __init__(

@@ -83,17 +83,11 @@ class TranslationModelConfig:
 
 
 class Encoded(NamedTuple):
-    """B encoded source sentences.
+    """B encoded source sentences."""
 
-    Attributes:
-        output: [B, S, D], output of the encoder.
-        keys: [B, S, A], keys of the attention.
-        mask: [B, S] bool, True at tokens that the attention sees.
-    """
-
-    output: Tensor
-    keys: Tensor
-    mask: Tensor
+    output: Tensor  # [B, S, D], output of the encoder
+    keys: Tensor  # [B, S, A], keys of the attention
+    mask: Tensor  # [B, S] bool, True at tokens that the attention sees
 
     def select(self, index: Tensor) -> Self:
         """Returns the encoded sentences in index [N] int64."""
@@ -101,19 +95,12 @@ class Encoded(NamedTuple):
 
 
 class DecoderState(NamedTuple):
-    """State of N unfinished translations of B source sentences.
+    """State of N unfinished translations of B source sentences."""
 
-    Attributes:
-        encoded: the B source sentences.
-        source: [N] int64, index of the source sentence of each translation.
-        first: state of the decoder's first LSTM.
-        second: state of the decoder's second LSTM.
-    """
-
-    encoded: Encoded
-    source: Tensor
-    first: LSTMState
-    second: LSTMState
+    encoded: Encoded  # the B source sentences
+    source: Tensor  # [N] int64, index of the source sentence of each translation
+    first: LSTMState  # state of the decoder's first LSTM
+    second: LSTMState  # state of the decoder's second LSTM
 
     def select(self, index: Tensor) -> Self:
         """Returns the state of the translations in index [N'] int64; indices may repeat.
@@ -133,12 +120,6 @@ class AttentionLSTM(nn.Module):
     The equations are::
 
         a_t = attention(m_{t-1}, source)          m_t, c_t = LSTM([x_t, a_t], m_{t-1}, c_{t-1})
-
-    Args:
-        d_model: D, width of x, m and the source.
-        units: see `LSTM`.
-        attention_units: `units` of `Attention`.
-        kind: see `Attention`.
     """
 
     def __init__(

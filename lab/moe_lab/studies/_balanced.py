@@ -40,11 +40,11 @@ class Balanced(TrainedStudy):
         return ["moe-lab", "study", "balanced", "data.corpus=CORPUS"]
 
     def run(self, arm: Arm, seed: int) -> Run:
-        from moe_lab.training.loop import Trainer  # imports FSDP, which takes a second
+        from moe_lab.training.loop import make_trainer  # imports FSDP, which takes a second
 
         config = self.config_of_run(arm, seed, self.options.overrides)
         config = replace(config, resume=(Path(config.output) / "config.toml").exists())
-        trainer = Trainer(config, self.text)
+        trainer = make_trainer(config, self.text)
         checks = []
         for layer in trainer.model.layers:
             if isinstance(layer, MoE):

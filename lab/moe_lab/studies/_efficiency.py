@@ -27,7 +27,7 @@ from moe_lab.experiments.claims import NOT_DECIDED, SUPPORTED
 from moe_lab.experiments.report import Command, Page, Plot, markdown_table, new_figure
 from moe_lab.models import LanguageModel
 from moe_lab.training.config import Config, read_config
-from moe_lab.training.loop import Trainer
+from moe_lab.training.loop import Trainer, make_trainer
 
 DENSE = ("4xlstm-512", "moe-1-wide")  # the baselines of the mixtures
 MIXTURES = ("moe-4", "moe-32", "moe-256", "moe-256-h")
@@ -112,7 +112,7 @@ def _training_steps(tokens: int, width: int, rounds: int) -> list[Row]:
                 counted = LanguageModel(config.model, config.data.vocab_size)
             flops[name] = tokens * training_flops(counted).total
             text = random_text(config.data.vocab_size, 4 * tokens, config.seed)
-            steps[name] = _one_step_of(Trainer(config, text))
+            steps[name] = _one_step_of(make_trainer(config, text))
             if name in MIXTURES:
                 moe = config.model.moe
                 per_expert[name] = tokens * moe.experts_per_token / moe.num_experts

@@ -42,7 +42,7 @@ from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import by_language_pair, perplexity
 from moe_lab.training.text import PairText, load_text
-from moe_lab.training.translation import bleu_of_test, require_bleu
+from moe_lab.training.translation import bleu_of_test
 
 _ATTENTION_SENTENCES = 200  # dev sentences of each language pair for `weight_of_language`
 
@@ -113,7 +113,6 @@ class Multilingual(TrainedStudy):
         return read_config(f"mt/small-{file}", options, TranslationConfig)
 
     def settings(self) -> dict[str, Any]:
-        require_bleu()
         pairs = self.config(self.first, self.options.overrides).data.pairs
         if len(pairs) < 2:
             raise ConfigError(f"data.pairs must list at least 2 language pairs, got {list(pairs)}")

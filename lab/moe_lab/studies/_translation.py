@@ -33,7 +33,7 @@ from moe_lab.studies.translation import BALANCED, DENSE, MIXTURE, MODELS, NONE, 
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.text import PairText, parallel_text
-from moe_lab.training.translation import bleu_of_test, require_bleu, translated_test
+from moe_lab.training.translation import bleu_of_test, translated_test
 
 # Options of the models that differ from those of configs/mt, for a kind of corpus.
 _SETTINGS: dict[str, list[str]] = {
@@ -75,7 +75,6 @@ class Translation(TrainedStudy):
         return read_config(f"mt/small-{arm.model}", options, TranslationConfig)
 
     def settings(self) -> dict[str, Any]:
-        require_bleu()
         pairs = self.config(self.first, self.options.overrides).data.pairs
         if pairs != [self.options.pair]:
             raise ConfigError(f"data.pairs must be that of --pair, got {pairs}")

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING
 
 from moe_lab.cli import add_output, add_threads, at_least, make_parser
 from moe_lab.experiments.arms import add_report
+from moe_lab.names import PARTS_AND_ALL
 
 if TYPE_CHECKING:
     from moe_lab.experiments.store import Stored
 
-PARTS = ("train", "dev", "test", "all")
 USUAL = {"part": "train", "positions": 200_000, "permutations": 1_000, "layer": 0}
 
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> "Stored":
     """Runs the study and returns the stored runs."""
     parser = make_parser(__doc__)
     parser.add_argument("folders", nargs="*", metavar="RUN", help="the folders of training runs")
-    parser.add_argument("--part", choices=PARTS, help="part of the corpus (%(default)s)")
+    parser.add_argument("--part", choices=PARTS_AND_ALL, help="part of the corpus (%(default)s)")
     parser.add_argument("--positions", type=at_least(1), help="number of words (%(default)s)")
     parser.add_argument(
         "--permutations", type=at_least(2), help="shuffles of the labels (%(default)s)"

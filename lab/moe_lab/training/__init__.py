@@ -4,12 +4,12 @@ An example::
 
     from moe_lab.training.checkpoint import load_run
     from moe_lab.training.config import read_config
-    from moe_lab.training.loop import Trainer
+    from moe_lab.training.loop import make_trainer
     from moe_lab.training.metrics import evaluate
     from moe_lab.training.text import load_part
 
     config = read_config("small/moe-32", ["steps=500"])
-    trainer = Trainer(config)
+    trainer = make_trainer(config)
     trainer.run()
     trained = load_run(config.output)
     test = evaluate(trained.model, load_part(config.data, trained.vocabulary, "test"))

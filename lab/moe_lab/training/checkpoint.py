@@ -1,15 +1,4 @@
-"""Files in the output folder of a training run.
-
-The output folder contains::
-
-    config.toml  vocabulary.txt  metrics.jsonl  checkpoints/  tensorboard/
-
-A model of wordpieces has wordpieces.model instead of vocabulary.txt.
-
-The files are written atomically: a crash leaves the old or the new file. The configuration is
-written first, so a folder with config.toml contains a run to resume. `Checkpoints` describes the
-folder ``checkpoints``.
-"""
+"""The checkpoints of a run, and the trained model of its newest checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +10,8 @@ from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
 from moe_lab.data import AnyVocabulary, Vocabulary, Wordpieces
 from moe_lab.errors import ConfigError
 from moe_lab.models import AnyModel
-from moe_lab.training.config import AnyConfig, DataConfig, ParallelDataConfig, config_from_file
+from moe_lab.training.config import AnyConfig, config_from_file
+from moe_lab.training.folder import vocabulary_file
 from moe_lab.training.model import make_model
 
 # What the state of a checkpoint holds; see `Trainer`.
@@ -36,16 +26,7 @@ def checkpoints_of(
 
 
 def load_states(checkpoints: Checkpoints, run: Path, fallback: bool = False) -> Loaded:
-    """Loads the training state of a run's newest checkpoint, without a model.
-
-    Args:
-        checkpoints: the checkpoints of the run.
-        run: the folder of the run.
-        fallback: see `Checkpoints.load`.
-
-    Raises:
-        ConfigError: there is no checkpoint, or the checkpoint cannot be read.
-    """
+    """Loads the training state of a run's newest checkpoint, without a model."""
     if not checkpoints.steps():
         raise ConfigError(
             f"there is no checkpoint in {run}; train first, or give the folder of a run"
@@ -77,15 +58,7 @@ class TrainedModel:
 
 
 def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
-    """Loads the model of a run from its newest checkpoint.
-
-    Args:
-        run: the folder of the run.
-        device: device of the model.
-
-    Raises:
-        ConfigError: the folder has no checkpoint, or its vocabulary does not match the checkpoint.
-    """
+    """Loads the model of a run from its newest checkpoint."""
     run = Path(run)
     checkpoints = checkpoints_of(run)
     step, state, _ = load_states(checkpoints, run)
@@ -94,8 +67,6 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     kind = Vocabulary if config.data.kind == "words" else Wordpieces
     try:
         vocabulary: AnyVocabulary = kind.load(path)
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{error}; restore {path.name} in the run's folder") from error
     check_vocabulary(vocabulary, state, path)
@@ -104,18 +75,8 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     return TrainedModel(model.to(device).eval(), vocabulary, config, step)
 
 
-def vocabulary_file(data: DataConfig | ParallelDataConfig) -> str:
-    """Returns the name of the file that holds the vocabulary of a text."""
-    return "vocabulary.txt" if data.kind == "words" else "wordpieces.model"
-
-
 def check_vocabulary(vocabulary: AnyVocabulary, state: dict[str, Any], source: object) -> None:
-    """Checks that a vocabulary is the vocabulary of a checkpoint.
-
-    Raises:
-        ConfigError: the vocabularies differ. The message names `source`, the origin of the
-            vocabulary.
-    """
+    """Checks that a vocabulary is the vocabulary of a checkpoint."""
     if vocabulary.fingerprint() != state["vocabulary"]:
         raise ConfigError(
             f"the vocabulary of {source} must be the vocabulary of the run (SHA-256 "

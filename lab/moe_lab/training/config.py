@@ -20,10 +20,10 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from moe_ext.checks import require, require_at_least, require_one_of
 from moe_lab.cli import SEED_LIMIT, THREAD_LIMIT
-from moe_lab.data.wordpieces import PIECE_KINDS
 from moe_lab.errors import ConfigError
 from moe_lab.files import read_file
 from moe_lab.models import LanguageModelConfig, TranslationModelConfig
+from moe_lab.names import PIECE_KINDS
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
 _MAX_BYTES = 2**20  # of a configuration file
@@ -323,9 +323,6 @@ def read_config(
         overrides: ``key=value`` texts with dotted keys and TOML values. A value that is not TOML is
             a string, so ``data.corpus=builtin`` needs no quotes.
         kind: the required class, `Config` or `TranslationConfig`; None accepts both.
-
-    Raises:
-        ConfigError: an option is unknown or invalid; the message names key, rule and value.
     """
     path = _find(path)
     table = _read_table(path)
@@ -360,11 +357,7 @@ def _find(path: str | Path) -> Path:
 
 
 def config_from_dict(table: dict[str, Any]) -> AnyConfig:
-    """Creates a configuration from nested dicts, as in TOML; missing keys get their defaults.
-
-    Raises:
-        ConfigError: an option is unknown or invalid; the message names key, rule and value.
-    """
+    """Creates a configuration from nested dicts, as in TOML; missing keys get their defaults."""
     if not isinstance(table, dict):
         raise ConfigError(f"a configuration must be a table of options, got {_shown(table)}")
     task = table.get("task", Config.task)
@@ -375,11 +368,7 @@ def config_from_dict(table: dict[str, Any]) -> AnyConfig:
 
 
 def config_from_file(table: Any, path: Path) -> AnyConfig:
-    """Creates a configuration from the contents of a file, which errors name.
-
-    Raises:
-        ConfigError: an option is unknown or invalid; the message names file, key, rule and value.
-    """
+    """Creates a configuration from the contents of a file, which errors name."""
     try:
         return config_from_dict(table)
     except ConfigError as error:

@@ -18,13 +18,6 @@ def set_up_torch(device: str, num_threads: int) -> None:
     """Sets torch's threads and checks the device.
 
     Call set_up_torch before the first tensor operation.
-
-    Args:
-        device: "cpu", "cuda" or "cuda:N".
-        num_threads: number of torch's threads; 0 keeps torch's default.
-
-    Raises:
-        ConfigError: the operators are not built for the device, or torch cannot use it.
     """
     if num_threads:
         torch.set_num_threads(num_threads)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import init_process_group
 from moe_lab.training.config import C
 
 # Gloo's errors when the connection to another rank is lost.
@@ -20,6 +19,11 @@ _LOST = re.compile(
     r"gloo|Connection (closed|reset) by peer|Timed out waiting|timeout caused pair closure",
     re.IGNORECASE,
 )
+
+
+def is_lost(error: str) -> bool:
+    """Returns whether an error of gloo means that another rank ended or does not answer."""
+    return _LOST.search(error) is not None
 
 
 @contextmanager
@@ -41,12 +45,14 @@ def process_group_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         begun = (Path(config.output) / "config.toml").is_file()
         config = replace(config, resume=config.resume or begun)
+    from moe_ext.distributed import init_process_group  # imports FSDP, which takes a second
+
     backend = "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl"
     group = init_process_group(backend, timeout=timedelta(seconds=config.timeout))
     try:
         yield config, group
     except RuntimeError as error:
-        if not _LOST.search(str(error)):
+        if not is_lost(str(error)):
             raise
         raise ConnectionError(
             f"another rank ended or did not answer within timeout={config.timeout:g} seconds; see "

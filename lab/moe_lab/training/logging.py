@@ -7,26 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from moe_ext.checks import is_whole
 from moe_lab.errors import ConfigError
 from moe_lab.files import MAX_JSON, atomic_file, read_lines, require_regular
-from moe_lab.packages import require_package
 from moe_lab.training.config import LogConfig
-
-
-def summary_writer() -> Any:
-    """Imports TensorBoard's SummaryWriter class.
-
-    Raises:
-        ConfigError: TensorBoard is not installed.
-    """
-    try:
-        require_package("log.tensorboard", "tensorboard", "train")
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(f"{error}; install tensorboard or set log.tensorboard=false") from error
-    return SummaryWriter
 
 
 class RunLog:
@@ -49,13 +35,15 @@ class RunLog:
     ) -> None:
         self._writer = None
         if config.tensorboard:
-            self._writer = summary_writer()(run / "tensorboard", purge_step=start_step + 1)
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+            self._writer = SummaryWriter(run / "tensorboard", purge_step=start_step + 1)
         path = run / "metrics.jsonl"
         kept = [record for record in read_metrics(run) if record["step"] <= start_step]
         with atomic_file(path) as file:
             file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
         self._file = path.open("a", encoding="utf-8")
-        self._bar = require_package("RunLog", "tqdm", "train").tqdm(
+        self._bar = tqdm(
             total=steps,
             initial=start_step,
             desc=title,
@@ -70,13 +58,7 @@ class RunLog:
         self._bar.update()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Writes one record to metrics.jsonl and TensorBoard, and shows its main values.
-
-        Args:
-            kind: "train" or "dev".
-            step: number of completed steps.
-            values: numbers, or lists with an entry for each MoE layer.
-        """
+        """Writes one record to metrics.jsonl and TensorBoard, and shows its main values."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
         if self._writer is not None:
@@ -127,7 +109,6 @@ class LineBars:
     _LINE = re.compile(r"(.+): step (\d+)/(\d+), (train|dev) (.*)")  # as RunLog writes it
 
     def __init__(self) -> None:
-        self._tqdm = require_package("LineBars", "tqdm", "train").tqdm
         self._bars: dict[str, Any] = {}
 
     def __enter__(self) -> "LineBars":
@@ -140,11 +121,11 @@ class LineBars:
     def show(self, line: str) -> None:
         found = self._LINE.fullmatch(line)
         if found is None or not sys.stderr.isatty():
-            self._tqdm.write(line, file=sys.stderr)
+            tqdm.write(line, file=sys.stderr)
             return
         title, step, steps, kind, values = found.groups()
         if title not in self._bars:
-            self._bars[title] = self._tqdm(
+            self._bars[title] = tqdm(
                 total=int(steps), initial=int(step), desc=title, unit="step", dynamic_ncols=True
             )
         bar = self._bars[title]
@@ -159,13 +140,6 @@ def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Reads the records of a run's metrics.jsonl in order; [] if the file does not exist.
 
     A last line that a crash has truncated is left out.
-
-    Args:
-        run: the run's folder.
-        kind: "train" or "dev"; None returns both.
-
-    Raises:
-        ConfigError: the file cannot be read, or another line is not a record.
     """
     path = run / "metrics.jsonl"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Perplexity, and means of the balance metrics."""
+"""Perplexity, and the metrics of training between two log lines."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_lab.data import AnyText, EncodedPairs, EncodedSentences, Wordpieces, batches_of
-from moe_lab.models import AnyModel, evaluating
+from moe_lab.models import AnyModel, LossParts, evaluating
 from moe_lab.progress import progress
 
 if TYPE_CHECKING:
@@ -52,15 +52,10 @@ def _sum_of(sizes: Sequence[int], sentences: EncodedSentences) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The negative log-likelihood of a text under a model.
+    """The negative log-likelihood of a text under a model."""
 
-    Attributes:
-        sentence_nll: [N] float64, nats of each sentence or target sentence, in corpus order.
-        num_tokens: number of predictions, ends of sentences included.
-    """
-
-    sentence_nll: Tensor
-    num_tokens: int
+    sentence_nll: Tensor  # [N] float64, nats of each sentence or target sentence, in corpus order
+    num_tokens: int  # number of predictions, ends of sentences included
 
     @property
     def nll(self) -> float:
@@ -125,3 +120,55 @@ def mean_of(rows: Iterable[dict[str, float]]) -> dict[str, float]:
     """Computes the mean of each key over dicts with the same keys; {} if rows is empty."""
     rows = list(rows)
     return {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else {})}
+
+
+class Window:
+    """Sums of the metrics since the last log line.
+
+    Nats and tokens are sums of this rank; tokens_per_expert is a sum over all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.nll_sum, self.aux_sum, self.num_tokens = 0.0, 0.0, 0
+        self.seconds = 0.0
+        self.balance: list[list[dict[str, float]]] = []  # by batch and MoE layer
+        self.tokens_per_expert: tuple[Tensor, ...] = ()  # by MoE layer, summed over ranks
+
+    def add(self, parts: LossParts, ranks: Ranks) -> None:
+        self.nll_sum += parts.nll_sum.item()
+        self.aux_sum += parts.aux_loss.item() * parts.num_tokens
+        self.num_tokens += parts.num_tokens
+        counts = ranks.sum(*(aux.tokens_per_expert for aux in parts.aux))
+        reports = zip(parts.aux, counts, strict=True)
+        self.balance.append([aux._replace(tokens_per_expert=n).metrics() for aux, n in reports])
+        if self.tokens_per_expert:
+            counts = tuple(a + b for a, b in zip(self.tokens_per_expert, counts, strict=True))
+        self.tokens_per_expert = counts
+
+    def is_finite(self) -> bool:
+        return math.isfinite(self.nll_sum + self.aux_sum)
+
+    def summary(self, ranks: Ranks) -> dict[str, Any]:
+        """Computes the metrics since the last log line over all ranks.
+
+        - nll, aux_loss: means over tokens; nll does not include aux_loss.
+        - words_per_second: predictions per second.
+        - cv_importance, cv_load, max_over_mean_load and other metrics of the gates: means over
+          batches, as in Table 6, with one value for each MoE layer.
+        - load: tokens of each expert, divided by the mean over experts, for each MoE layer.
+        """
+        sums = torch.tensor([self.nll_sum, self.aux_sum, self.num_tokens], dtype=torch.float64)
+        (totals,) = ranks.sum(sums)
+        nll_sum, aux_sum, num_tokens = totals.tolist()
+        values: dict[str, Any] = {
+            "nll": nll_sum / num_tokens,
+            "aux_loss": aux_sum / num_tokens,
+            "words_per_second": num_tokens / self.seconds,
+        }
+        layers = [mean_of(rows) for rows in zip(*self.balance, strict=True)]
+        for key in layers[0] if layers else ():
+            values[key] = [layer[key] for layer in layers]
+        if layers:
+            counts = [n.double() for n in self.tokens_per_expert]
+            values["load"] = [(n / n.mean()).tolist() for n in counts]
+        return values

@@ -27,9 +27,6 @@ def make_model(
 
     `LanguageModel` and `TranslationModel` describe the arguments. Only a language model uses
     `class_generator`.
-
-    Raises:
-        ConfigError: an option does not fit the vocabulary, the world size or the memory.
     """
     try:
         if isinstance(config, TranslationModelConfig):

@@ -27,10 +27,10 @@ from moe_lab.data import (
     load_corpus,
     load_parallel,
 )
-from moe_lab.data.corpora import PARTS
 from moe_lab.data.encoded import made_once
 from moe_lab.data.parallel import languages_of
 from moe_lab.errors import ConfigError
+from moe_lab.names import PARTS
 from moe_lab.progress import progress
 from moe_lab.training.config import DataConfig, ParallelDataConfig
 
@@ -65,11 +65,7 @@ def load_text(config: DataConfig) -> SentenceText: ...
 @overload
 def load_text(config: ParallelDataConfig) -> PairText: ...
 def load_text(config: DataConfig | ParallelDataConfig) -> Text:
-    """Loads and encodes a corpus; makes the vocabulary of the training part if config has none.
-
-    Raises:
-        ConfigError: the corpus or the vocabulary cannot be used.
-    """
+    """Loads and encodes a corpus; makes the vocabulary of the training part if config has none."""
     if isinstance(config, ParallelDataConfig):
         return _load_pairs(config)
     with _config_errors():
@@ -88,16 +84,7 @@ def load_text(config: DataConfig | ParallelDataConfig) -> Text:
 def load_part(
     config: DataConfig | ParallelDataConfig, vocabulary: AnyVocabulary, part: str
 ) -> AnyText:
-    """Loads one part of a corpus and encodes it with a given vocabulary.
-
-    Args:
-        config: options of the corpus; options of the vocabulary are ignored.
-        vocabulary: vocabulary of the model.
-        part: "train", "dev", "test" or "all".
-
-    Raises:
-        ConfigError: the corpus cannot be used.
-    """
+    """Loads one part of a corpus and encodes it with a given vocabulary."""
     with _config_errors():
         if isinstance(config, ParallelDataConfig):
             assert isinstance(vocabulary, Wordpieces)
@@ -150,9 +137,6 @@ def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
         config: options of the corpus. If the corpus is a table and there are several language
             pairs, only the pairs in the name of the table are used.
         part: "train", "dev", "test" or "all".
-
-    Raises:
-        ConfigError: the corpus cannot be used.
     """
     if not config.corpus:
         raise ConfigError(

@@ -7,7 +7,6 @@ from typing import Any
 
 from moe_lab.data import ParallelText, Wordpieces
 from moe_lab.decoding import BeamSearch, Bleu, Translator, corpus_bleu
-from moe_lab.decoding.bleu import import_bleu
 from moe_lab.errors import ConfigError
 from moe_lab.files import write_text
 from moe_lab.models import TranslationModel
@@ -16,33 +15,10 @@ from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.text import parallel_text
 
 
-def require_bleu() -> None:
-    """Checks that sacreBLEU is installed. Call require_bleu before a long translation.
-
-    Raises:
-        ConfigError: sacreBLEU is not installed.
-    """
-    try:
-        import_bleu()
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
-
-
 def make_translator(
     trained: TrainedModel, search: BeamSearch, into: str | None = None, **options: Any
 ) -> Translator:
-    """Creates the `Translator` of a trained model.
-
-    Args:
-        trained: the model, from `load_run`.
-        search: the beam search.
-        into: target language, for a model of several language pairs.
-        options: further arguments of `Translator`.
-
-    Raises:
-        ConfigError: the model is not a translation model, `into` is not one of its languages, or an
-            option is out of range.
-    """
+    """Creates the `Translator` of a trained model."""
     model, wordpieces, config = trained.model, trained.vocabulary, trained.config
     if not isinstance(config, TranslationConfig):
         raise ConfigError(f'the run\'s task must be "translation", got "{config.task}"')
@@ -55,11 +31,7 @@ def make_translator(
 
 
 def translations_of(trained: TrainedModel, text: ParallelText) -> list[str]:
-    """Translates the sources of a text with a trained model and the default `BeamSearch`.
-
-    Raises:
-        ConfigError: the model was not trained to translate into the target language of the text.
-    """
+    """Translates the sources of a text with a trained model and the default `BeamSearch`."""
     config = trained.config
     assert isinstance(config, TranslationConfig)
     into = text.target if config.data.languages_with_token else None
@@ -76,9 +48,6 @@ def translated_test(run: str | Path) -> dict[str, list[str]]:
 
     Returns:
         The translations of the newest checkpoint by language pair.
-
-    Raises:
-        ConfigError: the run has no model or its corpus cannot be read.
     """
     run = Path(run)
     config = read_config(run / "config.toml", [], TranslationConfig)
@@ -104,9 +73,6 @@ def bleu_of_test(
         keep: for each test sentence, whether the BLEU counts the sentence; only for a run with one
             language pair. None counts all sentences.
         lowercase: whether upper and lower case count as equal.
-
-    Raises:
-        ConfigError: see `translated_test`.
     """
     config = read_config(Path(run) / "config.toml", [], TranslationConfig)
     found = {}

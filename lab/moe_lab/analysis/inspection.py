@@ -1,0 +1,90 @@
+"""Reads a text with a model, and writes what each of its experts sees."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_lab.analysis.experts import Spelling, by_specialisation, expert_reports
+from moe_lab.analysis.pages import ExpertPage, as_text
+from moe_lab.analysis.routed_text import RoutedText, route_text
+from moe_lab.analysis.transformers_text import route_lines
+from moe_lab.errors import ConfigError
+from moe_lab.files import write_text
+from moe_lab.packages import require_package
+from moe_lab.training.checkpoint import load_run
+from moe_lab.training.text import load_part
+
+_LONGEST_LINE = 2**16  # characters; longer lines are read in parts
+
+
+class Routed(NamedTuple):
+    """The routing of a text in some layers of a model.
+
+    Attributes:
+        title: the names of the model and of its text.
+        spelling: the vocabulary of the text.
+        num_layers: the number of layers.
+        layers: the name and the routing of each layer. An iterator needs less memory than a list.
+    """
+
+    title: str
+    spelling: Spelling
+    num_layers: int
+    layers: Iterable[tuple[str, RoutedText]]
+
+
+def write_experts(routed: Routed, output: Path, *, num_contexts: int, num_sentences: int) -> None:
+    """Writes OUTPUT.txt and OUTPUT.html, and prints the text of a single layer."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    title = f"{routed.title}: what each expert sees"
+    of_layer = math.ceil(num_sentences / routed.num_layers)
+    page = ExpertPage(routed.spelling, title, num_sentences=of_layer)
+    texts = []
+    for name, layer in routed.layers:
+        reports = expert_reports(layer, routed.spelling, num_contexts=num_contexts)
+        reports = by_specialisation(reports)
+        page.add_layer(name, layer, reports)
+        texts.append((name, as_text(reports)))
+    text = "\n".join(f"{name}\n\n{each}" for name, each in texts)
+    if len(texts) == 1:
+        text = texts[0][1]
+        print(text)
+    write_text(output.with_name(f"{output.name}.txt"), text)
+    write_text(output.with_name(f"{output.name}.html"), page.html())
+    print(f"written: {output}.txt and {output}.html")
+
+
+def route_run(run: str, part: str, num_positions: int, layer: int, device: str) -> Routed:
+    """Runs a model of the lab on a part of its corpus."""
+    trained = load_run(run, device)
+    sentences = load_part(trained.config.data, trained.vocabulary, part)
+    routed = route_text(trained.model, sentences, num_positions=num_positions, layer=layer)
+    title = f"{Path(run).resolve().name}, step {trained.step:,}, layer {layer}"
+    return Routed(title, trained.vocabulary, 1, [(f"layer {layer}", routed)])
+
+
+def route_transformers(
+    name: str, text: str, num_positions: int, layer: int | None, device: str
+) -> Routed:
+    """Runs a model of transformers on a text file; layer = None keeps all layers."""
+    try:
+        transformers = require_package("--text", "transformers", "transformers")
+        import moe_ext.integrations.transformers  # noqa: F401  registers "moe_ext"
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    with open(text, encoding="utf-8", errors="replace") as file:
+        # AutoModel has no output layer, whose logits nobody needs.
+        model = transformers.AutoModel.from_pretrained(
+            name, dtype="auto", experts_implementation="moe_ext"
+        ).to(device)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        pieces = iter(lambda: file.readline(_LONGEST_LINE), "")
+        routed = route_lines(model, tokenizer, pieces, num_positions=num_positions)
+    title = f"{Path(name).name}, {Path(text).name}"
+    if layer is not None:
+        of_layer = routed.layer(layer)
+        name = routed.layers[layer]
+        return Routed(f"{title}, {name}", routed.spelling, 1, [(name, of_layer)])
+    layers = ((name, routed.layer(index)) for index, name in enumerate(routed.layers))
+    return Routed(title, routed.spelling, len(routed.layers), layers)

@@ -1,0 +1,215 @@
+"""Public corpora: downloads, verifies and unpacks them."""
+
+import hashlib
+import http.client
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from moe_lab.errors import ConfigError
+from moe_lab.progress import progress
+
+_BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file to download from the first address that answers."""
+
+    urls: tuple[str, ...]  # the addresses, tried in order
+    sha256: str = ""  # the checksum of the file; "" skips the verification
+
+    @property
+    def name(self) -> str:
+        """The name of the downloaded file."""
+        return Path(urlsplit(self.urls[0]).path).name
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A public corpus.
+
+    Attributes:
+        archive: the archive of the corpus.
+        corpus: the name of the folder in the archive.
+        vocabulary: the vocabulary file; None makes one from the words of the training part.
+        vocab_size: the number of entries of the vocabulary.
+        expected: the published numbers of each part: sentences, words, and predictions, which are
+            words and ends of sentences.
+    """
+
+    archive: Download
+    corpus: str
+    vocabulary: Download | None
+    vocab_size: int
+    expected: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def _wikitext(name: str, sha256: str, vocab_size: int) -> DataSet:
+    urls = (
+        "https://wikitext.smerity.com",
+        "https://s3.amazonaws.com/research.metamind.io/wikitext",
+    )
+    return DataSet(
+        Download(tuple(f"{url}/{name}-v1.zip" for url in urls), sha256),
+        corpus=name,
+        vocabulary=None,
+        vocab_size=vocab_size,
+        expected={"dev": {"words": 213_886}, "test": {"words": 241_211}},
+    )
+
+
+SETS = {
+    "lm1b": DataSet(
+        Download(
+            (
+                "https://www.statmt.org/lm-benchmark/"
+                "1-billion-word-language-modeling-benchmark-r13output.tar.gz",
+            ),
+            "01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
+        ),
+        corpus="1-billion-word-language-modeling-benchmark-r13output",
+        vocabulary=Download(
+            (
+                "http://download.tensorflow.org/models/LM_LSTM_CNN/vocab-2016-09-10.txt",
+                "https://s3-us-west-2.amazonaws.com/allennlp/models/elmo/vocab-2016-09-10.txt",
+            )
+        ),
+        vocab_size=793_471,
+        expected={
+            "train": {"sentences": 30_301_028},
+            "dev": {"sentences": 6_206},
+            "test": {"sentences": 6_075, "predictions": 159_658},
+        },
+    ),
+    "wikitext-103": _wikitext(
+        "wikitext-103", "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590", 267_735
+    ),
+    "wikitext-2": _wikitext(
+        "wikitext-2", "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c", 33_278
+    ),
+}
+
+
+def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
+    """Finds the folder of the unpacked corpus, or unpacks it into `output`."""
+    for folder in (source, output):
+        if folder is None or not folder.is_dir():
+            continue
+        if (folder / data_set.corpus).is_dir():
+            return folder / data_set.corpus
+    downloads = [each.name for each in (data_set.archive, data_set.vocabulary) if each]
+    if source and source.is_dir() and not any((source / name).is_file() for name in downloads):
+        if source.name == data_set.corpus:
+            return source
+        raise ConfigError(
+            f"--from must hold {data_set.archive.name} or the folder {data_set.corpus}, "
+            f"got {source}, which holds neither"
+        )
+    if source and source.is_file():
+        archive = source
+        _verify(archive, data_set.archive.sha256)
+    else:
+        archive = file_of(data_set.archive, output, source)
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=output) as temporary:
+        unpack(archive, Path(temporary))
+        unpacked = Path(temporary) / data_set.corpus
+        if not unpacked.is_dir():
+            raise ConfigError(
+                f"{archive} must contain the folder {data_set.corpus}; download the archive again"
+            )
+        return unpacked.rename(output / data_set.corpus)
+
+
+def file_of(download: Download, output: Path, source: Path | None) -> Path:
+    """Finds the file in `source` or `output`, or downloads it into `output`."""
+    for folder in (source, output):
+        if folder and (folder / download.name).is_file():
+            _verify(folder / download.name, download.sha256)
+            return folder / download.name
+    target, part = output / download.name, output / f"{download.name}.part"
+    failures = []
+    for url in download.urls:
+        try:
+            _fetch(url, part)
+            break
+        except (URLError, OSError, http.client.HTTPException) as error:
+            failures.append(f"{url}: {getattr(error, 'reason', error)}")
+    else:
+        raise ConfigError(
+            f"{download.name} cannot be downloaded ({'; '.join(failures)}); run the command again "
+            f"to continue, or download the file elsewhere and give its folder as --from"
+        )
+    try:
+        _verify(part, download.sha256)
+    except ConfigError:
+        part.unlink()
+        raise
+    return part.rename(target)
+
+
+def _fetch(url: str, part: Path) -> None:
+    """Downloads the part of `url` that is missing in the file `part`."""
+    there = part.stat().st_size if part.is_file() else 0
+    headers = {"User-Agent": "moe_ext", **({"Range": f"bytes={there}-"} if there else {})}
+    try:
+        response = urlopen(Request(url, headers=headers), timeout=60)
+    except HTTPError as error:
+        if error.code == 416 and there:  # nothing is missing; the checksum is verified later
+            return
+        raise
+    with response, part.open("ab" if response.status == 206 else "wb") as file:
+        length = response.headers["Content-Length"]
+        total = file.tell() + int(length) if length else None
+        blocks: Iterator[bytes] = iter(lambda: response.read(_BLOCK), b"")
+        for block in progress(
+            blocks, f"downloading {part.stem}", "MiB", -(-int(length) // _BLOCK) if length else None
+        ):
+            file.write(block)
+        if total is not None and file.tell() != total:
+            raise OSError(f"the connection ended after {file.tell():,} of {total:,} bytes")
+
+
+def _verify(file: Path, sha256: str) -> None:
+    if not sha256:
+        return
+    with file.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found != sha256:
+        raise ConfigError(
+            f"{file} must have the SHA-256 {sha256}, got {found}; download the file again"
+        )
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpacks a zip or tar archive into `folder`, never outside of `folder`."""
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as packed:
+                packed.extractall(folder)
+        else:
+            with tarfile.open(archive) as packed:
+                for member in progress(packed, f"unpacking {archive.name}", "files"):
+                    _extract(packed, member, folder)
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise ConfigError(
+            f"{archive} cannot be unpacked: {error}; download the archive again"
+        ) from error
+
+
+def _extract(packed: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """Extracts a member of a tar archive; Python 3.11.0 to 3.11.3 have no filters for this."""
+    if hasattr(tarfile, "data_filter"):
+        packed.extract(member, folder, filter="data")
+        return
+    inside = (folder / member.name).resolve().is_relative_to(folder.resolve())
+    if not inside or not (member.isfile() or member.isdir()):
+        raise tarfile.TarError(f"{member.name} is no file or folder within the archive")
+    packed.extract(member, folder)

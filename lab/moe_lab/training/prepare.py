@@ -1,0 +1,110 @@
+"""Prepares a corpus for training: the work of ``moe-lab prepare-data``."""
+
+import shlex
+import tempfile
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+from moe_lab.data import EncodedSentences, Vocabulary
+from moe_lab.data.downloads import SETS, DataSet, corpus_of, file_of
+from moe_lab.data.mixed import of_languages, write_parts
+from moe_lab.data.sentences import CorpusError
+from moe_lab.errors import ConfigError
+from moe_lab.experiments.report import markdown_table
+from moe_lab.names import PARTS
+from moe_lab.training.config import DataConfig
+from moe_lab.training.folder import vocabulary_file
+from moe_lab.training.text import SentenceText, load_text
+
+
+def prepare(options: Namespace) -> SentenceText:
+    """Prepares the corpus of the command's options and returns the encoded text."""
+    output = options.output or Path("data") / options.name
+
+    vocabulary = options.vocabulary
+    if options.name not in SETS:
+        expected = None
+        corpus = options.source if options.name == "text" else _of_languages(options, output)
+        config = DataConfig(
+            vocab_size=options.vocab_size or DataConfig.vocab_size,
+            kind=options.kind or ("bpe" if options.name == "languages" else "words"),
+        )
+    else:
+        expected = SETS[options.name]
+        output.mkdir(parents=True, exist_ok=True)
+        corpus = corpus_of(expected, output, options.source)
+        if expected.vocabulary and not vocabulary:
+            vocabulary = file_of(expected.vocabulary, output, options.source)
+        config = DataConfig(vocab_size=10**9)
+    config = replace(
+        config,
+        corpus=str(corpus),
+        vocabulary=str(vocabulary or ""),
+        encoded=str(output / "encoded"),
+        num_workers=options.workers,
+    )
+    text = load_text(config)
+    if not vocabulary:
+        vocabulary = output / vocabulary_file(config)
+        text.vocabulary.save(vocabulary)
+    check(text, expected)
+    values = {"corpus": corpus, "vocabulary": vocabulary, "encoded": config.encoded}
+    if config.kind != "words":
+        values["kind"] = config.kind
+    found = shlex.join(f"data.{option}={value}" for option, value in values.items())
+    print(f"moe-lab train CONFIG data.num_workers=1 \\\n    {found}")
+    return text
+
+
+def _of_languages(options: Namespace, output: Path) -> Path:
+    """Mixes languages in a subfolder of `output`, once for each choice of languages."""
+    name = "-".join([*options.languages, f"{options.sentences}-sentences"])
+    corpus = output / name
+    if not corpus.is_dir():
+        try:
+            parts = of_languages(options.source, options.languages, options.sentences)
+        except CorpusError as error:
+            raise ConfigError(f"--from: {error}") from error
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".mixing-", dir=output) as temporary:
+            write_parts(parts, Path(temporary) / name)
+            (Path(temporary) / name).rename(corpus)
+    return corpus
+
+
+def check(text: SentenceText, expected: DataSet | None) -> None:
+    """Prints the sizes of the vocabulary and of the parts of the corpus."""
+    wrong = []
+
+    def row(what: str, found: int, published: int | None) -> str:
+        if published not in (None, found):
+            wrong.append(f"{what} must be {published:,}, got {found:,}")
+        return f"{found:,}"
+
+    size = row(
+        "the vocabulary size", len(text.vocabulary), expected.vocab_size if expected else None
+    )
+    unit = "words" if isinstance(text.vocabulary, Vocabulary) else "wordpieces"
+    print(f"{size} {unit} in the vocabulary\n")
+    rows = []
+    for part in PARTS:
+        sentences: EncodedSentences = getattr(text, part)
+        numbers = {
+            "sentences": len(sentences),
+            "words": sentences.num_tokens - len(sentences),
+            "predictions": sentences.num_tokens,
+        }
+        published = expected.expected.get(part, {}) if expected else {}
+        cells = [
+            row(f"the number of {what} in {part}", found, published.get(what))
+            for what, found in numbers.items()
+        ]
+        rows.append([part, *cells])
+    print(markdown_table(["part", "sentences", unit, "predictions"], rows))
+    if wrong:
+        raise ConfigError(
+            f"the corpus must have its published sizes: {'; '.join(wrong)}; unpack the archive "
+            "again. For a corpus of your own, use "
+            f"`moe-lab prepare-data text --from PATH`"
+        )
