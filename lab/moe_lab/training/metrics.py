@@ -134,7 +134,7 @@ class Window:
         self.balance: list[list[dict[str, float]]] = []  # by batch and MoE layer
         self.tokens_per_expert: tuple[Tensor, ...] = ()  # by MoE layer, summed over ranks
 
-    def add(self, parts: LossParts, ranks: Ranks) -> None:
+    def add(self, parts: LossParts, ranks: "Ranks") -> None:
         self.nll_sum += parts.nll_sum.item()
         self.aux_sum += parts.aux_loss.item() * parts.num_tokens
         self.num_tokens += parts.num_tokens
@@ -148,7 +148,7 @@ class Window:
     def is_finite(self) -> bool:
         return math.isfinite(self.nll_sum + self.aux_sum)
 
-    def summary(self, ranks: Ranks) -> dict[str, Any]:
+    def summary(self, ranks: "Ranks") -> dict[str, Any]:
         """Computes the metrics since the last log line over all ranks.
 
         - nll, aux_loss: means over tokens; nll does not include aux_loss.
