@@ -15,7 +15,6 @@ from moe_lab.experiments.report import new_figure
 from moe_lab.experiments.runs import size_cells, test_nll
 from moe_lab.experiments.store import Run
 from moe_lab.experiments.study import concurrent_runs
-from moe_lab.training.checkpoint import load_run
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import perplexity
 
@@ -93,6 +92,8 @@ def train_and_report(options: argparse.Namespace) -> dict[str, Run]:
         )
     runs = {model: stored[Arm(model)][config.seed] for model in study.models}
     folders = {model: output / f"{model}-seed{config.seed}" for model in study.models}
+    from moe_lab.training.checkpoint import load_run  # imports FSDP, which takes a second
+
     trained = load_run(folders["moe"])
     routed = route_text(trained.model, study.text.train, num_positions=100_000)
     plot(runs, folders, output / "quickstart.png")

@@ -37,12 +37,10 @@ from moe_lab.studies.multilingual import (
     TEXTS,
     USUAL,
 )
-from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import by_language_pair, perplexity
 from moe_lab.training.text import PairText, load_text
-from moe_lab.training.translation import bleu_of_test
 
 _ATTENTION_SENTENCES = 200  # dev sentences of each language pair for `weight_of_language`
 
@@ -229,6 +227,8 @@ def tested(result: Result, text: PairText, least: Sequence[str]) -> dict[str, An
 
     least: the language pairs whose dev perplexity the page plots.
     """
+    from moe_lab.training.translation import bleu_of_test  # imports FSDP
+
     bleu = bleu_of_test(result.run)
     nll = {
         name: each.nll for name, each in by_language_pair(result.sentence_nll, text.test).items()
@@ -249,6 +249,8 @@ def tested(result: Result, text: PairText, least: Sequence[str]) -> dict[str, An
 
 def weight_of_language(run: Path, dev: EncodedPairs) -> float:
     """Computes the mean attention weight of the first source token, ``<2xx>``, over predictions."""
+    from moe_lab.training.checkpoint import load_run  # imports FSDP
+
     model = load_run(run).model
     assert isinstance(model, TranslationModel)
     total, number = 0.0, 0

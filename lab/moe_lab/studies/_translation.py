@@ -33,7 +33,6 @@ from moe_lab.studies.translation import BALANCED, DENSE, MIXTURE, MODELS, NONE, 
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.text import PairText, parallel_text
-from moe_lab.training.translation import bleu_of_test, translated_test
 
 # Options of the models that differ from those of configs/mt, for a kind of corpus.
 _SETTINGS: dict[str, list[str]] = {
@@ -194,6 +193,8 @@ def tested(run: Path, languages: str, near: Sequence[int]) -> dict[str, Any]:
 
     near: the numbers of the test sentences that are near duplicates of training sentences.
     """
+    from moe_lab.training.translation import bleu_of_test, translated_test  # imports FSDP
+
     translations = translated_test(run)[languages]
     distinct = [number not in {*near} for number in range(len(translations))]
     bleu = bleu_of_test(run)[languages]

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lab.cli import add_output, add_threads, at_least, make_parser
+from moe_lab.cli import add_output, add_threads, at_least, make_parser, require_checkpoint
 from moe_lab.experiments.arms import add_report
 from moe_lab.names import PARTS_AND_ALL
 
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> "Stored":
     if options.report == bool(options.folders):
         parser.error("the folder of a run must be given, or --report instead")
     options.runs = Path(options.output)  # of the lock files
+    for folder in options.folders:
+        require_checkpoint(folder)
 
     from moe_lab.studies._specialisation import SpecialisationStudy
 
