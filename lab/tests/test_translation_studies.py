@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def run(study, corpus, tmp_path, *options):
     """Runs a study of tiny models with one seed."""
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    return study.main([*TINY, f"data.corpus={corpus}", *places, "--seeds", "1", *options])
+    return study.main([*TINY, f"data.corpus={corpus}", "--seeds=1", *places, *options])
 
 
 TINY = [
