@@ -69,6 +69,7 @@ def test_signals_save_both_models_and_the_quickstart_continues(corpus, tmp_path)
     command = [
         sys.executable, "-m", "moe_lab", "quickstart", "--quick", "--output", output,
         f"data.corpus={corpus}", "log.tensorboard=false", "data.tokens_per_batch=100",
+        "data.vocab_size=45",
     ]  # fmt: skip
     options = {
         "cwd": ROOT,

@@ -2,7 +2,6 @@
 
 import json
 import re
-import tomllib
 
 import pytest
 import torch
@@ -21,6 +20,13 @@ from moe_lab.training.translation import bleu_of_test, translated_test
 from test_studies import rebuilds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def run(study, corpus, tmp_path, *options):
+    """Runs a study of tiny models with one seed."""
+    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    return study.main([*TINY, f"data.corpus={corpus}", "--seeds=1", *places, *options])
+
 
 TINY = [
     "steps=2", "model.d_model=8", "model.lstm_units=8", "log.tensorboard=false",
@@ -123,38 +129,18 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path):
     assert rebuilds(main, name, tmp_path / "docs", *MANUALS, "--runs", str(tmp_path / "x"))
 
 
-def test_a_model_with_another_rate_or_dropout(parallel_corpus, tmp_path):
-    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    arms = ["none", "none rate 0.002", "none rate 0.008", "none dropout 0.3"]
-    command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1", "--arms", *arms]
-    translation.main(command)
-    found = []
-    for arm in arms:
-        run = tmp_path / "runs" / "translation_manuals_en-fr" / f"{arm.replace(' ', '-')}-seed1"
-        config = read_config(run / "config.toml")
-        found.append((config.optimizer.learning_rate, config.model.dropout))
-    assert found == [(4e-3, 0.0), (2e-3, 0.0), (8e-3, 0.0), (4e-3, 0.3)]
-    page = (tmp_path / "docs" / "translation_manuals_en-fr.md").read_text()
-    assert "| model | seeds | rate 0.004, dropout 0 | rate 0.002 | rate 0.008 |" in page
-    assert page.count("| none | ") == 2  # the table of the models, and that of the trials
-    first, second = page.split("```")[1].split("\n")[1:-1]
-    assert second.startswith(f"{first} --seeds 1 --arms 'none rate 0.002' 'none rate 0.008' ")
-
-
 def test_the_text_determines_settings_and_file(parallel_corpus, tmp_path, capsys):
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    translation.main(["--report", *places])
+    run(translation, parallel_corpus, tmp_path, "--report")
     assert "nothing to report yet" in capsys.readouterr().out
-    command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1", "--arms", "none"]
-    translation.main(command)
+    run(translation, parallel_corpus, tmp_path, "--arms", "none")
     file = tmp_path / "docs" / "translation_captions_en-de.json"
     assert json.loads(file.read_text())["settings"]["model.dropout"] == 0.2
     page = file.with_suffix(".md").read_text()
     assert "Multi30k" in page and "Transformer-Tiny has BLEU 41.02" in page
     with pytest.raises(ConfigError, match="must hold runs with {'optimizer.warmup_steps': 1}"):
-        translation.main(["optimizer.warmup_steps=1", *command])
+        run(translation, parallel_corpus, tmp_path, "optimizer.warmup_steps=1")
     with pytest.raises(ConfigError, match="data.pairs must be that of --pair"):
-        translation.main(['data.pairs=["en-fr"]', *command])
+        run(translation, parallel_corpus, tmp_path, 'data.pairs=["en-fr"]')
 
 
 def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, tmp_path):
@@ -163,8 +149,7 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
     train = (parallel_corpus / "train.en-fr.tsv").read_text()
     for part in ("train", "dev", "test"):
         (corpus / f"{part}.en-fr.tsv").write_text(train)
-    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    translation.main([*TINY, f"data.corpus={corpus}", *places, "--seeds", "1", "--arms", "moe-32"])
+    run(translation, corpus, tmp_path, *MANUALS, "--arms", "moe-32")
     file = tmp_path / "docs" / "translation_manuals_en-fr.json"
     data = json.loads(file.read_text())
     assert data["settings"]["near_duplicates"] == [*range(120)]
@@ -211,38 +196,34 @@ def test_crossover_is_the_first_evaluation_after_which_the_mixture_stays_ahead()
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
-    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    overrides = [*TINY, f"data.corpus={parallel_corpus}"]
-    translation.main([*overrides, *places, "--seeds", "1", "--arms", "none"])
-    run = tmp_path / "runs" / "translation_manuals_en-fr" / "none-seed1"
+    run(translation, parallel_corpus, tmp_path, *MANUALS, "--arms", "none")
+    folder = tmp_path / "runs" / "translation_manuals_en-fr" / "none-seed1"
     lines = (parallel_corpus / "test.en-fr.tsv").read_text().splitlines()
     references = [line.split("\t")[2] for line in lines]
     right = [number % 2 == 0 for number in range(15)]
-    (run / "test-2.en-fr.txt").write_text(
+    (folder / "test-2.en-fr.txt").write_text(
         "".join(f"{text if keep else ''}\n" for text, keep in zip(references, right, strict=True))
     )
-    assert bleu_of_test(run, right)["en-fr"].score == pytest.approx(100)
-    assert bleu_of_test(run)["en-fr"].score < 90
+    assert bleu_of_test(folder, right)["en-fr"].score == pytest.approx(100)
+    assert bleu_of_test(folder)["en-fr"].score < 90
     near = [number for number, keep in enumerate(right) if not keep]
-    assert report.tested(run, "en-fr", near)["distinct_bleu"] == pytest.approx(100)
-    (run / "test-2.en-fr.txt").write_text("".join(f"{text.upper()}\n" for text in references))
-    scores = report.tested(run, "en-fr", near)
+    assert report.tested(folder, "en-fr", near)["distinct_bleu"] == pytest.approx(100)
+    (folder / "test-2.en-fr.txt").write_text("".join(f"{text.upper()}\n" for text in references))
+    scores = report.tested(folder, "en-fr", near)
     assert scores["lowercased_bleu"] == pytest.approx(100) and scores["bleu"] < 50
 
 
 def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
-    main = multilingual.main
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    places += ["--text", "manuals"]
-    overrides = [*TINY, f"data.corpus={parallel_corpus}", 'data.pairs=["en-fr","en-de"]']
+    options = ["--text", "manuals", 'data.pairs=["en-fr","en-de"]']
     files = [tmp_path / "docs" / f"multilingual_manuals.{end}" for end in ("md", "png", "json")]
-    main([*overrides, *places, "--seeds", "1", "--arms", "moe"])
+    run(multilingual, parallel_corpus, tmp_path, *options, "--arms", "moe")
     page = files[0].read_text()
     assert "claim" not in page and "`single`" not in page and "moe-oversampled" not in page
-    main([*overrides, *places, "--seeds", "1"])
+    run(multilingual, parallel_corpus, tmp_path, *options)
     page = files[0].read_text()
     assert "moe against single" in page and "moe-oversampled" not in page
-    main([*overrides, *places, "--seeds", "1", "--arms", "single-short", "moe-oversampled"])
+    more = ["--arms", "single-short", "moe-oversampled"]
+    run(multilingual, parallel_corpus, tmp_path, *options, *more)
     data = json.loads(files[2].read_text())
     pairs = {run["arm"]: [*run["pairs"]] for run in data["runs"]}
     several = ["en-fr", "en-de"]
@@ -269,9 +250,7 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
     settings = data["settings"]
     assert settings["model.dropout"] == 0 and settings["optimizer.learning_rate"] == 2e-3
     warmup = [
-        tomllib.loads((moe.with_name(name) / "config.toml").read_text())["optimizer"][
-            "warmup_steps"
-        ]
+        read_config(moe.with_name(name) / "config.toml").optimizer.warmup_steps
         for name in ("moe-seed1", "single-en-fr-seed1", "single-short-en-fr-seed1")
     ]
     assert warmup == [300, 200, 100]
@@ -279,47 +258,43 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
     steps = [step for step, _ in stored["dense"]["perplexity"]["en-de"]]
     assert steps == [1, 2]
     with pytest.raises(ConfigError, match="steps"):
-        main([*overrides, "steps=3", *places, "--seeds", "1"])
+        run(multilingual, parallel_corpus, tmp_path, *options, "steps=3")
 
-    assert rebuilds(main, "multilingual_manuals", tmp_path / "docs", "--text", "manuals")
+    assert rebuilds(
+        multilingual.main, "multilingual_manuals", tmp_path / "docs", "--text", "manuals"
+    )
 
 
 def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    overrides = [*TINY, f"data.corpus={parallel_corpus}"]
-    multilingual.main([*overrides, *places, "--seeds", "1", "--arms", "dense", "moe"])
-    settings = json.loads((tmp_path / "docs" / "multilingual_captions.json").read_text())[
-        "settings"
-    ]
+    settings = run(multilingual, parallel_corpus, tmp_path, "--arms", "dense", "moe").settings
     assert [*settings["train_pairs"]] == ["en-de", "de-en", "en-fr", "fr-en"]
     assert settings["model.dropout"] == 0.2
     page = (tmp_path / "docs" / "multilingual_captions.md").read_text()
     assert "single: ppl" not in page and "| moe against dense |" in page
     assert "learning rates" not in page
 
-    tried = ["--seeds", "1", "--arms", "dense rate 0.002"]
-    multilingual.main([*overrides, *places, *tried])
+    run(multilingual, parallel_corpus, tmp_path, "--arms", "dense rate 0.002")
     with_trial = (tmp_path / "docs" / "multilingual_captions.md").read_text()
     assert "| model | seeds | rate 0.004, dropout 0.2 | rate 0.002 |" in with_trial
     assert with_trial.count("--seeds 1 --arms 'dense rate 0.002'") == 1
-    run = tmp_path / "runs" / "captions" / "dense-rate-0.002-seed1" / "config.toml"
-    assert tomllib.loads(run.read_text())["optimizer"]["learning_rate"] == 0.002
+    file = tmp_path / "runs" / "captions" / "dense-rate-0.002-seed1" / "config.toml"
+    assert read_config(file).optimizer.learning_rate == 0.002
     assert "attends language" not in with_trial
 
     attending = ["--seeds", "1", "2", "--arms", "dense attends language", "moe attends language"]
-    runs = multilingual.main([*overrides, *places, *attending]).runs
+    runs = run(multilingual, parallel_corpus, tmp_path, *attending).runs
     page = (tmp_path / "docs" / "multilingual_captions.md").read_text()
     assert "| moe against dense |" in page
     assert "No claim is made about these runs" in page
-    found = {(run["arm"], run["seed"]): run for run in runs}
+    found = {(each["arm"], each["seed"]): each for each in runs}
     assert found["moe", 1]["weight_of_language"] == 0
     for arm in ("moe", "dense"):
         shown = []
         for seed in (1, 2):
-            run = found[f"{arm} attends language", seed]
-            weight = run["weight_of_language"]
+            stored = found[f"{arm} attends language", seed]
+            weight = stored["weight_of_language"]
             assert 0 < weight < 1
-            shown.append(f"{perplexity(run['dev'][-1][1]):.2f} ({weight:.2f})")
+            shown.append(f"{perplexity(stored['dev'][-1][1]):.2f} ({weight:.2f})")
         assert f"| {arm} attends language | {' | '.join(shown)} |" in page
     assert f"| moe | {perplexity(found['moe', 1]['dev'][-1][1]):.2f} (0.00) |  |" in page
     assert page.count("--seeds 1 --arms 'dense rate 0.002'\n") == 1
@@ -331,10 +306,7 @@ def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
 
 
 def test_attention_on_the_language_token(parallel_corpus, tmp_path):
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    overrides = [*TINY, f"data.corpus={parallel_corpus}"]
-    arm = ["--seeds", "1", "--arms", "dense attends language"]
-    multilingual.main([*overrides, *places, *arm])
+    run(multilingual, parallel_corpus, tmp_path, "--arms", "dense attends language")
     folder = tmp_path / "runs" / "captions" / "dense-attends-language-seed1"
     trained = load_run(folder)
     dev = load_part(trained.config.data, trained.vocabulary, "dev")

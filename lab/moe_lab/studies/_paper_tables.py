@@ -1,6 +1,6 @@
 """The counts and the page of the cost columns."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from moe_lab.analysis import cost, training_flops
 from moe_lab.analysis.paper import PUBLISHED, PUBLISHED_TRANSLATION, Published
-from moe_lab.experiments.report import Command, Page
+from moe_lab.experiments.report import Command, Page, markdown_table
 from moe_lab.models import LanguageModel, TranslationModel
 from moe_lab.training.config import Config, TranslationConfig, read_config
 
@@ -124,11 +124,6 @@ def counted() -> dict[str, Any]:
     return {"language_models": rows, "translation": count_translation()}
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    rows = [f"| {' | '.join(map(str, row))} |" for row in (head, *lines)]
-    return "\n".join([rows[0], f"|{'---|' * len(head)}", *rows[1:]])
-
-
 def _number(value: float | None, form: str) -> str:
     return format(value, form) if value else "–"
 
@@ -151,11 +146,11 @@ def page_of(report: Mapping[str, Any]) -> Page:
         return [*(f"{value[key]:{form}}" for key, form in sizes), mark]
 
     titles = [(title, "counted", "deviation", "same") for title, _ in _COLUMNS.values()]
-    sizes = _table(
+    sizes = markdown_table(
         ["model", *sum(titles, ())],
         [[_model(row), *sum((size_cells(row, c) for c in _COLUMNS), [])] for row in rows],
     )
-    times = _table(
+    times = markdown_table(
         ["model", "GPUs", "TFLOPS/GPU", "10¹² flops a batch", "step, s", "hours", "published"]
         + [f"experts' share, S = {num_sampled:,}" for num_sampled in _SAMPLED]
         + ["intensity"],
@@ -174,7 +169,7 @@ def page_of(report: Mapping[str, Any]) -> Page:
             for row in rows
         ],
     )
-    of_translation = _table(
+    of_translation = markdown_table(
         ["model", "ops/timestep, M", "counted", "total, B", "counted"],
         [
             [
