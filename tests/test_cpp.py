@@ -42,7 +42,8 @@ def test_setup_and_cmake_compile_the_same_folders_as_one():
     (together,) = re.findall(r"^TOGETHER = (.+)$", (ROOT / "setup.py").read_text(), re.M)
     cmake = (ROOT / "CMakeLists.txt").read_text()
     (folders,) = re.findall(r"^foreach\(folder (.+)\)$", cmake, re.M)
-    assert [*ast.literal_eval(together)] == folders.split()
+    on_cpu = [folder for folder in ast.literal_eval(together) if folder != "csrc/cuda"]
+    assert on_cpu == folders.split()
 
 
 @needs_binutils

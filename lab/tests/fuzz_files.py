@@ -40,10 +40,11 @@ from typing import NamedTuple
 import torch
 from moe_lab import __main__ as command
 from moe_lab.cli import exit_status
-from moe_lab.commands import train
+from moe_lab.commands import compare, train
 from moe_lab.data import EncodedPairs, Vocabulary, Wordpieces
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.results import finished, train_and_test
+from moe_lab.experiments.comparison import Comparison
+from moe_lab.experiments.results import read_test, train_and_test
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import (
     Config,
@@ -248,7 +249,7 @@ class Kind:
 _WORDS = ["the", "a", "of", "Käse", "日本", "\u00e9", "x", "and", "to", "in", "is", "1", "%", "'s"]
 _TINY = [
     "num_threads=1", "steps=2", "log.tensorboard=false", "log.progress=false", "model.d_model=4",
-    "model.moe.num_experts=2", "model.moe.k=1", "model.moe.hidden_sizes=[4]",
+    "model.moe.num_experts=3", "model.moe.k=2", "model.moe.hidden_sizes=[4]",
     "data.tokens_per_batch=200", "log.log_every=1",
 ]  # fmt: skip
 _LM = ["data.vocab_size=30", "model.layers=['moe']", *_TINY]
@@ -445,24 +446,34 @@ def _load_checkpoint(folder: Path, file: Path) -> None:
     }
 
 
+def _compare(folder: Path, output: Path) -> list[str]:
+    corpus = f"data.corpus={folder / 'corpus'}"
+    return [_SMALL, *_LM, corpus, "--seeds", "1", "--output", str(output)]
+
+
 def _make_results(folder: Path) -> None:
     _write_corpus(folder / "corpus")
     config = _run_config(folder)
     train_and_test(config, load_text(config.data))
+    compare.main(_compare(folder, folder / "compared"))
 
 
 def _load_results(folder: Path, file: Path) -> None:
-    config = _run_config(folder)
-    text = load_text(config.data)
     if file.name == "metrics.jsonl":
         for record in read_metrics(file.parent):
             assert isinstance(record["step"], int) and record["kind"] in ("train", "dev")
-        return
-    result = finished(config, text)
-    if result is not None:
-        assert len(result.sentence_nll) == len(text.test)
-        assert result.perplexity > 0 and result.cost.parameters > 0
-        assert all(isinstance(value, float) for value in result.balance.values())
+    elif file.name == "comparison.json":
+        options = argparse.Namespace(
+            name="comparison", config=_SMALL, overrides=[], against=[], output=file.parent
+        )
+        study = Comparison(options)
+        stored = study.store.read()
+        page = study.store.page(stored, study.page)
+        assert page is None or page.as_markdown("comparison").startswith("# ")
+    else:
+        config = _run_config(folder)
+        text = load_text(config.data)
+        assert len(read_test(Path(config.output), config.steps, text)) == len(text.test)
 
 
 def _train(folder: Path, *options: str) -> list[str]:
@@ -544,16 +555,15 @@ KINDS = {
         Kind(
             "results",
             _make_results,
-            ["moe-seed1/result.json", "moe-seed1/metrics.jsonl", "moe-seed1/test_nll-*.pt"],
+            ["compared/comparison.json", "moe-seed1/metrics.jsonl", "moe-seed1/test_nll-*.pt"],
             _load_results,
-            lambda folder, file: (
-                ["train", str(folder / "moe-seed1" / "config.toml"), "steps=3", "resume=true"]
-                if file.name == "metrics.jsonl"
-                else [
-                    *("compare", _SMALL, *_LM, f"data.corpus={folder / 'corpus'}"),
-                    *("--seeds", "1", "--output", str(folder)),
-                ]
-            ),
+            lambda folder, file: {
+                "metrics.jsonl": [
+                    *("train", str(folder / "moe-seed1" / "config.toml")),
+                    *("steps=3", "resume=true"),
+                ],
+                "comparison.json": ["compare", *_compare(folder, folder / "compared")],
+            }.get(file.name, ["compare", *_compare(folder, folder)]),
         ),
     )
 }

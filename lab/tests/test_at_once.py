@@ -12,67 +12,44 @@ from functools import partial
 
 import pytest
 from moe_lab.commands import compare
+from moe_lab.experiments import at_once
 from moe_lab.experiments import study as study_module
+from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.at_once import run_at_once
-from moe_lab.experiments.study import has_diverged, run_study, runs_at_once
+from moe_lab.experiments.comparison import Comparison
+from moe_lab.experiments.study import concurrent_runs
 from moe_lab.training import logging
 from moe_lab.training.checkpoint import checkpoints_of
-from moe_lab.training.config import Config, config_from_dict
+from moe_lab.training.config import Config
 from moe_lab.training.logging import LineBars, read_metrics
-from moe_lab.training.text import load_text
 from test_scripts import CONFIG, ROOT
+from test_study import comparison
 
 from moe_ext.checks import require
 
-
-@pytest.fixture
-def config(corpus, threads):
-    threads(1)
-    moe = {"num_experts": 4, "k": 2, "hidden_sizes": [16]}
-    log = {
-        "log_every": 1,
-        "eval_every": 0,
-        "save_every": 0,
-        "progress": False,
-        "tensorboard": False,
-    }
-    return config_from_dict(
-        {
-            "steps": 4,
-            "num_threads": 1,
-            "data": {"corpus": str(corpus), "tokens_per_batch": 100},
-            "model": {"d_model": 16, "moe": moe},
-            "log": log,
-        }
-    )
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_concurrent_runs_equal_sequential_runs(config, tmp_path, monkeypatch):
-    text = load_text(config.data)
-    arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.2))}
-    alone = run_study(arms, [1], text, tmp_path / "alone")
-    train = study_module.train_and_test
-
-    def train_no_more(config, *arguments):
-        assert study_module.finished(config, text), "a separate process must have trained the run"
-        return train(config, *arguments)
-
-    monkeypatch.setattr(study_module, "train_and_test", train_no_more)
-    together = run_study(arms, [1], text, tmp_path / "together", at_once=2)
-    for arm, runs in alone.items():
-        assert together[arm][1].test_nll == runs[1].test_nll
-    monkeypatch.setattr(study_module, "run_at_once", None)  # finished runs start no process
-    run_study(arms, [1], text, tmp_path / "together", at_once=2)
+def test_concurrent_runs_equal_sequential_runs(corpus, tmp_path, monkeypatch):
+    alone = comparison(corpus, tmp_path / "alone", seeds=[1]).main()
+    monkeypatch.setattr(study_module, "train_and_test", None)  # no run trains in this process
+    together = comparison(corpus, tmp_path / "together", seeds=[1], at_once=2).main()
+    assert [(run["arm"], run["test_nll"]) for run in together.runs] == [
+        (run["arm"], run["test_nll"]) for run in alone.runs
+    ]
+    monkeypatch.setattr(at_once, "run_at_once", None)  # finished runs start no process
+    comparison(corpus, tmp_path / "together", seeds=[1], at_once=2).main()
 
 
-def test_a_run_that_diverges_stops_and_saves_the_others(config, tmp_path):
-    long = replace(config, steps=10**6)
-    wrong = replace(long, optimizer=replace(config.optimizer, learning_rate=1e30))
-    with pytest.raises(FloatingPointError, match=r"wrong-seed1: .* not finite; lower"):
-        run_study({"long": long, "wrong": wrong}, [1], load_text(long.data), tmp_path, at_once=2)
-    assert has_diverged(replace(wrong, output=str(tmp_path / "wrong-seed1")))
-    if read_metrics(tmp_path / "long-seed1"):  # the run had begun to train
-        assert checkpoints_of(tmp_path / "long-seed1").steps()
+def test_a_run_that_diverges_stops_and_saves_the_others(corpus, tmp_path):
+    wrong = ["optimizer.learning_rate=1e30"]
+    study = comparison(corpus, tmp_path, "steps=1000000", seeds=[1], against=wrong, at_once=2)
+    with pytest.raises(FloatingPointError, match=r"against with seed 1: .* not finite; lower"):
+        study.main()
+    stored = study.store.read()
+    assert [run["arm"] for run in stored.diverged] == ["against"] and stored.runs == []
+    if read_metrics(tmp_path / "config-seed1"):  # the run had begun to train
+        assert checkpoints_of(tmp_path / "config-seed1").steps()
 
 
 def test_a_failed_process_reports_its_error():
@@ -92,6 +69,7 @@ def test_signals_save_both_models_and_the_quickstart_continues(corpus, tmp_path)
     command = [
         sys.executable, "-m", "moe_lab", "quickstart", "--quick", "--output", output,
         f"data.corpus={corpus}", "log.tensorboard=false", "data.tokens_per_batch=100",
+        "data.vocab_size=45",
     ]  # fmt: skip
     options = {
         "cwd": ROOT,
@@ -129,37 +107,34 @@ def test_signals_save_both_models_and_the_quickstart_continues(corpus, tmp_path)
     done = subprocess.run([*command, f"steps={steps}"], **options, check=True)
     assert f"moe-seed1: step {steps}/{steps}, train" in done.stderr
     assert f"dense-seed1: step {steps}/{steps}, train" in done.stderr
-    assert "(words/s while both models were trained at the same time)" in done.stdout
+    assert "(tokens/s while both models were trained at the same time)" in done.stdout
     assert all(checkpoints_of(folder).steps()[-1] == steps for folder in folders)
 
 
 def test_threads_are_divided(threads):
-    arms = {"a": Config(), "b": Config()}
+    two = [Config(), Config()]
     threads(4)
-    divided, number = runs_at_once(arms, 2)
-    assert number == 2 and [each.num_threads for each in divided.values()] == [2, 2]
-    given = {name: replace(each, num_threads=3) for name, each in arms.items()}
-    assert runs_at_once(given, 2) == (given, 1)
-    assert runs_at_once(arms, 1) == (arms, 1)
-    gpu = {name: replace(each, device="cuda") for name, each in arms.items()}
-    assert runs_at_once(gpu, 2) == (gpu, 1)
+    assert concurrent_runs(two, 2) == (2, ["num_threads=2"])
+    assert concurrent_runs([replace(each, num_threads=2) for each in two], 2) == (2, [])
+    assert concurrent_runs([replace(each, num_threads=3) for each in two], 2) == (1, [])
+    assert concurrent_runs(two, 1) == (1, [])
+    assert concurrent_runs([replace(each, device="cuda") for each in two], 2) == (1, [])
     threads(1)
-    assert runs_at_once(arms, 2) == (arms, 1)
+    assert concurrent_runs(two, 2) == (1, [])
 
 
 def test_compare_trains_runs_at_once_on_request(corpus, tmp_path, threads, monkeypatch):
     asked = []
 
-    def run_study(arms, seeds, text, runs, at_once):
-        asked.append((at_once, *(each.num_threads for each in arms.values())))
-        raise KeyboardInterrupt
+    def main(study):
+        config = study.config(Arm("dense"), study.options.overrides)
+        asked.append((study.options.at_once, config.num_threads))
 
-    monkeypatch.setattr(compare, "run_study", run_study)
+    monkeypatch.setattr(Comparison, "main", main)
     for options in ([], ["--at-once", "2"]):
         threads(2)
-        with pytest.raises(KeyboardInterrupt):
-            compare.main([str(CONFIG), f"data.corpus={corpus}", f"--output={tmp_path}", *options])
-    assert asked == [(1, 0, 0), (2, 1, 1)]
+        compare.main([str(CONFIG), f"data.corpus={corpus}", f"--output={tmp_path}", *options])
+    assert asked == [(1, 0), (2, 1)]
 
 
 def test_a_terminal_shows_one_bar_for_each_run(monkeypatch):

@@ -2,48 +2,46 @@
 
 import json
 import math
-from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
-import torch
-from moe_lab.analysis import Cost
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.results import Result, train_and_test
-from moe_lab.experiments.stored import read_stored
-from moe_lab.studies import _capacity_page as page_of
+from moe_lab.experiments.arms import Arm, parse_arm
+from moe_lab.experiments.store import Runs
+from moe_lab.studies import _capacity as page_of
 from moe_lab.studies import capacity as study
+from moe_lab.training.config import read_config
 from moe_lab.training.logging import read_metrics
-from test_scripts import rebuilds
+from test_studies import rebuilds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).parents[2]
+SIZE = {"ops_per_timestep": 1_000_000, "parameters": 2_000_000, "total_parameters": 3_000_000}
 
 
-def result(seed, nll, quarter):
-    cost = Cost(1_000_000, 2_000_000, 3_000_000)
-    return Result(Path(), seed, cost, nll, {0.25: quarter}, 1.0, {}, torch.empty(0))
+def result(nll, quarter=5.0, dev=9.0):
+    return {"test_nll": nll, "earlier_nll": {"0.25": quarter}, "dev": [[1, dev]], "cost": SIZE}
+
+
+def runs_of(names):
+    """Makes the table of runs from {name of an arm: {seed: run}}."""
+    return Runs({parse_arm(name): runs for name, runs in names.items()})
 
 
 def test_claims():
     """Each doubling of the experts lowers ln(ppl) by 0.01; the widening is half of that."""
     results = {
-        arm: {
-            seed: result(seed, 4 - 0.01 * math.log2(n), 5 - 0.005 * math.log2(n))
-            for seed in (1, 2, 3)
-        }
-        for arm, n in page_of.MIXTURES.items()
+        arm: {seed: result(4 - 0.01 * math.log2(n), 5 - 0.005 * math.log2(n)) for seed in (1, 2, 3)}
+        for arm, n in study.MIXTURES.items()
     }
-    results |= {dense: {seed: result(seed, 4.0, 5.0) for seed in (1, 2)} for dense in page_of.DENSE}
-    results[page_of.LARGE] = {seed: result(seed, 3.9, 5.0) for seed in (1, 2, 3)}
+    results |= {dense: {seed: result(4.0) for seed in (1, 2)} for dense in study.DENSE}
+    results[study.LARGE] = {seed: result(3.9) for seed in (1, 2, 3)}
     # The runs with the usual settings end 0.5 above the best ones.
     usual = {
-        arm: {seed: replace(run, test_nll=run.test_nll + 0.5) for seed, run in runs.items()}
+        arm: {seed: run | {"test_nll": run["test_nll"] + 0.5} for seed, run in runs.items()}
         for arm, runs in results.items()
     }
     usual["moe-4"] = results["moe-4"]
-    claims = page_of.claims_of_length(results, usual, "")
+    claims = page_of.claims_of_length(runs_of(results), runs_of(usual), 1)
     found = {(c.claim, c.compared): c.difference for c in claims}
     assert page_of.slope(results).mean == pytest.approx(-0.01)
     means = [gap.mean for (_, what), gap in found.items() if what.endswith("against moe-4")]
@@ -68,28 +66,31 @@ def test_longer_training():
     def results_with(doubling):
         return {
             model: {
-                seed: result(seed, 4 - doubling * math.log2(page_of.MIXTURES.get(model, 1)), 5.0)
+                seed: result(4 - doubling * math.log2(study.MIXTURES.get(model, 1)))
                 for seed in (1, 2, 3)
             }
-            for model in page_of.MODELS
+            for model in study.MODELS
         }
 
+    def claims_of(results):
+        return page_of.claims(runs_of(results), runs_of(results))
+
     longer = {f"{model} x4": runs for model, runs in results_with(0.015).items()}
-    results = dict.fromkeys(page_of.ARMS, {}) | results_with(0.01) | longer
-    claims = page_of.claims(results, results)
-    assert claims[:-3] == page_of.claims_of_length(results, results, " x4")
+    results = results_with(0.01) | longer
+    claims = claims_of(results)
+    assert claims[:-3] == page_of.claims_of_length(runs_of(results), runs_of(results), 4)
     assert claims[0].compared == "moe-16 x4 against moe-4 x4"
     assert [c.difference.mean for c in claims[-3:]] == pytest.approx([-0.01, -0.02, -0.03])
     assert all("with x4 minus difference without it" in c.compared for c in claims[-3:])
     # Three seeds of a shorter training decide more than one of a longer training.
     one_seed = results | {"moe-4 x4": {1: results["moe-4 x4"][1]}}
-    compared = [c.compared for c in page_of.claims(one_seed, one_seed)]
+    compared = [c.compared for c in claims_of(one_seed)]
     assert compared[:3] == [f"{m} against moe-4" for m in ("moe-16", "moe-64", "moe-256-h")]
     del results["moe-64 x4"][2], results["moe-4"][3]
-    assert page_of.gain(results, "moe-64", "", " x4").num_seeds == 1
+    assert page_of.gain(runs_of(results), "moe-64", 1, 4).num_seeds == 1
     # A model that has trained for less is compared with the others at its number of steps.
     results["moe-64 x4"] = {}
-    claims = page_of.claims(results, results)
+    claims = claims_of(results)
     assert [c.compared for c in claims[:3]] == [
         "moe-16 x4 against moe-4 x4", "moe-64 against moe-4", "moe-256-h x4 against moe-4 x4",
     ]  # fmt: skip
@@ -97,67 +98,60 @@ def test_longer_training():
     assert "moe-64 against" not in "".join(c.compared for c in claims[-2:])
     # moe-4 has not trained for longer.
     results["moe-4 x4"] = {}
-    compared = [c.compared for c in page_of.claims(results, results)]
+    compared = [c.compared for c in claims_of(results)]
     assert compared[0] == "moe-16 against moe-4" and not any("with x4 minus" in c for c in compared)
     assert "moe-256-h x4 against 4xlstm x4" in compared
-    one = dict.fromkeys(page_of.ARMS, {}) | {"4xlstm x4": {1: ()}, "moe-4 x8": {1: ()}}
-    assert page_of.lengths_of(one) == []
-    assert page_of.lengths_of(one | {"moe-16 x4": {1: ()}}) == [" x4"]
+    one = {"4xlstm x4": {1: ()}, "moe-4 x8": {1: ()}}
+    assert page_of.lengths_of(runs_of(one)) == []
+    assert page_of.lengths_of(runs_of(one | {"moe-16 x4": {1: ()}})) == [4]
 
 
 def test_spread_over_the_seeds():
-    results = {"a": {1: result(1, 3.0, 4.0), 2: result(2, 3.2, 4.0)}, "b": {1: result(1, 9.0, 9.0)}}
-    assert page_of.spread(results) == pytest.approx(0.02**0.5)
-    assert "0.141 on the test part" in page_of.spread_sentence(results, results)
-    assert page_of.spread_sentence({"b": results["b"]}, results) == ""
+    results = {"a": {1: result(3.0, dev=4.0), 2: result(3.2, dev=4.1)}, "b": {1: result(9.0)}}
+    text = page_of.spread_sentence(runs_of(results))
+    assert "0.141 on the test part and 0.071 on the dev part" in text
+    assert page_of.spread_sentence(runs_of({"b": results["b"]})) == ""
 
 
 def test_found_names_the_mixture_that_is_best_on_dev():
-    results = dict.fromkeys(page_of.ARMS, {})
-    results |= {"moe-16": {1: result(1, 2.99, 4.0)}, "moe-4": {1: result(1, 3.0, 4.0)}}
-    on_dev = dict.fromkeys(page_of.ARMS, {})
-    on_dev |= {"moe-16": {1: result(1, 3.2, 4.0)}, "moe-4": {1: result(1, 3.3, 4.0)}}
-    text = page_of.found(results, on_dev)
+    results = {"moe-16": {1: result(2.99, dev=3.2)}, "moe-4": {1: result(3.0, dev=3.3)}}
+    text = page_of.found(runs_of(results))
     assert "is moe-16." in text and "-1.00% (one seed, not decided) from moe-4." in text
-    on_dev["moe-4"] = {1: result(1, 3.1, 4.0)}
-    assert page_of.found(results, on_dev) == "The mixture with the lowest dev perplexity is moe-4."
+    results["moe-4"] = {1: result(3.0, dev=3.1)}
+    text = page_of.found(runs_of(results))
+    assert text == "The mixture with the lowest dev perplexity is moe-4."
     # The comparison has the same number of training steps.
-    results |= {"moe-64 x4": {1: result(1, 2.5, 3.0)}, "4xlstm x4": {1: result(1, 2.6, 3.0)}}
-    on_dev["moe-64 x4"] = {1: result(1, 2.7, 3.0)}
-    text = page_of.found(results, on_dev)
+    results |= {"moe-64 x4": {1: result(2.5, dev=2.7)}, "4xlstm x4": {1: result(2.6)}}
+    text = page_of.found(runs_of(results))
     assert text.endswith(
         "is moe-64 x4. The change of its test perplexity is "
         "-9.52% (one seed, not decided) from 4xlstm x4."
     )
 
 
-def stored_run(arm, seed, dev, test):
-    return {
-        "arm": arm, "seed": seed, "dev": [[1000, 9.0], [2000, dev]], "test_nll": test,
-        "earlier_nll": {"0.25": 9.0}, "cost": asdict(Cost(1_000_000, 2_000_000, 3_000_000)),
-        "words_per_second": 1.0, "balance": {}, "seconds": 3600.0,
-    }  # fmt: skip
-
-
 def test_each_model_has_its_best_options():
     """The dev part selects among all options of a model and a length, on their common seeds."""
-    runs = [
-        stored_run("moe-4", 1, 3.01, 3.5),
-        stored_run("moe-4", 2, 2.0, 2.5),  # the rate 0.016 has no such seed
-        stored_run("moe-4 rate 0.016", 1, 3.0, 3.6),
-        stored_run("moe-4 dropout 0.1", 1, 3.1, 3.1),  # the best on the test part
-        stored_run("moe-4 x4", 1, 2.8, 2.9),
-        stored_run("moe-16 rate 0.004", 1, 3.0, 3.0),
-    ]
-    best = page_of.best_arms(runs)
-    assert best["moe-4"] == "moe-4 rate 0.016" and best["moe-4 x4"] == "moe-4 x4"
-    assert best["moe-16"] == "moe-16 rate 0.004" and best["moe-64"] == "moe-64"
+    names = {
+        "moe-4": {
+            1: result(3.5, dev=3.01),
+            2: result(2.5, dev=2.0),  # the rate 0.016 has no such seed
+        },
+        "moe-4 rate 0.016": {1: result(3.6, dev=3.0)},
+        "moe-4 dropout 0.1": {1: result(3.1, dev=3.1)},  # the best on the test part
+        "moe-4 x4": {1: result(2.9, dev=2.8)},
+        "moe-16 rate 0.004": {1: result(3.0, dev=3.0)},
+    }
+    runs = runs_of(names)
+    best = {str(model): str(arm) for model, arm in page_of.best_arms(runs).items()}
+    assert best == {
+        "moe-4": "moe-4 rate 0.016", "moe-4 x4": "moe-4 x4", "moe-16": "moe-16 rate 0.004",
+    }  # fmt: skip
     results = page_of.at_best(runs)
-    assert results["moe-4"][1].test_nll == 3.6 and results["moe-4 x4"][1].test_nll == 2.9
-    assert page_of.at_best(runs, "dev")["moe-4"][1].test_nll == 3.0
+    assert results[Arm("moe-4")][1]["test_nll"] == 3.6
+    assert results[Arm("moe-4", times=4)][1]["test_nll"] == 2.9
     # A trial on a new seed does not change the selection.
-    more = [*runs, stored_run("moe-4 rate 0.032", 3, 1.0, 1.0)]
-    assert page_of.best_arms(more)["moe-4"] == "moe-4 rate 0.016"
+    more = runs_of(names | {"moe-4 rate 0.032": {3: result(1.0, dev=1.0)}})
+    assert page_of.best_arms(more)[Arm("moe-4")] == Arm("moe-4", rate=0.016)
     settings = {"optimizer.learning_rate": 8e-3, "model.dropout": 0.0}
     text = page_of.search(settings, runs)
     assert (
@@ -165,7 +159,8 @@ def test_each_model_has_its_best_options():
     )
     assert "| moe-4 | 1 | 20.29 | 20.09 | 22.20 |  |\n| moe-4 x4 | 1 | 16.44 |  |  |  |\n" in text
     assert "| moe-16 | 1 |  |  |  | 20.09 |" in text and "moe-64" not in text
-    assert page_of.search(settings, runs[:2]).startswith("Every run has rate 0.008, dropout 0;")
+    usual = page_of.search(settings, runs_of({"moe-4": names["moe-4"]}))
+    assert usual.startswith("Every run has rate 0.008, dropout 0;")
 
 
 def run(corpus, tmp_path, *options):
@@ -188,10 +183,10 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     page, stored = (tmp_path / "results" / f"capacity_sources.{end}" for end in ("md", "json"))
     run(corpus, tmp_path, "--seeds", "1", "--arms", "4xlstm")
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
-    run(corpus, tmp_path, "--seeds", "1", "--arms", *page_of.MIXTURES, "moe-1-wide")
+    run(corpus, tmp_path, "--seeds", "1", "--arms", *study.MIXTURES, "moe-1-wide")
     assert "(one seed, not decided) | not decided |" in page.read_text()
     of_file = {(r["arm"], r["seed"]): r for r in json.loads(stored.read_text())["runs"]}
-    assert [*of_file] == [(model, 1) for model in (*page_of.MIXTURES, "moe-1-wide", "4xlstm")]
+    assert [*of_file] == [(model, 1) for model in (*study.MIXTURES, "moe-1-wide", "4xlstm")]
     folder = tmp_path / "runs" / "sources" / "moe-16-seed1"
     assert of_file["moe-16", 1]["dev"] == [
         [record["tokens"], record["nll"]] for record in read_metrics(folder, "dev")
@@ -199,19 +194,23 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     # Another machine has the file, but neither the runs nor their checkpoints.
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     results = run(corpus, tmp_path, "--seeds", "1", "2", "--arms", "moe-4", "moe-64")
-    assert {arm: [*seeds] for arm, seeds in results.items() if seeds} == {
+    assert {str(arm): [*seeds] for arm, seeds in results.by_arm().items()} == {
         "moe-4": [1, 2], "moe-16": [1], "moe-64": [1, 2], "moe-256-h": [1],
         "moe-1-wide": [1], "4xlstm": [1],
     }  # fmt: skip
     assert not (tmp_path / "runs" / "sources" / "moe-4-seed1").exists()
-    assert (tmp_path / "runs" / "sources" / "moe-4-seed2" / "result.json").exists()
+    assert (tmp_path / "runs" / "sources" / "moe-4-seed2" / "config.toml").exists()
     run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4 x4", "moe-16 x4")
     seen = {r["arm"]: r["dev"][-1][0] for r in json.loads(stored.read_text())["runs"]}
     assert seen["moe-4 x4"] == pytest.approx(4 * seen["moe-4"], rel=0.2)
     assert "| moe-16 x4 |" in page.read_text() and "| moe-16 x4 against" in page.read_text()
     text, settings = page.read_text(), json.loads(stored.read_text())["settings"]
     assert settings["test_bytes"] == len((corpus / "test.txt").read_bytes())
-    nats = results["moe-16"][1].test_nll * settings["test_tokens"] / settings["test_bytes"]
+    nats = (
+        results.by_arm()[Arm("moe-16")][1]["test_nll"]
+        * settings["test_tokens"]
+        / settings["test_bytes"]
+    )
     assert f"| {math.exp(nats):.4f} |" in text
     data = json.loads(stored.read_text())
     assert all(each["seconds"] > 0 for each in data["runs"])
@@ -220,7 +219,8 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     stored.write_text(json.dumps(data))
     study.main(["--report", f"--output={tmp_path / 'results'}"])
     assert f"All runs took at least {len(data['runs']) / 2:.2f} core-hours." in page.read_text()
-    command = "capacity.py --text sources steps=4 data.vocab_size=40 data.tokens_per_batch=200 "
+    command = "moe-lab study capacity --text sources "
+    command += "steps=4 data.vocab_size=40 data.tokens_per_batch=200 "
     assert command + "model.d_model=8\n" in text
     assert command + "model.d_model=8 --seeds 1 --arms 'moe-4 x4' 'moe-16 x4'\n" in text
     assert rebuilds(study.main, "capacity_sources", tmp_path / "results")
@@ -228,30 +228,12 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
 
 def test_other_text_or_options_are_refused(corpus, tmp_path):
     run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
-    for options in (["steps=5"], ["data.vocab_size=41"], ["optimizer.warmup_steps=1"]):
-        with pytest.raises(ConfigError, match="capacity_sources.json must hold runs with"):
-            run(corpus, tmp_path, *options, "--seeds", "2", "--arms", "moe-4")
+    with pytest.raises(ConfigError, match="capacity_sources.json must hold runs with"):
+        run(corpus, tmp_path, "steps=5", "--seeds", "2", "--arms", "moe-4")
     with pytest.raises(ConfigError, match='data.kind must be "bpe" or "unigram"'):
         run(corpus, tmp_path, "data.kind=words")
     with pytest.raises(ConfigError, match="data.corpus must be given for --text languages"):
         run("sources", tmp_path, "--text", "languages")
-
-
-def test_an_interrupted_run_continues(corpus, tmp_path, monkeypatch):
-    calls = []
-
-    def interrupted(config, text, shares):
-        calls.append(config.output)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return train_and_test(config, text, shares)
-
-    monkeypatch.setattr(study, "train_and_test", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
-    assert read_stored(tmp_path / "results" / "capacity_sources.json") is None
-    assert [*run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")["moe-4"]] == [1]
-    assert calls == [str(tmp_path / "runs" / "sources" / "moe-4-seed1")] * 2
 
 
 def test_all_models_have_equal_operations(corpus, tmp_path):
@@ -259,43 +241,42 @@ def test_all_models_have_equal_operations(corpus, tmp_path):
 
     As in the paper, the LSTM with projection has one eighth more operations.
     """
-    results = study.main(
+    stored = study.main(
         [
             f"data.corpus={corpus}", "steps=1", "data.vocab_size=40", "log.progress=false",
             "--text", "prose", "--seeds", "1",
             f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}",
         ],
     )  # fmt: skip
-    ops = {arm: runs[1].cost.ops_per_timestep for arm, runs in results.items() if runs}
-    assert [*ops] == [*page_of.MODELS]
+    ops = {run["arm"]: run["cost"]["ops_per_timestep"] for run in stored.runs}
+    assert [*ops] == [*study.MODELS]
     assert ops.pop("lstm-384-96") == 1.125 * ops["4xlstm"]
-    assert 1.9 < ops.pop(page_of.LARGE) / ops["moe-64"] < 2.2
+    assert 1.9 < ops.pop(study.LARGE) / ops["moe-64"] < 2.2
     assert max(ops.values()) < 1.05 * min(ops.values())
-    config = json.loads((tmp_path / "runs" / "prose" / "moe-64-seed1" / "result.json").read_text())[
-        "config"
-    ]
-    assert config["model"]["d_model"] == 96 and config["model"]["dropout"] == 0
-    assert config["model"]["num_sampled"] == 0 and config["data"]["kind"] == "bpe"
+    config = read_config(tmp_path / "runs" / "prose" / "moe-64-seed1" / "config.toml")
+    assert config.model.d_model == 96 and config.model.dropout == 0
+    assert config.model.num_sampled == 0 and config.data.kind == "bpe"
     page = (tmp_path / "results" / "capacity_prose.md").read_text()
     assert page.startswith("# More experts: English prose\n")
     assert "--text prose data.corpus=CORPUS steps=1 " in page
 
 
 def test_an_arm_with_another_rate_or_dropout(corpus, tmp_path):
-    arms = [f"moe-4{trial}" for trial in page_of.TRIALS]
-    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4", "4xlstm", *arms)
+    trials = ("rate 0.016", "rate 0.016 experts 0.008", "dropout 0.1")
+    arms = [f"moe-4 {trial}" for trial in trials]
+    stored = run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4", "4xlstm", *arms)
     found = []
     for arm in arms:
         folder = tmp_path / "runs" / "sources" / f"{arm.replace(' ', '-')}-seed1"
-        config = json.loads((folder / "result.json").read_text())["config"]
-        rates = [config["optimizer"][f"{of}learning_rate"] for of in ("", "expert_")]
-        found.append((*rates, config["model"]["dropout"]))
-    assert found == [
-        (0.004, 0, 0), (0.016, 0, 0), (0.016, 0.008, 0), (0.016, 0.004, 0), (0.032, 0, 0),
-        (0.008, 0, 0.1),
-    ]  # fmt: skip
-    stored = read_stored(tmp_path / "results" / "capacity_sources.json")
-    best = page_of.best_arms(stored.runs)["moe-4"].removeprefix("moe-4")
+        config = read_config(folder / "config.toml")
+        optimizer = config.optimizer
+        found.append(
+            (optimizer.learning_rate, optimizer.expert_learning_rate, config.model.dropout)
+        )
+    assert found == [(0.016, 0, 0), (0.016, 0.008, 0), (0.008, 0, 0.1)]
+    options = {each["arm"]: each["options"] for each in stored.runs}
+    assert options["moe-4 dropout 0.1"] == {"model.dropout": 0.1}
+    best = page_of.best_arms(stored.by_arm())[Arm("moe-4")].trial
     page = (tmp_path / "results" / "capacity_sources.md").read_text()
-    assert f"| moe-4 | {page_of.options_of(stored.settings, best)} |" in page
+    assert f"| moe-4 | {best or 'rate 0.008, dropout 0'} |" in page
     assert page.count("\n| moe-4 | ") == 2  # the table of the models, and that of the options

@@ -6,9 +6,12 @@ import math
 import pytest
 import torch
 from moe_lab.errors import ConfigError
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.store import Runs
 from moe_lab.files import file_lock
-from moe_lab.studies import facts as study
-from test_scripts import rebuilds
+from moe_lab.studies import _facts as study
+from moe_lab.studies import facts
+from test_studies import rebuilds
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,7 +59,7 @@ def test_sizes_and_operations_of_the_layers():
     dense = study.make_layer(study.DENSE, 1.0)
     limit = sum(study.layer_ops(dense))
     assert limit == study.num_parameters(dense) == 2 * 16 * 160
-    for arm, number in zip(study.MIXTURES, study.NUM_EXPERTS, strict=True):
+    for arm, number in zip(facts.MIXTURES, facts.NUM_EXPERTS, strict=True):
         layer = study.make_layer(arm, 1.0)
         groups = math.isqrt(number)
         per_group = number // groups
@@ -70,29 +73,30 @@ def test_sizes_and_operations_of_the_layers():
 
 def test_a_layer_learns_what_fits_and_a_longer_text_no_more():
     settings = study.Settings(epochs=20)
-    few, many = (study.run_of(f"moe-16 x{size}", 1, settings) for size in (0.1, 1))
+    few, many = (study.run_of(Arm("moe-16", times=size), 1, settings) for size in (0.1, 1))
     # 8,832 parameters: 2 bits for each of them, 8 bits in a fact.
     assert many["parameters"] == 8832 and many["facts"] == 2208 and few["facts"] == 221
     assert 0.9 * 8 * 221 < few["bits"] <= 8 * 221  # nearly all of a small corpus
     assert few["bits"] < many["bits"] < 8 * 2208
-    again = study.run_of("moe-16 x0.1", 1, settings)
+    again = study.run_of(Arm("moe-16", times=0.1), 1, settings)
     assert again == few
 
 
 def test_a_loss_that_is_not_finite_stops_the_run():
     with pytest.raises(FloatingPointError, match="moe-4-seed1: the loss is not finite"):
-        study.run_of("moe-4", 1, study.Settings(bits=0.2, epochs=3, rate=1e38))
+        study.run_of(Arm("moe-4"), 1, study.Settings(bits=0.2, epochs=3, rate=1e38))
 
 
 def table_of(density):
     """Makes runs of three seeds: arm -> bits per parameter."""
-    return {
-        arm: {
-            seed: {"arm": arm, "seed": seed, "parameters": 1000, "bits": 1000 * value + seed}
-            for seed in (1, 2, 3)
+    return Runs(
+        {
+            Arm(arm): {
+                seed: {"parameters": 1000, "bits": 1000 * value + seed} for seed in (1, 2, 3)
+            }
+            for arm, value in density.items()
         }
-        for arm, value in density.items()
-    }
+    )
 
 
 def test_claims():
@@ -106,28 +110,29 @@ def test_claims():
     assert verdicts(**{**equal, "m64": 1.3}) == ["supported", "supported", "contradicted"]
     assert verdicts(**equal, dense=0.5) == ["supported"] * 6
     assert verdicts(**equal, dense=2.0)[3:] == ["contradicted"] * 3
-    two = {arm: dict([*runs.items()][:2]) for arm, runs in table_of({"moe-4": 1.0}).items()}
+    two = table_of({"moe-4": 1.0})
+    del two[Arm("moe-4")][3]
     assert [row[-1] for row in study.claims(two)] == ["not decided"]
     assert "(two seeds, not decided)" in study.claims(two)[0][2]
     # A mixture with fewer seeds than the others does not count yet.
     growing = table_of({"moe-4": 1.0, "moe-16": 1.0, "moe-64": 9.0})
-    del growing["moe-64"][3]
+    del growing[Arm("moe-64")][3]
     assert [row[-1] for row in study.claims(growing)] == ["supported"] * 2
 
 
 def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsys):
     def run(*options):
         places = [f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}"]
-        return study.main(["--epochs=5", "--bits=0.2", *places, *options])
+        return facts.main(["--epochs=5", "--bits=0.2", *places, *options]).by_arm()
 
     page, stored = (tmp_path / "results" / f"facts.{end}" for end in ("md", "json"))
-    assert run("--seeds", "1", "--arms", "dense").keys() == {"dense"}
+    assert run("--seeds", "1", "--arms", "dense").keys() == {Arm("dense")}
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
     run("--seeds", "1", "--arms", "moe-16 x2", "moe-16", "moe-4")
     assert "(one seed, not decided)" in page.read_text()
     with file_lock(tmp_path / "runs" / ".moe-4-seed2.lock", wait=False):  # run by another process
         table = run("--seeds", "1", "2", "3", "--arms", "moe-16", "moe-4")
-    assert {arm: [*runs] for arm, runs in table.items()} == {
+    assert {str(arm): [*runs] for arm, runs in table.items()} == {
         "dense": [1], "moe-4": [1, 3], "moe-16": [1, 2, 3], "moe-16 x2": [1],
     }  # fmt: skip
     text = page.read_text()
@@ -137,9 +142,9 @@ def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsy
     assert len(data["runs"]) == 7
     assert study.deviations(table).keys() == {"moe-16"}  # moe-4 lacks a seed
     assert "| moe-16 against the mean of the mixtures, within 15% |" in text
-    assert rebuilds(study.main, "facts", tmp_path / "results")
+    assert rebuilds(facts.main, "facts", tmp_path / "results")
     with pytest.raises(ConfigError, match=r"facts.json must hold runs with .*'epochs': 50"):
-        study.main([f"--output={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"])
+        facts.main([f"--output={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"])
     for wrong in ("0", "nan", "two"):
         with pytest.raises(SystemExit):
             run("--rate", wrong)

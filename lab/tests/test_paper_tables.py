@@ -14,7 +14,7 @@ from moe_lab.analysis.cluster import DEVICES, plan
 from moe_lab.analysis.paper import PUBLISHED
 from moe_lab.benchmarks.memory import peak_mib
 from moe_lab.models import LanguageModel
-from moe_lab.studies import paper_tables
+from moe_lab.studies import _paper_tables, paper_tables
 from moe_lab.training.config import config_from_dict, read_config
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -127,7 +127,7 @@ def test_every_model_is_built_without_memory(configs):
 
 @pytest.fixture(scope="module")
 def rows():
-    return [paper_tables.count(published) for published in PUBLISHED]
+    return [_paper_tables.count(published) for published in PUBLISHED]
 
 
 def test_sizes_are_the_published_ones_to_the_printed_digit(rows):

@@ -1,38 +1,35 @@
-"""Studies: finished runs, paired differences, verdicts about claims, and the reports of scripts."""
+"""Studies: trained and tested runs, paired differences, verdicts about claims, comparisons."""
 
-import json
 import math
-import re
+import shutil
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from filelock import FileLock
+from moe_lab.commands import compare, quickstart
 from moe_lab.errors import ConfigError
 from moe_lab.experiments import results as results_module
 from moe_lab.experiments import study as study_module
+from moe_lab.experiments.arms import Arm, parse_arm
+from moe_lab.experiments.claims import as_change, verdict
+from moe_lab.experiments.comparison import Comparison
 from moe_lab.experiments.report import markdown_table
-from moe_lab.experiments.results import Result, finished, train_and_test
+from moe_lab.experiments.results import train_and_test
+from moe_lab.experiments.runs import difference, nll_after, widening
 from moe_lab.experiments.statistics import (
     PairedDifference,
     bootstrap_difference,
     mean_difference,
 )
-from moe_lab.experiments.study import (
-    as_change,
-    difference,
-    has_diverged,
-    run_study,
-    trials,
-    verdict,
-    widening,
-)
-from moe_lab.studies import balanced, capacity, efficiency, losses, paper_tables, routers
+from moe_lab.experiments.store import Runs
+from moe_lab.experiments.trials import trials
+from moe_lab.studies import _routing
 from moe_lab.training.config import config_from_dict, read_config
 from moe_lab.training.metrics import evaluate
 from moe_lab.training.text import load_text
-from test_scripts import rebuilds
+from test_scripts import CONFIG, TINY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,13 +83,15 @@ def test_width_of_the_bootstrap_interval():
 def test_a_share_of_the_steps_equals_a_shorter_run(config, tmp_path):
     text = load_text(config.data)
     result = train_and_test(config, text, [0.25, 0.5])
-    assert result.earlier_nll.keys() == {0.25, 0.5} and result.nll_at(1.0) == result.test_nll
+    assert [*result.record()["earlier_nll"]] == ["0.25", "0.5"]
     assert float(result.sentence_nll.sum()) / text.test.num_tokens == result.test_nll
     for share in (0.25, 0.5):
         short = replace(config, output=str(tmp_path / f"short-{share}"), steps=int(8 * share))
-        assert train_and_test(short, text).test_nll == result.nll_at(share)
-    with pytest.raises(ConfigError, match=r"shares must be a part of \[0.25, 0.5\].*got \[0.75\]"):
+        assert train_and_test(short, text).test_nll == result.earlier_nll[share]
+    with pytest.raises(ConfigError, match="steps must be at least 8, the steps of the run .*got 6"):
         train_and_test(config, text, [0.75])
+    with pytest.raises(ConfigError, match="steps must be at least 8, .*got 7"):
+        train_and_test(replace(config, steps=7), text)
     assert train_and_test(config, text, [0.5, 1.0]).test_nll == result.test_nll
     # The extra tests do not change the training.
     through = train_and_test(replace(config, output=str(tmp_path / "through")), text)
@@ -114,59 +113,10 @@ def test_an_interrupted_run_has_the_same_result(config, tmp_path, monkeypatch, k
     monkeypatch.setattr(results_module, "evaluate", killed)
     with pytest.raises(KeyboardInterrupt):
         train_and_test(config, text, [0.25, 0.5])
-    assert finished(config, text) is None
     result = train_and_test(config, text, [0.25, 0.5])
     assert len(calls) == 4  # 3 tests and the repeated one
     assert result.test_nll == whole.test_nll and result.earlier_nll == whole.earlier_nll
     assert torch.equal(result.sentence_nll, whole.sentence_nll)
-
-
-def test_a_study_trains_only_missing_runs(config, tmp_path):
-    text = load_text(config.data)
-    arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.0))}
-    runs = tmp_path / "runs"
-    # The lock means that a-seed2 is being trained elsewhere.
-    (runs / "a-seed2").mkdir(parents=True)
-    with FileLock(runs / "a-seed2" / ".lock"):
-        results = run_study(arms, [1, 2], text, runs)
-    assert results["a"].keys() == {1} and results["b"].keys() == {1, 2}
-    results = run_study(arms, [1, 2], text, runs)
-    assert all(each.keys() == {1, 2} for each in results.values())
-    written = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}
-    run_study(arms, [1, 2], text, runs)
-    assert {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")} == written
-    assert results["b"][2].cost.parameters == 6272  # LSTMs 2 · 2,048, gate 128, experts 2,048
-    with pytest.raises(ConfigError, match="steps must"):
-        run_study({"a": replace(config, steps=9)}, [1], text, runs)
-    for other in (replace(text, test=text.dev), replace(text, train=text.dev)):
-        with pytest.raises(ConfigError, match="the text of data.corpus must"):
-            run_study({"a": config}, [1], other, runs)
-
-
-def test_a_diverged_run_does_not_stop_the_others(config, tmp_path, monkeypatch):
-    text = load_text(config.data)
-    arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.0))}
-    runs = tmp_path / "runs"
-    calls = []
-
-    def train(config, *arguments):
-        calls.append(config.output)
-        if "a-seed1" in config.output:
-            raise FloatingPointError("the loss of step 3 is not finite")
-        return train_and_test(config, *arguments)
-
-    monkeypatch.setattr(study_module, "train_and_test", train)
-    with pytest.raises(FloatingPointError, match="a-seed1: the loss of step 3 .*; run the command"):
-        run_study(arms, [1, 2], text, runs)
-    assert len(calls) == 4
-    assert has_diverged(replace(config, output=str(runs / "a-seed1")))
-    assert not has_diverged(replace(config, output=str(runs / "a-seed2"), seed=2))
-    results = run_study(arms, [1, 2], text, runs)
-    assert len(calls) == 7  # 3 more, which read the finished runs
-    assert results["a"].keys() == {2} and results["b"].keys() == {1, 2}
-    arms["a"] = replace(config, optimizer=replace(config.optimizer, learning_rate=1e-3))
-    with pytest.raises(ConfigError, match="learning_rate must be as in the diverged run .*a-seed1"):
-        run_study(arms, [1], text, runs)
 
 
 def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
@@ -175,7 +125,7 @@ def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
     The last 50 batches are the records 35 to 59; the mean of i is 47. A further record covers one
     batch: then, the mean is over the records 35 to 59 and half of the record 60.
     """
-    keys = [*losses.COLUMNS]
+    keys = [*_routing.COLUMNS]
 
     def record(i, step):
         values = {key: [i + at, i + at + 1] for at, key in enumerate(keys)}
@@ -192,21 +142,25 @@ def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
     assert again.balance == {key: pytest.approx(mean + at) for at, key in enumerate(keys)}
 
 
-def result(nll, earlier=0.0, seed=1, **balance):
-    unused = dict(run=None, cost=None, words_per_second=1.0, sentence_nll=None)
-    return Result(seed=seed, test_nll=nll, earlier_nll={0.25: earlier}, balance=balance, **unused)
+def result(nll, earlier=0.0, **balance):
+    return {
+        "test_nll": nll,
+        "earlier_nll": {"0.25": earlier},
+        "dev": [[1, nll]],
+        "balance": balance,
+    }
 
 
 def test_differences_are_over_the_seeds_that_both_have():
-    a = {1: result(4.1, 5.0, 1), 2: result(4.3, 5.0, 2), 4: result(4.0, 5.0, 4)}
-    b = {2: result(4.5, 5.1, 2), 1: result(4.2, 5.2, 1), 4: result(4.3, 5.0, 4)}
-    a |= {3: result(9.0, 9.0, 3)}
-    b |= {7: result(0.0, 0.0, 7)}
+    a = {1: result(4.1, 5.0), 2: result(4.3, 5.0), 4: result(4.0, 5.0)}
+    b = {2: result(4.5, 5.1), 1: result(4.2, 5.2), 4: result(4.3, 5.0)}
+    a |= {3: result(9.0, 9.0)}
+    b |= {7: result(0.0, 0.0)}
     gap = difference(a, b)  # -0.1, -0.2 and -0.3: t(.975, 2) = 4.30265
     assert gap.mean == pytest.approx(-0.2) and gap.num_seeds == 3
     error = 4.30265 * 0.1 / math.sqrt(3)
     assert gap.high - gap.mean == pytest.approx(error, rel=1e-5)
-    assert difference(a, b, 0.25).mean == pytest.approx(-0.1)  # -0.2, -0.1 and 0
+    assert difference(a, b, nll_after(0.25)).mean == pytest.approx(-0.1)  # -0.2, -0.1 and 0
     change = widening(a, b, 0.25)  # -0.2 to -0.1, -0.1 to -0.2 and 0 to -0.3
     assert change.mean == pytest.approx(-0.1) and change.high > 0
     assert difference({1: result(1.0)}, b).num_seeds == 1
@@ -220,7 +174,7 @@ def test_verdicts():
     assert verdict(found(-3, -1)) == "supported"
     assert verdict(found(-3, 1)) == verdict(found(-1, 3)) == verdict(None) == "not decided"
     assert verdict(found(1, 3)) == "contradicted"
-    similar = partial(verdict, low=-losses.MARGIN, high=losses.MARGIN)
+    similar = partial(verdict, low=-_routing.MARGIN, high=_routing.MARGIN)
     assert similar(found(-0.004, 0.004)) == "supported"
     assert similar(found(-0.004, 0.006)) == similar(None) == "not decided"
     assert similar(found(0.01, 0.03)) == similar(found(-0.03, -0.01)) == "contradicted"
@@ -236,110 +190,136 @@ def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
     """Only seed 1 has all settings; the usual ones are 1% above the best of "moe"."""
 
     def of(nll, *seeds):
-        return {seed: result(nll, seed=seed) for seed in seeds}
+        return {seed: result(nll) for seed in seeds}
+
+    def compared(on_dev):
+        runs = Runs({parse_arm(name): runs for name, runs in on_dev.items()})
+        return trials(settings, runs, ("moe", "dense"))
 
     on_dev = {"moe": of(3.01, 1) | of(9.0, 2), "moe rate 0.016": of(3.0, 1), "dense": of(3.0, 1)}
     settings = {"steps": 1500, "optimizer.learning_rate": 8e-3, "model.dropout": 0.0}
-    compared = partial(trials, settings, models=("moe", "dense"), suffixes=(" rate 0.016", " slow"))
     text = compared(on_dev)
     assert "after 1,500 steps" in text
     assert "| model | seeds | rate 0.008, dropout 0 | rate 0.016 |\n" in text
     assert "| moe | 1 | 20.29 | 20.09 |" in text and "| dense |" not in text
     assert "above the lowest of its row by 1.01% (moe)." in text
-    both = compared(on_dev | {"dense slow": of(3.5, 1)})
+    both = compared(on_dev | {"dense dropout 0.5": of(3.5, 1)})
     assert "| moe | 1 | 20.29 | 20.09 |  |\n| dense | 1 | 20.09 |  | 33.12 |" in both
     assert "of its row by 1.01% (moe), 0.00% (dense)." in both
     assert compared({"moe": on_dev["moe"], "dense": on_dev["dense"]}) == ""
     # A run with other settings is always shown, also without the usual ones.
     text = compared({"moe rate 0.016": of(3.0, 1)})
-    assert "| moe | 1 | 20.09 |" in text and text.endswith("have rate 0.008, dropout 0.\n\n")
+    assert "| moe | 1 | 20.09 |" in text and text.endswith("have rate 0.008, dropout 0.")
 
 
-def test_claims_about_a_larger_w_load():
-    """Max/mean load falls by the difference of w_load; all other metrics grow by it."""
-    results = {}
-    for arm in losses.ARMS:
-        w_load = float(arm.partition(",")[2])
-        balance = dict.fromkeys(losses.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
-        results[arm] = {seed: result(w_load, seed=seed, **balance) for seed in (1, 2, 3)}
-    found = [row for row in losses.comparisons(results) if "max/mean" in row.claim]
-    assert [(row.compared, row.shown, row.verdict) for row in found] == [
-        ("0,0.2 against 0,0", "-0.200 [-0.200, -0.200]", "supported"),
-        ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "supported"),
-        ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "supported"),
-        ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "supported"),
+def snapshot(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name[0] != "."}
+
+
+def comparison(corpus, folder, *overrides, seeds=(1, 2), against=(), at_once=1):
+    """Makes a comparison of tiny models."""
+    small = [*TINY, f"data.corpus={corpus}", "steps=3", "log.progress=false", *overrides]
+    return Comparison(
+        Namespace(
+            name="comparison", config=str(CONFIG), overrides=small, against=[*against],
+            output=folder, seeds=[*seeds], at_once=at_once, report=False,
+        )
+    )  # fmt: skip
+
+
+def test_a_study_trains_only_missing_runs(corpus, tmp_path, capsys):
+    stored = comparison(corpus, tmp_path).main()
+    runs = stored.by_arm()
+    assert [(run["arm"], run["seed"]) for run in stored.runs] == [
+        (arm, seed) for arm in ("moe", "dense") for seed in (1, 2)
     ]
+    page = (tmp_path / "comparison.md").read_text()
+    gap = difference(runs[Arm("moe")], runs[Arm("dense")])
+    assert page in capsys.readouterr().out and "(two seeds, not decided). As a change" in page
+    assert f"MoE - dense: {gap:+.4f}. As a change of the perplexity: {as_change(gap)}." in page
+    assert "data.corpus=CORPUS" in page and "steps=3" in page and "--seeds 1 2\n" in page
+    moe, dense = runs[Arm("moe")][2], runs[Arm("dense")][2]
+    assert dense["balance"] == {} and moe["balance"]["cv_load"] > 0
+    nll = sum(moe["sentence_nll"]) / sum(stored.settings["sentence_tokens"])
+    assert nll == pytest.approx(moe["test_nll"], abs=1e-4)
+    assert f"| 2 | {math.exp(moe['test_nll']):.2f} | {math.exp(dense['test_nll']):.2f} |" in page
+    # Neither runs nor corpus are needed again.
+    trained = snapshot(tmp_path / "moe-seed1")
+    assert comparison(corpus, tmp_path).main().runs == stored.runs
+    assert snapshot(tmp_path / "moe-seed1") == trained
+    arguments = [str(CONFIG), "--report", "--output", str(tmp_path)]
+    shutil.rmtree(tmp_path / "moe-seed1")
+    assert compare.main(arguments).runs == stored.runs
+    assert (tmp_path / "comparison.md").read_text() == page
+    for change in ("steps=4", "data.vocab_size=20", "model.d_model=16"):
+        with pytest.raises(ConfigError, match=f"must hold runs with .*{change.partition('=')[0]}"):
+            comparison(corpus, tmp_path, change).main()
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    alone = comparison(corpus, tmp_path, seeds=[1])
+    alone.options.arms = [Arm("moe")]
+    with pytest.raises(ConfigError, match="must hold finished runs of both models .*, got none"):
+        alone.main()
 
 
-def run_script(script, corpus, tmp_path, *options):
-    """Runs the script with two training steps for each model."""
-    return script.main(
-        [
-            f"data.corpus={corpus}",
-            "steps=2",
-            "data.vocab_size=45",
-            "data.tokens_per_batch=40",
-            "model.num_sampled=9",
-            "model.d_model=8",
-            "log.tensorboard=false",
-            "log.progress=false",
-            f"--runs={tmp_path / 'runs'}",
-            f"--output={tmp_path / 'results'}",
-            *options,
-        ],
-    )
+def test_a_diverged_run_does_not_stop_the_others(corpus, tmp_path, monkeypatch):
+    calls = []
+
+    def train(config, *arguments):
+        calls.append(config.output)
+        if "moe-seed1" in config.output:
+            raise FloatingPointError("the loss of step 3 is not finite")
+        return train_and_test(config, *arguments)
+
+    monkeypatch.setattr(study_module, "train_and_test", train)
+    with pytest.raises(FloatingPointError, match="moe with seed 1: the loss .*; the same"):
+        comparison(corpus, tmp_path).main()
+    assert len(calls) == 4
+    stored = comparison(corpus, tmp_path).main()  # neither the diverged nor the finished runs
+    assert len(calls) == 4 and len(stored.runs) == 3
+    assert "These runs diverged: moe with seed 1." in (tmp_path / "comparison.md").read_text()
 
 
-def test_losses_are_reported(corpus, tmp_path):
-    results = run_script(losses, corpus, tmp_path, "--seeds", "1", "2")
-    page = (tmp_path / "results" / "losses.md").read_text()
-    gap = difference(results["0.1,0.1"], results["0,0"])
-    assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
-    assert page.count("| a larger w_load lowers ") == page.count("| w_load lowers ") == 1
-    assert page.count("| larger weights lower ") == 2 and page.count("within 0.5% |") == 4
-    for arm in results:
-        moe = read_config(tmp_path / "runs" / f"{arm}-seed1" / "config.toml").model.moe
-        assert arm == f"{moe.w_importance:g},{moe.w_load:g}"
-    assert "| w_importance | w_load | seeds |" in page
-    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| 2 \|", page, re.M)
-    assert [",".join(row) for row in rows] == [*losses.ARMS]
-    data = json.loads((tmp_path / "results" / "losses.json").read_text())
-    assert all(run["balance"].keys() == losses.COLUMNS.keys() for run in data["runs"])
-    assert data["claims"][0]["difference"]["mean"] == gap.mean
-    assert "losses.py data.corpus=CORPUS steps=2 data.vocab_size=45 " in page
-    assert rebuilds(losses.main, "losses", tmp_path / "results")
+def test_compare_with_other_options(corpus, tmp_path, capsys):
+    arguments = [str(CONFIG), *TINY, f"data.corpus={corpus}", "steps=3", "log.progress=false"]
+    arguments += ["optimizer.experts=factored_adam", "--seeds", "1", "--output", str(tmp_path)]
+    changes = ["--against", "optimizer.experts=adam", "optimizer.beta2=0.9"]
+    stored = compare.main([*arguments, *changes])
+    page = (tmp_path / "comparison.md").read_text()
+    assert "| beta2=0.98, experts=factored_adam |" in page and "(one seed, not decided)" in page
+    assert stored.settings["titles"][1] == "beta2=0.9, experts=adam"
+    for arm in ("config", "against"):
+        optimizer = read_config(tmp_path / f"{arm}-seed1" / "config.toml").optimizer
+        assert (optimizer.experts, optimizer.beta2) == (
+            ("factored_adam", 0.98) if arm == "config" else ("adam", 0.9)
+        )
+    first, second = stored.runs
+    assert first["test_nll"] != second["test_nll"]
+    assert second["options"] == {"optimizer.experts": "adam", "optimizer.beta2": 0.9}
+    for change, message in (
+        ("log.log_every=2", "must differ"),
+        ("seed=5", "seed must"),
+        ("data.vocab_size=20", "the same seed and data, got different data.vocab_size"),
+        ("optimizer.beta2=0.8", "must hold runs"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compare.main([*arguments, "--against", change])
+    with pytest.raises(ConfigError, match=r"--seeds must be distinct, got \[1, 1\]"):
+        compare.main([*arguments, "--seeds", "1", "1"])
 
 
-def test_routers_are_reported(corpus, tmp_path, capsys):
-    run_script(routers, corpus, tmp_path, "--seeds", "1", "--arms", "switch rate 0.004")
-    assert "nothing to report yet" in capsys.readouterr().out
-    results = run_script(routers, corpus, tmp_path, "--seeds", "1", "2")
-    page = (tmp_path / "results" / "routers.md").read_text()
-    assert [name for name, runs in results.items() if len(runs) == 2] == [*routers.ROUTERS]
-    for name in ("switch", "bias", "balanced"):
-        gap = difference(results[name], results["noisy"])
-        assert f"| {name} against noisy | {as_change(gap)} | {verdict(gap)} |" in page
-    assert "expert_choice against" not in page  # it is not a language model
-    assert page.count("| expert_choice (not causal) |") == 1
-    runs = json.loads((tmp_path / "results" / "routers.json").read_text())["runs"]
-    busiest = {run["arm"]: routers.busiest(run) for run in runs}
-    assert 1 <= busiest["balanced"] < 1.2 < busiest["noisy"]
-    folders = {name: tmp_path / "runs" / f"{name}-seed1" for name in routers.ROUTERS}
-    models = {name: read_config(folder / "config.toml") for name, folder in folders.items()}
-    assert {name: config.model.moe.gate for name, config in models.items()} == {
-        "noisy": "noisy_topk",
-        "switch": "topk",
-        "bias": "topk",
-        "balanced": "balanced",
-        "expert_choice": "expert_choice",
-    }
-    trial = read_config(tmp_path / "runs" / "switch-rate-0.004-seed1" / "config.toml")
-    assert trial.optimizer.learning_rate == 4e-3 and trial.model.moe == models["switch"].model.moe
-    assert "with other learning rates" in page and "--seeds 1 --arms 'switch rate 0.004'\n" in page
-    assert rebuilds(routers.main, "routers", tmp_path / "results")
-
-
-@pytest.mark.parametrize("study", [balanced, capacity, efficiency, losses, paper_tables, routers])
-def test_a_study_says_which_configuration_is_missing(study, tmp_path):
-    with pytest.raises(ConfigError, match=f"{tmp_path}/configs/.*toml"):
-        study.main([], tmp_path)
+def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
+    arguments = [
+        "--quick", "--output", str(tmp_path / "q"), f"data.corpus={corpus}", "data.vocab_size=45",
+        "num_threads=1", "log.progress=false",
+    ]  # fmt: skip
+    results = quickstart.main(arguments)
+    out = capsys.readouterr().out
+    for part in (
+        "MoE, 2 of 8 experts", "dense, one wide expert", "CV(Importance)", "CV(Load)",
+        "max/mean load", "three most specialised experts",
+    ):  # fmt: skip
+        assert part in out
+    assert out.count("highest gates:") == 3
+    assert (tmp_path / "q" / "quickstart.png").read_bytes().startswith(b"\x89PNG")
+    assert quickstart.main(arguments) == results

@@ -2,26 +2,31 @@
 
 import json
 import re
-import sys
-import tomllib
-from dataclasses import asdict
 
 import pytest
 import torch
-from moe_lab.analysis import Cost
 from moe_lab.data import batches_of
 from moe_lab.errors import ConfigError
-from moe_lab.studies import _multilingual_page as multilingual_page
-from moe_lab.studies import _translation_page as report
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.store import Runs, Stored
+from moe_lab.studies import _multilingual as multilingual_page
+from moe_lab.studies import _translation as report
 from moe_lab.studies import multilingual, translation
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.config import ParallelDataConfig
+from moe_lab.training.config import ParallelDataConfig, read_config
 from moe_lab.training.metrics import perplexity
 from moe_lab.training.text import load_part, load_text
 from moe_lab.training.translation import bleu_of_test, translated_test
-from test_scripts import rebuilds
+from test_studies import rebuilds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def run(study, corpus, tmp_path, *options):
+    """Runs a study of tiny models with one seed."""
+    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    return study.main([*TINY, f"data.corpus={corpus}", "--seeds=1", *places, *options])
+
 
 TINY = [
     "steps=2", "model.d_model=8", "model.lstm_units=8", "log.tensorboard=false",
@@ -33,7 +38,7 @@ MANUALS = ["--text", "manuals", "--pair", "en-fr"]
 def test_near_duplicates_share_most_trigrams_with_one_sentence():
     sentences = ["a b c d e f g h", "a b c x e f g h", "A b c d e f g", "short", "a b c d"]
     text = ["a b c d e f g h", "e f g h", "short"]
-    near = translation.near_duplicates(sentences, text)
+    near = report.near_duplicates(sentences, text)
     # The first line of the text has 5 of 8 trigrams of the second sentence, and 3 of 4 of the last.
     assert near == [True, False, True, True, False]
 
@@ -44,19 +49,23 @@ def test_source_words_are_those_of_the_pairs_that_were_kept(tmp_path):
     for part in ("train", "dev", "test"):
         (tmp_path / f"{part}.en-fr.tsv").write_text("\n".join([*lines, *left_out]) + "\n")
     text = load_text(ParallelDataConfig(str(tmp_path), vocab_size=42, max_ratio=6.0))
-    assert len(text.train) == 3 and translation.source_words(text) == 2 + 1 + 3
+    assert len(text.train) == 3 and report.source_words(text) == 2 + 1 + 3
 
 
 def test_claims_compare_the_models_they_name():
     values = {"moe-32": (1.0, 30), "moe-32-balanced": (1.1, 28), "dense": (1.3, 29), "none": (2, 9)}
-    unused = dict(cost=asdict(Cost(1, 2, 3)), earlier_nll={}, words_per_second=1.0, balance={})
-    runs = [
-        # BLEU varies so much over the seeds that no difference of 1 is significant.
-        dict(arm=arm, seed=seed, test_nll=nll, bleu=bleu + seed * (arm == "moe-32"), **unused)
-        for arm, (nll, bleu) in values.items()
-        for seed in (-1, 0, 1)
-    ]
-    found = report.comparisons([*runs, dict(runs[0], seed=9, test_nll=5.0)])
+    runs = Runs(
+        {
+            # BLEU varies so much over the seeds that no difference of 1 is significant.
+            Arm(arm): {
+                seed: {"test_nll": nll, "bleu": bleu + seed * (arm == "moe-32")}
+                for seed in (-1, 0, 1)
+            }
+            for arm, (nll, bleu) in values.items()
+        }
+    )
+    runs[Arm("moe-32")][9] = {"test_nll": 5.0, "bleu": 0}  # no other model has the seed
+    found = report.comparisons(runs)
     without = "mixtures translate better than a model without them"
     equal = "mixtures translate better than dense layers with equal operations"
     assert [(each.claim, each.compared) for each in found] == [
@@ -65,20 +74,25 @@ def test_claims_compare_the_models_they_name():
     ]  # fmt: skip
     assert [each.difference.mean for each in found] == pytest.approx([-1.0, -0.9, -0.3, -0.2])
     assert [each.bleu.mean for each in found] == [21, 19, 1, -1]
-    lines = report.comparisons_table(found).splitlines()[4:]
+    text, table = report.claims(runs)
+    assert text == report.DECIDED
+    assert [each["bleu"]["mean"] for each in table.data] == [21, 19, 1, -1]
+    lines = table.table.splitlines()[2:]
     assert [line.split(" | ")[3:] for line in lines] == [
         ["supported", "+21.00 [+18.52, +23.48]", "supported |"],
         ["supported", "+19.00 [+19.00, +19.00]", "supported |"],
         ["supported", "+1.00 [-1.48, +3.48]", "not decided |"],
         ["supported", "-1.00 [-1.00, -1.00]", "contradicted |"],
     ]
-    first, *_ = report.comparisons([run for run in runs if run["arm"] != "none"])
-    assert first.difference is None and first.bleu is None
-    assert report.comparisons_table([first]) == ""
-    assert "moe-32 against none" not in report.comparisons_table([first])
+    del runs[Arm("none")]
+    missing = [each.difference is None for each in report.comparisons(runs)]
+    assert missing == [True, True, False, False]
+    assert "moe-32 against none" not in report.claims(runs)[1].table
+    text, table = report.claims(Runs())
+    assert text == table.table == "" and len(table.data) == 4
 
 
-def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
+def test_models_of_a_language_pair(parallel_corpus, tmp_path):
     main = translation.main
     places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1"]
@@ -89,8 +103,7 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
 
     # The study goes on with the file, without the runs that it holds.
     runs.rename(tmp_path / "elsewhere")
-    results = main(command)
-    trained = [arm for arm, seeds in results.items() if [*seeds] == [1]]
+    trained = [run["arm"] for run in main(command).runs]
     assert trained == [*report.MODELS]
     assert not (runs / "none-seed1").exists() and (runs / "moe-32-seed1").exists()
     files = [tmp_path / "docs" / f"{name}.{end}" for end in ("md", "png", "json")]
@@ -99,7 +112,7 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     assert data["settings"]["model.d_model"] == 8 and data["settings"]["log.eval_every"] == 1
     stored = {run["arm"]: run for run in data["runs"]}
     translations = translated_test(runs / "dense-seed1")["en-fr"]
-    assert stored["dense"]["shown"] == [translations[n] for n in translation.numbers_shown(15)]
+    assert stored["dense"]["shown"] == [translations[n] for n in report.numbers_shown(15)]
     assert stored["dense"]["bleu"] == bleu_of_test(runs / "dense-seed1")["en-fr"].score
     assert [arm for arm, run in stored.items() if run["masks"]] == ["moe-32-balanced"]
     gap = stored["moe-32"]["test_nll"] - stored["dense"]["test_nll"]
@@ -112,43 +125,22 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     assert page.count("    source           n") == 10 and "    none             " in page
     assert "are strictly balanced" in page and "Transformer-Tiny" not in page
 
-    # The report needs neither the corpus nor sacreBLEU.
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    # The report does not need the corpus.
     assert rebuilds(main, name, tmp_path / "docs", *MANUALS, "--runs", str(tmp_path / "x"))
 
 
-def test_a_model_with_another_rate_or_dropout(parallel_corpus, tmp_path):
-    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    arms = ["none", *(f"none{trial}" for trial in report.TRIALS)]
-    command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1", "--arms", *arms]
-    translation.main(command)
-    found = []
-    for arm in arms:
-        run = tmp_path / "runs" / "translation_manuals_en-fr" / f"{arm.replace(' ', '-')}-seed1"
-        config = json.loads((run / "result.json").read_text())["config"]
-        found.append((config["optimizer"]["learning_rate"], config["model"]["dropout"]))
-    assert found == [(4e-3, 0.0), (2e-3, 0.0), (8e-3, 0.0), (4e-3, 0.1), (4e-3, 0.3)]
-    page = (tmp_path / "docs" / "translation_manuals_en-fr.md").read_text()
-    assert "| model | seeds | rate 0.004, dropout 0 | rate 0.002 | rate 0.008 |" in page
-    assert page.count("| none | ") == 2  # the table of the models, and that of the trials
-    first, second = page.split("```")[1].split("\n")[1:-1]
-    assert second.startswith(f"{first} --seeds 1 --arms 'none rate 0.002' 'none rate 0.008' ")
-
-
 def test_the_text_determines_settings_and_file(parallel_corpus, tmp_path, capsys):
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    translation.main(["--report", *places])
+    run(translation, parallel_corpus, tmp_path, "--report")
     assert "nothing to report yet" in capsys.readouterr().out
-    command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1", "--arms", "none"]
-    translation.main(command)
+    run(translation, parallel_corpus, tmp_path, "--arms", "none")
     file = tmp_path / "docs" / "translation_captions_en-de.json"
     assert json.loads(file.read_text())["settings"]["model.dropout"] == 0.2
     page = file.with_suffix(".md").read_text()
     assert "Multi30k" in page and "Transformer-Tiny has BLEU 41.02" in page
     with pytest.raises(ConfigError, match="must hold runs with {'optimizer.warmup_steps': 1}"):
-        translation.main(["optimizer.warmup_steps=1", *command])
+        run(translation, parallel_corpus, tmp_path, "optimizer.warmup_steps=1")
     with pytest.raises(ConfigError, match="data.pairs must be that of --pair"):
-        translation.main(['data.pairs=["en-fr"]', *command])
+        run(translation, parallel_corpus, tmp_path, 'data.pairs=["en-fr"]')
 
 
 def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, tmp_path):
@@ -157,84 +149,81 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
     train = (parallel_corpus / "train.en-fr.tsv").read_text()
     for part in ("train", "dev", "test"):
         (corpus / f"{part}.en-fr.tsv").write_text(train)
-    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    translation.main([*TINY, f"data.corpus={corpus}", *places, "--seeds", "1", "--arms", "moe-32"])
+    run(translation, corpus, tmp_path, *MANUALS, "--arms", "moe-32")
     file = tmp_path / "docs" / "translation_manuals_en-fr.json"
     data = json.loads(file.read_text())
     assert data["settings"]["near_duplicates"] == [*range(120)]
     assert [run["distinct_bleu"] for run in data["runs"]] == [None]
     page = file.with_suffix(".md").read_text()
     assert "strictly balanced" not in page and "| BLEU without near duplicates |" in page
-    few = report.table(data["settings"] | {"near_duplicates": [3]}, data["runs"])  # of 120
+    few = data["settings"] | {"near_duplicates": [3]}  # of 120
+    few = report.table(few, Stored(few, data["runs"]).by_arm())
     assert "BLEU, lowercased |" in few and "near" not in few
 
 
 def test_convergence_is_measured_from_an_evaluation_before_the_last_tenth():
     dev = [[step, 3 - step / 1000] for step in (*range(200, 2500, 200), 2500)]
-    runs = [{"arm": "none", "dev": dev}, {"arm": "none", "dev": dev}]
+    runs = Runs({Arm("none"): {1: {"dev": dev}, 2: {"dev": dev}}})
     text = report.convergence(runs, report.MODELS)
     assert text.endswith("in the last 12% of the training: none -25.9%.")  # 2,200 of 2,500
     # Steps of 90% may have slightly more of the tokens.
     dev = [[1000, 3.0], [1801, 2.0], [2000, 1.9]]
-    text = report.convergence([{"arm": "none", "dev": dev}], report.MODELS)
+    text = report.convergence(Runs({Arm("none"): {1: {"dev": dev}}}), report.MODELS)
     assert text.endswith("in the last 10% of the training: none -9.5%.")
-    assert report.convergence([{"arm": "none", "dev": dev[-1:]}], report.MODELS) == ""
+    assert report.convergence(Runs({Arm("none"): {1: {"dev": dev[-1:]}}}), report.MODELS) == ""
 
 
 def test_crossover_is_the_first_evaluation_after_which_the_mixture_stays_ahead():
-    def of(arm, seed, *nll):
-        return {"arm": arm, "seed": seed, "dev": [[100 * (n + 1), v] for n, v in enumerate(nll)]}
+    def of(*nll):
+        return {"dev": [[100 * (n + 1), v] for n, v in enumerate(nll)]}
 
-    dense = [of("dense", 1, 5, 4, 3, 2), of("dense", 2, 5, 4, 3, 2)]
+    def crossover(**runs):
+        by_arm = {Arm(name.replace("_", "-")): seeds for name, seeds in runs.items()}
+        return report.crossover({"train_tokens": 200}, Runs(by_arm))
+
+    dense = {1: of(5, 4, 3, 2), 2: of(5, 4, 3, 2)}
     # The third seed of the mixture has no counterpart.
-    mixture = [of("moe-32", 1, 4, 4.5, 2.9, 2.1), of("moe-32", 2, 6, 4, 3, 1.7)]
-    mixture.append(of("moe-32", 3, 9, 9, 9, 9))
-    text = report.crossover({"train_tokens": 200}, [*dense, *mixture])
+    mixture = {1: of(4, 4.5, 2.9, 2.1), 2: of(6, 4, 3, 1.7), 3: of(9, 9, 9, 9)}
+    text = crossover(dense=dense, moe_32=mixture)
     assert text == "From epoch 1.5 on, moe-32 has a lower dev perplexity than dense."
-    balanced = [of("moe-32-balanced", 2, 4, 3, 2, 1)]
-    text = report.crossover({"train_tokens": 200}, [*dense, *mixture, *balanced])
+    text = crossover(dense=dense, moe_32=mixture, moe_32_balanced={2: of(4, 3, 2, 1)})
     assert text.endswith(
         "From epoch 0.5 on, moe-32-balanced has a lower dev perplexity than dense."
     )
-    behind = [*dense, of("moe-32", 1, 1, 1, 1, 3)]
-    text = report.crossover({"train_tokens": 200}, behind)
+    text = crossover(dense=dense, moe_32={1: of(1, 1, 1, 3)})
     assert text == "At the end, moe-32 does not have a lower dev perplexity than dense."
-    assert report.crossover({"train_tokens": 200}, mixture) == ""
+    assert crossover(moe_32=mixture) == ""
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
-    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    overrides = [*TINY, f"data.corpus={parallel_corpus}"]
-    translation.main([*overrides, *places, "--seeds", "1", "--arms", "none"])
-    run = tmp_path / "runs" / "translation_manuals_en-fr" / "none-seed1"
+    run(translation, parallel_corpus, tmp_path, *MANUALS, "--arms", "none")
+    folder = tmp_path / "runs" / "translation_manuals_en-fr" / "none-seed1"
     lines = (parallel_corpus / "test.en-fr.tsv").read_text().splitlines()
     references = [line.split("\t")[2] for line in lines]
     right = [number % 2 == 0 for number in range(15)]
-    (run / "test-2.en-fr.txt").write_text(
+    (folder / "test-2.en-fr.txt").write_text(
         "".join(f"{text if keep else ''}\n" for text, keep in zip(references, right, strict=True))
     )
-    assert bleu_of_test(run, right)["en-fr"].score == pytest.approx(100)
-    assert bleu_of_test(run)["en-fr"].score < 90
+    assert bleu_of_test(folder, right)["en-fr"].score == pytest.approx(100)
+    assert bleu_of_test(folder)["en-fr"].score < 90
     near = [number for number, keep in enumerate(right) if not keep]
-    assert translation.tested(run, "en-fr", near)["distinct_bleu"] == pytest.approx(100)
-    (run / "test-2.en-fr.txt").write_text("".join(f"{text.upper()}\n" for text in references))
-    scores = translation.tested(run, "en-fr", near)
+    assert report.tested(folder, "en-fr", near)["distinct_bleu"] == pytest.approx(100)
+    (folder / "test-2.en-fr.txt").write_text("".join(f"{text.upper()}\n" for text in references))
+    scores = report.tested(folder, "en-fr", near)
     assert scores["lowercased_bleu"] == pytest.approx(100) and scores["bleu"] < 50
 
 
-def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path, monkeypatch):
-    main = multilingual.main
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    places += ["--text", "manuals"]
-    overrides = [*TINY, f"data.corpus={parallel_corpus}", 'data.pairs=["en-fr","en-de"]']
+def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
+    options = ["--text", "manuals", 'data.pairs=["en-fr","en-de"]']
     files = [tmp_path / "docs" / f"multilingual_manuals.{end}" for end in ("md", "png", "json")]
-    main([*overrides, *places, "--seeds", "1", "--arms", "moe"])
+    run(multilingual, parallel_corpus, tmp_path, *options, "--arms", "moe")
     page = files[0].read_text()
     assert "claim" not in page and "`single`" not in page and "moe-oversampled" not in page
-    main([*overrides, *places, "--seeds", "1"])
+    run(multilingual, parallel_corpus, tmp_path, *options)
     page = files[0].read_text()
     assert "moe against single" in page and "moe-oversampled" not in page
-    main([*overrides, *places, "--seeds", "1", "--arms", "single-short", "moe-oversampled"])
+    more = ["--arms", "single-short", "moe-oversampled"]
+    run(multilingual, parallel_corpus, tmp_path, *options, *more)
     data = json.loads(files[2].read_text())
     pairs = {run["arm"]: [*run["pairs"]] for run in data["runs"]}
     several = ["en-fr", "en-de"]
@@ -261,9 +250,7 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path, monkeyp
     settings = data["settings"]
     assert settings["model.dropout"] == 0 and settings["optimizer.learning_rate"] == 2e-3
     warmup = [
-        tomllib.loads((moe.with_name(name) / "config.toml").read_text())["optimizer"][
-            "warmup_steps"
-        ]
+        read_config(moe.with_name(name) / "config.toml").optimizer.warmup_steps
         for name in ("moe-seed1", "single-en-fr-seed1", "single-short-en-fr-seed1")
     ]
     assert warmup == [300, 200, 100]
@@ -271,48 +258,43 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path, monkeyp
     steps = [step for step, _ in stored["dense"]["perplexity"]["en-de"]]
     assert steps == [1, 2]
     with pytest.raises(ConfigError, match="steps"):
-        main([*overrides, "steps=3", *places, "--seeds", "1"])
+        run(multilingual, parallel_corpus, tmp_path, *options, "steps=3")
 
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    assert rebuilds(main, "multilingual_manuals", tmp_path / "docs", "--text", "manuals")
+    assert rebuilds(
+        multilingual.main, "multilingual_manuals", tmp_path / "docs", "--text", "manuals"
+    )
 
 
 def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    overrides = [*TINY, f"data.corpus={parallel_corpus}"]
-    multilingual.main([*overrides, *places, "--seeds", "1", "--arms", "dense", "moe"])
-    settings = json.loads((tmp_path / "docs" / "multilingual_captions.json").read_text())[
-        "settings"
-    ]
+    settings = run(multilingual, parallel_corpus, tmp_path, "--arms", "dense", "moe").settings
     assert [*settings["train_pairs"]] == ["en-de", "de-en", "en-fr", "fr-en"]
     assert settings["model.dropout"] == 0.2
     page = (tmp_path / "docs" / "multilingual_captions.md").read_text()
     assert "single: ppl" not in page and "| moe against dense |" in page
     assert "learning rates" not in page
 
-    tried = ["--seeds", "1", "--arms", "dense rate 0.002"]
-    multilingual.main([*overrides, *places, *tried])
+    run(multilingual, parallel_corpus, tmp_path, "--arms", "dense rate 0.002")
     with_trial = (tmp_path / "docs" / "multilingual_captions.md").read_text()
     assert "| model | seeds | rate 0.004, dropout 0.2 | rate 0.002 |" in with_trial
     assert with_trial.count("--seeds 1 --arms 'dense rate 0.002'") == 1
-    run = tmp_path / "runs" / "captions" / "dense-rate-0.002-seed1" / "config.toml"
-    assert tomllib.loads(run.read_text())["optimizer"]["learning_rate"] == 0.002
+    file = tmp_path / "runs" / "captions" / "dense-rate-0.002-seed1" / "config.toml"
+    assert read_config(file).optimizer.learning_rate == 0.002
     assert "attends language" not in with_trial
 
     attending = ["--seeds", "1", "2", "--arms", "dense attends language", "moe attends language"]
-    runs = multilingual.main([*overrides, *places, *attending])
+    runs = run(multilingual, parallel_corpus, tmp_path, *attending).runs
     page = (tmp_path / "docs" / "multilingual_captions.md").read_text()
     assert "| moe against dense |" in page
     assert "No claim is made about these runs" in page
-    found = {(run["arm"], run["seed"]): run for run in runs}
+    found = {(each["arm"], each["seed"]): each for each in runs}
     assert found["moe", 1]["weight_of_language"] == 0
     for arm in ("moe", "dense"):
         shown = []
         for seed in (1, 2):
-            run = found[f"{arm} attends language", seed]
-            weight = run["weight_of_language"]
+            stored = found[f"{arm} attends language", seed]
+            weight = stored["weight_of_language"]
             assert 0 < weight < 1
-            shown.append(f"{perplexity(run['dev'][-1][1]):.2f} ({weight:.2f})")
+            shown.append(f"{perplexity(stored['dev'][-1][1]):.2f} ({weight:.2f})")
         assert f"| {arm} attends language | {' | '.join(shown)} |" in page
     assert f"| moe | {perplexity(found['moe', 1]['dev'][-1][1]):.2f} (0.00) |  |" in page
     assert page.count("--seeds 1 --arms 'dense rate 0.002'\n") == 1
@@ -324,10 +306,7 @@ def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
 
 
 def test_attention_on_the_language_token(parallel_corpus, tmp_path):
-    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    overrides = [*TINY, f"data.corpus={parallel_corpus}"]
-    arm = ["--seeds", "1", "--arms", "dense attends language"]
-    multilingual.main([*overrides, *places, *arm])
+    run(multilingual, parallel_corpus, tmp_path, "--arms", "dense attends language")
     folder = tmp_path / "runs" / "captions" / "dense-attends-language-seed1"
     trained = load_run(folder)
     dev = load_part(trained.config.data, trained.vocabulary, "dev")
@@ -343,7 +322,7 @@ def test_attention_on_the_language_token(parallel_corpus, tmp_path):
             )
     assert len(weights) == dev.num_tokens
     mean = sum(weights) / len(weights)
-    assert multilingual.weight_of_language(folder, dev) == pytest.approx(mean, rel=1e-5)
+    assert multilingual_page.weight_of_language(folder, dev) == pytest.approx(mean, rel=1e-5)
 
 
 def test_the_better_model_has_less_perplexity_and_more_bleu():
@@ -380,7 +359,7 @@ def test_the_interval_is_over_the_seeds():
     gap = compared.difference
     assert gap.num_seeds == 3 and gap.mean == pytest.approx(-0.4)
     assert gap.high - gap.mean == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)  # t of 2 degrees
-    row = multilingual_page.comparisons_table([compared]).strip().splitlines()[-1]
+    row = multilingual_page.claims([compared])[1].table.strip().splitlines()[-1]
     assert re.fullmatch(
         r"\| claim \| moe against dense \| -3.+ \| supported \| \+0.60 .+ \| supported "
         r"\| 2 of 2 \| 2 of 2 \|",
@@ -391,12 +370,4 @@ def test_the_interval_is_over_the_seeds():
     del theirs["b"][1], theirs["a"][2]
     without = multilingual_page.comparison(found, "moe", "dense", "")
     assert without.difference is without.bleu is None and without.num_pairs == 2
-    assert "| not decided |  | not decided |" in multilingual_page.comparisons_table([without])
-
-
-@pytest.mark.parametrize("script", [translation, multilingual])
-def test_missing_sacrebleu_is_reported_first(monkeypatch, parallel_corpus, tmp_path, script):
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    with pytest.raises(ConfigError, match="sacrebleu must"):
-        script.main([f"data.corpus={parallel_corpus}", "--runs", str(tmp_path / "runs")])
-    assert not (tmp_path / "runs").exists()
+    assert "| not decided |  | not decided |" in multilingual_page.claims([without])[1].table

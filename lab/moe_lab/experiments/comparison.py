@@ -5,18 +5,162 @@ embedding, softmax and LSTMs. Models with the same sizes share all initial weigh
 analysis is the test log-perplexity of a run after its last step.
 """
 
-from dataclasses import asdict, replace
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from moe_lab.analysis import Cost
+import torch
+
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.report import markdown_table
-from moe_lab.experiments.statistics import PairedDifference, bootstrap_difference
-from moe_lab.experiments.study import Results, as_change, difference, size_cells
-from moe_lab.training.config import AnyConfig, TranslationConfig, config_differences, config_value
-from moe_lab.training.text import Text
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.claims import Claim, as_change, claims_data
+from moe_lab.experiments.report import Claims, Command, Page, markdown_table
+from moe_lab.experiments.results import Result
+from moe_lab.experiments.runs import difference, size_cells, test_nll
+from moe_lab.experiments.statistics import bootstrap_difference
+from moe_lab.experiments.store import Run, Stored
+from moe_lab.experiments.study import TrainedStudy
+from moe_lab.training.config import (
+    AnyConfig,
+    TranslationConfig,
+    config_differences,
+    config_value,
+    read_config,
+)
+from moe_lab.training.metrics import perplexity
 
 _BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # with decimals
+
+
+class Comparison(TrainedStudy):
+    """The comparison of a model with its dense counterpart, or with the same model changed.
+
+    In the options, `name` is that of the store, and `config` is the file of the first model.
+    `against` has the options to change in the second model. [] compares with the dense counterpart.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.models = self.usual = ("config", "against") if options.against else ("moe", "dense")
+        options.arms, options.runs = [Arm(model) for model in self.models], options.output
+        self.name = options.name
+        super().__init__(options)
+
+    def config(self, arm: Arm, overrides: Sequence[str]) -> AnyConfig:
+        """Returns the configuration of a model.
+
+        Raises:
+            ConfigError: there is no dense counterpart, or the two configurations are equal, or they
+                differ in seed or data.
+        """
+        config = read_config(self.options.config, overrides)
+        if arm.model == self.models[0]:
+            return config
+        if not self.options.against:
+            return dense_counterpart(config)
+        against = read_config(self.options.config, [*overrides, *self.options.against])
+        changed = config_differences(config, against)
+        if not changed:
+            raise ConfigError("the compared configurations must differ, got the same options twice")
+        if any(key == "seed" or key.startswith("data.") for key in changed):
+            raise ConfigError(
+                "the compared configurations must have the same seed and data, got different "
+                f"{', '.join(changed)}"
+            )
+        return against
+
+    def configs(self) -> list[AnyConfig]:
+        """Returns the configurations of both models."""
+        return [self.config(Arm(model), self.options.overrides) for model in self.models]
+
+    def settings_of(self, config: AnyConfig) -> dict[str, Any]:
+        first, second = self.configs()
+        titles = ["MoE", "dense"]
+        if self.options.against:
+            changed = config_differences(first, second)
+            titles = [
+                ", ".join(f"{key.rpartition('.')[2]}={config_value(each, key)}" for key in changed)
+                for each in (first, second)
+            ]
+        return super().settings_of(config) | {
+            "corpus": config.data.corpus,
+            "titles": titles,
+            "sentence_tokens": self.text.test.lengths.tolist(),
+        }
+
+    def measured(self, arm: Arm, result: Result) -> dict[str, Any]:
+        return {"sentence_nll": [round(nll, 4) for nll in result.sentence_nll.tolist()]}
+
+    def program(self) -> list[str]:
+        against = ["--against", *self.options.against] if self.options.against else []
+        return ["moe-lab", "compare", str(self.options.config), "data.corpus=CORPUS", *against]
+
+    def commands(self, stored: Stored) -> Command:
+        seeds = sorted({str(run["seed"]) for run in stored.runs})
+        return Command(shlex.join([*self.command(stored.settings), "--seeds", *seeds]))
+
+    def page(self, stored: Stored) -> Page:
+        """Makes the page, with one table row for each seed.
+
+        Raises:
+            ConfigError: no seed is finished for both models.
+        """
+        runs, settings, titles = stored.by_arm(), stored.settings, stored.settings["titles"]
+        first, second = (runs[Arm(model)] for model in self.models)
+        seeds = sorted(first.keys() & second.keys())
+        if not seeds:
+            raise ConfigError(
+                f"{self.store.path} must hold finished runs of both models with the same seed, got "
+                "none; wait for runs in progress, or give another --output"
+            )
+        lengths = torch.tensor(settings["sentence_tokens"])
+        sizes = [
+            [title, *size_cells(of_arm), f"{_total(of_arm) / 1e6:.2f}M"]
+            for title, of_arm in zip(titles, (first, second), strict=True)
+        ]
+        rows = [self._row(first[seed], second[seed], lengths) for seed in seeds]
+        header = ["seed", *(f"{title}: test ppl" for title in titles), "difference in ln ppl"]
+        header += ["95% over test sentences", "CV(Importance)", "CV(Load)", "max/mean Load"]
+        header += [f"{title}: words/s" for title in titles]
+        gap = difference(first, second)
+        assert gap is not None  # there are seeds
+        over = f", with the 95% t interval over {len(seeds)} paired seeds"
+        what = " - ".join(titles)
+        return Page(
+            f"{titles[0]} against {titles[1]}",
+            [
+                f"{settings['steps']:,} steps of about {settings['data.tokens_per_batch']:,} "
+                f"tokens; corpus {settings['corpus']}: {settings['train_tokens']:,} training and "
+                f"{int(lengths.sum()):,} test tokens, vocabulary {settings['pieces']:,}.",
+                markdown_table(
+                    ["model", "ops/timestep", "parameters", "with embedding and softmax"], sizes
+                ),
+                markdown_table(header, rows),
+                Claims(
+                    f"Mean difference in ln ppl, {what}{'' if gap.low is None else over}: "
+                    f"{gap:+.4f}. As a change of the perplexity: {as_change(gap)}.",
+                    claims_data([Claim("", what, gap)]),
+                ),
+                self.commands(stored),
+            ],
+        )
+
+    def _row(self, a: Run, b: Run, lengths: torch.Tensor) -> list[object]:
+        of_a, of_b = (torch.tensor(r["sentence_nll"], dtype=torch.float64) for r in (a, b))
+        interval, balance = bootstrap_difference(of_a, of_b, lengths), a["balance"]
+        return [
+            a["seed"],
+            *(f"{perplexity(test_nll(run)):.2f}" for run in (a, b)),
+            f"{test_nll(a) - test_nll(b):+.4f}",
+            f"[{interval.low:+.4f}, {interval.high:+.4f}]",
+            *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in _BALANCE),
+            *(f"{run['words_per_second']:,.0f}" for run in (a, b)),
+        ]
+
+
+def _total(runs: Mapping[int, Run]) -> int:
+    return int(next(iter(runs.values()))["cost"]["total_parameters"])
 
 
 def dense_counterpart(config: AnyConfig) -> AnyConfig:
@@ -57,131 +201,3 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
         return replace(config, model=replace(config.model, between="ffn", ffn=wide))
     layers = ["ffn" if kind == "moe" else kind for kind in layers]
     return replace(config, model=replace(config.model, layers=layers, ffn=wide))
-
-
-def arms(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, AnyConfig]:
-    """Returns the two compared configurations by name; against=None means the dense counterpart.
-
-    Raises:
-        ConfigError: there is no dense counterpart, or the two configurations are equal, or they
-            differ in seed or data.
-    """
-    if against is None:
-        return {"moe": config, "dense": dense_counterpart(config)}
-    changed = config_differences(config, against)
-    if not changed:
-        raise ConfigError("the compared configurations must differ, got the same options twice")
-    if any(key == "seed" or key.startswith("data.") for key in changed):
-        raise ConfigError(
-            "the compared configurations must have the same seed and data, got different "
-            f"{', '.join(changed)}"
-        )
-    return {"config": config, "against": against}
-
-
-def arm_titles(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, str]:
-    """Returns a title for each compared model, with the options in which the models differ."""
-    if against is None:
-        return {"moe": "MoE", "dense": "dense"}
-    return {
-        arm: ", ".join(
-            f"{key.rpartition('.')[2]}={config_value(each, key)}"
-            for key in config_differences(config, against)
-        )
-        for arm, each in arms(config, against).items()
-    }
-
-
-def comparison_report(results: Results, text: Text) -> dict[str, Any]:
-    """Computes all numbers of a comparison of two models over paired seeds, as data for JSON.
-
-    A difference is ln ppl(first arm) - ln ppl(second arm); negative means a better first arm. The
-    relative change of the perplexity is e^difference - 1. The balance metrics are those of the
-    first arm.
-
-    Raises:
-        ConfigError: no seed is finished for both arms.
-    """
-    lengths = text.test.lengths
-    first, second = results.values()
-    rows: list[dict[str, Any]] = []
-    for seed in first:
-        if seed not in second:
-            continue
-        pair = {arm: runs[seed] for arm, runs in results.items()}
-        a, b = pair.values()
-        rows.append(
-            {
-                "seed": seed,
-                **{f"{arm}_perplexity": result.perplexity for arm, result in pair.items()},
-                "difference": a.test_nll - b.test_nll,
-                "bootstrap": asdict(bootstrap_difference(a.sentence_nll, b.sentence_nll, lengths)),
-                "balance": a.balance,
-                "words_per_second": {arm: result.words_per_second for arm, result in pair.items()},
-            }
-        )
-    if not rows:
-        raise ConfigError(
-            "--output must hold finished runs of both arms with the same seed, got none; wait for "
-            "runs in progress, delete the folders of diverged runs, or give another --output"
-        )
-    gap = difference(first, second)
-    assert gap is not None  # rows is not empty
-    return {
-        "difference": asdict(gap),
-        "test_tokens": int(lengths.sum()),
-        "train_tokens": text.train.num_tokens,
-        "vocabulary": len(text.vocabulary),
-        "cost": {arm: asdict(next(iter(runs.values())).cost) for arm, runs in results.items()},
-        "pairs": rows,
-    }
-
-
-def comparison_page(report: dict[str, Any], config: AnyConfig) -> str:
-    """Formats a report as a page with one table row for each seed.
-
-    Args:
-        report: result of `comparison_report`, with the result of `arm_titles` as "models".
-        config: configuration of the first arm.
-    """
-    titles = report["models"]
-    costs = {title: Cost(**report["cost"][arm]) for arm, title in titles.items()}
-    sizes = markdown_table(
-        ["model", "ops/timestep", "parameters", "with embedding and softmax"],
-        [
-            [title, *size_cells(cost), f"{cost.total_parameters / 1e6:.2f}M"]
-            for title, cost in costs.items()
-        ],
-    )
-    header = ["seed", *(f"{title}: test ppl" for title in titles.values()), "difference in ln ppl"]
-    header += ["95% over test sentences", "CV(Importance)", "CV(Load)", "max/mean Load"]
-    header += [f"{title}: words/s" for title in titles.values()]
-    rows = []
-    for row in report["pairs"]:
-        balance, speed, interval = row["balance"], row["words_per_second"], row["bootstrap"]
-        rows.append(
-            [
-                row["seed"],
-                *(f"{row[f'{arm}_perplexity']:.2f}" for arm in titles),
-                f"{row['difference']:+.4f}",
-                f"[{interval['low']:+.4f}, {interval['high']:+.4f}]",
-                *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in _BALANCE),
-                *(f"{speed[arm]:,.0f}" for arm in titles),
-            ]
-        )
-    gap = PairedDifference(**report["difference"])
-    over = f", with the 95% t interval over {len(report['pairs'])} paired seeds"
-    summary = (
-        f"Mean difference in ln ppl, {' - '.join(titles.values())}"
-        f"{'' if gap.low is None else over}: {gap:+.4f}. "
-        f"As a change of the perplexity: {as_change(gap)}."
-    )
-    return f"""\
-{config.steps:,} steps of about {config.data.tokens_per_batch:,} tokens; corpus \
-{config.data.corpus}: {report["train_tokens"]:,} training and \
-{report["test_tokens"]:,} test tokens, vocabulary {report["vocabulary"]:,}.
-
-{sizes}
-{markdown_table(header, rows)}
-{summary}
-"""

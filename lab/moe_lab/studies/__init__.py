@@ -1,6 +1,7 @@
 """The paper's experiments: one module for each study, with `main(arguments)`.
 
-``moe-lab study NAME`` runs a study. Import the modules one by one: most of them need matplotlib.
+``moe-lab study NAME`` runs a study. The module of a study declares its command, without torch. The
+work is in a module of the same name with an underscore, which is imported when it is needed.
 
 - `balanced`: strictly balanced gates in training (App. F).
 - `capacity`: more experts at equal operations (Figs. 2 and 3, Table 7).

@@ -4,215 +4,33 @@
     moe-lab study balanced steps=500 --output runs/balanced
     moe-lab study balanced --report
 
-The script trains configs/small/moe-32-balanced.toml. It stops if an expert does not get exactly m =
-round(k·T/E) tokens of a training batch. It writes balanced.md, .json and .png to the folder OUTPUT
-(default: runs/results), with
+Trains configs/small/moe-32-balanced.toml. The study stops if an expert does not get exactly m =
+round(k·T/E) tokens of a training batch. The page has
 
 - the dev perplexity under the threshold mask and under the batchwise mask, at several steps
 - the fraction of assignments in which the two masks disagree
 - the fraction of tokens without an expert
 
---report writes the page and the plot again, from balanced.json.
-
-Ctrl-C or SIGTERM saves the run. The script then ends with status 130 and without a report. Run the
-same command again to continue the run. Status 1: training diverged. Status 2: an option, file or
-folder is invalid; stderr names it.
+The page shows the first seed; the default is the single seed 1.
 """
 
-import shlex
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from moe_lab.experiments.arms import study_parser
 
-from moe_ext import MoE, MoEAux, batchwise_masks
-from moe_ext.gates import rows_per_expert
-from moe_lab.cli import add_output, add_overrides, make_parser
-from moe_lab.errors import ConfigError
-from moe_lab.experiments.report import markdown_table, write_report
-from moe_lab.files import read_json
-from moe_lab.training.config import Config, read_config
-from moe_lab.training.logging import read_metrics
-from moe_lab.training.loop import make_trainer
-from moe_lab.training.metrics import evaluate
+if TYPE_CHECKING:
+    from moe_lab.experiments.store import Stored
+
+MODEL = "moe-32-balanced"
 
 
-class EqualLoads:
-    """A forward hook that counts a layer's training batches and checks the load of each expert.
-
-    Raises:
-        RuntimeError: an expert did not get exactly m = round(k·T/E) tokens of a training batch.
-    """
-
-    def __init__(self, k: int, num_experts: int) -> None:
-        self.k, self.num_experts = k, num_experts
-        self.num_batches = 0
-
-    def __call__(self, layer: MoE, inputs: Any, outputs: tuple[Any, MoEAux]) -> None:
-        if not layer.training:
-            return
-        aux = outputs[1]
-        assert aux.token_offsets is not None  # it has no fixed k
-        m = rows_per_expert(self.k, len(aux.token_offsets) - 1, self.num_experts)
-        if not (aux.tokens_per_expert == m).all():
-            raise RuntimeError(
-                f"balanced: every expert must get {m} tokens of a training batch, "
-                f"got {aux.tokens_per_expert.tolist()}"
-            )
-        self.num_batches += 1
-
-
-def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
-    """Plots perplexity under both masks (left), mask disagreement and unrouted tokens (right)."""
-    figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
-    left, right = figure.subplots(1, 2)
-    steps = [record["step"] for record in dev]
-    for key, label in (("perplexity_batchwise", "batchwise"), ("perplexity", "threshold")):
-        values = [record[key] for record in dev]
-        style = {"marker": "o", "linestyle": "--" if key == "perplexity" else "-"}
-        left.plot(steps, values, label=f"{label} mask: {values[-1]:.1f} at the end", **style)
-    left.set(xlabel="step", ylabel="dev perplexity", yscale="log")
-    for formatter in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
-        formatter(StrMethodFormatter("{x:.0f}"))
-    left.grid(alpha=0.3, which="both")
-    left.legend()
-    left.set_title("Perplexity under both masks")
-
-    steps = [record["step"] for record in train]
-    for key, label in (
-        ("mask_disagreement", "disagreement of the masks"),
-        ("share_without_expert", "tokens without an expert"),
-    ):
-        right.plot(steps, [100 * record[key] for record in train], label=label)
-    right.axhline(10, color="black", linewidth=0.8, linestyle="--")
-    right.set(xlabel="step", ylabel="%, in training batches", ylim=(0, None))
-    right.grid(alpha=0.3)
-    right.legend()
-    right.set_title("The masks in training")
-    return figure
-
-
-def as_markdown(report: dict[str, Any]) -> str:
-    """Formats the report as a Markdown page."""
-    final, test = report["final"], report["test"]
-    rows = []
-    for record in report["dev"]:
-        by_threshold, by_batch = record["perplexity"], record["perplexity_batchwise"]
-        change = f"{100 * (by_threshold / by_batch - 1):+.2f}%"
-        rows.append([f"{record['step']:,}", f"{by_threshold:.2f}", f"{by_batch:.2f}", change])
-    steps = markdown_table(
-        ["step", "dev perplexity, threshold mask", "batchwise mask", "difference"], rows
-    )
-    disagreement, difference, without = (
-        f"{100 * final[key]:.2f}%"
-        for key in ("mask_disagreement", "difference", "share_without_expert")
-    )
-    end = markdown_table(
-        ["after the last step", "value", "aim"],
-        [
-            ["disagreement of the masks, training batches", disagreement, "below 10%"],
-            ["increase of dev perplexity by the threshold mask", difference, "at most 2%"],
-            ["tokens without an expert, training batches", without, ""],
-            ["test perplexity, threshold mask", f"{test['perplexity']:.2f}", ""],
-            ["test perplexity, batchwise mask", f"{test['perplexity_batchwise']:.2f}", ""],
-        ],
-    )
-    checked = ""
-    if report["checked_batches"]:  # 0 if the run was finished before this start
-        checked = f""" Each expert got exactly m = round(k·T/E) tokens in all of the \
-{report["checked_batches"]:,} training batches since the last start."""
-    return f"""\
-# Strictly balanced gating: training with the batchwise mask, thresholds in evaluation
-
-![perplexity and masks against steps](balanced.png)
-
-In training, the batchwise mask gives each expert the same number of tokens. In evaluation, a \
-learned threshold of each expert replaces it (App. F). The model trained for \
-{report["steps"]:,} steps of about {report["tokens_per_batch"]:,} tokens, with \
-{report["k"]} of {report["num_experts"]} experts per token and seed {report["seed"]}.{checked}
-
-{steps}
-{end}
-Disagreement is the number of (token, expert) assignments that only one mask selects, divided by \
-the number of assignments of both masks together. The batchwise mask depends on the other \
-tokens of the batch, so only the threshold mask gives the perplexity of a language model.
-
-```
-{shlex.join(["moe-lab", "study", "balanced", *report["overrides"]])}
-```
-"""
-
-
-def train_and_measure(overrides: Sequence[str]) -> dict[str, Any]:
-    """Trains the model, or continues its run, and returns the report as data for JSON.
-
-    Raises:
-        KeyboardInterrupt: training was interrupted.
-    """
-    config = read_config("small/moe-32-balanced", overrides, Config)
-    moe = config.model.moe
-    if moe.gate != "balanced" or moe.num_groups:
-        raise ConfigError(
-            'model.moe must have gate = "balanced" and num_groups = 0, '
-            f"got {moe.gate!r} and {moe.num_groups}"
-        )
-    if "moe" not in config.model.layers:
-        raise ConfigError(f'model.layers must include "moe", got {config.model.layers}')
-    config = replace(config, resume=(Path(config.output) / "config.toml").exists())
-    trainer = make_trainer(config)
-    checks = []
-    for layer in trainer.model.layers:
-        if isinstance(layer, MoE):
-            checks.append(EqualLoads(moe.k, moe.num_experts))
-            layer.register_forward_hook(checks[-1])
-    if not trainer.run() or trainer.interrupted:
-        raise KeyboardInterrupt("balanced: training was interrupted; the run is saved")
-
-    def test_perplexity() -> float:
-        size = config.data.tokens_per_batch
-        return evaluate(trainer.model, trainer.text.test, tokens_per_batch=size).perplexity
-
-    test = {"perplexity": test_perplexity()}
-    with batchwise_masks(trainer.model):
-        test["perplexity_batchwise"] = test_perplexity()
-    dev = read_metrics(trainer.folder, "dev")
-    train = [
-        {"step": record["step"]}
-        | {key: record[key][0] for key in ("mask_disagreement", "share_without_expert")}
-        for record in read_metrics(trainer.folder, "train")
-    ]
-    return {
-        "overrides": overrides,
-        "steps": config.steps,
-        "seed": config.seed,
-        "tokens_per_batch": config.data.tokens_per_batch,
-        "num_experts": moe.num_experts,
-        "k": moe.k,
-        "checked_batches": sum(check.num_batches for check in checks),
-        "final": {
-            **{key: train[-1][key] for key in ("mask_disagreement", "share_without_expert")},
-            "difference": dev[-1]["perplexity"] / dev[-1]["perplexity_batchwise"] - 1,
-        },
-        "test": test,
-        "dev": dev,
-        "train": train,
-    }
-
-
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs the study and returns its report."""
-    parser = make_parser(__doc__)
-    add_overrides(parser)
-    add_output(parser)
-    parser.add_argument("--report", action="store_true", help="write the page without training")
+def main(arguments: Sequence[str] | None = None) -> "Stored":
+    """Runs the study and returns the stored runs."""
+    parser = study_parser(__doc__, "balanced", [MODEL])
+    parser.set_defaults(seeds=[1])
     options = parser.parse_intermixed_args(arguments)
-    if options.report:
-        report = read_json(options.output / "balanced.json")
-    else:
-        report = train_and_measure(options.overrides)
-    figure = plot(report["dev"], report["train"])
-    write_report(options.output, "balanced", as_markdown(report), report, figure)
-    return report
+
+    from moe_lab.studies._balanced import Balanced
+
+    return Balanced(options).main()

@@ -3,15 +3,17 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moe_ext.distributed import Ranks
 from moe_lab.data import AnyText, EncodedPairs, EncodedSentences, Wordpieces, batches_of
 from moe_lab.models import AnyModel, LossParts, evaluating
 from moe_lab.progress import progress
+
+if TYPE_CHECKING:
+    from moe_ext.distributed import Ranks
 
 
 def perplexity(nll: float) -> float:
@@ -72,7 +74,7 @@ def evaluate(
     *,
     tokens_per_batch: int = 2_560,
     title: str | None = "evaluating",
-    ranks: Ranks | None = None,
+    ranks: "Ranks | None" = None,
 ) -> Evaluation:
     """Computes the negative log-likelihood of a text, with the full softmax, without gate noise.
 
@@ -89,6 +91,8 @@ def evaluate(
         title: title of the progress bar; None shows no bar.
         ranks: the ranks that share the rows of every batch; None is a single rank.
     """
+    from moe_ext.distributed import Ranks  # imports FSDP, which takes a second
+
     ranks = ranks or Ranks()
     device = model.embedding.weight.device
     batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=False)
@@ -130,7 +134,7 @@ class Window:
         self.balance: list[list[dict[str, float]]] = []  # by batch and MoE layer
         self.tokens_per_expert: tuple[Tensor, ...] = ()  # by MoE layer, summed over ranks
 
-    def add(self, parts: LossParts, ranks: Ranks) -> None:
+    def add(self, parts: LossParts, ranks: "Ranks") -> None:
         self.nll_sum += parts.nll_sum.item()
         self.aux_sum += parts.aux_loss.item() * parts.num_tokens
         self.num_tokens += parts.num_tokens
@@ -144,7 +148,7 @@ class Window:
     def is_finite(self) -> bool:
         return math.isfinite(self.nll_sum + self.aux_sum)
 
-    def summary(self, ranks: Ranks) -> dict[str, Any]:
+    def summary(self, ranks: "Ranks") -> dict[str, Any]:
         """Computes the metrics since the last log line over all ranks.
 
         - nll, aux_loss: means over tokens; nll does not include aux_loss.

@@ -1,0 +1,98 @@
+"""Claims of the paper, and the verdicts of a study on them."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from moe_lab.experiments.report import Claims, markdown_table
+from moe_lab.experiments.statistics import PairedDifference
+from moe_lab.training.metrics import perplexity
+
+SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts
+
+# Sentences of the studies' pages.
+HOW_COMPARED = (
+    "The perplexity over several seeds is exp of the mean of ln ppl. A difference is the mean over "
+    "the seeds that both models have. With three seeds or more, its 95% t interval follows in "
+    "brackets."
+)
+HOW_DECIDED = (
+    "A claim is supported if the whole interval lies below zero, contradicted if it lies above "
+    "zero, and otherwise not decided."
+)
+
+
+class Claim(NamedTuple):
+    """A claim of the paper and the result of the study.
+
+    Attributes:
+        claim: the claim in words.
+        compared: the compared models.
+        difference: the difference in ln ppl; negative if the claim holds.
+    """
+
+    claim: str
+    compared: str
+    difference: PairedDifference | None
+
+
+def verdict(difference: PairedDifference | None, low: float = -math.inf, high: float = 0.0) -> str:
+    """Judges the claim that a difference is between low and high, by default below zero.
+
+    The claim is supported if the confidence interval of the difference lies inside (low, high), and
+    contradicted if the interval lies outside. Otherwise, or without an interval, the claim is not
+    decided.
+    """
+    if difference is None or difference.low is None or difference.high is None:
+        return NOT_DECIDED
+    if low < difference.low and difference.high < high:
+        return SUPPORTED
+    return CONTRADICTED if difference.low > high or difference.high < low else NOT_DECIDED
+
+
+def as_change(difference: PairedDifference | None) -> str:
+    """Formats a difference of ln ppl as a change of the perplexity in per cent, with its interval.
+
+    With fewer than three seeds, the text has the number of seeds instead of the interval.
+    """
+    if difference is None:
+        return ""
+    return difference.text(lambda value: f"{100 * (perplexity(value) - 1):+.2f}", "%")
+
+
+def as_percent(difference: PairedDifference | None) -> str:
+    """Formats a relative difference in per cent, with its interval."""
+    return "" if difference is None else difference.text(lambda gap: f"{100 * gap:+.1f}", "%")
+
+
+def claims_data(claims: Iterable[NamedTuple]) -> list[dict[str, Any]]:
+    """Converts claims, or other tuples with differences, to data for JSON."""
+    return [
+        {
+            name: asdict(value) if isinstance(value, PairedDifference) else value
+            for name, value in claim._asdict().items()
+        }
+        for claim in claims
+    ]
+
+
+def claims_of(
+    claims: Sequence[Claim],
+    title: str = "perplexity, 95%",
+    shown: Callable[[PairedDifference | None], str] = as_change,
+    low: float = -math.inf,
+    high: float = 0.0,
+) -> Claims:
+    """Makes the part of a page with claims and verdicts.
+
+    Args:
+        claims: the claims.
+        title: the title of the differences in the table.
+        shown: function that formats a difference.
+        low: lower end of the range in which a difference supports its claim.
+        high: upper end of this range.
+    """
+    rows = [[claim, what, shown(gap), verdict(gap, low, high)] for claim, what, gap in claims]
+    table = markdown_table(["claim", "compared", title, "verdict"], rows)
+    return Claims(table, claims_data(claims))

@@ -1,0 +1,108 @@
+"""What the pages say about stored runs: means, paired differences, curves, costs and commands.
+
+Runs with the same seed share the data order, the sampled softmax classes, and the initial weights
+of their common layers. With the same number of layers, they also share the dropout masks. The
+difference between two models is the mean over pairs of runs with the same seed. The unit of
+analysis is the test log-perplexity of a run after a fixed number of steps.
+"""
+
+import shlex
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from moe_lab.cli import DEFAULT_SEEDS
+from moe_lab.experiments.statistics import PairedDifference, mean_difference
+from moe_lab.experiments.store import Run
+from moe_lab.training.metrics import perplexity
+
+Value = Callable[[Run], float]  # a number of a run
+
+
+def number_of(*keys: str | int) -> Value:
+    """Returns the function from a run to one of its numbers, by the keys of the number."""
+
+    def value(run: Run) -> float:
+        found: Any = run
+        for key in keys:
+            found = found[key]
+        return float(found)
+
+    return value
+
+
+test_nll = number_of("test_nll")  # nats per token of the test part after the last step
+dev_nll = number_of("dev", -1, 1)
+
+
+def nll_after(share: float) -> Value:
+    """Returns the function to the test nats per token after a fraction of the training steps."""
+    return number_of("earlier_nll", str(share))
+
+
+def mean_of(runs: Mapping[int, Run], value: Value) -> float:
+    """Computes the mean of a number over the seeds."""
+    return statistics.fmean(map(value, runs.values()))
+
+
+def mean_perplexity(runs: Mapping[int, Run], nll: Value = test_nll) -> float:
+    """Computes exp of the mean ln ppl over seeds."""
+    return perplexity(mean_of(runs, nll))
+
+
+def difference(
+    a: Mapping[int, Run], b: Mapping[int, Run], value: Value = test_nll
+) -> PairedDifference | None:
+    """Computes the mean of value(a) - value(b), by default of ln ppl, over the seeds of both."""
+    seeds = sorted(a.keys() & b.keys())
+    return mean_difference([value(a[seed]) - value(b[seed]) for seed in seeds])
+
+
+def widening(a: Mapping[int, Run], b: Mapping[int, Run], share: float) -> PairedDifference | None:
+    """Computes `difference` at the end minus `difference` at the fraction `share` of training."""
+    earlier = nll_after(share)
+    return difference(a, b, lambda run: test_nll(run) - earlier(run))
+
+
+def size_cells(runs: Mapping[int, Run]) -> list[str]:
+    """Formats operations and parameters of a model for a table."""
+    cost = next(iter(runs.values()))["cost"]
+    return [f"{cost['ops_per_timestep'] / 1e6:.3f}M", f"{cost['parameters'] / 1e6:.2f}M"]
+
+
+def mean_curve(runs: Mapping[int, Run]) -> list[tuple[float, float]]:
+    """Returns the learning curve of the runs of a model: tokens of training, and dev perplexity.
+
+    The perplexity is exp of the mean ln(perplexity) of the runs.
+    """
+    steps = zip(*(run["dev"] for run in runs.values()), strict=True)
+    return [(step[0][0], perplexity(statistics.fmean(nll for _, nll in step))) for step in steps]
+
+
+def core_hours(runs: Sequence[Run]) -> str:
+    """Says how long the runs took."""
+    hours = sum(run["seconds"] for run in runs) / 3600
+    return (
+        f"All runs took at least {hours:.2f} core-hours. "
+        "A run that was interrupted counts from its last start."
+    )
+
+
+def commands_of(command: Sequence[str], runs: Sequence[Run], usual: Collection[str]) -> str:
+    """Formats the commands of stored runs, one on each line.
+
+    The first command is that of the arms in `usual` with the usual seeds. Further seeds of these
+    arms follow, then the other arms; each command has the arms with the same seeds.
+    """
+    same: dict[tuple[bool, tuple[int, ...]], list[str]] = {}  # arms by their further seeds
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        is_other = arm not in usual
+        seeds = {run["seed"] for run in runs if run["arm"] == arm}
+        further = tuple(sorted(seeds if is_other else seeds - {*DEFAULT_SEEDS}))
+        same.setdefault((is_other, further), []).append(arm)
+    lines = [
+        [*command, "--seeds", *map(str, seeds), "--arms", *arms]
+        for (_, seeds), arms in sorted(same.items(), key=lambda item: item[0][0])
+        if seeds
+    ]
+    return "\n".join(map(shlex.join, [command, *lines]))

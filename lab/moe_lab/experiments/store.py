@@ -1,0 +1,243 @@
+"""The store of runs: one small JSON file next to the page of a study.
+
+The file OUTPUT/NAME.json holds the settings that all runs share, and each finished run with its
+arm, its seed, its results and the machine. A run that the file holds is not repeated, on any
+machine. The page is made of the file alone. All functions raise ConfigError if the file is
+corrupted or belongs to other settings.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ext.checks import require
+from moe_ext.info import cpu_name
+from moe_lab.errors import ConfigError
+from moe_lab.experiments.arms import Arm, by_settings, parse_arm
+from moe_lab.experiments.report import Claims, Page, publish
+from moe_lab.files import Locked, file_lock, read_json, write_json
+from moe_lab.training.config import AnyConfig, config_from_file, options_of_results
+
+Run = dict[str, Any]  # the numbers of a finished run, with the name of its "arm" and its "seed"
+
+# What the code of a page raises for numbers that are missing or of another type.
+_WRONG_RESULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_HINT = "restore the file, or give another --output"
+
+
+class Runs(dict[Arm, dict[int, Run]]):
+    """The finished runs by arm and seed; an arm without runs has {}."""
+
+    def __missing__(self, arm: Arm) -> dict[int, Run]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The contents of the file of a study.
+
+    Attributes:
+        settings: the options of the study that all runs share, as data for JSON. Options that are
+            newer than the file have their defaults.
+        runs: the finished runs, ordered by arm and seed.
+        diverged: the arm and seed of the runs that diverged, which are not repeated.
+    """
+
+    settings: dict[str, Any]
+    runs: list[Run] = field(default_factory=list)
+    diverged: list[Run] = field(default_factory=list)
+
+    def by_arm(self) -> Runs:
+        """Returns the finished runs by arm and seed."""
+        found = Runs()
+        for run in self.runs:
+            found.setdefault(parse_arm(run["arm"]), {})[run["seed"]] = run
+        return found
+
+    def find(self, arm: Arm, seed: int) -> Run | None:
+        """Returns the run of an arm and a seed if it is finished or has diverged."""
+        all_runs = [*self.runs, *self.diverged]
+        same = (run for run in all_runs if (run["arm"], run["seed"]) == (str(arm), seed))
+        return next(same, None)
+
+    def data(self, **more: Any) -> dict[str, Any]:
+        """Returns the contents as data for JSON."""
+        diverged = {"diverged": self.diverged} if self.diverged else {}
+        return {"settings": self.settings, "runs": self.runs, **diverged, **more}
+
+
+class Store:
+    """The file of a study.
+
+    Args:
+        path: the JSON file.
+        bases: the models in the order of the file, see `Arm.base`.
+    """
+
+    def __init__(self, path: Path, bases: Sequence[str] = ()) -> None:
+        self.path, self.bases = path, bases
+
+    def _locked(self) -> AbstractContextManager[None]:
+        """Locks the file: only one program at a time reads and writes it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return file_lock(self.path.with_name(f".{self.path.name}.lock"), wait=True)
+
+    def read(self, settings: Mapping[str, Any] | None = None) -> Stored:
+        """Reads the file; a missing file has no runs.
+
+        Args:
+            settings: the settings that the file must have; None allows any.
+        """
+        if not self.path.is_file():
+            return Stored(dict(settings or {}))
+        try:
+            values = read_json(self.path)
+            stored = _checked(values, self.path)
+        except ValueError as error:
+            raise ConfigError(f"{error}; {_HINT}") from error
+        if "task" in stored.settings:
+            defaults = config_from_file({"task": stored.settings["task"]}, self.path)
+            for key, value in shared_options(defaults).items():
+                stored.settings.setdefault(key, value)
+        if settings is not None:
+            self._require_same(f"{self.path} must hold runs", stored.settings, settings)
+        return stored
+
+    def _require_same(self, what: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        # The path of the corpus may differ; the contents of the corpus are compared.
+        keys = sorted((found.keys() | wanted.keys()) - {"corpus"})
+        if different := [key for key in keys if found.get(key) != wanted.get(key)]:
+            a, b = ({key: each.get(key) for key in different} for each in (wanted, found))
+            raise ConfigError(f"{what} with {a}, got {b}; {_HINT}")
+
+    def holds(
+        self, settings: Mapping[str, Any], arm: Arm, seed: int, options: Mapping[str, Any]
+    ) -> bool:
+        """Returns whether a run is finished or has diverged."""
+        run = self.read(settings).find(arm, seed)
+        if run is not None and "options" in run:  # older runs have only the name of the arm
+            self._require_same(f"{self.path} must hold runs of {arm}", run["options"], options)
+        return run is not None
+
+    def add(self, settings: Mapping[str, Any], run: Run, diverged: bool = False) -> None:
+        """Adds a run, unless another process has added it."""
+        with self._locked():
+            stored = self.read(settings)
+            arm, seed = parse_arm(run["arm"]), run["seed"]
+            if stored.find(arm, seed) is None:
+                (stored.diverged if diverged else stored.runs).append(run)
+            key = by_settings(self.bases)
+            stored.runs.sort(key=lambda each: (key(parse_arm(each["arm"])), each["seed"]))
+            write_json(self.path, stored.data())
+
+    def page(self, stored: Stored, page_of: Callable[[Stored], Page | None]) -> Page | None:
+        """Makes the page of stored runs.
+
+        Args:
+            stored: the contents of the file, which come from the user.
+            page_of: function that makes the page; None if there is nothing to report yet.
+        """
+        try:
+            return page_of(stored) if stored.runs else None
+        except ConfigError:
+            raise
+        except _WRONG_RESULTS as error:
+            found = f"{type(error).__name__}: {error}"
+            rule = f"{self.path} must hold the results of this study"
+            raise ConfigError(f"{rule}, got {found}; {_HINT}") from error
+
+    def report(self, page_of: Callable[[Stored], Page | None]) -> Stored:
+        """Writes the page of the stored runs and its plot, and the claims into the file."""
+        with self._locked():
+            stored = self.read()
+            page = self.page(stored, page_of)
+            if page is None:
+                print("nothing to report yet: the compared models have no finished run")
+            else:
+                claims = page.part(Claims)
+                data = stored.data(claims=claims.data) if claims else stored.data()
+                publish(self.path.parent, self.path.stem, page, data)
+            return stored
+
+
+def _checked(values: Any, path: Path) -> Stored:
+    """Converts the contents of a file; raises ValueError if they are not those of a study."""
+    kinds: dict[str, type] = {"settings": dict, "runs": list, "diverged": list}
+    table: dict[str, Any] = {"diverged": []} | values if isinstance(values, dict) else {}
+    known = all(isinstance(table.get(key), kind) for key, kind in kinds.items())
+    require(known, str(path), "be a table with settings and runs", type(values).__name__)
+    for run in [*table["runs"], *table["diverged"]]:
+        kinds = {"arm": str, "seed": int, "options": dict}
+        run_of: dict[str, Any] = {"options": {}} | run if isinstance(run, dict) else {}
+        known = all(isinstance(run_of.get(key), kind) for key, kind in kinds.items())
+        require(known, f"{path}: runs", "each have an arm and a seed", run)
+        try:
+            parse_arm(run["arm"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    return Stored(table["settings"], table["runs"], table["diverged"])
+
+
+def run_missing(
+    store: Store,
+    settings: Mapping[str, Any],
+    planned: Iterable[tuple[Arm, int, Mapping[str, Any]]],
+    run: Callable[[Arm, int], Run],
+    locks: Path,
+) -> None:
+    """Runs what a store lacks, and stores each run as soon as it is finished.
+
+    A stored run has its "seconds", the processor time since it was last started, and the "machine".
+    You can start the same study several times: each process skips runs that another process has
+    begun.
+
+    Args:
+        store: the store.
+        settings: the options of the study that all runs share, as data for JSON.
+        planned: the arm, the seed and the options of the arm of each run, in the order in which to
+            run them.
+        run: function from arm and seed to the numbers of the finished run, as data for JSON.
+        locks: the folder of the lock files of the runs, which is created if missing.
+
+    Raises:
+        FloatingPointError: runs diverged; the others are finished and stored.
+    """
+    errors = []
+    locks.mkdir(parents=True, exist_ok=True)
+    for arm, seed, options in planned:
+        with suppress(Locked), file_lock(locks / f".{arm}-seed{seed}.lock", wait=False):
+            if store.holds(settings, arm, seed, options):
+                continue
+            begin = {"arm": str(arm), "seed": seed, "options": dict(options)}
+            started = time.process_time()
+            try:
+                values = run(arm, seed)
+            except FloatingPointError as error:
+                errors.append(f"{arm} with seed {seed}: {error}")
+                store.add(settings, begin | {"error": str(error)}, diverged=True)
+                continue
+            seconds = round(time.process_time() - started, 1)
+            machine = f"{cpu_name()}; torch {torch.__version__}"
+            store.add(settings, begin | values | {"seconds": seconds, "machine": machine})
+    if errors:
+        hint = "the same command continues without diverged runs, --report writes the page"
+        raise FloatingPointError("; ".join([*errors, hint]))
+
+
+def shared_options(config: AnyConfig) -> dict[str, Any]:
+    """Returns the options that all runs of a study must share, for its settings.
+
+    The text is known by its fingerprint, and each run has its own seed. The options of [log] that
+    are included determine the learning curves.
+    """
+    options = options_of_results(config)
+    del options["seed"], options["data.corpus"]
+    return options | {
+        "log.eval_every": config.log.eval_every,
+        "log.eval_sentences": config.log.eval_sentences,
+    }

@@ -1,0 +1,93 @@
+"""Other learning rates and dropouts of the models of a study, compared on the dev part."""
+
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from moe_lab.experiments.arms import Arm, by_settings
+from moe_lab.experiments.report import markdown_table
+from moe_lab.experiments.runs import dev_nll
+from moe_lab.experiments.store import Runs
+from moe_lab.training.metrics import perplexity
+
+
+class Tried(NamedTuple):
+    """The dev results of a model with each of its settings.
+
+    Attributes:
+        num_seeds: the number of seeds with which the model has run with all of these settings.
+        nll: the mean ln ppl on the dev part over these seeds, by `Arm.trial`.
+    """
+
+    num_seeds: int
+    nll: dict[str, float]
+
+
+def tried(runs: Runs, models: Iterable[Arm]) -> dict[Arm, Tried]:
+    """Compares the settings of each model on the dev part, over the seeds that all of them have.
+
+    If they have no common seed, the settings with the fewest seeds are left out.
+
+    Args:
+        runs: the finished runs.
+        models: the models with the usual settings.
+    """
+    compared = {}
+    for model in models:
+        same = sorted((arm for arm in runs if arm.usual == model), key=by_settings([model.base]))
+        of_arm = {arm.trial: runs[arm] for arm in same}
+        while of_arm and not (seeds := set.intersection(*map(set, of_arm.values()))):
+            del of_arm[min(reversed(of_arm), key=lambda trial: len(of_arm[trial]))]
+        nll = {
+            trial: statistics.fmean(dev_nll(found[seed]) for seed in seeds)
+            for trial, found in of_arm.items()
+        }
+        compared[model] = Tried(len(seeds) if nll else 0, nll)
+    return compared
+
+
+def trials_table(compared: Mapping[Arm, Tried], usual: str) -> str:
+    """Formats the dev perplexities as a Markdown table; `usual` names the usual settings."""
+    endings = dict.fromkeys(trial for _, nll in compared.values() for trial in nll)
+    rows = [
+        [model, seeds, *(f"{perplexity(nll[end]):.2f}" if end in nll else "" for end in endings)]
+        for model, (seeds, nll) in compared.items()
+        if nll
+    ]
+    return markdown_table(["model", "seeds", *(end or usual for end in endings)], rows)
+
+
+def usual_options(settings: Mapping[str, Any]) -> str:
+    """Names the learning rate and the dropout that the runs of the models share."""
+    return f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
+
+
+def trials(settings: Mapping[str, Any], runs: Runs, models: Iterable[str]) -> str:
+    """Compares learning rates and dropouts on the dev part; "" if no model has run with another.
+
+    A row is over the seeds with which a model has run with all settings that were tried with it.
+
+    Args:
+        settings: the options that the runs of the models share.
+        runs: the finished runs.
+        models: the names of the models.
+    """
+    usual = usual_options(settings)
+    compared = {
+        model: of_model
+        for model, of_model in tried(runs, map(Arm, models)).items()
+        if of_model.nll.keys() - {""}
+    }
+    if not compared:
+        return ""
+    excess = [
+        f"{perplexity(nll[''] - min(nll.values())) * 100 - 100:.2f}% ({model})"
+        for model, (_, nll) in compared.items()
+        if "" in nll
+    ]
+    above = f" The perplexity with {usual} is above the lowest of its row by {', '.join(excess)}."
+    return (
+        f"The dev perplexity after {settings['steps']:,} steps, with other learning rates and "
+        f"dropouts:\n\n{trials_table(compared, usual)}\n"
+        f"All runs outside this table have {usual}.{above if excess else ''}"
+    )

@@ -1,0 +1,96 @@
+"""The measurements and the page of the study of the n-gram baseline."""
+
+import argparse
+import math
+import shlex
+import time
+from typing import Any
+
+from moe_lab.data import EncodedSentences
+from moe_lab.experiments.report import Command, Page, markdown_table
+from moe_lab.models import NGramModel, fit_kneser_ney
+from moe_lab.training.config import Config, read_config
+from moe_lab.training.device import set_up_torch
+from moe_lab.training.metrics import Evaluation
+from moe_lab.training.text import SentenceText, load_text
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Fits a model to each share of the text and tests it; returns data for JSON."""
+    config = read_config(options.config, options.overrides, Config)
+    set_up_torch("cpu", config.num_threads)
+    text = load_text(config.data)
+    options.output.mkdir(parents=True, exist_ok=True)
+    models = []
+    for part in options.shares:
+        train = text.train.first(math.ceil(part * len(text.train)))
+        start = time.perf_counter()
+        model = fit_kneser_ney(
+            train, len(text.vocabulary), options.order, modified=options.discounts == 3
+        )
+        seconds = time.perf_counter() - start
+        models.append({"seconds": seconds, **measured(model, train, text)})
+    if options.arpa:
+        model.write_arpa(options.output / "kneser_ney.arpa", text.vocabulary)
+    command = ["moe-lab", "study", "kneser-ney", options.config, *options.overrides]
+    command += ["--order", options.order, "--discounts", options.discounts]
+    return {
+        "command": shlex.join(map(str, [*command, "--shares", *options.shares])),
+        "corpus": config.data.corpus,
+        "vocabulary": len(text.vocabulary),
+        "order": options.order,
+        "num_discounts": options.discounts,
+        "test_tokens": text.test.num_tokens,
+        "test_sentence_tokens": text.test.lengths.tolist(),
+        "models": models,
+    }
+
+
+def measured(model: NGramModel, train: EncodedSentences, text: SentenceText) -> dict[str, Any]:
+    """Evaluates an n-gram model on the dev and test parts; the result can be written as JSON."""
+    dev, test = (
+        Evaluation(model.sentence_nll(part), part.num_tokens) for part in (text.dev, text.test)
+    )
+    return {
+        "train_sentences": len(train),
+        "train_tokens": train.num_tokens,
+        "num_ngrams": model.num_ngrams,
+        "num_parameters": model.num_parameters,
+        "discounts": model.discounts,
+        "dev_perplexity": dev.perplexity,
+        "test_perplexity": test.perplexity,
+        "test_nll": test.nll,
+        "test_sentence_nll": test.sentence_nll.tolist(),
+    }
+
+
+def page_of(report: dict[str, Any]) -> Page:
+    """Makes the page of `measure`."""
+    kind = "modified, three discounts" if report["num_discounts"] == 3 else "one discount"
+    orders = range(1, report["order"] + 1)
+    table = markdown_table(
+        ["training tokens", "dev perplexity", "test perplexity", "parameters", "seconds"]
+        + [f"{n}-grams" for n in orders],
+        [
+            [
+                f"{model['train_tokens']:,}",
+                f"{model['dev_perplexity']:.2f}",
+                f"{model['test_perplexity']:.2f}",
+                f"{model['num_parameters'] / 1e6:.2f}M",
+                f"{model['seconds']:.0f}",
+                *(f"{number:,}" for number in model["num_ngrams"]),
+            ]
+            for model in report["models"]
+        ],
+    )
+    return Page(
+        "Kneser-Ney n-gram models",
+        [
+            f"The models are interpolated Kneser-Ney {report['order']}-gram models ({kind} for "
+            f"each order) without pruning. The corpus is {report['corpus']}, with a vocabulary of "
+            f"{report['vocabulary']:,} words and {report['test_tokens']:,} test tokens.",
+            table,
+            "Parameters are the stored probabilities and back-off weights.",
+            Command(report["command"]),
+        ],
+    )

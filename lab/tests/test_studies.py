@@ -1,0 +1,354 @@
+"""Studies of trained and of finished models: their runs, their stores and their pages."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from moe_lab.commands import train
+from moe_lab.errors import ConfigError
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.claims import as_change, verdict
+from moe_lab.experiments.runs import difference
+from moe_lab.experiments.store import Runs
+from moe_lab.studies import (
+    _balanced,
+    _efficiency,
+    _routing,
+    _specialisation,
+    balanced,
+    capacity,
+    efficiency,
+    facts,
+    kneser_ney,
+    losses,
+    multilingual,
+    routers,
+    specialisation,
+    translation,
+)
+from moe_lab.training.config import read_config
+from test_scripts import CONFIG, ROOT, TINY, status_and_error
+
+from moe_ext import BalancedGate, MoE, batchwise_masks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RESULTS = ROOT / "docs" / "results"
+PAGES = {  # of the published pages that are made of a store: the study and its options
+    "balanced": (balanced,),
+    "capacity_prose": (capacity, "--text", "prose"),
+    "capacity_sources": (capacity,),
+    "efficiency": (efficiency,),
+    "facts": (facts,),
+    "losses": (losses,),
+    "multilingual_captions": (multilingual,),
+    "routers": (routers,),
+    "specialisation": (specialisation,),
+    "translation_captions_en-de": (translation,),
+    "translation_captions_en-fr": (translation, "--pair", "en-fr"),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_published_pages_are_made_of_their_data(name, tmp_path):
+    """The text is made again, byte by byte; the plot depends on the version of matplotlib."""
+    study, *options = PAGES[name]
+    shutil.copy(RESULTS / f"{name}.json", tmp_path)
+    study.main(["--report", *options, f"--output={tmp_path}"])
+    for suffix in ("md", "json"):
+        file = f"{name}.{suffix}"
+        assert (tmp_path / file).read_text() == (RESULTS / file).read_text()
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_store_of_the_results_is_checked():
+    files = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
+    stores = {
+        name
+        for name, data in files.items()
+        if isinstance(data, dict) and {"settings", "runs"} <= data.keys()
+    }
+    assert stores == PAGES.keys() - {"efficiency"}
+
+
+COMMANDS = [  # a module, and an argument that it must refuse before it imports the work
+    *((f"studies.{study.__name__.rpartition('.')[2]}", "--arms=x") for study, *_ in PAGES.values()),
+    ("studies.kneser_ney", "--order=0"),
+    ("studies.paper_tables", "--report"),
+    ("commands.compare", "--seeds=-1"),
+    ("commands.quickstart", "--slow"),
+]
+
+
+@pytest.mark.parametrize("module, wrong", sorted({*COMMANDS}))
+def test_help_and_wrong_arguments_need_no_torch(module, wrong):
+    code = f"""
+import sys
+for name in ("torch", "moe_ext", "matplotlib", "scipy", "numpy"):
+    sys.modules[name] = None
+from moe_lab.{module} import main
+for arguments in (["--help"], ["small/moe-32", "{wrong}"]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        print("status", end.code)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    found = [line for line in result.stdout.splitlines() if line.startswith("status ")]
+    assert found == ["status 0", "status 2"], result.stderr
+
+
+def rebuilds(main, name, folder, *options):
+    """Returns whether --report writes the same page and plot, without runs and corpus."""
+    files = [folder / f"{name}.{suffix}" for suffix in ("md", "png", "json")]
+    before = [file.read_bytes() for file in files]
+    for file in files[:2]:
+        file.unlink()
+    main(["--report", *options, f"--output={folder}"])
+    return [file.read_bytes() for file in files] == before
+
+
+def run_study(study, corpus, tmp_path, *options):
+    """Runs a study with two training steps for each model."""
+    return study.main(
+        [
+            f"data.corpus={corpus}",
+            "steps=2",
+            "data.vocab_size=45",
+            "data.tokens_per_batch=40",
+            "model.num_sampled=9",
+            "model.d_model=8",
+            "log.tensorboard=false",
+            "log.progress=false",
+            f"--runs={tmp_path / 'runs'}",
+            f"--output={tmp_path / 'results'}",
+            *options,
+        ],
+    )
+
+
+def test_claims_about_a_larger_w_load():
+    """Max/mean load falls by the difference of w_load; all other metrics grow by it."""
+    results = {}
+    for arm in losses.WEIGHTS:
+        w_load = float(arm.partition(",")[2])
+        balance = dict.fromkeys(_routing.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
+        run = {"test_nll": w_load, "balance": balance}
+        results[Arm(arm)] = dict.fromkeys((1, 2, 3), run)
+    found = [row for row in _routing.comparisons(Runs(results)) if "max/mean" in row.claim]
+    assert [(row.compared, row.shown, row.verdict) for row in found] == [
+        ("0,0.2 against 0,0", "-0.200 [-0.200, -0.200]", "supported"),
+        ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "supported"),
+        ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "supported"),
+        ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "supported"),
+    ]
+
+
+def test_losses_are_reported(corpus, tmp_path):
+    results = run_study(losses, corpus, tmp_path, "--seeds", "1", "2").by_arm()
+    page = (tmp_path / "results" / "losses.md").read_text()
+    gap = difference(results[Arm("0.1,0.1")], results[Arm("0,0")])
+    assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
+    assert page.count("| a larger w_load lowers ") == page.count("| w_load lowers ") == 1
+    assert page.count("| larger weights lower ") == 2 and page.count("within 0.5% |") == 4
+    for arm in results:
+        moe = read_config(tmp_path / "runs" / f"{arm}-seed1" / "config.toml").model.moe
+        assert str(arm) == f"{moe.w_importance:g},{moe.w_load:g}"
+    assert "| w_importance | w_load | seeds |" in page
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| 2 \|", page, re.M)
+    assert [",".join(row) for row in rows] == [*losses.WEIGHTS]
+    data = json.loads((tmp_path / "results" / "losses.json").read_text())
+    assert all(run["balance"].keys() == _routing.COLUMNS.keys() for run in data["runs"])
+    assert data["claims"][0]["difference"]["mean"] == gap.mean
+    assert "moe-lab study losses data.corpus=CORPUS steps=2 data.vocab_size=45 " in page
+    assert rebuilds(losses.main, "losses", tmp_path / "results")
+
+
+def test_routers_are_reported(corpus, tmp_path, capsys):
+    run_study(routers, corpus, tmp_path, "--seeds", "1", "--arms", "switch rate 0.004")
+    assert "nothing to report yet" in capsys.readouterr().out
+    results = run_study(routers, corpus, tmp_path, "--seeds", "1", "2").by_arm()
+    page = (tmp_path / "results" / "routers.md").read_text()
+    assert [arm.model for arm, runs in results.items() if len(runs) == 2] == [*routers.ROUTERS]
+    for name in ("switch", "bias", "balanced"):
+        gap = difference(results[Arm(name)], results[Arm("noisy")])
+        assert f"| {name} against noisy | {as_change(gap)} | {verdict(gap)} |" in page
+    assert "expert_choice against" not in page  # it is not a language model
+    assert page.count("| expert_choice (not causal) |") == 1
+    runs = json.loads((tmp_path / "results" / "routers.json").read_text())["runs"]
+    busiest = {run["arm"]: _routing.busiest(run) for run in runs}
+    assert 1 <= busiest["balanced"] < 1.2 < busiest["noisy"]
+    folders = {name: tmp_path / "runs" / f"{name}-seed1" for name in routers.ROUTERS}
+    models = {name: read_config(folder / "config.toml") for name, folder in folders.items()}
+    assert {name: config.model.moe.gate for name, config in models.items()} == {
+        "noisy": "noisy_topk",
+        "switch": "topk",
+        "bias": "topk",
+        "balanced": "balanced",
+        "expert_choice": "expert_choice",
+    }
+    trial = read_config(tmp_path / "runs" / "switch-rate-0.004-seed1" / "config.toml")
+    assert trial.optimizer.learning_rate == 4e-3 and trial.model.moe == models["switch"].model.moe
+    assert "with other learning rates" in page and "--seeds 1 --arms 'switch rate 0.004'\n" in page
+    assert rebuilds(routers.main, "routers", tmp_path / "results")
+
+
+def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
+    places = ["--output", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
+    arguments = [
+        *TINY, f"data.corpus={corpus}", "steps=6", "log.eval_every=3", "log.progress=false",
+        *places,
+    ]  # fmt: skip
+    stored = balanced.main(arguments)
+    (run,) = stored.runs
+    assert run["checked_batches"] == 6 and [r["step"] for r in run["dev"]] == [3, 6]
+    last = run["dev"][-1]
+    assert run["final"] == {
+        "difference": last["perplexity"] / last["perplexity_batchwise"] - 1,
+        **{key: value for key, value in run["train"][-1].items() if key != "step"},
+    }
+    page = (tmp_path / "results" / "balanced.md").read_text()
+    assert page in capsys.readouterr().out and "in all of the 6 training batches" in page
+    assert "moe-lab study balanced data.corpus=CORPUS steps=6 " in page
+    assert rebuilds(balanced.main, "balanced", tmp_path / "results")
+    assert balanced.main(arguments).runs == [run]
+    with pytest.raises(ConfigError, match=r"model.layers must .*got \[.lstm.\]"):
+        balanced.main([*arguments, 'model.layers=["lstm"]'])
+
+
+def test_an_unequal_load_stops_the_run():
+    check = _balanced.EqualLoads(k=1, num_experts=3)
+    layer = MoE(4, 3, 1, gate=BalancedGate(4, 3, 1))
+    layer.register_forward_hook(check)
+    layer(torch.randn(6, 4))
+    with batchwise_masks(layer):
+        layer.eval()(torch.randn(6, 4))
+    assert check.num_batches == 1
+    _, aux = layer(torch.randn(6, 4))
+    layer.train()
+    uneven = aux._replace(tokens_per_expert=torch.tensor([2, 1, 3]))
+    with pytest.raises(RuntimeError, match=r"every expert must .*got \[2, 1, 3\]"):
+        check(layer, (), (None, uneven))
+
+
+def test_efficiency_compares_equal_operations(tmp_path):
+    options = ["--width=8", "--tokens", "64", "--rounds=2", f"--output={tmp_path}"]
+    rows = [_efficiency.Row(**row) for row in efficiency.main(options)["rows"]]
+    steps = {row.name: row for row in rows if row.part == "training step"}
+    expected = {*_efficiency.DENSE, *_efficiency.MIXTURES}
+    assert steps.keys() == {*expected, _efficiency.PEAK}
+    assert steps["moe-256-h"].rows_per_expert == 1 and steps["moe-4"].rows_per_expert == 64
+    assert all(row.gflops > 0 and row.low <= row.median <= row.high for row in rows)
+    layer = [row.rows_per_expert for row in rows if row.part == "layer"]
+    assert layer == [0, 2048, 512, 128, 32, 8]
+    by_itself, at_once = (row for row in rows if row.part == "time steps")
+    assert (by_itself.rows_per_expert, at_once.rows_per_expert) == (16, 320)
+    page = (tmp_path / "efficiency.md").read_text()
+    assert (
+        "Claim: with at least 64 rows" in page
+        and "The slowest mixture is moe-4 with 64 words" in page
+    )
+    assert rebuilds(efficiency.main, "efficiency", tmp_path)
+
+
+def test_kneser_ney_on_shares_of_the_text(corpus, tmp_path, capsys):
+    options = [CONFIG, *TINY, f"data.corpus={corpus}", "--output", tmp_path]
+    shares = [*options, "--order", 3, "--shares", 0.25, 1]
+    report = kneser_ney.main([str(option) for option in shares])
+    part, whole = report["models"]
+    assert (part["train_sentences"], whole["train_sentences"]) == (75, 300)
+    for model in (part, whole):
+        assert 1 < model["test_perplexity"] < report["vocabulary"]
+        assert len(model["num_ngrams"]) == len(model["discounts"]) == 3
+        nll = sum(model["test_sentence_nll"]) / report["test_tokens"]
+        assert math.exp(nll) == pytest.approx(model["test_perplexity"])
+    assert sum(report["test_sentence_tokens"]) == report["test_tokens"]
+    assert json.loads((tmp_path / "kneser_ney.json").read_text()) == report
+    table = (tmp_path / "kneser_ney.md").read_text()
+    assert "3-gram models (modified, three discounts" in table and table in capsys.readouterr().out
+    one_discount = [*options, "--discounts", 1, "--arpa"]
+    report = kneser_ney.main([str(option) for option in one_discount])
+    (model,) = report["models"]
+    assert report["order"] == 5 and all(len(set(d)) == 1 for d in model["discounts"])
+    arpa = (tmp_path / "kneser_ney.arpa").read_text()
+    assert f"ngram 1={report['vocabulary'] + 1}\n" in arpa
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    """Trains a run and returns its folder."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    options = [*TINY, f"data.corpus={corpus}", f"output={folder}", "steps=8", "log.progress=false"]
+    train.main([str(CONFIG), *options])
+    return folder
+
+
+def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
+    options = [*TINY, f"data.corpus={corpus}", f"output={tmp_path / 'second'}", "steps=8"]
+    train.main([str(CONFIG), *options, "seed=2", "log.progress=false"])
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"w{i} w{i + 1} w1 nowhere\n" for i in range(40)))
+    arguments = [
+        run, tmp_path / "second", "--part", "all", "--positions", 600, "--permutations", 20,
+        "--output", tmp_path / "results", "--domains", f"given={corpus}", f"other={other}",
+    ]  # fmt: skip
+    arguments = [str(argument) for argument in arguments]
+    stored = specialisation.main(arguments)
+    page = (tmp_path / "results" / "specialisation.md").read_text()
+    assert page in capsys.readouterr().out
+    assert (tmp_path / "results" / "specialisation.png").read_bytes().startswith(b"\x89PNG")
+    claims = json.loads((tmp_path / "results" / "specialisation.json").read_text())["claims"]
+    assert len(claims) == 4 * 4 and page.count("| experts specialise |") == 8
+    for found in stored.runs:
+        assert [e["how"] for e in found["table"]] == [*["most specialised"] * 3, "drawn at random"]
+        assert len({e["expert"] for e in found["table"]}) == 4
+        for gate in ("trained", "untrained"):
+            assert list(found[gate]) == ["current word", "previous word", "word class", "domain"]
+        assert found["trained"] != found["untrained"]
+    # The difference in a claim is the mean of the differences of the runs.
+    gaps = [r["trained"]["domain"]["purity"] - r["untrained"]["domain"]["purity"]
+            for r in stored.runs]  # fmt: skip
+    (claim,) = [c for c in claims if "purity of the domain, against a random" in
+                c["compared"]]  # fmt: skip
+    assert claim["difference"]["mean"] == pytest.approx(sum(gaps) / 2)
+
+    assert rebuilds(specialisation.main, "specialisation", tmp_path / "results")
+    # A second call reads the stored measurements. Other permutations or texts are refused.
+    monkeypatch.setattr(_specialisation, "measure", None)
+    assert specialisation.main(arguments).runs == stored.runs
+    with pytest.raises(ConfigError, match="must hold runs with {'permutations': 21}"):
+        specialisation.main([*arguments, "--permutations", "21"])
+    other.write_text("other words\n" * 40)
+    with pytest.raises(ConfigError, match="must hold runs with {'texts'"):
+        specialisation.main(arguments)
+
+
+def test_specialisation_rejects_arguments(run, corpus, tmp_path, capsys):
+    other = tmp_path / "other"
+    options = [*TINY, f"data.corpus={corpus}", f"output={other}", "steps=1", "model.moe.k=1"]
+    train.main([str(CONFIG), *options, "log.progress=false"])
+    for arguments, message in (
+        ([run, other], "must differ from the first run only in its seed, but ['steps', 'model."),
+        ([run, run], "distinct seeds, got [1, 1]"),
+        ([run, "--layer", "1"], "layer must"),
+        ([run, "--domains", f"a={corpus}"], "two or more distinct NAME=CORPUS"),
+        ([run, "--domains", f"a={corpus}", "b"], "two or more distinct NAME=CORPUS"),
+        ([run, "--domains", f"a={corpus}", f"b={tmp_path / 'nowhere'}"], "there is no corpus at"),
+    ):
+        arguments += ["--output", tmp_path / "results"]
+        found = status_and_error(capsys, specialisation, *arguments)
+        assert found[0] == 2 and message in found[1] and found[1].count("\n") == 1
+    for arguments in ([], [run, "--report"]):
+        with pytest.raises(SystemExit):
+            specialisation.main([str(argument) for argument in arguments])
+        assert "the folder of a run must be given, or --report instead" in capsys.readouterr().err
+
+
+def test_words_in_their_place_as_markdown():
+    in_place = _specialisation.in_place
+    assert in_place(["", "</s>", "a|b", "*", "x_y"]) == r"&lt;/s&gt; **a\|b** \* x\_y"
