@@ -48,7 +48,7 @@ def drop_slots(
         C = ceil(capacity_factor · k · T / N)
 
     Only the first num_experts of the N experts have a capacity; the others compute nothing. The
-    product is that of the decimal number that the user wrote as capacity_factor: 0.9 · 50 / 3 is 15.
+    product is that of the decimal number that the user wrote: 0.9 · 50 / 3 is 15.
 
     Args:
         routing: the routing decision for this rank's tokens.

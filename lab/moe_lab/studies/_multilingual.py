@@ -34,9 +34,9 @@ from moe_lab.studies.multilingual import (
     OVERSAMPLED,
     SHORT,
     SINGLE,
-    TEXTS,
     USUAL,
 )
+from moe_lab.studies.translation import TEXTS
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import by_language_pair, perplexity

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,8 +148,8 @@ def page_of(report: Mapping[str, Any]) -> Page:
 
     titles = [(title, "counted", "deviation", "same") for title, _ in _COLUMNS.values()]
     sizes = markdown_table(
-        ["model", *sum(titles, ())],
-        [[_model(row), *sum((size_cells(row, c) for c in _COLUMNS), [])] for row in rows],
+        ["model", *chain(*titles)],
+        [[_model(row), *chain(*(size_cells(row, c) for c in _COLUMNS))] for row in rows],
     )
     times = markdown_table(
         ["model", "GPUs", "TFLOPS/GPU", "10¹² flops a batch", "step, s", "hours", "published"]

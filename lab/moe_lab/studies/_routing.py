@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import (
@@ -65,7 +65,7 @@ class RoutingStudy(TrainedStudy):
         overrides: the options of each model.
     """
 
-    overrides: Mapping[str, Sequence[str]]
+    overrides: ClassVar[Mapping[str, Sequence[str]]]
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
         options = [*_SETTINGS, *overrides, *self.overrides[arm.model], *arm.overrides]
@@ -173,7 +173,7 @@ class Losses(RoutingStudy):
 
     name = "losses"
     models = usual = WEIGHTS
-    overrides = {
+    overrides: ClassVar = {
         each: [
             f"model.moe.w_importance={each.partition(',')[0]}",
             f"model.moe.w_load={each.partition(',')[2]}",
