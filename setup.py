@@ -116,7 +116,7 @@ def version() -> str:
 
 
 def together(sources: list[str]) -> list[str]:
-    """Replaces the sources of each folder of TOGETHER by few files, which include them."""
+    """Replaces the sources of each folder of TOGETHER by one or more files that include them."""
     folders, alone = {}, []
     for source in sources:
         folder, _, _ = source.rpartition("/")

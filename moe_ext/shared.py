@@ -84,8 +84,8 @@ class SharedExpert(nn.Module):
         if self.w_gate is None:
             return self.expert(x, None, recompute=self.recompute)
         row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-        # torch.sigmoid rounds differently at the end of a tensor, so that the bits of a token would
-        # depend on the number of tokens.
+        # torch.sigmoid rounds differently at the end of a tensor, so that the output of a token
+        # would not be bitwise identical for another number of tokens.
         gates = ops.topk_routing(
             logits(x, self.w_gate), 1, score="sigmoid", renormalize=False
         ).gates

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the source distribution and, from it, a manylinux wheel for the installed torch. Then tests
-# the wheel in a clean environment: import, self-test, training steps, the lab beside it, a C++
+# the wheel in a clean environment: import, self-test, training steps, the lab with it, a C++
 # program.
 #
 #   scripts/build_wheels.sh [--from-tree] [OUTPUT]

@@ -7,7 +7,7 @@
 - shapes, peers, measurement, tables: the benchmarks of experts against other implementations
 
 A new benchmark is a row of `cases.CASES` and a module. Its docstring is the help; `harness.run`
-says what else it has.
+lists its other parts.
 """
 
 __all__: list[str] = []

@@ -51,9 +51,9 @@ class Arm:
         pair: the only language pair of its text, such as "en-de"; "": all pairs of the study.
         times: factor of the number of training steps, or of the size of the text.
         attends_language: whether the attention sees the token of the target language.
-        rate: the peak learning rate; None: that of the study.
-        expert_rate: the peak learning rate of the experts; None: that of the other weights.
-        dropout: the dropout; None: that of the study.
+        rate: the peak learning rate; None: the study's.
+        expert_rate: the peak learning rate of the experts; None: the rate of all weights.
+        dropout: the dropout; None: the study's.
     """
 
     model: str
