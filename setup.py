@@ -23,10 +23,10 @@ CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 HERE = Path(__file__).parent
 HEADERS = HERE / "moe_ext" / "include"
 LIBRARY = "moe_ext.lib.libmoe_ext"
-# The files of each of these folders are compiled as so many files, because torch's headers take
-# most of the time. The files of csrc/cpu stay apart, because the speed of a loop may depend on the
-# rest of its file; nvcc optimizes each kernel by itself. CMakeLists.txt has the same folders,
-# without csrc/cuda.
+# The number of files that the files of a folder are compiled as, because torch's headers take most
+# of the time. The files of csrc/cpu stay apart, because the speed of a loop may depend on the rest
+# of its file; nvcc optimizes each kernel by itself. CMakeLists.txt has the same folders, without
+# csrc/cuda.
 TOGETHER = {"csrc": 1, "csrc/autograd": 1, "csrc/nn": 1, "csrc/cuda": 2}
 
 try:

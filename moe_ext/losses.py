@@ -182,7 +182,7 @@ class SwitchLoss(RouterLoss):
     def sums(
         self, routing: Routing, tokens_per_expert: Tensor, sequence_offsets: Tensor
     ) -> tuple[Tensor, ...]:
-        """Sums the counts and probabilities of f and P over this rank's tokens; see `RouterLoss.sums`."""
+        """Sums the terms of f and P over this rank's tokens; see `RouterLoss.sums`."""
         p = routing.probabilities()
         if not self.per_sequence:
             return tokens_per_expert.to(p.dtype), p.sum(0), torch.ones_like(p[:, 0]).sum()

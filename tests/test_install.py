@@ -288,6 +288,18 @@ def test_import_loads_neither_the_compiler_nor_the_lab(imported):
     assert imported[1] == "False False"
 
 
+def test_the_package_can_be_imported_again():
+    """As Spyder and Streamlit do."""
+    code = """
+import sys, moe_ext
+for name in [name for name in sys.modules if name.partition(".")[0] == "moe_ext"]:
+    del sys.modules[name]
+import moe_ext
+print(moe_ext.MoE.__name__)
+"""
+    assert lines_of(code)[-1] == "MoE"
+
+
 # The instruction set
 
 # Linux grants no AMX tiles to a process whose signal stack is too small for them. Such a process

@@ -50,6 +50,20 @@ def test_losses_count_dropped_tokens(device, gate, drop):
         assert_same_bits(a, b)
 
 
+@CAPACITY
+@pytest.mark.parametrize(
+    ("capacity_factor", "T", "k", "num_experts", "C"),
+    [(0.9, 50, 1, 3, 15), (0.9, 100, 2, 3, 60), (1.1, 100, 1, 10, 11), (1.25, 64, 2, 8, 20)],
+)
+def test_the_capacity_is_that_of_the_decimal_number(capacity_factor, T, k, num_experts, C):
+    """In float64, 0.9 · 50 / 3 is above 15."""
+    gate = TopKGate(D, num_experts, k)
+    layer = MoE(D, num_experts, k, gate=gate, capacity_factor=capacity_factor)
+    same = torch.arange(k).expand(T, k)
+    _, aux = layer(torch.randn(T, D), expert_index=same)
+    assert aux.kept.sum(0).tolist() == [C] * k
+
+
 def test_the_selection_bias_counts_dropped_tokens():
     layer = make_layer("score", gate=lambda *sizes: TopKGate(*sizes, bias_update_rate=0.1))
     _, aux = layer(make_x(9))

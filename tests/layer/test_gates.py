@@ -1,6 +1,7 @@
 """What is specific to the gates of one level: noise, starts and ties; causality."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -21,6 +22,13 @@ def test_zero_gates_in_evaluation_pick_the_lowest(device):
     assert result.expert_index.tolist() == [[0, 1, 2]] * 5
     assert torch.all(result.gates == result.gates[0, 0])
     assert result.load.tolist() == [5, 5, 5, 0, 0, 0]
+
+
+def test_a_gate_of_one_expert_per_token_warns_that_it_has_no_gradient():
+    with pytest.warns(UserWarning, match=r"with k = 1 .*TopKGate\(d_model, .*renormalize=False"):
+        NoisyTopKGate(D, E, 1)
+    with warnings.catch_warnings(action="error"):
+        NoisyTopKGate(D, E, 2), NoisyTopKGate(D, 1, 1), TopKGate(D, E, 1, renormalize=False)
 
 
 @pytest.mark.equation("Eq. 4")

@@ -34,6 +34,14 @@ def test_recompute_is_an_option_of_its_own():
         assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_token_does_not_depend_on_the_others(dtype):
+    """The sigmoid too is bitwise identical for any number of tokens."""
+    shared = shake(SharedExpert(D, [8], gated=True)).to(dtype)
+    x = make_x(73).to(dtype)
+    assert_same_bits(shared(x), torch.cat([shared(token) for token in x.split(1)]))
+
+
 def test_it_has_the_dtype_of_the_experts():
     shared = SharedExpert(D, [4], dtype=torch.bfloat16, gated=True)
     layer = MoE(D, E, K, expert_dtype=torch.bfloat16, shared_expert=shared)
