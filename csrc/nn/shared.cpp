@@ -1,5 +1,6 @@
 // The shared expert of a layer, which processes every token (arXiv 2401.06066).
 #include <moe_ext/nn.h>
+#include <moe_ext/ops.h>
 #include <torch/nn/init.h>
 
 #include <ostream>
@@ -44,7 +45,10 @@ void SharedExpertImpl::pretty_print(std::ostream& stream) const {
 Tensor SharedExpertImpl::forward(const Tensor& x) {
   if (!w_gate.defined()) return expert->forward_fused(x, {.recompute = options.recompute()});
   const auto row = at::arange(x.size(0), x.options().dtype(at::kLong)).unsqueeze(1);
-  const auto gates = logits(x, w_gate).sigmoid();
+  // torch's sigmoid rounds differently at the end of a tensor, so that the output of a token would
+  // not be bitwise identical for another number of tokens.
+  const auto gates =
+      ops::topk_routing(logits(x, w_gate), 1, {}, "sigmoid", /*renormalize=*/false).gates;
   return expert->forward_fused(x,
                                {.inverse = row, .gates = gates, .recompute = options.recompute()});
 }

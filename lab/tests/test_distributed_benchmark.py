@@ -70,6 +70,7 @@ def test_the_plan_of_a_cluster_has_the_same_bytes(run, exchange):
     assert sent == 2 * planned
 
 
+@pytest.mark.long
 def test_bytes_of_a_hierarchical_layer(tmp_path):
     """With k1 = 2, a token that leaves twice needs two rows, of its k1 · k2 = 4 otherwise."""
     arguments = "--chunks 1 --tokens 6 --experts 8 --group-size 4 --k 2 --width 12"
@@ -138,6 +139,7 @@ def test_a_limited_link(monkeypatch):
     assert env["OMP_NUM_THREADS"] == "1" and env["PATH"] == os.environ["PATH"]
 
 
+@pytest.mark.long
 def test_bytes_of_a_recurrent_layer(tmp_path):
     """With k = E, a row of each rank goes to the other one, with the expert of each rank."""
     path = tmp_path / "results.json"
