@@ -31,8 +31,9 @@ sdist=$(echo "$work"/moe_ext-*.tar.gz)
 
 say "wheel"
 if [ -n "$from_tree" ]; then
+  # A second build in one process has other options, and would compile all files again.
   "$python" setup.py --quiet build --build-lib "$work/lib" \
-    bdist_wheel --bdist-dir "$work/bdist" --dist-dir "$work/built"
+    bdist_wheel --skip-build --bdist-dir "$work/bdist" --dist-dir "$work/built"
 fi
 rm -rf lab/build  # may hold modules that are gone
 "$python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work/lab" ./lab

@@ -65,8 +65,9 @@ done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
 
 say "Python tests"
-# A waiting OpenMP thread leaves its core to the other test workers. Tests of several ranks often
-# wait, so there are more workers than cores.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# Each test worker has one thread; tests of threads set their number. A waiting OpenMP thread leaves
+# its core to the other workers. Tests of several ranks often wait, so there are more workers than
+# cores.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
 "$python" -m pytest -q -n $workers --dist worksteal "$@"
