@@ -21,6 +21,14 @@ def assert_same_bits(actual, expected):
         assert torch.equal(a, b), f"bits differ, by up to {(actual - expected).abs().max()}"
 
 
+def assert_all_same_bits(actual, expected):
+    """Asserts bitwise equality of each pair of tensors; None equals None."""
+    for a, e in zip(actual, expected, strict=True):
+        assert (a is None) == (e is None)
+        if e is not None:
+            assert_same_bits(a, e)
+
+
 def assert_same_products(actual, expected):
     """Asserts bitwise equality for the CPU kernels, and nearly equal values for CUDA.
 
@@ -124,6 +132,19 @@ def raises(exception, operator, argument="", got=None):
     return pytest.raises(exception, match=rf"^{operator}: (.*{name}.*) must .*, got .*{value}")
 
 
+class LargestTensor(TorchDispatchMode):
+    """Records the size of the largest floating-point tensor that an operator returns."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for each in tree_leaves(results):
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                self.size = max(self.size, each.numel())
+        return results
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -153,8 +174,7 @@ def assert_deterministic(function, threads, runs=20):
     for number in (1, 2):
         threads(number)
         for _ in range(runs):
-            for actual, expected in zip(function(), first, strict=True):
-                assert_same_bits(actual, expected)
+            assert_all_same_bits(function(), first)
 
 
 def assert_second_derivative_refused(function, inputs):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from assertions import LargestTensor
 from moe_lab.models import (
     LanguageModel,
     LanguageModelConfig,
@@ -13,7 +14,6 @@ from moe_lab.models import (
     sampled_cross_entropy,
 )
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def generator(seed=0):
@@ -182,20 +182,6 @@ def test_under_autocast_and_in_bfloat16():
         assert abs(actual.item() - expected.item()) < 0.5
         gradients = torch.autograd.grad(actual, inputs)
         assert [g.dtype for g in gradients] == [leaf.dtype for leaf in inputs]
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the size of the largest floating-point tensor that an operator returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.is_floating_point():
-            self.size = max(self.size, result.numel())
-        return result
 
 
 def test_training_forms_nothing_of_tokens_by_classes():

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from assertions import assert_exact, assert_same_bits
+from assertions import assert_all_same_bits, assert_exact, assert_same_bits
 from one_process import D, average_gradients, draw_parameters, sharing
 from pairwise import pairwise
 from torch.distributed.device_mesh import DeviceMesh
@@ -99,8 +99,7 @@ def test_ranks_with_their_own_balance_sum_at_the_update(workers, state):
     """The counts are then those of each rank; the states stay equal on all ranks."""
     (first, *_), (second, *_) = workers.run(2, train, state, 3, "not reentrant", "local")
     assert first["counts"][0].tolist() != second["counts"][0].tolist()
-    for a, b in zip(first["states"], second["states"], strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(first["states"], second["states"])
     right = train(None, 0, state, 3, "no")[0]
     total = first["counts"][0] + second["counts"][0]
     assert total.tolist() == right["counts"][0].tolist()

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from assertions import (
+    assert_all_same_bits,
     assert_equal_runs,
     assert_exact,
-    assert_same_bits,
     recorded_ops,
     run_layer,
     tensors_of,
@@ -28,10 +28,6 @@ def make_layer(drop=None, device="cpu", dtype=torch.float64, *, gate=TopKGate, k
     return layer_of(shake(gate(D, E, k)), **options).to(device, dtype)
 
 
-def unnormalized(*sizes):
-    return TopKGate(*sizes, renormalize=False)
-
-
 @CAPACITY
 @pytest.mark.parametrize("drop", DROPS)
 @pytest.mark.parametrize("gate", [TopKGate, NoisyTopKGate, BalancedGate])
@@ -46,8 +42,7 @@ def test_losses_count_dropped_tokens(device, gate, drop):
     assert aux.metrics().keys() - plain.metrics().keys() == {"share_dropped"}
     metrics = {key: value for key, value in aux.gate_metrics.items() if key != "share_dropped"}
     aux = aux._replace(kept=None, gate_metrics=metrics)
-    for a, b in zip(tensors_of(aux), tensors_of(plain), strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(tensors_of(aux), tensors_of(plain))
 
 
 @CAPACITY
@@ -115,7 +110,7 @@ def test_the_dtype_of_the_experts_changes_no_routing(device):
 @pytest.mark.parametrize("drop", DROPS)
 def test_zero_computation_experts_have_no_limit(drop):
     """C is a multiple of the mean over all experts of the gate."""
-    gate = unnormalized(D, E + 2, K)
+    gate = TopKGate(D, E + 2, K, renormalize=False)
     layer = MoE(
         D,
         E,

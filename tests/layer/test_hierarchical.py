@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from assertions import assert_same_bits, poison_freed_memory, recorded_ops
+from assertions import LargestTensor, assert_same_bits, poison_freed_memory, recorded_ops
 from layers import A, B, D, layer_of, make_x, shake, total
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ext import HierarchicalMoE, HierarchicalNoisyTopKGate, cv_squared
 
@@ -77,19 +76,6 @@ def test_noise_of_a_token_is_its_own(device):
     torch.testing.assert_close(results[0].gates[:3], results[1].gates[:3])
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
 def test_nothing_has_a_row_for_every_expert():
     """No tensor has T · a · b elements in forward or backward, only T · (a + k1 · b) at most."""
     T, a, b = 64, 16, 32
@@ -99,7 +85,7 @@ def test_nothing_has_a_row_for_every_expert():
         y, aux = layer(x)
         total(y, aux).backward()
     weights = max(parameter.numel() for parameter in layer.parameters())
-    assert T * b <= largest.elements <= max(weights, T * 2 * b) < T * a * b
+    assert T * b <= largest.size <= max(weights, T * 2 * b) < T * a * b
 
 
 def test_one_pass_for_all_groups():

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 from assertions import (
+    assert_all_same_bits,
     assert_deterministic,
     assert_equal_runs,
     assert_exact,
@@ -86,11 +87,6 @@ def all_losses(name):
 
 in_both_modes = pytest.mark.parametrize("training", [True, False])
 emulated = pytest.mark.emulated
-
-
-def assert_all_same_bits(actual, expected):
-    for a, e in zip(actual, expected, strict=True):
-        assert_same_bits(a, e)
 
 
 # Equations
@@ -376,9 +372,6 @@ def test_zero_gate_is_balanced_in_training(device, name):
     assert torch.all((counts - T * p).abs() <= 4 * math.sqrt(T * p * (1 - p)))
     # The smooth load deviates less from its mean than the counts.
     assert cv_squared(routing.load) < cv_squared(counts.double())
-
-
-# Hierarchies with a single choice
 
 
 # Derivatives and dtypes

@@ -4,6 +4,7 @@ import pytest
 import reference as ref
 import torch
 from assertions import (
+    assert_all_same_bits,
     assert_as_accurate,
     assert_exact,
     assert_same_bits,
@@ -103,8 +104,7 @@ def test_any_shape_and_layout(device):
         results.append([y.reshape(-1, D), *tensors_of(aux), grad_x.reshape(-1, D), *grads])
     assert not moved.is_contiguous()
     for others in results[1:]:
-        for a, b in zip(others, results[0], strict=True):
-            assert_same_bits(a, b)
+        assert_all_same_bits(others, results[0])
     row = x[:1].expand(3, 4, D)
     assert_same_bits(layer(row)[0], layer(row.clone())[0])
 
@@ -180,8 +180,7 @@ def test_backward_within_autocast(device, enabled):
         with torch.autocast(device, torch.bfloat16, enabled=within):
             grads = torch.autograd.grad(total(y, aux), [x, *layer.parameters()])
         results.append(grads)
-    for actual, expected in zip(*results, strict=True):
-        assert_same_bits(actual, expected)
+    assert_all_same_bits(*results)
 
 
 def test_experts_in_a_type_of_their_own(device):

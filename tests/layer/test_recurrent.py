@@ -6,7 +6,13 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from assertions import assert_exact, assert_same_bits, gradients
+from assertions import (
+    assert_all_same_bits,
+    assert_deterministic,
+    assert_exact,
+    assert_same_bits,
+    gradients,
+)
 from layers import gating_by_reference, record_noise, shake
 from torch.utils.checkpoint import checkpoint
 
@@ -52,13 +58,6 @@ def run(layer, x, state=None, seed=5, **options):
     leaves = [t for t in (x, *(state or ()), *layer.parameters()) if t.requires_grad]
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
     return *tensors, *grads, torch.get_rng_state()
-
-
-def assert_all_same_bits(actual, expected):
-    for a, e in zip(actual, expected, strict=True):
-        assert (a is None) == (e is None)
-        if e is not None:
-            assert_same_bits(a, e)
 
 
 # Comparison with the reference
@@ -300,8 +299,7 @@ def test_a_sequence_in_two_parts():
     first, middle, aux_1 = layer(x[:, :2], state)
     second, end, aux_2 = layer(x[:, 2:], middle)
     assert_same_bits(torch.cat([first, second], 1), y)
-    for a, e in zip(end, last, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(end, last)
     assert_exact((aux_1.importance + aux_2.importance).detach(), aux.importance.detach())
 
 
@@ -349,8 +347,7 @@ def test_a_state_of_another_dtype_is_converted(dtype, masked):
     y, last, _ = layer(x, other, mask=mask)
     torch.manual_seed(0)
     expected_y, expected, _ = layer(x, tuple(s.to(x.dtype) for s in other), mask=mask)
-    for a, e in zip((y, *last), (expected_y, *expected), strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits((y, *last), (expected_y, *expected))
 
 
 def test_evaluation_draws_and_keeps_nothing():
@@ -421,11 +418,7 @@ def test_copies_pickles_and_states():
 
 def test_deterministic(threads):
     layer, args = make_layer(dropout=0.3, memory_slots=2), make_inputs(batch=40)
-    threads(1)
-    expected = run(layer, *args)
-    for number in (1, 2):
-        threads(number)
-        assert_all_same_bits(run(layer, *args), expected)
+    assert_deterministic(lambda: run(layer, *args), threads, runs=1)
 
 
 @pytest.mark.parametrize("training, slots", [(True, None), (False, 2)])

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import reference as ref
 import torch
-from assertions import assert_exact, assert_same_bits, gradients
+from assertions import assert_all_same_bits, assert_exact, assert_same_bits, gradients
 from operators import sample
 from samples.draw import EDGES, shapes
 
@@ -152,8 +152,7 @@ def test_groups_are_loads_of_their_rows(device, E, offsets, detach_threshold, dt
         cotangent = torch.arange(1, out.numel() + 1, dtype=out.dtype, device=device)
         results.append([out, *gradients([out], leaves, [cotangent.reshape(out.shape)])])
     assert results[0][0].shape == (len(offsets) - 1, E)
-    for actual, expected in zip(*results, strict=True):
-        assert_same_bits(actual, expected)
+    assert_all_same_bits(*results)
 
 
 def test_nan_stays_in_its_expert(device):

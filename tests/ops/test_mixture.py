@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from assertions import assert_same_bits, assert_same_products, recorded_ops
+from assertions import assert_all_same_bits, assert_same_bits, assert_same_products, recorded_ops
 from operators import TABLE, changed, evaluate, sample, tensors_in, with_leaves
 from samples.draw import RAGGED, normal
 from samples.experts import ACTIVATIONS
@@ -96,8 +96,7 @@ def test_frozen_inputs(device, learned):
     owners = [name for name in ROW.differentiable for _ in tensors_in(call[name])]
     expected = [dx for name, dx in zip(owners, grads, strict=True) if name in learned]
     _, found = evaluate(replace(ROW, differentiable=learned), call)
-    for actual, wanted in zip(found, expected, strict=True):
-        assert_same_bits(actual, wanted)
+    assert_all_same_bits(found, expected)
 
 
 @pytest.mark.emulated(False)
@@ -187,7 +186,6 @@ def test_layer_that_recomputes(device, own):
         kept.append(saved_bytes(run, list(layer.parameters())))
         results[-1] += [leaf.grad, *(p.grad for p in layer.parameters())]
     for one in results[1:]:
-        for a, b in zip(one, results[0], strict=True):
-            assert_same_bits(a, b)
+        assert_all_same_bits(one, results[0])
     assert kept[0] - kept[1] >= T * 2 * F * 4
     assert kept[2] < kept[1]

@@ -5,11 +5,7 @@ test_instruction_sets.py repeats some tests on every instruction set of the proc
 
 import pytest
 import torch
-from assertions import (
-    assert_as_accurate,
-    assert_exact,
-    assert_same_bits,
-)
+from assertions import assert_all_same_bits, assert_as_accurate, assert_exact, assert_same_bits
 from operators import DTYPES, TABLE, evaluate, moved, sample
 from samples.draw import normal, offsets_of
 
@@ -93,8 +89,7 @@ def test_layout_changes_nothing(dtype):
         y = linear(*leaves, counts)
         results.append([y, *torch.autograd.grad(y, leaves, change(dy))])
     assert not any(t.is_contiguous() for t in (x, dy, weight))
-    for actual, expected in zip(*results, strict=True):
-        assert_same_bits(actual, expected)
+    assert_all_same_bits(*results)
 
 
 ROW = TABLE["experts"]  # its gradients: x, each weight, each bias, the gates
@@ -135,8 +130,7 @@ def test_experts_with_several_blocks(dtype, threads):
             assert_as_accurate(a, p, e)
     for number in (2, 3, 8):
         threads(number)
-        for actual, expected in zip(evaluate(ROW, call, upstream=[dy])[1], grads, strict=True):
-            assert_same_bits(actual, expected)
+        assert_all_same_bits(evaluate(ROW, call, upstream=[dy])[1], grads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -216,8 +210,7 @@ def test_rows_do_not_depend_on_each_other(dtype, k, widths, threads):
     expected, grads = run_layer(call, dy)
     threads(2)
     actual, actual_grads = run_layer(call, dy)
-    for on_two, on_one in zip(actual + actual_grads, expected + grads, strict=True):
-        assert_same_bits(on_two, on_one)
+    assert_all_same_bits(actual + actual_grads, expected + grads)
     threads(1)
     for count in COUNTS:
         chosen = torch.randperm(T)[:count]
