@@ -34,14 +34,14 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Declares the markers."""
-    config.addinivalue_line("markers", "equation(*names): of these equations of docs/equations.md")
-    config.addinivalue_line("markers", "guarantee(name): of this guarantee of README.md")
+    config.addinivalue_line("markers", "equation(*names): tests these equations of docs/equations.md")
+    config.addinivalue_line("markers", "guarantee(name): tests this guarantee of README.md")
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.addinivalue_line("markers", "long: runs only with --long")
     config.addinivalue_line(
-        "markers", "emulated(also=True): a `device` too: CUDA's kernels emulated"
+        "markers", "emulated(also=True): a `device` is also the emulation of CUDA on the CPU"
     )
-    config.addinivalue_line("markers", "emulator: runs on the device `emulated`")
+    config.addinivalue_line("markers", "emulator: runs in the emulation of CUDA on the CPU")
 
 
 def pytest_generate_tests(metafunc):
@@ -120,7 +120,7 @@ def _chromium():
 
 @pytest.fixture
 def browser(_chromium):
-    """A selenium driver with an empty page of 1280x800 pixels, in light mode.
+    """Returns a selenium driver with an empty page of 1280x800 pixels, in light mode.
 
     browser.py has functions for the size, the light or dark mode and the console.
     """

@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def chromium():
-    """A selenium driver with console logging on; skips the test if something is not installed."""
+    """Yields a selenium driver that logs the console; skips the test if a program is missing."""
     webdriver = pytest.importorskip(
         "selenium.webdriver", reason="selenium is not installed: pip install selenium"
     )
@@ -35,24 +35,24 @@ def chromium():
 
 
 def resize(browser, width, height=800):
-    """Set the size of the page in pixels. A window has a minimum width; this has none."""
+    """Sets the size of the page in pixels, without the minimum width of a window."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def prefer(browser, scheme):
-    """Set the user's preference, "light" or "dark"."""
+    """Sets the color scheme that the user prefers, "light" or "dark"."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
 def console(browser):
-    """What the page wrote to the console since the last call, errors of the page included."""
+    """Returns the messages in the console since the last call, with the errors of the page."""
     return [entry["message"] for entry in browser.get_log("browser")]
 
 
 def overflow(browser):
-    """By how many pixels the page is wider than the window."""
+    """Returns by how many pixels the page is wider than the window."""
     return browser.execute_script(
         "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
     )

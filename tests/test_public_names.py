@@ -27,15 +27,11 @@ ROOT = Path(__file__).parents[1]
 def public_modules():
     names = [module.name for module in pkgutil.walk_packages(moe_ext.__path__, "moe_ext.")]
     parts = [name.split(".") for name in ["moe_ext", *names]]
-    return [
-        ".".join(part)
-        for part in parts
-        if not any(name.startswith("_") for name in part) and "lab" not in part
-    ]
+    return [".".join(part) for part in parts if not any(name.startswith("_") for name in part)]
 
 
 def referenced():
-    """The full names that the pages of docs/api document, in the order of the pages."""
+    """Yields the full names that the pages of docs/api document, in the order of the pages."""
     listing = r"\.\. (?:current)?module:: (\S+)\n\n.*\n\n\.\. autosummary::\n((?:   .*\n|\n)+)"
     for page in sorted((ROOT / "docs" / "api").glob("*.rst")):
         for module, names in re.findall(listing, page.read_text()):
@@ -56,7 +52,7 @@ def test_the_reference_has_each_public_name_once():
 
 
 def module_names(name):
-    """The public names of a module, without its submodules."""
+    """Returns the public names of a module, without its submodules."""
     module = importlib.import_module(name)
     return [each for each in module.__all__ if not inspect.ismodule(getattr(module, each))]
 
@@ -72,7 +68,7 @@ def test_each_operator_says_that_cuda_is_experimental():
 
 
 def callables_of(value):
-    """A function; or a class with its own methods and those of its bases in moe_ext."""
+    """Returns a function, or a class with its methods and the methods of its bases in moe_ext."""
     if not inspect.isclass(value):
         return [value] if inspect.isfunction(value) else []
     methods = [getattr(value, name) for name in dir(value) if name in ("__init__", "__call__")]

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_ext import (
     BalancedGate,
     Experts,
-    FeedForwardExperts,
     Gate,
     HierarchicalMoE,
     MoE,
@@ -102,15 +101,6 @@ def test_jagged_tensors():
         partial = torch.nested.nested_tensor_from_jagged(torch.cat(rows), torch.tensor(offsets))
         with pytest.raises(ValueError, match="MoE: x must .*without gaps, got 'offsets from"):
             layer(partial)
-
-
-def test_weights_are_parameters_of_the_experts():
-    experts = FeedForwardExperts(E, D, (7, 3), bias=True)
-    names = [name for name, _ in experts.named_parameters(recurse=False)]
-    assert names == ["weight_0", "weight_1", "weight_2", "bias_0", "bias_1", "bias_2"]
-    assert experts.weights == (experts.weight_0, experts.weight_1, experts.weight_2)
-    assert experts.biases == (experts.bias_0, experts.bias_1, experts.bias_2)
-    assert FeedForwardExperts(E, D).biases is None
 
 
 def test_hooks_of_the_experts_run():

@@ -265,8 +265,13 @@ def test_parameters_are_stacked_and_counted():
     assert sum(p.numel() for p in module.parameters()) == 5 * (4 * 6 + 6 * 4)
     gated = FeedForwardExperts(5, 4, (6,), activation="swiglu")
     assert [tuple(w.shape) for w in gated.weights] == [(5, 4, 12), (5, 6, 4)]
+    assert gated.biases is None
     with_bias = FeedForwardExperts(5, 4, (6,), bias=True)
     assert [tuple(b.shape) for b in with_bias.biases] == [(5, 6), (5, 4)]
+    names = [name for name, _ in with_bias.named_parameters(recurse=False)]
+    assert names == ["weight_0", "weight_1", "bias_0", "bias_1"]
+    assert with_bias.weights == (with_bias.weight_0, with_bias.weight_1)
+    assert with_bias.biases == (with_bias.bias_0, with_bias.bias_1)
 
 
 def test_initial_scale():

@@ -1,4 +1,4 @@
-"""The two houses: the layer, and the lab, which uses only public names of the layer."""
+"""What the packages import: the layer nothing of the lab, the lab public names of the layer."""
 
 import ast
 import importlib
@@ -71,17 +71,17 @@ def run(code):
 
 
 @pytest.mark.parametrize("file", LAYER, ids=name_of)
-def test_the_layer_does_not_import_the_laboratory(file):
+def test_the_layer_does_not_import_the_lab(file):
     assert [each for each in imports_of(file) if in_lab(*each)] == []
 
 
-def test_the_layer_loads_without_the_laboratory():
+def test_the_layer_loads_without_the_lab():
     code = "from moe_ext import MoE; print(*(m for m in sys.modules if 'moe_lab' in m))"
     assert run(code) == "\n"
 
 
 @pytest.mark.parametrize("file", LAB, ids=name_of)
-def test_the_laboratory_imports_public_names(file):
+def test_the_lab_imports_public_names(file):
     found = [each for each in imports_of(file) if not in_lab(*each)]
     assert [each for each in found if not is_public(*each)] == []
 
@@ -146,7 +146,7 @@ assert x.grad.isfinite().all() and all(p.grad is not None for p in layer.paramet
     )
 
 
-def test_the_packages_of_the_laboratory_load_without_optional_packages():
+def test_the_packages_of_the_lab_load_without_optional_packages():
     """Modules import the package of an extra only when they use it."""
     lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
     needed = lab["dependencies"]
