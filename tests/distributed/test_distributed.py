@@ -252,8 +252,8 @@ class DroppingGate(HierarchicalNoisyTopKGate):
 
 
 @on_ranks(2)
-def test_groups_of_other_ranks_drop_nothing(group, rank):
-    """A change of the attribute and a gate that drops are refused on all ranks."""
+def test_hierarchical_layers_refuse_to_drop_assignments(group, rank):
+    """All ranks raise an error if `capacity_factor` is set later, or if the gate drops."""
     rules = {
         HierarchicalNoisyTopKGate: "capacity_factor must be None with a hierarchical gate, got 1.5",
         DroppingGate: "gate must return Routing.kept = None with placement",
