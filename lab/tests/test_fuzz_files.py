@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import warnings
-from pathlib import Path
 
 import fuzz_files
 import pytest
@@ -12,7 +11,6 @@ from fuzz_files import KINDS, Kind, fuzz, replay
 from moe_lab.errors import ConfigError
 
 FILES, COMMANDS = 20, 3  # of each kind, without --long
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

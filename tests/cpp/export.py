@@ -317,7 +317,7 @@ def step(module: nn.Module, inputs: Tensors, seed: int) -> dict[str, object]:
     )
 
 
-def module_case(name: str, make: Maker) -> Tensors:
+def module_case(make: Maker) -> Tensors:
     """Makes initial weights, other weights, and steps in training and evaluation from these."""
     torch.manual_seed(7)
     module = make()
@@ -346,7 +346,7 @@ def module_case(name: str, make: Maker) -> Tensors:
 
 def module_cases() -> Tensors:
     """Makes every module; ctest compares bits."""
-    cases = {name: module_case(name, make) for name, make in (GATES | EXPERTS | LAYERS).items()}
+    cases = {name: module_case(make) for name, make in (GATES | EXPERTS | LAYERS).items()}
     return named(cases, "")
 
 

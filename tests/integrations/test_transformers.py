@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_map
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 plug = importlib.import_module("moe_ext.integrations.transformers")
-hf_moe = importlib.import_module("transformers.integrations.moe")
 
 MODELS = Path(transformers.__file__).parent / "models"
 NUM_EXPERTS, K = 5, 2

@@ -12,8 +12,6 @@ from moe_ext import ops
 
 pytestmark = [pytest.mark.emulated, pytest.mark.equation("Eq. 3", "Eq. 4", "Eq. 5")]
 
-NU = 1e-2
-
 
 def make(T, E, device="cpu", dtype=torch.float64):
     clean, raw, noise = torch.randn(3, T, E, dtype=torch.float64).to(dtype).to(device)

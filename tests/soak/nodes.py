@@ -11,8 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["Link", "Node"]
-
 # Runs in the namespace of a node: opens a TUN device and sends its file descriptor.
 _OPEN_DEVICE = """
 import fcntl, os, socket, struct, subprocess, sys
