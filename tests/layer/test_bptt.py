@@ -46,7 +46,7 @@ def arguments(device="cpu", dtype=torch.float32, length=S):
 
 
 def results(slots, args):
-    """Returns outputs, state, gradients of a loss that uses outputs twice, and the RNG state."""
+    """Returns outputs, state, gradients of a loss that uses outputs twice, then the RNG state."""
     parameters, inputs, state = args
     leaves = [t for t in (*parameters, *inputs, *state) if t.requires_grad]
     torch.manual_seed(2)
@@ -57,15 +57,7 @@ def results(slots, args):
     loss = loss + (parameters[2] * 3).exp().sum()
     torch.rand(3)
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return outputs, state, grads, torch.get_rng_state()
-
-
-def assert_equal(actual, expected):
-    for a, e in zip(itertools.chain(*actual[:3]), itertools.chain(*expected[:3]), strict=True):
-        assert (a is None) == (e is None)
-        if e is not None:
-            assert_same_bits(a, e)
-    assert torch.equal(actual[3], expected[3])
+    return *outputs, *state, *grads, torch.get_rng_state()
 
 
 # The number of evaluations
@@ -136,7 +128,7 @@ LENGTHS = {S: range(1, S + 2), 60: (1, 3, 6, 40)}
 )
 def test_bits_of_plain_backpropagation(device, length, slots, dtype):
     args = arguments(device, dtype, length)
-    assert_equal(results(slots, args), results(None, args))
+    assert_all_same_bits(results(slots, args), results(None, args))
 
 
 @pytest.mark.parametrize("needed", [(0,), (1, 5), (2, 7), (5,), (7,)])
@@ -145,7 +137,7 @@ def test_bits_where_few_gradients_are_needed(needed):
     tensors = list(itertools.chain(*args))
     for i, tensor in enumerate(tensors):
         tensor.requires_grad_(i in needed)
-    assert_equal(results(2, args), results(None, args))
+    assert_all_same_bits(results(2, args), results(None, args))
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -188,10 +180,7 @@ def test_unused_outputs_and_states():
             y = choose(*unroll(step, parameters, inputs, state, memory_slots=slots))
             leaves = [parameters[0], parameters[4], inputs[0], state[0], state[2]]
             found.append(torch.autograd.grad(y.sum(), leaves, allow_unused=True))
-        for a, e in zip(*found, strict=True):
-            assert (a is None) == (e is None)
-            if e is not None:
-                assert_same_bits(a, e)
+        assert_all_same_bits(*found)
 
 
 def test_one_gradient_for_several():
