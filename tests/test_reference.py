@@ -120,16 +120,17 @@ BY_HAND = [
     # sums over the experts; the second has m = 2 with 0.9 and 0.5
     *(("App. F", lambda T=T: ref.L_batchwise(torch.cat([FOUR, 1 - FOUR], 1), vec(0.4, T), 2), L)
       for T, L in [(0.45, 0.1), (0.3, 0.2)]),
-    ("2412.19437", lambda: ref.scores(LOGITS, "sigmoid"), [0.5, 0.75, 0.25, 0.2]),
-    ("2412.19437", lambda: ref.scores(vec(0), "sqrt_softplus"), LN2**0.5),
-    ("2408.15664", lambda: [routed(LOGITS), routed(LOGITS, BIAS)], [[1, 0], [2, 1]]),
-    ("2405.04434", lambda: routed(LOGITS, BIAS, num_groups=2), [2, 3]),
-    *(("2405.04434", lambda v=v, k=k: ref.best_groups(vec(*v), 2, 1, k), expected)
+    ("arXiv 2412.19437", lambda: ref.scores(LOGITS, "sigmoid"), [0.5, 0.75, 0.25, 0.2]),
+    ("arXiv 2412.19437", lambda: ref.scores(vec(0), "sqrt_softplus"), LN2**0.5),
+    ("arXiv 2408.15664", lambda: [routed(LOGITS), routed(LOGITS, BIAS)], [[1, 0], [2, 1]]),
+    ("arXiv 2405.04434", lambda: routed(LOGITS, BIAS, num_groups=2), [2, 3]),
+    *(("arXiv 2405.04434", lambda v=v, k=k: ref.best_groups(vec(*v), 2, 1, k), expected)
       for v, k, expected in [((0.9, 0.1, 0.6, 0.5), 1, 0), ((0.9, 0.1, 0.6, 0.5), 2, 1),
                              ((math.nan, 9, 0.6, 0.5), 2, 1)]),
-    ("2412.19437", lambda: ref.gates_of(LOGITS, [2, 1], "sigmoid", True, 2.5), [0.625, 1.875]),
-    ("2412.19437", lambda: ref.gates_of(THREE, [2, 1], "softmax", False, 1.0), [0.625, 0.25]),
-    ("2412.19437", lambda: ref.gates_of(THREE, [2, 1], "softmax", True, 1.0), [5 / 7, 2 / 7]),
+    ("arXiv 2412.19437", lambda: ref.gates_of(LOGITS, [2, 1], "sigmoid", True, 2.5),
+     [0.625, 1.875]),
+    ("arXiv 2412.19437", lambda: ref.gates_of(THREE, [2, 1], "softmax", False, 1.0), [0.625, 0.25]),
+    ("arXiv 2412.19437", lambda: ref.gates_of(THREE, [2, 1], "softmax", True, 1.0), [5 / 7, 2 / 7]),
     ("Sec. 3.1", lambda: [ref.C(100, m) / 100 for m in (1, 2, 3, 5, 10, 20, 100)],
      [50.5, 9.45, 5.90, 4.16, 3.22, 2.78, 1.99]),
     # f = (2/4, 1/4, 1/4) and P = (0.4, 0.4, 0.2) for two rows with two of three experts

@@ -16,7 +16,7 @@ from moe_ext import MoE, ReLUGate, TopKGate, update_gates
 from moe_ext.distributed import expert_parameters
 
 E, K, T, STEPS = 8, 2, 18, 3
-pytestmark = pytest.mark.equation("2408.15664", "arXiv 2412.14711")
+pytestmark = pytest.mark.equation("arXiv 2408.15664", "arXiv 2412.14711")
 
 # The gates, by the name of the buffer that adapts.
 GATES = {

@@ -58,7 +58,7 @@ SHARED = dict(activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25), bi
 TABLE = {
     "noisy": Row(lambda **o: NoisyTopKGate(D, E, K, **o), ("Eq. 1", "Eq. 3", "Eq. 4", "Eq. 5")),
     "top-k": Row(lambda: TopKGate(D, E, K), ("App. F",)),
-    "router": Row(lambda: TopKGate(D, E, K, bias_update_rate=0.1, **ROUTER), ("2408.15664",)),
+    "router": Row(lambda: TopKGate(D, E, K, bias_update_rate=0.1, **ROUTER), ("arXiv 2408.15664",)),
     "softmax": Row(lambda: SoftmaxGate(D, E), ("Eq. 2",), lacks=NO_REPLAY),
     "hierarchical": Row(
         lambda **o: HierarchicalNoisyTopKGate(D, A, B, 2, **o),

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_ext import MoE, ReLUGate, TopKGate, update_gates
 
 D, E, K = 6, 8, 2
-pytestmark = pytest.mark.equation("2408.15664", "arXiv 2412.14711")
+pytestmark = pytest.mark.equation("arXiv 2408.15664", "arXiv 2412.14711")
 
 GATES = {
     "selection_bias": lambda: TopKGate(D, E, K, score="sigmoid", bias_update_rate=1e-3),

@@ -12,7 +12,7 @@ from moe_ext import ops
 
 pytestmark = [
     pytest.mark.emulated,
-    pytest.mark.equation("2408.15664", "2412.19437", "2405.04434"),
+    pytest.mark.equation("arXiv 2408.15664", "arXiv 2412.19437", "arXiv 2405.04434"),
 ]
 
 

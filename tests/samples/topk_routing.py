@@ -72,7 +72,7 @@ TABLE = {
     "topk_routing": Operator(
         function=ops.topk_routing, make=make_topk_routing,
         reference=reference_topk_routing, plain=plain_topk_routing,
-        equations=("2408.15664", "2412.19437", "2405.04434"),
+        equations=("arXiv 2408.15664", "arXiv 2412.19437", "arXiv 2405.04434"),
         differentiable=("logits",), backward="_topk_routing_backward",
         autocast=torch.float32, lacks={"nan": "it ranks last, see the tests of ties"},
         # Every pair of options occurs, with groups and without.
