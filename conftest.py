@@ -34,8 +34,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Declares the markers."""
-    config.addinivalue_line("markers", "equation(*names): tests these equations of docs/equations.md")
-    config.addinivalue_line("markers", "guarantee(name): tests this guarantee of README.md")
+    config.addinivalue_line("markers", "equation(*names): tests equations of docs/equations.md")
+    config.addinivalue_line("markers", "guarantee(name): tests a guarantee of README.md")
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.addinivalue_line("markers", "long: runs only with --long")
     config.addinivalue_line(
