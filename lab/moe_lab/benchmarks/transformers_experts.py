@@ -34,9 +34,9 @@ bandwidth), both measured in the same rounds. Biases do not count. The limit of 
 addition the first GEMM, which reads x and its weights again.
 
 Before any measurement, the command compares outputs and gradients of the other implementations with
-those of moe_ext. Rounds are interleaved and timed as in moe-lab benchmark layer, whose
-help explains "~", "–" and figures of several runs. Each round calls an implementation twice
-and times the second call.
+those of moe_ext. Rounds are interleaved and timed as in moe-lab benchmark layer, whose help
+explains "~", "–" and figures of several runs. Each round calls an implementation twice and times
+the second call.
 
 - batched_mm copies the weights of the experts for every token. It is not timed if the copies need
   more than --memory GiB.
