@@ -1,4 +1,4 @@
-"""Studies: trained and tested runs, paired differences, verdicts about claims, comparisons."""
+"""Experiments: trained and tested runs, paired differences, verdicts about claims, comparisons."""
 
 import math
 import shutil
