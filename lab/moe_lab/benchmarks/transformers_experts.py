@@ -74,7 +74,7 @@ from moe_lab.benchmarks.tables import (
     plot,
 )
 from moe_lab.experiments.report import markdown_table, write_report
-from moe_lab.packages import require_package
+from moe_lab.packages import require_transformers
 
 NAME = "transformers_experts"
 OURS = "moe_ext"  # the name in transformers' registry
@@ -97,7 +97,7 @@ def run(args: Any) -> int:
 
 def _measure(args: Any) -> dict[str, Any]:
     """Measures all problems; returns the record of the run."""
-    require_package("--implementations", "moe_ext.integrations.transformers", "benchmark")
+    require_transformers("--implementations", "moe_ext.integrations.transformers", "benchmark")
     args.device, args.minutes = "cpu", None
     todo = [
         (name, name, partial(Problem, name, num_experts, getattr(torch, dtype), args.tokens))
@@ -149,7 +149,7 @@ def build_layer(name: str, num_experts: int, dtype: torch.dtype) -> nn.Module:
     """Builds transformers' experts layer of a model with random weights."""
     model = MODELS[name]
     modules = f"transformers.models.{name}"
-    modeling = require_package("--models", f"{modules}.modeling_{name}", "benchmark")
+    modeling = require_transformers("--models", f"{modules}.modeling_{name}", "benchmark")
     configuration = importlib.import_module(f"{modules}.configuration_{name}")
     sizes = {"hidden_size": model.hidden_size, model.width: model.intermediate_size}
     config = getattr(configuration, f"{model.prefix}Config")(**sizes)
