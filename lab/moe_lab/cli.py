@@ -137,7 +137,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --threads to the parser of a script without a configuration."""
+    """Adds the option --threads to the parser of a command without a configuration."""
     parser.add_argument(
         "--threads",
         type=at_least(0, THREAD_LIMIT),

@@ -1,17 +1,25 @@
-"""Import of optional packages."""
+"""Import of the optional package transformers."""
 
 import importlib
 from types import ModuleType
 
-__all__ = ["require_package"]
+from moe_lab.errors import ConfigError
+
+__all__ = ["require_transformers"]
 
 
-def require_package(owner: str, module: str, extra: str) -> ModuleType:
-    """Imports a module of an optional package."""
+class _MissingPackage(ConfigError, ImportError):
+    pass
+
+
+def require_transformers(owner: str, module: str, extra: str) -> ModuleType:
+    """Imports a module that needs transformers.
+
+    Raises:
+        ConfigError: the module cannot be imported; the error is an ImportError too.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(
-            f"{owner}: {package} must be installed (pip install 'moe_lab[{extra}]'), got: {error}"
-        ) from error
+        rule = f"transformers must be installed (pip install 'moe_lab[{extra}]')"
+        raise _MissingPackage(f"{owner}: {rule}, got: {error}") from error

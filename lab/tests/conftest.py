@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+pytest.register_assert_rewrite("tiny", "trained")  # a failing assertion shows its values
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):

@@ -22,8 +22,7 @@ from moe_lab.training import logging
 from moe_lab.training.checkpoint import checkpoints_of
 from moe_lab.training.config import Config
 from moe_lab.training.logging import LineBars, read_metrics
-from test_scripts import CONFIG, ROOT
-from test_study import comparison
+from tiny import CONFIG, ROOT, comparison
 
 from moe_ext.checks import require
 

@@ -8,7 +8,7 @@ from moe_lab.benchmarks import cases, roofline
 from moe_lab.benchmarks.harness import Quartiles, environment
 from moe_lab.cli import exit_status
 from moe_lab.errors import ConfigError
-from test_scripts import CONFIG, TINY
+from tiny import CONFIG, TINY
 
 SHAPES = ["e33", "1,2,3,4", "0,2,3,4,5", "1,2,3,4,x", "1,2,1,4,5,often"]  # not for the layer
 pytestmark = pytest.mark.usefixtures("one_thread")

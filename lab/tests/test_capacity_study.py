@@ -11,7 +11,7 @@ from moe_lab.studies import _capacity as page_of
 from moe_lab.studies import capacity as study
 from moe_lab.training.config import read_config
 from moe_lab.training.logging import read_metrics
-from test_studies import rebuilds
+from tiny import rebuilds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

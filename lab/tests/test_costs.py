@@ -1,6 +1,8 @@
-"""The operations of mixture layers with shared and with zero-computation experts."""
+"""The operations of mixture layers."""
 
+import pytest
 from moe_lab.analysis import moe_ops
+from workers import on_ranks
 
 from moe_ext import MoE, SharedExpert, TopKGate
 
@@ -20,3 +22,9 @@ def test_zero_computation_experts_have_no_operations():
     layer = MoE(D, E, K, gate=TopKGate(D, E + 3, K), num_identity_experts=2, num_null_experts=1)
     of_experts = sum(p.numel() for p in layer.experts.parameters())
     assert moe_ops(layer).experts == of_experts * K // (E + 3)
+
+
+@on_ranks(2)
+def test_operations_need_all_experts(group, rank):
+    with pytest.raises(ValueError, match="moe_ops: layer must have all experts .*, got 2"):
+        moe_ops(MoE(4, 4, 2, process_group=group))

@@ -24,7 +24,6 @@ from moe_lab.data import (
 )
 from moe_lab.files import atomic_file
 from moe_lab.progress import progress
-from test_batches import make, numbered_sentences
 
 # --- vocabulary ---------------------------------------------------------------------------------
 
@@ -498,7 +497,9 @@ def choices(folder):
     sources = [f for f in builtin.source_files() if f.name in ("topics.py", "_torch_docs.py")]
     assert len(sources) == 2
     made = [s for f in sources for s in builtin._sentences_of(f)]
-    order = [b.sentence_index.tolist() for b in make(numbered_sentences(100)).epoch(1)]
+    sentences = EncodedSentences([[2] * (3 * i % 40) for i in range(100)], 1)
+    batches = SentenceBatches(sentences, tokens_per_batch=200, shuffle=True, seed=3)
+    order = [batch.sentence_index.tolist() for batch in batches.epoch(1)]
     return repr((made, list(load_corpus(folder).test), order))
 
 

@@ -19,6 +19,7 @@ from moe_lab.training.config import config_from_dict, read_config, to_toml
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.loop import make_trainer
 from moe_lab.training.metrics import evaluate
+from trained import assert_same_curve, curve, train, train_on_rank
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,30 +66,11 @@ def config(tmp_path):
     )
 
 
-def train(group, rank, config):
-    return make_trainer(config, process_group=group).run()
-
-
-def curve(config):
-    """Returns every loss and perplexity of a run."""
-    return [
-        (record["kind"], record["step"], record["tokens"], record["nll"])
-        for record in read_metrics(Path(config.output))
-    ]
-
-
 def balance(config):
     """Returns the metrics of the MoE layers, step by step."""
     keys = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens", "load")
     values = [r[key] for r in read_metrics(Path(config.output), "train") for key in keys]
     return torch.cat([torch.tensor(value).flatten() for value in values]).tolist()
-
-
-def assert_same_curve(actual, expected):
-    """Compares curves in float32; the rounding differs with the world size."""
-    assert [record[:3] for record in actual] == [record[:3] for record in expected]
-    for a, b in zip(actual, expected, strict=True):
-        assert a[3] == pytest.approx(b[3], rel=2e-5)
 
 
 LATER_ROUTER = {
@@ -118,9 +100,9 @@ def test_the_curve_of_one_process(
     config.model.moe = replace(config.model.moe, **options)
     config.model.num_sampled = num_sampled  # all ranks sample the same classes
     config.optimizer.accumulate = accumulate
-    train(None, 0, config)
+    train(config)
     there = replace(config, output=str(tmp_path / "ranks"))
-    assert workers.run(world, train, there) == [True] * world
+    assert workers.run(world, train_on_rank, there) == [True] * world
     assert_same_curve(curve(there), curve(config))
     assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
 
@@ -132,8 +114,8 @@ def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
     config.model.moe.w_importance = 5.0
     config.data.tokens_per_batch = 9
     there = replace(config, output=str(tmp_path / "there"))
-    train(None, 0, config)
-    workers.run(4, train, there)
+    train(config)
+    workers.run(4, train_on_rank, there)
     assert_same_curve(curve(there), curve(config))
     if middle != "ffn":
         assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
@@ -175,7 +157,7 @@ def test_every_process_draws_for_itself(workers, config):
     config.model.dropout = 0.5
     config.log.save_every = 1
     starts = workers.run(3, start_of, config)
-    workers.run(2, train, replace(config, steps=1))
+    workers.run(2, train_on_rank, replace(config, steps=1))
     # The checkpoint has two ranks: the third rank starts with new seeds.
     starts += workers.run(3, start_of, replace(config, resume=True))
     for dense, _ in starts[1:3]:
@@ -185,15 +167,15 @@ def test_every_process_draws_for_itself(workers, config):
 
 
 def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
-    train(None, 0, config)
+    train(config)
     for worlds in ((4, 1, 3), (1, 2, 4)):
         there = replace(config, output=str(tmp_path / f"run-{worlds}"))
         for number, world in enumerate(worlds):
             part = replace(there, steps=2 * (number + 1), resume=number > 0)
             if world == 1:
-                train(None, 0, part)
+                train(part)
             else:
-                workers.run(world, train, part)
+                workers.run(world, train_on_rank, part)
         assert_same_curve(
             [record for record in curve(there) if record[0] == "train"],
             [record for record in curve(config) if record[0] == "train"],
@@ -217,7 +199,7 @@ def perplexities(group, rank, config):
 @pytest.mark.parametrize("gate", ["noisy_topk", "balanced"])
 def test_perplexity_does_not_depend_on_batches_or_processes(workers, config, gate):
     config.model.moe.gate = gate
-    train(None, 0, config)
+    train(config)
     expected = perplexities(None, 0, config)
     assert expected == pytest.approx(expected[:1] * 3, rel=1e-12)
     for world in (2, 3):
@@ -226,7 +208,7 @@ def test_perplexity_does_not_depend_on_batches_or_processes(workers, config, gat
 
 
 def train_file(group, rank, path, overrides):
-    return train(group, rank, read_config(path, overrides))
+    return train_on_rank(group, rank, read_config(path, overrides))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +296,7 @@ class Run:
 
 def test_killed_processes_resume(config, tmp_path):
     config = replace(config, steps=8)
-    train(None, 0, config)
+    train(config)
     there = replace(config, output=str(tmp_path / "killed"))
     run = Run(there, tmp_path, restarts=1)
     os.kill(int(run.until("step 5 1")[0]), signal.SIGKILL)

@@ -11,7 +11,7 @@ from moe_lab.experiments.store import Runs
 from moe_lab.files import file_lock
 from moe_lab.studies import _facts as study
 from moe_lab.studies import facts
-from test_studies import rebuilds
+from tiny import rebuilds
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -235,7 +235,6 @@ def class_of(piece):
 @pytest.fixture(scope="module")
 def wordpieces():
     """A wordpiece is one letter, inside a word or at its beginning."""
-    pytest.importorskip("sentencepiece", reason="pip install 'moe_lab[translation]'")
     letters = FIRST + SECOND
     text = [" ".join(f"{a}{b}" for b in letters) for a in letters]
     found = Wordpieces.train(text, 5 + 24, target_tokens=["xx", "yy"], character_coverage=1.0)

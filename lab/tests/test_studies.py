@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -32,7 +30,7 @@ from moe_lab.studies import (
     translation,
 )
 from moe_lab.training.config import read_config
-from test_scripts import CONFIG, ROOT, TINY, status_and_error
+from tiny import CONFIG, ROOT, TINY, rebuilds, status_and_error
 
 from moe_ext import BalancedGate, MoE, batchwise_masks
 
@@ -74,43 +72,6 @@ def test_every_store_of_the_results_is_checked():
         if isinstance(data, dict) and {"settings", "runs"} <= data.keys()
     }
     assert stores == PAGES.keys() - {"efficiency"}
-
-
-COMMANDS = [  # a module, and an argument that it must refuse before it imports the work
-    *((f"studies.{study.__name__.rpartition('.')[2]}", "--arms=x") for study, *_ in PAGES.values()),
-    ("studies.kneser_ney", "--order=0"),
-    ("studies.paper_tables", "--report"),
-    ("commands.compare", "--seeds=-1"),
-    ("commands.quickstart", "--slow"),
-]
-
-
-@pytest.mark.parametrize("module, wrong", sorted({*COMMANDS}))
-def test_help_and_wrong_arguments_need_no_torch(module, wrong):
-    code = f"""
-import sys
-for name in ("torch", "moe_ext", "matplotlib", "scipy", "numpy"):
-    sys.modules[name] = None
-from moe_lab.{module} import main
-for arguments in (["--help"], ["small/moe-32", "{wrong}"]):
-    try:
-        main(arguments)
-    except SystemExit as end:
-        print("status", end.code)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    found = [line for line in result.stdout.splitlines() if line.startswith("status ")]
-    assert found == ["status 0", "status 2"], result.stderr
-
-
-def rebuilds(main, name, folder, *options):
-    """Returns whether --report writes the same page and plot, without runs and corpus."""
-    files = [folder / f"{name}.{suffix}" for suffix in ("md", "png", "json")]
-    before = [file.read_bytes() for file in files]
-    for file in files[:2]:
-        file.unlink()
-    main(["--report", *options, f"--output={folder}"])
-    return [file.read_bytes() for file in files] == before
 
 
 def run_study(study, corpus, tmp_path, *options):

@@ -1,7 +1,6 @@
 """Configuration, training, checkpoints, measurement."""
 
 import io
-import json
 import math
 import os
 import pathlib
@@ -13,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from assertions import assert_exact, assert_same_bits
+from assertions import assert_exact
 from moe_lab.analysis import cost
 from moe_lab.data import Vocabulary
 from moe_lab.errors import ConfigError
@@ -27,7 +26,6 @@ from moe_lab.training.config import (
     Config,
     DataConfig,
     LogConfig,
-    config_from_dict,
     read_config,
     to_toml,
 )
@@ -39,6 +37,7 @@ from moe_lab.training.model import make_model
 from moe_lab.training.optimizers import make_optimizers
 from moe_lab.training.text import load_part, load_text
 from moe_lab.training.threads import ThreadChoice
+from trained import assert_same_run, assert_same_state, merged, state_of, train
 
 from moe_ext import MoE, balanced_gates, batchwise_masks
 from moe_ext.distributed import Ranks
@@ -71,17 +70,6 @@ def table(corpus, tmp_path):
             "progress": False,
         },  # fmt: skip
     }
-
-
-def merged(table, **changes):
-    """Makes the configuration with changes such as log={"save_every": 1}; tables are merged."""
-    table = json.loads(json.dumps(table))
-    for key, value in changes.items():
-        if isinstance(value, dict):
-            table[key] = {**table.get(key, {}), **value}
-        else:
-            table[key] = value
-    return config_from_dict(table)
 
 
 # Configuration
@@ -179,51 +167,6 @@ def test_every_configuration_file_is_valid_and_says_what_to_expect(path):
 
 
 # Training
-
-
-def train(config, text=None):
-    trainer = make_trainer(config, text)
-    trainer.run()
-    return trainer
-
-
-def assert_same_state(a, b):
-    assert a.keys() == b.keys()
-    for key in a:
-        if isinstance(a[key], list):
-            assert_same_state(dict(enumerate(a[key])), dict(enumerate(b[key])))
-        elif isinstance(a[key], dict):
-            assert_same_state(a[key], b[key])
-        elif isinstance(a[key], torch.Tensor):
-            assert_same_bits(a[key], b[key])
-        else:
-            assert a[key] == b[key], key
-
-
-def state_of(run):
-    """Returns the whole state of the newest checkpoint."""
-    config = replace(read_config(run / "config.toml"), output=str(run), resume=True)
-    trainer = make_trainer(config)
-    loaded = checkpoints_of(run).load()
-    loaded.state.pop("config")
-    return {
-        "loaded": loaded._asdict(),
-        "model": trainer.model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
-    }
-
-
-def assert_same_run(a, b):
-    """Compares all state and logs bitwise, except for the throughput."""
-    assert_same_state(*map(state_of, (a, b)))
-    for kind in ("train", "dev"):
-        lines = []
-        for run in (a, b):
-            records = read_metrics(run, kind)
-            for record in records:
-                record.pop("words_per_second", None)
-            lines.append(records)
-        assert lines[0] == lines[1]
 
 
 def test_training_learns_and_logs(table):

@@ -1,6 +1,7 @@
 """The benchmark of transformers' experts: sizes, work, results of every implementation, page."""
 
 import json
+import sys
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from moe_lab.benchmarks import transformers_experts as benchmark
 from moe_lab.benchmarks.cases import run
 from moe_lab.benchmarks.shapes import IMPLEMENTATIONS, MODELS, experts_that_fit
 from moe_lab.benchmarks.transformers_experts import TASKS, Problem
+from moe_lab.cli import exit_status
 
 pytest.importorskip("moe_ext.integrations.transformers")
 
@@ -125,3 +127,10 @@ def test_warnings_are_reported(tiny, monkeypatch, capsys):
     assert run("transformers-experts", arguments.split()) == 0
     out = capsys.readouterr().out
     assert out.endswith("## Warnings\n\n- uses grouped_mm: no such activation\n")
+
+
+def test_a_missing_package_is_one_error(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "moe_ext.integrations.transformers", None)
+    assert exit_status(lambda: run("transformers-experts", [])) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --implementations: transformers must be installed (pip install")

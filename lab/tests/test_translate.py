@@ -19,7 +19,7 @@ from moe_lab.errors import ConfigError
 from moe_lab.training import translate_files
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.translation import make_translator
-from test_scripts import ROOT, assert_names_option, status_and_error
+from tiny import ROOT, assert_names_option, status_and_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

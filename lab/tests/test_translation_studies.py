@@ -17,7 +17,7 @@ from moe_lab.training.config import ParallelDataConfig, read_config
 from moe_lab.training.metrics import perplexity
 from moe_lab.training.text import load_part, load_text
 from moe_lab.training.translation import bleu_of_test, translated_test
-from test_studies import rebuilds
+from tiny import rebuilds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,9 +27,7 @@ from moe_lab.training.model import make_model
 from moe_lab.training.optimizers import make_optimizers
 from moe_lab.training.text import load_part, load_text, parallel_text, training_batches
 from moe_lab.training.translation import bleu_of_test, translated_test, translations_of
-from test_distributed_training import assert_same_curve, curve
-from test_distributed_training import train as train_in_process
-from test_training import assert_same_run, merged, train
+from trained import assert_same_curve, assert_same_run, curve, merged, train, train_on_rank
 
 from moe_ext import balanced_gates
 
@@ -312,7 +310,7 @@ def test_the_curve_of_one_process(workers, table, tmp_path):
     train(config)
     for world in (2, 3):
         there = replace(config, output=str(tmp_path / f"run-{world}"))
-        assert workers.run(world, train_in_process, there) == [True] * world
+        assert workers.run(world, train_on_rank, there) == [True] * world
         assert_same_curve(curve(there), curve(config))
 
 

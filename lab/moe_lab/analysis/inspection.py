@@ -9,9 +9,8 @@ from moe_lab.analysis.experts import Spelling, by_specialisation, expert_reports
 from moe_lab.analysis.pages import ExpertPage, as_text
 from moe_lab.analysis.routed_text import RoutedText, route_text
 from moe_lab.analysis.transformers_text import route_lines
-from moe_lab.errors import ConfigError
 from moe_lab.files import write_text
-from moe_lab.packages import require_package
+from moe_lab.packages import require_transformers
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.text import load_part
 
@@ -68,11 +67,9 @@ def route_transformers(
     name: str, text: str, num_positions: int, layer: int | None, device: str
 ) -> Routed:
     """Runs a model of transformers on a text file; layer = None keeps all layers."""
-    try:
-        transformers = require_package("--text", "transformers", "transformers")
-        import moe_ext.integrations.transformers  # noqa: F401  registers "moe_ext"
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
+    transformers = require_transformers("--text", "transformers", "transformers")
+    integration = "moe_ext.integrations.transformers"  # registers "moe_ext"
+    require_transformers("--text", integration, "transformers")
     with open(text, encoding="utf-8", errors="replace") as file:
         # AutoModel has no output layer, whose logits nobody needs.
         model = transformers.AutoModel.from_pretrained(

@@ -21,6 +21,7 @@ from moe_lab.benchmarks.shapes import (
 )
 from moe_lab.cli import THREAD_LIMIT, at_least, make_parser, positive
 from moe_lab.errors import ConfigError
+from moe_lab.names import configuration_file
 
 Option = dict[str, Any]  # the settings of `add_argument`
 UNITS, GROUPS = ("rows", "tokens"), "groups"  # exchanges; groups is that of placement="groups"
@@ -107,21 +108,13 @@ def _check_models(args: Any) -> None:
     args.num_experts = {name: experts_that_fit(name, args.weights) for name in models}
 
 
-def _check_configuration(path: str) -> None:
-    of_package = Path(__file__).parents[1] / "configs" / f"{path}.toml"
-    if not Path(path).is_file() and not of_package.is_file():
-        raise ConfigError(
-            f"there is no configuration file {path}; give a file, or a name such as small/moe-32"
-        )
-
-
 def _check_translation(args: Any) -> None:
     is_run = Path(args.model).is_dir()
     if is_run == (args.text is None):
         rule = "given with a run folder, and omitted with a configuration"
         raise ConfigError(f"text must be {rule}, got {args.text} with {args.model}")
     if not is_run:
-        _check_configuration(args.model)
+        configuration_file(args.model)
 
 
 CASES = {
@@ -230,7 +223,7 @@ CASES = {
         options={"--classes": _one(at_least(2), 793_471, "V, number of classes")},
     ),
     "step": Case(
-        sizes={"steps": 3}, check=lambda args: _check_configuration(args.config),
+        sizes={"steps": 3}, check=lambda args: configuration_file(args.config),
         options={"config": {"help": "a configuration of moe-lab train"},
                  "overrides": {"nargs": "*", "metavar": "key=value",
                                "help": "options of the configuration to override"}},

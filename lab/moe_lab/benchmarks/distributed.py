@@ -7,7 +7,7 @@
     moe-lab benchmark distributed --json distributed.json
     torchrun --nproc-per-node 8 -m moe_lab benchmark distributed --processes 1 8 --device cuda
 
-Without torchrun, the script starts its own ranks (gloo on the CPU, NCCL on CUDA). A step is the
+Without torchrun, the command starts its own ranks (gloo on the CPU, NCCL on CUDA). A step is the
 forward and backward pass of a `MoE` layer. Backward starts from a gradient of y and the balancing
 losses and ends at x and all parameters. --tokens and --experts are per rank, so a rank has the same
 number of rows at every world size (Sec. 3.1). The gate's gradients are not all-reduced.

@@ -7,7 +7,7 @@
 A step is a layer's forward pass, and a backward pass from a gradient of y and the balancing losses
 to x and all weights. With such small experts, the gate takes much of the time. Per token, a flat
 gate of E experts computes 2 E logits (clean and noisy). A hierarchical gate with a groups of b
-experts computes 2 (a + k1 b) logits, for k1 groups per token. The script compares the large layer
+experts computes 2 (a + k1 b) logits, for k1 groups per token. The command compares the large layer
 with two layers of 1,024 experts, each in two variants. The first variant has experts of the same
 width. The second variant, marked "=", has wider experts, so a token needs as many multiply-adds as
 in the large layer:

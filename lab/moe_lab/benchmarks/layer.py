@@ -12,9 +12,9 @@
 
 Every implementation gets the same x [T, d], gates [T, k], expert_index [T, k] and weights. It
 returns y [T, d] in fresh tensors and, with backward, the gradients of x, gates and all weights,
-including zeros. Experts are d -> h -> d with ReLU and no biases. Before any measurement, the script
-compares y and all gradients of every other implementation ("peer") with those of moe_ext ("ours").
-The peers:
+including zeros. Experts are d -> h -> d with ReLU and no biases. Before any measurement, the
+command compares y and all gradients of every other implementation ("peer") with those of moe_ext
+("ours"). The peers:
 
     HF                   transformers' MixtralExperts, which have only gated activations. Ours then
                          uses SwiGLU too; h is a third smaller, so the GEMMs cost the same

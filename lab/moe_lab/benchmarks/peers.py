@@ -19,7 +19,7 @@ from moe_ext import ops
 from moe_lab.benchmarks.measurement import Extra, Stacked
 from moe_lab.benchmarks.roofline import Work, experts_work
 from moe_lab.benchmarks.shapes import Shape
-from moe_lab.packages import require_package
+from moe_lab.packages import require_transformers
 
 FORWARD, BOTH = PASSES = ("forward", "forward+backward")  # what is timed
 BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
@@ -263,7 +263,7 @@ def _sort_and_grouped_mm(problem: Problem) -> Peer:
 def mixtral_config(implementation: str, d: int, E: int, k: int, hidden: int) -> tuple[Any, Any]:
     """Returns transformers' module of Mixtral, and a configuration of its layer."""
     modeling = "transformers.models.mixtral.modeling_mixtral"
-    mixtral = require_package("transformers", modeling, "benchmark")
+    mixtral = require_transformers("peers", modeling, "benchmark")
     sizes = {"hidden_size": d, "intermediate_size": hidden, "hidden_act": "silu"}
     config = mixtral.MixtralConfig(num_local_experts=E, num_experts_per_tok=k, **sizes)
     config._experts_implementation = implementation

@@ -5,7 +5,7 @@
     moe-lab benchmark recurrent-exchange --processes 4 --slots 5
 
 "rows" exchanges rows in each time step, "gathered" gathers the weights of all experts once
-(``gather_experts`` of `MoELSTM`). A step is a forward and backward pass. The script starts its own
+(``gather_experts`` of `MoELSTM`). A step is a forward and backward pass. The command starts its own
 ranks and runs one batch size after the other. Rounds are interleaved and begin with a barrier. A
 time is that of the slowest rank; figures are medians over the rounds, with quartiles in brackets.
 

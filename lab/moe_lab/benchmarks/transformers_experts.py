@@ -33,10 +33,10 @@ The limit is that of moe-lab benchmark layer: max(flops / GEMM peak, minimum byt
 bandwidth), both measured in the same rounds. Biases do not count. The limit of "recompute" has in
 addition the first GEMM, which reads x and its weights again.
 
-Before any measurement, the script compares outputs and gradients of the other implementations with
-those of moe_ext. Rounds are interleaved and timed as in moe-lab benchmark layer, whose
-docstring explains "~", "–" and figures of several runs. Each round calls an implementation twice
-and times the second call.
+Before any measurement, the command compares outputs and gradients of the other implementations with
+those of moe_ext. Rounds are interleaved and timed as in moe-lab benchmark layer, whose help
+explains "~", "–" and figures of several runs. Each round calls an implementation twice and times
+the second call.
 
 - batched_mm copies the weights of the experts for every token. It is not timed if the copies need
   more than --memory GiB.
@@ -44,7 +44,7 @@ and times the second call.
   gradients need more than --patience seconds.
 - Peak memory is that of torch's allocations in one call, without weights and inputs.
 
-With --output, the script writes transformers_experts.md, .json and .png to a folder.
+With --output, the command writes transformers_experts.md, .json and .png to a folder.
 """
 
 import importlib
@@ -74,7 +74,7 @@ from moe_lab.benchmarks.tables import (
     plot,
 )
 from moe_lab.experiments.report import markdown_table, write_report
-from moe_lab.packages import require_package
+from moe_lab.packages import require_transformers
 
 NAME = "transformers_experts"
 OURS = "moe_ext"  # the name in transformers' registry
@@ -97,7 +97,7 @@ def run(args: Any) -> int:
 
 def _measure(args: Any) -> dict[str, Any]:
     """Measures all problems; returns the record of the run."""
-    require_package("--implementations", "moe_ext.integrations.transformers", "benchmark")
+    require_transformers("--implementations", "moe_ext.integrations.transformers", "benchmark")
     args.device, args.minutes = "cpu", None
     todo = [
         (name, name, partial(Problem, name, num_experts, getattr(torch, dtype), args.tokens))
@@ -149,7 +149,7 @@ def build_layer(name: str, num_experts: int, dtype: torch.dtype) -> nn.Module:
     """Builds transformers' experts layer of a model with random weights."""
     model = MODELS[name]
     modules = f"transformers.models.{name}"
-    modeling = require_package("--models", f"{modules}.modeling_{name}", "benchmark")
+    modeling = require_transformers("--models", f"{modules}.modeling_{name}", "benchmark")
     configuration = importlib.import_module(f"{modules}.configuration_{name}")
     sizes = {"hidden_size": model.hidden_size, model.width: model.intermediate_size}
     config = getattr(configuration, f"{model.prefix}Config")(**sizes)
@@ -269,7 +269,7 @@ def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
         "# The experts of transformers' models\n",
         f"```\n{COMMAND}\n```\n",
         f"{record['environment']}; {record['versions']}\n",
-        "The docstring of the script has the sources of the sizes, and explains tasks and columns. "
+        "`--help` has the sources of the sizes, and explains tasks and columns. "
         f"Figures are {spread}. The time of another implementation is in ms; in brackets is this "
         "time divided by the time of moe_ext. T·k/E is the mean number of rows of an expert. The "
         "time of a decode task is that of 10 passes.\n",

@@ -1,7 +1,7 @@
 """Prepares a corpus for training: downloads, verifies, unpacks, mixes and encodes it.
 
     moe-lab prepare-data lm1b            # the 1-billion-word benchmark: 1.8 GB download,
-                                                   # 10 GB of disk, 10 minutes to encode
+                                         # 10 GB of disk, 10 minutes to encode
     moe-lab prepare-data wikitext-103    # 190 MB download; wikitext-2: 4 MB
     moe-lab prepare-data lm1b --from FOLDER     # downloads only files missing in FOLDER
     moe-lab prepare-data text --from PATH --vocab-size 100000      # any other corpus
@@ -9,9 +9,9 @@
 
 Give the command again to continue an interrupted download; no finished work is repeated. --from is
 an archive, a folder with the archive or the vocabulary file, or the unpacked corpus. With the name
-"text", --from is a corpus as in lab/moe_lab/data/corpora.py. The script verifies the SHA-256 of
+"text", --from is a corpus as in lab/moe_lab/data/corpora.py. The command verifies the SHA-256 of
 archives, the 793,471 entries of the benchmark's vocabulary, and the published numbers of sentences
-and words. At the end, the script prints the options for moe-lab train.
+and words. At the end, it prints the options for moe-lab train.
 
 "languages" has both sides of the parallel text in FOLDER, from English into each of --languages,
 each side as a text of its own, in wordpieces. --sentences limits the training sentences of each

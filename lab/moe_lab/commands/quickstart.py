@@ -1,6 +1,6 @@
 """Trains a small MoE language model and its dense counterpart, and compares them.
 
-    moe-lab quickstart             # 5 minutes on 2 cores; called by scripts/quickstart.sh
+    moe-lab quickstart             # 5 minutes on 2 cores
     moe-lab quickstart --quick     # seconds: tiny models, for a quick check
 
 The models are configs/small/moe-64.toml with a width of 96, and its dense counterpart. Both learn
@@ -69,6 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> "dict[str, Run]":
     ]
     options.output, options.overrides = output, [*settings, *options.overrides]
 
-    from moe_lab.commands._quickstart import train_and_report
+    from moe_lab.experiments.quickstart import train_and_report
 
     return train_and_report(options)

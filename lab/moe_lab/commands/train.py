@@ -18,8 +18,8 @@ lab/moe_lab/models. The config.toml of a run lists all of them. The run's folder
 (default: runs/NAME for NAME.toml). The run writes checkpoints, metrics.jsonl and TensorBoard events
 to this folder. View the events with `tensorboard --logdir runs`.
 
-Ctrl-C or SIGTERM saves a checkpoint after the current step. The script then prints how to continue
-and ends with status 0. A second Ctrl-C ends the script at once with status 130 and keeps the last
+Ctrl-C or SIGTERM saves a checkpoint after the current step. The command then prints how to
+continue and ends with status 0. A second Ctrl-C ends it at once with status 130 and keeps the last
 checkpoint. Status 1: training diverged. Status 2: an option, file or folder is invalid; stderr says
 which.
 """

@@ -158,7 +158,7 @@ def file_of(download: Download, output: Path, source: Path | None) -> Path:
 def _fetch(url: str, part: Path) -> None:
     """Downloads the part of `url` that is missing in the file `part`."""
     there = part.stat().st_size if part.is_file() else 0
-    headers = {"User-Agent": "moe_ext", **({"Range": f"bytes={there}-"} if there else {})}
+    headers = {"User-Agent": "moe_lab", **({"Range": f"bytes={there}-"} if there else {})}
     try:
         response = urlopen(Request(url, headers=headers), timeout=60)
     except HTTPError as error:

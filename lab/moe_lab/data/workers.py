@@ -24,7 +24,7 @@ def in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int)
         function: the function to call. Function, results and exceptions must be picklable.
         items: arguments of the calls, read in the parent process when a worker needs an item.
         num_workers: number of worker processes; 0 calls the function in the parent process. Unless
-            Python's start method is fork, the script needs ``if __name__ == "__main__":``.
+            Python's start method is fork, the program needs ``if __name__ == "__main__":``.
     """
     if num_workers == 0:
         return map(function, items)

@@ -86,7 +86,7 @@ class Study(ABC):
             from moe_lab.experiments.at_once import run_at_once  # imports the training loop
 
             alone = argparse.Namespace(**vars(self.options) | {"at_once": 1})
-            run_at_once([partial(_run_missing, type(self), alone)] * number)
+            run_at_once([partial(_run_in_child, type(self), alone)] * number)
         run_missing(self.store, settings, planned, self.run, self.runs_folder)
 
     def commands(self, stored: Stored) -> Command:
@@ -171,7 +171,7 @@ class TrainedStudy(Study):
         """Returns the command of the study without changed options."""
 
 
-def _run_missing(study: type[Any], options: argparse.Namespace) -> None:
+def _run_in_child(study: type[Any], options: argparse.Namespace) -> None:
     """Runs what the store of a study lacks, in a child process."""
     child = study(options)
     child.run_missing(child.settings())

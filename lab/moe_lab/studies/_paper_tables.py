@@ -20,14 +20,14 @@ _COLUMNS = {  # the title and the unit of each column
 }
 _SAMPLED = (8192, 4096)  # sampled classes of the softmax: the configurations' number, half of it
 _NOTES = {
-    (
-        "lm1b",
-        "MoE-256",
-        "ops",
-    ): "The count 8.6508 rounds to 8.7; the paper prints 8.6. Rounding first to 8.65 "
-    "and then half to even gives 8.6.",
-    ("lm1b", "MoE-34M", "total"): "The count 5.9397 rounds to 5.9; the paper prints 6.0. A "
-    "vocabulary of 800,000 words instead of 793,471 gives 5.95.",
+    ("lm1b", "MoE-256", "ops"): (
+        "The count 8.6508 rounds to 8.7; the paper prints 8.6. Rounding first to 8.65 and then "
+        "half to even gives 8.6."
+    ),
+    ("lm1b", "MoE-34M", "total"): (
+        "The count 5.9397 rounds to 5.9; the paper prints 6.0. A vocabulary of 800,000 words "
+        "instead of 793,471 gives 5.95."
+    ),
 }
 _COUNTED = """\
 The layers have these numbers of weights at model width d:

@@ -8,8 +8,8 @@
 
 The models are those of configs/small, with a width of 96, without dropout, on wordpieces with the
 full softmax. The text has Python code, C++ headers and documentation. With --text prose,
-data.corpus has English prose. With --text languages, it is that of `prepare_data.py languages`,
-which has English and six other languages.
+data.corpus has English prose. With --text languages, it is the corpus of `moe-lab prepare-data
+languages`, which has English and six other languages.
 
 The models with " x4" in their names train for four times the steps. Those with " rate" or
 " dropout" have other options; "experts 0.008" is the learning rate of the experts. --arms selects

@@ -23,9 +23,8 @@ from moe_lab.cli import SEED_LIMIT, THREAD_LIMIT
 from moe_lab.errors import ConfigError
 from moe_lab.files import read_file
 from moe_lab.models import LanguageModelConfig, TranslationModelConfig
-from moe_lab.names import PIECE_KINDS
+from moe_lab.names import PIECE_KINDS, configuration_file
 
-_CONFIGS = Path(__file__).parents[1] / "configs"
 _MAX_BYTES = 2**20  # of a configuration file
 _LONGEST_TIMEOUT = 1e9  # seconds
 
@@ -324,7 +323,7 @@ def read_config(
             a string, so ``data.corpus=builtin`` needs no quotes.
         kind: the required class, `Config` or `TranslationConfig`; None accepts both.
     """
-    path = _find(path)
+    path = configuration_file(path)
     table = _read_table(path)
     of_file = copy.deepcopy(table)
     for override in overrides:
@@ -343,17 +342,6 @@ def read_config(
         )
     config.output = config.output or f"runs/{path.stem}"
     return config
-
-
-def _find(path: str | Path) -> Path:
-    """Returns the file at a path, else the configuration of the package with this name."""
-    of_package = _CONFIGS / f"{path}.toml"
-    for file in (Path(path), of_package):
-        if file.is_file():
-            return file
-    raise ConfigError(
-        f"there is no configuration file {path}; give a file, or a name such as small/moe-32"
-    )
 
 
 def config_from_dict(table: dict[str, Any]) -> AnyConfig:

@@ -284,5 +284,5 @@ def _config_errors() -> Iterator[None]:
         raise ConfigError(f"data.corpus: {error}") from error
     except ConfigError:
         raise
-    except (ImportError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"data: {error}") from error

@@ -1,7 +1,6 @@
-"""The scripts as a user runs them: output, files, errors and exit status."""
+"""The commands as a user runs them: output, files, errors and exit status."""
 
 import json
-import pathlib
 import re
 import shutil
 import signal
@@ -16,18 +15,11 @@ from moe_lab.errors import ConfigError
 from moe_lab.studies import kneser_ney
 from moe_lab.training.checkpoint import checkpoints_of
 from moe_lab.training.config import read_config
+from tiny import CONFIG, ROOT, TINY, assert_names_option, status_and_error
 
 from moe_ext.distributed import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-ROOT = pathlib.Path(__file__).parents[2]
-CONFIG = ROOT / "configs" / "small" / "moe-32.toml"
-TINY = [
-    "data.vocab_size=60", "data.tokens_per_batch=100", "model.d_model=8", "model.moe.num_experts=4",
-    "model.moe.k=2", "model.moe.hidden_sizes=[8]", "num_threads=1", "log.tensorboard=false",
-    "log.log_every=1",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +41,6 @@ def run(corpus, tmp_path_factory):
     options = [*TINY, f"data.corpus={corpus}", f"output={folder}", "steps=8", "log.progress=false"]
     assert exit_status(lambda: train.main([str(CONFIG), *options])) == 0
     return folder
-
-
-def status_and_error(capsys, command, *arguments):
-    capsys.readouterr()
-    status = exit_status(lambda: command.main([str(a) for a in arguments]))
-    error = capsys.readouterr().err
-    return status, error
 
 
 def test_train_reports_model_text_and_result(run, corpus, capsys):
@@ -103,7 +88,7 @@ def test_train_rejects_options_with_status_2(run, corpus, capsys, tmp_path, opti
     assert not (tmp_path / "x").exists()
 
 
-def test_other_scripts_reject_options_with_status_2(capsys, tmp_path, run):
+def test_other_commands_reject_options_with_status_2(capsys, tmp_path, run):
     for command in (evaluate, inspect_experts):
         status, error = status_and_error(capsys, command, tmp_path / "none")
         assert status == 2 and "there is no checkpoint in" in error and error.count("\n") == 1
@@ -123,13 +108,6 @@ def test_other_scripts_reject_options_with_status_2(capsys, tmp_path, run):
     status, error = status_and_error(capsys, inspect_experts, run, "--output", output)
     assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
     assert str(tmp_path / "file") in error
-
-
-def assert_names_option(capsys, option):
-    """Asserts that the last line of stderr names an option (--name=value) and its value."""
-    name, value = option.split("=")
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert f"argument {name}: must" in last and f"got {value!r}" in last
 
 
 @pytest.mark.parametrize(
@@ -173,7 +151,7 @@ def test_exit_status_and_message(capsys):
     assert ends_with(KeyboardInterrupt()) == (130, "interrupted\n")
 
 
-def test_a_closed_pipe_ends_a_script_without_message(tmp_path):
+def test_a_closed_pipe_ends_a_command_without_message(tmp_path):
     code = (
         "import sys; from moe_lab.cli import exit_status; "
         "sys.exit(exit_status(lambda: [print(i) for i in range(10**5)]))"
@@ -245,13 +223,3 @@ def test_inspect_experts_writes_text_and_one_page(run, tmp_path, capsys):
     assert len(layer["experts"]) == 4 and len(layer["sentences"]) == 3
     assert "</s>" in data["words"] and "</s>" not in page
     assert data["title"] == "run, step 8, layer 0: what each expert sees"
-
-
-def test_the_gpu_suite_selects_tests_that_exist():
-    script = (ROOT / "scripts" / "gpu_suite.sh").read_text()
-    selected = re.findall(r"-k \"?([a-z]\w*).*?(tests/\S+\.py)", script, re.S)
-    assert len(selected) == 2
-    for word, file in selected:
-        assert re.search(rf"^def \w*{word}", (ROOT / file).read_text(), re.M), (word, file)
-    for place in re.findall(r"\b(?:lab/)?tests/[\w/.]+", script):
-        assert (ROOT / place).exists(), place

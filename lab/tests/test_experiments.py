@@ -1,8 +1,7 @@
-"""Studies: trained and tested runs, paired differences, verdicts about claims, comparisons."""
+"""Experiments: trained and tested runs, paired differences, verdicts about claims, comparisons."""
 
 import math
 import shutil
-from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +13,6 @@ from moe_lab.experiments import results as results_module
 from moe_lab.experiments import study as study_module
 from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.claims import as_change, verdict
-from moe_lab.experiments.comparison import Comparison
 from moe_lab.experiments.report import markdown_table
 from moe_lab.experiments.results import train_and_test
 from moe_lab.experiments.runs import difference, nll_after, widening
@@ -29,7 +27,7 @@ from moe_lab.studies import _routing
 from moe_lab.training.config import config_from_dict, read_config
 from moe_lab.training.metrics import evaluate
 from moe_lab.training.text import load_text
-from test_scripts import CONFIG, TINY
+from tiny import CONFIG, TINY, comparison
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -214,17 +212,6 @@ def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
 
 def snapshot(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name[0] != "."}
-
-
-def comparison(corpus, folder, *overrides, seeds=(1, 2), against=(), at_once=1):
-    """Makes a comparison of tiny models."""
-    small = [*TINY, f"data.corpus={corpus}", "steps=3", "log.progress=false", *overrides]
-    return Comparison(
-        Namespace(
-            name="comparison", config=str(CONFIG), overrides=small, against=[*against],
-            output=folder, seeds=[*seeds], at_once=at_once, report=False,
-        )
-    )  # fmt: skip
 
 
 def test_a_study_trains_only_missing_runs(corpus, tmp_path, capsys):

@@ -1,0 +1,50 @@
+"""Tiny runs that the tests train, and the commands as a user runs them."""
+
+import pathlib
+from argparse import Namespace
+
+from moe_lab.cli import exit_status
+from moe_lab.experiments.comparison import Comparison
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "small" / "moe-32.toml"
+TINY = [
+    "data.vocab_size=60", "data.tokens_per_batch=100", "model.d_model=8", "model.moe.num_experts=4",
+    "model.moe.k=2", "model.moe.hidden_sizes=[8]", "num_threads=1", "log.tensorboard=false",
+    "log.log_every=1",
+]  # fmt: skip
+
+
+def status_and_error(capsys, command, *arguments):
+    capsys.readouterr()
+    status = exit_status(lambda: command.main([str(a) for a in arguments]))
+    error = capsys.readouterr().err
+    return status, error
+
+
+def assert_names_option(capsys, option):
+    """Asserts that the last line of stderr names an option (--name=value) and its value."""
+    name, value = option.split("=")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {name}: must" in last and f"got {value!r}" in last
+
+
+def comparison(corpus, folder, *overrides, seeds=(1, 2), against=(), at_once=1):
+    """Makes a comparison of tiny models."""
+    small = [*TINY, f"data.corpus={corpus}", "steps=3", "log.progress=false", *overrides]
+    return Comparison(
+        Namespace(
+            name="comparison", config=str(CONFIG), overrides=small, against=[*against],
+            output=folder, seeds=[*seeds], at_once=at_once, report=False,
+        )
+    )  # fmt: skip
+
+
+def rebuilds(main, name, folder, *options):
+    """Returns whether --report writes the same page and plot, without runs and corpus."""
+    files = [folder / f"{name}.{suffix}" for suffix in ("md", "png", "json")]
+    before = [file.read_bytes() for file in files]
+    for file in files[:2]:
+        file.unlink()
+    main(["--report", *options, f"--output={folder}"])
+    return [file.read_bytes() for file in files] == before
