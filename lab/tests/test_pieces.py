@@ -1,11 +1,13 @@
 """Language models of wordpieces, and the mixed corpora."""
 
+import io
 import math
 import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+import sentencepiece
 from moe_lab.commands import evaluate as evaluate_command
 from moe_lab.commands import export, inspect_experts, prepare_data
 from moe_lab.data import (
@@ -85,6 +87,22 @@ def test_bytes_of_a_text(monkeypatch):
     assert bytes_of(encode_sentences([["ab", "é"]], few), few) == 1 + len("ab") + 1 + 1
     sizes = dict(zip(few.words, few.num_bytes, strict=True))
     assert sizes["</s>"] == sizes["<2fr>"] == 0 and sizes["<unk>"] == 1
+
+
+def test_a_byte_piece_stands_for_one_byte():
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["ab ba a b"] * 20),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=266,
+        byte_fallback=True,
+        bos_id=-1,
+    )
+    pieces = Wordpieces(model.getvalue())
+    sizes = dict(zip(pieces.words, pieces.num_bytes, strict=True))
+    assert sizes["<0xC3>"] == 1 and sizes["a"] == 1
+    assert bytes_of(encode_sentences([["ab", "é"]], pieces), pieces) == len("ab é\n".encode())
 
 
 def test_a_run_keeps_its_wordpieces(run):
