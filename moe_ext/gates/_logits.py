@@ -1,6 +1,5 @@
 """Computes the logits and the initial weights of all gates."""
 
-import warnings
 from contextlib import nullcontext
 from itertools import chain
 
@@ -45,17 +44,6 @@ def logits(
     with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
         return ops.experts(
             x, weights, offsets=offsets, inverse=inverse, token_offsets=token_offsets
-        )
-
-
-def warn_of_one_expert(owner: str, *k: int) -> None:
-    """Warns that the gate of a token's only expert is 1, so that it has no gradient; see owner."""
-    if max(k) == 1:
-        warnings.warn(
-            f"{owner}: with k = 1 the gate of every token is 1, and the task's loss gives the "
-            "gate's weights no gradient; use k of at least 2, or "
-            "TopKGate(d_model, num_experts, 1, renormalize=False)",
-            stacklevel=4,
         )
 
 

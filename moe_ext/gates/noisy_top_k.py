@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.gates._logits import only_given, warn_of_one_expert, widened
+from moe_ext.gates._logits import only_given, widened
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.gates.gate import Routing
 
@@ -55,8 +57,13 @@ class NoisyTopKGate(NoisyGate):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(d_model, num_experts, k, noise_epsilon, detach_threshold, generator)
-        if num_experts > 1:
-            warn_of_one_expert("NoisyTopKGate", k)
+        if k == 1 < num_experts:
+            warnings.warn(
+                "NoisyTopKGate: with k = 1 the gate of every token is 1, and the task's loss gives "
+                "the gate's weights no gradient; use k of at least 2, or "
+                "TopKGate(d_model, num_experts, 1, renormalize=False)",
+                stacklevel=2,
+            )
         self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
         self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
 
