@@ -60,7 +60,7 @@ def test_mxfp4_codes(dtype):
 
 @pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 def test_fp8_codes(scale):
-    """All codes, NaN too, with a scale for each row, group, and block; the last block is shorter."""
+    """All codes, NaN too, with a scale for each row, group and block; the last block is cut."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(300, 1).view(torch.float8_e4m3fn)
     rows = torch.rand(300, 2).mul(300).exp2().to(scale)
     expected = codes.float() * rows.float().repeat_interleave(128, 1)
