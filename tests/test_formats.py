@@ -1,4 +1,4 @@
-"""Packed formats: the bits of the reference packages, and the errors."""
+"""Packed formats: results are bitwise identical to those of the reference packages; errors."""
 
 import itertools
 
