@@ -124,9 +124,9 @@ def quantize(weight: Tensor, format: FormatName, group: int | None = None) -> Pa
 
     The results of gguf_mxfp4, gguf_q4_0, gguf_q8_0, int4, int8 and nf4 are bitwise identical to
     those of the reference packages. A scale of int4, int8 and fp8 is the largest magnitude of its
-    group, divided by 7.5, 127.5 and 448. mxfp4 follows the specification: the scale is the largest
-    power of two that is at most a quarter of the largest magnitude, and values are rounded to the
-    nearest, ties to even codes.
+    group, divided by 7.5, 127.5 and 448. The rule of mxfp4 is that of its specification: the scale
+    is the largest power of two that is at most a quarter of the largest magnitude. Values are
+    rounded to the nearest, ties to even codes.
 
     Args:
         weight: [..., out, in], finite. The scales of int4 and int8 get its dtype.
