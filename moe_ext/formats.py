@@ -8,22 +8,24 @@ experts are kept. In every format, a value is
 in float32, where `values` is a table of the format and the minimum is absent in most formats.
 `dequantize` computes it bit for bit as the reference package of the format:
 
-    format       codes and scales                                           reference
-    ===========  =========================================================  ==================
-    mxfp4        uint8 [out, in/2], low nibble first; uint8 [out, in/32]    transformers
-    fp8          float8_e4m3fn [out, in]; [out/128, in/128] or [out, 1]     torch
-    int4         int32 [out, in/8], lowest bits first; [out, in/group]      compressed-tensors
-    int8         int8 [out, in]; [out, in/group]                            compressed-tensors
-    nf4          uint8 [out, in/2], high nibble first; float32 [out, in/64] bitsandbytes
-    gguf_mxfp4   uint8 [out, 17·in/32]                                      gguf
-    gguf_q4_0    uint8 [out, 18·in/32]                                      gguf
-    gguf_q8_0    uint8 [out, 34·in/32]                                      gguf
-    gguf_q4_k    uint8 [out, 144·in/256]                                    gguf
-    gguf_q6_k    uint8 [out, 210·in/256]                                    gguf
+==========  ====================================  ===========================  ==================
+format      codes                                 scales                       reference
+==========  ====================================  ===========================  ==================
+mxfp4       uint8 [out, in/2], low nibble first   [out, in/32]                 transformers
+fp8         float8_e4m3fn [out, in]               [out/128, in/128], [out, n]  torch
+int4        int32 [out, in/8], low bits first     [out, n]                     compressed-tensors
+int8        int8 [out, in]                        [out, n]                     compressed-tensors
+nf4         uint8 [out, in/2], high nibble first  [out, in/64]                 bitsandbytes
+gguf_mxfp4  uint8 [out, 17·in/32]                 among the codes              gguf
+gguf_q4_0   uint8 [out, 18·in/32]                 among the codes              gguf
+gguf_q8_0   uint8 [out, 34·in/32]                 among the codes              gguf
+gguf_q4_k   uint8 [out, 144·in/256]               among the codes              gguf
+gguf_q6_k   uint8 [out, 210·in/256]               among the codes              gguf
+==========  ====================================  ===========================  ==================
 
-The GGUF formats keep the scales among the codes, so their `scales` are None. The number of scales
-gives the group: with [out, 1], a row has one scale. mxfp4 and gguf_mxfp4 are the microscaling
-format of the Open Compute Project (arXiv 2310.10537), nf4 is that of QLoRA (arXiv 2305.14314).
+A scale of [out, n] belongs to in/n inputs of one row. Scales among the codes are passed as None.
+mxfp4 and gguf_mxfp4 are the microscaling format of the Open Compute Project (arXiv 2310.10537), nf4
+is the format of QLoRA (arXiv 2305.14314).
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from moe_ext.checks import require, require_one_of, require_sizes, require_tenso
 
 __all__ = ["FORMATS", "FormatName", "Packed", "dequantize", "quantize"]
 
+#: The name of a packed format.
 FormatName = Literal[
     "fp8",
     "gguf_mxfp4",
@@ -54,6 +57,7 @@ FormatName = Literal[
     "mxfp4",
     "nf4",
 ]
+#: All names of packed formats.
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 
 
