@@ -30,7 +30,7 @@ is the format of QLoRA (arXiv 2305.14314).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -82,8 +82,7 @@ def dequantize(
 ) -> Tensor:
     """Returns the weight of packed codes, bit for bit as the reference package of the format.
 
-    Values are computed in float32 and then rounded to dtype. Besides its result, the function needs
-    memory for a few copies of one matrix.
+    Values are computed in float32 and then rounded to dtype.
 
     Args:
         codes: [..., out, n] in the dtype of the format; see the table of this module. The blocks
@@ -106,19 +105,18 @@ def dequantize(
         raise TypeError(f"dequantize: dtype must be a floating-point dtype, got {dtype!r}")
     layout = _LAYOUTS[format]
     inputs = layout.check(format, codes, scales)
-    *lead, rows, size = codes.shape
+    *lead, rows, _ = codes.shape
     weight = codes.new_empty((*lead, rows, inputs), dtype=dtype)
     table = torch.tensor(layout.values, device=codes.device)
-    results = weight.view(-1, *weight.shape[-2:]).unbind()
-    matrices = codes.reshape(-1, rows, size).unbind()
-    scales_of: Iterable[Tensor | None] = repeat(None, len(matrices))
+    results, blocks = _row_blocks(weight), _row_blocks(codes)
+    scales_of: Iterable[Tensor | None] = repeat(None, len(blocks))
     if scales is not None:
-        scales_of = scales.reshape(-1, *scales.shape[-2:]).unbind()
-    for result, matrix, own in zip(results, matrices, scales_of, strict=True):
-        parts = layout.parts(matrix, own)
-        values = table[parts.codes.int()] * _over_groups(parts.scales, parts.group, result.shape)
+        scales_of = _row_blocks(scales, _BLOCK if scales.shape[-2] == rows else 1)
+    for result, block, own in zip(results, blocks, scales_of, strict=True):
+        parts = layout.parts(block, own)
+        values = table[parts.codes.int()] * parts.over_groups(parts.scales)
         if parts.minima is not None:
-            values -= _over_groups(parts.minima, parts.group, result.shape)
+            values -= parts.over_groups(parts.minima)
         result.copy_(values)
     return weight
 
@@ -154,6 +152,7 @@ def quantize(weight: Tensor, format: FormatName, group: int | None = None) -> Pa
         raise TypeError(f"quantize: weight must have a floating-point dtype, got {weight.dtype}")
     shape = tuple(weight.shape)
     require(weight.dim() >= 2, "quantize: weight", "have the shape [..., out, in]", shape)
+    require(weight.numel() > 0, "quantize: weight", "have values", shape)
     require(bool(weight.isfinite().all()), "quantize: weight", "be finite", "NaN or infinity")
     layout = _LAYOUTS[format]
     if group is None and format == "int4":
@@ -166,28 +165,41 @@ def quantize(weight: Tensor, format: FormatName, group: int | None = None) -> Pa
     rule = f"have a multiple of {multiple} inputs for {format}"
     require(shape[-1] % multiple == 0, "quantize: weight", rule, shape)
     assert layout.encode is not None
-    return layout.encode(weight.detach(), group)
+    encoded = [layout.encode(block, group) for block in _row_blocks(weight.detach())]
+    codes, scales = zip(*encoded, strict=True)
+    lead = (*shape[:-2], -1)
+    packed = torch.cat(codes).unflatten(0, lead)
+    return Packed(packed, None if scales[0] is None else torch.cat(scales).unflatten(0, lead))
 
 
 # What the formats have in common
 
 
+_BLOCK = 128  # the rows and the columns of a block of fp8
+
+
+def _row_blocks(matrices: Tensor, size: int = _BLOCK) -> list[Tensor]:
+    """Splits each matrix of [..., rows, columns] into blocks of rows, small enough for a cache."""
+    return [
+        block
+        for matrix in matrices.reshape(-1, *matrices.shape[-2:]).unbind()
+        for block in matrix.split(size)
+    ]
+
+
 class _Parts(NamedTuple):
-    """One matrix in the form that all formats share: w = values[code] · scale - minimum."""
+    """Some rows in the form that all formats share: w = values[code] · scale - minimum."""
 
-    codes: Tensor  # [out, in] uint8
-    scales: Tensor  # [rows, groups] float32
-    group: tuple[int, int]  # the number of outputs and of inputs that have one scale
+    codes: Tensor  # [rows, in] uint8
+    scales: Tensor  # [rows, groups] float32, or [1, groups]: the same for all rows
     minima: Tensor | None = None  # as the scales
+    group: int | None = None  # the number of inputs with one scale; None: in / groups
 
-
-def _over_groups(numbers: Tensor, group: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """Repeats the number of each group [..., rows, groups] for all its values: [..., out, in]."""
-    for dim in (-2, -1):
-        if group[dim] > 1:
-            repeated = numbers.repeat_interleave(group[dim], dim)
-            numbers = repeated.narrow(dim, 0, shape[dim])
-    return numbers
+    def over_groups(self, numbers: Tensor) -> Tensor:
+        """Repeats the number of each group for its inputs: [rows or 1, in]."""
+        inputs = self.codes.shape[1]
+        group = self.group or inputs // max(numbers.shape[1], 1)
+        return numbers.repeat_interleave(group, 1)[:, :inputs]
 
 
 @dataclass(frozen=True)
@@ -274,6 +286,11 @@ def _pairs(first: Tensor, second: Tensor) -> Tensor:
     return first | second << 4
 
 
+def _consecutive(codes: Tensor) -> Tensor:
+    """Undoes `_low_first`."""
+    return _pairs(codes[..., ::2], codes[..., 1::2])
+
+
 def _powers(exponents: Tensor) -> Tensor:
     """Returns 2^(e - 127) in float32 for the bytes e of the microscaling formats."""
     exponents = exponents.contiguous().view(torch.uint8)
@@ -286,6 +303,12 @@ def _read(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.contiguous().view(dtype).float()
 
 
+def _groups(weight: Tensor, size: int) -> Tensor:
+    """Returns weight [rows, in] as [rows, in / size, size]."""
+    groups: Tensor = weight.unflatten(-1, (-1, size))
+    return groups
+
+
 def _largest(groups: Tensor) -> Tensor:
     """Returns the largest magnitude of each group [..., group] as [..., 1]."""
     return groups.abs().amax(-1, keepdim=True)
@@ -293,7 +316,6 @@ def _largest(groups: Tensor) -> Tensor:
 
 # Formats whose scales are a tensor of their own
 
-_BLOCK = 128  # outputs and inputs that have one scale of fp8
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -303,62 +325,49 @@ def _with_scales(
     def parts(codes: Tensor, scales: Tensor | None) -> _Parts:
         assert scales is not None
         own = codes_of(codes)
-        rows, inputs = own.shape
-        by_row = scales.shape[0] == rows and inputs % max(scales.shape[1], 1) == 0
-        group = (1, inputs // max(scales.shape[1], 1)) if by_row else (_BLOCK, _BLOCK)
-        return _Parts(own, scales_of(scales), group)
+        by_row = len(scales) == len(own) and own.shape[1] % max(scales.shape[1], 1) == 0
+        return _Parts(own, scales_of(scales), group=None if by_row else _BLOCK)
 
     return parts
 
 
-def _by_rows(weight: Tensor, group: int, divisor: float) -> Tensor:
-    """Returns the largest magnitude of each group of a row, divided by a number."""
-    return _largest(weight.unflatten(-1, (-1, group))).squeeze(-1) / divisor
-
-
 def _encode_integers(weight: Tensor, group: int | None, bits: int) -> Packed:
     limit = 1 << bits - 1
-    group = group or weight.shape[-1]
-    scales = _by_rows(weight, group, limit - 0.5)
+    groups = _groups(weight, group or weight.shape[1])
+    scales = _largest(groups) / (limit - 0.5)
     scales = scales.where(scales != 0, torch.finfo(scales.dtype).eps)
-    scaled = weight / _over_groups(scales, (1, group), weight.shape)
-    codes = scaled.round().clamp(-limit, limit - 1)
+    codes = (groups / scales).round().clamp(-limit, limit - 1).flatten(-2)
+    scales = scales.squeeze(-1)
     if bits == 8:
         return Packed(codes.to(torch.int8), scales)
     nibbles = (codes + limit).to(torch.uint8)
-    pairs = _pairs(nibbles[..., ::2], nibbles[..., 1::2])
-    return Packed(pairs.contiguous().view(torch.int32), scales)
+    return Packed(_consecutive(nibbles).view(torch.int32), scales)
 
 
 def _encode_fp8(weight: Tensor, group: int | None) -> Packed:
-    weight = weight.float()
+    inputs = weight.shape[1]
+    size = group or _BLOCK
+    groups = _groups(pad(weight.float(), (0, -inputs % size)), size)
+    scales = _largest(groups) / 448
     if group is None:
-        rows, inputs = weight.shape[-2:]
-        padded = pad(weight, (0, -inputs % _BLOCK, 0, -rows % _BLOCK))
-        blocks = padded.unflatten(-1, (-1, _BLOCK)).unflatten(-3, (-1, _BLOCK))
-        scales, of = blocks.abs().amax((-3, -1)) / 448, (_BLOCK, _BLOCK)
-    else:
-        scales, of = _by_rows(weight, group, 448), (1, group)
-    divisors = _over_groups(scales.where(scales != 0, 1), of, weight.shape)
-    return Packed((weight / divisors).to(torch.float8_e4m3fn), scales)
+        scales = scales.amax(0, keepdim=True)
+    codes = (groups / scales.where(scales != 0, 1)).flatten(-2)[:, :inputs]
+    return Packed(codes.to(torch.float8_e4m3fn), scales.squeeze(-1))
 
 
 def _encode_mxfp4(weight: Tensor, group: int | None) -> Packed:
-    groups = _groups(weight, 32)
+    groups = _groups(weight.float(), 32)
     largest = _largest(groups)
     exponents = _exponents(largest, torch.frexp(largest).exponent - 1)
     magnitudes = groups.abs() / _powers(exponents)
-    midpoints = _midpoints(magnitudes)
-    lower, upper = (torch.bucketize(magnitudes, midpoints, right=right) for right in (False, True))
-    codes = torch.where(lower % 2 == 0, lower, upper)
-    codes = (codes + 8 * groups.signbit()).to(torch.uint8).flatten(-2)
-    return Packed(_pairs(codes[..., ::2], codes[..., 1::2]), exponents.squeeze(-1))
-
-
-def _groups(weight: Tensor, size: int) -> Tensor:
-    """Returns a weight [..., in] in float32 as [..., in / size, size]."""
-    groups: Tensor = weight.float().unflatten(-1, (-1, size))
-    return groups
+    # The values are multiples of 0.5 up to 2, of 1 up to 4, and of 2 up to 6. Their codes count up.
+    codes = torch.where(
+        magnitudes < 2,
+        (magnitudes * 2).round(),
+        torch.where(magnitudes < 4, magnitudes.round() + 2, (magnitudes / 2).round() + 4),
+    )
+    codes = (codes.clamp(max=7) + 8 * groups.signbit()).to(torch.uint8).flatten(-2)
+    return Packed(_consecutive(codes), exponents.squeeze(-1))
 
 
 def _exponents(largest: Tensor, log2: Tensor) -> Tensor:
@@ -366,14 +375,8 @@ def _exponents(largest: Tensor, log2: Tensor) -> Tensor:
     return torch.where(largest > 0, log2 - 2 + 127, 0).clamp(0, 254).to(torch.uint8)
 
 
-def _midpoints(like: Tensor) -> Tensor:
-    """Returns the bounds between the magnitudes of E2M1."""
-    magnitudes = like.new_tensor(_E2M1)
-    return (magnitudes[1:] + magnitudes[:-1]) / 2
-
-
 def _encode_nf4(weight: Tensor, group: int | None) -> Packed:
-    groups = _groups(weight, 64)
+    groups = _groups(weight.float(), 64)
     scales = _largest(groups)
     table = groups.new_tensor(_NF4)
     scaled = (groups * (1 / scales.clamp(min=1e-38))).clamp(-1, 1)
@@ -385,7 +388,7 @@ def _encode_nf4(weight: Tensor, group: int | None) -> Packed:
 
 
 def _gguf(
-    inputs: int, size: int, decode: Callable[[Tensor], tuple[Tensor, ...]]
+    size: int, decode: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> Callable[[Tensor, Tensor | None], _Parts]:
     """Returns _Layout.parts from the function that decodes blocks [..., size].
 
@@ -393,9 +396,9 @@ def _gguf(
     """
 
     def parts(codes: Tensor, _: Tensor | None) -> _Parts:
-        own, scales, *minima = decode(codes.unflatten(-1, (-1, size)))
-        group = (1, inputs // scales.shape[-1])
-        return _Parts(own.flatten(-2), scales.flatten(-2), group, *(m.flatten(-2) for m in minima))
+        blocks = decode(codes.unflatten(-1, (-1, size)))
+        own, scales, *minima = (part.flatten(-2) for part in blocks)
+        return _Parts(own, scales, minima[0] if minima else None)
 
     return parts
 
@@ -464,14 +467,14 @@ def _float16_scales(scales: Tensor) -> Tensor:
 
 
 def _encode_q4_0(weight: Tensor, group: int | None) -> Packed:
-    blocks = _groups(weight, 32)
+    blocks = _groups(weight.float(), 32)
     scales = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
     codes = (blocks * _inverse(scales) + 8.5).trunc().clamp(0, 15)
     return _gguf_packed(_float16_scales(scales), codes, 4)
 
 
 def _encode_q8_0(weight: Tensor, group: int | None) -> Packed:
-    blocks = _groups(weight, 32)
+    blocks = _groups(weight.float(), 32)
     scales = _largest(blocks) / 127
     scaled = blocks * _inverse(scales)
     codes = (scaled.abs() + 0.5).floor() * scaled.sign()
@@ -479,10 +482,12 @@ def _encode_q8_0(weight: Tensor, group: int | None) -> Packed:
 
 
 def _encode_gguf_mxfp4(weight: Tensor, group: int | None) -> Packed:
-    blocks = _groups(weight, 32)
+    blocks = _groups(weight.float(), 32)
     largest = _largest(blocks)
     exponents = _exponents(largest, largest.log2().floor())
-    codes = torch.bucketize(blocks.abs() / _powers(exponents), _midpoints(blocks))
+    magnitudes = blocks.new_tensor(_E2M1)
+    midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
+    codes = torch.bucketize(blocks.abs() / _powers(exponents), midpoints)
     negative = (blocks < 0) & (codes > 0)
     return _gguf_packed(exponents, codes + 8 * negative, 4)
 
@@ -567,35 +572,35 @@ _LAYOUTS: dict[str, _Layout] = {
         values=(*_E2M1, *(0.0 - value for value in _E2M1)),  # code 8 is +0
         dtype=torch.uint8,
         block=(32, 17),
-        parts=_gguf(32, 17, _decode_mxfp4),
+        parts=_gguf(17, _decode_mxfp4),
         encode=_encode_gguf_mxfp4,
     ),
     "gguf_q4_0": _Layout(
         values=_offset(4, 8),
         dtype=torch.uint8,
         block=(32, 18),
-        parts=_gguf(32, 18, _decode_q4_0),
+        parts=_gguf(18, _decode_q4_0),
         encode=_encode_q4_0,
     ),
     "gguf_q8_0": _Layout(
         values=_values(torch.int8),
         dtype=torch.uint8,
         block=(32, 34),
-        parts=_gguf(32, 34, _decode_q8_0),
+        parts=_gguf(34, _decode_q8_0),
         encode=_encode_q8_0,
     ),
     "gguf_q4_k": _Layout(
         values=_offset(4, 0),
         dtype=torch.uint8,
         block=(256, 144),
-        parts=_gguf(256, 144, _decode_q4_k),
+        parts=_gguf(144, _decode_q4_k),
         encode=None,
     ),
     "gguf_q6_k": _Layout(
         values=_offset(6, 32),
         dtype=torch.uint8,
         block=(256, 210),
-        parts=_gguf(256, 210, _decode_q6_k),
+        parts=_gguf(210, _decode_q6_k),
         encode=None,
     ),
 }
