@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from assertions import assert_same_bits  # noqa: E402
-from operators import TABLE, evaluate, tensors_in, upstream_of  # noqa: E402
+from operators import TABLE, evaluate, upstream_of  # noqa: E402
 from samples.experts import ACTIVATION_ARGS, ACTIVATIONS  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -72,11 +72,9 @@ def operator_cases() -> Tensors:
     """Makes results and gradients of the samples of tests/samples; ctest compares bits."""
     cases = {}
     for name, row in TABLE.items():
-        cases_of_name = [(torch.float64, sizes) for sizes in row.samples]
-        cases_of_name += [(torch.float32, sizes) for sizes in row.precise]
-        for number, (dtype, sizes) in enumerate(cases_of_name):
+        for number, sizes in enumerate(row.samples):
             torch.manual_seed(number)
-            arguments = row.make(dtype, **sizes)
+            arguments = row.make(torch.float32, **sizes)
             if name == "batchwise_topm" and arguments["scores"].dim() == 2:
                 arguments["scores"] = arguments["scores"][None]  # only Python takes one batch
             outputs, grads = evaluate(row, arguments)
@@ -87,27 +85,6 @@ def operator_cases() -> Tensors:
                 upstream=upstream_of(outputs),
                 gradients=dict(zip(leaves, grads, strict=True)),
             )
-    return named(cases, "")
-
-
-def operator_errors() -> Tensors:
-    """Makes the wrong calls of tests/samples, with wrong types and numbers of dimensions."""
-    cases = {}
-    for name, row in TABLE.items():
-        torch.manual_seed(0)
-        valid = row.make(torch.float32, **row.typical[0])
-        tensors = {key: x for key, x in valid.items() if isinstance(x, Tensor)}
-        wrong = [{key: x[None]} for key, x in tensors.items()]
-        for key, x in tensors.items():
-            types = [torch.int64] if x.is_floating_point() else [torch.int16, torch.float32]
-            wrong += [{key: x.to(dtype)} for dtype in types]
-        wrong += [change(valid) if callable(change) else change for _, _, change, *_ in row.bad]
-        for number, change in enumerate(wrong):
-            if any(x.layout != torch.strided for x in tensors_in(change)):
-                continue  # a file holds dense tensors
-            message = error_of(lambda row=row, call=valid | change: row.function(**call))
-            if message is not None:
-                cases[f"{name} {number}"] = named(dict(arguments=valid | change), "") | message
     return named(cases, "")
 
 
@@ -358,86 +335,36 @@ def save_state_dicts(folder: Path) -> None:
     torch.save(nn.Linear(2, 3).state_dict(), folder / "ordered.pt")  # a mistake
 
 
-def loss_cases() -> Tensors:
-    """Makes values and gradients of the losses."""
-    torch.manual_seed(0)
-    values = torch.rand(7).requires_grad_()
-    scores, threshold = torch.rand(2, 9, 5).requires_grad_(), torch.rand(2, 5).requires_grad_()
-    mask = torch.rand(2, 9, 5) < 0.4
-    calls = {
-        "cv_squared": (losses.cv_squared, (values,)),
-        "importance_loss": (losses.importance_loss, (values, 0.3)),
-        "load_loss": (losses.load_loss, (values, 0.7)),
-        "batchwise_loss": (losses.batchwise_loss, (scores, threshold, mask)),
-    }
-    cases = {}
-    for name, (function, arguments) in calls.items():
-        leaves = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
-        loss = function(*arguments)
-        grads = torch.autograd.grad(loss, leaves)
-        cases[name] = dict(arguments=arguments, loss=loss, gradients=grads)
-    return named(cases, "")
-
-
 MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "SoftmaxGate d_model": lambda: SoftmaxGate(0, 6),
-    "SoftmaxGate num_experts": lambda: SoftmaxGate(8, -1),
-    "TopKGate k=0": lambda: TopKGate(8, 6, 0),
     "TopKGate k=7": lambda: TopKGate(8, 6, 7),
     "TopKGate score": lambda: TopKGate(8, 6, 2, score="relu"),
     "TopKGate scale": lambda: TopKGate(8, 6, 2, scale=-0.5),
     "TopKGate num_groups": lambda: TopKGate(8, 6, 2, num_groups=4),
     "TopKGate groups_per_token": lambda: TopKGate(8, 6, 2, groups_per_token=2),
-    "TopKGate groups_per_token too small": lambda: TopKGate(8, 6, 3, num_groups=3),
     "TopKGate group_score_k": lambda: TopKGate(8, 6, 2, num_groups=3, group_score_k=3),
     "TopKGate bias_update_rate": lambda: TopKGate(8, 6, 2, bias_update_rate=-0.5),
     "NoisyTopKGate d_model": lambda: NoisyTopKGate(0, 6, 2),
-    "NoisyTopKGate k": lambda: NoisyTopKGate(8, 6, 7),
     "NoisyTopKGate noise_epsilon": lambda: NoisyTopKGate(8, 6, 2, noise_epsilon=-0.5),
-    "HierarchicalNoisyTopKGate num_groups": lambda: HierarchicalNoisyTopKGate(8, 0, 3, (1, 1)),
     "HierarchicalNoisyTopKGate k1": lambda: HierarchicalNoisyTopKGate(8, 4, 3, (5, 1)),
-    "HierarchicalNoisyTopKGate k2": lambda: HierarchicalNoisyTopKGate(8, 4, 3, (1, 0)),
-    "BalancedGate num_experts": lambda: BalancedGate(8, 0, 1),
     "BalancedGate k": lambda: BalancedGate(8, 6, 7),
-    "ExpertChoiceGate num_experts": lambda: ExpertChoiceGate(8, 0, 1),
     "ExpertChoiceGate k": lambda: ExpertChoiceGate(8, 6, 7),
     "HierarchicalBalancedGate k2": lambda: HierarchicalBalancedGate(8, 4, 3, (2, 4)),
-    "HierarchicalBalancedGate experts_per_group": lambda: HierarchicalBalancedGate(
-        8, 4, -3, (2, 1)
-    ),
-    "FeedForwardExperts num_experts": lambda: FeedForwardExperts(-1, 8),
     "FeedForwardExperts d_model": lambda: FeedForwardExperts(4, 0),
     "FeedForwardExperts d_output": lambda: FeedForwardExperts(4, 8, d_output=0),
     "FeedForwardExperts hidden_sizes": lambda: FeedForwardExperts(4, 8, [5, 0]),
-    "FeedForwardExperts activation": lambda: FeedForwardExperts(4, 8, activation="rely"),
     "FeedForwardExperts activation_args": lambda: FeedForwardExperts(
         4, 8, activation="clamped_swiglu", activation_args=(-1.5, 0.5, 0.25)
     ),
-    "FeedForwardExperts activation_args missing": lambda: FeedForwardExperts(
-        4, 8, activation="clamped_swiglu"
-    ),
-    "FeedForwardExperts activation_args left over": lambda: FeedForwardExperts(
-        4, 8, activation_args=(7.5, 0.5, 0.25)
-    ),
-    "SharedExpert d_model": lambda: SharedExpert(0, (5,)),
     "SharedExpert hidden_sizes": lambda: SharedExpert(8, [5, 0]),
-    "SharedExpert activation": lambda: SharedExpert(8, (5,), activation="rely"),
     "MoE d_model": lambda: MoE(0, 6, 2),
-    "MoE k": lambda: MoE(8, 6, 7),
     "MoE w_importance": lambda: MoE(8, 6, 2, w_importance=-0.5),
     "MoE w_load": lambda: MoE(8, 6, 2, w_load=-0.25),
     "MoE noise_epsilon with gate": lambda: MoE(8, 6, 2, gate=TopKGate(8, 6, 2), noise_epsilon=0.5),
     "MoE activation with experts": lambda: MoE(
         8, 6, 2, experts=FeedForwardExperts(6, 8), activation="tanh"
     ),
-    "MoE activation_args with experts": lambda: MoE(
-        8, 6, 2, experts=FeedForwardExperts(6, 8), activation_args=(7.5, 0.5, 0.25)
-    ),
-    "MoE activation_args": lambda: MoE(8, 6, 2, activation_args=(7.5, 0.5, 0.25)),
     "MoE losses": lambda: MoE(8, 6, 2, losses=[ZLoss(0.1), ZLoss(0.2)]),
-    "MoE SwitchLoss without logits": lambda: HierarchicalMoE(
-        8, 2, 3, (1, 1), losses=[SwitchLoss(0.1)]
-    )(torch.zeros(3, 8)),
     "MoE ZLoss without logits": lambda: HierarchicalMoE(8, 2, 3, (1, 1), losses=[ZLoss(0.1)])(
         torch.zeros(3, 8)
     ),
@@ -448,29 +375,20 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "MoE expert_index dtype": lambda: replay(torch.zeros(3, 2)),
     "MoE expert_index k": lambda: replay(torch.zeros(3, 1, dtype=torch.int64)),
     "MoE expert_index tokens": lambda: replay(torch.tensor([[0, 1]] * 4)),
-    "MoE expert_index scalar": lambda: replay(torch.tensor(1)),
-    "MoE expert_index below 0": lambda: replay(torch.tensor([[0, 1], [0, 1], [0, -1]])),
     "MoE expert_index too large": lambda: replay(torch.tensor([[0, 1], [0, 6], [0, 1]])),
     "MoE expert_index twice": lambda: replay(torch.tensor([[0, 1], [3, 3], [0, 1]])),
     "MoE gate.d_model": lambda: MoE(8, 6, 2, gate=TopKGate(9, 6, 2)),
     "MoE gate.num_experts": lambda: MoE(8, 6, 2, gate=TopKGate(8, 7, 2)),
     "MoE gate.k": lambda: MoE(8, 6, 2, gate=TopKGate(8, 6, 3)),
-    "MoE experts.num_experts": lambda: MoE(8, 6, 2, experts=FeedForwardExperts(5, 8)),
     "MoE experts.d_model": lambda: MoE(8, 6, 2, experts=FeedForwardExperts(6, 9)),
     "MoE x": lambda: MoE(8, 6, 2)(torch.zeros(3, 7)),
-    "MoE x scalar": lambda: MoE(8, 6, 2)(torch.zeros(())),
     "MoE x int64": lambda: MoE(8, 6, 2)(torch.zeros(3, 8, dtype=torch.int64)),
     "MoE x bfloat16": lambda: MoE(8, 6, 2)(torch.zeros(3, 8, dtype=torch.bfloat16)),
     "MoE mask shape": lambda: MoE(8, 6, 2)(torch.zeros(3, 8), torch.ones(4, dtype=torch.bool)),
     "MoE mask dtype": lambda: MoE(8, 6, 2)(torch.zeros(3, 8), torch.ones(3)),
-    "HierarchicalMoE k1": lambda: HierarchicalMoE(8, 4, 3, (5, 1)),
-    "HierarchicalMoE num_groups": lambda: HierarchicalMoE(8, 0, 3, (1, 1)),
     "SwitchLoss weight": lambda: SwitchLoss(-0.5),
-    "ZLoss weight": lambda: ZLoss(-0.5),
     "importance_loss weight": lambda: losses.importance_loss(torch.zeros(3), -0.5),
-    "load_loss weight": lambda: losses.load_loss(torch.zeros(3), -0.5),
     "cv_squared empty": lambda: losses.cv_squared(torch.zeros(0)),
-    "cv_squared shape": lambda: losses.cv_squared(torch.zeros(2, 3)),
     "batchwise_loss threshold": lambda: losses.batchwise_loss(
         torch.zeros(4, 3), torch.zeros(2), torch.zeros(4, 3, dtype=torch.bool)
     ),
@@ -479,7 +397,6 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     ),
     "FactoredAdam lr": lambda: FactoredAdam([torch.zeros(2, 3)], lr=-0.5),
     "FactoredAdam beta2": lambda: FactoredAdam([torch.zeros(2, 3)], beta2=1.5),
-    "FactoredAdam eps": lambda: FactoredAdam([torch.zeros(2, 3)], eps=-0.5),
     "FactoredAdam params": lambda: FactoredAdam([torch.zeros(2, 3, dtype=torch.int64)]),
     "FactoredAdam sparse": lambda: step_with(torch.eye(3).to_sparse()),
 }
@@ -538,10 +455,8 @@ def optimizer_cases() -> Tensors:
 
 FILES: dict[str, Callable[[], Tensors]] = {
     "operators": operator_cases,
-    "operator_errors": operator_errors,
     "modules": module_cases,
     "module_errors": module_errors,
-    "losses": loss_cases,
     "optimizer": optimizer_cases,
 }
 

@@ -158,14 +158,6 @@ def test_from_the_meta_device(state):
 
 
 @all_gates
-def test_copies_count_apart(state):
-    gate = GATES[state]()
-    other = copy.deepcopy(gate)
-    other(torch.randn(5, D))
-    assert gate.tokens_since_update.sum() == 0 and other.tokens_since_update.sum() > 0
-
-
-@all_gates
 def test_compiled_step_equals_eager(state):
     """One graph serves any number of tokens, also after as many tokens as counts."""
     torch._dynamo.reset()

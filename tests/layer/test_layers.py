@@ -53,6 +53,7 @@ from moe_ext import (
     HierarchicalNoisyTopKGate,
     NoisyTopKGate,
     ReLUGate,
+    SharedExpert,
     SoftmaxGate,
     TopKGate,
     cv_squared,
@@ -121,7 +122,10 @@ def cases():
     for k, T in ((1, 9), (E - 1, 1), (E, 9)):
         yield case(NoisyTopKGate, E, k, T=T, losses=LOSSES)
     yield case(NoisyTopKGate, 1, 1)
-    yield case(NoisyTopKGate, E, K, hidden_sizes=(7, 4))
+    for gate in (NoisyTopKGate, BalancedGate):
+        yield case(gate, E, K, hidden_sizes=(7, 4), activation="swiglu", bias=True)
+    for shared in ({}, {"gated": True}, {"activation": "swiglu", "bias": True}):
+        yield case(TopKGate, E, K, shared_expert=SharedExpert(D, [4, 3], **shared))
     yield case(NoisyTopKGate, E, K, options_of_gate={"detach_threshold": True})
     yield case(NoisyTopKGate, E, K, options_of_gate={"noise_epsilon": 0.5})
     yield case(SoftmaxGate, E, T=1, losses=LOSSES)
@@ -170,7 +174,7 @@ def cases():
 
 @pytest.mark.parametrize("gate, T, options", list(cases()))
 def test_other_sizes_and_options_equal_reference(device, gate, T, options):
-    layer = layer_of(shake(gate()), **options).double().to(device)
+    layer = shake(layer_of(gate(), **options)).double().to(device)
     layer(make_x(20, device=device))  # sets the thresholds
     move_thresholds(layer.gate)
     assert_equals_reference(layer, make_x(T, device=device))
@@ -532,9 +536,12 @@ def test_copies_pickles_and_states(device, name):
     options = all_losses(name)
     layer, x = make_layer(name, device, **options), make_x(9, device=device)
     keys = list(layer.state_dict())
+    before = [set(module.__dict__) for module in layer.modules()]
     y, aux = layer(x)
     total(y, aux).backward()
     assert list(layer.state_dict()) == keys
+    for module, names in zip(layer.modules(), before, strict=True):
+        assert set(module.__dict__) == names
     expected = tensors_of(layer.eval()(x))
     fresh = make_layer(name, device, started=False, **options)
     fresh.load_state_dict(layer.state_dict())
@@ -580,8 +587,8 @@ def test_compiles_to_one_graph(device, name, training, masked):
     compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=counter)
     loads, compiled_frames = set(), []
     # Balanced gates treat a single token per expert as a special case.
-    for T in (20, 33, 18):
-        for sign in (1, -1, 0):
+    for T, signs in ((20, (1, 0)), (33, (-1,)), (18, (0, 1))):
+        for sign in signs:
             x = sign * make_x(T, device=device, dtype=torch.float32).abs()
             mask = (torch.rand(T) > 0.3).to(device) if masked else None
             expected = [*results(layer, x, mask), *layer.parameters()]
@@ -589,7 +596,7 @@ def test_compiles_to_one_graph(device, name, training, masked):
             assert_close(actual, expected)
             compiled_frames.append(counter.frame_count)
             loads.add(tuple(layer(x, mask)[1].tokens_per_expert.tolist()))
-    assert len(loads) > 4 or name not in NOISY
+    assert len(loads) > 2 or name not in NOISY
     assert min(compiled_frames) == max(compiled_frames) > 0
 
 

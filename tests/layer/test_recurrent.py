@@ -23,7 +23,6 @@ from moe_ext import (
     NoisyTopKGate,
     SoftmaxGate,
 )
-from moe_ext.recurrent.bptt import num_evaluations
 
 B, S, D, U, E, K = 3, 5, 2, 3, 4, 2
 
@@ -198,38 +197,6 @@ def test_slots_do_not_change_a_bit(device, kind, masked, dtype, autocast):
     assert y.dtype == h.dtype == c.dtype == dtype
 
 
-def test_autocast_with_half_inputs():
-    """Between half-precision layers, y has the dtype of x and the cell accumulates in float32."""
-    layer = make_layer(dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, (h, c), _ = layer(torch.randn(B, S, D, dtype=torch.bfloat16))
-    assert y.dtype == torch.bfloat16 and h.dtype == c.dtype == torch.float32
-
-
-def test_slots_bound_the_evaluations():
-    layer = make_layer(memory_slots=3)
-    calls = []
-    layer.cell.moe.register_forward_pre_hook(lambda *_: calls.append(1))
-    y, _, _ = layer(make_inputs(length=11)[0])
-    assert len(calls) == 11
-    y.sum().backward()
-    assert len(calls) == num_evaluations(11, 3) + 1
-
-
-def test_slots_with_parameters_in_the_modules_place():
-    """With torch.func.functional_call, the backward pass also uses the given parameters."""
-    layer = make_layer(memory_slots=2).eval()
-    x, _ = make_inputs()
-    others = {name: (p.detach() / 2).requires_grad_() for name, p in layer.named_parameters()}
-    found = []
-    for slots in (None, 2):
-        layer.memory_slots = slots
-        y, _, _ = torch.func.functional_call(layer, others, (x,))
-        grads = torch.autograd.grad(y.square().sum(), list(others.values()), allow_unused=True)
-        found.append((y, *grads))
-    assert_all_same_bits(*found)
-
-
 def test_slots_within_activation_checkpointing():
     """Activation checkpointing allows only one read of the saved tensors."""
     layer, (x, state) = make_layer(memory_slots=2).eval(), make_inputs()
@@ -292,17 +259,6 @@ def test_a_sentence_in_a_batch_is_as_it_is_alone():
             assert_exact(a[b].detach(), e[0].detach())
 
 
-def test_a_sequence_in_two_parts():
-    layer = make_layer().eval()
-    x, state = make_inputs()
-    y, last, aux = layer(x, state)
-    first, middle, aux_1 = layer(x[:, :2], state)
-    second, end, aux_2 = layer(x[:, 2:], middle)
-    assert_same_bits(torch.cat([first, second], 1), y)
-    assert_all_same_bits(end, last)
-    assert_exact((aux_1.importance + aux_2.importance).detach(), aux.importance.detach())
-
-
 def test_time_first():
     layer = make_layer(dropout=0.3)
     x, state = make_inputs()
@@ -335,31 +291,6 @@ def test_no_tokens():
         assert y.shape == (0, S, U) and h.shape == (0, U) and aux.gates.shape == (0, K)
         (y.sum() + aux.loss).backward()
         assert all((p.grad == 0).all() for p in layer.parameters())
-
-
-@pytest.mark.parametrize("dtype, masked", [(torch.bfloat16, True), (torch.float64, False)])
-def test_a_state_of_another_dtype_is_converted(dtype, masked):
-    layer = make_layer()
-    x, state = make_inputs()
-    mask = torch.rand(B, S) < 0.6 if masked else None
-    other = tuple(s.to(dtype) for s in state)
-    torch.manual_seed(0)
-    y, last, _ = layer(x, other, mask=mask)
-    torch.manual_seed(0)
-    expected_y, expected, _ = layer(x, tuple(s.to(x.dtype) for s in other), mask=mask)
-    assert_all_same_bits((y, *last), (expected_y, *expected))
-
-
-def test_evaluation_draws_and_keeps_nothing():
-    layer = make_layer(dropout=0.5, memory_slots=2).eval()
-    x, state = make_inputs()
-    before = torch.get_rng_state()
-    with torch.no_grad():
-        y, _, aux = layer(x, state)
-        again, _, _ = layer(x, state)
-    assert_same_bits(y, again)
-    assert not y.requires_grad and not aux.loss.requires_grad
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("slots", [None, 2])
