@@ -476,38 +476,6 @@ def test_options_out_of_range(group, rank):
         MoE(D, 4, 2, process_group=init_device_mesh("cpu", (2, 2)))
 
 
-class Adapter(nn.Module):
-    """Has only the forward of the module that it replaces, as adapters do."""
-
-    def __init__(self, base_layer):
-        super().__init__()
-        self.base_layer = base_layer
-
-    def forward(self, *args, **options):
-        return self.base_layer(*args, **options)
-
-
-@on_ranks(2)
-def test_the_layer_modifies_no_gate_and_calls_what_replaces_its_experts(group, rank):
-    gate = TopKGate(D, 4, 2)
-    before = dict(vars(gate))
-    layer = MoE(D, 4, 2, gate=gate, w_load=0.0, process_group=group)
-    x = torch.randn(5, D)
-    expected, _ = layer(x)
-    assert vars(gate) == before
-    layer.experts = Adapter(layer.experts)
-    assert_same_bits(layer(x)[0], expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        layer(x)
-
-
-@on_ranks(2)
-def test_outputs_may_be_changed_in_place(group, rank):
-    y, aux = MoE(D, 4, 2, process_group=group)(torch.randn(4, D))
-    torch.relu_(y).sum().backward()
-    assert not any(value._is_view() for value in aux if isinstance(value, torch.Tensor))
-
-
 @on_ranks(2)
 def test_compiled(group, rank):
     """Compiles a layer, and a layer whose experts have a compiled module."""
@@ -558,45 +526,6 @@ def under_autocast(group, rank, kind, dtype):
 def test_autocast_equals_one_process(workers, kind, dtype):
     expected = under_autocast(None, 0, kind, dtype)
     assert_same_bits(torch.cat(workers.run(2, under_autocast, kind, dtype)), expected)
-
-
-def groups_under_autocast(group, rank, kind, expert_dtype):
-    torch.manual_seed(4)
-    gate = HierarchicalBalancedGate(D, 4, 3, 2) if kind == "balanced" else None
-    options = sharing(group, {"gate": gate, "expert_dtype": expert_dtype, "placement": "groups"})
-    layer = draw_parameters(HierarchicalMoE(D, 4, 3, 2, **options), but="experts.").float()
-    layer.experts.to(expert_dtype or torch.float32)
-    layer.train(kind == "balanced")
-    x = tokens_of([4, 5]).float()
-    with torch.autocast("cpu", torch.bfloat16, enabled=expert_dtype is None):
-        y, aux = layer(x if group is None else x.split([4, 5])[rank])
-    return y.detach(), aux.expert_index
-
-
-@pytest.mark.parametrize("kind", ["noisy", "balanced"])
-@pytest.mark.parametrize("expert_dtype", [None, torch.bfloat16])
-def test_groups_in_bfloat16_equal_one_process(workers, kind, expert_dtype):
-    """The gates see tokens in float32; the sum of each rank is rounded to bfloat16."""
-    y, expert_index = groups_under_autocast(None, 0, kind, expert_dtype)
-    parts = workers.run(2, groups_under_autocast, kind, expert_dtype)
-    assert torch.equal(torch.cat([index for _, index in parts]), expert_index)
-    found = torch.cat([y for y, _ in parts])
-    eps = torch.finfo(torch.bfloat16).eps
-    torch.testing.assert_close(found, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
-
-
-def copies_of_the_experts(group, rank):
-    """Uses a mesh with replicas only. The balanced gate's mask covers the tokens of all ranks."""
-    y, aux = layer_of("balanced", mesh_of(2, 1))(tokens_of([7, 8]).split([7, 8])[rank])
-    return y.detach(), aux.tokens_per_expert
-
-
-def test_balanced_gate_over_copies_of_the_experts(workers):
-    expected, aux = layer_of("balanced")(tokens_of([7, 8]))
-    parts = workers.run(2, copies_of_the_experts)
-    assert_exact(torch.cat([y for y, _ in parts]), expected.detach())
-    assert torch.equal(sum(counts for _, counts in parts), aux.tokens_per_expert)
-    assert len(parts[0][1].unique()) > 1  # equal only when summed over the ranks
 
 
 @on_ranks(2)

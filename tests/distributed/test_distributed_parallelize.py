@@ -136,30 +136,6 @@ def test_training_equals_one_process(workers, layout, optimizer, recompute, norm
             assert_exact(params[name], expected.detach()[first:last])
 
 
-def calls_of_process(group, rank):
-    """Records the collectives of a step, forward and backward."""
-    calls = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "broadcast"):
-            original = getattr(dist, name)
-
-            def call(*args, name=name, original=original, **options):
-                calls.append(name)
-                return original(*args, **options)
-
-            patch.setattr(dist, name, call)
-        model = parallelize(MoE(D, 5, 2, process_group=group), group)
-        y, aux = model(torch.randn(9, D, requires_grad=True))
-        (y.sum() + aux.loss).backward()
-        clip_grad_norm_(model, 1.0)
-    return calls
-
-
-def test_one_process_communicates_nothing(workers):
-    assert workers.run(1, calls_of_process) == [[]]
-    assert "all_to_all_single" in workers.run(2, calls_of_process)[0]
-
-
 # Clipping
 
 
@@ -305,25 +281,6 @@ def step_on(model, layer, rank):
 
 
 @on_ranks(2)
-def test_gradients_of_replicas_after_an_error(group, rank):
-    """Averages the gradients of replicas also after a backward pass that raised an error."""
-    mesh = mesh_of(2, 1)
-    layer = MoE(D, 4, 2, process_group=mesh)
-    model = parallelize(layer, mesh)
-
-    def fail(grad):
-        raise RuntimeError("fails on purpose")
-
-    failing = torch.randn(4, D, requires_grad=True)
-    failing.register_hook(fail)
-    y, aux = layer(failing)
-    with pytest.raises(RuntimeError, match="fails on purpose"):
-        y.square().sum().backward()
-    model.zero_grad()
-    assert_same_on_all_ranks(step_on(model, layer, rank), group)
-
-
-@on_ranks(2)
 def test_parts_of_a_model_are_frozen(group, rank):
     """Freezes the experts of one rank, then the gate, then the replicated experts."""
     experts = [nn.Linear(D, D).requires_grad_(rank > 0) for _ in range(2)]
@@ -351,19 +308,6 @@ def test_experts_that_are_trained_later(group, rank):
     model = parallelize(layer, mesh)
     layer.experts.requires_grad_(True)
     assert_same_on_all_ranks(step_on(model, layer, rank), group)
-
-
-@on_ranks(2)
-def test_training_without_noise(group, rank):
-    """Averages gradients in every step although W_noise has none."""
-    layer = MoE(D, 4, 2, process_group=group).eval()
-    nn.init.constant_(layer.gate.w_gate, 0.1)
-    model = parallelize(layer, group, find_unused_parameters=True)
-    for _ in range(2):
-        y, _ = model(rank_weight(rank) * torch.randn(4, D))
-        layer.zero_grad()
-        y.square().sum().backward()
-    assert_same_on_all_ranks(layer.gate.w_gate.grad, group)
 
 
 # What `parallelize` takes

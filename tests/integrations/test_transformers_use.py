@@ -7,12 +7,12 @@ Each test runs one tool twice, with the same seeds: with experts_implementation 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
-from test_transformers import (  # noqa: E402
+from tiny_models import (  # noqa: E402
     MODEL_TYPES,
     ONE_GRAPH,
     assert_close,
@@ -116,13 +116,6 @@ def test_trainer(tmp_path, model_type, options):
     assert_close(found, expected, 1e-4)
 
 
-def test_trainer_with_autocast(tmp_path):
-    exact = run_trainer("eager", tmp_path, "mixtral", {})
-    found, eager = both(run_trainer, tmp_path, "mixtral", {"bf16": True})
-    assert_within_twice_eager(found, eager, exact)
-    assert not torch.equal(found["loss"], exact["loss"])
-
-
 def test_trainer_resumes_from_a_checkpoint(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
     expected = trainer(tiny("qwen3_moe"), tmp_path, **options)
@@ -171,16 +164,13 @@ def test_loops_equal_eager(model_type, run):
     assert_close(*both(run, model_type))
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param("qwen3_moe", marks=pytest.mark.long), "gpt_oss"]
-)
-def test_compiled_training_step(model_type):
-    model = tiny(model_type).train()
+def test_compiled_training_step():
+    model = tiny("gpt_oss").train()
     compiled = torch.compile(model, fullgraph=ONE_GRAPH, backend="aot_eager")
     output = compiled(tokens(), labels=tokens())
     output.loss.backward()
     gradients = {name: each.grad for name, each in model.named_parameters()}
-    expected = losses_of(tiny(model_type, "eager").train())
+    expected = losses_of(tiny("gpt_oss", "eager").train())
     assert_close({"logits": output.logits.detach(), **gradients}, expected)
 
 
@@ -257,11 +247,6 @@ def test_lora(model_type, options):
     assert error(found["logits"], plain) > 1e-3  # the adapters are in use
 
 
-def test_lora_on_the_attention_needs_no_gradient_of_the_experts():
-    calls = backward_calls(lora(tiny("gpt_oss"), **ATTENTION))
-    assert calls == [[True, [False] * 4]] * LAYERS
-
-
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_lora_on_the_experts_is_merged(model_type):
     model = lora(tiny(model_type), **EXPERTS).eval()
@@ -274,14 +259,11 @@ def test_lora_on_the_experts_is_merged(model_type):
 # FSDP2 and DDP on two ranks
 
 
-def sharded(model, dtype):
-    options = {}
-    if dtype is not None:
-        options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
+def sharded(model):
     contiguous = []
     for layer in model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+        fully_shard(layer)
+    fully_shard(model)
     for layer in model.model.layers:
         layer.mlp.experts.register_forward_pre_hook(
             lambda module, _: contiguous.extend(
@@ -291,10 +273,10 @@ def sharded(model, dtype):
     return contiguous
 
 
-def losses_of_rank(group, rank, model_type, implementation, wrapper, dtype=None):
+def losses_of_rank(group, rank, model_type, implementation, wrapper):
     """Runs a step under FSDP2 or DDP on this rank's row of tokens; returns loss and gradients."""
     model = tiny(model_type, implementation)
-    contiguous = sharded(model, dtype) if wrapper == "fsdp" else [True]
+    contiguous = sharded(model) if wrapper == "fsdp" else [True]
     replica = DistributedDataParallel(model) if wrapper == "ddp" else model
     ids = tokens()[rank : rank + 1]
     loss = replica(input_ids=ids, labels=ids).loss
@@ -326,12 +308,6 @@ def test_ranks_equal_one_process(workers, wrapper, model_type):
         assert_close(found, expected)
 
 
-def test_fsdp2_with_mixed_precision(workers):
-    arguments = "fsdp", torch.bfloat16
-    found, eager = both(lambda name: workers.run(2, losses_of_rank, "gpt_oss", name, *arguments)[0])
-    assert_within_twice_eager(found, eager, one_process("gpt_oss"))
-
-
 # Loading, saving and generation
 
 
@@ -359,21 +335,6 @@ def test_experts_on_the_disk(tmp_path):
     assert model.model.layers[1].mlp.experts.down_proj.is_meta
     with torch.no_grad():
         assert error(model(tokens()).logits, load(folder, "eager")(tokens()).logits) < 1e-5
-
-
-@each_model
-def test_saved_files_have_the_same_bytes(tmp_path, model_type):
-    ours, eager = saved(tmp_path, model_type, "moe_ext"), saved(tmp_path, model_type, "eager")
-    names = {each.name for each in eager.iterdir()}
-    assert names == {each.name for each in ours.iterdir()} >= {"model.safetensors", "config.json"}
-    for name in names:
-        assert (ours / name).read_bytes() == (eager / name).read_bytes(), name
-    with torch.no_grad():
-        expected = tiny(model_type)(tokens()).logits
-        assert error(load(ours, "eager")(tokens()).logits, expected) < 1e-5
-        loaded = load(eager, "moe_ext")
-        assert loaded.get_experts_implementation() == {"": "moe_ext"}
-        assert torch.equal(loaded(tokens()).logits, expected)
 
 
 PADDED = torch.tensor([[0, 0, 0, 5, 7, 11], [1, 2, 3, 4, 5, 6]])  # padding at the left

@@ -138,17 +138,6 @@ def test_transposed_weights_give_the_same_bits(device, dtype, widths, num_rows, 
             assert_same_bits(actual.contiguous(), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_few_rows_of_long_weights(dtype, transposed):
-    """Rows are bitwise identical in a small and in a large batch, over several K-blocks."""
-    x, weights, _, offsets = layout_sample("cpu", dtype, (1088, 64), 20)
-    _, views = stored_as(weights, [transposed])
-    every = ops.experts(x, views, offsets=offsets)
-    few = ops.experts(x[:3], views, offsets=offsets_of([3, 0, 0]))
-    assert_same_bits(few.detach(), every[:3].detach())
-
-
 def test_transposed_weights_are_not_copied(device):
     """Neither the weights nor their gradients pass through a copy; p.grad is contiguous."""
     x, weights, _, offsets = layout_sample(device, torch.float32, (64, 96, 32), 9)
@@ -187,22 +176,6 @@ for training in (False, True):
     )
     forward, training = map(float, done.stdout.split())
     assert forward < 64 and training < 64
-
-
-def test_transposed_weights_compile(device):
-    x, weights, biases, offsets = layout_sample(device, torch.float32, (64, 96, 32), 9)
-    leaves, _ = stored_as(weights, [True, True])
-
-    def loss(first, second):
-        views = [first.mT, second.mT]
-        return ops.experts(x, views, biases, "swiglu", offsets=offsets).square().sum()
-
-    expected = torch.autograd.grad(loss(*leaves), leaves)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    actual = torch.autograd.grad(compiled(*leaves), leaves)
-    for one, other in zip(actual, expected, strict=True):
-        assert one.stride() == other.stride()
-        assert_same_bits(one, other)
 
 
 def test_frozen_parameters_get_an_empty_gradient(device):
@@ -251,11 +224,6 @@ def test_feed_forward_experts_call_the_operator(device, hidden_sizes, activation
     assert_same_products(torch.cat(parts).detach(), expected)
 
 
-def test_activation_args_are_shown():
-    options = dict(activation="clamped_swiglu", activation_args=(7, 1.702, 1))
-    assert "clamped_swiglu[7.0, 1.702, 1.0]" in repr(FeedForwardExperts(2, 4, (6,), **options))
-
-
 def test_parameters_are_stacked_and_counted():
     """d·h + h·d weights for each expert, and no biases by default."""
     module = FeedForwardExperts(5, 4, (6,))
@@ -285,29 +253,6 @@ def test_initial_scale():
     assert not torch.equal(first[0], first[1])  # experts start with different weights
 
 
-class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y):
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
-def test_backward_makes_no_gradient_of_the_hidden_layers():
-    x, weights = normal(6, 3).requires_grad_(), [normal(2, 3, 4), normal(2, 4, 5)]
-    y = ops.experts(x, weights)
-    with recorded_ops(None) as calls:
-        y.sum().backward()
-    assert "_experts_backward" in {name for name, *_ in calls}
-    assert not {name for name, *_ in calls} & {"zeros", "new_zeros", "zeros_like"}
-    # Without an incoming gradient, there is no outgoing gradient.
-    other = normal(6, 3).requires_grad_()
-    (_NoGradient.apply(ops.experts(other, weights)).sum() + other.sum()).backward()
-    assert torch.equal(other.grad, torch.ones_like(other))
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("learned", [(True, True), (True, False), (False, True)])
 def test_operations_are_counted(learned, recompute):
@@ -332,26 +277,6 @@ def test_operations_are_counted(learned, recompute):
     assert counted[0] == counted[1] + recompute * 2 * 15 * 4 * 6
 
 
-def test_operations_of_a_mixture_are_counted_by_its_slots():
-    x, weights, inverse = normal(7, 4), [normal(3, 4, 2)], torch.arange(14).view(7, 2)
-    gates = torch.rand(7, 2, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        ops.experts(x, weights, offsets=torch.tensor([0, 3, 3, 14]), inverse=inverse, gates=gates)
-    assert counter.get_total_flops() == 2 * 14 * 4 * 2
-
-
-def test_backward_work_does_not_grow_with_the_number_of_experts():
-    """The gradient of a slice W[e] would have the full size for each expert."""
-    calls = []
-    for E in (2, 64):
-        module = FeedForwardExperts(E, 4, (6,))
-        rows = torch.randn(64, 4, requires_grad=True)
-        with recorded_ops(None) as recorded:
-            module(rows, offsets_of([64 // E] * E)).sum().backward()
-        calls.append(len(recorded))
-    assert calls[0] == calls[1]
-
-
 # ModuleExperts
 
 
@@ -373,11 +298,3 @@ def test_heterogeneous_modules(device):
     experts(rows, offsets_of([3, 0, 4], device)).sum().backward()
     for p in modules[1].parameters():  # no rows: the gradient is zero, not missing
         assert p.grad is not None and torch.count_nonzero(p.grad) == 0
-
-
-def test_modules_without_any_rows(device):
-    experts = ModuleExperts([torch.nn.Linear(4, 3) for _ in range(2)]).to(device)
-    out = experts(torch.zeros(0, 4, device=device), offsets_of([0, 0], device))
-    assert out.shape == (0, 3)
-    out.sum().backward()
-    assert all(torch.count_nonzero(p.grad) == 0 for p in experts.parameters())
