@@ -31,7 +31,6 @@ from moe_ext import (  # noqa: E402
     MoE,
     MoEAux,
     NoisyTopKGate,
-    Routing,
     SharedExpert,
     SoftmaxGate,
     SwitchLoss,
@@ -103,110 +102,76 @@ D = 8
 Maker = Callable[[], nn.Module]
 
 
+def layer(gate: Gate | None = None, **options: object) -> nn.Module:
+    num_experts, k = (gate.num_experts, gate.k) if gate else (6, 2)
+    return MoE(D, num_experts, k, gate=gate, **options)
+
+
 def batchwise() -> nn.Module:
-    gate = BalancedGate(D, 6, 2)
+    gate = BalancedGate(D, 6, 2, detach_scores=False)
     gate.batchwise = True
-    return gate
+    return layer(gate)
 
 
-GATES: dict[str, Maker] = {
-    "SoftmaxGate": lambda: SoftmaxGate(D, 6),
-    "TopKGate": lambda: TopKGate(D, 6, 2),
-    "TopKGate sigmoid": lambda: TopKGate(
-        D, 6, 2, score="sigmoid", scale=2.5, logit_bias=True, bias_update_rate=0.1
-    ),
-    "TopKGate softmax": lambda: TopKGate(D, 6, 2, renormalize=False, bias_update_rate=0.1),
-    "TopKGate groups": lambda: TopKGate(
-        D, 12, 3, score="sqrt_softplus", num_groups=4, groups_per_token=2, group_score_k=1
-    ),
-    "NoisyTopKGate": lambda: NoisyTopKGate(D, 6, 2),
-    "NoisyTopKGate k=E": lambda: NoisyTopKGate(D, 3, 3, noise_epsilon=0.5),
-    "NoisyTopKGate detached": lambda: NoisyTopKGate(D, 6, 2, detach_threshold=True),
-    "NoisyTopKGate generator": lambda: NoisyTopKGate(
-        D, 6, 2, generator=torch.Generator().manual_seed(11)
-    ),
-    "HierarchicalNoisyTopKGate": lambda: HierarchicalNoisyTopKGate(D, 4, 3, (2, 2)),
-    "HierarchicalNoisyTopKGate detached": lambda: HierarchicalNoisyTopKGate(
-        D, 4, 3, (2, 1), noise_epsilon=0.1, detach_threshold=True
-    ),
-    "HierarchicalNoisyTopKGate a=1": lambda: HierarchicalNoisyTopKGate(D, 1, 5, (1, 2)),
-    "HierarchicalNoisyTopKGate b=1": lambda: HierarchicalNoisyTopKGate(D, 5, 1, (2, 1)),
-    "ExpertChoiceGate": lambda: ExpertChoiceGate(D, 6, 2),
-    "BalancedGate": lambda: BalancedGate(D, 6, 2),
-    "BalancedGate attached": lambda: BalancedGate(D, 6, 2, detach_scores=False),
-    "BalancedGate batchwise": batchwise,
-    "HierarchicalBalancedGate": lambda: HierarchicalBalancedGate(D, 4, 3, (2, 2)),
-    "HierarchicalBalancedGate attached": lambda: HierarchicalBalancedGate(
-        D, 4, 3, (2, 1), detach_scores=False
-    ),
-}
-EXPERTS: dict[str, Maker] = {
-    f"FeedForwardExperts {activation}": lambda activation=activation: FeedForwardExperts(
-        4,
-        D,
-        (5, 6),
-        activation=activation,
-        bias=True,
-        activation_args=ACTIVATION_ARGS.get(activation),
-    )
-    for activation in ACTIVATIONS
-} | {
-    "FeedForwardExperts linear": lambda: FeedForwardExperts(4, D, d_output=3),
-    "FeedForwardExperts double": lambda: FeedForwardExperts(4, D, (5,), dtype=torch.float64),
-    "FeedForwardExperts bfloat16": lambda: FeedForwardExperts(4, D, (5,), dtype=torch.bfloat16),
-}
+CLAMPED = dict(activation="clamped_swiglu", activation_args=ACTIVATION_ARGS["clamped_swiglu"])
 LAYERS: dict[str, Maker] = {
-    "MoE": lambda: MoE(D, 6, 2),
-    "MoE options": lambda: MoE(
-        D, 6, 2, hidden_sizes=(5,), activation="swiglu", bias=True, recompute=True,
+    "default": layer,
+    "options": lambda: layer(
+        hidden_sizes=(5,), activation="swiglu", bias=True, recompute=True,
         w_importance=0.3, w_load=0, noise_epsilon=0.1,
     ),
-    "MoE generator": lambda: MoE(D, 6, 2, generator=torch.Generator().manual_seed(11)),
-    "MoE bfloat16": lambda: MoE(D, 6, 2, expert_dtype=torch.bfloat16),
-    "MoE SoftmaxGate": lambda: MoE(D, 6, 6, gate=SoftmaxGate(D, 6)),
-    "MoE TopKGate": lambda: MoE(D, 6, 2, gate=TopKGate(D, 6, 2)),
-    "MoE BalancedGate": lambda: MoE(D, 6, 2, gate=BalancedGate(D, 6, 2)),
-    "MoE HierarchicalBalancedGate": lambda: MoE(
-        D, 12, 4, gate=HierarchicalBalancedGate(D, 4, 3, (2, 2))
+    "generator": lambda: layer(generator=torch.Generator().manual_seed(11)),
+    "bfloat16": lambda: layer(expert_dtype=torch.bfloat16),
+    "noisy": lambda: layer(NoisyTopKGate(D, 3, 3, noise_epsilon=0.5, detach_threshold=True)),
+    "softmax": lambda: layer(SoftmaxGate(D, 6)),
+    "top-k": lambda: layer(TopKGate(D, 6, 2, renormalize=False, bias_update_rate=0.1)),
+    "sigmoid": lambda: layer(
+        TopKGate(D, 6, 2, score="sigmoid", scale=2.5, logit_bias=True, bias_update_rate=0.1),
+        losses=all_losses(),
     ),
-    "MoE experts": lambda: MoE(D, 6, 2, experts=FeedForwardExperts(6, D, (5,), d_output=3)),
-    "MoE ExpertChoiceGate": lambda: MoE(D, 6, 2, gate=ExpertChoiceGate(D, 6, 2), w_load=0),
-    "MoE losses": lambda: MoE(
-        D, 6, 2, losses=all_losses(),
-        gate=TopKGate(D, 6, 2, score="sigmoid", bias_update_rate=0.1),
+    "groups": lambda: layer(
+        TopKGate(
+            D, 12, 3, score="sqrt_softplus", num_groups=4, groups_per_token=2, group_score_k=1
+        )
     ),
-    "MoE noisy losses": lambda: MoE(
-        D, 6, 2, losses=all_losses(), w_importance=0.2, w_load=0.3
+    "expert choice": lambda: layer(ExpertChoiceGate(D, 6, 2), w_load=0),
+    "balanced": lambda: layer(BalancedGate(D, 6, 2), losses=all_losses()),
+    "batchwise": batchwise,
+    "hierarchical balanced": lambda: layer(
+        HierarchicalBalancedGate(D, 4, 3, (2, 1), detach_scores=False)
     ),
-    "MoE losses of slots": lambda: MoE(
-        D, 6, 2, losses=all_losses(), gate=BalancedGate(D, 6, 2)
+    "experts": lambda: layer(experts=FeedForwardExperts(6, D, (5,), d_output=3)),
+    "shared": lambda: layer(
+        losses=all_losses(), w_importance=0.2, w_load=0.3,
+        shared_expert=SharedExpert(D, (5,), **CLAMPED),
     ),
-    "MoE activation_args": lambda: MoE(
-        D, 6, 2, hidden_sizes=(5,), activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25)
-    ),
-    "MoE shared": lambda: MoE(
-        D, 6, 2, shared_expert=SharedExpert(
-            D, (5,), activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25)
-        ),
-    ),
-    "MoE shared gated": lambda: MoE(
-        D, 6, 2, expert_dtype=torch.bfloat16, gate=TopKGate(D, 6, 2),
+    "shared gated": lambda: layer(
+        TopKGate(D, 6, 2), expert_dtype=torch.bfloat16,
         shared_expert=SharedExpert(
             D, (5, 6), bias=True, dtype=torch.bfloat16, gated=True, recompute=True
         ),
     ),
-    "MoE shared linear": lambda: MoE(D, 6, 2, shared_expert=nn.Linear(D, D)),
-    "HierarchicalMoE": lambda: HierarchicalMoE(D, 4, 3, (2, 2), hidden_sizes=(5,)),
-    "HierarchicalMoE options": lambda: HierarchicalMoE(
+    "shared linear": lambda: layer(shared_expert=nn.Linear(D, D)),
+    "hierarchical": lambda: HierarchicalMoE(D, 4, 3, (2, 2), hidden_sizes=(5,)),
+    "hierarchical options": lambda: HierarchicalMoE(
         D, 4, 3, (2, 1), hidden_sizes=(5,), activation="tanh", bias=True, w_importance=0,
-        noise_epsilon=0.1, gate=None,
+        noise_epsilon=0.1,
     ),
-    "HierarchicalMoE shared": lambda: HierarchicalMoE(
-        D, 4, 3, (2, 1), activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25),
-        shared_expert=SharedExpert(D, (5,)), losses=[SwitchLoss(0.3)],
+    "hierarchical gate": lambda: HierarchicalMoE(
+        D, 4, 3, (2, 1), losses=[SwitchLoss(0.3)], shared_expert=SharedExpert(D, (5,)), **CLAMPED,
         gate=TopKGate(D, 12, 2, score="sigmoid", num_groups=4, groups_per_token=2),
     ),
+    "hierarchical detached": lambda: HierarchicalMoE(
+        D, 4, 3, (2, 1),
+        gate=HierarchicalNoisyTopKGate(D, 4, 3, (2, 1), noise_epsilon=0.1, detach_threshold=True),
+    ),
 }  # fmt: skip
+LAYERS |= {
+    f"activation {name}": lambda name=name: layer(
+        hidden_sizes=(5, 6), activation=name, activation_args=ACTIVATION_ARGS.get(name), bias=True
+    )
+    for name in ACTIVATIONS
+}
 
 
 def all_losses() -> list[losses.RouterLoss]:
@@ -214,56 +179,25 @@ def all_losses() -> list[losses.RouterLoss]:
 
 
 def call(module: nn.Module, inputs: Tensors) -> Tensors:
-    """Names the results of a module."""
+    """Names the results of a layer; the tensors stay in their graph."""
     given = {"expert_index": inputs["expert_index"]} if "expert_index" in inputs else {}
-    if isinstance(module, Gate):
-        result: Routing = module(inputs["x"], **given)
-        found = named_with_graph(result._asdict())
-        if result.logits is not None:
-            found["probabilities"] = result.probabilities()
-        return found
-    if isinstance(module, FeedForwardExperts):
-        return dict(y=module(inputs["x"], inputs["offsets"]))
     y, aux = module(inputs["x"], inputs.get("mask"), **given)
     assert isinstance(aux, MoEAux)
-    return dict(y=y) | named_with_graph(aux._asdict())
-
-
-def named_with_graph(fields: dict[str, object]) -> Tensors:
-    """Names the tensors of a tuple, which stay in their graph."""
-    found = {}
-    for name, value in fields.items():
+    found = dict(y=y)
+    for name, value in aux._asdict().items():
         if isinstance(value, Tensor):
             found[name] = value
         elif isinstance(value, dict):
             found |= {f"{name}/{key}": x for key, x in value.items()}
         elif isinstance(value, tuple):
             found |= {f"{name}/{i}": x for i, x in enumerate(value)}
-        elif isinstance(value, bool):
-            found[name] = torch.tensor(value)
     return found
 
 
-def inputs_of(module: nn.Module, tokens: int, masked: bool) -> Tensors:
-    """Draws the input of a module."""
-    if isinstance(module, FeedForwardExperts):
-        offsets = torch.tensor([0, tokens // 3, tokens // 3, tokens - 1, tokens]).clamp_min(0)
-        return dict(x=torch.randn(tokens, D).to(module.weight_0.dtype), offsets=offsets)
-    if isinstance(module, Gate):
-        return dict(x=torch.randn(tokens, D))
-    inputs = dict(x=torch.randn(2, tokens // 2, D))  # leading dimensions
-    return inputs | (dict(mask=torch.rand(2, tokens // 2) < 0.7) if masked else {})
-
-
-def replays(module: nn.Module) -> bool:
-    gate = module.gate if isinstance(module, MoE) else module
-    return isinstance(gate, (TopKGate, NoisyTopKGate))
-
-
-def experts_of(module: nn.Module, x: Tensor) -> Tensor:
-    """Draws the experts of each token x [..., D], in any order."""
-    assert isinstance(module, (Gate, MoE))
-    return torch.rand(*x.shape[:-1], module.num_experts).argsort(-1)[..., : module.k].contiguous()
+def inputs_of(tokens: int, masked: bool) -> Tensors:
+    """Draws tokens with two leading dimensions, and a mask."""
+    mask = dict(mask=torch.rand(2, tokens // 2) < 0.7) if masked else {}
+    return dict(x=torch.randn(2, tokens // 2, D)) | mask
 
 
 def adapts(module: nn.Module) -> bool:
@@ -307,24 +241,22 @@ def module_case(make: Maker) -> Tensors:
         [(True, 24, False), (True, 30, True), (False, 24, True), (True, 0, False)]
     ):
         module.train(training)
-        inputs = inputs_of(module, tokens, masked)
+        inputs = inputs_of(tokens, masked)
         case |= named(step(module, inputs, 100 + number), f"steps/{number}")
-    if replays(module):
-        inputs = inputs_of(module.train(), 30, masked=True)
-        inputs["expert_index"] = experts_of(module, inputs["x"])
-        case |= named(step(module, inputs, 104), "steps/4")
-    if isinstance(module, MoE):
-        torch.manual_seed(3)
-        with torch.no_grad():
-            _, aux = module.eval()(torch.ones(5, D))
-        case |= named(aux.metrics(), "metrics")
-    return case
+    if isinstance(module.gate, (TopKGate, NoisyTopKGate)):
+        inputs = inputs_of(30, masked=True)
+        scores = torch.rand(2, 15, module.gate.num_experts)
+        inputs["expert_index"] = scores.argsort(-1)[..., : module.k].contiguous()
+        case |= named(step(module.train(), inputs, 104), "steps/4")
+    torch.manual_seed(3)
+    with torch.no_grad():
+        _, aux = module.eval()(torch.ones(5, D))
+    return case | named(aux.metrics(), "metrics")
 
 
 def module_cases() -> Tensors:
-    """Makes every module; ctest compares bits."""
-    cases = {name: module_case(make) for name, make in (GATES | EXPERTS | LAYERS).items()}
-    return named(cases, "")
+    """Makes every layer; ctest compares bits."""
+    return named({name: module_case(make) for name, make in LAYERS.items()}, "")
 
 
 def save_state_dicts(folder: Path) -> None:

@@ -15,14 +15,12 @@ using moe_ext::read_state_dict;
 using moe_ext::state_dict;
 using moe_ext::write_state_dict;
 
-const std::map<std::string, Maker> all = all_modules();
-
 const std::map<std::string, Tree>& cases() {
   static const auto found = Tree::file("modules").branches();
   return found;
 }
 
-TEST(Table, IsThatOfPython) { EXPECT_EQ(names_of(all), names_of(cases())); }
+TEST(Table, IsThatOfPython) { EXPECT_EQ(names_of(layers), names_of(cases())); }
 
 // Whether a gate has a selection bias.
 bool adapts(const torch::nn::Module& module) {
@@ -31,10 +29,10 @@ bool adapts(const torch::nn::Module& module) {
                      [](const auto& name) { return name.ends_with("selection_bias"); });
 }
 
-class Modules : public testing::TestWithParam<std::string> {
+class Layers : public testing::TestWithParam<std::string> {
  protected:
   const Tree& given() const { return cases().at(GetParam()); }
-  std::shared_ptr<torch::nn::Module> make() const { return all.at(GetParam())(); }
+  std::shared_ptr<torch::nn::Module> make() const { return layers.at(GetParam())(); }
 
   // With the weights of the case.
   std::shared_ptr<torch::nn::Module> make_loaded() const {
@@ -42,15 +40,20 @@ class Modules : public testing::TestWithParam<std::string> {
     load_state_dict(*module, (given() / "weights").tensors());
     return module;
   }
-};
-INSTANTIATE_TEST_SUITE_P(, Modules, testing::ValuesIn(names_of(all)), test_name);
 
-TEST_P(Modules, StartWithThePythonWeights) {
+  std::string path(const std::string& writer) const {
+    return folder + "/" + GetParam() + "." + writer + ".pt";
+  }
+  MoEImpl& as_layer(torch::nn::Module& module) const { return dynamic_cast<MoEImpl&>(module); }
+};
+INSTANTIATE_TEST_SUITE_P(, Layers, testing::ValuesIn(names_of(layers)), test_name);
+
+TEST_P(Layers, StartWithThePythonWeights) {
   torch::manual_seed(7);
   expect_same_bits(state_dict(*make()), (given() / "initial").tensors());
 }
 
-TEST_P(Modules, StepsHaveThePythonBits) {
+TEST_P(Layers, StepsHaveThePythonBits) {
   const auto module = make_loaded();
   const auto steps = (given() / "steps").branches();
   ASSERT_GE(steps.size(), 4);  // a fifth step replays a routing decision
@@ -70,7 +73,7 @@ TEST_P(Modules, StepsHaveThePythonBits) {
   }
 }
 
-TEST_P(Modules, CloneIsDeep) {
+TEST_P(Layers, CloneIsDeep) {
   const auto module = make_loaded();
   const auto clone = module->clone();
   expect_same_bits(state_dict(*clone), state_dict(*module));
@@ -92,7 +95,7 @@ TEST_P(Modules, CloneIsDeep) {
   expect_same_bits(call(*clone, expected / "inputs"), call(*fresh, expected / "inputs"));
 }
 
-TEST_P(Modules, StateDictsThatDoNotFitChangeNothing) {
+TEST_P(Layers, StateDictsThatDoNotFitChangeNothing) {
   const auto module = make();
   const auto before = (given() / "weights").tensors();
   load_state_dict(*module, before);
@@ -108,15 +111,6 @@ TEST_P(Modules, StateDictsThatDoNotFitChangeNothing) {
     expect_same_bits(state_dict(*module), before);
   }
 }
-
-class Layers : public Modules {
- protected:
-  std::string path(const std::string& writer) const {
-    return folder + "/" + GetParam() + "." + writer + ".pt";
-  }
-  MoEImpl& as_layer(torch::nn::Module& module) const { return dynamic_cast<MoEImpl&>(module); }
-};
-INSTANTIATE_TEST_SUITE_P(, Layers, testing::ValuesIn(names_of(layers)), test_name);
 
 TEST_P(Layers, ReportThePythonMetrics) {
   const auto module = make_loaded();

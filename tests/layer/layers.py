@@ -58,7 +58,10 @@ ROUTER = dict(score="sigmoid", num_groups=3, groups_per_token=2, scale=2.5, logi
 SHARED = dict(activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25), bias=True, gated=True)
 
 TABLE = {
-    "noisy": Row(lambda **o: NoisyTopKGate(D, E, K, **o), ("Eq. 1", "Eq. 3", "Eq. 4", "Eq. 5")),
+    "noisy": Row(
+        lambda **o: NoisyTopKGate(D, E, K, **o),
+        ("Eq. 1", "Eq. 3", "Eq. 4", "Eq. 5", "Eq. 6", "Eq. 10"),
+    ),
     "top-k": Row(lambda: TopKGate(D, E, K), ("App. F",)),
     "router": Row(lambda: TopKGate(D, E, K, bias_update_rate=0.1, **ROUTER), ("arXiv 2408.15664",)),
     "softmax": Row(lambda: SoftmaxGate(D, E), ("Eq. 2",), lacks=NO_REPLAY),

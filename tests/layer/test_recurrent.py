@@ -1,8 +1,5 @@
 """An LSTM with a mixture of experts as its weight matrix (Sec. 3.1)."""
 
-import copy
-import pickle
-
 import pytest
 import reference as ref
 import torch
@@ -14,7 +11,6 @@ from assertions import (
     gradients,
 )
 from layers import gating_by_reference, record_noise, shake
-from torch.utils.checkpoint import checkpoint
 
 from moe_ext import (
     HierarchicalNoisyTopKGate,
@@ -136,24 +132,6 @@ def test_hierarchical_load_is_of_all_steps(slots):
         assert_exact(a, e)
 
 
-def test_one_expert_is_torchs_lstm():
-    """With E = 1 the gate is 1, and the matrix is the concatenation of the two of torch's LSTM."""
-    layer = MoELSTM(D, U, 1, 1).double()
-    lstm = torch.nn.LSTM(D, U, batch_first=True).double()
-    (weight,) = layer.cell.moe.experts.weights
-    with torch.no_grad():
-        lstm.weight_ih_l0.copy_(weight[0, :D].T)
-        lstm.weight_hh_l0.copy_(weight[0, D:].T)
-        lstm.bias_ih_l0.copy_(layer.cell.bias)
-        lstm.bias_hh_l0.zero_()
-    x, (h, c) = make_inputs()
-    y, last, _ = layer(x, (h, c))
-    expected, expected_last = lstm(x, (h[None], c[None]))
-    assert_exact(y.detach(), expected.detach())
-    for a, e in zip(last, expected_last, strict=True):
-        assert_exact(a.detach(), e[0].detach())
-
-
 # Few stored states
 
 
@@ -195,17 +173,6 @@ def test_slots_do_not_change_a_bit(device, kind, masked, dtype, autocast):
         assert_all_same_bits(again, found[0])
     y, h, c = found[0][:3]
     assert y.dtype == h.dtype == c.dtype == dtype
-
-
-def test_slots_within_activation_checkpointing():
-    """Activation checkpointing allows only one read of the saved tensors."""
-    layer, (x, state) = make_layer(memory_slots=2).eval(), make_inputs()
-    results = []
-    for function in (layer, lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False)):
-        leaf = x.detach().clone().requires_grad_()
-        y, _, aux = function(leaf, state)
-        results.append(torch.autograd.grad(y.square().sum() + aux.loss, leaf))
-    assert_all_same_bits(*results)
 
 
 def test_slots_need_the_same_mode_on_the_way_back():
@@ -330,21 +297,6 @@ def test_gates_with_a_memory_are_refused_with_slots():
     layer.memory_slots = 2
     with pytest.raises(RuntimeError, match="must not modify a parameter or buffer"):
         layer(x)
-
-
-def test_copies_pickles_and_states():
-    layer = make_layer(memory_slots=2)
-    x, state = make_inputs()
-    run(layer, x, state)
-    expected = run(layer, x, state)
-    fresh = make_layer(memory_slots=2)
-    with torch.no_grad():
-        for parameter in fresh.parameters():
-            parameter.zero_()
-    fresh.load_state_dict(layer.state_dict())
-    assert set(layer.state_dict()) == {name for name, _ in layer.named_parameters()}
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
-        assert_all_same_bits(run(twin, x, state), expected)
 
 
 def test_deterministic(threads):
