@@ -9,7 +9,7 @@ import torch
 from assertions import assert_exact, assert_same_bits, assert_same_products, recorded_ops
 from operators import DTYPES
 from samples.draw import normal, offsets_of
-from samples.experts import ACTIVATION_ARGS, CLAMPED, make_experts, make_linear, plain_activation
+from samples.experts import ACTIVATION_ARGS, CLAMPED, make_experts, plain_activation
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ext import FeedForwardExperts, ModuleExperts, ops
@@ -64,41 +64,6 @@ def test_gradient_is_zero_at_a_limit(device, activation, args):
     assert_exact(actual_grad, expected_grad, nan=True)
 
 
-@pytest.mark.parametrize(
-    "dtype, fan_in, width",
-    [(dtype, *sizes) for dtype, sizes in zip(DTYPES, [(24, 333), (16, 512)] * 2, strict=True)],
-)
-def test_interleaved_columns_equal_halves(device, dtype, fan_in, width):
-    """The same weights in another order of columns: the activations of many tiles are the same."""
-    counts = [70, 0, 3]
-    x, first, _ = make_linear(counts, fan_in, 2 * width, device, dtype)
-    last = normal(3, width, 5, device=device, dtype=dtype)
-    offsets, upstream = offsets_of(counts, device), normal(73, 5, device=device, dtype=dtype)
-
-    def interleave(columns):
-        return torch.stack(columns.chunk(2, -1), -1).flatten(-2)
-
-    results = {}
-    for activation in CLAMPED:
-        interleaved = activation.startswith("interleaved")
-        weight = interleave(first) if interleaved else first
-        leaves = [x.clone(), weight.clone(), last.clone()]
-        args = ACTIVATION_ARGS[activation]
-        y = ops.experts(
-            leaves[0].requires_grad_(), [leaf.requires_grad_() for leaf in leaves[1:]], None,
-            activation, offsets=offsets, activation_args=args,
-        )  # fmt: skip
-        results[activation] = [y, *torch.autograd.grad(y, leaves, upstream)]
-    expected, actual = (results[activation] for activation in CLAMPED)
-    for i in (0, 3):  # y and the gradient of the last layer
-        assert_same_bits(actual[i], expected[i])
-    assert_same_products(actual[2], interleave(expected[2]))
-    # Its sum over the columns has another order.
-    eps = torch.finfo(dtype).eps
-    scale = float(expected[1].abs().max())
-    torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=16 * eps * scale)
-
-
 def stored_as(tensors, transposed):
     """Makes leaves and weights: views p.mT of leaves p where `transposed`, else the leaves."""
     leaves = [
@@ -136,17 +101,6 @@ def test_transposed_weights_give_the_same_bits(device, dtype, widths, num_rows, 
     for result in results[1:]:
         for actual, expected in zip(result, results[0], strict=True):
             assert_same_bits(actual.contiguous(), expected)
-
-
-def test_transposed_weights_are_not_copied(device):
-    """Neither the weights nor their gradients pass through a copy; p.grad is contiguous."""
-    x, weights, _, offsets = layout_sample(device, torch.float32, (64, 96, 32), 9)
-    leaves, views = stored_as(weights, [True, True])
-    with recorded_ops(None) as calls:
-        ops.experts(x, views, None, "swiglu", offsets=offsets).sum().backward()
-    assert not {name for name, *_ in calls} & {"clone", "copy_", "contiguous", "_to_copy"}
-    for leaf in leaves:
-        assert leaf.grad.is_contiguous()
 
 
 def test_peak_memory_with_transposed_weights():
@@ -222,22 +176,6 @@ def test_feed_forward_experts_call_the_operator(device, hidden_sizes, activation
     one, rest = module.split([1, 2])
     parts = [one(rows[:3], offsets_of([3], device)), rest(rows[3:], offsets_of([0, 4], device))]
     assert_same_products(torch.cat(parts).detach(), expected)
-
-
-def test_parameters_are_stacked_and_counted():
-    """d·h + h·d weights for each expert, and no biases by default."""
-    module = FeedForwardExperts(5, 4, (6,))
-    assert [tuple(w.shape) for w in module.weights] == [(5, 4, 6), (5, 6, 4)]
-    assert sum(p.numel() for p in module.parameters()) == 5 * (4 * 6 + 6 * 4)
-    gated = FeedForwardExperts(5, 4, (6,), activation="swiglu")
-    assert [tuple(w.shape) for w in gated.weights] == [(5, 4, 12), (5, 6, 4)]
-    assert gated.biases is None
-    with_bias = FeedForwardExperts(5, 4, (6,), bias=True)
-    assert [tuple(b.shape) for b in with_bias.biases] == [(5, 6), (5, 4)]
-    names = [name for name, _ in with_bias.named_parameters(recurse=False)]
-    assert names == ["weight_0", "weight_1", "bias_0", "bias_1"]
-    assert with_bias.weights == (with_bias.weight_0, with_bias.weight_1)
-    assert with_bias.biases == (with_bias.bias_0, with_bias.bias_1)
 
 
 def test_initial_scale():

@@ -64,6 +64,19 @@ def test_nan_ranks_last(device, k):
         torch.testing.assert_close(actual.gates[4].cpu(), expected)
 
 
+def test_nan_row_leaves_other_rows_alone(device):
+    clean, raw, noise = (x.to(device) for x in make(6, 5))
+    expected = ops.noisy_topk_gating(clean, raw, noise, 2)
+    spoilt = clean.clone()
+    spoilt[3] = math.nan
+    actual = ops.noisy_topk_gating(spoilt, raw, noise, 2)
+    for a, e in zip(actual, expected, strict=True):
+        rest = torch.arange(6, device=device) != 3
+        assert_same_bits(a[rest], e[rest])
+    assert actual.gates[3].isnan().all()
+    assert sorted(set(actual.expert_index[3].tolist())) == sorted(actual.expert_index[3].tolist())
+
+
 @pytest.mark.parametrize(
     "clean, index, gates",
     [

@@ -110,16 +110,6 @@ def test_padding_changes_nothing():
         assert not sentence[length:].any() and not grad[length:].any()
 
 
-def test_a_state_continues_a_sentence():
-    x, weights = draw(5)
-    whole = ops.lstm(x, *weights)
-    first = ops.lstm(x[:, :4], *weights)
-    second = ops.lstm(x[:, 4:], *weights, first.m_n, first.c_n)
-    assert_same_bits(torch.cat([first.m, second.m], 1), whole.m)
-    assert_same_bits(second.m_n, whole.m_n)
-    assert_same_bits(second.c_n, whole.c_n)
-
-
 def test_operations_are_counted():
     x, weights = draw(3, units=12, width=8)
     x.requires_grad_()
