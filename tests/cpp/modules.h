@@ -138,9 +138,9 @@ inline std::map<std::string, Maker> make_layers() {
        }},
       {"hierarchical gate",
        [=] {
+         SharedExpert shared(SharedExpertOptions(D, {5}));
          const auto options = TopKGateOptions(D, 12, 2).score("sigmoid").num_groups(4);
          TopKGate gate(TopKGateOptions(options).groups_per_token(2));
-         SharedExpert shared(SharedExpertOptions(D, {5}));
          return HierarchicalMoE(HierarchicalMoEOptions(D, 4, 3, pair(2, 1))
                                     .activation("clamped_swiglu")
                                     .activation_args(clamped)
