@@ -44,13 +44,6 @@ def load(folder, implementation, **options):
     )
 
 
-def assert_within_twice_eager(found, eager, exact):
-    """Asserts that the errors of bfloat16 are at most twice those of eager."""
-    for name, each in exact.items():
-        bound = 2 * max(error(eager[name], each), 2**-9)
-        assert error(found[name], each) <= bound, name
-
-
 def backward_calls(model):
     """Returns (needs_x, needs_parameters) of each backward call of the operator."""
     with torch.profiler.profile(record_shapes=True) as profile:
@@ -172,22 +165,6 @@ def test_compiled_training_step():
     gradients = {name: each.grad for name, each in model.named_parameters()}
     expected = losses_of(tiny("gpt_oss", "eager").train())
     assert_close({"logits": output.logits.detach(), **gradients}, expected)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@each_model
-def test_bfloat16(model_type, autocast):
-    """Models in bfloat16, and models in float32 under autocast."""
-    exact = losses_of(tiny(model_type, "eager"))
-
-    def run(implementation):
-        model = tiny(model_type, implementation)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return losses_of(model if autocast else model.bfloat16())
-
-    found, eager = both(run)
-    assert found["logits"].dtype == torch.bfloat16
-    assert_within_twice_eager(found, eager, exact)
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,6 @@ RECOMPUTED = {
     [
         *((state, recompute, False) for state in GATES for recompute in RECOMPUTED),
         ("selection_bias", "not reentrant", True),
-        pytest.param("l1_weight", "not reentrant", True, marks=pytest.mark.long),
-        pytest.param("selection_bias", "no", True, marks=pytest.mark.long),
-        pytest.param("l1_weight", "reentrant", True, marks=pytest.mark.long),
     ],
 )
 def test_a_token_counts_once(state, recompute, compiled):

@@ -61,14 +61,13 @@ def test_export_of_a_recurrent_layer_leaves_the_batch_free():
         torch.testing.assert_close(program.module()(x)[0], layer(x)[0])
 
 
-@pytest.mark.parametrize("name, strict", [("balanced", True), ("balanced groups", False)])
 @torch.no_grad()
-def test_export_in_training_mode_leaves_the_batch_free(name, strict):
+def test_export_in_training_mode_leaves_the_batch_free():
     """The m = k·T/E rows of an expert depend on the batch; m = 1 is not special."""
-    layer = make_layer(name, dtype=torch.float32, losses=())
+    layer = make_layer("balanced groups", dtype=torch.float32, losses=())
     free = ({0: torch.export.Dim("batch", min=2)},)
     x = make_x(9, dtype=torch.float32)
-    program = torch.export.export(layer, (x,), dynamic_shapes=free, strict=strict)
+    program = torch.export.export(layer, (x,), dynamic_shapes=free, strict=False)
     for batch in (2, 3, 14):
         x = make_x(batch, dtype=torch.float32)
         assert_same_bits(program.module()(x)[0], layer(x)[0])

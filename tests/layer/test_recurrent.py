@@ -5,7 +5,6 @@ import reference as ref
 import torch
 from assertions import (
     assert_all_same_bits,
-    assert_deterministic,
     assert_exact,
     assert_same_bits,
     gradients,
@@ -297,11 +296,6 @@ def test_gates_with_a_memory_are_refused_with_slots():
     layer.memory_slots = 2
     with pytest.raises(RuntimeError, match="must not modify a parameter or buffer"):
         layer(x)
-
-
-def test_deterministic(threads):
-    layer, args = make_layer(dropout=0.3, memory_slots=2), make_inputs(batch=40)
-    assert_deterministic(lambda: run(layer, *args), threads, runs=1)
 
 
 @pytest.mark.parametrize("training, slots", [(True, None), (False, 2)])

@@ -15,7 +15,7 @@ def weights_of(lstm):
     """Returns the weights of an `nn.LSTM` in the order of the operator's arguments."""
     w = {name: lstm.get_parameter(f"{name}_l0") for name in ("weight_ih", "weight_hh")}
     bias = [lstm.get_parameter(f"bias_{kind}_l0") for kind in ("ih", "hh")]
-    projection = lstm.get_parameter(f"weight_hr_l0") if lstm.proj_size else None
+    projection = lstm.get_parameter("weight_hr_l0") if lstm.proj_size else None
     return w["weight_ih"], w["weight_hh"], sum(bias), projection
 
 

@@ -90,8 +90,8 @@ TABLE = {
             dict(T=6, D=4, V=5, reduction="sum", recompute=True),
             dict(T=0, D=3, V=4, reduction="sum"),
         ],
-        # With many classes, the CPU goes over all tokens for each tile of classes. It recomputes the
-        # logits, or keeps them in the gradient of the weight if T <= D. T = 700 is two blocks.
+        # With many classes, the CPU goes over all tokens for each tile of classes. It recomputes
+        # the logits, or keeps them in the gradient of the weight if T <= D. T = 700 has two blocks.
         limits=[
             dict(T=T, D=D, V=V, bias=True, ignored=9, label_smoothing=0.1, reduction=reduction)
             for T, D, V, reduction in (
