@@ -27,6 +27,7 @@ from moe_ext.distributed import (
 )
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates import SoftmaxGate
+from moe_ext.optim import FactoredAdam, split_parameters
 
 
 def assert_same_on_all_ranks(value, group):
@@ -383,7 +384,9 @@ def test_what_parallelize_refuses(group, rank):
 
     with pytest.raises(ValueError, match="parallelize: dense must .*got 'dp'"):
         parallelize(layer(group), group, dense="dp")
-    with pytest.raises(ValueError, match=rf"experts\.weight must have one row for .*1.*, got \({D}"):
+    with pytest.raises(
+        ValueError, match=rf"experts\.weight must have one row for .*1.*, got \({D}"
+    ):
         parallelize(layer(group, experts=OfRows()), group)
     with pytest.raises(ValueError, match=r"^parallelize: process_group must have the ranks \[0, 1"):
         parallelize(layer(group), None)
@@ -425,6 +428,10 @@ def test_the_weights_of_a_shared_expert_are_divided_by_rows(group, rank):
     parallelize(layer, group, dense="fsdp")
     shapes = [p.to_local().shape for name, p in layer.named_parameters() if "shared" in name]
     assert {shape[1] for shape in shapes} == {2, D - 2 if rank == 0 else 2}
+    split = split_parameters(layer)
+    assert {id(p) for p in layer.shared_expert.parameters()} <= {id(p) for p in split.rest}
+    with pytest.raises(TypeError, match=r"^FactoredAdam: params must be plain tensors, got a DTen"):
+        FactoredAdam(layer.parameters())
 
 
 @on_ranks(2)

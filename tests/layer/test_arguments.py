@@ -136,6 +136,7 @@ OPTIONS = {
     "ReLUGate(D, E, K, l1_weight=0.0)": "^ReLUGate: l1_weight must be above 0, got 0.0$",
     "ReLUGate(D, E, K, l1_growth=0.9)": "^ReLUGate: l1_growth must be at least 1, got 0.9$",
     "layer(w_load=math.inf)": "^MoE: w_load must be a finite number, got inf$",
+    "layer(w_load=torch.tensor(0.1))": "^MoE: w_load must be a finite number, got t",
     "load_loss(torch.ones(2), -0.1)": "^load_loss: weight must be at least 0, got -0.1$",
     "importance_loss(torch.ones(2), -0.1)": "^importance_loss: weight must .*, got -0.1$",
     "SwitchLoss(None)": "^SwitchLoss: weight must be a finite number, got None$",
