@@ -8,6 +8,7 @@ modules is here and in modules_test.cpp, under the same names.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -267,73 +268,6 @@ def save_state_dicts(folder: Path) -> None:
     torch.save(nn.Linear(2, 3).state_dict(), folder / "ordered.pt")  # a mistake
 
 
-MODULE_ERRORS: dict[str, Callable[[], object]] = {
-    "SoftmaxGate d_model": lambda: SoftmaxGate(0, 6),
-    "TopKGate k=7": lambda: TopKGate(8, 6, 7),
-    "TopKGate score": lambda: TopKGate(8, 6, 2, score="relu"),
-    "TopKGate scale": lambda: TopKGate(8, 6, 2, scale=-0.5),
-    "TopKGate num_groups": lambda: TopKGate(8, 6, 2, num_groups=4),
-    "TopKGate groups_per_token": lambda: TopKGate(8, 6, 2, groups_per_token=2),
-    "TopKGate group_score_k": lambda: TopKGate(8, 6, 2, num_groups=3, group_score_k=3),
-    "TopKGate bias_update_rate": lambda: TopKGate(8, 6, 2, bias_update_rate=-0.5),
-    "NoisyTopKGate d_model": lambda: NoisyTopKGate(0, 6, 2),
-    "NoisyTopKGate noise_epsilon": lambda: NoisyTopKGate(8, 6, 2, noise_epsilon=-0.5),
-    "HierarchicalNoisyTopKGate k1": lambda: HierarchicalNoisyTopKGate(8, 4, 3, (5, 1)),
-    "BalancedGate k": lambda: BalancedGate(8, 6, 7),
-    "ExpertChoiceGate k": lambda: ExpertChoiceGate(8, 6, 7),
-    "HierarchicalBalancedGate k2": lambda: HierarchicalBalancedGate(8, 4, 3, (2, 4)),
-    "FeedForwardExperts d_model": lambda: FeedForwardExperts(4, 0),
-    "FeedForwardExperts d_output": lambda: FeedForwardExperts(4, 8, d_output=0),
-    "FeedForwardExperts hidden_sizes": lambda: FeedForwardExperts(4, 8, [5, 0]),
-    "FeedForwardExperts activation_args": lambda: FeedForwardExperts(
-        4, 8, activation="clamped_swiglu", activation_args=(-1.5, 0.5, 0.25)
-    ),
-    "SharedExpert hidden_sizes": lambda: SharedExpert(8, [5, 0]),
-    "MoE d_model": lambda: MoE(0, 6, 2),
-    "MoE w_importance": lambda: MoE(8, 6, 2, w_importance=-0.5),
-    "MoE w_load": lambda: MoE(8, 6, 2, w_load=-0.25),
-    "MoE noise_epsilon with gate": lambda: MoE(8, 6, 2, gate=TopKGate(8, 6, 2), noise_epsilon=0.5),
-    "MoE activation with experts": lambda: MoE(
-        8, 6, 2, experts=FeedForwardExperts(6, 8), activation="tanh"
-    ),
-    "MoE losses": lambda: MoE(8, 6, 2, losses=[ZLoss(0.1), ZLoss(0.2)]),
-    "MoE ZLoss without logits": lambda: HierarchicalMoE(8, 2, 3, (1, 1), losses=[ZLoss(0.1)])(
-        torch.zeros(3, 8)
-    ),
-    "MoE shared_expert": lambda: MoE(8, 6, 2, shared_expert=nn.Linear(8, 9))(torch.zeros(3, 8)),
-    "MoE expert_index of a gate that cannot": lambda: MoE(8, 2, 2, gate=SoftmaxGate(8, 2))(
-        torch.zeros(3, 8), expert_index=torch.tensor([[0, 1]] * 3)
-    ),
-    "MoE expert_index dtype": lambda: replay(torch.zeros(3, 2)),
-    "MoE expert_index k": lambda: replay(torch.zeros(3, 1, dtype=torch.int64)),
-    "MoE expert_index tokens": lambda: replay(torch.tensor([[0, 1]] * 4)),
-    "MoE expert_index too large": lambda: replay(torch.tensor([[0, 1], [0, 6], [0, 1]])),
-    "MoE expert_index twice": lambda: replay(torch.tensor([[0, 1], [3, 3], [0, 1]])),
-    "MoE gate.d_model": lambda: MoE(8, 6, 2, gate=TopKGate(9, 6, 2)),
-    "MoE gate.num_experts": lambda: MoE(8, 6, 2, gate=TopKGate(8, 7, 2)),
-    "MoE gate.k": lambda: MoE(8, 6, 2, gate=TopKGate(8, 6, 3)),
-    "MoE experts.d_model": lambda: MoE(8, 6, 2, experts=FeedForwardExperts(6, 9)),
-    "MoE x": lambda: MoE(8, 6, 2)(torch.zeros(3, 7)),
-    "MoE x int64": lambda: MoE(8, 6, 2)(torch.zeros(3, 8, dtype=torch.int64)),
-    "MoE x bfloat16": lambda: MoE(8, 6, 2)(torch.zeros(3, 8, dtype=torch.bfloat16)),
-    "MoE mask shape": lambda: MoE(8, 6, 2)(torch.zeros(3, 8), torch.ones(4, dtype=torch.bool)),
-    "MoE mask dtype": lambda: MoE(8, 6, 2)(torch.zeros(3, 8), torch.ones(3)),
-    "SwitchLoss weight": lambda: SwitchLoss(-0.5),
-    "importance_loss weight": lambda: losses.importance_loss(torch.zeros(3), -0.5),
-    "cv_squared empty": lambda: losses.cv_squared(torch.zeros(0)),
-    "batchwise_loss threshold": lambda: losses.batchwise_loss(
-        torch.zeros(4, 3), torch.zeros(2), torch.zeros(4, 3, dtype=torch.bool)
-    ),
-    "batchwise_loss mask": lambda: losses.batchwise_loss(
-        torch.zeros(4, 3), torch.zeros(3), torch.zeros(3, 4, dtype=torch.bool)
-    ),
-    "FactoredAdam lr": lambda: FactoredAdam([torch.zeros(2, 3)], lr=-0.5),
-    "FactoredAdam beta2": lambda: FactoredAdam([torch.zeros(2, 3)], beta2=1.5),
-    "FactoredAdam params": lambda: FactoredAdam([torch.zeros(2, 3, dtype=torch.int64)]),
-    "FactoredAdam sparse": lambda: step_with(torch.eye(3).to_sparse()),
-}
-
-
 def replay(expert_index: Tensor) -> None:
     MoE(8, 6, 2, gate=TopKGate(8, 6, 2))(torch.zeros(3, 8), expert_index=expert_index)
 
@@ -345,11 +279,14 @@ def step_with(gradient: Tensor) -> None:
 
 
 def module_errors() -> Tensors:
-    """Makes the texts of the errors of MODULE_ERRORS."""
-    errors = {name: error_of(call) for name, call in MODULE_ERRORS.items()}
-    silent = [name for name, error in errors.items() if error is None]
-    if silent:
-        raise RuntimeError(f"no error from {silent}")
+    """Makes the texts of the errors of errors_test.cpp, where the name of a call is Python code."""
+    calls = Path(__file__).with_name("errors_test.cpp").read_text()
+    names = vars(torch) | vars(losses) | globals()
+    errors = {}
+    for call in re.findall(r'^    {"(.*?)",', calls, re.M):
+        errors[call] = error_of(lambda call=call: eval(call, names))
+        if errors[call] is None:
+            raise RuntimeError(f"no error from {call}")
     return named(errors, "")
 
 
