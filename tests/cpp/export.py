@@ -3,8 +3,8 @@
     python tests/cpp/export.py FOLDER           # writes FOLDER/operators.pt, modules.pt, ...
     python tests/cpp/export.py FOLDER --check   # reads what the C++ tests wrote to FOLDER
 
-A name is a path: "load 3/arguments/expert_index". Numbers and texts are tensors too. The table of
-modules is here and in modules_test.cpp, under the same names.
+A name is a path: "load 3/arguments/expert_index". Numbers and texts are tensors too. The layers are
+those of modules.h, whose names are Python code.
 """
 
 import argparse
@@ -21,19 +21,13 @@ from operators import TABLE, evaluate, upstream_of  # noqa: E402
 from samples.experts import ACTIVATION_ARGS, ACTIVATIONS  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+import moe_ext  # noqa: E402
 from moe_ext import (  # noqa: E402
     BalancedGate,
-    ExpertChoiceGate,
-    FeedForwardExperts,
     Gate,
-    HierarchicalBalancedGate,
-    HierarchicalMoE,
-    HierarchicalNoisyTopKGate,
     MoE,
     MoEAux,
     NoisyTopKGate,
-    SharedExpert,
-    SoftmaxGate,
     SwitchLoss,
     TopKGate,
     ZLoss,
@@ -108,66 +102,27 @@ def layer(gate: Gate | None = None, **options: object) -> nn.Module:
     return MoE(D, num_experts, k, gate=gate, **options)
 
 
-def batchwise() -> nn.Module:
-    gate = BalancedGate(D, 6, 2, detach_scores=False)
+def batchwise(gate: BalancedGate) -> BalancedGate:
     gate.batchwise = True
-    return layer(gate)
+    return gate
+
+
+def named_in(header: str) -> list[str]:
+    """Returns the keys of the tables of a C++ file that are calls in Python."""
+    text = Path(__file__).with_name(header).read_text()
+    keys = re.findall(r'^ +{((?:\s*"[^"\n]*"\s*)+),', text, re.M)
+    keys = ["".join(re.findall(r'"(.*)"', key)) for key in keys]
+    return [key for key in keys if key.endswith(")")]
+
+
+def evaluated(code: str) -> object:
+    return eval(code, vars(torch) | vars(losses) | vars(moe_ext) | globals())
 
 
 CLAMPED = dict(activation="clamped_swiglu", activation_args=ACTIVATION_ARGS["clamped_swiglu"])
 LAYERS: dict[str, Maker] = {
-    "default": layer,
-    "options": lambda: layer(
-        hidden_sizes=(5,), activation="swiglu", bias=True, recompute=True,
-        w_importance=0.3, w_load=0, noise_epsilon=0.1,
-    ),
-    "generator": lambda: layer(generator=torch.Generator().manual_seed(11)),
-    "bfloat16": lambda: layer(expert_dtype=torch.bfloat16),
-    "noisy": lambda: layer(NoisyTopKGate(D, 3, 3, noise_epsilon=0.5, detach_threshold=True)),
-    "softmax": lambda: layer(SoftmaxGate(D, 6)),
-    "top-k": lambda: layer(TopKGate(D, 6, 2, renormalize=False, bias_update_rate=0.1)),
-    "sigmoid": lambda: layer(
-        TopKGate(D, 6, 2, score="sigmoid", scale=2.5, logit_bias=True, bias_update_rate=0.1),
-        losses=all_losses(),
-    ),
-    "groups": lambda: layer(
-        TopKGate(
-            D, 12, 3, score="sqrt_softplus", num_groups=4, groups_per_token=2, group_score_k=1
-        )
-    ),
-    "expert choice": lambda: layer(ExpertChoiceGate(D, 6, 2), w_load=0),
-    "balanced": lambda: layer(BalancedGate(D, 6, 2), losses=all_losses()),
-    "batchwise": batchwise,
-    "hierarchical balanced": lambda: layer(
-        HierarchicalBalancedGate(D, 4, 3, (2, 1), detach_scores=False)
-    ),
-    "experts": lambda: layer(experts=FeedForwardExperts(6, D, (5,), d_output=3)),
-    "shared": lambda: layer(
-        losses=all_losses(), w_importance=0.2, w_load=0.3,
-        shared_expert=SharedExpert(D, (5,), **CLAMPED),
-    ),
-    "shared gated": lambda: layer(
-        TopKGate(D, 6, 2), expert_dtype=torch.bfloat16,
-        shared_expert=SharedExpert(
-            D, (5, 6), bias=True, dtype=torch.bfloat16, gated=True, recompute=True
-        ),
-    ),
-    "shared linear": lambda: layer(shared_expert=nn.Linear(D, D)),
-    "hierarchical": lambda: HierarchicalMoE(D, 4, 3, (2, 2), hidden_sizes=(5,)),
-    "hierarchical options": lambda: HierarchicalMoE(
-        D, 4, 3, (2, 1), hidden_sizes=(5,), activation="tanh", bias=True, w_importance=0,
-        noise_epsilon=0.1,
-    ),
-    "hierarchical gate": lambda: HierarchicalMoE(
-        D, 4, 3, (2, 1), losses=[SwitchLoss(0.3)], shared_expert=SharedExpert(D, (5,)), **CLAMPED,
-        gate=TopKGate(D, 12, 2, score="sigmoid", num_groups=4, groups_per_token=2),
-    ),
-    "hierarchical detached": lambda: HierarchicalMoE(
-        D, 4, 3, (2, 1),
-        gate=HierarchicalNoisyTopKGate(D, 4, 3, (2, 1), noise_epsilon=0.1, detach_threshold=True),
-    ),
-}  # fmt: skip
-LAYERS |= {
+    code: lambda code=code: evaluated(code) for code in named_in("modules.h")
+} | {
     f"activation {name}": lambda name=name: layer(
         hidden_sizes=(5, 6), activation=name, activation_args=ACTIVATION_ARGS.get(name), bias=True
     )
@@ -280,11 +235,9 @@ def step_with(gradient: Tensor) -> None:
 
 def module_errors() -> Tensors:
     """Makes the texts of the errors of errors_test.cpp, where the name of a call is Python code."""
-    calls = Path(__file__).with_name("errors_test.cpp").read_text()
-    names = vars(torch) | vars(losses) | globals()
     errors = {}
-    for call in re.findall(r'^    {"(.*?)",', calls, re.M):
-        errors[call] = error_of(lambda call=call: eval(call, names))
+    for call in named_in("errors_test.cpp"):
+        errors[call] = error_of(lambda call=call: evaluated(call))
         if errors[call] is None:
             raise RuntimeError(f"no error from {call}")
     return named(errors, "")

@@ -1,4 +1,4 @@
-// The layers of export.py, under the same names.
+// Layers. The name of each is the same layer in Python, which export.py evaluates.
 #pragma once
 
 #include <moe_ext/nn.h>
@@ -36,8 +36,9 @@ inline std::map<std::string, Maker> make_layers() {
   const std::vector<double> clamped = {0.75, 1.5, 0.25};
   const auto pair = [](int64_t first, int64_t second) { return std::array{first, second}; };
   std::map<std::string, Maker> found = {
-      {"default", [] { return layer(MoEOptions(D, 6, 2)); }},
-      {"options",
+      {"layer()", [] { return layer(MoEOptions(D, 6, 2)); }},
+      {"layer(hidden_sizes=(5,), activation='swiglu', bias=True, recompute=True, w_importance=0.3, "
+       "w_load=0, noise_epsilon=0.1)",
        [] {
          return layer(MoEOptions(D, 6, 2)
                           .hidden_sizes(std::vector<int64_t>{5})
@@ -48,56 +49,61 @@ inline std::map<std::string, Maker> make_layers() {
                           .w_load(0)
                           .noise_epsilon(0.1));
        }},
-      {"generator",
+      {"layer(generator=torch.Generator().manual_seed(11))",
        [] { return layer(MoEOptions(D, 6, 2).generator(at::detail::createCPUGenerator(11))); }},
-      {"bfloat16", [] { return layer(MoEOptions(D, 6, 2).expert_dtype(torch::kBFloat16)); }},
-      {"noisy",
+      {"layer(expert_dtype=torch.bfloat16)",
+       [] { return layer(MoEOptions(D, 6, 2).expert_dtype(torch::kBFloat16)); }},
+      {"layer(NoisyTopKGate(D, 3, 3, noise_epsilon=0.5, detach_threshold=True))",
        [] {
          const auto options = NoisyTopKGateOptions(D, 3, 3).noise_epsilon(0.5);
          return layer(
              with_gate(NoisyTopKGate(NoisyTopKGateOptions(options).detach_threshold(true))));
        }},
-      {"softmax", [] { return layer(with_gate(SoftmaxGate(D, 6))); }},
-      {"top-k",
+      {"layer(SoftmaxGate(D, 6))", [] { return layer(with_gate(SoftmaxGate(D, 6))); }},
+      {"layer(TopKGate(D, 6, 2, renormalize=False, bias_update_rate=0.1))",
        [] {
          return layer(with_gate(
              TopKGate(TopKGateOptions(D, 6, 2).renormalize(false).bias_update_rate(0.1))));
        }},
-      {"sigmoid",
+      {"layer(TopKGate(D, 6, 2, score='sigmoid', scale=2.5, logit_bias=True, "
+       "bias_update_rate=0.1), losses=all_losses())",
        [] {
          const auto options = TopKGateOptions(D, 6, 2).score("sigmoid").scale(2.5).logit_bias(true);
          TopKGate gate(TopKGateOptions(options).bias_update_rate(0.1));
          return layer(with_gate(gate).losses(all_losses()));
        }},
-      {"groups",
+      {"layer(TopKGate(D, 12, 3, score='sqrt_softplus', num_groups=4, groups_per_token=2, "
+       "group_score_k=1))",
        [] {
          const auto options = TopKGateOptions(D, 12, 3).score("sqrt_softplus").num_groups(4);
          return layer(
              with_gate(TopKGate(TopKGateOptions(options).groups_per_token(2).group_score_k(1))));
        }},
-      {"expert choice", [] { return layer(with_gate(ExpertChoiceGate(D, 6, 2)).w_load(0)); }},
-      {"balanced",
+      {"layer(ExpertChoiceGate(D, 6, 2), w_load=0)",
+       [] { return layer(with_gate(ExpertChoiceGate(D, 6, 2)).w_load(0)); }},
+      {"layer(BalancedGate(D, 6, 2), losses=all_losses())",
        [] {
          return layer(with_gate(BalancedGate(BalancedGateOptions(D, 6, 2))).losses(all_losses()));
        }},
-      {"batchwise",
+      {"layer(batchwise(BalancedGate(D, 6, 2, detach_scores=False)))",
        [] {
          BalancedGate gate(BalancedGateOptions(D, 6, 2).detach_scores(false));
          gate->batchwise = true;
          return layer(with_gate(gate));
        }},
-      {"hierarchical balanced",
+      {"layer(HierarchicalBalancedGate(D, 4, 3, (2, 1), detach_scores=False))",
        [=] {
          const HierarchicalBalancedGateOptions options(D, 4, 3, pair(2, 1));
          return layer(with_gate(HierarchicalBalancedGate(
              HierarchicalBalancedGateOptions(options).detach_scores(false))));
        }},
-      {"experts",
+      {"layer(experts=FeedForwardExperts(6, D, (5,), d_output=3))",
        [] {
          const auto options = FeedForwardExpertsOptions(6, D).hidden_sizes({5}).d_output(3);
          return layer(MoEOptions(D, 6, 2).experts(FeedForwardExperts(options).ptr()));
        }},
-      {"shared",
+      {"layer(losses=all_losses(), w_importance=0.2, w_load=0.3, shared_expert=SharedExpert(D, "
+       "(5,), **CLAMPED))",
        [=] {
          const auto options = SharedExpertOptions(D, {5}).activation("clamped_swiglu");
          SharedExpert shared(SharedExpertOptions(options).activation_args(clamped));
@@ -107,7 +113,8 @@ inline std::map<std::string, Maker> make_layers() {
                           .w_load(0.3)
                           .shared_expert(shared));
        }},
-      {"shared gated",
+      {"layer(TopKGate(D, 6, 2), expert_dtype=torch.bfloat16, shared_expert=SharedExpert(D, (5, "
+       "6), bias=True, dtype=torch.bfloat16, gated=True, recompute=True))",
        [] {
          TopKGate gate(D, 6, 2);
          SharedExpert shared(SharedExpertOptions(D, {5, 6})
@@ -117,16 +124,17 @@ inline std::map<std::string, Maker> make_layers() {
                                  .recompute(true));
          return layer(with_gate(gate).expert_dtype(torch::kBFloat16).shared_expert(shared));
        }},
-      {"shared linear",
+      {"layer(shared_expert=nn.Linear(D, D))",
        [] { return layer(MoEOptions(D, 6, 2).shared_expert(torch::nn::Linear(D, D))); }},
-      {"hierarchical",
+      {"HierarchicalMoE(D, 4, 3, (2, 2), hidden_sizes=(5,))",
        [=] {
          const HierarchicalMoEOptions options(D, 4, 3, pair(2, 2));
          return HierarchicalMoE(
                     HierarchicalMoEOptions(options).hidden_sizes(std::vector<int64_t>{5}))
              .ptr();
        }},
-      {"hierarchical options",
+      {"HierarchicalMoE(D, 4, 3, (2, 1), hidden_sizes=(5,), activation='tanh', bias=True, "
+       "w_importance=0, noise_epsilon=0.1)",
        [=] {
          return HierarchicalMoE(HierarchicalMoEOptions(D, 4, 3, pair(2, 1))
                                     .hidden_sizes(std::vector<int64_t>{5})
@@ -136,7 +144,9 @@ inline std::map<std::string, Maker> make_layers() {
                                     .noise_epsilon(0.1))
              .ptr();
        }},
-      {"hierarchical gate",
+      {"HierarchicalMoE(D, 4, 3, (2, 1), shared_expert=SharedExpert(D, (5,)), "
+       "losses=[SwitchLoss(0.3)], gate=TopKGate(D, 12, 2, score='sigmoid', num_groups=4, "
+       "groups_per_token=2), **CLAMPED)",
        [=] {
          SharedExpert shared(SharedExpertOptions(D, {5}));
          const auto options = TopKGateOptions(D, 12, 2).score("sigmoid").num_groups(4);
@@ -149,7 +159,8 @@ inline std::map<std::string, Maker> make_layers() {
                                     .gate(gate))
              .ptr();
        }},
-      {"hierarchical detached",
+      {"HierarchicalMoE(D, 4, 3, (2, 1), gate=HierarchicalNoisyTopKGate(D, 4, 3, (2, 1), "
+       "noise_epsilon=0.1, detach_threshold=True))",
        [=] {
          HierarchicalNoisyTopKGate gate(HierarchicalNoisyTopKGateOptions(D, 4, 3, pair(2, 1))
                                             .noise_epsilon(0.1)
