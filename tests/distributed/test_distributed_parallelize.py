@@ -426,10 +426,9 @@ def test_experts_keep_all_their_buffers(group, rank, num_experts, dense):
 def test_the_weights_of_a_shared_expert_are_divided_by_rows(group, rank):
     layer = MoE(D, 2, 1, process_group=group, shared_expert=SharedExpert(D, [4]))
     parallelize(layer, group, dense="fsdp")
-    shapes = [p.to_local().shape for name, p in layer.named_parameters() if "shared" in name]
-    assert {shape[1] for shape in shapes} == {2, D - 2 if rank == 0 else 2}
-    split = split_parameters(layer)
-    assert {id(p) for p in layer.shared_expert.parameters()} <= {id(p) for p in split.rest}
+    weights = list(layer.shared_expert.parameters())
+    assert all(0 < weight.to_local().numel() < weight.numel() for weight in weights)
+    assert {id(p) for p in weights} <= {id(p) for p in split_parameters(layer).rest}
     with pytest.raises(TypeError, match=r"^FactoredAdam: params must be plain tensors, got a DTen"):
         FactoredAdam(layer.parameters())
 

@@ -132,14 +132,20 @@ for training in (False, True):
     assert forward < 64 and training < 64
 
 
-def test_frozen_parameters_get_an_empty_gradient(device):
+@pytest.mark.parametrize("activation", ["swiglu", CLAMPED[1]])
+def test_frozen_parameters_get_an_empty_gradient(device, activation):
+    """The gradient of the last layer is that of a pass in which all layers are learned."""
     x, weights, biases, offsets = layout_sample(device, torch.float32, (8, 6, 4), 40)
+    options = dict(offsets=offsets, activation_args=ACTIVATION_ARGS.get(activation))
+    leaves = [weight.clone().requires_grad_() for weight in weights]
+    ops.experts(x, leaves, biases, activation, **options).sum().backward()
     learned = weights[1].requires_grad_()
     with recorded_ops() as calls:
-        ops.experts(x, weights, biases, "swiglu", offsets=offsets).sum().backward()
+        ops.experts(x, weights, biases, activation, **options).sum().backward()
     ((op, args),) = [(op, args) for name, op, args, _ in calls if name == "_experts_backward"]
     *_, found = op(*args)
     assert_same_bits(found[1], learned.grad)
+    assert_same_products(learned.grad, leaves[1].grad)
     assert [gradient.shape == (0,) for gradient in found] == [True, False, True, True]
 
 

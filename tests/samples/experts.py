@@ -157,7 +157,7 @@ TABLE = {
             dict(counts=[3, 0, 4], widths=(3, 7), bias=True),
             dict(counts=[0, 0], widths=(3, 2)),
             dict(T=5, E=5, k=2, widths=(3, 4, 2), activation="tanh", gated=False),
-            draw.RAGGED[0] | dict(widths=(3, 4, 2), activation=CLAMPED[1], bias=True),
+            draw.RAGGED[0] | dict(widths=(3, 4, 2), activation="swiglu", bias=True),
             draw.RAGGED[0] | dict(widths=(3, 4, 3, 2), activation="gelu", recompute=True),
             draw.RAGGED[1] | dict(widths=(3, 4, 2), activation="reglu", recompute=True,
                                   gated=False),
