@@ -424,7 +424,7 @@ def test_experts_keep_all_their_buffers(group, rank, num_experts, dense):
 
 @on_ranks(2)
 def test_the_weights_of_a_shared_expert_are_divided_by_rows(group, rank):
-    layer = MoE(D, 2, 1, process_group=group, shared_expert=SharedExpert(D, [4]))
+    layer = MoE(4, 2, 1, process_group=group, shared_expert=SharedExpert(4, [6]))  # even numbers
     parallelize(layer, group, dense="fsdp")
     weights = list(layer.shared_expert.parameters())
     assert all(0 < weight.to_local().numel() < weight.numel() for weight in weights)

@@ -7,7 +7,7 @@ Each test runs one tool twice, with the same seeds: with experts_implementation 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -42,6 +42,13 @@ def load(folder, implementation, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, experts_implementation=implementation, **options
     )
+
+
+def assert_within_twice_eager(found, eager, exact):
+    """Asserts that the errors of bfloat16 are at most twice those of eager."""
+    for name, each in exact.items():
+        bound = 2 * max(error(eager[name], each), 2**-9)
+        assert error(found[name], each) <= bound, name
 
 
 def backward_calls(model):
@@ -109,6 +116,13 @@ def test_trainer(tmp_path, model_type, options):
     assert_close(found, expected, 1e-4)
 
 
+def test_trainer_with_autocast(tmp_path):
+    exact = run_trainer("eager", tmp_path, "mixtral", {})
+    found, eager = both(run_trainer, tmp_path, "mixtral", {"bf16": True})
+    assert_within_twice_eager(found, eager, exact)
+    assert not torch.equal(found["loss"], exact["loss"])
+
+
 def test_trainer_resumes_from_a_checkpoint(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
     expected = trainer(tiny("qwen3_moe"), tmp_path, **options)
@@ -123,6 +137,24 @@ def test_trainer_resumes_from_a_checkpoint(tmp_path):
         assert torch.equal(each, weights[name]), name
 
 
+# Loops
+
+
+def run_loop(implementation, model_type):
+    """Returns the losses of STEPS steps with fused AdamW."""
+    model = tiny(model_type, implementation).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert losses[-1] < losses[0]
+    return {"loss": torch.stack(losses)}
+
+
 def run_with_router_losses(implementation, model_type):
     model = tiny(model_type, implementation, output_router_logits=True)
     output = model(tokens(), labels=tokens())
@@ -133,19 +165,39 @@ def run_with_router_losses(implementation, model_type):
     return {"loss": output.loss, "aux_loss": output.aux_loss, **logits, **gradients}
 
 
+@pytest.mark.parametrize("run", [run_loop, run_with_router_losses])
 @each_model
-def test_router_losses_equal_those_of_eager(model_type):
-    assert_close(*both(run_with_router_losses, model_type))
+def test_loops_equal_eager(model_type, run):
+    assert_close(*both(run, model_type))
 
 
-def test_compiled_training_step():
-    model = tiny("gpt_oss").train()
+@pytest.mark.parametrize(
+    "model_type", [pytest.param("qwen3_moe", marks=pytest.mark.long), "gpt_oss"]
+)
+def test_compiled_training_step(model_type):
+    model = tiny(model_type).train()
     compiled = torch.compile(model, fullgraph=ONE_GRAPH, backend="aot_eager")
     output = compiled(tokens(), labels=tokens())
     output.loss.backward()
     gradients = {name: each.grad for name, each in model.named_parameters()}
-    expected = losses_of(tiny("gpt_oss", "eager").train())
+    expected = losses_of(tiny(model_type, "eager").train())
     assert_close({"logits": output.logits.detach(), **gradients}, expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@each_model
+def test_bfloat16(model_type, autocast):
+    """Models in bfloat16, and models in float32 under autocast."""
+    exact = losses_of(tiny(model_type, "eager"))
+
+    def run(implementation):
+        model = tiny(model_type, implementation)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return losses_of(model if autocast else model.bfloat16())
+
+    found, eager = both(run)
+    assert found["logits"].dtype == torch.bfloat16
+    assert_within_twice_eager(found, eager, exact)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +269,14 @@ def test_lora_on_the_experts_is_merged(model_type):
 # FSDP2 and DDP on two ranks
 
 
-def sharded(model):
+def sharded(model, dtype):
+    options = {}
+    if dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
     contiguous = []
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     for layer in model.model.layers:
         layer.mlp.experts.register_forward_pre_hook(
             lambda module, _: contiguous.extend(
@@ -231,10 +286,10 @@ def sharded(model):
     return contiguous
 
 
-def losses_of_rank(group, rank, model_type, implementation, wrapper):
+def losses_of_rank(group, rank, model_type, implementation, wrapper, dtype=None):
     """Runs a step under FSDP2 or DDP on this rank's row of tokens; returns loss and gradients."""
     model = tiny(model_type, implementation)
-    contiguous = sharded(model) if wrapper == "fsdp" else [True]
+    contiguous = sharded(model, dtype) if wrapper == "fsdp" else [True]
     replica = DistributedDataParallel(model) if wrapper == "ddp" else model
     ids = tokens()[rank : rank + 1]
     loss = replica(input_ids=ids, labels=ids).loss
@@ -266,6 +321,12 @@ def test_ranks_equal_one_process(workers, wrapper, model_type):
         assert_close(found, expected)
 
 
+def test_fsdp2_with_mixed_precision(workers):
+    arguments = "fsdp", torch.bfloat16
+    found, eager = both(lambda name: workers.run(2, losses_of_rank, "gpt_oss", name, *arguments)[0])
+    assert_within_twice_eager(found, eager, one_process("gpt_oss"))
+
+
 # Loading, saving and generation
 
 
@@ -293,6 +354,21 @@ def test_experts_on_the_disk(tmp_path):
     assert model.model.layers[1].mlp.experts.down_proj.is_meta
     with torch.no_grad():
         assert error(model(tokens()).logits, load(folder, "eager")(tokens()).logits) < 1e-5
+
+
+@each_model
+def test_saved_files_have_the_same_bytes(tmp_path, model_type):
+    ours, eager = saved(tmp_path, model_type, "moe_ext"), saved(tmp_path, model_type, "eager")
+    names = {each.name for each in eager.iterdir()}
+    assert names == {each.name for each in ours.iterdir()} >= {"model.safetensors", "config.json"}
+    for name in names:
+        assert (ours / name).read_bytes() == (eager / name).read_bytes(), name
+    with torch.no_grad():
+        expected = tiny(model_type)(tokens()).logits
+        assert error(load(ours, "eager")(tokens()).logits, expected) < 1e-5
+        loaded = load(eager, "moe_ext")
+        assert loaded.get_experts_implementation() == {"": "moe_ext"}
+        assert torch.equal(loaded(tokens()).logits, expected)
 
 
 PADDED = torch.tensor([[0, 0, 0, 5, 7, 11], [1, 2, 3, 4, 5, 6]])  # padding at the left
