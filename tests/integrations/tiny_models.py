@@ -5,6 +5,8 @@ import functools
 import torch
 import transformers
 
+import moe_ext.integrations.transformers  # noqa: F401  (registers "moe_ext")
+
 ONE_GRAPH = torch.__version__ >= "2.12"  # torch 2.11 breaks the graph at the experts
 
 SIZES = {
