@@ -428,6 +428,13 @@ def test_options_out_of_range(group, rank):
 
 
 @on_ranks(2)
+def test_outputs_may_be_changed_in_place(group, rank):
+    y, aux = MoE(D, 4, 2, process_group=group)(torch.randn(4, D))
+    torch.relu_(y).sum().backward()
+    assert not any(value._is_view() for value in aux if isinstance(value, torch.Tensor))
+
+
+@on_ranks(2)
 def test_compiled(group, rank):
     """Compiles a layer, and a layer whose experts have a compiled module."""
     sizes = []  # the numbers of operations of the graphs
@@ -477,6 +484,31 @@ def under_autocast(group, rank, kind, dtype):
 def test_autocast_equals_one_process(workers, kind, dtype):
     expected = under_autocast(None, 0, kind, dtype)
     assert_same_bits(torch.cat(workers.run(2, under_autocast, kind, dtype)), expected)
+
+
+def groups_under_autocast(group, rank, kind, expert_dtype):
+    torch.manual_seed(4)
+    gate = HierarchicalBalancedGate(D, 4, 3, 2) if kind == "balanced" else None
+    options = sharing(group, {"gate": gate, "expert_dtype": expert_dtype, "placement": "groups"})
+    layer = draw_parameters(HierarchicalMoE(D, 4, 3, 2, **options), but="experts.").float()
+    layer.experts.to(expert_dtype or torch.float32)
+    layer.train(kind == "balanced")
+    x = tokens_of([4, 5]).float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=expert_dtype is None):
+        y, aux = layer(x if group is None else x.split([4, 5])[rank])
+    return y.detach(), aux.expert_index
+
+
+@pytest.mark.parametrize("kind", ["noisy", "balanced"])
+@pytest.mark.parametrize("expert_dtype", [None, torch.bfloat16])
+def test_groups_in_bfloat16_equal_one_process(workers, kind, expert_dtype):
+    """The gates see tokens in float32; the sum of each rank is rounded to bfloat16."""
+    y, expert_index = groups_under_autocast(None, 0, kind, expert_dtype)
+    parts = workers.run(2, groups_under_autocast, kind, expert_dtype)
+    assert torch.equal(torch.cat([index for _, index in parts]), expert_index)
+    found = torch.cat([y for y, _ in parts])
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(found, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
 
 
 @on_ranks(2)

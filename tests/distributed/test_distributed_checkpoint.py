@@ -369,6 +369,16 @@ def test_corrupted_files_are_named(workers, tmp_path):
     assert f"{folder}/step-00000002/.metadata is corrupted" in message and "(rank " in message
 
 
+def test_sums_cut_short_are_noticed(saved):
+    model, checkpoints, folder = saved
+    sums = folder / "SHA256SUMS"
+    lines = sums.read_text().splitlines(keepends=True)
+    for count in range(len(lines)):
+        sums.write_text("".join(lines[:count]))
+        with pytest.raises(CheckpointError, match="SHA256SUMS is corrupted: it has no checksum of"):
+            checkpoints.load(model)
+
+
 def test_a_flipped_bit_in_the_sums_is_noticed(saved):
     """Also if the file is no longer UTF-8, or the bit is in a name or a line end."""
     model, checkpoints, folder = saved

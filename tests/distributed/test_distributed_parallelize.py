@@ -282,6 +282,25 @@ def step_on(model, layer, rank):
 
 
 @on_ranks(2)
+def test_gradients_of_replicas_after_an_error(group, rank):
+    """Averages the gradients of replicas also after a backward pass that raised an error."""
+    mesh = mesh_of(2, 1)
+    layer = MoE(D, 4, 2, process_group=mesh)
+    model = parallelize(layer, mesh)
+
+    def fail(grad):
+        raise RuntimeError("fails on purpose")
+
+    failing = torch.randn(4, D, requires_grad=True)
+    failing.register_hook(fail)
+    y, aux = layer(failing)
+    with pytest.raises(RuntimeError, match="fails on purpose"):
+        y.square().sum().backward()
+    model.zero_grad()
+    assert_same_on_all_ranks(step_on(model, layer, rank), group)
+
+
+@on_ranks(2)
 def test_parts_of_a_model_are_frozen(group, rank):
     """Freezes the experts of one rank, then the gate, then the replicated experts."""
     experts = [nn.Linear(D, D).requires_grad_(rank > 0) for _ in range(2)]

@@ -148,6 +148,11 @@ def quiet():
         yield
 
 
+def test_the_registry_is_found():
+    assert len(REGISTRY) >= 64
+    assert {"MixtralExperts", "GptOssExperts", "AriaExperts"} <= {name for _, name in REGISTRY}
+
+
 BUILT = [each for each in REGISTRY if each[1] not in NOT_BUILT]
 each_class = pytest.mark.parametrize(("module", "name"), BUILT, ids=[name for _, name in BUILT])
 

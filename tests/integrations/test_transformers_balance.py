@@ -239,6 +239,16 @@ def test_a_loss_needs_checkpointing_without_reentrance():
             loss.backward()
 
 
+def test_padding_is_left_out():
+    model, tokens = make_model(), ids(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    recorded = Recorded(model)
+    with balance(model) as measured:
+        measured.mask = mask
+        model(tokens, attention_mask=mask)
+    assert_measures(measured, recorded, 10, mask)
+
+
 @pytest.mark.parametrize(
     "checkpointing, w_importance, fullgraph",
     [

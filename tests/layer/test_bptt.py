@@ -164,6 +164,20 @@ def test_bits_under_autocast(device, inside):
     assert set(types) == {torch.bfloat16 if inside else torch.float32}
 
 
+def test_one_gradient_for_several():
+    """The addition passes one gradient tensor to both inputs; it must not be modified in place."""
+    weight, first = torch.zeros(U, requires_grad=True), torch.zeros(U, requires_grad=True)
+    _, (last,) = unroll(
+        lambda parameters, inputs, state: ((state[0] + parameters[0],), ()),
+        [weight],
+        [torch.zeros(S)],
+        [first],
+        memory_slots=2,
+    )
+    last.sum().backward()
+    assert weight.grad.tolist() == [S] * U and first.grad.tolist() == [1] * U
+
+
 def test_going_back_twice():
     parameters, inputs, state = arguments()
     leaves = [parameters[0], inputs[0]]

@@ -92,6 +92,15 @@ def test_jagged_tensors():
             layer(partial)
 
 
+def test_hooks_of_the_experts_run():
+    """Offloading, adapters and quantization use hooks or wrap the experts in a module."""
+    layer, calls = MoE(D, E, K), []
+    layer.experts.register_forward_pre_hook(lambda *_: calls.append("before"))
+    layer.experts.register_forward_hook(lambda *_: calls.append("after"))
+    layer(torch.randn(4, D))
+    assert calls == ["before", "after"]
+
+
 class Adapter(torch.nn.Module):
     """Has only the forward of the module that it replaces, as adapters do."""
 

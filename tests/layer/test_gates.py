@@ -50,6 +50,13 @@ def test_noise_is_standard_normal(device):
     assert abs((noise.abs() > 2).double().mean() - p) <= 4 * math.sqrt(p * (1 - p)) * error
 
 
+def test_noise_is_fresh_every_time(device):
+    gate, x = make_gate("noisy", device), make_x(9, device=device)
+    noise = record_noise(gate)
+    gate(x), gate(x)
+    assert not torch.any(noise[0] == noise[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_noise_left_has_finite_losses_and_gradients(dtype):
     """softplus(-1000) is 0 and noise_epsilon is 0: P(x, i) is then a step, with 0/0 at ties."""

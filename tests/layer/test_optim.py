@@ -138,6 +138,21 @@ def test_unfactored_is_torchs(shape):
         assert set(optimizer.state[ours]) == {"step", "second_moment"}
 
 
+def test_tiny_gradients_keep_their_direction():
+    """The product of row and column would underflow: 1e-30 · 1e-30."""
+    param = nn.Parameter(torch.zeros(4, 5))
+    run(FactoredAdam([param], lr=1.0, eps=1e-30), param, [torch.full((4, 5), 1e-15)])
+    torch.testing.assert_close(param.detach(), torch.full((4, 5), -1.0))
+
+
+def test_not_a_number_is_not_hidden():
+    param = parameter(2, 3, 4)
+    grad = torch.ones_like(param)
+    grad[0, 1, 2] = math.nan
+    run(FactoredAdam([param]), param, [grad])
+    assert param[0].isnan().all() and not param[1].isnan().any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precision(dtype):
     """Moments are float32; a half-precision weight is rounded once per step."""
@@ -163,6 +178,35 @@ def test_precision(dtype):
     assert state["row"].dtype == state["column"].dtype == torch.float32
     assert_as_accurate(state["row"], row, twin.state[exact]["row"])
     assert_as_accurate(state["column"], column, twin.state[exact]["column"])
+
+
+def test_sums_of_long_rows_and_columns_are_accurate():
+    """One rounding per term would leave an error of 1e-4.
+
+    Blockwise sums leave a few units in the last place.
+    """
+    for shape in ((1 << 17, 3), (3, 1 << 17)):
+        grad = torch.rand(shape) + 0.5
+        row, column = torch.zeros(shape[0]), torch.zeros(shape[1])
+        step_(torch.zeros(shape), grad, row, column, number(0), number(1), 1, 1, 1e-8)
+        exact = grad.double().square()
+        torch.testing.assert_close(row.double(), exact.mean(1), rtol=3e-6, atol=0)
+        torch.testing.assert_close(column.double(), exact.mean(0), rtol=3e-6, atol=0)
+
+
+def test_state_is_a_hundredth_of_adams():
+    """The state has at most 0.02 bytes per expert weight; Adam's has 8."""
+    layer = FeedForwardExperts(4, 512, (1024,))
+    split = split_parameters(layer)
+    optimizer = FactoredAdam(layer.named_parameters())
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight_0", "weight_1"]
+    for param in split.experts:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    state = [x for param in split.experts for x in optimizer.state[param].values()]
+    numbers = sum(param.numel() for param in split.experts)
+    assert numbers == 4 * 2 * 512 * 1024
+    assert sum(x.nbytes for x in state) <= 0.02 * numbers
 
 
 # The operator

@@ -1,5 +1,7 @@
 """The cross-entropy of a linear layer: what the table of operators does not show."""
 
+import math
+
 import pytest
 import torch
 from assertions import assert_all_same_bits, assert_same_bits
@@ -30,6 +32,18 @@ def test_a_token_does_not_depend_on_the_others(dtype, V, recompute):
     for chosen in (slice(0, 1), slice(3, 12), slice(100, 299), slice(399, 400)):
         for part, all_rows in zip(rows(chosen), whole, strict=True):
             assert_same_bits(part, all_rows[chosen])
+
+
+def test_classes_with_a_bias_of_minus_infinity(device):
+    """They have no probability, even if they fill the first tile."""
+    X = torch.randn(3, 4, device=device, requires_grad=True)
+    W, b = torch.randn(600, 4, device=device), torch.zeros(600, device=device)
+    b[:550] = -math.inf
+    target = torch.tensor([550, 580, 599], device=device)
+    actual = ops.linear_cross_entropy(X, W, target, linear_bias=b)
+    expected = ops.linear_cross_entropy(X, W[550:], target - 550)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y, X)[0] for y in (actual, expected)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -124,6 +138,18 @@ def test_a_gradient_of_one_returns_the_kept_gradients():
     ):
         assert gradient.data_ptr() == same.data_ptr()
         assert_same_bits(gradient, equal)
+
+
+@pytest.mark.emulated(False)
+def test_gradients_of_several_backward_passes_add_up():
+    X, W = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
+    loss = ops.linear_cross_entropy(X, W, torch.arange(6))
+    loss.backward(retain_graph=True)
+    once = X.grad.clone(), W.grad.clone()
+    (2 * loss).backward(retain_graph=True)
+    loss.backward()
+    for leaf, first in zip((X, W), once, strict=True):
+        torch.testing.assert_close(leaf.grad, 4 * first)
 
 
 @pytest.mark.parametrize(("recompute", "products"), [(False, 3), (True, 4)])
