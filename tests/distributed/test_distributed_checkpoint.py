@@ -529,6 +529,23 @@ def test_what_does_not_fit_is_named(tmp_path):
             Checkpoints(tmp_path, keep=keep)
 
 
+def test_a_newer_torch_is_named(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "99.0")
+        checkpoints.save(1, model, (), "state")
+
+    def read_metadata(folder):
+        raise ValueError("too many values to unpack")
+
+    monkeypatch.setattr(moe_ext.distributed.checkpoint, "read_metadata", read_metadata)
+    message = "torch .* cannot read a checkpoint written by torch 99.0: too .*; use torch 99.0"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(model)
+    assert checkpoints.load().state == "state"
+
+
 class Runs:
     """Writes a file when it is unpickled."""
 

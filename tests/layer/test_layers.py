@@ -502,6 +502,24 @@ def test_copies_pickles_and_states(device, name):
         assert_all_same_bits(tensors_of(twin.eval()(x)), expected)
 
 
+@each("reset")
+def test_reset_parameters(name):
+    """What starts with constants has these again, such as zeros; the rest is drawn again."""
+    first, second = (
+        layer_of(TABLE[name].gate(), **TABLE[name].options()).state_dict() for _ in range(2)
+    )
+    layer = make_layer(name, dtype=torch.float32)
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for key, value in layer.state_dict().items():
+        if torch.equal(first[key], second[key]):
+            assert_same_bits(value, first[key])
+        else:
+            assert not torch.equal(value, before[key]), key
+
+
 # Compilation, export and threads
 
 

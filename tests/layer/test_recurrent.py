@@ -259,6 +259,19 @@ def test_no_tokens():
         assert all((p.grad == 0).all() for p in layer.parameters())
 
 
+@pytest.mark.parametrize("dtype, masked", [(torch.bfloat16, True), (torch.float64, False)])
+def test_a_state_of_another_dtype_is_converted(dtype, masked):
+    layer = make_layer()
+    x, state = make_inputs()
+    mask = torch.rand(B, S) < 0.6 if masked else None
+    other = tuple(s.to(dtype) for s in state)
+    torch.manual_seed(0)
+    y, last, _ = layer(x, other, mask=mask)
+    torch.manual_seed(0)
+    expected_y, expected, _ = layer(x, tuple(s.to(x.dtype) for s in other), mask=mask)
+    assert_all_same_bits((y, *last), (expected_y, *expected))
+
+
 @pytest.mark.parametrize("slots", [None, 2])
 def test_the_gates_own_loss_is_summed_over_the_steps(slots):
     class Gate(SoftmaxGate):
