@@ -194,7 +194,7 @@ TEST(Layer, TakesUndefinedTensorsAsAbsent) {
   EXPECT_THROW(layer(torch::Tensor()), c10::TypeError);
 }
 
-TEST(Operators, TakeUndefinedOptionalTensorsAsAbsent) {
+TEST(Arguments, ThatAreUndefinedAreAbsent) {
   const auto x = torch::rand({5, 4});
   const auto expected = ops::noisy_topk_gating(x, {}, {}, 2);
   EXPECT_TRUE(same_bits(ops::noisy_topk_gating(x, Tensor(), Tensor(), 2).gates, expected.gates));
@@ -203,7 +203,7 @@ TEST(Operators, TakeUndefinedOptionalTensorsAsAbsent) {
   EXPECT_TRUE(same_bits(ops::experts(x, {weight}, {}, "relu", {.gates = Tensor()}), y));
 }
 
-TEST(Operators, NameTheArgumentThatIsUndefined) {
+TEST(Arguments, ThatMustBeDefinedAreNamed) {
   const auto x = torch::rand({5, 4});
   const auto index = torch::zeros({5, 2}, torch::kLong);
   const std::vector<std::pair<std::string, Call>> calls = {

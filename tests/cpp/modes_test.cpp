@@ -23,7 +23,7 @@ class Autocast {
   }
 };
 
-TEST(Layers, KeepTheGateInFloat32UnderAutocast) {
+TEST(Autocast, KeepsTheGateInFloat32) {
   MoE layer(MoEOptions(D, 6, 2));
   layer->eval();
   {
@@ -41,7 +41,7 @@ TEST(Layers, KeepTheGateInFloat32UnderAutocast) {
   EXPECT_TRUE(torch::allclose(cast, y, 0.1, 0.3));
 }
 
-TEST(Layers, RunInInferenceMode) {
+TEST(InferenceMode, RunsLayers) {
   for (const auto& [name, make] : layers) {
     SCOPED_TRACE(name);
     const auto layer = make();

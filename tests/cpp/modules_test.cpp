@@ -20,7 +20,7 @@ const std::map<std::string, Tree>& cases() {
   return found;
 }
 
-TEST(Table, IsThatOfPython) { EXPECT_EQ(names_of(layers), names_of(cases())); }
+TEST(TableOfLayers, IsThatOfPython) { EXPECT_EQ(names_of(layers), names_of(cases())); }
 
 // Whether a gate has a selection bias.
 bool adapts(const torch::nn::Module& module) {

@@ -48,7 +48,7 @@ class Optimizer : public testing::TestWithParam<std::string> {
 };
 INSTANTIATE_TEST_SUITE_P(, Optimizer, testing::ValuesIn(names_of(options)), test_name);
 
-TEST(Table, IsThatOfPython) {
+TEST(TableOfOptions, IsThatOfPython) {
   EXPECT_EQ(names_of(options), names_of(Tree::file("optimizer").branches()));
 }
 
