@@ -181,7 +181,7 @@ _BLOCK = 128  # the rows and the columns of a block of fp8
 def _row_blocks(matrices: Tensor, size: int = _BLOCK) -> list[Tensor]:
     """Splits each matrix of [..., rows, columns] into blocks of rows, small enough for a cache."""
     return [
-        block
+        block.contiguous()
         for matrix in matrices.reshape(-1, *matrices.shape[-2:]).unbind()
         for block in matrix.split(size)
     ]

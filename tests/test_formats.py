@@ -153,6 +153,17 @@ def test_fp8_quantize_takes_the_nearest_value(group):
     assert quantize(torch.zeros(4, 64), "fp8").codes.float().eq(0).all()
 
 
+@pytest.mark.parametrize("format", [f for f in FORMATS if f not in ("gguf_q4_k", "gguf_q6_k")])
+def test_strides_do_not_matter(format):
+    weight = torch.randn(3, 256, 130)
+    packed, expected = quantize(weight.mT, format), quantize(weight.mT.contiguous(), format)
+    parts = [(a, b) for a, b in zip(packed, expected, strict=True) if a is not None]
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in parts)
+    strided = [a.mT.contiguous().mT for a, _ in parts]
+    values = dequantize(*strided, format=format)
+    assert same_bits(values, dequantize(*expected, format=format))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_leading_dimensions_are_kept(format):
     if format in ("gguf_q4_k", "gguf_q6_k"):
