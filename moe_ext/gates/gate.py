@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require, require_floating, require_k, require_sizes, require_tensor
+from moe_ext.checks import require, require_floating, require_k, require_not_nested, require_sizes
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import logits
 
@@ -110,11 +110,10 @@ class Gate(nn.Module):
     def __init__(self, d_model: int, num_experts: int, k: int) -> None:
         super().__init__()
         name = type(self).__name__
-        require_sizes(name, d_model=d_model, num_experts=num_experts)
-        require_k(name, k, num_experts)
-        self.d_model = d_model
-        self.num_experts = num_experts
-        self.k = k
+        self.d_model, self.num_experts = require_sizes(
+            name, d_model=d_model, num_experts=num_experts
+        )
+        self.k = require_k(name, k, self.num_experts)
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes the tokens x [T, D].
@@ -153,7 +152,7 @@ class Gate(nn.Module):
     def _require_tokens(self, x: Tensor) -> None:
         """Requires that x is a floating-point tensor [T, D]."""
         name = type(self).__name__
-        require_tensor(name, x=x)
+        require_not_nested(name, x=x)
         if x.dim() != 2 or x.shape[1] != self.d_model:
             rule = f"have shape [T, d_model = {self.d_model}]"
             require(False, f"{name}: x", rule, tuple(x.shape))
