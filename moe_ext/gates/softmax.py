@@ -13,7 +13,7 @@ from moe_ext.checks import require_at_least, require_bool, require_positive, req
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened, zero_
 from moe_ext.gates.adaptive import AdaptiveGate
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate, Routing, warn_if_untrained
 
 __all__ = ["SoftmaxGate", "TopKGate"]
 
@@ -68,6 +68,8 @@ class TopKGate(AdaptiveGate):
     optimizer step::
 
         b_i ← b_i + u · sign(mean(count) - count_i)
+
+    With k = 1 and renormalize, the gate of every token is constant, as in `NoisyTopKGate`.
 
     W_g starts with normal random values of standard deviation 0.1 · D^-1/2. With W_g = 0, every
     token would be routed to the same experts. Load is the number of routed tokens, which has no
@@ -132,6 +134,9 @@ class TopKGate(AdaptiveGate):
         if bias_update_rate is not None:
             self.bias_update_rate = self._checked_rate(bias_update_rate)
         self._route(torch.empty(0, num_experts, device="meta"))  # checks the options
+        if self.renormalize:
+            remedy = "use k of at least 2, or renormalize=False"
+            warn_if_untrained("TopKGate", self.k, num_experts, remedy)
         self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts))
         self.b_gate: nn.Parameter | None = (
             nn.Parameter(torch.empty(num_experts)) if logit_bias else None
