@@ -1,22 +1,27 @@
 """Errors of the modules for invalid arguments. The tables have a call and the error's pattern."""
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy
 import pytest
 import torch
 from torch.nn import Identity, Linear
+from torch.nn.utils.rnn import pack_sequence
 
 import moe_ext
 from moe_ext import (
     Experts,
     Gate,
+    HierarchicalMoE,
     MoE,
     MoELSTM,
     NoisyTopKGate,
     SoftmaxGate,
     SwitchLoss,
     TopKGate,
+    ZLoss,
     presets,
 )
 from moe_ext.distributed import ExpertParallel
@@ -86,12 +91,18 @@ class Dropping(SoftmaxGate):
 
 x, steps = torch.ones(3, D), torch.ones(2, 4, D)
 NAMES = vars(moe_ext) | dict(globals(), AdaptiveGate=AdaptiveGate, Linear=Linear, math=math)
+nested = torch.nested.nested_tensor([x[:2], x], layout=torch.jagged)
+NAMES |= dict(nested=nested, pack_sequence=pack_sequence, moe_ext=moe_ext)
 NAMES |= dict(numpy=numpy, given=[Identity() for _ in range(E)], presets=presets)
 
 SIZES = {
     "layer(k=0)": "^MoE: k must .*got 0$",
     "layer(k=E + 1)": "k must .*5.*got .*6$",
-    "layer(d_model=numpy.int64(D))": f"^MoE: d_model must be a whole number, got .*{D}",
+    "layer(num_experts=4.0)": "^MoE: num_experts must be a whole number, got 4.0$",
+    "layer(d_model=numpy.float64(D))": f"^MoE: d_model must be a whole number, got .*{D}",
+    "layer(k=torch.tensor(K))": "^MoE: k must be a whole number .*, got tensor",
+    "layer(num_experts=numpy.True_)": "^MoE: num_experts must be a whole number, got .*True_?$",
+    "layer(d_model=True)": "^MoE: d_model must be a whole number, got True$",
     "FeedForwardExperts(1.5, D)": r"num_experts must be a whole number, got 1\.5$",
     "FeedForwardExperts(E, D, [8.0])": r"hidden_sizes must be a seq.*, got \[8\.0\]$",
     "FeedForwardExperts(E, D, (0,))": r"hidden_sizes.* must .*got \(0,\)",
@@ -124,8 +135,9 @@ SIZES |= {
 OPTIONS = {
     "layer(activation='rely')": "activation must .*got '?rely",
     "layer(activation='clamped_swiglu')": "must be limit, alpha and offset for clamped.*, got ..$",
+    "layer(activation_args=(7, 1, 0))": r"must be empty for relu, got \[7, 1, 0\]",
     "layer(activation='clamped_swiglu', activation_args=(math.nan, 1, 0))": (
-        r"activation_args must start with a limit above 0, got \[nan, 1.0, 0.0\]"
+        r"^FeedForwardExperts: activation_args: limit must be a finite number, got nan$"
     ),
     "gate(noise_epsilon=-1.0)": "^NoisyTopKGate: noise_epsilon must .*got -1",
     "gate(noise_epsilon=None)": "^NoisyTopKGate: noise_epsilon must .*, got None$",
@@ -133,7 +145,20 @@ OPTIONS = {
     "TopKGate(D, E, K, bias_update_rate=-1)": "^TopKGate: bias_update_rate must .*got -1$",
     "TopKGate(D, E, K, num_groups=3)": "^topk_routing: num_groups must divide .*got 3",
     "TopKGate(D, E, K, score='relu')": "^topk_routing: score must be one of .*got 'relu'",
-    "ReLUGate(D, E, K, l1_weight=0.0)": "^ReLUGate: l1_weight must be above 0, got 0.0$",
+    "ReLUGate(D, E, K, l1_weight=0.0)": "^ReLUGate: l1_weight must be a number above 0, got 0.0$",
+    "ReLUGate(D, E, K, l1_weight=math.nan)": "^ReLUGate: l1_weight must .*, got nan$",
+    "ReLUGate(D, E, K, l1_weight=math.inf)": "^ReLUGate: l1_weight must .*, got inf$",
+    "ReLUGate(D, E, K, l1_weight=1e-50)": "^ReLUGate: l1_weight must .* of float32 .*, got 1e-50$",
+    "ReLUGate(D, E, K, l1_weight=1e-40)": "^ReLUGate: l1_weight must .* of float32 .*, got 1e-40$",
+    "ReLUGate(D, E, K, l1_weight=1e39)": "^ReLUGate: l1_weight must .* of float32 .*, got 1e.39$",
+    "ReLUGate(D, E, K, l1_weight=True)": "^ReLUGate: l1_weight must be a finite .*, got True$",
+    "TopKGate(D, E, K, bias_update_rate=1e39)": "bias_update_rate must .* float32 .*, got 1e.39$",
+    "TopKGate(D, E, K, bias_update_rate=1e-50)": "bias_update_rate must .* float32 .*, got 1e-50$",
+    "TopKGate(D, E, K, scale=math.nan)": "^TopKGate: scale must be a finite number, got nan$",
+    "layer(w_load=1e39)": "^MoE: w_load must be 0 or a number of float32 .*, got 1e.39$",
+    "layer(w_load=numpy.True_)": "^MoE: w_load must be a finite number, got .*True_?$",
+    "SwitchLoss(1e-50)": "^SwitchLoss: weight must be 0 or a number of float32 .*, got 1e-50$",
+    "ZLoss(1e39)": "^ZLoss: weight must be 0 or a number of float32 .*, got 1e.39$",
     "ReLUGate(D, E, K, l1_growth=0.9)": "^ReLUGate: l1_growth must be at least 1, got 0.9$",
     "layer(w_load=math.inf)": "^MoE: w_load must be a finite number, got inf$",
     "layer(w_load=torch.tensor(0.1))": "^MoE: w_load must be a finite number, got t",
@@ -145,7 +170,9 @@ OPTIONS = {
     "HierarchicalMoE(D, 2, 2, 1, losses=[ZLoss(1.0)])(x)": "^ZLoss: logits must .*, got None$",
     "HierarchicalMoE(D, 2, 2, 1, losses=[SwitchLoss(1.0)])(x)": "^Routing: logits must .* None$",
     "presets.deepseek_v3(D, D, E, K, num_shared_experts=-1)": "num_shared_experts must .*got -1$",
-    "layer(capacity_factor='1')": "^MoE: capacity_factor must be a number .*got '1'$",
+    "layer(capacity_factor='1')": "^MoE: capacity_factor must be a finite number, got '1'$",
+    "layer(capacity_factor=0.0)": "capacity_factor must be a number above 0, got 0.0$",
+    "layer(capacity_factor=math.nan)": "capacity_factor must be a finite number, got nan$",
     "layer(capacity_factor=1, drop='probs')": "drop must be one of position, score, got 'probs'$",
     "layer(drop='score')": "drop must be left out without capacity_factor, got 'score'$",
     "layer(num_identity_experts=-1)": "^MoE: num_identity_experts must be at least 0, got -1$",
@@ -180,6 +207,18 @@ OPTIONS |= {
         "num_null_experts": 1,
         "capacity_factor": 1.5,
     }.items()
+}
+OPTIONS |= {
+    f"layer(activation='clamped_swiglu', activation_args={args})": (
+        rf"^FeedForwardExperts: activation_args: {name} must .*, got {value}$"
+    )
+    for args, name, value in (
+        ("(1e-50, 1, 1)", "limit", "1e-50"),
+        ("(0, 1, 1)", "limit", "0"),
+        ("(1, math.nan, 1)", "alpha", "nan"),
+        ("(1, 1e39, 1)", "alpha", r"1e\+39"),
+        ("(1, 1, 1e39)", "offset", r"1e\+39"),
+    )
 }
 CALLS = {
     "layer()(torch.ones(4, D + 1))": "x must .*3.*got .*4",
@@ -240,6 +279,27 @@ TYPES = {
     "layer()(x, torch.ones(3))": "mask must .*bool.*got .*float32",
     "layer()(x, expert_index=[[0, 1]])": "^MoE: expert_index must be a tensor, got list$",
     "replay([0.0], [0.0], [0.0])": "^MoE: expert_index must have dtype int64 or .*torch.float32$",
+    "lstm()(None)": "^MoELSTM: x must be a tensor, got NoneType$",
+    "lstm()(numpy.ones((2, 4, D)))": "^MoELSTM: x must be a tensor, got ndarray$",
+    "lstm()(pack_sequence([x]))": "^MoELSTM: x must be a tensor, got PackedSequence: use .* mask$",
+    "lstm()(nested)": "^MoELSTM: x must be a padded tensor, not a nested one .*, got torch.jagged",
+    "lstm()(steps, (None, None))": "^MoELSTM: state: h must be a tensor, got NoneType$",
+    "lstm()(steps, steps)": r"^MoELSTM: state must be a pair \(h, c\), got Tensor$",
+    "lstm()(steps, mask=[True])": "^MoELSTM: mask must be a tensor, got list$",
+    "lstm().cell(None)": "^MoELSTMCell: x must be a tensor, got NoneType$",
+    "layer()(pack_sequence([x]))": "^MoE: x must be a tensor, got PackedSequence: use .* mask$",
+    "SharedExpert(D, [4])(None)": "^SharedExpert: x must be a tensor, got NoneType$",
+    "SharedExpert(D, [4])(nested)": "^SharedExpert: x must be a padded tensor",
+    "FeedForwardExperts(E, D)(numpy.ones((3, D)), None)": "^FeedForwardExperts: x must .* ndarray$",
+    "FeedForwardExperts(E, D)(x, [3])": "^FeedForwardExperts: offsets must be a tensor, got list$",
+    "ModuleExperts(given)(None, None)": "^ModuleExperts: x must be a tensor, got NoneType$",
+    "gate()(nested)": "^NoisyTopKGate: x must be a padded tensor",
+    "ReLUGate(D, E, K)(None)": "^ReLUGate: x must be a tensor, got NoneType$",
+    "HierarchicalNoisyTopKGate(D, A, B, 2)(None)": "^Hier.*Gate: x must be a tensor, got NoneType",
+    "importance_loss([1.0], 0.1)": "^importance_loss: importance must be a tensor, got list$",
+    "load_loss(None, 0.1)": "^load_loss: load must be a tensor, got NoneType$",
+    "batchwise_loss(x, None, x > 0)": "^batchwise_loss: threshold must be a tensor, got NoneType$",
+    "moe_ext.recurrent.unroll(None, [], [None], [])": "^unroll: inputs must .*, got None",
     "gate()(x.long())": "^NoisyTopKGate: x must have a floating",
     "layer()(x.bfloat16())": "^experts: x must .*float32.*got .*[Bb][Ff]loat16",
     "lstm()(steps.long())": "^MoELSTM: x must have a floating-point dtype, got torch.int64",
@@ -277,6 +337,60 @@ def test_attributes_that_change_between_steps():
             changed(x)
     with pytest.raises(ValueError, match="^SwitchLoss: weight must be at least 0, got -5$"):
         changed.losses[0].weight = -5
+    two_levels = HierarchicalMoE(D, A, B, (1, 2))
+    for one, name, value, rule in (
+        (layer(), "w_load", math.nan, "w_load must be a finite number"),
+        (layer(), "w_importance", -1.0, "w_importance must be at least 0"),
+        (layer(), "losses", (ZLoss(1.0), ZLoss(2.0)), "losses must have different names"),
+        (layer(), "num_null_experts", 1, r"num_experts \+ .* must be 5, .*, got 6"),
+        (two_levels, "num_identity_experts", 1, r"num_experts \+ .* must be 12, .*, got 13"),
+        (two_levels, "capacity_factor", 0.5, "capacity_factor must be None with a hier"),
+    ):
+        before = getattr(one, name)
+        setattr(one, name, value)
+        with pytest.raises(ValueError, match=f"^MoE: {rule}"):
+            one(x)
+        setattr(one, name, before)
+        one(x)
+
+
+def test_what_a_recurrent_layer_would_count_in_each_time_step():
+    for name, value in (
+        ("capacity_factor", 0.5),
+        ("losses", (SwitchLoss(1.0),)),
+        ("w_load", 0.1),
+    ):
+        changed = lstm()
+        setattr(changed.cell.moe, name, value)
+        with pytest.raises(ValueError, match=f"^MoELSTM: cell.moe.{name} must have no value"):
+            changed(steps)
+
+
+OF_OTHER_LIBRARIES = [
+    "MoE(numpy.int64(D), numpy.int32(E), numpy.uint8(K), hidden_sizes=[numpy.int64(4)])",
+    "MoE(D, E, K, num_null_experts=numpy.int64(1), num_identity_experts=numpy.int64(1))",
+    "MoE(D, E, K, recompute=numpy.True_, bias=numpy.bool_(False))",
+    "MoE(D, E, K, gate=TopKGate(D, E, numpy.int64(K), num_groups=numpy.int64(1)))",
+    "MoE(D, E, K, gate=ReLUGate(D, E, numpy.int64(K), l1_weight=Fraction(1, 10)))",
+    "MoE(D, E, K, w_load=numpy.float32(0.5), losses=[SwitchLoss(Decimal('0.1'))])",
+    "MoE(D, E, K, capacity_factor=Fraction(5, 4), gate=TopKGate(D, E, K))",
+    "HierarchicalMoE(D, numpy.int64(A), numpy.int64(B), numpy.int64(2))",
+    "HierarchicalMoE(D, A, numpy.int64(B), k=(numpy.int64(1), 2), losses=[])",
+    "layer(gate=gate(noise_epsilon=numpy.float64(0.5)))",
+    "lstm(d_hidden=numpy.int64(U), memory_slots=numpy.int64(2), dropout=numpy.float64(0.5))",
+]
+
+
+@pytest.mark.parametrize("call", OF_OTHER_LIBRARIES)
+def test_numbers_of_other_libraries(call):
+    """They become plain numbers, which can be saved and compiled."""
+    made = eval(call, NAMES | dict(Fraction=Fraction, Decimal=Decimal))
+    y, *_, aux = made(steps)
+    (y.sum() + aux.loss).backward()
+    values = [item for module in made.modules() for item in vars(module).items()]
+    kept = {name: value for name, value in values if isinstance(value, Fraction | Decimal)}
+    kept |= {name: value for name, value in values if type(value).__module__ == "numpy"}
+    assert not kept
 
 
 def test_widths_that_are_accepted():

@@ -365,10 +365,10 @@ def test_capturable_keeps_the_step_with_the_parameter(optimizer_class):
     "options, message",
     [
         ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
-        ({"lr": math.nan}, "lr must be at least 0, got nan"),
+        ({"lr": math.nan}, "lr must be a finite number, got nan"),
         ({"lr": torch.tensor([0.1, 0.2])}, r"lr must have one element, got \(2,\)"),
         ({"lr": torch.tensor(-0.5)}, "lr must be at least 0, got tensor"),
-        ({"eps": 0.0}, "eps must be positive, got 0.0"),
+        ({"eps": 0.0}, "eps must be a number above 0, got 0.0"),
         ({"beta2": 1.0}, r"beta2 must be in \[0, 1\), got 1.0"),
         ({"beta2": -0.1}, r"beta2 must be in \[0, 1\), got -0.1"),
         ({"initial_accumulator_value": -1.0}, "initial_accumulator_value must be at least 0"),
