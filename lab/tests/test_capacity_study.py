@@ -7,8 +7,8 @@ import pytest
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.store import Runs
-from moe_lab.studies import _capacity as page_of
 from moe_lab.studies import capacity as study
+from moe_lab.studies.table import run as run_study
 from moe_lab.training.config import read_config
 from moe_lab.training.logging import read_metrics
 from tiny import rebuilds
@@ -41,9 +41,9 @@ def test_claims():
         for arm, runs in results.items()
     }
     usual["moe-4"] = results["moe-4"]
-    claims = page_of.claims_of_length(runs_of(results), runs_of(usual), 1)
+    claims = study.claims_of_length(runs_of(results), runs_of(usual), 1)
     found = {(c.claim, c.compared): c.difference for c in claims}
-    assert page_of.slope(results).mean == pytest.approx(-0.01)
+    assert study.slope(results).mean == pytest.approx(-0.01)
     means = [gap.mean for (_, what), gap in found.items() if what.endswith("against moe-4")]
     assert means == pytest.approx([-0.02, -0.04, -0.06])
     steps = [gap.mean for (claim, _), gap in found.items() if claim.startswith("each increase")]
@@ -57,7 +57,7 @@ def test_claims():
     widening = [gap.mean for (claim, _), gap in found.items() if claim.startswith("more training")]
     assert widening == pytest.approx([0.49, 0.48, 0.47])
     results["moe-64"] = {}
-    assert page_of.slope(results) is None
+    assert study.slope(results) is None
 
 
 def test_longer_training():
@@ -73,12 +73,12 @@ def test_longer_training():
         }
 
     def claims_of(results):
-        return page_of.claims(runs_of(results), runs_of(results))
+        return study.claims(runs_of(results), runs_of(results))
 
     longer = {f"{model} x4": runs for model, runs in results_with(0.015).items()}
     results = results_with(0.01) | longer
     claims = claims_of(results)
-    assert claims[:-3] == page_of.claims_of_length(runs_of(results), runs_of(results), 4)
+    assert claims[:-3] == study.claims_of_length(runs_of(results), runs_of(results), 4)
     assert claims[0].compared == "moe-16 x4 against moe-4 x4"
     assert [c.difference.mean for c in claims[-3:]] == pytest.approx([-0.01, -0.02, -0.03])
     assert all("with x4 minus difference without it" in c.compared for c in claims[-3:])
@@ -87,14 +87,14 @@ def test_longer_training():
     compared = [c.compared for c in claims_of(one_seed)]
     assert compared[:3] == [f"{m} against moe-4" for m in ("moe-16", "moe-64", "moe-256-h")]
     del results["moe-64 x4"][2], results["moe-4"][3]
-    assert page_of.gain(runs_of(results), "moe-64", 1, 4).num_seeds == 1
+    assert study.gain(runs_of(results), "moe-64", 1, 4).num_seeds == 1
     # A model that has trained for less is compared with the others at its number of steps.
     results["moe-64 x4"] = {}
     claims = claims_of(results)
     assert [c.compared for c in claims[:3]] == [
         "moe-16 x4 against moe-4 x4", "moe-64 against moe-4", "moe-256-h x4 against moe-4 x4",
     ]  # fmt: skip
-    assert claims[5].difference == page_of.slope(results)
+    assert claims[5].difference == study.slope(results)
     assert "moe-64 against" not in "".join(c.compared for c in claims[-2:])
     # moe-4 has not trained for longer.
     results["moe-4 x4"] = {}
@@ -102,27 +102,27 @@ def test_longer_training():
     assert compared[0] == "moe-16 against moe-4" and not any("with x4 minus" in c for c in compared)
     assert "moe-256-h x4 against 4xlstm x4" in compared
     one = {"4xlstm x4": {1: ()}, "moe-4 x8": {1: ()}}
-    assert page_of.lengths_of(runs_of(one)) == []
-    assert page_of.lengths_of(runs_of(one | {"moe-16 x4": {1: ()}})) == [4]
+    assert study.lengths_of(runs_of(one)) == []
+    assert study.lengths_of(runs_of(one | {"moe-16 x4": {1: ()}})) == [4]
 
 
 def test_spread_over_the_seeds():
     results = {"a": {1: result(3.0, dev=4.0), 2: result(3.2, dev=4.1)}, "b": {1: result(9.0)}}
-    text = page_of.spread_sentence(runs_of(results))
+    text = study.spread_sentence(runs_of(results))
     assert "0.141 on the test part and 0.071 on the dev part" in text
-    assert page_of.spread_sentence(runs_of({"b": results["b"]})) == ""
+    assert study.spread_sentence(runs_of({"b": results["b"]})) == ""
 
 
 def test_found_names_the_mixture_that_is_best_on_dev():
     results = {"moe-16": {1: result(2.99, dev=3.2)}, "moe-4": {1: result(3.0, dev=3.3)}}
-    text = page_of.found(runs_of(results))
+    text = study.found(runs_of(results))
     assert "is moe-16." in text and "-1.00% (one seed, not decided) from moe-4." in text
     results["moe-4"] = {1: result(3.0, dev=3.1)}
-    text = page_of.found(runs_of(results))
+    text = study.found(runs_of(results))
     assert text == "The mixture with the lowest dev perplexity is moe-4."
     # The comparison has the same number of training steps.
     results |= {"moe-64 x4": {1: result(2.5, dev=2.7)}, "4xlstm x4": {1: result(2.6)}}
-    text = page_of.found(runs_of(results))
+    text = study.found(runs_of(results))
     assert text.endswith(
         "is moe-64 x4. The change of its test perplexity is "
         "-9.52% (one seed, not decided) from 4xlstm x4."
@@ -142,29 +142,30 @@ def test_each_model_has_its_best_options():
         "moe-16 rate 0.004": {1: result(3.0, dev=3.0)},
     }
     runs = runs_of(names)
-    best = {str(model): str(arm) for model, arm in page_of.best_arms(runs).items()}
+    best = {str(model): str(arm) for model, arm in study.best_arms(runs).items()}
     assert best == {
         "moe-4": "moe-4 rate 0.016", "moe-4 x4": "moe-4 x4", "moe-16": "moe-16 rate 0.004",
     }  # fmt: skip
-    results = page_of.at_best(runs)
+    results = study.at_best(runs)
     assert results[Arm("moe-4")][1]["test_nll"] == 3.6
     assert results[Arm("moe-4", times=4)][1]["test_nll"] == 2.9
     # A trial on a new seed does not change the selection.
     more = runs_of(names | {"moe-4 rate 0.032": {3: result(1.0, dev=1.0)}})
-    assert page_of.best_arms(more)[Arm("moe-4")] == Arm("moe-4", rate=0.016)
+    assert study.best_arms(more)[Arm("moe-4")] == Arm("moe-4", rate=0.016)
     settings = {"optimizer.learning_rate": 8e-3, "model.dropout": 0.0}
-    text = page_of.search(settings, runs)
+    text = study.search(settings, runs)
     assert (
         "| model | seeds | rate 0.008, dropout 0 | rate 0.016 | dropout 0.1 | rate 0.004 |" in text
     )
     assert "| moe-4 | 1 | 20.29 | 20.09 | 22.20 |  |\n| moe-4 x4 | 1 | 16.44 |  |  |  |\n" in text
     assert "| moe-16 | 1 |  |  |  | 20.09 |" in text and "moe-64" not in text
-    usual = page_of.search(settings, runs_of({"moe-4": names["moe-4"]}))
+    usual = study.search(settings, runs_of({"moe-4": names["moe-4"]}))
     assert usual.startswith("Every run has rate 0.008, dropout 0;")
 
 
 def run(corpus, tmp_path, *options):
-    return study.main(
+    return run_study(
+        "capacity",
         [
             f"data.corpus={corpus}",
             "steps=4",
@@ -217,13 +218,13 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     for each in data["runs"]:
         each["seconds"] = 1800
     stored.write_text(json.dumps(data))
-    study.main(["--report", f"--output={tmp_path / 'results'}"])
+    run_study("capacity", ["--report", f"--output={tmp_path / 'results'}"])
     assert f"All runs took at least {len(data['runs']) / 2:.2f} core-hours." in page.read_text()
     command = "moe-lab study capacity --text sources "
     command += "steps=4 data.vocab_size=40 data.tokens_per_batch=200 "
     assert command + "model.d_model=8\n" in text
     assert command + "model.d_model=8 --seeds 1 --arms 'moe-4 x4' 'moe-16 x4'\n" in text
-    assert rebuilds(study.main, "capacity_sources", tmp_path / "results")
+    assert rebuilds("capacity", "capacity_sources", tmp_path / "results")
 
 
 def test_other_text_or_options_are_refused(corpus, tmp_path):
@@ -232,8 +233,10 @@ def test_other_text_or_options_are_refused(corpus, tmp_path):
         run(corpus, tmp_path, "steps=5", "--seeds", "2", "--arms", "moe-4")
     with pytest.raises(ConfigError, match='data.kind must be "bpe" or "unigram"'):
         run(corpus, tmp_path, "data.kind=words")
-    with pytest.raises(ConfigError, match="data.corpus must be given for --text languages"):
-        run("sources", tmp_path, "--text", "languages")
+    with pytest.raises(ConfigError, match="data.corpus must be given for --text prose"):
+        run("sources", tmp_path, "--text", "prose")
+    with pytest.raises(ConfigError, match="--arms must be one of moe-4, .*, got 'moe-5'"):
+        run(corpus, tmp_path, "--arms", "moe-5")
 
 
 def test_all_models_have_equal_operations(corpus, tmp_path):
@@ -241,7 +244,8 @@ def test_all_models_have_equal_operations(corpus, tmp_path):
 
     As in the paper, the LSTM with projection has one eighth more operations.
     """
-    stored = study.main(
+    stored = run_study(
+        "capacity",
         [
             f"data.corpus={corpus}", "steps=1", "data.vocab_size=40", "log.progress=false",
             "--text", "prose", "--seeds", "1",
@@ -276,7 +280,7 @@ def test_an_arm_with_another_rate_or_dropout(corpus, tmp_path):
     assert found == [(0.016, 0, 0), (0.016, 0.008, 0), (0.008, 0, 0.1)]
     options = {each["arm"]: each["options"] for each in stored.runs}
     assert options["moe-4 dropout 0.1"] == {"model.dropout": 0.1}
-    best = page_of.best_arms(stored.by_arm())[Arm("moe-4")].trial
+    best = study.best_arms(stored.by_arm())[Arm("moe-4")].trial
     page = (tmp_path / "results" / "capacity_sources.md").read_text()
     assert f"| moe-4 | {best or 'rate 0.008, dropout 0'} |" in page
     assert page.count("\n| moe-4 | ") == 2  # the table of the models, and that of the options

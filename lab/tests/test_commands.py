@@ -12,7 +12,7 @@ import pytest
 from moe_lab.cli import exit_status
 from moe_lab.commands import compare, evaluate, inspect_experts, train
 from moe_lab.errors import ConfigError
-from moe_lab.studies import kneser_ney
+from moe_lab.studies.table import run as run_study
 from moe_lab.training.checkpoint import checkpoints_of
 from moe_lab.training.config import read_config
 from tiny import CONFIG, ROOT, TINY, assert_names_option, status_and_error
@@ -119,14 +119,20 @@ def test_other_commands_reject_options_with_status_2(capsys, tmp_path, run):
         (inspect_experts, "--positions=none"),
         (inspect_experts, "--contexts=0"),
         (inspect_experts, "--sentences=-1"),
-        (kneser_ney, "--order=0"),
         (compare, "--seeds=-1"),
-        (kneser_ney, "--shares=1.5"),
     ],
 )
 def test_options_out_of_range_are_refused_with_status_2(run, capsys, command, option):
     with pytest.raises(SystemExit) as stopped:
         command.main([str(run), option])
+    assert stopped.value.code == 2
+    assert_names_option(capsys, option)
+
+
+@pytest.mark.parametrize("option", ["--order=0", "--shares=1.5"])
+def test_options_of_studies_out_of_range_are_refused_with_status_2(capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        run_study("kneser-ney", ["small/moe-32", option])
     assert stopped.value.code == 2
     assert_names_option(capsys, option)
 

@@ -23,7 +23,7 @@ from moe_lab.experiments.statistics import (
 )
 from moe_lab.experiments.store import Runs
 from moe_lab.experiments.trials import trials
-from moe_lab.studies import _routing
+from moe_lab.studies import losses
 from moe_lab.training.config import config_from_dict, read_config
 from moe_lab.training.metrics import evaluate
 from moe_lab.training.text import load_text
@@ -123,7 +123,7 @@ def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
     The last 50 batches are the records 35 to 59; the mean of i is 47. A further record covers one
     batch: then, the mean is over the records 35 to 59 and half of the record 60.
     """
-    keys = [*_routing.COLUMNS]
+    keys = [*losses.COLUMNS]
 
     def record(i, step):
         values = {key: [i + at, i + at + 1] for at, key in enumerate(keys)}
@@ -172,7 +172,7 @@ def test_verdicts():
     assert verdict(found(-3, -1)) == "supported"
     assert verdict(found(-3, 1)) == verdict(found(-1, 3)) == verdict(None) == "not decided"
     assert verdict(found(1, 3)) == "contradicted"
-    similar = partial(verdict, low=-_routing.MARGIN, high=_routing.MARGIN)
+    similar = partial(verdict, low=-losses.MARGIN, high=losses.MARGIN)
     assert similar(found(-0.004, 0.004)) == "supported"
     assert similar(found(-0.004, 0.006)) == similar(None) == "not decided"
     assert similar(found(0.01, 0.03)) == similar(found(-0.03, -0.01)) == "contradicted"

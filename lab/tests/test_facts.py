@@ -9,8 +9,8 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.store import Runs
 from moe_lab.files import file_lock
-from moe_lab.studies import _facts as study
-from moe_lab.studies import facts
+from moe_lab.studies import facts as study
+from moe_lab.studies.table import run as run_study
 from tiny import rebuilds
 from torch import nn
 
@@ -59,7 +59,7 @@ def test_sizes_and_operations_of_the_layers():
     dense = study.make_layer(study.DENSE, 1.0)
     limit = sum(study.layer_ops(dense))
     assert limit == study.num_parameters(dense) == 2 * 16 * 160
-    for arm, number in zip(facts.MIXTURES, facts.NUM_EXPERTS, strict=True):
+    for arm, number in zip(study.MIXTURES, study.NUM_EXPERTS, strict=True):
         layer = study.make_layer(arm, 1.0)
         groups = math.isqrt(number)
         per_group = number // groups
@@ -123,7 +123,7 @@ def test_claims():
 def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsys):
     def run(*options):
         places = [f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}"]
-        return facts.main(["--epochs=5", "--bits=0.2", *places, *options]).by_arm()
+        return run_study("facts", ["--epochs=5", "--bits=0.2", *places, *options]).by_arm()
 
     page, stored = (tmp_path / "results" / f"facts.{end}" for end in ("md", "json"))
     assert run("--seeds", "1", "--arms", "dense").keys() == {Arm("dense")}
@@ -142,9 +142,9 @@ def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsy
     assert len(data["runs"]) == 7
     assert study.deviations(table).keys() == {"moe-16"}  # moe-4 lacks a seed
     assert "| moe-16 against the mean of the mixtures, within 15% |" in text
-    assert rebuilds(facts.main, "facts", tmp_path / "results")
+    assert rebuilds("facts", "facts", tmp_path / "results")
     with pytest.raises(ConfigError, match=r"facts.json must hold runs with .*'epochs': 50"):
-        facts.main([f"--output={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"])
+        run_study("facts", [f"--output={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"])
     for wrong in ("0", "nan", "two"):
         with pytest.raises(SystemExit):
             run("--rate", wrong)

@@ -14,7 +14,8 @@ from moe_lab.analysis.cluster import DEVICES, plan
 from moe_lab.analysis.paper import PUBLISHED
 from moe_lab.benchmarks.memory import peak_mib
 from moe_lab.models import LanguageModel
-from moe_lab.studies import _paper_tables, paper_tables
+from moe_lab.studies import paper_tables
+from moe_lab.studies.table import run as run_study
 from moe_lab.training.config import config_from_dict, read_config
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -127,7 +128,7 @@ def test_every_model_is_built_without_memory(configs):
 
 @pytest.fixture(scope="module")
 def rows():
-    return [_paper_tables.count(published) for published in PUBLISHED]
+    return [paper_tables.count(published) for published in PUBLISHED]
 
 
 def test_sizes_are_the_published_ones_to_the_printed_digit(rows):
@@ -218,7 +219,7 @@ def test_flops_worked_by_hand():
 
 
 def test_the_command_writes_the_files_of_docs(tmp_path, capsys):
-    paper_tables.main(["--output", str(tmp_path)])
+    run_study("paper-tables", ["--output", str(tmp_path)])
     out = capsys.readouterr().out
     assert (
         "Of 23 models, these agree to the printed digit:\nops 22, parameters 23, total 22." in out

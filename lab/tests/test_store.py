@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.arms import Arm, by_settings, parse_arm, study_parser
+from moe_lab.experiments.arms import Arm, add_runs, by_settings, parse_arm
 from moe_lab.experiments.report import Claims, Command, Page, Plot
 from moe_lab.experiments.runs import commands_of, mean_curve
 from moe_lab.experiments.store import Store, Stored, run_missing, shared_options
+from moe_lab.experiments.study import Study
 from moe_lab.training.config import Config, TranslationConfig
 
 SETTINGS = {"epochs": 2}
@@ -185,14 +186,27 @@ def test_the_name_of_an_arm_gives_its_settings():
 
 
 def test_arms_on_the_command_line(capsys):
-    parser = study_parser("", "s", ["moe-4", "dense"], ["dense"], ["times", "rate"])
-    assert parser.parse_args([]).arms == [Arm("dense")]
+    parser = argparse.ArgumentParser()
+    add_runs(parser, "s")
+    assert parser.parse_args([]).arms is None
     arms = parser.parse_args(["--arms", "moe-4 x4", "dense rate 0.1"]).arms
     assert arms == [Arm("moe-4", times=4), Arm("dense", rate=0.1)]
-    for wrong in ("moe-5", "moe-4 dropout 0.1", "moe-4 x"):
-        with pytest.raises(SystemExit):
-            parser.parse_intermixed_args(["--arms", wrong])
-        assert f"argument --arms: {'must be one of moe-4, dense' if wrong[-1] != 'x' else ''}" in (
-            capsys.readouterr().err
-        )
-    assert isinstance(parser, argparse.ArgumentParser) and Stored({}).by_arm()[A] == {}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--arms", "moe-4 x"])
+    assert "argument --arms: " in capsys.readouterr().err
+    assert Stored({}).by_arm()[A] == {}
+
+
+class OneModel(Study):
+    name, models, usual, arm_settings = "one", ["a", "b"], ["a", "a x2"], ["times"]
+    settings = run = page = command = lambda *_: None
+
+
+def test_a_study_refuses_arms_that_it_does_not_have():
+    def arms(*names):
+        return OneModel(argparse.Namespace(runs="", arms=list(map(parse_arm, names)))).arms
+
+    assert arms() == [A, Arm("a", times=2)] and arms("b x4") == [Arm("b", times=4)]
+    for wrong in ("c", "a rate 0.1", "a dropout 0.1"):
+        with pytest.raises(ConfigError, match=f"--arms must be one of a, b, .*got '{wrong}'"):
+            arms(wrong)

@@ -9,9 +9,9 @@ from moe_lab.data import batches_of
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.store import Runs, Stored
-from moe_lab.studies import _multilingual as multilingual_page
-from moe_lab.studies import _translation as report
-from moe_lab.studies import multilingual, translation
+from moe_lab.studies import multilingual as multilingual_page
+from moe_lab.studies import translation as report
+from moe_lab.studies.table import run as run_study
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import ParallelDataConfig, read_config
 from moe_lab.training.metrics import perplexity
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def run(study, corpus, tmp_path, *options):
     """Runs a study of tiny models with one seed."""
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    return study.main([*TINY, f"data.corpus={corpus}", "--seeds=1", *places, *options])
+    return run_study(study, [*TINY, f"data.corpus={corpus}", "--seeds=1", *places, *options])
 
 
 TINY = [
     "steps=2", "model.d_model=8", "model.lstm_units=8", "log.tensorboard=false",
     "log.progress=false", "log.eval_every=1", "data.tokens_per_batch=500", "data.vocab_size=70",
 ]  # fmt: skip
-MANUALS = ["--text", "manuals", "--pair", "en-fr"]
+FRENCH = ["--pair", "en-fr"]
 
 
 def test_near_duplicates_share_most_trigrams_with_one_sentence():
@@ -93,17 +93,16 @@ def test_claims_compare_the_models_they_name():
 
 
 def test_models_of_a_language_pair(parallel_corpus, tmp_path):
-    main = translation.main
-    places = [*MANUALS, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    places = [*FRENCH, "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1"]
-    runs, name = tmp_path / "runs" / "translation_manuals_en-fr", "translation_manuals_en-fr"
-    main([*command, "--arms", "none"])
+    runs, name = tmp_path / "runs" / "translation_captions_en-fr", "translation_captions_en-fr"
+    run_study("translation", [*command, "--arms", "none"])
     assert not (runs / "dense-seed1").exists()
     assert len((runs / "none-seed1" / "test-2.en-fr.txt").read_text().splitlines()) == 15
 
     # The study goes on with the file, without the runs that it holds.
     runs.rename(tmp_path / "elsewhere")
-    trained = [run["arm"] for run in main(command).runs]
+    trained = [run["arm"] for run in run_study("translation", command).runs]
     assert trained == [*report.MODELS]
     assert not (runs / "none-seed1").exists() and (runs / "moe-32-seed1").exists()
     files = [tmp_path / "docs" / f"{name}.{end}" for end in ("md", "png", "json")]
@@ -118,29 +117,29 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path):
     gap = stored["moe-32"]["test_nll"] - stored["dense"]["test_nll"]
     assert data["claims"][2]["difference"]["mean"] == pytest.approx(gap, abs=1e-12)
     page = files[0].read_text()
-    assert "moe-lab study translation --text manuals --pair en-fr data.corpus=CORPUS" in page
+    assert "moe-lab study translation --pair en-fr data.corpus=CORPUS" in page
     assert re.search(
         r"moe-32 against dense \| \S+% \(one seed, not decided\) \| not decided \|", page
     )
     assert page.count("    source           n") == 10 and "    none             " in page
-    assert "are strictly balanced" in page and "Transformer-Tiny" not in page
+    assert "are strictly balanced" in page and "Transformer-Tiny has BLEU 61.80" in page
 
     # The report does not need the corpus.
-    assert rebuilds(main, name, tmp_path / "docs", *MANUALS, "--runs", str(tmp_path / "x"))
+    assert rebuilds("translation", name, tmp_path / "docs", *FRENCH, "--runs", str(tmp_path / "x"))
 
 
 def test_the_text_determines_settings_and_file(parallel_corpus, tmp_path, capsys):
-    run(translation, parallel_corpus, tmp_path, "--report")
+    run("translation", parallel_corpus, tmp_path, "--report")
     assert "nothing to report yet" in capsys.readouterr().out
-    run(translation, parallel_corpus, tmp_path, "--arms", "none")
+    run("translation", parallel_corpus, tmp_path, "--arms", "none")
     file = tmp_path / "docs" / "translation_captions_en-de.json"
     assert json.loads(file.read_text())["settings"]["model.dropout"] == 0.2
     page = file.with_suffix(".md").read_text()
     assert "Multi30k" in page and "Transformer-Tiny has BLEU 41.02" in page
     with pytest.raises(ConfigError, match="must hold runs with {'optimizer.warmup_steps': 1}"):
-        run(translation, parallel_corpus, tmp_path, "optimizer.warmup_steps=1")
+        run("translation", parallel_corpus, tmp_path, "optimizer.warmup_steps=1")
     with pytest.raises(ConfigError, match="data.pairs must be that of --pair"):
-        run(translation, parallel_corpus, tmp_path, 'data.pairs=["en-fr"]')
+        run("translation", parallel_corpus, tmp_path, 'data.pairs=["en-fr"]')
 
 
 def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, tmp_path):
@@ -149,8 +148,8 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
     train = (parallel_corpus / "train.en-fr.tsv").read_text()
     for part in ("train", "dev", "test"):
         (corpus / f"{part}.en-fr.tsv").write_text(train)
-    run(translation, corpus, tmp_path, *MANUALS, "--arms", "moe-32")
-    file = tmp_path / "docs" / "translation_manuals_en-fr.json"
+    run("translation", corpus, tmp_path, *FRENCH, "--arms", "moe-32")
+    file = tmp_path / "docs" / "translation_captions_en-fr.json"
     data = json.loads(file.read_text())
     assert data["settings"]["near_duplicates"] == [*range(120)]
     assert [run["distinct_bleu"] for run in data["runs"]] == [None]
@@ -196,8 +195,8 @@ def test_crossover_is_the_first_evaluation_after_which_the_mixture_stays_ahead()
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
-    run(translation, parallel_corpus, tmp_path, *MANUALS, "--arms", "none")
-    folder = tmp_path / "runs" / "translation_manuals_en-fr" / "none-seed1"
+    run("translation", parallel_corpus, tmp_path, *FRENCH, "--arms", "none")
+    folder = tmp_path / "runs" / "translation_captions_en-fr" / "none-seed1"
     lines = (parallel_corpus / "test.en-fr.tsv").read_text().splitlines()
     references = [line.split("\t")[2] for line in lines]
     right = [number % 2 == 0 for number in range(15)]
@@ -214,26 +213,26 @@ def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
 
 
 def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
-    options = ["--text", "manuals", 'data.pairs=["en-fr","en-de"]']
-    files = [tmp_path / "docs" / f"multilingual_manuals.{end}" for end in ("md", "png", "json")]
-    run(multilingual, parallel_corpus, tmp_path, *options, "--arms", "moe")
+    options = ['data.pairs=["en-fr","en-de"]']
+    files = [tmp_path / "docs" / f"multilingual_captions.{end}" for end in ("md", "png", "json")]
+    run("multilingual", parallel_corpus, tmp_path, *options, "--arms", "moe")
     page = files[0].read_text()
-    assert "claim" not in page and "`single`" not in page and "moe-oversampled" not in page
-    run(multilingual, parallel_corpus, tmp_path, *options)
+    assert "claim" not in page and "`single`" not in page
+    run("multilingual", parallel_corpus, tmp_path, *options)
     page = files[0].read_text()
-    assert "moe against single" in page and "moe-oversampled" not in page
-    more = ["--arms", "single-short", "moe-oversampled"]
-    run(multilingual, parallel_corpus, tmp_path, *options, *more)
+    assert "moe against single" in page
+    more = ["--arms", "single-short"]
+    run("multilingual", parallel_corpus, tmp_path, *options, *more)
     data = json.loads(files[2].read_text())
     pairs = {run["arm"]: [*run["pairs"]] for run in data["runs"]}
     several = ["en-fr", "en-de"]
     assert pairs == {
-        "moe": several, "dense": several, "moe-oversampled": several,
+        "moe": several, "dense": several,
         "single en-fr": ["en-fr"], "single en-de": ["en-de"],
         "single-short en-fr": ["en-fr"], "single-short en-de": ["en-de"],
     }  # fmt: skip
     assert data["settings"]["train_pairs"] == {"en-fr": 120, "en-de": 60}
-    moe = tmp_path / "runs" / "manuals" / "moe-seed1"
+    moe = tmp_path / "runs" / "captions" / "moe-seed1"
     stored = {run["arm"]: run for run in data["runs"]}
     assert stored["moe"]["pairs"]["en-de"]["bleu"] == bleu_of_test(moe)["en-de"].score
     nll = {arm: {p: each["nll"] for p, each in run["pairs"].items()} for arm, run in stored.items()}
@@ -244,36 +243,34 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
     assert compared["num_pairs"] == 2
     assert compared["lower_perplexity"] == (french < 0) + (german < 0)
     page = files[0].read_text()
-    assert page.count("| moe against ") == 3 and "| moe-oversampled against moe |" in page
+    assert page.count("| moe against ") == 3
     assert "| the same, for as much text of each language pair | moe against single-short |" in page
-    assert "| en-de | 60 |" in page and page.count("--arms single-short moe-oversampled\n") == 1
+    assert "| en-de | 60 |" in page and page.count("--arms single-short\n") == 1
     settings = data["settings"]
-    assert settings["model.dropout"] == 0 and settings["optimizer.learning_rate"] == 2e-3
+    assert settings["model.dropout"] == 0.2 and settings["optimizer.learning_rate"] == 4e-3
     warmup = [
         read_config(moe.with_name(name) / "config.toml").optimizer.warmup_steps
         for name in ("moe-seed1", "single-en-fr-seed1", "single-short-en-fr-seed1")
     ]
-    assert warmup == [300, 200, 100]
+    assert warmup == [300, 150, 75]
     assert '\'data.pairs=["en-fr", "en-de"]\'' in page
     steps = [step for step, _ in stored["dense"]["perplexity"]["en-de"]]
     assert steps == [1, 2]
     with pytest.raises(ConfigError, match="steps"):
-        run(multilingual, parallel_corpus, tmp_path, *options, "steps=3")
+        run("multilingual", parallel_corpus, tmp_path, *options, "steps=3")
 
-    assert rebuilds(
-        multilingual.main, "multilingual_manuals", tmp_path / "docs", "--text", "manuals"
-    )
+    assert rebuilds("multilingual", "multilingual_captions", tmp_path / "docs")
 
 
 def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
-    settings = run(multilingual, parallel_corpus, tmp_path, "--arms", "dense", "moe").settings
+    settings = run("multilingual", parallel_corpus, tmp_path, "--arms", "dense", "moe").settings
     assert [*settings["train_pairs"]] == ["en-de", "de-en", "en-fr", "fr-en"]
     assert settings["model.dropout"] == 0.2
     page = (tmp_path / "docs" / "multilingual_captions.md").read_text()
     assert "single: ppl" not in page and "| moe against dense |" in page
     assert "learning rates" not in page
 
-    run(multilingual, parallel_corpus, tmp_path, "--arms", "dense rate 0.002")
+    run("multilingual", parallel_corpus, tmp_path, "--arms", "dense rate 0.002")
     with_trial = (tmp_path / "docs" / "multilingual_captions.md").read_text()
     assert "| model | seeds | rate 0.004, dropout 0.2 | rate 0.002 |" in with_trial
     assert with_trial.count("--seeds 1 --arms 'dense rate 0.002'") == 1
@@ -282,7 +279,7 @@ def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
     assert "attends language" not in with_trial
 
     attending = ["--seeds", "1", "2", "--arms", "dense attends language", "moe attends language"]
-    runs = run(multilingual, parallel_corpus, tmp_path, *attending).runs
+    runs = run("multilingual", parallel_corpus, tmp_path, *attending).runs
     page = (tmp_path / "docs" / "multilingual_captions.md").read_text()
     assert "| moe against dense |" in page
     assert "No claim is made about these runs" in page
@@ -306,7 +303,7 @@ def test_language_pairs_of_the_captions(parallel_corpus, tmp_path):
 
 
 def test_attention_on_the_language_token(parallel_corpus, tmp_path):
-    run(multilingual, parallel_corpus, tmp_path, "--arms", "dense attends language")
+    run("multilingual", parallel_corpus, tmp_path, "--arms", "dense attends language")
     folder = tmp_path / "runs" / "captions" / "dense-attends-language-seed1"
     trained = load_run(folder)
     dev = load_part(trained.config.data, trained.vocabulary, "dev")

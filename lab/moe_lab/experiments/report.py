@@ -1,5 +1,6 @@
 """Pages and tables of results."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,38 @@ class Page:
 
         texts = [text_of(part).strip("\n") for part in self.parts]
         return "\n\n".join([f"# {self.title}", *filter(None, texts)]) + "\n"
+
+
+def page_of_template(module: str, **fields: Any) -> Page:
+    """Makes a page from the Markdown file next to a module, with fields as in `str.format`.
+
+    The first line is the title. A paragraph that is empty because its field is empty is left out. A
+    `Plot`, `Claims` or `Command` has a paragraph of its own.
+
+    Args:
+        module: the file of the module.
+        fields: the fields by name.
+    """
+    template = Path(module).with_suffix(".md").read_text("utf-8")
+    title, *paragraphs = template.strip().split("\n\n")
+    parts: list[str | Plot | Claims | Command] = []
+    for paragraph in paragraphs:
+        alone = re.fullmatch(r"{(\w+)}", paragraph)
+        if alone:
+            parts.append(fields[alone[1]])
+        else:
+            lines = (line.format_map(fields) for line in paragraph.split("\n"))
+            parts.append("\n".join(re.sub(r"(?<=\S) +", " ", line).rstrip() for line in lines))
+    return Page(title.format_map(fields), parts)
+
+
+def perplexity_axes(axes: Any, xlabel: str, title: str) -> None:
+    """Labels the axes of learning curves on the dev part."""
+    axes.set(xlabel=xlabel, ylabel="dev perplexity", yscale="log", title=title)
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter("{x:.0f}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
 
 
 def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from moe_lab.experiments.arms import Arm
+from moe_lab.errors import ConfigError
+from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.report import Command, Page
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.runs import commands_of
@@ -25,26 +26,41 @@ class Study(ABC):
     """Runs what the store of a study lacks, and writes its page.
 
     Args:
-        options: the arguments of the command, see `study_parser`.
+        options: the arguments of the command, see `moe_lab.studies.table`.
         folder: the folder of the runs inside of ``--runs``.
 
     Attributes:
         name: the name of the store, the page and the plot.
-        models: the models in the order of the store; see `Arm.base`.
-        usual: the models of the study without ``--arms``.
+        models: the names of the models.
+        usual: the arms of the study without ``--arms``.
+        arm_settings: the attributes of `Arm` that ``--arms`` may change.
+        bases: the models in the order of the store, see `Arm.base`.
         runs_folder: the folder of the runs and of their locks.
+
+    Raises:
+        ConfigError: the study has no such arm.
     """
 
     name: str
     models: Sequence[str] = ()
     usual: Sequence[str] = ()
+    arm_settings: Sequence[str] = ()
 
     def __init__(self, options: argparse.Namespace, folder: str = "") -> None:
         self.options, self.runs_folder = options, Path(options.runs) / folder
+        self.bases = self.models
+        self.arms = getattr(options, "arms", None) or list(map(parse_arm, self.usual))
+        for arm in self.arms:
+            known = {key: getattr(arm, key) for key in self.arm_settings}
+            if arm.model not in self.models or arm != Arm(arm.model, **known):
+                rule = f"one of {', '.join(self.models)}"
+                if self.arm_settings:
+                    rule += f", with other values of {', '.join(self.arm_settings)}"
+                raise ConfigError(f"--arms must be {rule}, got {str(arm)!r}")
 
     @property
     def store(self) -> Store:
-        return Store(Path(self.options.output) / f"{self.name}.json", self.models)
+        return Store(Path(self.options.output) / f"{self.name}.json", self.bases)
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -65,7 +81,7 @@ class Study(ABC):
     def planned(self) -> Iterator[tuple[Arm, int]]:
         """Yields the arm and the seed of each run, in the order in which to run them."""
         for seed in self.options.seeds:
-            for arm in self.options.arms:
+            for arm in self.arms:
                 yield arm, seed
 
     def options_of(self, arm: Arm, settings: Mapping[str, Any]) -> dict[str, Any]:
