@@ -283,24 +283,19 @@ def test_only_translation_models(corpus, tmp_path, capsys):
 
 
 def test_benchmark(run, tmp_path, capsys):
-    """Benchmarks a run with a text, then a configuration without a run."""
+    """Benchmarks a run with a text."""
     (tmp_path / "text.en").write_text("\n".join(TEXT))
     options = ["--rounds=2", "--alone=3", "--beam=2", "--threads=1"]
+    figures = tmp_path / "figures.json"
+    options.append(f"--json={figures}")
     cases.run("translation", [str(run), str(tmp_path / "text.en"), *options])
     printed = capsys.readouterr().out
     assert "| batches | 1 | 4 |" in printed and "| one by one | 1 | 3 |" in printed
     assert "3 of the 3 lines have the same translation" in printed
-    config = tmp_path / "config.toml"
-    config.write_text(
-        'task = "translation"\ndata = { vocab_size = 100 }\nmodel = { d_model = 8, lstm_units = 0, '
-        'moe = { gate = "balanced", num_experts = 4, k = 2, hidden_sizes = [8], w_load = 0.0 } }\n'
-    )
-    figures = tmp_path / "figures.json"
-    cases.run("translation", [str(config), "--sentences=4", *options, f"--json={figures}"])
     found = json.loads(figures.read_text())
     assert found["environment"] == environment()
     assert [row["sentences"] for row in found["rows"]] == [4, 3]
     assert found["ratios"]["seconds"]["median"] > 0
-    for arguments in ([run], [config, tmp_path / "text.en"]):
-        with pytest.raises(ConfigError, match="text must be given"):
-            cases.run("translation", list(map(str, arguments)))
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match="must hold at least one sentence"):
+        cases.run("translation", [str(run), str(tmp_path / "empty")])
