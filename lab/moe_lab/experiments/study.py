@@ -1,16 +1,21 @@
 """Studies: runs of several arms and seeds, and the page that is made of them."""
 
 import argparse
+import io
 import json
+import multiprocessing
+import os
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe_lab.cli import exit_status
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.report import Command, Page
@@ -20,6 +25,8 @@ from moe_lab.experiments.store import Run, Store, Stored, run_missing, shared_op
 from moe_lab.training.config import AnyConfig
 from moe_lab.training.device import set_up_for
 from moe_lab.training.text import Text, load_text
+
+_POLL = 0.2  # seconds between two looks at the signal
 
 
 class Study(ABC):
@@ -99,10 +106,8 @@ class Study(ABC):
         planned = [(*key, self.options_of(key[0], settings)) for key in self.planned()]
         missing = sum(not self.store.holds(settings, *each) for each in planned)
         if (number := min(getattr(self.options, "at_once", 1), missing)) > 1:
-            from moe_lab.experiments.at_once import run_at_once  # imports the training loop
-
             alone = argparse.Namespace(**vars(self.options) | {"at_once": 1})
-            run_at_once([partial(_run_in_child, type(self), alone)] * number)
+            _run_at_once(type(self), alone, number)
         run_missing(self.store, settings, planned, self.run, self.runs_folder)
 
     def commands(self, stored: Stored) -> Command:
@@ -187,10 +192,54 @@ class TrainedStudy(Study):
         """Returns the command of the study without changed options."""
 
 
+def _run_at_once(study: type[Any], options: argparse.Namespace, number: int) -> None:
+    """Runs what the store of a study lacks in several processes, which share the runs.
+
+    A signal stops all processes. Each saves its run, or prints its error.
+
+    Raises:
+        KeyboardInterrupt: SIGINT or SIGTERM came.
+        SystemExit: a process failed.
+    """
+    from moe_lab.training.loop import stop_signal  # imports FSDP, which takes a second
+
+    # Threads that spin while they wait are ten times slower when a core is shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    context = multiprocessing.get_context("spawn")
+    arguments = study, options
+    children = [context.Process(target=_run_in_child, args=arguments) for _ in range(number)]
+    with stop_signal() as signalled:
+        try:
+            for child in children:
+                child.start()
+            while not signalled() and any(child.is_alive() for child in children):
+                time.sleep(_POLL)
+            for child in children if signalled() else ():
+                child.terminate()
+            for child in children:
+                child.join()
+        finally:
+            for child in children:
+                child.kill()
+        if signalled():
+            raise KeyboardInterrupt
+    if status := max(abs(child.exitcode or 0) for child in children):
+        sys.exit(status)
+
+
+class _Lines(io.TextIOWrapper):
+    """A stream without progress bars, because several processes would write over each other."""
+
+    def isatty(self) -> bool:
+        return False
+
+
 def _run_in_child(study: type[Any], options: argparse.Namespace) -> None:
     """Runs what the store of a study lacks, in a child process."""
+    os.setpgid(0, 0)  # Ctrl-C reaches only the parent, which forwards it
+    sys.stderr = _Lines(sys.stderr.buffer, line_buffering=True)
     child = study(options)
-    child.run_missing(child.settings())
+    sys.exit(exit_status(lambda: child.run_missing(child.settings())))
 
 
 def concurrent_runs(configs: Sequence[AnyConfig], wanted: int) -> tuple[int, list[str]]:
