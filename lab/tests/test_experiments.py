@@ -13,7 +13,6 @@ from moe_lab.experiments import results as results_module
 from moe_lab.experiments import study as study_module
 from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.claims import as_change, verdict
-from moe_lab.experiments.report import markdown_table
 from moe_lab.experiments.results import train_and_test
 from moe_lab.experiments.runs import difference, nll_after, widening
 from moe_lab.experiments.statistics import (
@@ -23,6 +22,7 @@ from moe_lab.experiments.statistics import (
 )
 from moe_lab.experiments.store import Runs
 from moe_lab.experiments.trials import trials
+from moe_lab.markdown import markdown_table
 from moe_lab.studies import losses
 from moe_lab.training.config import config_from_dict, read_config
 from moe_lab.training.metrics import evaluate

@@ -1,7 +1,7 @@
-"""Pages and tables of results."""
+"""Pages of results."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -103,12 +103,6 @@ def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
     from matplotlib.figure import Figure  # takes half a second, and an error needs no plot
 
     return Figure(figsize=(width, height), layout="constrained", dpi=dpi)
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Formats a Markdown table; the text of the cells is not escaped."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
 def publish(folder: str | Path, name: str, page: Page, data: Any) -> None:

@@ -24,16 +24,10 @@ from moe_ext import MoE, MoEAux, batchwise_masks
 from moe_ext.gates import rows_per_expert
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.report import (
-    Page,
-    Plot,
-    markdown_table,
-    new_figure,
-    page_of_template,
-    perplexity_axes,
-)
+from moe_lab.experiments.report import Page, Plot, new_figure, page_of_template, perplexity_axes
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import TrainedStudy
+from moe_lab.markdown import markdown_table
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import evaluate

@@ -33,13 +33,7 @@ from moe_lab.experiments.claims import (
     as_change,
     claims_of,
 )
-from moe_lab.experiments.report import (
-    Page,
-    Plot,
-    markdown_table,
-    new_figure,
-    page_of_template,
-)
+from moe_lab.experiments.report import Page, Plot, new_figure, page_of_template
 from moe_lab.experiments.runs import (
     core_hours,
     dev_nll,
@@ -56,6 +50,7 @@ from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials_table, tried, usual_options
+from moe_lab.markdown import markdown_table
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.metrics import bytes_of, perplexity
 from moe_lab.training.text import SentenceText

@@ -31,18 +31,12 @@ from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_lab.analysis.costs import moe_ops
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_percent, verdict
-from moe_lab.experiments.report import (
-    Claims,
-    Page,
-    Plot,
-    markdown_table,
-    new_figure,
-    page_of_template,
-)
+from moe_lab.experiments.report import Claims, Page, Plot, new_figure, page_of_template
 from moe_lab.experiments.runs import difference, mean_of, number_of
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.study import Study
+from moe_lab.markdown import markdown_table
 from moe_lab.models.parts import evaluating
 from moe_lab.progress import progress
 

@@ -19,13 +19,8 @@ import time
 from typing import Any
 
 from moe_lab.data import EncodedSentences
-from moe_lab.experiments.report import (
-    Command,
-    Page,
-    markdown_table,
-    page_of_template,
-    publish,
-)
+from moe_lab.experiments.report import Command, Page, page_of_template, publish
+from moe_lab.markdown import markdown_table
 from moe_lab.models import NGramModel, fit_kneser_ney
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.device import set_up_torch

@@ -15,11 +15,12 @@ from typing import ClassVar, NamedTuple
 
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import HOW_COMPARED, as_change, claims_data, verdict
-from moe_lab.experiments.report import Claims, Page, markdown_table, page_of_template
+from moe_lab.experiments.report import Claims, Page, page_of_template
 from moe_lab.experiments.results import BALANCE_BATCHES
 from moe_lab.experiments.runs import core_hours, difference, mean_of, mean_perplexity, number_of
 from moe_lab.experiments.statistics import PairedDifference
 from moe_lab.experiments.store import Runs, Stored
+from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy, plot, size_of_run
 
 NONE, USUAL = "0,0", "0.1,0.1"  # w_importance,w_load

@@ -35,21 +35,14 @@ from moe_lab.data import EncodedPairs, PairBatch, batches_of
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import claims_data
-from moe_lab.experiments.report import (
-    Claims,
-    Command,
-    Page,
-    Plot,
-    markdown_table,
-    new_figure,
-    page_of_template,
-)
+from moe_lab.experiments.report import Claims, Command, Page, Plot, new_figure, page_of_template
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.runs import commands_of, core_hours, dev_nll, size_cells
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
+from moe_lab.markdown import markdown_table
 from moe_lab.models import TranslationModel
 from moe_lab.studies.translation import (
     BLEU,

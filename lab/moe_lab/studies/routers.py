@@ -22,7 +22,7 @@ import statistics
 
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import HOW_COMPARED, HOW_DECIDED, Claim, as_change, claims_of
-from moe_lab.experiments.report import Page, markdown_table, page_of_template
+from moe_lab.experiments.report import Page, page_of_template
 from moe_lab.experiments.results import BALANCE_BATCHES
 from moe_lab.experiments.runs import (
     core_hours,
@@ -34,6 +34,7 @@ from moe_lab.experiments.runs import (
 )
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.trials import trials
+from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy, plot, size_of_run
 
 PAPER, NOT_CAUSAL = "noisy", "expert_choice"

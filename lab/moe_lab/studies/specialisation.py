@@ -45,17 +45,11 @@ from moe_lab.data import AnyText
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, claims_of
-from moe_lab.experiments.report import (
-    Command,
-    Page,
-    Plot,
-    markdown_table,
-    new_figure,
-    page_of_template,
-)
+from moe_lab.experiments.report import Command, Page, Plot, new_figure, page_of_template
 from moe_lab.experiments.statistics import mean_difference
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import Study
+from moe_lab.markdown import markdown_table
 from moe_lab.studies.table import STUDIES
 from moe_lab.training.checkpoint import TrainedModel, load_run
 from moe_lab.training.config import config_differences

@@ -33,14 +33,7 @@ import torch
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import HOW_COMPARED, HOW_DECIDED, as_change, claims_data, verdict
-from moe_lab.experiments.report import (
-    Claims,
-    Page,
-    Plot,
-    markdown_table,
-    new_figure,
-    page_of_template,
-)
+from moe_lab.experiments.report import Claims, Page, Plot, new_figure, page_of_template
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import (
     core_hours,
@@ -56,6 +49,7 @@ from moe_lab.experiments.statistics import PairedDifference
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
+from moe_lab.markdown import markdown_table
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.text import PairText, parallel_text
