@@ -8,7 +8,7 @@
 # sanitize and benchmark stop after at most 9, 4 and 9 minutes.
 #
 # The script writes device.txt, build.log, info.txt, tests.log and sanitizer.log to OUTPUT. For each
-# dtype, the benchmark writes a log, a JSON file and tables in Markdown.
+# dtype, the benchmark writes a log, a JSON file, tables in Markdown and a profile of our kernels.
 # The JSON file is updated after every problem, so a stopped step keeps its results. At the end the
 # script packs OUTPUT into OUTPUT.tar.gz. The exit status is nonzero if the build, the memory checks
 # or the tests failed. OUTPUT also contains the built library and module: on another machine with the
@@ -114,10 +114,11 @@ benchmark() {
   for each in "bfloat16 5" "float32 2"; do
     read -r dtype minutes <<< "$each"
     say "benchmark, $dtype"
-    rm -f "$output/$dtype".{json,md}
-    timeout -k 15 -s INT $((60 * minutes)) "$python" -m moe_lab benchmark layer \
-      --device cuda --dtype "$dtype" --seconds 1.5 \
-      --peers "sort + split" "sort + grouped_mm" "HF eager" "HF grouped_mm" "HF batched_mm" \
+    rm -f "$output/$dtype".{json,md,kernels.txt}
+    timeout -k 15 -s INT $((60 * minutes + 45)) "$python" -m moe_lab benchmark layer \
+      --device cuda --dtype "$dtype" --seconds 1.5 --minutes "$minutes" \
+      --peers "sort + split" "sort + grouped_mm" ScatterMoE "ScatterMoE GLU" \
+      "HF eager" "HF grouped_mm" "HF batched_mm" --profile "$output/$dtype.kernels.txt" \
       --json "$output/$dtype.json" > "$output/$dtype.log" 2>&1 || tail -n 5 "$output/$dtype.log"
     [ -e "$output/$dtype.json" ] || continue
     "$python" -m moe_lab benchmark layer --report "$output/$dtype.json" | tee "$output/$dtype.md"

@@ -115,6 +115,7 @@ def test_quartiles_as_text():
     ("arguments", "message"),
     [
         ("cpp --program nothing", "program must be a file, got nothing"),
+        ("data --corpus .", "--corpus and --vocabulary must be given together"),
         ("distributed --chunks 2 4", "--chunks must include 1, got [2, 4]"),
         ("distributed --exchanges groups", "--exchanges groups must be used with --group-size"),
         ("distributed --experts 6 --group-size 4", "a multiple of --group-size = 4, got 6"),
@@ -131,8 +132,8 @@ def test_quartiles_as_text():
             "transformers-experts --models mixtral --weights 1",
             "--weights must hold 2 experts of mixtral, which take 1.31 GiB, got 1 GiB",
         ),
-        ("translation . nothing", "text must be a file, got nothing"),
-        ("translation . .", "there is no checkpoint in ."),
+        ("translation .", "text must be given with a run folder"),
+        ("translation nothing", "there is no configuration file nothing"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, capsys):

@@ -22,7 +22,7 @@ WIDTH, TOKENS, K = 8, 6, 4
 
 def results(folder, arguments):
     path = folder / "results.json"
-    arguments = ["--processes", "2", "--rounds", "2", *arguments.split()]
+    arguments = ["--processes", "2", "--rounds", "2", "--warm-up", "0", *arguments.split()]
     assert cases.run("distributed", [*arguments, "--hidden", "8", "--json", str(path)]) == 0
     return json.loads(path.read_text())["results"]
 

@@ -73,11 +73,19 @@ def test_plain_peers_compute_equation_1(name):
         torch.testing.assert_close(y_t, gates @ outputs, rtol=1e-12, atol=1e-12)
 
 
+PACKAGES = {
+    **{"HF": "transformers", "Sc": "scattermoe"},
+    **{"mi": "mixture_of_experts", "st": "st_moe_pytorch"},
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_have_our_results_and_gradients(name, dtype, device):
-    if name[:2] == "HF":
-        pytest.importorskip("transformers")
+    if name[:2] in PACKAGES:
+        pytest.importorskip(PACKAGES[name[:2]])
+    if name[:2] == "Sc" and device == "cpu":
+        pytest.skip("ScatterMoE needs a GPU")
     kind = PEERS[name]
     problem = Problem(SHAPE._replace(routing="zipf"), dtype, kind.activation, device)
     problem.expert_index[problem.expert_index == 3] = 4  # 3 has no tokens, some have 4 twice
@@ -191,8 +199,9 @@ def test_a_run_reports_and_writes(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(measurement, "LONG_ON_CPU", 60.0)  # no peer counts as slow
     path, threads = tmp_path / "layer.json", torch.get_num_threads()
     arguments = ["--shapes", "48,5,2,16,32", "16,4,2,8,16,zipf", *QUICK, "--threads", "1", "2"]
-    files = ["--plot", str(tmp_path / "layer.png")]
+    files = ["--plot", str(tmp_path / "layer.png"), "--profile", str(tmp_path / "layer.txt")]
     assert run("layer", [*arguments, "--peers", *NAMES, "--json", str(path), *files]) == 0
+    assert (tmp_path / "layer.txt").read_text().count("moe_ext::experts") >= 4
     assert (tmp_path / "layer.png").stat().st_size > 10_000
     assert torch.get_num_threads() == threads
     out = capsys.readouterr().out
@@ -231,7 +240,7 @@ def test_reports_of_several_occasions_are_medians(capsys, tmp_path):
             "limit_ms": dict.fromkeys(PASSES, number),
         }  # fmt: skip
         record = {"environment": f"machine {number // 2}", "versions": "", "arguments": {}}
-        record |= {"results": [result]}
+        record |= {"results": [result], "memory": [], "routing": []}
         paths.append(tmp_path / f"{number}.json")
         paths[-1].write_text(json.dumps(record | {"left_out": [f"problem {number}"]}))
     path = tmp_path / "all.json"
@@ -272,6 +281,8 @@ def test_a_problem_that_does_not_fit_is_left_out(monkeypatch, capsys, tmp_path):
     assert "Left out:\n- 48,5,2,16,32, swiglu, float32: out of memory" in out
     (result,) = json.loads(path.read_text())["results"]
     assert result["name"] == "16,4,2,8,16" and "dense" in result["figures"]
+    assert run("layer", [*arguments, "--minutes", "0"]) == 0
+    assert "16,4,2,8,16, swiglu, float32: the time limit was reached" in capsys.readouterr().out
 
 
 def test_tables_of_a_gpu(monkeypatch, capsys):
@@ -288,6 +299,13 @@ def test_tables_of_a_gpu(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "float32, GPU, GEMM peak" in out and "TF/s" in out and "Peak memory" in out
 
+    routing = layer.routing_times((64, 8, 2), options())
+    assert routing["limit_ms"]["training"] > routing["limit_ms"]["evaluation"] > 0
+    for low, middle, high in routing["ms"].values():
+        assert 0 < low <= middle <= high
+    tables.print_routing([routing])
+    assert "| 64, 8, 2 |" in capsys.readouterr().out
+
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -302,7 +320,19 @@ def test_time_and_memory_of_a_gpu(capsys):
     arguments = ["--device", "cuda", "--shapes", "256,5,2,64,96", *QUICK]
     assert run("layer", [*arguments, "--peers", "sort + split", "--dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out
-    assert torch.cuda.get_device_name() in out and "Not timed" not in out
+    assert torch.cuda.get_device_name() in out and "Routing" in out and "Not timed" not in out
+
+
+def test_ours_saves_x_and_the_hidden_layer_for_backward(capsys, tmp_path):
+    path = tmp_path / "memory.json"
+    arguments = ["--shapes", "512,4,2,64,128", "--peers", "sort + slices", "--check-memory"]
+    assert run("layer", [*arguments, "--json", str(path)]) == 0
+    assert "by x + hidden" in capsys.readouterr().out
+    (found,) = json.loads(path.read_text())["memory"]
+    assert found["x"] == 512 * 64 * 4 and found["hidden"] == 512 * 2 * 128 * 4
+    ours = found["kept"]["ours"] - found["x"] - found["hidden"]
+    assert 0 <= ours < 512 * 2 * 32  # for gates and indices
+    assert found["kept"]["sort + slices"] > 1.5 * found["kept"]["ours"]
 
 
 def test_a_run_fails_where_a_peer_is_wrong(monkeypatch, capsys):

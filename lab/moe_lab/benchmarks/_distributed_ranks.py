@@ -1,6 +1,7 @@
 """Measures expert parallelism on one rank: the layers, their transfers and the rounds."""
 
 import contextlib
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,6 @@ from moe_lab.analysis.cluster import exchange_bytes
 from moe_lab.benchmarks.cases import GROUPS
 from moe_lab.progress import progress
 
-WARM_UP = 2  # untimed rounds at the start
 PASSES = ("forward", "backward")
 BYTES = ("rows", "gates", "indices", "minimum", "counts", "losses")  # sent in a pass, by kind
 
@@ -96,7 +96,8 @@ def recorded(calls: list[Call], sums: list[int]) -> Iterator[None]:
 def process_group(args: Any) -> Iterator[int]:
     """Sets up the rank that torchrun started, and yields its number."""
     torch.set_num_threads(args.threads)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    backend = "nccl" if getattr(args, "device", "cpu") == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=2))
     yield dist.get_rank()
     dist.destroy_process_group()
 
@@ -143,7 +144,8 @@ def _make_layer(args: Any, group: dist.ProcessGroup | None, exchange: str, chunk
             group, exchange=unit, num_chunks=chunks, placement=placement
         )
     sizes = (experts // b, b, k) if b else (experts, k)
-    return (HierarchicalMoE if b else MoE)(args.width, *sizes, **options)
+    layer = (HierarchicalMoE if b else MoE)(args.width, *sizes, **options)
+    return layer.to(args.device, getattr(torch, args.dtype))
 
 
 class _World:
@@ -151,8 +153,9 @@ class _World:
 
     def __init__(self, group: dist.ProcessGroup | None, args: Any) -> None:
         self.ranks = Ranks(group)
-        size = self.ranks.size
-        self.x = torch.randn(args.tokens, args.width, requires_grad=True)
+        size, dtype = self.ranks.size, getattr(torch, args.dtype)
+        self.x = torch.randn(args.tokens, args.width, device=args.device, dtype=dtype)
+        self.x.requires_grad_()
         self.dy = torch.randn_like(self.x) / args.tokens
         self.passes: dict[Key, dict[str, dict[str, float]]] = {}
         alone = partial(self.step, _make_layer(args, None, "", 1))
@@ -218,7 +221,8 @@ class _World:
         """Adds the recorded calls without a layer: through `AllToAll`, and in plain torch."""
 
         def tensor(call: Call, number: list[int]) -> Tensor:
-            return torch.ones(sum(number), *call.shape, dtype=call.dtype)
+            shape = sum(number), *call.shape
+            return torch.ones(shape, dtype=call.dtype, device=self.x.device)
 
         calls = [*forward, *backward]
         sent = [tensor(call, call.sent) for call in calls]
@@ -264,6 +268,9 @@ class _Waiting:
 def measure(args: Any) -> list[Found]:
     """Runs the benchmark; returns the measurements of all ranks, on every rank."""
     rank = dist.get_rank()
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    synchronize = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     torch.manual_seed(rank)
     waiting = _Waiting()
     keys: list[Key] = []
@@ -279,7 +286,7 @@ def measure(args: Any) -> list[Found]:
             names = [list(world.functions)]
         dist.broadcast_object_list(names)  # rank 0 is in every group
         keys += names[0]
-    rounds = range(-WARM_UP, args.rounds)
+    rounds = range(-args.warm_up, args.rounds)
     for number in progress(rounds, "rounds", "round") if rank == 0 else rounds:
         for key in keys:
             if key in functions and key.what in ("transfers", "raw"):
@@ -289,6 +296,7 @@ def measure(args: Any) -> list[Found]:
                 continue
             waiting.seconds, start = 0.0, time.perf_counter()
             functions[key]()
+            synchronize()
             if number >= 0:
                 found.seconds.setdefault(key, []).append(time.perf_counter() - start)
                 found.waited.setdefault(key, []).append(waiting.seconds)

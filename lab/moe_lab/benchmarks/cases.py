@@ -58,6 +58,7 @@ def _against_peers(seconds: float, memory: float | None, patience: float) -> dic
         "--seconds": one(float, seconds, "time limit for the rounds of a problem (%(default)s)"),
         "--memory": one(_ANY, memory, "GiB that a peer may take (layer: 6, or 40 on a GPU)"),
         "--patience": one(_ANY, patience, "seconds of a peer in addition to those of the GEMMs"),
+        "--keep-freed-memory": flag("reuse freed memory (glibc)"),
         "--report": _REPORT,
     }
 
@@ -117,6 +118,9 @@ CASES = {
                             "help": "default: rows and tokens; with --group-size also groups"},
             "--group-size": one(at_least(0), 0, "of a hierarchical layer, in experts (0: flat)"),
             "--chunks": several(at_least(1), [1, 2, 4], "numbers of chunks; must include 1"),
+            "--dtype": _DTYPE,
+            "--device": {"choices": ["cpu", "cuda"], "default": "cpu"},
+            "--warm-up": one(at_least(0), 2, "number of untimed rounds at the start"),
             "--bandwidth": _BANDWIDTH,
             "--compute-ms": one(float, 0, "ms per step that experts sleep (0: they compute)"),
         },
@@ -140,7 +144,10 @@ CASES = {
             "--dtype": some_of(_DTYPES, ["float32"]),
             "--peers": some_of(PEER_NAMES, PEER_NAMES, "PEER") | {"nargs": "*"},
             "--activations": some_of(ACTIVATIONS, ACTIVATIONS),
+            "--minutes": one(float, None, "minutes after which no further shape starts"),
+            "--check-memory": flag("measure only what is saved for backward"),
             "--plot": one(Path),
+            "--profile": one(Path, None, "text file for the profile of our kernels"),
         },
     ),
     "lstm": Case(

@@ -5,8 +5,9 @@
     moe-lab benchmark distributed --processes 2 --bandwidth 200 --compute-ms 200
     moe-lab benchmark distributed --group-size 16 --experts 64 --k 2    # hierarchical
     moe-lab benchmark distributed --json distributed.json
+    torchrun --nproc-per-node 8 -m moe_lab benchmark distributed --processes 1 8 --device cuda
 
-The command starts its own ranks. A step is the
+Without torchrun, the command starts its own ranks (gloo on the CPU, NCCL on CUDA). A step is the
 forward and backward pass of a `MoE` layer. Backward starts from a gradient of y and the balancing
 losses and ends at x and all parameters. --tokens and --experts are per rank, so a rank has the same
 number of rows at every world size (Sec. 3.1). The gate's gradients are not all-reduced.
@@ -86,7 +87,7 @@ def run(args: Any) -> int:
         f"T = {args.tokens} and E = {args.experts} per rank, k = {args.k}, D = {args.width}, "
         f"F = {args.hidden}, "
         + (f"groups of {args.group_size}, " if args.group_size else "")
-        + f"float32 on cpu, {args.rounds} rounds, link {link}"
+        + f"{args.dtype} on {args.device}, {args.rounds} rounds, link {link}"
         + (f", experts that sleep for {args.compute_ms:g} ms" if args.compute_ms else "")
     )
     print(title)

@@ -4,7 +4,6 @@
 """
 
 import gc
-import importlib.metadata
 import json
 import sys
 import time
@@ -24,7 +23,7 @@ from moe_lab.benchmarks.harness import (
     pinned,
     ratio,
 )
-from moe_lab.benchmarks.memory import peak_allocated_mib
+from moe_lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib
 from moe_lab.benchmarks.roofline import Work, gemm_probe, limit, stream_probe
 from moe_lab.benchmarks.shapes import Shape
 from moe_lab.files import write_json
@@ -246,6 +245,7 @@ def measure_all(
     todo: Sequence[tuple[str, str, Callable[[], T]]],
     examine: Callable[[str, T, dict[str, Any]], None],
     args: Any,
+    **more: Any,
 ) -> dict[str, Any]:
     """Measures problems in sequence; returns the record, which is written after each problem.
 
@@ -253,17 +253,23 @@ def measure_all(
         todo: each problem: its name, a text that describes it, and a function that makes it.
         examine: measures a problem and adds the result to the record.
         args: the options. `json` is the file of the record.
+        more: further entries of the record.
     """
     args.long = LONG_ON_CPU if args.device == "cpu" else LONG_ON_GPU
     args.clock = clock_of(args.device)
+    if args.keep_freed_memory:
+        keep_freed_memory()
     record: dict[str, Any] = {
         "environment": environment(args.device),
-        "versions": _version_of_transformers(),
         "arguments": args.arguments,
-        "results": [],
-        "left_out": [],
+        **{"results": [], "left_out": []},
+        **more,
     }
+    start = time.monotonic()
     for name, text, make in progress(todo, "problems", "problem"):
+        if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
+            record["left_out"].append(f"{text}: the time limit was reached")
+            continue
         try:
             examine(name, make(), record)
         except torch.OutOfMemoryError:
@@ -274,13 +280,6 @@ def measure_all(
         if args.device != "cpu":
             torch.cuda.empty_cache()
     return record
-
-
-def _version_of_transformers() -> str:
-    try:
-        return f"transformers {importlib.metadata.version('transformers')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "no transformers"
 
 
 def results_of(record: Mapping[str, Any]) -> list[Row]:
@@ -302,7 +301,7 @@ def read_merged(args: Any) -> dict[str, Any]:
     )
     lists = {
         key: [each for record in records for each in record.get(key, [])]
-        for key in ("left_out", "warnings")
+        for key in ("memory", "routing", "left_out", "warnings")
         if key in records[0]
     }
     environments = "; ".join(dict.fromkeys(record["environment"] for record in records))

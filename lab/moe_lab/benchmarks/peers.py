@@ -1,5 +1,9 @@
-"""Implementations of Eq. 1 for given gates, in moe_ext and elsewhere, on the same weights."""
+"""Implementations of Eq. 1 for given gates, in moe_ext and elsewhere, on the same weights.
 
+A package is imported only when its implementation is built.
+"""
+
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -281,6 +285,23 @@ def _hf(implementation: str, problem: Problem) -> Peer:
     )
 
 
+def _scattermoe(name: str, problem: Problem) -> Peer:
+    """Builds ScatterMoE's multilayer perceptrons: one Triton kernel per GEMM."""
+    package = importlib.import_module("scattermoe.mlp")
+    first, second = problem.transposed
+    T, E, k, d, _, _ = problem.shape
+    gated = problem.activation == "swiglu"
+    shift = problem.hidden if gated else 0  # ScatterMoE activates the second half
+    layer = getattr(package, name)(d, 1, E, k, activation=nn.SiLU() if gated else nn.ReLU())
+    layer.experts.weight = nn.Parameter(first.roll(shift, dims=1))
+    layer.output_experts.weight = nn.Parameter(second)
+    return Peer(
+        [layer.experts.weight, layer.output_experts.weight],
+        lambda x, gates: layer(x, gates, problem.expert_index),
+        lambda found: [found[0].roll(-shift, dims=1).transpose(1, 2), found[1].transpose(1, 2)],
+    )
+
+
 def hf_extra(
     implementation: str, problem: Any, backward: bool, expert_index: Tensor | None = None
 ) -> Extra:
@@ -298,11 +319,108 @@ def hf_extra(
     return Extra(memory=(1 + backward) * copies * weight_bytes)
 
 
+def _groups(problem: Problem) -> tuple[int, int, int]:
+    """Returns the flops of one-hot dispatch, experts and combine, a group's size and capacity.
+
+    The group size minimizes the flops in forward, padding included. The capacity, the rows of a
+    group for each expert, drops no token.
+    """
+    T, E, _, d, _, _ = problem.shape
+    found = []
+    for size in [T >> n for n in range(8) if T % (1 << n) == 0 and T >> n >= 32] or [T]:
+        group = torch.arange(T, device=problem.device).div(size, rounding_mode="floor")
+        counts = (group[:, None] * E + problem.expert_index).flatten().bincount()
+        capacity = int(counts.max())
+        places = T // size * E * capacity
+        found.append((places * 4 * d * (size + problem.hidden), size, capacity))
+    return min(found)
+
+
+def _one_hot_extra(problem: Problem, backward: bool) -> Extra:
+    flops, _, capacity = _groups(problem)
+    T, E, *_ = problem.shape
+    one_hot = problem.x.element_size() * T * E * capacity  # [b, n, E, c]
+    factor = 3 if backward else 1
+    return Extra(memory=3 * factor * one_hot, flops=factor * flops)
+
+
+class _GivenGate(nn.Module):
+    """Replaces a layer's gate: returns one-hot tensors [b, n, E, c] for dispatch and combine."""
+
+    def __init__(self, problem: Problem, losses: int) -> None:
+        super().__init__()
+        T, E, k, *_ = problem.shape
+        _, size, capacity = _groups(problem)
+        token = torch.arange(T, device=problem.device)[:, None].expand(T, k)
+        group = token.div(size, rounding_mode="floor")
+        target = group * E + problem.expert_index
+        plan = ops.dispatch_plan(target, T // size * E)
+        position = plan.inverse - plan.offsets[target]
+        self.where = (group, token % size, problem.expert_index, position)
+        self.size = (T // size, size, E, capacity)
+        self.dispatch = problem.x.new_zeros(self.size).index_put(self.where, problem.x.new_ones(()))
+        self.losses = losses
+        self.gates = problem.gates
+
+    def forward(self, x: Tensor, **unused: object) -> tuple[Tensor, ...]:
+        combine = torch.zeros_like(self.dispatch).index_put(self.where, self.gates)
+        return self.dispatch, combine, *[x.new_zeros(())] * self.losses
+
+
+def _in_layer(
+    problem: Problem, layer: nn.Module, losses: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    gate = layer.gate = _GivenGate(problem, losses)
+
+    def forward(x: Tensor, gates: Tensor) -> Tensor:
+        gate.gates = gates
+        b, n = gate.size[:2]
+        return layer(x.view(b, n, -1))[0].reshape(x.shape)
+
+    return forward
+
+
+def mixture_of_experts(problem: Problem) -> Peer:
+    """Builds lucidrains' mixture-of-experts with given gates; its capacity drops no token."""
+    package = importlib.import_module("mixture_of_experts.mixture_of_experts")
+    d, E = problem.shape.d_model, problem.shape.num_experts
+    experts = package.Experts(d, 1, hidden_dim=1, activation=nn.ReLU)
+    parameters: list[Tensor] = [*map(nn.Parameter, problem.weights)]
+    experts.w1, experts.w2 = parameters
+    layer = package.MoE(d, num_experts=E, experts=experts)
+    return Peer(parameters, _in_layer(problem, layer, losses=1))
+
+
+def st_moe_pytorch(problem: Problem) -> Peer:
+    """Builds lucidrains' st-moe-pytorch with given gates; an expert has two nn.Linear."""
+    package = importlib.import_module("st_moe_pytorch.st_moe_pytorch")
+    d, E = problem.shape.d_model, problem.shape.num_experts
+    first, second = ([nn.Parameter(w.t()) for w in stacked] for stacked in problem.weights)
+
+    def linear(weight: nn.Parameter) -> nn.Linear:
+        layer = nn.Linear(1, 1, bias=False, device="meta")
+        layer.weight = weight
+        return layer
+
+    pairs = zip(first, second, strict=True)
+    networks = [nn.Sequential(linear(a), nn.ReLU(), linear(b)) for a, b in pairs]
+    layer = package.MoE(d, num_experts=E, experts=nn.ModuleList(networks))
+    return Peer(
+        [*first, *second],
+        _in_layer(problem, layer, losses=2),
+        lambda found: [[g.t() for g in found[:E]], [g.t() for g in found[E:]]],
+    )
+
+
 PEERS = {
     "mask loop": Kind("relu", mask_loop),
     "sort + slices": Kind("relu", sort_and_slices),
     "sort + split": Kind("relu", sort_and_split),
     "sort + grouped_mm": Kind("relu", _sort_and_grouped_mm),
+    "mixture-of-experts": Kind("relu", mixture_of_experts, _one_hot_extra),
+    "st-moe-pytorch": Kind("relu", st_moe_pytorch, _one_hot_extra),
+    "ScatterMoE": Kind("relu", partial(_scattermoe, "MLP")),
+    "ScatterMoE GLU": Kind("swiglu", partial(_scattermoe, "GLUMLP")),
     "HF eager": Kind("swiglu", partial(_hf, "eager"), partial(hf_extra, "eager")),
     "HF grouped_mm": Kind("swiglu", partial(_hf, "grouped_mm")),
     "HF batched_mm": Kind("swiglu", partial(_hf, "batched_mm"), partial(hf_extra, "batched_mm")),

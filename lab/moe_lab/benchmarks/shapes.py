@@ -10,6 +10,7 @@ ACTIVATIONS = ("relu", "swiglu")
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")  # of transformers
 PEER_NAMES = (
     *("mask loop", "sort + slices", "sort + split", "sort + grouped_mm"),
+    *("mixture-of-experts", "st-moe-pytorch", "ScatterMoE", "ScatterMoE GLU"),
     *(f"HF {name}" for name in ("eager", "grouped_mm", "batched_mm")),
 )
 

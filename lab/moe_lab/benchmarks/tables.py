@@ -114,6 +114,19 @@ def print_results(results: Sequence[Row]) -> None:
         print(f"\nNot timed:\n{remarks}", end="")
 
 
+def print_routing(found: Sequence[dict[str, Any]]) -> None:
+    names, limits = list(found[0]["ms"]), list(found[0]["limit_ms"])
+    lines = [
+        [", ".join(map(str, each["shape"]))]
+        + [f"{Quartiles(*each['ms'][name]):.4g}" for name in names]
+        + [f"{each['limit_ms'][name]:.4g}" for name in limits]
+        for each in found
+    ]
+    print("\nRouting: time in ms from the gate's logits to the dispatch plan\n")
+    header = ["T, E, k", *names, *(f"limit, {name}" for name in limits)]
+    print(markdown_table(header, lines), end="")
+
+
 def _print_speed_up(results: Sequence[Row], field: str) -> None:
     """Prints moe_ext's speed-up, relative to the first value of `field` (threads or dtype)."""
 
@@ -135,16 +148,36 @@ def _print_speed_up(results: Sequence[Row], field: str) -> None:
         print(markdown_table(["shape", "activation", "type", "on", *PASSES], lines), end="")
 
 
+def _print_memory(found: Sequence[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for each in found for name in each["kept"]))
+    lines = []
+    for each in found:
+        x, hidden = each["x"], each["hidden"]
+        kept = [each["kept"].get(name) for name in names]
+        lines.append(
+            [*(each[key] for key in ("name", "dtype", "activation"))]
+            + [f"{size / 2**20:.1f}" for size in (x, hidden)]
+            + [number(size and size / (x + hidden), ".2f") for size in kept]
+        )
+    print("Saved for backward without the weights, divided by x + hidden\n")
+    header = ["shape", "type", "activation", "x, MiB", "hidden, MiB", *names]
+    print(markdown_table(header, lines), end="")
+
+
 def print_report(record: dict[str, Any], results: Sequence[Row]) -> None:
     """Prints the tables of a run of the layer's benchmark, finished or not, from its record."""
     print(record["environment"], record["versions"], sep="\n")
     occasions = max((result.occasions for result in results), default=1)
     if occasions > 1:
         print(f"Medians over up to {occasions} runs (minimum-maximum)")
+    if record["memory"]:
+        _print_memory(record["memory"])
     if results:
         print_results(results)
         _print_speed_up(results, "threads")
         _print_speed_up(results, "dtype")
+    if record["routing"]:
+        print_routing(record["routing"])
     if record["left_out"]:
         print("\nLeft out:", *record["left_out"], sep="\n- ")
 

@@ -48,6 +48,7 @@ With --output, the command writes transformers_experts.md, .json and .png to a f
 """
 
 import importlib
+import importlib.metadata
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -98,7 +99,7 @@ def run(args: Any) -> int:
 def _measure(args: Any) -> dict[str, Any]:
     """Measures all problems; returns the record of the run."""
     require_transformers("--implementations", "moe_ext.integrations.transformers", "benchmark")
-    args.device = "cpu"
+    args.device, args.minutes = "cpu", None
     todo = [
         (name, name, partial(Problem, name, num_experts, getattr(torch, dtype), args.tokens))
         for dtype in args.dtype
@@ -109,8 +110,9 @@ def _measure(args: Any) -> dict[str, Any]:
         record["results"] += measurement.measure(name, problem, args.implementations, args)
         record["warnings"] = list(dict.fromkeys(str(each.message) for each in caught))
 
+    version = f"transformers {importlib.metadata.version('transformers')}"
     with warnings.catch_warnings(record=True) as caught:  # a warning says what moe_ext cannot run
-        return measurement.measure_all(todo, examine, args)
+        return measurement.measure_all(todo, examine, args, versions=version, warnings=[])
 
 
 class Task(NamedTuple):
@@ -284,6 +286,6 @@ def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
         parts += [f"## Peak memory, {dtype}\n", what, peak_table(first)]
     if remarks := list_of_remarks(results):
         parts += ["## Not timed\n", remarks]
-    if record.get("warnings"):
+    if record["warnings"]:
         parts += ["## Warnings\n", "".join(f"- {each}\n" for each in record["warnings"])]
     return "\n".join(parts)
