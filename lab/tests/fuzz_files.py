@@ -6,8 +6,7 @@
 
 A loader accepts a corrupted file only if the result is valid. Otherwise it refuses the file as the
 commands do: status 2 and one sentence that names the file. The loader does not write, warn, crash
-or hang, and its memory is bounded. Some refused files are also given to the real command. Each file
-depends only on `SEED`, its kind and its number.
+or hang, and its memory is bounded. Each file depends only on `SEED`, its kind and its number.
 
 Prints the numbers of each kind, and each failure with the command that replays it. Status 1: a
 loader failed.
@@ -36,7 +35,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from moe_lab import __main__ as command
 from moe_lab.cli import exit_status
 from moe_lab.commands import compare, train
 from moe_lab.data import EncodedPairs, Vocabulary, Wordpieces
@@ -176,7 +174,7 @@ class Kind(NamedTuple):
         files: shell patterns of the files to corrupt.
         load: reads the files of a folder as the commands do; the second argument is the corrupted
             file. Asserts that the result is valid.
-        command: arguments of ``moe-lab`` that read the corrupted file and write to "output".
+
         sign: makes the checksum of a corrupted file valid again.
         huge: size in bytes of a huge file without content.
     """
@@ -185,7 +183,6 @@ class Kind(NamedTuple):
     make: Any
     files: list[str]
     load: Any
-    command: Any
     sign: Any = None
     huge: int = 2**40
 
@@ -288,13 +285,10 @@ def make_table(folder):
     write(folder / "aligned", "fr", "{1}\n")
 
 
-def options_of_pairs(folder, corpus):
-    return [f"data.corpus={corpus}", f"data.wordpieces={folder / 'wordpieces.model'}"]
-
-
 def data_of_pairs(folder, corpus):
     config, *options = SMALL_MT
-    return read_config(config, [*options, *options_of_pairs(folder, corpus)]).data
+    places = [f"data.corpus={corpus}", f"data.wordpieces={folder / 'wordpieces.model'}"]
+    return read_config(config, [*options, *places]).data
 
 
 def make_encoded(folder):
@@ -347,16 +341,12 @@ def run_config(folder):
     return read_config(config, [*options, *places], Config)
 
 
-def comparison(folder, output):
-    places = [f"data.corpus={folder / 'corpus'}", "--output", str(output)]
-    return [*SMALL, *places, "--seeds", "1"]
-
-
 def make_results(folder):
     write(folder / "corpus", "txt")
     config = run_config(folder)
     train_and_test(config, load_text(config.data))
-    compare.main(comparison(folder, folder / "compared"))
+    places = [f"data.corpus={folder / 'corpus'}", f"--output={folder / 'compared'}"]
+    compare.main([*SMALL, *places, "--seeds", "1"])
 
 
 def load_results(folder, file):
@@ -364,11 +354,8 @@ def load_results(folder, file):
         for record in read_metrics(file.parent):
             assert isinstance(record["step"], int) and record["kind"] in ("train", "dev")
     elif file.name == "comparison.json":
-        study = Comparison(
-            argparse.Namespace(
-                name="comparison", config=SMALL[0], overrides=[], against=[], output=file.parent
-            )
-        )
+        options = {"config": SMALL[0], "overrides": [], "against": [], "output": file.parent}
+        study = Comparison(argparse.Namespace(name="comparison", **options))
         page = study.store.page(study.store.read(), study.page)
         assert page is None or page.as_markdown("comparison").startswith("# ")
     else:
@@ -377,69 +364,34 @@ def load_results(folder, file):
         assert len(read_test(Path(config.output), config.steps, text)) == len(text.test)
 
 
-def training(folder, *options):
-    return ["train", *SMALL, f"data.corpus={folder / 'corpus'}", "output=output", *options]
-
-
-def training_mt(folder, corpus, *options):
-    return ["train", *SMALL_MT, *options_of_pairs(folder, corpus), "output=output", *options]
-
-
-def command_of_encoded(folder, file):
-    if not file.is_relative_to(folder / "ids"):
-        return training_mt(folder, folder / "table", f"data.encoded={folder / 'pairs'}")
-    vocabulary = f"data.vocabulary={folder / 'vocabulary.txt'}"
-    return training(folder, vocabulary, f"data.encoded={folder / 'ids'}")
-
-
-def command_of_results(folder, file):
-    if file.name == "metrics.jsonl":
-        return ["train", str(folder / "moe-seed1/config.toml"), "steps=3", "resume=true"]
-    name = "compared" if file.name == "comparison.json" else "."
-    return ["compare", *comparison(folder, folder / name)]
-
-
 KINDS = [
-    Kind(
-        "config", make_config, ["*.toml"], load_config,
-        lambda folder, file: ["train", str(file), "output=output"],
-    ),
+    Kind("config", make_config, ["*.toml"], load_config),
     Kind(
         "vocabulary", make_vocabulary, ["*.txt"],
         lambda folder, file: check(load_text(data_of(folder, file))),
-        lambda folder, file: training(folder, f"data.vocabulary={file}"),
     ),
     Kind(
         "text", make_text, ["text.*"],
         lambda folder, file: check(load_text(DataConfig(corpus=str(file)))),
-        lambda folder, file: (
-            f"prepare-data text --workers 0 --output output --from {file}".split()
-        ),
     ),
     Kind(
         "table", make_table, ["table/*", "aligned/*"],
         lambda folder, file: check(load_text(data_of_pairs(folder, file.parent))),
-        lambda folder, file: training_mt(folder, file.parent),
     ),
     Kind(
         "wordpieces", write_table, ["wordpieces.model"],
         lambda folder, file: check(load_text(data_of_pairs(folder, folder / "table"))),
-        lambda folder, file: training_mt(folder, folder / "table"),
     ),
-    Kind(
-        "encoded", make_encoded, ["ids/*/*", "pairs/*/*.json", "pairs/*/*/*"], load_encoded,
-        command_of_encoded,
-    ),
+    Kind("encoded", make_encoded, ["ids/*/*", "pairs/*/*.json", "pairs/*/*/*"], load_encoded),
     Kind(
         "checkpoint", make_run,
         ["run/checkpoints/latest", "run/checkpoints/*/*", "run/checkpoints/*/.metadata"],
-        load_checkpoint, lambda folder, file: ["evaluate", str(folder / "run")],
-        sign=sign, huge=2**30,  # the checksum reads the whole file
+        load_checkpoint, sign, huge=2**30,  # the checksum reads the whole file
     ),
     Kind(
         "results", make_results,
         ["compared/comparison.json", "moe-seed1/metrics.jsonl", "moe-seed1/test_nll-*.pt"],
-        load_results, command_of_results,
+        load_results,
     ),
 ]  # fmt: skip
 KINDS = {kind.name: kind for kind in KINDS}
@@ -490,7 +442,7 @@ def wrong(status, error, folder):
     return None
 
 
-def judge(kind, folder, file, how, with_command):
+def judge(kind, folder, file, how):
     """Loads a corrupted file.
 
     Returns:
@@ -504,12 +456,6 @@ def judge(kind, folder, file, how, with_command):
         if status == 0:
             return ("failed", f"a warning: {error}") if error else ("accepted", "")
         found = wrong(status, error, folder)
-        if with_command and not found:
-            sys.argv = ["moe-lab", *kind.command(folder, file)]
-            found = wrong(*run(command.main, how == "no permission"), folder)
-            if Path("output").exists():
-                found = f"wrote {os.listdir('output')}"
-            found = found and f"{' '.join(sys.argv)}: {found}"
     except BaseException:
         return "failed", traceback.format_exc(limit=-6)
     return ("failed", found) if found else ("refused", error)
@@ -528,7 +474,7 @@ class Judged(NamedTuple):
     message: str
 
 
-def judge_all(kind, numbers, commands, place, pipe):
+def judge_all(kind, numbers, place, pipe):
     """Sends a Judged for each file."""
     faulthandler.disable()  # pytest's would write to the terminal
     warnings.simplefilter("always", UserWarning)
@@ -545,7 +491,7 @@ def judge_all(kind, numbers, commands, place, pipe):
         shutil.copytree(place / "intact", folder)
         file, how = corrupt(kind, folder, number)
         with contextlib.redirect_stdout(io.StringIO()):
-            result = judge(kind, folder, file, how, number < commands)
+            result = judge(kind, folder, file, how)
         pipe.send(Judged(number, str(file.relative_to(folder)), how, *result))
 
 
@@ -555,17 +501,8 @@ def make_files(kind, folder):
         kind.make(folder)
 
 
-def fuzz(kind, numbers, commands=0):
-    """Judges the files of some numbers, in child processes.
-
-    Args:
-        kind: the kind of the files.
-        numbers: the numbers of the files.
-        commands: also give a refused file to the real command if its number is below this.
-
-    Yields:
-        The results in the order of the numbers.
-    """
+def fuzz(kind, numbers):
+    """Judges the files of some numbers in child processes; yields the results in their order."""
     fork = multiprocessing.get_context("fork")
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=memory) as place:
@@ -580,7 +517,7 @@ def fuzz(kind, numbers, commands=0):
         numbers = list(numbers)
         while numbers:
             here, there = fork.Pipe(duplex=False)
-            child = fork.Process(target=judge_all, args=(kind, numbers, commands, place, there))
+            child = fork.Process(target=judge_all, args=(kind, numbers, place, there))
             child.start()
             there.close()
             with contextlib.suppress(EOFError):
@@ -616,7 +553,7 @@ def main(arguments=None):
     print(f"{'kind':12}{'files':>8}{'accepted':>10}{'refused':>9}{'failed':>8}", flush=True)
     for name in options.kinds:
         counts = Counter()
-        for each in fuzz(KINDS[name], numbers, commands=50 if options.only is None else 10**9):
+        for each in fuzz(KINDS[name], numbers):
             counts[each.result] += 1
             if each.result == "failed":
                 print(replay(name, each), flush=True)

@@ -27,108 +27,6 @@ def runs_of(names):
     return Runs({parse_arm(name): runs for name, runs in names.items()})
 
 
-def test_claims():
-    """Each doubling of the experts lowers ln(ppl) by 0.01; the widening is half of that."""
-    results = {
-        arm: {seed: result(4 - 0.01 * math.log2(n), 5 - 0.005 * math.log2(n)) for seed in (1, 2, 3)}
-        for arm, n in study.MIXTURES.items()
-    }
-    results |= {dense: {seed: result(4.0) for seed in (1, 2)} for dense in study.DENSE}
-    results[study.LARGE] = {seed: result(3.9) for seed in (1, 2, 3)}
-    # The runs with the usual settings end 0.5 above the best ones.
-    usual = {
-        arm: {seed: run | {"test_nll": run["test_nll"] + 0.5} for seed, run in runs.items()}
-        for arm, runs in results.items()
-    }
-    usual["moe-4"] = results["moe-4"]
-    claims = page_of.claims_of_length(runs_of(results), runs_of(usual), 1)
-    found = {(c.claim, c.compared): c.difference for c in claims}
-    assert page_of.slope(results).mean == pytest.approx(-0.01)
-    means = [gap.mean for (_, what), gap in found.items() if what.endswith("against moe-4")]
-    assert means == pytest.approx([-0.02, -0.04, -0.06])
-    steps = [gap.mean for (claim, _), gap in found.items() if claim.startswith("each increase")]
-    assert steps == pytest.approx([-0.02, -0.02])
-    dense = [gap for (_, what), gap in found.items() if "against moe-1-wide" in what]
-    assert [gap.mean for gap in dense] == pytest.approx([-0.04, -0.06, -0.08])
-    assert all(gap.low is None for gap in dense)  # two seeds decide nothing
-    assert found[
-        "more operations lower the perplexity of a large mixture", "moe-64-2x against moe-64"
-    ].mean == pytest.approx(-0.1 + 0.06)
-    widening = [gap.mean for (claim, _), gap in found.items() if claim.startswith("more training")]
-    assert widening == pytest.approx([0.49, 0.48, 0.47])
-    results["moe-64"] = {}
-    assert page_of.slope(results) is None
-
-
-def test_longer_training():
-    """The longer training adds 0.005 to each doubling of the experts; claims compare its models."""
-
-    def results_with(doubling):
-        return {
-            model: {
-                seed: result(4 - doubling * math.log2(study.MIXTURES.get(model, 1)))
-                for seed in (1, 2, 3)
-            }
-            for model in study.MODELS
-        }
-
-    def claims_of(results):
-        return page_of.claims(runs_of(results), runs_of(results))
-
-    longer = {f"{model} x4": runs for model, runs in results_with(0.015).items()}
-    results = results_with(0.01) | longer
-    claims = claims_of(results)
-    assert claims[:-3] == page_of.claims_of_length(runs_of(results), runs_of(results), 4)
-    assert claims[0].compared == "moe-16 x4 against moe-4 x4"
-    assert [c.difference.mean for c in claims[-3:]] == pytest.approx([-0.01, -0.02, -0.03])
-    assert all("with x4 minus difference without it" in c.compared for c in claims[-3:])
-    # Three seeds of a shorter training decide more than one of a longer training.
-    one_seed = results | {"moe-4 x4": {1: results["moe-4 x4"][1]}}
-    compared = [c.compared for c in claims_of(one_seed)]
-    assert compared[:3] == [f"{m} against moe-4" for m in ("moe-16", "moe-64", "moe-256-h")]
-    del results["moe-64 x4"][2], results["moe-4"][3]
-    assert page_of.gain(runs_of(results), "moe-64", 1, 4).num_seeds == 1
-    # A model that has trained for less is compared with the others at its number of steps.
-    results["moe-64 x4"] = {}
-    claims = claims_of(results)
-    assert [c.compared for c in claims[:3]] == [
-        "moe-16 x4 against moe-4 x4", "moe-64 against moe-4", "moe-256-h x4 against moe-4 x4",
-    ]  # fmt: skip
-    assert claims[5].difference == page_of.slope(results)
-    assert "moe-64 against" not in "".join(c.compared for c in claims[-2:])
-    # moe-4 has not trained for longer.
-    results["moe-4 x4"] = {}
-    compared = [c.compared for c in claims_of(results)]
-    assert compared[0] == "moe-16 against moe-4" and not any("with x4 minus" in c for c in compared)
-    assert "moe-256-h x4 against 4xlstm x4" in compared
-    one = {"4xlstm x4": {1: ()}, "moe-4 x8": {1: ()}}
-    assert page_of.lengths_of(runs_of(one)) == []
-    assert page_of.lengths_of(runs_of(one | {"moe-16 x4": {1: ()}})) == [4]
-
-
-def test_spread_over_the_seeds():
-    results = {"a": {1: result(3.0, dev=4.0), 2: result(3.2, dev=4.1)}, "b": {1: result(9.0)}}
-    text = page_of.spread_sentence(runs_of(results))
-    assert "0.141 on the test part and 0.071 on the dev part" in text
-    assert page_of.spread_sentence(runs_of({"b": results["b"]})) == ""
-
-
-def test_found_names_the_mixture_that_is_best_on_dev():
-    results = {"moe-16": {1: result(2.99, dev=3.2)}, "moe-4": {1: result(3.0, dev=3.3)}}
-    text = page_of.found(runs_of(results))
-    assert "is moe-16." in text and "-1.00% (one seed, not decided) from moe-4." in text
-    results["moe-4"] = {1: result(3.0, dev=3.1)}
-    text = page_of.found(runs_of(results))
-    assert text == "The mixture with the lowest dev perplexity is moe-4."
-    # The comparison has the same number of training steps.
-    results |= {"moe-64 x4": {1: result(2.5, dev=2.7)}, "4xlstm x4": {1: result(2.6)}}
-    text = page_of.found(runs_of(results))
-    assert text.endswith(
-        "is moe-64 x4. The change of its test perplexity is "
-        "-9.52% (one seed, not decided) from 4xlstm x4."
-    )
-
-
 def test_each_model_has_its_best_options():
     """The dev part selects among all options of a model and a length, on their common seeds."""
     names = {
@@ -175,7 +73,7 @@ def run(corpus, tmp_path, *options):
             f"--runs={tmp_path / 'runs'}",
             f"--output={tmp_path / 'results'}",
             *options,
-        ],
+        ]
     )
 
 
@@ -259,24 +157,3 @@ def test_all_models_have_equal_operations(corpus, tmp_path):
     page = (tmp_path / "results" / "capacity_prose.md").read_text()
     assert page.startswith("# More experts: English prose\n")
     assert "--text prose data.corpus=CORPUS steps=1 " in page
-
-
-def test_an_arm_with_another_rate_or_dropout(corpus, tmp_path):
-    trials = ("rate 0.016", "rate 0.016 experts 0.008", "dropout 0.1")
-    arms = [f"moe-4 {trial}" for trial in trials]
-    stored = run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4", "4xlstm", *arms)
-    found = []
-    for arm in arms:
-        folder = tmp_path / "runs" / "sources" / f"{arm.replace(' ', '-')}-seed1"
-        config = read_config(folder / "config.toml")
-        optimizer = config.optimizer
-        found.append(
-            (optimizer.learning_rate, optimizer.expert_learning_rate, config.model.dropout)
-        )
-    assert found == [(0.016, 0, 0), (0.016, 0.008, 0), (0.008, 0, 0.1)]
-    options = {each["arm"]: each["options"] for each in stored.runs}
-    assert options["moe-4 dropout 0.1"] == {"model.dropout": 0.1}
-    best = page_of.best_arms(stored.by_arm())[Arm("moe-4")].trial
-    page = (tmp_path / "results" / "capacity_sources.md").read_text()
-    assert f"| moe-4 | {best or 'rate 0.008, dropout 0'} |" in page
-    assert page.count("\n| moe-4 | ") == 2  # the table of the models, and that of the options

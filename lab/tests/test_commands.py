@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -57,20 +56,14 @@ def test_train_reports_model_text_and_result(run, corpus, capsys):
     assert read_config(run / "config.toml").steps == 8
 
 
-def test_resuming_a_finished_run_without_dev_metrics(run, tmp_path, capsys):
-    folder = shutil.copytree(run, tmp_path / "run")
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(line for line in lines if '"dev"' not in line))
-    train.main([str(folder / "config.toml"), f"output={folder}", "resume=true"])
-    assert "done    8 steps" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("options", "part"),
     [
         (["model.droput=0.1"], "did you mean model.dropout?"),
         (["model.moe.k=9"], "model.moe.k must"),
         (["data.corpus=/nowhere/text"], "there is no corpus at /nowhere/text"),
+        (["data.corpus={broken}"], "broken, line 1 must"),
+        (["data.vocabulary={broken}"], "broken, line 1 must"),
         (["output={run}"], "is not empty; continue the run in it with resume=true"),
         (["output={run}", "resume=true", "model.d_model=16"], "model.d_model must"),
         (["output={run}", "resume=true", "data.vocab_size=20"], "data.vocab_size must"),
@@ -78,7 +71,8 @@ def test_resuming_a_finished_run_without_dev_metrics(run, tmp_path, capsys):
 )
 def test_train_rejects_options_with_status_2(run, corpus, capsys, tmp_path, options, part):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    options = [option.format(run=run) for option in options]
+    (tmp_path / "broken").write_bytes(b"\xff\xff")
+    options = [option.format(run=run, broken=tmp_path / "broken") for option in options]
     status, error = status_and_error(
         capsys, train, CONFIG, *TINY, f"data.corpus={corpus}", f"output={tmp_path / 'x'}", *options
     )

@@ -99,19 +99,6 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
     os.close(reader)
 
 
-def test_a_vocabulary_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    path = tmp_path / "vocabulary.txt"
-    Vocabulary(["a", "</s>", "<unk>"]).save(path)
-
-    def full(handle):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="disk full"):
-        Vocabulary(["b", "</s>", "<unk>"]).save(path)
-    assert "a" in Vocabulary.load(path) and list(tmp_path.iterdir()) == [path]
-
-
 def test_fingerprint_depends_on_words_and_order_only():
     words = ["a", "</s>", "<unk>"]
     expected = hashlib.sha256(b"a\n</s>\n<unk>").hexdigest()

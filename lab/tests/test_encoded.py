@@ -92,15 +92,6 @@ def test_an_error_in_a_later_piece_names_the_line_of_the_file(tmp_path):
         list(load_corpus(file, parts=["all"]).all)
 
 
-def test_counts_of_pieces_add_up(text):
-    train = load_corpus(text).train
-    counts = list(in_workers(Vocabulary.count, train.pieces, 2))
-    assert len(counts) == len(train.pieces) > 3
-    total = sum(counts[1:], start=counts[0])
-    assert total == Vocabulary.count(train)
-    assert Vocabulary.of_counts(total, 30).words == Vocabulary.build(train, 30).words
-
-
 # --- ids in files -------------------------------------------------------------------------------
 
 
@@ -292,24 +283,6 @@ def test_encoding_errors(text, tmp_path, vocabulary, monkeypatch, num_workers):
     with pytest.raises(CorpusError, match="the text of train changed while it was read"):
         encode()
     assert [path.name for path in ids.iterdir()] == [".lock"]
-
-
-def test_damaged_files_are_refused(text, tmp_path, vocabulary):
-    train = load_corpus(text).train
-    encode_to_files(train, vocabulary, tmp_path / "ids", name="train")
-    (folder,) = (tmp_path / "ids").glob("train-*")
-    about = json.loads((folder / "about.json").read_text())
-    assert about["vocabulary"] == vocabulary.fingerprint()
-    stream = folder / "stream.int32"
-    os.truncate(stream, stream.stat().st_size - 4)
-    message = "stream.int32 must"
-    with pytest.raises(CorpusError, match=message):
-        encode_to_files(train, vocabulary, tmp_path / "ids", name="train")
-    (folder / "about.json").write_text("{}")
-    with pytest.raises(CorpusError, match="num_tokens must be a whole number, got None"):
-        EncodedSentences.open(folder)
-    with pytest.raises(CorpusError, match="nowhere must"):
-        EncodedSentences.open(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 import torch
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.store import Runs
 from moe_lab.files import file_lock
 from moe_lab.studies import _facts as study
 from moe_lab.studies import facts
@@ -85,39 +84,6 @@ def test_a_layer_learns_what_fits_and_a_longer_text_no_more():
 def test_a_loss_that_is_not_finite_stops_the_run():
     with pytest.raises(FloatingPointError, match="moe-4-seed1: the loss is not finite"):
         study.run_of(Arm("moe-4"), 1, study.Settings(bits=0.2, epochs=3, rate=1e38))
-
-
-def table_of(density):
-    """Makes runs of three seeds: arm -> bits per parameter."""
-    return Runs(
-        {
-            Arm(arm): {
-                seed: {"parameters": 1000, "bits": 1000 * value + seed} for seed in (1, 2, 3)
-            }
-            for arm, value in density.items()
-        }
-    )
-
-
-def test_claims():
-    def verdicts(**density):
-        names = {f"moe-{key[1:]}" if key != "dense" else key: v for key, v in density.items()}
-        return [row[-1] for row in study.claims(table_of(names))]
-
-    equal = dict.fromkeys(("m4", "m16", "m64"), 1.0)
-    assert verdicts(**equal) == ["supported"] * 3
-    # The mean is 1.1, so 1.3 is 18% above it and 1.0 is 9% below it.
-    assert verdicts(**{**equal, "m64": 1.3}) == ["supported", "supported", "contradicted"]
-    assert verdicts(**equal, dense=0.5) == ["supported"] * 6
-    assert verdicts(**equal, dense=2.0)[3:] == ["contradicted"] * 3
-    two = table_of({"moe-4": 1.0})
-    del two[Arm("moe-4")][3]
-    assert [row[-1] for row in study.claims(two)] == ["not decided"]
-    assert "(two seeds, not decided)" in study.claims(two)[0][2]
-    # A mixture with fewer seeds than the others does not count yet.
-    growing = table_of({"moe-4": 1.0, "moe-16": 1.0, "moe-64": 9.0})
-    del growing[Arm("moe-64")][3]
-    assert [row[-1] for row in study.claims(growing)] == ["supported"] * 2
 
 
 def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 from fuzz_files import KINDS, Kind, fuzz, replay
 from moe_lab.errors import ConfigError
 
-FILES, COMMANDS = 20, 3  # of each kind, without --long
+FILES = 20  # of each kind, without --long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 all_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
@@ -18,7 +18,7 @@ all_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kin
 @all_kinds
 @pytest.mark.parametrize("number", [FILES, pytest.param(10_000, marks=pytest.mark.long)])
 def test_corrupted_files(kind, number):
-    results = list(fuzz(kind, range(number), COMMANDS if number == FILES else 250))
+    results = list(fuzz(kind, range(number)))
     assert [each.number for each in results] == list(range(number))
     assert {"accepted", "refused"} & {each.result for each in results}
     failed = [replay(kind.name, each) for each in results if each.result == "failed"]
@@ -81,5 +81,5 @@ def test_a_wrong_loader_is_noticed(monkeypatch, load, what):
         (folder / "file").write_bytes(b"abc")
 
     monkeypatch.setattr(fuzz_files, "WHOLE", {"empty": fuzz_files.WHOLE["empty"]})
-    (found,) = fuzz(Kind("broken", make, ["file"], load, lambda *_: []), range(1))
+    (found,) = fuzz(Kind("broken", make, ["file"], load), range(1))
     assert found.result == ("failed" if what else "refused") and (what or "") in found.message

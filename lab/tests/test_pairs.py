@@ -140,18 +140,6 @@ def test_pairs_are_encoded_once_for_each_text_and_choice(folder, wordpieces, tmp
     assert len(list(ids.glob("pairs-*"))) == 7 and not list(ids.glob(".encoding-*"))
 
 
-def test_damaged_files_are_refused(folder, wordpieces, tmp_path):
-    encode_pairs(train_texts(folder), wordpieces, folder=tmp_path / "ids")
-    (place,) = (tmp_path / "ids").glob("pairs-*")
-    (place / "about.json").write_text("{}")
-    with pytest.raises(CorpusError, match="names must be a list of texts, got None"):
-        encode_pairs(train_texts(folder), wordpieces, folder=tmp_path / "ids")
-    with (place / "target" / "stream.int32").open("ab") as file:
-        file.write(b"more")
-    with pytest.raises(CorpusError, match=r"target/stream.int32 must .*got \d+"):
-        EncodedPairs.open(place)
-
-
 def test_encoding_errors(folder, wordpieces):
     texts = train_texts(folder)
     with pytest.raises(ValueError, match="texts must .*got .*en-fr"):

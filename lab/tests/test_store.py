@@ -8,8 +8,7 @@ import pytest
 from filelock import FileLock
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, by_settings, parse_arm, study_parser
-from moe_lab.experiments.report import Claims, Command, Page, Plot
-from moe_lab.experiments.runs import commands_of, mean_curve
+from moe_lab.experiments.runs import mean_curve
 from moe_lab.experiments.store import Store, Stored, run_missing, shared_options
 from moe_lab.training.config import Config, TranslationConfig
 
@@ -122,28 +121,6 @@ def test_the_mean_curve_averages_the_log_perplexity():
     assert (first, second) == (100, 200)
     assert (ppl, last) == pytest.approx((2.718281828, 2.718281828))
     assert mean_curve({}) == []
-
-
-def test_commands_of_further_seeds_and_other_arms():
-    runs = [{"arm": "a", "seed": seed} for seed in (1, 2, 3)]
-    assert commands_of(["run"], runs, ["a"]) == "run"
-    runs += [{"arm": "a", "seed": 4}, {"arm": "a x2", "seed": 1}]
-    runs += [{"arm": arm, "seed": seed} for arm in ("b", "c") for seed in (2, 3)]
-    assert commands_of(["run"], runs, ["a"]).splitlines() == [
-        "run",
-        "run --seeds 4 --arms a",
-        "run --seeds 1 --arms 'a x2'",
-        "run --seeds 2 3 --arms b c",
-    ]
-
-
-def test_a_page_is_made_of_its_parts():
-    parts = ["text\n", "", Plot("curves", None), Claims("| claim |\n", []), Command("run\nagain")]
-    page = Page("Title", parts)
-    assert page.as_markdown("name") == (
-        "# Title\n\ntext\n\n![curves](name.png)\n\n| claim |\n\n```\nrun\nagain\n```\n"
-    )
-    assert page.part(Command).lines == "run\nagain" and Page("", ["text"]).part(Plot) is None
 
 
 NAMES = {

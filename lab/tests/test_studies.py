@@ -12,7 +12,6 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_change, verdict
 from moe_lab.experiments.runs import difference
-from moe_lab.experiments.store import Runs
 from moe_lab.studies import (
     _balanced,
     _efficiency,
@@ -89,25 +88,8 @@ def run_study(study, corpus, tmp_path, *options):
             f"--runs={tmp_path / 'runs'}",
             f"--output={tmp_path / 'results'}",
             *options,
-        ],
+        ]
     )
-
-
-def test_claims_about_a_larger_w_load():
-    """Max/mean load falls by the difference of w_load; all other metrics grow by it."""
-    results = {}
-    for arm in losses.WEIGHTS:
-        w_load = float(arm.partition(",")[2])
-        balance = dict.fromkeys(_routing.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
-        run = {"test_nll": w_load, "balance": balance}
-        results[Arm(arm)] = dict.fromkeys((1, 2, 3), run)
-    found = [row for row in _routing.comparisons(Runs(results)) if "max/mean" in row.claim]
-    assert [(row.compared, row.shown, row.verdict) for row in found] == [
-        ("0,0.2 against 0,0", "-0.200 [-0.200, -0.200]", "supported"),
-        ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "supported"),
-        ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "supported"),
-        ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "supported"),
-    ]
 
 
 def test_losses_are_reported(corpus, tmp_path):
@@ -308,8 +290,3 @@ def test_specialisation_rejects_arguments(run, corpus, tmp_path, capsys):
         with pytest.raises(SystemExit):
             specialisation.main([str(argument) for argument in arguments])
         assert "the folder of a run must be given, or --report instead" in capsys.readouterr().err
-
-
-def test_words_in_their_place_as_markdown():
-    in_place = _specialisation.in_place
-    assert in_place(["", "</s>", "a|b", "*", "x_y"]) == r"&lt;/s&gt; **a\|b** \* x\_y"

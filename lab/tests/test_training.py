@@ -22,13 +22,7 @@ from moe_lab.models import LanguageModel
 from moe_lab.training import device as device_module
 from moe_lab.training import folder as folder_module
 from moe_lab.training.checkpoint import checkpoints_of, load_run
-from moe_lab.training.config import (
-    Config,
-    DataConfig,
-    LogConfig,
-    read_config,
-    to_toml,
-)
+from moe_lab.training.config import Config, DataConfig, LogConfig, read_config, to_toml
 from moe_lab.training.device import set_up_torch
 from moe_lab.training.logging import RunLog, read_metrics
 from moe_lab.training.loop import Trainer, make_trainer

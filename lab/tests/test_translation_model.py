@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -14,14 +13,11 @@ from moe_lab.data import PairBatch
 from moe_lab.decoding import BeamSearch
 from moe_lab.models import (
     FeedForwardConfig,
-    LanguageModel,
-    LanguageModelConfig,
     MoEConfig,
     TranslationModel,
     TranslationModelConfig,
     evaluating,
 )
-from moe_lab.models.lstm import reversed_sentences
 from torch.nn import functional as F
 
 from moe_ext import MoE
@@ -207,13 +203,6 @@ def used(model):
     return [p for p in model.parameters() if p not in unused]
 
 
-def test_reverse():
-    x = torch.arange(12.0).view(2, 6, 1)
-    mask = torch.arange(6) < torch.tensor([[4], [6]])
-    reversed_x = reversed_sentences(x, mask).squeeze(2).tolist()
-    assert reversed_x == [[3, 2, 1, 0, 4, 5], [11, 10, 9, 8, 7, 6]]
-
-
 @pytest.mark.parametrize("encoder", ["parallel", "stacked"])
 @pytest.mark.parametrize("gate", GATES)
 def test_padding_changes_nothing(gate, encoder):
@@ -233,17 +222,6 @@ def test_padding_changes_nothing(gate, encoder):
         assert aux.token_offsets is not None or len(aux.gates) == sum(lengths)
     for actual, expected in zip(padded_gradients, gradients, strict=True):
         assert_exact(actual, expected)
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_a_batch_equals_its_sentences_one_by_one(gate):
-    model, batch = trained(gate), random_batch(*BATCH, padding=2)
-    nll = model.token_nll(batch).split(BATCH[1])
-    for b, (source_length, length) in enumerate(zip(*BATCH, strict=True)):
-        source = [part[b : b + 1, :source_length] for part in (batch.source, batch.source_mask)]
-        target = [part[b : b + 1, :length] for part in (batch.inputs, batch.targets, batch.mask)]
-        alone = PairBatch(*target, batch.sentence_index[b : b + 1], *source)
-        assert_exact(model.token_nll(alone), nll[b])
 
 
 def trained(gate="noisy", **changes):
@@ -409,16 +387,6 @@ def test_evaluation_draws_nothing():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_copies_and_pickles_after_a_forward():
-    model, batch = trained("balanced"), random_batch(*BATCH)
-    expected = model.token_nll(batch)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin.token_nll(batch), expected)
-    fresh = build("balanced")
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh.eval().token_nll(batch), expected)
-
-
 @pytest.mark.parametrize("between", ["moe", "ffn"])
 def test_autocast(between):
     model, batch = build("topk", between=between), random_batch(*BATCH)
@@ -503,21 +471,6 @@ def test_cost_worked_by_hand():
     assert counted.parameters == parameters + attention
     biases = 5 * 8 * UNITS + VOCAB
     assert counted.total_parameters == counted.parameters + 2 * D * VOCAB + biases + A
-
-
-def test_dense_layers_of_as_many_operations():
-    moe, wide, deep = (
-        cost(build(between=between, ffn=FeedForwardConfig(hidden_sizes=hidden)))
-        for between, hidden in (("moe", []), ("ffn", [20]), ("ffn", [10, 8, 10]))
-    )
-    gates = 2 * 2 * 8 * 6
-    assert wide.ops_per_timestep == moe.ops_per_timestep - gates
-    assert deep.ops_per_timestep == wide.ops_per_timestep
-
-
-def test_costs_of_language_models_leave_the_softmax_out():
-    model = LanguageModel(LanguageModelConfig(d_model=4, layers=["lstm"]), VOCAB)
-    assert cost(model).ops_per_timestep == 4 * 4 * 8
 
 
 @pytest.mark.parametrize(

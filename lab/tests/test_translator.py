@@ -180,15 +180,6 @@ def test_translations_come_while_lines_do(translator):
     assert next(results, None) is None
 
 
-def test_the_model_stays_as_it_was(translator, model):
-    (expected,) = translator()(["the tree"])
-    model.train()
-    (actual,) = translator()(["the tree"])
-    assert model.training
-    model.eval()
-    assert_same_translations(actual, expected)
-
-
 def test_language_to_translate_into(translator, wordpieces):
     (copied,), (turned_around,) = (
         next(translator(into=into)(["no leaf"])) for into in ("aa", "zz")

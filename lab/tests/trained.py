@@ -12,7 +12,6 @@ from moe_lab.training.config import config_from_dict, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.loop import make_trainer
 
-
 QUIET = {"tensorboard": False, "progress": False}  # options of the log
 
 
