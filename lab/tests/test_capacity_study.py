@@ -2,15 +2,17 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
+from moe_lab.analysis import cost
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.store import Runs
 from moe_lab.studies import _capacity as page_of
 from moe_lab.studies import capacity as study
-from moe_lab.training.config import read_config
-from moe_lab.training.logging import read_metrics
+from moe_lab.training.model import make_model
 from tiny import rebuilds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,98 +64,53 @@ def test_each_model_has_its_best_options():
 
 
 def run(corpus, tmp_path, *options):
-    return study.main(
-        [
-            f"data.corpus={corpus}",
-            "steps=4",
-            "data.vocab_size=40",
-            "data.tokens_per_batch=200",
-            "model.d_model=8",
-            "log.progress=false",
-            f"--runs={tmp_path / 'runs'}",
-            f"--output={tmp_path / 'results'}",
-            *options,
-        ]
-    )
+    places = [f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}", "--seeds=1"]
+    small = ["steps=4", "data.vocab_size=40", "data.tokens_per_batch=200", "model.d_model=8"]
+    return study.main([f"data.corpus={corpus}", *small, "log.progress=false", *places, *options])
 
 
-def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
+def test_the_study_grows(corpus, tmp_path, capsys):
     page, stored = (tmp_path / "results" / f"capacity_sources.{end}" for end in ("md", "json"))
-    run(corpus, tmp_path, "--seeds", "1", "--arms", "4xlstm")
+    run(corpus, tmp_path, "--arms", "4xlstm")
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
-    run(corpus, tmp_path, "--seeds", "1", "--arms", *study.MIXTURES, "moe-1-wide")
-    assert "(one seed, not decided) | not decided |" in page.read_text()
-    of_file = {(r["arm"], r["seed"]): r for r in json.loads(stored.read_text())["runs"]}
-    assert [*of_file] == [(model, 1) for model in (*study.MIXTURES, "moe-1-wide", "4xlstm")]
-    folder = tmp_path / "runs" / "sources" / "moe-16-seed1"
-    assert of_file["moe-16", 1]["dev"] == [
-        [record["tokens"], record["nll"]] for record in read_metrics(folder, "dev")
-    ]
-    # Another machine has the file, but neither the runs nor their checkpoints.
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    results = run(corpus, tmp_path, "--seeds", "1", "2", "--arms", "moe-4", "moe-64")
-    assert {str(arm): [*seeds] for arm, seeds in results.by_arm().items()} == {
-        "moe-4": [1, 2], "moe-16": [1], "moe-64": [1, 2], "moe-256-h": [1],
-        "moe-1-wide": [1], "4xlstm": [1],
-    }  # fmt: skip
-    assert not (tmp_path / "runs" / "sources" / "moe-4-seed1").exists()
-    assert (tmp_path / "runs" / "sources" / "moe-4-seed2" / "config.toml").exists()
-    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4 x4", "moe-16 x4")
-    seen = {r["arm"]: r["dev"][-1][0] for r in json.loads(stored.read_text())["runs"]}
+    results = run(corpus, tmp_path, "--arms", "moe-4", "moe-16", "moe-4 x4", "moe-16 x4")
+    text, data = page.read_text(), json.loads(stored.read_text())
+    assert [r["arm"] for r in data["runs"]] == [
+        "moe-4", "moe-16", "4xlstm", "moe-4 x4", "moe-16 x4"
+    ]  # fmt: skip
+    seen = {r["arm"]: r["dev"][-1][0] for r in data["runs"]}
     assert seen["moe-4 x4"] == pytest.approx(4 * seen["moe-4"], rel=0.2)
-    assert "| moe-16 x4 |" in page.read_text() and "| moe-16 x4 against" in page.read_text()
-    text, settings = page.read_text(), json.loads(stored.read_text())["settings"]
+    assert "(one seed, not decided) | not decided |" in text and "| moe-16 x4 against" in text
+    settings = data["settings"]
     assert settings["test_bytes"] == len((corpus / "test.txt").read_bytes())
-    nats = (
-        results.by_arm()[Arm("moe-16")][1]["test_nll"]
-        * settings["test_tokens"]
-        / settings["test_bytes"]
-    )
-    assert f"| {math.exp(nats):.4f} |" in text
-    data = json.loads(stored.read_text())
-    assert all(each["seconds"] > 0 for each in data["runs"])
-    for each in data["runs"]:
-        each["seconds"] = 1800
-    stored.write_text(json.dumps(data))
-    study.main(["--report", f"--output={tmp_path / 'results'}"])
-    assert f"All runs took at least {len(data['runs']) / 2:.2f} core-hours." in page.read_text()
-    command = "moe-lab study capacity --text sources "
-    command += "steps=4 data.vocab_size=40 data.tokens_per_batch=200 "
-    assert command + "model.d_model=8\n" in text
-    assert command + "model.d_model=8 --seeds 1 --arms 'moe-4 x4' 'moe-16 x4'\n" in text
+    nats = results.by_arm()[Arm("moe-16")][1]["test_nll"] * settings["test_tokens"]
+    assert f"| {math.exp(nats / settings['test_bytes']):.4f} |" in text
+    command = "moe-lab study capacity --text sources steps=4 data.vocab_size=40 "
+    command += "data.tokens_per_batch=200 model.d_model=8"
+    assert f"{command}\n" in text and f"{command} --seeds 1 --arms 'moe-4 x4' 'moe-16 x4'\n" in text
     assert rebuilds(study.main, "capacity_sources", tmp_path / "results")
+    for more, message in (
+        (["steps=5", "--seeds=2"], "capacity_sources.json must hold runs with"),
+        (["data.kind=words"], 'data.kind must be "bpe" or "unigram"'),
+        (["--text", "languages", "data.corpus=sources"], "data.corpus must be given for --text la"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(corpus, tmp_path, *more)
 
 
-def test_other_text_or_options_are_refused(corpus, tmp_path):
-    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
-    with pytest.raises(ConfigError, match="capacity_sources.json must hold runs with"):
-        run(corpus, tmp_path, "steps=5", "--seeds", "2", "--arms", "moe-4")
-    with pytest.raises(ConfigError, match='data.kind must be "bpe" or "unigram"'):
-        run(corpus, tmp_path, "data.kind=words")
-    with pytest.raises(ConfigError, match="data.corpus must be given for --text languages"):
-        run("sources", tmp_path, "--text", "languages")
-
-
-def test_all_models_have_equal_operations(corpus, tmp_path):
+def test_all_models_have_equal_operations(tmp_path):
     """The gates' operations are the only difference, at most 5%, of most models.
 
     As in the paper, the LSTM with projection has one eighth more operations.
     """
-    stored = study.main(
-        [
-            f"data.corpus={corpus}", "steps=1", "data.vocab_size=40", "log.progress=false",
-            "--text", "prose", "--seeds", "1",
-            f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}",
-        ],
-    )  # fmt: skip
-    ops = {run["arm"]: run["cost"]["ops_per_timestep"] for run in stored.runs}
-    assert [*ops] == [*study.MODELS]
+    options = SimpleNamespace(text="prose", output=tmp_path, runs=tmp_path, overrides=[])
+    ops = {}
+    for model in study.MODELS:
+        config = page_of.Capacity(options).config(Arm(model), ["data.corpus=x"])
+        assert config.model.d_model == 96 and config.model.dropout == 0
+        assert config.model.num_sampled == 0 and config.data.kind == "bpe"
+        with torch.device("meta"):
+            ops[model] = cost(make_model(config.model, 40)).ops_per_timestep
     assert ops.pop("lstm-384-96") == 1.125 * ops["4xlstm"]
     assert 1.9 < ops.pop(study.LARGE) / ops["moe-64"] < 2.2
     assert max(ops.values()) < 1.05 * min(ops.values())
-    config = read_config(tmp_path / "runs" / "prose" / "moe-64-seed1" / "config.toml")
-    assert config.model.d_model == 96 and config.model.dropout == 0
-    assert config.model.num_sampled == 0 and config.data.kind == "bpe"
-    page = (tmp_path / "results" / "capacity_prose.md").read_text()
-    assert page.startswith("# More experts: English prose\n")
-    assert "--text prose data.corpus=CORPUS steps=1 " in page

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -135,55 +134,6 @@ def test_the_same_text_gives_the_same_page(html, routed, reports, vocabulary):
     assert data_of(as_html(routed, reports, vocabulary, "", num_sentences=0))["sentences"] == []
 
 
-def test_text_is_escaped(html):
-    before, data = re.split('(?<=id="data">)', html)
-    text, after = data.split("</script>", 1)
-    assert not set("<>&") & set(text) and text.isascii()
-    assert json.loads(text)["title"] == TITLE
-    template = before + after
-    assert TITLE not in template and '"title":' not in template
-    for loads in (
-        "src=",
-        "@import",
-        "url(",
-        "import(",
-        "fetch(",
-        "innerHTML",
-        "http-equiv=refresh",
-    ):
-        assert loads not in template
-    assert "://" not in template.replace("http://www.w3.org/2000/svg", "")
-
-
-class Elements(HTMLParser):
-    """Collects what a page consists of, without the text of its data."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.found = []
-        self._in_data = False
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self.found.append((tag, tuple(attributes)))
-        self._in_data = dict(attributes).get("id") == "data"
-
-    def handle_endtag(self, tag):
-        self.found.append(f"/{tag}")
-        self._in_data = False
-
-    def handle_data(self, data):
-        if not self._in_data:
-            self.found.append(data)
-
-    def handle_comment(self, data):
-        self.found.append(("comment", data))
-
-    def handle_decl(self, decl):
-        self.found.append(("decl", decl))
-
-
 def page_with(text, position):
     """Makes a page that has a text in a position, and harmless text elsewhere."""
     texts = dict.fromkeys(("title", "layer", "word", "pair"), "harmless") | {position: text}
@@ -196,20 +146,26 @@ def page_with(text, position):
     return page.html()
 
 
+LOADS = ["src=", "@import", "url(", "import(", "fetch(", "innerHTML", "http-equiv=refresh"]
+
+
 @pytest.mark.parametrize("position", ["title", "layer", "word", "pair"])
-@pytest.mark.parametrize("text", [*HOSTILE, TITLE, "`", "'", '"', "-->", "</SCRIPT >", "{{data}}"])
-def test_no_text_is_part_of_the_page(text, position):
-    html = page_with(text, position)
-    harmless = Elements(page_with("harmless", position)).found
-    assert Elements(html).found == harmless
-    assert ("comment", "<script>") not in harmless and len(harmless) > 50
-    shown = "".join(text.split()) if position == "word" else text
-    values = {"title": data_of(html)["title"], "layer": data_of(html)["name"]}
-    words, pairs = (
-        data_of(html)["words"],
-        [name for name, *_ in data_of(html)["experts"][0]["pairs"]],
-    )
-    assert shown in [*values.values(), *words, *pairs]
+def test_no_text_is_part_of_the_page(position):
+    """All text is in the data of the page, as JSON without the characters of HTML."""
+
+    def parts(text):
+        before, data = re.split('(?<=id="data">)', page_with(text, position))
+        data, after = data.split("</script>", 1)
+        return data, before + after
+
+    template = parts("harmless")[1]
+    assert not any(each in template for each in LOADS)
+    assert "://" not in template.replace("http://www.w3.org/2000/svg", "")
+    for text in (*HOSTILE, TITLE, "`", "'", '"', "-->", "</SCRIPT >", "{{data}}"):
+        data, found = parts(text)
+        assert found == template and data.isascii() and not set("<>&") & set(data)
+        shown = "".join(text.split()) if position == "word" else text
+        assert json.dumps(shown) in json.dumps(json.loads(data))
 
 
 def test_tokens_without_an_expert_are_shown(vocabulary):
@@ -509,7 +465,7 @@ def test_controls_have_names(page):
 def test_thousands_of_experts(browser, tmp_path):
     words = [f"word{i}" for i in range(20_000)]
     vocabulary = Vocabulary(["<unk>", "</s>", *words])
-    text = random_text(len(vocabulary), 4_096, 4, num_sentences=3_000, length=20)
+    text = random_text(len(vocabulary), 4_096, 4, num_sentences=600, length=20)
     page = as_html(text, expert_reports(text, vocabulary), vocabulary, "many")
     assert len(page) < 4 * 2**20
     path = tmp_path / "many.html"

@@ -1,13 +1,11 @@
 """The study of how many bits of facts a layer stores."""
 
-import json
 import math
 
 import pytest
 import torch
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.files import file_lock
 from moe_lab.studies import _facts as study
 from moe_lab.studies import facts
 from tiny import rebuilds
@@ -89,24 +87,18 @@ def test_a_loss_that_is_not_finite_stops_the_run():
 def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsys):
     def run(*options):
         places = [f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}"]
-        return facts.main(["--epochs=5", "--bits=0.2", *places, *options]).by_arm()
+        return facts.main(["--epochs=3", "--bits=0.1", *places, *options]).by_arm()
 
-    page, stored = (tmp_path / "results" / f"facts.{end}" for end in ("md", "json"))
+    page = tmp_path / "results" / "facts.md"
     assert run("--seeds", "1", "--arms", "dense").keys() == {Arm("dense")}
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
-    run("--seeds", "1", "--arms", "moe-16 x2", "moe-16", "moe-4")
-    assert "(one seed, not decided)" in page.read_text()
-    with file_lock(tmp_path / "runs" / ".moe-4-seed2.lock", wait=False):  # run by another process
-        table = run("--seeds", "1", "2", "3", "--arms", "moe-16", "moe-4")
+    table = run("--seeds", "1", "2", "--arms", "moe-16", "moe-4", "moe-16 x2")
     assert {str(arm): [*runs] for arm, runs in table.items()} == {
-        "dense": [1], "moe-4": [1, 3], "moe-16": [1, 2, 3], "moe-16 x2": [1],
+        "dense": [1], "moe-4": [1, 2], "moe-16": [1, 2], "moe-16 x2": [1, 2],
     }  # fmt: skip
     text = page.read_text()
-    assert "moe-lab study facts --bits 0.2 --epochs 5" in text
-    data = json.loads(stored.read_text())
-    assert data["settings"] == study.Settings(bits=0.2, epochs=5)._asdict()
-    assert len(data["runs"]) == 7
-    assert study.deviations(table).keys() == {"moe-16"}  # moe-4 lacks a seed
+    assert "(two seeds, not decided)" in text
+    assert "moe-lab study facts --bits 0.1 --epochs 3" in text
     assert "| moe-16 against the mean of the mixtures, within 15% |" in text
     assert rebuilds(facts.main, "facts", tmp_path / "results")
     with pytest.raises(ConfigError, match=r"facts.json must hold runs with .*'epochs': 50"):
