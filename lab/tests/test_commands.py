@@ -82,10 +82,6 @@ def test_other_commands_reject_options_with_status_2(capsys, tmp_path, run):
     ("command", "option"),
     [
         (evaluate, "--threads=-1"),
-        (evaluate, "--tokens-per-batch=0"),
-        (inspect_experts, "--threads=-1"),
-        (inspect_experts, "--positions=none"),
-        (inspect_experts, "--contexts=0"),
         (inspect_experts, "--sentences=-1"),
         (kneser_ney, "--order=0"),
         (compare, "--seeds=-1"),

@@ -2,13 +2,11 @@
 
 import gzip
 import hashlib
-import io
 import lzma
 import os
 import stat
 import subprocess
 import sys
-import time
 from itertools import islice
 
 import pytest
@@ -23,7 +21,6 @@ from moe_lab.data import (
     load_corpus,
 )
 from moe_lab.files import atomic_file
-from moe_lab.progress import progress
 
 # --- vocabulary ---------------------------------------------------------------------------------
 
@@ -160,19 +157,6 @@ def test_vocabulary_errors(tmp_path):
 
 
 # --- progress -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_shows_a_bar_on_a_terminal_only(monkeypatch, terminal):
-    shown = io.StringIO()
-    shown.isatty = lambda: terminal
-    monkeypatch.setattr(sys, "stderr", shown)
-    taken = []
-    for item in progress(iter(range(2)), "counting", "words", 2):
-        time.sleep(0.6)  # the bar appears after a second
-        taken.append(item)
-    assert taken == [0, 1]
-    assert ("counting:" in shown.getvalue()) == terminal
 
 
 # --- corpora ------------------------------------------------------------------------------------

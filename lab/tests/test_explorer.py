@@ -355,22 +355,6 @@ def test_a_click_goes_to_the_expert(page, html):
     becomes(expert)
 
 
-def test_sentences_of_one_expert(page):
-    only = page.find_element("id", "only")
-    number = int(page.find_element("id", "expert-title").text.split()[1])
-    only.click()
-    for line in page.find_elements("css selector", "#lines li"):
-        states = [
-            ("off" in word.get_attribute("class"), WORDS.index(word.get_property("textContent")))
-            for word in line.find_elements("tag name", "a")
-        ]
-        assert not all(off for off, _ in states)
-        for off, word in states:
-            assert off == ((number - word) % NUM_EXPERTS >= K)
-    only.click()
-    assert page.find_elements("css selector", "#lines a.off") == []
-
-
 def test_light_and_dark(page):
     def brightness():
         colour = page.execute_script("return getComputedStyle(document.body).backgroundColor")

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import reference as ref
 import torch
 from assertions import assert_exact
 from moe_lab.analysis import ExpertReport, by_specialisation, cost, route_text
@@ -120,26 +121,21 @@ def test_lstm_is_that_of_its_equations(units):
     """Includes a square projection, which torch's LSTM does not have."""
     lstm = LSTM(6, units, d_input=5).double()
     weights = dict(lstm.lstm.named_parameters())
-    w, u = weights["weight_ih_l0"], weights["weight_hh_l0"]
     bias = weights["bias_ih_l0"] + weights["bias_hh_l0"]
-    identity = torch.eye(6, dtype=torch.float64)
-    p = {None: identity, 6: lstm.projection, 9: weights.get("weight_hr_l0")}[units]
+    p = {None: None, 6: lstm.projection, 9: weights.get("weight_hr_l0")}[units]
+    given = weights["weight_ih_l0"], weights["weight_hh_l0"], bias, p
     x = torch.randn(2, 4, 5, dtype=torch.float64)
-    m, c, expected = x.new_zeros(2, 6), x.new_zeros(2, units or 6), []
-    for t in range(4):
-        i, f, j, o = (x[:, t] @ w.T + m @ u.T + bias).chunk(4, 1)
-        c = f.sigmoid() * c + i.sigmoid() * j.tanh()
-        m = (o.sigmoid() * c.tanh()) @ p.T
-        expected.append(m)
-    assert_exact(lstm(x), torch.stack(expected, 1))
+    m, c = x.new_zeros(6), x.new_zeros(units or 6)
+    outputs, _, cells = zip(*(ref.LSTM(sentence, *given, m, c) for sentence in x), strict=True)
+    expected = torch.stack([torch.stack(sentence) for sentence in outputs])
+    assert_exact(lstm(x), expected)
     state = lstm.start(2)
     for t in range(4):
         state = lstm.step(x[:, t], state)
-        assert_exact(state.m, expected[t])
-    assert_exact(state.c, c)
+        assert_exact(state.m, expected[:, t])
+    assert_exact(state.c, torch.stack(cells))
     actual, exact = (
-        torch.autograd.grad(y.square().sum(), list(lstm.parameters()))
-        for y in (lstm(x), torch.stack(expected, 1))
+        torch.autograd.grad(y.square().sum(), list(lstm.parameters())) for y in (lstm(x), expected)
     )
     for grad, of_equations in zip(actual, exact, strict=True):
         assert_exact(grad, of_equations)

@@ -328,37 +328,6 @@ def test_one_language_pair_is_not_reported(wordpieces, pairs, model_by_class):
         assert report.pairs == [] and report.pair_information == 0
 
 
-@pytest.mark.parametrize(
-    "moe",
-    [
-        {},
-        {"num_groups": 2},
-        {"num_identity_experts": 3, "num_null_experts": 1},
-        {"gate": "balanced", "w_load": 0},
-        {"gate": "balanced", "w_load": 0, "num_groups": 2},
-    ],
-)
-def test_experts_of_untrained_translation_models(moe, wordpieces, pairs):
-    torch.manual_seed(6)
-    model = translation_model(len(wordpieces), 8, num_experts=8, k=2, **moe)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    for layer in (0, 1):
-        routed = route_text(model, pairs, layer=layer, num_positions=10**6)
-        reports = expert_reports(routed, wordpieces)
-        num_slots, num_positions = len(routed.expert), len(routed.windows)
-        assert num_positions == (pairs.num_source_tokens if layer == 0 else pairs.num_tokens)
-        assert sum(report.share for report in reports) == pytest.approx(num_slots / num_positions)
-        if "gate" not in moe:
-            assert num_slots == num_positions * (4 if "num_groups" in moe else 2)
-        for report in reports:
-            total = sum(share.share for share in report.pairs)
-            assert total == pytest.approx(1 if report.share else 0)
-            assert report.pair_information >= -1e-12
-    with pytest.raises(ValueError, match="layer must .*got 2"):
-        route_text(model, pairs, layer=2)
-
-
 def test_classes_of_pieces():
     classes = {
         "▁Paris": "capitalised", "▁slowly": "-ly", "▁the": "up to 3 letters", "▁": "punctuation",

@@ -71,25 +71,6 @@ def test_a_run_that_diverges_does_not_stop_the_others(store, tmp_path):
     assert calls == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("{", "must be JSON"),
-        ("[]", "must be a table with settings and runs, got 'list'"),
-        ('{"runs": []}', "must be a table with settings and runs, got 'dict'"),
-        ('{"settings": {"epochs": 2}, "runs": [{"arm": "a"}]}', "must each have an arm and a seed"),
-        ('{"settings": {}, "runs": [{"arm": "a x", "seed": 1}]}', "an arm must be a model with"),
-        ('{"settings": {"epochs": 9}, "runs": []}', "must hold runs with {'epochs': 2}, got"),
-    ],
-)
-def test_files_of_other_studies_are_refused(store, content, message):
-    store.path.parent.mkdir()
-    store.path.write_text(content)
-    with pytest.raises(ConfigError, match=message) as error:
-        store.read(SETTINGS)
-    assert str(store.path) in str(error.value) and "give another --output" in str(error.value)
-
-
 def test_an_arm_with_other_options_is_refused(store, tmp_path):
     call(store, lambda *_: {}, tmp_path, (A, 1), rate=1)
     call(store, lambda *_: {}, tmp_path, (A, 1), rate=1)

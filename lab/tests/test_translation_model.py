@@ -325,38 +325,6 @@ def test_gradients_reach_every_parameter(gate):
         assert torch.equal(rows, ids[mask].unique())
 
 
-@pytest.mark.parametrize("gate", ["noisy", "noisy hierarchical"])
-def test_options_reach_the_layers(gate):
-    moe = replace(
-        small_config(gate).moe,
-        activation="tanh",
-        w_importance=0.3,
-        w_load=0.7,
-        noise_epsilon=0.05,
-        recompute=True,
-    )
-    model = build(moe=moe)
-    for layer in (model.encoder_between, model.decoder_between):
-        assert (layer.w_importance, layer.w_load, layer.gate.noise_epsilon) == (0.3, 0.7, 0.05)
-        assert layer.experts.activation == "tanh" and layer.recompute
-    model = build(between="ffn", ffn=FeedForwardConfig(activation="silu"))
-    assert model.encoder_between.activation == model.decoder_between.activation == "silu"
-
-
-def test_models_of_one_seed_share_their_trunk():
-    def start(**changes):
-        torch.manual_seed(1)
-        return TranslationModel(small_config(**changes), VOCAB).state_dict()
-
-    moe = start()
-    for between in ("ffn", "none"):
-        other = start(between=between)
-        shared = [name for name in moe if "_between" not in name]
-        assert len(shared) == 1 + 2 + 5 * 5 + 3
-        for name in shared:
-            assert torch.equal(moe[name], other[name]), name
-
-
 def test_learns_a_batch_by_heart():
     """Learns to reverse the source; beam search then finds the translations."""
     torch.manual_seed(1)
