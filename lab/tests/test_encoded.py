@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ from moe_lab.data import (
     load_corpus,
 )
 from moe_lab.data import sentences as texts
-from torch.utils.data._utils import worker
 
 WORDS = [*(f"w{i}" for i in range(40)), "Käse", "日本", "\u00e9"]
 
@@ -381,44 +379,6 @@ def test_errors_and_early_ends_leave_no_process(children):
     next(results)
     results.close()
     assert not children()
-
-
-def test_a_killed_worker_is_an_error():
-    with pytest.raises(RuntimeError, match="worker .* (killed|exited)"):
-        list(in_workers(signal_itself, [0, signal.SIGKILL, 0], 1))
-
-
-def pid(number):
-    return os.getpid()
-
-
-def wait_with_workers(pipe):
-    worker.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds between two looks at the parent process
-    pids = in_workers(pid, itertools.count(), 2)
-    pipe.send([next(pids), next(pids)])
-    time.sleep(600)
-
-
-def running(pid):
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def test_workers_end_with_a_process_that_is_killed():
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    process = context.Process(target=wait_with_workers, args=(there,))
-    process.start()
-    workers = here.recv()
-    assert len(set(workers)) == 2 and all(map(running, workers))
-    process.kill()
-    process.join()
-    deadline = time.monotonic() + 60
-    while any(map(running, workers)):
-        assert time.monotonic() < deadline, "the workers are still there"
-        time.sleep(0.1)
 
 
 # --- the benchmark ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import reference as ref
 import torch
 from assertions import assert_exact
-from moe_lab.analysis import ExpertReport, by_specialisation, cost, route_text
+from moe_lab.analysis import ExpertReport, by_specialisation, cost, expert_reports, route_text
 from moe_lab.data import Batch, EncodedSentences, Vocabulary
 from moe_lab.models import (
     LSTM,
@@ -445,6 +445,15 @@ def test_routed_text_is_without_dropped_slots():
     # One batch of 36 tokens: at most 9 slots of each of the 4 experts; 36 · 2 slots were chosen.
     assert routed.slots_by_gate()[1].max() == 9 and len(routed.windows) == 36
     assert len(routed.position) == len(routed.expert) == len(routed.gate) <= 36
+
+
+def test_reports_have_identity_and_null_experts():
+    vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
+    of_no_weights = {"num_identity_experts": 2, "num_null_experts": 1}
+    model = build(moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[8], **of_no_weights))
+    routed = route_text(model, EncodedSentences([[1, 2, 3]] * 9, vocabulary.eos_id))
+    shares = [report.share for report in expert_reports(routed, vocabulary)]
+    assert len(shares) == 7 and sum(shares) == pytest.approx(2)
 
 
 def test_experts_with_few_tokens_come_last():

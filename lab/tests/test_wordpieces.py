@@ -143,20 +143,6 @@ def test_files(wordpieces, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_model_without_an_end_of_sentence_is_refused(tmp_path):
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT),
-        model_prefix=str(tmp_path / "plain"),
-        vocab_size=160,
-        eos_id=-1,
-        minloglevel=2,
-    )
-    with pytest.raises(ValueError, match="plain.model: .* must"):
-        Wordpieces.load(tmp_path / "plain.model")
-
-
 def test_errors(wordpieces, tmp_path):
     with pytest.raises(FileNotFoundError, match="Wordpieces.load: path must .*got .*none.model"):
         Wordpieces.load(tmp_path / "none.model")
