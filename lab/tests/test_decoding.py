@@ -7,6 +7,7 @@ import torch
 from assertions import assert_exact, assert_same_bits
 from moe_lab.decoding import BeamSearch
 from moe_lab.decoding.beam_search import largest
+from tiny import cases
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -376,22 +377,18 @@ def test_low_precision_is_summed_in_float32():
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("beam", 0),
-        ("length_penalty", -0.1),
-        ("length_penalty", 10.5),
-        ("coverage_penalty", 10.5),
-        ("coverage_penalty", math.nan),
-        ("max_length_ratio", INF),
-        ("window", -1.0),
-        ("min_length_limit", 0),
-        ("num_best", 9),
-        ("num_best", 0),
-        ("beam", 1.5),
-    ],
-)
+ERRORS = {
+    "beam": [0, 1.5],
+    "length_penalty": [-0.1, 10.5],
+    "coverage_penalty": [10.5, math.nan],
+    "max_length_ratio": [INF],
+    "window": [-1.0],
+    "min_length_limit": [0],
+    "num_best": [9, 0],
+}
+
+
+@pytest.mark.parametrize(("option", "value"), cases(ERRORS))
 def test_options(option, value):
     with pytest.raises(ValueError, match=rf"^BeamSearch: {option} must .*got {value}$"):
         BeamSearch(**{option: value})

@@ -441,18 +441,11 @@ def test_cost_worked_by_hand():
     assert counted.total_parameters == counted.parameters + 2 * D * VOCAB + biases + A
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("between", "mlp"),
-        ("encoder", "both"),
-        ("attention", "dot"),
-        ("attention_units", -1),
-        ("dropout", 1.0),
-        ("lstm_units", 4),
-        ("d_model", 0),
-    ],
-)
+ERRORS = {"between": "mlp", "encoder": "both", "attention": "dot", "attention_units": -1}
+ERRORS |= {"dropout": 1.0, "lstm_units": 4, "d_model": 0}
+
+
+@pytest.mark.parametrize(("option", "value"), ERRORS.items())
 def test_configuration_errors(option, value):
     with pytest.raises(ValueError, match=f"{option} must .*got {value!r}"):
         small_config(**{option: value})

@@ -26,6 +26,7 @@ from moe_lab.training.model import make_model
 from moe_lab.training.optimizers import make_optimizers
 from moe_lab.training.text import load_part, load_text, parallel_text, training_batches
 from moe_lab.training.translation import bleu_of_test, translated_test, translations_of
+from tiny import cases
 from trained import QUIET, assert_same_curve, assert_same_run, curve, merged, train, train_on_rank
 
 from moe_ext import balanced_gates
@@ -86,9 +87,7 @@ DATA_ERRORS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [(name, value) for name in DATA_ERRORS for value in DATA_ERRORS[name]]
-)
+@pytest.mark.parametrize(("option", "value"), cases(DATA_ERRORS))
 def test_errors_of_the_data_options(table, option, value):
     with pytest.raises(ConfigError, match=f"^option data.{option} must .*got"):
         merged(table, data={option: value})

@@ -15,6 +15,11 @@ TINY = [
 ]  # fmt: skip
 
 
+def cases(table):
+    """Lists the (name, value) pairs of a table of the values of each name."""
+    return [(name, value) for name, values in table.items() for value in values]
+
+
 def status_and_error(capsys, command, *arguments):
     capsys.readouterr()
     status = exit_status(lambda: command.main([str(a) for a in arguments]))
