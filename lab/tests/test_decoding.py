@@ -142,29 +142,6 @@ def test_no_attention_at_all_keeps_a_score():
     assert float(score) == pytest.approx(-1 + math.log(torch.finfo(torch.float32).tiny))
 
 
-def test_search_by_hand():
-    """Only the first token attends to one position alone; short translations cover less."""
-
-    def probs(source, prefix):
-        return {(): [0.1, 0.6, 0.3], (1,): [0.5, 0.3, 0.2]}.get(prefix, [0.9, 0.05, 0.05])
-
-    def attention(source, prefix):
-        return [0.5, 0.5] if prefix else [1.0, 0.0]
-
-    search = BeamSearch(beam=3, length_penalty=1.0, coverage_penalty=1.0, num_best=3, window=INF)
-    (found,) = translate(search, PrefixModel(probs, attention), [2])
-    assert [h.tokens for h in found] == [[1, 1, 0], [1, 2, 0], [1, 0]]
-    log_probs = [math.log(p) for p in (0.6 * 0.3 * 0.9, 0.6 * 0.2 * 0.9, 0.6 * 0.5)]
-    assert [h.log_prob for h in found] == pytest.approx(log_probs, abs=1e-12)
-    scores = [
-        log_probs[0] / (8 / 6),
-        log_probs[1] / (8 / 6),
-        log_probs[2] / (7 / 6) + math.log(0.5),
-    ]
-    assert [h.score for h in found] == pytest.approx(scores, abs=1e-12)
-    assert_exact(found[0].attention, torch.tensor([[1, 0], [0.5, 0.5], [0.5, 0.5]]).double())
-
-
 @pytest.mark.parametrize("window", [INF, 1.2])
 @pytest.mark.parametrize(("a", "b"), [(0.0, 0.0), (0.2, 0.2), (1.0, 0.5)])
 def test_equals_exhaustive_search(a, b, window):
@@ -328,24 +305,6 @@ def test_same_alone_and_in_any_company(device, dtype):
         together = translate(search, model, [sources[i] for i in order])
         for i, found in zip(order, together, strict=True):
             assert_same_hypotheses(found, alone[i], device)
-
-
-def test_best_of_several():
-    model = TableModel(12, seed=5)
-    sources = [(key, 4) for key in range(30)]
-    one = translate(BeamSearch(), model, sources)
-    several = translate(BeamSearch(num_best=8), model, sources)
-    assert sum(map(len, several)) > 3 * len(sources)
-    for (best,), found in zip(one, several, strict=True):
-        assert_same_hypotheses([best], found[:1])
-        scores = [h.score for h in found]
-        assert scores == sorted(scores, reverse=True) and scores[-1] >= scores[0] - 3
-        assert len({tuple(h.tokens) for h in found}) == len(found) <= 8
-        for h in found:
-            assert h.tokens[-1] == EOS and EOS not in h.tokens[:-1]
-            assert h.attention.shape == (len(h.tokens), 4)
-            expected = score_of(BeamSearch(), h.log_prob, h.attention.tolist())
-            assert h.score == pytest.approx(expected, abs=1e-12)
 
 
 # Lengths

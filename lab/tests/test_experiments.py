@@ -15,7 +15,7 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_change, verdict
 from moe_lab.experiments.report import markdown_table
 from moe_lab.experiments.results import train_and_test
-from moe_lab.experiments.runs import difference, nll_after, widening
+from moe_lab.experiments.runs import difference
 from moe_lab.experiments.statistics import PairedDifference, bootstrap_difference, mean_difference
 from moe_lab.studies import _routing
 from moe_lab.training.config import config_from_dict, read_config
@@ -49,16 +49,6 @@ def test_mean_difference_is_the_t_interval():
     assert interval.high - interval.mean == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
     assert interval.mean - interval.low == pytest.approx(interval.high - interval.mean)
     assert mean_difference([]) is None
-
-
-def test_fewer_than_three_seeds_have_no_interval():
-    one, two = mean_difference([0.1]), mean_difference([0.1, 0.3])
-    for found in (one, two):
-        assert found.low is None and found.high is None and verdict(found) == "not decided"
-    assert f"{one:+.3f}" == "+0.100 (one seed, not decided)"
-    assert f"{two:+.3f}" == "+0.200 (two seeds, not decided)"
-    assert as_change(mean_difference([math.log(0.9)] * 2)) == "-10.00% (two seeds, not decided)"
-    assert f"{mean_difference([0.1, 0.2, 0.3]):+.1f}" == "+0.2 [-0.0, +0.4]"
 
 
 def test_width_of_the_bootstrap_interval():
@@ -132,31 +122,6 @@ def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
     again = train_and_test(replace(config, steps=1, output=config.output + "-odd"), text)
     mean = (2 * 25 * 47 + 60) / 51 + 0.5
     assert again.balance == {key: pytest.approx(mean + at) for at, key in enumerate(keys)}
-
-
-def result(nll, earlier=0.0, **balance):
-    return {
-        "test_nll": nll,
-        "earlier_nll": {"0.25": earlier},
-        "dev": [[1, nll]],
-        "balance": balance,
-    }
-
-
-def test_differences_are_over_the_seeds_that_both_have():
-    a = {1: result(4.1, 5.0), 2: result(4.3, 5.0), 4: result(4.0, 5.0)}
-    b = {2: result(4.5, 5.1), 1: result(4.2, 5.2), 4: result(4.3, 5.0)}
-    a |= {3: result(9.0, 9.0)}
-    b |= {7: result(0.0, 0.0)}
-    gap = difference(a, b)  # -0.1, -0.2 and -0.3: t(.975, 2) = 4.30265
-    assert gap.mean == pytest.approx(-0.2) and gap.num_seeds == 3
-    error = 4.30265 * 0.1 / math.sqrt(3)
-    assert gap.high - gap.mean == pytest.approx(error, rel=1e-5)
-    assert difference(a, b, nll_after(0.25)).mean == pytest.approx(-0.1)  # -0.2, -0.1 and 0
-    change = widening(a, b, 0.25)  # -0.2 to -0.1, -0.1 to -0.2 and 0 to -0.3
-    assert change.mean == pytest.approx(-0.1) and change.high > 0
-    assert difference({1: result(1.0)}, b).num_seeds == 1
-    assert difference({5: result(1.0)}, b) is None
 
 
 def test_verdicts():

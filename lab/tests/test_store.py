@@ -8,7 +8,6 @@ import pytest
 from filelock import FileLock
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, by_settings, parse_arm, study_parser
-from moe_lab.experiments.runs import mean_curve
 from moe_lab.experiments.store import Store, Stored, run_missing, shared_options
 from moe_lab.training.config import Config, TranslationConfig
 
@@ -94,14 +93,6 @@ def test_options_that_all_runs_share(store):
         store.read(shared | {"model.dropout": 0.1})
     # The path of the corpus may differ.
     assert store.read(shared | {"corpus": "elsewhere"}).find(A, 1) is not None
-
-
-def test_the_mean_curve_averages_the_log_perplexity():
-    runs = {1: {"dev": [[100, 0.0], [200, 1.0]]}, 2: {"dev": [[101, 2.0], [201, 1.0]]}}
-    (first, ppl), (second, last) = mean_curve(runs)
-    assert (first, second) == (100, 200)
-    assert (ppl, last) == pytest.approx((2.718281828, 2.718281828))
-    assert mean_curve({}) == []
 
 
 NAMES = {

@@ -15,7 +15,6 @@ from moe_lab.commands import train, translate
 from moe_lab.decoding import BeamSearch, Translation, corpus_bleu
 from moe_lab.decoding.attention_plot import attention_file, attention_plot
 from moe_lab.errors import ConfigError
-from moe_lab.training import translate_files
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.translation import make_translator
 from tiny import ROOT, assert_names_option, status_and_error
@@ -189,19 +188,6 @@ def test_output_may_be_the_input_file(run, tmp_path, monkeypatch, capsys):
         main(capsys, run, "--output", tmp_path / "link")
     assert same.read_text().splitlines() == [found[0].text for found in translated(run)]
     assert (tmp_path / "link").is_symlink()
-
-
-def test_an_error_keeps_the_previous_output(run, file, tmp_path, monkeypatch, capsys):
-    (tmp_path / "text.fr").write_text("before\n")
-
-    def fail(*_):
-        raise OSError("no more")
-
-    monkeypatch.setattr(translate_files, "as_text", fail)
-    arguments = [run, file, "--output", tmp_path / "text.fr"]
-    assert status_and_error(capsys, translate, *arguments) == (2, "error: no more\n")
-    assert (tmp_path / "text.fr").read_text() == "before\n"
-    assert {path.name for path in tmp_path.iterdir()} == {file.name, "text.fr"}
 
 
 def test_closed_stdin(run, monkeypatch, capsys):

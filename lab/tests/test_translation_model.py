@@ -297,18 +297,6 @@ def test_selecting_translations_leaves_their_sources_where_they_are():
     assert state.source.tolist() == [1, 0, 1]
 
 
-def test_loss_parts():
-    model, batch = build(), random_batch(*BATCH)
-    parts = model.loss(batch)
-    assert parts.num_tokens == sum(BATCH[1]) and len(parts.aux) == 2
-    assert_exact(parts.aux_loss, parts.aux[0].loss + parts.aux[1].loss)
-    model.eval()
-    logits = model.softmax(run(model, batch)[0])[batch.mask]
-    expected = F.cross_entropy(logits, batch.targets[batch.mask], reduction="none")
-    assert_exact(model.token_nll(batch), expected.detach())
-    assert_exact(model.loss(batch).nll_sum, expected.sum())
-
-
 @pytest.mark.parametrize("gate", GATES)
 def test_gradients_reach_every_parameter(gate):
     model, batch = build(gate, shared_embedding=False), random_batch(*BATCH)
@@ -344,15 +332,6 @@ def test_learns_a_batch_by_heart():
         state = model.start(model.encode(batch.source, batch.source_mask))
         best = BeamSearch(beam=3)(model, state, batch.source_mask, EOS)
     assert [hypotheses[0].tokens for hypotheses in best] == targets.tolist()
-
-
-def test_evaluation_draws_nothing():
-    model = trained(dropout=0.5)
-    batch = random_batch(*BATCH)
-    before = torch.get_rng_state()
-    assert torch.equal(model.token_nll(batch), model.token_nll(batch))
-    model.step(batch.inputs[:, 0], model.start(model.encode(batch.source, batch.source_mask)))
-    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("between", ["moe", "ffn"])

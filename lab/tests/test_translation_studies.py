@@ -7,8 +7,7 @@ import pytest
 import torch
 from moe_lab.data import batches_of
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.store import Runs, Stored
+from moe_lab.experiments.store import Stored
 from moe_lab.studies import _multilingual as multilingual_page
 from moe_lab.studies import _translation as report
 from moe_lab.studies import multilingual, translation
@@ -118,18 +117,6 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
     few = data["settings"] | {"near_duplicates": [3]}  # of 120
     few = report.table(few, Stored(few, data["runs"]).by_arm())
     assert "BLEU, lowercased |" in few and "near" not in few
-
-
-def test_convergence_is_measured_from_an_evaluation_before_the_last_tenth():
-    dev = [[step, 3 - step / 1000] for step in (*range(200, 2500, 200), 2500)]
-    runs = Runs({Arm("none"): {1: {"dev": dev}, 2: {"dev": dev}}})
-    text = report.convergence(runs, report.MODELS)
-    assert text.endswith("in the last 12% of the training: none -25.9%.")  # 2,200 of 2,500
-    # Steps of 90% may have slightly more of the tokens.
-    dev = [[1000, 3.0], [1801, 2.0], [2000, 1.9]]
-    text = report.convergence(Runs({Arm("none"): {1: {"dev": dev}}}), report.MODELS)
-    assert text.endswith("in the last 10% of the training: none -9.5%.")
-    assert report.convergence(Runs({Arm("none"): {1: {"dev": dev[-1:]}}}), report.MODELS) == ""
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
