@@ -16,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_lab.training import launch
-from moe_lab.training.config import config_from_dict, read_config, to_toml
+from moe_lab.training.config import Config, config_from_dict, read_config, to_toml
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.loop import make_trainer
 from moe_lab.training.metrics import evaluate
 from trained import QUIET, assert_same_curve, curve, train, train_on_rank
+
+import moe_ext.distributed
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs/small").glob("*.toml"))
 
@@ -276,9 +278,30 @@ def wait_alone(group, rank):
 
 
 def test_the_error_of_a_rank_that_waits_is_known(workers):
-    """test_launch.py tests what a run makes of such an error."""
     error, _ = workers.run(2, wait_alone)
     assert launch.is_lost(error)
+
+
+LOST = "another rank ended or did not answer within timeout=600 seconds; see the errors"
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "expected"),
+    [
+        ("Application timeout caused pair closure", ConnectionError, LOST),
+        ("[pair.cc:534] Connection closed by peer [10.77.0.2]:41190", ConnectionError, LOST),
+        ("Timed out waiting 20000ms for recv operation to complete", ConnectionError, LOST),
+        ("a bug", RuntimeError, "^a bug$"),
+    ],
+)
+def test_a_lost_rank_is_one_clear_error(monkeypatch, message, error, expected):
+    """This process looks like a rank of torchrun, without a process group."""
+    monkeypatch.setattr(launch.dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(moe_ext.distributed, "init_process_group", lambda backend, timeout: None)
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(error, match=expected), launch.process_group_of_run(Config()):
+        raise RuntimeError(message)
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from moe_lab.experiments.results import train_and_test
 from moe_lab.experiments.runs import difference
 from moe_lab.experiments.statistics import PairedDifference, bootstrap_difference, mean_difference
 from moe_lab.studies import _routing
-from moe_lab.training.config import config_from_dict, read_config
+from moe_lab.training.config import read_config
 from moe_lab.training.metrics import evaluate
 from moe_lab.training.text import load_text
 from tiny import CONFIG, TINY, comparison
@@ -28,18 +28,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def config(corpus, tmp_path):
-    moe = {"num_experts": 4, "k": 2, "hidden_sizes": [16]}
-    return config_from_dict(
-        {
-            "output": str(tmp_path / "run"),
-            "steps": 8,
-            "num_threads": 1,
-            "data": {"corpus": str(corpus), "tokens_per_batch": 100},
-            "model": {"d_model": 16, "dropout": 0.2, "moe": moe, "num_sampled": 9},
-            "optimizer": {"learning_rate": 0.01, "warmup_steps": 4},
-            "log": {"log_every": 2, "eval_every": 0, "save_every": 3, "progress": False},
-        }
-    )
+    places = [f"data.corpus={corpus}", f"output={tmp_path / 'run'}", "log.progress=false"]
+    options = ["model.dropout=0.2", "model.num_sampled=9", "log.save_every=3", "log.eval_every=0"]
+    return read_config(CONFIG, [*TINY, *places, *options, "steps=8"])
 
 
 def test_mean_difference_is_the_t_interval():

@@ -6,13 +6,16 @@ import re
 
 import pytest
 import torch
-from moe_lab.analysis import cost, training_flops
+from moe_lab.analysis import cost, moe_ops, training_flops
 from moe_lab.analysis.cluster import DEVICES, plan
 from moe_lab.analysis.paper import PUBLISHED
 from moe_lab.benchmarks.memory import peak_mib
 from moe_lab.models import LanguageModel
 from moe_lab.studies import _paper_tables, paper_tables
 from moe_lab.training.config import config_from_dict, read_config
+from workers import on_ranks
+
+from moe_ext import MoE, SharedExpert, TopKGate
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -165,3 +168,22 @@ def test_the_command_writes_the_files_of_docs_from_any_folder(tmp_path, capsys, 
     for row in report["translation"]:
         assert round(row["counted"]["ops"]) == row["published"]["ops"]
         assert round(row["counted"]["total"], 1) == row["published"]["total"]
+
+
+def test_operations_of_shared_and_zero_computation_experts():
+    """The count is a mean over all experts of the gate."""
+    d, num_experts, k = 6, 5, 2
+    options = {"gate": TopKGate(d, num_experts, k), "hidden_sizes": [7]}
+    plain = MoE(d, num_experts, k, **options)
+    shared = MoE(d, num_experts, k, **options, shared_expert=SharedExpert(d, [4], gated=True))
+    assert moe_ops(shared).experts - moe_ops(plain).experts == 2 * 4 * d + d
+    gate = TopKGate(d, num_experts + 3, k)
+    more = MoE(d, num_experts, k, gate=gate, num_identity_experts=2, num_null_experts=1)
+    of_experts = sum(p.numel() for p in more.experts.parameters())
+    assert moe_ops(more).experts == of_experts * k // (num_experts + 3)
+
+
+@on_ranks(2)
+def test_operations_need_all_experts(group, rank):
+    with pytest.raises(ValueError, match="moe_ops: layer must have all experts .*, got 2"):
+        moe_ops(MoE(4, 4, 2, process_group=group))

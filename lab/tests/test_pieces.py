@@ -25,10 +25,11 @@ from moe_lab.errors import ConfigError
 from moe_lab.names import PARTS
 from moe_lab.training import metrics as metrics_module
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.config import DataConfig, config_from_dict
+from moe_lab.training.config import DataConfig, config_from_dict, read_config
 from moe_lab.training.loop import make_trainer
 from moe_lab.training.metrics import bytes_of, evaluate
 from moe_lab.training.text import load_part, load_text
+from tiny import CONFIG, TINY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,16 +37,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
     """Trains a tiny model of wordpieces and returns its configuration and text."""
-    config = config_from_dict(
-        {
-            "output": str(tmp_path_factory.mktemp("runs") / "run"),
-            "steps": 4,
-            "num_threads": 1,
-            "data": {"corpus": str(corpus), "kind": "bpe", "vocab_size": 40},
-            "model": {"d_model": 8, "moe": {"num_experts": 4, "k": 2, "hidden_sizes": [8]}},
-            "log": {"log_every": 2, "progress": False, "tensorboard": False},
-        }
-    )
+    places = [f"data.corpus={corpus}", f"output={tmp_path_factory.mktemp('runs') / 'run'}"]
+    options = ["data.kind=bpe", "data.vocab_size=40", "steps=4", "log.progress=false"]
+    config = read_config(CONFIG, [*TINY, *options, *places])
     text = load_text(config.data)
     assert make_trainer(config, text).run()
     return config, text
