@@ -8,59 +8,13 @@ import pytest
 import torch
 from moe_lab.analysis import cost
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.arms import Arm, parse_arm
-from moe_lab.experiments.store import Runs
+from moe_lab.experiments.arms import Arm
 from moe_lab.studies import _capacity as page_of
 from moe_lab.studies import capacity as study
 from moe_lab.training.model import make_model
 from tiny import rebuilds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SIZE = {"ops_per_timestep": 1_000_000, "parameters": 2_000_000, "total_parameters": 3_000_000}
-
-
-def result(nll, quarter=5.0, dev=9.0):
-    return {"test_nll": nll, "earlier_nll": {"0.25": quarter}, "dev": [[1, dev]], "cost": SIZE}
-
-
-def runs_of(names):
-    """Makes the table of runs from {name of an arm: {seed: run}}."""
-    return Runs({parse_arm(name): runs for name, runs in names.items()})
-
-
-def test_each_model_has_its_best_options():
-    """The dev part selects among all options of a model and a length, on their common seeds."""
-    names = {
-        "moe-4": {
-            1: result(3.5, dev=3.01),
-            2: result(2.5, dev=2.0),  # the rate 0.016 has no such seed
-        },
-        "moe-4 rate 0.016": {1: result(3.6, dev=3.0)},
-        "moe-4 dropout 0.1": {1: result(3.1, dev=3.1)},  # the best on the test part
-        "moe-4 x4": {1: result(2.9, dev=2.8)},
-        "moe-16 rate 0.004": {1: result(3.0, dev=3.0)},
-    }
-    runs = runs_of(names)
-    best = {str(model): str(arm) for model, arm in page_of.best_arms(runs).items()}
-    assert best == {
-        "moe-4": "moe-4 rate 0.016", "moe-4 x4": "moe-4 x4", "moe-16": "moe-16 rate 0.004",
-    }  # fmt: skip
-    results = page_of.at_best(runs)
-    assert results[Arm("moe-4")][1]["test_nll"] == 3.6
-    assert results[Arm("moe-4", times=4)][1]["test_nll"] == 2.9
-    # A trial on a new seed does not change the selection.
-    more = runs_of(names | {"moe-4 rate 0.032": {3: result(1.0, dev=1.0)}})
-    assert page_of.best_arms(more)[Arm("moe-4")] == Arm("moe-4", rate=0.016)
-    settings = {"optimizer.learning_rate": 8e-3, "model.dropout": 0.0}
-    text = page_of.search(settings, runs)
-    assert (
-        "| model | seeds | rate 0.008, dropout 0 | rate 0.016 | dropout 0.1 | rate 0.004 |" in text
-    )
-    assert "| moe-4 | 1 | 20.29 | 20.09 | 22.20 |  |\n| moe-4 x4 | 1 | 16.44 |  |  |  |\n" in text
-    assert "| moe-16 | 1 |  |  |  | 20.09 |" in text and "moe-64" not in text
-    usual = page_of.search(settings, runs_of({"moe-4": names["moe-4"]}))
-    assert usual.startswith("Every run has rate 0.008, dropout 0;")
 
 
 def run(corpus, tmp_path, *options):

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import json
 import multiprocessing
 import os
 import pickle
@@ -13,9 +12,6 @@ import time
 
 import pytest
 import torch
-from moe_lab.benchmarks import cases
-from moe_lab.benchmarks import data as benchmark
-from moe_lab.benchmarks.harness import environment
 from moe_lab.data import (
     CorpusError,
     EncodedSentences,
@@ -379,43 +375,3 @@ def test_errors_and_early_ends_leave_no_process(children):
     next(results)
     results.close()
     assert not children()
-
-
-# --- the benchmark ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def measured_here(monkeypatch):
-    def here(function, *arguments):
-        return function(*arguments)
-
-    monkeypatch.setattr(benchmark, "elsewhere", here)
-
-
-def test_benchmark_measures_the_same_words_for_any_number_of_workers(
-    measured_here, tmp_path, capsys
-):
-    options = "--workers 0 1 --words 20000 --vocab-size 50 --sentences 100 --batch-words 9000"
-    table = tmp_path / "data.json"
-    more = ["--tokens-per-batch", "500", "--json", str(table)]
-    rows = cases.run("data", [*options.split(), *more])
-    counted, encoding, batches = rows[0:2], rows[2:4], rows[4:6]
-    words = {row.words for row in (*counted, *encoding)}  # ends of sentences included
-    assert len(words) == 1 and 20_000 < words.pop() < 22_000
-    assert batches[0].words == batches[1].words and 9_000 < batches[0].words < 10_000
-    assert all(row.seconds > 0 for row in rows)
-    written = json.loads(table.read_text())
-    assert written["environment"] == environment()
-    assert [row["what"] for row in written["rows"]] == [row.what for row in rows]
-    assert "| encoding | 1 | " in capsys.readouterr().out
-
-
-def test_benchmark_measures_what_a_block_holds_at_the_most():
-    held = torch.ones(64 << 18)  # 64 MiB
-    with benchmark.measured("free", 0) as row:
-        del held
-        time.sleep(0.2)
-    assert row.seconds >= 0.2 and 0 <= row.peak_mib < 32  # above the memory at the start
-    with benchmark.measured("allocate", 0) as row:
-        held = torch.ones(64 << 18)
-    assert 32 < row.peak_mib < 128 and held.sum() == held.numel()
