@@ -9,7 +9,7 @@ import time
 
 import pytest
 from moe_lab.cli import exit_status
-from moe_lab.commands import compare, evaluate, inspect_experts, train
+from moe_lab.commands import compare, evaluate, inspect_experts, train, translate
 from moe_lab.errors import ConfigError
 from moe_lab.studies import kneser_ney
 from moe_lab.training.checkpoint import checkpoints_of
@@ -84,6 +84,9 @@ def test_other_commands_reject_options_with_status_2(capsys, tmp_path, run):
         (evaluate, "--threads=-1"),
         (inspect_experts, "--sentences=-1"),
         (kneser_ney, "--order=0"),
+        (translate, "--beam=0"),
+        (translate, "--max-pieces=0"),
+        (translate, "--attention=a.jpg"),
         (compare, "--seeds=-1"),
         (kneser_ney, "--shares=1.5"),
     ],

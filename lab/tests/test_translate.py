@@ -17,7 +17,7 @@ from moe_lab.decoding.attention_plot import attention_file, attention_plot
 from moe_lab.errors import ConfigError
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.translation import make_translator
-from tiny import ROOT, assert_names_option, status_and_error
+from tiny import ROOT, status_and_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -227,14 +227,6 @@ def test_errors_have_one_line_and_status_2(run, multilingual, file, tmp_path, ca
     assert "--n-best must" in error(run, file, "--n-best=2", "--greedy")
     assert "device must" in error(run, file, "--device=meta")
     assert "none/text.fr must" in error(run, file, "--output", tmp_path / "none/text.fr")
-
-
-@pytest.mark.parametrize("option", ["--beam=0", "--max-pieces=0", "--attention=a.jpg"])
-def test_options_out_of_range(capsys, option):
-    with pytest.raises(SystemExit) as stopped:
-        translate.main(["run", option])
-    assert stopped.value.code == 2
-    assert_names_option(capsys, option)
 
 
 def test_only_translation_models(corpus, tmp_path, capsys):
