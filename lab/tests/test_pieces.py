@@ -233,14 +233,6 @@ def test_sources_need_headers(sources):
         of_sources(10)
 
 
-def test_the_parts_of_code_are_blocks_of_lines():
-    lines = ["a b", "  c", "", "", "d", " ".join("e" * 63), "f", " ".join("g" * 100), "h"]
-    found = list(mixed_module._sentences_of_code("\n".join(lines)))
-    assert [len(each.split()) for each in found] == [3, 64, 1, 64, 37]
-    assert found[0] == "a b c"
-    assert " ".join(found).split() == " ".join(lines).split()
-
-
 def prepare(*arguments):
     return prepare_data.main([str(argument) for argument in arguments])
 
