@@ -1,5 +1,6 @@
 """Several runs train at the same time, each in a separate process."""
 
+import inspect
 import io
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from moe_lab.commands import compare
@@ -36,16 +38,15 @@ def test_concurrent_runs_equal_sequential_runs(corpus, tmp_path, monkeypatch):
     comparison(corpus, tmp_path / "together", seeds=[1], at_once=2).main()
 
 
-def test_a_run_that_diverges_stops_and_saves_the_others(corpus, tmp_path):
-    wrong = ["optimizer.learning_rate=1e30"]
-    study = comparison(corpus, tmp_path, "steps=1000000", seeds=[1], against=wrong, at_once=2)
-    with pytest.raises(FloatingPointError, match=r"against with seed 1: .* not finite; lower") as e:
-        study.main()
-    assert "in answer" in e.value.__notes__[0]
-    stored = study.store.read()
-    assert [run["arm"] for run in stored.diverged] == ["against"] and stored.runs == []
-    if read_metrics(tmp_path / "config-seed1"):  # the run had begun to train
-        assert checkpoints_of(tmp_path / "config-seed1").steps()
+def test_a_failed_call_stops_the_others_and_reports_its_error(monkeypatch):
+    """The processes run `answer` without the import of torch."""
+    source = inspect.getsource(at_once.answer)
+    program = f"import os, pickle, signal, sys, traceback\n{source}\nanswer()"
+    monkeypatch.setattr(at_once, "_ANSWER", program)
+    with pytest.raises(ValueError, match="invalid literal") as error:
+        run_at_once([partial(int, "x"), partial(time.sleep, 600)])
+    assert "in answer" in error.value.__notes__[0]
+    run_at_once([partial(int, "1")])
 
 
 @pytest.mark.parametrize(
