@@ -109,15 +109,6 @@ def test_hand_worked():
     assert model.num_parameters == 5 + 5 + 4
 
 
-def test_modified_discounts():
-    # 4 words (with </s>) occur once, 3 twice, 2 three times and 1 four times: Y = 4 / (4 + 2·3) =
-    # 2/5.
-    words = [A, B, C, *[5, 6, 7] * 2, *[8, 9] * 3, *[10] * 4]
-    model = fit_kneser_ney(encoded(words), 11, order=1)
-    expected = [1 - 2 * 2 / 5 * 3 / 4, 2 - 3 * 2 / 5 * 2 / 3, 3 - 4 * 2 / 5 * 1 / 2]
-    assert model.discounts == [pytest.approx(expected)]
-
-
 def test_discounts_without_rare_words():
     # a and </s> occur three times, so D is undefined.
     text = encoded([A], [A], [A])
@@ -156,16 +147,6 @@ def test_probabilities_sum_to_one(modified):
         after = torch.arange(len(words)) * (len(context) + 2) + len(context)
         end = model.token_prob(encoded(context))[-1]
         assert float(prob[after].sum() + end) == pytest.approx(1, abs=1e-12)
-
-
-def test_perplexity_by_sentence():
-    train = random_sentences(60, 20, seed=4)
-    model = fit_kneser_ney(encoded(*train), 21, 3)
-    together = encoded([A, B], [], [B, 7, 7])
-    nll = model.sentence_nll(together)
-    alone = [model.sentence_nll(encoded(sentence)) for sentence in ([A, B], [], [B, 7, 7])]
-    torch.testing.assert_close(nll, torch.cat(alone), rtol=1e-12, atol=0)
-    assert float(nll[0]) == pytest.approx(-model.token_prob(encoded([A, B])).log().sum().item())
 
 
 def test_an_order_that_no_sentence_has():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 
 import pytest
@@ -12,7 +11,6 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_change, verdict
 from moe_lab.experiments.runs import difference
-from moe_lab.experiments.store import Runs
 from moe_lab.studies import balanced, efficiency, losses, routers, specialisation
 from moe_lab.studies.table import run as run_study
 from moe_lab.training.config import read_config
@@ -62,86 +60,49 @@ def test_every_store_of_the_results_is_checked():
 
 def tiny_study(study, corpus, tmp_path, *options):
     """Runs a study with two training steps for each model."""
-    return run_study(
-        study,
-        [
-            f"data.corpus={corpus}",
-            "steps=2",
-            "data.vocab_size=45",
-            "data.tokens_per_batch=40",
-            "model.num_sampled=9",
-            "model.d_model=8",
-            "log.tensorboard=false",
-            "log.progress=false",
-            f"--runs={tmp_path / 'runs'}",
-            f"--output={tmp_path / 'results'}",
-            *options,
-        ],
-    )
-
-
-def test_claims_about_a_larger_w_load():
-    """Max/mean load falls by the difference of w_load; all other metrics grow by it."""
-    results = {}
-    for arm in losses.WEIGHTS:
-        w_load = float(arm.partition(",")[2])
-        balance = dict.fromkeys(losses.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
-        run = {"test_nll": w_load, "balance": balance}
-        results[Arm(arm)] = dict.fromkeys((1, 2, 3), run)
-    found = [row for row in losses.comparisons(Runs(results)) if "max/mean" in row.claim]
-    assert [(row.compared, row.shown, row.verdict) for row in found] == [
-        ("0,0.2 against 0,0", "-0.200 [-0.200, -0.200]", "supported"),
-        ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "supported"),
-        ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "supported"),
-        ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "supported"),
-    ]
+    places = [f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}"]
+    small = ["steps=2", "data.vocab_size=45", "data.tokens_per_batch=40", "model.num_sampled=9"]
+    quiet = ["model.d_model=8", "log.tensorboard=false", "log.progress=false"]
+    return run_study(study, [f"data.corpus={corpus}", *small, *quiet, *places, *options])
 
 
 def test_losses_are_reported(corpus, tmp_path):
-    results = tiny_study("losses", corpus, tmp_path, "--seeds", "1", "2").by_arm()
+    arms = ("--arms", "0,0", "0.1,0.1", "0.01,0.01")
+    results = tiny_study("losses", corpus, tmp_path, "--seeds=1", *arms).by_arm()
     page = (tmp_path / "results" / "losses.md").read_text()
     gap = difference(results[Arm("0.1,0.1")], results[Arm("0,0")])
     assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
-    assert page.count("| a larger w_load lowers ") == page.count("| w_load lowers ") == 1
-    assert page.count("| larger weights lower ") == 2 and page.count("within 0.5% |") == 4
     for arm in results:
         moe = read_config(tmp_path / "runs" / f"{arm}-seed1" / "config.toml").model.moe
         assert str(arm) == f"{moe.w_importance:g},{moe.w_load:g}"
-    assert "| w_importance | w_load | seeds |" in page
-    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| 2 \|", page, re.M)
-    assert [",".join(row) for row in rows] == [*losses.WEIGHTS]
-    data = json.loads((tmp_path / "results" / "losses.json").read_text())
-    assert all(run["balance"].keys() == losses.COLUMNS.keys() for run in data["runs"])
-    assert data["claims"][0]["difference"]["mean"] == gap.mean
+    runs = json.loads((tmp_path / "results" / "losses.json").read_text())["runs"]
+    assert all(run["balance"].keys() == losses.COLUMNS.keys() for run in runs)
     assert "moe-lab study losses data.corpus=CORPUS steps=2 data.vocab_size=45 " in page
     assert rebuilds("losses", "losses", tmp_path / "results")
 
 
 def test_routers_are_reported(corpus, tmp_path, capsys):
-    tiny_study("routers", corpus, tmp_path, "--seeds", "1", "--arms", "switch rate 0.004")
+    tiny_study("routers", corpus, tmp_path, "--seeds=1", "--arms", "switch rate 0.004")
     assert "nothing to report yet" in capsys.readouterr().out
-    results = tiny_study("routers", corpus, tmp_path, "--seeds", "1", "2").by_arm()
+    results = tiny_study("routers", corpus, tmp_path, "--seeds=1").by_arm()
     page = (tmp_path / "results" / "routers.md").read_text()
-    assert [arm.model for arm, runs in results.items() if len(runs) == 2] == [*routers.ROUTERS]
     for name in ("switch", "bias", "balanced"):
         gap = difference(results[Arm(name)], results[Arm("noisy")])
         assert f"| {name} against noisy | {as_change(gap)} | {verdict(gap)} |" in page
     assert "expert_choice against" not in page  # it is not a language model
-    assert page.count("| expert_choice (not causal) |") == 1
-    runs = json.loads((tmp_path / "results" / "routers.json").read_text())["runs"]
-    busiest = {run["arm"]: routers.busiest(run) for run in runs}
+    busiest = {str(arm): routers.busiest(runs[1]) for arm, runs in results.items()}
     assert 1 <= busiest["balanced"] < 1.2 < busiest["noisy"]
-    folders = {name: tmp_path / "runs" / f"{name}-seed1" for name in routers.ROUTERS}
-    models = {name: read_config(folder / "config.toml") for name, folder in folders.items()}
-    assert {name: config.model.moe.gate for name, config in models.items()} == {
-        "noisy": "noisy_topk",
-        "switch": "topk",
-        "bias": "topk",
-        "balanced": "balanced",
-        "expert_choice": "expert_choice",
+    configs = {
+        str(arm): read_config(tmp_path / f"runs/{str(arm).replace(' ', '-')}-seed1/config.toml")
+        for arm in results
     }
-    trial = read_config(tmp_path / "runs" / "switch-rate-0.004-seed1" / "config.toml")
-    assert trial.optimizer.learning_rate == 4e-3 and trial.model.moe == models["switch"].model.moe
+    trial = configs.pop("switch rate 0.004")
+    assert {name: config.model.moe.gate for name, config in configs.items()} == {
+        "noisy": "noisy_topk", "switch": "topk", "bias": "topk", "balanced": "balanced",
+        "expert_choice": "expert_choice",
+    }  # fmt: skip
+    assert trial.optimizer.learning_rate == 4e-3
+    assert trial.model.moe == configs["switch"].model.moe
     assert "with other learning rates" in page and "--seeds 1 --arms 'switch rate 0.004'\n" in page
     assert rebuilds("routers", "routers", tmp_path / "results")
 
@@ -226,15 +187,6 @@ def test_kneser_ney_on_shares_of_the_text(corpus, tmp_path, capsys):
     assert report["order"] == 5 and all(len(set(d)) == 1 for d in model["discounts"])
 
 
-@pytest.fixture(scope="module")
-def run(corpus, tmp_path_factory):
-    """Trains a run and returns its folder."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    options = [*TINY, f"data.corpus={corpus}", f"output={folder}", "steps=8", "log.progress=false"]
-    train.main([str(CONFIG), *options])
-    return folder
-
-
 def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     options = [*TINY, f"data.corpus={corpus}", f"output={tmp_path / 'second'}", "steps=8"]
     train.main([str(CONFIG), *options, "seed=2", "log.progress=false"])
@@ -284,8 +236,3 @@ def test_specialisation_rejects_arguments(run, corpus, tmp_path, capsys):
         arguments += ["--output", tmp_path / "results"]
         found = status_and_error(capsys, "specialisation", *arguments)
         assert found[0] == 2 and message in found[1] and found[1].count("\n") == 1
-
-
-def test_words_in_their_place_as_markdown():
-    in_place = specialisation.in_place
-    assert in_place(["", "</s>", "a|b", "*", "x_y"]) == r"&lt;/s&gt; **a\|b** \* x\_y"

@@ -17,6 +17,11 @@ TINY = [
 ]  # fmt: skip
 
 
+def cases(table):
+    """Lists the (name, value) pairs of a table of the values of each name."""
+    return [(name, value) for name, values in table.items() for value in values]
+
+
 def status_and_error(capsys, command, *arguments):
     """Runs a command, a module, or a study, by its name."""
     main = partial(run_study, command) if isinstance(command, str) else command.main
