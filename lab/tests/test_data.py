@@ -2,13 +2,11 @@
 
 import gzip
 import hashlib
-import io
 import lzma
 import os
 import stat
 import subprocess
 import sys
-import time
 from itertools import islice
 
 import pytest
@@ -24,7 +22,6 @@ from moe_lab.data import (
     load_parallel,
 )
 from moe_lab.files import atomic_file
-from moe_lab.progress import progress
 
 # --- vocabulary ---------------------------------------------------------------------------------
 
@@ -100,19 +97,6 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
     os.close(reader)
 
 
-def test_a_vocabulary_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    path = tmp_path / "vocabulary.txt"
-    Vocabulary(["a", "</s>", "<unk>"]).save(path)
-
-    def full(handle):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="disk full"):
-        Vocabulary(["b", "</s>", "<unk>"]).save(path)
-    assert "a" in Vocabulary.load(path) and list(tmp_path.iterdir()) == [path]
-
-
 def test_fingerprint_depends_on_words_and_order_only():
     words = ["a", "</s>", "<unk>"]
     expected = hashlib.sha256(b"a\n</s>\n<unk>").hexdigest()
@@ -177,19 +161,6 @@ def test_vocabulary_errors(tmp_path):
 
 
 # --- progress -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_shows_a_bar_on_a_terminal_only(monkeypatch, terminal):
-    shown = io.StringIO()
-    shown.isatty = lambda: terminal
-    monkeypatch.setattr(sys, "stderr", shown)
-    taken = []
-    for item in progress(iter(range(2)), "counting", "words", 2):
-        time.sleep(0.6)  # the bar appears after a second
-        taken.append(item)
-    assert taken == [0, 1]
-    assert ("counting:" in shown.getvalue()) == terminal
 
 
 # --- corpora ------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Logs of a run: progress bar, metrics.jsonl and TensorBoard."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,42 +97,6 @@ class RunLog:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
-
-
-class LineBars:
-    """Shows the log lines of child processes; on a terminal, shows one progress bar for each run.
-
-    Other lines, which RunLog has not written, are printed unchanged.
-    """
-
-    _LINE = re.compile(r"(.+): step (\d+)/(\d+), (train|dev) (.*)")  # as RunLog writes it
-
-    def __init__(self) -> None:
-        self._bars: dict[str, Any] = {}
-
-    def __enter__(self) -> "LineBars":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for bar in self._bars.values():
-            bar.close()
-
-    def show(self, line: str) -> None:
-        found = self._LINE.fullmatch(line)
-        if found is None or not sys.stderr.isatty():
-            tqdm.write(line, file=sys.stderr)
-            return
-        title, step, steps, kind, values = found.groups()
-        if title not in self._bars:
-            self._bars[title] = tqdm(
-                total=int(steps), initial=int(step), desc=title, unit="step", dynamic_ncols=True
-            )
-        bar = self._bars[title]
-        bar.update(int(step) - bar.n)
-        if kind == "train":
-            bar.set_postfix_str(values)
-        else:
-            bar.write(line, file=sys.stderr)
 
 
 def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:

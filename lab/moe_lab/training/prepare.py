@@ -11,7 +11,7 @@ from moe_lab.data.downloads import SETS, DataSet, corpus_of, file_of
 from moe_lab.data.mixed import of_languages, write_parts
 from moe_lab.data.sentences import CorpusError
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.report import markdown_table
+from moe_lab.markdown import markdown_table
 from moe_lab.names import PARTS
 from moe_lab.training.config import DataConfig
 from moe_lab.training.folder import vocabulary_file
