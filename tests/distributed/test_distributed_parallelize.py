@@ -391,6 +391,11 @@ class Blocks(nn.Module):
             for number, expert in enumerate(of_modules):
                 of_modules[number] = checkpoint_wrapper(expert)
 
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
 
 def checkpointed(group, rank, wrap, folder):
     """Prepares, saves and loads layers in the wrapper of activation checkpointing."""
@@ -422,6 +427,26 @@ def test_layers_in_the_wrapper_of_activation_checkpointing(workers, tmp_path, wr
     assert alone.state_dict().keys() == full.keys()
     for name, value in alone.state_dict().items():
         assert_same_bits(value, full[name])
+
+
+def gradients_of_blocks(group, rank, wrap):
+    model = Blocks(group, "")
+    for layer in model.layers:
+        nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(5))
+    model.eval()
+    whole = checkpoint_wrapper(model) if wrap else model
+    parallel = parallelize(whole, group, find_unused_parameters=True)
+    x = torch.randn(6, D, generator=torch.Generator().manual_seed(rank))
+    parallel(x).square().sum().backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def test_gradients_of_a_model_in_the_wrapper_of_activation_checkpointing(workers):
+    """DistributedDataParallel does not average the gradients of the experts."""
+    wrapped, plain = (workers.run(2, gradients_of_blocks, wrap) for wrap in (True, False))
+    for of_rank, expected in zip(wrapped, plain, strict=True):
+        for grad, value in zip(of_rank, expected, strict=True):
+            assert_same_bits(grad, value)
 
 
 class OfRows(Experts):
