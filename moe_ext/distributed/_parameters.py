@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_ext._compiled import unwrapped_module
 from moe_ext.checks import require
@@ -99,6 +100,8 @@ def _entries(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expert
     state = layer.experts.state_dict(keep_vars=True)
     for key, name in plain_names(layer.experts, state).items():
         value = state[key]
+        rule = "be whole on this rank, not sharded by fully_shard (use parallelize)"
+        require(not isinstance(value, DTensor), f"MoE: experts.{name}", rule, type(value).__name__)
         if of_modules:
             container, number, rest = name.split(".", 2)
             whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None

@@ -62,7 +62,7 @@ def full_state_dict(
     Raises:
         ValueError: process_group does not have the ranks over which experts are sharded.
     """
-    ranks = Layout.of(process_group).world
+    ranks = Layout.of(process_group, "full_state_dict").world
     require_ranks("full_state_dict", model, ranks)
     state: dict[str, Tensor] = {}
     spread: dict[str, Part] = {}
@@ -104,7 +104,7 @@ def load_full_state_dict(
         ValueError: names or shapes do not match the model, or process_group does not have the ranks
             over which experts are sharded. The model is not changed.
     """
-    ranks = Layout.of(process_group).world
+    ranks = Layout.of(process_group, "load_full_state_dict").world
     require_ranks("load_full_state_dict", model, ranks)
     parts = model_parts(model)
     wanted = whole_shapes(parts, ranks)

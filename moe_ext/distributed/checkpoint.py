@@ -112,7 +112,7 @@ class Checkpoints:
     ) -> None:
         require_sizes("Checkpoints", keep=keep)
         self._folder = CheckpointFolder(Path(folder), keep)
-        self._ranks = Layout.of(process_group).world
+        self._ranks = Layout.of(process_group, "Checkpoints").world
         self._timeout = timeout
         self._background: tuple[ThreadPoolExecutor, Ranks] | None = None
         self._under_way: Future[None] | None = None
