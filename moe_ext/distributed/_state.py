@@ -228,7 +228,7 @@ def _room(param: Tensor, entry: ExpertParameter | None, saved: STORAGE_TYPES) ->
 
 # Options that decide which tensors an optimizer stores for a parameter.
 _DECISIVE = ("amsgrad", "centered", "factored", "momentum")
-# Options of the computation. They do not come from a checkpoint, which another machine may have written.
+# Options of the computation. A checkpoint of another machine does not change them.
 _OF_THIS_RUN = ("capturable", "differentiable", "foreach", "fused")
 
 Groups = list[dict[str, Any]]  # the options of an optimizer's groups, with "param_names"
