@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
@@ -536,6 +537,11 @@ def test_what_does_not_fit_is_named(tmp_path):
     for keep, rule in ((0, "at least 1"), (None, "a whole number")):
         with pytest.raises(ValueError, match=f"keep must be {rule}, got {keep}"):
             Checkpoints(tmp_path, keep=keep)
+
+
+def numbers_of(model, optimizer):
+    states = [state for of_param in optimizer.state.values() for state in of_param.values()]
+    return [*model.state_dict().values(), *states]
 
 
 def parts(kind_of_experts, kind_of_rest, **options):
