@@ -544,11 +544,3 @@ def test_shards_begin_with_the_first_ranks_values(group, rank):
     first = Ranks(group).gather_objects(own)[0]
     assert_same_bits(model[0].weight.full_tensor().detach(), first[0])
     assert_same_bits(model[1].running_mean, first[1])
-
-
-@on_ranks(2)
-def test_ddp_must_not_overwrite_experts(group, rank):
-    layer = MoE(D, 4, 2, process_group=group)
-    with pytest.raises(RuntimeError, match=r"^MoE: Distributed.*; use moe_ext.distributed.parall"):
-        nn.parallel.DistributedDataParallel(layer, process_group=group)(torch.randn(4, D))
-    layer(torch.randn(4, D))
