@@ -1086,7 +1086,7 @@ def read_former(group, rank, folder):
 def test_checkpoints_without_the_names_of_groups(tmp_path, monkeypatch):
     """Earlier versions saved no names of groups, and names with the prefix of torch.compile."""
     state = moe_ext.distributed._state
-    layer = nn.ModuleDict({"moe": compiled(layer_with_biases(1))})
+    layer = nn.ModuleDict({"moe": compiled(layer_with_biases())})
     optimizer = torch.optim.Adam(layer.parameters(), amsgrad=True)
     for param in layer.parameters():
         param.grad = torch.randn_like(param)
@@ -1103,7 +1103,7 @@ def test_checkpoints_without_the_names_of_groups(tmp_path, monkeypatch):
         )
         Checkpoints(tmp_path).save(1, layer, [optimizer])
     assert "_orig_mod" in next(iter(contents(tmp_path, 1)[0]))
-    other = nn.ModuleDict({"moe": layer_with_biases(2)})
+    other = nn.ModuleDict({"moe": layer_with_biases()})
     others = torch.optim.Adam(other.parameters(), amsgrad=True)
     Checkpoints(tmp_path).load(other, [others])
     for value, there in zip(numbers_of(other, others), numbers_of(layer, optimizer), strict=True):
