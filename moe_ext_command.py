@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 _HELP = """\
 usage: moe-ext info [--cmake-prefix]
@@ -63,7 +64,7 @@ def _say(line: str) -> None:
         _drop(sys.stderr)
 
 
-def _drop(stream: io.TextIOBase) -> None:
+def _drop(stream: TextIO) -> None:
     """Drops the output of a stream, which the interpreter otherwise fails to write at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -1,17 +1,14 @@
 """Checks that an argument is a process group of this rank."""
 
-from types import NoneType, UnionType
-from typing import get_args
-
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 
 def require_group(
-    name: str, group: object, kinds: UnionType = ProcessGroup | DeviceMesh | None
+    name: str, group: object, kinds: tuple[type, ...] = (ProcessGroup, DeviceMesh)
 ) -> None:
-    """Requires that an argument is one of the kinds, and not a group or mesh without this rank.
+    """Requires that an argument is None, or of one of the kinds and contains this rank.
 
     Raises:
         TypeError: group has another type; the message begins with name.
@@ -28,7 +25,6 @@ def require_group(
             f"{name} must contain this rank, got a group without rank {dist.get_rank()}; "
             "only the ranks of a group may use it"
         )
-    if not isinstance(group, kinds):
-        *names, last = ("None" if k is NoneType else f"a {k.__name__}" for k in get_args(kinds))
-        rule = f"be {', '.join(names)} or {last}"
+    if group is not None and not isinstance(group, kinds):
+        rule = "be " + ", ".join(f"a {kind.__name__}" for kind in kinds) + " or None"
         raise TypeError(f"{name} must {rule}, got {type(group).__name__}")

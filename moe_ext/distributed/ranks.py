@@ -39,7 +39,7 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        require_group("Ranks: group", group, ProcessGroup | None)
+        require_group("Ranks: group", group, (ProcessGroup,))
         self.group = group
         self.size: int = 1 if group is None else dist.get_world_size(group)
         self.rank: int = 0 if group is None else dist.get_rank(group)

@@ -217,7 +217,8 @@ def _refuse_replicas() -> None:
             if not isinstance(sharding, ExpertSharding) or sharding.exchange is None:
                 continue
             others = {*dist.get_process_group_ranks(sharding.layout.expert_parallel.group)}
-            replicated = [names[p] for p in layer.experts.parameters() if p in names]
+            experts = layer.get_submodule("experts")
+            replicated = [names[p] for p in experts.parameters() if p in names]
             require(
                 len(group & others) == 1 or not replicated,
                 "DistributedDataParallel: module",
