@@ -44,7 +44,7 @@ class OutputFile {
       std::random_device random;
       temporary_ = target_.parent_path() /
                    c10::str(".", target_.filename().string(), ".", random(), random());
-      // The system takes the bits of the umask away.
+      // The system applies the umask.
       handle = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
                     permissions_.value_or(0666));
       check(handle >= 0);

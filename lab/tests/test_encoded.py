@@ -428,7 +428,7 @@ def fail_unpicklable(number):
 
 
 def test_a_result_that_cannot_be_sent_is_an_error():
-    """Before, the parent process waited for the result for ever."""
+    """Before, the parent process hung."""
     results = in_workers(more_than_the_shared_memory, [0, 1], 1)
     assert next(results).shape == (10_000,)
     with pytest.raises(ConfigError, match=r"^the shared memory /dev/shm must have room .*torch_"):

@@ -37,7 +37,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             permissions = status.st_mode & 0o777
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    # The system takes the bits of the umask away.
+    # The system applies the umask.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, permissions or 0o666)
     try:
         with os.fdopen(handle, "wb") as file:

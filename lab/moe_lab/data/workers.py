@@ -72,7 +72,7 @@ class _Raised:
 
 
 class _Calls(Dataset[Any]):
-    """Returns pickled results: if DataLoader cannot pickle a result, the parent waits for ever."""
+    """Returns pickled results: if DataLoader cannot pickle a result, the parent hangs."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function

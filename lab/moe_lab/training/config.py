@@ -487,8 +487,8 @@ def _check_type(hint: Any, value: Any, key: str) -> Any:
     if type(value) is not hint:
         names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
         raise ConfigError(f"option {key} must be {names[hint]}, got {_shown(value)}")
-    if hint is str and not _is_utf8(value):  # config.toml has every option
-        raise ConfigError(f"option {key} must be UTF-8, got {value!r}")
+    if hint is str:
+        require_utf8(f"option {key}", value)  # config.toml has every option
     if hint is int and not -(2**63) <= value < 2**63:
         raise ConfigError(f"option {key} must fit into 64 bits, got {_shown(value)}")
     if hint is float and not math.isfinite(value):
@@ -496,12 +496,12 @@ def _check_type(hint: Any, value: Any, key: str) -> Any:
     return value
 
 
-def _is_utf8(text: str) -> bool:
+def require_utf8(name: str, text: str) -> None:
+    """Raises ConfigError if a text has bytes that are not UTF-8; Python reads them as surrogates."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # Python reads other bytes of the command line as surrogates
-        return False
-    return True
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} must be UTF-8, got {text!r}") from None
 
 
 def _shown(value: Any) -> str:
