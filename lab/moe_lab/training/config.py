@@ -497,7 +497,7 @@ def _check_type(hint: Any, value: Any, key: str) -> Any:
 
 
 def require_utf8(name: str, text: str) -> None:
-    """Raises ConfigError if a text has bytes that are not UTF-8; Python reads them as surrogates."""
+    """Raises ConfigError if a text has bytes that are not UTF-8, which Python has as surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
