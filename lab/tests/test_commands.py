@@ -1,7 +1,9 @@
 """The commands as a user runs them: output, files, errors and exit status."""
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from moe_lab.errors import ConfigError
 from moe_lab.studies.table import run as run_study
 from moe_lab.training.checkpoint import checkpoints_of
 from moe_lab.training.config import read_config
+from moe_lab.training.logging import read_metrics
 from tiny import CONFIG, ROOT, TINY, assert_names_option, status_and_error
 
 from moe_ext.distributed import CheckpointError
@@ -134,6 +137,63 @@ def test_a_closed_pipe_ends_a_command_without_message(tmp_path):
         process.stdout.close()
         assert process.wait(60) == 141
     assert (tmp_path / "stderr").read_bytes() == b""
+
+
+def shell(line, folder):
+    """Runs a line of a shell and returns its status and its stderr; $lab is the command moe-lab."""
+    env = os.environ | {
+        "lab": f"{sys.executable} -m moe_lab",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONUNBUFFERED": "",
+    }
+    done = subprocess.run(["bash", "-c", line], cwd=folder, env=env, stderr=subprocess.PIPE)
+    return done.returncode, done.stderr.decode(errors="replace")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_or_full_stdout_is_an_error(tmp_path, unbuffered):
+    for command in ("$lab --help", "$lab train --help", "$lab --version"):
+        status, error = shell(f"{command} >&-", tmp_path)
+        assert status == 2 and error.startswith("error: stdout must be open, got a closed stdout")
+        status, error = shell(f"PYTHONUNBUFFERED={unbuffered} {command} >/dev/full", tmp_path)
+        assert status == 2 and "No space left on device" in error and "\n" not in error[:-1]
+
+
+def test_training_and_evaluation_with_closed_or_full_streams(run, corpus, tmp_path):
+    """No file takes the place of a closed stream, and no work is lost silently."""
+    options = " ".join([*TINY, f"data.corpus={corpus}", "steps=1"])
+    train_to = f"$lab train {CONFIG} {options} output"
+    assert shell(f"{train_to}=a 2>&- <&- >out", tmp_path) == (0, "")
+    assert "next    moe-lab evaluate a" in (tmp_path / "out").read_text()
+    read_metrics(tmp_path / "a")
+    status, error = shell(f"{train_to}=b >&-", tmp_path)
+    assert status == 2 and "stdout must be open" in error and not (tmp_path / "b").exists()
+    for command, stream in (
+        (f"$lab evaluate {run} >/dev/full", "stdout"),
+        (f"$lab evaluate {run} --what 2>/dev/full", ""),
+        (f"$lab evaluate {run} >&- 2>&- <&-", ""),
+    ):
+        status, error = shell(command, tmp_path)
+        assert status == 2
+        assert error == (f"error: {stream}: No space left on device\n" if stream else "")
+
+
+def test_paths_that_are_not_utf8(run, corpus, tmp_path):
+    options = " ".join([*TINY, f"data.corpus={corpus}", "steps=1"])
+    for option in ("output", "data.corpus"):
+        line = f"$lab train {CONFIG} {options} output=run {option}=$'runs-\\xe9'"
+        status, error = shell(line, tmp_path)
+        assert (
+            status == 2 and error == f"error: option {option} must be UTF-8, got 'runs-\\udce9'\n"
+        )
+    assert not list(tmp_path.iterdir())
+    shutil.copytree(run, tmp_path / "run-\udce9")
+    shutil.copy(corpus / "test.txt", tmp_path / "text-\udce9.txt")
+    assert shell("$lab evaluate $'run-\\xe9' --corpus $'text-\\xe9.txt' >out", tmp_path) == (0, "")
+    assert "20 sentences" in (tmp_path / "out").read_text()
+    status, error = shell(f"$lab prepare-data text --from {corpus} --output $'a-\\xe9'", tmp_path)
+    assert status == 2 and error == "error: --output must be UTF-8, got 'a-\\udce9'\n"
 
 
 def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):

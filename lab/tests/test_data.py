@@ -97,6 +97,24 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
     os.close(reader)
 
 
+def test_a_file_has_the_permissions_of_the_umask_or_of_the_replaced_file(tmp_path):
+    path = tmp_path / "file"
+    before = os.umask(0o027)
+    try:
+        for permissions in (0o640, 0o604):
+            with atomic_file(path) as file:
+                file.write(b"new")
+            assert stat.S_IMODE(path.stat().st_mode) == permissions
+            path.chmod(0o604)
+    finally:
+        os.umask(before)
+    with pytest.raises(IsADirectoryError), atomic_file(tmp_path):
+        pass
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"), atomic_file(tmp_path / "loop"):
+        pass
+
+
 def test_fingerprint_depends_on_words_and_order_only():
     words = ["a", "</s>", "<unk>"]
     expected = hashlib.sha256(b"a\n</s>\n<unk>").hexdigest()

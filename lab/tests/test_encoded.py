@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from moe_lab.data import (
     load_corpus,
 )
 from moe_lab.data import sentences as texts
+from moe_lab.errors import ConfigError
 
 WORDS = [*(f"w{i}" for i in range(40)), "Käse", "日本", "\u00e9"]
 
@@ -375,3 +377,34 @@ def test_errors_and_early_ends_leave_no_process(children):
     next(results)
     results.close()
     assert not children()
+
+
+def more_than_the_shared_memory(number):
+    if number:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # also of files in shared memory
+    return torch.zeros(10_000)
+
+
+class Unpicklable(Exception):
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
+def fail_unpicklable(number):
+    raise Unpicklable(f"number {number}")
+
+
+def test_a_result_that_cannot_be_sent_is_an_error():
+    """Before, the parent process hung."""
+    results = in_workers(more_than_the_shared_memory, [0, 1], 1)
+    assert next(results).shape == (10_000,)
+    with pytest.raises(ConfigError, match=r"^the shared memory /dev/shm must have room .*torch_"):
+        next(results)
+    with pytest.raises(RuntimeError, match="^Unpicklable: number 3$"):
+        list(in_workers(fail_unpicklable, [3], 1))
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        list(in_workers(a_lambda, [0], 1))
+
+
+def a_lambda(number):
+    return lambda: number

@@ -95,6 +95,17 @@ def test_errors_of_serve(program, exported, arguments, lines, num_answers, messa
     assert len(done.stdout.splitlines()) == num_answers  # of the lines before the error
 
 
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [(">&-", "stdout must be open"), (">/dev/full", "stdout must take all of the output")],
+)
+@pytest.mark.parametrize("option", ["", "--perplexity"])
+def test_a_closed_or_full_stdout_is_an_error(program, exported, option, redirection, message):
+    command = f"echo w1 | {program('serve')} {exported[1]} {option} {redirection}"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"serve: {message}")
+
+
 def test_an_error_does_not_wait_for_the_next_line(program, exported):
     command = [program("serve"), exported[1], "--threads", "2"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:

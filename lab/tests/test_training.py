@@ -1,6 +1,7 @@
 """Configuration, training, checkpoints, measurement."""
 
 import io
+import json
 import math
 import os
 import pathlib
@@ -18,6 +19,7 @@ from moe_lab.data import Vocabulary
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.comparison import dense_counterpart
 from moe_lab.experiments.results import Result, train_and_test
+from moe_lab.files import read_json, write_json
 from moe_lab.models import LanguageModel
 from moe_lab.training import device as device_module
 from moe_lab.training import folder as folder_module
@@ -603,6 +605,32 @@ def test_a_log_cut_short_by_a_crash_is_continued(table):
     resumed = make_trainer(replace(config, resume=True))
     resumed.run()
     assert path.read_text() == whole
+
+
+def test_metrics_are_strict_json_also_if_they_are_not_finite(tmp_path):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    values = {"nll": 800.0, "perplexity": math.inf, "load": [[1.0, math.nan], [-math.inf, 2]]}
+    for start_step in (0, 1):  # a resumed run writes the earlier records again
+        log = RunLog(
+            tmp_path,
+            LogConfig(tensorboard=False, progress=False),
+            start_step=start_step,
+            steps=2,
+            title="run",
+        )
+        log.write("dev", start_step + 1, values)
+        log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    written = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [each["perplexity"] for each in written] == ["Infinity"] * 2
+    assert [each["load"] for each in written] == [[[1.0, "NaN"], ["-Infinity", 2]]] * 2
+    for number, record in enumerate(read_metrics(tmp_path), start=1):
+        assert repr(record) == repr({"kind": "dev", "step": number, **values})
+    write_json(tmp_path / "study.json", values)
+    json.loads((tmp_path / "study.json").read_text(), parse_constant=refuse)
+    assert repr(read_json(tmp_path / "study.json")) == repr(values)
 
 
 # Measurement

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_ext import ops
+from moe_ext._compiled import unwrapped_module
 from moe_ext.checks import require, require_at_least
+from moe_ext.distributed._plain_names import plain_names
 from moe_ext.losses import cv_squared, importance_loss
 
 __all__ = ["LayerBalance", "ModelBalance", "balance", "experts_modules"]
@@ -33,7 +35,9 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     found = {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
+        if hasattr(module, "_apply_gate")
+        and hasattr(module, "num_experts")
+        and unwrapped_module(module) is module  # a wrapper has the attributes of its module
     }
     rule = "have a module with the experts interface of transformers"
     require(bool(found), "experts_modules: model", rule, type(model).__name__)
@@ -140,8 +144,10 @@ class ModelBalance:
         require_at_least(0, "balance", w_importance=w_importance)
         self.mask: Tensor | None = None
         self.w_importance = w_importance
+        modules = {f"{name}.": module for name, module in experts_modules(model).items()}
+        plain = plain_names(model, modules)
         self._recorders = [
-            _Recorder(name, module) for name, module in experts_modules(model).items()
+            _Recorder(plain[name].removesuffix("."), module) for name, module in modules.items()
         ]
         self._hooks = [
             recorder.module.register_forward_pre_hook(partial(self._record, recorder))

@@ -25,6 +25,7 @@ from moe_ext.checks import (
     require_sizes,
 )
 from moe_ext.distributed._options import parallel_options
+from moe_ext.distributed._plain_names import plain_names
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
@@ -475,8 +476,8 @@ class _CellStep:
         self.cell = cell
         self.training = cell.training
         if gather is not None:
-            for name in tensors:
-                if name.startswith("moe.experts."):
+            for name, plain in plain_names(cell, tensors).items():
+                if plain.startswith("moe.experts."):
                     tensors[name] = gather.gather_rows(tensors[name])
         self.names, self.tensors = tuple(tensors), tuple(tensors.values())
         own = [getattr(module, "generator", None) for module in cell.modules()]

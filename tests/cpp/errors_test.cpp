@@ -1,8 +1,11 @@
 // Modules, losses and the optimizer throw errors with the class and the text of Python.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <moe_ext/nn.h>
 #include <moe_ext/optim.h>
 #include <moe_ext/state_dict.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -280,6 +283,39 @@ TEST_F(Files, WithOtherValuesAreRefused) {
   const std::vector<char> bytes = torch::pickle_save(c10::IValue(std::vector<int64_t>{1, 2}));
   std::ofstream(path("list"), std::ios::binary).write(bytes.data(), bytes.size());
   EXPECT_THROW(moe_ext::read_state_dict(path("list")), c10::TypeError);
+}
+
+TEST_F(Files, KeepLinksPipesAndPermissions) {
+  namespace fs = std::filesystem;
+  const moe_ext::StateDict values = {{"w", torch::ones({3})}};
+  const auto permissions = [](const std::string& file) { return fs::status(file).permissions(); };
+  // A link to a file that does not exist yet, and a link to this link.
+  fs::create_directory(path("disk"));
+  fs::create_symlink("disk/state", path("link"));
+  fs::create_symlink("link", path("latest"));
+  const mode_t before = umask(027);
+  moe_ext::write_state_dict(values, path("latest"));
+  umask(before);
+  EXPECT_EQ(permissions(path("disk/state")), fs::perms(0640));
+  fs::permissions(path("disk/state"), fs::perms(0604));
+  moe_ext::write_state_dict(values, path("latest"));
+  EXPECT_EQ(permissions(path("disk/state")), fs::perms(0604));
+  EXPECT_TRUE(fs::is_symlink(path("latest")) && fs::is_symlink(path("link")));
+  expect_same_bits(moe_ext::read_state_dict(path("disk/state")), values);
+
+  ASSERT_EQ(mkfifo(path("pipe").c_str(), 0600), 0);
+  const int reader = open(path("pipe").c_str(), O_RDONLY | O_NONBLOCK);
+  moe_ext::write_state_dict(values, path("pipe"));
+  char beginning[2] = {};
+  EXPECT_EQ(read(reader, beginning, 2), 2);
+  EXPECT_EQ(std::string(beginning, 2), "PK");  // of a zip file
+  close(reader);
+  EXPECT_TRUE(fs::is_fifo(path("pipe")));
+  fs::create_symlink("/dev/full", path("full"));
+  EXPECT_THROW(moe_ext::write_state_dict(values, path("full")), c10::Error);
+  EXPECT_TRUE(fs::is_character_file(path("full")));
+  fs::create_symlink("loop", path("loop"));
+  EXPECT_THROW(moe_ext::write_state_dict(values, path("loop")), c10::Error);
 }
 
 TEST_F(Files, AreReplacedOnlyWhenComplete) {

@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
@@ -18,13 +19,22 @@ import torch
 import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from workers import on_ranks
 
 import moe_ext.distributed.checkpoint
-from moe_ext import Experts, HierarchicalBalancedGate, HierarchicalMoE, MoE, TopKGate
+from moe_ext import (
+    Experts,
+    HierarchicalBalancedGate,
+    HierarchicalMoE,
+    MoE,
+    SharedExpert,
+    TopKGate,
+)
 from moe_ext.distributed import (
     CheckpointError,
     Checkpoints,
@@ -35,7 +45,7 @@ from moe_ext.distributed import (
 from moe_ext.distributed._checkpoint_folder import sums_of
 from moe_ext.distributed._safe_files import read_metadata
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.optim import FactoredAdam, split_parameters
+from moe_ext.optim import FactoredAdagrad, FactoredAdam, split_parameters
 
 D = 4
 
@@ -529,6 +539,207 @@ def test_what_does_not_fit_is_named(tmp_path):
             Checkpoints(tmp_path, keep=keep)
 
 
+def numbers_of(model, optimizer):
+    states = [state for of_param in optimizer.state.values() for state in of_param.values()]
+    return [*model.state_dict().values(), *states]
+
+
+def parts(kind_of_experts, kind_of_rest, **options):
+    """Returns a function that makes an optimizer for the experts and one for the rest."""
+
+    def make(model):
+        split = split_parameters(model)
+        return [kind_of_experts(split.experts, **options), kind_of_rest(split.rest)]
+
+    return make
+
+
+def of_all(kind, **options):
+    return lambda model: [kind(model.parameters(), **options)]
+
+
+def of_groups(*names):
+    def make(model):
+        split = split_parameters(model)
+        return [FactoredAdam([{"params": getattr(split, name)} for name in names])]
+
+    return make
+
+
+ADAM, SGD, FACTORED = torch.optim.Adam, torch.optim.SGD, FactoredAdam
+FIRST, SECOND = "group 0 of optimizer 0", "group 0 of optimizer 1"
+OTHER_OPTIMIZERS = {
+    "changed places": (
+        parts(FACTORED, FACTORED),
+        lambda model: parts(FACTORED, FACTORED)(model)[::-1],
+        f"experts.weight_0: FactoredAdam (factored), {FIRST} instead of FactoredAdam (factored), "
+        f"{SECOND}",
+    ),
+    "other class": (
+        parts(FACTORED, ADAM),
+        lambda model: parts(ADAM, FACTORED)(model)[::-1],
+        f"experts.weight_0: FactoredAdam (factored), {FIRST} instead of Adam, {SECOND}",
+    ),
+    "groups": (
+        of_groups("experts", "rest"),
+        of_groups("rest", "experts"),
+        "experts.weight_0: FactoredAdam (factored), group 0 of optimizer 0 instead of "
+        "FactoredAdam (factored), group 1 of optimizer 0",
+    ),
+    "fewer": (
+        of_groups("experts"),
+        of_all(FACTORED),
+        f"gate.w_gate: no optimizer instead of FactoredAdam (factored), {FIRST}",
+    ),
+    "more": (
+        of_all(FACTORED),
+        of_groups("experts"),
+        f"gate.w_gate: FactoredAdam (factored), {FIRST} instead of no optimizer",
+    ),
+    "amsgrad": (
+        of_all(ADAM),
+        of_all(ADAM, amsgrad=True),
+        f"gate.w_gate: Adam, {FIRST} instead of Adam (amsgrad), {FIRST}",
+    ),
+    "momentum": (
+        of_all(SGD, momentum=0.9),
+        of_all(SGD),
+        f"gate.w_gate: SGD (momentum), {FIRST} instead of SGD, {FIRST}",
+    ),
+    "centered": (
+        of_all(torch.optim.RMSprop),
+        of_all(torch.optim.RMSprop, centered=True),
+        f"gate.w_gate: RMSprop, {FIRST} instead of RMSprop (centered), {FIRST}",
+    ),
+    "factored": (
+        of_all(FactoredAdagrad, factored=False),
+        of_all(FactoredAdagrad),
+        f"gate.w_gate: FactoredAdagrad, {FIRST} instead of FactoredAdagrad (factored), {FIRST}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_OPTIMIZERS)
+def test_the_state_of_another_optimizer_is_refused(tmp_path, case):
+    make_saved, make_here, message = OTHER_OPTIMIZERS[case]
+
+    def trained(make):
+        model = MoE(D, 4, 2, hidden_sizes=[3])
+        optimizers = make(model)
+        model(torch.randn(6, D))[0].sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return model, optimizers
+
+    Checkpoints(tmp_path).save(1, *trained(make_saved))
+    model, optimizers = trained(make_here)
+    before = [value.clone() for each in optimizers for value in numbers_of(model, each)]
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Checkpoints(tmp_path).load(model, optimizers)
+    after = [value for each in optimizers for value in numbers_of(model, each)]
+    for value, unchanged in zip(after, before, strict=True):
+        assert_same_bits(value, unchanged)
+
+
+def save_shared_expert(group, rank, folder):
+    layer = MoE(D, 4, 2, shared_expert=SharedExpert(D, [3]), process_group=group)
+    model = parallelize(layer, group, dense="fsdp")  # its shared expert is in Adam
+    Checkpoints(folder, group).save(1, model, parts(FACTORED, ADAM)(model))
+
+
+def test_a_shared_expert_of_fsdp_in_another_optimizer(workers, tmp_path):
+    workers.run(2, save_shared_expert, tmp_path)
+    layer = MoE(D, 4, 2, shared_expert=SharedExpert(D, [3]))
+    message = (
+        f"got shared_expert.expert.weight_0: Adam, {SECOND} instead of FactoredAdam (factored), "
+        f"{FIRST}; shared_expert.expert.weight_1: "
+    )
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Checkpoints(tmp_path).load(layer, parts(FACTORED, ADAM)(layer))
+
+
+def test_options_of_the_computation_stay(tmp_path):
+    """Another machine may have written the checkpoint, for example without a GPU."""
+    layer = MoE(D, 4, 2)
+    Checkpoints(tmp_path).save(1, layer, of_all(FACTORED, lr=0.25)(layer))
+    lr = torch.tensor(1.0)
+    (optimizer,) = of_all(FACTORED, lr=lr, capturable=True)(layer)
+    Checkpoints(tmp_path).load(layer, [optimizer])
+    group = optimizer.param_groups[0]
+    assert group["capturable"] and isinstance(group["lr"], torch.Tensor) and group["lr"] == 0.25
+    Checkpoints(tmp_path).save(2, layer, [optimizer])
+    (optimizer,) = of_all(FACTORED)(layer)
+    Checkpoints(tmp_path).load(layer, [optimizer])
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert isinstance(optimizer.param_groups[0]["lr"], float)
+
+
+# Names
+
+
+class Wrapped(nn.Module):
+    """A model whose modules may be in wrappers; one has the name of DDP's attribute."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        torch.manual_seed(0)
+        number = 4 if group is None else 2
+        self.module = nn.Linear(D, D)
+        self.flat = MoE(D, 4, 2, hidden_sizes=[3], process_group=group)
+        experts = [nn.Linear(D, D) for _ in range(number)]
+        self.modules_layer = MoE(D, 4, 2, experts=experts, process_group=group)
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+def wrap(model, group):
+    model.module = DistributedDataParallel(compiled(model.module), process_group=group)
+    model.flat = checkpoint_wrapper(compiled(model.flat))
+    layer = model.modules_layer
+    layer.gate = compiled(layer.gate)
+    layer.experts.experts[1] = compiled(checkpoint_wrapper(layer.experts.experts[1]))
+    layer.experts = compiled(layer.experts)
+    return compiled(model)
+
+
+def check_plain_names(group, rank, folder):
+    def adam_of(model):
+        optimizer = torch.optim.Adam(model.parameters())
+        for name, param in model.named_parameters():
+            param.grad = torch.full_like(param, rank + 1 if "experts" in name else 1)
+        optimizer.step()
+        return optimizer
+
+    def assert_same(model, optimizer, other, others):
+        for param, there in zip(model.parameters(), other.parameters(), strict=True):
+            assert_same_bits(param.detach(), there.detach())
+            for key, value in optimizer.state[param].items():
+                assert_same_bits(value, others.state[there][key])
+
+    model, other = wrap(Wrapped(group), group), Wrapped(group)
+    state = full_state_dict(model, group)
+    assert state.keys() == full_state_dict(other, group).keys()
+    optimizer, others = adam_of(model), torch.optim.Adam(other.parameters())
+    Checkpoints(folder / "wrapped", group).save(1, model, [optimizer])
+    Checkpoints(folder / "wrapped", group).load(other, [others])
+    assert_same(model, optimizer, other, others)
+    others = adam_of(other)
+    Checkpoints(folder / "plain", group).save(1, other, [others])
+    Checkpoints(folder / "plain", group).load(model, [optimizer])
+    assert_same(model, optimizer, other, others)
+    state = Ranks(group).gather_objects(state)[0]
+    for each in (model, other):
+        load_full_state_dict(each, state, group)
+    assert_same(model, optimizer, other, others)
+
+
+def test_names_are_those_of_the_model_without_wrappers(workers, tmp_path):
+    workers.run(2, check_plain_names, tmp_path)
+    Checkpoints(tmp_path / "wrapped").load(Wrapped())
+
+
 def test_a_newer_torch_is_named(tmp_path, monkeypatch):
     model = nn.Linear(2, 2)
     checkpoints = Checkpoints(tmp_path)
@@ -870,6 +1081,35 @@ def read_former(group, rank, folder):
         for param in layer.parameters():
             param.copy_(optimizer.state[param]["exp_avg"])
     return state, full_state_dict(layer, group)
+
+
+def test_checkpoints_without_the_names_of_groups(tmp_path, monkeypatch):
+    """Earlier versions saved no names of groups, and names with the prefix of torch.compile."""
+    state = moe_ext.distributed._state
+    layer = nn.ModuleDict({"moe": compiled(layer_with_biases())})
+    optimizer = torch.optim.Adam(layer.parameters(), amsgrad=True)
+    for param in layer.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "plain_names", lambda model, names: {name: name for name in names})
+        patch.setattr(
+            moe_ext.distributed.checkpoint,
+            "of_all_ranks",
+            lambda options, ranks: [
+                (kind, [{k: v for k, v in group.items() if k != "param_names"} for group in groups])
+                for kind, groups in options
+            ],
+        )
+        Checkpoints(tmp_path).save(1, layer, [optimizer])
+    assert "_orig_mod" in next(iter(contents(tmp_path, 1)[0]))
+    other = nn.ModuleDict({"moe": layer_with_biases()})
+    others = torch.optim.Adam(other.parameters(), amsgrad=True)
+    Checkpoints(tmp_path).load(other, [others])
+    for value, there in zip(numbers_of(other, others), numbers_of(layer, optimizer), strict=True):
+        assert_same_bits(value, there)
+    with pytest.raises(CheckpointError, match=r"Adam \(amsgrad\), .* instead of Adam, group 0"):
+        Checkpoints(tmp_path).load(other, [torch.optim.Adam(other.parameters())])
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -10,11 +10,21 @@ from one_process import D, mesh_of, rank_weight
 from pairwise import pairwise
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from workers import on_ranks
 
-from moe_ext import BalancedGate, Experts, HierarchicalBalancedGate, MoE, SharedExpert, TopKGate
+from moe_ext import (
+    BalancedGate,
+    Experts,
+    HierarchicalBalancedGate,
+    MoE,
+    SharedExpert,
+    TopKGate,
+    update_gates,
+)
 from moe_ext.distributed import (
     Checkpoints,
     ExpertParallel,
@@ -23,6 +33,7 @@ from moe_ext.distributed import (
     clip_grad_norm_,
     expert_parameters,
     full_state_dict,
+    load_full_state_dict,
     parallelize,
 )
 from moe_ext.distributed.ranks import Ranks
@@ -355,6 +366,11 @@ class Blocks(nn.Module):
             for number, expert in enumerate(of_modules):
                 of_modules[number] = checkpoint_wrapper(expert)
 
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
 
 def checkpointed(group, rank, wrap, folder):
     """Prepares, saves and loads layers in the wrapper of activation checkpointing."""
@@ -388,6 +404,26 @@ def test_layers_in_the_wrapper_of_activation_checkpointing(workers, tmp_path, wr
         assert_same_bits(value, full[name])
 
 
+def gradients_of_blocks(group, rank, wrap):
+    model = Blocks(group, "")
+    for layer in model.layers:
+        nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(5))
+    model.eval()
+    whole = checkpoint_wrapper(model) if wrap else model
+    parallel = parallelize(whole, group, find_unused_parameters=True)
+    x = torch.randn(6, D, generator=torch.Generator().manual_seed(rank))
+    parallel(x).square().sum().backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def test_gradients_of_a_model_in_the_wrapper_of_activation_checkpointing(workers):
+    """DistributedDataParallel does not average the gradients of the experts."""
+    wrapped, plain = (workers.run(2, gradients_of_blocks, wrap) for wrap in (True, False))
+    for of_rank, expected in zip(wrapped, plain, strict=True):
+        for grad, value in zip(of_rank, expected, strict=True):
+            assert_same_bits(grad, value)
+
+
 class OfRows(Experts):
     """Experts with a parameter that does not have one row for each expert."""
 
@@ -416,6 +452,52 @@ def test_what_parallelize_refuses(group, rank):
     dist.barrier()  # no rank closes its group while another still connects to it
     with pytest.raises(ValueError, match=r"process_group must have .*, got \[0, 1, 2, 3\]$"):
         parallelize(layer(half[rank // 2]), group)
+
+
+@on_ranks(4)
+def test_torch_wrappers_around_sharded_experts_are_refused(group, rank):
+    """DistributedDataParallel would overwrite the experts; fully_shard would mix those of ranks."""
+    layer = MoE(D, 4, 2, process_group=group)
+    before = [param.detach().clone() for param in layer.experts.parameters()]
+    refused = r"module must have no experts .*\(use .*parallelize\), got '0.experts.weight_0, "
+    with pytest.raises(ValueError, match=refused):
+        DistributedDataParallel(nn.Sequential(layer), process_group=group)
+    for param, value in zip(layer.experts.parameters(), before, strict=True):
+        assert_same_bits(param.detach(), value)
+    parallelize(nn.Sequential(layer), group)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
+    copies = mesh["copies"].get_group()
+    DistributedDataParallel(MoE(D, 4, 2, process_group=mesh), process_group=copies)
+    layer = MoE(D, 4, 2, process_group=group)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
+    with pytest.raises(ValueError, match=r"^MoE: experts.weight_0 must be whole on this rank"):
+        clip_grad_norm_(layer, 1.0)
+
+
+@on_ranks(4)
+def test_a_group_without_this_rank_is_refused(group, rank):
+    half = dist.new_group([0, 1])
+    mesh = DeviceMesh("cpu", [0, 1])
+    layer = MoE(D, 4, 2)
+    gate = MoE(D, 4, 2, gate=TopKGate(D, 4, 2, bias_update_rate=0.1))
+    for name, use in {
+        "ExpertParallel: process_group": lambda some: MoE(D, 4, 2, process_group=some),
+        "parallelize: process_group": lambda some: parallelize(layer, some),
+        "Checkpoints: process_group": lambda some: Checkpoints("unused", some),
+        "full_state_dict: process_group": lambda some: full_state_dict(layer, some),
+        "load_full_state_dict: process_group": lambda some: load_full_state_dict(layer, {}, some),
+        "GradScaler: process_group": lambda some: GradScaler("cpu", process_group=some),
+        "update_gates: process_group": lambda some: update_gates(gate, some),
+        "Ranks: group": Ranks,
+    }.items():
+        for some in (half, mesh) if name != "Ranks: group" else (half,):
+            if rank >= 2:
+                message = f"^{name} must contain this rank, got a group without rank {rank}; "
+                with pytest.raises(ValueError, match=message):
+                    use(some)
+        with pytest.raises(TypeError, match=f"^{name} must be a ProcessGroup.* or None, got int"):
+            use(3)
+    dist.barrier()
 
 
 class Scaled(nn.Linear):
@@ -462,11 +544,3 @@ def test_shards_begin_with_the_first_ranks_values(group, rank):
     first = Ranks(group).gather_objects(own)[0]
     assert_same_bits(model[0].weight.full_tensor().detach(), first[0])
     assert_same_bits(model[1].running_mean, first[1])
-
-
-@on_ranks(2)
-def test_ddp_must_not_overwrite_experts(group, rank):
-    layer = MoE(D, 4, 2, process_group=group)
-    with pytest.raises(RuntimeError, match=r"^MoE: Distributed.*; use moe_ext.distributed.parall"):
-        nn.parallel.DistributedDataParallel(layer, process_group=group)(torch.randn(4, D))
-    layer(torch.randn(4, D))

@@ -91,6 +91,18 @@ def test_experts_that_are_frozen_on_one_rank(group, rank, gather):
         assert (entry.param.grad is not None) == (rank == 0)
 
 
+@on_ranks(2)
+def test_a_compiled_layer_gathers_its_experts(group, rank):
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer = MoELSTM(D, 4, 2, 2, process_group=group, gather_experts=True).eval()
+        if compiled:
+            layer.cell.moe = torch.compile(layer.cell.moe, backend="eager")
+        results.append(layer(torch.randn(5, 7, D))[0])
+    assert_same_bits(*results)
+
+
 def bytes_of_step(group, rank, slots, gather):
     """Returns the bytes of rows or weights that this rank sends, and those that are predicted."""
     gate = SoftmaxGate(D + 4, 2)  # each row goes to both ranks

@@ -280,6 +280,20 @@ def test_compiled_models(checkpointing, w_importance, fullgraph):
     assert_same_gradients(actual_gradients, expected_gradients, 1e-4)
 
 
+def test_names_and_counts_of_compiled_modules():
+    model, tokens = make_model(dtype=torch.float32), ids()
+    with balance(model) as measured:
+        model(tokens)
+    names = [layer.name for layer in measured.layers]
+    block = model.get_submodule(names[0].rpartition(".")[0])
+    block.experts = torch.compile(block.experts, backend="eager")
+    with balance(torch.compile(model, backend="eager")) as measured_again:
+        model(tokens)
+    assert [layer.name for layer in measured_again.layers] == names
+    for layer, other in zip(measured_again.layers, measured.layers, strict=True):
+        assert layer.load.tolist() == other.load.tolist()
+
+
 class OwnExperts(torch.nn.Module):
     """An experts module without parameters, which returns its input."""
 

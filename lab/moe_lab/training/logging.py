@@ -1,6 +1,5 @@
 """Logs of a run: progress bar, metrics.jsonl and TensorBoard."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,21 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from moe_ext.checks import is_whole
 from moe_lab.errors import ConfigError
-from moe_lab.files import MAX_JSON, atomic_file, read_lines, require_regular
+from moe_lab.files import (
+    MAX_JSON,
+    atomic_file,
+    from_json,
+    json_text,
+    read_lines,
+    require_regular,
+)
 from moe_lab.training.config import LogConfig
 
 
 class RunLog:
     """Writes and shows records such as {"kind": "train", "step": 100, "nll": ...}.
+
+    In metrics.jsonl, numbers that are NaN or infinite are the texts "NaN" and "Infinity".
 
     On a terminal, the progress bar shows training records, and lines above the bar show dev
     records. If stderr is not a terminal, each record is a line.
@@ -40,7 +48,7 @@ class RunLog:
         path = run / "metrics.jsonl"
         kept = [record for record in read_metrics(run) if record["step"] <= start_step]
         with atomic_file(path) as file:
-            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+            file.writelines(f"{json_text(record)}\n".encode() for record in kept)
         self._file = path.open("a", encoding="utf-8")
         self._bar = tqdm(
             total=steps,
@@ -58,7 +66,7 @@ class RunLog:
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Writes one record to metrics.jsonl and TensorBoard, and shows its main values."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.write(json_text({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
         if self._writer is not None:
             for key, value in values.items():
@@ -125,7 +133,7 @@ def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
 def _record(line: bytes) -> dict[str, Any] | None:
     """Parses a line of metrics.jsonl; None if it is not a record."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = from_json(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
     known = isinstance(record, dict) and record.get("kind") in ("train", "dev")
