@@ -191,7 +191,7 @@ def test_paths_that_are_not_utf8(run, corpus, tmp_path):
     shutil.copytree(run, tmp_path / "run-\udce9")
     shutil.copy(corpus / "test.txt", tmp_path / "text-\udce9.txt")
     assert shell("$lab evaluate $'run-\\xe9' --corpus $'text-\\xe9.txt' >out", tmp_path) == (0, "")
-    assert "20 sentences" in (tmp_path / "out").read_text()
+    assert "ends of 70 sentences" in (tmp_path / "out").read_text()
     status, error = shell(f"$lab prepare-data text --from {corpus} --output $'a-\\xe9'", tmp_path)
     assert status == 2 and error == "error: --output must be UTF-8, got 'a-\\udce9'\n"
 
