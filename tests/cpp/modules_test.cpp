@@ -426,6 +426,16 @@ TEST(SelectionBias, StaysPrecise) {
 
 // FeedForwardExperts in the other two forms of ops::experts
 
+// In training, the experts of a strictly balanced gate take the tokens with the largest scores.
+TEST(NotANumber, ReachesTheOutputOfATokenWithoutExpert) {
+  MoE layer(MoEOptions(D, 6, 2).gate(BalancedGate(BalancedGateOptions(D, 6, 2)).ptr()));
+  auto x = torch::randn({20, D});
+  x[3][1] = std::numeric_limits<double>::quiet_NaN();
+  const auto y = std::get<0>(layer->forward(x));
+  EXPECT_TRUE(y[3].isnan().all().item<bool>());
+  EXPECT_EQ(y.isnan().any(1).sum().item<int64_t>(), 1);
+}
+
 TEST(FeedForward, ThreeFormsAgree) {
   FeedForwardExperts module(FeedForwardExpertsOptions(5, D).hidden_sizes({6}).bias(true));
   const auto x = torch::randn({9, D});
