@@ -55,35 +55,34 @@ void for_each_tensor(const Argument& argument, const Body& body) {
 }
 
 // The kernel of the operator `name`, after the check of its tensors.
-template <Name name, auto kernel>
-struct Checked;
-
-template <Name name, typename Result, typename... Arguments, Result (*kernel)(Arguments...)>
-struct Checked<name, kernel> {
-  static Result run(Arguments... arguments) {
-    size_t position = 0;
-    const auto check = [&](const auto& argument) {
-      for_each_tensor(argument, [&](const Tensor& tensor, const auto& place) {
-        check_memory(name.text, tensor, [&] { return name_of_argument(position) + place(); });
-      });
-      ++position;
-    };
-    (check(arguments), ...);
-    return kernel(std::forward<Arguments>(arguments)...);
-  }
-
- private:
-  static std::string name_of_argument(size_t position) {
+template <Name name, auto kernel, typename Result, typename... Arguments>
+Result checked(Arguments... arguments) {
+  size_t position = 0;
+  const auto name_of_argument = [&] {
     const auto full_name = std::string("moe_ext::") + name.text;
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), "");
     return op.schema().arguments()[position].name();
-  }
-};
+  };
+  const auto check = [&](const auto& argument) {
+    for_each_tensor(argument, [&](const Tensor& tensor, const auto& place) {
+      check_memory(name.text, tensor, [&] { return name_of_argument() + place(); });
+    });
+    ++position;
+  };
+  (check(arguments), ...);
+  return kernel(std::forward<Arguments>(arguments)...);
+}
+
+template <Name name, auto kernel, typename Result, typename... Arguments>
+void implement_with(torch::Library& m, Result (*)(Arguments...)) {
+  Result (*const function)(Arguments...) = &checked<name, kernel, Result, Arguments...>;
+  m.impl(name.text, function);
+}
 
 // Registers `kernel` for the operator `name`.
 template <Name name, auto kernel>
 void implement(torch::Library& m) {
-  m.impl(name.text, &Checked<name, kernel>::run);
+  implement_with<name, kernel>(m, kernel);
 }
 
 }  // namespace moe_ext

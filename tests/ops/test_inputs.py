@@ -134,6 +134,7 @@ def replaced(args, path, x):
     return args
 
 
+@pytest.mark.filterwarnings("ignore:.*nested")
 @pytest.mark.parametrize("name", [*ROWS, *PRIVATE])
 @pytest.mark.parametrize("surroundings", ["plain", "autocast", "inference"])
 def test_tensors_that_cannot_be_read_are_refused(name, surroundings):
@@ -146,6 +147,8 @@ def test_tensors_that_cannot_be_read_are_refused(name, surroundings):
     }[surroundings]
     refused = 0
     for path, (kind, change) in product(paths, UNREADABLE.items()):
+        if (name, kind) == ("_empty_rows", "quantized"):  # it reads only the sizes
+            continue
         try:
             wrong = replaced(args, path, change(at(args, path)))
         except RuntimeError:  # torch cannot make this tensor
@@ -154,7 +157,6 @@ def test_tensors_that_cannot_be_read_are_refused(name, surroundings):
             beside = wrong
             if other != path and at(args, other).is_floating_point():
                 beside = replaced(wrong, other, form(at(args, other)))
-            # "_empty_rows" reads nothing but the sizes, so that torch may answer first.
             message = "storage of at least" if kind in ("no memory", "a byte short") else ""
             with where(), pytest.raises((TypeError, ValueError, RuntimeError), match=message):
                 op(*beside)

@@ -62,7 +62,9 @@ def test_linear_cross_entropy(dtype, options):
     target = torch.randint(1500, (60,))
     inputs = (x * (22 / 32**0.5)).to(dtype), w.to(dtype)
     assert not has_subnormal_operands(
-        lambda: differentiate(lambda x, w: ops.linear_cross_entropy(x, w, target, **options), *inputs)
+        lambda: differentiate(
+            lambda x, w: ops.linear_cross_entropy(x, w, target, **options), *inputs
+        )
     )
 
 
