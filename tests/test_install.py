@@ -178,8 +178,9 @@ def build_command(monkeypatch, tmp_path):
     runpy.run_path(str(ROOT / "setup.py"))
 
     def make(name, **options):
-        distribution = setuptools.Distribution(given | {"name": "moe_ext"})
-        distribution.packages = ["moe_ext"]
+        distribution = setuptools.Distribution(given)
+        distribution.script_name = "setup.py"
+        distribution.parse_config_files()  # reads pyproject.toml
         build = distribution.get_command_obj("build")
         build.build_lib = str(tmp_path)
         command = distribution.get_command_obj(name)
