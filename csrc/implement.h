@@ -18,8 +18,8 @@ namespace moe_ext {
 
 // Checks that a tensor is strided and that its storage has all bytes that its sizes need. name()
 // returns the name of the argument, such as weights[0]. The dispatcher refuses other layouts, but
-// not in an optional list, nor beside a tensor with torch's negative bit. Nothing else looks at the
-// storage.
+// not in an optional list, nor next to a tensor with torch's negative bit. Nothing else looks at
+// the storage.
 template <typename NameOf>
 void check_memory(std::string_view op, const Tensor& tensor, const NameOf& name) {
   if (!tensor.defined()) return;

@@ -138,7 +138,7 @@ def replaced(args, path, x):
 @pytest.mark.parametrize("name", [*ROWS, *PRIVATE])
 @pytest.mark.parametrize("surroundings", ["plain", "autocast", "inference"])
 def test_tensors_that_cannot_be_read_are_refused(name, surroundings):
-    """Each tensor, alone and beside another one with torch's negative or conjugate bit."""
+    """Each tensor, alone and next to another one with torch's negative or conjugate bit."""
     op, args, paths = arguments_of(name)
     where = {
         "plain": contextlib.nullcontext,
