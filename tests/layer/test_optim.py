@@ -196,6 +196,14 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("lr", [0.1, 10.0])
+def test_unfactored_gradients_whose_squares_overflow(lr):
+    param = nn.Parameter(torch.ones(3, 4))
+    grads = [torch.full((3, 4), value) for value in (0.1, 3e38)]
+    run(FactoredAdam([param], lr=lr, factored=False), param, grads)
+    torch.testing.assert_close(param.detach(), torch.full((3, 4), 1 - lr))
+
+
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("whole", [True, False])
