@@ -67,15 +67,14 @@ def toolkit_version() -> str:
 def architectures() -> str:
     """Returns TORCH_CUDA_ARCH_LIST if it is set, else the supported CUDA_ARCHITECTURES.
 
-    In the second case, the kernels for the last architecture also include PTX.
+    In the second case, PTX of the last architecture is for later ones, and PTX of the first for
+    those between, such as 11.0.
     """
     if given := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return given
     has = ask_nvcc("--list-gpu-arch").split()
     ours = [name for name in CUDA_ARCHITECTURES if f"compute_{name.replace('.', '')}" in has]
-    if ours:
-        ours[-1] += "+PTX"
-    return ";".join(ours)
+    return ";".join(name + "+PTX" * (name in (ours[0], ours[-1])) for name in ours)
 
 
 def wants_cuda(has_sources: bool) -> bool:

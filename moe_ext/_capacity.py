@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from numbers import Real
+import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.checks import require, require_one_of
+from moe_ext.checks import require, require_one_of, require_positive
 from moe_ext.distributed._rows import columns_of
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.gates import Routing
@@ -17,19 +17,18 @@ from moe_ext.gates import Routing
 Drop = Literal["position", "score"]
 
 
-def require_capacity(capacity_factor: float | None, drop: Drop) -> None:
-    """Raises ValueError if an option of `MoE` is out of range, or if drop has no effect."""
-    if capacity_factor is not None:
-        is_number = isinstance(capacity_factor, Real) and not isinstance(capacity_factor, bool)
-        require(
-            is_number and capacity_factor > 0,
-            "MoE: capacity_factor",
-            "be a number above 0",
-            capacity_factor,
-        )
+def checked_capacity(capacity_factor: float | None, drop: Drop) -> float | None:
+    """Returns the capacity factor as a float; it may be infinite.
+
+    Raises:
+        ValueError: an option of `MoE` is out of range, or drop has no effect.
+    """
+    if capacity_factor not in (None, math.inf):
+        (capacity_factor,) = require_positive("MoE", capacity_factor=capacity_factor)
     require_one_of("MoE: drop", get_args(Drop), drop)
     has_effect = capacity_factor is not None or drop == "position"
     require(has_effect, "MoE: drop", "be left out without capacity_factor", drop)
+    return capacity_factor
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
 """Argument checks with one common form of error message."""
 
 import math
+import operator
 from collections.abc import Collection, Sequence
-from numbers import Real
-from typing import TypeVar
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
     "given",
@@ -18,13 +19,17 @@ __all__ = [
     "require_k",
     "require_k_of_levels",
     "require_mask",
+    "require_not_nested",
     "require_one_of",
+    "require_positive",
     "require_shape",
     "require_sizes",
     "require_tensor",
 ]
 
 _T = TypeVar("_T")
+_TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_RULE = f"be 0 or a number of float32 (magnitude {_TINY:.2g} to {_MAX:.2g})"
 
 
 def require(holds: bool, name: str, rule: str, value: object) -> None:
@@ -53,8 +58,12 @@ def given(**values: _T | None) -> dict[str, _T]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def require_at_least(minimum: float, owner: str = "", **values: float) -> None:
-    """Requires that every value is a finite number and at least a minimum.
+def require_at_least(minimum: float, owner: str = "", **values: SupportsFloat) -> tuple[float, ...]:
+    """Requires that every value is a number of float32 and at least a minimum; returns the floats.
+
+    A number is what ``float`` accepts, such as a NumPy scalar or a fraction, but no bool, string or
+    tensor. Layers compute in float32. So a number other than 0 must not round to 0 or infinity
+    there.
 
     Args:
         minimum: the smallest allowed value.
@@ -63,62 +72,116 @@ def require_at_least(minimum: float, owner: str = "", **values: float) -> None:
 
     Raises:
         ValueError: "<owner>: <name> must be at least <minimum>, got <value>", or "be a finite
-            number".
+            number", or "be 0 or a number of float32".
     """
+    numbers = []
     for name, value in values.items():
-        name = f"{owner}: {name}" if owner else name
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        require(is_number and abs(value) < math.inf, name, "be a finite number", value)
-        require(value >= minimum, name, f"be at least {minimum}", value)
+        number = _float(value)
+        if not (number == 0 or _TINY <= abs(number) <= _MAX) or number < minimum:
+            name = f"{owner}: {name}" if owner else name
+            require(abs(number) < math.inf, name, "be a finite number", value)
+            require(number >= minimum, name, f"be at least {minimum}", value)
+            require(False, name, _RULE, value)
+        numbers.append(number)
+    return tuple(numbers)
 
 
-def require_bool(owner: str, **values: bool) -> None:
-    """Raises TypeError, prefixed by owner, if a value is not True or False."""
+def require_positive(owner: str, **values: SupportsFloat) -> tuple[float, ...]:
+    """Requires that every value is a number above 0, as `require_at_least`; returns the floats."""
+    numbers = require_at_least(-math.inf, owner, **values)
+    for name, number in zip(values, numbers, strict=True):
+        require(number > 0, f"{owner}: {name}", "be a number above 0", values[name])
+    return numbers
+
+
+def _float(value: object) -> float:
+    """Converts a number; NaN for other values."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number and (isinstance(value, str | Tensor) or _is_bool(value)):
+        return math.nan
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"  # of NumPy
+
+
+def require_bool(owner: str, **values: bool) -> tuple[bool, ...]:
+    """Returns the bools; raises TypeError, prefixed by owner, if a value is not True or False."""
     for name, value in values.items():
-        if not isinstance(value, bool):
+        if not _is_bool(value):
             raise TypeError(f"{owner}: {name} must be True or False, got {value!r}")
+    return tuple(map(bool, values.values()))
 
 
 def require_tensor(owner: str, **values: object) -> None:
     """Raises TypeError, prefixed by owner, if a value is not a tensor."""
     for name, value in values.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"{owner}: {name} must be a tensor, got {type(value).__name__}")
+            kind = type(value).__name__
+            if isinstance(value, PackedSequence):
+                kind += ": use torch.nn.utils.rnn.pad_packed_sequence, and pass a mask"
+            raise TypeError(f"{owner}: {name} must be a tensor, got {kind}")
+
+
+def require_not_nested(owner: str, **values: object) -> None:
+    """Raises TypeError, prefixed by owner, if a value is not a tensor, or is a nested tensor."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            require_tensor(owner, **{name: value})
+        elif value.is_nested:
+            rule = "must be a padded tensor, not a nested one (see torch.nested.to_padded_tensor)"
+            raise TypeError(f"{owner}: {name} {rule}, got {value.layout}")
 
 
 def is_whole(value: object) -> bool:
-    """Returns True if value is an int; False for a bool, a NumPy integer or a tensor."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Returns whether value is an int or what ``operator.index`` accepts; not a bool or tensor."""
+    if isinstance(value, Tensor) or _is_bool(value):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
 
 
-def require_sizes(owner: str, minimum: int = 1, **values: int) -> None:
-    """Requires that every value is a whole number and at least `minimum`.
+def require_sizes(owner: str, minimum: int = 1, **values: SupportsIndex) -> tuple[int, ...]:
+    """Requires that every value is a whole number and at least `minimum`; returns the ints.
 
     Args:
         owner: the class or function that takes the arguments.
         minimum: the smallest allowed value.
-        values: the arguments, by name.
+        values: the arguments, by name. See `is_whole`.
 
     Raises:
         ValueError: "<owner>: <name> must be <rule>, got <value>".
     """
     for name, value in values.items():
         require(is_whole(value), f"{owner}: {name}", "be a whole number", value)
-    require_at_least(minimum, owner, **values)
+        rule = f"be at least {minimum}"
+        require(operator.index(value) >= minimum, f"{owner}: {name}", rule, value)
+    return tuple(map(operator.index, values.values()))
 
 
-def require_k(owner: str, k: int, num_experts: int) -> None:
-    """Raises ValueError, prefixed by owner, if k is not a whole number from 1 to num_experts."""
+def require_k(owner: str, k: SupportsIndex, num_experts: int) -> int:
+    """Returns k as an int; raises ValueError, prefixed by owner, if it is not in [1, num_experts].
+
+    See `is_whole` for the whole numbers.
+    """
     rule = f"be a whole number between 1 and num_experts = {num_experts}"
-    require(is_whole(k) and 1 <= k <= num_experts, f"{owner}: k", rule, k)
+    require(is_whole(k) and 1 <= operator.index(k) <= num_experts, f"{owner}: k", rule, k)
+    return operator.index(k)
 
 
 def require_k_of_levels(
     owner: str,
-    k: int | tuple[int, int],
-    d_model: int,
-    num_groups: int,
-    experts_per_group: int,
+    k: SupportsIndex | Sequence[SupportsIndex],
+    d_model: SupportsIndex,
+    num_groups: SupportsIndex,
+    experts_per_group: SupportsIndex,
 ) -> tuple[int, int]:
     """Checks the sizes of a two-level gate and returns (k1, k2). A single number k means (k, k).
 
@@ -128,10 +191,13 @@ def require_k_of_levels(
         ValueError: a size is below 1, k1 is not between 1 and num_groups, or k2 not between 1 and
             experts_per_group.
     """
-    sizes = {"num_groups": num_groups, "experts_per_group": experts_per_group}
-    require_sizes(owner, d_model=d_model, **sizes)
-    k1, k2 = k if isinstance(k, Sequence) and len(k) == 2 else (k, k)
-    require(is_whole(k1) and is_whole(k2), f"{owner}: k", "be a whole number or a pair of them", k)
+    _, num_groups, experts_per_group = require_sizes(
+        owner, d_model=d_model, num_groups=num_groups, experts_per_group=experts_per_group
+    )
+    levels: Sequence[Any] = k if isinstance(k, Sequence) and len(k) == 2 else (k, k)
+    rule = "be a whole number or a pair of them"
+    require(all(map(is_whole, levels)), f"{owner}: k", rule, k)
+    k1, k2 = map(operator.index, levels)
     for level, chosen, choices, limit in (
         ("first", k1, num_groups, "num_groups"),
         ("second", k2, experts_per_group, "experts_per_group"),

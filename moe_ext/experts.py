@@ -13,7 +13,17 @@ from torch._subclasses.fake_tensor import is_fake
 
 from moe_ext import ops
 from moe_ext._former_names import current_names
-from moe_ext.checks import is_whole, require, require_bool, require_one_of, require_sizes
+from moe_ext.checks import (
+    is_whole,
+    require,
+    require_at_least,
+    require_bool,
+    require_not_nested,
+    require_one_of,
+    require_positive,
+    require_sizes,
+    require_tensor,
+)
 from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, Activation
 
 __all__ = ["Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
@@ -70,11 +80,11 @@ class Experts(nn.Module):
     def __init__(self, num_experts: int, d_model: int | None, d_output: int | None = None) -> None:
         super().__init__()
         name = type(self).__name__
-        require_sizes(name, 0, num_experts=num_experts)
-        for size, width in (("d_model", d_model), ("d_output", d_output)):
-            if width is not None:
-                require_sizes(name, **{size: width})
-        self.num_experts = num_experts
+        (self.num_experts,) = require_sizes(name, 0, num_experts=num_experts)
+        if d_model is not None:
+            (d_model,) = require_sizes(name, d_model=d_model)
+        if d_output is not None:
+            (d_output,) = require_sizes(name, d_output=d_output)
         self.d_model = d_model
         self.d_output: int | None = d_model if d_output is None else d_output
 
@@ -161,9 +171,9 @@ class FeedForwardExperts(Experts):
             "be a sequence of whole numbers, each at least 1",
             hidden_sizes,
         )
-        require_sizes("FeedForwardExperts", 0, first_expert=first_expert)
+        (self.first_expert,) = require_sizes("FeedForwardExperts", 0, first_expert=first_expert)
         require_one_of("FeedForwardExperts: activation", ACTIVATIONS, activation)
-        args = [float(number) for number in activation_args or ()]
+        args = list(activation_args or ())
         clamped = activation in CLAMPED_ACTIVATIONS
         require(
             len(args) == (3 if clamped else 0),
@@ -171,21 +181,18 @@ class FeedForwardExperts(Experts):
             f"be {'limit, alpha and offset' if clamped else 'empty'} for {activation}",
             args,
         )
-        require(
-            not args or args[0] > 0,
-            "FeedForwardExperts: activation_args",
-            "start with a limit above 0",
-            args,
-        )
-        require_bool("FeedForwardExperts", bias=bias)
+        self.activation_args: tuple[float, ...] | None = None
+        if clamped:
+            limit, alpha, offset = args
+            owner = "FeedForwardExperts: activation_args"
+            rest = require_at_least(-math.inf, owner, alpha=alpha, offset=offset)
+            self.activation_args = *require_positive(owner, limit=limit), *rest
+        (self.has_bias,) = require_bool("FeedForwardExperts", bias=bias)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(
                 f"FeedForwardExperts: dtype must be a floating-point dtype, got {dtype!r}"
             )
-        self.first_expert = first_expert
         self.activation: Activation = activation
-        self.activation_args: tuple[float, ...] | None = tuple(args) or None
-        self.has_bias = bias
         factor = 2 if activation in GATED_ACTIVATIONS else 1
         fans_in = [d_model, *hidden_sizes]
         widths = [
@@ -244,6 +251,9 @@ class FeedForwardExperts(Experts):
         With inverse and gates, maps tokens x [T, D] to the mixture [T, d_output]. See
         `moe_ext.ops.experts` for offsets, token_offsets and recompute.
         """
+        require_not_nested("FeedForwardExperts", x=x)
+        if offsets is not None:
+            require_tensor("FeedForwardExperts", offsets=offsets)
         return ops.experts(
             x,
             self.weights,
@@ -331,6 +341,7 @@ class ModuleExperts(Experts):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Maps rows x [R, D], sorted by expert with offsets [E + 1], to [R, d_output]."""
+        require_not_nested("ModuleExperts", x=x, offsets=offsets)
         bounds = pairwise(offsets.tolist())
         parts = [expert(x[a:b]) for expert, (a, b) in zip(self.experts, bounds, strict=True)]
         shapes = [tuple(part.shape[1:]) for part in parts]

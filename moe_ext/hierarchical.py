@@ -1,6 +1,7 @@
 """The hierarchical mixture of experts (Appendix B)."""
 
 from collections.abc import Sequence
+from operator import index
 from typing import TypedDict, Unpack
 
 import torch
@@ -82,6 +83,7 @@ class HierarchicalMoE(MoE):
     ) -> None:
         name = "HierarchicalMoE"
         k1, k2 = require_k_of_levels(name, k, d_model, num_groups, experts_per_group)
+        num_groups, experts_per_group = map(index, (num_groups, experts_per_group))
         if gate is None:
             gate = HierarchicalNoisyTopKGate(
                 d_model,

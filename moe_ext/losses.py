@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.checks import require, require_at_least, require_shape
+from moe_ext.checks import (
+    require,
+    require_at_least,
+    require_bool,
+    require_shape,
+    require_tensor,
+)
 from moe_ext.gates.gate import Routing
 from moe_ext.ops import cv_squared
 
@@ -28,8 +34,9 @@ def importance_loss(importance: Tensor, weight: float) -> Tensor:
         importance: [E], the gates of each expert, summed over the whole batch.
         weight: w_importance, the scale of the loss, at least 0.
     """
-    require_at_least(0, "importance_loss", weight=weight)
-    return ops.weighted_cv_squared([importance], [weight])
+    require_tensor("importance_loss", importance=importance)
+    weights = require_at_least(0, "importance_loss", weight=weight)
+    return ops.weighted_cv_squared([importance], weights)
 
 
 def load_loss(load: Tensor, weight: float) -> Tensor:
@@ -39,8 +46,9 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
         load: [E], the estimated tokens of each expert, summed over the whole batch.
         weight: w_load, the scale of the loss, at least 0.
     """
-    require_at_least(0, "load_loss", weight=weight)
-    return ops.weighted_cv_squared([load], [weight])
+    require_tensor("load_loss", load=load)
+    weights = require_at_least(0, "load_loss", weight=weight)
+    return ops.weighted_cv_squared([load], weights)
 
 
 def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
@@ -61,6 +69,7 @@ def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes of scores, threshold and mask do not match.
     """
+    require_tensor("batchwise_loss", scores=scores, threshold=threshold, mask=mask)
     shape = tuple(scores.shape)
     require_shape("batchwise_loss", shape[:-2] + shape[-1:], threshold=threshold)
     require_shape("batchwise_loss", shape, mask=mask)
@@ -111,8 +120,7 @@ class RouterLoss:
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        require_at_least(0, type(self).__name__, weight=weight)
-        self._weight = weight
+        (self._weight,) = require_at_least(0, type(self).__name__, weight=weight)
 
     def sums(
         self, routing: Routing, tokens_per_expert: Tensor, sequence_offsets: Tensor
@@ -176,7 +184,7 @@ class SwitchLoss(RouterLoss):
 
     def __init__(self, weight: float, *, per_sequence: bool = False) -> None:
         super().__init__(weight)
-        self.per_sequence = per_sequence
+        (self.per_sequence,) = require_bool("SwitchLoss", per_sequence=per_sequence)
         self.name = "switch_loss_per_sequence" if per_sequence else "switch_loss"
 
     def sums(

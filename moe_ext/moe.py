@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
-from moe_ext._capacity import Drop, drop_slots, require_capacity
+from moe_ext._capacity import Drop, checked_capacity, drop_slots
 from moe_ext._mixture import mixture
 from moe_ext._parts import (
     checked_experts,
@@ -26,7 +27,6 @@ from moe_ext._ragged import offsets_of
 from moe_ext._replay import checked_index
 from moe_ext._zero_computation import add_identity, computed_slots
 from moe_ext.checks import (
-    given,
     require,
     require_at_least,
     require_bool,
@@ -243,14 +243,12 @@ class MoE(nn.Module):
         parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
-        require_sizes("MoE", d_model=d_model, num_experts=num_experts)
+        d_model, num_experts = require_sizes("MoE", d_model=d_model, num_experts=num_experts)
         sizes = {"num_identity_experts": num_identity_experts, "num_null_experts": num_null_experts}
-        require_sizes("MoE", 0, **sizes)
+        num_identity_experts, num_null_experts = require_sizes("MoE", 0, **sizes)
         num_choices = num_experts + num_identity_experts + num_null_experts
-        require_k("MoE", k, num_choices)
-        require_at_least(0, "MoE", **given(w_importance=w_importance, w_load=w_load))
-        require_bool("MoE", recompute=recompute)
-        require_capacity(capacity_factor, drop)
+        k = require_k("MoE", k, num_choices)
+        (recompute,) = require_bool("MoE", recompute=recompute)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
         own = hidden_sizes is not None or activation != "relu" or activation_args is not None
@@ -266,11 +264,15 @@ class MoE(nn.Module):
         self.casts_tokens: bool = expert_dtype is not None
         self.losses: tuple[RouterLoss, ...] = checked_losses(losses)
         of_paper = 0.0 if losses else 0.1
-        self.w_importance: float = of_paper if w_importance is None else w_importance
-        self.w_load: float = of_paper if w_load is None else w_load
+        self.w_importance, self.w_load = require_at_least(
+            0,
+            "MoE",
+            w_importance=of_paper if w_importance is None else w_importance,
+            w_load=of_paper if w_load is None else w_load,
+        )
         self.num_identity_experts = num_identity_experts
         self.num_null_experts = num_null_experts
-        self.capacity_factor = capacity_factor
+        self.capacity_factor: float | None = checked_capacity(capacity_factor, drop)
         self.drop: Drop = drop
         if gate is None:
             gate = NoisyTopKGate(
@@ -307,6 +309,8 @@ class MoE(nn.Module):
             width, rule = self.experts.d_output, f"be d_model = {d_model} with identity experts"
             require(width in (None, d_model), "MoE: experts.d_output", rule, width)
         self._fused = self.experts.fused
+        # Known without a look at the wrappers, which takes long for a large model.
+        self._experts_are_own = self.sharding is None or self.sharding.exchange is None
         self.shared_expert: nn.Module | None = checked_shared_expert(shared_expert, d_model)
 
     def forward(
@@ -375,6 +379,8 @@ class MoE(nn.Module):
                 expert_index = expert_index.index_select(0, position)
             expert_index = checked_index(self.gate, expert_index, tokens.shape[0])
 
+        # The attributes may have changed since the last step.
+        losses = checked_losses(self.losses) if self.losses else ()
         y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
         width = getattr(self.experts, "d_output", None)  # an adapter may lack it
         if width not in (None, y.shape[-1]):
@@ -392,13 +398,11 @@ class MoE(nn.Module):
         if mask is not None:
             y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
         values = {}
-        if self.losses:
+        if losses:
             if sequence_offsets is None:
                 sequence_offsets = _sequence_offsets(x, mask)
             ranks = None if self.sharding is None else self.sharding.balanced
-            values = _router_losses(
-                self.losses, routing, tokens_per_expert, sequence_offsets, ranks
-            )
+            values = _router_losses(losses, routing, tokens_per_expert, sequence_offsets, ranks)
         aux = MoEAux(
             self._loss(routing, values),
             routing.importance,
@@ -421,7 +425,8 @@ class MoE(nn.Module):
         """Returns `MoEAux.loss`; values are those of `losses`, by name."""
         # L_importance + L_load in one operator; a gate may return another dtype for the load.
         balanced = [routing.importance, cast(routing.load, routing.importance.dtype)]
-        loss = ops.weighted_cv_squared(balanced, [self.w_importance, self.w_load])
+        weights = require_at_least(0, "MoE", w_importance=self.w_importance, w_load=self.w_load)
+        loss = ops.weighted_cv_squared(balanced, weights)
         if routing.loss is not None:
             loss = loss + routing.loss
         for each in self.losses:
@@ -450,11 +455,17 @@ class MoE(nn.Module):
         self, tokens: Tensor, expert_index: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor]:
         """Returns Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E]."""
+        if self.sharding is not None and not self._experts_are_own:
+            self._require_own_experts()
         ranks = None if self.sharding is None else self.sharding.balanced
         dtype = self._dtype_of_experts()
+        capacity_factor = self.capacity_factor
+        if capacity_factor is not None:
+            capacity_factor = checked_capacity(capacity_factor, self.drop)
+            rule = "be None with a hierarchical gate"
+            require(not is_hierarchical(self.gate), "MoE: capacity_factor", rule, capacity_factor)
+        num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
         if self.sharding is not None and self.sharding.group_exchange is not None:
-            value, rule = self.capacity_factor, "be None with a hierarchical gate"
-            require(value is None, "MoE: capacity_factor", rule, value)
             of_groups = gate_of_groups(self.gate)
             assert of_groups is not None  # ExpertSharding has checked the gate
             y, routing, tokens_per_expert = self.sharding.group_exchange(
@@ -468,6 +479,7 @@ class MoE(nn.Module):
             )
             rule = 'return Routing.kept = None with placement="groups"'
             require(routing.kept is None, "MoE: gate", rule, type(of_groups).__name__)
+            _require_choices(routing, num_choices)
             return y, routing, tokens_per_expert
         if expert_index is None:
             routing = self.gate(tokens, ranks)
@@ -477,9 +489,9 @@ class MoE(nn.Module):
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
-        if self.capacity_factor is not None:  # the attribute may have changed
-            require_capacity(self.capacity_factor, self.drop)
-            how = self.capacity_factor, self.drop
+        _require_choices(routing, num_choices)
+        if capacity_factor is not None:
+            how = capacity_factor, self.drop
             routing = drop_slots(routing, self.num_experts, self.k, *how, ranks)
         if dtype is not None:
             tokens = cast(tokens, dtype)
@@ -487,7 +499,7 @@ class MoE(nn.Module):
             y, tokens_per_expert = self._mixture(tokens, routing)
         else:
             y, _ = self._mixture(tokens, computed_slots(routing, self.num_experts))
-            plan = ops.dispatch_plan(routing.expert_index, routing.importance.shape[0])
+            plan = ops.dispatch_plan(routing.expert_index, num_choices)
             tokens_per_expert = plan.tokens_per_expert
         return y, routing, tokens_per_expert
 
@@ -529,6 +541,22 @@ class MoE(nn.Module):
         require(y.dim() == 2 and y.shape[1] == d_output, "MoE: shared_expert", rule, [*y.shape])
         return y
 
+    def _require_own_experts(self) -> None:
+        """Requires that DistributedDataParallel leaves experts on several ranks alone."""
+        if torch.compiler.is_compiling():
+            return
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is None:
+            return
+        own = {id(parameter) for parameter in self.experts.parameters()}
+        names = [name for name, each in wrapper.module.named_parameters() if id(each) in own]
+        if not wrapper.parameters_to_ignore.issuperset(names):
+            raise RuntimeError(
+                "MoE: DistributedDataParallel must not wrap experts that ranks share, because it "
+                "overwrites them with those of rank 0; use moe_ext.distributed.parallelize"
+            )
+        self._experts_are_own = True
+
     def _dtype_of_experts(self) -> torch.dtype | None:
         """Returns the dtype to which tokens are cast for the experts; None: no cast."""
         return next(self.experts.parameters()).dtype if self.casts_tokens else None
@@ -557,6 +585,14 @@ class MoE(nn.Module):
         if self.sharding is not None:
             shown["sharding"] = self.sharding
         return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+def _require_choices(routing: Routing, num_choices: int) -> None:
+    """Requires that a gate selects among the layer's experts, with zero-computation experts."""
+    found = routing.importance.shape[0]
+    if found != num_choices:
+        name = "MoE: num_experts + num_identity_experts + num_null_experts"
+        require(False, name, f"be {found}, the gate's number of experts", num_choices)
 
 
 def _router_losses(

@@ -113,7 +113,7 @@ def deepseek_v3(
         num_groups, groups_per_token, scale, bias_update_rate: see `TopKGate`.
         options: see `MoE`.
     """
-    require_sizes("deepseek_v3", 0, num_shared_experts=num_shared_experts)
+    (num_shared_experts,) = require_sizes("deepseek_v3", 0, num_shared_experts=num_shared_experts)
     gate = TopKGate(
         d_model,
         num_experts,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require_bool
+from moe_ext.checks import require_bool, require_not_nested
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates._logits import logits
 from moe_ext.ops import Activation
@@ -59,8 +59,7 @@ class SharedExpert(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        require_bool("SharedExpert", gated=gated, recompute=recompute)
-        self.recompute = recompute
+        gated, self.recompute = require_bool("SharedExpert", gated=gated, recompute=recompute)
         self.expert: FeedForwardExperts = FeedForwardExperts(
             1,
             d_model,
@@ -81,6 +80,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps the tokens x [T, D] to [T, d_output]."""
+        require_not_nested("SharedExpert", x=x)
         if self.w_gate is None:
             return self.expert(x, None, recompute=self.recompute)
         row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)

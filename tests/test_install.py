@@ -149,8 +149,9 @@ def test_a_toolkit_that_does_not_fit(run_setup, toolkit, capsys, toolkit_has, me
 @pytest.mark.parametrize(
     ("has", "given", "expected"),
     [
-        ("75 80 90 100 120", {}, "8.0;9.0;10.0;12.0+PTX"),
-        ("75 80 90", {}, "8.0;9.0+PTX"),
+        ("75 80 90 100 120", {}, "8.0+PTX;9.0;10.0;12.0+PTX"),
+        ("75 80 90", {}, "8.0+PTX;9.0+PTX"),
+        ("80", {}, "8.0+PTX"),
         ("80", {"TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0"),
     ],
 )

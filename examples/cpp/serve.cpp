@@ -32,6 +32,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "words.h"
+
 struct Options {
   std::string package;
   bool perplexity = false;
@@ -80,8 +82,7 @@ class Vocabulary {
   // The ids of </s> and of the words of a sentence.
   std::vector<int64_t> encode(const std::string& sentence) const {
     std::vector<int64_t> ids = {end()};
-    std::istringstream stream(sentence);
-    for (std::string word; stream >> word;) {
+    for (const std::string& word : words_of(sentence)) {
       TORCH_CHECK_VALUE(word != "</s>", "a sentence must not contain </s>");
       const auto found = ids_.find(word);
       ids.push_back(found == ids_.end() ? ids_.at("<unk>") : found->second);
@@ -158,6 +159,7 @@ void for_each_line(int64_t num_threads, Work work, Show show) {
         std::lock_guard lock(reading);
         if (!std::getline(std::cin, line)) return;
         number = num_read++;
+        if (number == 0) remove_byte_order_mark(line);
       }
       decltype(work(line)) result;
       std::string error;

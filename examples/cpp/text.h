@@ -11,13 +11,14 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <optional>
 #include <sstream>
 #include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "words.h"
 
 using torch::Tensor;
 
@@ -79,9 +80,10 @@ template <class F>
 void for_each_sentence(const std::filesystem::path& path, F f) {
   std::ifstream file(path);
   TORCH_CHECK_VALUE(file, "TEXT must be a folder with train.txt and dev.txt, cannot read ", path);
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream stream(line);
-    const std::vector<std::string> words{std::istream_iterator<std::string>(stream), {}};
+  bool first = true;
+  for (std::string line; std::getline(file, line); first = false) {
+    if (first) remove_byte_order_mark(line);
+    const auto words = words_of(line);
     if (!words.empty()) f(words);
   }
 }
@@ -102,6 +104,8 @@ struct Vocabulary {
     TORCH_CHECK_VALUE(!counts.count("</s>"), path, " must not contain </s>");
     int64_t num_unknown = counts["<unk>"];
     counts.erase("<unk>");
+    TORCH_CHECK_VALUE(!counts.empty(), path, " must contain at least one word");
+    TORCH_CHECK_VALUE(max_size >= 3, "vocab_size must be at least 3, got ", max_size);
 
     std::vector<std::pair<int64_t, std::string>> ranked;  // with the negative count
     for (const auto& [word, count] : counts) ranked.emplace_back(-count, word);
@@ -130,6 +134,7 @@ struct Text {
     std::vector<int64_t> ids = {end}, begins = {0};
     for_each_sentence(path, [&](const std::vector<std::string>& sentence) {
       for (const auto& word : sentence) {
+        TORCH_CHECK_VALUE(word != "</s>", path, " must not contain </s>");
         const auto found = vocabulary.index.find(word);
         ids.push_back(found == vocabulary.index.end() ? unknown : found->second);
       }

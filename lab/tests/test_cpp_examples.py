@@ -35,7 +35,10 @@ def text(tmp_path):
         " ".join(re.findall(r"\w+|[^\w\s]", sentence)) + "\n"
         for sentence in re.split(r"(?<=[.:])\s+", manual)
     ]
-    (folder / "train.txt").write_text("".join(s for i, s in enumerate(sentences) if i % 20))
+    sentences[1] = "\ufeffOn\u00a0peut\u2003manger\u3000ici\x85\n"  # a mark and other white space
+    (folder / "train.txt").write_text(
+        "".join(s for i, s in enumerate(sentences) if i % 20), "utf-8"
+    )
     (folder / "dev.txt").write_text("".join(sentences[::20]))
     (folder / "test.txt").write_text("".join(sentences[::20]))
     return folder

@@ -21,6 +21,7 @@ from moe_lab.data import (
     builtin,
     encode_sentences,
     load_corpus,
+    load_parallel,
 )
 from moe_lab.files import atomic_file
 from moe_lab.progress import progress
@@ -139,6 +140,7 @@ def test_vocabulary_files_of_the_billion_word_benchmark(tmp_path, text, words):
     [
         (b"a\n</s>\n", "<unk>"),
         (b"a\n<unk>\n", "</s>"),
+        (b"</s>\n<unk>\n", "at least one word"),
         (b"</s>\n<unk>\na\na\n", "line 4 must"),
         (b"</s>\n<unk>\n\na\n", "line 3 must"),
         (b"</s>\n<unk>\nNew York\n", "line 3 must"),
@@ -164,6 +166,8 @@ def test_vocabulary_errors(tmp_path):
         Vocabulary.build([["a", "</s>"]], max_size=10)
     with pytest.raises(ValueError, match="min_count must .*got 0"):
         Vocabulary.build([["a"]], max_size=10, min_count=0)
+    with pytest.raises(ValueError, match="min_count must be at most 2, .*word, got 3$"):
+        Vocabulary.build([["a", "b", "a"]], max_size=10, min_count=3)
     with pytest.raises(ValueError, match="must .*'a'"):
         Vocabulary(["a", "a", "</s>", "<unk>"])
     with pytest.raises(ValueError, match="not contain white space, got 'a b'"):
@@ -365,6 +369,22 @@ def test_a_byte_order_mark_is_not_of_the_first_word(tmp_path):
     text.write_text("\ufeffthe end\n\ufeffof\n", "utf-8")
     corpus = load_corpus(text, parts=["all"])
     assert list(corpus.all) == [["the", "end"], ["\ufeffof"]]
+
+
+def test_hidden_files_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("a b\n")
+    (tmp_path / ".a.txt").write_text("a b\n")  # an editor's copy
+    assert list(load_corpus(tmp_path, parts=["all"]).all) == [["a", "b"]]
+
+    folder = tmp_path / ".pairs"  # a folder that the user names may be hidden
+    copies = folder / ".ipynb_checkpoints"
+    copies.mkdir(parents=True)
+    for name in ("train", "dev", "test"):
+        for language in ("de", "en"):
+            for file in (folder / f"{name}.{language}", copies / f"{name}-checkpoint.{language}"):
+                file.write_text(f"{name} {language}\n")
+    corpus = load_parallel(folder, source="de", target="en")
+    assert [len(list(part)) for part in (corpus.train, corpus.dev, corpus.test)] == [1, 1, 1]
 
 
 def test_unreadable_text_is_named_with_its_line(tmp_path):

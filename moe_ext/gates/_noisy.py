@@ -28,13 +28,11 @@ class NoisyGate(Gate):
     ) -> None:
         super().__init__(d_model, num_experts, k)
         name = type(self).__name__
-        require_at_least(0, name, noise_epsilon=noise_epsilon)
-        require_bool(name, detach_threshold=detach_threshold)
+        (self.noise_epsilon,) = require_at_least(0, name, noise_epsilon=noise_epsilon)
+        (self.detach_threshold,) = require_bool(name, detach_threshold=detach_threshold)
         if not isinstance(generator, torch.Generator | None):
             kind = type(generator).__name__
             raise TypeError(f"{name}: generator must be a torch.Generator or None, got {kind}")
-        self.noise_epsilon = noise_epsilon
-        self.detach_threshold = detach_threshold
         self.generator = generator
 
     def reset_parameters(self) -> None:

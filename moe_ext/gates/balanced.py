@@ -133,8 +133,7 @@ class StrictlyBalancedGate(Gate):
 
     def __init__(self, d_model: int, num_experts: int, k: int, detach_scores: bool) -> None:
         super().__init__(d_model, num_experts, k)
-        require_bool(type(self).__name__, detach_scores=detach_scores)
-        self.detach_scores = detach_scores
+        (self.detach_scores,) = require_bool(type(self).__name__, detach_scores=detach_scores)
         self.batchwise = False
 
     def reset_parameters(self) -> None:

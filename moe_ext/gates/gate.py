@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require, require_floating, require_k, require_sizes, require_tensor
+from moe_ext.checks import require, require_floating, require_k, require_not_nested, require_sizes
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import logits
 
@@ -71,6 +72,16 @@ class Routing(NamedTuple):
         return self.scores / torch.where(total > 0, total, 1)
 
 
+def warn_if_untrained(name: str, k: int, choices: int, remedy: str, of: str = "gate") -> None:
+    """Warns if the only gate of each token is constant: a gate of `choices` renormalized over k."""
+    if k == 1 < choices:
+        warnings.warn(
+            f"{name}: with k = 1 the {of} of every token is constant, and the task's loss gives "
+            f"the weights of this gate no gradient; {remedy}",
+            stacklevel=3,
+        )
+
+
 class Gate(nn.Module):
     """Routes tokens to experts; the base class of all gates.
 
@@ -110,11 +121,10 @@ class Gate(nn.Module):
     def __init__(self, d_model: int, num_experts: int, k: int) -> None:
         super().__init__()
         name = type(self).__name__
-        require_sizes(name, d_model=d_model, num_experts=num_experts)
-        require_k(name, k, num_experts)
-        self.d_model = d_model
-        self.num_experts = num_experts
-        self.k = k
+        self.d_model, self.num_experts = require_sizes(
+            name, d_model=d_model, num_experts=num_experts
+        )
+        self.k = require_k(name, k, self.num_experts)
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes the tokens x [T, D].
@@ -153,7 +163,7 @@ class Gate(nn.Module):
     def _require_tokens(self, x: Tensor) -> None:
         """Requires that x is a floating-point tensor [T, D]."""
         name = type(self).__name__
-        require_tensor(name, x=x)
+        require_not_nested(name, x=x)
         if x.dim() != 2 or x.shape[1] != self.d_model:
             rule = f"have shape [T, d_model = {self.d_model}]"
             require(False, f"{name}: x", rule, tuple(x.shape))

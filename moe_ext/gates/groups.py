@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import index
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -112,6 +113,7 @@ class HierarchicalGate(Gate, ABC):
     ) -> None:
         name = type(self).__name__
         k1, k2 = require_k_of_levels(name, k, d_model, num_groups, experts_per_group)
+        num_groups, experts_per_group = map(index, (num_groups, experts_per_group))
         super().__init__(d_model, num_groups * experts_per_group, k1 * k2, *options)
         self.num_groups = num_groups
         self.experts_per_group = experts_per_group

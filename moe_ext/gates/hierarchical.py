@@ -12,7 +12,7 @@ from moe_ext import ops
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
-from moe_ext.gates.gate import Routing
+from moe_ext.gates.gate import Routing, warn_if_untrained
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 
 __all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]
@@ -84,6 +84,13 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
     ) -> None:
         noise = noise_epsilon, detach_threshold, generator
         super().__init__(d_model, num_groups, experts_per_group, k, *noise)
+        levels = (
+            ("gate of the first level", self.k_of_levels[0], num_groups),
+            ("gate of the second level", self.k_of_levels[1], experts_per_group),
+        )
+        for of, chosen, choices in levels:
+            remedy = "use k of at least 2 at this level, or TopKGate with renormalize=False"
+            warn_if_untrained(type(self).__name__, chosen, choices, remedy, of)
         self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups))
         self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups))
         secondary = num_groups, d_model, experts_per_group

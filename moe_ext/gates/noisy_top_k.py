@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +9,7 @@ from moe_ext import ops
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import only_given, widened
 from moe_ext.gates._noisy import NoisyGate
-from moe_ext.gates.gate import Routing
+from moe_ext.gates.gate import Routing, warn_if_untrained
 
 __all__ = ["NoisyTopKGate"]
 
@@ -57,13 +55,10 @@ class NoisyTopKGate(NoisyGate):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(d_model, num_experts, k, noise_epsilon, detach_threshold, generator)
-        if k == 1 < num_experts:
-            warnings.warn(
-                "NoisyTopKGate: with k = 1 the gate of every token is 1, and the task's loss gives "
-                "the gate's weights no gradient; use k of at least 2, or "
-                "TopKGate(d_model, num_experts, 1, renormalize=False)",
-                stacklevel=2,
-            )
+        remedy = (
+            "use k of at least 2, or TopKGate(d_model, num_experts, 1, renormalize=False) as gate"
+        )
+        warn_if_untrained("NoisyTopKGate", self.k, num_experts, remedy)
         self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
         self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
 

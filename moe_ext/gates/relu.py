@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require_at_least, require_positive
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
 from moe_ext.gates._slots import experts_of_rows, several, sums_of_slots, values_of_slots
@@ -85,11 +85,8 @@ class ReLUGate(AdaptiveGate):
         l1_growth: float = 1.2,
     ) -> None:
         super().__init__(d_model, num_experts, k, num_counts=num_experts + 1)
-        require_at_least(0, "ReLUGate", l1_weight=l1_weight)
-        require(l1_weight > 0, "ReLUGate: l1_weight", "be above 0", l1_weight)
-        require_at_least(1, "ReLUGate", l1_growth=l1_growth)
-        self.initial_l1_weight = l1_weight
-        self.l1_growth = l1_growth
+        (self.initial_l1_weight,) = require_positive("ReLUGate", l1_weight=l1_weight)
+        (self.l1_growth,) = require_at_least(1, "ReLUGate", l1_growth=l1_growth)
         self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts))
         self.register_buffer("l1_weight", widened(torch.empty(())))
         self.reset_parameters()
@@ -140,12 +137,13 @@ class ReLUGate(AdaptiveGate):
 
     def update(self, counts: Tensor) -> None:
         """Multiplies λ by l1_growth, 1 or 1 / l1_growth; see `AdaptiveGate.update`."""
+        (growth,) = require_at_least(1, "ReLUGate", l1_growth=self.l1_growth)
         num_selected, num_tokens = counts[:-1].sum(), counts[-1]
         # Below the target sparsity, more than k·T scores are positive. This is exact in int64.
         direction = torch.sign(num_selected - self.k * num_tokens).to(self.l1_weight.dtype)
         limits = torch.finfo(self.l1_weight.dtype)
         # From 0 or infinity, λ could never return.
-        self.l1_weight.mul_(self.l1_growth**direction).clamp_(limits.tiny, limits.max)
+        self.l1_weight.mul_(growth**direction).clamp_(limits.tiny, limits.max)
 
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""

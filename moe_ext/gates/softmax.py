@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import given, require_at_least, require_bool
+from moe_ext.checks import require_at_least, require_bool, require_positive, require_sizes
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened, zero_
 from moe_ext.gates.adaptive import AdaptiveGate
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate, Routing, warn_if_untrained
 
 __all__ = ["SoftmaxGate", "TopKGate"]
 
@@ -69,6 +69,8 @@ class TopKGate(AdaptiveGate):
 
         b_i ← b_i + u · sign(mean(count) - count_i)
 
+    With k = 1 and renormalize, the gate of every token is constant, as in `NoisyTopKGate`.
+
     W_g starts with normal random values of standard deviation 0.1 · D^-1/2. With W_g = 0, every
     token would be routed to the same experts. Load is the number of routed tokens, which has no
     gradient. Of the losses of `MoE`, only the importance loss balances the experts.
@@ -117,16 +119,24 @@ class TopKGate(AdaptiveGate):
     ) -> None:
         adapts = bias_update_rate is not None
         super().__init__(d_model, num_experts, k, num_counts=num_experts if adapts else 0)
-        require_at_least(0, "TopKGate", **given(bias_update_rate=bias_update_rate))
-        require_bool("TopKGate", logit_bias=logit_bias)
         self.score: ops.Score = score
-        self.renormalize = renormalize
-        self.scale = scale
-        self.num_groups = num_groups
-        self.groups_per_token = groups_per_token
-        self.group_score_k = group_score_k
-        self.bias_update_rate = bias_update_rate
+        self.renormalize, logit_bias = require_bool(
+            "TopKGate", renormalize=renormalize, logit_bias=logit_bias
+        )
+        (self.scale,) = require_positive("TopKGate", scale=scale)
+        self.num_groups, self.groups_per_token, self.group_score_k = require_sizes(
+            "TopKGate",
+            num_groups=num_groups,
+            groups_per_token=groups_per_token,
+            group_score_k=group_score_k,
+        )
+        self.bias_update_rate: float | None = None
+        if bias_update_rate is not None:
+            self.bias_update_rate = self._checked_rate(bias_update_rate)
         self._route(torch.empty(0, num_experts, device="meta"))  # checks the options
+        if self.renormalize:
+            remedy = "use k of at least 2, or renormalize=False"
+            warn_if_untrained("TopKGate", self.k, num_experts, remedy)
         self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts))
         self.b_gate: nn.Parameter | None = (
             nn.Parameter(torch.empty(num_experts)) if logit_bias else None
@@ -182,8 +192,13 @@ class TopKGate(AdaptiveGate):
         """Raises the bias of experts below the mean count; see `AdaptiveGate.update`."""
         assert self.selection_bias is not None
         assert self.bias_update_rate is not None
+        rate = self._checked_rate(self.bias_update_rate)
         below_mean = torch.sign(counts.sum() - len(counts) * counts)  # exact in int64
-        self.selection_bias.add_(self.bias_update_rate * below_mean.to(self.selection_bias.dtype))
+        self.selection_bias.add_(rate * below_mean.to(self.selection_bias.dtype))
+
+    @staticmethod
+    def _checked_rate(bias_update_rate: float) -> float:
+        return require_at_least(0, "TopKGate", bias_update_rate=bias_update_rate)[0]
 
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""

@@ -1,5 +1,6 @@
 """Adam and Adagrad with a factored second moment (Appendix D)."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least, require_bool, require_positive
 from moe_ext.ops import accumulation_dtype
 
 __all__ = ["FactoredAdagrad", "FactoredAdam"]
@@ -33,20 +34,25 @@ class _Factored(Optimizer):
         """Returns correction, decay and gain of a step for a parameter group; step is >= 1."""
         raise NotImplementedError(f"{type(self).__name__} must define _coefficients(group, step)")
 
-    def _check_options(self, options: dict[str, Any]) -> None:
+    def _checked_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns the options with plain numbers and bools; raises ValueError or TypeError."""
         name = type(self).__name__
         lr = options["lr"]
-        if isinstance(lr, Tensor):
+        if not isinstance(lr, Tensor):
+            (lr,) = require_at_least(0, name, lr=lr)
+        else:
             require(lr.numel() == 1, f"{name}: lr", "have one element", tuple(lr.shape))
-        # Reading a learning rate on a GPU would synchronize.
-        if not isinstance(lr, Tensor) or lr.device.type == "cpu":
-            require(bool(lr >= 0), f"{name}: lr", "be at least 0", lr)
-        require(options["eps"] > 0, f"{name}: eps", "be positive", options["eps"])
+            if lr.device.type == "cpu":  # reading a learning rate on a GPU would synchronize
+                require(bool(lr >= 0), f"{name}: lr", "be at least 0", lr)
+        (eps,) = require_positive(name, eps=options["eps"])
+        names = [each for each in ("mean_of_roots", "capturable", "factored") if each in options]
+        bools = require_bool(name, **{each: options[each] for each in names})
         for other in ("weight_decay", "maximize"):  # a group of a torch optimizer may have them
             value = options.get(other, 0)
             require(
                 not value, f"{name}: {other}", "be left out, because it is not supported", value
             )
+        return options | {"lr": lr, "eps": eps} | dict(zip(names, bools, strict=True))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds param_group, a dict of parameters and their own options.
@@ -55,8 +61,8 @@ class _Factored(Optimizer):
             ValueError: an option is out of range.
             TypeError: a parameter is not floating point, or a DTensor.
         """
-        self._check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        options = self._checked_options({**self.defaults, **param_group})
+        super().add_param_group(options)
         for param in self.param_groups[-1]["params"]:
             if isinstance(param, DTensor):
                 problem = "plain tensors, got a DTensor"
@@ -83,14 +89,18 @@ class _Factored(Optimizer):
 
         Raises:
             TypeError: a gradient is sparse. No parameter is changed.
+            ValueError: an option of a group is out of range. No parameter is changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        groups = self.param_groups
+        if not torch.compiler.is_compiling():  # a learning rate may have no value then
+            groups = [self._checked_options(group) for group in groups]
         moved = [
             (group, param)
-            for group in self.param_groups
+            for group in groups
             for param in group["params"]
             if param.grad is not None
         ]
@@ -231,9 +241,10 @@ class FactoredAdam(_Factored):
         )
         super().__init__(params, defaults)
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        super()._check_options(options)
-        require(0 <= options["beta2"] < 1, "FactoredAdam: beta2", "be in [0, 1)", options["beta2"])
+    def _checked_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        (beta2,) = require_at_least(-math.inf, "FactoredAdam", beta2=options["beta2"])
+        require(0 <= beta2 < 1, "FactoredAdam: beta2", "be in [0, 1)", beta2)
+        return super()._checked_options(options) | {"beta2": beta2}
 
     def _coefficients(
         self, group: dict[str, Any], step: Tensor
@@ -285,10 +296,10 @@ class FactoredAdagrad(_Factored):
         )
         super().__init__(params, defaults)
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        super()._check_options(options)
-        start = options["initial_accumulator_value"]
-        require(start >= 0, "FactoredAdagrad: initial_accumulator_value", "be at least 0", start)
+    def _checked_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        name = "initial_accumulator_value"
+        (start,) = require_at_least(0, "FactoredAdagrad", **{name: options[name]})
+        return super()._checked_options(options) | {name: start}
 
     def _coefficients(
         self, group: dict[str, Any], step: Tensor

@@ -22,10 +22,10 @@ def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> fl
     Raises:
         ValueError: step or warmup_steps is below 1, or hold_steps below 0.
     """
-    require_at_least(1, "warmup_inverse_sqrt", step=step, warmup_steps=warmup_steps)
-    require_at_least(0, "warmup_inverse_sqrt", hold_steps=hold_steps)
-    decay: float = ((warmup_steps + hold_steps) / step) ** 0.5
-    return min(step / warmup_steps, 1.0, decay)
+    first, warmup = require_at_least(1, "warmup_inverse_sqrt", step=step, warmup_steps=warmup_steps)
+    (hold,) = require_at_least(0, "warmup_inverse_sqrt", hold_steps=hold_steps)
+    decay: float = ((warmup + hold) / first) ** 0.5
+    return min(first / warmup, 1.0, decay)
 
 
 def warmup_schedule(

@@ -70,6 +70,10 @@ def unroll(
             length.
         RuntimeError: step modified a parameter in place (only with memory_slots).
     """
+    for name, tensors in (("parameters", parameters), ("inputs", inputs), ("state", state)):
+        wrong = [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]
+        if wrong:
+            raise TypeError(f"unroll: {name} must be tensors, got {wrong[0]}")
     lengths = {len(x) for x in inputs}
     require(
         len(lengths) == 1 and min(lengths) >= 1,
@@ -77,12 +81,12 @@ def unroll(
         "all have the same number of time steps, at least 1",
         [tuple(x.shape) for x in inputs],
     )
-    tensors = (*parameters, *inputs, *state)
+    every = (*parameters, *inputs, *state)
     if memory_slots is not None:
-        require_sizes("unroll", memory_slots=memory_slots)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        (memory_slots,) = require_sizes("unroll", memory_slots=memory_slots)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in every):
             sizes = (len(parameters), len(inputs), len(state))
-            return _unroll_stored(_Plan(step, memory_slots, tuple(generators), sizes), tensors)
+            return _unroll_stored(_Plan(step, memory_slots, tuple(generators), sizes), every)
     return _run(step, _views(parameters), tuple(inputs), tuple(state))
 
 
@@ -99,7 +103,7 @@ def num_evaluations(steps: int, slots: int) -> int:
     Raises:
         ValueError: steps or slots is below 1.
     """
-    require_sizes("num_evaluations", steps=steps, slots=slots)
+    steps, slots = require_sizes("num_evaluations", steps=steps, slots=slots)
     r = _repetitions(steps, slots)
     return steps + r * steps - comb(slots + r, slots + 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,8 +19,10 @@ from moe_ext import ops
 from moe_ext.checks import (
     require,
     require_at_least,
+    require_bool,
     require_floating,
     require_mask,
+    require_not_nested,
     require_sizes,
 )
 from moe_ext.distributed._options import parallel_options
@@ -96,7 +99,9 @@ class MoELSTMCell(nn.Module):
         parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
-        require_sizes("MoELSTMCell", d_input=d_input, d_hidden=d_hidden)
+        d_input, d_hidden = require_sizes("MoELSTMCell", d_input=d_input, d_hidden=d_hidden)
+        (num_experts,) = require_sizes("MoELSTMCell", num_experts=num_experts)
+        (dropout,) = require_at_least(-math.inf, "MoELSTMCell", dropout=dropout)
         require(0 <= dropout < 1, "MoELSTMCell: dropout", "be in [0, 1)", dropout)
         self.d_input = d_input
         self.d_hidden = d_hidden
@@ -145,6 +150,9 @@ class MoELSTMCell(nn.Module):
         """Returns a state in the dtype of the initial state; None: the initial state."""
         if state is None:
             return self.initial_state(x, batch_size)
+        if not isinstance(state, tuple | list) or len(state) != 2:
+            raise TypeError(f"{owner}: state must be a pair (h, c), got {type(state).__name__}")
+        require_not_nested(f"{owner}: state", h=state[0], c=state[1])
         shape, shapes = (batch_size, self.d_hidden), [tuple(s.shape) for s in state]
         rule = f"be two tensors of shape {shape}"
         require(shapes == [shape, shape], f"{owner}: state", rule, shapes)
@@ -164,6 +172,7 @@ class MoELSTMCell(nn.Module):
         Raises:
             ValueError: x or the state has the wrong shape.
         """
+        require_not_nested("MoELSTMCell", x=x)
         if x.dim() != 2 or x.shape[1] != self.d_input:
             raise ValueError(
                 f"MoELSTMCell: x must have shape [B, d_input = {self.d_input}], "
@@ -245,14 +254,13 @@ class MoELSTM(nn.Module):
         gather_experts: bool | None = None,
     ) -> None:
         super().__init__()
-        require_at_least(0, "MoELSTM", w_importance=w_importance, w_load=w_load)
+        self.w_importance, self.w_load = require_at_least(
+            0, "MoELSTM", w_importance=w_importance, w_load=w_load
+        )
         if memory_slots is not None:
-            require_sizes("MoELSTM", memory_slots=memory_slots)
-        self.num_experts = num_experts
-        self.w_importance = w_importance
-        self.w_load = w_load
+            (memory_slots,) = require_sizes("MoELSTM", memory_slots=memory_slots)
         self.memory_slots = memory_slots
-        self.batch_first = batch_first
+        (self.batch_first,) = require_bool("MoELSTM", batch_first=batch_first)
         self.gather_experts = gather_experts
         parallel = parallel_options("MoELSTM", process_group, parallel)
         self.ranks: Ranks | None = None  # balance their sequences together
@@ -278,6 +286,7 @@ class MoELSTM(nn.Module):
             generator=generator,
             parallel=parallel,
         )
+        self.num_experts: int = self.cell.moe.num_experts
 
     def forward(
         self, x: Tensor, state: _State | None = None, *, mask: Tensor | None = None
@@ -386,6 +395,11 @@ class MoELSTM(nn.Module):
         return num_steps, weights < rows
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
+        require_not_nested("MoELSTM", x=x)
+        for name in ("capacity_factor", "losses", "w_importance", "w_load"):
+            value = getattr(self.cell.moe, name)
+            rule = "have no value, because it would apply to each time step"
+            require(not value, f"MoELSTM: cell.moe.{name}", rule, value)
         axes = "B, S" if self.batch_first else "S, B"
         time = 1 if self.batch_first else 0
         if x.dim() != 3 or x.shape[2] != self.cell.d_input or x.shape[time] == 0:

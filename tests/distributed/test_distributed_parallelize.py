@@ -27,6 +27,7 @@ from moe_ext.distributed import (
 )
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates import SoftmaxGate
+from moe_ext.optim import FactoredAdam, split_parameters
 
 
 def assert_same_on_all_ranks(value, group):
@@ -134,30 +135,6 @@ def test_training_equals_one_process(workers, layout, optimizer, recompute, norm
         for name, expected in model.named_parameters():
             first, last, _ = bounds.get(name, (0, None, None))
             assert_exact(params[name], expected.detach()[first:last])
-
-
-def calls_of_process(group, rank):
-    """Records the collectives of a step, forward and backward."""
-    calls = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "broadcast"):
-            original = getattr(dist, name)
-
-            def call(*args, name=name, original=original, **options):
-                calls.append(name)
-                return original(*args, **options)
-
-            patch.setattr(dist, name, call)
-        model = parallelize(MoE(D, 5, 2, process_group=group), group)
-        y, aux = model(torch.randn(9, D, requires_grad=True))
-        (y.sum() + aux.loss).backward()
-        clip_grad_norm_(model, 1.0)
-    return calls
-
-
-def test_one_process_communicates_nothing(workers):
-    assert workers.run(1, calls_of_process) == [[]]
-    assert "all_to_all_single" in workers.run(2, calls_of_process)[0]
 
 
 # Clipping
@@ -353,19 +330,6 @@ def test_experts_that_are_trained_later(group, rank):
     assert_same_on_all_ranks(step_on(model, layer, rank), group)
 
 
-@on_ranks(2)
-def test_training_without_noise(group, rank):
-    """Averages gradients in every step although W_noise has none."""
-    layer = MoE(D, 4, 2, process_group=group).eval()
-    nn.init.constant_(layer.gate.w_gate, 0.1)
-    model = parallelize(layer, group, find_unused_parameters=True)
-    for _ in range(2):
-        y, _ = model(rank_weight(rank) * torch.randn(4, D))
-        layer.zero_grad()
-        y.square().sum().backward()
-    assert_same_on_all_ranks(layer.gate.w_gate.grad, group)
-
-
 # What `parallelize` takes
 
 
@@ -439,7 +403,9 @@ def test_what_parallelize_refuses(group, rank):
 
     with pytest.raises(ValueError, match="parallelize: dense must .*got 'dp'"):
         parallelize(layer(group), group, dense="dp")
-    with pytest.raises(ValueError, match=r"experts\.weight must have one row for .*1.*, got \(6"):
+    with pytest.raises(
+        ValueError, match=rf"experts\.weight must have one row for .*1.*, got \({D}"
+    ):
         parallelize(layer(group, experts=OfRows()), group)
     with pytest.raises(ValueError, match=r"^parallelize: process_group must have the ranks \[0, 1"):
         parallelize(layer(group), None)
@@ -477,10 +443,13 @@ def test_experts_keep_all_their_buffers(group, rank, num_experts, dense):
 
 @on_ranks(2)
 def test_the_weights_of_a_shared_expert_are_divided_by_rows(group, rank):
-    layer = MoE(D, 2, 1, process_group=group, shared_expert=SharedExpert(D, [4]))
+    layer = MoE(4, 2, 1, process_group=group, shared_expert=SharedExpert(4, [6]))  # even numbers
     parallelize(layer, group, dense="fsdp")
-    shapes = [p.to_local().shape for name, p in layer.named_parameters() if "shared" in name]
-    assert {shape[1] for shape in shapes} == {D // 2, 2}
+    weights = list(layer.shared_expert.parameters())
+    assert all(0 < weight.to_local().numel() < weight.numel() for weight in weights)
+    assert {id(p) for p in weights} <= {id(p) for p in split_parameters(layer).rest}
+    with pytest.raises(TypeError, match=r"^FactoredAdam: params must be plain tensors, got a DTen"):
+        FactoredAdam(layer.parameters())
 
 
 @on_ranks(2)
@@ -493,3 +462,11 @@ def test_shards_begin_with_the_first_ranks_values(group, rank):
     first = Ranks(group).gather_objects(own)[0]
     assert_same_bits(model[0].weight.full_tensor().detach(), first[0])
     assert_same_bits(model[1].running_mean, first[1])
+
+
+@on_ranks(2)
+def test_ddp_must_not_overwrite_experts(group, rank):
+    layer = MoE(D, 4, 2, process_group=group)
+    with pytest.raises(RuntimeError, match=r"^MoE: Distributed.*; use moe_ext.distributed.parall"):
+        nn.parallel.DistributedDataParallel(layer, process_group=group)(torch.randn(4, D))
+    layer(torch.randn(4, D))

@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 from assertions import assert_same_bits
-from layers import TABLE, B, D, E, layer_of, make_gate, make_x, record_noise
+from layers import TABLE, A, B, D, E, layer_of, make_gate, make_x, record_noise
 
-from moe_ext import ExpertChoiceGate, NoisyTopKGate, TopKGate
+from moe_ext import ExpertChoiceGate, HierarchicalNoisyTopKGate, NoisyTopKGate, TopKGate
 
 # NoisyTopKGate
 
@@ -27,6 +27,11 @@ def test_zero_gates_in_evaluation_pick_the_lowest(device):
 def test_a_gate_of_one_expert_per_token_warns_that_it_has_no_gradient():
     with pytest.warns(UserWarning, match=r"with k = 1 .*TopKGate\(d_model, .*renormalize=False"):
         NoisyTopKGate(D, E, 1)
+    with pytest.warns(UserWarning, match=r"^TopKGate: with k = 1 .*, or renormalize=False$"):
+        TopKGate(D, E, 1, score="sigmoid")
+    with pytest.warns(UserWarning, match="^Hier") as warned:
+        HierarchicalNoisyTopKGate(D, A, B, 1)
+    assert ["first level" in str(each.message) for each in warned] == [True, False]
     with warnings.catch_warnings(action="error"):
         NoisyTopKGate(D, E, 2), NoisyTopKGate(D, 1, 1), TopKGate(D, E, 1, renormalize=False)
 
@@ -71,13 +76,6 @@ def test_no_noise_left_has_finite_losses_and_gradients(dtype):
 
 
 # TopKGate
-
-
-def test_topk_gate_starts_apart():
-    """Small random weights give nearly equal gates, and no expert is in every token's top 2."""
-    gating = TopKGate(64, 8, 2)(torch.randn(1000, 64))
-    assert torch.all((gating.gates - 0.5).abs() < 0.15)
-    assert torch.all((gating.load > 100) & (gating.load < 500))
 
 
 def test_repr_shows_the_options():

@@ -41,25 +41,6 @@ def test_negated_tensors(dtype):
         assert all(call[name]._version == versions[name] + 1 for name in CHANGED)
 
 
-def test_the_imaginary_part_of_a_conjugate():
-    expected, call = tensors(), tensors()
-    z = torch.complex(torch.zeros(2, 4, 3), -call["param"])
-    call["param"] = z.conj().imag
-    for arguments in (expected, call):
-        step(arguments)
-    assert torch.equal(-z.imag, expected["param"]) and torch.equal(call["row"], expected["row"])
-
-
-def test_inference_mode():
-    expected = tensors()
-    step(expected)
-    with torch.inference_mode():
-        call = tensors()
-        call["column"] = torch._neg_view(-call["column"])
-        step(call)
-        assert torch.equal(call["column"], expected["column"])
-
-
 def test_each_element_needs_its_place_in_memory():
     call, before = tensors(), tensors()["param"]
     call["row"] = torch._neg_view(torch.ones(()).expand(2, 4))

@@ -70,7 +70,7 @@ def route_transformers(
     transformers = require_transformers("--text", "transformers", "transformers")
     integration = "moe_ext.integrations.transformers"  # registers "moe_ext"
     require_transformers("--text", integration, "transformers")
-    with open(text, encoding="utf-8", errors="replace") as file:
+    with open(text, encoding="utf-8-sig", errors="replace") as file:
         # AutoModel has no output layer, whose logits nobody needs.
         model = transformers.AutoModel.from_pretrained(
             name, dtype="auto", experts_implementation="moe_ext"

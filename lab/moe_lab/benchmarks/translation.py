@@ -37,7 +37,7 @@ from moe_lab.benchmarks.harness import (
 from moe_lab.data import Wordpieces
 from moe_lab.decoding import BeamSearch, Translation, Translator
 from moe_lab.errors import ConfigError
-from moe_lab.files import open_plain
+from moe_lab.files import open_plain, plain_lines
 from moe_lab.models import TranslationModel
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import TranslationConfig, read_config
@@ -132,7 +132,7 @@ def _run(args: Any) -> list[Row]:
     else:
         translator = make_translator(load_run(args.model), BeamSearch(args.beam), args.into)
         with open_plain(args.text) as file:
-            text = (line.decode("utf-8", errors="replace").strip() for line in file)
+            text = (line.decode("utf-8", errors="replace").strip() for line in plain_lines(file))
             lines = list(islice(filter(None, text), args.sentences))
         if not lines:
             raise ConfigError(f"{args.text} must hold at least one sentence, got none")

@@ -17,6 +17,7 @@ from moe_lab.data.sentences import (
     hash_split,
     require_parts,
     shards_of,
+    visible,
 )
 from moe_lab.names import PARTS
 
@@ -35,7 +36,7 @@ def load_corpus(
 
     Blank lines are skipped and the order of lines is kept. Each iteration reads the files. A line
     that is not UTF-8 raises an error: guessing the encoding could silently change the vocabulary.
-    A line may have at most 4 MiB.
+    A line may have at most 4 MiB. Hidden files of a folder are skipped.
 
     ``name_or_path`` is one of:
 
@@ -159,7 +160,9 @@ def _given_parts(path: Path, separator: str) -> Corpus:
 
 
 def _text_files(folder: Path) -> list[Path]:
-    files = sorted(file for file in folder.iterdir() if file.name.endswith(_SUFFIXES))
+    files = sorted(
+        file for file in visible(folder.iterdir(), folder) if file.name.endswith(_SUFFIXES)
+    )
     if other := next((file for file in files if not file.is_file()), None):
         raise CorpusError(f"{folder} must hold text files, got {other}, which is not a file")
     if not files:

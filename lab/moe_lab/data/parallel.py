@@ -9,7 +9,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 from moe_ext.checks import given, require, require_sizes
-from moe_lab.data.sentences import CorpusError, require_parts
+from moe_lab.data.sentences import CorpusError, require_parts, visible
 from moe_lab.files import READ_ERRORS, file_fingerprint, open_plain, plain_lines, reason_of
 from moe_lab.names import PARTS
 
@@ -190,7 +190,8 @@ def load_parallel(
     """Opens a parallel corpus for translation from the language source into target.
 
     Files are UTF-8, plain or compressed (.gz, .xz). Each iteration reads the files. A folder is
-    searched recursively. For the languages en and fr, a folder may contain:
+    searched recursively, without hidden files and folders. For the languages en and fr, a folder
+    may contain:
 
     - Two aligned files ``NAME.en`` and ``NAME.fr``, such as WMT's ``commoncrawl.fr-en.en`` and
       ``newstest2014.fr``. The names may end in ``.txt``, but not in ``.sgm``. To get a news test as
@@ -279,7 +280,7 @@ def describe(counts: Counter[str]) -> str:
 
 def _in_folder(folder: Path, source: str, target: str) -> dict[str, list[AlignedFiles | TableFile]]:
     """Finds the files of each part."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    files = sorted(file for file in visible(folder.rglob("*"), folder) if file.is_file())
     sides = {
         language: _by_name(files, rf"(.+)\.{re.escape(language)}(?:\.txt)?{_COMPRESSED}")
         for language in (source, target)

@@ -117,6 +117,16 @@ def require_parts(function: str, parts: Sequence[str]) -> None:
     require(known, f"{function}: parts", rule, parts)
 
 
+def visible(files: Iterable[Path], folder: Path) -> Iterator[Path]:
+    """Yields the files that are neither hidden nor in a hidden folder within `folder`.
+
+    Editors and notebooks keep copies in hidden files, which would be a second text.
+    """
+    for file in files:
+        if not any(name.startswith(".") for name in file.relative_to(folder).parts):
+            yield file
+
+
 def shards_of(files: Sequence[Path]) -> tuple[Shard, ...]:
     """Makes the shards of files; uncompressed files are split into byte ranges."""
     shards: list[Shard] = []

@@ -90,6 +90,11 @@ class Vocabulary:
 
         ranked = sorted(words.items(), key=by_frequency)
         kept = [(word, count) for word, count in ranked[: max_size - 2] if count >= min_count]
+        if not kept:
+            raise ValueError(
+                f"Vocabulary.of_counts: min_count must be at most {ranked[0][1]}, the count of the "
+                f"most frequent word, got {min_count}"
+            )
         num_unknown += words.total() - sum(count for _, count in kept)
         kept += [(cls.UNK, num_unknown), (cls.EOS, num_sentences)]
         return cls(word for word, _ in sorted(kept, key=by_frequency))
@@ -163,6 +168,8 @@ class Vocabulary:
                     f"Vocabulary.load: {path} must have a line {spellings[0]}, got none"
                 )
             renamed[found] = spellings[0]
+        if len(words) == len(renamed):
+            raise ValueError(f"Vocabulary.load: {path} must have at least one word, got none")
         return cls(renamed.get(word, word) for word in words)
 
     def fingerprint(self) -> str:

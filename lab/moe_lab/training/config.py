@@ -369,7 +369,7 @@ def _read_table(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
-        return tomllib.loads(content.decode("utf-8"))
+        return tomllib.loads(content.decode("utf-8-sig"))  # without a byte order mark
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} must be TOML, got a syntax error: {error}") from None
 
