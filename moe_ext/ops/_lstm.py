@@ -87,6 +87,8 @@ def lstm_cell(gates: Tensor, c_0: Tensor) -> LSTMState:
 
     A row's results do not depend on the other rows, bit for bit.
 
+    CUDA is experimental: no kernel has run on a GPU yet.
+
     Args:
         gates: [B, 4 · U], the concatenation of i, f, j and o.
         c_0: [B, U], the state of the cells before the step, in the dtype of gates.
