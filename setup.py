@@ -11,6 +11,7 @@ torch extension.
 import functools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import setuptools
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 HERE = Path(__file__).parent
@@ -100,6 +102,18 @@ def wants_cuda(has_sources: bool) -> bool:
     return False
 
 
+def use_compiler() -> None:
+    """Makes CXX a single program, which torch expects: CXX may start with a launcher, as ccache."""
+    words = shlex.split(os.environ.get("CXX", ""))
+    if len(words) < 2:
+        return
+    program = HERE / "build" / "cxx"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program.chmod(0o755)
+    os.environ["CXX"] = str(program)
+
+
 def flags(compiler: str) -> list[str]:
     """Returns the flags of a compiler, "cxx" or "nvcc", which CMakeLists.txt reads too.
 
@@ -165,6 +179,16 @@ def extensions() -> list[setuptools.Extension]:
     return [library, module]
 
 
+class BuildPython(build_py):
+    """Copies the Python files."""
+
+    def run(self) -> None:
+        """Removes the files of earlier builds first: a wheel has all files of the folder."""
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "moe_ext"), ignore_errors=True)
+        super().run()
+
+
 class Build(BuildExtension):
     """Builds the library under its own name, then the module that links it."""
 
@@ -203,10 +227,24 @@ class Build(BuildExtension):
         shutil.copy(self.built("built_with.cmake"), "moe_ext/lib")
         super().copy_extensions_to_source()
 
+    def get_outputs(self) -> list[str]:
+        """Returns all files that were built; a strict editable install links only these."""
+        outputs = super().get_outputs()
+        built_with = str(self.built("built_with.cmake"))
+        return outputs if built_with in outputs else [*outputs, built_with]
 
+    def get_output_mapping(self) -> dict[str, str]:
+        """Returns the path in moe_ext/ of each file that was built; empty without inplace."""
+        mapping = super().get_output_mapping()
+        if self.inplace:
+            mapping[str(self.built("built_with.cmake"))] = "moe_ext/lib/built_with.cmake"
+        return mapping
+
+
+use_compiler()
 setup(
     version=version(),
     install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],
     ext_modules=extensions(),
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "build_py": BuildPython},
 )

@@ -386,6 +386,9 @@ class MoE(nn.Module):
         if self.num_identity_experts > 0:
             first = self.num_experts
             y = add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
+        if routing.token_offsets is not None or self._leaves_out_slots(routing):
+            # Without an expert, the output of a token with NaN would be 0.
+            y = y.masked_fill(~tokens.isfinite().all(1, keepdim=True), math.nan)
         if self.shared_expert is not None:
             y = y + self._shared(tokens, y.shape[-1]).to(y.dtype)
 
@@ -487,13 +490,19 @@ class MoE(nn.Module):
             routing = drop_slots(routing, self.num_experts, self.k, *how, ranks)
         if dtype is not None:
             tokens = cast(tokens, dtype)
-        if routing.kept is None and num_choices == self.num_experts:
+        if not self._leaves_out_slots(routing):
             y, tokens_per_expert = self._mixture(tokens, routing)
         else:
             y, _ = self._mixture(tokens, computed_slots(routing, self.num_experts))
             plan = ops.dispatch_plan(routing.expert_index, num_choices)
             tokens_per_expert = plan.tokens_per_expert
         return y, routing, tokens_per_expert
+
+    def _leaves_out_slots(self, routing: Routing) -> bool:
+        """Returns whether there may be slots that no expert with weights computes."""
+        return (
+            routing.kept is not None or self.num_identity_experts > 0 or self.num_null_experts > 0
+        )
 
     def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Returns Σ_i G(x)_i E_i(x) [T, d_output] of routed tokens, and tokens_per_expert [E]."""

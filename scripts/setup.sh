@@ -16,8 +16,8 @@ base=${PYTHON:-python3}
 command -v "$base" > /dev/null || fail "PYTHON: found no $base; install Python 3.11 or later, or set PYTHON"
 "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   fail "PYTHON: $base must be Python 3.11 or later, got $("$base" --version)"
-command -v "${CXX:-c++}" > /dev/null ||
-  fail "found no C++ compiler: install one (Debian: apt-get install g++), or set CXX"
+${CXX:-c++} --version > /dev/null 2>&1 ||  # CXX may be several words, such as "ccache g++"
+  fail "found no C++ compiler ${CXX:-c++}: install one (Debian: apt-get install g++), or set CXX"
 [ -e "$("$base" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
   fail "found no Python.h for $base: install Python's headers (Debian: apt-get install python3-dev)"
 

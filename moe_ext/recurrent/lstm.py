@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from moe_ext import ops
 from moe_ext.checks import (
     require,
     require_at_least,
@@ -51,9 +52,8 @@ def lstm_state(gates: Tensor, c: Tensor) -> _State:
     Returns:
         The tuple (h_t, c_t), each [B, U].
     """
-    i, f, j, o = gates.chunk(4, 1)
-    c = f.sigmoid() * c + i.sigmoid() * j.tanh()
-    return o.sigmoid() * c.tanh(), c
+    dtype = torch.promote_types(gates.dtype, c.dtype)
+    return ops.lstm_cell(gates.to(dtype), c.to(dtype))
 
 
 class MoELSTMCell(nn.Module):

@@ -242,4 +242,14 @@ TEST(SelectionBias, StaysPrecise) {
   EXPECT_EQ(gate->selection_bias.scalar_type(), torch::kDouble);
 }
 
+// In training, the experts of a strictly balanced gate take the tokens with the largest scores.
+TEST(NotANumber, ReachesTheOutputOfATokenWithoutExpert) {
+  MoE layer(MoEOptions(D, 6, 2).gate(BalancedGate(BalancedGateOptions(D, 6, 2)).ptr()));
+  auto x = torch::randn({20, D});
+  x[3][1] = std::numeric_limits<double>::quiet_NaN();
+  const auto y = std::get<0>(layer->forward(x));
+  EXPECT_TRUE(y[3].isnan().all().item<bool>());
+  EXPECT_EQ(y.isnan().any(1).sum().item<int64_t>(), 1);
+}
+
 }  // namespace

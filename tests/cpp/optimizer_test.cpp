@@ -110,4 +110,17 @@ TEST(Steps, OfAClosureReturnItsLoss) {
   EXPECT_LT(last.item<float>(), 10);
 }
 
+// The square of the gradient is infinite in float32.
+TEST(Steps, OfAGradientWhoseSquareOverflowsKeepTheWeights) {
+  auto weight = torch::ones({3, 4}).requires_grad_();
+  FactoredAdam optimizer({weight}, FactoredAdamOptions(0.1));
+  for (const double gradient : {0.1, 2e19, 0.1}) {
+    const auto before = weight.detach().clone();
+    weight.mutable_grad() = torch::full({3, 4}, gradient);
+    optimizer.step();
+    EXPECT_TRUE(weight.isfinite().all().item<bool>());
+    EXPECT_EQ(same_bits(weight, before), gradient == 2e19);
+  }
+}
+
 }  // namespace

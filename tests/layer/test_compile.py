@@ -34,6 +34,16 @@ def test_inductor_equals_eager(device):
                 torch.testing.assert_close(a, e)
 
 
+def test_the_cpp_wrapper_of_inductor_equals_eager():
+    """It cannot call an operator that returns a list of tensors among others."""
+    layer = make_layer("shared expert", dtype=torch.float32, losses=())
+    x = make_x(7, dtype=torch.float32)
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        compiled = torch.compile(layer, fullgraph=True)
+        for a, e in zip(results(layer, x, function=compiled), results(layer, x), strict=True):
+            torch.testing.assert_close(a, e)
+
+
 @pytest.mark.guarantee("It works with PyTorch's tools")
 def test_export_keeps_the_ops(device):
     """Exports with a dynamic number of tokens; the graph contains the ops, and can be saved."""

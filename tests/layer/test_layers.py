@@ -257,16 +257,14 @@ def test_no_tokens(device, name, training):
 @emulated
 @pytest.mark.parametrize(
     "name, training",
-    # In training, each expert of a balanced gate takes m rows, those with NaN last.
-    [*((name, False) for name in having("nan"))]
-    + [(name, True) for name in having("nan") if name not in BALANCED],
+    [(name, training) for name in having("nan") for training in (True, False)],
 )
 def test_nan_reaches_the_output(device, name, training):
-    """A token with NaN has an expert and is not dropped; otherwise its output would be 0."""
+    """Also if no expert computes the token: its output would be 0."""
     layer, x = make_layer(name, device).train(training), make_x(20, device=device)
     clean, _ = layer.eval()(x)
     layer.train(training)
-    t = 0 if name == "capacity by position" else 19
+    t = 19
     x[t, 1] = math.nan
     y, aux = layer(x)
     rest = torch.arange(20, device=device) != t
@@ -290,7 +288,7 @@ def test_a_token_does_not_depend_on_other_tokens(name, dtype):
     moved, moved_aux = layer(x[order])
     assert_same_bits(moved, y[order])
     assert_same_bits(moved_aux.tokens_per_expert, aux.tokens_per_expert)
-    for size in (1, 2, 13):
+    for size in range(1, 40):  # any remainder of a vectorized loop
         assert_same_bits(layer(x[:size])[0], y[:size])
 
 

@@ -153,6 +153,61 @@ def test_not_a_number_is_not_hidden():
     assert param[0].isnan().all() and not param[1].isnan().any()
 
 
+STEPS = {
+    "adam": lambda params: FactoredAdam(params, lr=0.1),
+    "mean of roots": lambda params: FactoredAdam(params, lr=0.1, mean_of_roots=True),
+    "adagrad": lambda params: FactoredAdagrad(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("lr", [0.1, 10.0])
+def test_unfactored_gradients_whose_squares_overflow(lr):
+    param = nn.Parameter(torch.ones(3, 4))
+    grads = [torch.full((3, 4), value) for value in (0.1, 3e38)]
+    run(FactoredAdam([param], lr=lr, factored=False), param, grads)
+    torch.testing.assert_close(param.detach(), torch.full((3, 4), 1 - lr))
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("whole", [True, False])
+def test_gradients_whose_squares_overflow(name, dtype, whole):
+    """A weight with such a gradient keeps its value, as with Adam. The other weights learn on."""
+    largest = torch.finfo(dtype).max  # its square is finite for float16
+    for spike in (largest, largest**0.5, 0.9 * largest**0.5):
+        param = nn.Parameter(torch.ones(5, 70, 3, dtype=dtype))
+        optimizer = STEPS[name]([param])
+        grads = [torch.full_like(param, 0.1) for _ in range(4)]
+        grads[1][(...,) if whole else (2, 3, 1)] = spike
+        run(optimizer, param, grads[:1])
+        before = param.detach().clone()
+        run(optimizer, param, grads[1:])
+        assert param.isfinite().all() and (param[0] < before[0]).all()
+        if whole:  # a step is at most about lr
+            assert (param - 1).abs().max() < 2
+    state = optimizer.state[param]
+    assert state["row"].isfinite().all() and state["column"].isfinite().all()
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_sums_of_squares_that_overflow(name):
+    """Each g² is finite, but their sum is not. A step stays bounded."""
+    param = nn.Parameter(torch.ones(50, 30))
+    run(STEPS[name]([param]), param, [torch.full((50, 30), 1e19)] * 20)
+    assert (param - 1).abs().max() <= 2
+
+
+def test_infinity_is_not_hidden():
+    param = nn.Parameter(torch.ones(3, 4))
+    grad = torch.ones(3, 4)
+    grad[1, 2] = math.inf
+    run(FactoredAdam([param]), param, [grad])
+    assert not param[1, 2].isfinite()
+
+
+# Precision
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precision(dtype):
     """Moments are float32; a half-precision weight is rounded once per step."""

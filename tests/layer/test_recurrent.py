@@ -225,6 +225,18 @@ def test_a_sentence_in_a_batch_is_as_it_is_alone():
             assert_exact(a[b].detach(), e[0].detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_sequence_has_the_same_bits_in_any_batch(dtype):
+    """The number of units fills no vector of torch's functions."""
+    layer = MoELSTM(5, 7, 4, 2).to(dtype).eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(41, 3, 5).to(dtype)
+    y = layer(x)[0].detach()
+    for size in (1, 2, 3, 5, 8, 13, 21, 34):
+        assert_same_bits(layer(x[:size])[0].detach(), y[:size])
+
+
 def test_time_first():
     layer = make_layer(dropout=0.3)
     x, state = make_inputs()

@@ -34,6 +34,25 @@ def test_a_token_does_not_depend_on_the_others(dtype, V, recompute):
             assert_same_bits(part, all_rows[chosen])
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_ignored_token_is_not_read(device, value, options, dtype):
+    """Its NaN reaches no gradient: all results are bitwise identical to those without NaN."""
+    W, b = torch.randn(7, 5).to(device, dtype), torch.randn(7, device=device)
+    clean, target = torch.randn(6, 5).to(device, dtype), torch.tensor([1, 2, -100, 3, -100, 0])
+    found = []
+    for x in (clean, clean.clone()):
+        x[[2, 4]] = 0 if x is clean else value
+        leaves = [each.clone().requires_grad_() for each in (x, W, b)]
+        args = *leaves[:2], target.to(device)
+        loss = ops.linear_cross_entropy(*args, linear_bias=leaves[2], **options)
+        found.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
+        assert all(each.isfinite().all() for each in found[-1])
+    for actual, expected in zip(*found, strict=True):
+        assert_same_bits(actual, expected)
+
+
 def test_classes_with_a_bias_of_minus_infinity(device):
     """They have no probability, even if they fill the first tile."""
     X = torch.randn(3, 4, device=device, requires_grad=True)
@@ -128,7 +147,7 @@ def test_a_gradient_of_one_returns_the_kept_gradients():
     """With retain_graph it returns copies: their changes in place do not reach the next pass."""
     X, W = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
     options = "mean", -100, 0.0, 0.0, None, [True, True, False]
-    loss, _, kept = torch.ops.moe_ext.linear_cross_entropy(X, W, torch.arange(6), None, *options)
+    loss, _, *kept = torch.ops.moe_ext.linear_cross_entropy(X, W, torch.arange(6), None, *options)
     first = torch.autograd.grad(loss, (X, W), retain_graph=True)
     expected = [gradient.clone() for gradient in first]
     for gradient in first:
