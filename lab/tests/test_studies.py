@@ -29,6 +29,7 @@ PAGES = {  # of the published pages that are made of a store: the study and its 
     "facts": ("facts",),
     "losses": ("losses",),
     "multilingual_captions": ("multilingual",),
+    "packed": ("packed",),
     "routers": ("routers",),
     "specialisation": ("specialisation",),
     "translation_captions_en-de": ("translation",),
@@ -79,6 +80,18 @@ def test_losses_are_reported(corpus, tmp_path):
     assert all(run["balance"].keys() == losses.COLUMNS.keys() for run in runs)
     assert "moe-lab study losses data.corpus=CORPUS steps=2 data.vocab_size=45 " in page
     assert rebuilds("losses", "losses", tmp_path / "results")
+
+
+def test_packed_formats_are_reported(corpus, tmp_path):
+    """A format with smaller errors costs less; codes and scales count as bits."""
+    sizes = ("model.d_model=128", "model.moe.hidden_sizes=[128]", "model.moe.num_experts=4")
+    (run,) = tiny_study("packed", corpus, tmp_path, *sizes, "--seeds=1").runs
+    found = run["formats"]
+    assert found["nf4"]["bits"] == 4.5 and found["int8, a scale for each row"]["bits"] == 8.25
+    assert 0.003 < found["gguf_q8_0"]["error"] < 0.01 < found["mxfp4"]["error"] < 0.2
+    assert all(each["nll"] == pytest.approx(run["test_nll"], rel=1e-2) for each in found.values())
+    assert found["mxfp4"]["nll"] != run["test_nll"]
+    assert rebuilds("packed", "packed", tmp_path / "results")
 
 
 def test_routers_are_reported(corpus, tmp_path, capsys):

@@ -193,9 +193,9 @@ class TrainedStudy(Study):
 
 
 def _run_at_once(study: type[Any], options: argparse.Namespace, number: int) -> None:
-    """Runs what the store of a study lacks in several processes, which share the runs.
+    """Runs what the store of a study lacks in child processes, which share the runs.
 
-    A signal stops all processes. Each saves its run, or prints its error.
+    A signal stops the children. Each saves its run, or prints its error.
 
     Raises:
         KeyboardInterrupt: SIGINT or SIGTERM came.
@@ -228,7 +228,7 @@ def _run_at_once(study: type[Any], options: argparse.Namespace, number: int) -> 
 
 
 class _Lines(io.TextIOWrapper):
-    """A stream without progress bars, because several processes would write over each other."""
+    """A stream without progress bars, because the children would write over each other."""
 
     def isatty(self) -> bool:
         return False

@@ -86,6 +86,7 @@ STUDIES = {
     ),
     "losses": Entry(_CONFIGURED, arms=True),
     "multilingual": Entry(_CONFIGURED, arms=True),
+    "packed": Entry(_CONFIGURED, arms=True),
     "paper-tables": Entry(report=False),
     "routers": Entry(_CONFIGURED, arms=True),
     "specialisation": Entry(

@@ -1,0 +1,137 @@
+"""Packs the experts of trained models in 4 and 8 bits, and measures what the rounding costs.
+
+    moe-lab study packed data.corpus=CORPUS
+    moe-lab study packed --report
+
+Trains configs/small/moe-32.toml on 3.1 million words for each seed, with the options of the studies
+of routers. Then the experts' weights are quantized in each format of `moe_ext.formats` that has a
+standard rule, dequantized, and the test part is evaluated. A run takes 4 minutes on one processor.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_ext import FeedForwardExperts
+from moe_ext.formats import FormatName, Packed, dequantize, quantize
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.report import Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.results import Result
+from moe_lab.experiments.runs import core_hours, mean_of, mean_perplexity, number_of, test_nll
+from moe_lab.experiments.statistics import PairedDifference, mean_difference
+from moe_lab.experiments.store import Stored
+from moe_lab.markdown import markdown_table
+from moe_lab.studies.routing import RoutingStudy, size_of_run
+from moe_lab.training.checkpoint import load_run
+from moe_lab.training.metrics import evaluate
+
+MODEL = "moe-32"
+FORMATS: dict[str, tuple[FormatName, int | None]] = {  # by name: a format and its group
+    "int8, a scale for each row": ("int8", None),
+    "gguf_q8_0": ("gguf_q8_0", None),
+    "fp8, blocks of 128 x 128": ("fp8", None),
+    "int4, groups of 32": ("int4", 32),
+    "int4, groups of 128": ("int4", 128),
+    "nf4": ("nf4", None),
+    "gguf_q4_0": ("gguf_q4_0", None),
+    "mxfp4": ("mxfp4", None),
+    "gguf_mxfp4": ("gguf_mxfp4", None),
+}
+
+
+class PackedExperts(RoutingStudy):
+    """The study of packed formats."""
+
+    name = "packed"
+    models = usual = (MODEL,)
+    overrides: ClassVar = {MODEL: []}
+
+    def measured(self, arm: Arm, result: Result) -> dict[str, Any]:
+        model = load_run(result.run).model
+        [experts] = (each for each in model.modules() if isinstance(each, FeedForwardExperts))
+        trained = [weight.detach().clone() for weight in experts.weights]
+        size = sum(weight.numel() for weight in trained)
+        length = _norm(trained)
+        found: dict[str, Any] = {}
+        for name, (format, group) in FORMATS.items():
+            packed = [quantize(weight.mT, format, group) for weight in trained]
+            rounded = [dequantize(*each, format=format).mT for each in packed]
+            with torch.no_grad():
+                for weight, values in zip(experts.weights, rounded, strict=True):
+                    weight.copy_(values)
+            test = evaluate(model, self.text.test, tokens_per_batch=10_000)
+            errors = [a - b for a, b in zip(rounded, trained, strict=True)]
+            found[name] = {
+                "bits": 8 * sum(map(_bytes, packed)) / size,
+                "error": _norm(errors) / length,
+                "nll": test.nll,
+            }
+        return {"formats": found}
+
+    def page(self, stored: Stored) -> Page | None:
+        runs, settings = stored.by_arm()[Arm(MODEL)], stored.settings
+        rows, points = [], {}
+        for name in FORMATS:
+            bits, error, nll = (number_of("formats", name, key) for key in ("bits", "error", "nll"))
+            change = mean_difference([nll(run) - test_nll(run) for run in runs.values()])
+            assert change is not None  # there are runs
+            points[name] = mean_of(runs, bits), change
+            rows.append(
+                [
+                    name,
+                    f"{mean_of(runs, bits):.2f}",
+                    f"{100 * mean_of(runs, error):.2f}%",
+                    f"{mean_perplexity(runs, nll):.2f}",
+                    change.text(lambda gap: f"{_percent(gap):+.3f}", "%"),
+                ]
+            )
+        header = ["format", "bits for a weight", "error", "test ppl", "change, 95%"]
+        return page_of_template(
+            __file__,
+            k=settings["model.moe.k"],
+            n=settings["model.moe.num_experts"],
+            seeds=len(runs),
+            perplexity=mean_perplexity(runs),
+            plot=plot(points),
+            formats=markdown_table(header, rows),
+            size_of_run=size_of_run(settings),
+            core_hours=core_hours(stored.runs),
+            commands=self.commands(stored),
+        )
+
+
+def plot(points: Mapping[str, tuple[float, PairedDifference]]) -> Plot:
+    """Plots the change of the perplexity over the bits for a weight, with intervals."""
+    figure = new_figure(7, 4.2)
+    axes = figure.subplots()
+    for name, (bits, change) in points.items():
+        ends = [end for end in (change.low, change.high) if end is not None]
+        (line,) = axes.plot(bits, _percent(change.mean), "o", label=name)
+        axes.plot([bits] * len(ends), [*map(_percent, ends)], "_-", color=line.get_color())
+    axes.axhline(0, color="black", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="bits for a weight", ylabel="change of the test perplexity, %")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return Plot("change of the perplexity over the bits for a weight", figure)
+
+
+def _percent(gap: float) -> float:
+    """Converts a difference of ln ppl to a change of the perplexity in per cent."""
+    return 100 * math.expm1(gap)
+
+
+def _bytes(packed: Packed) -> int:
+    return packed.codes.nbytes + (0 if packed.scales is None else packed.scales.nbytes)
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
+
+
+def run(options: argparse.Namespace) -> Stored:
+    """Runs the study and returns the stored runs."""
+    return PackedExperts(options).main()
