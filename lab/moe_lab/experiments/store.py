@@ -147,7 +147,7 @@ class Store:
         except ConfigError:
             raise
         except _WRONG_RESULTS as error:
-            found = f"{type(error).__name__}: {error}"
+            found = f"no {error}" if isinstance(error, KeyError) else str(error)
             rule = f"{self.path} must hold the results of this study"
             raise ConfigError(f"{rule}, got {found}; {_HINT}") from error
 
