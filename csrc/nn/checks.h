@@ -32,6 +32,10 @@ void require_at_least(const char* owner, const char* name, Number value, Number 
                     value);
 }
 
+inline void require_positive(const char* owner, const char* name, double value) {
+  TORCH_CHECK_VALUE(value > 0, owner, ": ", name, " must be a number above 0, got ", value);
+}
+
 inline void require_size(const char* owner, const char* name, int64_t value) {
   require_at_least<int64_t>(owner, name, value, 1);
 }

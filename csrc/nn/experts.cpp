@@ -32,7 +32,11 @@ const FeedForwardExpertsOptions& checked(const FeedForwardExpertsOptions& option
                       ": hidden_sizes must be a sequence of whole numbers, each at least 1, got [",
                       c10::Join(", ", options.hidden_sizes()), "]");
   }
-  check_activation(owner, options.activation(), options.activation_args());
+  const auto& args = options.activation_args();
+  if (args.size() == 3 && options.activation().ends_with("clamped_swiglu")) {
+    require_positive("FeedForwardExperts: activation_args", "limit", args[0]);
+  }
+  check_activation(owner, options.activation(), args);
   return options;
 }
 

@@ -50,7 +50,8 @@ TopKGateImpl::TopKGateImpl(const TopKGateOptions& options)
   if (const auto& rate = options.bias_update_rate()) {
     require_at_least("TopKGate", "bias_update_rate", *rate, 0.0);
   }
-  select(options, torch::empty({0, num_experts()}, torch::kMeta));  // checks the options
+  require_positive("TopKGate", "scale", options.scale());
+  select(options, torch::empty({0, num_experts()}, torch::kMeta));  // checks the other options
   reset();
 }
 
