@@ -451,9 +451,14 @@ def test_reports_have_identity_and_null_experts():
     vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
     of_no_weights = {"num_identity_experts": 2, "num_null_experts": 1}
     model = build(moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[8], **of_no_weights))
-    routed = route_text(model, EncodedSentences([[1, 2, 3]] * 9, vocabulary.eos_id))
-    shares = [report.share for report in expert_reports(routed, vocabulary)]
-    assert len(shares) == 7 and sum(shares) == pytest.approx(2)
+    for weight in (model.layers[1].gate.w_gate, *model.layers[0].parameters()):
+        torch.nn.init.normal_(weight)
+    sentences = [[i, 1, 2 * i] for i in range(2, 22)]
+    routed = route_text(model, EncodedSentences(sentences, vocabulary.eos_id))
+    reports = expert_reports(routed, vocabulary, num_words=VOCAB)
+    assert len(reports) == 7 and sum(report.share for report in reports) == pytest.approx(2)
+    shares = [word.share for each in reports for word in each.words if word.word == "w1"]
+    assert len(shares) > 2 and sum(shares) == pytest.approx(2)
 
 
 def test_experts_with_few_tokens_come_last():

@@ -301,6 +301,9 @@ def test_experts_of_languages(layer, wordpieces, pairs, model_by_class):
         assert all(
             word.share == 1 and class_of(word.word) == report.expert for word in report.words
         )
+        times = [word.times for word in report.words]
+        assert times == sorted(times, reverse=True)
+        assert report.information == pytest.approx(-math.log(report.share), rel=0.2)
     # Words of the first language occur in sources of the first pair and in targets of the second.
     alone = float(expected[layer])
     assert reports[OF_FIRST].pairs[layer].share == 1
