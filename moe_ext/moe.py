@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext._capacity import Drop, checked_capacity, drop_slots
 from moe_ext._compiled import uncompiled
 from moe_ext._mixture import mixture
@@ -218,6 +219,7 @@ class MoE(nn.Module):
     gate: Gate
     experts: Experts
 
+    @explains_names
     def __init__(
         self,
         d_model: int,

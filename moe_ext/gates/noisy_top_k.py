@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import only_given, widened
 from moe_ext.gates._noisy import NoisyGate
@@ -44,6 +45,7 @@ class NoisyTopKGate(NoisyGate):
             negative.
     """
 
+    @explains_names
     def __init__(
         self,
         d_model: int,
