@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 _Self = TypeVar("_Self")
 _Arguments = ParamSpec("_Arguments")
@@ -49,7 +49,7 @@ def explains_names(
             hint = f", did you mean {meant}?" if meant else ""
             raise TypeError(f"{found[1]}: there is no argument {found[2]}{hint}") from None
 
-    return explaining
+    return cast(Callable[Concatenate[_Self, _Arguments], None], explaining)
 
 
 def _meant(name: str, known: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -78,7 +78,8 @@ def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
             for part in module._sparse_parts():
                 add(*part)
         elif is_of_transformers(module):
-            add(module.parameters(), Fraction(_experts_per_token(model, k), module.num_experts))
+            num_experts: Any = module.num_experts
+            add(module.parameters(), Fraction(_experts_per_token(model, k), num_experts))
     add(model.parameters(), Fraction(1))
     return ParameterCount(total, round(active))
 
@@ -91,7 +92,7 @@ def is_of_transformers(module: nn.Module) -> bool:
 
 def _experts_per_token(model: nn.Module, k: int | None) -> int:
     if k is None:
-        configs = [getattr(module, "config", None) for module in model.modules()]
+        configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         texts = [each.get_text_config() for each in configs if hasattr(each, "get_text_config")]
         found = [getattr(text, name, None) for text in texts for name in _EXPERTS_PER_TOKEN]
         k = next((each for each in found if isinstance(each, int)), None)
