@@ -18,6 +18,7 @@ from moe_ext import ops
 from moe_ext._argument_names import explains_names
 from moe_ext._capacity import Drop, checked_capacity, drop_slots
 from moe_ext._compiled import uncompiled
+from moe_ext._counting import SparsePart, count_parameters
 from moe_ext._mixture import mixture
 from moe_ext._parts import (
     checked_experts,
@@ -39,7 +40,6 @@ from moe_ext.checks import (
     require_sizes,
     require_tensor,
 )
-from moe_ext.counting import SparsePart, count_parameters
 from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed._options import parallel_options
 from moe_ext.distributed.ranks import Ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -70,16 +69,6 @@ class Routing(NamedTuple):
             return torch.softmax(self.logits, dim=-1)
         total = self.scores.sum(-1, keepdim=True)
         return self.scores / torch.where(total > 0, total, 1)
-
-
-def warn_if_untrained(name: str, k: int, choices: int, remedy: str, of: str = "gate") -> None:
-    """Warns if the only gate of each token is constant: a gate of `choices` renormalized over k."""
-    if k == 1 < choices:
-        warnings.warn(
-            f"{name}: with k = 1 the {of} of every token is constant, and the task's loss gives "
-            f"the weights of this gate no gradient; {remedy}",
-            stacklevel=3,
-        )
 
 
 class Gate(nn.Module):

@@ -13,7 +13,8 @@ from moe_ext._argument_names import explains_names
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
-from moe_ext.gates.gate import Routing, warn_if_untrained
+from moe_ext.gates._untrained import warn_if_untrained
+from moe_ext.gates.gate import Routing
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 
 __all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]

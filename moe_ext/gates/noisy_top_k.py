@@ -10,7 +10,8 @@ from moe_ext._argument_names import explains_names
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import only_given, widened
 from moe_ext.gates._noisy import NoisyGate
-from moe_ext.gates.gate import Routing, warn_if_untrained
+from moe_ext.gates._untrained import warn_if_untrained
+from moe_ext.gates.gate import Routing
 
 __all__ = ["NoisyTopKGate"]
 

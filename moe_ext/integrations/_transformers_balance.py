@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_ext import ops
+from moe_ext._counting import is_of_transformers
 from moe_ext.checks import require, require_at_least
-from moe_ext.counting import is_of_transformers
 from moe_ext.losses import cv_squared, importance_loss
 
 __all__ = ["LayerBalance", "ModelBalance", "balance", "experts_modules"]
