@@ -12,6 +12,7 @@ torch extension.
 import functools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import setuptools
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 HERE = Path(__file__).parent
@@ -67,7 +69,7 @@ def architectures() -> str:
     """Returns TORCH_CUDA_ARCH_LIST if it is set, else that of the GPU, else CUDA_ARCHITECTURES.
 
     With MOE_EXT_CUDA=1, a build without TORCH_CUDA_ARCH_LIST is for all supported architectures,
-    and the kernels for the last one also include PTX.
+    with PTX of the last one for later ones, and PTX of the first for those between, such as 11.0.
     """
     if given := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return given
@@ -75,9 +77,7 @@ def architectures() -> str:
         return "{}.{}".format(*torch.cuda.get_device_capability())
     has = ask_nvcc("--list-gpu-arch").split()
     ours = [name for name in CUDA_ARCHITECTURES if f"compute_{name.replace('.', '')}" in has]
-    if ours:
-        ours[-1] += "+PTX"
-    return ";".join(ours)
+    return ";".join(name + "+PTX" * (name in (ours[0], ours[-1])) for name in ours)
 
 
 def wants_cuda(has_sources: bool) -> bool:
@@ -106,6 +106,18 @@ def wants_cuda(has_sources: bool) -> bool:
         sys.exit(f"moe_ext: MOE_EXT_CUDA=1, but {missing}")
     print(f"moe_ext: building only for the CPU, because {missing}")
     return False
+
+
+def use_compiler() -> None:
+    """Makes CXX a single program, which torch expects: CXX may start with a launcher, as ccache."""
+    words = shlex.split(os.environ.get("CXX", ""))
+    if len(words) < 2:
+        return
+    program = HERE / "build" / "cxx"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program.chmod(0o755)
+    os.environ["CXX"] = str(program)
 
 
 def flags(compiler: str) -> list[str]:
@@ -173,6 +185,16 @@ def extensions() -> list[setuptools.Extension]:
     return [library, module]
 
 
+class BuildPython(build_py):
+    """Copies the Python files."""
+
+    def run(self) -> None:
+        """Removes the files of earlier builds first: a wheel has all files of the folder."""
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "moe_ext"), ignore_errors=True)
+        super().run()
+
+
 class Build(BuildExtension):
     """Builds the library under its own name, then the module that links it."""
 
@@ -211,10 +233,24 @@ class Build(BuildExtension):
         shutil.copy(self.built("built_with.cmake"), "moe_ext/lib")
         super().copy_extensions_to_source()
 
+    def get_outputs(self) -> list[str]:
+        """Returns all files that were built; a strict editable install links only these."""
+        outputs = super().get_outputs()
+        built_with = str(self.built("built_with.cmake"))
+        return outputs if built_with in outputs else [*outputs, built_with]
 
+    def get_output_mapping(self) -> dict[str, str]:
+        """Returns the path in moe_ext/ of each file that was built; empty without inplace."""
+        mapping = super().get_output_mapping()
+        if self.inplace:
+            mapping[str(self.built("built_with.cmake"))] = "moe_ext/lib/built_with.cmake"
+        return mapping
+
+
+use_compiler()
 setup(
     version=version(),
     install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],
     ext_modules=extensions(),
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "build_py": BuildPython},
 )

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "experts_operator.h"
+#include "implement.h"
 #include "linear_cross_entropy.h"
 #include "lstm.h"
 #include "operator.h"
@@ -102,12 +103,12 @@ LstmOutputs lstm(const Lstm& lstm) {
 
 template <c10::DeviceType device>
 void register_for(torch::Library& m) {
-  m.impl("noisy_topk_gating", &noisy_topk_gating<device>);
-  m.impl("topk_routing", &topk_routing<device>);
-  m.impl("load", &load<device>);
-  m.impl("experts", &experts_of<experts<device>>);
-  m.impl("linear_cross_entropy", &linear_cross_entropy_of<linear_cross_entropy<device>>);
-  m.impl("lstm", &lstm_of<lstm<device>>);
+  implement<"noisy_topk_gating", &noisy_topk_gating<device>>(m);
+  implement<"topk_routing", &topk_routing<device>>(m);
+  implement<"load", &load<device>>(m);
+  implement<"experts", &experts_of<experts<device>>>(m);
+  implement<"linear_cross_entropy", &linear_cross_entropy_of<linear_cross_entropy<device>>>(m);
+  implement<"lstm", &lstm_of<lstm<device>>>(m);
 }
 
 }  // namespace

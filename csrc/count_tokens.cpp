@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "implement.h"
 
 namespace moe_ext {
 namespace {
@@ -25,7 +26,12 @@ void count_tokens(Tensor& counts, const Tensor& load) {
 }  // namespace moe_ext
 
 TORCH_LIBRARY_IMPL(moe_ext, CompositeExplicitAutograd, m) {
-  m.impl("_count_tokens_", &moe_ext::count_tokens);
+  moe_ext::implement<"_count_tokens_", &moe_ext::count_tokens>(m);
+}
+
+// Torch's fallback cannot write to a tensor with the negative bit unless it is returned.
+TORCH_LIBRARY_IMPL(moe_ext, Negative, m) {
+  moe_ext::implement<"_count_tokens_", &moe_ext::count_tokens>(m);
 }
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {

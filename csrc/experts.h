@@ -80,8 +80,6 @@ inline void check_feed_forward(const char* op, const Tensor& x, const FeedForwar
     const auto columns = weights[l].sym_size(2);
     check_argument(op, name("weights").c_str(), weights[l], x, type, {num_experts, width, columns});
     if (!biases.empty()) {
-      TORCH_CHECK_TYPE(biases[l].layout() == at::kStrided, op, ": biases[", l,
-                       "] must be dense, got ", biases[l].layout());
       check_argument(op, name("biases").c_str(), biases[l], x, type, {num_experts, columns});
     }
     const bool halved = gated && l + 1 < weights.size();

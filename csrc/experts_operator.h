@@ -27,14 +27,16 @@ using ExpertsOutputs = std::tuple<Tensor, std::vector<Tensor>>;
 // The gradients of x, of the gates, and of the parameters: the weights, then the biases.
 using ExpertsGradients = std::tuple<Tensor, Tensor, std::vector<Tensor>>;
 
-// Adapts kernel(x, routing, network, keep_hidden) to the dispatcher.
+// Adapts kernel(x, routing, network, keep_hidden) to the dispatcher. The operator returns one list:
+// torch.compile cannot write C++ for a list among several results.
 template <auto kernel>
-ExpertsOutputs experts_of(const Tensor& x, const OptionalTensor& offsets,
-                          const OptionalTensor& inverse, const OptionalTensor& token_offsets,
-                          const OptionalTensor& gates, at::TensorList weights,
-                          std::optional<at::TensorList> biases, std::string_view activation,
-                          bool keep_hidden, std::optional<at::ArrayRef<double>> activation_args) {
-  return kernel(
+std::vector<Tensor> experts_of(const Tensor& x, const OptionalTensor& offsets,
+                               const OptionalTensor& inverse, const OptionalTensor& token_offsets,
+                               const OptionalTensor& gates, at::TensorList weights,
+                               std::optional<at::TensorList> biases, std::string_view activation,
+                               bool keep_hidden,
+                               std::optional<at::ArrayRef<double>> activation_args) {
+  auto [y, list] = kernel(
       x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
@@ -43,19 +45,19 @@ ExpertsOutputs experts_of(const Tensor& x, const OptionalTensor& offsets,
                   .activation = activation,
                   .activation_args = activation_args.value_or(at::ArrayRef<double>())},
       keep_hidden);
+  list.insert(list.begin(), y);
+  return list;
 }
 
 // Adapts kernel(grad_y, x, routing, network, hidden, needs_x, needs_parameters) to the dispatcher.
 template <auto kernel>
-ExpertsGradients experts_backward_of(const Tensor& grad_y, const Tensor& x,
-                                     const OptionalTensor& offsets, const OptionalTensor& inverse,
-                                     const OptionalTensor& token_offsets,
-                                     const OptionalTensor& gates, at::TensorList weights,
-                                     std::optional<at::TensorList> biases, at::TensorList hidden,
-                                     std::string_view activation, bool needs_x,
-                                     const c10::List<bool>& needs_parameters,
-                                     std::optional<at::ArrayRef<double>> activation_args) {
-  return kernel(
+std::vector<Tensor> experts_backward_of(
+    const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
+    const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
+    at::TensorList weights, std::optional<at::TensorList> biases, at::TensorList hidden,
+    std::string_view activation, bool needs_x, const c10::List<bool>& needs_parameters,
+    std::optional<at::ArrayRef<double>> activation_args) {
+  auto [grad_x, grad_gates, list] = kernel(
       grad_y, x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
@@ -64,6 +66,8 @@ ExpertsGradients experts_backward_of(const Tensor& grad_y, const Tensor& x,
                   .activation = activation,
                   .activation_args = activation_args.value_or(at::ArrayRef<double>())},
       hidden, needs_x, needs_parameters);
+  list.insert(list.begin(), {grad_x, grad_gates});
+  return list;
 }
 
 template <typename T>
@@ -75,9 +79,10 @@ std::optional<at::ArrayRef<T>> if_any(at::ArrayRef<T> list) {
 inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
                                    const FeedForward& network, bool keep_hidden) {
   static const PublicOperator<decltype(experts_of<nullptr>)> op("moe_ext::experts");
-  return op.call(x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
-                 network.weights, if_any(network.biases), network.activation, keep_hidden,
-                 if_any(network.activation_args));
+  const auto list = op.call(x, routing.offsets, routing.inverse, routing.token_offsets,
+                            routing.gates, network.weights, if_any(network.biases),
+                            network.activation, keep_hidden, if_any(network.activation_args));
+  return {list[0], {list.begin() + 1, list.end()}};
 }
 
 inline ExpertsGradients call_experts_backward(const Tensor& grad_y, const Tensor& x,
@@ -86,9 +91,11 @@ inline ExpertsGradients call_experts_backward(const Tensor& grad_y, const Tensor
                                               const c10::List<bool>& needs_parameters) {
   static const auto op =
       find_operator<decltype(experts_backward_of<nullptr>)>("moe_ext::_experts_backward");
-  return op.call(grad_y, x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
-                 network.weights, if_any(network.biases), hidden, network.activation, needs_x,
-                 needs_parameters, if_any(network.activation_args));
+  const auto list =
+      op.call(grad_y, x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
+              network.weights, if_any(network.biases), hidden, network.activation, needs_x,
+              needs_parameters, if_any(network.activation_args));
+  return {list[0], list[1], {list.begin() + 2, list.end()}};
 }
 
 }  // namespace moe_ext

@@ -38,16 +38,16 @@ struct LossOptions {
 // The loss, the log-sum-exp of each token, and the gradients of input, weight and bias.
 using LinearCrossEntropyOutputs = std::tuple<Tensor, Tensor, std::vector<Tensor>>;
 
-// Adapts kernel(classifier, options, keep_gradients) to the dispatcher.
+// Adapts kernel(classifier, options, keep_gradients) to the dispatcher. The operator returns one
+// list, as that of the experts does.
 template <auto kernel>
-LinearCrossEntropyOutputs linear_cross_entropy_of(const Tensor& input, const Tensor& linear_weight,
-                                                  const Tensor& target,
-                                                  const OptionalTensor& linear_bias,
-                                                  std::string_view reduction, int64_t ignore_index,
-                                                  double label_smoothing, double z_loss,
-                                                  std::optional<double> softcap,
-                                                  const c10::List<bool>& keep_gradients) {
-  return kernel(
+std::vector<Tensor> linear_cross_entropy_of(const Tensor& input, const Tensor& linear_weight,
+                                            const Tensor& target, const OptionalTensor& linear_bias,
+                                            std::string_view reduction, int64_t ignore_index,
+                                            double label_smoothing, double z_loss,
+                                            std::optional<double> softcap,
+                                            const c10::List<bool>& keep_gradients) {
+  auto [loss, lse, list] = kernel(
       Classifier{.input = input, .weight = linear_weight, .target = target, .bias = linear_bias},
       LossOptions{.reduction = reduction,
                   .ignore_index = ignore_index,
@@ -55,6 +55,8 @@ LinearCrossEntropyOutputs linear_cross_entropy_of(const Tensor& input, const Ten
                   .z_loss = z_loss,
                   .softcap = softcap},
       keep_gradients);
+  list.insert(list.begin(), {loss, lse});
+  return list;
 }
 
 // Adapts kernel(grad_loss, classifier, options, lse, gradients, needs) to the dispatcher.
@@ -81,9 +83,10 @@ inline LinearCrossEntropyOutputs call_linear_cross_entropy(const Classifier& cla
                                                            const c10::List<bool>& keep_gradients) {
   static const PublicOperator<decltype(linear_cross_entropy_of<nullptr>)> op(
       "moe_ext::linear_cross_entropy");
-  return op.call(classifier.input, classifier.weight, classifier.target, classifier.bias,
-                 options.reduction, options.ignore_index, options.label_smoothing, options.z_loss,
-                 options.softcap, keep_gradients);
+  const auto list = op.call(classifier.input, classifier.weight, classifier.target, classifier.bias,
+                            options.reduction, options.ignore_index, options.label_smoothing,
+                            options.z_loss, options.softcap, keep_gradients);
+  return {list[0], list[1], {list.begin() + 2, list.end()}};
 }
 
 inline std::vector<Tensor> call_linear_cross_entropy_backward(

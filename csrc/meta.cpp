@@ -14,6 +14,7 @@
 #include "linear_cross_entropy.h"
 #include "load.h"
 #include "lstm.h"
+#include "lstm_cell.h"
 #include "topk_routing.h"
 
 namespace moe_ext {
@@ -188,6 +189,18 @@ std::vector<Tensor> lstm_backward_meta(const LstmOutputGradients& gradients, con
   return lstm_gradients(empty, lstm, needs);
 }
 
+std::tuple<Tensor, Tensor> lstm_cell_meta(const Tensor& gates, const Tensor& c_0) {
+  check_lstm_cell("lstm_cell", gates, c_0);
+  return lstm_cell_outputs(empty, c_0);
+}
+
+std::tuple<Tensor, Tensor> lstm_cell_backward_meta(const OptionalTensor& grad_h,
+                                                   const OptionalTensor& grad_c,
+                                                   const Tensor& gates, const Tensor& c_0) {
+  check_lstm_cell_backward(grad_h, grad_c, gates, c_0);
+  return lstm_cell_gradients(empty, gates, c_0);
+}
+
 void factored_step_meta(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
                         const Tensor& lr, const Tensor& correction, double decay, double gain,
                         double eps, bool) {
@@ -224,5 +237,7 @@ TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
          &moe_ext::linear_cross_entropy_backward_of<moe_ext::linear_cross_entropy_backward_meta>);
   m.impl("lstm", &moe_ext::lstm_of<moe_ext::lstm_meta>);
   m.impl("_lstm_backward", &moe_ext::lstm_backward_of<moe_ext::lstm_backward_meta>);
+  m.impl("lstm_cell", &moe_ext::lstm_cell_meta);
+  m.impl("_lstm_cell_backward", &moe_ext::lstm_cell_backward_meta);
   m.impl("factored_step_", &moe_ext::factored_step_meta);
 }

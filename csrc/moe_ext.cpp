@@ -115,35 +115,36 @@ TORCH_LIBRARY(moe_ext, m) {
   // The expert networks E_e: linear layers with an activation between them. Expert e processes the
   // rows offsets[e] <= r < offsets[e + 1]; without offsets, every expert has R / E rows. The input
   // x holds rows or, with inverse, tokens as in dispatch. The output y holds rows or, with gates,
-  // tokens as in combine (Eq. 1). With keep_hidden, hidden holds the pre-activations [R, columns]
-  // of each layer but the last.
+  // tokens as in combine (Eq. 1). Returns y and, with keep_hidden, hidden: the pre-activations
+  // [R, columns] of each layer but the last.
   m.def(
       "experts(Tensor x, Tensor? offsets, Tensor? inverse, Tensor? token_offsets, Tensor? gates, "
       "Tensor[] weights, Tensor[]? biases, str activation, bool keep_hidden, "
       "float[]? activation_args=None) "
-      "-> (Tensor y, Tensor[] hidden)",
+      "-> Tensor[]",
       tags);
-  // Recomputes hidden if it is empty. The parameters are the weights, then the biases. A gradient
-  // that is not needed has shape [0]. The others have the memory layout of their parameter.
+  // Returns the gradients of x, gates and the parameters, which are the weights, then the biases.
+  // Recomputes hidden if it is empty. A gradient that is not needed has shape [0]. The others have
+  // the memory layout of their parameter.
   m.def(
       "_experts_backward(Tensor grad_y, Tensor x, Tensor? offsets, Tensor? inverse, "
       "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[]? biases, Tensor[] hidden, "
       "str activation, bool needs_x, bool[] needs_parameters, float[]? activation_args=None) "
-      "-> (Tensor x, Tensor gates, Tensor[] parameters)",
+      "-> Tensor[]",
       tags);
 
   // The cross-entropy of the classes with logits l = input linear_weight^T + linear_bias, or l =
   // c tanh(./c) of them with softcap c: loss_t = lse_t - (1 - eps) l_t,target - eps mean_v l_tv +
   // z_loss lse_t^2, where lse_t = ln sum_v e^l_tv and eps is label_smoothing.
-  // Shapes: input [T, D], linear_weight [V, D], target [T]. The loss is [T] or reduced over the
-  // tokens whose target is not ignore_index. Flags in keep_gradients stand for input, linear_weight
-  // and linear_bias: whether to compute the gradient of the reduced loss in forward. The others
-  // have shape [0].
+  // Shapes: input [T, D], linear_weight [V, D], target [T]. Returns the loss, lse [T] and the
+  // gradients. The loss is [T] or reduced over the tokens whose target is not ignore_index. Flags
+  // in keep_gradients stand for input, linear_weight and linear_bias: whether to compute the
+  // gradient of the reduced loss in forward. The others have shape [0].
   m.def(
       "linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, "
       "Tensor? linear_bias, str reduction, int ignore_index, float label_smoothing, float z_loss, "
       "float? softcap, bool[] keep_gradients) "
-      "-> (Tensor loss, Tensor lse, Tensor[] gradients)",
+      "-> Tensor[]",
       tags);
   // Scales the kept gradients; recomputes the logits if `gradients` is empty. A gradient that is
   // not needed has shape [0].
@@ -176,6 +177,14 @@ TORCH_LIBRARY(moe_ext, m) {
       "Tensor weight_input, Tensor weight_recurrent, Tensor? projection, Tensor? m_0, Tensor? c_0, "
       "Tensor? lengths, bool reverse, Tensor m, Tensor gates, Tensor cells, bool[] needs) "
       "-> Tensor[]",
+      tags);
+
+  // The cells of one step, as in lstm: the gates [B, 4 U] are i, f, j, o before their activations.
+  // c = sigmoid(f) c_0 + sigmoid(i) tanh(j); h = sigmoid(o) tanh(c). Shapes: c_0, h, c [B, U].
+  m.def("lstm_cell(Tensor gates, Tensor c_0) -> (Tensor h, Tensor c)", tags);
+  m.def(
+      "_lstm_cell_backward(Tensor? grad_h, Tensor? grad_c, Tensor gates, Tensor c_0) "
+      "-> (Tensor, Tensor)",
       tags);
 
   // App. D: row <- decay row + gain mean_j(grad^2); column likewise, with the mean over i. Then

@@ -1,14 +1,70 @@
-// Tensors with torch's negative bit: views such as z.conj().imag, whose memory holds -x.
+// Tensors with torch's negative or conjugate bit: views such as z.conj().imag, whose memory holds
+// -x.
 //
-// Torch's fallback handles operators that return a result. It does not handle factored_step_, which
-// returns nothing and updates several tensors in place.
+// Torch's fallback copies such a tensor before anything has checked its memory. It does not handle
+// operators that return nothing.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <cstring>
+
 #include "factored.h"
-#include "operator.h"
+#include "implement.h"
 
 namespace moe_ext {
 namespace {
+
+constexpr const char* kPureOperators[] = {"noisy_topk_gating",
+                                          "_noisy_topk_gating_backward",
+                                          "topk_routing",
+                                          "_topk_routing_backward",
+                                          "load",
+                                          "_load_backward",
+                                          "batchwise_topm",
+                                          "selected_softmax",
+                                          "_selected_softmax_backward",
+                                          "importance",
+                                          "importance_and_load",
+                                          "weighted_cv_squared",
+                                          "_weighted_cv_squared_backward",
+                                          "dispatch_plan",
+                                          "dispatch",
+                                          "_dispatch_backward",
+                                          "_empty_rows",
+                                          "combine",
+                                          "_combine_backward",
+                                          "experts",
+                                          "_experts_backward",
+                                          "linear_cross_entropy",
+                                          "_linear_cross_entropy_backward",
+                                          "lstm",
+                                          "_lstm_backward",
+                                          "lstm_cell",
+                                          "_lstm_cell_backward"};
+
+// Calls the operator with copies that have neither bit.
+void resolve(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto& arguments = schema.arguments();
+  const auto of_operator = std::string_view(schema.name()).substr(std::strlen("moe_ext::"));
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto resolved = [&](const Tensor& tensor, const std::string& place = "") {
+      check_memory(of_operator, tensor, [&] { return arguments[i].name() + place; });
+      return tensor.defined() ? tensor.resolve_conj().resolve_neg() : tensor;
+    };
+    auto& input = (*stack)[stack->size() - arguments.size() + i];
+    if (input.isTensor()) {
+      input = resolved(input.toTensor());
+    } else if (input.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& each : input.toTensorVector()) {
+        list.push_back(resolved(each, c10::str("[", list.size(), "]")));
+      }
+      input = std::move(list);
+    }
+  }
+  op.callBoxed(stack);
+}
 
 // Runs the step on copies without the negative bit, then writes the results back.
 void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column, const Tensor& lr,
@@ -25,7 +81,24 @@ void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& colum
   if (!c.is_same(column)) column.copy_(c);
 }
 
+void register_pure(torch::Library& m) {
+  for (const auto* name : kPureOperators) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&resolve>());
+  }
+}
+
 }  // namespace
 }  // namespace moe_ext
 
-TORCH_LIBRARY_IMPL(moe_ext, Negative, m) { m.impl("factored_step_", &moe_ext::factored_step); }
+TORCH_LIBRARY_IMPL(moe_ext, Negative, m) {
+  moe_ext::register_pure(m);
+  moe_ext::implement<"factored_step_", &moe_ext::factored_step>(m);
+}
+
+// No operator takes complex numbers: the kernel refuses the copy.
+TORCH_LIBRARY_IMPL(moe_ext, Conjugate, m) {
+  moe_ext::register_pure(m);
+  for (const auto* name : {"factored_step_", "_count_tokens_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&moe_ext::resolve>());
+  }
+}

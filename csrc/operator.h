@@ -7,11 +7,19 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <optional>
 #include <string_view>
 #include <utility>
 
 namespace moe_ext {
+
+// A string as a template argument.
+template <size_t size>
+struct Name {
+  constexpr Name(const char (&literal)[size]) { std::copy_n(literal, size, text); }
+  char text[size];
+};
 
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {

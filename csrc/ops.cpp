@@ -138,6 +138,13 @@ LstmOutputs lstm(const Tensor& x, const Tensor& weight_input, const Tensor& weig
   return {m, m_n, c_n};
 }
 
+LstmCell lstm_cell(const Tensor& gates, const Tensor& c_0) {
+  static const PublicOperator<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&)> op(
+      "moe_ext::lstm_cell");
+  auto [h, c] = op.call(gates, c_0);
+  return {h, c};
+}
+
 void factored_step_(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
                     const Tensor& lr, const Tensor& correction, double decay, double gain,
                     double eps, bool mean_of_roots) {

@@ -58,7 +58,8 @@ void update(torch::Tensor& param, const torch::Tensor& grad, FactoredAdamParamSt
   auto& second_moment = state.second_moment();
   const auto g = grad.to(second_moment.scalar_type());
   second_moment.mul_(beta2).addcmul_(g, g, /*value=*/1 - beta2);
-  param.sub_(lr * g / ((second_moment * correction).sqrt_() + options.eps()));
+  // The quotient first: lr * g may overflow where the moment is infinite.
+  param.sub_(lr * (g / ((second_moment * correction).sqrt_() + options.eps())));
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // State dicts, and their files in the format of torch.save.
 #include <caffe2/serialize/inline_container.h>
+#include <fcntl.h>
 #include <moe_ext/state_dict.h>
 #include <sys/stat.h>
 #include <torch/csrc/jit/serialization/import_read.h>
@@ -9,8 +10,11 @@
 
 #include <cerrno>
 #include <cstdio>
-#include <cstdlib>
+#include <filesystem>
+#include <optional>
+#include <random>
 #include <system_error>
+#include <utility>
 
 #include "nn/checks.h"
 
@@ -18,50 +22,71 @@ namespace moe_ext {
 
 namespace {
 
-// A file next to `path` that replaces it once it is complete, and is deleted otherwise.
-class TemporaryFile {
+// A file next to `path` that replaces it once it is complete, and is deleted otherwise. It follows
+// links and keeps the permissions of `path`. A pipe or a device is opened directly.
+class OutputFile {
  public:
-  explicit TemporaryFile(const std::string& path) : path_(path), name_(path + ".XXXXXX") {
-    const int handle = mkstemp(name_.data());
-    if (handle < 0) error_ = errno;
-    check();
-    const mode_t mask = umask(0);
-    umask(mask);
-    fchmod(handle, 0666 & ~mask);  // mkstemp creates files with mode 0600
+  explicit OutputFile(const std::string& path) : path_(path), target_(path) {
+    int handle = open(path.c_str(), O_WRONLY | O_CLOEXEC);
+    check(handle >= 0 || errno == ENOENT);
+    struct stat status {};
+    if (handle >= 0 && fstat(handle, &status) == 0 && S_ISREG(status.st_mode)) {
+      permissions_ = status.st_mode & 0777;
+      close(handle);
+      handle = -1;
+    }
+    if (handle < 0) {
+      namespace fs = std::filesystem;
+      std::error_code ignored;  // open has found no loop of links
+      while (fs::is_symlink(target_, ignored)) {
+        target_ = target_.parent_path() / fs::read_symlink(target_);
+      }
+      std::random_device random;
+      temporary_ = target_.parent_path() /
+                   c10::str(".", target_.filename().string(), ".", random(), random());
+      // The system applies the umask.
+      handle = open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
+                    permissions_.value_or(0666));
+      check(handle >= 0);
+    }
     file_ = fdopen(handle, "wb");
   }
-  TemporaryFile(const TemporaryFile&) = delete;
-  TemporaryFile& operator=(const TemporaryFile&) = delete;
-  ~TemporaryFile() {
-    std::fclose(file_);
-    if (!complete_) unlink(name_.c_str());
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+  ~OutputFile() {
+    if (file_ != nullptr) std::fclose(file_);
+    if (!temporary_.empty()) unlink(temporary_.c_str());
   }
 
-  // replace() reports an error, because PyTorchStreamWriter may not throw in its destructor.
+  // finish() reports an error, because PyTorchStreamWriter may not throw in its destructor.
   void write(const void* data, size_t size) {
     if (error_ == 0 && std::fwrite(data, 1, size, file_) != size) error_ = errno;
   }
 
-  void replace() {
-    const auto succeeds = [&] {
-      return std::fflush(file_) == 0 && fsync(fileno(file_)) == 0 &&
-             std::rename(name_.c_str(), path_.c_str()) == 0;
-    };
-    if (error_ == 0 && !succeeds()) error_ = errno;
-    check();
-    complete_ = true;
+  void finish() {
+    errno = error_;
+    check(error_ == 0 && std::fflush(file_) == 0);
+    if (!temporary_.empty()) {
+      check(!permissions_ || fchmod(fileno(file_), *permissions_) == 0);
+      check(fsync(fileno(file_)) == 0);
+    }
+    std::FILE* file = std::exchange(file_, nullptr);
+    check(std::fclose(file) == 0);
+    check(temporary_.empty() || std::rename(temporary_.c_str(), target_.c_str()) == 0);
+    temporary_.clear();
   }
 
  private:
-  void check() const {
-    TORCH_CHECK(error_ == 0, "write_state_dict: cannot write ", path_, ": ",
-                std::generic_category().message(error_));
+  void check(bool succeeded) const {
+    TORCH_CHECK(succeeded, "write_state_dict: cannot write ", path_, ": ",
+                std::generic_category().message(errno));
   }
 
-  std::string path_, name_;
+  std::string path_;
+  std::filesystem::path target_, temporary_;  // without links; empty: `path` is written directly
+  std::optional<mode_t> permissions_;         // of the file that is replaced
   std::FILE* file_ = nullptr;
   int error_ = 0;
-  bool complete_ = false;
 };
 
 }  // namespace
@@ -128,7 +153,7 @@ void write_state_dict(const StateDict& values, const std::string& path) {
   pickler.pushIValue(dict);
   pickler.stop();
 
-  TemporaryFile file(path);
+  OutputFile file(path);
   caffe2::serialize::PyTorchStreamWriter writer(
       [&](const void* data, size_t size) { return file.write(data, size), size; });
   writer.writeRecord("data.pkl", pickle.data(), pickle.size());
@@ -137,7 +162,7 @@ void write_state_dict(const StateDict& values, const std::string& path) {
     writer.writeRecord(c10::str("data/", i), tensor.data(), tensor.sizeInBytes());
   }
   writer.writeEndOfFile();
-  file.replace();
+  file.finish();
 }
 
 }  // namespace moe_ext

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from moe_ext._compiled import unwrapped_module
 from moe_ext.checks import require, require_sizes
 
 __all__ = ["ParameterCount", "count_parameters"]
@@ -87,7 +88,8 @@ def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
 def is_of_transformers(module: nn.Module) -> bool:
     """Returns whether a module holds the experts of a mixture layer of transformers."""
     # The decorator and the quantized classes of transformers define _apply_gate.
-    return hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
+    of_experts = hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
+    return of_experts and unwrapped_module(module) is module  # a wrapper has these attributes too
 
 
 def _experts_per_token(model: nn.Module, k: int | None) -> int:

@@ -155,5 +155,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    from moe_ext_command import with_streams
+
     sys.argv[0] = "python -m moe_ext.info"  # the usage line begins with it
-    sys.exit(main())
+    sys.exit(with_streams(main))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
@@ -314,8 +313,6 @@ class MoE(nn.Module):
             width, rule = self.experts.d_output, f"be d_model = {d_model} with identity experts"
             require(width in (None, d_model), "MoE: experts.d_output", rule, width)
         self._fused = self.experts.fused
-        # Known without a look at the wrappers, which takes long for a large model.
-        self._experts_are_own = self.sharding is None or self.sharding.exchange is None
         self.shared_expert: nn.Module | None = checked_shared_expert(shared_expert, d_model)
 
     def forward(
@@ -394,6 +391,9 @@ class MoE(nn.Module):
         if self.num_identity_experts > 0:
             first = self.num_experts
             y = add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
+        if routing.token_offsets is not None or self._leaves_out_slots(routing):
+            # Without an expert, the output of a token with NaN would be 0.
+            y = y.masked_fill(~tokens.isfinite().all(1, keepdim=True), math.nan)
         if self.shared_expert is not None:
             y = y + self._shared(tokens, y.shape[-1]).to(y.dtype)
 
@@ -457,8 +457,6 @@ class MoE(nn.Module):
         self, tokens: Tensor, expert_index: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor]:
         """Returns Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E]."""
-        if self.sharding is not None and not self._experts_are_own:
-            self._require_own_experts()
         ranks = None if self.sharding is None else self.sharding.balanced
         dtype = self._dtype_of_experts()
         capacity_factor = self.capacity_factor
@@ -497,13 +495,19 @@ class MoE(nn.Module):
             routing = drop_slots(routing, self.num_experts, self.k, *how, ranks)
         if dtype is not None:
             tokens = cast(tokens, dtype)
-        if routing.kept is None and num_choices == self.num_experts:
+        if not self._leaves_out_slots(routing):
             y, tokens_per_expert = self._mixture(tokens, routing)
         else:
             y, _ = self._mixture(tokens, computed_slots(routing, self.num_experts))
             plan = ops.dispatch_plan(routing.expert_index, num_choices)
             tokens_per_expert = plan.tokens_per_expert
         return y, routing, tokens_per_expert
+
+    def _leaves_out_slots(self, routing: Routing) -> bool:
+        """Returns whether there may be slots that no expert with weights computes."""
+        return (
+            routing.kept is not None or self.num_identity_experts > 0 or self.num_null_experts > 0
+        )
 
     def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Returns Σ_i G(x)_i E_i(x) [T, d_output] of routed tokens, and tokens_per_expert [E]."""
@@ -536,22 +540,6 @@ class MoE(nn.Module):
         rule = f"return [T, d_output = {d_output}]"
         require(y.dim() == 2 and y.shape[1] == d_output, "MoE: shared_expert", rule, [*y.shape])
         return y
-
-    def _require_own_experts(self) -> None:
-        """Requires that DistributedDataParallel leaves experts on several ranks alone."""
-        if torch.compiler.is_compiling():
-            return
-        wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is None:
-            return
-        own = {id(parameter) for parameter in self.experts.parameters()}
-        names = [name for name, each in wrapper.module.named_parameters() if id(each) in own]
-        if not wrapper.parameters_to_ignore.issuperset(names):
-            raise RuntimeError(
-                "MoE: DistributedDataParallel must not wrap experts that ranks share, because it "
-                "overwrites them with those of rank 0; use moe_ext.distributed.parallelize"
-            )
-        self._experts_are_own = True
 
     def _dtype_of_experts(self) -> torch.dtype | None:
         """Returns the dtype to which tokens are cast for the experts; None: no cast."""

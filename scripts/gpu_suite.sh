@@ -74,8 +74,8 @@ tests() {
   local options=()
   timeout 60 "$python" -c 'import moe_ext, torch; torch.ones(1, device="cuda").item()' ||
     { echo "first use of moe_ext and the device: $(outcome $?)"; return 1; }
-  timeout 60 "$python" -m pytest -q -m cuda -k empty_expert -p no:cacheprovider \
-    tests/layer/test_moe.py || echo "torch's grouped GEMM, an expert without rows: $(outcome $?)"
+  timeout 60 "$python" -m pytest -q -m cuda -k experts_without_rows -p no:cacheprovider \
+    tests/ops/test_cuda.py || echo "torch's grouped GEMM, an expert without rows: $(outcome $?)"
   if has xdist; then
     options+=(-n 4)
     export OMP_NUM_THREADS=4 OMP_WAIT_POLICY=PASSIVE

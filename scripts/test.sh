@@ -37,7 +37,7 @@ cpp_tests() {
   prefix=$("$python" -m moe_ext.info --cmake-prefix)
   cmake -S tests/cpp -B build/cpp -G Ninja -DCMAKE_PREFIX_PATH="$prefix" \
     -DMOE_EXT_PYTHON="$(command -v "$python" | xargs realpath -s)"
-  cmake --build build/cpp
+  cmake --build build/cpp ${long:+--target all benchmark}
   cmake -S examples/cpp -B build/examples -G Ninja -DCMAKE_PREFIX_PATH="$prefix"
   cmake --build build/examples
   ctest --test-dir build/cpp --output-on-failure $([ -n "$long" ] || echo -LE long)

@@ -120,17 +120,17 @@ def L_load(load, w_load):
     return w_load * CV_squared(load)
 
 
-def zero_computation(x, g, W, num_identity):
+def zero_computation(x, g, experts, num_identity):
     """Jin et al. 2024 (arXiv 2410.07348), Sec. 3.1: feed-forward, then identity, then null experts.
 
-    g are the gates of all experts for one row x, exactly 0 for those that are not chosen. W[i] are
-    the matrices of feed-forward expert i.
+    g are the gates of all experts for one row x, exactly 0 for those that are not chosen. `experts`
+    are the feed-forward ones.
     """
     y = torch.zeros_like(x)
     for i in range(len(g)):
-        if i < len(W) and g[i] != 0:
-            y = y + g[i] * E_i(x, W[i])
-        elif len(W) <= i < len(W) + num_identity:
+        if i < len(experts) and g[i] != 0:
+            y = y + g[i] * experts[i](x)
+        elif len(experts) <= i < len(experts) + num_identity:
             y = y + g[i] * x
     return y
 
@@ -259,30 +259,12 @@ def MoE(X, W_g, W_noise, noise, k, experts, nu=1e-2):
 
 
 def G_H(g_primary, g_secondary):
-    """App. B: the gates of one row over the a·b experts, G_primary(x)_i · G_i(x)_j."""
+    """App. B: the gates of one row over the a·b experts, G_primary(x)_i · G_i(x)_j.
+
+    Eq. 12 is Eq. 1 with these gates, and Importance_H is their sum over the rows.
+    """
     a, b = len(g_secondary), len(g_secondary[0])
     return torch.stack([g_primary[i] * g_secondary[i][j] for i in range(a) for j in range(b)])
-
-
-def y_H(x, g_primary, g_secondary, experts):
-    """Eq. 12: sum_i sum_j G_primary(x)_i · G_i(x)_j · E_ij(x); skips experts with gate 0."""
-    y = 0
-    for i in range(len(g_primary)):
-        for j in range(len(g_secondary[i])):
-            if g_primary[i] != 0 and g_secondary[i][j] != 0:
-                y = y + g_primary[i] * g_secondary[i][j] * experts[i][j](x)
-    return y
-
-
-def Importance_H(G_primary_X, G_secondary_X):
-    """App. B: Importance_H(X)_ij = sum over x of G_primary(x)_i · G_i(x)_j."""
-    _, a, b = G_secondary_X.shape
-    importance = [[G_primary_X.new_zeros(()) for _ in range(b)] for _ in range(a)]
-    for g_primary, g_secondary in zip(G_primary_X, G_secondary_X, strict=True):
-        for i in range(a):
-            for j in range(b):
-                importance[i][j] = importance[i][j] + g_primary[i] * g_secondary[i][j]
-    return torch.stack([torch.stack(row) for row in importance])
 
 
 def Load_H(load_primary, load_secondary, sizes):
@@ -332,24 +314,6 @@ def hierarchical_gates(
     return G_primary_X, G_secondary_X, load_primary, load_secondary, [len(r) for r in groups]
 
 
-def HierarchicalMoE(
-    X, W_g_primary, W_noise_primary, W_g_secondary, W_noise_secondary, noise_primary,
-    noise_secondary, k1, k2, experts, nu=1e-2,
-):  # fmt: skip
-    """App. B: Y, the dense gates [T, a·b], Importance_H, and Load_H if noisy, both [a, b].
-
-    W_g_secondary and W_noise_secondary hold one matrix [d, b] per group; experts[i][j] is E_ij.
-    """
-    weights = W_g_primary, W_noise_primary, W_g_secondary, W_noise_secondary
-    gates = hierarchical_gates(X, *weights, noise_primary, noise_secondary, k1, k2, nu)
-    G_primary_X, G_secondary_X, load_primary, load_secondary, sizes = gates
-    rows = list(zip(X, G_primary_X, G_secondary_X, strict=True))
-    Y = torch.stack([y_H(x, g_primary, g_secondary, experts) for x, g_primary, g_secondary in rows])
-    G_X = torch.stack([G_H(g_primary, g_secondary) for _, g_primary, g_secondary in rows])
-    load = None if noise_primary is None else Load_H(load_primary, load_secondary, sizes)
-    return Y, G_X, Importance_H(G_primary_X, G_secondary_X), load
-
-
 # Appendix C.1: the softmax over V words. W has a row for each word; y is the target's index.
 
 
@@ -388,15 +352,6 @@ def LSTM(x, W, R, b, P, m, c):
 # Appendix F: strictly balanced gating. X is the batch of softmax gates, G_sigma(x) its rows.
 
 
-def M_topk(X, k):
-    """App. F: 1 for the top k experts of each row."""
-    M = torch.zeros_like(X)
-    for t in range(X.shape[0]):
-        for i in top_k(X[t], k):
-            M[t, i] = 1
-    return M
-
-
 def M_batchwise(X, m, priority=None):
     """App. F: 1 for the top m rows of each expert; the smaller priority [T, n] wins a tie."""
     M = torch.zeros_like(X)
@@ -429,9 +384,9 @@ def G_strict(g_sigma, M):
     return torch.stack([g_sigma[i] * M[i] / total for i in range(n)])
 
 
-def L_batchwise(X, T, m, priority=None):
+def L_batchwise(X, T, m):
     """App. F: sum_j sum_i (M_threshold(X_j, T)_i - M_batchwise(X, m)_ji) (X_ji - T_i)."""
-    threshold, batchwise = M_threshold(X, T), M_batchwise(X, m, priority)
+    threshold, batchwise = M_threshold(X, T), M_batchwise(X, m)
     L = T.new_zeros(())
     for j in range(X.shape[0]):
         for i in range(X.shape[1]):
@@ -468,74 +423,40 @@ def L_reg_lb(R_X, k):
     return L / T
 
 
-def next_lambda(lam, alpha, R_X, k):
-    """arXiv 2412.14711, Eqs. 7 and 8 for one layer, without division: (1 - k/E) - S by sign."""
-    T, E = R_X.shape
-    num_positive = sum(1 for t in range(T) for e in range(E) if R_X[t, e] > 0)
-    # S = 1 - num_positive / (T E), so that (1 - k/E) - S > 0 if num_positive > k T
-    if num_positive > k * T:
-        return lam * alpha
-    return lam / alpha if num_positive < k * T else lam
-
-
-def balanced_gates(X, W_g, k, T=None, priority=None, training=True):
-    """App. F for a batch X of inputs: G(X), the mask M and, in training with T, L_batchwise.
+def balanced_gates(X, W_g, k, T, training=True):
+    """App. F for a batch X of inputs: G(X), the mask M and L_batchwise.
 
     Training selects by M_batchwise, evaluation by M_threshold. L_batchwise trains only T.
     """
     n = W_g.shape[1]
     G_sigma_X = [G_sigma(x, W_g) for x in X]
     G_sigma_X = torch.stack(G_sigma_X) if G_sigma_X else X.new_zeros(0, n)
-    L = None
-    if training:
-        m = rows_per_expert(k, len(X), n)
-        M = M_batchwise(G_sigma_X, m, priority)
-        if T is not None:
-            L = L_batchwise(G_sigma_X.detach(), T, m, priority)
-    else:
-        M = M_threshold(G_sigma_X, T)
+    m = rows_per_expert(k, len(X), n)
+    M = M_batchwise(G_sigma_X, m) if training else M_threshold(G_sigma_X, T)
     G_X = [G_strict(g_sigma, M_x) for g_sigma, M_x in zip(G_sigma_X, M, strict=True)]
-    return torch.stack(G_X) if G_X else X.new_zeros(0, n), M, L
+    G_X = torch.stack(G_X) if G_X else X.new_zeros(0, n)
+    return G_X, M, L_batchwise(G_sigma_X.detach(), T, m)
 
 
-def BalancedMoE(X, W_g, k, experts, d_output, T=None, priority=None, training=True):
-    """App. F: Y, G(X), Importance and, in training with T, L_batchwise."""
-    G_X, M, L = balanced_gates(X, W_g, k, T, priority, training)
-    Y = X.new_zeros(len(X), d_output)  # 0 for a row that no expert selected
-    for t, x in enumerate(X):
-        for i in range(len(experts)):
-            if M[t, i]:
-                Y[t] = Y[t] + G_X[t, i] * experts[i](x)
-    return Y, G_X, Importance(G_X), L
-
-
-def HierarchicalBalancedMoE(
-    X, W_g_primary, W_g_secondary, k1, k2, experts, d_output, T_primary=None, T_secondary=None,
-    priority_primary=None, priority_secondary=None, training=True,
-):  # fmt: skip
-    """App. B with the gates of App. F: Y, the dense gates [T, a·b], Importance_H [a, b], L.
+def hierarchical_balanced_gates(
+    X, W_g_primary, W_g_secondary, k1, k2, T_primary, T_secondary, training=True
+):
+    """App. B with the gates of App. F: the gates [T, a·b] and L.
 
     Each group selects m1 = k1|X| / a rows of the batch; each of its experts selects m2 = k2·m1 / b
-    of these. L is the sum of the L_batchwise of all a + 1 gates. priority_secondary[i] is [|X^(i)|,
-    b], with the rows of X^(i) in batch order.
+    of these. L is the sum of the L_batchwise of all a + 1 gates.
     """
     a, b = len(W_g_secondary), W_g_secondary[0].shape[1]
-    G_primary_X, M, L = balanced_gates(X, W_g_primary, k1, T_primary, priority_primary, training)
+    G_primary_X, M, L = balanced_gates(X, W_g_primary, k1, T_primary, training)
     G_secondary_X = X.new_zeros(len(X), a, b)
     for i in range(a):
         rows = [t for t in range(len(X)) if M[t, i]]
-        T_i = None if T_secondary is None else T_secondary[i]
-        priority_i = None if priority_secondary is None else priority_secondary[i]
-        G_i, _, L_i = balanced_gates(X[rows], W_g_secondary[i], k2, T_i, priority_i, training)
+        G_i, _, L_i = balanced_gates(X[rows], W_g_secondary[i], k2, T_secondary[i], training)
         for t, g in zip(rows, G_i, strict=True):
             G_secondary_X[t, i] = g
-        L = None if L is None else L + L_i
-
-    Y, G_X = X.new_zeros(len(X), d_output), X.new_zeros(len(X), a * b)
-    for t, x in enumerate(X):
-        Y[t] = Y[t] + y_H(x, G_primary_X[t], G_secondary_X[t], experts)
-        G_X[t] = G_H(G_primary_X[t], G_secondary_X[t])
-    return Y, G_X, Importance_H(G_primary_X, G_secondary_X), L
+        L = L + L_i
+    rows = zip(G_primary_X, G_secondary_X, strict=True)
+    return torch.stack([G_H(*row) for row in rows]), L
 
 
 # Routers of later models. s are the scores of one token, b is the selection bias.
@@ -594,26 +515,9 @@ def gates_of(logits, chosen, score, renormalize, scale):
 # the new w and the new state.
 
 
-def Adam(w, g, v, t, lr, beta2, eps):
-    """Adam with beta1 = 0 in step t = 1, 2, ...: the rule that App. D factors; w has any shape."""
-    v = beta2 * v + (1 - beta2) * g**2
-    return w - lr * g / (torch.sqrt(v / (1 - beta2**t)) + eps), v
-
-
-def Adagrad(w, g, v, lr, eps):
-    """Adagrad: v is the sum of all previous g²; w has any shape."""
-    v = v + g**2
-    return w - lr * g / (torch.sqrt(v) + eps), v
-
-
 def row_means(A):
-    """The mean of each row."""
+    """The mean of each row; row_means(A.T) has those of the columns."""
     return torch.stack([sum(row) / len(row) for row in A])
-
-
-def column_means(A):
-    """The mean of each column."""
-    return row_means(A.T)
 
 
 def V_factored(vr, vc):
@@ -630,7 +534,7 @@ def FactoredAdam(w, g, vr, vc, t, lr, beta2, eps, denominator="paper"):
     With denominator "diet", divides by the mean of the square roots, not the root of the mean.
     """
     vr = beta2 * vr + (1 - beta2) * row_means(g**2)
-    vc = beta2 * vc + (1 - beta2) * column_means(g**2)
+    vc = beta2 * vc + (1 - beta2) * row_means((g**2).T)
     correction = 1 - beta2**t  # V lacks this factor once: vr, vc and their mean each lack it once
     if denominator == "paper":
         d = torch.sqrt(V_factored(vr, vc) / correction) + eps
@@ -645,7 +549,7 @@ def FactoredAdam(w, g, vr, vc, t, lr, beta2, eps, denominator="paper"):
 def FactoredAdagrad(w, g, vr, vc, lr, eps):
     """App. D: the same for Adagrad, which sums over time."""
     vr = vr + row_means(g**2)
-    vc = vc + column_means(g**2)
+    vc = vc + row_means((g**2).T)
     return w - lr * g / (torch.sqrt(V_factored(vr, vc)) + eps), vr, vc
 
 

@@ -1,5 +1,6 @@
 """The command moe-ext: it runs moe_ext.info and says where the former commands are."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,26 @@ def test_a_former_command_says_where_it_is(monkeypatch, capsys, name):
 def test_info(monkeypatch, capsys):
     assert run(monkeypatch, "info", "--cmake-prefix") == 0
     assert str(ROOT / "moe_ext") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["moe_ext_command", "moe_ext.info"])
+@pytest.mark.parametrize(
+    ("redirection", "status", "message"),
+    [
+        (">&-", 2, "error: stdout must be open, got a closed stdout; to drop the output, use >"),
+        (">/dev/full", 2, "error: stdout: No space left on device\n"),
+        (">/dev/full 2>/dev/full", 2, ""),
+        (">/dev/null 2>&-", 0, ""),
+        ("| true; exit ${PIPESTATUS[0]}", 141, ""),
+    ],
+)
+def test_closed_and_full_streams(command, redirection, status, message):
+    run = f"{sys.executable} -m {command} --cmake-prefix"
+    if command == "moe_ext_command":
+        run = f"{sys.executable} -c 'import sys, {command}; sys.exit({command}.main())'"
+    environ = os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        ["bash", "-c", f"{run} {redirection}"], cwd=ROOT, env=environ, stderr=subprocess.PIPE
+    )
+    assert done.returncode == status and done.stderr.decode().startswith(message)
+    assert message or not done.stderr

@@ -136,7 +136,9 @@ def test_the_layer_runs_without_optional_packages():
         """
 import torch
 from moe_ext import MoE
-import moe_ext.distributed, moe_ext.gates, moe_ext.info, moe_ext.optim, moe_ext.recurrent
+import sys, moe_ext.distributed, moe_ext.gates, moe_ext.info, moe_ext.optim, moe_ext.recurrent
+assert "moe_ext.presets" not in sys.modules
+import moe_ext.presets, moe_ext.integrations._transformers_balance
 x = torch.randn(6, 8, requires_grad=True)
 layer = MoE(8, 4, 2, hidden_sizes=[16])
 y, aux = layer(x)

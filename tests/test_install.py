@@ -140,6 +140,8 @@ def test_a_toolkit_that_does_not_fit(run_setup, toolkit, capsys, toolkit_has, me
         run_setup(CUDA_HOME=home, MOE_EXT_CUDA="1")
     assert raised.value.code == f"moe_ext: MOE_EXT_CUDA=1, but {message}"
     run_setup(CUDA_HOME=home, MOE_EXT_CUDA="auto")
+    if not torch.cuda.is_available():
+        message = "no GPU was found (MOE_EXT_CUDA=1 builds the CUDA kernels without one)"
     assert capsys.readouterr().out == (f"moe_ext: building only for the CPU, because {message}\n")
     run_setup(CUDA_HOME=home, MOE_EXT_CUDA="0")
     assert capsys.readouterr().out == ""
@@ -149,14 +151,68 @@ def test_a_toolkit_that_does_not_fit(run_setup, toolkit, capsys, toolkit_has, me
 @pytest.mark.parametrize(
     ("has", "given", "expected"),
     [
-        ("75 80 90 100 120", {}, "8.0;9.0;10.0;12.0+PTX"),
-        ("75 80 90", {}, "8.0;9.0+PTX"),
+        ("75 80 90 100 120", {}, "8.0+PTX;9.0;10.0;12.0+PTX"),
+        ("75 80 90", {}, "8.0+PTX;9.0+PTX"),
+        ("80", {}, "8.0+PTX"),
         ("80", {"TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0"),
     ],
 )
 def test_architectures(run_setup, toolkit, has, given, expected):
     environ = run_setup(CUDA_HOME=toolkit(TORCHS, has), MOE_EXT_CUDA="1", **given)
     assert environ["TORCH_CUDA_ARCH_LIST"] == expected
+
+
+@pytest.mark.parametrize("compiler", ["env g++", "env -u MOE_EXT_CXX 'g++'"])
+def test_a_compiler_with_a_launcher(run_setup, compiler):
+    """Torch takes a single program: setup.py writes one."""
+    program = run_setup(CXX=compiler, MOE_EXT_CUDA="0")["CXX"]
+    expected = subprocess.check_output(["g++", "--version"])
+    assert subprocess.check_output([program, "--version"]) == expected
+    assert run_setup(CXX="g++", MOE_EXT_CUDA="0")["CXX"] == "g++"
+
+
+@pytest.fixture
+def build_command(monkeypatch, tmp_path):
+    """Returns a function that makes a command of setup.py, such as "build_ext"."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("MOE_EXT_CUDA", "0")
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
+    runpy.run_path(str(ROOT / "setup.py"))
+
+    def make(name, **options):
+        distribution = setuptools.Distribution(given)
+        distribution.script_name = "setup.py"
+        distribution.parse_config_files()  # reads pyproject.toml
+        build = distribution.get_command_obj("build")
+        build.build_lib = str(tmp_path)
+        command = distribution.get_command_obj(name)
+        for key, value in options.items():
+            setattr(command, key, value)
+        command.ensure_finalized()
+        return command
+
+    return make
+
+
+def test_editable_installs_of_every_mode_have_all_files(build_command, tmp_path):
+    """A strict editable install links the outputs that the command declares."""
+    command = build_command("build_ext", inplace=True)
+    mapping = command.get_output_mapping()
+    assert {*command.get_outputs()} == {*mapping}
+    in_source = {Path(path).resolve() for path in mapping.values()}
+    library = ROOT / "moe_ext" / "lib"
+    assert {library / "libmoe_ext.so", library / "built_with.cmake"} < in_source
+    outputs = build_command("build_ext").get_outputs()
+    assert str(tmp_path / "moe_ext" / "lib" / "built_with.cmake") in outputs
+
+
+def test_a_wheel_has_no_file_of_an_earlier_build(build_command, tmp_path):
+    old = tmp_path / "moe_ext" / "lab" / "old.py"
+    old.parent.mkdir(parents=True)
+    old.write_text("")
+    build_command("build_py").run()
+    assert not old.exists() and (tmp_path / "moe_ext" / "moe.py").exists()
 
 
 def test_torch_is_not_a_build_requirement():

@@ -32,7 +32,8 @@ def public_modules():
 
 def referenced():
     """Yields the full names that the pages of docs/api document, in the order of the pages."""
-    listing = r"\.\. (?:current)?module:: (\S+)\n\n.*\n\n\.\. autosummary::\n((?:   .*\n|\n)+)"
+    module = r"\.\. (?:current|auto)?module:: (\S+)\n(?:   :no-members:\n)?"
+    listing = module + r"\n.*\n\n\.\. autosummary::\n((?:   .*\n|\n)+)"
     for page in sorted((ROOT / "docs" / "api").glob("*.rst")):
         for module, names in re.findall(listing, page.read_text()):
             yield from (f"{module}.{name}" for name in re.findall(r"^   (\w+)$", names, re.M))

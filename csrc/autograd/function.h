@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -39,13 +38,6 @@ bool is_differentiated(const T& argument) {
   }
   return false;
 }
-
-// A string as a template argument.
-template <size_t size>
-struct Name {
-  constexpr Name(const char (&literal)[size]) { std::copy_n(literal, size, text); }
-  char text[size];
-};
 
 // The autograd kernel of the operator `name`.
 template <Name name, auto function>

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../implement.h"
 #include "../math/balanced_gating.h"
 #include "../math/gating.h"
 #include "empty_rows.h"
@@ -298,7 +299,7 @@ Tensor selected_softmax_backward_cpu(const Tensor& grad_gates, const Tensor& gat
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("batchwise_topm", &moe_ext::cpu::batchwise_topm_cpu);
-  m.impl("selected_softmax", &moe_ext::cpu::selected_softmax_cpu);
-  m.impl("_selected_softmax_backward", &moe_ext::cpu::selected_softmax_backward_cpu);
+  moe_ext::implement<"batchwise_topm", &moe_ext::cpu::batchwise_topm_cpu>(m);
+  moe_ext::implement<"selected_softmax", &moe_ext::cpu::selected_softmax_cpu>(m);
+  moe_ext::implement<"_selected_softmax_backward", &moe_ext::cpu::selected_softmax_backward_cpu>(m);
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "empty_rows.h"
+#include "subnormals.h"
 #include "vectorize.h"
 
 namespace moe_ext::cpu {
@@ -44,6 +45,7 @@ void for_each_task(int64_t num_tasks, bool may_wait, int64_t num_threads, int64_
   auto* workspace = workspaces.mutable_data_ptr<acc_t>();
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) {
+    const FlushSubnormals flush;
     for (int64_t first; (first = next.fetch_add(at_once)) < num_tasks;) {
       for (int64_t task = first; task < std::min(num_tasks, first + at_once); ++task) {
         body(task, workspace + thread * workspaces.size(1));

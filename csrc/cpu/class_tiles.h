@@ -33,6 +33,19 @@ struct Classes {
   int64_t index, first, count;
 };
 
+struct AllFinite {
+  template <typename scalar_t>
+  MOE_EXT_KERNEL void run(const scalar_t* row, int64_t size, bool* finite) {
+    using acc_t = at::opmath_type<scalar_t>;
+    int32_t others = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      const acc_t x = static_cast<acc_t>(row[i]);
+      others |= x - x != acc_t(0);
+    }
+    *finite = others == 0;
+  }
+};
+
 // Adds the bias to a tile of products and applies the softcap.
 struct Logits {
   template <typename acc_t>
@@ -196,12 +209,12 @@ class ClassTiles {
         num_classes(classifier.weight.size(0)),
         num_tiles(at::ceil_div(num_classes, kTileClasses)),
         ignore_index_(options.ignore_index),
-        input_(classifier.input.contiguous()),
         weight_(classifier.weight.contiguous()),
         target_(contiguous_index(classifier.target)),
         function_{.smoothing = static_cast<acc_t>(options.label_smoothing),
                   .z_loss = static_cast<acc_t>(options.z_loss)},
         num_targets_(count_targets(op, target_, num_classes, ignore_index_)) {
+    input_ = without_ignored_nan(classifier.input.contiguous());
     if (classifier.bias) bias_ = classifier.bias->to(acc_type()).contiguous();
     if (options.softcap) softcap_ = {.cap = static_cast<acc_t>(*options.softcap)};
   }
@@ -345,6 +358,22 @@ class ClassTiles {
  private:
   bool is_ignored(int64_t t) const { return targets()[t] == ignore_index_; }
   const int64_t* targets() const { return target_.template const_data_ptr<int64_t>(); }
+
+  // Returns the input with zeros for ignored tokens that are not finite: the gradient of weight has
+  // the product of such a token and its gradient 0.
+  Tensor without_ignored_nan(Tensor input) const {
+    const auto* rows = input.template const_data_ptr<scalar_t>();
+    Tensor copy;
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      if (!is_ignored(t)) continue;
+      bool finite = true;
+      vectorized<AllFinite>(rows + t * width, width, &finite);
+      if (finite) continue;
+      if (!copy.defined()) copy = input.clone();
+      std::fill_n(copy.template mutable_data_ptr<scalar_t>() + t * width, width, scalar_t(0));
+    }
+    return copy.defined() ? copy : input;
+  }
 
   const scalar_t* rows_of(Tokens tokens) const {
     return input_.template const_data_ptr<scalar_t>() + tokens.first * width;

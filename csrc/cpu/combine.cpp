@@ -7,6 +7,7 @@
 
 #include <tuple>
 
+#include "../implement.h"
 #include "empty_rows.h"
 #include "parallel.h"
 #include "slots.h"
@@ -74,6 +75,6 @@ std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad_y, const Tens
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("combine", &moe_ext::cpu::combine_cpu);
-  m.impl("_combine_backward", &moe_ext::cpu::combine_backward_cpu);
+  moe_ext::implement<"combine", &moe_ext::cpu::combine_cpu>(m);
+  moe_ext::implement<"_combine_backward", &moe_ext::cpu::combine_backward_cpu>(m);
 }

@@ -5,6 +5,7 @@
 #include <ATen/OpMathType.h>
 #include <torch/library.h>
 
+#include "../implement.h"
 #include "../math/cv_squared.h"
 #include "empty_rows.h"
 #include "vectorize.h"
@@ -92,6 +93,7 @@ std::vector<Tensor> weighted_cv_squared_backward_cpu(const Tensor& grad, at::Ten
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("weighted_cv_squared", &moe_ext::cpu::weighted_cv_squared_cpu);
-  m.impl("_weighted_cv_squared_backward", &moe_ext::cpu::weighted_cv_squared_backward_cpu);
+  moe_ext::implement<"weighted_cv_squared", &moe_ext::cpu::weighted_cv_squared_cpu>(m);
+  moe_ext::implement<"_weighted_cv_squared_backward",
+                     &moe_ext::cpu::weighted_cv_squared_backward_cpu>(m);
 }

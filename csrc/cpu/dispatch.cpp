@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "../implement.h"
 #include "empty_rows.h"
 #include "parallel.h"
 #include "slots.h"
@@ -105,7 +106,7 @@ Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse,
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("dispatch_plan", &moe_ext::cpu::dispatch_plan_cpu);
-  m.impl("dispatch", &moe_ext::cpu::dispatch_cpu);
-  m.impl("_dispatch_backward", &moe_ext::cpu::dispatch_backward_cpu);
+  moe_ext::implement<"dispatch_plan", &moe_ext::cpu::dispatch_plan_cpu>(m);
+  moe_ext::implement<"dispatch", &moe_ext::cpu::dispatch_cpu>(m);
+  moe_ext::implement<"_dispatch_backward", &moe_ext::cpu::dispatch_backward_cpu>(m);
 }

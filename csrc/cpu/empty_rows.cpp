@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "../implement.h"
+
 namespace moe_ext::cpu {
 
 #if defined(__linux__)
@@ -177,5 +179,5 @@ at::Tensor empty_rows_like(const at::Tensor& x, c10::SymInt num_rows) {
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CompositeExplicitAutograd, m) {
-  m.impl("_empty_rows", &moe_ext::cpu::empty_rows_like);
+  moe_ext::implement<"_empty_rows", &moe_ext::cpu::empty_rows_like>(m);
 }

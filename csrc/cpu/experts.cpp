@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "../implement.h"
 #include "backward_schedule.h"
 #include "block_scheduler.h"
 #include "elementwise.h"
@@ -636,6 +637,7 @@ ExpertsGradients experts_backward_cpu(const Tensor& grad_y, const Tensor& x, con
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("experts", &moe_ext::experts_of<moe_ext::cpu::experts_cpu>);
-  m.impl("_experts_backward", &moe_ext::experts_backward_of<moe_ext::cpu::experts_backward_cpu>);
+  moe_ext::implement<"experts", &moe_ext::experts_of<moe_ext::cpu::experts_cpu>>(m);
+  moe_ext::implement<"_experts_backward",
+                     &moe_ext::experts_backward_of<moe_ext::cpu::experts_backward_cpu>>(m);
 }

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../implement.h"
 #include "../math/factored.h"
 #include "parallel.h"
 #include "vectorize.h"
@@ -49,13 +50,14 @@ struct AnyNonzero {
 struct SumSquares {
   template <typename scalar_t, typename acc_t>
   MOE_EXT_KERNEL void run(const scalar_t* grad, int64_t num_rows, int64_t num_columns,
-                          acc_t* __restrict row_sum, acc_t* __restrict column_sum) {
+                          math::Range<acc_t> range, acc_t* __restrict row_sum,
+                          acc_t* __restrict column_sum) {
     for (int64_t j = 0; j < num_columns; ++j) column_sum[j] = 0;
     for (int64_t i = 0; i < num_rows; ++i) {
       const scalar_t* g = grad + i * num_columns;
       row_sum[i] = sum_of_terms<acc_t>(
           num_columns, [&](int64_t j, acc_t partial) __attribute__((always_inline)) {
-            const acc_t x = static_cast<acc_t>(g[j]);
+            const acc_t x = range.usable(static_cast<acc_t>(g[j]));
             const acc_t square = x * x;
             column_sum[j] += square;
             return partial + square;
@@ -68,10 +70,10 @@ struct StepRow {
   template <typename scalar_t, typename acc_t>
   MOE_EXT_KERNEL void run(scalar_t* __restrict param, const scalar_t* __restrict grad, acc_t lr,
                           acc_t row_factor, const acc_t* __restrict column_factor, acc_t eps,
-                          int64_t num_columns) {
+                          math::Range<acc_t> range, int64_t num_columns) {
     for (int64_t j = 0; j < num_columns; ++j) {
       param[j] = static_cast<scalar_t>(math::stepped(static_cast<acc_t>(param[j]),
-                                                     static_cast<acc_t>(grad[j]), lr,
+                                                     range.usable(static_cast<acc_t>(grad[j])), lr,
                                                      row_factor * column_factor[j] + eps));
     }
   }
@@ -97,6 +99,7 @@ void step_matrix(const Matrix<scalar_t, acc_t>& matrix, int64_t num_rows, int64_
   acc_t* const column_factor = block_sums + num_blocks * num_columns;
   acc_t* const row_factor = column_factor + num_columns;
   std::vector<char> nonzero(num_blocks);
+  const math::Range<acc_t> range(num_rows, num_columns, rule.correction);
   const auto rows_of = [&](int64_t block) {
     return std::min(kBlockRows, num_rows - block * kBlockRows);
   };
@@ -108,14 +111,14 @@ void step_matrix(const Matrix<scalar_t, acc_t>& matrix, int64_t num_rows, int64_
       acc_t* row_sum = row_factor + first;
       vectorized<AnyNonzero>(grad, rows_of(block) * num_columns, &nonzero[block]);
       if (nonzero[block]) {
-        vectorized<SumSquares>(grad, rows_of(block), num_columns, row_sum,
+        vectorized<SumSquares>(grad, rows_of(block), num_columns, range, row_sum,
                                block_sums + block * num_columns);
       } else {
         std::fill_n(row_sum, rows_of(block), acc_t(0));
       }
       for (int64_t i = first; i < first + rows_of(block); ++i) {
-        matrix.row[i] =
-            math::second_moment(matrix.row[i], row_factor[i] / num_columns, rule.decay, rule.gain);
+        matrix.row[i] = math::second_moment(matrix.row[i], row_factor[i] / num_columns, rule.decay,
+                                            rule.gain, range.moment);
       }
     }
   });
@@ -127,8 +130,8 @@ void step_matrix(const Matrix<scalar_t, acc_t>& matrix, int64_t num_rows, int64_
       for (int64_t j = begin; j < end; ++j) column_factor[j] += column_sum[j];
     }
     for (int64_t j = begin; j < end; ++j) {
-      matrix.column[j] =
-          math::second_moment(matrix.column[j], column_factor[j] / num_rows, rule.decay, rule.gain);
+      matrix.column[j] = math::second_moment(matrix.column[j], column_factor[j] / num_rows,
+                                             rule.decay, rule.gain, range.moment);
     }
   });
   if (std::find(nonzero.begin(), nonzero.end(), 1) == nonzero.end()) return;
@@ -159,7 +162,7 @@ void step_matrix(const Matrix<scalar_t, acc_t>& matrix, int64_t num_rows, int64_
       const int64_t first = block * kBlockRows;
       for (int64_t i = first; i < first + rows_of(block); ++i) {
         vectorized<StepRow>(matrix.param + i * num_columns, matrix.grad + i * num_columns, rule.lr,
-                            row_factor[i], static_cast<const acc_t*>(column_factor), eps,
+                            row_factor[i], static_cast<const acc_t*>(column_factor), eps, range,
                             num_columns);
       }
     }
@@ -221,4 +224,6 @@ void factored_step_cpu(Tensor& param, const Tensor& grad, Tensor& row, Tensor& c
 }  // namespace
 }  // namespace moe_ext::cpu
 
-TORCH_LIBRARY_IMPL(moe_ext, CPU, m) { m.impl("factored_step_", &moe_ext::cpu::factored_step_cpu); }
+TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  moe_ext::implement<"factored_step_", &moe_ext::cpu::factored_step_cpu>(m);
+}

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../implement.h"
 #include "../math/gating.h"
 #include "../math/softplus.h"
 #include "elementwise.h"
@@ -222,6 +223,7 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cpu(
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("noisy_topk_gating", &moe_ext::cpu::noisy_topk_gating_cpu);
-  m.impl("_noisy_topk_gating_backward", &moe_ext::cpu::noisy_topk_gating_backward_cpu);
+  moe_ext::implement<"noisy_topk_gating", &moe_ext::cpu::noisy_topk_gating_cpu>(m);
+  moe_ext::implement<"_noisy_topk_gating_backward", &moe_ext::cpu::noisy_topk_gating_backward_cpu>(
+      m);
 }

@@ -5,6 +5,7 @@
 #include <ATen/OpMathType.h>
 #include <torch/library.h>
 
+#include "../implement.h"
 #include "empty_rows.h"
 #include "parallel.h"
 
@@ -61,6 +62,6 @@ std::tuple<Tensor, Tensor> importance_and_load_cpu(const Tensor& gates, const Te
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("importance", &moe_ext::cpu::importance_cpu);
-  m.impl("importance_and_load", &moe_ext::cpu::importance_and_load_cpu);
+  moe_ext::implement<"importance", &moe_ext::cpu::importance_cpu>(m);
+  moe_ext::implement<"importance_and_load", &moe_ext::cpu::importance_and_load_cpu>(m);
 }

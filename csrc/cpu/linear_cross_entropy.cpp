@@ -26,6 +26,7 @@
 #include <atomic>
 #include <vector>
 
+#include "../implement.h"
 #include "block_scheduler.h"
 #include "class_tiles.h"
 #include "elementwise.h"
@@ -401,9 +402,10 @@ std::vector<Tensor> linear_cross_entropy_backward_cpu(const Tensor& grad_loss,
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("linear_cross_entropy",
-         &moe_ext::linear_cross_entropy_of<moe_ext::cpu::linear_cross_entropy_cpu>);
-  m.impl(
+  moe_ext::implement<"linear_cross_entropy",
+                     &moe_ext::linear_cross_entropy_of<moe_ext::cpu::linear_cross_entropy_cpu>>(m);
+  moe_ext::implement<
       "_linear_cross_entropy_backward",
-      &moe_ext::linear_cross_entropy_backward_of<moe_ext::cpu::linear_cross_entropy_backward_cpu>);
+      &moe_ext::linear_cross_entropy_backward_of<moe_ext::cpu::linear_cross_entropy_backward_cpu>>(
+      m);
 }

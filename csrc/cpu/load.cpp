@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../implement.h"
 #include "../math/load.h"
 #include "empty_rows.h"
 #include "parallel.h"
@@ -155,6 +156,6 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("load", &moe_ext::cpu::load_cpu);
-  m.impl("_load_backward", &moe_ext::cpu::load_backward_cpu);
+  moe_ext::implement<"load", &moe_ext::cpu::load_cpu>(m);
+  moe_ext::implement<"_load_backward", &moe_ext::cpu::load_backward_cpu>(m);
 }

@@ -27,6 +27,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../implement.h"
 #include "../math/lstm.h"
 #include "block_scheduler.h"
 #include "elementwise.h"
@@ -786,6 +787,7 @@ std::vector<Tensor> lstm_backward_cpu(const LstmOutputGradients& upstream, const
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("lstm", &moe_ext::lstm_of<moe_ext::cpu::lstm_cpu>);
-  m.impl("_lstm_backward", &moe_ext::lstm_backward_of<moe_ext::cpu::lstm_backward_cpu>);
+  moe_ext::implement<"lstm", &moe_ext::lstm_of<moe_ext::cpu::lstm_cpu>>(m);
+  moe_ext::implement<"_lstm_backward", &moe_ext::lstm_backward_of<moe_ext::cpu::lstm_backward_cpu>>(
+      m);
 }

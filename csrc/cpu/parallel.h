@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "subnormals.h"
 #include "vectorize.h"
 
 namespace moe_ext::cpu {
@@ -21,7 +22,10 @@ void parallel_for(int64_t size, int64_t work_per_item, const Body& body) {
   if (size == 0) return;
   isa();  // a bad MOE_EXT_ISA must raise here, not in the parallel region
   const int64_t grain = std::max<int64_t>(1, kMinWork / std::max<int64_t>(1, work_per_item));
-  torch::stable::parallel_for(0, size, grain, body);
+  torch::stable::parallel_for(0, size, grain, [&](int64_t begin, int64_t end) {
+    const FlushSubnormals flush;
+    body(begin, end);
+  });
 }
 
 // Sums over each group of tokens into one row of `sum`: add(begin, end, row) adds the tokens

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../implement.h"
 #include "elementwise.h"
 #include "empty_rows.h"
 #include "parallel.h"
@@ -325,6 +326,6 @@ Tensor topk_routing_backward_cpu(const Tensor& grad_gates, const Tensor& logits,
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("topk_routing", &moe_ext::cpu::topk_routing_cpu);
-  m.impl("_topk_routing_backward", &moe_ext::cpu::topk_routing_backward_cpu);
+  moe_ext::implement<"topk_routing", &moe_ext::cpu::topk_routing_cpu>(m);
+  moe_ext::implement<"_topk_routing_backward", &moe_ext::cpu::topk_routing_backward_cpu>(m);
 }

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "../balanced_gating.h"
+#include "../implement.h"
 #include "../math/balanced_gating.h"
 #include "../math/gating.h"
 #include "launch.cuh"
@@ -325,7 +326,8 @@ Tensor selected_softmax_backward_cuda(const Tensor& grad_gates, const Tensor& ga
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("batchwise_topm", &moe_ext::cuda::batchwise_topm_cuda);
-  m.impl("selected_softmax", &moe_ext::cuda::selected_softmax_cuda);
-  m.impl("_selected_softmax_backward", &moe_ext::cuda::selected_softmax_backward_cuda);
+  moe_ext::implement<"batchwise_topm", &moe_ext::cuda::batchwise_topm_cuda>(m);
+  moe_ext::implement<"selected_softmax", &moe_ext::cuda::selected_softmax_cuda>(m);
+  moe_ext::implement<"_selected_softmax_backward", &moe_ext::cuda::selected_softmax_backward_cuda>(
+      m);
 }

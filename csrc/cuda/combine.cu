@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "../combine.h"
+#include "../implement.h"
 #include "slots.cuh"
 
 namespace moe_ext::cuda {
@@ -90,6 +91,6 @@ std::tuple<Tensor, Tensor> combine_backward_cuda(const Tensor& grad_y, const Ten
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("combine", &moe_ext::cuda::combine_cuda);
-  m.impl("_combine_backward", &moe_ext::cuda::combine_backward_cuda);
+  moe_ext::implement<"combine", &moe_ext::cuda::combine_cuda>(m);
+  moe_ext::implement<"_combine_backward", &moe_ext::cuda::combine_backward_cuda>(m);
 }

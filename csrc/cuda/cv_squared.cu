@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "../cv_squared.h"
+#include "../implement.h"
 #include "../math/cv_squared.h"
 #include "launch.cuh"
 
@@ -96,6 +97,7 @@ std::vector<Tensor> weighted_cv_squared_backward_cuda(const Tensor& grad, at::Te
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("weighted_cv_squared", &moe_ext::cuda::weighted_cv_squared_cuda);
-  m.impl("_weighted_cv_squared_backward", &moe_ext::cuda::weighted_cv_squared_backward_cuda);
+  moe_ext::implement<"weighted_cv_squared", &moe_ext::cuda::weighted_cv_squared_cuda>(m);
+  moe_ext::implement<"_weighted_cv_squared_backward",
+                     &moe_ext::cuda::weighted_cv_squared_backward_cuda>(m);
 }

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "../dispatch.h"
+#include "../implement.h"
 #include "slots.cuh"
 
 namespace moe_ext::cuda {
@@ -99,7 +100,7 @@ Tensor dispatch_backward_cuda(const Tensor& grad_rows, const Tensor& inverse,
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("dispatch_plan", &moe_ext::cuda::dispatch_plan_cuda);
-  m.impl("dispatch", &moe_ext::cuda::dispatch_cuda);
-  m.impl("_dispatch_backward", &moe_ext::cuda::dispatch_backward_cuda);
+  moe_ext::implement<"dispatch_plan", &moe_ext::cuda::dispatch_plan_cuda>(m);
+  moe_ext::implement<"dispatch", &moe_ext::cuda::dispatch_cuda>(m);
+  moe_ext::implement<"_dispatch_backward", &moe_ext::cuda::dispatch_backward_cuda>(m);
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../experts.h"
+#include "../implement.h"
 #include "chunks.cuh"
 #include "gemm.cuh"
 #include "slots.cuh"
@@ -422,6 +423,7 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("experts", &moe_ext::experts_of<moe_ext::cuda::experts_cuda>);
-  m.impl("_experts_backward", &moe_ext::experts_backward_of<moe_ext::cuda::experts_backward_cuda>);
+  moe_ext::implement<"experts", &moe_ext::experts_of<moe_ext::cuda::experts_cuda>>(m);
+  moe_ext::implement<"_experts_backward",
+                     &moe_ext::experts_backward_of<moe_ext::cuda::experts_backward_cuda>>(m);
 }

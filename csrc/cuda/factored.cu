@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "../factored.h"
+#include "../implement.h"
 #include "../math/factored.h"
 #include "slots.cuh"
 
@@ -40,13 +41,6 @@ Scalar<acc_t> scalar_of(const Tensor& tensor) {
   return {.on_device = nullptr, .on_host = static_cast<acc_t>(*tensor.const_data_ptr<double>())};
 }
 
-template <typename acc_t>
-struct Rule {
-  Scalar<acc_t> lr, correction;
-  acc_t decay, gain, eps;
-  bool mean_of_roots;
-};
-
 // The matrices [E, R, C] and their E x row_blocks x column_blocks blocks.
 struct Shape {
   int64_t num_matrices, num_rows, num_columns, row_blocks, column_blocks;
@@ -65,13 +59,24 @@ struct Shape {
   }
 };
 
+template <typename acc_t>
+struct Rule {
+  Scalar<acc_t> lr, correction;
+  acc_t decay, gain, eps;
+  bool mean_of_roots;
+
+  __device__ math::Range<acc_t> range(const Shape& shape) const {
+    return {shape.num_rows, shape.num_columns, correction.value()};
+  }
+};
+
 // Computes row_sums [E, column_blocks, R] and column_sums [E, row_blocks, C] of g^2 for each block,
 // and whether the block has a nonzero gradient. A warp has kRowsOfWarp rows, a lane kSize columns
 // at a time.
 template <int kSize, typename scalar_t, typename acc_t>
 __global__ void block_sums_kernel(const scalar_t* __restrict__ all_grad, Shape shape,
-                                  acc_t* __restrict__ row_sums, acc_t* __restrict__ column_sums,
-                                  int* __restrict__ nonzero) {
+                                  Rule<acc_t> rule, acc_t* __restrict__ row_sums,
+                                  acc_t* __restrict__ column_sums, int* __restrict__ nonzero) {
   using Packed = Pack<scalar_t, kSize>;
   constexpr int kTileColumns = kWarp * kSize;
   __shared__ acc_t sums_of_warps[kWarps][kTileColumns];
@@ -84,6 +89,7 @@ __global__ void block_sums_kernel(const scalar_t* __restrict__ all_grad, Shape s
   acc_t* column_sum =
       column_sums + (matrix * shape.row_blocks + shape.row_block()) * shape.num_columns;
 
+  const math::Range<acc_t> range = rule.range(shape);
   acc_t row_sum[kRowsOfWarp] = {};
   bool any = false;
   for (int64_t first = shape.first_column(); first < end_column; first += kTileColumns) {
@@ -97,7 +103,7 @@ __global__ void block_sums_kernel(const scalar_t* __restrict__ all_grad, Shape s
         const Packed g = *reinterpret_cast<const Packed*>(grad + row * shape.num_columns + column);
 #pragma unroll
         for (int c = 0; c < kSize; ++c) {
-          const acc_t x = static_cast<acc_t>(g.values[c]);
+          const acc_t x = range.usable(static_cast<acc_t>(g.values[c]));
           const acc_t square = x * x;
           any |= x != acc_t(0);
           sum[c] += square;
@@ -148,7 +154,8 @@ __global__ void column_averages_kernel(const acc_t* __restrict__ column_sums, Sh
   if (warp == 0 && column < shape.num_columns) {
     for (int w = 1; w < kWarps; ++w) sum += sums_of_warps[w][lane];
     acc_t* average = column_averages + matrix * shape.num_columns + column;
-    *average = math::second_moment(*average, sum / shape.num_rows, rule.decay, rule.gain);
+    *average = math::second_moment(*average, sum / shape.num_rows, rule.decay, rule.gain,
+                                   rule.range(shape).moment);
   }
 }
 
@@ -163,6 +170,7 @@ __global__ void row_averages_kernel(const acc_t* __restrict__ row_sums,
   const int64_t matrix = blockIdx.x;
   acc_t* average = row_averages + matrix * shape.num_rows;
   const acc_t* column_average = column_averages + matrix * shape.num_columns;
+  const acc_t most = rule.range(shape).moment;
   acc_t sum_of_averages = 0;
   for (int64_t row = threadIdx.x; row < shape.num_rows; row += kThreads) {
     acc_t sum = 0;
@@ -170,7 +178,7 @@ __global__ void row_averages_kernel(const acc_t* __restrict__ row_sums,
       sum += row_sums[(matrix * shape.column_blocks + block) * shape.num_rows + row];
     }
     average[row] =
-        math::second_moment(average[row], sum / shape.num_columns, rule.decay, rule.gain);
+        math::second_moment(average[row], sum / shape.num_columns, rule.decay, rule.gain, most);
     sum_of_averages += average[row];
   }
   acc_t mean;
@@ -206,6 +214,7 @@ __global__ void update_kernel(scalar_t* __restrict__ all_param,
   const acc_t correction = rule.correction.value();
   const acc_t mean = means[matrix];
   const acc_t eps = rule.mean_of_roots ? acc_t(0) : rule.eps;
+  const math::Range<acc_t> range = rule.range(shape);
 
   acc_t row_factor[kRowsOfWarp] = {};
 #pragma unroll
@@ -233,9 +242,9 @@ __global__ void update_kernel(scalar_t* __restrict__ all_param,
       Packed stepped = *param;
 #pragma unroll
       for (int c = 0; c < kSize; ++c) {
-        stepped.values[c] = static_cast<scalar_t>(
-            math::stepped(static_cast<acc_t>(stepped.values[c]), static_cast<acc_t>(grad.values[c]),
-                          lr, row_factor[r] * column_factor[c] + eps));
+        stepped.values[c] = static_cast<scalar_t>(math::stepped(
+            static_cast<acc_t>(stepped.values[c]), range.usable(static_cast<acc_t>(grad.values[c])),
+            lr, row_factor[r] * column_factor[c] + eps));
       }
       *param = stepped;
     }
@@ -284,7 +293,7 @@ void factored_step_cuda(Tensor& param, const Tensor& grad, Tensor& row, Tensor& 
     auto* nonzero_data = nonzero.mutable_data_ptr<int>();
     with_pack_size<scalar_t>(num_columns, {p_data, g_data}, [&](auto size) {
       launch(block_sums_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, g_data, shape,
-             row_sums_data, column_sums_data, nonzero_data);
+             rule, row_sums_data, column_sums_data, nonzero_data);
       launch(column_averages_kernel<acc_t>, grid(shape.num_matrices * ceil_div(num_columns, kWarp)),
              kThreads, 0, column_sums_data, shape, rule, c_data);
       launch(row_averages_kernel<acc_t>, grid(shape.num_matrices), kThreads, 0, row_sums_data,
@@ -302,5 +311,5 @@ void factored_step_cuda(Tensor& param, const Tensor& grad, Tensor& row, Tensor& 
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("factored_step_", &moe_ext::cuda::factored_step_cuda);
+  moe_ext::implement<"factored_step_", &moe_ext::cuda::factored_step_cuda>(m);
 }

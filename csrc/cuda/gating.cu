@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "../gating.h"
+#include "../implement.h"
 #include "../math/gating.h"
 #include "../math/softplus.h"
 #include "launch.cuh"
@@ -226,6 +227,7 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cuda(
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("noisy_topk_gating", &moe_ext::cuda::noisy_topk_gating_cuda);
-  m.impl("_noisy_topk_gating_backward", &moe_ext::cuda::noisy_topk_gating_backward_cuda);
+  moe_ext::implement<"noisy_topk_gating", &moe_ext::cuda::noisy_topk_gating_cuda>(m);
+  moe_ext::implement<"_noisy_topk_gating_backward",
+                     &moe_ext::cuda::noisy_topk_gating_backward_cuda>(m);
 }

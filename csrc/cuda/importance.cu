@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "../implement.h"
 #include "../importance.h"
 #include "chunks.cuh"
 
@@ -103,6 +104,6 @@ std::tuple<Tensor, Tensor> importance_and_load_cuda(const Tensor& gates, const T
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("importance", &moe_ext::cuda::importance_cuda);
-  m.impl("importance_and_load", &moe_ext::cuda::importance_and_load_cuda);
+  moe_ext::implement<"importance", &moe_ext::cuda::importance_cuda>(m);
+  moe_ext::implement<"importance_and_load", &moe_ext::cuda::importance_and_load_cuda>(m);
 }

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "../implement.h"
 #include "../linear_cross_entropy.h"
 #include "../math/linear_cross_entropy.h"
 #include "launch.cuh"
@@ -180,7 +181,11 @@ class LinearCrossEntropy {
     const int64_t size = std::max<int64_t>(kMaxLogits / num_classes, 1);
     for (int64_t i : {1, 2}) gradients[i].zero_();
     for (int64_t first = 0; first < num_tokens; first += size) {
-      const Tensor rows = input_.slice(0, first, std::min(num_tokens, first + size));
+      const int64_t end = std::min(num_tokens, first + size);
+      // An ignored token may not be finite. The gradient of weight has the product of the token and
+      // its gradient 0.
+      const Tensor ignored = target_.slice(0, first, end).eq(ignore_index_).unsqueeze(1);
+      const Tensor rows = input_.slice(0, first, end).masked_fill(ignored, 0);
       const Tensor logits = at::mm(rows, weight_.t());
       body(first,
            Products<scalar_t>{logits.mutable_data_ptr<scalar_t>(),
@@ -263,8 +268,10 @@ std::vector<Tensor> linear_cross_entropy_backward_cuda(const Tensor& grad_loss,
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("linear_cross_entropy",
-         &moe_ext::linear_cross_entropy_of<moe_ext::cuda::linear_cross_entropy_cuda>);
-  m.impl("_linear_cross_entropy_backward", &moe_ext::linear_cross_entropy_backward_of<
-                                               moe_ext::cuda::linear_cross_entropy_backward_cuda>);
+  moe_ext::implement<"linear_cross_entropy",
+                     &moe_ext::linear_cross_entropy_of<moe_ext::cuda::linear_cross_entropy_cuda>>(
+      m);
+  moe_ext::implement<"_linear_cross_entropy_backward",
+                     &moe_ext::linear_cross_entropy_backward_of<
+                         moe_ext::cuda::linear_cross_entropy_backward_cuda>>(m);
 }

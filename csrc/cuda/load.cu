@@ -6,6 +6,7 @@
 
 #include <tuple>
 
+#include "../implement.h"
 #include "../load.h"
 #include "../math/load.h"
 #include "chunks.cuh"
@@ -184,6 +185,6 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cuda(
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("load", &moe_ext::cuda::load_cuda);
-  m.impl("_load_backward", &moe_ext::cuda::load_backward_cuda);
+  moe_ext::implement<"load", &moe_ext::cuda::load_cuda>(m);
+  moe_ext::implement<"_load_backward", &moe_ext::cuda::load_backward_cuda>(m);
 }

@@ -6,6 +6,7 @@
 #include <limits>
 #include <tuple>
 
+#include "../implement.h"
 #include "../topk_routing.h"
 #include "launch.cuh"
 #include "select.cuh"
@@ -279,6 +280,6 @@ Tensor topk_routing_backward_cuda(const Tensor& grad_gates, const Tensor& logits
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("topk_routing", &moe_ext::cuda::topk_routing_cuda);
-  m.impl("_topk_routing_backward", &moe_ext::cuda::topk_routing_backward_cuda);
+  moe_ext::implement<"topk_routing", &moe_ext::cuda::topk_routing_cuda>(m);
+  moe_ext::implement<"_topk_routing_backward", &moe_ext::cuda::topk_routing_backward_cuda>(m);
 }

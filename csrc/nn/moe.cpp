@@ -4,6 +4,7 @@
 #include <moe_ext/nn.h>
 
 #include <algorithm>
+#include <limits>
 #include <ostream>
 #include <set>
 #include <typeinfo>
@@ -257,6 +258,11 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
   const auto routing = given ? gate_->replay(tokens, *given) : gate_->forward(tokens);
   const auto plan = ops::dispatch_plan(routing.expert_index, options.num_experts());
   auto y = mixture(tokens, routing, plan).to(x.scalar_type());
+  if (routing.token_offsets) {
+    // Without an expert, the output of a token with NaN would be 0.
+    const auto finite = tokens.isfinite().all(/*dim=*/1, /*keepdim=*/true);
+    y = y.masked_fill(finite.logical_not(), std::numeric_limits<double>::quiet_NaN());
+  }
   if (auto& shared_expert = options.shared_expert(); !shared_expert.is_empty()) {
     const auto shared = shared_expert.forward(cast(tokens));
     TORCH_CHECK_VALUE(shared.dim() == 2 && shared.size(1) == y.size(1),

@@ -27,4 +27,5 @@ int main() {
                         {.offsets = plan.offsets, .inverse = plan.inverse, .gates = top.gates});
   y.square().mean().backward();  // gradients of w_gate, w1 and w2
   std::cout << y.sizes() << ", busiest expert: " << plan.tokens_per_expert.max().item() << '\n';
+  return std::cout.flush() ? 0 : 1;  // stdout may be closed or full
 }

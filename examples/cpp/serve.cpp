@@ -32,6 +32,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "streams.h"
 #include "words.h"
 
 struct Options {
@@ -189,12 +190,14 @@ void for_each_line(int64_t num_threads, Work work, Show show) {
 
 int main(int argc, char** argv) {
   try {
+    require_stdout();
     const auto options = Options::parse({argv + 1, argv + argc});
     LanguageModel model(options.package, options.threads);
     if (!options.perplexity) {
       const auto work = [&](const std::string& line) { return model.next_words(line); };
       for_each_line(options.threads, work,
                     [](const std::string& text) { std::cout << text << std::endl; });
+      require_written();
       return 0;
     }
 
@@ -206,6 +209,7 @@ int main(int argc, char** argv) {
       std::fflush(stdout);
       all.nats += one.nats, all.words += one.words, all.sentences += one.sentences;
     });
+    require_written();
     TORCH_CHECK_VALUE(all.sentences, "stdin must have at least one sentence, got none");
     std::fprintf(stderr,
                  "perplexity %.3f  (%.4f nats per word, %ld words and ends of %ld sentences)\n",

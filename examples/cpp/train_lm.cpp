@@ -50,6 +50,7 @@
 #include <utility>
 #include <vector>
 
+#include "streams.h"
 #include "text.h"
 
 namespace fs = std::filesystem;
@@ -313,6 +314,7 @@ class Trainer : public nn::Module {
     if (fs::exists(checkpoint_)) resume();
     std::ofstream words(run / "vocabulary.txt");
     for (const auto& word : vocabulary_.words) words << word << '\n';
+    TORCH_CHECK(words.flush(), "cannot write ", run / "vocabulary.txt");
   }
 
   // Trains until the last step, or until a signal; then saves a checkpoint.
@@ -456,10 +458,12 @@ class Trainer : public nn::Module {
 };
 
 int main(int argc, char** argv) try {
+  require_stdout();
   TORCH_CHECK_VALUE(argc >= 3, "usage: train_lm TEXT RUN [OPTION=VALUE ...]");
   Options options;
   for (int i = 3; i < argc; ++i) options.set(argv[i]);
   Trainer(options, argv[1], argv[2]).run();
+  require_written();
 } catch (const c10::Error& error) {
   std::cerr << "train_lm: " << error.what_without_backtrace() << '\n';
   return 1;

@@ -1,39 +1,31 @@
 """The command moe-lab, which `python -m moe_lab` runs too."""
 
-import ast
 import sys
 from importlib import import_module
 from pathlib import Path
 
 from moe_lab.benchmarks import cases
 from moe_lab.cli import exit_status, print_version
+from moe_lab.options import help_of
+from moe_lab.studies import table
 
-_FOLDERS = {"": "commands", "study": "studies", "benchmark": "benchmarks"}  # by group of commands
+GROUPS = ("", "study", "benchmark")  # of commands
 
 
 def commands(group: str = "") -> dict[str, Path]:
-    """Returns the file of each command of a group, "", "study" or "benchmark".
-
-    The function `main` of the file runs the command; `cases.run` runs a benchmark. The docstring of
-    the file is its help.
-    """
+    """Returns the file of each command of a group; the docstring of the file is its help."""
     if group == "benchmark":
         return {name: cases.file_of(name) for name in cases.CASES}
-    files = sorted((Path(__file__).parent / _FOLDERS[group]).glob("[!_]*.py"))
-    return {
-        file.stem.replace("_", "-"): file
-        for file in files
-        if "\ndef main(" in file.read_text("utf-8")
-    }
+    if group == "study":
+        return {name: table.file_of(name) for name in table.STUDIES}
+    files = sorted((Path(__file__).parent / "commands").glob("[!_]*.py"))
+    return {file.stem.replace("_", "-"): file for file in files}
 
 
 def overview(group: str = "") -> str:
     """Returns the help of a group, with the first line of each command's docstring."""
     program = f"moe-lab {group}".strip()
-    summaries = {
-        name: (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]
-        for name, file in commands(group).items()
-    }
+    summaries = {name: help_of(file).partition("\n")[0] for name, file in commands(group).items()}
     if not group:
         summaries["study STUDY"] = "Runs an experiment of the paper."
         summaries["benchmark CASE"] = "Measures the speed of a part of moe_ext."
@@ -53,7 +45,7 @@ def main() -> int:
 def _run() -> object:
     program, *words = ["moe-lab", *sys.argv[1:]]
     group = ""
-    if words and words[0] in _FOLDERS:
+    if words and words[0] in GROUPS:
         group = words.pop(0)
         program += f" {group}"
     if not words or words[0] in ("-h", "--help"):
@@ -71,8 +63,9 @@ def _run() -> object:
     sys.argv = [f"{program} {name}", *arguments]  # the usage line begins with it
     if group == "benchmark":
         return cases.run(name)
-    module = import_module(f"moe_lab.{_FOLDERS[group]}.{files[name].stem}")
-    return module.main()
+    if group == "study":
+        return table.run(name)
+    return import_module(f"moe_lab.commands.{files[name].stem}").main()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from moe_ext_command import with_streams
 from moe_lab.errors import ConfigError
 
 SEED_LIMIT = 2**62  # torch's generators take 64-bit seeds
@@ -23,21 +24,26 @@ def exit_status(main: Callable[[], object]) -> int:
     - 0: success. ``moe-lab train`` also ends with 0 if Ctrl-C or SIGTERM stops the training: the
       command saves a checkpoint and prints how to resume.
     - 1: training diverged (FloatingPointError).
-    - 2: a ConfigError, CheckpointError or OSError, printed to stderr. argparse also uses 2.
+    - 2: a ConfigError, CheckpointError, OSError or a text that is not UTF-8, printed to stderr.
+      argparse also uses 2. So does a closed or full stdout, see `with_streams`.
     - 130: Ctrl-C, or SIGTERM during training. ``moe-lab compare`` and ``moe-lab quickstart``
       save a checkpoint; the same command resumes the training.
     - 141: stdout was closed (``| head``).
     """
+    return with_streams(lambda: _status_of(main))
+
+
+def _status_of(main: Callable[[], object]) -> int:
     try:
         result = main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Otherwise the interpreter fails to flush the rest of the buffer when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except ConfigError as error:
         _print_error(str(error))
         return 2
+    except UnicodeEncodeError as error:
+        _print_error(f"a text or path must be {error.encoding}, got {error.object!r}")
+        return 2
+    except BrokenPipeError:
+        raise  # `with_streams` ends the command
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         _print_error(f"{place}{error.strerror or error}")
@@ -80,11 +86,16 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises OSError if the help cannot be printed. argparse ignores the error."""
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)
+
+
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Creates a parser whose help shows `description`, the docstring of a command."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     return parser
 

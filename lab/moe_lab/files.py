@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import lzma
+import math
 import os
 import zlib
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ __all__ = [
     "atomic_file",
     "file_fingerprint",
     "file_lock",
+    "from_json",
+    "json_text",
     "open_plain",
     "output_file",
     "plain_lines",
@@ -49,6 +52,7 @@ READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 MAX_LINE = 4 * 2**20  # bytes of a line; bounds the memory for a file without line ends
 MAX_JSON = 2**28  # bytes
 MAX_PADDING = 2**20  # zero bytes at the end of a compressed file
+_NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def open_plain(file: Path) -> IO[bytes]:
@@ -83,11 +87,43 @@ def plain_lines(file: IO[bytes]) -> Iterator[bytes]:
         yield (line if number else line.removeprefix(codecs.BOM_UTF8)).rstrip(b"\r\n")
 
 
+def json_text(data: Any, **layout: Any) -> str:
+    """Returns data as JSON; NaN and infinity, which JSON does not have, become texts.
+
+    Args:
+        data: numbers, texts, and lists, tuples and dicts of these.
+        layout: the options of `json.dumps`.
+    """
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(each) for each in value]
+        other = isinstance(value, float) and not math.isfinite(value)
+        return json.dumps(value) if other else value
+
+    return json.dumps(finite(data), allow_nan=False, **layout)
+
+
+def from_json(text: str) -> Any:
+    """Returns the data of a text of `json_text`."""
+
+    def number(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: number(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [number(each) for each in value]
+        return _NOT_IN_JSON.get(value, value) if isinstance(value, str) else value
+
+    return number(json.loads(text))
+
+
 def read_json(path: Path) -> Any:
     """Reads a JSON file of at most `MAX_JSON` bytes."""
     content = read_file(path, MAX_JSON)
     try:
-        return json.loads(content.decode("utf-8"))
+        return from_json(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON, got a syntax error: {error}") from None
 
@@ -129,4 +165,4 @@ def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
 
 def write_json(path: Path, data: Any) -> None:
     """Writes data to a JSON file atomically."""
-    write_text(path, json.dumps(data, indent=1) + "\n")
+    write_text(path, json_text(data, indent=1) + "\n")

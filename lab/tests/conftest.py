@@ -1,8 +1,10 @@
-"""Corpora that the tests of the lab share."""
+"""Corpora and a trained model that the tests of the lab share."""
 
 import random
 
 import pytest
+import torch
+from moe_lab.commands import train
 
 pytest.register_assert_rewrite("tiny", "trained")  # a failing assertion shows its values
 
@@ -22,6 +24,18 @@ def corpus(tmp_path_factory):
                 word = (3 * word + draw.randrange(2)) % 40
             lines.append(" ".join(words) + "\n")
         (folder / f"{part}.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(corpus, tmp_path_factory):
+    """Trains a language model for 8 steps; returns its folder, which no test may change."""
+    from tiny import CONFIG, TINY  # after the registration above
+
+    threads, folder = torch.get_num_threads(), tmp_path_factory.mktemp("runs") / "run"
+    options = [f"data.corpus={corpus}", f"output={folder}", "steps=8", "log.progress=false"]
+    train.main([str(CONFIG), *TINY, *options])
+    torch.set_num_threads(threads)
     return folder
 
 

@@ -63,32 +63,6 @@ def test_masked_steps_do_not_exist(attention):
     assert grad[~mask].count_nonzero() == 0 and grad[mask].count_nonzero() > 0
 
 
-def test_target_steps_one_by_one(attention):
-    source, target, mask = inputs()
-    keys = attention.keys(source)
-    context, weights = attention(target, keys, source, mask)
-    for t in range(T):
-        one, its_weights = attention(target[:, t : t + 1], keys, source, mask)
-        assert_exact(one, context[:, t : t + 1])
-        assert_exact(its_weights, weights[:, t : t + 1])
-
-
-def test_gradcheck(attention):
-    source, target, mask = inputs()
-
-    def function(source, target, *_):
-        return attend(attention, source, target, mask)
-
-    torch.autograd.gradcheck(function, (source, target, *attention.parameters()))
-
-
-def test_the_product_attends_to_all_alike_where_it_knows_nothing():
-    """tanh(0) = 0, so a zero query gives every source token the same weight."""
-    source, target, mask = inputs()
-    _, weights = attend(Attention(D_SOURCE, D_TARGET, UNITS).double(), source, 0 * target, mask)
-    assert_exact(weights, (mask.double() / LENGTHS[:, None])[:, None].expand(B, T, S))
-
-
 def test_autocast(attention):
     """GEMMs run in bfloat16, the softmax in float32; gradients have the dtype of the parameters."""
     source, target, mask = inputs()

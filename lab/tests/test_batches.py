@@ -91,15 +91,6 @@ def test_every_row_is_there_exactly_once(numbered, shuffle, tokens_per_batch):
         assert batches.num_pairs == len(text)
 
 
-def test_tokens_are_counted_with_one_end_a_sentence():
-    encoded = EncodedPairs(EncodedSentences([[5, 6, 7]], EOS), EncodedSentences([[8, 9]], EOS))
-    assert (encoded.num_source_tokens, encoded.num_tokens) == (4, 3)
-    (batch,) = make(encoded).epoch(0)
-    assert (batch.num_source_tokens, batch.num_tokens) == (4, 3)
-    assert batch.source.tolist() == [[5, 6, 7, EOS]]
-    assert batch.inputs.tolist() == [[EOS, 8, 9]] and batch.targets.tolist() == [[8, 9, EOS]]
-
-
 def test_shapes_types_and_padding(numbered):
     for batch in make(numbered()).epoch(0):
         assert batch.inputs.shape == batch.targets.shape
@@ -129,20 +120,6 @@ def test_batches_hold_about_the_tokens_asked_for_and_little_padding(
         assert abs(share - 500) < 500 / len(sizes)
         assert max(abs(size - share) for size in sizes) <= largest
         assert 1 - sum(sizes) / positions < padding / 100  # more than half without sorting
-
-
-def test_padding_is_less_than_with_one_side_sorted():
-    encoded = numbered_pairs(6_000)
-    batches = make(encoded, tokens_per_batch=1000)
-    found = sum(b.mask.numel() + b.source_mask.numel() for b in batches.epoch(0))
-    order = encoded.target.starts.diff().sort(stable=True).indices
-    lengths = [side.starts.diff()[order] for side in (encoded.source, encoded.target)]
-    per_batch = len(encoded) // batches.num_batches
-    positions = sum(
-        int(block.max()) * len(block) for side in lengths for block in side.split(per_batch)
-    )
-    tokens = encoded.num_tokens + encoded.num_source_tokens
-    assert 1 - tokens / found < 0.7 * (1 - tokens / positions)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """The table of benchmarks: command lines, tables and JSON files of the smaller cases."""
 
 import json
+import time
 
 import pytest
 import torch
-from moe_lab.benchmarks import cases, roofline
+from moe_lab.benchmarks import cases, data, roofline
 from moe_lab.benchmarks.harness import Quartiles, environment
 from moe_lab.cli import exit_status
 from moe_lab.errors import ConfigError
@@ -81,6 +82,24 @@ def test_hierarchical(tmp_path, capsys):
     assert capsys.readouterr().out.count("| hierarchical") == 3
 
 
+def test_data(monkeypatch, tmp_path):
+    """The number of words is the same for any number of workers."""
+    monkeypatch.setattr(data, "elsewhere", lambda function, *arguments: function(*arguments))
+    sizes = "--workers 0 1 --words 20000 --vocab-size 50 --sentences 100 --batch-words 9000"
+    rows = run("data", f"{sizes} --tokens-per-batch 500", tmp_path / "data.json")
+    words = {row.words for row in rows[:4]}  # counted and encoded, with the ends of sentences
+    assert len(words) == 1 and 20_000 < words.pop() < 22_000
+    assert rows[4].words == rows[5].words and 9_000 < rows[4].words < 10_000
+    held = torch.ones(64 << 18)  # 64 MiB
+    with data.measured("free", 0) as row:
+        del held
+    assert 0 <= row.peak_mib < 32  # above the memory at the start
+    with data.measured("allocate", 0) as row:
+        held = torch.ones(64 << 18)
+        time.sleep(0.2)
+    assert 32 < row.peak_mib < 128 and row.seconds >= 0.2 and held.sum() == held.numel()
+
+
 @pytest.mark.parametrize(
     ("case", "arguments", "rows"),
     [
@@ -115,7 +134,6 @@ def test_quartiles_as_text():
     ("arguments", "message"),
     [
         ("cpp --program nothing", "program must be a file, got nothing"),
-        ("data --corpus .", "--corpus and --vocabulary must be given together"),
         ("distributed --chunks 2 4", "--chunks must include 1, got [2, 4]"),
         ("distributed --exchanges groups", "--exchanges groups must be used with --group-size"),
         ("distributed --experts 6 --group-size 4", "a multiple of --group-size = 4, got 6"),
@@ -132,8 +150,8 @@ def test_quartiles_as_text():
             "transformers-experts --models mixtral --weights 1",
             "--weights must hold 2 experts of mixtral, which take 1.31 GiB, got 1 GiB",
         ),
-        ("translation .", "text must be given with a run folder"),
-        ("translation nothing", "there is no configuration file nothing"),
+        ("translation . nothing", "text must be a file, got nothing"),
+        ("translation . .", "there is no checkpoint in ."),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, capsys):

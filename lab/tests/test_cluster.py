@@ -177,15 +177,6 @@ def test_leaving_is_the_mean_over_all_choices(num_experts, num_processes, group,
     assert leaving(placement, k) == pytest.approx((rows / cases, copies / cases))
 
 
-def test_exchange_bytes():
-    assert exchange_bytes(10, 7, 3, 5, 2, "rows") == (10 * 8 * 2, 10 * 8 * 2)
-    # Each row adds a float32 gate and an int64 index; backward adds the gradient of the gate.
-    assert exchange_bytes(10, 7, 3, 5, 2, "tokens") == (7 * 8 * 2 + 120, 7 * 8 * 2 + 40)
-    # A secondary gate over 6 experts adds its noise, and 2 gates and indices on the way back.
-    grouped = exchange_bytes(10, 7, 3, 5, 2, "rows", secondary=(6, 2))
-    assert grouped == (7 * 8 * 2 + 120 + 10 * (24 + 16), 7 * 8 * 2 + 40 + 80)
-
-
 CONFIGS = {
     "flat": {},
     "hierarchical": {"moe": {"num_experts": 8, "num_groups": 4, "k": 2, "hidden_sizes": [6]}},

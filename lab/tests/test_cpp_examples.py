@@ -141,3 +141,17 @@ def test_train_lm_rejects(program, arguments, message, tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("train_lm: ") and done.stderr.endswith(f"{message}\n")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [(">&-", "stdout must be open"), (">/dev/full", "stdout must take all of the output")],
+)
+def test_a_closed_or_full_stdout_is_an_error(program, text, tmp_path, redirection, message):
+    train_lm = f"{program('train_lm')} {text} run steps=1 vocab_size=30 d_model=8 num_experts=4 k=2"
+    for command in (program("ops"), train_lm):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} 2>error {redirection}"], cwd=tmp_path, env=ENVIRONMENT
+        )
+        assert done.returncode == 1
+    assert (tmp_path / "error").read_text().startswith(f"train_lm: {message}")

@@ -2,13 +2,11 @@
 
 import gzip
 import hashlib
-import io
 import lzma
 import os
 import stat
 import subprocess
 import sys
-import time
 from itertools import islice
 
 import pytest
@@ -24,7 +22,6 @@ from moe_lab.data import (
     load_parallel,
 )
 from moe_lab.files import atomic_file
-from moe_lab.progress import progress
 
 # --- vocabulary ---------------------------------------------------------------------------------
 
@@ -100,17 +97,22 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
     os.close(reader)
 
 
-def test_a_vocabulary_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    path = tmp_path / "vocabulary.txt"
-    Vocabulary(["a", "</s>", "<unk>"]).save(path)
-
-    def full(handle):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="disk full"):
-        Vocabulary(["b", "</s>", "<unk>"]).save(path)
-    assert "a" in Vocabulary.load(path) and list(tmp_path.iterdir()) == [path]
+def test_a_file_has_the_permissions_of_the_umask_or_of_the_replaced_file(tmp_path):
+    path = tmp_path / "file"
+    before = os.umask(0o027)
+    try:
+        for permissions in (0o640, 0o604):
+            with atomic_file(path) as file:
+                file.write(b"new")
+            assert stat.S_IMODE(path.stat().st_mode) == permissions
+            path.chmod(0o604)
+    finally:
+        os.umask(before)
+    with pytest.raises(IsADirectoryError), atomic_file(tmp_path):
+        pass
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"), atomic_file(tmp_path / "loop"):
+        pass
 
 
 def test_fingerprint_depends_on_words_and_order_only():
@@ -177,19 +179,6 @@ def test_vocabulary_errors(tmp_path):
 
 
 # --- progress -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_shows_a_bar_on_a_terminal_only(monkeypatch, terminal):
-    shown = io.StringIO()
-    shown.isatty = lambda: terminal
-    monkeypatch.setattr(sys, "stderr", shown)
-    taken = []
-    for item in progress(iter(range(2)), "counting", "words", 2):
-        time.sleep(0.6)  # the bar appears after a second
-        taken.append(item)
-    assert taken == [0, 1]
-    assert ("counting:" in shown.getvalue()) == terminal
 
 
 # --- corpora ------------------------------------------------------------------------------------

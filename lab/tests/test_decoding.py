@@ -7,6 +7,7 @@ import torch
 from assertions import assert_exact, assert_same_bits
 from moe_lab.decoding import BeamSearch
 from moe_lab.decoding.beam_search import largest
+from tiny import cases
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,44 +142,6 @@ def test_no_attention_at_all_keeps_a_score():
     assert float(score) == pytest.approx(-1 + math.log(torch.finfo(torch.float32).tiny))
 
 
-def test_longer_hypothesis_gains_with_the_length_penalty():
-    """log P is -4 for 3 tokens and -5 for 7 tokens: the second wins if (12/8)^a > 5/4."""
-    log_prob = torch.tensor([-4.0, -5.0], dtype=torch.float64)
-    lengths = torch.tensor([3, 7])
-    coverage = torch.ones(2, 2, dtype=torch.float64)
-    crossing = math.log(5 / 4) / math.log(12 / 8)
-    before = torch.full((2,), -INF, dtype=torch.float64)
-    for a in torch.linspace(0, 1.5, 61).tolist():
-        search = BeamSearch(length_penalty=a)
-        score = search.score(log_prob, lengths, coverage, coverage > 0)
-        assert bool((score > before).all())
-        assert bool(score[1] > score[0]) == (a > crossing)
-        before = score
-
-
-def test_search_by_hand():
-    """Only the first token attends to one position alone; short translations cover less."""
-
-    def probs(source, prefix):
-        return {(): [0.1, 0.6, 0.3], (1,): [0.5, 0.3, 0.2]}.get(prefix, [0.9, 0.05, 0.05])
-
-    def attention(source, prefix):
-        return [0.5, 0.5] if prefix else [1.0, 0.0]
-
-    search = BeamSearch(beam=3, length_penalty=1.0, coverage_penalty=1.0, num_best=3, window=INF)
-    (found,) = translate(search, PrefixModel(probs, attention), [2])
-    assert [h.tokens for h in found] == [[1, 1, 0], [1, 2, 0], [1, 0]]
-    log_probs = [math.log(p) for p in (0.6 * 0.3 * 0.9, 0.6 * 0.2 * 0.9, 0.6 * 0.5)]
-    assert [h.log_prob for h in found] == pytest.approx(log_probs, abs=1e-12)
-    scores = [
-        log_probs[0] / (8 / 6),
-        log_probs[1] / (8 / 6),
-        log_probs[2] / (7 / 6) + math.log(0.5),
-    ]
-    assert [h.score for h in found] == pytest.approx(scores, abs=1e-12)
-    assert_exact(found[0].attention, torch.tensor([[1, 0], [0.5, 0.5], [0.5, 0.5]]).double())
-
-
 @pytest.mark.parametrize("window", [INF, 1.2])
 @pytest.mark.parametrize(("a", "b"), [(0.0, 0.0), (0.2, 0.2), (1.0, 0.5)])
 def test_equals_exhaustive_search(a, b, window):
@@ -196,61 +159,57 @@ def test_equals_exhaustive_search(a, b, window):
                 assert_exact(h.attention, torch.tensor(attention, dtype=torch.float64))
 
 
-def test_others_take_the_place_of_what_ends():
-    def probs(source, prefix):
-        return [0.9, 0.1, 0, 0] if prefix else [0.3, 0.4, 0.2, 0.1]
+def first_then(first, then):
+    return lambda source, prefix: then if prefix else first
 
+
+def near(source, prefix):
+    """Prefixes have 0.3, 0.27, ... and 0.1425, 0.068, ...; a window of log 4 ends at 0.1."""
+    if not prefix:
+        return [0.4, 0.3, 0.3]
+    return [0.1, 0.9, 0] if prefix[0] == 1 else [0.05, 0.475, 0.475]
+
+
+def garden_path(source, prefix):
+    """A plain beam of 2 keeps (2, 1) and (2, 2), which end badly, and drops the greedy (1, 1)."""
+    probs = {(): [0.04, 0.4, 0.36, 0.1, 0.1], (1,): [0.1, 0.3, 0.2, 0.2, 0.2]}
+    last = [1, 0, 0, 0, 0] if prefix[:1] == (1,) else [0.2] * 5
+    return (probs | {(2,): [0, 0.5, 0.5, 0, 0]}).get(prefix, last)
+
+
+FREE = {"length_penalty": 0.0, "coverage_penalty": 0.0}
+TOKENS = first_then([0.01, 0.5, 0.13, 0.12, 0.24], [0.96, 0.01, 0.01, 0.01, 0.01])
+UNLIKELY = first_then([0.6, 0.3, 0.1], [0.999, 0.0005, 0.0005])
+ENDS = first_then([0.6, 0.4], [0.5, 0.5])  # the rest is as probable as the last finished one
+WINDOW = math.log(4)
+BY_HAND = [  # probabilities, search, number of sources, translations, rows of the first steps
+    # The window keeps first tokens with p >= 0.125, whatever follows them.
+    (TOKENS, BeamSearch(8, window=WINDOW, num_best=8), 1, [[[1, 0], [4, 0], [2, 0]]], [1, 3]),
+    (UNLIKELY, BeamSearch(**FREE, window=3.0, num_best=3), 1, [[[0], [1, 0], [2, 0]]], [1, 2]),
+    # Rule 1 keeps the third token, as 0.6 / 0.1 < 6.002; rule 2 drops it: 0.6 / 0.0999 > 6.002.
+    (UNLIKELY, BeamSearch(**FREE, window=math.log(6.002), num_best=3), 1, [[[0], [1, 0]]], [1, 2]),
+    (near, BeamSearch(8, **FREE, window=WINDOW, num_best=8), 1, None, [1, 2, 3, 1]),
+    (garden_path, BeamSearch(2, **FREE), 1, [[[1, 1, 0]]], [1, 2]),
+    # Source i ends after i tokens with probability 1.
+    (
+        lambda source, prefix: [0, 0.7, 0.3] if len(prefix) < source else [1, 0, 0],
+        BeamSearch(2, **FREE), 4, [[[1] * i + [0]] for i in range(4)], [4, 6, 4, 2],
+    ),
+    (ENDS, BeamSearch(8, **FREE, window=INF, num_best=1), 1, [[[0]]], [1]),
+    (ENDS, BeamSearch(8, **FREE, window=INF, num_best=2), 1, [[[0], [1, 0]]], [1, 1]),
+    (first_then([1, 0, 0], [1, 0, 0]), BeamSearch(num_best=8), 2, [[[0]]] * 2, [2]),
+    (first_then([1, 0, 0], [1, 0, 0]), BeamSearch.greedy(), 2, [[[0]]] * 2, [2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("probs", "search", "number", "translations", "num_rows"), BY_HAND)
+def test_translations_and_steps_by_hand(probs, search, number, translations, num_rows):
     model = PrefixModel(probs)
-    (found,) = translate(BeamSearch(2, 0.0, 0.0, num_best=2), model, [1])
-    assert [h.tokens for h in found] == [[1, 0], [0]]
-    assert model.num_rows == [1, 2]  # prefixes (1,) and (2,)
-
-
-# Prunings
-
-
-def test_tokens_far_below_the_best():
-    """A window of log 4 keeps first tokens with p >= 0.125, whatever follows them."""
-
-    def probs(source, prefix):
-        return [0.01, 0.5, 0.13, 0.12, 0.24] if not prefix else [0.96, 0.01, 0.01, 0.01, 0.01]
-
-    search = BeamSearch(beam=8, window=math.log(4), num_best=8)
-    model = PrefixModel(probs)
-    (found,) = translate(search, model, [1])
-    assert [h.tokens for h in found] == [[1, 0], [4, 0], [2, 0]]
-    assert model.num_rows == [1, 3]
-
-
-def test_hypotheses_far_below_the_best():
-    """A window of log 6.002 drops the third hypothesis: 0.6 / (0.1 · 0.999) is 6.006."""
-
-    def probs(source, prefix):
-        return [0.6, 0.3, 0.1] if not prefix else [0.999, 0.0005, 0.0005]
-
-    def search(window):
-        return BeamSearch(length_penalty=0.0, coverage_penalty=0.0, window=window, num_best=3)
-
-    model = PrefixModel(probs)
-    (found,) = translate(search(3.0), model, [1])
-    assert [h.tokens for h in found] == [[0], [1, 0], [2, 0]]
-    assert model.num_rows == [1, 2]
-    # Rule 1 keeps the token of the third hypothesis, as 0.6 / 0.1 < 6.002; rule 2 drops the result.
-    (found,) = translate(search(math.log(6.002)), PrefixModel(probs), [1])
-    assert [h.tokens for h in found] == [[0], [1, 0]]
-
-
-def test_prefix_that_cannot_come_near_is_not_followed():
-    def probs(source, prefix):
-        if not prefix:
-            return [0.4, 0.3, 0.3]
-        return [0.1, 0.9, 0] if prefix[0] == 1 else [0.05, 0.475, 0.475]
-
-    # Prefixes have 0.3, 0.27, ... and 0.1425, 0.068, ...; the window of log 4 ends at 0.1.
-    search = BeamSearch(8, 0.0, 0.0, window=math.log(4), num_best=8)
-    model = PrefixModel(probs)
-    translate(search, model, [1])
-    assert model.num_rows[:4] == [1, 2, 3, 1]
+    found = translate(search, model, [9] * number)
+    found = [[h.tokens for h in hypotheses] for hypotheses in found]
+    assert translations in (None, found)
+    assert model.num_rows[: len(num_rows)] == num_rows
+    assert len(model.num_rows) == len(num_rows) or probs in (near, garden_path)
 
 
 # What a beam guarantees
@@ -276,35 +235,6 @@ def test_greedy():
         tokens, log_prob = greedy_by_hand(model, source, max(10, 2 * source[1]))
         assert found.tokens == tokens
         assert found.log_prob == found.score == pytest.approx(log_prob, abs=1e-12)
-
-
-def test_beam_of_one_without_penalties_is_greedy():
-    model = TableModel(9, seed=2, sharpness=0.5)
-    sources = [(key, 3) for key in range(40)]
-    one = translate(BeamSearch(1, 0.0, 0.0), model, sources)
-    greedy = translate(BeamSearch.greedy(), model, sources)
-    assert [h[0].tokens for h in one] == [h[0].tokens for h in greedy]
-    assert [h[0].score for h in one] == [h[0].score for h in greedy]
-
-
-def garden_path(source, prefix):
-    """A plain beam of 2 keeps (2, 1) and (2, 2), which end badly, and drops the greedy (1, 1)."""
-    if not prefix:
-        return [0.04, 0.4, 0.36, 0.1, 0.1]
-    if prefix == (1,):
-        return [0.1, 0.3, 0.2, 0.2, 0.2]
-    if prefix == (2,):
-        return [0, 0.5, 0.5, 0, 0]
-    if prefix[0] == 1:
-        return [1, 0, 0, 0, 0]
-    return [0.2, 0.2, 0.2, 0.2, 0.2]
-
-
-def test_greedy_hypothesis_keeps_its_place():
-    search = BeamSearch(beam=2, length_penalty=0.0, coverage_penalty=0.0)
-    ((found,),) = translate(search, PrefixModel(garden_path), [2])
-    assert found.tokens == [1, 1, 0]
-    assert found.score == pytest.approx(math.log(0.12), abs=1e-12)
 
 
 @pytest.mark.parametrize("beam", [1, 2, 8])
@@ -377,57 +307,6 @@ def test_same_alone_and_in_any_company(device, dtype):
             assert_same_hypotheses(found, alone[i], device)
 
 
-def test_finished_sources_take_no_more_part():
-    """Source i ends after i tokens with probability 1."""
-
-    def probs(source, prefix):
-        return [0, 0.7, 0.3] if len(prefix) < source else [1, 0, 0]
-
-    model = PrefixModel(probs)
-    search = BeamSearch(beam=2, length_penalty=0.0, coverage_penalty=0.0)
-    found = translate(search, model, [1, 2, 3, 4])
-    assert [h[0].tokens for h in found] == [[1] * i + [0] for i in range(4)]
-    assert model.num_rows == [4, 6, 4, 2]
-
-
-def test_stops_when_nothing_can_come_among_the_best():
-    """0.6, then 0.4 · 0.5, 0.4 · 0.25, ...: the rest is as probable as the last finished one."""
-
-    def probs(source, prefix):
-        return [0.5, 0.5] if prefix else [0.6, 0.4]
-
-    for num_best, steps in [(1, 1), (2, 2), (3, 3)]:
-        model = PrefixModel(probs)
-        search = BeamSearch(8, 0.0, 0.0, window=INF, num_best=num_best)
-        (found,) = translate(search, model, [9])
-        assert [h.tokens for h in found] == [[1] * i + [0] for i in range(num_best)]
-        assert model.num_rows == [1] * steps
-
-
-def test_no_sources():
-    mask = torch.ones(0, 3, dtype=torch.bool)
-    model = TableModel(5, seed=0)
-    assert BeamSearch()(model, TableState(torch.zeros(0).long(), mask), mask, EOS) == []
-
-
-def test_best_of_several():
-    model = TableModel(12, seed=5)
-    sources = [(key, 4) for key in range(30)]
-    one = translate(BeamSearch(), model, sources)
-    several = translate(BeamSearch(num_best=8), model, sources)
-    assert sum(map(len, several)) > 3 * len(sources)
-    for (best,), found in zip(one, several, strict=True):
-        assert_same_hypotheses([best], found[:1])
-        scores = [h.score for h in found]
-        assert scores == sorted(scores, reverse=True) and scores[-1] >= scores[0] - 3
-        assert len({tuple(h.tokens) for h in found}) == len(found) <= 8
-        for h in found:
-            assert h.tokens[-1] == EOS and EOS not in h.tokens[:-1]
-            assert h.attention.shape == (len(h.tokens), 4)
-            expected = score_of(BeamSearch(), h.log_prob, h.attention.tolist())
-            assert h.score == pytest.approx(expected, abs=1e-12)
-
-
 # Lengths
 
 
@@ -439,33 +318,6 @@ def test_limit_ends_what_has_no_end():
     assert [h[0].tokens for h in found] == [[1] * 4 + [0], [1] * 7 + [0], [1] * 4 + [0]]
     end = math.log(torch.finfo(torch.float32).tiny)
     assert found[1][0].log_prob == pytest.approx(7 * math.log(0.6) + end, rel=1e-6)
-
-
-def test_limit_of_one_token():
-    model = PrefixModel(lambda source, prefix: [0.1, 0.9])
-    search = BeamSearch(max_length_ratio=0.5, min_length_limit=1)
-    ((found,),) = translate(search, model, [3])
-    assert found.tokens == [0]
-    assert found.log_prob == pytest.approx(math.log(0.1), abs=1e-12)
-
-
-@pytest.mark.parametrize("search", [BeamSearch(num_best=8), BeamSearch.greedy()])
-def test_nothing_but_the_end(search):
-    model = PrefixModel(lambda source, prefix: [1, 0, 0])
-    for found in translate(search, model, [1, 3]):
-        assert [(h.tokens, h.log_prob) for h in found] == [([0], 0.0)]
-    assert model.num_rows == [2]
-
-
-def test_source_of_one_position():
-    """All attention is on the only position, from the first token on."""
-    model = TableModel(6, seed=6)
-    for found in translate(BeamSearch(num_best=4), model, [(key, 1) for key in range(10)]):
-        for h in found:
-            assert_same_bits(h.attention, torch.ones(len(h.tokens), 1, dtype=torch.float64))
-            assert h.score == pytest.approx(
-                h.log_prob / ((5 + len(h.tokens)) / 6) ** 0.2, abs=1e-12
-            )
 
 
 def test_low_precision_is_summed_in_float32():
@@ -484,22 +336,18 @@ def test_low_precision_is_summed_in_float32():
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("beam", 0),
-        ("length_penalty", -0.1),
-        ("length_penalty", 10.5),
-        ("coverage_penalty", 10.5),
-        ("coverage_penalty", math.nan),
-        ("max_length_ratio", INF),
-        ("window", -1.0),
-        ("min_length_limit", 0),
-        ("num_best", 9),
-        ("num_best", 0),
-        ("beam", 1.5),
-    ],
-)
+ERRORS = {
+    "beam": [0, 1.5],
+    "length_penalty": [-0.1, 10.5],
+    "coverage_penalty": [10.5, math.nan],
+    "max_length_ratio": [INF],
+    "window": [-1.0],
+    "min_length_limit": [0],
+    "num_best": [9, 0],
+}
+
+
+@pytest.mark.parametrize(("option", "value"), cases(ERRORS))
 def test_options(option, value):
     with pytest.raises(ValueError, match=rf"^BeamSearch: {option} must .*got {value}$"):
         BeamSearch(**{option: value})
@@ -508,6 +356,7 @@ def test_options(option, value):
 def test_arguments():
     model = TableModel(5, seed=0)
     state, mask = model.start([(0, 3)])
+    assert BeamSearch()(model, state.select(torch.tensor([]).long()), mask[:0], EOS) == []
     with pytest.raises(ValueError, match="^BeamSearch: source_mask must"):
         BeamSearch()(model, state, mask.float(), EOS)
     for empty in (mask[:, :0], torch.zeros_like(mask)):

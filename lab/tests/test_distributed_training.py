@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,27 +16,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_lab.training import launch
-from moe_lab.training.config import config_from_dict, read_config, to_toml
+from moe_lab.training.config import Config, config_from_dict, read_config, to_toml
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.loop import make_trainer
 from moe_lab.training.metrics import evaluate
-from trained import assert_same_curve, curve, train, train_on_rank
+from trained import QUIET, assert_same_curve, curve, train, train_on_rank
 
-ROOT = Path(__file__).parents[2]
+import moe_ext.distributed
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs/small").glob("*.toml"))
 
 
 @pytest.fixture
 def config(tmp_path):
     """A run without dropout and noise, so training is deterministic."""
-    text = tmp_path / "text.txt"
-    generator = torch.Generator().manual_seed(8)
-    words = torch.randint(40, (1500,), generator=generator).tolist()
-    lengths = torch.randint(1, 9, (250,), generator=generator).tolist()
-    with text.open("w") as file:
-        for length in lengths:
-            file.write(" ".join(f"w{words.pop()}" for _ in range(length)) + "\n")
-            if len(words) < 10:
-                break
+    draw, text = random.Random(8), tmp_path / "text.txt"
+    lines = (draw.choices(range(40), k=draw.randint(1, 8)) for _ in range(250))
+    text.write_text("".join(" ".join(f"w{word}" for word in words) + "\n" for words in lines))
+    moe = {"gate": "topk", "num_experts": 5, "k": 2, "hidden_sizes": [6], "w_load": 0.0}
     return config_from_dict(
         {
             "output": str(tmp_path / "run"),
@@ -43,25 +41,9 @@ def config(tmp_path):
             "num_threads": 1,
             "timeout": 60.0,
             "data": {"corpus": str(text), "tokens_per_batch": 60},
-            "model": {
-                "d_model": 8,
-                "dropout": 0.0,
-                "moe": {
-                    "gate": "topk",
-                    "num_experts": 5,
-                    "k": 2,
-                    "hidden_sizes": [6],
-                    "w_load": 0.0,
-                },
-            },
+            "model": {"d_model": 8, "dropout": 0.0, "moe": moe},
             "optimizer": {"learning_rate": 0.02, "warmup_steps": 5, "clip_norm": 0.5},
-            "log": {
-                "log_every": 1,
-                "eval_every": 2,
-                "save_every": 2,
-                "tensorboard": False,
-                "progress": False,
-            },
+            "log": {"log_every": 1, "eval_every": 2, "save_every": 2} | QUIET,
         }
     )
 
@@ -207,24 +189,12 @@ def test_perplexity_does_not_depend_on_batches_or_processes(workers, config, gat
             assert found == pytest.approx(expected, rel=1e-12)
 
 
-def train_file(group, rank, path, overrides):
-    return train_on_rank(group, rank, read_config(path, overrides))
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs/small").glob("*.toml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_trains(workers, config, tmp_path, path):
-    overrides = [
-        f"output={tmp_path / 'run'}",
-        f"data.corpus={config.data.corpus}",
-        "steps=2",
-        "data.tokens_per_batch=60",
-        "num_threads=1",
-        "log.tensorboard=false",
-        "log.progress=false",
-    ]
-    assert workers.run(2, train_file, path, overrides) == [True] * 2
+    places = [f"output={tmp_path / 'run'}", f"data.corpus={config.data.corpus}"]
+    options = ["steps=1", "data.tokens_per_batch=60", "num_threads=1", "log.tensorboard=false"]
+    options = read_config(path, [*places, *options, "log.progress=false"])
+    assert workers.run(2, train_on_rank, options) == [True] * 2
     assert len(read_metrics(tmp_path / "run", "dev")) == 1
 
 
@@ -256,19 +226,10 @@ class Run:
         program, toml = tmp_path / "program.py", tmp_path / "config.toml"
         program.write_text(PROGRAM.format(fails=fails))
         toml.write_text(to_toml(config))
+        torchrun = "torch.distributed.run --standalone --nproc-per-node=2 --monitor-interval=0.1"
+        command = [sys.executable, "-m", *torchrun.split(), f"--max-restarts={restarts}"]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node=2",
-                f"--max-restarts={restarts}",
-                "--monitor-interval=0.1",
-                str(program),
-                str(toml),
-                *options,
-            ],
+            [*command, str(program), str(toml), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -317,9 +278,30 @@ def wait_alone(group, rank):
 
 
 def test_the_error_of_a_rank_that_waits_is_known(workers):
-    """test_launch.py tests what a run makes of such an error."""
     error, _ = workers.run(2, wait_alone)
     assert launch.is_lost(error)
+
+
+LOST = "another rank ended or did not answer within timeout=600 seconds; see the errors"
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "expected"),
+    [
+        ("Application timeout caused pair closure", ConnectionError, LOST),
+        ("[pair.cc:534] Connection closed by peer [10.77.0.2]:41190", ConnectionError, LOST),
+        ("Timed out waiting 20000ms for recv operation to complete", ConnectionError, LOST),
+        ("a bug", RuntimeError, "^a bug$"),
+    ],
+)
+def test_a_lost_rank_is_one_clear_error(monkeypatch, message, error, expected):
+    """This process looks like a rank of torchrun, without a process group."""
+    monkeypatch.setattr(launch.dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(moe_ext.distributed, "init_process_group", lambda backend, timeout: None)
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(error, match=expected), launch.process_group_of_run(Config()):
+        raise RuntimeError(message)
 
 
 @pytest.mark.long

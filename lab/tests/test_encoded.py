@@ -2,21 +2,17 @@
 
 import hashlib
 import itertools
-import json
 import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from moe_lab.benchmarks import cases
-from moe_lab.benchmarks import data as benchmark
-from moe_lab.benchmarks.harness import environment
 from moe_lab.data import (
     CorpusError,
     EncodedSentences,
@@ -30,7 +26,7 @@ from moe_lab.data import (
     load_corpus,
 )
 from moe_lab.data import sentences as texts
-from torch.utils.data._utils import worker
+from moe_lab.errors import ConfigError
 
 WORDS = [*(f"w{i}" for i in range(40)), "Käse", "日本", "\u00e9"]
 
@@ -90,15 +86,6 @@ def test_an_error_in_a_later_piece_names_the_line_of_the_file(tmp_path):
     file.write_bytes(b"some words\n" * 500 + b"Caf\xe9\n")
     with pytest.raises(CorpusError, match="text.txt, line 501 must .*got the byte 0xe9"):
         list(load_corpus(file, parts=["all"]).all)
-
-
-def test_counts_of_pieces_add_up(text):
-    train = load_corpus(text).train
-    counts = list(in_workers(Vocabulary.count, train.pieces, 2))
-    assert len(counts) == len(train.pieces) > 3
-    total = sum(counts[1:], start=counts[0])
-    assert total == Vocabulary.count(train)
-    assert Vocabulary.of_counts(total, 30).words == Vocabulary.build(train, 30).words
 
 
 # --- ids in files -------------------------------------------------------------------------------
@@ -294,24 +281,6 @@ def test_encoding_errors(text, tmp_path, vocabulary, monkeypatch, num_workers):
     assert [path.name for path in ids.iterdir()] == [".lock"]
 
 
-def test_damaged_files_are_refused(text, tmp_path, vocabulary):
-    train = load_corpus(text).train
-    encode_to_files(train, vocabulary, tmp_path / "ids", name="train")
-    (folder,) = (tmp_path / "ids").glob("train-*")
-    about = json.loads((folder / "about.json").read_text())
-    assert about["vocabulary"] == vocabulary.fingerprint()
-    stream = folder / "stream.int32"
-    os.truncate(stream, stream.stat().st_size - 4)
-    message = "stream.int32 must"
-    with pytest.raises(CorpusError, match=message):
-        encode_to_files(train, vocabulary, tmp_path / "ids", name="train")
-    (folder / "about.json").write_text("{}")
-    with pytest.raises(CorpusError, match="num_tokens must be a whole number, got None"):
-        EncodedSentences.open(folder)
-    with pytest.raises(CorpusError, match="nowhere must"):
-        EncodedSentences.open(tmp_path / "nowhere")
-
-
 @pytest.mark.parametrize(
     ("name", "place", "value", "message"),
     [
@@ -410,79 +379,32 @@ def test_errors_and_early_ends_leave_no_process(children):
     assert not children()
 
 
-def test_a_killed_worker_is_an_error():
-    with pytest.raises(RuntimeError, match="worker .* (killed|exited)"):
-        list(in_workers(signal_itself, [0, signal.SIGKILL, 0], 1))
+def more_than_the_shared_memory(number):
+    if number:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # also of files in shared memory
+    return torch.zeros(10_000)
 
 
-def pid(number):
-    return os.getpid()
+class Unpicklable(Exception):
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
 
 
-def wait_with_workers(pipe):
-    worker.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds between two looks at the parent process
-    pids = in_workers(pid, itertools.count(), 2)
-    pipe.send([next(pids), next(pids)])
-    time.sleep(600)
+def fail_unpicklable(number):
+    raise Unpicklable(f"number {number}")
 
 
-def running(pid):
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+def test_a_result_that_cannot_be_sent_is_an_error():
+    """Before, the parent process hung."""
+    results = in_workers(more_than_the_shared_memory, [0, 1], 1)
+    assert next(results).shape == (10_000,)
+    with pytest.raises(ConfigError, match=r"^the shared memory /dev/shm must have room .*torch_"):
+        next(results)
+    with pytest.raises(RuntimeError, match="^Unpicklable: number 3$"):
+        list(in_workers(fail_unpicklable, [3], 1))
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        list(in_workers(a_lambda, [0], 1))
 
 
-def test_workers_end_with_a_process_that_is_killed():
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    process = context.Process(target=wait_with_workers, args=(there,))
-    process.start()
-    workers = here.recv()
-    assert len(set(workers)) == 2 and all(map(running, workers))
-    process.kill()
-    process.join()
-    deadline = time.monotonic() + 60
-    while any(map(running, workers)):
-        assert time.monotonic() < deadline, "the workers are still there"
-        time.sleep(0.1)
-
-
-# --- the benchmark ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def measured_here(monkeypatch):
-    def here(function, *arguments):
-        return function(*arguments)
-
-    monkeypatch.setattr(benchmark, "elsewhere", here)
-
-
-def test_benchmark_measures_the_same_words_for_any_number_of_workers(
-    measured_here, tmp_path, capsys
-):
-    options = "--workers 0 1 --words 20000 --vocab-size 50 --sentences 100 --batch-words 9000"
-    table = tmp_path / "data.json"
-    more = ["--tokens-per-batch", "500", "--json", str(table)]
-    rows = cases.run("data", [*options.split(), *more])
-    counted, encoding, batches = rows[0:2], rows[2:4], rows[4:6]
-    words = {row.words for row in (*counted, *encoding)}  # ends of sentences included
-    assert len(words) == 1 and 20_000 < words.pop() < 22_000
-    assert batches[0].words == batches[1].words and 9_000 < batches[0].words < 10_000
-    assert all(row.seconds > 0 for row in rows)
-    written = json.loads(table.read_text())
-    assert written["environment"] == environment()
-    assert [row["what"] for row in written["rows"]] == [row.what for row in rows]
-    assert "| encoding | 1 | " in capsys.readouterr().out
-
-
-def test_benchmark_measures_what_a_block_holds_at_the_most():
-    held = torch.ones(64 << 18)  # 64 MiB
-    with benchmark.measured("free", 0) as row:
-        del held
-        time.sleep(0.2)
-    assert row.seconds >= 0.2 and 0 <= row.peak_mib < 32  # above the memory at the start
-    with benchmark.measured("allocate", 0) as row:
-        held = torch.ones(64 << 18)
-    assert 32 < row.peak_mib < 128 and held.sum() == held.numel()
+def a_lambda(number):
+    return lambda: number

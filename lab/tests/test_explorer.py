@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -135,82 +134,38 @@ def test_the_same_text_gives_the_same_page(html, routed, reports, vocabulary):
     assert data_of(as_html(routed, reports, vocabulary, "", num_sentences=0))["sentences"] == []
 
 
-def test_text_is_escaped(html):
-    before, data = re.split('(?<=id="data">)', html)
-    text, after = data.split("</script>", 1)
-    assert not set("<>&") & set(text) and text.isascii()
-    assert json.loads(text)["title"] == TITLE
-    template = before + after
-    assert TITLE not in template and '"title":' not in template
-    for loads in (
-        "src=",
-        "@import",
-        "url(",
-        "import(",
-        "fetch(",
-        "innerHTML",
-        "http-equiv=refresh",
-    ):
-        assert loads not in template
-    assert "://" not in template.replace("http://www.w3.org/2000/svg", "")
-
-
-class Elements(HTMLParser):
-    """Collects what a page consists of, without the text of its data."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.found = []
-        self._in_data = False
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self.found.append((tag, tuple(attributes)))
-        self._in_data = dict(attributes).get("id") == "data"
-
-    def handle_endtag(self, tag):
-        self.found.append(f"/{tag}")
-        self._in_data = False
-
-    def handle_data(self, data):
-        if not self._in_data:
-            self.found.append(data)
-
-    def handle_comment(self, data):
-        self.found.append(("comment", data))
-
-    def handle_decl(self, decl):
-        self.found.append(("decl", decl))
-
-
 def page_with(text, position):
     """Makes a page that has a text in a position, and harmless text elsewhere."""
     texts = dict.fromkeys(("title", "layer", "word", "pair"), "harmless") | {position: text}
     vocabulary = Vocabulary(["<unk>", "</s>", "".join(texts["word"].split())])
     routed = random_text(3, NUM_EXPERTS, K, num_sentences=4)
-    pair = torch.arange(len(routed.windows)) // 9 % 2
-    routed = replace(routed, pair=pair, pair_names=(texts["pair"], "en-de"))
+    routed = with_pairs(routed, texts["pair"])
     page = ExpertPage(vocabulary, texts["title"])
     for name in (texts["layer"], "second"):
         page.add_layer(name, routed, expert_reports(routed, vocabulary))
     return page.html()
 
 
+LOADS = ["src=", "@import", "url(", "import(", "fetch(", "innerHTML", "http-equiv=refresh"]
+
+
 @pytest.mark.parametrize("position", ["title", "layer", "word", "pair"])
-@pytest.mark.parametrize("text", [*HOSTILE, TITLE, "`", "'", '"', "-->", "</SCRIPT >", "{{data}}"])
-def test_no_text_is_part_of_the_page(text, position):
-    html = page_with(text, position)
-    harmless = Elements(page_with("harmless", position)).found
-    assert Elements(html).found == harmless
-    assert ("comment", "<script>") not in harmless and len(harmless) > 50
-    shown = "".join(text.split()) if position == "word" else text
-    values = {"title": data_of(html)["title"], "layer": data_of(html)["name"]}
-    words, pairs = (
-        data_of(html)["words"],
-        [name for name, *_ in data_of(html)["experts"][0]["pairs"]],
-    )
-    assert shown in [*values.values(), *words, *pairs]
+def test_no_text_is_part_of_the_page(position):
+    """All text is in the data of the page, as JSON without the characters of HTML."""
+
+    def parts(text):
+        before, data = re.split('(?<=id="data">)', page_with(text, position))
+        data, after = data.split("</script>", 1)
+        return data, before + after
+
+    template = parts("harmless")[1]
+    assert not any(each in template for each in LOADS)
+    assert "://" not in template.replace("http://www.w3.org/2000/svg", "")
+    for text in (*HOSTILE, TITLE, "`", "'", '"', "-->", "</SCRIPT >", "{{data}}"):
+        data, found = parts(text)
+        assert found == template and data.isascii() and not set("<>&") & set(data)
+        shown = "".join(text.split()) if position == "word" else text
+        assert json.dumps(shown) in json.dumps(json.loads(data))
 
 
 def test_tokens_without_an_expert_are_shown(vocabulary):
@@ -223,10 +178,10 @@ def test_tokens_without_an_expert_are_shown(vocabulary):
     assert [len(token) for token in data["sentences"][0]["tokens"]] == [7] * 4 + [1] + [7] * 4
 
 
-def with_pairs(routed):
+def with_pairs(routed, name="en-fr"):
     """Assigns sentences to two language pairs in turn."""
     pair = torch.arange(len(routed.windows)) // 9 % 2
-    return replace(routed, pair=pair, pair_names=("en-fr", "en-de"))
+    return replace(routed, pair=pair, pair_names=(name, "en-de"))
 
 
 # Tests in a browser
@@ -281,30 +236,6 @@ def test_hostile_text_is_not_run(page):
     assert page.execute_script("return window.hacked") is None
     assert page.find_elements("tag name", "img") == []
     assert len(page.find_elements("tag name", "script")) == 2
-
-
-@pytest.mark.parametrize(
-    ("position", "place"),
-    [
-        ("title", "#title"),
-        ("layer", "#layer option"),
-        ("word", "#lines a"),
-        ("pair", "#lines .pair"),
-    ],
-)
-def test_hostile_text_in_every_position_is_only_shown(browser, tmp_path, position, place):
-    path = tmp_path / "<script>window.hacked=1<\u2215script>'\"&.html"
-    for text in (HOSTILE[0], HOSTILE[1], HOSTILE[4]):  # test_no_text_is_part_of_the_page: all
-        path.write_text(page_with(text, position), "utf-8")
-        browser.get(path.as_uri())
-        found = browser.find_elements("css selector", place)
-        shown = "".join(text.split()) if position == "word" else text
-        assert shown in {element.get_property("textContent") for element in found}
-        assert browser.execute_script("return window.hacked") is None
-        assert browser.find_elements("tag name", "img") == []
-        assert len(browser.find_elements("tag name", "script")) == 2
-        assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
-    assert console(browser) == []
 
 
 def test_search_finds_experts_and_sentences(page):
@@ -424,22 +355,6 @@ def test_a_click_goes_to_the_expert(page, html):
     becomes(expert)
 
 
-def test_sentences_of_one_expert(page):
-    only = page.find_element("id", "only")
-    number = int(page.find_element("id", "expert-title").text.split()[1])
-    only.click()
-    for line in page.find_elements("css selector", "#lines li"):
-        states = [
-            ("off" in word.get_attribute("class"), WORDS.index(word.get_property("textContent")))
-            for word in line.find_elements("tag name", "a")
-        ]
-        assert not all(off for off, _ in states)
-        for off, word in states:
-            assert off == ((number - word) % NUM_EXPERTS >= K)
-    only.click()
-    assert page.find_elements("css selector", "#lines a.off") == []
-
-
 def test_light_and_dark(page):
     def brightness():
         colour = page.execute_script("return getComputedStyle(document.body).backgroundColor")
@@ -475,6 +390,21 @@ def test_language_pairs(browser, routed, vocabulary, tmp_path):
     legend = browser.find_element("id", "legend").text
     assert "Language pairs" in legend and "Wordpieces" not in legend
     assert console(browser) == []
+
+
+def test_gates_above_1_have_a_longer_axis(browser, routed, vocabulary, tmp_path):
+    """DeepSeek-V3 multiplies the gates by routed_scaling_factor."""
+    scaled = replace(routed, gate=2.4 * routed.gate / routed.gate.max())
+    html = as_html(scaled, expert_reports(scaled, vocabulary), vocabulary, "scaled")
+    data = data_of(html)
+    assert data["gate_end"] == 3
+    total = [sum(column) for column in zip(*(e["gates"] for e in data["experts"]), strict=True)]
+    assert total == torch.histc(scaled.gate, 20, 0, 3).int().tolist()
+    (tmp_path / "experts.html").write_text(html, "utf-8")
+    browser.get((tmp_path / "experts.html").as_uri())
+    ends = browser.find_elements("css selector", "#gates .along span")
+    assert [each.text for each in ends] == ["0", "1.5", "3"]
+    assert not browser.find_element("id", "layer").is_displayed()
 
 
 CONTRASTS = """
@@ -519,7 +449,7 @@ def test_controls_have_names(page):
 def test_thousands_of_experts(browser, tmp_path):
     words = [f"word{i}" for i in range(20_000)]
     vocabulary = Vocabulary(["<unk>", "</s>", *words])
-    text = random_text(len(vocabulary), 4_096, 4, num_sentences=3_000, length=20)
+    text = random_text(len(vocabulary), 4_096, 4, num_sentences=600, length=20)
     page = as_html(text, expert_reports(text, vocabulary), vocabulary, "many")
     assert len(page) < 4 * 2**20
     path = tmp_path / "many.html"

@@ -1,16 +1,13 @@
 """The study of how many bits of facts a layer stores."""
 
-import json
 import math
 
 import pytest
 import torch
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.store import Runs
-from moe_lab.files import file_lock
-from moe_lab.studies import _facts as study
-from moe_lab.studies import facts
+from moe_lab.studies import facts as study
+from moe_lab.studies.table import run as run_study
 from tiny import rebuilds
 from torch import nn
 
@@ -59,7 +56,7 @@ def test_sizes_and_operations_of_the_layers():
     dense = study.make_layer(study.DENSE, 1.0)
     limit = sum(study.layer_ops(dense))
     assert limit == study.num_parameters(dense) == 2 * 16 * 160
-    for arm, number in zip(facts.MIXTURES, facts.NUM_EXPERTS, strict=True):
+    for arm, number in zip(study.MIXTURES, study.NUM_EXPERTS, strict=True):
         layer = study.make_layer(arm, 1.0)
         groups = math.isqrt(number)
         per_group = number // groups
@@ -87,64 +84,25 @@ def test_a_loss_that_is_not_finite_stops_the_run():
         study.run_of(Arm("moe-4"), 1, study.Settings(bits=0.2, epochs=3, rate=1e38))
 
 
-def table_of(density):
-    """Makes runs of three seeds: arm -> bits per parameter."""
-    return Runs(
-        {
-            Arm(arm): {
-                seed: {"parameters": 1000, "bits": 1000 * value + seed} for seed in (1, 2, 3)
-            }
-            for arm, value in density.items()
-        }
-    )
-
-
-def test_claims():
-    def verdicts(**density):
-        names = {f"moe-{key[1:]}" if key != "dense" else key: v for key, v in density.items()}
-        return [row[-1] for row in study.claims(table_of(names))]
-
-    equal = dict.fromkeys(("m4", "m16", "m64"), 1.0)
-    assert verdicts(**equal) == ["supported"] * 3
-    # The mean is 1.1, so 1.3 is 18% above it and 1.0 is 9% below it.
-    assert verdicts(**{**equal, "m64": 1.3}) == ["supported", "supported", "contradicted"]
-    assert verdicts(**equal, dense=0.5) == ["supported"] * 6
-    assert verdicts(**equal, dense=2.0)[3:] == ["contradicted"] * 3
-    two = table_of({"moe-4": 1.0})
-    del two[Arm("moe-4")][3]
-    assert [row[-1] for row in study.claims(two)] == ["not decided"]
-    assert "(two seeds, not decided)" in study.claims(two)[0][2]
-    # A mixture with fewer seeds than the others does not count yet.
-    growing = table_of({"moe-4": 1.0, "moe-16": 1.0, "moe-64": 9.0})
-    del growing[Arm("moe-64")][3]
-    assert [row[-1] for row in study.claims(growing)] == ["supported"] * 2
-
-
 def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsys):
     def run(*options):
         places = [f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}"]
-        return facts.main(["--epochs=5", "--bits=0.2", *places, *options]).by_arm()
+        return run_study("facts", ["--epochs=3", "--bits=0.1", *places, *options]).by_arm()
 
-    page, stored = (tmp_path / "results" / f"facts.{end}" for end in ("md", "json"))
+    page = tmp_path / "results" / "facts.md"
     assert run("--seeds", "1", "--arms", "dense").keys() == {Arm("dense")}
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
-    run("--seeds", "1", "--arms", "moe-16 x2", "moe-16", "moe-4")
-    assert "(one seed, not decided)" in page.read_text()
-    with file_lock(tmp_path / "runs" / ".moe-4-seed2.lock", wait=False):  # run by another process
-        table = run("--seeds", "1", "2", "3", "--arms", "moe-16", "moe-4")
+    table = run("--seeds", "1", "2", "--arms", "moe-16", "moe-4", "moe-16 x2")
     assert {str(arm): [*runs] for arm, runs in table.items()} == {
-        "dense": [1], "moe-4": [1, 3], "moe-16": [1, 2, 3], "moe-16 x2": [1],
+        "dense": [1], "moe-4": [1, 2], "moe-16": [1, 2], "moe-16 x2": [1, 2],
     }  # fmt: skip
     text = page.read_text()
-    assert "moe-lab study facts --bits 0.2 --epochs 5" in text
-    data = json.loads(stored.read_text())
-    assert data["settings"] == study.Settings(bits=0.2, epochs=5)._asdict()
-    assert len(data["runs"]) == 7
-    assert study.deviations(table).keys() == {"moe-16"}  # moe-4 lacks a seed
+    assert "(two seeds, not decided)" in text
+    assert "moe-lab study facts --bits 0.1 --epochs 3" in text
     assert "| moe-16 against the mean of the mixtures, within 15% |" in text
-    assert rebuilds(facts.main, "facts", tmp_path / "results")
+    assert rebuilds("facts", "facts", tmp_path / "results")
     with pytest.raises(ConfigError, match=r"facts.json must hold runs with .*'epochs': 50"):
-        facts.main([f"--output={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"])
+        run_study("facts", [f"--output={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"])
     for wrong in ("0", "nan", "two"):
         with pytest.raises(SystemExit):
             run("--rate", wrong)

@@ -1,11 +1,10 @@
-"""Interpolated Kneser-Ney: hand-worked numbers, a dictionary reference, kenlm if installed."""
+"""Interpolated Kneser-Ney: hand-worked numbers, and a reference with dictionaries."""
 
-import math
 from collections import Counter, defaultdict
 
 import pytest
 import torch
-from moe_lab.data import EncodedSentences, Vocabulary
+from moe_lab.data import EncodedSentences
 from moe_lab.models import fit_kneser_ney
 
 A, B, C, EOS, UNK = range(5)
@@ -110,15 +109,6 @@ def test_hand_worked():
     assert model.num_parameters == 5 + 5 + 4
 
 
-def test_modified_discounts():
-    # 4 words (with </s>) occur once, 3 twice, 2 three times and 1 four times: Y = 4 / (4 + 2·3) =
-    # 2/5.
-    words = [A, B, C, *[5, 6, 7] * 2, *[8, 9] * 3, *[10] * 4]
-    model = fit_kneser_ney(encoded(words), 11, order=1)
-    expected = [1 - 2 * 2 / 5 * 3 / 4, 2 - 3 * 2 / 5 * 2 / 3, 3 - 4 * 2 / 5 * 1 / 2]
-    assert model.discounts == [pytest.approx(expected)]
-
-
 def test_discounts_without_rare_words():
     # a and </s> occur three times, so D is undefined.
     text = encoded([A], [A], [A])
@@ -159,16 +149,6 @@ def test_probabilities_sum_to_one(modified):
         assert float(prob[after].sum() + end) == pytest.approx(1, abs=1e-12)
 
 
-def test_perplexity_by_sentence():
-    train = random_sentences(60, 20, seed=4)
-    model = fit_kneser_ney(encoded(*train), 21, 3)
-    together = encoded([A, B], [], [B, 7, 7])
-    nll = model.sentence_nll(together)
-    alone = [model.sentence_nll(encoded(sentence)) for sentence in ([A, B], [], [B, 7, 7])]
-    torch.testing.assert_close(nll, torch.cat(alone), rtol=1e-12, atol=0)
-    assert float(nll[0]) == pytest.approx(-model.token_prob(encoded([A, B])).log().sum().item())
-
-
 def test_an_order_that_no_sentence_has():
     sentences = [[A], [], [B]]
     model = fit_kneser_ney(encoded(*sentences), 5, order=7)
@@ -188,57 +168,3 @@ def test_errors():
     model = fit_kneser_ney(encoded([A]), 5, order=2)
     with pytest.raises(ValueError, match="token_prob: sentences must .*got 9"):
         model.token_prob(encoded([9]))
-
-
-@pytest.fixture
-def arpa(tmp_path):
-    """Writes a model; returns the model, its vocabulary and its file."""
-    names = [f"w{i}" for i in range(33)]
-    names[EOS], names[UNK] = Vocabulary.EOS, Vocabulary.UNK
-    vocabulary = Vocabulary(names)
-    model = fit_kneser_ney(encoded(*random_sentences(150, 30, seed=5)), 33, 3)
-    path = tmp_path / "model.arpa"
-    model.write_arpa(path, vocabulary)
-    return model, vocabulary, path
-
-
-def test_arpa_holds_the_model(arpa):
-    model, vocabulary, path = arpa
-    header, *sections, end = path.read_text().strip().split("\n\n")
-    sizes = [model.vocab_size + 1, *model.num_ngrams[1:]]
-    counts = [f"ngram {n}={size}" for n, size in enumerate(sizes, start=1)]
-    assert header.split("\n") == ["\\data\\", *counts]
-    assert end == "\\end\\"
-    prob, backoff = {}, {}
-    for n, (section, size) in enumerate(zip(sections, sizes, strict=True), start=1):
-        title, *lines = section.split("\n")
-        assert title == f"\\{n}-grams:" and len(lines) == size
-        for line in lines:
-            log_prob, ngram, *rest = line.split("\t")
-            prob[tuple(ngram.split())] = float(log_prob)
-            if n < 3:
-                backoff[tuple(ngram.split())] = float(rest[0])
-            else:
-                assert rest == []
-    assert prob[("<s>",)] == -99
-
-    def log_prob(ngram):
-        if ngram in prob:
-            return prob[ngram]
-        return backoff.get(ngram[:-1], 0) + log_prob(ngram[1:])
-
-    sentences = random_sentences(20, 33, seed=6)
-    for sentence, nll in zip(sentences, model.sentence_nll(encoded(*sentences)), strict=True):
-        words = ["<s>", *vocabulary.decode(sentence), "</s>"]
-        found = sum(log_prob(tuple(words[max(0, i - 2) : i + 1])) for i in range(1, len(words)))
-        assert -found * math.log(10) == pytest.approx(float(nll), rel=1e-6)
-
-
-def test_kenlm_reads_the_same(arpa):
-    kenlm = pytest.importorskip("kenlm", reason="`pip install kenlm` to check the file with it")
-    model, vocabulary, path = arpa
-    other = kenlm.Model(str(path))
-    sentences = random_sentences(50, 33, seed=7)
-    for sentence, nll in zip(sentences, model.sentence_nll(encoded(*sentences)), strict=True):
-        score = other.score(" ".join(vocabulary.decode(sentence)))
-        assert -score * math.log(10) == pytest.approx(float(nll), rel=1e-5)

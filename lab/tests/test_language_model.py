@@ -1,10 +1,9 @@
 """The language model of App. C.1: its parts, its arithmetic, its cost."""
 
-import copy
-import pickle
 from dataclasses import replace
 
 import pytest
+import reference as ref
 import torch
 from assertions import assert_exact
 from moe_lab.analysis import ExpertReport, by_specialisation, cost, expert_reports, route_text
@@ -73,26 +72,16 @@ def test_targets_that_are_no_class(target):
         softmax.eval().loss(hidden, targets)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("targets", torch.tensor([1])),
-        ("bias", torch.zeros(1)),
-        ("hidden", torch.randn(2, 3)),
-        ("weight", torch.randn(7)),
-    ],
-)
-def test_shapes_that_do_not_fit_a_softmax(name, value):
-    arguments = {
-        "hidden": torch.randn(2, 4),
-        "weight": torch.randn(7, 4),
-        "bias": torch.zeros(7),
+def test_shapes_that_do_not_fit_a_softmax():
+    fits = {
+        "hidden": torch.randn(2, 4), "weight": torch.randn(7, 4), "bias": torch.zeros(7),
         "targets": torch.tensor([3, 1]),
-        name: value,
-    }
+    }  # fmt: skip
     draw = torch.tensor([1, 2]), torch.zeros(2), torch.zeros(2)
-    with pytest.raises(ValueError, match=f"^sampled_cross_entropy: {name} must"):
-        sampled_cross_entropy(*arguments.values(), *draw)
+    for name in fits:
+        wrong = fits | {name: torch.ones(1) if name != "targets" else torch.tensor([1])}
+        with pytest.raises(ValueError, match=f"^sampled_cross_entropy: {name} must"):
+            sampled_cross_entropy(*wrong.values(), *draw)
 
 
 def test_evaluating_leaves_each_modules_mode():
@@ -101,19 +90,6 @@ def test_evaluating_leaves_each_modules_mode():
     with evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == [True, True, False]
-
-
-def test_the_full_softmax_under_autocast():
-    softmax = SampledSoftmax(16, 30)
-    hidden, targets = torch.randn(20, 16, requires_grad=True), torch.randint(30, (20,))
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = softmax.loss(hidden, targets)
-    assert actual.dtype == torch.float32
-    actual.backward()
-    assert softmax.weight.grad.dtype == torch.float32 and hidden.grad.dtype == torch.float32
-    expected = F.cross_entropy(softmax(hidden), targets, reduction="sum")
-    # A bfloat16 dot product of 16 terms of size 1 errs by about 4 * 2^-9; 20 of them are summed.
-    assert abs(actual.item() - expected.item()) < 0.3
 
 
 def test_lstm_starts_with_open_forget_gate_and_sees_no_future():
@@ -145,26 +121,21 @@ def test_lstm_is_that_of_its_equations(units):
     """Includes a square projection, which torch's LSTM does not have."""
     lstm = LSTM(6, units, d_input=5).double()
     weights = dict(lstm.lstm.named_parameters())
-    w, u = weights["weight_ih_l0"], weights["weight_hh_l0"]
     bias = weights["bias_ih_l0"] + weights["bias_hh_l0"]
-    identity = torch.eye(6, dtype=torch.float64)
-    p = {None: identity, 6: lstm.projection, 9: weights.get("weight_hr_l0")}[units]
+    p = {None: None, 6: lstm.projection, 9: weights.get("weight_hr_l0")}[units]
+    given = weights["weight_ih_l0"], weights["weight_hh_l0"], bias, p
     x = torch.randn(2, 4, 5, dtype=torch.float64)
-    m, c, expected = x.new_zeros(2, 6), x.new_zeros(2, units or 6), []
-    for t in range(4):
-        i, f, j, o = (x[:, t] @ w.T + m @ u.T + bias).chunk(4, 1)
-        c = f.sigmoid() * c + i.sigmoid() * j.tanh()
-        m = (o.sigmoid() * c.tanh()) @ p.T
-        expected.append(m)
-    assert_exact(lstm(x), torch.stack(expected, 1))
+    m, c = x.new_zeros(6), x.new_zeros(units or 6)
+    outputs, _, cells = zip(*(ref.LSTM(sentence, *given, m, c) for sentence in x), strict=True)
+    expected = torch.stack([torch.stack(sentence) for sentence in outputs])
+    assert_exact(lstm(x), expected)
     state = lstm.start(2)
     for t in range(4):
         state = lstm.step(x[:, t], state)
-        assert_exact(state.m, expected[t])
-    assert_exact(state.c, c)
+        assert_exact(state.m, expected[:, t])
+    assert_exact(state.c, torch.stack(cells))
     actual, exact = (
-        torch.autograd.grad(y.square().sum(), list(lstm.parameters()))
-        for y in (lstm(x), torch.stack(expected, 1))
+        torch.autograd.grad(y.square().sum(), list(lstm.parameters())) for y in (lstm(x), expected)
     )
     for grad, of_equations in zip(actual, exact, strict=True):
         assert_exact(grad, of_equations)
@@ -303,94 +274,55 @@ def test_models_of_one_seed_share_their_trunk():
         assert torch.equal(moe[name], dense[name]), name
 
 
-def test_copies_and_pickles_after_a_forward():
-    model = build()
-    batch = random_batch([4, 3])
-    model.loss(batch)
-    model.eval()
-    expected = model.token_nll(batch)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin.token_nll(batch), expected)
-    fresh = build()
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh.eval().token_nll(batch), expected)
+TOPK, GROUPS = {"gate": "topk", "w_load": 0}, {"num_groups": 4}
+MOE_ERRORS = {
+    "k": ({"num_experts": 4, "k": 5}, {"num_experts": 32, "num_groups": 8, "k": 5}),
+    "w_load": ({"w_load": -1}, {"gate": "balanced"}),
+    "gate": ({"gate": "top"},),
+    "num_groups": ({"num_groups": 5}, TOPK | GROUPS, TOPK | GROUPS | {"gate": "expert_choice"}),
+    "w_switch": ({"w_switch": -1}, GROUPS | {"w_switch": 0.1}),
+    "w_switch_per_sequence": ({"w_switch_per_sequence": -1},),
+    "w_z": ({"w_z": -1}, GROUPS | {"w_z": 0.1}),
+    "score": (TOPK | {"score": "relu"}, {"score": "sigmoid"}),
+    "scale": (TOPK | {"scale": 0},),
+    "bias_update_rate": ({"bias_update_rate": 0.1},),
+    "shared_sizes": ({"shared_sizes": [0]},),
+    "num_identity_experts": ({"num_identity_experts": -1},),
+    "num_null_experts": ({"num_null_experts": 1, "num_groups": 8, "k": 1},),
+    "capacity_factor": ({"capacity_factor": -0.5},),
+    "drop": ({"drop": "score"}, {"drop": "last"}),
+}
+RECURRENT = {  # mixtures in an LSTM
+    "gate": ({"gate": "balanced", "w_load": 0}, {"gate": "expert_choice", "w_load": 0}),
+    "w_z": ({"w_z": 1},),
+    "num_null_experts": ({"num_null_experts": 1},),
+    "shared_sizes": ({"shared_sizes": [8]},),
+    "bias_update_rate": (TOPK | {"bias_update_rate": 0.1},),
+}
 
 
-@pytest.mark.parametrize(
-    ("option", "change"),
-    [
-        ("layers", {"layers": ["lstm", "mlp"]}),
-        ("layers", {"layers": []}),
-        ("dropout", {"dropout": 1.0}),
-        ("memory_slots", {"memory_slots": -1}),
-        ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="balanced", w_load=0)}),
-        ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="expert_choice", w_load=0)}),
-        ("moe.w_z", {"layers": ["moe_lstm"], "moe": MoEConfig(w_z=1)}),
-        ("moe.num_null_experts", {"layers": ["moe_lstm"], "moe": MoEConfig(num_null_experts=1)}),
-        ("moe.shared_sizes", {"layers": ["moe_lstm"], "moe": MoEConfig(shared_sizes=[8])}),
-        (
-            "moe.bias_update_rate",
-            {"layers": ["moe_lstm"], "moe": MoEConfig(gate="topk", w_load=0, bias_update_rate=0.1)},
-        ),
-        ("lstm_units", {"lstm_units": 4}),
-    ],
-)
-def test_configuration_errors(option, change):
-    with pytest.raises(ValueError, match=f"{option} must .*got"):
-        small_config(**change)
-
-
-@pytest.mark.parametrize(
-    ("option", "options"),
-    [
-        ("k", {"num_experts": 4, "k": 5}),
-        ("w_load", {"w_load": -1}),
-        ("gate", {"gate": "top"}),
-        ("w_load", {"gate": "balanced"}),
-        ("num_groups", {"num_groups": 5}),
-        ("w_switch", {"num_groups": 4, "w_switch": 0.1}),
-        ("w_z", {"num_groups": 4, "w_z": 0.1}),
-        ("drop", {"drop": "score"}),
-        ("num_groups", {"gate": "topk", "num_groups": 4, "w_load": 0}),
-        ("num_groups", {"gate": "expert_choice", "num_groups": 4, "w_load": 0}),
-        ("k", {"num_experts": 32, "num_groups": 8, "k": 5}),
-        ("score", {"gate": "topk", "w_load": 0, "score": "relu"}),
-        ("score", {"score": "sigmoid"}),
-        ("scale", {"gate": "topk", "w_load": 0, "scale": 0}),
-        ("bias_update_rate", {"bias_update_rate": 0.1}),
-        ("w_switch", {"w_switch": -1}),
-        ("w_switch_per_sequence", {"w_switch_per_sequence": -1}),
-        ("w_z", {"w_z": -1}),
-        ("shared_sizes", {"shared_sizes": [0]}),
-        ("num_identity_experts", {"num_identity_experts": -1}),
-        ("num_null_experts", {"num_null_experts": 1, "num_groups": 8, "k": 1}),
-        ("capacity_factor", {"capacity_factor": -0.5}),
-        ("drop", {"drop": "last"}),
-    ],
-)
-def test_moe_configuration_errors(option, options):
-    with pytest.raises(ValueError, match=f"{option} must .*got"):
-        MoEConfig(**options)
-
-
-def test_feed_forward_configuration_errors():
+def test_configuration_errors():
+    for option, several in MOE_ERRORS.items():
+        for options in several:
+            with pytest.raises(ValueError, match=f"{option} must .*got"):
+                MoEConfig(**options)
+    for option, several in RECURRENT.items():
+        for options in several:
+            with pytest.raises(ValueError, match=f"moe.{option} must .*got"):
+                small_config(layers=["moe_lstm"], moe=MoEConfig(**options))
+    others = {"dropout": 1.0, "memory_slots": -1, "lstm_units": 4}
+    for option, value in [*others.items(), ("layers", ["lstm", "mlp"]), ("layers", [])]:
+        with pytest.raises(ValueError, match=f"{option} must .*got"):
+            small_config(**{option: value})
     with pytest.raises(ValueError, match="activation must .*got .rely"):
         FeedForwardConfig(activation="rely")
 
 
 @pytest.mark.parametrize("num_groups", [0, 2])
 def test_options_reach_the_layers(num_groups):
-    moe = MoEConfig(
-        num_experts=4,
-        num_groups=num_groups,
-        k=2,
-        hidden_sizes=[6, 5],
-        activation="tanh",
-        w_importance=0.3,
-        w_load=0.7,
-        noise_epsilon=0.05,
-        recompute=True,
-    )
+    of_layer = {"w_importance": 0.3, "w_load": 0.7}
+    more = {"activation": "tanh", "noise_epsilon": 0.05, "recompute": True, "hidden_sizes": [6, 5]}
+    moe = MoEConfig(num_experts=4, num_groups=num_groups, k=2, **of_layer, **more)
     ffn = FeedForwardConfig(hidden_sizes=[7], activation="silu")
     model = build(layers=["moe", "moe_lstm", "ffn"], memory_slots=3, moe=moe, ffn=ffn)
     mixture, recurrent, dense = model.layers
@@ -403,37 +335,21 @@ def test_options_reach_the_layers(num_groups):
 
 
 def test_options_of_later_routers_reach_the_layer():
-    moe = MoEConfig(
-        gate="topk",
-        num_experts=4,
-        k=2,
-        w_load=0,
-        score="sigmoid",
-        renormalize=False,
-        scale=2.5,
-        bias_update_rate=0.01,
-        w_switch=0.1,
-        w_switch_per_sequence=0.2,
-        w_z=0.3,
-        hidden_sizes=[6],
-        shared_sizes=[5],
-        num_identity_experts=2,
-        num_null_experts=1,
-        capacity_factor=1.5,
-        drop="score",
-    )
+    of_gate = {"score": "sigmoid", "renormalize": False, "scale": 2.5, "bias_update_rate": 0.01}
+    of_layer = {"num_identity_experts": 2, "num_null_experts": 1, "capacity_factor": 1.5}
+    of_layer |= {"drop": "score"}
+    losses = {"w_switch": 0.1, "w_switch_per_sequence": 0.2, "w_z": 0.3}
+    more = {"num_experts": 4, "k": 2, "hidden_sizes": [6], "shared_sizes": [5]}
+    moe = MoEConfig(**TOPK, **of_gate, **of_layer, **losses, **more)
     layer = build(layers=["moe"], moe=moe).layers[0]
-    gate = layer.gate
-    assert (gate.score, gate.renormalize, gate.scale) == ("sigmoid", False, 2.5)
-    assert gate.num_experts == 7 and layer.num_experts == 4
-    assert (layer.num_identity_experts, layer.num_null_experts) == (2, 1)
-    assert (layer.capacity_factor, layer.drop) == (1.5, "score")
-    assert gate.bias_update_rate == 0.01 and gate.selection_bias is not None
-    assert {loss.name: loss.weight for loss in layer.losses} == {
-        "switch_loss": 0.1,
-        "switch_loss_per_sequence": 0.2,
-        "z_loss": 0.3,
-    }
+    assert {name: getattr(layer.gate, name) for name in of_gate} == of_gate
+    assert {name: getattr(layer, name) for name in of_layer} == of_layer
+    assert layer.gate.num_experts == 7 and layer.num_experts == 4
+    assert layer.gate.selection_bias is not None
+    names = ("switch_loss", "switch_loss_per_sequence", "z_loss")
+    assert {loss.name: loss.weight for loss in layer.losses} == dict(
+        zip(names, losses.values(), strict=True)
+    )
     assert [len(w[0]) for w in layer.shared_expert.expert.weights] == [8, 5]
 
 
@@ -521,63 +437,6 @@ def test_cost_of_a_moe_lstm():
     assert counted.total_parameters == counted.parameters + 4 * D + VOCAB * (2 * D + 1)
 
 
-LEFT_OUT = 7  # a word without experts under a gate with varying numbers of experts
-
-
-def gate_by_word(inputs, mask, ragged):
-    """Routes each word to expert word % 4, and with the rest of the weight to (word + 1) % 4."""
-    words = inputs[mask]
-    first = 0.5 + words / 100
-    gates = torch.stack((first, 1 - first), 1)
-    index = torch.stack((words % 4, (words + 1) % 4), 1)
-    if not ragged:
-        return {"gates": gates, "expert_index": index}
-    some = words != LEFT_OUT
-    offsets = F.pad(2 * some.cumsum(0), (1, 0))
-    flat = {"gates": gates[some].flatten(), "expert_index": index[some].flatten()}
-    return {**flat, "token_offsets": offsets}
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_expert_reports_find_what_a_known_gate_does(ragged):
-    words = [f"w{i}" for i in range(VOCAB - 2)]
-    vocabulary = Vocabulary([*words, "<unk>", "</s>"])
-    generator = torch.Generator().manual_seed(4)
-    sentences = [torch.randint(len(words), (6,), generator=generator).tolist() for _ in range(200)]
-    model = build()
-
-    def forward(inputs, mask=None):
-        h, aux = LanguageModel.forward(model, inputs, mask)
-        return h, (aux[0]._replace(**gate_by_word(inputs, mask, ragged)),)
-
-    model.forward = forward
-    encoded = EncodedSentences(sentences, vocabulary.eos_id)
-    routed = route_text(model, encoded, num_positions=10**6)
-    reports = expert_reports(routed, vocabulary, num_contexts=5)
-    assert [report.expert for report in reports] == [0, 1, 2, 3]
-    inputs = torch.tensor([w for s in sentences for w in (vocabulary.eos_id, *s)])
-    for report in reports:
-        mine = (inputs % 4 == report.expert) | ((inputs + 1) % 4 == report.expert)
-        mine &= torch.tensor(not ragged) | (inputs != LEFT_OUT)
-        assert report.share == pytest.approx(mine.float().mean().item())
-        assert report.information > 0.3  # about ln 2: each expert gets half of the words
-        for word in report.words:
-            index = vocabulary.encode([word.word])[0]
-            assert word.share == 1.0 and word.times == (inputs == index).sum()
-        top = [context.gate for context in report.contexts]
-        assert top == sorted(top, reverse=True) and len(top) == 5
-        for context in report.contexts:
-            index = vocabulary.encode([context.words[2]])[0]
-            assert context.gate == pytest.approx(
-                0.5 + index / 100 if index % 4 == report.expert else 0.5 - index / 100
-            )
-            stripped = [w for w in context.words if w]
-            text = [["</s>", *vocabulary.decode(s), "</s>"] for s in sentences]
-            assert any(
-                stripped == line[i : i + len(stripped)] for line in text for i in range(len(line))
-            )
-
-
 def test_routed_text_is_without_dropped_slots():
     vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
     encoded = EncodedSentences([[1, 2, 3]] * 9, vocabulary.eos_id)
@@ -586,6 +445,15 @@ def test_routed_text_is_without_dropped_slots():
     # One batch of 36 tokens: at most 9 slots of each of the 4 experts; 36 · 2 slots were chosen.
     assert routed.slots_by_gate()[1].max() == 9 and len(routed.windows) == 36
     assert len(routed.position) == len(routed.expert) == len(routed.gate) <= 36
+
+
+def test_reports_have_identity_and_null_experts():
+    vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
+    of_no_weights = {"num_identity_experts": 2, "num_null_experts": 1}
+    model = build(moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[8], **of_no_weights))
+    routed = route_text(model, EncodedSentences([[1, 2, 3]] * 9, vocabulary.eos_id))
+    shares = [report.share for report in expert_reports(routed, vocabulary)]
+    assert len(shares) == 7 and sum(shares) == pytest.approx(2)
 
 
 def test_experts_with_few_tokens_come_last():

@@ -5,7 +5,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import reference as ref
 import torch
 from moe_lab.benchmarks import layer, measurement, peers, roofline, tables
 from moe_lab.benchmarks.cases import run
@@ -59,18 +58,6 @@ def test_work_by_hand():
     assert forward == (2 * 3 * 105, 2 * (10 + 2 * 105 + 10))
     assert both.bytes == forward.bytes + 2 * (30 + 2 * 105 + 3 * 14 + 4 * 105)
     assert limit(Work(600, 50), 100, 10) == 6 and limit(Work(600, 90), 100, 10) == 9
-
-
-@pytest.mark.parametrize("name", ["ours", "mask loop", "sort + slices", "sort + split"])
-def test_plain_peers_compute_equation_1(name):
-    problem = Problem(SHAPE, torch.float64)
-    first, second = problem.weights
-    (y,) = problem.results(name, FORWARD)["y"]
-    for x, gates, chosen, y_t in zip(
-        problem.x, problem.gates, problem.expert_index, y, strict=True
-    ):
-        outputs = torch.stack([ref.E_i(x, (first[e], second[e])) for e in chosen])
-        torch.testing.assert_close(y_t, gates @ outputs, rtol=1e-12, atol=1e-12)
 
 
 PACKAGES = {

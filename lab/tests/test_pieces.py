@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import sentencepiece
 from moe_lab.commands import evaluate as evaluate_command
-from moe_lab.commands import export, inspect_experts, prepare_data
+from moe_lab.commands import export, prepare_data
 from moe_lab.data import (
     CorpusError,
     Vocabulary,
@@ -19,16 +19,17 @@ from moe_lab.data import (
     load_parallel,
 )
 from moe_lab.data import mixed as mixed_module
-from moe_lab.data.mixed import of_languages, of_sources, write_parts
+from moe_lab.data.mixed import of_languages, of_sources
 from moe_lab.data.sentences import place_of
 from moe_lab.errors import ConfigError
 from moe_lab.names import PARTS
 from moe_lab.training import metrics as metrics_module
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.config import DataConfig, config_from_dict
+from moe_lab.training.config import DataConfig, config_from_dict, read_config
 from moe_lab.training.loop import make_trainer
 from moe_lab.training.metrics import bytes_of, evaluate
 from moe_lab.training.text import load_part, load_text
+from tiny import CONFIG, TINY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,16 +37,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
     """Trains a tiny model of wordpieces and returns its configuration and text."""
-    config = config_from_dict(
-        {
-            "output": str(tmp_path_factory.mktemp("runs") / "run"),
-            "steps": 4,
-            "num_threads": 1,
-            "data": {"corpus": str(corpus), "kind": "bpe", "vocab_size": 40},
-            "model": {"d_model": 8, "moe": {"num_experts": 4, "k": 2, "hidden_sizes": [8]}},
-            "log": {"log_every": 2, "progress": False, "tensorboard": False},
-        }
-    )
+    places = [f"data.corpus={corpus}", f"output={tmp_path_factory.mktemp('runs') / 'run'}"]
+    options = ["data.kind=bpe", "data.vocab_size=40", "steps=4", "log.progress=false"]
+    config = read_config(CONFIG, [*TINY, *options, *places])
     text = load_text(config.data)
     assert make_trainer(config, text).run()
     return config, text
@@ -105,18 +99,6 @@ def test_a_byte_piece_stands_for_one_byte():
     assert bytes_of(encode_sentences([["ab", "é"]], pieces), pieces) == len("ab é\n".encode())
 
 
-def test_a_run_keeps_its_wordpieces(run):
-    config, text = run
-    trained = load_run(config.output)
-    assert isinstance(trained.vocabulary, Wordpieces)
-    assert trained.vocabulary.fingerprint() == text.vocabulary.fingerprint()
-    resumed = make_trainer(replace(config, resume=True), text)
-    assert resumed.step == 4 and resumed.run()
-    other = load_text(replace(config.data, vocab_size=41))
-    with pytest.raises(ConfigError, match="the vocabulary of .* must be the vocabulary of the run"):
-        make_trainer(replace(config, resume=True), other)
-
-
 def test_perplexity_per_piece_word_and_byte(run, corpus, capsys):
     config, text = run
     result = evaluate_command.main([config.output])
@@ -136,13 +118,6 @@ def test_perplexity_per_piece_word_and_byte(run, corpus, capsys):
     assert float(per_byte[1]) == pytest.approx(math.exp(nats), abs=1e-4)
 
 
-def test_experts_are_described_by_pieces(run, tmp_path, capsys):
-    config, text = run
-    inspect_experts.main([config.output, "--output", str(tmp_path / "e"), "--positions", "200"])
-    shown = (tmp_path / "e.txt").read_text()
-    assert any(piece in shown for piece in text.vocabulary.words if len(piece) > 1)
-
-
 def test_a_model_of_wordpieces_is_not_exported(run, tmp_path):
     config, _ = run
     with pytest.raises(ConfigError, match="must be a run of a language model of words, got word"):
@@ -159,16 +134,6 @@ def test_a_model_of_wordpieces_is_not_exported(run, tmp_path):
 def test_options_are_checked(options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         config_from_dict({"data": options})
-
-
-def test_errors_of_wordpieces_name_the_option(corpus, tmp_path):
-    config = DataConfig(str(corpus), kind="unigram", vocab_size=100_000)
-    with pytest.raises(ConfigError, match=r"data\.vocab_size must be at most \d+ for this text"):
-        load_text(config)
-    wrong = tmp_path / "words.txt"
-    wrong.write_text("</s>\n<unk>\na\n")
-    with pytest.raises(ConfigError, match=r"data\.vocabulary: Wordpieces\.load"):
-        load_text(replace(config, vocabulary=str(wrong)))
 
 
 def sides(folder, language, part):
@@ -268,14 +233,6 @@ def test_sources_need_headers(sources):
         of_sources(10)
 
 
-def test_the_parts_of_code_are_blocks_of_lines():
-    lines = ["a b", "  c", "", "", "d", " ".join("e" * 63), "f", " ".join("g" * 100), "h"]
-    found = list(mixed_module._sentences_of_code("\n".join(lines)))
-    assert [len(each.split()) for each in found] == [3, 64, 1, 64, 37]
-    assert found[0] == "a b c"
-    assert " ".join(found).split() == " ".join(lines).split()
-
-
 def prepare(*arguments):
     return prepare_data.main([str(argument) for argument in arguments])
 
@@ -317,9 +274,3 @@ def test_options_of_corpora_are_checked(arguments, message, capsys):
 def test_missing_parallel_text(tmp_path):
     with pytest.raises(ConfigError, match="--from: .*en and fr"):
         prepare("languages", "--from", tmp_path, "--output", tmp_path / "out")
-
-
-def test_parts_are_written_as_a_corpus(tmp_path):
-    write_parts({"train": ["a b", "c"], "dev": ["d"], "test": ["é"]}, tmp_path / "made")
-    text = load_text(DataConfig(str(tmp_path / "made"), vocab_size=9))
-    assert len(text.train) == 2 and (tmp_path / "made" / "test.txt").read_text("utf-8") == "é\n"

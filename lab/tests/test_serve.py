@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from moe_lab.cli import exit_status
-from moe_lab.commands import evaluate, export, train
+from moe_lab.commands import evaluate, export
 from moe_lab.models.export import NextWord
 from moe_lab.training.checkpoint import load_run
 
@@ -19,17 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def exported(corpus, tmp_path_factory):
-    """Trains a tiny model and exports it; returns the run and the package."""
-    folder = tmp_path_factory.mktemp("serve")
-    run, package = folder / "run", folder / "lm.pt2"
-    options = [
-        "data.vocab_size=60", "data.tokens_per_batch=100", "model.d_model=8",
-        "model.lstm_units=16", "model.moe.num_experts=4", "model.moe.k=2",
-        "model.moe.hidden_sizes=[8]", "num_threads=1", "log.tensorboard=false",
-        "log.progress=false", f"data.corpus={corpus}", f"output={run}", "steps=20",
-    ]  # fmt: skip
-    train.main([str(ROOT / "configs/small/moe-32.toml"), *options])
+def exported(run, tmp_path_factory):
+    """Exports a tiny model; returns the run and the package."""
+    package = tmp_path_factory.mktemp("serve") / "lm.pt2"
     export.main([str(run), "--output", str(package)])
     return run, package
 
@@ -101,6 +93,17 @@ def test_errors_of_serve(program, exported, arguments, lines, num_answers, messa
     assert done.stderr.startswith("serve: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
     assert len(done.stdout.splitlines()) == num_answers  # of the lines before the error
+
+
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [(">&-", "stdout must be open"), (">/dev/full", "stdout must take all of the output")],
+)
+@pytest.mark.parametrize("option", ["", "--perplexity"])
+def test_a_closed_or_full_stdout_is_an_error(program, exported, option, redirection, message):
+    command = f"echo w1 | {program('serve')} {exported[1]} {option} {redirection}"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"serve: {message}")
 
 
 def test_an_error_does_not_wait_for_the_next_line(program, exported):

@@ -101,38 +101,6 @@ def test_information_uses_the_expert_with_the_highest_gate():
     assert found.information == pytest.approx(math.log(3), abs=1e-12) == found.entropy
 
 
-def test_experts_independent_of_the_label():
-    # Each (label, expert) pair occurs 20 times, so the information is 0; no shuffle has less.
-    labels = torch.arange(5).repeat(80)
-    experts = torch.arange(4).repeat_interleave(5).repeat(20).tolist()
-    found = measure_specialisation(
-        one_expert_each(experts, 4), {"label": labels}, num_permutations=99
-    )
-    assert found["label"].information == pytest.approx(0, abs=1e-12)
-    assert found["label"].p_information == 1.0
-    assert found["label"].share < 0
-
-
-def test_random_routing_shows_no_specialisation():
-    """The bias of the information I is (E - 1)(V - 1) / 2N, also for shuffled labels.
-
-    2 N I is approximately chi-squared with (E - 1)(V - 1) = 133 degrees of freedom. Its standard
-    deviation is 16.3, and 1.2 for the mean of 200 values.
-    """
-    generator = torch.Generator().manual_seed(2)
-    N, E, V = 4_000, 8, 20
-    experts = torch.randint(E, (N,), generator=generator)
-    labels = torch.randint(V, (N,), generator=generator)
-    found = measure_specialisation(
-        one_expert_each(experts.tolist(), E), {"label": labels}, num_permutations=200
-    )["label"]
-    degrees = (E - 1) * (V - 1)
-    assert abs(2 * N * float(found.permuted_information.mean()) - degrees) < 5 * 1.2 + 2
-    assert abs(2 * N * found.information - degrees) < 5 * 16.3
-    assert abs(found.share * found.entropy * 2 * N) < 5 * 16.3
-    assert found.p_purity > 0.01 and found.p_information > 0.01
-
-
 def test_permutations_are_uniform():
     """Means over shuffled labels equal means over all 720 orders, up to 5 standard errors."""
     labels, experts = [0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 1, 1]
@@ -358,37 +326,6 @@ def test_one_language_pair_is_not_reported(wordpieces, pairs, model_by_class):
     assert "language pair" not in labels_of(routed, wordpieces)
     for report in expert_reports(routed, wordpieces):
         assert report.pairs == [] and report.pair_information == 0
-
-
-@pytest.mark.parametrize(
-    "moe",
-    [
-        {},
-        {"num_groups": 2},
-        {"num_identity_experts": 3, "num_null_experts": 1},
-        {"gate": "balanced", "w_load": 0},
-        {"gate": "balanced", "w_load": 0, "num_groups": 2},
-    ],
-)
-def test_experts_of_untrained_translation_models(moe, wordpieces, pairs):
-    torch.manual_seed(6)
-    model = translation_model(len(wordpieces), 8, num_experts=8, k=2, **moe)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    for layer in (0, 1):
-        routed = route_text(model, pairs, layer=layer, num_positions=10**6)
-        reports = expert_reports(routed, wordpieces)
-        num_slots, num_positions = len(routed.expert), len(routed.windows)
-        assert num_positions == (pairs.num_source_tokens if layer == 0 else pairs.num_tokens)
-        assert sum(report.share for report in reports) == pytest.approx(num_slots / num_positions)
-        if "gate" not in moe:
-            assert num_slots == num_positions * (4 if "num_groups" in moe else 2)
-        for report in reports:
-            total = sum(share.share for share in report.pairs)
-            assert total == pytest.approx(1 if report.share else 0)
-            assert report.pair_information >= -1e-12
-    with pytest.raises(ValueError, match="layer must .*got 2"):
-        route_text(model, pairs, layer=2)
 
 
 def test_classes_of_pieces():

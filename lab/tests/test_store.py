@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.arms import Arm, by_settings, parse_arm, study_parser
-from moe_lab.experiments.report import Claims, Command, Page, Plot
-from moe_lab.experiments.runs import commands_of, mean_curve
+from moe_lab.experiments.arms import Arm, add_runs, by_settings, parse_arm
 from moe_lab.experiments.store import Store, Stored, run_missing, shared_options
+from moe_lab.experiments.study import Study
 from moe_lab.training.config import Config, TranslationConfig
 
 SETTINGS = {"epochs": 2}
@@ -72,25 +71,6 @@ def test_a_run_that_diverges_does_not_stop_the_others(store, tmp_path):
     assert calls == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("{", "must be JSON"),
-        ("[]", "must be a table with settings and runs, got 'list'"),
-        ('{"runs": []}', "must be a table with settings and runs, got 'dict'"),
-        ('{"settings": {"epochs": 2}, "runs": [{"arm": "a"}]}', "must each have an arm and a seed"),
-        ('{"settings": {}, "runs": [{"arm": "a x", "seed": 1}]}', "an arm must be a model with"),
-        ('{"settings": {"epochs": 9}, "runs": []}', "must hold runs with {'epochs': 2}, got"),
-    ],
-)
-def test_files_of_other_studies_are_refused(store, content, message):
-    store.path.parent.mkdir()
-    store.path.write_text(content)
-    with pytest.raises(ConfigError, match=message) as error:
-        store.read(SETTINGS)
-    assert str(store.path) in str(error.value) and "give another --output" in str(error.value)
-
-
 def test_an_arm_with_other_options_is_refused(store, tmp_path):
     call(store, lambda *_: {}, tmp_path, (A, 1), rate=1)
     call(store, lambda *_: {}, tmp_path, (A, 1), rate=1)
@@ -114,36 +94,6 @@ def test_options_that_all_runs_share(store):
         store.read(shared | {"model.dropout": 0.1})
     # The path of the corpus may differ.
     assert store.read(shared | {"corpus": "elsewhere"}).find(A, 1) is not None
-
-
-def test_the_mean_curve_averages_the_log_perplexity():
-    runs = {1: {"dev": [[100, 0.0], [200, 1.0]]}, 2: {"dev": [[101, 2.0], [201, 1.0]]}}
-    (first, ppl), (second, last) = mean_curve(runs)
-    assert (first, second) == (100, 200)
-    assert (ppl, last) == pytest.approx((2.718281828, 2.718281828))
-    assert mean_curve({}) == []
-
-
-def test_commands_of_further_seeds_and_other_arms():
-    runs = [{"arm": "a", "seed": seed} for seed in (1, 2, 3)]
-    assert commands_of(["run"], runs, ["a"]) == "run"
-    runs += [{"arm": "a", "seed": 4}, {"arm": "a x2", "seed": 1}]
-    runs += [{"arm": arm, "seed": seed} for arm in ("b", "c") for seed in (2, 3)]
-    assert commands_of(["run"], runs, ["a"]).splitlines() == [
-        "run",
-        "run --seeds 4 --arms a",
-        "run --seeds 1 --arms 'a x2'",
-        "run --seeds 2 3 --arms b c",
-    ]
-
-
-def test_a_page_is_made_of_its_parts():
-    parts = ["text\n", "", Plot("curves", None), Claims("| claim |\n", []), Command("run\nagain")]
-    page = Page("Title", parts)
-    assert page.as_markdown("name") == (
-        "# Title\n\ntext\n\n![curves](name.png)\n\n| claim |\n\n```\nrun\nagain\n```\n"
-    )
-    assert page.part(Command).lines == "run\nagain" and Page("", ["text"]).part(Plot) is None
 
 
 NAMES = {
@@ -185,14 +135,27 @@ def test_the_name_of_an_arm_gives_its_settings():
 
 
 def test_arms_on_the_command_line(capsys):
-    parser = study_parser("", "s", ["moe-4", "dense"], ["dense"], ["times", "rate"])
-    assert parser.parse_args([]).arms == [Arm("dense")]
+    parser = argparse.ArgumentParser()
+    add_runs(parser, "s")
+    assert parser.parse_args([]).arms is None
     arms = parser.parse_args(["--arms", "moe-4 x4", "dense rate 0.1"]).arms
     assert arms == [Arm("moe-4", times=4), Arm("dense", rate=0.1)]
-    for wrong in ("moe-5", "moe-4 dropout 0.1", "moe-4 x"):
-        with pytest.raises(SystemExit):
-            parser.parse_intermixed_args(["--arms", wrong])
-        assert f"argument --arms: {'must be one of moe-4, dense' if wrong[-1] != 'x' else ''}" in (
-            capsys.readouterr().err
-        )
-    assert isinstance(parser, argparse.ArgumentParser) and Stored({}).by_arm()[A] == {}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--arms", "moe-4 x"])
+    assert "argument --arms: " in capsys.readouterr().err
+    assert Stored({}).by_arm()[A] == {}
+
+
+class OneModel(Study):
+    name, models, usual, arm_settings = "one", ["a", "b"], ["a", "a x2"], ["times"]
+    settings = run = page = command = lambda *_: None
+
+
+def test_a_study_refuses_arms_that_it_does_not_have():
+    def arms(*names):
+        return OneModel(argparse.Namespace(runs="", arms=list(map(parse_arm, names)))).arms
+
+    assert arms() == [A, Arm("a", times=2)] and arms("b x4") == [Arm("b", times=4)]
+    for wrong in ("c", "a rate 0.1", "a dropout 0.1"):
+        with pytest.raises(ConfigError, match=f"--arms must be one of a, b, .*got '{wrong}'"):
+            arms(wrong)

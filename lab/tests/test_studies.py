@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 
 import pytest
@@ -12,23 +11,8 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_change, verdict
 from moe_lab.experiments.runs import difference
-from moe_lab.experiments.store import Runs
-from moe_lab.studies import (
-    _balanced,
-    _efficiency,
-    _routing,
-    _specialisation,
-    balanced,
-    capacity,
-    efficiency,
-    facts,
-    kneser_ney,
-    losses,
-    multilingual,
-    routers,
-    specialisation,
-    translation,
-)
+from moe_lab.studies import balanced, efficiency, losses, routers, specialisation
+from moe_lab.studies.table import run as run_study
 from moe_lab.training.config import read_config
 from tiny import CONFIG, ROOT, TINY, rebuilds, status_and_error
 
@@ -38,17 +22,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 RESULTS = ROOT / "docs" / "results"
 PAGES = {  # of the published pages that are made of a store: the study and its options
-    "balanced": (balanced,),
-    "capacity_prose": (capacity, "--text", "prose"),
-    "capacity_sources": (capacity,),
-    "efficiency": (efficiency,),
-    "facts": (facts,),
-    "losses": (losses,),
-    "multilingual_captions": (multilingual,),
-    "routers": (routers,),
-    "specialisation": (specialisation,),
-    "translation_captions_en-de": (translation,),
-    "translation_captions_en-fr": (translation, "--pair", "en-fr"),
+    "balanced": ("balanced",),
+    "capacity_prose": ("capacity", "--text", "prose"),
+    "capacity_sources": ("capacity",),
+    "efficiency": ("efficiency",),
+    "facts": ("facts",),
+    "losses": ("losses",),
+    "multilingual_captions": ("multilingual",),
+    "routers": ("routers",),
+    "specialisation": ("specialisation",),
+    "translation_captions_en-de": ("translation",),
+    "translation_captions_en-fr": ("translation", "--pair", "en-fr"),
 }
 
 
@@ -57,7 +41,7 @@ def test_published_pages_are_made_of_their_data(name, tmp_path):
     """The text is made again, byte by byte; the plot depends on the version of matplotlib."""
     study, *options = PAGES[name]
     shutil.copy(RESULTS / f"{name}.json", tmp_path)
-    study.main(["--report", *options, f"--output={tmp_path}"])
+    run_study(study, ["--report", *options, f"--output={tmp_path}"])
     for suffix in ("md", "json"):
         file = f"{name}.{suffix}"
         assert (tmp_path / file).read_text() == (RESULTS / file).read_text()
@@ -74,89 +58,53 @@ def test_every_store_of_the_results_is_checked():
     assert stores == PAGES.keys() - {"efficiency"}
 
 
-def run_study(study, corpus, tmp_path, *options):
+def tiny_study(study, corpus, tmp_path, *options):
     """Runs a study with two training steps for each model."""
-    return study.main(
-        [
-            f"data.corpus={corpus}",
-            "steps=2",
-            "data.vocab_size=45",
-            "data.tokens_per_batch=40",
-            "model.num_sampled=9",
-            "model.d_model=8",
-            "log.tensorboard=false",
-            "log.progress=false",
-            f"--runs={tmp_path / 'runs'}",
-            f"--output={tmp_path / 'results'}",
-            *options,
-        ],
-    )
-
-
-def test_claims_about_a_larger_w_load():
-    """Max/mean load falls by the difference of w_load; all other metrics grow by it."""
-    results = {}
-    for arm in losses.WEIGHTS:
-        w_load = float(arm.partition(",")[2])
-        balance = dict.fromkeys(_routing.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
-        run = {"test_nll": w_load, "balance": balance}
-        results[Arm(arm)] = dict.fromkeys((1, 2, 3), run)
-    found = [row for row in _routing.comparisons(Runs(results)) if "max/mean" in row.claim]
-    assert [(row.compared, row.shown, row.verdict) for row in found] == [
-        ("0,0.2 against 0,0", "-0.200 [-0.200, -0.200]", "supported"),
-        ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "supported"),
-        ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "supported"),
-        ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "supported"),
-    ]
+    places = [f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}"]
+    small = ["steps=2", "data.vocab_size=45", "data.tokens_per_batch=40", "model.num_sampled=9"]
+    quiet = ["model.d_model=8", "log.tensorboard=false", "log.progress=false"]
+    return run_study(study, [f"data.corpus={corpus}", *small, *quiet, *places, *options])
 
 
 def test_losses_are_reported(corpus, tmp_path):
-    results = run_study(losses, corpus, tmp_path, "--seeds", "1", "2").by_arm()
+    arms = ("--arms", "0,0", "0.1,0.1", "0.01,0.01")
+    results = tiny_study("losses", corpus, tmp_path, "--seeds=1", *arms).by_arm()
     page = (tmp_path / "results" / "losses.md").read_text()
     gap = difference(results[Arm("0.1,0.1")], results[Arm("0,0")])
     assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
-    assert page.count("| a larger w_load lowers ") == page.count("| w_load lowers ") == 1
-    assert page.count("| larger weights lower ") == 2 and page.count("within 0.5% |") == 4
     for arm in results:
         moe = read_config(tmp_path / "runs" / f"{arm}-seed1" / "config.toml").model.moe
         assert str(arm) == f"{moe.w_importance:g},{moe.w_load:g}"
-    assert "| w_importance | w_load | seeds |" in page
-    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| 2 \|", page, re.M)
-    assert [",".join(row) for row in rows] == [*losses.WEIGHTS]
-    data = json.loads((tmp_path / "results" / "losses.json").read_text())
-    assert all(run["balance"].keys() == _routing.COLUMNS.keys() for run in data["runs"])
-    assert data["claims"][0]["difference"]["mean"] == gap.mean
+    runs = json.loads((tmp_path / "results" / "losses.json").read_text())["runs"]
+    assert all(run["balance"].keys() == losses.COLUMNS.keys() for run in runs)
     assert "moe-lab study losses data.corpus=CORPUS steps=2 data.vocab_size=45 " in page
-    assert rebuilds(losses.main, "losses", tmp_path / "results")
+    assert rebuilds("losses", "losses", tmp_path / "results")
 
 
 def test_routers_are_reported(corpus, tmp_path, capsys):
-    run_study(routers, corpus, tmp_path, "--seeds", "1", "--arms", "switch rate 0.004")
+    tiny_study("routers", corpus, tmp_path, "--seeds=1", "--arms", "switch rate 0.004")
     assert "nothing to report yet" in capsys.readouterr().out
-    results = run_study(routers, corpus, tmp_path, "--seeds", "1", "2").by_arm()
+    results = tiny_study("routers", corpus, tmp_path, "--seeds=1").by_arm()
     page = (tmp_path / "results" / "routers.md").read_text()
-    assert [arm.model for arm, runs in results.items() if len(runs) == 2] == [*routers.ROUTERS]
     for name in ("switch", "bias", "balanced"):
         gap = difference(results[Arm(name)], results[Arm("noisy")])
         assert f"| {name} against noisy | {as_change(gap)} | {verdict(gap)} |" in page
     assert "expert_choice against" not in page  # it is not a language model
-    assert page.count("| expert_choice (not causal) |") == 1
-    runs = json.loads((tmp_path / "results" / "routers.json").read_text())["runs"]
-    busiest = {run["arm"]: _routing.busiest(run) for run in runs}
+    busiest = {str(arm): routers.busiest(runs[1]) for arm, runs in results.items()}
     assert 1 <= busiest["balanced"] < 1.2 < busiest["noisy"]
-    folders = {name: tmp_path / "runs" / f"{name}-seed1" for name in routers.ROUTERS}
-    models = {name: read_config(folder / "config.toml") for name, folder in folders.items()}
-    assert {name: config.model.moe.gate for name, config in models.items()} == {
-        "noisy": "noisy_topk",
-        "switch": "topk",
-        "bias": "topk",
-        "balanced": "balanced",
-        "expert_choice": "expert_choice",
+    configs = {
+        str(arm): read_config(tmp_path / f"runs/{str(arm).replace(' ', '-')}-seed1/config.toml")
+        for arm in results
     }
-    trial = read_config(tmp_path / "runs" / "switch-rate-0.004-seed1" / "config.toml")
-    assert trial.optimizer.learning_rate == 4e-3 and trial.model.moe == models["switch"].model.moe
+    trial = configs.pop("switch rate 0.004")
+    assert {name: config.model.moe.gate for name, config in configs.items()} == {
+        "noisy": "noisy_topk", "switch": "topk", "bias": "topk", "balanced": "balanced",
+        "expert_choice": "expert_choice",
+    }  # fmt: skip
+    assert trial.optimizer.learning_rate == 4e-3
+    assert trial.model.moe == configs["switch"].model.moe
     assert "with other learning rates" in page and "--seeds 1 --arms 'switch rate 0.004'\n" in page
-    assert rebuilds(routers.main, "routers", tmp_path / "results")
+    assert rebuilds("routers", "routers", tmp_path / "results")
 
 
 def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
@@ -165,7 +113,7 @@ def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
         *TINY, f"data.corpus={corpus}", "steps=6", "log.eval_every=3", "log.progress=false",
         *places,
     ]  # fmt: skip
-    stored = balanced.main(arguments)
+    stored = run_study("balanced", arguments)
     (run,) = stored.runs
     assert run["checked_batches"] == 6 and [r["step"] for r in run["dev"]] == [3, 6]
     last = run["dev"][-1]
@@ -176,14 +124,14 @@ def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
     page = (tmp_path / "results" / "balanced.md").read_text()
     assert page in capsys.readouterr().out and "in all of the 6 training batches" in page
     assert "moe-lab study balanced data.corpus=CORPUS steps=6 " in page
-    assert rebuilds(balanced.main, "balanced", tmp_path / "results")
-    assert balanced.main(arguments).runs == [run]
+    assert rebuilds("balanced", "balanced", tmp_path / "results")
+    assert run_study("balanced", arguments).runs == [run]
     with pytest.raises(ConfigError, match=r"model.layers must .*got \[.lstm.\]"):
-        balanced.main([*arguments, 'model.layers=["lstm"]'])
+        run_study("balanced", [*arguments, 'model.layers=["lstm"]'])
 
 
 def test_an_unequal_load_stops_the_run():
-    check = _balanced.EqualLoads(k=1, num_experts=3)
+    check = balanced.EqualLoads(k=1, num_experts=3)
     layer = MoE(4, 3, 1, gate=BalancedGate(4, 3, 1))
     layer.register_forward_hook(check)
     layer(torch.randn(6, 4))
@@ -199,10 +147,11 @@ def test_an_unequal_load_stops_the_run():
 
 def test_efficiency_compares_equal_operations(tmp_path):
     options = ["--width=8", "--tokens", "64", "--rounds=2", f"--output={tmp_path}"]
-    rows = [_efficiency.Row(**row) for row in efficiency.main(options)["rows"]]
+    found = run_study("efficiency", options)["rows"]
+    rows = [efficiency.Row(**row) for row in found]
     steps = {row.name: row for row in rows if row.part == "training step"}
-    expected = {*_efficiency.DENSE, *_efficiency.MIXTURES}
-    assert steps.keys() == {*expected, _efficiency.PEAK}
+    expected = {*efficiency.DENSE, *efficiency.MIXTURES}
+    assert steps.keys() == {*expected, efficiency.PEAK}
     assert steps["moe-256-h"].rows_per_expert == 1 and steps["moe-4"].rows_per_expert == 64
     assert all(row.gflops > 0 and row.low <= row.median <= row.high for row in rows)
     layer = [row.rows_per_expert for row in rows if row.part == "layer"]
@@ -214,13 +163,13 @@ def test_efficiency_compares_equal_operations(tmp_path):
         "Claim: with at least 64 rows" in page
         and "The slowest mixture is moe-4 with 64 words" in page
     )
-    assert rebuilds(efficiency.main, "efficiency", tmp_path)
+    assert rebuilds("efficiency", "efficiency", tmp_path)
 
 
 def test_kneser_ney_on_shares_of_the_text(corpus, tmp_path, capsys):
     options = [CONFIG, *TINY, f"data.corpus={corpus}", "--output", tmp_path]
     shares = [*options, "--order", 3, "--shares", 0.25, 1]
-    report = kneser_ney.main([str(option) for option in shares])
+    report = run_study("kneser-ney", [str(option) for option in shares])
     part, whole = report["models"]
     assert (part["train_sentences"], whole["train_sentences"]) == (75, 300)
     for model in (part, whole):
@@ -232,61 +181,45 @@ def test_kneser_ney_on_shares_of_the_text(corpus, tmp_path, capsys):
     assert json.loads((tmp_path / "kneser_ney.json").read_text()) == report
     table = (tmp_path / "kneser_ney.md").read_text()
     assert "3-gram models (modified, three discounts" in table and table in capsys.readouterr().out
-    one_discount = [*options, "--discounts", 1, "--arpa"]
-    report = kneser_ney.main([str(option) for option in one_discount])
+    one_discount = [*options, "--discounts", 1]
+    report = run_study("kneser-ney", [str(option) for option in one_discount])
     (model,) = report["models"]
     assert report["order"] == 5 and all(len(set(d)) == 1 for d in model["discounts"])
-    arpa = (tmp_path / "kneser_ney.arpa").read_text()
-    assert f"ngram 1={report['vocabulary'] + 1}\n" in arpa
-
-
-@pytest.fixture(scope="module")
-def run(corpus, tmp_path_factory):
-    """Trains a run and returns its folder."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    options = [*TINY, f"data.corpus={corpus}", f"output={folder}", "steps=8", "log.progress=false"]
-    train.main([str(CONFIG), *options])
-    return folder
 
 
 def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     options = [*TINY, f"data.corpus={corpus}", f"output={tmp_path / 'second'}", "steps=8"]
     train.main([str(CONFIG), *options, "seed=2", "log.progress=false"])
-    other = tmp_path / "other.txt"
-    other.write_text("".join(f"w{i} w{i + 1} w1 nowhere\n" for i in range(40)))
     arguments = [
         run, tmp_path / "second", "--part", "all", "--positions", 600, "--permutations", 20,
-        "--output", tmp_path / "results", "--domains", f"given={corpus}", f"other={other}",
+        "--output", tmp_path / "results",
     ]  # fmt: skip
     arguments = [str(argument) for argument in arguments]
-    stored = specialisation.main(arguments)
+    stored = run_study("specialisation", arguments)
     page = (tmp_path / "results" / "specialisation.md").read_text()
     assert page in capsys.readouterr().out
     assert (tmp_path / "results" / "specialisation.png").read_bytes().startswith(b"\x89PNG")
     claims = json.loads((tmp_path / "results" / "specialisation.json").read_text())["claims"]
-    assert len(claims) == 4 * 4 and page.count("| experts specialise |") == 8
+    assert len(claims) == 3 * 4 and page.count("| experts specialise |") == 6
     for found in stored.runs:
         assert [e["how"] for e in found["table"]] == [*["most specialised"] * 3, "drawn at random"]
         assert len({e["expert"] for e in found["table"]}) == 4
         for gate in ("trained", "untrained"):
-            assert list(found[gate]) == ["current word", "previous word", "word class", "domain"]
+            assert list(found[gate]) == ["current word", "previous word", "word class"]
         assert found["trained"] != found["untrained"]
     # The difference in a claim is the mean of the differences of the runs.
-    gaps = [r["trained"]["domain"]["purity"] - r["untrained"]["domain"]["purity"]
+    gaps = [r["trained"]["word class"]["purity"] - r["untrained"]["word class"]["purity"]
             for r in stored.runs]  # fmt: skip
-    (claim,) = [c for c in claims if "purity of the domain, against a random" in
+    (claim,) = [c for c in claims if "purity of the word class, against a random" in
                 c["compared"]]  # fmt: skip
     assert claim["difference"]["mean"] == pytest.approx(sum(gaps) / 2)
 
-    assert rebuilds(specialisation.main, "specialisation", tmp_path / "results")
-    # A second call reads the stored measurements. Other permutations or texts are refused.
-    monkeypatch.setattr(_specialisation, "measure", None)
-    assert specialisation.main(arguments).runs == stored.runs
+    assert rebuilds("specialisation", "specialisation", tmp_path / "results")
+    # A second call reads the stored measurements. Other permutations are refused.
+    monkeypatch.setattr(specialisation, "measure", None)
+    assert run_study("specialisation", arguments).runs == stored.runs
     with pytest.raises(ConfigError, match="must hold runs with {'permutations': 21}"):
-        specialisation.main([*arguments, "--permutations", "21"])
-    other.write_text("other words\n" * 40)
-    with pytest.raises(ConfigError, match="must hold runs with {'texts'"):
-        specialisation.main(arguments)
+        run_study("specialisation", [*arguments, "--permutations", "21"])
 
 
 def test_specialisation_rejects_arguments(run, corpus, tmp_path, capsys):
@@ -297,19 +230,9 @@ def test_specialisation_rejects_arguments(run, corpus, tmp_path, capsys):
         ([run, other], "must differ from the first run only in its seed, but ['steps', 'model."),
         ([run, run], "distinct seeds, got [1, 1]"),
         ([run, "--layer", "1"], "layer must"),
-        ([run, "--domains", f"a={corpus}"], "two or more distinct NAME=CORPUS"),
-        ([run, "--domains", f"a={corpus}", "b"], "two or more distinct NAME=CORPUS"),
-        ([run, "--domains", f"a={corpus}", f"b={tmp_path / 'nowhere'}"], "there is no corpus at"),
+        ([], "the folder of a run must be given, or --report instead"),
+        ([run, "--report"], "the folder of a run must be given, or --report instead"),
     ):
         arguments += ["--output", tmp_path / "results"]
-        found = status_and_error(capsys, specialisation, *arguments)
+        found = status_and_error(capsys, "specialisation", *arguments)
         assert found[0] == 2 and message in found[1] and found[1].count("\n") == 1
-    for arguments in ([], [run, "--report"]):
-        with pytest.raises(SystemExit):
-            specialisation.main([str(argument) for argument in arguments])
-        assert "the folder of a run must be given, or --report instead" in capsys.readouterr().err
-
-
-def test_words_in_their_place_as_markdown():
-    in_place = _specialisation.in_place
-    assert in_place(["", "</s>", "a|b", "*", "x_y"]) == r"&lt;/s&gt; **a\|b** \* x\_y"

@@ -133,20 +133,6 @@ def test_several_translations_of_a_sentence(translator, wordpieces, model):
         assert each.score == pytest.approx(score_of(search, each), rel=1e-10)
 
 
-def test_lines_without_text(translator):
-    lines = ["", "the tree", "   ", "\t", "no leaf", ""]
-    found = list(translator(BeamSearch(num_best=2), tokens_per_batch=1)(lines))
-    for index in (0, 2, 3, 5):
-        (nothing,) = found[index]
-        assert (nothing.text, nothing.score, nothing.pieces) == ("", 0.0, [])
-    for index in (1, 4):
-        assert_same_translations(
-            found[index], next(translator(BeamSearch(num_best=2))([lines[index]]))
-        )
-    assert list(translator()([""])) == [found[0]]
-    assert list(translator()([])) == []
-
-
 def test_only_the_beginning_of_a_long_line_is_translated(translator, wordpieces):
     cut = translator(max_pieces=len(wordpieces.encode("the tree has")))
     long, short, longer = cut(["the tree has no", "no", "the tree has no leaf . " * 500])
@@ -178,15 +164,6 @@ def test_translations_come_while_lines_do(translator):
         next(results)
         assert len(taken) == expected
     assert next(results, None) is None
-
-
-def test_the_model_stays_as_it_was(translator, model):
-    (expected,) = translator()(["the tree"])
-    model.train()
-    (actual,) = translator()(["the tree"])
-    assert model.training
-    model.eval()
-    assert_same_translations(actual, expected)
 
 
 def test_language_to_translate_into(translator, wordpieces):

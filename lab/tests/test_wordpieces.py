@@ -95,12 +95,6 @@ def test_the_languages_that_can_be_asked_for(wordpieces):
             wordpieces.target_token_id(language)
 
 
-def test_frequent_words_are_one_piece(wordpieces):
-    assert len(wordpieces.encode("the")) == 1
-    assert wordpieces.pieces(wordpieces.encode("the")) == ["▁the"]
-    assert len(wordpieces.encode("Zebra")) > 2
-
-
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_training_is_deterministic(kind):
     first, again = train(kind=kind), train(kind=kind)
@@ -147,20 +141,6 @@ def test_files(wordpieces, tmp_path, monkeypatch):
         train(vocab_size=165).save(path)
     assert Wordpieces.load(path).fingerprint() == wordpieces.fingerprint()
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_model_without_an_end_of_sentence_is_refused(tmp_path):
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT),
-        model_prefix=str(tmp_path / "plain"),
-        vocab_size=160,
-        eos_id=-1,
-        minloglevel=2,
-    )
-    with pytest.raises(ValueError, match="plain.model: .* must"):
-        Wordpieces.load(tmp_path / "plain.model")
 
 
 def test_errors(wordpieces, tmp_path):

@@ -2,9 +2,11 @@
 
 import pathlib
 from argparse import Namespace
+from functools import partial
 
 from moe_lab.cli import exit_status
 from moe_lab.experiments.comparison import Comparison
+from moe_lab.studies.table import run as run_study
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "small" / "moe-32.toml"
@@ -15,9 +17,16 @@ TINY = [
 ]  # fmt: skip
 
 
+def cases(table):
+    """Lists the (name, value) pairs of a table of the values of each name."""
+    return [(name, value) for name, values in table.items() for value in values]
+
+
 def status_and_error(capsys, command, *arguments):
+    """Runs a command, a module, or a study, by its name."""
+    main = partial(run_study, command) if isinstance(command, str) else command.main
     capsys.readouterr()
-    status = exit_status(lambda: command.main([str(a) for a in arguments]))
+    status = exit_status(lambda: main([str(a) for a in arguments]))
     error = capsys.readouterr().err
     return status, error
 
@@ -40,11 +49,11 @@ def comparison(corpus, folder, *overrides, seeds=(1, 2), against=(), at_once=1):
     )  # fmt: skip
 
 
-def rebuilds(main, name, folder, *options):
+def rebuilds(study, name, folder, *options):
     """Returns whether --report writes the same page and plot, without runs and corpus."""
     files = [folder / f"{name}.{suffix}" for suffix in ("md", "png", "json")]
     before = [file.read_bytes() for file in files]
     for file in files[:2]:
         file.unlink()
-    main(["--report", *options, f"--output={folder}"])
+    run_study(study, ["--report", *options, f"--output={folder}"])
     return [file.read_bytes() for file in files] == before

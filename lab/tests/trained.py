@@ -12,6 +12,8 @@ from moe_lab.training.config import config_from_dict, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.loop import make_trainer
 
+QUIET = {"tensorboard": False, "progress": False}  # options of the log
+
 
 def merged(table, **changes):
     """Makes the configuration with changes such as log={"save_every": 1}; tables are merged."""

@@ -58,7 +58,7 @@ def parallelize(
             parameter or buffer of custom experts does not have one row for each expert.
     """
     require_one_of("parallelize: dense", get_args(_Dense), dense)
-    world = Layout.of(process_group).world
+    world = Layout.of(process_group, "parallelize").world
     require_ranks("parallelize", model, world)
     if world.size == 1:
         return model

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_ext._compiled import unwrapped_module
 from moe_ext.checks import require
 from moe_ext.distributed._groups import gate_of_groups
+from moe_ext.distributed._plain_names import plain_names
 from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.distributed.sharding import ExpertSharding
 from moe_ext.experts import ModuleExperts
@@ -20,7 +22,8 @@ class ExpertParameter(NamedTuple):
     """Describes a parameter of sharded experts, or of sharded secondary gates.
 
     Attributes:
-        name: the name in the model of a single process, which has the experts of all ranks.
+        name: the name in the model of a single process, which has the experts of all ranks and no
+            wrappers around its modules.
         param: the parameter of this rank.
         layout: how ranks divide the experts of the parameter's layer.
         bounds: (first, last, total), if param has the rows first <= r < last of a tensor
@@ -48,13 +51,21 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
 
 
 def expert_tensors(model: nn.Module) -> set[str]:
-    """Returns the names of the model's sharded parameters and buffers, also non-persistent ones."""
+    """Returns the names of the model's sharded parameters and buffers, also non-persistent ones.
+
+    DistributedDataParallel reads both the names of parameters and those of modules. Only the first
+    are without the prefix of checkpoint_wrapper. The result has both.
+    """
     sharded: set[Tensor] = {entry.param for entry in expert_state(model).values()}
     for layer, _ in spread_layers(model):
         sharded.update(layer.experts.buffers())
-    named = chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
+    named: list[tuple[str, Tensor | None]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, value in chain(module._parameters.items(), module._buffers.items()):
+            named.append((f"{path}.{name}", value))
     return {name for name, value in named if value in sharded}
 
 
@@ -69,11 +80,13 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
         for name, entry in _entries(layer, sharding):
             described[id(entry.param)] = name, entry
     found, lost = {}, dict(described)
-    for name, value in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    plain = plain_names(model, state)
+    for key, value in state.items():
         if id(value) in described:
-            in_layer, entry = described[id(value)]
+            (in_layer, entry), name = described[id(value)], plain[key]
             require(name.endswith(in_layer), "model: state_dict", f"end with {in_layer}", name)
-            found[name] = entry._replace(name=name.removesuffix(in_layer) + entry.name)
+            found[key] = entry._replace(name=name.removesuffix(in_layer) + entry.name)
             lost.pop(id(value), None)
     names = [name for name, _ in lost.values()]
     require(not names, "model: state_dict", "contain all parameters of sharded experts", names)
@@ -84,7 +97,11 @@ def _entries(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expert
     """Yields the name and the description of each sharded entry of a layer's state_dict."""
     local, layout = sharding.local_experts, sharding.layout
     of_modules = isinstance(unwrapped_module(layer.experts), ModuleExperts)
-    for name, value in layer.experts.state_dict(keep_vars=True).items():
+    state = layer.experts.state_dict(keep_vars=True)
+    for key, name in plain_names(layer.experts, state).items():
+        value = state[key]
+        rule = "be whole on this rank, not sharded by fully_shard (use parallelize)"
+        require(not isinstance(value, DTensor), f"MoE: experts.{name}", rule, type(value).__name__)
         if of_modules:
             container, number, rest = name.split(".", 2)
             whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None
@@ -98,10 +115,11 @@ def _entries(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expert
     groups, gate = sharding.local_groups, gate_of_groups(layer.gate)
     if groups is None or gate is None:
         return
-    for name, value in layer.gate.state_dict(keep_vars=True).items():
+    state = layer.gate.state_dict(keep_vars=True)
+    for key, name in plain_names(layer.gate, state).items():
         if name.rsplit(".")[-1] in gate.secondary_parameters:
             bounds = groups.start, groups.stop, gate.num_groups
-            yield f"gate.{name}", ExpertParameter(f"gate.{name}", value, layout, bounds)
+            yield f"gate.{name}", ExpertParameter(f"gate.{name}", state[key], layout, bounds)
 
 
 def require_ranks(owner: str, model: nn.Module, ranks: Ranks) -> None:

@@ -2,8 +2,8 @@
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any, NamedTuple, cast
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,17 +12,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from moe_ext._compiled import uncompiled
-from moe_ext._former_names import current_names
 from moe_ext.checks import require
 from moe_ext.distributed._parameters import (
     ExpertParameter,
     expert_state,
     require_ranks,
 )
+from moe_ext.distributed._plain_names import names_here, plain_names
 from moe_ext.distributed.ranks import Layout, Ranks
 
 Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter, key)
@@ -53,8 +51,9 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Gathers on the CPU the state_dict that the model has in a single process.
 
-    All ranks must call this function together. Rank 0 gets all tensors, the other ranks an empty
-    dict.
+    Names have no parts of wrappers: of `parallelize`, torch.compile or checkpoint_wrapper around
+    the model or its modules. All ranks must call this function together. Rank 0 gets all tensors,
+    the other ranks an empty dict.
 
     Args:
         model: the model, with or without the wrapper of `parallelize`.
@@ -63,11 +62,11 @@ def full_state_dict(
     Raises:
         ValueError: process_group does not have the ranks over which experts are sharded.
     """
-    ranks = Layout.of(process_group).world
+    ranks = Layout.of(process_group, "full_state_dict").world
     require_ranks("full_state_dict", model, ranks)
     state: dict[str, Tensor] = {}
     spread: dict[str, Part] = {}
-    names = {entry.name for entry in expert_state(unwrapped(model)).values()}
+    names = {entry.name for entry in expert_state(model).values()}
     for (_, name), part in model_parts(model).items():
         value = part.value.full_tensor() if isinstance(part.value, DTensor) else part.value
         if name in names:
@@ -105,12 +104,12 @@ def load_full_state_dict(
         ValueError: names or shapes do not match the model, or process_group does not have the ranks
             over which experts are sharded. The model is not changed.
     """
-    ranks = Layout.of(process_group).world
+    ranks = Layout.of(process_group, "load_full_state_dict").world
     require_ranks("load_full_state_dict", model, ranks)
     parts = model_parts(model)
     wanted = whole_shapes(parts, ranks)
-    current = current_names(state, wanted)
-    state = {current.get(name, name): value for name, value in state.items()}
+    names = names_here(state, wanted)
+    state = {names[name]: value for name, value in state.items()}
     shapes = {name: value.shape for name, value in state.items()}
     for of_rank in ranks.gather_objects(shapes):  # so that all ranks raise
         require_same_shapes("load_full_state_dict: state", of_rank, wanted)
@@ -143,11 +142,15 @@ def require_same_shapes(
         for key in sorted({*given, *wanted})
         if given.get(key) != wanted.get(key)
     ]
-    more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
     if wrong:
         raise ValueError(
-            f"{name} must have the names and shapes of the model, got {'; '.join(wrong[:8])}{more}"
+            f"{name} must have the names and shapes of the model, got {_listed(wrong)}"
         )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - 8} more" if len(texts) > 8 else ""
+    return f"{'; '.join(texts[:8])}{more}"
 
 
 def _text(shape: torch.Size | None) -> str:
@@ -161,13 +164,13 @@ def flat(parts: Mapping[Key, Part]) -> dict[str, Any]:
 
 def model_parts(model: nn.Module) -> dict[Key, Part]:
     """Returns the parts of a model's state_dict. Raises TypeError if a value is not a tensor."""
-    model = unwrapped(model)
     experts = expert_state(model)
+    state = model.state_dict()
     parts: dict[Key, Part] = {}
-    for name, value in model.state_dict().items():
+    for key, name in plain_names(model, state).items():
+        value, entry = state[key], experts.get(key)
         if not isinstance(value, Tensor):
             raise TypeError(f"model: {name} must be a tensor, got {type(value).__name__}")
-        entry = experts.get(name)
         parts["model", entry.name if entry else name] = _part(value, entry)
     return parts
 
@@ -223,40 +226,103 @@ def _room(param: Tensor, entry: ExpertParameter | None, saved: STORAGE_TYPES) ->
     return torch.empty(size, dtype=dtype, device=param.device)
 
 
-def optimizer_options(optimizers: Sequence[Optimizer]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Returns, for each of optimizers, its class name and the options of its parameter groups."""
-    own = ("params", "param_names")  # differ between ranks
+# Options that decide which tensors an optimizer stores for a parameter.
+_DECISIVE = ("amsgrad", "centered", "factored", "momentum")
+# Options of the computation. A checkpoint of another machine does not change them.
+_OF_THIS_RUN = ("capturable", "differentiable", "foreach", "fused")
+
+Groups = list[dict[str, Any]]  # the options of an optimizer's groups, with "param_names"
+
+
+def optimizer_options(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> list[tuple[str, Groups]]:
+    """Returns, for each of optimizers, its class name and the options of its parameter groups.
+
+    The option "param_names" has the names of this rank's parameters in the group.
+    """
+    names = (name for name, *_ in _parameters(model, optimizers))
+
+    def options_of(group: dict[str, Any]) -> dict[str, Any]:
+        options = {option: value for option, value in group.items() if option != "params"}
+        return options | {"param_names": list(islice(names, len(group["params"])))}
+
     return [
-        (
-            type(optimizer).__name__,
-            [{k: v for k, v in group.items() if k not in own} for group in optimizer.param_groups],
-        )
+        (type(optimizer).__name__, [options_of(group) for group in optimizer.param_groups])
         for optimizer in optimizers
     ]
 
 
-def require_same_optimizers(
-    name: str,
-    given: Sequence[tuple[str, list[dict[str, Any]]]],
-    optimizers: Sequence[Optimizer],
-) -> None:
-    """Raises ValueError, prefixed by name, unless given and optimizers agree.
+def of_all_ranks(options: Sequence[tuple[str, Groups]], ranks: Ranks) -> list[tuple[str, Groups]]:
+    """Returns this rank's options of optimizers, with the names of all ranks' parameters."""
+    names: dict[tuple[int, int], dict[str, None]] = {}
+    for of_rank in ranks.gather_objects(_names_of(options)):
+        for place, of_group in of_rank.items():
+            names.setdefault(place, {}).update(dict.fromkeys(of_group))
+    return [
+        (kind, [{**g, "param_names": [*names[i, j]]} for j, g in enumerate(groups)])
+        for i, (kind, groups) in enumerate(options)
+    ]
 
-    They agree if the classes and the numbers of parameter groups are equal, or if optimizers is
-    empty.
+
+def require_same_optimizers(
+    name: str, saved: Sequence[tuple[str, Groups]], here: Sequence[tuple[str, Groups]]
+) -> None:
+    """Raises ValueError, prefixed by name, unless the options of saved optimizers fit those here.
+
+    The classes, the numbers of groups, the parameters of each group and the options that decide
+    which tensors are stored must be equal. Everything fits if there are no optimizers here.
     """
-    there, here = (
+    if not here:
+        return
+    kinds_there, kinds_here = (
         [f"{kind} with {len(groups)} group(s)" for kind, groups in options]
-        for options in (given, optimizer_options(optimizers))
+        for options in (saved, here)
     )
-    require(not here or there == here, name, f"be {here}", there)
+    require(kinds_there == kinds_here, name, f"be {kinds_here}", kinds_there)
+    names = _names_of(here)
+    wanted = _places(here, names)
+    there = _places(saved, names | _names_of(saved))  # earlier versions saved no names
+    there = {name: there[key] for key, name in names_here(there, wanted).items()}
+    none = "no optimizer"
+    wrong = [
+        f"{key}: {there.get(key, none)} instead of {wanted.get(key, none)}"
+        for key in sorted({*there, *wanted})
+        if there.get(key) != wanted.get(key)
+    ]
+    if wrong:
+        rule = "have the parameters and the kinds of state of the optimizers"
+        raise ValueError(f"{name} must {rule}, got {_listed(wrong)}")
+
+
+def _names_of(options: Sequence[tuple[str, Groups]]) -> dict[tuple[int, int], list[str]]:
+    """Returns the names of the parameters by optimizer and group, without groups that have none."""
+    return {
+        (i, j): group["param_names"]
+        for i, (_, groups) in enumerate(options)
+        for j, group in enumerate(groups)
+        if "param_names" in group
+    }
+
+
+def _places(
+    options: Sequence[tuple[str, Groups]], names: Mapping[tuple[int, int], Sequence[str]]
+) -> dict[str, str]:
+    """Describes, for each parameter, the optimizer and the group that it is in."""
+    places = {}
+    for (i, j), of_group in names.items():
+        kind, group = options[i][0], options[i][1][j]
+        decisive = ", ".join(option for option in _DECISIVE if group.get(option))
+        kind = f"{kind} ({decisive})" if decisive else kind
+        places.update(dict.fromkeys(of_group, f"{kind}, group {j} of optimizer {i}"))
+    return places
 
 
 def load_optimizers(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     values: Mapping[Key, Any],
-    options: Sequence[tuple[str, list[dict[str, Any]]]],
+    options: Sequence[tuple[str, Groups]],
 ) -> None:
     """Loads the states in values and the options from `optimizer_options` into the optimizers."""
     states: dict[str, dict[str, Any]] = {}
@@ -273,41 +339,39 @@ def load_optimizers(
         }
         for group, saved in zip(groups, saved_groups, strict=True):
             for option, value in saved.items():
-                if isinstance(value, Tensor) and isinstance(group.get(option), Tensor):
-                    value = value.to(group[option].device)
-                group[option] = value
+                if option not in (*_OF_THIS_RUN, "param_names"):
+                    group[option] = _as_here(value, group.get(option))
         optimizer.load_state_dict(state_dict)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model without the wrappers of `parallelize` and torch.compile."""
-    while True:
-        ddp = isinstance(model, DistributedDataParallel)
-        inner = cast(nn.Module, model.module if ddp else uncompiled(model))
-        if inner is model:
-            return model
-        model = inner
+def _as_here(saved: Any, here: Any) -> Any:
+    """Returns a saved option; a learning rate is a tensor or a number, as it is here."""
+    if isinstance(here, Tensor):
+        return torch.as_tensor(saved).to(here).reshape(here.shape)
+    number = isinstance(here, float | int) and isinstance(saved, Tensor)
+    return saved.item() if number else saved
 
 
 def _parameters(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, Tensor, ExpertParameter | None, dict[str, Any]]]:
     """Yields name, parameter, shard and state of model's parameters, in the optimizers' order."""
-    model = unwrapped(model)
     experts = expert_state(model)
-    names: dict[Tensor, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    plain = plain_names(model, state)
+    keys: dict[Tensor, str] = {}
+    for key, value in state.items():
         if isinstance(value, Tensor):
-            names.setdefault(value, name)  # a shared parameter has its first name
+            keys.setdefault(value, key)  # a shared parameter has its first name
     for optimizer in optimizers:
         for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            if param not in names:
+            if param not in keys:
                 raise ValueError(
                     f"{type(optimizer).__name__}: params must belong to the model, "
                     f"got a parameter of shape {tuple(param.shape)} that does not"
                 )
-            entry = experts.get(names[param])
-            name = names[param] if entry is None else entry.name
+            entry = experts.get(keys[param])
+            name = plain[keys[param]] if entry is None else entry.name
             yield name, param, entry, optimizer.state.get(param, {})
 
 

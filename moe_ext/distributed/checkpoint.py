@@ -28,19 +28,21 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from moe_ext._former_names import current_names
 from moe_ext.checks import require, require_sizes
 from moe_ext.distributed._checkpoint_folder import MAX_STEP, CheckpointFolder, sums_of, verify
 from moe_ext.distributed._parameters import require_ranks
+from moe_ext.distributed._plain_names import names_here
 from moe_ext.distributed._planners import LoadPlanner, SavePlanner
 from moe_ext.distributed._safe_files import pickled, read_metadata, unpickled, why
 from moe_ext.distributed._state import (
+    Groups,
     Key,
     Part,
     flat,
     load_optimizers,
     model_parts,
     new_optimizer_parts,
+    of_all_ranks,
     optimizer_options,
     optimizer_parts,
     require_same_optimizers,
@@ -110,7 +112,7 @@ class Checkpoints:
     ) -> None:
         require_sizes("Checkpoints", keep=keep)
         self._folder = CheckpointFolder(Path(folder), keep)
-        self._ranks = Layout.of(process_group).world
+        self._ranks = Layout.of(process_group, "Checkpoints").world
         self._timeout = timeout
         self._background: tuple[ThreadPoolExecutor, Ranks] | None = None
         self._under_way: Future[None] | None = None
@@ -205,8 +207,9 @@ class Checkpoints:
         Args:
             model: the model, with or without the wrapper of `parallelize`. None: load only state
                 and rank_state.
-            optimizers: optimizers with the classes and numbers of groups that were saved; (): load
-                no optimizer.
+            optimizers: optimizers of the same classes, whose groups have the same parameters, as
+                those that were saved; (): load no optimizer. Options come from the checkpoint,
+                except capturable, differentiable, foreach and fused.
             step: the step of the checkpoint; None: the newest checkpoint.
             fallback: whether to warn and load the preceding checkpoint if a checkpoint is
                 corrupted.
@@ -225,10 +228,15 @@ class Checkpoints:
         require(model is not None or not optimizers, "Checkpoints.load: model", rule, model)
         step, path = self._intact(self._same_step(step), fallback)
         together = partial(_together, self._ranks, f"loading {path}")
-        parts = together(lambda: {} if model is None else self._parts(model))
+        parts, options = together(
+            lambda: ({}, []) if model is None else self._of_rank(model, optimizers)
+        )
         shapes = whole_shapes(parts, self._ranks)
+        options = of_all_ranks(options, self._ranks)
         # No rank loads a tensor before all have checked what they will load.
-        states, load = together(lambda: self._checked(path, model, optimizers, parts, shapes))
+        states, load = together(
+            lambda: self._checked(path, model, optimizers, parts, shapes, options)
+        )
         together(load)
         if model is not None:
             self._folder.continued_from = step
@@ -250,23 +258,30 @@ class Checkpoints:
         require_sizes("Checkpoints", 0, step=self._same_step(step))
         optimizers = tuple(optimizers)
 
-        def collect() -> tuple[dict[Key, Part], dict[str, bytes]]:
-            parts = self._parts(model) | optimizer_parts(model, optimizers)
+        together = partial(_together, self._ranks, self._saving(step))
+
+        def collect() -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:
+            parts, options = self._of_rank(model, optimizers)
+            parts |= optimizer_parts(model, optimizers)
             if copy:
                 stager = DefaultStager(StagingOptions(False, False, False, False))  # a plain copy
                 values = stager.stage(flat(parts))
                 assert isinstance(values, dict)
                 parts = {k: p._replace(value=values[".".join(k)]) for k, p in parts.items()}
+            return parts, options
+
+        def other_files() -> dict[str, bytes]:
             files = {}
             if self._ranks.rank == 0:
-                options = optimizer_options(optimizers)
                 version = str(torch.__version__)
                 files["state.pt"] = pickled("state", (state, options, version))
             if rank_state is not None:
                 files[f"rank-{self._ranks.rank}.pt"] = pickled("rank_state", rank_state)
-            return parts, files
+            return files
 
-        return _together(self._ranks, self._saving(step), collect)
+        parts, options = together(collect)
+        options = of_all_ranks(options, self._ranks)
+        return parts, together(other_files)
 
     def _same_step(self, step: T) -> T:
         """Checks the step on all ranks together, and returns it; None is allowed in `load`."""
@@ -279,9 +294,12 @@ class Checkpoints:
         require(same, "Checkpoints: step", "be equal on all ranks", steps)
         return step
 
-    def _parts(self, model: nn.Module) -> dict[Key, Part]:
+    def _of_rank(
+        self, model: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:
+        """Returns this rank's parts of the model and the options of its optimizers."""
         require_ranks("Checkpoints", model, self._ranks)
-        return model_parts(model)
+        return model_parts(model), optimizer_options(model, optimizers)
 
     def _saving(self, step: int) -> str:
         return f"saving step {step} in {self._folder.path}"
@@ -339,15 +357,17 @@ class Checkpoints:
         optimizers: Sequence[Optimizer],
         parts: dict[Key, Part],
         shapes: Mapping[str, torch.Size],
+        options: Sequence[tuple[str, Groups]],
     ) -> tuple[tuple[Any, Any], Callable[[], None]]:
         """Checks all of a checkpoint but the values of its tensors; changes nothing.
 
-        parts are this rank's tensors of the model, shapes the full shapes by name.
+        parts are this rank's tensors of the model, shapes the full shapes by name. options are
+        those of the optimizers, with the names of the parameters of all ranks.
 
         Returns:
             state and rank_state; and a function that loads the model and the optimizers.
         """
-        state, options, version = _common_state(path / "state.pt")
+        state, saved_options, version = _common_state(path / "state.pt")
         own = path / f"rank-{self._ranks.rank}.pt"
         states = state, unpickled(own) if own.exists() else None
         if model is None:
@@ -372,7 +392,7 @@ class Checkpoints:
             if key[0] == "model" and isinstance(entry, TensorStorageMetadata)
         }
         require_same_shapes("the saved state", shapes_there, shapes)
-        require_same_optimizers("the saved optimizers", options, optimizers)
+        require_same_optimizers("the saved optimizers", saved_options, options)
         parts = parts | new_optimizer_parts(model, optimizers, saved)
         values = flat(parts)
 
@@ -386,13 +406,13 @@ class Checkpoints:
             except Exception as error:  # a corrupted file raises almost any error
                 raise ValueError(f"the tensors in {path} cannot be read: {why(error)}") from error
             of_keys = {key: values[".".join(key)] for key in parts}
-            load_optimizers(model, optimizers, of_keys, options)
+            load_optimizers(model, optimizers, of_keys, saved_options)
 
         return states, load
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads checkpoints of earlier versions under the current parameter names."""
+    """Reads checkpoints of earlier versions under the current names, without wrappers."""
 
     def __init__(self, path: Path, wanted: Iterable[str]) -> None:
         super().__init__(path)
@@ -402,10 +422,8 @@ class _Reader(dcp.FileSystemReader):
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         keys: dict[str, Key] = metadata.planner_data
-        current = current_names({key[1] for key in keys.values()}, self._wanted)
-        if not current:
-            return metadata
-        new = {old: (key[0], current.get(key[1], key[1]), *key[2:]) for old, key in keys.items()}
+        names = names_here({key[1] for key in keys.values()}, self._wanted)
+        new = {old: (key[0], names[key[1]], *key[2:]) for old, key in keys.items()}
         fqn = {old: ".".join(key) for old, key in new.items()}
         return replace(
             metadata,
@@ -484,7 +502,7 @@ def _errors_of(rank: int) -> Iterator[None]:
                 raise failed.failures[rank][0] from None
 
 
-def _common_state(path: Path) -> tuple[Any, list[tuple[str, list[dict[str, Any]]]], str]:
+def _common_state(path: Path) -> tuple[Any, list[tuple[str, Groups]], str]:
     """Reads the state, the options of the optimizers and the version of torch."""
     content = unpickled(path)
     match content:

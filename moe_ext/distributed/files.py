@@ -1,8 +1,8 @@
 """Atomic writes of files, and bounded reads."""
 
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,25 +16,39 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file that atomically replaces `path` at the end of the with block.
 
     A reader always sees either the complete old file or the complete new file, even after a crash.
-    If the block raises, the old file stays and the temporary file is deleted. If path is a symbolic
-    link, its target is replaced. If path is not a regular file, such as a pipe, it is opened
-    directly.
+    If the block raises, the old file stays and the temporary file is deleted. A file that is
+    replaced keeps its permissions. If path is a symbolic link, its target is replaced. If path is
+    not a regular file, such as a pipe or a device, it is opened directly.
+
+    Raises:
+        OSError: path cannot be written.
     """
-    if path.exists() and not path.is_file():
-        with path.open("wb") as file:
-            yield file
-        return
+    permissions = None
+    try:
+        handle = os.open(path, os.O_WRONLY)
+    except FileNotFoundError:
+        pass
+    else:
+        with os.fdopen(handle, "wb") as file:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                yield file
+                return
+            permissions = status.st_mode & 0o777
     path = Path(os.path.realpath(path))
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    # The system applies the umask.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, permissions or 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp creates files with mode 0600
+            if permissions is not None:
+                os.fchmod(handle, permissions)
+            os.fsync(handle)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)  # makes the rename durable
 

@@ -120,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
         **options: Any,
     ) -> None:
         super().__init__(device, **options)
-        self._ranks = Layout.of(process_group).world
+        self._ranks = Layout.of(process_group, "GradScaler").world
 
     def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*arguments)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.checks import require
+from moe_ext.distributed._membership import require_group
 
 __all__ = ["AllToAll", "Layout", "Ranks", "blocks"]
 
@@ -31,9 +32,14 @@ class Ranks:
         group: the constructor argument.
         size: the world size of the group; 1 without a group.
         rank: this rank within the group; 0 without a group.
+
+    Raises:
+        TypeError: group is not a process group.
+        ValueError: group does not contain this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        require_group("Ranks: group", group, (ProcessGroup,))
         self.group = group
         self.size: int = 1 if group is None else dist.get_world_size(group)
         self.rank: int = 0 if group is None else dist.get_rank(group)
@@ -201,21 +207,28 @@ class Layout(NamedTuple):
     replicas: Ranks
 
     @classmethod
-    def of(cls, group: ProcessGroup | DeviceMesh | None) -> "Layout":
+    def of(cls, group: ProcessGroup | DeviceMesh | None, owner: str = "Layout") -> "Layout":
         """Makes the layout of a process group, or of a mesh [replicas, expert_parallel].
 
         All ranks of a process group or a one-dimensional mesh share one set of experts.
 
+        Args:
+            group: the process group or the mesh; None: only this rank.
+            owner: the class or function that takes the group; errors begin with it.
+
         Raises:
-            ValueError: the mesh has more than two dimensions, or two dimensions without names.
+            TypeError: group has another type.
+            ValueError: the group does not contain this rank. Or a mesh has more than two
+                dimensions, or two dimensions without names.
         """
+        name = f"{owner}: process_group"
+        require_group(name, group)
         if not isinstance(group, DeviceMesh):
             ranks = Ranks(group)
             return cls(ranks, ranks, Ranks())
-        name = "Layout: process_group"
         require(group.ndim <= 2, name, "be a mesh of 1 or 2 dimensions", group.ndim)
         if group.ndim == 1:
-            return cls.of(group.get_group())
+            return cls.of(group.get_group(), owner)
         names = group.mesh_dim_names
         require(names is not None, name, "be a mesh with mesh_dim_names", names)
         world = group._flatten().get_group()

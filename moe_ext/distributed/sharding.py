@@ -3,15 +3,20 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.distributed._groups import GroupExchange, gate_of_groups
+from moe_ext.distributed._membership import require_group
 from moe_ext.distributed._rows import scale_grad
 from moe_ext.distributed.exchange import Exchange, ExchangeUnit
 from moe_ext.distributed.placement import ExpertPlacement
@@ -46,7 +51,7 @@ class ExpertParallel:
             with balance="global", else "experts".
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or process_group does not contain this rank.
         TypeError: process_group has the wrong type.
     """
 
@@ -57,10 +62,7 @@ class ExpertParallel:
     placement: Placement | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.process_group, ProcessGroup | DeviceMesh | None):
-            kind = type(self.process_group).__name__
-            rule = "be a ProcessGroup, a DeviceMesh or None"
-            raise TypeError(f"ExpertParallel: process_group must {rule}, got {kind}")
+        require_group("ExpertParallel: process_group", self.process_group)
         for name, names in (
             ("balance", get_args(Balance)),
             ("exchange", get_args(ExchangeUnit)),
@@ -93,7 +95,7 @@ class ExpertSharding:
     """
 
     def __init__(self, options: ExpertParallel, gate: Gate, num_experts: int) -> None:
-        self.layout: Layout = Layout.of(options.process_group)
+        self.layout: Layout = Layout.of(options.process_group, "ExpertParallel")
         ranks = self.layout.expert_parallel
         self.placement: ExpertPlacement = ExpertPlacement(
             num_experts, ranks.size, gate.experts_per_group
@@ -126,6 +128,7 @@ class ExpertSharding:
         self._options = f"balance={options.balance!r}, {sends}, num_chunks={options.num_chunks}"
         if ranks.size == 1:
             return
+        _refuse_replicas()
         if not by_groups:
             self.exchange = Exchange(self.placement, ranks, options.exchange, options.num_chunks)
             return
@@ -194,3 +197,34 @@ class ExpertSharding:
         here, total = self.local_experts, self.placement.num_experts
         experts = f"experts {here.start}-{here.stop - 1}" if here else "no experts"
         return f"{experts} of {total}, {self._options}"
+
+
+@cache
+def _refuse_replicas() -> None:
+    """Makes DistributedDataParallel refuse to treat different experts as replicas, from now on.
+
+    It would overwrite the experts of all ranks by those of rank 0 before the first forward pass.
+    """
+
+    def check(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
+        if not isinstance(wrapper, DistributedDataParallel) or model is None:
+            return
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # of `parallelize`
+        names = {param: name for name, param in model.named_parameters() if name not in ignored}
+        group = {*dist.get_process_group_ranks(wrapper.process_group)}
+        for layer in model.modules():
+            sharding = getattr(layer, "sharding", None)
+            if not isinstance(sharding, ExpertSharding) or sharding.exchange is None:
+                continue
+            others = {*dist.get_process_group_ranks(sharding.layout.expert_parallel.group)}
+            experts = layer.get_submodule("experts")
+            replicated = [names[p] for p in experts.parameters() if p in names]
+            require(
+                len(group & others) == 1 or not replicated,
+                "DistributedDataParallel: module",
+                "have no experts that are sharded over its ranks, which it would overwrite by "
+                "those of one rank (use moe_ext.distributed.parallelize)",
+                ", ".join(replicated),
+            )
+
+    register_module_module_registration_hook(check)

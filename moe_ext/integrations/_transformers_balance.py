@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from moe_ext import ops
 from moe_ext._counting import is_of_transformers
 from moe_ext.checks import require, require_at_least
+from moe_ext.distributed._plain_names import plain_names
 from moe_ext.losses import cv_squared, importance_loss
 
 __all__ = ["LayerBalance", "ModelBalance", "balance", "experts_modules"]
@@ -136,8 +137,10 @@ class ModelBalance:
         require_at_least(0, "balance", w_importance=w_importance)
         self.mask: Tensor | None = None
         self.w_importance = w_importance
+        modules = {f"{name}.": module for name, module in experts_modules(model).items()}
+        plain = plain_names(model, modules)
         self._recorders = [
-            _Recorder(name, module) for name, module in experts_modules(model).items()
+            _Recorder(plain[name].removesuffix("."), module) for name, module in modules.items()
         ]
         self._hooks = [
             recorder.module.register_forward_pre_hook(partial(self._record, recorder))

@@ -32,7 +32,7 @@ from moe_ext.ops._gating import TopKSelection, noisy_topk_gating
 from moe_ext.ops._importance import ImportanceAndLoad, importance, importance_and_load
 from moe_ext.ops._linear_cross_entropy import linear_cross_entropy
 from moe_ext.ops._load import load
-from moe_ext.ops._lstm import LSTMOutput, lstm
+from moe_ext.ops._lstm import LSTMOutput, LSTMState, lstm, lstm_cell
 from moe_ext.ops._topk_routing import Score, TopKRouting, topk_routing
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "DispatchPlan",
     "ImportanceAndLoad",
     "LSTMOutput",
+    "LSTMState",
     "Score",
     "TopKRouting",
     "TopKSelection",
@@ -59,6 +60,7 @@ __all__ = [
     "linear_cross_entropy",
     "load",
     "lstm",
+    "lstm_cell",
     "noisy_topk_gating",
     "selected_softmax",
     "token_index",

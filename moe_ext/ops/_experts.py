@@ -105,7 +105,7 @@ def experts(
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
     y: Tensor
-    y, _ = torch.ops.moe_ext.experts(
+    y, *_ = torch.ops.moe_ext.experts(
         x,
         offsets,
         inverse,

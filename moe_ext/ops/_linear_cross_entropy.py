@@ -65,7 +65,7 @@ def linear_cross_entropy(
     """
     keeps = reduction != "none" and not recompute
     loss: Tensor
-    loss, _, _ = torch.ops.moe_ext.linear_cross_entropy(
+    loss, *_ = torch.ops.moe_ext.linear_cross_entropy(
         input,
         linear_weight,
         target,

@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 
 
+class LSTMState(NamedTuple):
+    """The state of an LSTM after a step, each [B, U]. See `lstm_cell`."""
+
+    h: Tensor
+    c: Tensor
+
+
 class LSTMOutput(NamedTuple):
     """Outputs of `lstm`, in the dtype of x.
 
@@ -67,3 +74,26 @@ def lstm(
         x, weight_input, weight_recurrent, bias, projection, m_0, c_0, lengths, reverse
     )
     return LSTMOutput(m, m_n, c_n)
+
+
+def lstm_cell(gates: Tensor, c_0: Tensor) -> LSTMState:
+    """Computes the cells of one step of an LSTM, whose gates the caller computes.
+
+    The equations are those of `lstm`::
+
+        i, f, j, o = gates
+        c = sigmoid(f) · c_0 + sigmoid(i) · tanh(j)
+        h = sigmoid(o) · tanh(c)
+
+    A row's results do not depend on the other rows, bit for bit.
+
+    CUDA is experimental: no kernel has run on a GPU yet.
+
+    Args:
+        gates: [B, 4 · U], the concatenation of i, f, j and o.
+        c_0: [B, U], the state of the cells before the step, in the dtype of gates.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, dtype or device.
+    """
+    return LSTMState(*torch.ops.moe_ext.lstm_cell(gates, c_0))

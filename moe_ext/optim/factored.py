@@ -145,7 +145,8 @@ class _Factored(Optimizer):
             second_moment = state["second_moment"]
             grad = grad.to(second_moment.dtype)
             second_moment.mul_(decay).addcmul_(grad, grad, value=gain)
-            param.sub_(lr * grad / ((second_moment * correction).sqrt_() + eps))
+            # The quotient first: lr · grad may overflow where the moment is infinite.
+            param.sub_(lr * (grad / ((second_moment * correction).sqrt_() + eps)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict; the second moments of half-precision weights stay float32."""
@@ -187,6 +188,8 @@ class FactoredAdam(_Factored):
     The last two dimensions of a parameter form the matrix. The full second moment is stored for
     parameters with fewer than two dimensions and for groups with ``factored=False``. For an expert
     without tokens, the gradient is zero: its second moment decays and its weights do not change.
+    A gradient that is finite, but so large that squares of a matrix of such numbers overflow, is
+    taken as zero too; as with Adam, its weight keeps its value.
 
     The second moments of half-precision weights are float32. Each parameter group can override the
     options. FactoredAdam does not support weight_decay and maximize.

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from moe_ext import ops
 from moe_ext._argument_names import explains_names
 from moe_ext.checks import (
     require,
@@ -26,6 +27,7 @@ from moe_ext.checks import (
     require_sizes,
 )
 from moe_ext.distributed._options import parallel_options
+from moe_ext.distributed._plain_names import plain_names
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
@@ -51,9 +53,8 @@ def lstm_state(gates: Tensor, c: Tensor) -> _State:
     Returns:
         The tuple (h_t, c_t), each [B, U].
     """
-    i, f, j, o = gates.chunk(4, 1)
-    c = f.sigmoid() * c + i.sigmoid() * j.tanh()
-    return o.sigmoid() * c.tanh(), c
+    dtype = torch.promote_types(gates.dtype, c.dtype)
+    return ops.lstm_cell(gates.to(dtype), c.to(dtype))
 
 
 class MoELSTMCell(nn.Module):
@@ -477,8 +478,8 @@ class _CellStep:
         self.cell = cell
         self.training = cell.training
         if gather is not None:
-            for name in tensors:
-                if name.startswith("moe.experts."):
+            for name, plain in plain_names(cell, tensors).items():
+                if plain.startswith("moe.experts."):
                     tensors[name] = gather.gather_rows(tensors[name])
         self.names, self.tensors = tuple(tensors), tuple(tensors.values())
         own = [getattr(module, "generator", None) for module in cell.modules()]

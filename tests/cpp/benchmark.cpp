@@ -69,4 +69,5 @@ int main(int argc, char** argv) {
     const std::chrono::duration<double, std::micro> time = std::chrono::steady_clock::now() - start;
     std::cout << time.count() / static_cast<double>(calls) << std::endl;
   }
+  return std::cout ? 0 : 1;
 }

@@ -1,5 +1,4 @@
-// Modes of LibTorch: autocast, no gradient, inference, the meta device, other dtypes; and the facts
-// of the build.
+// Modes of LibTorch: autocast and inference; and the facts of the build.
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <moe_ext/build.h>
@@ -7,7 +6,6 @@
 #include <torch/version.h>
 
 #include "modules.h"
-#include "operators.h"
 
 namespace {
 
@@ -25,18 +23,7 @@ class Autocast {
   }
 };
 
-TEST(Operators, RunExpertsInBfloat16UnderAutocast) {
-  const auto x = torch::randn({6, D}), w = torch::randn({3, D, 4});
-  const auto logits = torch::randn({6, 3}, torch::kBFloat16);
-  const auto lower = [](const Tensor& tensor) { return tensor.to(torch::kBFloat16); };
-  const auto expected = ops::experts(lower(x), {lower(w)});
-  const auto kept = ops::noisy_topk_gating(logits.to(torch::kFloat), {}, {}, 2);
-  Autocast autocast;
-  EXPECT_TRUE(same_bits(ops::experts(x, {w}), expected));
-  EXPECT_TRUE(same_bits(ops::noisy_topk_gating(logits, {}, {}, 2).gates, kept.gates));
-}
-
-TEST(Layers, KeepTheGateInFloat32UnderAutocast) {
+TEST(Autocast, KeepsTheGateInFloat32) {
   MoE layer(MoEOptions(D, 6, 2));
   layer->eval();
   {
@@ -54,17 +41,7 @@ TEST(Layers, KeepTheGateInFloat32UnderAutocast) {
   EXPECT_TRUE(torch::allclose(cast, y, 0.1, 0.3));
 }
 
-TEST(Layers, SaveNoGraphWithoutGradients) {
-  MoE layer(MoEOptions(D, 6, 2));
-  const auto x = torch::randn({20, D}, torch::requires_grad());
-  EXPECT_TRUE(std::get<0>(layer->forward(x)).requires_grad());
-  torch::NoGradGuard guard;
-  const auto [y, aux] = layer->forward(x);
-  EXPECT_FALSE(y.requires_grad());
-  EXPECT_FALSE(aux.loss.requires_grad());
-}
-
-TEST(Layers, RunInInferenceMode) {
+TEST(InferenceMode, RunsLayers) {
   for (const auto& [name, make] : layers) {
     SCOPED_TRACE(name);
     const auto layer = make();
@@ -79,66 +56,6 @@ TEST(Layers, RunInInferenceMode) {
     const auto found = call(*layer, inputs);
     EXPECT_TRUE(found.at("y").is_inference());
     expect_same_bits(found, expected);
-  }
-}
-
-TEST(Operators, HaveShapesOnTheMetaDevice) {
-  for (const auto& [name, operation] : operators) {
-    const auto given = Tree::file("operators") / (name + " 0");
-    ASSERT_FALSE(given.tensors().empty());
-    const auto arguments = given / "arguments";
-    StateDict on_meta;
-    for (const auto& [path, tensor] : arguments.tensors()) {
-      // Numbers and texts stay on the CPU.
-      on_meta[path] = tensor.dim() == 0 || tensor.scalar_type() == torch::kByte
-                          ? tensor
-                          : tensor.to(torch::kMeta);
-    }
-    const auto expected = operation(arguments), found = operation(Tree(on_meta));
-    for (size_t i = 0; i < expected.size(); ++i) {
-      SCOPED_TRACE(name + ", output " + std::to_string(i));
-      EXPECT_TRUE(found[i].is_meta());
-      EXPECT_EQ(found[i].sizes(), expected[i].sizes());
-      EXPECT_EQ(found[i].scalar_type(), expected[i].scalar_type());
-    }
-  }
-}
-
-TEST(Layers, MoveToAnotherDtype) {
-  for (const auto& [name, make] : layers) {
-    if (name == "MoE generator") continue;
-    SCOPED_TRACE(name);
-    const auto layer = make();
-    layer->to(torch::kDouble);
-    const auto x = torch::randn({20, D}, torch::kDouble).requires_grad_();
-    const auto found = call(*layer, Tree({{"x", x}}));
-    EXPECT_EQ(found.at("y").scalar_type(), torch::kDouble);
-    EXPECT_EQ(found.at("gates").scalar_type(), torch::kDouble);
-    found.at("y").sum().backward();
-    EXPECT_EQ(x.grad().scalar_type(), torch::kDouble);
-  }
-}
-
-TEST(Layers, RunInASequential) {
-  torch::nn::Sequential model(torch::nn::Linear(4, D), MoE(MoEOptions(D, 6, 2)));
-  const auto [y, aux] = model->forward<std::tuple<Tensor, MoEAux>>(torch::randn({5, 4}));
-  EXPECT_EQ(y.sizes(), (std::vector<int64_t>{5, D}));
-  EXPECT_TRUE(aux.loss.requires_grad());
-}
-
-TEST(Operators, RefuseASecondDerivative) {
-  const auto x = torch::randn({6, D}, torch::requires_grad());
-  const auto w = torch::randn({3, D, 4}, torch::requires_grad());
-  const auto y = ops::experts(x, {w}).square().sum();
-  const auto first = torch::autograd::grad({y}, {w}, {}, /*retain_graph=*/true,
-                                           /*create_graph=*/true)[0];
-  ASSERT_TRUE(first.requires_grad());
-  try {
-    torch::autograd::grad({first.square().sum()}, {w});
-    ADD_FAILURE() << "no error";
-  } catch (const c10::Error& error) {
-    const std::string message = error.what_without_backtrace();
-    EXPECT_NE(message.find("_experts_backward"), std::string::npos) << message;
   }
 }
 

@@ -1,4 +1,4 @@
-// The modules of export.py, under the same names.
+// Layers. The name of each is the same layer in Python, which export.py evaluates.
 #pragma once
 
 #include <moe_ext/nn.h>
@@ -17,203 +17,171 @@ using namespace moe_ext::nn;
 constexpr int64_t D = 8;
 using Maker = std::function<std::shared_ptr<torch::nn::Module>()>;
 
-// Makes modules with equal options. What the options hold, such as a generator, is shared.
-template <typename Module, typename Options>
-Maker make(const Options& options) {
-  return [=] { return Module(options).ptr(); };
+inline std::shared_ptr<torch::nn::Module> layer(const MoEOptions& options) {
+  return MoE(options).ptr();
 }
-
-inline const std::map<std::string, Maker> gates = {
-    {"SoftmaxGate", [] { return SoftmaxGate(D, 6).ptr(); }},
-    {"TopKGate", [] { return TopKGate(D, 6, 2).ptr(); }},
-    {"TopKGate sigmoid",
-     make<TopKGate>(
-         TopKGateOptions(D, 6, 2).score("sigmoid").scale(2.5).logit_bias(true).bias_update_rate(
-             0.1))},
-    {"TopKGate softmax",
-     make<TopKGate>(TopKGateOptions(D, 6, 2).renormalize(false).bias_update_rate(0.1))},
-    {"TopKGate groups", make<TopKGate>(TopKGateOptions(D, 12, 3)
-                                           .score("sqrt_softplus")
-                                           .num_groups(4)
-                                           .groups_per_token(2)
-                                           .group_score_k(1))},
-    {"NoisyTopKGate", make<NoisyTopKGate>(NoisyTopKGateOptions(D, 6, 2))},
-    {"NoisyTopKGate k=E", make<NoisyTopKGate>(NoisyTopKGateOptions(D, 3, 3).noise_epsilon(0.5))},
-    {"NoisyTopKGate detached",
-     make<NoisyTopKGate>(NoisyTopKGateOptions(D, 6, 2).detach_threshold(true))},
-    {"NoisyTopKGate generator",
-     [] {
-       return NoisyTopKGate(
-                  NoisyTopKGateOptions(D, 6, 2).generator(at::detail::createCPUGenerator(11)))
-           .ptr();
-     }},
-    {"HierarchicalNoisyTopKGate",
-     make<HierarchicalNoisyTopKGate>(HierarchicalNoisyTopKGateOptions(D, 4, 3, {2, 2}))},
-    {"HierarchicalNoisyTopKGate detached",
-     make<HierarchicalNoisyTopKGate>(HierarchicalNoisyTopKGateOptions(D, 4, 3, {2, 1})
-                                         .noise_epsilon(0.1)
-                                         .detach_threshold(true))},
-    {"HierarchicalNoisyTopKGate a=1",
-     make<HierarchicalNoisyTopKGate>(HierarchicalNoisyTopKGateOptions(D, 1, 5, {1, 2}))},
-    {"HierarchicalNoisyTopKGate b=1",
-     make<HierarchicalNoisyTopKGate>(HierarchicalNoisyTopKGateOptions(D, 5, 1, {2, 1}))},
-    {"ExpertChoiceGate", [] { return ExpertChoiceGate(D, 6, 2).ptr(); }},
-    {"BalancedGate", make<BalancedGate>(BalancedGateOptions(D, 6, 2))},
-    {"BalancedGate attached",
-     make<BalancedGate>(BalancedGateOptions(D, 6, 2).detach_scores(false))},
-    {"BalancedGate batchwise",
-     [] {
-       BalancedGate gate(BalancedGateOptions(D, 6, 2));
-       gate->batchwise = true;
-       return gate.ptr();
-     }},
-    {"HierarchicalBalancedGate",
-     make<HierarchicalBalancedGate>(HierarchicalBalancedGateOptions(D, 4, 3, {2, 2}))},
-    {"HierarchicalBalancedGate attached",
-     make<HierarchicalBalancedGate>(
-         HierarchicalBalancedGateOptions(D, 4, 3, {2, 1}).detach_scores(false))},
-};
-
-inline std::map<std::string, Maker> make_experts() {
-  std::map<std::string, Maker> found = {
-      {"linear", make<FeedForwardExperts>(FeedForwardExpertsOptions(4, D).d_output(3))},
-      {"double", make<FeedForwardExperts>(
-                     FeedForwardExpertsOptions(4, D).hidden_sizes({5}).dtype(torch::kDouble))},
-      {"bfloat16", make<FeedForwardExperts>(
-                       FeedForwardExpertsOptions(4, D).hidden_sizes({5}).dtype(torch::kBFloat16))},
-  };
-  for (const std::string name :
-       {"relu", "relu_squared", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "identity",
-        "swiglu", "geglu", "reglu", "glu", "geglu_tanh"}) {
-    found[name] = [name] {
-      return FeedForwardExperts(
-                 FeedForwardExpertsOptions(4, D).hidden_sizes({5, 6}).activation(name).bias(true))
-          .ptr();
-    };
-  }
-  for (const std::string name : {"clamped_swiglu", "interleaved_clamped_swiglu"}) {
-    found[name] = [name] {
-      return FeedForwardExperts(FeedForwardExpertsOptions(4, D)
-                                    .hidden_sizes({5, 6})
-                                    .activation(name)
-                                    .activation_args({0.75, 1.5, 0.25})
-                                    .bias(true))
-          .ptr();
-    };
-  }
-  std::map<std::string, Maker> named;
-  for (const auto& [name, make] : found) named["FeedForwardExperts " + name] = make;
-  return named;
-}
-inline const std::map<std::string, Maker> experts = make_experts();
 
 inline std::vector<std::shared_ptr<RouterLoss>> all_losses() {
   return {std::make_shared<SwitchLoss>(0.3), std::make_shared<SwitchLoss>(0.1, true),
           std::make_shared<ZLoss>(0.2)};
 }
 
-inline const std::map<std::string, Maker> layers = {
-    {"MoE", make<MoE>(MoEOptions(D, 6, 2))},
-    {"MoE options", make<MoE>(MoEOptions(D, 6, 2)
-                                  .hidden_sizes(std::vector<int64_t>{5})
-                                  .activation("swiglu")
-                                  .bias(true)
-                                  .recompute(true)
-                                  .w_importance(0.3)
-                                  .w_load(0)
-                                  .noise_epsilon(0.1))},
-    {"MoE generator",
-     [] { return MoE(MoEOptions(D, 6, 2).generator(at::detail::createCPUGenerator(11))).ptr(); }},
-    {"MoE bfloat16", make<MoE>(MoEOptions(D, 6, 2).expert_dtype(torch::kBFloat16))},
-    {"MoE SoftmaxGate",
-     [] { return MoE(MoEOptions(D, 6, 6).gate(SoftmaxGate(D, 6).ptr())).ptr(); }},
-    {"MoE TopKGate", [] { return MoE(MoEOptions(D, 6, 2).gate(TopKGate(D, 6, 2).ptr())).ptr(); }},
-    {"MoE BalancedGate",
-     [] {
-       return MoE(MoEOptions(D, 6, 2).gate(BalancedGate(BalancedGateOptions(D, 6, 2)).ptr())).ptr();
-     }},
-    {"MoE HierarchicalBalancedGate",
-     [] {
-       const HierarchicalBalancedGateOptions options(D, 4, 3, {2, 2});
-       return MoE(MoEOptions(D, 12, 4).gate(HierarchicalBalancedGate(options).ptr())).ptr();
-     }},
-    {"MoE experts",
-     [] {
-       const auto options = FeedForwardExpertsOptions(6, D).hidden_sizes({5}).d_output(3);
-       return MoE(MoEOptions(D, 6, 2).experts(FeedForwardExperts(options).ptr())).ptr();
-     }},
-    {"MoE ExpertChoiceGate",
-     [] { return MoE(MoEOptions(D, 6, 2).gate(ExpertChoiceGate(D, 6, 2)).w_load(0)).ptr(); }},
-    {"MoE losses",
-     [] {
-       const auto options = TopKGateOptions(D, 6, 2).score("sigmoid").bias_update_rate(0.1);
-       return MoE(MoEOptions(D, 6, 2).losses(all_losses()).gate(TopKGate(options))).ptr();
-     }},
-    {"MoE noisy losses",
-     make<MoE>(MoEOptions(D, 6, 2).losses(all_losses()).w_importance(0.2).w_load(0.3))},
-    {"MoE losses of slots",
-     [] {
-       BalancedGate gate(BalancedGateOptions(D, 6, 2));
-       return MoE(MoEOptions(D, 6, 2).losses(all_losses()).gate(gate)).ptr();
-     }},
-    {"MoE activation_args", make<MoE>(MoEOptions(D, 6, 2)
-                                          .hidden_sizes({5})
-                                          .activation("clamped_swiglu")
-                                          .activation_args({0.75, 1.5, 0.25}))},
-    {"MoE shared",
-     [] {
-       SharedExpert shared(SharedExpertOptions(D, {5})
-                               .activation("clamped_swiglu")
-                               .activation_args({0.75, 1.5, 0.25}));
-       return MoE(MoEOptions(D, 6, 2).shared_expert(shared)).ptr();
-     }},
-    {"MoE shared gated",
-     [] {
-       TopKGate gate(D, 6, 2);
-       SharedExpert shared(SharedExpertOptions(D, {5, 6})
-                               .bias(true)
-                               .dtype(torch::kBFloat16)
-                               .gated(true)
-                               .recompute(true));
-       return MoE(MoEOptions(D, 6, 2)
-                      .expert_dtype(torch::kBFloat16)
-                      .gate(gate)
-                      .shared_expert(shared))
-           .ptr();
-     }},
-    {"MoE shared linear",
-     [] { return MoE(MoEOptions(D, 6, 2).shared_expert(torch::nn::Linear(D, D))).ptr(); }},
-    {"HierarchicalMoE",
-     make<HierarchicalMoE>(
-         HierarchicalMoEOptions(D, 4, 3, {2, 2}).hidden_sizes(std::vector<int64_t>{5}))},
-    {"HierarchicalMoE options", make<HierarchicalMoE>(HierarchicalMoEOptions(D, 4, 3, {2, 1})
-                                                          .hidden_sizes(std::vector<int64_t>{5})
-                                                          .activation("tanh")
-                                                          .bias(true)
-                                                          .w_importance(0)
-                                                          .noise_epsilon(0.1))},
-    {"HierarchicalMoE shared",
-     [] {
-       SharedExpert shared(SharedExpertOptions(D, {5}));
-       TopKGate gate(TopKGateOptions(D, 12, 2).score("sigmoid").num_groups(4).groups_per_token(2));
-       return HierarchicalMoE(HierarchicalMoEOptions(D, 4, 3, {2, 1})
-                                  .activation("clamped_swiglu")
-                                  .activation_args({0.75, 1.5, 0.25})
-                                  .shared_expert(shared)
-                                  .losses({std::make_shared<SwitchLoss>(0.3)})
-                                  .gate(gate))
-           .ptr();
-     }},
-};
-
-inline std::map<std::string, Maker> all_modules() {
-  auto found = gates;
-  found.insert(experts.begin(), experts.end());
-  found.insert(layers.begin(), layers.end());
-  return found;
+// Returns the options of a layer with a gate.
+template <typename GateHolder>
+MoEOptions with_gate(GateHolder gate) {
+  return MoEOptions(D, gate->num_experts(), gate->k()).gate(gate.ptr());
 }
 
-// Returns the results of a module by the names of Python's tuples.
+inline std::map<std::string, Maker> make_layers() {
+  const std::vector<double> clamped = {0.75, 1.5, 0.25};
+  const auto pair = [](int64_t first, int64_t second) { return std::array{first, second}; };
+  std::map<std::string, Maker> found = {
+      {"layer()", [] { return layer(MoEOptions(D, 6, 2)); }},
+      {"layer(hidden_sizes=(5,), activation='swiglu', bias=True, recompute=True, w_importance=0.3, "
+       "w_load=0, noise_epsilon=0.1)",
+       [] {
+         return layer(MoEOptions(D, 6, 2)
+                          .hidden_sizes(std::vector<int64_t>{5})
+                          .activation("swiglu")
+                          .bias(true)
+                          .recompute(true)
+                          .w_importance(0.3)
+                          .w_load(0)
+                          .noise_epsilon(0.1));
+       }},
+      {"layer(generator=torch.Generator().manual_seed(11))",
+       [] { return layer(MoEOptions(D, 6, 2).generator(at::detail::createCPUGenerator(11))); }},
+      {"layer(expert_dtype=torch.bfloat16)",
+       [] { return layer(MoEOptions(D, 6, 2).expert_dtype(torch::kBFloat16)); }},
+      {"layer(NoisyTopKGate(D, 3, 3, noise_epsilon=0.5, detach_threshold=True))",
+       [] {
+         const auto options = NoisyTopKGateOptions(D, 3, 3).noise_epsilon(0.5);
+         return layer(
+             with_gate(NoisyTopKGate(NoisyTopKGateOptions(options).detach_threshold(true))));
+       }},
+      {"layer(SoftmaxGate(D, 6))", [] { return layer(with_gate(SoftmaxGate(D, 6))); }},
+      {"layer(TopKGate(D, 6, 2, renormalize=False, bias_update_rate=0.1))",
+       [] {
+         return layer(with_gate(
+             TopKGate(TopKGateOptions(D, 6, 2).renormalize(false).bias_update_rate(0.1))));
+       }},
+      {"layer(TopKGate(D, 6, 2, score='sigmoid', scale=2.5, logit_bias=True, "
+       "bias_update_rate=0.1), losses=all_losses())",
+       [] {
+         const auto options = TopKGateOptions(D, 6, 2).score("sigmoid").scale(2.5).logit_bias(true);
+         TopKGate gate(TopKGateOptions(options).bias_update_rate(0.1));
+         return layer(with_gate(gate).losses(all_losses()));
+       }},
+      {"layer(TopKGate(D, 12, 3, score='sqrt_softplus', num_groups=4, groups_per_token=2, "
+       "group_score_k=1))",
+       [] {
+         const auto options = TopKGateOptions(D, 12, 3).score("sqrt_softplus").num_groups(4);
+         return layer(
+             with_gate(TopKGate(TopKGateOptions(options).groups_per_token(2).group_score_k(1))));
+       }},
+      {"layer(ExpertChoiceGate(D, 6, 2), w_load=0)",
+       [] { return layer(with_gate(ExpertChoiceGate(D, 6, 2)).w_load(0)); }},
+      {"layer(BalancedGate(D, 6, 2), losses=all_losses())",
+       [] {
+         return layer(with_gate(BalancedGate(BalancedGateOptions(D, 6, 2))).losses(all_losses()));
+       }},
+      {"layer(batchwise(BalancedGate(D, 6, 2, detach_scores=False)))",
+       [] {
+         BalancedGate gate(BalancedGateOptions(D, 6, 2).detach_scores(false));
+         gate->batchwise = true;
+         return layer(with_gate(gate));
+       }},
+      {"layer(HierarchicalBalancedGate(D, 4, 3, (2, 1), detach_scores=False))",
+       [=] {
+         const HierarchicalBalancedGateOptions options(D, 4, 3, pair(2, 1));
+         return layer(with_gate(HierarchicalBalancedGate(
+             HierarchicalBalancedGateOptions(options).detach_scores(false))));
+       }},
+      {"layer(experts=FeedForwardExperts(6, D, (5,), d_output=3))",
+       [] {
+         const auto options = FeedForwardExpertsOptions(6, D).hidden_sizes({5}).d_output(3);
+         return layer(MoEOptions(D, 6, 2).experts(FeedForwardExperts(options).ptr()));
+       }},
+      {"layer(losses=all_losses(), w_importance=0.2, w_load=0.3, shared_expert=SharedExpert(D, "
+       "(5,), **CLAMPED))",
+       [=] {
+         const auto options = SharedExpertOptions(D, {5}).activation("clamped_swiglu");
+         SharedExpert shared(SharedExpertOptions(options).activation_args(clamped));
+         return layer(MoEOptions(D, 6, 2)
+                          .losses(all_losses())
+                          .w_importance(0.2)
+                          .w_load(0.3)
+                          .shared_expert(shared));
+       }},
+      {"layer(TopKGate(D, 6, 2), expert_dtype=torch.bfloat16, shared_expert=SharedExpert(D, (5, "
+       "6), bias=True, dtype=torch.bfloat16, gated=True, recompute=True))",
+       [] {
+         TopKGate gate(D, 6, 2);
+         SharedExpert shared(SharedExpertOptions(D, {5, 6})
+                                 .bias(true)
+                                 .dtype(torch::kBFloat16)
+                                 .gated(true)
+                                 .recompute(true));
+         return layer(with_gate(gate).expert_dtype(torch::kBFloat16).shared_expert(shared));
+       }},
+      {"layer(shared_expert=nn.Linear(D, D))",
+       [] { return layer(MoEOptions(D, 6, 2).shared_expert(torch::nn::Linear(D, D))); }},
+      {"HierarchicalMoE(D, 4, 3, (2, 2), hidden_sizes=(5,))",
+       [=] {
+         const HierarchicalMoEOptions options(D, 4, 3, pair(2, 2));
+         return HierarchicalMoE(
+                    HierarchicalMoEOptions(options).hidden_sizes(std::vector<int64_t>{5}))
+             .ptr();
+       }},
+      {"HierarchicalMoE(D, 4, 3, (2, 1), hidden_sizes=(5,), activation='tanh', bias=True, "
+       "w_importance=0, noise_epsilon=0.1)",
+       [=] {
+         return HierarchicalMoE(HierarchicalMoEOptions(D, 4, 3, pair(2, 1))
+                                    .hidden_sizes(std::vector<int64_t>{5})
+                                    .activation("tanh")
+                                    .bias(true)
+                                    .w_importance(0)
+                                    .noise_epsilon(0.1))
+             .ptr();
+       }},
+      {"HierarchicalMoE(D, 4, 3, (2, 1), shared_expert=SharedExpert(D, (5,)), "
+       "losses=[SwitchLoss(0.3)], gate=TopKGate(D, 12, 2, score='sigmoid', num_groups=4, "
+       "groups_per_token=2), **CLAMPED)",
+       [=] {
+         SharedExpert shared(SharedExpertOptions(D, {5}));
+         const auto options = TopKGateOptions(D, 12, 2).score("sigmoid").num_groups(4);
+         TopKGate gate(TopKGateOptions(options).groups_per_token(2));
+         return HierarchicalMoE(HierarchicalMoEOptions(D, 4, 3, pair(2, 1))
+                                    .activation("clamped_swiglu")
+                                    .activation_args(clamped)
+                                    .shared_expert(shared)
+                                    .losses({std::make_shared<SwitchLoss>(0.3)})
+                                    .gate(gate))
+             .ptr();
+       }},
+      {"HierarchicalMoE(D, 4, 3, (2, 1), gate=HierarchicalNoisyTopKGate(D, 4, 3, (2, 1), "
+       "noise_epsilon=0.1, detach_threshold=True))",
+       [=] {
+         HierarchicalNoisyTopKGate gate(HierarchicalNoisyTopKGateOptions(D, 4, 3, pair(2, 1))
+                                            .noise_epsilon(0.1)
+                                            .detach_threshold(true));
+         return HierarchicalMoE(HierarchicalMoEOptions(D, 4, 3, pair(2, 1)).gate(gate)).ptr();
+       }},
+  };
+  for (const std::string name : {"relu", "relu_squared", "gelu", "gelu_tanh", "silu", "tanh",
+                                 "sigmoid", "identity", "swiglu", "geglu", "reglu", "glu",
+                                 "geglu_tanh", "clamped_swiglu", "interleaved_clamped_swiglu"}) {
+    found["activation " + name] = [=] {
+      auto options = MoEOptions(D, 6, 2).hidden_sizes({5, 6}).activation(name).bias(true);
+      if (name.ends_with("clamped_swiglu")) options.activation_args(clamped);
+      return layer(options);
+    };
+  }
+  return found;
+}
+inline const std::map<std::string, Maker> layers = make_layers();
+
+// Returns the results of a layer by the names of Python's tuples.
 inline StateDict call(torch::nn::Module& module, const Tree& inputs) {
   StateDict named;
   const auto add = [&](const std::string& name, const auto& value) {
@@ -228,38 +196,19 @@ inline StateDict call(torch::nn::Module& module, const Tree& inputs) {
       named[name] = *value;
     }
   };
-  const auto given = inputs.find("expert_index");
-  if (auto* gate = dynamic_cast<Gate*>(&module)) {
-    const auto routing = given ? gate->replay(inputs["x"], *given) : gate->forward(inputs["x"]);
-    add("gates", routing.gates);
-    add("expert_index", routing.expert_index);
-    add("importance", routing.importance);
-    add("load", routing.load);
-    add("token_offsets", routing.token_offsets);
-    add("equal_load", torch::tensor(routing.equal_load));
-    add("loss", routing.loss);
-    add("metrics", routing.metrics);
-    add("load_factors", routing.load_factors);
-    add("logits", routing.logits);
-    add("scores", routing.scores);
-    if (routing.logits) add("probabilities", routing.probabilities());
-  } else if (auto* experts = dynamic_cast<Experts*>(&module)) {
-    add("y", experts->forward(inputs["x"], inputs["offsets"]));
-  } else {
-    const auto [y, aux] =
-        dynamic_cast<MoEImpl&>(module).forward(inputs["x"], inputs.find("mask"), given);
-    add("y", y);
-    add("loss", aux.loss);
-    add("importance", aux.importance);
-    add("load", aux.load);
-    add("gates", aux.gates);
-    add("expert_index", aux.expert_index);
-    add("tokens_per_expert", aux.tokens_per_expert);
-    add("token_offsets", aux.token_offsets);
-    add("gate_metrics", aux.gate_metrics);
-    add("load_factors", aux.load_factors);
-    add("losses", aux.losses);
-  }
+  const auto [y, aux] = dynamic_cast<MoEImpl&>(module).forward(inputs["x"], inputs.find("mask"),
+                                                               inputs.find("expert_index"));
+  add("y", y);
+  add("loss", aux.loss);
+  add("importance", aux.importance);
+  add("load", aux.load);
+  add("gates", aux.gates);
+  add("expert_index", aux.expert_index);
+  add("tokens_per_expert", aux.tokens_per_expert);
+  add("token_offsets", aux.token_offsets);
+  add("gate_metrics", aux.gate_metrics);
+  add("load_factors", aux.load_factors);
+  add("losses", aux.losses);
   return named;
 }
 

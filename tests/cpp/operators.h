@@ -118,6 +118,11 @@ inline const std::map<std::string, Operator> operators = {
                                   a.find("lengths"), a.number<bool>("reverse"));
        return {out.m, out.m_n, out.c_n};
      }},
+    {"lstm_cell",
+     [](const Tree& a) -> std::vector<Tensor> {
+       const auto state = ops::lstm_cell(a["gates"], a["c_0"]);
+       return {state.h, state.c};
+     }},
     {"factored_step_",
      [](const Tree& a) -> std::vector<Tensor> {
        auto param = a["param"].clone(), row = a["row"].clone(), column = a["column"].clone();

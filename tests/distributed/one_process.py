@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
+from layers import D
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
@@ -15,7 +16,6 @@ from moe_ext.distributed import ExpertParallel, expert_parameters
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates import HierarchicalGate
 
-D = 6
 # The numbers of tokens of each rank; in the last one, two replicas of the experts have two shards.
 RANKS = {"1": [9], "2": [5, 8], "3": [4, 0, 6], "2 x 2": [3, 7, 0, 5]}
 

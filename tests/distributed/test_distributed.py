@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 from assertions import assert_exact, assert_same_bits
+from layers import LOSSES, TABLE
+from layers import layer_of as make
 from one_process import (
     RANKS,
     D,
@@ -23,15 +25,12 @@ from workers import on_ranks
 
 from moe_ext import (
     BalancedGate,
-    ExpertChoiceGate,
     Experts,
     HierarchicalBalancedGate,
     HierarchicalMoE,
     HierarchicalNoisyTopKGate,
     MoE,
-    ReLUGate,
-    SharedExpert,
-    SoftmaxGate,
+    NoisyTopKGate,
     SwitchLoss,
     TopKGate,
     ZLoss,
@@ -39,89 +38,40 @@ from moe_ext import (
 from moe_ext.distributed import ExpertParallel, ExpertPlacement
 from moe_ext.gates import HierarchicalGate
 
-
-def gated(gate, **options):
-    return MoE(D, gate.num_experts, gate.k, gate=gate, w_load=0.0, **options)
-
-
 KINDS = {
-    "flat": lambda **options: MoE(D, 5, 2, **options),
+    name: partial(lambda row, **options: make(row.gate(), **row.options() | options), row)
+    for name, row in TABLE.items()
+    if name != "modules"  # see test_any_modules_as_experts
+} | {
     "k=1": lambda **options: MoE(D, 5, 1, **options),
-    "topk": lambda **options: gated(TopKGate(D, 7, 3), **options),
-    "groups and bias": lambda **options: gated(
-        TopKGate(
-            D,
-            8,
-            3,
-            score="sigmoid",
-            renormalize=False,
-            scale=2.5,
-            num_groups=4,
-            groups_per_token=2,
-            logit_bias=True,
-            bias_update_rate=0.1,
-        ),
-        **options,
-    ),
-    "softmax": lambda **options: MoE(D, 4, 4, gate=SoftmaxGate(D, 4), **options),
+    "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
     "swiglu": lambda **options: MoE(D, 6, 2, activation="swiglu", bias=True, **options),
-    "hierarchical": lambda **options: HierarchicalMoE(D, 3, 4, (2, 3), **options),
     "one group each": lambda **options: HierarchicalMoE(D, 4, 2, (1, 2), **options),
     "one expert each": lambda **options: HierarchicalMoE(D, 4, 1, (2, 1), **options),
-    "balanced": lambda **options: gated(BalancedGate(D, 5, 2), **options),
-    "hierarchical balanced": lambda **options: gated(
-        HierarchicalBalancedGate(D, 3, 4, 2), **options
-    ),
-    "one balanced group each": lambda **options: gated(
+    "one balanced group each": lambda **options: make(
         HierarchicalBalancedGate(D, 4, 3, (1, 2), detach_scores=False), **options
     ),
-    "a single balanced group": lambda **options: gated(
+    "a single balanced group": lambda **options: make(
         HierarchicalBalancedGate(D, 1, 4, (1, 2)), **options
     ),
-    "losses": lambda **options: MoE(
-        D, 5, 2, w_load=0.1, losses=[SwitchLoss(0.3), ZLoss(0.2)], **options
+    "balanced losses": lambda **options: make(BalancedGate(D, 5, 2), losses=LOSSES, **options),
+    "balanced zero computation": lambda **options: make(
+        BalancedGate(D, 6, 2), num_identity_experts=2, **options
     ),
-    "balanced losses": lambda **options: gated(
-        BalancedGate(D, 5, 2), losses=[SwitchLoss(0.3), ZLoss(0.2)], **options
-    ),
-    "shared": lambda **options: MoE(
-        D, 5, 2, shared_expert=SharedExpert(D, [4], gated=True), **options
-    ),
-    "expert choice": lambda **options: gated(ExpertChoiceGate(D, 5, 2), **options),
-    "relu": lambda **options: gated(ReLUGate(D, 5, 2, l1_weight=0.3), **options),
-    "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
-    "zero computation": lambda **options: MoE(
-        D,
-        4,
-        3,
-        num_identity_experts=2,
-        num_null_experts=1,
-        **options,
-    ),
-    "balanced zero computation": lambda **options: MoE(
-        D, 4, 2, gate=BalancedGate(D, 6, 2), num_identity_experts=2, w_load=0.0, **options
-    ),
-    "capacity by position": lambda **options: MoE(
-        D, 5, 2, capacity_factor=0.7, losses=[SwitchLoss(0.3)], **options
-    ),
-    "capacity by score": lambda **options: gated(
-        TopKGate(D, 7, 3, renormalize=False), capacity_factor=0.7, drop="score", **options
+    "balanced capacity": lambda **options: make(
+        BalancedGate(D, 5, 2), capacity_factor=0.5, **options
     ),
     "capacity with ties": lambda **options: MoE(  # all gates are 1
         D, 2, 1, capacity_factor=0.7, drop="score", **options
     ),
-    "capacity of some": lambda **options: MoE(
-        D,
-        4,
-        2,
+    "capacity of some": lambda **options: make(
+        NoisyTopKGate(D, 6, 2),
         num_identity_experts=1,
         num_null_experts=1,
         capacity_factor=0.5,
         drop="score",
+        losses=LOSSES,
         **options,
-    ),
-    "balanced capacity": lambda **options: gated(
-        BalancedGate(D, 5, 2), capacity_factor=0.5, **options
     ),
 }
 
@@ -206,7 +156,7 @@ def call_with_sequences(layer, x, part, masked):
 def test_losses_equal_one_process(workers, ranks, masked, recompute):
     """The losses of the batch and of each sequence, with their gradients."""
     losses = [SwitchLoss(0.3), SwitchLoss(0.2, per_sequence=True), ZLoss(0.1)]
-    make = partial(layer_of, "topk", losses=losses)
+    make = partial(layer_of, "top-k", losses=losses)
     called = partial(call_with_sequences, masked=masked)
     x = tokens_of(RANKS[ranks], 7)
     assert_equals_one_process(workers, ranks, make, called, x, recompute=recompute)
@@ -219,7 +169,8 @@ def layer_of_modules(process_group=None, **options):
     if process_group is not None:
         local = ExpertPlacement(4, process_group.size()).experts_of(process_group.rank())
         modules = modules[local.start : local.stop]
-    return gated(TopKGate(D, 4, 2), experts=modules, **sharing(process_group, options)).double()
+    options = {"experts": modules, "hidden_sizes": None} | sharing(process_group, options)
+    return make(TopKGate(D, 4, 2), **options).double()
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
@@ -236,8 +187,8 @@ def test_local_balance_is_of_each_rank(group, rank, capacity):
     if capacity:
         options |= {"capacity_factor": 0.7, "drop": capacity}
     x = tokens_of(RANKS["2"], 7).split(RANKS["2"])[rank]
-    aux = layer_of("topk", group, balance="local", **options)(x)[1]
-    alone = layer_of("topk", **options)(x)[1]
+    aux = layer_of("top-k", group, balance="local", **options)(x)[1]
+    alone = layer_of("top-k", **options)(x)[1]
     assert_same_bits(aux.importance, alone.importance)
     assert_same_bits(aux.loss, alone.loss)
     assert (aux.losses, aux.gate_metrics) == (alone.losses, alone.gate_metrics)
@@ -259,7 +210,7 @@ def test_hierarchical_layers_refuse_to_drop_assignments(group, rank):
         DroppingGate: "gate must return Routing.kept = None with placement",
     }
     for gate, rule in rules.items():
-        layer = gated(gate(D, 2, 3, 1), process_group=group)
+        layer = make(gate(D, 2, 3, 1), process_group=group)
         layer.capacity_factor = 1.5 if gate is HierarchicalNoisyTopKGate else None
         with pytest.raises(ValueError, match=f"^MoE: {rule}"):
             layer(torch.randn(4, D))
@@ -271,7 +222,7 @@ def balanced_steps(group, rank, counts, num_chunks, mesh, ties):
     The secondary gate of the last group gives NaN in the first pass, so that no group may start.
     """
     options = {} if group is None else {"num_chunks": num_chunks, "placement": "groups"}
-    layer = layer_of("hierarchical balanced", mesh_of(2, 2) if mesh else group, **options)
+    layer = layer_of("balanced groups", mesh_of(2, 2) if mesh else group, **options)
     gate, x = layer.gate, tokens_of(counts)
     if group is not None:
         x = x.split(counts)[rank]
@@ -476,31 +427,6 @@ def test_options_out_of_range(group, rank):
         MoE(D, 4, 2, process_group=init_device_mesh("cpu", (2, 2)))
 
 
-class Adapter(nn.Module):
-    """Has only the forward of the module that it replaces, as adapters do."""
-
-    def __init__(self, base_layer):
-        super().__init__()
-        self.base_layer = base_layer
-
-    def forward(self, *args, **options):
-        return self.base_layer(*args, **options)
-
-
-@on_ranks(2)
-def test_the_layer_modifies_no_gate_and_calls_what_replaces_its_experts(group, rank):
-    gate = TopKGate(D, 4, 2)
-    before = dict(vars(gate))
-    layer = MoE(D, 4, 2, gate=gate, w_load=0.0, process_group=group)
-    x = torch.randn(5, D)
-    expected, _ = layer(x)
-    assert vars(gate) == before
-    layer.experts = Adapter(layer.experts)
-    assert_same_bits(layer(x)[0], expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        layer(x)
-
-
 @on_ranks(2)
 def test_outputs_may_be_changed_in_place(group, rank):
     y, aux = MoE(D, 4, 2, process_group=group)(torch.randn(4, D))
@@ -517,7 +443,7 @@ def test_compiled(group, rank):
         sizes.append(len(graph.graph.nodes))
         return graph
 
-    layer = layer_of("topk", group)
+    layer = layer_of("top-k", group, losses=())
     x = tokens_of([4, 5]).split([4, 5])[rank]
     (y, aux), (expected, aux_there) = torch.compile(layer, backend=backend)(x), layer(x)
     assert_same_bits(y, expected)
@@ -585,20 +511,6 @@ def test_groups_in_bfloat16_equal_one_process(workers, kind, expert_dtype):
     torch.testing.assert_close(found, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
 
 
-def copies_of_the_experts(group, rank):
-    """Uses a mesh with replicas only. The balanced gate's mask covers the tokens of all ranks."""
-    y, aux = layer_of("balanced", mesh_of(2, 1))(tokens_of([7, 8]).split([7, 8])[rank])
-    return y.detach(), aux.tokens_per_expert
-
-
-def test_balanced_gate_over_copies_of_the_experts(workers):
-    expected, aux = layer_of("balanced")(tokens_of([7, 8]))
-    parts = workers.run(2, copies_of_the_experts)
-    assert_exact(torch.cat([y for y, _ in parts]), expected.detach())
-    assert torch.equal(sum(counts for _, counts in parts), aux.tokens_per_expert)
-    assert len(parts[0][1].unique()) > 1  # equal only when summed over the ranks
-
-
 @on_ranks(2)
 def test_layers_made_on_the_meta_device(group, rank):
     """They are allocated and filled later."""
@@ -607,7 +519,7 @@ def test_layers_made_on_the_meta_device(group, rank):
             MoE(D, 5, 2, parallel=ExpertParallel(group, exchange="tokens", num_chunks=2)),
             MoE(D, 5, 2, gate=BalancedGate(D, 5, 2), w_load=0.0, process_group=group),
             HierarchicalMoE(D, 3, 4, 2, process_group=group),
-            gated(HierarchicalBalancedGate(D, 3, 4, 2), process_group=group),
+            make(HierarchicalBalancedGate(D, 3, 4, 2), process_group=group),
         ]
     x = tokens_of([4, 5]).float().split([4, 5])[rank]
     for layer in layers:

@@ -10,11 +10,21 @@ from one_process import D, mesh_of, rank_weight
 from pairwise import pairwise
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from workers import on_ranks
 
-from moe_ext import BalancedGate, Experts, HierarchicalBalancedGate, MoE, SharedExpert, TopKGate
+from moe_ext import (
+    BalancedGate,
+    Experts,
+    HierarchicalBalancedGate,
+    MoE,
+    SharedExpert,
+    TopKGate,
+    update_gates,
+)
 from moe_ext.distributed import (
     Checkpoints,
     ExpertParallel,
@@ -23,10 +33,12 @@ from moe_ext.distributed import (
     clip_grad_norm_,
     expert_parameters,
     full_state_dict,
+    load_full_state_dict,
     parallelize,
 )
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates import SoftmaxGate
+from moe_ext.optim import FactoredAdam, split_parameters
 
 
 def assert_same_on_all_ranks(value, group):
@@ -134,30 +146,6 @@ def test_training_equals_one_process(workers, layout, optimizer, recompute, norm
         for name, expected in model.named_parameters():
             first, last, _ = bounds.get(name, (0, None, None))
             assert_exact(params[name], expected.detach()[first:last])
-
-
-def calls_of_process(group, rank):
-    """Records the collectives of a step, forward and backward."""
-    calls = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "broadcast"):
-            original = getattr(dist, name)
-
-            def call(*args, name=name, original=original, **options):
-                calls.append(name)
-                return original(*args, **options)
-
-            patch.setattr(dist, name, call)
-        model = parallelize(MoE(D, 5, 2, process_group=group), group)
-        y, aux = model(torch.randn(9, D, requires_grad=True))
-        (y.sum() + aux.loss).backward()
-        clip_grad_norm_(model, 1.0)
-    return calls
-
-
-def test_one_process_communicates_nothing(workers):
-    assert workers.run(1, calls_of_process) == [[]]
-    assert "all_to_all_single" in workers.run(2, calls_of_process)[0]
 
 
 # Clipping
@@ -353,19 +341,6 @@ def test_experts_that_are_trained_later(group, rank):
     assert_same_on_all_ranks(step_on(model, layer, rank), group)
 
 
-@on_ranks(2)
-def test_training_without_noise(group, rank):
-    """Averages gradients in every step although W_noise has none."""
-    layer = MoE(D, 4, 2, process_group=group).eval()
-    nn.init.constant_(layer.gate.w_gate, 0.1)
-    model = parallelize(layer, group, find_unused_parameters=True)
-    for _ in range(2):
-        y, _ = model(rank_weight(rank) * torch.randn(4, D))
-        layer.zero_grad()
-        y.square().sum().backward()
-    assert_same_on_all_ranks(layer.gate.w_gate.grad, group)
-
-
 # What `parallelize` takes
 
 
@@ -390,6 +365,11 @@ class Blocks(nn.Module):
             of_modules = self.layers[1].experts.experts
             for number, expert in enumerate(of_modules):
                 of_modules[number] = checkpoint_wrapper(expert)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
 
 
 def checkpointed(group, rank, wrap, folder):
@@ -424,6 +404,26 @@ def test_layers_in_the_wrapper_of_activation_checkpointing(workers, tmp_path, wr
         assert_same_bits(value, full[name])
 
 
+def gradients_of_blocks(group, rank, wrap):
+    model = Blocks(group, "")
+    for layer in model.layers:
+        nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(5))
+    model.eval()
+    whole = checkpoint_wrapper(model) if wrap else model
+    parallel = parallelize(whole, group, find_unused_parameters=True)
+    x = torch.randn(6, D, generator=torch.Generator().manual_seed(rank))
+    parallel(x).square().sum().backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def test_gradients_of_a_model_in_the_wrapper_of_activation_checkpointing(workers):
+    """DistributedDataParallel does not average the gradients of the experts."""
+    wrapped, plain = (workers.run(2, gradients_of_blocks, wrap) for wrap in (True, False))
+    for of_rank, expected in zip(wrapped, plain, strict=True):
+        for grad, value in zip(of_rank, expected, strict=True):
+            assert_same_bits(grad, value)
+
+
 class OfRows(Experts):
     """Experts with a parameter that does not have one row for each expert."""
 
@@ -439,7 +439,9 @@ def test_what_parallelize_refuses(group, rank):
 
     with pytest.raises(ValueError, match="parallelize: dense must .*got 'dp'"):
         parallelize(layer(group), group, dense="dp")
-    with pytest.raises(ValueError, match=r"experts\.weight must have one row for .*1.*, got \(6"):
+    with pytest.raises(
+        ValueError, match=rf"experts\.weight must have one row for .*1.*, got \({D}"
+    ):
         parallelize(layer(group, experts=OfRows()), group)
     with pytest.raises(ValueError, match=r"^parallelize: process_group must have the ranks \[0, 1"):
         parallelize(layer(group), None)
@@ -450,6 +452,52 @@ def test_what_parallelize_refuses(group, rank):
     dist.barrier()  # no rank closes its group while another still connects to it
     with pytest.raises(ValueError, match=r"process_group must have .*, got \[0, 1, 2, 3\]$"):
         parallelize(layer(half[rank // 2]), group)
+
+
+@on_ranks(4)
+def test_torch_wrappers_around_sharded_experts_are_refused(group, rank):
+    """DistributedDataParallel would overwrite the experts; fully_shard would mix those of ranks."""
+    layer = MoE(D, 4, 2, process_group=group)
+    before = [param.detach().clone() for param in layer.experts.parameters()]
+    refused = r"module must have no experts .*\(use .*parallelize\), got '0.experts.weight_0, "
+    with pytest.raises(ValueError, match=refused):
+        DistributedDataParallel(nn.Sequential(layer), process_group=group)
+    for param, value in zip(layer.experts.parameters(), before, strict=True):
+        assert_same_bits(param.detach(), value)
+    parallelize(nn.Sequential(layer), group)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
+    copies = mesh["copies"].get_group()
+    DistributedDataParallel(MoE(D, 4, 2, process_group=mesh), process_group=copies)
+    layer = MoE(D, 4, 2, process_group=group)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
+    with pytest.raises(ValueError, match=r"^MoE: experts.weight_0 must be whole on this rank"):
+        clip_grad_norm_(layer, 1.0)
+
+
+@on_ranks(4)
+def test_a_group_without_this_rank_is_refused(group, rank):
+    half = dist.new_group([0, 1])
+    mesh = DeviceMesh("cpu", [0, 1])
+    layer = MoE(D, 4, 2)
+    gate = MoE(D, 4, 2, gate=TopKGate(D, 4, 2, bias_update_rate=0.1))
+    for name, use in {
+        "ExpertParallel: process_group": lambda some: MoE(D, 4, 2, process_group=some),
+        "parallelize: process_group": lambda some: parallelize(layer, some),
+        "Checkpoints: process_group": lambda some: Checkpoints("unused", some),
+        "full_state_dict: process_group": lambda some: full_state_dict(layer, some),
+        "load_full_state_dict: process_group": lambda some: load_full_state_dict(layer, {}, some),
+        "GradScaler: process_group": lambda some: GradScaler("cpu", process_group=some),
+        "update_gates: process_group": lambda some: update_gates(gate, some),
+        "Ranks: group": Ranks,
+    }.items():
+        for some in (half, mesh) if name != "Ranks: group" else (half,):
+            if rank >= 2:
+                message = f"^{name} must contain this rank, got a group without rank {rank}; "
+                with pytest.raises(ValueError, match=message):
+                    use(some)
+        with pytest.raises(TypeError, match=f"^{name} must be a ProcessGroup.* or None, got int"):
+            use(3)
+    dist.barrier()
 
 
 class Scaled(nn.Linear):
@@ -477,10 +525,13 @@ def test_experts_keep_all_their_buffers(group, rank, num_experts, dense):
 
 @on_ranks(2)
 def test_the_weights_of_a_shared_expert_are_divided_by_rows(group, rank):
-    layer = MoE(D, 2, 1, process_group=group, shared_expert=SharedExpert(D, [4]))
+    layer = MoE(4, 2, 1, process_group=group, shared_expert=SharedExpert(4, [6]))  # even numbers
     parallelize(layer, group, dense="fsdp")
-    shapes = [p.to_local().shape for name, p in layer.named_parameters() if "shared" in name]
-    assert {shape[1] for shape in shapes} == {D // 2, 2}
+    weights = list(layer.shared_expert.parameters())
+    assert all(0 < weight.to_local().numel() < weight.numel() for weight in weights)
+    assert {id(p) for p in weights} <= {id(p) for p in split_parameters(layer).rest}
+    with pytest.raises(TypeError, match=r"^FactoredAdam: params must be plain tensors, got a DTen"):
+        FactoredAdam(layer.parameters())
 
 
 @on_ranks(2)
@@ -493,11 +544,3 @@ def test_shards_begin_with_the_first_ranks_values(group, rank):
     first = Ranks(group).gather_objects(own)[0]
     assert_same_bits(model[0].weight.full_tensor().detach(), first[0])
     assert_same_bits(model[1].running_mean, first[1])
-
-
-@on_ranks(2)
-def test_ddp_must_not_overwrite_experts(group, rank):
-    layer = MoE(D, 4, 2, process_group=group)
-    with pytest.raises(RuntimeError, match=r"^MoE: Distributed.*; use moe_ext.distributed.parall"):
-        nn.parallel.DistributedDataParallel(layer, process_group=group)(torch.randn(4, D))
-    layer(torch.randn(4, D))

@@ -1,9 +1,5 @@
 """Ranks that torchrun starts again connect again."""
 
-import os
-import socket
-import subprocess
-import sys
 import time
 from datetime import timedelta
 
@@ -49,54 +45,3 @@ def connected_twice(group, rank, port):
 def test_ranks_connect_again(workers):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     workers.run(2, connected_twice, store.port)
-
-
-DIES_ONCE = """
-import os, pathlib, sys, time, torch
-from moe_ext.distributed import init_process_group
-
-marker = pathlib.Path(sys.argv[1])
-first = not marker.exists()
-group = init_process_group("gloo")
-torch.distributed.all_reduce(torch.ones(1))
-if first:
-    if sys.argv[2] == "dies":
-        marker.touch()
-        os._exit(1)
-    time.sleep(60)  # ended by torchrun, which counts no restart of this machine
-sys.stdout.write(f"{torch.distributed.get_rank()} of {group.size()}, all are here\\n")
-"""
-
-
-@pytest.mark.long
-def test_restarted_on_two_machines(tmp_path):
-    """torchrun counts a restart on the machine of the dead rank only."""
-    program = tmp_path / "program.py"
-    program.write_text(DIES_ONCE)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        endpoint = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test"]
-    command += ["--max-restarts=2", "--monitor-interval=0.1"]
-    agents = [
-        subprocess.Popen(
-            [*command, program, tmp_path / "marker", what],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for what in ("lives", "dies")
-    ]
-    try:
-        outputs = [agent.communicate(timeout=150) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.terminate()  # it ends its worker too
-            agent.wait(60)
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert sorted(output for output, _ in outputs) == [
-        "0 of 2, all are here\n",
-        "1 of 2, all are here\n",
-    ]

@@ -11,8 +11,6 @@ import importlib
 import inspect
 import pickle
 import re
-import subprocess
-import sys
 import warnings
 import weakref
 from pathlib import Path
@@ -27,11 +25,13 @@ from torch.utils._pytree import tree_map
 from moe_ext import count_parameters
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
+
+from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, tokens  # noqa: E402
+
 plug = importlib.import_module("moe_ext.integrations.transformers")
 
 MODELS = Path(transformers.__file__).parent / "models"
 NUM_EXPERTS, K = 5, 2
-ONE_GRAPH = torch.__version__ >= "2.12"  # torch 2.11 breaks the graph at the experts
 
 # The classes with an activation that the operator does not have.
 FALL_BACKS = {
@@ -131,12 +131,6 @@ def results(experts, implementation, x, index, gates):
     return {"y": y.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
-def error(found, expected):
-    """Returns the largest difference, relative to the largest value expected."""
-    scale = expected.double().abs().max().clamp(min=1e-30)
-    return float((found.double() - expected.double()).abs().max() / scale)
-
-
 def assert_equal_to_eager(experts, x, index, gates, tolerance=1e-10):
     with InFloat64():
         expected = results(experts, "eager", x, index, gates)
@@ -156,20 +150,13 @@ def quiet():
         yield
 
 
-BUILT = [each for each in REGISTRY if each[1] not in NOT_BUILT]
-each_class = pytest.mark.parametrize(("module", "name"), BUILT, ids=[name for _, name in BUILT])
-
-
 def test_the_registry_is_found():
     assert len(REGISTRY) >= 64
     assert {"MixtralExperts", "GptOssExperts", "AriaExperts"} <= {name for _, name in REGISTRY}
 
 
-def test_the_list_of_classes_that_are_not_built_is_up_to_date():
-    modules = {name: module for module, name in REGISTRY}
-    for name, message in NOT_BUILT.items():
-        with pytest.raises(Exception, match=message):
-            build(modules[name], name)
+BUILT = [each for each in REGISTRY if each[1] not in NOT_BUILT]
+each_class = pytest.mark.parametrize(("module", "name"), BUILT, ids=[name for _, name in BUILT])
 
 
 def cast(arguments, dtype):
@@ -381,88 +368,12 @@ def test_expert_parallelism_skips_the_experts_of_other_ranks(class_):
     assert all((each == 0).all() for each in nothing.values())
 
 
-def test_int32_indices_and_other_dtypes_of_the_weights():
-    experts = build(*MIXTRAL, dtype=torch.bfloat16)
-    x, index, gates = inputs(experts, dtype=torch.bfloat16)
-    expected = results(experts, "moe_ext", x, index, gates.detach().float().requires_grad_())
-    wide = gates.detach().float().requires_grad_()
-    found = results(experts, "moe_ext", x, index.int(), wide)
-    assert found["gates"].dtype == torch.float32
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def test_x_is_converted_to_the_dtype_of_the_parameters():
     experts = build(*MIXTRAL, dtype=torch.bfloat16)
     x, index, gates = inputs(experts, dtype=torch.float32)
     y = experts(x, index, gates)
     assert y.dtype == torch.float32
     assert torch.equal(y, experts(x.bfloat16(), index, gates).float())
-
-
-def test_no_tokens():
-    experts = build(*MIXTRAL)
-    found = results(experts, "moe_ext", *inputs(experts, num_tokens=0))
-    assert found["y"].shape == (0, 16)
-    assert all((each == 0).all() for each in found.values())
-
-
-SIZES = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 2,
-}
-MODEL_TYPES = {
-    "qwen3_moe": {"num_experts": 6},
-    "mixtral": {"num_local_experts": 6},
-    "olmoe": {"num_experts": 6},
-    "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 8}
-    | {
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "head_dim": 4,
-    }
-    | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
-    "gpt_oss": {"num_local_experts": 6},
-}
-
-
-@functools.cache
-def tokens():
-    return torch.randint(1, 48, (2, 9), generator=torch.Generator().manual_seed(1))
-
-
-def tiny(model_type="qwen3_moe", implementation="moe_ext", **options):
-    config = transformers.AutoConfig.for_model(
-        model_type, **(SIZES | MODEL_TYPES[model_type]), pad_token_id=0, **options
-    )
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(
-        config, experts_implementation=implementation
-    )
-
-
-def losses_of(model):
-    """Returns the logits and the gradient of each parameter."""
-    model.zero_grad()
-    output = model(tokens(), labels=tokens())
-    output.loss.backward()
-    gradients = {name: each.grad for name, each in model.named_parameters()}
-    return {"logits": output.logits.detach(), **gradients}
-
-
-def assert_close(found, expected, tolerance=1e-5):
-    for name, each in expected.items():
-        assert (found[name] is None) == (each is None), name
-        if each is not None:
-            assert error(found[name], each) < tolerance, name
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -484,74 +395,11 @@ def test_gradient_checkpointing(use_reentrant):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_compile_without_graph_breaks():
-    model = tiny().eval()
-    with torch.no_grad():
-        expected = model(tokens(), use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=ONE_GRAPH, backend="aot_eager")
-        found = compiled(tokens(), use_cache=False).logits
-    assert error(found, expected) < 1e-5
-
-
-@pytest.mark.long
-def test_inductor_compiles_a_training_step():
-    model = tiny()
-    model.config.use_cache = False
-    expected = losses_of(model)
-    torch._dynamo.reset()
-    model.compile(fullgraph=ONE_GRAPH)
-    assert_close(losses_of(model), expected)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
-def test_memory_of_a_model_with_4_gb_of_experts():
-    """A forward pass takes less than 64 MB in addition to the activations.
-
-    The weights of each layer take 1 GiB. A copy of one weight would take 341 MiB or more.
-    """
-    program = """
-import torch, transformers
-import moe_ext.integrations.transformers
-sizes = {"hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts": 88}
-sizes |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
-config = transformers.Qwen3MoeConfig(vocab_size=64, num_experts_per_tok=8, use_cache=False, **sizes)
-with torch.device("meta"):
-    model = transformers.Qwen3MoeForCausalLM._from_config(config, experts_implementation="moe_ext")
-model.to_empty(device="cpu").eval()
-for parameter in model.parameters():
-    torch.nn.init.constant_(parameter, 1e-3)
-model.model.rotary_emb.__init__(config)
-experts = [each for name, each in model.named_parameters() if "experts" in name]
-assert sum(each.nbytes for each in experts) >= 4e9
-tokens = torch.zeros(1, 64, dtype=torch.long)
-
-def kib(name):
-    (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
-    return int(line.split()[1])
-
-with torch.no_grad():
-    model(tokens[:, :8])
-    before = kib("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
-    model(tokens)
-    print((kib("VmHWM") - before) / 1024)
-"""
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    activations = 64 * 8 * 4 * (3 * 1024 + 1024) / 2**20  # of the experts of one layer
-    assert 0 < float(result.stdout) < 64 + activations
-
-
 def test_copies_of_a_model():
     model = tiny()
     expected = model(tokens()).logits
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(copied(tokens()).logits, expected)
-
-
-def test_versions():
-    assert all(re.fullmatch(r"\d+\.\d+\.\d+", each) for each in plug.TESTED_VERSIONS)
 
 
 def test_transformers_without_the_flags_is_an_error(monkeypatch):

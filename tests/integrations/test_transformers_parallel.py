@@ -61,7 +61,7 @@ def step(experts, batch):
     return {"y": y.detach(), "x": x.grad, "gates": gates.grad, **parameters}
 
 
-def experts_step_of_process(group, rank, counts, num_experts, style, implementation, shared):
+def experts_step_of_process(group, rank, counts, num_experts, style, shared):
     """Runs a step; with `shared`, all ranks have the batch of rank 0."""
     world = len(counts)
     if shared:
@@ -71,7 +71,7 @@ def experts_step_of_process(group, rank, counts, num_experts, style, implementat
         ep_mesh, tp_mesh = mesh["ep"], mesh["tp"]
     experts = make_experts(num_experts)
     plan = {"gate_up_proj": style, "down_proj": style, "": "ep_dispatch_experts"}
-    hf_parallel.apply_expert_parallelism(experts, ep_mesh, tp_mesh, plan, implementation)
+    hf_parallel.apply_expert_parallelism(experts, ep_mesh, tp_mesh, plan, "moe_ext")
     source = 0 if shared else rank
     return step(experts, make_batch(source, counts[source], num_experts))
 
@@ -106,17 +106,9 @@ def close(found, expected):
     ],
 )
 def test_experts_equal_one_process(workers, num_experts, style, counts, shared):
-    arguments = (counts, num_experts, style, "moe_ext", shared)
+    arguments = (counts, num_experts, style, shared)
     results = workers.run(len(counts), experts_step_of_process, *arguments)
     check_experts(results, counts, num_experts, shared)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_gradients_are_those_of_all_to_all(workers, shared):
-    """The gradients are sums over the ranks, as those of transformers."""
-    arguments = ([7, 5], 6, "grouped_gemm", "all_to_all", shared)
-    results = workers.run(2, experts_step_of_process, *arguments)
-    check_experts(results, [7, 5], 6, shared)
 
 
 def make_plan(style):
@@ -201,8 +193,8 @@ def losses_of(model, rows):
     return [model(input_ids=ids[None], labels=ids[None]).loss for ids in rows]
 
 
-def training_step_of_process(group, rank, folder, implementation):
-    model = load(folder, fsdp_size=2, ep_implementation=implementation)
+def training_step_of_process(group, rank, folder):
+    model = load(folder, fsdp_size=2)
     ids = torch.arange(12).view(2, 6)
     with plug.balance(model) as measured:
         (loss,) = losses_of(model, ids[rank : rank + 1])
@@ -211,8 +203,7 @@ def training_step_of_process(group, rank, folder, implementation):
     return loss.detach(), gradients, [layer.load for layer in measured.layers]
 
 
-@pytest.mark.parametrize("implementation", ["moe_ext", "all_to_all"])
-def test_training_with_fsdp(workers, tmp_path, implementation):
+def test_training_with_fsdp(workers, tmp_path):
     """Each rank has its own batch. The gradients are those of the mean of the ranks' losses."""
     model = save_model(tmp_path, 4)
     with plug.balance(model) as measured:
@@ -223,7 +214,7 @@ def test_training_with_fsdp(workers, tmp_path, implementation):
         name: parameter.grad / (2 if ".experts." in name else 1)
         for name, parameter in model.named_parameters()
     }
-    results = workers.run(2, training_step_of_process, str(tmp_path), implementation)
+    results = workers.run(2, training_step_of_process, str(tmp_path))
     for (loss, gradients, _), expected_loss in zip(results, losses, strict=True):
         close(loss, expected_loss.detach())
         torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)

@@ -5,6 +5,7 @@ gate, add a row and, in REFERENCES, what the gate computes.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from moe_ext import (
     HierarchicalBalancedGate,
     HierarchicalMoE,
     HierarchicalNoisyTopKGate,
+    ModuleExperts,
     MoE,
     NoisyTopKGate,
     ReLUGate,
@@ -56,7 +58,10 @@ ROUTER = dict(score="sigmoid", num_groups=3, groups_per_token=2, scale=2.5, logi
 SHARED = dict(activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25), bias=True, gated=True)
 
 TABLE = {
-    "noisy": Row(lambda **o: NoisyTopKGate(D, E, K, **o), ("Eq. 1", "Eq. 3", "Eq. 4", "Eq. 5")),
+    "noisy": Row(
+        lambda **o: NoisyTopKGate(D, E, K, **o),
+        ("Eq. 1", "Eq. 3", "Eq. 4", "Eq. 5", "Eq. 6", "Eq. 10"),
+    ),
     "top-k": Row(lambda: TopKGate(D, E, K), ("App. F",)),
     "router": Row(lambda: TopKGate(D, E, K, bias_update_rate=0.1, **ROUTER), ("arXiv 2408.15664",)),
     "softmax": Row(lambda: SoftmaxGate(D, E), ("Eq. 2",), lacks=NO_REPLAY),
@@ -261,10 +266,9 @@ def _balanced(gate, w, X, noise, given):
 
 
 def _balanced_groups(gate, w, X, noise, given):
-    no_experts = [[lambda x: x] * gate.experts_per_group] * gate.num_groups
-    _, G_X, _, L = ref.HierarchicalBalancedMoE(
+    G_X, L = ref.hierarchical_balanced_gates(
         X,
-        *(w["w_gate"], w["w_gate_secondary"], *gate.k_of_levels, no_experts, D),
+        *(w["w_gate"], w["w_gate_secondary"], *gate.k_of_levels),
         *(w["threshold"], w["threshold_secondary"]),
         training=gate.training,
     )
@@ -317,7 +321,7 @@ class Results(NamedTuple):
 
 
 def by_reference(layer, x, noise=(), given=None):
-    """Returns the `Results` of a layer without biases in its experts, for the rows x [T, D]."""
+    """Returns the `Results` of a layer for the rows x [T, D]."""
     named = {"x": x, **dict(layer.named_parameters())}
     leaves = {name: value.detach().cpu().clone() for name, value in named.items()}
     for leaf in leaves.values():
@@ -338,14 +342,11 @@ def by_reference(layer, x, noise=(), given=None):
     if layer.capacity_factor is not None:
         how = layer.capacity_factor, layer.drop
         kept = torch.tensor(ref.kept_by_capacity(G_X, chosen, layer.k, *how)).reshape(T, n)
-    w, local = of("experts"), range(layer.num_experts)
-    if "weight_0" in w:
-        W = [[w[f"weight_{j}"][i] for j in range(len(w))] for i in local]
-    else:
-        W = [[w[f"experts.{i}.weight"].T] for i in local]  # modules
-    identity = layer.num_identity_experts
-    rows = [ref.zero_computation(x, g, W, identity) for x, g in zip(X, G_X * kept, strict=True)]
-    y = torch.stack(rows)
+    experts = _networks(layer.experts, of("experts"))
+    rows = zip(X, G_X * kept, strict=True)
+    y = torch.stack(
+        [ref.zero_computation(x, g, experts, layer.num_identity_experts) for x, g in rows]
+    )
     if layer.shared_expert is not None:
         y = y + torch.stack([_shared(layer.shared_expert, of("shared_expert"), x) for x in X])
 
@@ -363,15 +364,27 @@ def by_reference(layer, x, noise=(), given=None):
     return Results(y, gating, kept, importance, load, loss + gating.loss, losses, leaves)
 
 
+def _networks(experts, w):
+    """Returns the network of each expert, as a function of a row. w: the weights by name."""
+    if isinstance(experts, ModuleExperts):
+        linear = [w[f"experts.{i}.weight"].T for i in range(experts.num_experts)]
+        return [lambda x, matrix=matrix: ref.E_i(x, [matrix]) for matrix in linear]
+    W = [w[f"weight_{j}"] for j in range(len(experts.weights))]
+    b = None if experts.biases is None else [w[f"bias_{j}"] for j in range(len(W))]
+
+    def network(x, i):
+        biases = None if b is None else [vector[i] for vector in b]
+        return ref.E_i(
+            x, [matrix[i] for matrix in W], biases, experts.activation, experts.activation_args
+        )
+
+    return [partial(network, i=i) for i in range(experts.num_experts)]
+
+
 def _shared(shared, w, x):
-    of_layers = range(len(shared.expert.weights))
-    W = [w[f"expert.weight_{j}"][0] for j in of_layers]
-    b = None
-    if shared.expert.biases is not None:
-        b = [w[f"expert.bias_{j}"][0] for j in of_layers]
-    network = shared.expert.activation, shared.expert.activation_args
-    scale = 1 if shared.w_gate is None else torch.sigmoid(x @ w["w_gate"][:, 0])
-    return scale * ref.E_i(x, W, b, *network)
+    of_expert = {name.removeprefix("expert."): leaf for name, leaf in w.items()}
+    (network,) = _networks(shared.expert, of_expert)
+    return network(x) * (1 if shared.w_gate is None else torch.sigmoid(x @ w["w_gate"][:, 0]))
 
 
 def record_noise(gate):

@@ -76,18 +76,6 @@ def test_no_dropped_row_is_computed(drop):
     assert experts[1].diff().max() == math.ceil(20 * K / E * 0.7)
 
 
-def test_a_large_capacity_drops_nothing(device):
-    layer = make_layer("position", device, capacity_factor=math.inf)
-    x = make_x(9, device=device)
-    y, aux, gradients = run_layer(layer, x)
-    assert aux.kept.all() and aux.metrics()["share_dropped"] == 0
-    layer.capacity_factor = None
-    plain = run_layer(layer, x)
-    assert_exact(y, plain[0])
-    for a, b in zip(gradients, plain[2], strict=True):
-        assert_exact(a, b)
-
-
 @CAPACITY
 def test_the_first_of_equal_gates_is_kept(device):
     """With k = 1 and renormalized gates, all gates are 1."""
@@ -96,15 +84,6 @@ def test_the_first_of_equal_gates_is_kept(device):
     x = make_x(40, device=device)
     assert_equal_runs(run_layer(by_score, x), run_layer(by_position, x))
     assert not by_score(x)[1].kept.all()
-
-
-def test_the_dtype_of_the_experts_changes_no_routing(device):
-    layer = make_layer("score", device, torch.float32, expert_dtype=torch.float32)
-    x = make_x(20, device=device, dtype=torch.float32)
-    kept = layer(x)[1].kept
-    layer.experts.bfloat16()
-    y, aux = layer(x)
-    assert torch.equal(aux.kept, kept) and y.dtype == torch.float32
 
 
 @pytest.mark.parametrize("drop", DROPS)

@@ -8,7 +8,7 @@ from assertions import assert_same_bits
 from layers import D, E, layer_of, make_gate, make_layer, make_x, results, total
 from torch import nn
 
-from moe_ext import ExpertChoiceGate, MoEAux, MoELSTM, SoftmaxGate
+from moe_ext import MoEAux, MoELSTM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,6 +32,16 @@ def test_inductor_equals_eager(device):
             actual, expected = results(layer, x, function=compiled), results(layer, x)
             for a, e in zip(actual, expected, strict=True):
                 torch.testing.assert_close(a, e)
+
+
+def test_the_cpp_wrapper_of_inductor_equals_eager():
+    """It cannot call an operator that returns a list of tensors among others."""
+    layer = make_layer("shared expert", dtype=torch.float32, losses=())
+    x = make_x(7, dtype=torch.float32)
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        compiled = torch.compile(layer, fullgraph=True)
+        for a, e in zip(results(layer, x, function=compiled), results(layer, x), strict=True):
+            torch.testing.assert_close(a, e)
 
 
 @pytest.mark.guarantee("It works with PyTorch's tools")
@@ -61,14 +71,13 @@ def test_export_of_a_recurrent_layer_leaves_the_batch_free():
         torch.testing.assert_close(program.module()(x)[0], layer(x)[0])
 
 
-@pytest.mark.parametrize("name, strict", [("balanced", True), ("balanced groups", False)])
 @torch.no_grad()
-def test_export_in_training_mode_leaves_the_batch_free(name, strict):
+def test_export_in_training_mode_leaves_the_batch_free():
     """The m = k·T/E rows of an expert depend on the batch; m = 1 is not special."""
-    layer = make_layer(name, dtype=torch.float32, losses=())
+    layer = make_layer("balanced groups", dtype=torch.float32, losses=())
     free = ({0: torch.export.Dim("batch", min=2)},)
     x = make_x(9, dtype=torch.float32)
-    program = torch.export.export(layer, (x,), dynamic_shapes=free, strict=strict)
+    program = torch.export.export(layer, (x,), dynamic_shapes=free, strict=False)
     for batch in (2, 3, 14):
         x = make_x(batch, dtype=torch.float32)
         assert_same_bits(program.module()(x)[0], layer(x)[0])
@@ -104,21 +113,16 @@ class Layers(nn.Module):
         return [layer(x) for layer in self.layers]
 
 
-# The experts of each layer differ, so that one package has every gate and many kinds of experts.
+# The experts of each layer differ, so that one package has many kinds of experts.
 EXPERTS = {
     "noisy": {"hidden_sizes": (5, 4), "activation": "swiglu", "bias": True},
-    "top-k": {"activation": "clamped_swiglu", "activation_args": (0.75, 1.5, 0.25)},
     "router": {"activation": "interleaved_clamped_swiglu", "activation_args": (0.75, 1.5, 0.25)},
-    "softmax": {"hidden_sizes": (), "bias": True},
     "hierarchical": {"expert_dtype": torch.bfloat16},
-    "balanced": {"activation": "gelu_tanh"},
     "balanced groups": {"activation": "relu_squared", "bias": True},
-    "expert choice": {"activation": "geglu"},
-    "relu": {"activation": "tanh"},
 }
 
 
-def test_a_package_of_every_gate_equals_eager(tmp_path):
+def test_a_package_equals_eager(tmp_path):
     """AOTInductor calls the ops without Python, for any batch and length."""
     gates = {name: make_gate(name, dtype=torch.float32) for name in EXPERTS}
     model = Layers([layer_of(gate, **EXPERTS[name]) for name, gate in gates.items()]).eval()
@@ -132,15 +136,12 @@ def test_a_package_of_every_gate_equals_eager(tmp_path):
         x = make_x(*shape, dtype=torch.float32)
         with torch.no_grad():
             expected = model(x)
-        for layer, found, eager in zip(model.layers, compiled(x), expected, strict=True):
-            assert_equals_eager(layer, *found, *eager)
+        for found, eager in zip(compiled(x), expected, strict=True):
+            assert_equals_eager(*found, *eager)
 
 
-def assert_equals_eager(layer, y, aux, expected, expected_aux):
+def assert_equals_eager(y, aux, expected, expected_aux):
     """Compares all tensors of a layer; the compiler may reorder the sums of aux.loss."""
-    if isinstance(layer.gate, (SoftmaxGate, ExpertChoiceGate)):  # Inductor compiles torch.softmax
-        torch.testing.assert_close((y, aux.gates), (expected, expected_aux.gates))
-        return
     assert_same_bits(y, expected)
     for name, actual in aux._asdict().items():
         wanted = getattr(expected_aux, name)

@@ -1,7 +1,5 @@
 """The interfaces between the layer, gates and experts, and how other tools use them."""
 
-import typing
-
 import pytest
 import torch
 from assertions import assert_exact, assert_same_bits
@@ -13,11 +11,9 @@ from moe_ext import (
     Gate,
     HierarchicalMoE,
     MoE,
-    MoEAux,
     MoELSTM,
     NoisyTopKGate,
 )
-from moe_ext.distributed import Ranks
 from moe_ext.optim import split_parameters
 
 D, E, K = 6, 5, 2
@@ -50,13 +46,6 @@ def test_a_gate_and_experts_of_ones_own():
     assert aux.load.tolist() == aux.tokens_per_expert.tolist()
     (y.sum() + aux.loss).backward()
     assert layer.experts.scale.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("gate", [BalancedGate(D, E, K), NoisyTopKGate(D, E, K)])
-def test_a_single_rank_communicates_nothing(gate):
-    x = torch.randn(4, D)
-    assert_same_bits(gate.eval()(x, Ranks()).gates, gate(x).gates)
-    gate.train()(x, Ranks())
 
 
 def make(kind):
@@ -173,11 +162,6 @@ def test_state_dicts_of_former_versions():
     other.load_state_dict(former)
     for name, value in layer.state_dict().items():
         assert_same_bits(other.state_dict()[name], value)
-
-
-def test_the_call_is_typed():
-    hints = typing.get_type_hints(MoE.forward)
-    assert hints["return"] == tuple[torch.Tensor, MoEAux]
 
 
 def test_the_repr_shows_what_was_set():

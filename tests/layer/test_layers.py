@@ -53,9 +53,9 @@ from moe_ext import (
     HierarchicalNoisyTopKGate,
     NoisyTopKGate,
     ReLUGate,
+    SharedExpert,
     SoftmaxGate,
     TopKGate,
-    cv_squared,
 )
 
 PROPERTIES = {}
@@ -121,7 +121,10 @@ def cases():
     for k, T in ((1, 9), (E - 1, 1), (E, 9)):
         yield case(NoisyTopKGate, E, k, T=T, losses=LOSSES)
     yield case(NoisyTopKGate, 1, 1)
-    yield case(NoisyTopKGate, E, K, hidden_sizes=(7, 4))
+    for gate in (NoisyTopKGate, BalancedGate):
+        yield case(gate, E, K, hidden_sizes=(7, 4), activation="swiglu", bias=True)
+    for shared in ({}, {"gated": True}, {"activation": "swiglu", "bias": True}):
+        yield case(TopKGate, E, K, shared_expert=SharedExpert(D, [4, 3], **shared))
     yield case(NoisyTopKGate, E, K, options_of_gate={"detach_threshold": True})
     yield case(NoisyTopKGate, E, K, options_of_gate={"noise_epsilon": 0.5})
     yield case(SoftmaxGate, E, T=1, losses=LOSSES)
@@ -170,7 +173,7 @@ def cases():
 
 @pytest.mark.parametrize("gate, T, options", list(cases()))
 def test_other_sizes_and_options_equal_reference(device, gate, T, options):
-    layer = layer_of(shake(gate()), **options).double().to(device)
+    layer = shake(layer_of(gate(), **options)).double().to(device)
     layer(make_x(20, device=device))  # sets the thresholds
     move_thresholds(layer.gate)
     assert_equals_reference(layer, make_x(T, device=device))
@@ -254,16 +257,14 @@ def test_no_tokens(device, name, training):
 @emulated
 @pytest.mark.parametrize(
     "name, training",
-    # In training, each expert of a balanced gate takes m rows, those with NaN last.
-    [*((name, False) for name in having("nan"))]
-    + [(name, True) for name in having("nan") if name not in BALANCED],
+    [(name, training) for name in having("nan") for training in (True, False)],
 )
 def test_nan_reaches_the_output(device, name, training):
-    """A token with NaN has an expert and is not dropped; otherwise its output would be 0."""
+    """Also if no expert computes the token: its output would be 0."""
     layer, x = make_layer(name, device).train(training), make_x(20, device=device)
     clean, _ = layer.eval()(x)
     layer.train(training)
-    t = 0 if name == "capacity by position" else 19
+    t = 19
     x[t, 1] = math.nan
     y, aux = layer(x)
     rest = torch.arange(20, device=device) != t
@@ -287,21 +288,8 @@ def test_a_token_does_not_depend_on_other_tokens(name, dtype):
     moved, moved_aux = layer(x[order])
     assert_same_bits(moved, y[order])
     assert_same_bits(moved_aux.tokens_per_expert, aux.tokens_per_expert)
-    for size in (1, 2, 13):
+    for size in range(1, 40):  # any remainder of a vectorized loop
         assert_same_bits(layer(x[:size])[0], y[:size])
-
-
-@pytest.mark.equation("Eq. 6", "Eq. 10")
-@each("bounds")
-@in_both_modes
-@pytest.mark.parametrize("scale", [0.1, 100])
-def test_bounds_of_importance_and_load(device, name, training, scale):
-    """The importances sum to the sum of the gates; Load_i is between 0 and T."""
-    aux = make_layer(name, device).train(training)(scale * make_x(40, device=device))[1]
-    torch.testing.assert_close(aux.importance.sum(), aux.gates.sum())
-    assert aux.importance.min() >= 0 and aux.load.min() >= 0
-    assert aux.load.max() <= 40 * (1 + 1e-12) and aux.tokens_per_expert.max() <= 40
-    assert int(aux.tokens_per_expert.sum()) == aux.expert_index.numel()
 
 
 @emulated
@@ -357,42 +345,7 @@ def test_own_generator(device, name):
     assert not torch.equal(found[0][0], found[2][0])
 
 
-@pytest.mark.parametrize("name", NOISY)
-def test_zero_gate_is_balanced_in_training(device, name):
-    """Each expert is selected by k/n of the tokens, within 4 sigma on 6 or 12 counts.
-
-    A balanced gate exceeds this for 1 of 1300 seeds; the seed is fixed.
-    """
-    gate = TABLE[name].gate().to(device)
-    assert all(torch.count_nonzero(p) == 0 for p in gate.parameters())
-    T, n = 4000, gate.num_experts
-    p = gate.k / n
-    routing = gate(make_x(T, device=device, dtype=torch.float32))
-    counts = torch.bincount(routing.expert_index.flatten(), minlength=n)
-    assert torch.all((counts - T * p).abs() <= 4 * math.sqrt(T * p * (1 - p)))
-    # The smooth load deviates less from its mean than the counts.
-    assert cv_squared(routing.load) < cv_squared(counts.double())
-
-
 # Derivatives and dtypes
-
-
-@pytest.mark.parametrize("name", BALANCED)
-def test_gradcheck(device, name):
-    """Compares gradients of x and all parameters with finite differences that change no routing.
-
-    L_batchwise has a gradient for the scores with detach_scores=False alone.
-    """
-    gate, x = make_gate(name, device, detach_scores=False), make_x(5, device=device)
-    names = [key for key, _ in gate.named_parameters()]
-
-    def function(x, *parameters):
-        parameters = dict(zip(names, parameters, strict=True))
-        routing = torch.func.functional_call(gate, parameters, (x,))
-        return routing.gates, routing.importance, routing.loss
-
-    leaves = [t.detach().clone().requires_grad_() for t in (x, *gate.parameters())]
-    assert torch.autograd.gradcheck(function, leaves)
 
 
 @emulated
@@ -532,9 +485,12 @@ def test_copies_pickles_and_states(device, name):
     options = all_losses(name)
     layer, x = make_layer(name, device, **options), make_x(9, device=device)
     keys = list(layer.state_dict())
+    before = [set(module.__dict__) for module in layer.modules()]
     y, aux = layer(x)
     total(y, aux).backward()
     assert list(layer.state_dict()) == keys
+    for module, names in zip(layer.modules(), before, strict=True):
+        assert set(module.__dict__) == names
     expected = tensors_of(layer.eval()(x))
     fresh = make_layer(name, device, started=False, **options)
     fresh.load_state_dict(layer.state_dict())
@@ -542,6 +498,24 @@ def test_copies_pickles_and_states(device, name):
         twin.train()(make_x(7, device=device))
         assert_all_same_bits(twin.parameters(), layer.parameters())
         assert_all_same_bits(tensors_of(twin.eval()(x)), expected)
+
+
+@each("reset")
+def test_reset_parameters(name):
+    """What starts with constants has these again, such as zeros; the rest is drawn again."""
+    first, second = (
+        layer_of(TABLE[name].gate(), **TABLE[name].options()).state_dict() for _ in range(2)
+    )
+    layer = make_layer(name, dtype=torch.float32)
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for key, value in layer.state_dict().items():
+        if torch.equal(first[key], second[key]):
+            assert_same_bits(value, first[key])
+        else:
+            assert not torch.equal(value, before[key]), key
 
 
 # Compilation, export and threads
@@ -580,8 +554,8 @@ def test_compiles_to_one_graph(device, name, training, masked):
     compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=counter)
     loads, compiled_frames = set(), []
     # Balanced gates treat a single token per expert as a special case.
-    for T in (20, 33, 18):
-        for sign in (1, -1, 0):
+    for T, signs in ((20, (1, 0)), (33, (-1,)), (18, (0, 1))):
+        for sign in signs:
             x = sign * make_x(T, device=device, dtype=torch.float32).abs()
             mask = (torch.rand(T) > 0.3).to(device) if masked else None
             expected = [*results(layer, x, mask), *layer.parameters()]
@@ -589,14 +563,13 @@ def test_compiles_to_one_graph(device, name, training, masked):
             assert_close(actual, expected)
             compiled_frames.append(counter.frame_count)
             loads.add(tuple(layer(x, mask)[1].tokens_per_expert.tolist()))
-    assert len(loads) > 4 or name not in NOISY
+    assert len(loads) > 2 or name not in NOISY
     assert min(compiled_frames) == max(compiled_frames) > 0
 
 
 @pytest.mark.parametrize(
     "name, given",
     [
-        ("noisy", lambda index, mask: index),
         ("top-k", lambda index, mask: index[mask]),  # of the real tokens alone
         ("balanced", lambda index, mask: None),
     ],
@@ -622,10 +595,12 @@ def test_sequences_and_replay_compile(name, given):
 
 
 @pytest.mark.parametrize(
-    "name", ["capacity by position", "capacity by score", "zero computation", "shared expert"]
+    "name",
+    ["top-k", "softmax", "balanced", "expert choice", "relu"]
+    + ["capacity by position", "capacity by score", "zero computation", "shared expert"],
 )
 def test_export_leaves_the_batch_free(name):
-    """The package of test_compile.py has the gates."""
+    """The package of test_compile.py has the other gates."""
     layer, x = make_layer(name, dtype=torch.float32).eval(), make_x(9, dtype=torch.float32)
     free = ({0: torch.export.Dim("batch", min=2)},)
     program = torch.export.export(layer, (x,), dynamic_shapes=free)

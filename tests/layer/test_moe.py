@@ -1,11 +1,9 @@
 """MoE: gate, dispatch, experts and combine as one layer (Eq. 1, 6, 7, 11)."""
 
 import pytest
-import reference as ref
 import torch
 from assertions import (
     assert_all_same_bits,
-    assert_as_accurate,
     assert_exact,
     assert_same_bits,
     gradients,
@@ -37,34 +35,6 @@ def all_gradients(loss, x, layer):
     return gradients([loss], [x, *layer.parameters()], [None])
 
 
-@emulated
-@pytest.mark.guarantee("No dropped tokens")
-@pytest.mark.equation("Eq. 1")
-@pytest.mark.parametrize("T, k", [(0, 2), (1, 1), (2, 2), (7, E), (64, 1), (1000, 2), (1000, E)])
-def test_equals_all_experts_run_densely(device, T, k):
-    layer, x = make_layer(k, device).eval(), make_x(T, device=device)
-    y, aux = layer(x)
-    gates = aux.gates.new_zeros(T, E).scatter(1, aux.expert_index, aux.gates)
-    w1, w2 = layer.experts.weights
-    outputs = torch.einsum("tef,efd->ted", torch.einsum("td,edf->tef", x, w1).relu(), w2)
-    assert_exact(y.detach(), torch.einsum("te,ted->td", gates, outputs).detach())
-    assert aux.gates.shape == aux.expert_index.shape == (T, k)
-    assert int(aux.tokens_per_expert.sum()) == T * k
-
-
-def test_biases_and_other_activations_equal_reference(device):
-    options = {"hidden_sizes": (4, 3), "activation": "swiglu", "bias": True}
-    layer, x = make_layer(2, device, **options).eval(), make_x(9, device=device)
-    y, aux = layer(x)
-    W, b = ([p.detach().cpu() for p in of] for of in (layer.experts.weights, layer.experts.biases))
-    expected = torch.zeros(9, D, dtype=torch.float64)
-    for t, (gates, chosen) in enumerate(zip(aux.gates.cpu(), aux.expert_index, strict=True)):
-        for gate, i in zip(gates, chosen.tolist(), strict=True):
-            network = [w[i] for w in W], [each[i] for each in b], "swiglu"
-            expected[t] += gate * ref.E_i(x[t].cpu(), *network)
-    assert_exact(y.detach(), expected.detach())
-
-
 def test_defaults(device):
     """The default is one ReLU hidden layer of 4 · D without biases; both loss weights are 0.1."""
     layer = MoE(D, E, 2)
@@ -77,21 +47,6 @@ def test_defaults(device):
         expected = w_importance * cv_squared(aux.importance) + w_load * cv_squared(aux.load)
         assert aux.loss.shape == ()
         assert_exact(aux.loss.detach(), expected.detach())
-
-
-def test_layers_keep_their_losses_apart(device):
-    first, second, x = make_layer(2, device), make_layer(3, device), make_x(8, device=device)
-    losses = []
-    for after in (second, None):
-        torch.manual_seed(0)
-        y, aux = first(x)
-        losses.append(aux.loss)
-        if after is not None:
-            after(y)
-    assert_same_bits(*losses)  # not accumulated over calls
-    assert all(
-        grad.count_nonzero() == 0 for grad in gradients([aux.loss], [*second.parameters()], [None])
-    )
 
 
 @emulated
@@ -146,36 +101,6 @@ def test_empty_experts_have_zero_gradients_and_change_nothing(device):
             assert p.grad.isfinite().all() and torch.count_nonzero(p.grad[4:]) == 0
 
 
-@emulated
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_lower_precision(device, dtype):
-    """Output and gradients have the dtype of the input; gates and loss are float32.
-
-    The error against the float64 layer is at most twice that of plain torch with equal routing.
-    """
-    layer = make_layer(2, device, dtype).eval()
-    x = make_x(60, device=device, dtype=dtype).requires_grad_()
-    y, aux = layer(x)
-    assert y.dtype == dtype
-    assert aux.gates.dtype == aux.loss.dtype == aux.load.dtype == torch.float32
-    cotangent = torch.randn(60, D, device=device).to(dtype)
-    grads = torch.autograd.grad(y, [x, *layer.parameters()], cotangent, allow_unused=True)
-    assert all(g is None or g.dtype == dtype for g in grads)
-
-    def plain(dtype):
-        wide = torch.promote_types(dtype, torch.float32)
-        logits = x.to(wide) @ layer.gate.w_gate.to(wide)
-        gates = logits.gather(1, aux.expert_index).softmax(-1)
-        out = 0
-        for j in range(2):
-            w1, w2 = (w.to(dtype)[aux.expert_index[:, j]] for w in layer.experts.weights)
-            hidden = torch.bmm(x.to(dtype)[:, None], w1).relu()
-            out = out + gates[:, j, None] * torch.bmm(hidden, w2)[:, 0]
-        return out
-
-    assert_as_accurate(y, plain(dtype).to(dtype), plain(torch.float64))
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_backward_within_autocast(device, enabled):
     """Backward within autocast has the gradients of a backward pass outside, bitwise identical."""
@@ -193,32 +118,21 @@ def test_backward_within_autocast(device, enabled):
 
 
 def test_experts_in_a_type_of_their_own(device):
-    """The gate sees x unchanged, the experts see x in their dtype; y has the dtype of x."""
+    """The gate sees x unchanged, the experts see x in their dtype; y has the dtype of x.
+
+    After a cast of the layer, the experts see x in the new dtype.
+    """
     layer = MoE(D, E, 2, hidden_sizes=(7,), expert_dtype=torch.bfloat16).to(device)
     torch.nn.init.normal_(layer.gate.w_gate)
-    assert {name for name, p in layer.named_parameters() if p.dtype == torch.bfloat16} == {
-        "experts.weight_0",
-        "experts.weight_1",
-    }
+    half = {name for name, p in layer.named_parameters() if p.dtype == torch.bfloat16}
+    assert half == {"experts.weight_0", "experts.weight_1"}
     x = make_x(30, device=device, dtype=torch.float32).requires_grad_()
-    torch.manual_seed(0)
     y, aux = layer(x)
-    assert y.dtype == torch.float32
     (y.square().sum() + aux.loss).backward()
     assert x.grad.dtype == torch.float32
     plan = ops.dispatch_plan(aux.expert_index, E)
     routing = {"inverse": plan.inverse, "gates": aux.gates}
     assert_same_bits(y, layer.experts(x.bfloat16(), plan.offsets, **routing).float())
-    torch.manual_seed(0)
-    layer.experts.float()
-    expected, expected_aux = layer(x)
-    assert_same_bits(aux.gates, expected_aux.gates)
-    assert (y - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
-
-
-def test_experts_of_a_type_of_their_own_can_be_cast(device):
-    """After a cast of the layer, tokens are cast to the new dtype, such as float64."""
-    layer = MoE(D, E, 2, expert_dtype=torch.bfloat16).to(device)
     for dtype in (torch.float64, torch.float32, torch.float16):
         y, aux = layer.to(dtype)(make_x(5, device=device, dtype=dtype))
         assert y.dtype == dtype and y.isfinite().all()
@@ -238,49 +152,21 @@ def test_the_output_may_be_changed_in_place(device, shape):
 @pytest.mark.equation("Table 6")
 def test_statistics(device):
     layer = make_layer(2, device)
-    _, aux = layer(make_x(40, device=device))
+    with torch.no_grad():
+        _, aux = layer(make_x(40, device=device))
     metrics = aux.metrics()
-    assert set(metrics) == {"cv_importance", "cv_load", "max_over_mean_load", "cv_tokens"}
     assert all(type(value) is float for value in metrics.values())
-    assert metrics["cv_importance"] == pytest.approx(float(cv_squared(aux.importance)) ** 0.5)
-    assert metrics["cv_load"] == pytest.approx(float(cv_squared(aux.load)) ** 0.5)
-    assert metrics["max_over_mean_load"] == pytest.approx(float(aux.load.max() / aux.load.mean()))
+    assert metrics == {
+        "cv_importance": pytest.approx(float(cv_squared(aux.importance)) ** 0.5),
+        "cv_load": pytest.approx(float(cv_squared(aux.load)) ** 0.5),
+        "max_over_mean_load": pytest.approx(float(aux.load.max() / aux.load.mean())),
+        "cv_tokens": pytest.approx(float(cv_squared(aux.tokens_per_expert.double())) ** 0.5),
+    }
     counts = torch.bincount(aux.expert_index.flatten(), minlength=E)
     assert_same_bits(aux.tokens_per_expert, counts)
-    counts = counts.double()
-    assert metrics["cv_tokens"] == pytest.approx(float(counts.std(correction=0) / counts.mean()))
-    assert float(aux.importance.sum()) == pytest.approx(40)
     aux.gate_metrics["mine"] = torch.ones(())
     assert aux.metrics()["mine"] == 1
     assert layer(make_x(40, device=device))[1].gate_metrics == {}
-
-
-# The layer as a module
-
-
-def test_nothing_is_kept_between_calls(device):
-    """No activation, loss or statistic stays on the module, so copies and pickles always work."""
-    layer, x = make_layer(2, device), make_x(9, device=device)
-    before = {name: set(module.__dict__) for name, module in layer.named_modules()}
-    keys = list(layer.state_dict())
-    y, aux = layer(x)
-    total(y, aux).backward()
-    for name, module in layer.named_modules():
-        assert set(module.__dict__) == before[name]
-        assert not any(isinstance(value, torch.Tensor) for value in module.__dict__.values())
-    assert list(layer.state_dict()) == keys
-    assert set(keys) == {name for name, _ in layer.named_parameters()}
-
-
-def test_meta_device():
-    """Runs on the meta device, as large models do before they are materialized."""
-    layer = make_layer(2).to("meta")
-    x = torch.empty(3, 4, D, dtype=torch.float64, device="meta")
-    for training in (True, False):
-        y, aux = layer.train(training)(x)
-        assert y.device.type == "meta" and y.shape == x.shape
-        assert aux.gates.shape == (12, 2) and aux.importance.shape == (E,)
-        assert aux.loss.shape == ()
 
 
 def test_total_and_active_parameters():

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from assertions import assert_exact, assert_same_bits
+from assertions import assert_same_bits
 from layers import LOSSES, D, E, assert_equals_reference, layer_of, make_x
 
-from moe_ext import MoE, ReLUGate, update_gates
+from moe_ext import ReLUGate, update_gates
 
 LAMBDA = 0.3
 RELU = pytest.mark.equation("arXiv 2412.14711")
@@ -47,38 +47,6 @@ def test_lambda_returns_from_its_bounds(bound):
         update_gates(gate)
         expected = limit * factor if bound == "tiny" else limit / factor
         assert gate.l1_weight.item() == pytest.approx(expected)
-
-
-@RELU
-def test_a_training_reaches_k_experts_per_token():
-    """λ starts at 1e-8. After about 100 steps it matters, and then a token has k experts.
-
-    The mean over the last 200 steps differs from k by less than 5%; with other seeds, it was 1%.
-    """
-    torch.manual_seed(0)
-    k, T = 2, 256
-    gate = ReLUGate(16, 8, k)
-    layer = MoE(16, 8, k, gate=gate, hidden_sizes=[32], w_importance=0, w_load=0)
-    teacher = torch.nn.Sequential(
-        torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16)
-    ).requires_grad_(False)
-    optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
-    optimizer.register_step_post_hook(lambda *_: update_gates(layer))
-    means, errors = [], []
-    for _ in range(400):
-        x = torch.randn(T, 16) + 0.5
-        y, aux = layer(x)
-        error = (y - teacher(x)).square().mean()
-        optimizer.zero_grad()
-        (error + aux.loss).backward()
-        optimizer.step()
-        means.append(len(aux.expert_index) / T)
-        errors.append(error.item())
-    assert means[0] > 1.5 * k  # about E / 2
-    last = means[-200:]
-    assert sum(last) / len(last) == pytest.approx(k, rel=0.05)
-    assert max(abs(mean - k) for mean in last) < 0.75 * k
-    assert sum(errors[-10:]) < 0.5 * sum(errors[:10])
 
 
 def test_scores_of_zero_are_no_slots(device):
@@ -128,14 +96,3 @@ def test_an_update_before_backward_changes_nothing():
         grads.append(gate.w_gate.grad)
     assert_same_bits(*grads)
     assert grads[0].count_nonzero()
-
-
-def test_repr_and_reset():
-    gate = make_gate(l1_growth=1.5)
-    assert repr(gate) == "ReLUGate(d_model=5, num_experts=6, k=2, l1_weight=0.3, l1_growth=1.5)"
-    gate(torch.randn(9, D))
-    gate.l1_weight.fill_(7)
-    gate.reset_parameters()
-    assert_exact(gate.l1_weight.double(), torch.tensor(LAMBDA).double())
-    assert gate.tokens_since_update.count_nonzero() == 0
-    assert 0 < gate.w_gate.std() < 0.1

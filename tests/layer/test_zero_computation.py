@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from assertions import assert_exact, assert_same_bits, recorded_ops, run_layer
+from assertions import assert_same_bits, recorded_ops, run_layer
 from layers import LOSSES, PER_SEQUENCE
 from torch import nn
 
 from moe_ext import (
     MoE,
-    SharedExpert,
     SoftmaxGate,
     TopKGate,
-    update_gates,
 )
 
 D, E, K = 6, 3, 2
@@ -82,42 +80,3 @@ def test_the_identity_has_the_precision_of_x():
     only = (aux.expert_index >= E).all(1)
     assert only.any() and not only.all()
     assert_same_bits(y[only], plain[only])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_the_sum_once(dtype):
-    layer = make_layer(dtype=dtype, gate=unnormalized, losses=())
-    x = torch.randn(40, D, dtype=dtype)
-    y, aux = layer(x)
-    only = ((aux.expert_index >= E) & (aux.expert_index < E + 2)).all(1)
-    assert only.any() and y.dtype == dtype
-    expected = aux.gates[only].sum(1, keepdim=True) * x[only].float()
-    torch.testing.assert_close(y[only], expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
-
-
-def test_other_parts_of_the_layer():
-    """The shared expert is added, and the selection bias covers all experts."""
-    layer = make_layer(gate=lambda *a: TopKGate(*a, bias_update_rate=0.1))
-    x = torch.randn(9, D, dtype=torch.float64)
-    y, aux = layer(x)
-    counts = aux.tokens_per_expert
-    assert torch.equal(layer.gate.tokens_since_update, counts)
-    update_gates(layer)
-    below_mean = torch.sign(counts.sum() - (E + 3) * counts)
-    assert_exact(layer.gate.selection_bias, 0.1 * below_mean.double())
-    layer.gate.selection_bias.zero_()
-    layer.shared_expert = SharedExpert(D, [4]).double()
-    assert_exact(layer(x)[0].detach(), (y + layer.shared_expert(x)).detach())
-    assert "num_identity_experts=2, num_null_experts=1" in repr(layer)
-    assert "identity" not in repr(MoE(D, E, K))
-
-
-def test_a_dropped_slot_adds_nothing():
-    class Dropping(TopKGate):
-        def forward(self, x, ranks=None):
-            routing = super().forward(x, ranks)
-            return routing._replace(kept=torch.zeros_like(routing.expert_index, dtype=torch.bool))
-
-    layer = make_layer(gate=Dropping)
-    y, aux = layer(torch.randn(5, D, dtype=torch.float64))
-    assert not aux.kept.any() and not y.any()

@@ -78,54 +78,6 @@ def test_gating_and_plan_have_the_bits_of_the_cpu(gpu, num_experts, k):
         assert torch.equal(a.cpu(), e)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
-@pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize("E, groups", [(256, (8, 4, 2)), (66, (1, 1, 1)), (5000, (10, 3, 2))])
-def test_routing_has_the_bits_of_the_cpu(gpu, E, groups, renormalize, score):
-    inputs = [draw(100, E), draw(E) / 10]
-    options = score, renormalize, 2.5, *groups
-    expected = torch.ops.moe_ext.topk_routing(inputs[0], 8, inputs[1], *options)
-    upstream = draw(100, 8)
-    backward = torch.ops.moe_ext._topk_routing_backward
-    expected += (backward(upstream, inputs[0], expected[1], *options[:3]),)
-    with gpu.kernels():
-        logits, bias, grad = gpu.copy([*inputs, upstream])
-        actual = torch.ops.moe_ext.topk_routing(logits, 8, bias, *options)
-        actual += (backward(grad, logits, actual[1], *options[:3]),)
-    for a, e in zip(actual, expected, strict=True):
-        assert torch.equal(a.cpu(), e)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_balanced_selection_is_that_of_the_cpu(gpu, dtype):
-    scores = draw(3, 900, 20, dtype=dtype)
-    scores[0, :, 3] = 0.25
-    scores[1, 5] = float("nan")
-    for m in (0, 1, 180, 900):
-        expected = torch.ops.moe_ext.batchwise_topm(scores, m)
-        with gpu.kernels():
-            actual = torch.ops.moe_ext.batchwise_topm(scores.to(gpu.device), m)
-        assert torch.equal(actual[0].cpu(), expected[0])
-        torch.testing.assert_close(actual[1].cpu(), expected[1], rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 70, 1100), (2, 5, 7)])
-@pytest.mark.parametrize("mean_of_roots", [False, True])
-def test_the_factored_step_is_that_of_the_cpu(gpu, dtype, shape, mean_of_roots):
-    rule = "diet" if mean_of_roots else "adam"
-    call = sample("factored_step_", dtype=dtype, shape=shape, rule=rule) | dict(eps=1e-8)
-    assert call["grad"][1:].any() and not call["grad"][0].any()  # an expert without rows
-    expected = TABLE["factored_step_"].function(**call)
-    with gpu.kernels():
-        actual = TABLE["factored_step_"].function(**moved(call, gpu.device))
-    rtol = 2e-2 if dtype == torch.bfloat16 else 1e-4
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a.cpu(), e, rtol=rtol, atol=1e-6)
-    before = call["param"]
-    assert torch.equal(actual[0][0].cpu(), before[0]) and not torch.equal(expected[0], before)
-
-
 def layer(gate, device, dtype=torch.float32, **options):
     torch.manual_seed(3)
     return MoE(64, 16, 2, gate=gate, hidden_sizes=[128], **options).to(device, dtype)
@@ -155,15 +107,22 @@ def test_the_flat_layer_never_waits_for_the_device(dtype):
 def test_experts_of_any_size_in_any_type(gpu, dtype, d_model, hidden, equal):
     """torch's grouped GEMM takes up to 1023 experts, whose emulation takes too long."""
     for num_experts in (3, 1500) if gpu.device == "cuda" else (3,):
-        check_experts(gpu, num_experts, dtype, d_model, hidden, equal)
+        counts = [2 if equal else 0] * num_experts
+        if not equal:
+            counts[0], counts[2], counts[-1] = 140, 1, counts[-1] + 40
+        check_experts(gpu, counts, dtype, (d_model, hidden, d_model), even=equal)
 
 
-def check_experts(gpu, num_experts, dtype, d_model, hidden, equal):
-    counts = [2 if equal else 0] * num_experts
-    if not equal:
-        counts[0], counts[2], counts[-1] = 140, 1, counts[-1] + 40
-    row, widths = TABLE["experts"], (d_model, hidden, d_model)
-    sizes = dict(counts=counts, widths=widths, activation="swiglu", even=equal)
+@pytest.mark.parametrize("empty", [[0], [2], [4], [0, 1, 3, 4]], ids=str)
+def test_torchs_grouped_gemm_of_experts_without_rows(gpu, empty):
+    """Such an expert may make torch hang, so scripts/gpu_suite.sh runs this test first."""
+    counts = [0 if expert in empty else 24 for expert in range(5)]
+    check_experts(gpu, counts, torch.bfloat16, (16, 32, 16))
+
+
+def check_experts(gpu, counts, dtype, widths, even=False):
+    row = TABLE["experts"]
+    sizes = dict(counts=counts, widths=widths, activation="swiglu", even=even)
     call = sample("experts", gpu.device, dtype, **sizes)
     with gpu.kernels():
         outputs, grads = evaluate(row, call)

@@ -1,13 +1,15 @@
-"""The in-place operator on tensors with torch's negative bit, whose memory holds -x.
+"""Tensors with torch's negative bit, whose memory holds -x, and tensors without readable memory.
 
-z.conj().imag is an example. test_operators.py tests the other operators.
+z.conj().imag has the negative bit. Here the in-place operator takes such tensors; test_operators.py
+tests the other operators with them.
 """
 
-from itertools import chain, combinations
+import contextlib
+from itertools import chain, combinations, product
 
 import pytest
 import torch
-from operators import sample
+from operators import ROWS, call_of, sample
 
 NAMES = ["param", "grad", "row", "column", "lr", "correction"]
 CHANGED = NAMES[0], *NAMES[2:4]
@@ -39,25 +41,6 @@ def test_negated_tensors(dtype):
         assert all(call[name]._version == versions[name] + 1 for name in CHANGED)
 
 
-def test_the_imaginary_part_of_a_conjugate():
-    expected, call = tensors(), tensors()
-    z = torch.complex(torch.zeros(2, 4, 3), -call["param"])
-    call["param"] = z.conj().imag
-    for arguments in (expected, call):
-        step(arguments)
-    assert torch.equal(-z.imag, expected["param"]) and torch.equal(call["row"], expected["row"])
-
-
-def test_inference_mode():
-    expected = tensors()
-    step(expected)
-    with torch.inference_mode():
-        call = tensors()
-        call["column"] = torch._neg_view(-call["column"])
-        step(call)
-        assert torch.equal(call["column"], expected["column"])
-
-
 def test_each_element_needs_its_place_in_memory():
     call, before = tensors(), tensors()["param"]
     call["row"] = torch._neg_view(torch.ones(()).expand(2, 4))
@@ -72,3 +55,133 @@ def test_other_bits_are_refused(bit):
     call["param"] = bit(call["param"].to(torch.complex64))
     with pytest.raises((TypeError, RuntimeError)):
         step(call)
+
+
+# Tensors whose memory no operator may read
+
+
+def short(x, missing=None):
+    """Returns x with a storage that lacks `missing` bytes; None: all bytes."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    size = x.untyped_storage().nbytes()
+    x.untyped_storage().resize_(0 if missing is None else size - missing)
+    return x
+
+
+def conjugate(x):
+    return x.to(torch.complex64).conj()
+
+
+# The last three are views of a tensor with a storage that is too short.
+UNREADABLE = {
+    "sparse": torch.Tensor.to_sparse,
+    "mkldnn": lambda x: x.float().to_mkldnn(),
+    "nested": lambda x: torch.nested.nested_tensor([x]),
+    "quantized": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8),
+    "no memory": short,
+    "a byte short": lambda x: short(x, 1),
+    "short, negative": lambda x: torch._neg_view(short(x)),
+    "short, conjugate": lambda x: short(x.to(torch.complex64)).conj(),
+}
+BESIDE = {"": lambda x: x, "negative": torch._neg_view, "conjugate": conjugate}
+PRIVATE = {
+    "_count_tokens_": [torch.zeros(3, dtype=torch.int64), torch.ones(3)],
+    "_empty_rows": [torch.ones(3, 4), 5],
+}
+
+
+def arguments_of(name):
+    """Returns an operator, the arguments of a call, and the paths of its tensors with elements."""
+    if name in PRIVATE:
+        op, args = getattr(torch.ops.moe_ext, name).default, PRIVATE[name]
+    else:
+        op, args = call_of(name, sample(name, dtype=torch.float32, **ROWS[name].typical[0]))
+    paths = []
+    for i, x in enumerate(args):
+        lists = [(i, n) for n in range(len(x))] if isinstance(x, (list, tuple)) else [(i, None)]
+        paths += [path for path in lists if torch.is_tensor(at(args, path))]
+    return op, args, [path for path in paths if at(args, path).numel()]
+
+
+def at(args, path):
+    i, n = path
+    return args[i] if n is None else args[i][n]
+
+
+def replaced(args, path, x):
+    i, n = path
+    args = [*args]
+    args[i] = x if n is None else [*args[i][:n], x, *args[i][n + 1 :]]
+    return args
+
+
+@pytest.mark.filterwarnings("ignore:.*nested")
+@pytest.mark.parametrize("name", [*ROWS, *PRIVATE])
+@pytest.mark.parametrize("surroundings", ["plain", "autocast", "inference"])
+def test_tensors_that_cannot_be_read_are_refused(name, surroundings):
+    """Each tensor, alone and next to another one with torch's negative or conjugate bit."""
+    op, args, paths = arguments_of(name)
+    where = {
+        "plain": contextlib.nullcontext,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "inference": torch.inference_mode,
+    }[surroundings]
+    refused = 0
+    for path, (kind, change) in product(paths, UNREADABLE.items()):
+        if (name, kind) == ("_empty_rows", "quantized"):  # it reads only the sizes
+            continue
+        try:
+            wrong = replaced(args, path, change(at(args, path)))
+        except RuntimeError:  # torch cannot make this tensor
+            continue
+        for (_, form), other in product(BESIDE.items(), paths):
+            beside = wrong
+            if other != path and at(args, other).is_floating_point():
+                beside = replaced(wrong, other, form(at(args, other)))
+            message = "storage of at least" if kind in ("no memory", "a byte short") else ""
+            with where(), pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+                op(*beside)
+            refused += 1
+    assert refused
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_two_tensors_that_cannot_be_read(name):
+    op, args, paths = arguments_of(name)
+    kinds = [UNREADABLE[kind] for kind in ("sparse", "mkldnn", "no memory", "short, negative")]
+    for one, other in combinations(paths, 2):
+        for first, second in product(kinds, kinds):
+            try:
+                wrong = replaced(args, one, first(at(args, one)))
+                wrong = replaced(wrong, other, second(at(args, other)))
+            except RuntimeError:
+                continue
+            with pytest.raises((TypeError, ValueError, RuntimeError)):
+                op(*wrong)
+
+
+def test_the_error_names_the_argument():
+    x, inverse = torch.ones(4, 3), torch.arange(8).view(4, 2)
+    message = r"^dispatch: x must have a storage of at least 48 bytes for its shape \[4, 3\], got 0"
+    with pytest.raises(ValueError, match=message):
+        torch.ops.moe_ext.dispatch(short(x), inverse, None)
+    call = tensors() | {"row": tensors()["row"].to_mkldnn()}
+    call["param"] = torch._neg_view(-call["param"])
+    with pytest.raises(TypeError, match="^factored_step_: row must be dense, got .*[Mm]kldnn"):
+        step(call)
+
+
+def test_counts_with_the_negative_bit():
+    counts = torch._neg_view(-torch.tensor([1, 2, 3]))
+    torch.ops.moe_ext._count_tokens_(counts, torch.tensor([1.0, 0.0, 2.0]))
+    assert counts.tolist() == [2, 2, 5] and counts.is_neg()
+
+
+def test_every_operator_checks_before_torch_copies():
+    """Torch's fallback would copy tensors with these bits before the check of the operator."""
+    names = [f"moe_ext::{name}" for name in (*ROWS, *PRIVATE)]
+    registered = torch._C._dispatch_get_all_op_names()
+    assert {name for name in registered if name.startswith("moe_ext::")} == {*names}
+    for name in names:
+        for key in ("Negative", "Conjugate"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key)

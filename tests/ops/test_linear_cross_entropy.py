@@ -4,44 +4,12 @@ import math
 
 import pytest
 import torch
-from assertions import assert_all_same_bits, assert_same_bits, recorded_ops
-from torch.nn import functional as F
+from assertions import assert_all_same_bits, assert_same_bits
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ext import ops
 
 pytestmark = [pytest.mark.emulated, pytest.mark.equation("App. C.1")]
-
-
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs torch 2.13")
-@pytest.mark.parametrize(
-    ("T", "D", "V", "reduction"),
-    [
-        *((60, 5, 700, reduction) for reduction in ("none", "mean", "sum")),
-        # With many classes, the CPU goes over all tokens for each tile of classes. It recomputes
-        # the logits, or keeps them in the gradient of the weight if T <= D.
-        (60, 5, 60_000, "none"),
-        (60, 64, 20_000, "mean"),
-        (700, 3, 20_000, "sum"),  # two blocks of tokens
-    ],
-)
-def test_replaces_the_function_of_torch(device, T, D, V, reduction):
-    X = torch.randn(T, D, dtype=torch.float64, device=device, requires_grad=True)
-    W = torch.randn(V, D, dtype=torch.float64, device=device, requires_grad=True)
-    b = torch.randn(V, dtype=torch.float64, device=device, requires_grad=True)
-    target = torch.randint(V, (T,), device=device)
-    target[::7] = -100
-    options = dict(linear_bias=b, reduction=reduction, label_smoothing=0.1, ignore_index=-100)
-    expected = F.linear_cross_entropy(X, W, target, **options)
-    actual = ops.linear_cross_entropy(X, W, target, **options)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    upstream = torch.randn_like(expected)
-    for a, e in zip(
-        torch.autograd.grad(actual, (X, W, b), upstream),
-        torch.autograd.grad(expected, (X, W, b), upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.emulated(False)  # GEMMs on CUDA may depend on the batch
@@ -66,13 +34,23 @@ def test_a_token_does_not_depend_on_the_others(dtype, V, recompute):
             assert_same_bits(part, all_rows[chosen])
 
 
-def test_large_logits(device):
-    X = torch.tensor([[100.0]], device=device, requires_grad=True)
-    W = torch.tensor([[10.0], [-10.0], [9.0]], device=device)
-    loss = ops.linear_cross_entropy(X, W, torch.tensor([1], device=device))
-    assert loss.item() == pytest.approx(2000.0)
-    loss.backward()
-    assert X.grad.item() == pytest.approx(20.0)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_ignored_token_is_not_read(device, value, options, dtype):
+    """Its NaN reaches no gradient: all results are bitwise identical to those without NaN."""
+    W, b = torch.randn(7, 5).to(device, dtype), torch.randn(7, device=device)
+    clean, target = torch.randn(6, 5).to(device, dtype), torch.tensor([1, 2, -100, 3, -100, 0])
+    found = []
+    for x in (clean, clean.clone()):
+        x[[2, 4]] = 0 if x is clean else value
+        leaves = [each.clone().requires_grad_() for each in (x, W, b)]
+        args = *leaves[:2], target.to(device)
+        loss = ops.linear_cross_entropy(*args, linear_bias=leaves[2], **options)
+        found.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
+        assert all(each.isfinite().all() for each in found[-1])
+    for actual, expected in zip(*found, strict=True):
+        assert_same_bits(actual, expected)
 
 
 def test_classes_with_a_bias_of_minus_infinity(device):
@@ -164,27 +142,12 @@ def test_a_softcap_beyond_float32(device, softcap):
     assert ops.linear_cross_entropy(X.double(), W.double(), target, softcap=softcap).isfinite()
 
 
-def test_gradients_are_kept_only_if_they_are_required():
-    X, W = torch.randn(5, 4), torch.randn(7, 4, requires_grad=True)
-    target = torch.randint(7, (5,))
-
-    def kept(**options):
-        with recorded_ops() as calls:
-            ops.linear_cross_entropy(X, W, target, **options)
-        return calls[0][2][-1]
-
-    assert kept() == [False, True, False]
-    assert kept(recompute=True) == kept(reduction="none") == [False] * 3
-    with torch.no_grad():
-        assert kept() == [False] * 3
-
-
 @pytest.mark.emulated(False)  # reading the number would wait for a GPU
 def test_a_gradient_of_one_returns_the_kept_gradients():
     """With retain_graph it returns copies: their changes in place do not reach the next pass."""
     X, W = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
     options = "mean", -100, 0.0, 0.0, None, [True, True, False]
-    loss, _, kept = torch.ops.moe_ext.linear_cross_entropy(X, W, torch.arange(6), None, *options)
+    loss, _, *kept = torch.ops.moe_ext.linear_cross_entropy(X, W, torch.arange(6), None, *options)
     first = torch.autograd.grad(loss, (X, W), retain_graph=True)
     expected = [gradient.clone() for gradient in first]
     for gradient in first:

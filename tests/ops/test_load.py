@@ -1,12 +1,11 @@
 """ops.load: P(x, i) and Load(X) of App. A, with the gradient through the thresholds."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import reference as ref
 import torch
-from assertions import assert_all_same_bits, assert_exact, assert_same_bits, gradients
+from assertions import assert_exact, assert_same_bits, gradients
 from operators import sample
 from samples.draw import EDGES, shapes
 
@@ -62,17 +61,6 @@ def test_gating_and_load_equal_reference(device, sizes, detach_threshold):
         assert_exact(a, e)
 
 
-def test_one_expert_takes_all_and_one_gets_nothing(device):
-    """At a margin of 30 standard deviations P is 1 or 0; derivatives vanish without NaN."""
-    clean = torch.zeros(6, 3, dtype=torch.float64, device=device)
-    clean[:, 1], clean[:, 2] = 30, -30
-    leaves = clean.requires_grad_(), torch.zeros_like(clean).requires_grad_()
-    actual = load_of(*leaves, torch.zeros_like(clean), 1)
-    assert actual[1] == 6 and 0 <= actual[2] < 1e-100
-    for gradient in torch.autograd.grad(actual.sum(), leaves):
-        assert gradient.isfinite().all() and gradient.abs().max() < 1e-100
-
-
 def test_vanishing_noise(device):
     """A standard deviation of 1e-300 makes P a step: 0 or 1, with no gradient and no NaN."""
     clean, _, threshold, index = drawn(5, 6, 2, device)
@@ -113,46 +101,6 @@ def test_lower_tail_keeps_its_digits(device):
     exact = torch.erfc(-z.double() / math.sqrt(2)) / 2
     tolerance = (8 + 2 * z.double() ** 2) * torch.finfo(torch.float32).eps
     assert torch.all((actual / exact - 1).abs() <= tolerance)
-
-
-def load_by_group(clean, stddev, threshold, index, offsets, detach_threshold=False):
-    """Computes the load of each group's rows separately, by definition."""
-    arguments = clean, stddev, threshold, index
-    return torch.stack(
-        [
-            ops.load(*(x[begin:end] for x in arguments), detach_threshold)
-            for begin, end in pairwise(offsets.tolist())
-        ]
-    )
-
-
-@pytest.mark.parametrize(
-    "E, offsets",
-    [
-        (6, [0, 3, 7]),
-        (6, [0, 0, 2, 2, 7, 7]),
-        (6, [0, 1, 2, 3, 4, 5, 6, 7]),
-        # One group has the whole batch.
-        *((E, [0, T]) for T, E in [(0, 3), (1, 5), (7, 6), (300, 7), (1000, 64)]),
-    ],
-)
-@pytest.mark.parametrize("detach_threshold", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_groups_are_loads_of_their_rows(device, E, offsets, detach_threshold, dtype):
-    """Bitwise identical, gradients included; a group without rows has load 0."""
-    arguments = drawn(offsets[-1], E, 2, device, dtype)
-    offsets = torch.tensor(offsets, device=device)
-    results = []
-    for function in (
-        lambda *a: ops.load(*a, detach_threshold, group_offsets=offsets),
-        lambda *a: load_by_group(*a, offsets, detach_threshold),
-    ):
-        leaves = [x.clone().requires_grad_() for x in arguments[:3]]
-        out = function(*leaves, arguments[3])
-        cotangent = torch.arange(1, out.numel() + 1, dtype=out.dtype, device=device)
-        results.append([out, *gradients([out], leaves, [cotangent.reshape(out.shape)])])
-    assert results[0][0].shape == (len(offsets) - 1, E)
-    assert_all_same_bits(*results)
 
 
 def test_nan_stays_in_its_expert(device):

@@ -2,65 +2,21 @@
 
 import pytest
 import torch
-from assertions import assert_exact, assert_same_bits
+from assertions import assert_same_bits
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ext import ops
 
 pytestmark = pytest.mark.equation("App. C.1")
 
-B, S, D = 6, 7, 5
-LENGTHS = torch.tensor([3, 7, 1, 7, 2, 5])
 
-
-def weights_of(lstm, suffix=""):
+def weights_of(lstm):
     """Returns the weights of an `nn.LSTM` in the order of the operator's arguments."""
-    w = {name: lstm.get_parameter(f"{name}_l0{suffix}") for name in ("weight_ih", "weight_hh")}
-    bias = [lstm.get_parameter(f"bias_{kind}_l0{suffix}") for kind in ("ih", "hh")]
-    projection = lstm.get_parameter(f"weight_hr_l0{suffix}") if lstm.proj_size else None
+    w = {name: lstm.get_parameter(f"{name}_l0") for name in ("weight_ih", "weight_hh")}
+    bias = [lstm.get_parameter(f"bias_{kind}_l0") for kind in ("ih", "hh")]
+    projection = lstm.get_parameter("weight_hr_l0") if lstm.proj_size else None
     return w["weight_ih"], w["weight_hh"], sum(bias), projection
-
-
-@pytest.mark.parametrize(("units", "width"), [(9, 4), (9, 0), (150, 33), (300, 0)])
-@pytest.mark.parametrize("lengths", [None, LENGTHS])
-@pytest.mark.parametrize("state", [False, True])
-def test_is_the_lstm_of_torch(units, width, lengths, state):
-    """Outputs, last states and all gradients, in both directions, with the weights of torch."""
-    options = dict(proj_size=width, batch_first=True, bidirectional=True, dtype=torch.float64)
-    lstm = nn.LSTM(D, units, **options)
-    x = torch.randn(B, S, D, dtype=torch.float64, requires_grad=True)
-    m_0 = torch.randn(2, B, width or units, dtype=torch.float64, requires_grad=True)
-    c_0 = torch.randn(2, B, units, dtype=torch.float64, requires_grad=True)
-    given = (m_0, c_0) if state else None
-    if lengths is None:
-        y, (m_n, c_n) = lstm(x, given)
-    else:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        y, (m_n, c_n) = lstm(packed, given)
-        y = pad_packed_sequence(y, batch_first=True, total_length=S)[0]
-    actual = [
-        ops.lstm(
-            x,
-            *weights_of(lstm, suffix),
-            m_0[direction] if state else None,
-            c_0[direction] if state else None,
-            lengths=lengths,
-            reverse=direction == 1,
-        )
-        for direction, suffix in enumerate(["", "_reverse"])
-    ]
-    together = torch.cat([each.m for each in actual], 2)
-    last = [torch.stack(each) for each in list(zip(*actual, strict=True))[1:]]
-    leaves = [x, *lstm.parameters(), *([m_0, c_0] if state else [])]
-    upstream = [torch.randn_like(each) for each in (y, m_n, c_n)]
-    gradients = [
-        torch.autograd.grad(outputs, leaves, upstream)
-        for outputs in ([together, *last], [y, m_n, c_n])
-    ]
-    for a, e in zip([together, *last, *gradients[0]], [y, m_n, c_n, *gradients[1]], strict=True):
-        assert_exact(a, e)
 
 
 def draw(num_sentences, units=70, width=24, dtype=torch.float32):
@@ -108,16 +64,6 @@ def test_padding_changes_nothing():
             assert_same_bits(a, e[:, : a.shape[1]] if a.dim() == 3 else e)
     for sentence, grad, length in zip(expected[0], expected[3], lengths, strict=True):
         assert not sentence[length:].any() and not grad[length:].any()
-
-
-def test_a_state_continues_a_sentence():
-    x, weights = draw(5)
-    whole = ops.lstm(x, *weights)
-    first = ops.lstm(x[:, :4], *weights)
-    second = ops.lstm(x[:, 4:], *weights, first.m_n, first.c_n)
-    assert_same_bits(torch.cat([first.m, second.m], 1), whole.m)
-    assert_same_bits(second.m_n, whole.m_n)
-    assert_same_bits(second.c_n, whole.c_n)
 
 
 def test_operations_are_counted():

@@ -84,15 +84,6 @@ def test_underflowed_scores(device, score):
     assert logits.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("E, k", [(5, 1), (64, 8), (257, 17), (1000, 70)])
-def test_without_options_it_is_the_gating_without_noise(device, E, k):
-    logits = torch.randn(50, E, device=device)
-    gates, index = ops.topk_routing(logits, k)
-    expected = ops.noisy_topk_gating(logits, None, None, k)
-    assert_same_bits(gates, expected.gates)
-    assert_same_bits(index, expected.expert_index)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("renormalize", [False, True])

@@ -69,7 +69,10 @@ TABLE = {
         differentiable=("clean_logits", "raw_noise_stddev"), backward="_noisy_topk_gating_backward",
         autocast=torch.float32,
         lacks={
-            "half_types": "a logit's gradient is rounded for each path that it comes by",
+            **dict.fromkeys(
+                ("half_types", "rounded_once"),
+                "a logit's gradient is rounded for each path that it comes by",
+            ),
             "nan": "it ranks last, see the tests of ties",
         },
         samples=[sizes | dict(noisy=noisy) for sizes in draw.EDGES for noisy in (True, False)]

@@ -90,7 +90,15 @@ TABLE = {
             dict(T=6, D=4, V=5, reduction="sum", recompute=True),
             dict(T=0, D=3, V=4, reduction="sum"),
         ],
-        limits=[dict(T=n, D=2, V=3, bias=True) for n in draw.MANY]
+        # With many classes, the CPU goes over all tokens for each tile of classes. It recomputes
+        # the logits, or keeps them in the gradient of the weight if T <= D. T = 700 has two blocks.
+        limits=[
+            dict(T=T, D=D, V=V, bias=True, ignored=9, label_smoothing=0.1, reduction=reduction)
+            for T, D, V, reduction in (
+                (60, 5, 60_000, "none"), (60, 64, 20_000, "mean"), (700, 3, 20_000, "sum")
+            )
+        ]
+        + [dict(T=n, D=2, V=3, bias=True) for n in draw.MANY]
         + [dict(T=3, D=2, V=V, reduction=each) for V in (511, 512, 513, 1025, 65_537)
            for each in ("none", "mean")],
         large=[dict(T=500, D=24, V=1200, bias=True, reduction=reduction, recompute=recompute)

@@ -75,8 +75,49 @@ def plain_lstm(
     return torch.stack([outputs[t] for t in steps], 1), m, c
 
 
+def make_cell(dtype, B, U):
+    return dict(gates=draw.normal(B, 4 * U, dtype=dtype), c_0=draw.normal(B, U, dtype=dtype))
+
+
+def reference_cell(gates, c_0):
+    """Uses ref.LSTM with one token, whose product with the identity matrix is the gates."""
+    if c_0.numel() == 0:
+        return c_0 + gates.sum(), c_0 + gates.sum()
+    U = c_0.shape[1]
+    W, zeros = torch.eye(4 * U, dtype=c_0.dtype), c_0.new_zeros(4 * U, U)
+    rows = [
+        ref.LSTM(z[None], W, zeros, c_0.new_zeros(4 * U), None, c_0.new_zeros(U), c)[1:]
+        for z, c in zip(gates, c_0, strict=True)
+    ]
+    return tuple(torch.stack(each) for each in zip(*rows, strict=True))
+
+
+def plain_cell(gates, c_0):
+    i, f, j, o = gates.chunk(4, 1)
+    c = f.sigmoid() * c_0 + i.sigmoid() * j.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
 # fmt: off
 TABLE = {
+    "lstm_cell": Operator(
+        function=ops.lstm_cell, make=make_cell, reference=reference_cell, plain=plain_cell,
+        equations=("Sec. 3.1", "App. C.1"),
+        differentiable=("gates", "c_0"), backward="_lstm_cell_backward",
+        samples=[dict(B=B, U=U) for B, U in ((1, 1), (3, 5), (4, 33), (0, 3), (2, 0))],
+        typical=[dict(B=4, U=5), dict(B=3, U=17), dict(B=0, U=3)],
+        limits=[dict(B=n, U=2) for n in draw.MANY],
+        large=[dict(B=300, U=70)],
+        precise=[dict(B=100, U=64), dict(B=33, U=29)],
+        bad=[
+            (ValueError, "gates", wrong.shorter("gates", 1), [4, 19]),
+            *wrong.sizes("c_0"), *wrong.doubles("c_0"),
+        ],
+        backward_bad=[
+            (ValueError, "grad_h", wrong.shorter("grad_h", 1)),
+            (ValueError, "grad_c", wrong.shorter("grad_c", 1)),
+        ],
+    ),
     "lstm": Operator(
         function=ops.lstm, make=make_lstm, reference=reference_lstm, plain=plain_lstm,
         equations=("App. C.1",),

@@ -5,7 +5,7 @@ from dataclasses import asdict, fields, replace
 
 from moe_lab.analysis.cluster import DEVICES, Device, Plan
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.report import markdown_table
+from moe_lab.markdown import markdown_table
 from moe_lab.training.config import Config
 
 

@@ -1,6 +1,5 @@
 """Formats expert reports as text and as an HTML page, the expert explorer (Table 9)."""
 
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import torch
 from moe_lab.analysis.experts import ExpertReport, Spelling
 from moe_lab.analysis.routed_text import RoutedText
 from moe_lab.data import Vocabulary
+from moe_lab.files import json_text
 
 _TEMPLATE = Path(__file__).with_name("explorer.html")
 _GATE_BINS = 20  # of the histograms
@@ -106,7 +106,7 @@ class ExpertPage:
             "layers": self._layers,
             "words": list(self._index),
         }
-        text = json.dumps(data, separators=(",", ":"))
+        text = json_text(data, separators=(",", ":"))
         for character in "<>&":  # no word of the corpus can end the script element
             text = text.replace(character, f"\\u{ord(character):04x}")
         return _TEMPLATE.read_text("utf-8").replace("{{data}}", text)

@@ -1,8 +1,8 @@
 """Measures how much experts specialise, by purity and mutual information (Table 9).
 
-A label is an integer for each of N positions: the word, the previous word, the word class or the
-kind of text. The values for shuffled labels are those that chance gives. Shuffling keeps each
-expert's gates and the frequency of each label.
+A label is an integer for each of N positions: the word, the previous word or the word class. The
+values for shuffled labels are those that chance gives. Shuffling keeps each expert's gates and the
+frequency of each label.
 """
 
 import re

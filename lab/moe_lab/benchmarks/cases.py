@@ -1,6 +1,5 @@
 """The table of benchmarks and their command lines; torch is imported when a benchmark runs."""
 
-import ast
 import os
 import re
 import subprocess
@@ -19,11 +18,11 @@ from moe_lab.benchmarks.shapes import (
     experts_that_fit,
     parse_shape,
 )
-from moe_lab.cli import THREAD_LIMIT, at_least, make_parser, positive
+from moe_lab.cli import THREAD_LIMIT, at_least, make_parser, positive, require_checkpoint
 from moe_lab.errors import ConfigError
 from moe_lab.names import configuration_file
+from moe_lab.options import Option, flag, help_of, one, several, some_of
 
-Option = dict[str, Any]  # the settings of `add_argument`
 UNITS, GROUPS = ("rows", "tokens"), "groups"  # exchanges; groups is that of placement="groups"
 
 
@@ -39,43 +38,27 @@ class Case(NamedTuple):
     ranks: bool = False  # Whether torchrun starts it on --processes ranks.
 
 
-def _one(parse: Callable[[str], Any], default: Any = None, help: str | None = None) -> Option:
-    return {"type": parse, "default": default, "help": help}
-
-
-def _several(parse: Callable[[str], Any], default: Any, help: str | None = None) -> Option:
-    return _one(parse, default, help) | {"nargs": "+"}
-
-
-def _some_of(choices: Sequence[str], default: Sequence[str], metavar: str | None = None) -> Option:
-    return {"nargs": "+", "choices": choices, "default": [*default], "metavar": metavar}
-
-
-def _flag(help: str) -> Option:
-    return {"action": "store_true", "help": help}
-
-
 def _shapes(letters: str, help: str) -> Option:
     names = tuple(letters.split())
     help = f"{help}; may be repeated (default: the published shapes)"
     more = {"nargs": len(names), "action": "append", "metavar": names}
-    return _one(at_least(1), None, help) | more
+    return one(at_least(1), None, help) | more
 
 
 _ANY = positive(finite=False)
 _DTYPES = ["float32", "bfloat16"]
 _DTYPE = {"choices": _DTYPES, "default": "float32"}
-_BANDWIDTH = _one(float, 0, "limit of the loopback network in MB/s (0: none)")
-_REPORT = _several(Path, None, "print the .json files of earlier runs, merged, and measure nothing")
+_BANDWIDTH = one(float, 0, "limit of the loopback network in MB/s (0: none)")
+_REPORT = several(Path, None, "print the .json files of earlier runs, merged, and measure nothing")
 
 
 def _against_peers(seconds: float, memory: float | None, patience: float) -> dict[str, Option]:
     """Returns the options of the benchmarks of experts, with these defaults."""
     return {
-        "--seconds": _one(float, seconds, "time limit for the rounds of a problem (%(default)s)"),
-        "--memory": _one(_ANY, memory, "GiB that a peer may take (layer: 6, or 40 on a GPU)"),
-        "--patience": _one(_ANY, patience, "seconds of a peer in addition to those of the GEMMs"),
-        "--keep-freed-memory": _flag("reuse freed memory (glibc)"),
+        "--seconds": one(float, seconds, "time limit for the rounds of a problem (%(default)s)"),
+        "--memory": one(_ANY, memory, "GiB that a peer may take (layer: 6, or 40 on a GPU)"),
+        "--patience": one(_ANY, patience, "seconds of a peer in addition to those of the GEMMs"),
+        "--keep-freed-memory": flag("reuse freed memory (glibc)"),
         "--report": _REPORT,
     }
 
@@ -83,11 +66,6 @@ def _against_peers(seconds: float, memory: float | None, patience: float) -> dic
 def _check_device(args: Any) -> None:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
         raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {args.device!r}")
-
-
-def _check_data(args: Any) -> None:
-    if (args.corpus is None) != (args.vocabulary is None):
-        raise ConfigError("--corpus and --vocabulary must be given together, got only one of them")
 
 
 def _check_distributed(args: Any) -> None:
@@ -108,38 +86,26 @@ def _check_models(args: Any) -> None:
     args.num_experts = {name: experts_that_fit(name, args.weights) for name in models}
 
 
-def _check_translation(args: Any) -> None:
-    is_run = Path(args.model).is_dir()
-    if is_run == (args.text is None):
-        rule = "given with a run folder, and omitted with a configuration"
-        raise ConfigError(f"text must be {rule}, got {args.text} with {args.model}")
-    if not is_run:
-        configuration_file(args.model)
-
-
 CASES = {
     "cpp": Case(
         rounds=21, files=["program"],
         sizes={"calls": (500, "calls in a round"), "width": 64, "experts": 16, "k": 2,
                "hidden": 128},
         options={"--program": {"type": Path, "required": True, "help": "built from benchmark.cpp"},
-                 "--words": _one(at_least(3), 1000, "size of the vocabulary")},
+                 "--words": one(at_least(3), 1000, "size of the vocabulary")},
     ),
     "cross-entropy": Case(
         rounds=5, threads=1,
         options={"--shape": _shapes("T D V", "tokens, width and classes"), "--dtype": _DTYPE},
     ),
     "data": Case(
-        files=["corpus", "vocabulary"], check=_check_data,
         sizes={"sentences": (30_301_028, "number of sentences of empty text"),
                "batch_words": (10_000_000, "number of words to read in batches")},
         options={
-            "--workers": _several(at_least(0), [0, 1, 2]),
-            "--words": _one(at_least(1_000), 20_000_000, "words of the generated corpus"),
-            "--vocab-size": _one(at_least(3), 793_471, "its vocabulary size"),
-            "--tokens-per-batch": _several(at_least(1), [2_560, 300_000]),
-            "--corpus": _one(Path, None, "a corpus to use instead of the generated one"),
-            "--vocabulary": _one(Path, None, "the vocabulary of --corpus"),
+            "--workers": several(at_least(0), [0, 1, 2]),
+            "--words": one(at_least(1_000), 20_000_000, "words of the generated corpus"),
+            "--vocab-size": one(at_least(3), 793_471, "its vocabulary size"),
+            "--tokens-per-batch": several(at_least(1), [2_560, 300_000]),
         },
     ),
     "distributed": Case(
@@ -147,22 +113,22 @@ CASES = {
         sizes={"tokens": (1024, "tokens per rank"), "experts": (8, "experts per rank"), "k": 4,
                "width": 512, "hidden": 1024},
         options={
-            "--processes": _several(at_least(1), [1, 2, 4]),
+            "--processes": several(at_least(1), [1, 2, 4]),
             "--exchanges": {"nargs": "+", "choices": [*UNITS, GROUPS],
                             "help": "default: rows and tokens; with --group-size also groups"},
-            "--group-size": _one(at_least(0), 0, "of a hierarchical layer, in experts (0: flat)"),
-            "--chunks": _several(at_least(1), [1, 2, 4], "numbers of chunks; must include 1"),
+            "--group-size": one(at_least(0), 0, "of a hierarchical layer, in experts (0: flat)"),
+            "--chunks": several(at_least(1), [1, 2, 4], "numbers of chunks; must include 1"),
             "--dtype": _DTYPE,
             "--device": {"choices": ["cpu", "cuda"], "default": "cpu"},
-            "--warm-up": _one(at_least(0), 2, "number of untimed rounds at the start"),
+            "--warm-up": one(at_least(0), 2, "number of untimed rounds at the start"),
             "--bandwidth": _BANDWIDTH,
-            "--compute-ms": _one(float, 0, "ms per step that experts sleep (0: they compute)"),
+            "--compute-ms": one(float, 0, "ms per step that experts sleep (0: they compute)"),
         },
     ),
     "few-tokens": Case(
         rounds=9, threads=1,
         options={"--shape": _shapes("D E K H", "width, experts, experts per token, hidden width"),
-                 "--tokens": _several(at_least(1), [1, 2, 4, 8, 16, 32, 64, 128, 256])},
+                 "--tokens": several(at_least(1), [1, 2, 4, 8, 16, 32, 64, 128, 256])},
     ),
     "hierarchical": Case(
         rounds=7, threads=2,
@@ -173,15 +139,15 @@ CASES = {
     "layer": Case(
         rounds=21, threads=[1, 2], files=["report"], check=_check_device,
         options=_against_peers(seconds=15.0, memory=None, patience=2.0) | {
-            "--device": _one(str, "cpu", "cpu, cuda or cuda:N"),
-            "--shapes": _several(parse_shape, None, "default: all shapes for the device"),
-            "--dtype": _some_of(_DTYPES, ["float32"]),
-            "--peers": _some_of(PEER_NAMES, PEER_NAMES, "PEER") | {"nargs": "*"},
-            "--activations": _some_of(ACTIVATIONS, ACTIVATIONS),
-            "--minutes": _one(float, None, "minutes after which no further shape starts"),
-            "--check-memory": _flag("measure only what is saved for backward"),
-            "--plot": _one(Path),
-            "--profile": _one(Path, None, "text file for the profile of our kernels"),
+            "--device": one(str, "cpu", "cpu, cuda or cuda:N"),
+            "--shapes": several(parse_shape, None, "default: all shapes for the device"),
+            "--dtype": some_of(_DTYPES, ["float32"]),
+            "--peers": some_of(PEER_NAMES, PEER_NAMES, "PEER") | {"nargs": "*"},
+            "--activations": some_of(ACTIVATIONS, ACTIVATIONS),
+            "--minutes": one(float, None, "minutes after which no further shape starts"),
+            "--check-memory": flag("measure only what is saved for backward"),
+            "--plot": one(Path),
+            "--profile": one(Path, None, "text file for the profile of our kernels"),
         },
     ),
     "lstm": Case(
@@ -204,15 +170,15 @@ CASES = {
         rounds=5, threads=1,
         sizes={"steps": 100, "batch": 256, "width": (128, "width of input and state"),
                "experts": 8, "k": 2},
-        options={"--slots": _several(at_least(1), [1, 2, 3, 5, 10, 20, 50, 100])},
+        options={"--slots": several(at_least(1), [1, 2, 3, 5, 10, 20, 50, 100])},
     ),
     "recurrent-exchange": Case(
         rounds=9, threads=1, ranks=True,
         sizes={"steps": 20, "width": (128, "width of input and state"), "experts": 16, "k": 2},
         options={
-            "--processes": _one(at_least(2), 2),
-            "--batch": _several(at_least(1), [4, 16, 64, 256], "sequences of each rank"),
-            "--slots": _one(at_least(0), 0, "memory_slots (0: none)"),
+            "--processes": one(at_least(2), 2),
+            "--batch": several(at_least(1), [4, 16, 64, 256], "sequences of each rank"),
+            "--slots": one(at_least(0), 0, "memory_slots (0: none)"),
             "--bandwidth": _BANDWIDTH,
         },
     ),
@@ -220,7 +186,7 @@ CASES = {
         rounds=3, threads=0,
         sizes={"sampled": (8_192, "S, sampled classes"), "width": (512, "D, width of a row"),
                "tokens": (2_560, "T, number of rows")},
-        options={"--classes": _one(at_least(2), 793_471, "V, number of classes")},
+        options={"--classes": one(at_least(2), 793_471, "V, number of classes")},
     ),
     "step": Case(
         sizes={"steps": 3}, check=lambda args: configuration_file(args.config),
@@ -232,25 +198,24 @@ CASES = {
         rounds=5, threads=1,
         sizes={"sequences": 8, "length": 256, "d_model": 512, "layers": 8, "num_experts": 32,
                "k": 2, "hidden": 1_024, "vocabulary": 32_000},
-        options={"--dtype": _DTYPE, "--eager": _flag("leave out torch.compile")},
+        options={"--dtype": _DTYPE, "--eager": flag("leave out torch.compile")},
     ),
     "transformers-experts": Case(
         rounds=3, threads=[1], files=["report"], check=_check_models,
         sizes={"tokens": (512, "T of prefill and training")},
         options=_against_peers(seconds=30.0, memory=2.0, patience=10.0) | {
-            "--models": _some_of([*MODELS, "all"], DEFAULT_MODELS, "MODEL"),
-            "--dtype": _some_of(_DTYPES, _DTYPES),
-            "--implementations": _some_of(IMPLEMENTATIONS, IMPLEMENTATIONS, "NAME"),
-            "--weights": _one(_ANY, 3.0, "GiB of a layer's weights in float32"),
-            "--output": _one(Path, None, "folder of the page, figures and plot"),
+            "--models": some_of([*MODELS, "all"], DEFAULT_MODELS, "MODEL"),
+            "--dtype": some_of(_DTYPES, _DTYPES),
+            "--implementations": some_of(IMPLEMENTATIONS, IMPLEMENTATIONS, "NAME"),
+            "--weights": one(_ANY, 3.0, "GiB of a layer's weights in float32"),
+            "--output": one(Path, None, "folder of the page, figures and plot"),
         },
     ),
     "translation": Case(
-        rounds=3, threads=0, files=["text"], check=_check_translation,
+        rounds=3, threads=0, files=["text"], check=lambda args: require_checkpoint(args.model),
         sizes={"sentences": 1_000, "alone": (50, "number of lines to translate alone"), "beam": 8},
-        options={"model": {"help": "the folder of a training run, or a configuration"},
-                 "text": {"nargs": "?", "type": Path, "help": "text for a run, a line a sentence"},
-                 "--into": {"help": "target language, for a run with several language pairs"}},
+        options={"model": {"help": "the folder of a training run"},
+                 "text": {"type": Path, "help": "text with one sentence on each line"}},
     ),
 }  # fmt: skip
 
@@ -267,18 +232,18 @@ def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
         ConfigError: arguments do not fit together, or a file does not exist.
     """
     case = CASES[name]
-    parser = make_parser(ast.get_docstring(ast.parse(file_of(name).read_text("utf-8"))))
+    parser = make_parser(help_of(file_of(name)))
     options = dict(case.options)
     for size, value in case.sizes.items():
         default, help = value if isinstance(value, tuple) else (value, None)
-        options[f"--{size.replace('_', '-')}"] = _one(at_least(1), default, help)
+        options[f"--{size.replace('_', '-')}"] = one(at_least(1), default, help)
     if isinstance(case.threads, list):
-        options["--threads"] = _several(at_least(1, THREAD_LIMIT), case.threads)
+        options["--threads"] = several(at_least(1, THREAD_LIMIT), case.threads)
     elif case.threads is not None:
-        options["--threads"] = _one(at_least(min(case.threads, 1), THREAD_LIMIT), case.threads)
+        options["--threads"] = one(at_least(min(case.threads, 1), THREAD_LIMIT), case.threads)
     if case.rounds:
-        options["--rounds"] = _one(at_least(2), case.rounds, "number of rounds (%(default)s)")
-    options["--json"] = _one(Path, None, "also write the figures to this file")
+        options["--rounds"] = one(at_least(2), case.rounds, "number of rounds (%(default)s)")
+    options["--json"] = one(Path, None, "also write the figures to this file")
     for option, settings in options.items():
         parser.add_argument(option, **settings)
     args = parser.parse_intermixed_args(arguments)

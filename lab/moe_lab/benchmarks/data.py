@@ -2,7 +2,6 @@
 
     moe-lab benchmark data                              # 5 minutes, 2 GB of disk
     moe-lab benchmark data --workers 0 1 2 --json data.json
-    moe-lab benchmark data --corpus FOLDER --vocabulary FILE     # a real corpus
 
 The corpus has the layout of the 1-billion-word benchmark. Its words are Zipf-distributed over
 793,471 entries, the size of the benchmark's vocabulary, so vocabulary look-ups miss the
@@ -41,7 +40,7 @@ from moe_lab.progress import progress
 
 _MEAN_LENGTH = 25  # words per sentence
 T = TypeVar("T")
-TITLE = "a corpus of {words:,} words of {vocab_size:,}, if it is generated"
+TITLE = "a corpus of {words:,} words of {vocab_size:,}"
 HEADER = "what | workers | words | seconds | words/s | words/processor s | memory, MiB"
 CELLS = (
     "{what} | {workers} | {words:,} | {seconds:.1f} | {words_per_second:,.0f} | "
@@ -52,9 +51,7 @@ CELLS = (
 def measure(args: Any) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        corpus, vocabulary = args.corpus, args.vocabulary
-        if corpus is None:
-            corpus, vocabulary = _make_corpus(folder, args.words, args.vocab_size)
+        corpus, vocabulary = _make_corpus(folder, args.words, args.vocab_size)
         stages = [partial(_counting, corpus), partial(_encoding, corpus, vocabulary, folder)]
         encoded = folder / f"encoded-{args.workers[0]}"
         for tokens in args.tokens_per_batch:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from moe_ext import MoE
 from moe_ext.info import avoid_missing_amx, blas_name, cpu_name, isa
-from moe_lab.experiments.report import markdown_table
 from moe_lab.files import write_json
+from moe_lab.markdown import markdown_table
 
 Name = TypeVar("Name")
 Clock = Callable[[Callable[[], Any]], Any]  # calls a function once and returns its seconds

@@ -4,7 +4,6 @@
 """
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from moe_lab.benchmarks.harness import (
 from moe_lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib
 from moe_lab.benchmarks.roofline import Work, gemm_probe, limit, stream_probe
 from moe_lab.benchmarks.shapes import Shape
-from moe_lab.files import write_json
+from moe_lab.files import from_json, write_json
 from moe_lab.progress import progress
 
 # Seconds. A slower function that also takes 2.5 times as long as ours is timed once.
@@ -294,7 +293,7 @@ def best_ratio(result: Row, which: str, beside: Sequence[str] = ()) -> float | N
 
 def read_merged(args: Any) -> dict[str, Any]:
     """Merges the records of the runs of --report into one, which --json writes."""
-    records = [json.loads(path.read_text("utf-8")) for path in args.report]
+    records = [from_json(path.read_text("utf-8")) for path in args.report]
     results = by(
         [{**each, "occasions": each.get("occasions", 1)} for r in records for each in r["results"]],
         lambda r: (r["name"], r["activation"], r["dtype"], r["threads"]),

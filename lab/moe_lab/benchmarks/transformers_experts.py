@@ -73,7 +73,8 @@ from moe_lab.benchmarks.tables import (
     place,
     plot,
 )
-from moe_lab.experiments.report import markdown_table, write_report
+from moe_lab.experiments.report import write_report
+from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 
 NAME = "transformers_experts"

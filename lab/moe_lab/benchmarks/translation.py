@@ -1,7 +1,6 @@
 """Compares the speed of translation in batches and of one sentence at a time.
 
     moe-lab benchmark translation runs/en-fr text.en
-    moe-lab benchmark translation mt/small-moe-32  # generated sentences
     moe-lab benchmark translation runs/en-fr text.en --rounds 5 --json translation.json
 
 Both modes use the same beam search. The batch mode translates the first --sentences lines in
@@ -9,16 +8,10 @@ batches, sorted by length. The other mode translates --alone of these lines, of 
 a time. Each round times both modes. "x" is the time per sentence one at a time, divided by that in
 batches, median over the rounds, with quartiles. Processor time hardly depends on other running
 programs.
-
-With a configuration, the model has random weights and the sentences are generated words, with the
-lengths of prose. Such a model does not end its translations, so they are as long as their sources.
-A top-k gate replaces a strictly balanced gate, whose thresholds would have to be trained.
 """
 
-import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -34,13 +27,10 @@ from moe_lab.benchmarks.harness import (
     ratio,
     report,
 )
-from moe_lab.data import Wordpieces
 from moe_lab.decoding import BeamSearch, Translation, Translator
 from moe_lab.errors import ConfigError
 from moe_lab.files import open_plain, plain_lines
-from moe_lab.models import TranslationModel
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.translation import make_translator
 
 CLOCKS = {"seconds": time.perf_counter, "processor_seconds": time.process_time}
@@ -49,32 +39,6 @@ CELLS = (
     "{way} | {threads} | {sentences:,} | {sentences_per_second:.2f} | "
     "{sentences_per_processor_second:.2f}"
 )
-
-
-def _made_up(number: int, vocab_size: int) -> tuple[list[str], Wordpieces]:
-    """Returns generated sentences, and wordpieces trained on similar sentences."""
-    draw = random.Random(0)
-    syllables = [first + second for first in "bcdfghjklmnprstvz" for second in "aeiou"]
-    words = ["".join(draw.choices(syllables, k=draw.randint(1, 5))) for _ in range(4 * vocab_size)]
-    rare = [1 / (rank + 10) for rank in range(len(words))]
-
-    def sentences(number: int) -> list[str]:
-        lengths = (min(80, 1 + int(draw.lognormvariate(2.8, 0.6))) for _ in range(number))
-        return [" ".join(draw.choices(words, rare, k=length)) for length in lengths]
-
-    return sentences(number), Wordpieces.train(sentences(max(1_000, 2 * vocab_size)), vocab_size)
-
-
-def _random_model(config: str, number: int, beam: int) -> tuple[Translator, list[str]]:
-    """Returns a model of the configuration with random weights, and sentences for it."""
-    of_run = read_config(config, [], TranslationConfig)
-    lines, wordpieces = _made_up(number, of_run.data.vocab_size)
-    moe = of_run.model.moe
-    if moe.gate == "balanced":
-        moe = replace(moe, gate="topk", num_groups=0, k=moe.experts_per_token)
-    torch.manual_seed(0)
-    model = TranslationModel(replace(of_run.model, moe=moe), len(wordpieces)).eval()
-    return Translator(model, wordpieces, BeamSearch(beam, max_length_ratio=1.0)), lines
 
 
 def evenly(lines: Sequence[str], number: int) -> list[str]:
@@ -127,15 +91,12 @@ def run(args: Any) -> list[Row]:
 
 
 def _run(args: Any) -> list[Row]:
-    if args.text is None:
-        translator, lines = _random_model(args.model, args.sentences, args.beam)
-    else:
-        translator = make_translator(load_run(args.model), BeamSearch(args.beam), args.into)
-        with open_plain(args.text) as file:
-            text = (line.decode("utf-8", errors="replace").strip() for line in plain_lines(file))
-            lines = list(islice(filter(None, text), args.sentences))
-        if not lines:
-            raise ConfigError(f"{args.text} must hold at least one sentence, got none")
+    translator = make_translator(load_run(args.model), BeamSearch(args.beam))
+    with open_plain(args.text) as file:
+        text = (line.decode("utf-8", errors="replace").strip() for line in plain_lines(file))
+        lines = list(islice(filter(None, text), args.sentences))
+    if not lines:
+        raise ConfigError(f"{args.text} must hold at least one sentence, got none")
     alone = evenly(lines, args.alone)
     pieces = sum(len(translator.wordpieces.encode(line)) for line in lines) / len(lines)
     print(

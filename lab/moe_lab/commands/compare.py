@@ -4,7 +4,6 @@
     moe-lab compare small/moe-32 --seeds 1 2 3 --output runs/a steps=500
     moe-lab compare small/moe-32 optimizer.experts=factored_adam \\
         --against optimizer.experts=adam
-    moe-lab compare small/moe-32 --at-once 2   # half of the threads for each
     moe-lab compare small/moe-32 --report
 
 Both models of a seed see the same batches and dropout masks. They start from the same weights of
@@ -13,9 +12,8 @@ embedding, softmax and LSTMs. The dense model has one expert, k times as wide, f
 OUTPUT/comparison.json keeps every finished run. The command also writes OUTPUT/comparison.md;
 --report writes it from the file, without runs and without the corpus.
 
---at-once N trains N runs at the same time. Each run has its own process with an equal share of the
-threads. The measured words/s are then those of runs that share the processor. You can also start
-the same command several times to share the runs. The last command to end reports all seeds.
+To train several runs at the same time, start the same command several times: the commands share the
+runs. The last command to end reports all seeds.
 
 Ctrl-C or SIGTERM saves the current runs. The command then ends with status 130 and without a
 report. Run the same command again to continue the runs. Status 1: training diverged. Status 2: an
@@ -26,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lab.cli import add_overrides, add_seeds, at_least, make_parser
+from moe_lab.cli import add_overrides, add_seeds, make_parser
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import add_report
 
@@ -48,9 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> "Stored":
         help="options to change in the second model",
     )
     parser.add_argument("--output", help="folder of all runs (default: runs/NAME-compare)")
-    parser.add_argument(
-        "--at-once", type=at_least(1), default=1, help="number of concurrent runs (%(default)s)"
-    )
     add_report(parser)
     options = parser.parse_intermixed_args(arguments)
     if any(change.startswith("seed=") for change in [*options.overrides, *options.against]):
@@ -59,12 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> "Stored":
         raise ConfigError(f"--seeds must be distinct, got {options.seeds}")
 
     from moe_lab.experiments.comparison import Comparison
-    from moe_lab.experiments.study import concurrent_runs
     from moe_lab.training.config import read_config
 
     options.name = "comparison"
     output = read_config(options.config, options.overrides).output
     options.output = Path(options.output or f"{output}-compare")
-    options.at_once, threads = concurrent_runs(Comparison(options).configs(), options.at_once)
-    options.overrides += threads
     return Comparison(options).main()

@@ -91,7 +91,7 @@ def _key(files: Iterable[Path], code: Iterable[str]) -> str:
     for module in code:
         digest.update(Path(module).read_bytes())
     for file in files:
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode(errors="surrogateescape"))
     return f"python{platform.python_version()}-torch{version('torch')}-{digest.hexdigest()[:12]}"
 
 

@@ -227,7 +227,8 @@ def made_once(
         The path of the subfolder.
     """
     before = text()
-    made = folder / f"{name}-{hashlib.sha256(f'{recipe} {before}'.encode()).hexdigest()[:16]}"
+    content = f"{recipe} {before}".encode(errors="surrogateescape")  # has names of files
+    made = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
     if not made.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / ".lock", wait=True):

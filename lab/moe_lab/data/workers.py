@@ -1,12 +1,20 @@
 """Calls a function in worker processes before its results are needed."""
 
+import pickle
+import re
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+from moe_lab.errors import ConfigError
+
+# torch's errors when a tensor cannot be moved to shared memory.
+_OF_SHARED_MEMORY = re.compile(r"/torch_\d|shared memory")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,6 +33,9 @@ def in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int)
         items: arguments of the calls, read in the parent process when a worker needs an item.
         num_workers: number of worker processes; 0 calls the function in the parent process. Unless
             Python's start method is fork, the program needs ``if __name__ == "__main__":``.
+
+    Raises:
+        ConfigError: the shared memory has no room for a result.
     """
     if num_workers == 0:
         return map(function, items)
@@ -41,10 +52,18 @@ def _in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int
         worker_init_fn=_ignore_signals,
         generator=torch.Generator(),  # otherwise DataLoader uses the global generator
     )
-    for result in loader:
-        if isinstance(result, _Raised):
-            raise result.error
-        yield result
+    try:
+        results = iter(loader)
+    except OSError as error:  # semaphores need shared memory too
+        raise _shared_memory_error(error) from error
+    try:
+        for pickled in results:
+            result = pickle.loads(pickled)
+            if isinstance(result, _Raised):
+                raise result.error
+            yield result
+    finally:
+        del results  # ends the workers; the traceback of an error would keep the iterator
 
 
 class _Raised:
@@ -53,16 +72,40 @@ class _Raised:
 
 
 class _Calls(Dataset[Any]):
+    """Returns pickled results: if DataLoader cannot pickle a result, the parent hangs."""
+
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
 
-    def __getitem__(self, item: Any) -> Any:
+    def __getitem__(self, item: Any) -> bytes:
         try:
-            return self.function(item)
+            return _pickled(self.function(item))
         except Exception as error:
             # DataLoader would put the traceback into the message.
             error.add_note(f"raised in a worker process:\n{traceback.format_exc()}")
-            return _Raised(error)
+            raised = _Raised(error)
+        try:
+            return _pickled(raised)
+        except Exception:
+            text = f"{type(raised.error).__name__}: {raised.error}"
+            return _pickled(_Raised(RuntimeError(text)))
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return bytes(ForkingPickler.dumps(value))
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) or _OF_SHARED_MEMORY.search(str(error)):
+            raise _shared_memory_error(error) from error
+        raise
+
+
+def _shared_memory_error(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the shared memory /dev/shm must have room for the batches of the workers, got: {error}; "
+        "make it larger (docker run --shm-size=1g), or lower data.num_workers or "
+        "data.tokens_per_batch"
+    )
 
 
 def _as_it_is(result: Any) -> Any:

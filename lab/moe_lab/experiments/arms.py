@@ -1,13 +1,13 @@
-"""Arms of a study, and the command line of a study. The module needs no torch."""
+"""Arms of a study, and the options of all studies with arms. The module needs no torch."""
 
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lab.cli import add_output, add_overrides, add_seeds, make_parser
+from moe_lab.cli import add_seeds
 
 # The word in an arm's name, and the option of a configuration, by attribute.
 _OPTIONS = {
@@ -20,13 +20,6 @@ _NAME = re.compile(
     r"(?P<attends_language> attends language,?)?"
     + "".join(rf"(?: {word} (?P<{name}>\S+))?" for name, (word, _) in _OPTIONS.items())
 )
-_EXAMPLES = {  # of the endings of a name, by attribute
-    "times": " x4",
-    "attends_language": " attends language",
-    "rate": " rate 0.004",
-    "expert_rate": " experts 0.008",
-    "dropout": " dropout 0.1",
-}
 _ENDING = """
 The file OUTPUT/{name}.json keeps every finished run, so the study can grow over many occasions and
 machines. A run that is interrupted continues from its checkpoint in RUNS. To share the runs, start
@@ -131,23 +124,12 @@ def by_settings(bases: Sequence[str]) -> Callable[[Arm], Any]:
     )
 
 
-def _arm_of(models: Sequence[str], settings: Iterable[str]) -> tuple[Callable[[str], Arm], str]:
-    """Makes an argparse type for arms, and describes the names that it takes."""
-    rule = f"one of {', '.join(models)}"
-    if settings:
-        rule += f"; endings of a name: {', '.join(repr(_EXAMPLES[name]) for name in settings)}"
-
-    def parse(name: str) -> Arm:
-        try:
-            arm = parse_arm(name)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        allowed = Arm(arm.model, **{key: getattr(arm, key) for key in settings})
-        if arm.model not in models or arm != allowed:
-            raise argparse.ArgumentTypeError(f"must be {rule}, got {name!r}")
-        return arm
-
-    return parse, rule
+def _parsed(name: str) -> Arm:
+    """Parses the name of an arm, as an argparse type."""
+    try:
+        return parse_arm(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -157,38 +139,11 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def study_parser(
-    description: str | None,
-    name: str,
-    models: Sequence[str],
-    usual: Sequence[str] | None = None,
-    settings: Iterable[str] = (),
-    overrides: bool = True,
-) -> argparse.ArgumentParser:
-    """Creates a parser for the common options of studies; call ``parse_intermixed_args`` to parse.
-
-    Args:
-        description: the docstring of the study; the help appends what all studies share.
-        name: the name of the study.
-        models: the models of the study.
-        usual: the models without ``--arms``; None: all models.
-        settings: the attributes of `Arm` that an arm may change.
-        overrides: whether the runs have a configuration, whose options can be changed.
-    """
-    parser = make_parser((description or "") + _ENDING.format(name=name))
-    if overrides:
-        add_overrides(parser)
+def add_runs(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the seeds, the arms and the folder of the runs of the study `name`."""
     add_seeds(parser)
-    parse, rule = _arm_of(models, settings)
     parser.add_argument(
-        "--arms",
-        nargs="+",
-        type=parse,
-        default=[Arm(model) for model in (models if usual is None else usual)],
-        metavar="ARM",
-        help=f"run only these models ({rule})",
+        "--arms", nargs="+", type=_parsed, metavar="ARM", help="run only these models"
     )
     parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs (%(default)s)")
-    add_output(parser)
-    add_report(parser)
-    return parser
+    parser.epilog = _ENDING.format(name=name)

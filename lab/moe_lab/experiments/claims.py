@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from moe_lab.experiments.report import Claims, markdown_table
+from moe_lab.experiments.report import Claims
 from moe_lab.experiments.statistics import PairedDifference
+from moe_lab.markdown import markdown_table
 from moe_lab.training.metrics import perplexity
 
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts

@@ -16,12 +16,13 @@ import torch
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_data
-from moe_lab.experiments.report import Claims, Command, Page, markdown_table
+from moe_lab.experiments.report import Claims, Command, Page
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import difference, size_cells, test_nll
 from moe_lab.experiments.statistics import bootstrap_difference
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import TrainedStudy
+from moe_lab.markdown import markdown_table
 from moe_lab.training.config import (
     AnyConfig,
     TranslationConfig,

@@ -11,7 +11,7 @@ from moe_lab.analysis import ExpertReport, by_specialisation, expert_reports, ro
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.comparison import Comparison
-from moe_lab.experiments.report import new_figure
+from moe_lab.experiments.report import new_figure, perplexity_axes
 from moe_lab.experiments.runs import size_cells, test_nll
 from moe_lab.experiments.store import Run
 from moe_lab.experiments.study import concurrent_runs
@@ -31,12 +31,7 @@ def plot(runs: Mapping[str, Run], folders: Mapping[str, Path], path: Path) -> No
             marker="o",
             label=f"{label}: test {perplexity(test_nll(runs[arm])):.1f}",
         )
-    curves.set(xlabel="training tokens (millions)", ylabel="dev perplexity", yscale="log")
-    for formatter in (curves.yaxis.set_major_formatter, curves.yaxis.set_minor_formatter):
-        formatter("{x:.0f}")
-    curves.grid(alpha=0.3, which="both")
-    curves.legend()
-    curves.set_title("Learning curves")
+    perplexity_axes(curves, "training tokens (millions)", "Learning curves")
 
     records = read_metrics(folders["moe"], "train")
     loads = torch.tensor([record["load"][0] for record in records])  # [log lines, E]

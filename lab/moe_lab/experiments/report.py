@@ -1,6 +1,7 @@
-"""Pages and tables of results."""
+"""Pages of results."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,17 +66,43 @@ class Page:
         return "\n\n".join([f"# {self.title}", *filter(None, texts)]) + "\n"
 
 
+def page_of_template(module: str, **fields: Any) -> Page:
+    """Makes a page from the Markdown file next to a module, with fields as in `str.format`.
+
+    The first line is the title. A paragraph that is empty because its field is empty is left out. A
+    `Plot`, `Claims` or `Command` has a paragraph of its own.
+
+    Args:
+        module: the file of the module.
+        fields: the fields by name.
+    """
+    template = Path(module).with_suffix(".md").read_text("utf-8")
+    title, *paragraphs = template.strip().split("\n\n")
+    parts: list[str | Plot | Claims | Command] = []
+    for paragraph in paragraphs:
+        alone = re.fullmatch(r"{(\w+)}", paragraph)
+        if alone:
+            parts.append(fields[alone[1]])
+        else:
+            lines = (line.format_map(fields) for line in paragraph.split("\n"))
+            parts.append("\n".join(re.sub(r"(?<=\S) +", " ", line).rstrip() for line in lines))
+    return Page(title.format_map(fields), parts)
+
+
+def perplexity_axes(axes: Any, xlabel: str, title: str) -> None:
+    """Labels the axes of learning curves on the dev part."""
+    axes.set(xlabel=xlabel, ylabel="dev perplexity", yscale="log", title=title)
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter("{x:.0f}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+
+
 def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
     """Creates an empty figure, with its size in inches."""
     from matplotlib.figure import Figure  # takes half a second, and an error needs no plot
 
     return Figure(figsize=(width, height), layout="constrained", dpi=dpi)
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Formats a Markdown table; the text of the cells is not escaped."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
 def publish(folder: str | Path, name: str, page: Page, data: Any) -> None:

@@ -1,17 +1,23 @@
 """Studies: runs of several arms and seeds, and the page that is made of them."""
 
 import argparse
+import io
 import json
+import multiprocessing
+import os
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_lab.experiments.arms import Arm
+from moe_lab.cli import exit_status
+from moe_lab.errors import ConfigError
+from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.report import Command, Page
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.runs import commands_of
@@ -20,31 +26,48 @@ from moe_lab.training.config import AnyConfig
 from moe_lab.training.device import set_up_for
 from moe_lab.training.text import Text, load_text
 
+_POLL = 0.2  # seconds between two looks at the signal
+
 
 class Study(ABC):
     """Runs what the store of a study lacks, and writes its page.
 
     Args:
-        options: the arguments of the command, see `study_parser`.
+        options: the arguments of the command, see `moe_lab.studies.table`.
         folder: the folder of the runs inside of ``--runs``.
 
     Attributes:
         name: the name of the store, the page and the plot.
-        models: the models in the order of the store; see `Arm.base`.
-        usual: the models of the study without ``--arms``.
+        models: the names of the models.
+        usual: the arms of the study without ``--arms``.
+        arm_settings: the attributes of `Arm` that ``--arms`` may change.
+        bases: the models in the order of the store, see `Arm.base`.
         runs_folder: the folder of the runs and of their locks.
+
+    Raises:
+        ConfigError: the study has no such arm.
     """
 
     name: str
     models: Sequence[str] = ()
     usual: Sequence[str] = ()
+    arm_settings: Sequence[str] = ()
 
     def __init__(self, options: argparse.Namespace, folder: str = "") -> None:
         self.options, self.runs_folder = options, Path(options.runs) / folder
+        self.bases = self.models
+        self.arms = getattr(options, "arms", None) or list(map(parse_arm, self.usual))
+        for arm in self.arms:
+            known = {key: getattr(arm, key) for key in self.arm_settings}
+            if arm.model not in self.models or arm != Arm(arm.model, **known):
+                rule = f"one of {', '.join(self.models)}"
+                if self.arm_settings:
+                    rule += f", with other values of {', '.join(self.arm_settings)}"
+                raise ConfigError(f"--arms must be {rule}, got {str(arm)!r}")
 
     @property
     def store(self) -> Store:
-        return Store(Path(self.options.output) / f"{self.name}.json", self.models)
+        return Store(Path(self.options.output) / f"{self.name}.json", self.bases)
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -65,7 +88,7 @@ class Study(ABC):
     def planned(self) -> Iterator[tuple[Arm, int]]:
         """Yields the arm and the seed of each run, in the order in which to run them."""
         for seed in self.options.seeds:
-            for arm in self.options.arms:
+            for arm in self.arms:
                 yield arm, seed
 
     def options_of(self, arm: Arm, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,10 +106,8 @@ class Study(ABC):
         planned = [(*key, self.options_of(key[0], settings)) for key in self.planned()]
         missing = sum(not self.store.holds(settings, *each) for each in planned)
         if (number := min(getattr(self.options, "at_once", 1), missing)) > 1:
-            from moe_lab.experiments.at_once import run_at_once  # imports the training loop
-
             alone = argparse.Namespace(**vars(self.options) | {"at_once": 1})
-            run_at_once([partial(_run_in_child, type(self), alone)] * number)
+            _run_at_once(type(self), alone, number)
         run_missing(self.store, settings, planned, self.run, self.runs_folder)
 
     def commands(self, stored: Stored) -> Command:
@@ -171,10 +192,54 @@ class TrainedStudy(Study):
         """Returns the command of the study without changed options."""
 
 
+def _run_at_once(study: type[Any], options: argparse.Namespace, number: int) -> None:
+    """Runs what the store of a study lacks in several processes, which share the runs.
+
+    A signal stops all processes. Each saves its run, or prints its error.
+
+    Raises:
+        KeyboardInterrupt: SIGINT or SIGTERM came.
+        SystemExit: a process failed.
+    """
+    from moe_lab.training.loop import stop_signal  # imports FSDP, which takes a second
+
+    # Threads that spin while they wait are ten times slower when a core is shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    context = multiprocessing.get_context("spawn")
+    arguments = study, options
+    children = [context.Process(target=_run_in_child, args=arguments) for _ in range(number)]
+    with stop_signal() as signalled:
+        try:
+            for child in children:
+                child.start()
+            while not signalled() and any(child.is_alive() for child in children):
+                time.sleep(_POLL)
+            for child in children if signalled() else ():
+                child.terminate()
+            for child in children:
+                child.join()
+        finally:
+            for child in children:
+                child.kill()
+        if signalled():
+            raise KeyboardInterrupt
+    if status := max(abs(child.exitcode or 0) for child in children):
+        sys.exit(status)
+
+
+class _Lines(io.TextIOWrapper):
+    """A stream without progress bars, because several processes would write over each other."""
+
+    def isatty(self) -> bool:
+        return False
+
+
 def _run_in_child(study: type[Any], options: argparse.Namespace) -> None:
     """Runs what the store of a study lacks, in a child process."""
+    os.setpgid(0, 0)  # Ctrl-C reaches only the parent, which forwards it
+    sys.stderr = _Lines(sys.stderr.buffer, line_buffering=True)
     child = study(options)
-    child.run_missing(child.settings())
+    sys.exit(exit_status(lambda: child.run_missing(child.settings())))
 
 
 def concurrent_runs(configs: Sequence[AnyConfig], wanted: int) -> tuple[int, list[str]]:

@@ -16,14 +16,12 @@ context, p(w|h) = p(w|h').
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moe_ext.checks import require, require_sizes
-from moe_lab.data import AnyVocabulary, EncodedSentences
-from moe_lab.files import atomic_file
+from moe_lab.data import EncodedSentences
 from moe_lab.progress import progress
 
 _NONE = -1
@@ -93,28 +91,6 @@ class NGramModel:
         nll = -self.token_prob(sentences).log()
         sentence = torch.repeat_interleave(sentences.lengths)
         return nll.new_zeros(len(sentences)).index_add_(0, sentence, nll)
-
-    def write_arpa(self, path: str | Path, vocabulary: AnyVocabulary) -> None:
-        """Writes the model to a file in the ARPA format; ``<s>`` marks the start of a sentence."""
-        names = [*vocabulary.words, "<s>"]
-        ngrams = names
-        with atomic_file(Path(path)) as file:
-            file.write(b"\\data\\\n")
-            for n, keys in enumerate(self._keys, start=1):
-                file.write(f"ngram {n}={len(keys)}\n".encode())
-            for n, (keys, prob) in enumerate(zip(self._keys, self._prob, strict=True), start=1):
-                if n > 1:
-                    prefix, word = (keys // self.vocab_size).tolist(), keys % self.vocab_size
-                    pairs = zip(prefix, word.tolist(), strict=True)
-                    ngrams = [f"{ngrams[h]} {names[w]}" for h, w in pairs]
-                backoffs = [""] * len(keys)
-                if n < self.order:
-                    backoffs = [f"\t{gamma:.7f}" for gamma in self._backoff[n - 1].log10().tolist()]
-                lines = zip(prob.log10().clamp(min=-99).tolist(), ngrams, backoffs, strict=True)
-                file.write(f"\n\\{n}-grams:\n".encode())
-                for log_prob, ngram, backoff in progress(lines, f"writing {n}-grams", "lines"):
-                    file.write(f"{log_prob:.7f}\t{ngram}{backoff}\n".encode())
-            file.write(b"\n\\end\\\n")
 
 
 def fit_kneser_ney(

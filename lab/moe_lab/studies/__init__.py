@@ -1,7 +1,7 @@
-"""The paper's experiments: one module for each study, with `main(arguments)`.
+"""The paper's experiments: a table of their command lines, and one module for each study.
 
-``moe-lab study NAME`` runs a study. The module of a study declares its command, without torch. The
-work is in a module of the same name with an underscore, which is imported when it is needed.
+``moe-lab study NAME`` runs a study. `table` parses its arguments, without torch, then calls the
+function `run` of its module. The text of its page is in a Markdown file of the same name.
 
 - `balanced`: strictly balanced gates in training (App. F).
 - `capacity`: more experts at equal operations (Figs. 2 and 3, Table 7).

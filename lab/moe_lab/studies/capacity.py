@@ -3,13 +3,11 @@
     moe-lab study capacity
     moe-lab study capacity --seeds 4 --arms "moe-64 x4" "4xlstm x4 rate 0.016"
     moe-lab study capacity --text prose data.corpus=CORPUS
-    moe-lab study capacity --text languages data.corpus=CORPUS
     moe-lab study capacity --report
 
 The models are those of configs/small, with a width of 96, without dropout, on wordpieces with the
 full softmax. The text has Python code, C++ headers and documentation. With --text prose,
-data.corpus has English prose. With --text languages, it is the corpus of `moe-lab prepare-data
-languages`, which has English and six other languages.
+data.corpus has English prose.
 
 The models with " x4" in their names train for four times the steps. Those with " rate" or
 " dropout" have other options; "experts 0.008" is the learning rate of the experts. --arms selects
@@ -17,27 +15,81 @@ such models. The page compares each model at the options with the lowest dev per
 3 to 30 minutes on an idle processor.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import argparse
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
-from moe_lab.experiments.arms import study_parser
-
-if TYPE_CHECKING:
-    from moe_lab.experiments.store import Stored
+from moe_lab.data import Wordpieces
+from moe_lab.errors import ConfigError
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.claims import (
+    HOW_COMPARED,
+    HOW_DECIDED,
+    Claim,
+    as_change,
+    claims_of,
+)
+from moe_lab.experiments.report import Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.runs import (
+    core_hours,
+    dev_nll,
+    difference,
+    mean_curve,
+    mean_of,
+    mean_perplexity,
+    nll_after,
+    size_cells,
+    test_nll,
+    widening,
+)
+from moe_lab.experiments.statistics import PairedDifference, mean_difference
+from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.study import TrainedStudy
+from moe_lab.experiments.trials import trials_table, tried, usual_options
+from moe_lab.markdown import markdown_table
+from moe_lab.training.config import Config, read_config
+from moe_lab.training.metrics import bytes_of, perplexity
+from moe_lab.training.text import SentenceText
 
 MIXTURES = {"moe-4": 4, "moe-16": 16, "moe-64": 64, "moe-256-h": 256}  # numbers of experts
 DENSE = ("moe-1-wide", "moe-1-deep", "4xlstm", "lstm-384-96")  # of equal operations
 LARGE, LARGE_BASE = "moe-64-2x", "moe-64"  # a mixture of twice the operations
 MODELS = (*MIXTURES, *DENSE, LARGE)
+FIRST = "moe-4"
+BASES = (FIRST, "moe-1-wide", "4xlstm")  # of the changes in the table
+MORE_TEXT = "more training text increases the advantage of more experts"
+QUARTER = 0.25
+
+_FILES = {"lstm-384-96": "lstm-512-128"}  # models with a configuration of another name
+SETTINGS = (
+    "num_threads=1",
+    "steps=1500",
+    "data.corpus=sources",
+    "data.kind=bpe",
+    "data.vocab_size=2000",
+    "model.d_model=96",
+    "model.dropout=0.0",
+    "optimizer.learning_rate=8e-3",
+    "log.eval_every=300",
+    "log.save_every=50",
+    "log.tensorboard=false",
+)
+# Four experts of a mixture, and the layer of MoE-1-Wide, have 768 hidden units.
+_OF_MODEL = dict.fromkeys(MIXTURES, ["model.moe.hidden_sizes=[192]"]) | {
+    "moe-1-wide": ["model.ffn.hidden_sizes=[768]"],
+    "moe-1-deep": ["model.ffn.hidden_sizes=[192, 192, 192, 192]"],
+    "4xlstm": [],
+    "lstm-384-96": ["model.lstm_units=384"],
+    LARGE: ["model.lstm_units=192", "model.moe.hidden_sizes=[384]"],
+}
 
 
 class Kind(NamedTuple):
-    """A kind of text.
-
-    Attributes:
-        title: the title of the page.
-        contents: what the text contains.
-    """
+    """A kind of text: the title of its page, and what it contains."""
 
     title: str
     contents: str
@@ -46,17 +98,357 @@ class Kind(NamedTuple):
 TEXTS = {
     "sources": Kind("code and documentation", "Python code, C++ headers and documentation"),
     "prose": Kind("English prose", "English prose"),
-    "languages": Kind("seven languages", "sentences of English and six other languages"),
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> "Stored":
+class Capacity(TrainedStudy):
+    """The study of one kind of text."""
+
+    models = usual = MODELS
+    arm_settings = ("times", "rate", "expert_rate", "dropout")
+    text: SentenceText
+    shares = (QUARTER,)
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.name = f"capacity_{options.text}"
+        super().__init__(options, options.text)
+
+    def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
+        encoded = f"data.encoded={self.runs_folder / 'encoded'}"
+        options = [encoded, *SETTINGS, *_OF_MODEL[arm.model], *overrides, *arm.overrides]
+        config = read_config(f"small/{_FILES.get(arm.model, arm.model)}", options, Config)
+        return replace(config, steps=round(config.steps * arm.times))
+
+    def settings(self) -> dict[str, Any]:
+        corpus = self.config(self.first, self.options.overrides).data.corpus
+        if self.options.text != "sources" and corpus == "sources":
+            text = self.options.text
+            raise ConfigError(f"data.corpus must be given for --text {text}, got sources")
+        return super().settings()
+
+    def settings_of(self, config: Any) -> dict[str, Any]:
+        test, wordpieces = self.text.test, self.text.vocabulary
+        if not isinstance(wordpieces, Wordpieces):
+            rule = 'be "bpe" or "unigram" for this study'
+            raise ConfigError(f'data.kind must {rule}, got "words"')
+        return {
+            "text": self.options.text,
+            "train_tokens": self.text.train.num_tokens,
+            "test_tokens": test.num_tokens,
+            "test_bytes": bytes_of(test, wordpieces),
+        } | super().settings_of(config)
+
+    def program(self) -> list[str]:
+        text = self.options.text
+        corpus = [] if text == "sources" else ["data.corpus=CORPUS"]
+        return ["moe-lab", "study", "capacity", "--text", text, *corpus]
+
+    def page(self, stored: Stored) -> Page | None:
+        runs = stored.by_arm()
+        results = at_best(runs)
+        if not lengths_of(results):
+            return None
+        settings, lengths = stored.settings, lengths_of(results)
+        kind = TEXTS[settings["text"]]
+        seen = settings["steps"] * settings["data.tokens_per_batch"]
+        longer = "".join(f", with x{times:g} {times * seen:,.0f}" for times in lengths[1:])
+        epochs = lengths[-1] * seen / settings["train_tokens"]
+        return page_of_template(
+            __file__,
+            **kind._asdict(),
+            plot=plot(settings, runs),
+            found=found(results),
+            results=results_table(settings, runs),
+            settings=settings,
+            seen=seen,
+            longer=longer,
+            epochs=epochs,
+            how_compared=HOW_COMPARED,
+            spread=spread_sentence(results),
+            how_decided=HOW_DECIDED,
+            usual=usual_options(settings),
+            claims=claims_of(claims(results, runs)),
+            search=search(settings, runs),
+            core_hours=core_hours(stored.runs),
+            commands=self.commands(stored),
+        )
+
+
+def best_arms(runs: Runs) -> dict[Arm, Arm]:
+    """Returns the arm of each model and length whose settings have the lowest dev perplexity.
+
+    The settings are compared on the seeds that all of them have.
+    """
+    best = {}
+    for model, (_, nll) in tried(runs, dict.fromkeys(arm.usual for arm in runs)).items():
+        lowest = min(nll, key=nll.__getitem__)
+        best[model] = next(arm for arm in runs if arm.usual == model and arm.trial == lowest)
+    return best
+
+
+def at_best(runs: Runs) -> Runs:
+    """Returns the runs of each model and length with its best settings, see `best_arms`."""
+    return Runs({model: runs[arm] for model, arm in best_arms(runs).items()})
+
+
+def of_length(results: Runs, times: float) -> dict[str, dict[int, Run]]:
+    """Returns the runs with one number of training steps, by model."""
+    return {model: results[Arm(model, times=times)] for model in MODELS}
+
+
+def all_lengths(results: Runs) -> list[float]:
+    """Returns the factors of the number of training steps, in order."""
+    return sorted({arm.times for arm in results if results[arm]})
+
+
+def lengths_of(results: Runs) -> list[float]:
+    """Returns the factors of the number of training steps with which models can be compared.
+
+    A mixture and another model have runs with each of them.
+    """
+    found = []
+    for times in all_lengths(results):
+        same = of_length(results, times)
+        if any(same[mixture] for mixture in MIXTURES) and sum(map(bool, same.values())) > 1:
+            found.append(times)
+    return found
+
+
+def slope(same: Mapping[str, Mapping[int, Run]]) -> PairedDifference | None:
+    """Fits ln(perplexity) linearly to log2(experts), for each seed that all mixtures have.
+
+    Args:
+        same: the runs with one number of training steps, by model.
+    """
+    seeds = set.intersection(*(set(same[model]) for model in MIXTURES))
+    doublings = [number.bit_length() - 1 for number in MIXTURES.values()]
+    return mean_difference(
+        [
+            statistics.linear_regression(
+                doublings, [test_nll(same[model][seed]) for model in MIXTURES]
+            ).slope
+            for seed in sorted(seeds)
+        ]
+    )
+
+
+def gain(results: Runs, model: str, short: float, long: float) -> PairedDifference | None:
+    """Computes how the difference between a model and FIRST changes with more training steps.
+
+    Negative: the longer training increases the advantage of the model over FIRST. The unit is
+    ln(ppl), paired over the seeds that all four runs have.
+    """
+    runs = [results[Arm(each, times=times)] for times in (long, short) for each in (model, FIRST)]
+    seeds = set.intersection(*map(set, runs))
+    values = [[test_nll(each[seed]) for each in runs] for seed in sorted(seeds)]
+    return mean_difference([(a - b) - (c - d) for a, b, c, d in values])
+
+
+def claims(results: Runs, usual: Runs) -> list[Claim]:
+    """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim.
+
+    Claims about models without runs are left out. Each claim compares models at the greatest number
+    of training steps for which it has an interval. Without an interval, it compares them at the
+    greatest for which it has runs.
+
+    Args:
+        results: the runs of each model and length with its best settings, see `at_best`.
+        usual: the runs with the usual settings. The claims about more text compare them, because a
+            learning rate changes the beginning of the training more than its end.
+    """
+    lengths = reversed(lengths_of(results))
+    of_lengths = [claims_of_length(results, usual, times) for times in lengths]
+    rows = [
+        max(rows, key=lambda row: (is_interval(row.difference), row.difference is not None))
+        for rows in zip(*of_lengths, strict=True)
+    ]
+    for model in [*MIXTURES][1:]:
+        both = [
+            times
+            for times in all_lengths(usual)
+            if usual[Arm(model, times=times)].keys() & usual[Arm(FIRST, times=times)].keys()
+        ]
+        rows += [
+            Claim(
+                MORE_TEXT,
+                f"{model} against {FIRST}: difference with x{long:g} minus difference "
+                + (f"with x{short:g}" if short != 1 else "without it"),
+                gain(usual, model, short, long),
+            )
+            for short, long in pairwise(both)
+        ]
+    return [row for row in rows if row.difference is not None]
+
+
+def is_interval(difference: PairedDifference | None) -> bool:
+    """Returns whether a difference has enough seeds for an interval."""
+    return difference is not None and difference.low is not None
+
+
+def claims_of_length(results: Runs, usual: Runs, times: float) -> list[Claim]:
+    """Returns the claims about models with the same number of training steps, see `claims`."""
+    same, same_usual = of_length(results, times), of_length(usual, times)
+    names = {model: str(Arm(model, times=times)) for model in MODELS}
+
+    def row(claim: str, a: str, b: str) -> Claim:
+        return Claim(claim, f"{names[a]} against {names[b]}", difference(same[a], same[b]))
+
+    more = [*MIXTURES][1:]
+    rows = [row("more experts lower the perplexity at equal operations", a, FIRST) for a in more]
+    each = "each increase in the number of experts lowers the perplexity"
+    rows += [row(each, a, b) for b, a in pairwise(more)]
+    what = f"{names[FIRST]} to {names[more[-1]]}: change for each doubling of the experts"
+    rows.append(Claim("the perplexity falls with the number of experts", what, slope(same)))
+    claim = "a mixture has a lower perplexity than an equally costly dense model"
+    rows += [row(claim, a, dense) for dense in DENSE for a in more]
+    rows.append(row("more operations lower the perplexity of a large mixture", LARGE, LARGE_BASE))
+    rows += [
+        Claim(
+            MORE_TEXT,
+            f"{names[a]} against {names[FIRST]}: difference after all steps minus difference "
+            "after 25%",
+            widening(same_usual[a], same_usual[FIRST], QUARTER),
+        )
+        for a in more
+    ]
+    return rows
+
+
+def spread_sentence(results: Runs) -> str:
+    """Compares the spread over the seeds of a model on the test part and on the dev part.
+
+    It is the root of the mean variance over the models with two seeds or more.
+    """
+    some = [of_arm.values() for of_arm in results.values() if len(of_arm) > 1]
+    if not some:
+        return ""
+    test, dev = (
+        statistics.fmean(statistics.variance(map(nll, of_arm)) for of_arm in some) ** 0.5
+        for nll in (test_nll, dev_nll)
+    )
+    return (
+        f"Over the seeds of a model, ln ppl has a standard deviation of {test:.3f} on the test "
+        f"part and {dev:.3f} on the dev part."
+    )
+
+
+def found(results: Runs) -> str:
+    """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
+    arms = [Arm(mixture, times=times) for times in lengths_of(results) for mixture in MIXTURES]
+    arms = [arm for arm in arms if results[arm]]
+    seeds = set.intersection(*(set(results[arm]) for arm in arms))
+    best = min(
+        arms,
+        key=lambda arm: mean_perplexity(
+            {seed: results[arm][seed] for seed in seeds or results[arm]}, dev_nll
+        ),
+    )
+    gaps = [
+        f"{as_change(gap)} from {base}"
+        for base in (replace(best, model=model) for model in (FIRST, *DENSE))
+        if base != best and (gap := difference(results[best], results[base]))
+    ]
+    text = f"The mixture with the lowest dev perplexity is {best}."
+    return text + (f" The change of its test perplexity is {'; '.join(gaps)}." if gaps else "")
+
+
+def search(settings: Mapping[str, Any], runs: Runs) -> str:
+    """Shows the learning rates and dropouts of which each model has the best."""
+    lengths = all_lengths(runs)
+    compared = tried(runs, [Arm(m, times=times) for m, times in product(MODELS, lengths)])
+    usual = usual_options(settings)
+    if all(len(of_model.nll) < 2 for of_model in compared.values()):
+        return f"Every run has {usual}; nothing was selected by the dev part."
+    return (
+        "The options of each model, and of each number of steps, are those with the lowest dev "
+        "perplexity in this table. A cell is the mean over the seeds of its row, and empty without "
+        f"a run. A column that names no dropout has dropout {settings['model.dropout']:g}.\n\n"
+        f"{trials_table(compared, usual)}"
+    )
+
+
+def results_table(settings: Mapping[str, Any], runs: Runs) -> str:
+    """Formats the options, the size and the perplexity of each model."""
+    results, best = at_best(runs), best_arms(runs)
+    per_byte = settings["test_tokens"] / settings["test_bytes"]
+    rows = []
+    for times, model in product(lengths_of(results), MODELS):
+        same = of_length(results, times)
+        if not (of_arm := same[model]):
+            continue
+        arm = Arm(model, times=times)
+        changes = [as_change(difference(of_arm, same[b])) if b != model else "" for b in BASES]
+        rows.append(
+            [
+                arm,
+                best[arm].trial or usual_options(settings),
+                *size_cells(of_arm),
+                len(of_arm),
+                f"{mean_perplexity(of_arm, nll_after(QUARTER)):.2f}",
+                f"{mean_perplexity(of_arm):.2f}",
+                f"{perplexity(mean_of(of_arm, test_nll) * per_byte):.4f}",
+                *changes,
+            ]
+        )
+    header = [
+        "model", "options", "ops/timestep", "parameters", "seeds", "test ppl after 25%",
+        "test ppl", "ppl per byte", *(f"change from {base}, 95%" for base in BASES),
+    ]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def percent(difference: float) -> float:
+    """Converts a difference of ln(perplexity) to a change of the perplexity in percent."""
+    return 100 * math.expm1(difference)
+
+
+def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
+    """Plots the mean learning curves of the longest runs, and the perplexity with more experts."""
+    results = at_best(runs)
+    lengths = lengths_of(results)
+    figure = new_figure(10, 4.2)
+    learning, capacity = figure.subplots(1, 2)
+    for model, of_arm in of_length(results, lengths[-1]).items():
+        if points := [(tokens / 1e6, ppl) for tokens, ppl in mean_curve(of_arm)]:
+            learning.plot(*zip(*points, strict=True), marker=".", label=model)
+    learning.set(xlabel="training wordpieces (millions)", ylabel="dev perplexity", yscale="log")
+    learning.yaxis.set_minor_formatter("{x:g}")
+    learning.legend()
+    with_first = [times for times in lengths if results[Arm(FIRST, times=times)]]
+    for times in with_first:
+        seen = settings["steps"] * settings["data.tokens_per_batch"] * times
+        same = of_length(results, times)
+        gaps = [(n, difference(same[model], same[FIRST])) for model, n in MIXTURES.items()]
+        known = [(n, gap) for n, gap in gaps if gap]
+        means = [percent(gap.mean) for _, gap in known]
+        label = f"after {seen / 1e6:.1f} million wordpieces"
+        (line,) = capacity.plot([n for n, _ in known], means, "o-", label=label)
+        ends = [
+            (n, percent(gap.low), percent(gap.high))
+            for n, gap in known
+            if gap.low is not None and gap.high is not None
+        ]
+        if ends:
+            capacity.fill_between(*zip(*ends, strict=True), color=line.get_color(), alpha=0.2, lw=0)
+    where = capacity.get_yaxis_transform()
+    for times, (place, dense) in product(with_first[-1:], enumerate(DENSE)):
+        same = of_length(results, times)
+        if gap := difference(same[dense], same[FIRST]):
+            level = percent(gap.mean)
+            capacity.axhline(level, lw=0.8, ls="--", color="grey")
+            at = (0.02 + 0.2 * place, level)  # side by side, because levels can be equal
+            name = str(Arm(dense, times=times))
+            capacity.annotate(name, at, xycoords=where, fontsize=7, va="bottom")
+    capacity.set_xscale("log", base=4)
+    capacity.set_xticks([*MIXTURES.values()], [*map(str, MIXTURES.values())])
+    capacity.set(
+        xlabel="experts, at equal operations",
+        ylabel=f"change of the test perplexity from {FIRST} (%)",
+    )
+    capacity.legend()
+    return Plot("learning curves, and perplexity with more experts", figure)
+
+
+def run(options: argparse.Namespace) -> Stored:
     """Runs the study and returns the stored runs."""
-    settings = ("times", "rate", "expert_rate", "dropout")
-    parser = study_parser(__doc__, "capacity", MODELS, settings=settings)
-    parser.add_argument("--text", choices=TEXTS, default="sources", help="the kind of the corpus")
-    options = parser.parse_intermixed_args(arguments)
-
-    from moe_lab.studies._capacity import Capacity
-
     return Capacity(options).main()

@@ -17,14 +17,28 @@ dense layer has as many operations as the largest mixture. An arm such as "moe-1
 of twice that size. One seed takes 3 minutes on an idle processor.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import argparse
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from moe_lab.cli import at_least, positive
-from moe_lab.experiments.arms import Arm, study_parser
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from moe_lab.experiments.store import Stored
+from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
+from moe_lab.analysis.costs import moe_ops
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.claims import as_percent, verdict
+from moe_lab.experiments.report import Claims, Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.runs import difference, mean_of, number_of
+from moe_lab.experiments.statistics import PairedDifference, mean_difference
+from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.study import Study
+from moe_lab.markdown import markdown_table
+from moe_lab.models.parts import evaluating
+from moe_lab.progress import progress
 
 NUM_EXPERTS = (4, 16, 64, 256, 1024)
 DENSE, MIXTURES = "dense", tuple(f"moe-{number}" for number in NUM_EXPERTS)
@@ -34,15 +48,27 @@ SATURATION, SIZES = "moe-16", (0.25, 0.5, 2.0, 4.0)
 MODELS = (DENSE, *MIXTURES)
 ARMS = (*map(Arm, MODELS), *(Arm(SATURATION, times=size) for size in SIZES))
 
+WIDTH = 16  # D, of a key and of a value's vector
+VALUES = 256  # V, distinct values
+
+# Hidden units of an expert and of the dense layer.
+HIDDEN, DENSE_HIDDEN = 16, 160
+K = 2  # each fact has 2 groups, and 2 experts in each group
+
+# Every model has the same number of steps: a larger corpus has larger batches.
+BATCHES, WARMUP, BETAS = 32, 100, (0.9, 0.99)
+bits_of, num_parameters_of = number_of("bits"), number_of("parameters")
+MARGIN = 0.15  # of "proportional", set before the runs
+_AT_ONCE = 8_192  # facts in a batch of the evaluation
+
 
 class Settings(NamedTuple):
-    """Options that all runs share.
+    """Options that all runs share; the noise of the gates has the deviation 0.69 at the start.
 
     Attributes:
         bits: bits of the facts for each parameter of the layer.
         epochs: number of epochs.
-        logit_std: standard deviation of the gates' logits at the start. The standard deviation of
-            their noise is Softplus(0) = 0.69 at the start.
+        logit_std: standard deviation of the gates' logits at the start.
         rate: peak learning rate of the mixtures.
         dense_rate: peak learning rate of the dense layer.
     """
@@ -54,25 +80,291 @@ class Settings(NamedTuple):
     dense_rate: float = 0.015
 
 
-def main(arguments: Sequence[str] | None = None) -> "Stored":
-    """Runs the study and returns the stored runs."""
-    parser = study_parser(__doc__, "facts", MODELS, settings=["times"], overrides=False)
-    parser.set_defaults(arms=[*ARMS])
-    for name, what in (
-        ("epochs", "number of epochs"),
-        ("bits", "bits of the facts for each parameter"),
-        ("logit_std", "standard deviation of the gates' logits at the start"),
-        ("rate", "peak learning rate of the mixtures"),
-        ("dense_rate", "peak learning rate of the dense layer"),
-    ):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=at_least(1) if name == "epochs" else positive(),
-            default=Settings._field_defaults[name],
-            help=f"{what} (%(default)s)",
+class FactsStudy(Study):
+    """The study of facts."""
+
+    name = "facts"
+    models = MODELS
+    usual = tuple(map(str, ARMS))
+    arm_settings = ("times",)
+
+    def settings(self) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        given = {name: getattr(self.options, name) for name in Settings._fields}
+        return {name: given[name] or usual for name, usual in Settings()._asdict().items()}
+
+    def run(self, arm: Arm, seed: int) -> Run:
+        return run_of(arm, seed, Settings(**self.settings()))
+
+    def command(self, settings: Mapping[str, Any]) -> list[str]:
+        usual = Settings()._asdict()
+        changed = [
+            (f"--{name.replace('_', '-')}", f"{value:g}")
+            for name, value in settings.items()
+            if value != usual[name]
+        ]
+        return ["moe-lab", "study", "facts", *(word for pair in changed for word in pair)]
+
+    def page(self, stored: Stored) -> Page | None:
+        runs, settings = stored.by_arm(), Settings(**stored.settings)
+        compared = compared_mixtures(runs)
+        if not compared:
+            return None
+        of_mean = deviations(runs)
+        rows = []
+        for arm, of_arm in runs.items():
+            first, bits = next(iter(of_arm.values())), mean_of(of_arm, bits_of)
+            rows.append(
+                [
+                    arm,
+                    f"{first['ops_of_experts']:,} + {first['ops_of_gate']:,}",
+                    f"{first['parameters']:,}",
+                    f"{first['facts']:,}",
+                    len(of_arm),
+                    f"{bits:,.0f}",
+                    f"{bits / first['parameters']:.3f}",
+                    as_percent(of_mean.get(str(arm))),
+                ]
+            )
+        header = [
+            "layer", "operations of experts + gate", "parameters", "facts", "seeds",
+            "bits stored", "bits per parameter", "against the mixtures' mean, 95%",
+        ]  # fmt: skip
+        claimed = claims(runs)
+        parameters = [mean_of(runs[Arm(model)], num_parameters_of) for model in compared]
+        return page_of_template(
+            __file__,
+            plot=plot(runs),
+            settings=settings,
+            values=VALUES,
+            bits_of_fact=math.log2(VALUES),
+            batches=BATCHES,
+            layers=markdown_table(header, rows),
+            compared=", ".join(compared),
+            doublings=math.log2(max(parameters) / min(parameters)),
+            claims=Claims(
+                markdown_table(["claim", "compared", "value, 95%", "verdict"], claimed), claimed
+            ),
+            hours=sum(run["seconds"] for run in stored.runs) / 3600,
+            commands=self.commands(stored),
         )
-    options = parser.parse_args(arguments)
 
-    from moe_lab.studies._facts import FactsStudy
 
+class Facts(NamedTuple):
+    """A corpus of facts.
+
+    Attributes:
+        keys: [N, D] normal numbers.
+        values: [N] int64, the index of each key's value.
+        vectors: [V, D], the fixed vector of each value.
+    """
+
+    keys: Tensor
+    values: Tensor
+    vectors: Tensor
+
+
+def make_facts(number: int, seed: int) -> Facts:
+    """Makes random facts; the same seed gives the same facts."""
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(VALUES, WIDTH, generator=generator)
+    keys = torch.randn(number, WIDTH, generator=generator)
+    return Facts(keys, torch.randint(VALUES, (number,), generator=generator), vectors)
+
+
+def make_layer(arm: str, logit_std: float) -> MoE | FeedForwardExperts:
+    """Creates the layer of an arm, with torch's default generator; see `Settings`."""
+    if arm == DENSE:
+        return FeedForwardExperts(1, WIDTH, (DENSE_HIDDEN,))
+    num_experts = int(arm.partition("-")[2])
+    num_groups = math.isqrt(num_experts)
+    gate = HierarchicalNoisyTopKGate(WIDTH, num_groups, num_experts // num_groups, K)
+    # From zero, a gate would first select by noise alone, and a fact would change its experts.
+    for weight in (gate.w_gate, gate.w_gate_secondary):
+        nn.init.normal_(weight, std=logit_std * WIDTH**-0.5)
+    return MoE(WIDTH, num_experts, K * K, gate=gate, hidden_sizes=(HIDDEN,))
+
+
+def layer_ops(layer: MoE | FeedForwardExperts) -> tuple[int, int]:
+    """Counts the multiply-adds of a fact in the experts and in the gate."""
+    if isinstance(layer, MoE):
+        count = moe_ops(layer)
+        return count.experts, count.gate
+    return sum(weight.numel() for weight in layer.parameters()), 0
+
+
+def num_parameters(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters())
+
+
+def recalled(layer: MoE | FeedForwardExperts, keys: Tensor, vectors: Tensor) -> tuple[Tensor, Any]:
+    """Returns the logits [N, V] of the values, and the weighted balancing losses."""
+    if isinstance(layer, MoE):
+        y, aux = layer(keys)
+        return y @ vectors.T, aux.loss
+    return layer(keys, None) @ vectors.T, 0.0
+
+
+def stored_bits(layer: MoE | FeedForwardExperts, facts: Facts) -> float:
+    """Computes the bits that the layer has stored of the facts, at least 0."""
+    nats = 0.0
+    with evaluating(layer), torch.inference_mode():
+        for rows in torch.arange(len(facts.keys)).split(_AT_ONCE):
+            logits, _ = recalled(layer, facts.keys[rows], facts.vectors)
+            nats += float(F.cross_entropy(logits, facts.values[rows], reduction="sum"))
+    return max(0.0, (len(facts.keys) * math.log(VALUES) - nats) / math.log(2))
+
+
+def learn(layer: MoE | FeedForwardExperts, facts: Facts, settings: Settings, title: str) -> None:
+    """Trains the layer with Adam; the rate falls linearly to 0 after the warmup.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
+    rate = settings.rate if isinstance(layer, MoE) else settings.dense_rate
+    optimizer = torch.optim.Adam(layer.parameters(), lr=rate, betas=BETAS, fused=True)
+    steps = settings.epochs * BATCHES
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
+    )
+    for _ in progress(range(settings.epochs), title, "epochs"):
+        for rows in torch.randperm(len(facts.keys)).chunk(BATCHES):
+            logits, aux_loss = recalled(layer, facts.keys[rows], facts.vectors)
+            loss = F.cross_entropy(logits, facts.values[rows]) + aux_loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        if not loss.isfinite():
+            raise FloatingPointError(f"{title}: the loss is not finite")
+
+
+def run_of(arm: Arm, seed: int, settings: Settings) -> Run:
+    """Trains the layer of an arm on its facts and measures what it has stored.
+
+    Args:
+        arm: the layer, and the factor of the size of its corpus.
+        seed: seed of the facts, the weights, the order of the facts and the gate's noise.
+        settings: the options of the study.
+    """
+    torch.manual_seed(seed)
+    layer = make_layer(arm.model, settings.logit_std)
+    parameters = num_parameters(layer)
+    number = round(arm.times * settings.bits * parameters / math.log2(VALUES))
+    facts = make_facts(number, seed)
+    learn(layer, facts, settings, f"{arm}-seed{seed}")
+    experts, gate = layer_ops(layer)
+    return {
+        "facts": number,
+        "parameters": parameters,
+        "ops_of_experts": experts,
+        "ops_of_gate": gate,
+        "bits": stored_bits(layer, facts),
+    }
+
+
+def compared_mixtures(runs: Runs) -> list[str]:
+    """Returns the mixtures with the most seeds; the runs of the others are not finished yet."""
+    seeds = {model: len(runs[Arm(model)]) for model in MIXTURES}
+    most = max(seeds.values())
+    return [model for model, number in seeds.items() if number == most > 0]
+
+
+def deviations(runs: Runs) -> dict[str, PairedDifference | None]:
+    """Compares the bits per parameter of each of `compared_mixtures` with their mean.
+
+    Returns:
+        By model, the relative deviation as a fraction, over the seeds that all these mixtures have
+        and with which they have stored anything.
+    """
+    of_models = {model: runs[Arm(model)] for model in compared_mixtures(runs)}
+    seeds = sorted(set.intersection(*map(set, of_models.values()))) if of_models else []
+    density = {
+        model: {seed: bits_of(of_arm[seed]) / num_parameters_of(of_arm[seed]) for seed in seeds}
+        for model, of_arm in of_models.items()
+    }
+    means = {seed: statistics.fmean(each[seed] for each in density.values()) for seed in seeds}
+    known = [seed for seed, mean in means.items() if mean]
+    return {
+        model: mean_difference([each[seed] / means[seed] - 1 for seed in known])
+        for model, each in density.items()
+    }
+
+
+def log_bits(run: Run) -> float:
+    """Returns ln of the stored bits, at least 0, so that a layer may store nothing."""
+    return math.log(max(1.0, run["bits"]))
+
+
+def claims(runs: Runs) -> list[list[str]]:
+    """Returns the rows of the table of claims: claim, compared, value, verdict."""
+    rows = [
+        [
+            "the bits are proportional to the parameters",
+            f"{model} against the mean of the mixtures, within 15%",
+            as_percent(gap),
+            verdict(gap, -MARGIN, MARGIN),
+        ]
+        for model, gap in deviations(runs).items()
+    ]
+    for model in (model for model in MIXTURES if runs[Arm(model)] and runs[Arm(DENSE)]):
+        ratio = difference(runs[Arm(model)], runs[Arm(DENSE)], log_bits)
+        rows.append(
+            [
+                "a mixture stores more than a dense layer of no fewer operations",
+                f"bits of {model} divided by those of {DENSE}",
+                "" if ratio is None else ratio.text(lambda value: f"{math.exp(value):.2f}"),
+                verdict(ratio, 0.0, math.inf),
+            ]
+        )
+    return rows
+
+
+def plot(runs: Runs) -> Plot:
+    """Plots bits over parameters for all layers, and over the size of the corpus for one."""
+    figure = new_figure(10, 4.2)
+    capacity, saturation = figure.subplots(1, 2)
+    sizes = {  # parameters and bits of the layers
+        arm.model: (mean_of(of_arm, num_parameters_of), mean_of(of_arm, bits_of))
+        for arm, of_arm in runs.items()
+        if arm.times == 1
+    }
+    found = [model for model in MIXTURES if model in sizes]
+    parameters, bits = zip(*(sizes[model] for model in found), strict=True)
+    density = statistics.fmean(sizes[m][1] / sizes[m][0] for m in compared_mixtures(runs))
+    line = [density * p for p in parameters]
+    capacity.plot(parameters, line, "--", color="grey", label=f"{density:.2f} bits per parameter")
+    capacity.fill_between(
+        parameters,
+        [(1 - MARGIN) * b for b in line],
+        [(1 + MARGIN) * b for b in line],
+        color="grey",
+        alpha=0.2,
+        label=f"within {100 * MARGIN:.0f}%",
+    )
+    capacity.plot(parameters, bits, "o", label="4 to 1,024 experts")
+    for arm, p, b in zip(found, parameters, bits, strict=True):
+        capacity.annotate(arm, (p, b), xytext=(4, -10), textcoords="offset points", fontsize=7)
+    if DENSE in sizes:
+        capacity.plot(*sizes[DENSE], "s", label="dense")
+    capacity.set(xscale="log", yscale="log", xlabel="parameters", ylabel="bits stored")
+    capacity.set_title("at most the dense layer's operations")
+    capacity.legend()
+    points = sorted(
+        (mean_of(of_arm, number_of("facts")) * math.log2(VALUES), mean_of(of_arm, bits_of))
+        for arm, of_arm in runs.items()
+        if arm.model == SATURATION
+    )
+    if points:
+        offered, stored = zip(*points, strict=True)
+        saturation.plot(offered, offered, "--", color="grey", label="all facts")
+        saturation.plot(offered, stored, "o-", label=SATURATION)
+        saturation.legend()
+    saturation.set(xlabel="bits of all facts", ylabel="bits stored", ylim=(0, None))
+    saturation.set_title("the corpus exceeds the capacity")
+    return Plot("bits stored against parameters", figure)
+
+
+def run(options: argparse.Namespace) -> Stored:
+    """Runs the study and returns the stored runs."""
     return FactsStudy(options).main()

@@ -9,22 +9,131 @@ w_importance,w_load. The page has the perplexity, and the experts' load balance 
 training batches. A run takes 3 minutes on one processor.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import argparse
+import math
+from typing import ClassVar, NamedTuple
 
-from moe_lab.experiments.arms import study_parser
-
-if TYPE_CHECKING:
-    from moe_lab.experiments.store import Stored
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.claims import HOW_COMPARED, as_change, claims_data, verdict
+from moe_lab.experiments.report import Claims, Page, page_of_template
+from moe_lab.experiments.results import BALANCE_BATCHES
+from moe_lab.experiments.runs import core_hours, difference, mean_of, mean_perplexity, number_of
+from moe_lab.experiments.statistics import PairedDifference
+from moe_lab.experiments.store import Runs, Stored
+from moe_lab.markdown import markdown_table
+from moe_lab.studies.routing import RoutingStudy, plot, size_of_run
 
 NONE, USUAL = "0,0", "0.1,0.1"  # w_importance,w_load
 WEIGHTS = (NONE, "0.2,0", "0,0.2", USUAL, "0.01,0.01", "1,1")
+max_over_mean_load = number_of("balance", "max_over_mean_load")
+MARGIN = math.log(1.005)  # of "very similar quality" in ln ppl, set before the runs
+COLUMNS = {
+    "cv_importance": "CV(Importance)",
+    "cv_load": "CV(Load)",
+    "max_over_mean_load": "max/mean Load",
+    "cv_tokens": "CV(tokens)",
+}
 
 
-def main(arguments: Sequence[str] | None = None) -> "Stored":
+class Losses(RoutingStudy):
+    """The study of balancing losses."""
+
+    name = "losses"
+    models = usual = WEIGHTS
+    overrides: ClassVar = {
+        each: [
+            f"model.moe.w_importance={each.partition(',')[0]}",
+            f"model.moe.w_load={each.partition(',')[2]}",
+        ]
+        for each in WEIGHTS
+    }
+
+    def page(self, stored: Stored) -> Page | None:
+        runs, settings = stored.by_arm(), stored.settings
+        usual = runs[Arm(USUAL)]
+        if not usual:
+            return None
+        rows = []
+        for name in WEIGHTS:
+            if not (of_arm := runs[Arm(name)]):
+                continue
+            gap = "" if name == USUAL else as_change(difference(of_arm, usual))
+            balance = [f"{mean_of(of_arm, number_of('balance', key)):.3f}" for key in COLUMNS]
+            ppl = f"{mean_perplexity(of_arm):.2f}"
+            rows.append([*name.split(","), len(of_arm), ppl, gap, *balance])
+        header = ["w_importance", "w_load", "seeds", "test ppl", f"change from {USUAL}, 95%"]
+        n, k = settings["model.moe.num_experts"], settings["model.moe.k"]
+        axis = {"xlabel": "max(Load) / mean(Load)", "xscale": "log"}
+        return page_of_template(
+            __file__,
+            k=k,
+            n=n,
+            plot=plot(runs, WEIGHTS, max_over_mean_load, "w_importance,w_load", **axis),
+            weights=markdown_table([*header, *COLUMNS.values()], rows),
+            size_of_run=size_of_run(settings),
+            batches=min(BALANCE_BATCHES, settings["steps"]),
+            floor=math.sqrt((1 - k / n) / (settings["data.tokens_per_batch"] * k / n)),
+            ceiling=math.sqrt(n / k - 1),
+            ratio=n / k,
+            how_compared=HOW_COMPARED,
+            claims=loss_claims(runs),
+            core_hours=core_hours(stored.runs),
+            commands=self.commands(stored),
+        )
+
+
+class Comparison(NamedTuple):
+    """A claim of the paper and the result of the study.
+
+    Attributes:
+        claim: the claim in words.
+        compared: the compared settings.
+        difference: the difference in ln ppl or in max/mean Load.
+        shown: the difference as text.
+        verdict: the verdict on the claim.
+    """
+
+    claim: str
+    compared: str
+    difference: PairedDifference | None
+    shown: str
+    verdict: str
+
+
+def comparisons(runs: Runs) -> list[Comparison]:
+    """Returns the paper's claims, but not those about models without runs, and their verdicts."""
+    rows = []
+
+    def of_quality(claim: str, a: str, b: str, within: str = "", **limits: float) -> None:
+        gap = difference(runs[Arm(a)], runs[Arm(b)])
+        judged = verdict(gap, **limits)
+        rows.append(Comparison(claim, f"{a} against {b}{within}", gap, as_change(gap), judged))
+
+    of_quality("the balancing losses lower the perplexity", USUAL, NONE)
+    for name in WEIGHTS:
+        if name not in (NONE, USUAL):
+            claim = "all nonzero settings give a similar perplexity"
+            of_quality(claim, name, USUAL, ", within 0.5%", low=-MARGIN, high=MARGIN)
+    for claim, less, more in (
+        ("a larger w_load lowers max/mean Load", NONE, "0,0.2"),
+        ("larger weights lower max/mean Load", "0.01,0.01", USUAL),
+        ("larger weights lower max/mean Load", USUAL, "1,1"),
+        ("w_load lowers max/mean Load more than w_importance", "0.2,0", "0,0.2"),
+    ):
+        gap = difference(runs[Arm(more)], runs[Arm(less)], max_over_mean_load)
+        shown = f"{gap:+.3f}" if gap else ""
+        rows.append(Comparison(claim, f"{more} against {less}", gap, shown, verdict(gap)))
+    return [row for row in rows if row.difference]
+
+
+def loss_claims(runs: Runs) -> Claims:
+    """Makes the part of the page with the paper's claims."""
+    found = comparisons(runs)
+    rows = [[each.claim, each.compared, each.shown, each.verdict] for each in found]
+    header = ["claim", "compared", "difference, 95%", "verdict"]
+    return Claims(markdown_table(header, rows), claims_data(found))
+
+
+def run(options: argparse.Namespace) -> Stored:
     """Runs the study and returns the stored runs."""
-    options = study_parser(__doc__, "losses", WEIGHTS).parse_intermixed_args(arguments)
-
-    from moe_lab.studies._routing import Losses
-
     return Losses(options).main()

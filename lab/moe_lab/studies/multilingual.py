@@ -2,7 +2,6 @@
 
     moe-lab study multilingual data.corpus=CORPUS
     moe-lab study multilingual data.corpus=CORPUS --arms moe dense --seeds 1
-    moe-lab study multilingual --text manuals data.corpus=CORPUS --arms moe-oversampled
     moe-lab study multilingual --report
 
 Trains the models of configs/mt/small-moe-32.toml and small-dense.toml with one shared vocabulary of
@@ -14,44 +13,417 @@ wordpieces:
   pair as the multilingual models
 - single-short: the model single with half the steps, and so about as much text of its pair as the
   multilingual models
-- moe-oversampled: the model moe, with every language pair oversampled to the size of the largest;
-  --arms selects it, for --text manuals, whose pairs differ in size
 
-With captions, the attention of the multilingual models does not see the token ``<2xx>``, with which
-each source begins. It sees this token in the arms "moe attends language" and "dense attends
-language". The arm "dense rate 0.002" is the model dense with another learning rate, "moe dropout
-0.3" with another dropout. --arms selects such arms.
+The attention of the multilingual models does not see the token ``<2xx>``, with which each source
+begins. It sees this token in the arms "moe attends language" and "dense attends language". The arm
+"dense rate 0.002" is the model dense with another learning rate, "moe dropout 0.3" with another
+dropout. --arms selects such arms.
 
-By default, the corpus is Multi30k, with captions of images in English, German and French. CORPUS is
-a folder with its files train, val and test_2016_flickr. The corpus of --text manuals has manuals,
-help and descriptions of packages, in English to and from six languages. There, the models have a
-vocabulary of 16,000 wordpieces, no dropout and half the learning rate. A multilingual run takes 40
-minutes on one processor. The page has perplexity and BLEU of each language pair. Its plot shows the
-two pairs with the least text.
+The corpus is Multi30k, with captions of images in English, German and French. CORPUS is a folder
+with its files train, val and test_2016_flickr. A multilingual run takes 40 minutes on one
+processor. The page has perplexity and BLEU of each language pair. Its plot shows the two pairs with
+the least text.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from moe_lab.experiments.arms import study_parser
-from moe_lab.studies.translation import TEXTS
+from moe_lab.data import EncodedPairs, PairBatch, batches_of
+from moe_lab.errors import ConfigError
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.claims import claims_data
+from moe_lab.experiments.report import Claims, Command, Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.results import Result, train_and_test
+from moe_lab.experiments.runs import commands_of, core_hours, dev_nll, size_cells
+from moe_lab.experiments.statistics import PairedDifference, mean_difference
+from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.study import TrainedStudy
+from moe_lab.experiments.trials import trials
+from moe_lab.markdown import markdown_table
+from moe_lab.models import TranslationModel
+from moe_lab.studies.translation import (
+    BLEU,
+    CLAIM_HEADER,
+    CORPUS,
+    DECIDED,
+    claim_cells,
+    convergence,
+)
+from moe_lab.training.config import TranslationConfig, read_config
+from moe_lab.training.logging import read_metrics
+from moe_lab.training.metrics import by_language_pair, perplexity
+from moe_lab.training.text import PairText, load_text
 
-if TYPE_CHECKING:
-    from moe_lab.experiments.store import Stored
+_ATTENTION_SENTENCES = 200  # dev sentences of each language pair for `weight_of_language`
 
-MIXTURE, DENSE, OVERSAMPLED = "moe", "dense", "moe-oversampled"
+
+MIXTURE, DENSE = "moe", "dense"
 SINGLE, SHORT = "single", "single-short"  # a model of each language pair
-MODELS = (MIXTURE, DENSE, SINGLE, SHORT, OVERSAMPLED)
+MODELS = (MIXTURE, DENSE, SINGLE, SHORT)
 USUAL = (MIXTURE, DENSE, SINGLE)
 
+# Options of the models that differ from those of configs/mt. The learning rate of the models of a
+# single language pair ends at the same fraction of its peak as that of the others.
+SETTINGS = (
+    'data.pairs=["en-de","de-en","en-fr","fr-en"]', "data.vocab_size=6000",
+    "steps=5000", "log.eval_every=500", "model.attend_language=false",
+)  # fmt: skip
+OF_SINGLE = {
+    SINGLE: ("steps=2500", "optimizer.warmup_steps=150", "model.attend_language=true"),
+    SHORT: (
+        "steps=1250", "optimizer.warmup_steps=75", "model.attend_language=true",
+        "log.eval_every=250",
+    ),
+}  # fmt: skip
 
-def main(arguments: Sequence[str] | None = None) -> "Stored":
+
+class Multilingual(TrainedStudy):
+    """The study of one model for several language pairs."""
+
+    name = "multilingual_captions"
+    models = MODELS
+    usual = USUAL
+    arm_settings = ("attends_language", "rate", "dropout")
+    text: PairText
+    wordpieces: Path  # the vocabulary of all runs
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options, "captions")
+
+    def config(self, arm: Arm, overrides: Sequence[str]) -> TranslationConfig:
+        options = ["num_threads=1", f"data.encoded={self.runs_folder / 'encoded'}", *SETTINGS]
+        options += [*OF_SINGLE.get(arm.model, ()), *overrides, *arm.overrides]
+        options += [f'data.pairs=["{arm.pair}"]'] if arm.pair else []
+        file = "moe-32" if arm.model == MIXTURE else "dense"
+        return read_config(f"mt/small-{file}", options, TranslationConfig)
+
+    def settings(self) -> dict[str, Any]:
+        pairs = self.config(self.first, self.options.overrides).data.pairs
+        if len(pairs) < 2:
+            raise ConfigError(f"data.pairs must list at least 2 language pairs, got {list(pairs)}")
+        self.bases = [
+            f"{model} {languages}".rstrip()
+            for model in MODELS
+            for languages in (pairs if model in (SINGLE, SHORT) else [""])
+        ]
+        return super().settings()
+
+    def settings_of(self, config: Any) -> dict[str, Any]:
+        text, names = self.text, self.text.train.names
+        sizes = text.train.pair.bincount(minlength=len(names)).tolist()
+        self.train_pairs = dict(zip(names, sizes, strict=True))
+        self.runs_folder.mkdir(parents=True, exist_ok=True)
+        name = f"wordpieces-{text.vocabulary.fingerprint()[:12]}.model"
+        self.wordpieces = self.runs_folder / name
+        text.vocabulary.save(self.wordpieces)
+        found = super().settings_of(config)
+        del found["train_tokens"]
+        return {"train_pairs": self.train_pairs, **found}
+
+    def planned(self) -> Iterator[tuple[Arm, int]]:
+        """Yields the runs; a separate model of each language pair is an arm."""
+        for arm, seed in super().planned():
+            pairs = self.train_pairs if arm.model in (SINGLE, SHORT) else [""]
+            yield from ((Arm(**vars(arm) | {"pair": languages}), seed) for languages in pairs)
+
+    def run(self, arm: Arm, seed: int) -> Run:
+        overrides = [*self.options.overrides, f"data.wordpieces={self.wordpieces}"]
+        config = self.config_of_run(arm, seed, overrides)
+        text = load_text(config.data) if arm.pair else self.text
+        result = train_and_test(config, text)
+        extra = tested(result, text, least_text(self.train_pairs))
+        if not arm.pair:
+            dev = text.dev.first(_ATTENTION_SENTENCES)
+            extra["weight_of_language"] = weight_of_language(result.run, dev)
+        extra |= {"steps": config.steps, "learning_rate": config.optimizer.learning_rate}
+        return result.record() | extra
+
+    def program(self) -> list[str]:
+        return ["moe-lab", "study", "multilingual", "data.corpus=CORPUS"]
+
+    def commands(self, stored: Stored) -> Command:
+        # --arms names the models of single pairs without their pair.
+        named: dict[tuple[str, int], Run] = {}
+        for arm, runs in stored.by_arm().items():
+            name = arm.model if arm.pair else str(arm)
+            named |= {(name, seed): run | {"arm": name} for seed, run in runs.items()}
+        return Command(commands_of(self.command(stored.settings), [*named.values()], USUAL))
+
+    def page(self, stored: Stored) -> Page | None:
+        all_runs, settings = stored.by_arm(), stored.settings
+        # The runs with other options are compared in tables of their own.
+        runs = Runs({arm: runs for arm, runs in all_runs.items() if not arm.trial})
+        if not runs:
+            return None
+        models = {arm.model for arm in runs}
+        of_usual = [run for of_arm in runs.values() for run in of_arm.values()]
+        signatures = sorted({f"`{name}`" for run in of_usual for name in run["signatures"]})
+        tried = Runs({arm: of_arm for arm, of_arm in all_runs.items() if not arm.attends_language})
+        decided, claimed = claims(comparisons(runs))
+        return page_of_template(
+            __file__,
+            settings=settings,
+            plot=plot(settings, runs),
+            sizes=sizes_of_models(runs),
+            pairs=table(settings["train_pairs"], runs),
+            decided=decided,
+            claims=claimed,
+            corpus=CORPUS,
+            single=f"`{SINGLE}` stands for dense models of one language pair each. They read about "
+            f"twice as much text of their pair as `{MIXTURE}`."
+            if SINGLE in models
+            else "",
+            short=f"`{SHORT}` reads about as much text of its pair." if SHORT in models else "",
+            convergence=convergence(runs, [MIXTURE, DENSE]),
+            bleu=BLEU,
+            signatures=", ".join(signatures),
+            trials=trials(settings, tried, (MIXTURE, DENSE)),
+            attention=attention_table(all_runs),
+            core_hours=core_hours(stored.runs),
+            commands=self.commands(stored),
+        )
+
+
+def tested(result: Result, text: PairText, least: Sequence[str]) -> dict[str, Any]:
+    """Returns what a run adds to its record: the figures of each language pair.
+
+    least: the language pairs whose dev perplexity the page plots.
+    """
+    from moe_lab.training.translation import bleu_of_test  # imports FSDP
+
+    bleu = bleu_of_test(result.run)
+    nll = {
+        name: each.nll for name, each in by_language_pair(result.sentence_nll, text.test).items()
+    }
+    dev = read_metrics(result.run, "dev")
+    return {
+        "pairs": {name: {"nll": nll[name], "bleu": bleu[name].score} for name in nll},
+        "signatures": sorted({each.signature for each in bleu.values()}),
+        "perplexity": {
+            name: [
+                [each["step"], each.get(f"perplexity/{name}", each["perplexity"])] for each in dev
+            ]
+            for name in least
+            if name in nll
+        },
+    }
+
+
+def weight_of_language(run: Path, dev: EncodedPairs) -> float:
+    """Computes the mean attention weight of the first source token, ``<2xx>``, over predictions."""
+    from moe_lab.training.checkpoint import load_run  # imports FSDP
+
+    model = load_run(run).model
+    assert isinstance(model, TranslationModel)
+    total, number = 0.0, 0
+    for batch in batches_of(dev, tokens_per_batch=2_560, shuffle=False).epoch(0):
+        assert isinstance(batch, PairBatch)
+        state = model.start(model.encode(batch.source, batch.source_mask))
+        for inputs, mask in zip(batch.inputs.T, batch.mask.T, strict=True):
+            _, attention, state = model.step(inputs, state)
+            total += float(attention[mask, 0].double().sum())
+            number += int(mask.sum())
+    return total / number
+
+
+def least_text(train_pairs: Mapping[str, int]) -> list[str]:
+    """Returns the two language pairs with the fewest training sentences."""
+    return sorted(train_pairs, key=lambda languages: train_pairs[languages])[:2]
+
+
+class Figures(NamedTuple):
+    """The results of a run on the test part of one language pair.
+
+    Attributes:
+        nll: nats per target piece.
+        bleu: sacreBLEU's score.
+    """
+
+    nll: float
+    bleu: float
+
+
+OfPairs = Mapping[str, Mapping[int, Figures]]  # of a model, by language pair and seed
+
+
+class Comparison(NamedTuple):
+    """A claim about two models, with the differences between them over the language pairs.
+
+    Attributes:
+        claim: the claim in words.
+        compared: the two models.
+        difference: the difference in ln(perplexity), mean over num_pairs, paired over the seeds;
+            None if no seed has all language pairs; negative if the claim holds.
+        bleu: the difference in BLEU likewise; positive if the claim holds.
+        num_pairs: the number of language pairs that both models have.
+        lower_perplexity: the number of language pairs with a lower perplexity of the first model.
+        higher_bleu: the number of language pairs with a higher BLEU of the first model.
+    """
+
+    claim: str
+    compared: str
+    difference: PairedDifference | None
+    bleu: PairedDifference | None
+    num_pairs: int
+    lower_perplexity: int
+    higher_bleu: int
+
+
+def attention_table(runs: Runs) -> str:
+    """Compares the attention on ``<2xx>`` with the dev perplexity; "" if no run attends to it."""
+    several = {arm: of_arm for arm, of_arm in runs.items() if not arm.pair}
+    if not any(arm.attends_language for arm in several):
+        return ""
+
+    def cell(run: Run | None) -> str:
+        if run is None:
+            return ""
+        weight = run.get("weight_of_language")
+        shown = "not measured" if weight is None else f"{weight:.2f}"
+        return f"{perplexity(dev_nll(run)):.2f} ({shown})"
+
+    seeds = sorted(set().union(*several.values()))
+    rows = [[arm, *(cell(of_arm.get(s)) for s in seeds)] for arm, of_arm in several.items()]
+    return (
+        "In a model of several languages, each source begins with the token `<2xx>` of its target "
+        "language. Where the attention sees this token, it can get stuck on it, and the perplexity "
+        "then varies more between seeds than between models. No claim is made about these runs. "
+        "This table shows the dev perplexity at the end, and in parentheses the mean attention "
+        "weight of `<2xx>`:\n\n"
+        + markdown_table(["model", *(f"seed {seed}" for seed in seeds)], rows)
+    )
+
+
+def figures(runs: Runs) -> dict[str, dict[str, dict[int, Figures]]]:
+    """Collects the results of finished runs by model, language pair and seed."""
+    found: dict[str, dict[str, dict[int, Figures]]] = {model: {} for model in MODELS}
+    for arm, of_arm in runs.items():
+        for seed, run in of_arm.items():
+            for languages, values in run["pairs"].items():
+                found[arm.model].setdefault(languages, {})[seed] = Figures(**values)
+    return found
+
+
+def means(of_seeds: Mapping[int, Figures]) -> Figures:
+    """Returns the means over the seeds."""
+    return Figures(*map(statistics.fmean, zip(*of_seeds.values(), strict=True)))
+
+
+_CLAIMS = (  # in the mean over the language pairs
+    (MIXTURE, DENSE, "one mixture translates better than one dense model"),
+    (MIXTURE, SINGLE, "one mixture translates better than a dense model for each language pair"),
+    (MIXTURE, SHORT, "the same, for as much text of each language pair"),
+)
+
+
+def comparison(
+    found: Mapping[str, OfPairs], model: str, other: str, claim: str
+) -> Comparison | None:
+    """Compares two models over the language pairs and seeds that both have; None without any."""
+    both = []  # the results of the two models for a language pair and the same seeds
+    for languages, ours in found[model].items():
+        theirs = found[other].get(languages, {})
+        if seeds := sorted(ours.keys() & theirs.keys()):
+            both.append([{seed: each[seed] for seed in seeds} for each in (ours, theirs)])
+    if not both:
+        return None
+    of_all_pairs = sorted(set.intersection(*(set(ours) for ours, _ in both)))
+    compared = [(means(ours), means(theirs)) for ours, theirs in both]
+
+    def mean_over_pairs(value: Callable[[Figures], float]) -> PairedDifference | None:
+        return mean_difference(
+            [
+                statistics.fmean(value(ours[seed]) - value(theirs[seed]) for ours, theirs in both)
+                for seed in of_all_pairs
+            ]
+        )
+
+    return Comparison(
+        claim,
+        f"{model} against {other}",
+        mean_over_pairs(lambda each: each.nll),
+        mean_over_pairs(lambda each: each.bleu),
+        len(both),
+        sum(ours.nll < theirs.nll for ours, theirs in compared),
+        sum(ours.bleu > theirs.bleu for ours, theirs in compared),
+    )
+
+
+def comparisons(runs: Runs) -> list[Comparison]:
+    """Tests the claims about arms that both have runs."""
+    found = figures(runs)
+    compared = (comparison(found, *claim) for claim in _CLAIMS)
+    return [each for each in compared if each is not None]
+
+
+def claims(compared: Sequence[Comparison]) -> tuple[str, Claims]:
+    """Makes the parts of the page with the claims, and the language pairs that support them."""
+    rows = [
+        [
+            *claim_cells(each.claim, each.compared, each.difference, each.bleu),
+            f"{each.lower_perplexity} of {each.num_pairs}",
+            f"{each.higher_bleu} of {each.num_pairs}",
+        ]
+        for each in compared
+    ]
+    table = markdown_table([*CLAIM_HEADER, "lower perplexity", "higher BLEU"], rows)
+    how = (
+        f"{DECIDED} The claims are about the mean over the language pairs. The last two columns "
+        "count the pairs in which the first model is better."
+    )
+    return how if rows else "", Claims(table if rows else "", claims_data(compared))
+
+
+def table(train_pairs: Mapping[str, int], runs: Runs) -> str:
+    """Formats perplexity and BLEU of each model, one row for each language pair."""
+    found = {model: of_pairs for model, of_pairs in figures(runs).items() if of_pairs}
+    rows = []
+    for languages, size in train_pairs.items():
+        cells = [languages, f"{size:,}"]
+        for of_pairs in found.values():
+            mean = means(of_pairs[languages]) if languages in of_pairs else None
+            cells += [f"{perplexity(mean.nll):.2f}", f"{mean.bleu:.1f}"] if mean else ["", ""]
+        rows.append(cells)
+    header = [cell for model in found for cell in (f"{model}: ppl", "BLEU")]
+    return markdown_table(["languages", "training pairs", *header], rows)
+
+
+def sizes_of_models(runs: Runs) -> str:
+    """Formats the size and the training of the models, one row for each kind of model."""
+    rows = {}
+    for arm, of_arm in runs.items():
+        last = [*of_arm.values()][-1]
+        rows[arm.model] = [
+            arm.model,
+            *size_cells(of_arm),
+            f"{last['steps']:,}",
+            f"{last['learning_rate']:g}",
+            len({seed for other in runs if other.model == arm.model for seed in runs[other]}),
+        ]
+    header = ["model", "ops/timestep", "parameters", "steps", "peak learning rate", "seeds"]
+    return markdown_table(header, [*rows.values()])
+
+
+def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
+    """Plots dev perplexity against steps for the two language pairs with the least text."""
+    panels = least_text(settings["train_pairs"])
+    figure = new_figure(12, 4.2)
+    axes = figure.subplots(1, len(panels), squeeze=False)
+    for panel, languages in zip(axes[0], panels, strict=True):
+        curves = {}  # of the first seed of each model
+        for arm, of_arm in runs.items():
+            if curve := next(iter(of_arm.values()))["perplexity"].get(languages):
+                curves[arm.model] = curve
+        for model in (model for model in MODELS if model in curves):
+            panel.plot(*zip(*curves[model], strict=True), label=model, lw=1.2)
+        panel.set(xlabel="steps", ylabel="dev perplexity", title=languages, yscale="log")
+        panel.legend()
+    return Plot("dev perplexity against steps", figure)
+
+
+def run(options: argparse.Namespace) -> Stored:
     """Runs the study and returns the stored runs."""
-    settings = ("attends_language", "rate", "dropout")
-    parser = study_parser(__doc__, "multilingual", MODELS, USUAL, settings)
-    parser.add_argument("--text", choices=TEXTS, default="captions", help="the kind of the corpus")
-    options = parser.parse_intermixed_args(arguments)
-
-    from moe_lab.studies._multilingual import Multilingual
-
     return Multilingual(options).main()

@@ -17,13 +17,25 @@ An arm such as "noisy rate 0.004" has another peak learning rate; --arms selects
 takes 3 minutes on one processor.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import argparse
+import statistics
 
-from moe_lab.experiments.arms import study_parser
-
-if TYPE_CHECKING:
-    from moe_lab.experiments.store import Stored
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.claims import HOW_COMPARED, HOW_DECIDED, Claim, as_change, claims_of
+from moe_lab.experiments.report import Page, page_of_template
+from moe_lab.experiments.results import BALANCE_BATCHES
+from moe_lab.experiments.runs import (
+    core_hours,
+    difference,
+    mean_of,
+    mean_perplexity,
+    number_of,
+    size_cells,
+)
+from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.trials import trials
+from moe_lab.markdown import markdown_table
+from moe_lab.studies.routing import RoutingStudy, plot, size_of_run
 
 PAPER, NOT_CAUSAL = "noisy", "expert_choice"
 _WITHOUT_LOSSES = ("model.moe.w_importance=0", "model.moe.w_load=0")
@@ -45,11 +57,79 @@ ROUTERS: dict[str, tuple[str, ...]] = {  # the overrides of each router
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> "Stored":
+class Routers(RoutingStudy):
+    """The study of routers."""
+
+    name = "routers"
+    models = usual = tuple(ROUTERS)
+    arm_settings = ("rate",)
+    overrides = ROUTERS
+
+    def page(self, stored: Stored) -> Page | None:
+        runs, settings = stored.by_arm(), stored.settings
+        paper = runs[Arm(PAPER)]
+        if not paper:
+            return None
+        rows = []
+        for name in ROUTERS:
+            if not (of_arm := runs[Arm(name)]):
+                continue
+            rows.append(
+                [
+                    f"{name} (not causal)" if name == NOT_CAUSAL else name,
+                    size_cells(of_arm)[0],
+                    len(of_arm),
+                    f"{mean_perplexity(of_arm):.2f}",
+                    "" if name == PAPER else as_change(difference(of_arm, paper)),
+                    f"{mean_of(of_arm, number_of('balance', 'cv_tokens')):.3f}",
+                    f"{mean_of(of_arm, busiest):.2f}",
+                ]
+            )
+        header = [
+            "router", "ops/timestep", "seeds", "test ppl", f"change from {PAPER}, 95%",
+            "CV(tokens)", "max/mean tokens",
+        ]  # fmt: skip
+        options = [[name, " ".join(f"`{each}`" for each in ROUTERS[name])] for name in ROUTERS]
+        return page_of_template(
+            __file__,
+            settings=settings,
+            plot=plot(runs, [*ROUTERS], busiest, xlabel="tokens of the busiest expert / mean"),
+            routers=markdown_table(header, rows),
+            size_of_run=size_of_run(settings),
+            batches=BALANCE_BATCHES,
+            how_compared=HOW_COMPARED,
+            how_decided=HOW_DECIDED,
+            claims=claims_of(router_claims(runs)),
+            options=markdown_table(["router", "options"], options),
+            trials=trials(settings, runs, ROUTERS),
+            core_hours=core_hours(stored.runs),
+            commands=self.commands(stored),
+        )
+
+
+def router_claims(runs: Runs) -> list[Claim]:
+    """Returns the claims that other routers have a lower perplexity than the paper's router.
+
+    Claims about routers without runs are left out.
+    """
+    gaps = {name: difference(runs[Arm(name)], runs[Arm(PAPER)]) for name in ROUTERS}
+    return [
+        Claim(
+            f"{name} has a lower perplexity than the paper's router", f"{name} against {PAPER}", gap
+        )
+        for name, gap in gaps.items()
+        if gap and name not in (PAPER, NOT_CAUSAL)
+    ]
+
+
+def busiest(run: Run) -> float:
+    """Returns the tokens of the busiest expert divided by the mean of all experts.
+
+    The tokens are those of the last training batches together.
+    """
+    return float(max(run["load"]) / statistics.fmean(run["load"]))
+
+
+def run(options: argparse.Namespace) -> Stored:
     """Runs the study and returns the stored runs."""
-    parser = study_parser(__doc__, "routers", [*ROUTERS], settings=["rate"])
-    options = parser.parse_intermixed_args(arguments)
-
-    from moe_lab.studies._routing import Routers
-
     return Routers(options).main()

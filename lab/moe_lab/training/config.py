@@ -340,7 +340,7 @@ def read_config(
         raise ConfigError(
             f'task must be "{kind.task}" for this command, got "{config.task}" in {path}'
         )
-    config.output = config.output or f"runs/{path.stem}"
+    config.output = _check_type(str, config.output or f"runs/{path.stem}", "output")
     return config
 
 
@@ -487,11 +487,21 @@ def _check_type(hint: Any, value: Any, key: str) -> Any:
     if type(value) is not hint:
         names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
         raise ConfigError(f"option {key} must be {names[hint]}, got {_shown(value)}")
+    if hint is str:
+        require_utf8(f"option {key}", value)  # config.toml has every option
     if hint is int and not -(2**63) <= value < 2**63:
         raise ConfigError(f"option {key} must fit into 64 bits, got {_shown(value)}")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"option {key} must be finite, got {value}")
     return value
+
+
+def require_utf8(name: str, text: str) -> None:
+    """Raises ConfigError if a text has bytes that are not UTF-8, which Python has as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} must be UTF-8, got {text!r}") from None
 
 
 def _shown(value: Any) -> str:

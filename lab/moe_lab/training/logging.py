@@ -1,7 +1,5 @@
 """Logs of a run: progress bar, metrics.jsonl and TensorBoard."""
 
-import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,21 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from moe_ext.checks import is_whole
 from moe_lab.errors import ConfigError
-from moe_lab.files import MAX_JSON, atomic_file, read_lines, require_regular
+from moe_lab.files import (
+    MAX_JSON,
+    atomic_file,
+    from_json,
+    json_text,
+    read_lines,
+    require_regular,
+)
 from moe_lab.training.config import LogConfig
 
 
 class RunLog:
     """Writes and shows records such as {"kind": "train", "step": 100, "nll": ...}.
+
+    In metrics.jsonl, numbers that are NaN or infinite are the texts "NaN" and "Infinity".
 
     On a terminal, the progress bar shows training records, and lines above the bar show dev
     records. If stderr is not a terminal, each record is a line.
@@ -41,7 +48,7 @@ class RunLog:
         path = run / "metrics.jsonl"
         kept = [record for record in read_metrics(run) if record["step"] <= start_step]
         with atomic_file(path) as file:
-            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+            file.writelines(f"{json_text(record)}\n".encode() for record in kept)
         self._file = path.open("a", encoding="utf-8")
         self._bar = tqdm(
             total=steps,
@@ -59,7 +66,7 @@ class RunLog:
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Writes one record to metrics.jsonl and TensorBoard, and shows its main values."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.write(json_text({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
         if self._writer is not None:
             for key, value in values.items():
@@ -100,42 +107,6 @@ class RunLog:
             self._writer.close()
 
 
-class LineBars:
-    """Shows the log lines of child processes; on a terminal, shows one progress bar for each run.
-
-    Other lines, which RunLog has not written, are printed unchanged.
-    """
-
-    _LINE = re.compile(r"(.+): step (\d+)/(\d+), (train|dev) (.*)")  # as RunLog writes it
-
-    def __init__(self) -> None:
-        self._bars: dict[str, Any] = {}
-
-    def __enter__(self) -> "LineBars":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for bar in self._bars.values():
-            bar.close()
-
-    def show(self, line: str) -> None:
-        found = self._LINE.fullmatch(line)
-        if found is None or not sys.stderr.isatty():
-            tqdm.write(line, file=sys.stderr)
-            return
-        title, step, steps, kind, values = found.groups()
-        if title not in self._bars:
-            self._bars[title] = tqdm(
-                total=int(steps), initial=int(step), desc=title, unit="step", dynamic_ncols=True
-            )
-        bar = self._bars[title]
-        bar.update(int(step) - bar.n)
-        if kind == "train":
-            bar.set_postfix_str(values)
-        else:
-            bar.write(line, file=sys.stderr)
-
-
 def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Reads the records of a run's metrics.jsonl in order; [] if the file does not exist.
 
@@ -162,7 +133,7 @@ def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
 def _record(line: bytes) -> dict[str, Any] | None:
     """Parses a line of metrics.jsonl; None if it is not a record."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = from_json(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
     known = isinstance(record, dict) and record.get("kind") in ("train", "dev")

@@ -11,9 +11,9 @@ from moe_lab.data.downloads import SETS, DataSet, corpus_of, file_of
 from moe_lab.data.mixed import of_languages, write_parts
 from moe_lab.data.sentences import CorpusError
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.report import markdown_table
+from moe_lab.markdown import markdown_table
 from moe_lab.names import PARTS
-from moe_lab.training.config import DataConfig
+from moe_lab.training.config import DataConfig, require_utf8
 from moe_lab.training.folder import vocabulary_file
 from moe_lab.training.text import SentenceText, load_text
 
@@ -21,6 +21,13 @@ from moe_lab.training.text import SentenceText, load_text
 def prepare(options: Namespace) -> SentenceText:
     """Prepares the corpus of the command's options and returns the encoded text."""
     output = options.output or Path("data") / options.name
+    # These paths become options of a configuration.
+    for name, path in (
+        ("--from", options.source),
+        ("--output", output),
+        ("--vocabulary", options.vocabulary),
+    ):
+        require_utf8(name, str(path))
 
     vocabulary = options.vocabulary
     if options.name not in SETS:

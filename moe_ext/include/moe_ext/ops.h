@@ -319,6 +319,22 @@ MOE_EXT_API LstmOutputs lstm(const Tensor& x, const Tensor& weight_input,
                              const OptionalTensor& c_0 = std::nullopt,
                              const OptionalTensor& lengths = std::nullopt, bool reverse = false);
 
+// The state of an LSTM after a step, each [B, U].
+struct LstmCell {
+  Tensor h;
+  Tensor c;
+};
+
+// Computes the cells of one step of an LSTM, whose gates the caller computes:
+//
+//   i, f, j, o = gates
+//   c = sigmoid(f) c_0 + sigmoid(i) tanh(j)
+//   h = sigmoid(o) tanh(c)
+//
+//   gates: [B, 4 U], the concatenation of i, f, j and o.
+//   c_0: [B, U], the state of the cells before the step, in the dtype of gates.
+MOE_EXT_API LstmCell lstm_cell(const Tensor& gates, const Tensor& c_0);
+
 // Updates param [..., R, C] by one step of factored Adam or Adagrad (Appendix D):
 //
 //   row    <- decay * row    + gain * mean over the columns of grad^2      [..., R]

@@ -29,7 +29,8 @@ MOE_EXT_API void load_state_dict(torch::nn::Module& module, const StateDict& val
 MOE_EXT_API StateDict read_state_dict(const std::string& path);
 
 // Writes a file that Python reads with `torch.load(path)`. The file replaces `path` only once it is
-// complete.
+// complete, and keeps its permissions. If `path` is a link, the file replaces the link's target. A
+// pipe or a device is written directly.
 //
 // Throws c10::Error if the file cannot be written.
 MOE_EXT_API void write_state_dict(const StateDict& values, const std::string& path);

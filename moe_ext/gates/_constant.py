@@ -1,4 +1,4 @@
-"""Warns about gates that the task's loss cannot train."""
+"""The warning for gates that are constant."""
 
 import warnings
 

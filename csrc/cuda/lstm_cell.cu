@@ -1,0 +1,111 @@
+// The cells of one step of an LSTM on CUDA; one thread for each unit.
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <torch/library.h>
+
+#include "../implement.h"
+#include "../lstm_cell.h"
+#include "../math/lstm.h"
+#include "launch.cuh"
+
+namespace moe_ext::cuda {
+namespace {
+
+// The gates of unit u of a row, after their activations.
+template <typename acc_t, typename scalar_t>
+__device__ math::LstmGates<acc_t> gates_of(const scalar_t* gates, int64_t units, int64_t u) {
+  return math::lstm_gates(static_cast<acc_t>(gates[u]), static_cast<acc_t>(gates[units + u]),
+                          static_cast<acc_t>(gates[2 * units + u]),
+                          static_cast<acc_t>(gates[3 * units + u]));
+}
+
+// The index of this thread among all units of all rows.
+__device__ inline int64_t index_of_thread() {
+  return blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+}
+
+template <typename scalar_t, typename acc_t>
+__global__ void cell_kernel(const scalar_t* __restrict__ gates, const scalar_t* __restrict__ c_0,
+                            int64_t size, int64_t units, scalar_t* __restrict__ h,
+                            scalar_t* __restrict__ c) {
+  const int64_t i = index_of_thread();
+  if (i >= size) return;
+  const auto each = gates_of<acc_t>(gates + 4 * (i / units) * units, units, i % units);
+  const auto cell = math::lstm_cell(each, static_cast<acc_t>(c_0[i]));
+  h[i] = static_cast<scalar_t>(cell.r);
+  c[i] = static_cast<scalar_t>(cell.c);
+}
+
+// Recomputes the cells. A gradient of null is 0.
+template <typename scalar_t, typename acc_t>
+__global__ void cell_backward_kernel(const scalar_t* __restrict__ grad_h,
+                                     const scalar_t* __restrict__ grad_c,
+                                     const scalar_t* __restrict__ gates,
+                                     const scalar_t* __restrict__ c_0, int64_t size, int64_t units,
+                                     scalar_t* __restrict__ grad_gates,
+                                     scalar_t* __restrict__ grad_c_0) {
+  const int64_t i = index_of_thread();
+  if (i >= size) return;
+  const int64_t first = 4 * (i / units) * units, u = i % units;
+  const auto each = gates_of<acc_t>(gates + first, units, u);
+  const acc_t before = static_cast<acc_t>(c_0[i]);
+  const acc_t of_h = grad_h == nullptr ? acc_t(0) : static_cast<acc_t>(grad_h[i]);
+  acc_t of_c = grad_c == nullptr ? acc_t(0) : static_cast<acc_t>(grad_c[i]), h;
+  const auto cell = math::lstm_cell(each, before);
+  const auto grad = math::lstm_gradient(each, before, cell.c, of_h, of_c, h);
+  grad_gates[first + u] = static_cast<scalar_t>(grad.i);
+  grad_gates[first + units + u] = static_cast<scalar_t>(grad.f);
+  grad_gates[first + 2 * units + u] = static_cast<scalar_t>(grad.j);
+  grad_gates[first + 3 * units + u] = static_cast<scalar_t>(grad.o);
+  grad_c_0[i] = static_cast<scalar_t>(of_c);
+}
+
+std::tuple<Tensor, Tensor> lstm_cell_cuda(const Tensor& gates, const Tensor& c_0) {
+  constexpr auto op = "lstm_cell";
+  check_lstm_cell(op, gates, c_0);
+  const c10::cuda::OptionalCUDAGuard guard(gates.device());
+  const auto outputs = lstm_cell_outputs(empty, c_0);
+  const auto& [h, c] = outputs;
+  const Tensor z = gates.contiguous(), before = c_0.contiguous();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), op, [&] {
+    launch(cell_kernel<scalar_t, at::opmath_type<scalar_t>>, grid(ceil_div(c_0.numel(), kThreads)),
+           kThreads, 0, z.const_data_ptr<scalar_t>(), before.const_data_ptr<scalar_t>(),
+           c_0.numel(), c_0.size(1), h.mutable_data_ptr<scalar_t>(),
+           c.mutable_data_ptr<scalar_t>());
+  });
+  return outputs;
+}
+
+std::tuple<Tensor, Tensor> lstm_cell_backward_cuda(const OptionalTensor& grad_h,
+                                                   const OptionalTensor& grad_c,
+                                                   const Tensor& gates, const Tensor& c_0) {
+  check_lstm_cell_backward(grad_h, grad_c, gates, c_0);
+  const c10::cuda::OptionalCUDAGuard guard(gates.device());
+  const auto gradients = lstm_cell_gradients(empty, gates, c_0);
+  const auto& [grad_gates, grad_c_0] = gradients;
+  const auto contiguous = [](const OptionalTensor& grad) {
+    return grad ? grad->contiguous() : Tensor();
+  };
+  const Tensor of_h = contiguous(grad_h), of_c = contiguous(grad_c);
+  const Tensor z = gates.contiguous(), before = c_0.contiguous();
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, z.scalar_type(), "_lstm_cell_backward", [&] {
+        const auto data = [](const Tensor& grad) {
+          return grad.defined() ? grad.const_data_ptr<scalar_t>() : nullptr;
+        };
+        launch(cell_backward_kernel<scalar_t, at::opmath_type<scalar_t>>,
+               grid(ceil_div(c_0.numel(), kThreads)), kThreads, 0, data(of_h), data(of_c),
+               z.const_data_ptr<scalar_t>(), before.const_data_ptr<scalar_t>(), c_0.numel(),
+               c_0.size(1), grad_gates.mutable_data_ptr<scalar_t>(),
+               grad_c_0.mutable_data_ptr<scalar_t>());
+      });
+  return gradients;
+}
+
+}  // namespace
+}  // namespace moe_ext::cuda
+
+TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
+  moe_ext::implement<"lstm_cell", &moe_ext::cuda::lstm_cell_cuda>(m);
+  moe_ext::implement<"_lstm_cell_backward", &moe_ext::cuda::lstm_cell_backward_cuda>(m);
+}

@@ -1,0 +1,78 @@
+"""What the studies of routers and of balancing losses share: the configuration and the plot."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from moe_lab.experiments.arms import Arm
+from moe_lab.experiments.report import Plot, new_figure
+from moe_lab.experiments.results import BALANCE_BATCHES, Result
+from moe_lab.experiments.runs import Value, test_nll
+from moe_lab.experiments.store import Runs
+from moe_lab.experiments.study import TrainedStudy
+from moe_lab.training.config import Config, read_config
+from moe_lab.training.logging import read_metrics
+from moe_lab.training.metrics import perplexity
+
+_SETTINGS = (
+    "num_threads=1",
+    "steps=1200",
+    "data.vocab_size=10000",
+    "model.num_sampled=1024",
+    "optimizer.learning_rate=8e-3",
+    "log.eval_every=0",
+    "log.save_every=400",
+    f"log.log_every={BALANCE_BATCHES}",
+    "log.tensorboard=false",
+)
+
+
+class RoutingStudy(TrainedStudy):
+    """Trains small/moe-32 with several options of its MoE layer.
+
+    Attributes:
+        overrides: the options of each model.
+    """
+
+    overrides: ClassVar[Mapping[str, Sequence[str]]]
+
+    def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
+        options = [*_SETTINGS, *overrides, *self.overrides[arm.model], *arm.overrides]
+        return read_config("small/moe-32", options, Config)
+
+    def measured(self, arm: Arm, result: Result) -> dict[str, Any]:
+        (load,) = read_metrics(result.run, "train")[-1]["load"]  # of the only MoE layer
+        return {"load": load}
+
+    def program(self) -> list[str]:
+        return ["moe-lab", "study", self.name, "data.corpus=CORPUS"]
+
+
+def size_of_run(settings: Mapping[str, Any]) -> str:
+    """Says how much text a run reads."""
+    return (
+        f"A run has {settings['steps']:,} steps of {settings['data.tokens_per_batch']:,} tokens "
+        f"(words and ends of sentences); the training part has {settings['train_tokens']:,} tokens."
+    )
+
+
+def plot(
+    runs: Runs, models: Sequence[str], balance: Value, title: str | None = None, **axis: str
+) -> Plot:
+    """Plots the test perplexity of each run over a number that describes its balance.
+
+    Args:
+        runs: the finished runs.
+        models: the models.
+        balance: the number.
+        title: the title of the legend.
+        axis: the label and the scale of the axis of the number.
+    """
+    figure = new_figure(7, 4.2)
+    axes = figure.subplots()
+    for model in models:
+        of_arm = runs[Arm(model)].values()
+        ppl = [perplexity(test_nll(run)) for run in of_arm]
+        axes.plot([*map(balance, of_arm)], ppl, "o", label=model)
+    axes.set(ylabel="test perplexity", **axis)
+    axes.legend(title=title)
+    return Plot("perplexity and balance", figure)

@@ -1,0 +1,139 @@
+"""The table of studies and their command lines; torch is imported when a study runs."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_lab.cli import (
+    THREAD_LIMIT,
+    add_output,
+    at_least,
+    make_parser,
+    positive,
+    require_checkpoint,
+)
+from moe_lab.errors import ConfigError
+from moe_lab.experiments.arms import add_report, add_runs
+from moe_lab.names import PARTS_AND_ALL
+from moe_lab.options import Option, help_of, one, several
+
+
+class Entry(NamedTuple):
+    """The command line of a study; its module has the documentation and the function `run`."""
+
+    options: Mapping[str, Option] = {}  # The arguments that other studies do not have.
+    defaults: Mapping[str, Any] = {}  # Of common options.
+    arms: bool = False  # Whether the study has arms and seeds.
+    report: bool = True  # Whether --report writes the page of the stored data.
+    check: Callable[[Any], object] = lambda options: None  # Refuses contradictions of arguments.
+
+
+def _share(text: str) -> float:
+    """Parses a number in (0, 1] from `text`, as an argparse type."""
+    value = positive()(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must be at most 1, got {text!r}")
+    return value
+
+
+def _check_folders(options: Any) -> None:
+    if options.report == bool(options.folders):
+        raise ConfigError("the folder of a run must be given, or --report instead")
+    for folder in options.folders:
+        require_checkpoint(folder)
+
+
+_CONFIGURED: dict[str, Option] = {
+    "overrides": {"nargs": "*", "metavar": "key=value", "help": "options of the configuration"}
+}
+STUDIES = {
+    "balanced": Entry(_CONFIGURED, {"seeds": [1]}, arms=True),
+    "capacity": Entry(
+        _CONFIGURED
+        | {"--text": {"choices": ["sources", "prose"], "default": "sources", "help": "the corpus"}},
+        arms=True,
+    ),
+    "efficiency": Entry(
+        {
+            "--threads": one(at_least(1, THREAD_LIMIT), 1, "number of threads (%(default)s)"),
+            "--rounds": one(at_least(2), 20, "interleaved rounds (%(default)s)"),
+            "--width": one(at_least(1), 512, "d_model (%(default)s)"),
+            "--tokens": several(at_least(64), [1_280, 5_120], "tokens of a training step"),
+        }
+    ),
+    "facts": Entry(
+        {
+            "--bits": one(positive(), help="bits of the facts for each parameter"),
+            "--epochs": one(at_least(1), help="number of epochs"),
+            "--logit-std": one(positive(), help="deviation of the gates' logits at the start"),
+            "--rate": one(positive(), help="peak learning rate of the mixtures"),
+            "--dense-rate": one(positive(), help="peak learning rate of the dense layer"),
+        },
+        arms=True,
+    ),
+    "kneser-ney": Entry(
+        {
+            "config": {"help": "a TOML file; only its [data] is used"},
+            **_CONFIGURED,
+            "--order": one(at_least(1), 5, "n of the longest n-grams (%(default)s)"),
+            "--discounts": {"type": int, "choices": (1, 3), "default": 3,
+                            "help": "of each order; 3 is modified Kneser-Ney (%(default)s)"},
+            "--shares": several(_share, [1.0], "fractions of the training sentences"),
+        },
+        report=False,
+    ),
+    "losses": Entry(_CONFIGURED, arms=True),
+    "multilingual": Entry(_CONFIGURED, arms=True),
+    "paper-tables": Entry(report=False),
+    "routers": Entry(_CONFIGURED, arms=True),
+    "specialisation": Entry(
+        {
+            "folders": {"nargs": "*", "metavar": "RUN", "help": "the folders of training runs"},
+            "--part": {"choices": PARTS_AND_ALL, "default": "train", "help": "part of the corpus"},
+            "--positions": one(at_least(1), 200_000, "number of words (%(default)s)"),
+            "--permutations": one(at_least(2), 1_000, "shuffles of the labels (%(default)s)"),
+            "--layer": one(int, 0, "index among the MoE layers (%(default)s)"),
+            "--threads": one(at_least(0, THREAD_LIMIT), 0, "number of threads (0: torch's)"),
+        },
+        check=_check_folders,
+    ),
+    "translation": Entry(
+        _CONFIGURED | {"--pair": {"default": "en-de", "help": "the language pair, such as en-de"}},
+        arms=True,
+    ),
+}  # fmt: skip
+
+
+def file_of(name: str) -> Path:
+    """Returns the file of the module of a study."""
+    return Path(__file__).with_name(f"{name.replace('-', '_')}.py")
+
+
+def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
+    """Parses and checks the arguments of a study; None: those of the command line."""
+    entry, description = STUDIES[name], help_of(file_of(name))
+    parser = make_parser(description)
+    for option, settings in entry.options.items():
+        parser.add_argument(option, **settings)
+    if entry.arms:
+        add_runs(parser, name)
+    add_output(parser)
+    if entry.report:
+        add_report(parser)
+    parser.set_defaults(**entry.defaults)
+    options = parser.parse_intermixed_args(arguments)
+    entry.check(options)
+    return options
+
+
+def run(name: str, arguments: Sequence[str] | None = None) -> Any:
+    """Runs a study and returns its stored runs or its data.
+
+    Args:
+        name: a key of `STUDIES`.
+        arguments: the arguments after the name; None: those of the command line.
+    """
+    options = parse(name, arguments)
+    return import_module(f"moe_lab.studies.{file_of(name).stem}").run(options)

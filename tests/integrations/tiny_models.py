@@ -1,0 +1,74 @@
+"""Tiny models of transformers, and comparisons of their results."""
+
+import functools
+
+import torch
+import transformers
+
+import moe_ext.integrations.transformers  # noqa: F401  (registers "moe_ext")
+
+ONE_GRAPH = torch.__version__ >= "2.12"  # torch 2.11 breaks the graph at the experts
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+}
+MODEL_TYPES = {
+    "qwen3_moe": {"num_experts": 6},
+    "mixtral": {"num_local_experts": 6},
+    "olmoe": {"num_experts": 6},
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 8}
+    | {
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "head_dim": 4,
+    }
+    | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "gpt_oss": {"num_local_experts": 6},
+}
+
+
+@functools.cache
+def tokens():
+    return torch.randint(1, 48, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def tiny(model_type="qwen3_moe", implementation="moe_ext", **options):
+    config = transformers.AutoConfig.for_model(
+        model_type, **(SIZES | MODEL_TYPES[model_type]), pad_token_id=0, **options
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation=implementation
+    )
+
+
+def losses_of(model):
+    """Returns the logits and the gradient of each parameter."""
+    model.zero_grad()
+    output = model(tokens(), labels=tokens())
+    output.loss.backward()
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return {"logits": output.logits.detach(), **gradients}
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    for name, each in expected.items():
+        assert (found[name] is None) == (each is None), name
+        if each is not None:
+            assert error(found[name], each) < tolerance, name
+
+
+def error(found, expected):
+    """Returns the largest difference, relative to the largest value expected."""
+    scale = expected.double().abs().max().clamp(min=1e-30)
+    return float((found.double() - expected.double()).abs().max() / scale)

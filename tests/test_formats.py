@@ -1,0 +1,284 @@
+"""Packed formats: results are bitwise identical to those of the reference packages; errors."""
+
+import itertools
+
+import bitsandbytes.functional as bitsandbytes
+import gguf
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle import forward as compressed_tensors
+from compressed_tensors.quantization.utils import calculate_qparams
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from moe_ext.formats import FORMATS, dequantize, quantize
+
+GGUF = {
+    "gguf_mxfp4": gguf.GGMLQuantizationType.MXFP4,
+    "gguf_q4_0": gguf.GGMLQuantizationType.Q4_0,
+    "gguf_q4_k": gguf.GGMLQuantizationType.Q4_K,
+    "gguf_q6_k": gguf.GGMLQuantizationType.Q6_K,
+    "gguf_q8_0": gguf.GGMLQuantizationType.Q8_0,
+}
+
+
+def same_bits(a, b):
+    """Compares bits; every NaN equals every NaN."""
+    bits = {2: torch.int16, 4: torch.int32}[a.itemsize]
+    same = (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
+    return a.dtype == b.dtype and a.shape == b.shape and bool(same.all())
+
+
+def random_bytes(*shape):
+    return torch.randint(256, shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("format", sorted(GGUF))
+def test_gguf_codes(format):
+    """Random bytes have every fp16 scale: subnormal, infinite and NaN."""
+    values, size = gguf.GGML_QUANT_SIZES[GGUF[format]]
+    codes = random_bytes(3, 64, 512 // values * 4 * size)
+    if format == "gguf_mxfp4":
+        codes.view(-1, size)[:, 0] = torch.arange(3 * 64 * 64) % 255  # every exponent
+    weight = dequantize(codes, format=format)
+    assert same_bits(weight, torch.from_numpy(gguf.dequantize(codes.numpy(), GGUF[format])))
+    half = dequantize(codes, format=format, dtype=torch.bfloat16)
+    assert same_bits(half, weight.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_codes(dtype):
+    codes = random_bytes(2, 255, 3 * 16)
+    scales = torch.arange(255, dtype=torch.uint8)[None, :, None].repeat(2, 1, 3)
+    weight = dequantize(codes, scales, format="mxfp4", dtype=dtype)
+    expected = convert_moe_packed_tensors(codes.unflatten(-1, (3, 16)), scales, dtype=dtype)
+    assert same_bits(weight, expected.mT.contiguous())
+    typed = scales.view(torch.float8_e8m0fnu)
+    assert same_bits(weight, dequantize(codes, typed, format="mxfp4", dtype=dtype))
+
+
+@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_fp8_codes(scale):
+    """All codes, NaN too, with a scale for each row, group and block; the last block is cut."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(300, 1).view(torch.float8_e4m3fn)
+    rows = torch.rand(300, 2).mul(300).exp2().to(scale)
+    expected = codes.float() * rows.float().repeat_interleave(128, 1)
+    assert same_bits(dequantize(codes, rows, format="fp8"), expected)
+    row = rows[:, :1]
+    assert same_bits(dequantize(codes, row, format="fp8"), codes.float() * row.float())
+    codes, blocks = codes[:, :200], rows[:3]
+    expected = codes.float() * torch.kron(blocks.float(), torch.ones(128, 128))[:300, :200]
+    assert same_bits(dequantize(codes, blocks, format="fp8"), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("format", "bits", "group"),
+    [("int4", 4, 32), ("int4", 4, 128), ("int8", 8, 512), ("int8", 8, 128)],
+)
+def test_integers(format, bits, group, dtype):
+    weight = torch.randn(24, 512, dtype=dtype)
+    weight[3, :128] = 0
+    strategy = "channel" if group == 512 else "group"
+    size = None if group == 512 else group
+    args = QuantizationArgs(num_bits=bits, strategy=strategy, group_size=size, symmetric=True)
+    groups = weight.unflatten(-1, (-1, group))
+    scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    codes = compressed_tensors.quantize(weight, scales, None, args, dtype=torch.int8)
+    packed = quantize(weight, format, group)
+    assert same_bits(packed.scales, scales)
+    assert torch.equal(packed.codes, pack_to_int32(codes, 4) if bits == 4 else codes)
+    expected = compressed_tensors.dequantize(codes, scales, None, args)
+    assert same_bits(dequantize(*packed, format=format, dtype=dtype), expected)
+
+
+def test_nf4():
+    weight = torch.randn(2, 24, 512)
+    weight[0, 3, :64] = 0
+    codes, state = bitsandbytes.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    packed = quantize(weight, "nf4")
+    assert torch.equal(packed.codes.flatten(), codes.flatten())
+    assert same_bits(packed.scales.flatten(), state.absmax)
+    expected = bitsandbytes.dequantize_4bit(codes, state)
+    assert same_bits(dequantize(*packed, format="nf4"), expected)
+    state.dtype = torch.bfloat16
+    expected = bitsandbytes.dequantize_4bit(codes, state)
+    assert same_bits(dequantize(*packed, format="nf4", dtype=torch.bfloat16), expected)
+
+
+def weights_to_quantize():
+    """Returns rows of many scales, with zeros, ties and neighbours of powers of two."""
+    weight = torch.randn(64, 512) * torch.logspace(-30, 4, 64)[:, None]
+    weight[0] = 0
+    weight[1, ::2] = 0
+    weight[2] = torch.arange(512).sub(256) / 8
+    weight[3] = 8 - 2.0**-21
+    weight[4, 1::3] = -weight[4, 0]
+    return weight
+
+
+@pytest.mark.parametrize("format", ["gguf_mxfp4", "gguf_q4_0", "gguf_q8_0"])
+def test_gguf_quantize(format):
+    weight = weights_to_quantize()
+    expected = torch.from_numpy(gguf.quantize(weight.numpy(), GGUF[format]))
+    assert torch.equal(quantize(weight, format).codes, expected)
+
+
+def test_mxfp4_quantize_takes_the_nearest_value():
+    weight = weights_to_quantize().double()
+    packed = quantize(weight, "mxfp4")
+    largest = weight.unflatten(-1, (-1, 32)).abs().amax(-1)
+    exponents = torch.where(largest > 0, largest.log2().floor() - 2, -127)
+    assert torch.equal(packed.scales.double() - 127, exponents)
+    scales = exponents.exp2().repeat_interleave(32, -1).unsqueeze(-1)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.double)
+    errors = (weight.abs().unsqueeze(-1) - magnitudes * scales).abs()
+    result = dequantize(*packed, format="mxfp4", dtype=torch.double)
+    chosen = (result.abs().unsqueeze(-1) == magnitudes * scales).int().argmax(-1)
+    assert torch.equal(errors.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), errors.amin(-1))
+    ties = (errors == errors.amin(-1, keepdim=True)).sum(-1) == 2
+    assert ties.any() and (chosen[ties] % 2 == 0).all()
+    assert torch.equal(result.signbit(), weight.signbit())
+
+
+@pytest.mark.parametrize("group", [None, 64])
+def test_fp8_quantize_takes_the_nearest_value(group):
+    weight = torch.randn(2, 300, 192)
+    packed = quantize(weight, "fp8", group)
+    block = torch.ones(128, 128) if group is None else torch.ones(1, group)
+    scales = torch.stack([torch.kron(part, block) for part in packed.scales])[:, :300, :192]
+    assert packed.codes.float().abs().amax() == 448
+    assert torch.equal(packed.codes.float(), (weight / scales).to(torch.float8_e4m3fn).float())
+    assert quantize(torch.zeros(4, 64), "fp8").codes.float().eq(0).all()
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f not in ("gguf_q4_k", "gguf_q6_k")])
+def test_strides_do_not_matter(format):
+    weight = torch.randn(3, 256, 130)
+    packed, expected = quantize(weight.mT, format), quantize(weight.mT.contiguous(), format)
+    parts = [(a, b) for a, b in zip(packed, expected, strict=True) if a is not None]
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in parts)
+    strided = [a.mT.contiguous().mT for a, _ in parts]
+    values = dequantize(*strided, format=format)
+    assert same_bits(values, dequantize(*expected, format=format))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_leading_dimensions_are_kept(format):
+    if format in ("gguf_q4_k", "gguf_q6_k"):
+        size = {"gguf_q4_k": 144, "gguf_q6_k": 210}[format]
+        codes, scales = torch.randint(60, (2, 3, 5, size), dtype=torch.uint8), None
+    else:
+        codes, scales = quantize(torch.randn(2, 3, 5, 256), format)
+    whole = dequantize(codes, scales, format=format)
+    assert whole.shape == (2, 3, 5, 256)
+    for i, j in itertools.product(range(2), range(3)):
+        part = dequantize(codes[i, j], None if scales is None else scales[i, j], format=format)
+        assert same_bits(whole[i, j], part)
+    assert dequantize(codes[:0], None if scales is None else scales[:0], format=format).shape == (
+        *(0, 3, 5, 256),
+    )
+
+
+BYTES = torch.zeros(4, 16, dtype=torch.uint8)
+ONES = torch.ones(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (
+            ValueError,
+            "format must be one of fp8, .*, got 'q3'",
+            lambda: dequantize(BYTES, format="q3"),
+        ),
+        (TypeError, "codes must be a tensor, got list", lambda: dequantize([1], format="nf4")),
+        (
+            TypeError,
+            "codes must have dtype torch.int8 for int8, got torch.uint8",
+            lambda: dequantize(BYTES, ONES, format="int8"),
+        ),
+        (
+            ValueError,
+            r"codes must have the shape \[..., out, n\], got \(16,\)",
+            lambda: dequantize(BYTES[0], format="gguf_q8_0"),
+        ),
+        (
+            ValueError,
+            r"a multiple of 34 elements for gguf_q8_0, got \(4, 16\)",
+            lambda: dequantize(BYTES, format="gguf_q8_0"),
+        ),
+        (
+            ValueError,
+            "scales must be None for gguf_mxfp4",
+            lambda: dequantize(BYTES[:, :0], ONES, format="gguf_mxfp4"),
+        ),
+        (
+            TypeError,
+            "scales must be a tensor, got NoneType",
+            lambda: dequantize(BYTES, format="mxfp4"),
+        ),
+        (
+            TypeError,
+            "scales must have dtype torch.uint8 or .*, got torch.float32",
+            lambda: dequantize(BYTES, ONES, format="mxfp4"),
+        ),
+        (
+            ValueError,
+            r"scales must have shape \(4, 1\), got \(4, 2\)",
+            lambda: dequantize(BYTES, BYTES[:, :2], format="mxfp4"),
+        ),
+        (
+            ValueError,
+            "scales must be exponents below 255",
+            lambda: dequantize(BYTES, BYTES[:, :1] + 255, format="mxfp4"),
+        ),
+        (
+            ValueError,
+            "scales must have shape .* divisor of 16",
+            lambda: dequantize(BYTES.view(torch.int8), torch.ones(4, 3), format="int8"),
+        ),
+        (
+            ValueError,
+            "scales must be on cpu, got 'meta'",
+            lambda: dequantize(BYTES.view(torch.int8), ONES.to("meta"), format="int8"),
+        ),
+        (
+            TypeError,
+            "dtype must be a floating-point dtype",
+            lambda: dequantize(BYTES.view(torch.int8), ONES, format="int8", dtype=torch.int8),
+        ),
+        (TypeError, "weight must have a floating-point dtype", lambda: quantize(BYTES, "int8")),
+        (
+            ValueError,
+            "format must be one of .*, got 'gguf_q6_k'",
+            lambda: quantize(ONES, "gguf_q6_k"),
+        ),
+        (ValueError, "weight must have the shape", lambda: quantize(ONES[0], "int8")),
+        (ValueError, "weight must be finite", lambda: quantize(ONES / 0, "int8")),
+        (
+            ValueError,
+            r"weight must have a multiple of 64 inputs for nf4, got \(4, 1\)",
+            lambda: quantize(ONES, "nf4"),
+        ),
+        (
+            ValueError,
+            "group must be 32 for mxfp4, got 16",
+            lambda: quantize(torch.ones(4, 32), "mxfp4", 16),
+        ),
+        (
+            ValueError,
+            "weight must have a multiple of 8 inputs for int4",
+            lambda: quantize(torch.ones(4, 12), "int4", 4),
+        ),
+        (
+            ValueError,
+            "group must be at least 1, got 0",
+            lambda: quantize(torch.ones(4, 32), "int8", 0),
+        ),
+    ],
+)
+def test_errors(error, message, call):
+    with pytest.raises(error, match=f"^(de)?quantize: {message}|^(de)?quantize: .*{message}"):
+        call()
