@@ -3,7 +3,8 @@
 The library has the operators, and the modules of the C++ interface. It has no Python symbol. _C has
 the facts of the build and links the library. CMakeLists.txt builds the same library.
 
-MOE_EXT_CUDA=0 disables CUDA. MOE_EXT_CUDA=1 makes the build fail if CUDA is missing.
+CUDA is built if a GPU is found, for its architecture, or if TORCH_CUDA_ARCH_LIST or MOE_EXT_CUDA=1
+asks for it. MOE_EXT_CUDA=0 disables CUDA. MOE_EXT_CUDA=1 makes the build fail if CUDA is missing.
 MOE_EXT_WERROR=1 turns nvcc warnings into errors. TORCH_CUDA_ARCH_LIST and MAX_JOBS work as in every
 torch extension.
 """
@@ -65,26 +66,31 @@ def toolkit_version() -> str:
 
 
 def architectures() -> str:
-    """Returns TORCH_CUDA_ARCH_LIST if it is set, else the supported CUDA_ARCHITECTURES.
+    """Returns TORCH_CUDA_ARCH_LIST if it is set, else that of the GPU, else CUDA_ARCHITECTURES.
 
-    In the second case, PTX of the last architecture is for later ones, and PTX of the first for
-    those between, such as 11.0.
+    With MOE_EXT_CUDA=1, a build without TORCH_CUDA_ARCH_LIST is for all supported architectures,
+    with PTX of the last one for later ones, and PTX of the first for those between, such as 11.0.
     """
     if given := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return given
+    if os.environ.get("MOE_EXT_CUDA") != "1" and torch.cuda.is_available():
+        return "{}.{}".format(*torch.cuda.get_device_capability())
     has = ask_nvcc("--list-gpu-arch").split()
     ours = [name for name in CUDA_ARCHITECTURES if f"compute_{name.replace('.', '')}" in has]
     return ";".join(name + "+PTX" * (name in (ours[0], ours[-1])) for name in ours)
 
 
 def wants_cuda(has_sources: bool) -> bool:
-    """Returns whether to build for CUDA; the build does not need a GPU."""
+    """Returns whether to build for CUDA; a build that is asked for does not need a GPU."""
     choice = os.environ.get("MOE_EXT_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
         sys.exit(f"moe_ext: MOE_EXT_CUDA must be auto, 0 or 1, got {choice}")
     if choice == "0":
         return False
-    if not has_sources:
+    asked = choice == "1" or os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if not asked and not torch.cuda.is_available():
+        missing = "no GPU was found (MOE_EXT_CUDA=1 builds the CUDA kernels without one)"
+    elif not has_sources:
         missing = "the source tree has no CUDA kernels"
     elif torch.version.cuda is None:
         missing = "this torch was built without CUDA"

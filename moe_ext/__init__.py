@@ -12,6 +12,7 @@ Each line names a part of the package, the paper's section or equation, and the 
     ops          the operators                                        moe_ext/ops/
     optim        factored Adam and Adagrad, schedules    App. D       moe_ext/optim/
     distributed  experts sharded over ranks              Sec. 3       moe_ext/distributed/
+    counting     total and active parameters                          moe_ext/_counting.py
     presets      the layers of known models                           moe_ext/presets.py
     integrations models of other libraries                           moe_ext/integrations/
     info         build configuration and a self-test                  moe_ext/info.py
@@ -25,6 +26,7 @@ _build.load()
 from moe_ext import ops  # noqa: E402
 from moe_ext._C import empty_cache  # noqa: E402
 from moe_ext._capacity import Drop  # noqa: E402
+from moe_ext._counting import ParameterCount, count_parameters  # noqa: E402
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts  # noqa: E402
 from moe_ext.gates import (  # noqa: E402
     BalancedGate,
@@ -73,6 +75,7 @@ __all__ = [
     "MoELSTMCell",
     "ModuleExperts",
     "NoisyTopKGate",
+    "ParameterCount",
     "ReLUGate",
     "RouterLoss",
     "Routing",
@@ -84,6 +87,7 @@ __all__ = [
     "balanced_gates",
     "batchwise_loss",
     "batchwise_masks",
+    "count_parameters",
     "cv_squared",
     "empty_cache",
     "importance_loss",

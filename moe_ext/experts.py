@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext._former_names import current_names
 from moe_ext.checks import (
     is_whole,
@@ -150,6 +151,7 @@ class FeedForwardExperts(Experts):
     fused: ClassVar[bool] = True
     can_split: ClassVar[bool] = True
 
+    @explains_names
     def __init__(
         self,
         num_experts: int,
@@ -254,18 +256,24 @@ class FeedForwardExperts(Experts):
         require_not_nested("FeedForwardExperts", x=x)
         if offsets is not None:
             require_tensor("FeedForwardExperts", offsets=offsets)
-        return ops.experts(
-            x,
-            self.weights,
-            self.biases,
-            self.activation,
-            offsets=offsets,
-            inverse=inverse,
-            gates=gates,
-            token_offsets=token_offsets,
-            recompute=recompute,
-            activation_args=self.activation_args,
-        )
+        try:
+            return ops.experts(
+                x,
+                self.weights,
+                self.biases,
+                self.activation,
+                offsets=offsets,
+                inverse=inverse,
+                gates=gates,
+                token_offsets=token_offsets,
+                recompute=recompute,
+                activation_args=self.activation_args,
+            )
+        except TypeError as error:
+            if "x must have the dtype of the weights" not in str(error):
+                raise
+            remedy = "use torch.autocast, cast x, or set expert_dtype of MoE (dtype of the experts)"
+            raise TypeError(f"{error}; {remedy}") from None
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_k_of_levels
 from moe_ext.distributed.sharding import ExpertParallel
 from moe_ext.experts import Experts
@@ -69,6 +70,7 @@ class HierarchicalMoE(MoE):
         torch.Size([160, 4])
     """
 
+    @explains_names
     def __init__(
         self,
         d_model: int,

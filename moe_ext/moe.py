@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext._capacity import Drop, checked_capacity, drop_slots
+from moe_ext._compiled import uncompiled
+from moe_ext._counting import SparsePart, count_parameters
 from moe_ext._mixture import mixture
 from moe_ext._parts import (
     checked_experts,
@@ -40,7 +44,7 @@ from moe_ext.distributed._options import parallel_options
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
 from moe_ext.experts import Experts, FeedForwardExperts
-from moe_ext.gates import Gate, NoisyTopKGate, Routing
+from moe_ext.gates import Gate, HierarchicalGate, NoisyTopKGate, Routing
 from moe_ext.losses import RouterLoss, cv_squared
 from moe_ext.ops._dtypes import cast
 
@@ -214,6 +218,7 @@ class MoE(nn.Module):
     gate: Gate
     experts: Experts
 
+    @explains_names
     def __init__(
         self,
         d_model: int,
@@ -544,6 +549,19 @@ class MoE(nn.Module):
         # An adapter may replace the experts by a module with only their forward.
         return getattr(self.experts, "fused", self._fused)
 
+    def _sparse_parts(self) -> list[SparsePart]:
+        """Returns the parameters that `count_parameters` counts in part."""
+        local = range(self.num_experts) if self.sharding is None else self.sharding.local_experts
+        choices = self.num_experts + self.num_identity_experts + self.num_null_experts
+        of_experts = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
+        parts: list[SparsePart] = [(self.experts.parameters(), *of_experts)]
+        gate = uncompiled(self.gate)
+        if isinstance(gate, HierarchicalGate):
+            secondary = [getattr(gate, name) for name in gate.secondary_parameters]
+            copies = Fraction(gate.num_groups, max(len(gate.groups), 1))
+            parts.append((secondary, Fraction(gate.k_of_levels[0], gate.num_groups), copies))
+        return parts
+
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""
         shown: dict[str, object] = {
@@ -563,6 +581,7 @@ class MoE(nn.Module):
             shown["losses"] = list(self.losses)
         if self.sharding is not None:
             shown["sharding"] = self.sharding
+        shown["parameters"], shown["active_parameters"] = count_parameters(self)
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 

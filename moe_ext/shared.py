@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_bool, require_not_nested
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates._logits import logits
@@ -45,6 +46,7 @@ class SharedExpert(nn.Module):
 
     w_gate: nn.Parameter | None
 
+    @explains_names
     def __init__(
         self,
         d_model: int,

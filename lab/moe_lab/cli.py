@@ -122,7 +122,11 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Adds key=value overrides to a parser; call ``parse_intermixed_args`` to parse them."""
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="options of the configuration to override"
+        "overrides",
+        nargs="*",
+        default=[],  # without it, argparse says that overrides are required
+        metavar="key=value",
+        help="options of the configuration to override",
     )
 
 

@@ -16,5 +16,6 @@ def configuration_file(path: str | Path) -> Path:
         if file.is_file():
             return file
     raise ConfigError(
-        f"there is no configuration file {path}; give a file, or a name such as small/moe-32"
+        f"there is no configuration file {path}; give a file, or a name such as small/moe-32 "
+        f"(the names are the files of {_CONFIGS})"
     )

@@ -21,5 +21,5 @@ def require_transformers(owner: str, module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        rule = f"transformers must be installed (pip install 'moe_lab[{extra}]')"
+        rule = "transformers must be installed (pip install 'transformers>=5.23')"
         raise _MissingPackage(f"{owner}: {rule}, got: {error}") from error

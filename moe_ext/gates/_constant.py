@@ -9,5 +9,5 @@ def warn_if_untrained(name: str, k: int, choices: int, remedy: str, of: str = "g
         warnings.warn(
             f"{name}: with k = 1 the {of} of every token is constant, and the task's loss gives "
             f"the weights of this gate no gradient; {remedy}",
-            stacklevel=3,
+            stacklevel=4,  # the caller of the constructor, which `explains_names` wraps
         )

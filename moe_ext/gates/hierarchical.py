@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import widened
@@ -72,6 +73,7 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
 
     secondary_parameters: ClassVar[tuple[str, ...]] = ("w_gate_secondary", "w_noise_secondary")
 
+    @explains_names
     def __init__(
         self,
         d_model: int,

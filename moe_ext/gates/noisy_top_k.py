@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import only_given, widened
@@ -45,6 +46,7 @@ class NoisyTopKGate(NoisyGate):
             negative.
     """
 
+    @explains_names
     def __init__(
         self,
         d_model: int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_at_least, require_positive
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
@@ -75,6 +76,7 @@ class ReLUGate(AdaptiveGate):
 
     l1_weight: Tensor
 
+    @explains_names
     def __init__(
         self,
         d_model: int,

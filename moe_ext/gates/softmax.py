@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_at_least, require_bool, require_positive, require_sizes
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._constant import warn_if_untrained
@@ -103,6 +104,7 @@ class TopKGate(AdaptiveGate):
 
     selection_bias: Tensor | None
 
+    @explains_names
     def __init__(
         self,
         d_model: int,

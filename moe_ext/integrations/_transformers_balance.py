@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_ext import ops
-from moe_ext._compiled import unwrapped_module
+from moe_ext._counting import is_of_transformers
 from moe_ext.checks import require, require_at_least
 from moe_ext.distributed._plain_names import plain_names
 from moe_ext.losses import cv_squared, importance_loss
@@ -31,14 +31,7 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: the model has no such module.
     """
-    # The decorator and the quantized classes of transformers define _apply_gate.
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "_apply_gate")
-        and hasattr(module, "num_experts")
-        and unwrapped_module(module) is module  # a wrapper has the attributes of its module
-    }
+    found = {name: module for name, module in model.named_modules() if is_of_transformers(module)}
     rule = "have a module with the experts interface of transformers"
     require(bool(found), "experts_modules: model", rule, type(model).__name__)
     return found

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext.checks import (
     require,
     require_at_least,
@@ -235,6 +236,7 @@ class MoELSTM(nn.Module):
         >>> loss = y.square().mean() + aux.loss
     """
 
+    @explains_names
     def __init__(
         self,
         d_input: int,

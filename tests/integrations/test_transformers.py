@@ -22,6 +22,8 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from moe_ext import count_parameters
+
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, tokens  # noqa: E402
@@ -407,3 +409,15 @@ def test_transformers_without_the_flags_is_an_error(monkeypatch):
     monkeypatch.setattr(plug, "use_experts_implementation", old)
     with pytest.raises(ImportError, match="has_gate, has_post_expert_norm, is_concatenated"):
         plug._read_flags()
+
+
+def test_total_and_active_parameters():
+    """Mixtral-8x7B has 46.7 billion parameters, of which a token uses 12.9 (arXiv 2401.04088)."""
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig())
+    total, active = count_parameters(model)
+    assert (round(total / 1e8), round(active / 1e8)) == (467, 129)
+    assert total == model.num_parameters()
+    assert count_parameters(model, k=8).active == total
+    with pytest.raises(ValueError, match="^count_parameters: k must be at least 1, got 0$"):
+        count_parameters(model, k=0)

@@ -12,7 +12,16 @@ from assertions import (
 )
 from layers import D, E, layer_of, make_x, shake, total
 
-from moe_ext import MoE, NoisyTopKGate, cv_squared, ops
+from moe_ext import (
+    HierarchicalMoE,
+    MoE,
+    NoisyTopKGate,
+    SharedExpert,
+    TopKGate,
+    count_parameters,
+    cv_squared,
+    ops,
+)
 
 emulated = pytest.mark.emulated
 
@@ -158,3 +167,27 @@ def test_statistics(device):
     aux.gate_metrics["mine"] = torch.ones(())
     assert aux.metrics()["mine"] == 1
     assert layer(make_x(40, device=device))[1].gate_metrics == {}
+
+
+def test_total_and_active_parameters():
+    per_expert, of_gate = 2 * D * 7, 2 * D * 5
+    layer = MoE(D, 5, 2, hidden_sizes=[7])
+    assert count_parameters(layer) == (5 * per_expert + of_gate, 2 * per_expert + of_gate)
+    assert f"parameters={5 * per_expert + of_gate}, active_parameters=" in repr(layer)
+
+    one = SharedExpert(D, [3])  # of both layers, so it counts once
+    model = torch.nn.Sequential(*(MoE(D, 5, 2, hidden_sizes=[7], shared_expert=one) for _ in "ab"))
+    model.append(torch.nn.Linear(D, 1))
+    dense = 2 * D * 3 + D + 1 + 2 * of_gate
+    assert count_parameters(model) == (10 * per_expert + dense, 4 * per_expert + dense)
+
+    with torch.device("meta"):  # the secondary gates of 2 of 3 groups, 2 of 12 experts
+        two_levels = HierarchicalMoE(D, 3, 4, (2, 1), hidden_sizes=[7])
+    primary, secondary = 2 * D * 3, 2 * D * 4
+    total = 12 * per_expert + primary + 3 * secondary
+    assert count_parameters(two_levels) == (total, 2 * per_expert + primary + 2 * secondary)
+
+    empty = MoE(D, 5, 2, gate=TopKGate(D, 8, 2), num_null_experts=3, hidden_sizes=[7])
+    active = round(2 * 5 / 8 * per_expert) + D * 8
+    assert count_parameters(empty) == (5 * per_expert + D * 8, active)
+    assert count_parameters(torch.nn.Linear(2, 3)) == (9, 9)

@@ -3,7 +3,9 @@
 import copy
 import math
 import pickle
+from fractions import Fraction
 
+import numpy
 import pytest
 import reference as ref
 import torch
@@ -532,3 +534,18 @@ def test_parameters_are_split_by_what_they_are():
     same(split.rest, [param for param in model.parameters() if id(param) not in of_others])
     assert {id(bias) for bias in layer.experts.biases} <= {id(param) for param in split.rest}
     same(split_parameters(FeedForwardExperts(1, 4)).rest, [])
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_an_option_that_a_group_gets_later(optimizer_class):
+    param = parameter(2, 2)
+    optimizer = optimizer_class([param], lr=numpy.float32(0.5), eps=Fraction(1, 1000))
+    assert [type(optimizer.param_groups[0][name]) for name in ("lr", "eps")] == [float, float]
+    param.grad, before = torch.ones_like(param), param.detach().clone()
+    optimizer.param_groups[0]["eps"] = 1e-50
+    with pytest.raises(ValueError, match="eps must be 0 or a number of float32 .*, got 1e-50$"):
+        optimizer.step()
+    assert torch.equal(param, before) and not optimizer.state
+    optimizer.param_groups[0]["eps"] = numpy.float64(1e-8)
+    optimizer.step()
+    assert not torch.equal(param, before)

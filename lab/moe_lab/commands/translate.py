@@ -41,7 +41,9 @@ def _plot_file(text: str) -> Path:
 def _options_parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     add_run(parser)
-    parser.add_argument("files", nargs="*", help='text files; "-" is stdin (default: stdin)')
+    parser.add_argument(
+        "files", nargs="*", default=[], help='text files; "-" is stdin (default: stdin)'
+    )
     parser.add_argument("--into", help="target language, for a model of several language pairs")
     parser.add_argument(
         "--beam",

@@ -1,0 +1,104 @@
+"""Counts the parameters of a model, and those that the computation of a token uses."""
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from moe_ext._compiled import unwrapped_module
+from moe_ext.checks import require, require_sizes
+
+__all__ = ["ParameterCount", "count_parameters"]
+
+# The names of the option in configurations of transformers.
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+
+
+SparsePart = tuple[Iterable[Tensor], Fraction, Fraction]
+"""Parameters of this rank, the share of them that a token uses, and all of them / these."""
+
+
+@runtime_checkable
+class _Sparse(Protocol):
+    """A module with parameters that a token uses only in part."""
+
+    def _sparse_parts(self) -> list[SparsePart]: ...
+
+
+class ParameterCount(NamedTuple):
+    """Holds the numbers of parameters of a model.
+
+    Attributes:
+        total: the number of all parameters, with the experts of all ranks.
+        active: the number of parameters that the computation of one token uses.
+    """
+
+    total: int
+    active: int
+
+
+def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
+    """Counts the total and the active parameters of a `MoE` layer, or of a model with such layers.
+
+    A token uses k of the E experts of a layer, its shared expert and its gate, and all parameters
+    outside the layers, embeddings too. If the number of experts differs between tokens, or experts
+    differ in size, the count is the mean for a balanced load. A parameter that several modules
+    share counts once, and a lazy one has no parameters yet.
+
+    The model does not run, so it can be on the meta device. Models of transformers are counted
+    too, with any implementation of the experts.
+
+    Args:
+        model: a layer or a model.
+        k: experts per token in the layers of transformers. None: the number in the model's
+            configuration.
+
+    Raises:
+        ValueError: k is out of range, or None and unknown.
+
+    Example:
+        >>> count_parameters(MoE(8, num_experts=4, k=2, hidden_sizes=[16]))
+        ParameterCount(total=1088, active=576)
+    """
+    seen: set[int] = set()
+    total, active = 0, Fraction(0)
+
+    def add(parameters: Iterable[Tensor], share: Fraction, copies: Fraction = Fraction(1)) -> None:
+        nonlocal total, active
+        known = (each for each in parameters if id(each) not in seen and not is_lazy(each))
+        new = {id(each): each.numel() for each in known}
+        seen.update(new)
+        size = copies * sum(new.values())
+        total += int(size)
+        active += share * size
+
+    for module in model.modules():
+        if isinstance(module, _Sparse):
+            for part in module._sparse_parts():
+                add(*part)
+        elif is_of_transformers(module):
+            num_experts: Any = module.num_experts
+            add(module.parameters(), Fraction(_experts_per_token(model, k), num_experts))
+    add(model.parameters(), Fraction(1))
+    return ParameterCount(total, round(active))
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Returns whether a module holds the experts of a mixture layer of transformers."""
+    # The decorator and the quantized classes of transformers define _apply_gate.
+    of_experts = hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
+    return of_experts and unwrapped_module(module) is module  # a wrapper has these attributes too
+
+
+def _experts_per_token(model: nn.Module, k: int | None) -> int:
+    if k is None:
+        configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+        texts = [each.get_text_config() for each in configs if hasattr(each, "get_text_config")]
+        found = [getattr(text, name, None) for text in texts for name in _EXPERTS_PER_TOKEN]
+        k = next((each for each in found if isinstance(each, int)), None)
+        rule = f"be given, because the configuration has none of {', '.join(_EXPERTS_PER_TOKEN)}"
+        require(k is not None, "count_parameters: k", rule, k)
+        assert k is not None
+    return require_sizes("count_parameters", k=k)[0]
