@@ -1,6 +1,8 @@
 // experts: the checks of its arguments, and its outputs.
 #pragma once
 
+#include <cmath>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -12,12 +14,18 @@
 
 namespace moe_ext {
 
-// Checks the numbers of an activation.
+// Checks the numbers of an activation. In float32 they must not round to 0 or infinity.
 inline void check_activation_args(const char* op, std::string_view activation, bool has_args,
                                   at::ArrayRef<double> args) {
   TORCH_CHECK_VALUE(args.size() == (has_args ? 3 : 0), op, ": activation_args must be ",
                     has_args ? "limit, alpha and offset" : "empty", " for ", activation, ", got ",
                     args);
+  for (const double number : args) {
+    using Float = std::numeric_limits<float>;
+    const double size = std::abs(number);
+    TORCH_CHECK_VALUE(size == 0 || (size >= Float::min() && size <= Float::max()), op,
+                      ": activation_args must be numbers of float32, got ", args);
+  }
   TORCH_CHECK_VALUE(args.empty() || args[0] > 0, op,
                     ": activation_args must start with a limit above 0, got ", args);
 }

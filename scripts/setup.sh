@@ -47,10 +47,6 @@ if [ ! -e "$venv/moe_ext-$sources" ] || ! "$python" -c 'import moe_ext, moe_lab'
     dependencies="--group test --group docs --group style --group build"
     "$python" -m pip install --progress-bar on 'pip>=25.1' 'torch>=2.11' 'setuptools>=77' wheel ninja
   fi
-  # With a CUDA toolkit, compiles the kernels for the installed GPU, or for sm_90 without a GPU.
-  architecture='import torch as t; g = t.cuda
-print("%d.%d" % g.get_device_capability() if g.is_available() else "9.0")'
-  export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$python" -c "$architecture")}
   say "building the extension (two to five minutes on 2 cores) and installing the lab"
   "$python" -m pip install $dependencies --no-build-isolation -e . -e ./lab
   rm -f "$venv"/moe_ext-*
