@@ -32,11 +32,13 @@ python=$venv/bin/python
 PATH=$(realpath -s "$venv/bin"):$PATH  # a build by another version of ninja starts anew
 export PATH
 
-# The name of the marker of a finished build: the folder and the contents of the sources.
+# The name of the marker of a finished build: the folder and the contents of the sources, and whether
+# CUDA was asked for. A build with CUDA also serves a command that does not ask for it.
 sources=$({ pwd; find setup.py pyproject.toml lab/pyproject.toml requirements scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include \
   -type f -print0 | LC_ALL=C sort -z | xargs -0 cat; } | sha256sum | cut -c1-16)
 # The import fails if another environment has since built the sources for its version of torch.
-if [ ! -e "$venv/moe_ext-$sources" ] || ! "$python" -c 'import moe_ext, moe_lab' 2> /dev/null; then
+marker=$venv/moe_ext-$sources${TORCH_CUDA_ARCH_LIST:+-cuda}
+if ! compgen -G "$marker*" > /dev/null || ! "$python" -c 'import moe_ext, moe_lab' 2> /dev/null; then
   "$python" -c 'import torch' 2> /dev/null || say "installing torch (downloads several gigabytes the first time)"
   if [ "${MOE_EXT_LOCKED:-1}" = 1 ]; then
     # Python compiles the modules that it imports; compiling all 15,000 takes most of a minute.
@@ -50,5 +52,5 @@ if [ ! -e "$venv/moe_ext-$sources" ] || ! "$python" -c 'import moe_ext, moe_lab'
   say "building the extension (two to five minutes on 2 cores) and installing the lab"
   "$python" -m pip install $dependencies --no-build-isolation -e . -e ./lab
   rm -f "$venv"/moe_ext-*
-  touch "$venv/moe_ext-$sources"
+  touch "$marker"
 fi
