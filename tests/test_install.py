@@ -207,6 +207,7 @@ def test_editable_installs_of_every_mode_have_all_files(build_command, tmp_path)
     assert str(tmp_path / "moe_ext" / "lib" / "built_with.cmake") in outputs
 
 
+@pytest.mark.filterwarnings("ignore")  # pytest-xdist cannot pass on the warnings of setuptools
 def test_a_wheel_has_no_file_of_an_earlier_build(build_command, tmp_path):
     old = tmp_path / "moe_ext" / "lab" / "old.py"
     old.parent.mkdir(parents=True)
