@@ -14,6 +14,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_ext.formats import FORMATS, dequantize, quantize
 
+# NumPy warns of the infinite and NaN scales that the tests contain.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 GGUF = {
     "gguf_mxfp4": gguf.GGMLQuantizationType.MXFP4,
     "gguf_q4_0": gguf.GGMLQuantizationType.Q4_0,

@@ -19,7 +19,10 @@ LAYER = sorted(PACKAGE.rglob("*.py"))
 LAB = sorted((ROOT / "lab" / "moe_lab").rglob("*.py"))
 PUBLIC = {
     "moe_ext",
-    *(f"moe_ext.{name}" for name in ("checks", "distributed", "experts", "gates", "info")),
+    *(
+        f"moe_ext.{name}"
+        for name in ("checks", "distributed", "experts", "formats", "gates", "info")
+    ),
     *(f"moe_ext.{name}" for name in ("losses", "ops", "optim", "recurrent")),
     "moe_ext.distributed.files",
     "moe_ext.integrations.transformers",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from locks import locked
 from moe_lab.cli import exit_status
 from moe_lab.commands import evaluate, export
 from moe_lab.models.export import NextWord
@@ -20,9 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def exported(run, tmp_path_factory):
-    """Exports a tiny model; returns the run and the package."""
-    package = tmp_path_factory.mktemp("serve") / "lm.pt2"
-    export.main([str(run), "--output", str(package)])
+    """Exports a tiny model, once for all test workers; returns the run and the package."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the workers train equal runs
+    package = folder / "serve" / "lm.pt2"
+    with locked(package.parent):
+        if not package.exists():
+            export.main([str(run), "--output", str(package)])
     return run, package
 
 
