@@ -62,15 +62,15 @@ def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
         >>> count_parameters(MoE(8, num_experts=4, k=2, hidden_sizes=[16]))
         ParameterCount(total=1088, active=576)
     """
-    seen: set[int] = set()
+    seen: dict[int, Tensor] = {}  # keeps them alive, so that no id is used twice
     total, active = 0, Fraction(0)
 
     def add(parameters: Iterable[Tensor], share: Fraction, copies: Fraction = Fraction(1)) -> None:
         nonlocal total, active
         known = (each for each in parameters if id(each) not in seen and not is_lazy(each))
-        new = {id(each): each.numel() for each in known}
+        new = {id(each): each for each in known}
         seen.update(new)
-        size = copies * sum(new.values())
+        size = copies * sum(each.numel() for each in new.values())
         total += int(size)
         active += share * size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -553,8 +553,12 @@ class MoE(nn.Module):
         """Returns the parameters that `count_parameters` counts in part."""
         local = range(self.num_experts) if self.sharding is None else self.sharding.local_experts
         choices = self.num_experts + self.num_identity_experts + self.num_null_experts
-        of_experts = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
-        parts: list[SparsePart] = [(self.experts.parameters(), *of_experts)]
+        share, copies = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
+        experts: Iterable[Tensor] = self.experts.parameters()
+        if not local:  # the first dimension is the expert dimension, see `Experts`
+            copies = Fraction(self.num_experts)
+            experts = [torch.empty((1, *each.shape[1:]), device="meta") for each in experts]
+        parts: list[SparsePart] = [(experts, share, copies)]
         gate = uncompiled(self.gate)
         if isinstance(gate, HierarchicalGate):
             secondary = [getattr(gate, name) for name in gate.secondary_parameters]

@@ -23,6 +23,7 @@ from moe_ext import (
     MoE,
     SharedExpert,
     TopKGate,
+    count_parameters,
     update_gates,
 )
 from moe_ext.distributed import (
@@ -194,6 +195,15 @@ def test_clipping_other_types_and_ranks_without_experts(group, rank, dtype):
         torch.testing.assert_close(grad[0, 0, :2].float(), clipped, rtol=1e-3, atol=0)
     else:
         assert grad.numel() == 0
+
+
+@pytest.mark.parametrize("num_experts", [1, 3])
+@on_ranks(2)
+def test_parameters_are_counted_on_every_rank(group, rank, num_experts):
+    """The first of two ranks has one expert more."""
+    sizes = (D, num_experts, 1)
+    expected = count_parameters(MoE(*sizes, hidden_sizes=[7]))
+    assert count_parameters(MoE(*sizes, hidden_sizes=[7], process_group=group)) == expected
 
 
 # Loss scaling
