@@ -77,6 +77,7 @@ class Experts(nn.Module):
 
     fused: ClassVar[bool] = False
     can_split: ClassVar[bool] = False
+    num_experts: int
 
     def __init__(self, num_experts: int, d_model: int | None, d_output: int | None = None) -> None:
         super().__init__()
@@ -150,6 +151,8 @@ class FeedForwardExperts(Experts):
 
     fused: ClassVar[bool] = True
     can_split: ClassVar[bool] = True
+    first_expert: int
+    has_bias: bool
 
     @explains_names
     def __init__(

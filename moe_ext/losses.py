@@ -182,6 +182,8 @@ class SwitchLoss(RouterLoss):
         ValueError: weight is negative; or in the forward pass, the gate returns no logits.
     """
 
+    per_sequence: bool
+
     def __init__(self, weight: float, *, per_sequence: bool = False) -> None:
         super().__init__(weight)
         (self.per_sequence,) = require_bool("SwitchLoss", per_sequence=per_sequence)

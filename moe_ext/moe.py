@@ -217,6 +217,8 @@ class MoE(nn.Module):
 
     gate: Gate
     experts: Experts
+    w_importance: float
+    w_load: float
 
     @explains_names
     def __init__(

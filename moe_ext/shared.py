@@ -45,6 +45,7 @@ class SharedExpert(nn.Module):
     """
 
     w_gate: nn.Parameter | None
+    recompute: bool
 
     @explains_names
     def __init__(

@@ -17,6 +17,9 @@ class NoisyGate(Gate):
         noise_epsilon, detach_threshold, generator: see `NoisyTopKGate`.
     """
 
+    noise_epsilon: float
+    detach_threshold: bool
+
     def __init__(
         self,
         d_model: int,

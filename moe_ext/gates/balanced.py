@@ -130,6 +130,7 @@ class StrictlyBalancedGate(Gate):
     w_gate: Tensor
     threshold: Tensor
     initialized: Tensor
+    detach_scores: bool
 
     def __init__(self, d_model: int, num_experts: int, k: int, detach_scores: bool) -> None:
         super().__init__(d_model, num_experts, k)

@@ -106,6 +106,9 @@ class Gate(nn.Module):
     routes_by_batch: ClassVar[bool] = False
     experts_per_group: int = 1
     generator: torch.Generator | None = None
+    d_model: int
+    num_experts: int
+    k: int
 
     def __init__(self, d_model: int, num_experts: int, k: int) -> None:
         super().__init__()

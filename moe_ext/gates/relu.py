@@ -75,6 +75,8 @@ class ReLUGate(AdaptiveGate):
     """
 
     l1_weight: Tensor
+    initial_l1_weight: float
+    l1_growth: float
 
     @explains_names
     def __init__(

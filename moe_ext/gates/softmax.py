@@ -103,6 +103,11 @@ class TopKGate(AdaptiveGate):
     """
 
     selection_bias: Tensor | None
+    renormalize: bool
+    scale: float
+    num_groups: int
+    groups_per_token: int
+    group_score_k: int
 
     @explains_names
     def __init__(

@@ -236,6 +236,10 @@ class MoELSTM(nn.Module):
         >>> loss = y.square().mean() + aux.loss
     """
 
+    w_importance: float
+    w_load: float
+    batch_first: bool
+
     @explains_names
     def __init__(
         self,

@@ -133,8 +133,6 @@ const std::map<std::string, Call> calls = {
     {"MoE(8, 6, 2)(zeros(3, 7))", [] { MoE(MoEOptions(8, 6, 2))->forward(zeros(3, 7)); }},
     {"MoE(8, 6, 2)(zeros(3, 8, dtype=int64))",
      [] { MoE(MoEOptions(8, 6, 2))->forward(zeros(3, 8).to(torch::kLong)); }},
-    {"MoE(8, 6, 2)(zeros(3, 8, dtype=bfloat16))",
-     [] { MoE(MoEOptions(8, 6, 2))->forward(zeros(3, 8).to(torch::kBFloat16)); }},
     {"MoE(8, 6, 2)(zeros(3, 8), ones(4, dtype=bool))",
      [] { MoE(MoEOptions(8, 6, 2))->forward(zeros(3, 8), torch::ones({4}, torch::kBool)); }},
     {"MoE(8, 6, 2)(zeros(3, 8), ones(3))",
