@@ -67,7 +67,7 @@ done
 say "Python tests"
 # Each test worker has one thread; tests of threads set their number. A waiting OpenMP thread leaves
 # its core to the other workers. Tests of several ranks often wait, so there are more workers than
-# cores.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# cores. (nproc counts OMP_NUM_THREADS cores if that is set.)
 workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 "$python" -m pytest -q -n $workers --dist worksteal "$@"
