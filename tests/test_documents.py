@@ -112,7 +112,21 @@ def run_cpp(blocks):
     return run(["bash", "-c", " && ".join([*commands, "blocks/build/blocks"])])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+# The page on C++ compiles for a minute; tests/cpp and examples/cpp compile the same names.
+LONG = [ROOT / "docs" / "guides" / "cpp.md"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name_of(page), marks=[pytest.mark.long] * (page in LONG))
+        for page in PAGES
+    ],
+)
 def test_code_blocks_run(page, monkeypatch, tmp_path):
     has_cmake = shutil.which("cmake") and shutil.which("ninja")
     if "```cmake" in page.read_text() and not has_cmake:
@@ -134,7 +148,7 @@ def test_code_blocks_run(page, monkeypatch, tmp_path):
         assert not failed, failed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_code_blocks_are_of_a_known_kind(page):
     found = re.findall(r"^ *```+(.*)\n(?:.*\n)*? *```+$", page.read_text(), re.M)
     assert {name for name in found if not name.startswith("{")} <= LANGUAGES

@@ -255,6 +255,7 @@ class Run:
         return self.process.returncode, time.monotonic() - started
 
 
+@pytest.mark.long  # examples/two_ranks.py also kills and continues
 def test_killed_processes_resume(config, tmp_path):
     config = replace(config, steps=8)
     train(config)
