@@ -104,19 +104,18 @@ def dequantize(
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dequantize: dtype must be a floating-point dtype, got {dtype!r}")
     layout = _LAYOUTS[format]
-    inputs = layout.check(format, codes, scales)
-    *lead, rows, _ = codes.shape
-    weight = codes.new_empty((*lead, rows, inputs), dtype=dtype)
+    inputs, blocked = layout.check(format, codes, scales)
+    weight = codes.new_empty((*codes.shape[:-1], inputs), dtype=dtype)
     table = torch.tensor(layout.values, device=codes.device)
     results, blocks = _row_blocks(weight), _row_blocks(codes)
     scales_of: Iterable[Tensor | None] = repeat(None, len(blocks))
     if scales is not None:
-        scales_of = _row_blocks(scales, _BLOCK if scales.shape[-2] == rows else 1)
+        scales_of = _row_blocks(scales, 1 if blocked else _BLOCK)
     for result, block, own in zip(results, blocks, scales_of, strict=True):
         parts = layout.parts(block, own)
-        values = table[parts.codes.int()] * parts.over_groups(parts.scales)
+        values = table[parts.codes.int()] * _over_groups(parts.scales, inputs, blocked)
         if parts.minima is not None:
-            values -= parts.over_groups(parts.minima)
+            values -= _over_groups(parts.minima, inputs, blocked)
         result.copy_(values)
     return weight
 
@@ -193,13 +192,12 @@ class _Parts(NamedTuple):
     codes: Tensor  # [rows, in] uint8
     scales: Tensor  # [rows, groups] float32, or [1, groups]: the same for all rows
     minima: Tensor | None = None  # as the scales
-    group: int | None = None  # the number of inputs with one scale; None: in / groups
 
-    def over_groups(self, numbers: Tensor) -> Tensor:
-        """Repeats the number of each group for its inputs: [rows or 1, in]."""
-        inputs = self.codes.shape[1]
-        group = self.group or inputs // max(numbers.shape[1], 1)
-        return numbers.repeat_interleave(group, 1)[:, :inputs]
+
+def _over_groups(numbers: Tensor, inputs: int, blocked: bool) -> Tensor:
+    """Repeats the number of each group [rows, groups] for its inputs: [rows, in]."""
+    group = _BLOCK if blocked else inputs // max(numbers.shape[1], 1)
+    return numbers.repeat_interleave(group, 1)[:, :inputs]
 
 
 @dataclass(frozen=True)
@@ -214,8 +212,11 @@ class _Layout:
     group: int | None = None  # the number of inputs with one scale; None: depends on the scales
     scales: tuple[torch.dtype, ...] = ()  # their dtypes; (): they are among the codes
 
-    def check(self, format: str, codes: Tensor, scales: Tensor | None) -> int:
-        """Returns the number of inputs. Raises if codes or scales are not of this format."""
+    def check(self, format: str, codes: Tensor, scales: Tensor | None) -> tuple[int, bool]:
+        """Returns the number of inputs, and whether a scale is that of a block of fp8.
+
+        Raises TypeError or ValueError if codes or scales are not of this format.
+        """
         require_tensor("dequantize", codes=codes)
         _require_dtype("codes", codes, (self.dtype,), format)
         shape = tuple(codes.shape)
@@ -225,7 +226,7 @@ class _Layout:
         inputs = shape[-1] // self.block[1] * self.block[0]
         if not self.scales:
             require(scales is None, "dequantize: scales", f"be None for {format}", "a tensor")
-            return inputs
+            return inputs, False
         require_tensor("dequantize", scales=scales)
         assert scales is not None
         _require_dtype("scales", scales, self.scales, format)
@@ -233,13 +234,14 @@ class _Layout:
         require(
             scales.device == codes.device, "dequantize: scales", f"be on {codes.device}", device
         )
-        fits, rule = _fits_rows(shape, inputs, self.group, tuple(scales.shape))
+        by_row, rule = _fits_rows(shape, inputs, self.group, tuple(scales.shape))
+        blocked = False
         if format == "fp8":
             blocks = (*shape[:-2], -(-shape[-2] // _BLOCK), -(-inputs // _BLOCK))
-            fits |= tuple(scales.shape) == blocks
+            blocked = not by_row and tuple(scales.shape) == blocks
             rule += f", or {blocks}"
-        require(fits, "dequantize: scales", rule, tuple(scales.shape))
-        return inputs
+        require(by_row or blocked, "dequantize: scales", rule, tuple(scales.shape))
+        return inputs, blocked
 
 
 def _require_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], format: str) -> None:
@@ -324,9 +326,7 @@ def _with_scales(
 ) -> Callable[[Tensor, Tensor | None], _Parts]:
     def parts(codes: Tensor, scales: Tensor | None) -> _Parts:
         assert scales is not None
-        own = codes_of(codes)
-        by_row = len(scales) == len(own) and own.shape[1] % max(scales.shape[1], 1) == 0
-        return _Parts(own, scales_of(scales), group=None if by_row else _BLOCK)
+        return _Parts(codes_of(codes), scales_of(scales))
 
     return parts
 
