@@ -388,19 +388,23 @@ def _encode_nf4(weight: Tensor, group: int | None) -> Packed:
 
 
 def _gguf(
-    size: int, decode: Callable[[Tensor], tuple[Tensor, ...]]
-) -> Callable[[Tensor, Tensor | None], _Parts]:
-    """Returns _Layout.parts from the function that decodes blocks [..., size].
+    block: tuple[int, int],
+    values: tuple[float, ...],
+    decode: Callable[[Tensor], tuple[Tensor, ...]],
+    encode: Callable[[Tensor, int | None], Packed] | None = None,
+) -> _Layout:
+    """Returns the layout of blocks of bytes [..., block[1]].
 
-    The function returns codes [..., inputs] and scales [..., n], and may return minima [..., n].
+    The function decode returns the codes [..., block[0]] and the scales [..., n] of blocks, and may
+    return minima [..., n].
     """
 
     def parts(codes: Tensor, _: Tensor | None) -> _Parts:
-        blocks = decode(codes.unflatten(-1, (-1, size)))
+        blocks = decode(codes.unflatten(-1, (-1, block[1])))
         own, scales, *minima = (part.flatten(-2) for part in blocks)
         return _Parts(own, scales, minima[0] if minima else None)
 
-    return parts
+    return _Layout(values, torch.uint8, block, parts, encode)
 
 
 def _halves(nibbles: Tensor) -> Tensor:
@@ -568,39 +572,14 @@ _LAYOUTS: dict[str, _Layout] = {
         group=64,
         scales=(torch.float32,),
     ),
-    "gguf_mxfp4": _Layout(
-        values=(*_E2M1, *(0.0 - value for value in _E2M1)),  # code 8 is +0
-        dtype=torch.uint8,
-        block=(32, 17),
-        parts=_gguf(17, _decode_mxfp4),
-        encode=_encode_gguf_mxfp4,
+    "gguf_mxfp4": _gguf(
+        (32, 17),
+        (*_E2M1, *(0.0 - value for value in _E2M1)),  # code 8 is +0
+        _decode_mxfp4,
+        _encode_gguf_mxfp4,
     ),
-    "gguf_q4_0": _Layout(
-        values=_offset(4, 8),
-        dtype=torch.uint8,
-        block=(32, 18),
-        parts=_gguf(18, _decode_q4_0),
-        encode=_encode_q4_0,
-    ),
-    "gguf_q8_0": _Layout(
-        values=_values(torch.int8),
-        dtype=torch.uint8,
-        block=(32, 34),
-        parts=_gguf(34, _decode_q8_0),
-        encode=_encode_q8_0,
-    ),
-    "gguf_q4_k": _Layout(
-        values=_offset(4, 0),
-        dtype=torch.uint8,
-        block=(256, 144),
-        parts=_gguf(144, _decode_q4_k),
-        encode=None,
-    ),
-    "gguf_q6_k": _Layout(
-        values=_offset(6, 32),
-        dtype=torch.uint8,
-        block=(256, 210),
-        parts=_gguf(210, _decode_q6_k),
-        encode=None,
-    ),
+    "gguf_q4_0": _gguf((32, 18), _offset(4, 8), _decode_q4_0, _encode_q4_0),
+    "gguf_q8_0": _gguf((32, 34), _values(torch.int8), _decode_q8_0, _encode_q8_0),
+    "gguf_q4_k": _gguf((256, 144), _offset(4, 0), _decode_q4_k),
+    "gguf_q6_k": _gguf((256, 210), _offset(6, 32), _decode_q6_k),
 }
