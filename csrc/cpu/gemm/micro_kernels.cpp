@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../vectorize.h"
+#include "unpacking.h"
 
 namespace moe_ext::cpu {
 
@@ -25,6 +26,14 @@ const MicroKernels<acc_t>& micro_kernels() {
   if (isa() >= Isa::kNeon) return neon_micro_kernels<acc_t>();
 #endif
   return portable_micro_kernels<acc_t>();
+}
+
+UnpackKernel unpack_kernel(Codes codes) {
+#if defined(__x86_64__)
+  if (isa() >= Isa::kAvx512) return avx512_unpack_kernel(codes);
+  if (isa() == Isa::kAvx2) return avx2_unpack_kernel(codes);
+#endif
+  return portable_unpack_kernel(codes);
 }
 
 template const MicroKernels<float>& micro_kernels<float, float>();

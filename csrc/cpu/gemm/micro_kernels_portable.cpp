@@ -1,6 +1,7 @@
 // Vectors of 16 bytes, which every processor has.
 #define MOE_EXT_TARGET
 #include "micro_kernel_loops.h"
+#include "unpacking_loops.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -15,7 +16,13 @@ struct Portable {
   MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) { sum += a * b; }
 };
 
+struct Unpack128 {
+  static constexpr int kBytes = 16;
+};
+
 }  // namespace
+
+UnpackKernel portable_unpack_kernel(Codes codes) { return unpack_kernel_of<Unpack128>(codes); }
 
 template <typename acc_t>
 const MicroKernels<acc_t>& portable_micro_kernels() {

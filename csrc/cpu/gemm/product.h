@@ -11,9 +11,11 @@
 #include <type_traits>
 #include <utility>
 
+#include "../elementwise.h"
 #include "gemm.h"
 #include "micro_kernels.h"
 #include "packing.h"
+#include "unpacking.h"
 
 namespace moe_ext::cpu {
 
@@ -48,6 +50,8 @@ struct View {
   const T* data;
   int64_t ld;
   bool k_contiguous;
+  const PackedLayout* layout = nullptr;  // of a packed operand
+  const uint8_t* panels = nullptr;
 
   const T* at(int64_t i, int64_t p) const {
     return data + (k_contiguous ? i * ld + p : p * ld + i);
@@ -61,7 +65,11 @@ View<T> view_of_a(const Operand<T>& a) {
 
 template <typename T>
 View<T> view_of_b(const Operand<T>& b) {
-  return {.data = b.data, .ld = b.ld, .k_contiguous = b.transposed};
+  return {.data = b.data,
+          .ld = b.ld,
+          .k_contiguous = b.transposed,
+          .layout = b.layout,
+          .panels = b.panels};
 }
 
 // Calls PackMicroPanel::run with the vectors of the instruction set in use.
@@ -89,6 +97,53 @@ void pack_micro_panel(bool pairs, const View<T>& view, int64_t i, int64_t p, int
   }
 #endif
   arguments([](auto... all) { PackMicroPanel<Groups<16, acc_t>>::run(all...); });
+}
+
+// Packs a micro-panel of a packed B, as pack_micro_panel does: unpacks a tile at a time, rounded to
+// scalar_t.
+template <typename scalar_t, typename acc_t, typename T>
+void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64_t p,
+                               int64_t num_columns, int64_t depth, int64_t num_groups,
+                               int64_t width, acc_t* to) {
+  constexpr int64_t kSize = 2 * kPanelOutputs;  // of a tile, along K and as the most columns
+  static_assert(kSize == kKCMultiple);
+  constexpr bool kHalf = sizeof(scalar_t) == 2;
+  float tile alignas(64)[(kSize + kPackedInputs) * kSize];
+  scalar_t rounded alignas(64)[kHalf ? (kSize + kPackedInputs) * kSize : 1];
+  const auto unpack = unpack_kernel(view.layout->format->codes);
+  const int64_t groups_of_tile = kSize / (pairs ? 2 : 1);
+  for (int64_t done = 0; done < depth; done += kSize, num_groups -= groups_of_tile) {
+    const int64_t depth_of_tile = std::min(depth - done, kSize);
+    // W is [inputs, outputs]; B = W, or B = W^T, whose K runs along the outputs.
+    const int64_t input = view.k_contiguous ? j : p + done;
+    const int64_t output = view.k_contiguous ? p + done : j;
+    const int64_t num_inputs = view.k_contiguous ? num_columns : depth_of_tile;
+    const int64_t num_outputs = view.k_contiguous ? depth_of_tile : num_columns;
+    const int64_t first_input = input / kPackedInputs * kPackedInputs;
+    const int64_t first_panel = output / kPanelOutputs;
+    const int64_t num_rows = input + num_inputs - first_input;
+    for (int64_t panel = first_panel; panel * kPanelOutputs < output + num_outputs; ++panel) {
+      unpack(*view.layout, view.panels + panel * view.layout->panel_bytes(), first_input, num_rows,
+             tile + (panel - first_panel) * kPanelOutputs, kSize);
+    }
+    const int64_t first =
+        (input - first_input) * kSize + output - first_panel * kPanelOutputs;
+    const auto pack = [&](const auto* numbers) {
+      const View<std::decay_t<decltype(*numbers)>> part{
+          .data = numbers + first, .ld = kSize, .k_contiguous = view.k_contiguous};
+      pack_micro_panel(pairs, part, 0, 0, num_columns, depth_of_tile,
+                       std::min(num_groups, groups_of_tile), width, /*by_columns=*/false,
+                       to + done / (pairs ? 2 : 1) * width);
+    };
+    if constexpr (kHalf) {
+      if (!pairs) {  // pairs are rounded when they are packed
+        vectorized<Convert>(static_cast<const float*>(tile), num_rows * kSize, +rounded);
+        pack(static_cast<const scalar_t*>(rounded));
+        continue;
+      }
+    }
+    pack(static_cast<const float*>(tile));
+  }
 }
 
 // A GEMM with at most kMC rows.
@@ -153,6 +208,18 @@ class Product {
             .num_columns = num_columns};
   }
 
+  // Packs the micro-panel of B at column j and a part of K.
+  void pack_b(int64_t j, int64_t p, int64_t num_columns, int64_t depth, int64_t num_groups,
+              acc_t* to) const {
+    if (b_packed) {
+      pack_micro_panel_of_codes<scalar_t>(kernels.pairs, b, j, p, num_columns, depth, num_groups,
+                                          nr, to);
+    } else {
+      pack_micro_panel(kernels.pairs, b, j, p, num_columns, depth, num_groups, nr,
+                       /*by_columns=*/false, to);
+    }
+  }
+
   // Packs A from p to end along K into k_blocks.
   void pack_a(int64_t p, int64_t end) {
     k_blocks.clear();
@@ -210,8 +277,11 @@ class Product {
   // Whether micro-kernels can read B in place: the tiles by rows, axpyf by rows, and dotxf along K.
   static constexpr bool kSame = std::is_same_v<b_t, acc_t>;
   static constexpr bool kBFloat16 = std::is_same_v<b_t, c10::BFloat16>;
-  const bool b_in_place = kSame && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
-  const bool has_groups = (kernels.pairs ? kBFloat16 : kSame) && b.ld % group_size == 0;
+  const bool b_packed = b.layout != nullptr;
+  const bool b_in_place =
+      kSame && !b_packed && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
+  const bool has_groups =
+      (kernels.pairs ? kBFloat16 : kSame) && !b_packed && b.ld % group_size == 0;
   const bool adds_rows = has_groups && kernels.axpyf[0] != nullptr && !b.k_contiguous &&
                          n % (kernels.lanes * group_size) == 0 && k % group_size == 0;
   const bool dots_rows = has_groups && kernels.dotxf[0] != nullptr && a.k_contiguous &&

@@ -74,8 +74,7 @@ class Gebp {
     if constexpr (std::is_same_v<b_t, acc_t>) {
       if (in_.b_in_place) return {in_.b.at(j, block.p), in_.b.ld};
     }
-    pack_micro_panel(in_.kernels.pairs, in_.b, j, block.p, num_columns, block.depth,
-                     block.num_groups, in_.nr, /*by_columns=*/false, in_.packed_b);
+    in_.pack_b(j, block.p, num_columns, block.depth, block.num_groups, in_.packed_b);
     return {in_.packed_b, in_.nr};
   }
 
@@ -145,9 +144,8 @@ class WriteOnce {
 
   void pack_b(int64_t j, int64_t begin) {
     for (const auto& block : in_.k_blocks) {
-      pack_micro_panel(in_.kernels.pairs, in_.b, j, block.p, std::min(in_.n - j, in_.nr),
-                       block.depth, block.num_groups, in_.nr, /*by_columns=*/false,
-                       packed(block, j, begin));
+      in_.pack_b(j, block.p, std::min(in_.n - j, in_.nr), block.depth, block.num_groups,
+                 packed(block, j, begin));
     }
   }
 
