@@ -28,12 +28,13 @@ const MicroKernels<acc_t>& micro_kernels() {
   return portable_micro_kernels<acc_t>();
 }
 
-UnpackKernel unpack_kernel(Codes codes) {
+const CodeKernels& code_kernels(const PackedFormat& format, [[maybe_unused]] bool pairs) {
 #if defined(__x86_64__)
-  if (isa() >= Isa::kAvx512) return avx512_unpack_kernel(codes);
-  if (isa() == Isa::kAvx2) return avx2_unpack_kernel(codes);
+  if (pairs) return avx512_bf16_code_kernels(format);
+  if (isa() >= Isa::kAvx512) return avx512_code_kernels(format);
+  if (isa() == Isa::kAvx2) return avx2_code_kernels(format);
 #endif
-  return portable_unpack_kernel(codes);
+  return portable_code_kernels(format);
 }
 
 template const MicroKernels<float>& micro_kernels<float, float>();

@@ -26,26 +26,11 @@ struct Avx2 {
   }
 };
 
-struct Unpack256 {
-  static constexpr int kBytes = 32;
-
-  template <typename Bits, typename Vector>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void look_up(const float* table, const Bits& index, Vector& to) {
-    const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), (__m256i)index);
-    const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), (__m256i)index);
-    // The sign bit selects.
-    to = (Vector)_mm256_blendv_ps(low, high, (__m256)(index << 28));
-  }
-
-  template <typename Vector>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void from_half(const uint8_t* from, Vector& to) {
-    to = (Vector)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  }
-};
-
 }  // namespace
 
-UnpackKernel avx2_unpack_kernel(Codes codes) { return unpack_kernel_of<Unpack256>(codes); }
+const CodeKernels& avx2_code_kernels(const PackedFormat& format) {
+  return code_kernels_of<Avx2<float>>(format);
+}
 
 template <typename acc_t>
 const MicroKernels<acc_t>& avx2_micro_kernels() {

@@ -34,23 +34,11 @@ struct Avx512 {
   }
 };
 
-struct Unpack512 {
-  static constexpr int kBytes = 64;
-
-  template <typename Bits, typename Vector>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void look_up(const float* table, const Bits& index, Vector& to) {
-    to = (Vector)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(table));
-  }
-
-  template <typename Vector>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void from_half(const uint8_t* from, Vector& to) {
-    to = (Vector)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  }
-};
-
 }  // namespace
 
-UnpackKernel avx512_unpack_kernel(Codes codes) { return unpack_kernel_of<Unpack512>(codes); }
+const CodeKernels& avx512_code_kernels(const PackedFormat& format) {
+  return code_kernels_of<Avx512<float>>(format);
+}
 
 template <typename acc_t>
 const MicroKernels<acc_t>& avx512_micro_kernels() {

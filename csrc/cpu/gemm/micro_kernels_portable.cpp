@@ -16,13 +16,11 @@ struct Portable {
   MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) { sum += a * b; }
 };
 
-struct Unpack128 {
-  static constexpr int kBytes = 16;
-};
-
 }  // namespace
 
-UnpackKernel portable_unpack_kernel(Codes codes) { return unpack_kernel_of<Unpack128>(codes); }
+const CodeKernels& portable_code_kernels(const PackedFormat& format) {
+  return code_kernels_of<Portable<float>>(format);
+}
 
 template <typename acc_t>
 const MicroKernels<acc_t>& portable_micro_kernels() {

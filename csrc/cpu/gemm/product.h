@@ -99,35 +99,48 @@ void pack_micro_panel(bool pairs, const View<T>& view, int64_t i, int64_t p, int
   arguments([](auto... all) { PackMicroPanel<Groups<16, acc_t>>::run(all...); });
 }
 
-// Packs a micro-panel of a packed B, as pack_micro_panel does: unpacks a tile at a time, rounded to
-// scalar_t.
+// Packs a micro-panel of a packed B, as pack_micro_panel does, with numbers rounded to scalar_t.
 template <typename scalar_t, typename acc_t, typename T>
 void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64_t p,
                                int64_t num_columns, int64_t depth, int64_t num_groups,
                                int64_t width, acc_t* to) {
+  constexpr bool kHalf = sizeof(scalar_t) == 2;
+  const PackedLayout& layout = *view.layout;
+  const CodeKernels& kernels = code_kernels(*layout.format, pairs);
+  const auto panel_of = [&](int64_t output) {
+    return view.panels + output / kPanelOutputs * layout.panel_bytes();
+  };
+  if constexpr (std::is_same_v<acc_t, float>) {
+    // B = W: unpack the panels into their places.
+    const auto unpack = pairs ? kernels.unpack_pairs : kHalf ? nullptr : kernels.unpack;
+    if (!view.k_contiguous && unpack != nullptr && width % kPanelOutputs == 0 &&
+        depth % kPackedInputs == 0 && num_groups * (pairs ? 2 : 1) == depth) {
+      for (int64_t i = 0; i < num_columns; i += kPanelOutputs) {
+        unpack(layout, panel_of(j + i), p, depth, to + i, width);
+      }
+      return;
+    }
+  }
+  // Otherwise unpack a tile at a time, and pack it.
   constexpr int64_t kSize = 2 * kPanelOutputs;  // of a tile, along K and as the most columns
   static_assert(kSize == kKCMultiple);
-  constexpr bool kHalf = sizeof(scalar_t) == 2;
   float tile alignas(64)[(kSize + kPackedInputs) * kSize];
   scalar_t rounded alignas(64)[kHalf ? (kSize + kPackedInputs) * kSize : 1];
-  const auto unpack = unpack_kernel(view.layout->format->codes);
   const int64_t groups_of_tile = kSize / (pairs ? 2 : 1);
   for (int64_t done = 0; done < depth; done += kSize, num_groups -= groups_of_tile) {
     const int64_t depth_of_tile = std::min(depth - done, kSize);
-    // W is [inputs, outputs]; B = W, or B = W^T, whose K runs along the outputs.
+    // The part of W [inputs, outputs]. If B = W^T, K runs along the outputs.
     const int64_t input = view.k_contiguous ? j : p + done;
     const int64_t output = view.k_contiguous ? p + done : j;
-    const int64_t num_inputs = view.k_contiguous ? num_columns : depth_of_tile;
     const int64_t num_outputs = view.k_contiguous ? depth_of_tile : num_columns;
     const int64_t first_input = input / kPackedInputs * kPackedInputs;
-    const int64_t first_panel = output / kPanelOutputs;
-    const int64_t num_rows = input + num_inputs - first_input;
-    for (int64_t panel = first_panel; panel * kPanelOutputs < output + num_outputs; ++panel) {
-      unpack(*view.layout, view.panels + panel * view.layout->panel_bytes(), first_input, num_rows,
-             tile + (panel - first_panel) * kPanelOutputs, kSize);
+    const int64_t first_output = output / kPanelOutputs * kPanelOutputs;
+    const int64_t num_rows =
+        input + (view.k_contiguous ? num_columns : depth_of_tile) - first_input;
+    for (int64_t o = first_output; o < output + num_outputs; o += kPanelOutputs) {
+      kernels.unpack(layout, panel_of(o), first_input, num_rows, tile + o - first_output, kSize);
     }
-    const int64_t first =
-        (input - first_input) * kSize + output - first_panel * kPanelOutputs;
+    const int64_t first = (input - first_input) * kSize + output - first_output;
     const auto pack = [&](const auto* numbers) {
       const View<std::decay_t<decltype(*numbers)>> part{
           .data = numbers + first, .ld = kSize, .k_contiguous = view.k_contiguous};
@@ -287,6 +300,8 @@ class Product {
   const bool dots_rows = has_groups && kernels.dotxf[0] != nullptr && a.k_contiguous &&
                          b.k_contiguous && n % kernels.lanes == 0 &&
                          k % (kernels.lanes * group_size) == 0;
+  // The kernel for the rows of A and the codes of B; null if there is none.
+  const FewRowsKernel few_rows_of_codes = kernel_of_few_rows();
   c10::SmallVector<KBlock, kMaxKBlocks> k_blocks;  // the packed K-blocks of A
   // The parts of the workspace.
   acc_t* const tile_space;  // a tile: sums of some K-blocks, or a tile at the edge of C
@@ -303,6 +318,20 @@ class Product {
 
  private:
   using Kernels = MicroKernels<acc_t>;
+
+  FewRowsKernel kernel_of_few_rows() const {
+    // The chains of AMX, which has no axpyf, are different.
+    if (!b_packed || b.k_contiguous || kernels.axpyf[0] == nullptr) return nullptr;
+    const CodeKernels& of_codes = code_kernels(*b.layout->format, kernels.pairs);
+    // The kernels round numbers only if they make pairs.
+    const bool rounds = kernels.pairs ? of_codes.unpack_pairs != nullptr : sizeof(scalar_t) == 4;
+    if (!std::is_same_v<acc_t, float> || !rounds) return nullptr;
+    for (int i = 0; i < kNumFewRows; ++i) {
+      if (m <= int64_t{1} << i) return of_codes.few_rows[i];
+    }
+    return nullptr;
+  }
+
   static int64_t group_size_of(const Kernels& kernels) { return kernels.pairs ? 2 : 1; }
   static int64_t nr_of(const Kernels& kernels) { return kMaxTileVectors * kernels.lanes; }
   static int64_t num_groups(int64_t depth) {

@@ -1,4 +1,4 @@
-// Unpacking: computes numbers of packed weights from their codes and scales.
+// The kernels that read packed weights. They compute the numbers from codes and scales in registers.
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,33 @@
 
 namespace moe_ext::cpu {
 
-// Writes w [round_up(num_inputs, 8), 16] of one panel from first_input, a multiple of 8; `to` has
-// rows ld apart.
+// Writes w [num_inputs, 16] of a panel from first_input, a multiple of 8; `to` has rows ld apart
+// and space for a multiple of 8 inputs. For pairs, a row has pairs of two inputs, in bfloat16.
 using UnpackKernel = void (*)(const PackedLayout& layout, const uint8_t* panel, int64_t first_input,
                               int64_t num_inputs, float* to, int64_t ld);
 
-// Returns the kernel of the instruction set in use. All have the same results.
-UnpackKernel unpack_kernel(Codes codes);
+// C [num_rows, 16 num_panels] = A W, or C += A W with `add`, for the inputs from first_input. A is a
+// micro-panel. The chains are those of a GemmKernel.
+using FewRowsKernel = void (*)(const PackedLayout& layout, const uint8_t* panels,
+                               int64_t num_panels, int64_t first_input, int64_t num_inputs,
+                               const float* a, int64_t num_rows, bool add, float* c, int64_t ldc);
 
-// The kernel of each instruction set.
-UnpackKernel portable_unpack_kernel(Codes codes);
-UnpackKernel avx2_unpack_kernel(Codes codes);
-UnpackKernel avx512_unpack_kernel(Codes codes);
+constexpr int kNumFewRows = 4;
+
+// The kernels of a format.
+struct CodeKernels {
+  UnpackKernel unpack;
+  UnpackKernel unpack_pairs = nullptr;
+  FewRowsKernel few_rows[kNumFewRows] = {};  // [i] for at most 2^i rows, or null
+};
+
+// Returns the kernels of the instruction set in use, for K-groups of pairs or of single numbers.
+const CodeKernels& code_kernels(const PackedFormat& format, bool pairs);
+
+// The kernels of each instruction set.
+const CodeKernels& portable_code_kernels(const PackedFormat& format);
+const CodeKernels& avx2_code_kernels(const PackedFormat& format);
+const CodeKernels& avx512_code_kernels(const PackedFormat& format);
+const CodeKernels& avx512_bf16_code_kernels(const PackedFormat& format);
 
 }  // namespace moe_ext::cpu
