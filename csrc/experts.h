@@ -50,6 +50,15 @@ inline bool check_activation(const char* op, std::string_view activation,
   TORCH_CHECK_VALUE(false, op, ": activation must be one of ", names, ", got '", activation, "'");
 }
 
+// Returns whether a known activation is gated.
+inline bool is_gated(const FeedForward& network) {
+  bool gated = false;
+  math::for_each_activation([&](std::string_view name, auto each) {
+    if (name == network.activation) gated = each.kGated;
+  });
+  return gated;
+}
+
 // Returns whether the matrices of a weight are stored transposed: the weight is a view p.mT of a
 // contiguous p [E, columns, fan_in].
 inline bool is_transposed(const Tensor& weight) {

@@ -44,10 +44,8 @@ class Experts {
 
   Experts(const char* op, const Tensor& x, const Routing& routing, const FeedForward& network)
       : x_(x.contiguous()) {
-    bool gated = false;
     math::with_activation(network.activation, network.activation_args, [&](auto function) {
       interleaved = function.kInterleaved;
-      gated = function.kGated;
       const auto values = [function](const auto* z, Region region, int64_t width, scalar_t* out) {
         vectorized<Activate>(function, z, region, width, out);
       };
@@ -92,7 +90,7 @@ class Experts {
       columns_.push_back(columns);
       widest_ = std::max({widest_, fan_in, columns});
       flops_per_row_ += 2 * fan_in * columns;
-      fan_in = gated ? columns / 2 : columns;
+      fan_in = is_gated(network) ? columns / 2 : columns;
     }
     for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
     blocks_ = split_into_blocks(offsets_, num_experts(), num_rows_);
