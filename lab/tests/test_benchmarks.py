@@ -139,6 +139,7 @@ def test_quartiles_as_text():
         ("distributed --experts 6 --group-size 4", "a multiple of --group-size = 4, got 6"),
         ("layer --device meta", "device must be cpu, cuda or cuda:N, got 'meta'"),
         ("layer --report nothing", "report must be a file, got nothing"),
+        ("low-precision --ggml nothing", "ggml must be a file, got nothing"),
         *((f"layer --shapes {text}", f"got '{text}'") for text in SHAPES),
         ("ops --rounds 1", "--rounds: must be a whole number of at least 2, got '1'"),
         ("step nothing", "there is no configuration file nothing; give a file, or a name"),

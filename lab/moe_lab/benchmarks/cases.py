@@ -14,6 +14,9 @@ from moe_lab.benchmarks.shapes import (
     DEFAULT_MODELS,
     IMPLEMENTATIONS,
     MODELS,
+    PACKED_FORMATS,
+    PACKED_MODELS,
+    PACKED_PEERS,
     PEER_NAMES,
     experts_that_fit,
     parse_shape,
@@ -52,14 +55,24 @@ _BANDWIDTH = one(float, 0, "limit of the loopback network in MB/s (0: none)")
 _REPORT = several(Path, None, "print the .json files of earlier runs, merged, and measure nothing")
 
 
-def _against_peers(seconds: float, memory: float | None, patience: float) -> dict[str, Option]:
-    """Returns the options of the benchmarks of experts, with these defaults."""
+_WEIGHTS = one(_ANY, 3.0, "GiB of a layer's weights in float32")
+_OUTPUT = one(Path, None, "folder of the page, figures and plot")
+
+
+def _in_rounds(seconds: float) -> dict[str, Option]:
+    """Returns the options of the benchmarks of experts; seconds is a default."""
     return {
         "--seconds": one(float, seconds, "time limit for the rounds of a problem (%(default)s)"),
-        "--memory": one(_ANY, memory, "GiB that a peer may take (layer: 6, or 40 on a GPU)"),
-        "--patience": one(_ANY, patience, "seconds of a peer in addition to those of the GEMMs"),
         "--keep-freed-memory": flag("reuse freed memory (glibc)"),
         "--report": _REPORT,
+    }
+
+
+def _against_peers(seconds: float, memory: float | None, patience: float) -> dict[str, Option]:
+    """Returns these options with the limits of a peer, and these defaults."""
+    return _in_rounds(seconds) | {
+        "--memory": one(_ANY, memory, "GiB that a peer may take (layer: 6, or 40 on a GPU)"),
+        "--patience": one(_ANY, patience, "seconds of a peer in addition to those of the GEMMs"),
     }
 
 
@@ -150,6 +163,21 @@ CASES = {
             "--profile": one(Path, None, "text file for the profile of our kernels"),
         },
     ),
+    "low-precision": Case(
+        rounds=9, threads=[1], files=["ggml", "report"], check=_check_models,
+        sizes={"tokens": (512, "T of prefill and forward + dX")},
+        options=_in_rounds(seconds=30.0) | {
+            "--decode": several(at_least(1), [1, 4, 16], "T of the decode passes"),
+            "--models": some_of([*MODELS, "all"], PACKED_MODELS, "MODEL"),
+            "--formats": some_of(PACKED_FORMATS, PACKED_FORMATS, "FORMAT"),
+            "--dtype": some_of(_DTYPES, _DTYPES),
+            "--peers": some_of(PACKED_PEERS, PACKED_PEERS, "PEER") | {"nargs": "*"},
+            "--ggml": one(Path, [], "folder with libggml.so; may be repeated")
+                      | {"action": "append"},
+            "--weights": _WEIGHTS,
+            "--output": _OUTPUT,
+        },
+    ),
     "lstm": Case(
         rounds=5, threads=1,
         options={"--shape": _shapes("B S D U P", "sentences, tokens; input, cell, output widths"),
@@ -207,8 +235,8 @@ CASES = {
             "--models": some_of([*MODELS, "all"], DEFAULT_MODELS, "MODEL"),
             "--dtype": some_of(_DTYPES, _DTYPES),
             "--implementations": some_of(IMPLEMENTATIONS, IMPLEMENTATIONS, "NAME"),
-            "--weights": one(_ANY, 3.0, "GiB of a layer's weights in float32"),
-            "--output": one(Path, None, "folder of the page, figures and plot"),
+            "--weights": _WEIGHTS,
+            "--output": _OUTPUT,
         },
     ),
     "translation": Case(

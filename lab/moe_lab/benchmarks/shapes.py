@@ -13,6 +13,14 @@ PEER_NAMES = (
     *("mixture-of-experts", "st-moe-pytorch", "ScatterMoE", "ScatterMoE GLU"),
     *(f"HF {name}" for name in ("eager", "grouped_mm", "batched_mm")),
 )
+PACKED_FORMATS = (
+    *("mxfp4", "gguf_q4_0", "gguf_q8_0", "gguf_q4_k", "gguf_q6_k"),
+    *("fp8", "int4", "nf4"),
+)
+PACKED_PEERS = (
+    *("experts", "grouped_mm", "integer"),
+    *("ik_llama.cpp", "ik_llama.cpp-repacked", "llama.cpp", "llama.cpp-repacked"),
+)
 
 
 class Shape(NamedTuple):
@@ -91,6 +99,7 @@ MODELS = {
     "gpt_oss": Model(2880, 32, 2880, 4, "GptOss", "clamped swiglu", "intermediate_size"),
 }
 DEFAULT_MODELS = ("qwen3_moe", "olmoe", "gpt_oss")
+PACKED_MODELS = ("qwen3_moe", "gpt_oss", "olmoe", "mixtral")
 
 
 def experts_that_fit(name: str, gib: float) -> int:

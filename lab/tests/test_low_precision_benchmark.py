@@ -1,0 +1,193 @@
+"""The benchmark of packed experts: random weights, work, results of every implementation, page."""
+
+import json
+
+import pytest
+import torch
+from moe_lab.benchmarks import cases, ggml, low_precision, measurement, roofline, shapes
+from moe_lab.benchmarks.cases import run
+from moe_lab.benchmarks.low_precision import Pass, Problem, draw_experts, problem_of
+from moe_lab.benchmarks.random_codes import RandomWeight
+from moe_lab.benchmarks.shapes import MODELS, PACKED_FORMATS, PACKED_PEERS, Shape
+from moe_lab.cli import exit_status
+
+from moe_ext import ops
+from moe_ext.formats import dequantize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PASSES = {
+    "decode T = 1": Pass(1, calls=5),
+    "prefill": Pass(12),
+    "forward + dX": Pass(12, backward=True),
+}
+NOT_INSTALLED = {project: ("not_a_package", "not-a-package") for project in ggml.PACKAGES}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """Makes all models and the probes of the machine small."""
+    small = {
+        name: model._replace(hidden_size=256, num_experts=8, intermediate_size=256, k=2)
+        for name, model in MODELS.items()
+    }
+    small["gpt_oss"] = small["gpt_oss"]._replace(intermediate_size=96)
+    for module in (low_precision, cases, shapes):
+        monkeypatch.setattr(module, "MODELS", small)
+    for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):
+        monkeypatch.setattr(roofline, name, dict.fromkeys(("cpu", "cuda"), size))
+
+
+def make_problem(format, dtype=torch.float32, libraries=None):
+    torch.manual_seed(0)
+    return Problem("qwen3_moe", 4, format, dtype, PASSES, libraries or {})
+
+
+@pytest.mark.parametrize("format", PACKED_FORMATS)
+def test_random_weights_are_finite_and_have_the_variance_of_their_width(format):
+    torch.manual_seed(0)
+    packed, blocks = RandomWeight.of(format, 2, 144, 512)
+    weight = dequantize(*packed, format=format)
+    assert weight.shape == (2, 144, 512) and weight.isfinite().all()
+    # Scales have the factors 0.5 to 1.5, whose mean square is 1.08.
+    assert 0.9 < weight.std() * 512**0.5 < 1.2
+    assert abs(weight.mean()) < 0.12 * weight.std()
+    of_gguf = {"mxfp4": "gguf_mxfp4"}.get(format, format)
+    assert (blocks is None) == (not of_gguf.startswith("gguf"))
+    if blocks is not None:
+        assert torch.equal(dequantize(blocks, format=of_gguf), weight)
+
+
+def test_calls_with_one_token_use_all_experts_in_turn():
+    torch.manual_seed(0)
+    calls = draw_experts(Shape(1, 7, 2, 1, 1), 8)
+    assert [call.shape for call in calls] == [(1, 2)] * 8
+    assert all(torch.cat(calls[at : at + 3]).unique().numel() == 6 for at in (0, 3))
+    many = draw_experts(Shape(5, 7, 2, 1, 1), 3)
+    assert [call.shape for call in many] == [(5, 2)] * 3 and not torch.equal(many[0], many[1])
+
+
+def test_work_by_hand():
+    problem = make_problem("gguf_q4_0")
+    weights, used = 3 * 256 * 256, problem.experts_of["prefill"][0].unique().numel()
+    assert problem.work("decode T = 1") == (5 * 2 * 2 * weights, 5 * 2 * weights * 18 / 32)
+    assert problem.work("prefill") == (2 * 12 * 2 * weights, used * weights * 18 / 32)
+    both, used = problem.work("forward + dX"), problem.used_experts
+    assert both == (2 * 2 * 12 * 2 * weights, 2 * used * weights * 18 / 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", PACKED_FORMATS)
+def test_float_implementations_have_our_results(format, dtype):
+    problem = make_problem(format, dtype)
+    for name, each in PASSES.items():
+        ours = problem.results("ours", name)
+        assert [*ours] == (["y", "dx"] if each.backward else ["y"])
+        assert len(ours["y"]) == each.calls and ours["y"][0].norm() > 0.1
+        for implementation in ("experts", "grouped_mm"):
+            measurement.check(problem.results(implementation, name), ours)
+
+
+@pytest.mark.parametrize("implementation", PACKED_PEERS[3:])
+@pytest.mark.parametrize("format", ggml.TYPES)
+def test_ggml_has_our_results(format, implementation):
+    libraries = ggml.find_libraries([])
+    if implementation.removesuffix("-repacked") not in libraries:
+        pytest.skip(f"needs {implementation}")
+    problem = make_problem(format, libraries=libraries)
+    try:
+        problem.layer(implementation)
+    except NotImplementedError as error:
+        pytest.skip(f"{implementation}: {error}")
+    for name in ("decode T = 1", "prefill"):
+        ours, found = problem.results("ours", name), problem.results(implementation, name)
+        measurement.check(found, ours, problem.tolerances[implementation])
+    with pytest.raises(NotImplementedError, match="forward only"):
+        problem.results(implementation, "forward + dX")
+
+
+def test_integer_arithmetic_is_used_if_the_operator_has_it(monkeypatch):
+    problem, function = make_problem("mxfp4"), ops.packed_experts
+
+    def exact_only(x, weights, activation, *, offsets, inverse, gates):
+        raise AssertionError
+
+    monkeypatch.setattr(ops, "packed_experts", exact_only)
+    with pytest.raises(NotImplementedError, match="no argument arithmetic"):
+        problem.results("integer", "prefill")
+
+    def both(x, weights, activation, *, offsets, inverse, gates, arithmetic="exact"):
+        given = {"offsets": offsets, "inverse": inverse, "gates": gates}
+        factor = {"exact": 1, "integer": 1.01}[arithmetic]
+        return factor * function(x, weights, activation=activation, **given)
+
+    monkeypatch.setattr(ops, "packed_experts", both)
+    found, ours = (problem.results(name, "prefill")["y"][0] for name in ("integer", "ours"))
+    assert torch.equal(found, 1.01 * ours)
+
+
+def test_formats_need_multiples_of_their_blocks():
+    assert problem_of("gpt_oss", "gguf_q4_k") == "256 and 96 must be multiples of 256"
+    assert problem_of("gpt_oss", "mxfp4") == problem_of("olmoe", "gguf_q6_k") == ""
+
+
+def test_page_plot_and_report(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(ggml, "PACKAGES", NOT_INSTALLED)
+    arguments = "--models olmoe gpt_oss --formats mxfp4 gguf_q4_k fp8 --tokens 10 --decode 1 2"
+    arguments += " --rounds 2 --seconds 0 --dtype float32 --output"
+    assert run("low-precision", [*arguments.split(), str(tmp_path)]) == 0
+    page = (tmp_path / "low_precision.md").read_text()
+    assert page in capsys.readouterr().out
+    problems = [("olmoe", "mxfp4"), ("olmoe", "gguf_q4_k"), ("olmoe", "fp8")]
+    problems += [("gpt_oss", "mxfp4"), ("gpt_oss", "fp8")]
+    passes = ["decode T = 1", "decode T = 2", "prefill", "forward + dX"]
+    for model, format in problems:
+        for name in passes:
+            assert f"| {model} | 8 | {format} | {name} | " in page
+    assert "; no ggml\n" in page
+    lines = page.split("## Not timed\n\n")[1].splitlines()
+    missing = ", ".join(PACKED_PEERS[3:])
+    assert lines[-1] == "- gpt_oss, gguf_q4_k: 256 and 96 must be multiples of 256"
+    assert f"- {missing}: fails: forward only (forward + dX)" in lines
+    assert any(line.startswith(f"- {missing}: not installed: pip install") for line in lines)
+    assert any(line.startswith(f"- {missing}: fails: ggml has no type for fp8 (") for line in lines)
+    assert (tmp_path / "low_precision.png").read_bytes().startswith(b"\x89PNG")
+    path = tmp_path / "low_precision.json"
+    results = json.loads(path.read_text())["results"]
+    assert [(result["model"], result["format"]) for result in results] == problems
+    for result in results:
+        assert list(result["limit_ms"]) == passes
+        assert {"ours", "experts", "grouped_mm"} <= set(result["figures"])
+        for found in result["figures"]["ours"].values():
+            assert found["rounds"] == 2 and found["gbytes"] > 0
+    assert run("low-precision", ["--report", str(path)]) == 0
+    assert capsys.readouterr().out == page
+    assert run("low-precision", ["--report", str(path), str(path)]) == 0
+    assert "medians over up to 2 runs" in capsys.readouterr().out
+
+
+def test_times_and_bytes_are_those_of_one_call():
+    problem = make_problem("gguf_q8_0")
+    args = cases.parse("low-precision", ["--rounds", "2", "--seconds", "0"])
+    more = {"memory": 1, "patience": 1, "device": "cpu", "long": 1}
+    for name, value in more.items():
+        setattr(args, name, value)
+
+    def clock(function):
+        function()
+        return 0.01
+
+    args.clock = clock
+    (result,) = measurement.measure("q8", problem, [], args)
+    result = low_precision.of_one_call(result, problem)
+    figures = result["figures"]["ours"]
+    assert figures["decode T = 1"]["ms"].median == pytest.approx(2)  # of five calls
+    assert figures["decode T = 1"]["gbytes"] == pytest.approx(2 * 3 * 256 * 256 * 34 / 32 / 2e6)
+    assert figures["prefill"]["ms"].median == pytest.approx(10)
+
+
+def test_a_folder_without_ggml_is_refused(tmp_path, capsys):
+    assert exit_status(lambda: run("low-precision", ["--ggml", str(tmp_path)])) == 2
+    assert "--ggml must be folders with a libggml.so of llama.cpp" in capsys.readouterr().err
+    (tmp_path / "libggml.so").write_text("no library")
+    assert exit_status(lambda: run("low-precision", ["--ggml", str(tmp_path)])) == 2
+    assert str(tmp_path) in capsys.readouterr().err
