@@ -1,6 +1,8 @@
 """The benchmark of packed experts: random weights, work, results of every implementation, page."""
 
 import json
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from moe_lab.benchmarks import cases, ggml, low_precision, measurement, roofline
 from moe_lab.benchmarks.cases import run
 from moe_lab.benchmarks.low_precision import Pass, Problem, draw_experts, problem_of
 from moe_lab.benchmarks.random_codes import RandomWeight
+from moe_lab.benchmarks.roofline import Work
 from moe_lab.benchmarks.shapes import MODELS, PACKED_FORMATS, PACKED_PEERS, Shape
 from moe_lab.cli import exit_status
 
@@ -35,6 +38,7 @@ def tiny(monkeypatch):
         monkeypatch.setattr(module, "MODELS", small)
     for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):
         monkeypatch.setattr(roofline, name, dict.fromkeys(("cpu", "cuda"), size))
+    monkeypatch.setattr(roofline, "PEAK_SIZE", 64)
 
 
 def make_problem(format, dtype=torch.float32, libraries=None):
@@ -123,6 +127,14 @@ def test_integer_arithmetic_is_used_if_the_operator_has_it(monkeypatch):
     monkeypatch.setattr(ops, "packed_experts", both)
     found, ours = (problem.results(name, "prefill")["y"][0] for name in ("integer", "ours"))
     assert torch.equal(found, 1.01 * ours)
+
+
+def test_the_faster_probe_is_the_peak():
+    slow, fast = (
+        roofline.Probe(partial(time.sleep, seconds), Work(flops, 0))
+        for seconds, flops in ((0.02, 300), (0.01, 200))
+    )
+    assert roofline.faster([slow, fast]) is fast is roofline.faster([fast, slow])
 
 
 def test_formats_need_multiples_of_their_blocks():

@@ -16,7 +16,7 @@ The passes, with T tokens and uniform random routing:
     prefill         forward, T = 512 (--tokens)
     forward + dX    forward and the gradient of x, T = 512
 
-Functions of moe_ext get x in --dtype:
+Functions of moe_ext and torch get x in --dtype:
 
     moe_ext         ops.packed_experts: exact arithmetic on the numbers that the codes stand for
     integer         the same with arithmetic="integer"
@@ -27,14 +27,16 @@ The others get x in float32, read the same codes, and have integer arithmetic. T
 gradients. Their time does not include the sum over the experts of a token:
 
     ik_llama.cpp    pip install ik-llama-cpp-python (a build for AVX2)
-    llama.cpp       CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python --no-binary :all:
+    llama.cpp       CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
     -repacked       the same with weights that are ordered for the kernels: iqk_repack_tensor, and
                     the buffer type CPU_REPACK
 
 --ggml adds the folder of another build. A package that is missing is listed under "Not timed".
 
 The limit is max(flops / GEMM peak, bytes / stream bandwidth), with the bytes of codes and scales in
-the file. Both rates are measured in the same rounds, and the peak is that of torch.mm in --dtype.
+the file. Both rates are measured in the same rounds. The peak is that of torch.mm or ops.experts in
+--dtype on square matrices, whichever is faster.
+
 Before any measurement, the command compares the results of all functions with those of moe_ext.
 Rounds are interleaved and timed as in moe-lab benchmark layer, whose help explains "~", "–" and
 figures of several runs. Each round calls a function twice and times the second call.
@@ -55,11 +57,11 @@ from torch.nn import functional as F
 from moe_ext import ops
 from moe_ext.formats import FormatName, PackedWeight, dequantize
 from moe_lab.benchmarks import ggml, measurement
-from moe_lab.benchmarks.harness import Quartiles, Row
+from moe_lab.benchmarks.harness import Quartiles, Row, pinned
 from moe_lab.benchmarks.measurement import Extra, Stacked, best_ratio, by
 from moe_lab.benchmarks.peers import random_routing
 from moe_lab.benchmarks.random_codes import BLOCKS, RandomWeight
-from moe_lab.benchmarks.roofline import Work
+from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
 from moe_lab.benchmarks.shapes import MODELS, PACKED_PEERS, Shape
 from moe_lab.benchmarks.tables import cell, number, percent_of_limit, place, plot
 from moe_lab.experiments.report import write_report
@@ -289,7 +291,9 @@ def _measure(args: Any) -> dict[str, Any]:
                 todo.append((f"{model}, {format}", f"{model}, {format}, {dtype}", make))
 
     def examine(name: str, problem: Problem, record: dict[str, Any]) -> None:
-        for result in measurement.measure(name, problem, args.peers, args):
+        with pinned(args.threads[0]):
+            gemm = faster([probe(problem.dtype) for probe in (gemm_probe, experts_probe)])
+        for result in measurement.measure(name, problem, args.peers, args, gemm):
             result["model"], result["format"] = name.split(", ")
             record["results"].append(of_one_call(result, problem))
 

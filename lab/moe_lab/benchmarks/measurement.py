@@ -23,7 +23,7 @@ from moe_lab.benchmarks.harness import (
     ratio,
 )
 from moe_lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib
-from moe_lab.benchmarks.roofline import Work, gemm_probe, limit, stream_probe
+from moe_lab.benchmarks.roofline import Probe, Work, gemm_probe, limit, stream_probe
 from moe_lab.benchmarks.shapes import Shape
 from moe_lab.files import from_json, write_json
 from moe_lab.progress import progress
@@ -60,7 +60,7 @@ def check(
     Compares norms: the rounding of a sum near zero can switch a hidden unit on or off. This
     changes a few numbers by more than rounding.
 
-    tolerance: the norm of the difference, relative to that of `expected`; None: that of the dtype.
+    tolerance: the largest difference in norm, relative to `expected`; None: depends on the dtype.
 
     Raises:
         WrongResult: a result differs from the expected result.
@@ -136,7 +136,9 @@ def _reason_to_skip(extra: Extra, rates: Mapping[Key, float], args: Any) -> str:
     return f"would take {seconds:.0f} s more" if seconds > args.patience else ""
 
 
-def measure(name: str, problem: Any, peers: Sequence[str], args: Any) -> list[dict[str, Any]]:
+def measure(
+    name: str, problem: Any, peers: Sequence[str], args: Any, gemm: Probe | None = None
+) -> list[dict[str, Any]]:
     """Measures a problem; returns a result for each number of threads.
 
     The figures of a result are by implementation and pass. Three numbers are the quartiles over the
@@ -152,9 +154,11 @@ def measure(name: str, problem: Any, peers: Sequence[str], args: Any) -> list[di
             pass, `extra` returns an `Extra`, `results` what is compared, and `call` the function.
         peers: the other implementations.
         args: the options of the run.
+        gemm: the probe of the GEMM peak; None: `gemm_probe`.
     """
     options = {"device": problem.device}
-    probes = {"gemm": gemm_probe(problem.dtype, **options), "stream": stream_probe(**options)}
+    gemm = gemm or gemm_probe(problem.dtype, **options)
+    probes = {"gemm": gemm, "stream": stream_probe(**options)}
     machine: Functions = {("machine", what): probe.function for what, probe in probes.items()}
     work = {which: problem.work(which) for which in problem.passes}
     work |= {what: probe.work for what, probe in probes.items()}

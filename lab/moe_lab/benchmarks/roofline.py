@@ -1,5 +1,6 @@
 """Lower bounds of a computation's time, from its operations and bytes moved."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -66,6 +67,24 @@ def gemm_probe(dtype: torch.dtype, *, device: str = "cpu") -> Probe:
     return Probe(lambda: torch.mm(a, b, out=c), Work(2 * size**3, 0))
 
 
+def experts_probe(dtype: torch.dtype) -> Probe:
+    """Returns a probe that multiplies two square matrices with `ops.experts`, on the CPU."""
+    square = torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype)
+    return Probe(lambda: ops.experts(square, [square[None]]), Work(2 * PEAK_SIZE**3, 0))
+
+
+def faster(probes: Sequence[Probe]) -> Probe:
+    """Returns the probe with the most flops per second, on the present threads."""
+
+    def rate(probe: Probe) -> float:
+        probe.function()
+        start = time.perf_counter()
+        probe.function()
+        return probe.work.flops / (time.perf_counter() - start)
+
+    return max(probes, key=rate)
+
+
 def stream_probe(*, device: str = "cpu") -> Probe:
     """Returns a probe of the memory bandwidth, with two float32 vectors.
 
@@ -80,14 +99,14 @@ def stream_probe(*, device: str = "cpu") -> Probe:
 
 def gemm_and_exp_probes(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     """Returns functions for the rates of `ops.experts`, "peak", and of torch.exp, "exp"."""
-    square, values = torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype), torch.randn(NUM_EXPONENTIALS)
+    values = torch.randn(NUM_EXPONENTIALS)
     out = torch.empty_like(values)
 
     def exponentials() -> None:
         for _ in range(REPEATS):
             torch.exp(values, out=out)
 
-    return {"peak": lambda: ops.experts(square, [square[None]]), "exp": exponentials}
+    return {"peak": experts_probe(dtype).function, "exp": exponentials}
 
 
 def gemm_and_exp_limits(
