@@ -43,9 +43,9 @@ MOE_EXT_INLINE float unpacked(const PackedLayout& layout, const uint8_t* panel, 
   if (layout.bytes_of_unit() == 64) {
     int code = codes[output * 4 + i % 4] >> (i < 4 ? 0 : 4) & 15;
     if (format.codes == Codes::kSixBits) {
-      const int64_t in_pair = input % (2 * kPackedInputs);
-      const uint8_t* high = panel + layout.high_bits() + unit / 2 * 64 + output * 4 + in_pair / 4;
-      code |= (*high >> in_pair % 4 * 2 & 3) << 4;
+      const int64_t place = input % (2 * kPackedInputs);
+      const uint8_t* high = panel + layout.high_bits() + unit / 2 * 64 + output * 4 + place % 4;
+      code |= (*high >> place / 4 * 2 & 3) << 4;
       value = static_cast<float>(code - 32);
     } else {
       value = format.values[code];

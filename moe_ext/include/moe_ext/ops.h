@@ -263,11 +263,14 @@ struct PackedWeight {
 // gates and biases have gradients.
 //
 //   weights: one for each layer.
+//   arithmetic: "exact", or "integer" for inference: the inputs of a layer are rounded to int8 in
+//     segments of up to 32.
 //   The other arguments are those of experts; the biases have the dtype of x.
 MOE_EXT_API Tensor packed_experts(const Tensor& x, at::ArrayRef<PackedWeight> weights,
                                   at::TensorList biases = {}, std::string_view activation = "relu",
                                   const ExpertsOptions& options = {},
-                                  at::ArrayRef<double> activation_args = {});
+                                  at::ArrayRef<double> activation_args = {},
+                                  std::string_view arithmetic = "exact");
 
 // How the losses of the tokens are computed and reduced; see linear_cross_entropy.
 struct LinearCrossEntropyOptions {
