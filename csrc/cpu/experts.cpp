@@ -312,7 +312,7 @@ void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tens
       std::is_same_v<scalar_t, acc_t> ? 0 : experts.template rows_size<acc_t>(width);
   const auto& blocks = experts.blocks();
   for_each_task<acc_t>(
-      static_cast<int64_t>(blocks.size()), /*may_wait=*/false, num_threads_for(experts.flops()),
+      static_cast<int64_t>(blocks.size()), /*progress=*/nullptr, num_threads_for(experts.flops()),
       experts.places_size(saved, /*backward=*/false) +
           std::max(experts.hidden_size(/*has_z=*/saved), wide_size),
       rows.options().dtype(c10::CppTypeToScalarType<acc_t>::value),
@@ -565,7 +565,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
       .parameters = parameters,
       .first_learned = first_learned};
   for_each_task<acc_t>(
-      schedule.num_tasks(), schedule.has_split_experts(), num_threads,
+      schedule.num_tasks(), schedule.progress(), num_threads,
       BlockBackward<scalar_t>::workspace_size(gradients), acc_options,
       [&](int64_t task, acc_t* workspace) {
         schedule.run(

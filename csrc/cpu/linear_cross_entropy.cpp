@@ -23,7 +23,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "../implement.h"
@@ -32,6 +31,7 @@
 #include "elementwise.h"
 #include "empty_rows.h"
 #include "parallel.h"
+#include "progress.h"
 #include "vectorize.h"
 #include "workspace.h"
 
@@ -67,24 +67,6 @@ struct Gradients {
   static acc_t* data(const Tensor& tensor) {
     return tensor.numel() > 0 ? tensor.mutable_data_ptr<acc_t>() : nullptr;
   }
-};
-
-// Lets tasks add to shared results in a fixed order: each turn waits for the one before.
-class Turns {
- public:
-  explicit Turns(int64_t num_results) : next_(num_results) {}
-
-  template <typename Body>
-  void take(int64_t result, int turn, const Body& body) {
-    auto& next = next_[result];
-    for (int now; (now = next.load()) != turn;) next.wait(now);
-    body();
-    next.store(turn + 1);
-    next.notify_all();
-  }
-
- private:
-  std::vector<std::atomic<int>> next_;
 };
 
 // The parts of `tokens`, about equal and of at most `most` tokens.
@@ -147,16 +129,16 @@ class LinearCrossEntropy {
         split({0, tiles_.num_tokens}, std::clamp(equal, std::min(kMinBlockTokens, most), most));
     const int64_t tokens = at::ceil_div(tiles_.num_tokens, static_cast<int64_t>(blocks.size()));
     const int64_t kept_size = keeps() ? tiles_.num_tiles * kept_size_of_tile(tokens) : 0;
-    Turns turns(tiles_.num_tiles);
-    for_each(blocks.size(), gradients_.of_classes(), kept_size + tile_space(tokens),
-             [&](int64_t block, acc_t* workspace) {
+    Progress turns(tiles_.num_tiles);
+    for_each(blocks.size(), gradients_.of_classes() ? &turns : nullptr,
+             kept_size + tile_space(tokens), [&](int64_t block, acc_t* workspace) {
                acc_t* kept = take<acc_t>(workspace, kept_size);
                block_of_tokens(static_cast<int>(block), blocks[block], turns,
                                keeps() ? kept : nullptr, workspace);
              });
   }
 
-  void block_of_tokens(int block, Tokens tokens, Turns& turns, acc_t* kept, acc_t* workspace) {
+  void block_of_tokens(int block, Tokens tokens, Progress& turns, acc_t* kept, acc_t* workspace) {
     const Space space(tiles_, tokens.count, workspace);
     const auto kept_tile = [&](int64_t i) {
       return kept == nullptr ? nullptr : kept + i * kept_size_of_tile(tokens.count);
@@ -177,7 +159,7 @@ class LinearCrossEntropy {
         tiles_.add_to_input(tokens, classes, p, added(i), gradients_.input, space.gemm);
       }
       if (!gradients_.of_classes()) continue;
-      turns.take(i, block, [&] {
+      turns.in_turn(i, block, [&] {
         tiles_.add_to_weight(tokens, classes, p, added(block), gradients_.weight, gradients_.bias,
                              space.gemm, space.bias);
       });
@@ -203,7 +185,7 @@ class LinearCrossEntropy {
   }
 
   void sum_by_classes(Tokens tokens, acc_t* kept, std::vector<Sums<acc_t>>& of_tiles) {
-    for_each(tiles_.num_tiles, false, tile_space(tokens.count), [&](int64_t i, acc_t* workspace) {
+    for_each(tiles_.num_tiles, nullptr, tile_space(tokens.count), [&](int64_t i, acc_t* workspace) {
       const Space space(tiles_, tokens.count, workspace);
       sum_tile(tokens, i, space, kept_in_weight(kept, i), of_tiles);
     });
@@ -214,9 +196,9 @@ class LinearCrossEntropy {
                                 std::vector<Sums<acc_t>>& of_tiles) {
     const auto of_logits = tiles_.logit_gradients(tokens, lse_, grad_);
     const auto parts = split(tokens, kPartTokens);
-    Turns turns(parts.size());
-    for_each(tiles_.num_tiles, gradients_.input != nullptr, tile_space(tokens.count),
-             [&](int64_t i, acc_t* workspace) {
+    Progress turns(static_cast<int64_t>(parts.size()));
+    for_each(tiles_.num_tiles, gradients_.input != nullptr ? &turns : nullptr,
+             tile_space(tokens.count), [&](int64_t i, acc_t* workspace) {
                const Space space(tiles_, tokens.count, workspace);
                const Classes classes = tiles_.tile(i);
                const p_t* p = differentiate_tile(tokens, i, space, kept_in_weight(kept, i),
@@ -228,7 +210,7 @@ class LinearCrossEntropy {
                if (gradients_.input == nullptr) return;
                for (size_t part = 0; part < parts.size(); ++part) {
                  const p_t* of_part = p + (parts[part].first - tokens.first) * classes.count;
-                 turns.take(part, static_cast<int>(i), [&] {
+                 turns.in_turn(part, static_cast<int>(i), [&] {
                    tiles_.add_to_input(parts[part], classes, of_part, added(i), gradients_.input,
                                        space.gemm);
                  });
@@ -294,8 +276,9 @@ class LinearCrossEntropy {
   }
 
   template <typename Body>
-  void for_each(int64_t num_tasks, bool may_wait, int64_t workspace_size, const Body& body) const {
-    for_each_task<acc_t>(num_tasks, may_wait,
+  void for_each(int64_t num_tasks, Progress* progress, int64_t workspace_size,
+                const Body& body) const {
+    for_each_task<acc_t>(num_tasks, progress,
                          num_threads_for(2 * tiles_.num_tokens * tiles_.width * tiles_.num_classes),
                          workspace_size, tiles_.acc_options(), body);
   }

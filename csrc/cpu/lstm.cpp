@@ -296,7 +296,7 @@ class Layer {
     const int64_t num_threads =
         std::min(num_threads_for(2 * steps.num_rows() * 4 * num_units * (width + 1)), useful);
     const auto parts = steps.split(num_threads);
-    for_each_task<acc_t>(num_threads, false, num_threads, workspace_size, acc_options(),
+    for_each_task<acc_t>(num_threads, nullptr, num_threads, workspace_size, acc_options(),
                          [&](int64_t part, acc_t* workspace) { body(parts[part], workspace); });
   }
 
@@ -382,7 +382,7 @@ class LstmForward {
     const int64_t num_parts = at::ceil_div(num_rows, kRowsOfTask);
     const int64_t most = std::min(num_rows, kRowsOfTask);
     for_each_task<acc_t>(
-        num_parts * static_cast<int64_t>(layer_.blocks.size()), false,
+        num_parts * static_cast<int64_t>(layer_.blocks.size()), nullptr,
         num_threads_for(2 * num_rows * 4 * layer_.num_units * d_input),
         gemm_workspace_size<scalar_t>(most, 4 * layer_.max_units(), d_input), layer_.acc_options(),
         [&](int64_t task, acc_t* workspace) {
@@ -634,7 +634,7 @@ class LstmBackward {
     const int64_t sums =
         std::max({sums_size<scalar_t, acc_t>(columns, std::max(d_input, width)),
                   sums_size<scalar_t, acc_t>(kMaxUnits, num_units), rows * d_input, 2 * columns});
-    for_each_task<acc_t>(static_cast<int64_t>(tasks.size()), false,
+    for_each_task<acc_t>(static_cast<int64_t>(tasks.size()), nullptr,
                          num_threads_for(2 * num_rows() * num_units * (8 * d_input + 4 * width)),
                          gemm_size + sums, layer_.acc_options(),
                          [&](int64_t task, acc_t* workspace) {
