@@ -35,11 +35,11 @@ INSTANTIATE_TEST_SUITE_P(Tasks, Threads, testing::ValuesIn(kThreads));
 // Calls body(task) for all tasks, except that the task `failing` throws an error.
 template <typename Body>
 void run_tasks(int64_t num_tasks, Progress* progress, int64_t failing, const Body& body) {
-  for_each_task<float>(num_tasks, progress, at::get_num_threads(), /*workspace_size=*/1,
-                       at::TensorOptions(at::kFloat), [&](int64_t task, float*) {
-                         if (task == failing) throw std::runtime_error(std::to_string(task));
-                         body(task);
-                       });
+  const auto nothing = [](Arena&) { return 0; };
+  for_each_task(num_tasks, progress, at::get_num_threads(), nothing, [&](int64_t task, int) {
+    if (task == failing) throw std::runtime_error(std::to_string(task));
+    body(task);
+  });
 }
 
 // Returns the text of the exception of `run`, or an empty text.
@@ -66,6 +66,28 @@ TEST_P(Threads, ThrowTheErrorOfATask) {
     EXPECT_EQ(error_of([&] { run_tasks(100, nullptr, failing, [](int64_t) {}); }),
               std::to_string(failing));
   }
+}
+
+TEST_P(Threads, HaveAWorkspaceEach) {
+  constexpr int64_t kTasks = 200, kSize = 100;
+  std::vector<std::atomic<int>> sums(kTasks);
+  for_each_task(
+      kTasks, nullptr, at::get_num_threads(), [](Arena& arena) { return arena.take<int>(kSize); },
+      [&](int64_t task, int* workspace) {
+        std::fill_n(workspace, kSize, static_cast<int>(task));
+        for (int i = 0; i < kSize; ++i) sums[task] += workspace[i];
+      });
+  for (int64_t task = 0; task < kTasks; ++task) EXPECT_EQ(sums[task], kSize * task);
+}
+
+// An error while a thread takes its workspace.
+TEST_P(Threads, ThrowTheErrorOfAWorkspace) {
+  std::atomic<int> calls{0};
+  const std::string error = error_of([&] {
+    const auto take = [&](Arena& arena) { return arena.take<int>(++calls == 1 ? 1 : 1000); };
+    for_each_task(10, nullptr, at::get_num_threads(), take, [](int64_t, int*) {});
+  });
+  EXPECT_NE(error.find("is too small"), std::string::npos);
 }
 
 // Every task adds to all results in turn.
