@@ -15,7 +15,7 @@
 namespace moe_ext::cpu {
 
 // Arrays that start at cache lines. The code that takes the arrays runs twice: with an arena
-// without memory, which counts the bytes, and with an arena that has so many.
+// without memory, which counts the bytes, and with an arena of this size.
 class Arena {
  public:
   Arena() = default;

@@ -1,5 +1,5 @@
-// An allocation that fails in a task of a parallel loop ends the operator with an error: the other
-// tasks do not wait for the failed one. ctest ends a test that hangs.
+// If an allocation fails in a task of a parallel loop, the operator throws. The other tasks do not
+// wait for the failed one. ctest ends a test that hangs.
 #include <ATen/Parallel.h>
 #include <c10/util/ParallelGuard.h>
 #include <gtest/gtest.h>
