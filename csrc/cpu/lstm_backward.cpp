@@ -100,9 +100,6 @@ class LstmBackward {
   void take_upstream(const LstmOutputGradients& upstream) {
     const auto& steps = layer_.steps;
     const int64_t width = layer_.width;
-    const auto contiguous = [](const OptionalTensor& tensor) {
-      return tensor ? tensor->contiguous() : Tensor();
-    };
     const auto data = [](const Tensor& tensor) {
       return tensor.defined() ? tensor.template const_data_ptr<scalar_t>() : nullptr;
     };

@@ -141,7 +141,7 @@ class Layer {
              m_0.template mutable_data_ptr<scalar_t>());
     }
     c_0 = empty_rows({num_sentences, num_units}, acc_options());
-    const Tensor from = lstm.c_0 ? lstm.c_0->contiguous() : Tensor();
+    const Tensor from = contiguous(lstm.c_0);
     gather(num_sentences, num_units,
            from.defined() ? from.template const_data_ptr<scalar_t>() : nullptr, of_sentence,
            c_0.template mutable_data_ptr<acc_t>());
