@@ -210,6 +210,21 @@ def test_nothing_is_kept_that_nobody_differentiates():
     assert hidden == pytest.approx(4 * D * 8 * D * 4 / MIB, rel=0.1)
 
 
+def test_threads_of_the_lstm_share_the_memory_of_the_sentences(threads):
+    """The workspace of a thread is for its own sentences, not for all."""
+    num_sentences, d_input, num_units, width = 2048, 8, 256, 8
+    x = torch.zeros(num_sentences, 2, d_input)
+    weights = [torch.zeros(4 * num_units, columns) for columns in (d_input, width)]
+    projection = torch.zeros(width, num_units)
+
+    def mib(num_threads):
+        threads(num_threads)
+        return peak_mib(lambda: ops.lstm(x, *weights, projection=projection))
+
+    cells_of_a_step = num_sentences * num_units * 4 / MIB
+    assert mib(8) < mib(1) + 2 * cells_of_a_step
+
+
 WITHOUT_MEMORY = """
 import resource, torch
 from moe_ext import ops
