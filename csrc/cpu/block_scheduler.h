@@ -36,8 +36,8 @@ std::vector<Block> split_into_blocks(const at::Tensor& offsets, int64_t num_expe
 // Calls body(task, workspace) for all tasks, 0 <= task < num_tasks. Each thread has its own
 // workspace: what take(arena) returns. Tasks are handed out in order: when a thread gets a task,
 // all earlier tasks are done or in progress. With `progress`, a task may therefore wait for earlier
-// ones. If a task throws, the waits of the others end, no task starts, and the exception is thrown
-// again.
+// ones. If a task throws, the waits of the others end, later tasks may not run, and the exception
+// is thrown again.
 template <typename Take, typename Body>
 void for_each_task(int64_t num_tasks, Progress* progress, int64_t num_threads, const Take& take,
                    const Body& body) {
