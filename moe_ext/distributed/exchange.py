@@ -16,6 +16,7 @@ from moe_ext import ops
 from moe_ext._compiled import eager
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
+from moe_ext.checks import require_sizes
 from moe_ext.distributed._rows import columns_of, scale_grad, with_backward_of
 from moe_ext.distributed._whole import is_marked, require_whole
 from moe_ext.distributed.placement import ExpertPlacement
@@ -153,6 +154,7 @@ class Exchange:
         reduction: _Reduction = "mean",
         chunks_of: ChunksOf | None = None,
     ) -> None:
+        (num_chunks,) = require_sizes("Exchange", num_chunks=num_chunks)
         size, num_experts = ranks.size, placement.num_experts
         self.placement = placement
         self.ranks = ranks

@@ -71,7 +71,8 @@ class ExpertParallel:
             ("placement", (*get_args(Placement), None)),
         ):
             require_one_of(f"ExpertParallel: {name}", names, getattr(self, name))
-        require_sizes("ExpertParallel", num_chunks=self.num_chunks)
+        (num_chunks,) = require_sizes("ExpertParallel", num_chunks=self.num_chunks)
+        object.__setattr__(self, "num_chunks", num_chunks)  # an int
 
 
 class ExpertSharding:
