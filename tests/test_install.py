@@ -271,11 +271,11 @@ def test_set_up_keeps_the_library_of_another_environment(owner, other_environmen
         of = {"this": environment.resolve(), "other": other_environment}[owner]
         (folder / "moe_ext" / "lib" / "built_by.txt").write_text(f"{of}\n{folder}\n")
 
-    def set_up(script):
-        # $0 is a script of the folder, from which setup.sh is sourced.
+    def set_up(script, compiler="env g++"):  # a compiler with a launcher
+        options = {"PYTHON": sys.executable, "MOE_EXT_VENV": str(environment), "CXX": compiler}
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", f'{script}source "{folder}/scripts/setup.sh"'],
-            env=os.environ | {"PYTHON": sys.executable, "MOE_EXT_VENV": str(environment)},
+            env=os.environ | options,
             capture_output=True,
             text=True,
         )
@@ -285,6 +285,8 @@ def test_set_up_keeps_the_library_of_another_environment(owner, other_environmen
     safe, _, arguments = log.read_text().splitlines()[-1].partition(": ")
     expected = ("1", ". ./lab") if owner == "other" else ("", "-e . -e ./lab")
     assert safe == expected[0] and arguments.endswith(f"--no-build-isolation {expected[1]}")
+    no_compiler = set_up("", "env no-g++")
+    assert no_compiler.returncode == 2 and "no C++ compiler env no-g++" in no_compiler.stderr
     refused = set_up("in_place=required; ")
     if owner == "other":
         assert refused.returncode == 2
