@@ -519,8 +519,10 @@ def test_a_type_checker_finds_the_installed_package(tmp_path):
     """A type checker in another folder finds the types, as an editor needs them."""
     pytest.importorskip("mypy")
     (tmp_path / "typed.py").write_text(TYPED)
+    # With the same options, the cache of the style check has the types of torch.
+    options = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
     result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--cache-dir", ROOT / ".mypy_cache", "typed.py"],
+        [sys.executable, "-m", "mypy", *options, "typed.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
