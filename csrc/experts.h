@@ -91,6 +91,8 @@ inline void check_packed_layers(const char* op, at::TensorList weights,
     TORCH_CHECK_VALUE(size == num_layers, op, ": ", name, " must have one value for each of ",
                       num_layers, " weights, got ", size);
   }
+  TORCH_CHECK_VALUE(packed.arithmetic == "exact" || packed.is_integer(), op,
+                    ": arithmetic must be exact or integer, got '", packed.arithmetic, "'");
 }
 
 // Returns the layout of a layer; checks its format, group and columns.
@@ -110,14 +112,17 @@ inline PackedLayout packed_layout(const char* op, const PackedLayers& packed, si
   const int64_t inputs = fan_in.guard_int(__FILE__, __LINE__), columns = packed.columns[layer];
   TORCH_CHECK_VALUE(columns >= 0, op, ": columns[", layer, "] must be at least 0, got ", columns);
   const int64_t group = packed.groups[layer];
-  TORCH_CHECK_VALUE(
-      group > 0 && (group % kPackedInputs == 0 || group >= inputs), op, ": groups[", layer,
-      "] must be a multiple of ", kPackedInputs, " or all ", inputs, " inputs, got ", group);
+  TORCH_CHECK_VALUE(group > 0 && (group % kPackedInputs == 0 || group >= inputs), op, ": groups[",
+                    layer, "] must be a multiple of ", kPackedInputs, " or all ", inputs,
+                    " inputs, got ", group);
   TORCH_CHECK_VALUE(format->group == 0 || (format->group == group && inputs % group == 0), op,
                     ": groups[", layer, "] must be ", format->group,
                     ", a divisor of the inputs, for ", name, ", got ", group, " and ", inputs,
                     " inputs");
-  return {.format = format, .inputs = inputs, .outputs = columns, .group = group};
+  const PackedLayout layout{.format = format, .inputs = inputs, .outputs = columns, .group = group};
+  TORCH_CHECK_VALUE(!packed.is_integer() || layout.is_integer(), op, ": formats[", layer,
+                    "] must have integer values in integer arithmetic, got '", name, "'");
+  return layout;
 }
 
 inline void check_packed_weight(const char* op, const char* name, const Tensor& weight,
@@ -137,6 +142,10 @@ inline void check_feed_forward(const char* op, const Tensor& x, const FeedForwar
       weights.size(), " weights and ", biases.size(), " biases");
   if (packed != nullptr) {
     check_packed_layers(op, weights, *packed);
+    TORCH_CHECK_TYPE(!packed->is_integer() || x.scalar_type() != at::kDouble, op,
+                     ": x must not be float64 in integer arithmetic, got float64");
+    TORCH_CHECK_VALUE(!packed->is_integer() || x.is_cpu() || x.is_meta(), op,
+                      ": x must be on cpu in integer arithmetic, got ", x.device());
   } else {
     check_dim(op, "weights[0]", weights[0], 3);
     check_floating(op, "weights[0]", weights[0]);
@@ -217,8 +226,7 @@ inline std::vector<Tensor> experts_hidden(Empty& empty, const Tensor& x, const R
                                           const FeedForward& network, bool keep_hidden) {
   std::vector<Tensor> hidden;
   for (size_t l = 0; keep_hidden && l + 1 < network.weights.size(); ++l) {
-    hidden.push_back(
-        empty(x, {num_rows_of(x, routing), network.columns(l)}, x.scalar_type()));
+    hidden.push_back(empty(x, {num_rows_of(x, routing), network.columns(l)}, x.scalar_type()));
   }
   return hidden;
 }
@@ -238,8 +246,7 @@ inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const 
                     ": needs_parameters must have one value for each weight and bias, got ",
                     needs_parameters.size());
   for (size_t l = 0; l < hidden.size(); ++l) {
-    check_argument(op, "hidden", hidden[l], x, type,
-                   {num_rows_of(x, routing), network.columns(l)});
+    check_argument(op, "hidden", hidden[l], x, type, {num_rows_of(x, routing), network.columns(l)});
   }
 }
 

@@ -20,12 +20,16 @@ namespace moe_ext {
 struct PackedLayers {
   c10::List<std::string> formats;
   at::ArrayRef<int64_t> groups, columns;
+  std::string_view arithmetic = "exact";  // or "integer"; see cpu/gemm/integer.h
+
+  bool is_integer() const { return arithmetic == "integer"; }
 };
 
 // The expert networks, all of one architecture: linear layers with an activation between them.
 struct FeedForward {
-  at::TensorList weights;  // [E, fan_in, columns] of each layer, contiguous or transposed; or packed
-  at::TensorList biases;   // [E, columns] of each layer, or empty
+  at::TensorList
+      weights;            // [E, fan_in, columns] of each layer, contiguous or transposed; or packed
+  at::TensorList biases;  // [E, columns] of each layer, or empty
   std::string_view activation;
   at::ArrayRef<double> activation_args;  // limit, alpha and offset, or empty
   const PackedLayers* packed = nullptr;
@@ -94,8 +98,9 @@ std::vector<Tensor> packed_experts_of(
     const OptionalTensor& token_offsets, const OptionalTensor& gates, at::TensorList weights,
     const c10::List<std::string>& formats, at::IntArrayRef groups, at::IntArrayRef columns,
     std::optional<at::TensorList> biases, std::string_view activation, bool keep_hidden,
-    std::optional<at::ArrayRef<double>> activation_args) {
-  const PackedLayers packed{.formats = formats, .groups = groups, .columns = columns};
+    std::optional<at::ArrayRef<double>> activation_args, std::string_view arithmetic) {
+  const PackedLayers packed{
+      .formats = formats, .groups = groups, .columns = columns, .arithmetic = arithmetic};
   auto [y, list] = kernel(
       x,
       Routing{
@@ -148,11 +153,10 @@ inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
                                    const FeedForward& network, bool keep_hidden) {
   if (const PackedLayers* packed = network.packed) {
     static const PublicOperator<decltype(packed_experts_of<nullptr>)> op("moe_ext::packed_experts");
-    const auto list =
-        op.call(x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
-                network.weights, packed->formats, packed->groups, packed->columns,
-                if_any(network.biases), network.activation, keep_hidden,
-                if_any(network.activation_args));
+    const auto list = op.call(x, routing.offsets, routing.inverse, routing.token_offsets,
+                              routing.gates, network.weights, packed->formats, packed->groups,
+                              packed->columns, if_any(network.biases), network.activation,
+                              keep_hidden, if_any(network.activation_args), packed->arithmetic);
     return {list[0], {list.begin() + 1, list.end()}};
   }
   static const PublicOperator<decltype(experts_of<nullptr>)> op("moe_ext::experts");

@@ -27,6 +27,7 @@
 #include "elementwise.h"
 #include "empty_rows.h"
 #include "gemm/gemm.h"
+#include "gemm/integer.h"
 #include "parameter_gradients.h"
 #include "slots.h"
 #include "vectorize.h"
@@ -74,6 +75,7 @@ class Experts {
       offsets_ = contiguous_index(*routing.offsets);
       check_offsets(op, "offsets", offsets_, num_rows_);
     }
+    integer_ = network.packed != nullptr && network.packed->is_integer();
     int64_t fan_in = x.size(1);
     for (size_t l = 0; l < network.weights.size(); ++l) {
       const Tensor& weight = network.weights[l];
@@ -125,6 +127,7 @@ class Experts {
     if (backward) {
       size = std::max(size, gemm_workspace_size<scalar_t>(widest_, widest_, most_rows_of_expert_));
     }
+    if (integer_) size = std::max(size, integer_workspace_size(most_rows_, widest_));
     return whole_lines(size);
   }
 
@@ -147,8 +150,8 @@ class Experts {
   Operand<scalar_t> weight(int64_t expert, int64_t layer) const {
     if (!layouts_.empty()) {
       const PackedLayout& layout = layouts_[layer];
-      return packed<scalar_t>(layout, weights_[layer].template const_data_ptr<uint8_t>() +
-                                          expert * layout.bytes());
+      return packed<scalar_t>(
+          layout, weights_[layer].template const_data_ptr<uint8_t>() + expert * layout.bytes());
     }
     const scalar_t* data = weights_[layer].template const_data_ptr<scalar_t>() +
                            expert * fan_in(layer) * columns(layer);
@@ -261,6 +264,14 @@ class Experts {
     } else if (const Block* next = after(block)) {
       after_gemm.next_b = weight(next->expert, 0);
     }
+    if constexpr (!std::is_same_v<scalar_t, double>) {
+      if (integer_) {
+        integer_gemm(block.num_rows, layouts_[layer], weight(block.expert, layer).panels, in,
+                     /*add=*/has_bias(), product, space);
+        if (epilogue) epilogue({0, block.num_rows, 0, columns(layer)});
+        return;
+      }
+    }
     gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), plain(in, fan_in(layer)),
                    weight(block.expert, layer), has_bias() ? Write::kAdd : Write::kReplace, product,
                    space, after_gemm);
@@ -303,6 +314,7 @@ class Experts {
   Tensor offsets_;
   std::vector<Tensor> weights_, biases_;
   std::vector<PackedLayout> layouts_;  // of packed weights
+  bool integer_ = false;               // whether the arithmetic is that of integers
   std::vector<bool> transposed_;       // of each layer
   std::vector<int64_t> fan_in_, columns_;
   std::vector<Block> blocks_;
@@ -330,11 +342,12 @@ void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tens
   const int64_t wide_size =
       std::is_same_v<scalar_t, acc_t> ? 0 : experts.template rows_size<acc_t>(width);
   const auto& blocks = experts.blocks();
-  for_each_task<acc_t>(
-      static_cast<int64_t>(blocks.size()), /*may_wait=*/false, num_threads_for(experts.flops()),
-      experts.places_size(saved, /*backward=*/false) +
-          std::max(experts.hidden_size(/*has_z=*/saved), wide_size),
-      rows.options().dtype(c10::CppTypeToScalarType<acc_t>::value),
+  for_each_task(
+      static_cast<int64_t>(blocks.size()), /*progress=*/nullptr, num_threads_for(experts.flops()),
+      [&](Arena& arena) {
+        return arena.take<acc_t>(experts.places_size(saved, /*backward=*/false) +
+                                 std::max(experts.hidden_size(/*has_z=*/saved), wide_size));
+      },
       [&](int64_t task, acc_t* workspace) {
         const Block& block = blocks[task];
         if (block.num_rows == 0) return;
@@ -564,7 +577,6 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
                 at::TensorList hidden, bool needs_x, at::TensorList grad_parameters,
                 int64_t first_learned, const Tensor& grad_gates) {
   using acc_t = at::opmath_type<scalar_t>;
-  const auto acc_options = grad.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   Tensor rows = empty_rows({needs_x ? experts.num_rows() : 0, experts.fan_in(0)}, grad.options());
   std::vector<typename ParameterGradients<scalar_t>::Layer> layers;
   for (int64_t l = 0; l < experts.num_layers(); ++l) {
@@ -573,7 +585,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   ParameterGradients<scalar_t> parameters(grad_parameters, layers, experts.num_experts());
   const int64_t flops = 2 * experts.flops(), num_threads = num_threads_for(flops);
   BackwardSchedule schedule(experts.blocks(), parameters.num_parts(), num_threads);
-  parameters.reserve(schedule, acc_options);
+  parameters.reserve(schedule);
   const Gradients<scalar_t> gradients{
       .experts = experts,
       .hidden = data_of<scalar_t>(hidden),
@@ -583,9 +595,11 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
       .grad_rows = needs_x ? rows.mutable_data_ptr<scalar_t>() : nullptr,
       .parameters = parameters,
       .first_learned = first_learned};
-  for_each_task<acc_t>(
-      schedule.num_tasks(), schedule.has_split_experts(), num_threads,
-      BlockBackward<scalar_t>::workspace_size(gradients), acc_options,
+  for_each_task(
+      schedule.num_tasks(), schedule.progress(), num_threads,
+      [&](Arena& arena) {
+        return arena.take<acc_t>(BlockBackward<scalar_t>::workspace_size(gradients));
+      },
       [&](int64_t task, acc_t* workspace) {
         schedule.run(
             task,

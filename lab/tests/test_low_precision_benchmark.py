@@ -87,7 +87,7 @@ def test_float_implementations_have_our_results(format, dtype):
         ours = problem.results("ours", name)
         assert [*ours] == (["y", "dx"] if each.backward else ["y"])
         assert len(ours["y"]) == each.calls and ours["y"][0].norm() > 0.1
-        for implementation in ("experts", "grouped_mm"):
+        for implementation in ("float-experts", "grouped_mm"):
             measurement.check(problem.results(implementation, name), ours)
 
 
@@ -168,7 +168,7 @@ def test_page_plot_and_report(monkeypatch, capsys, tmp_path):
     assert [(result["model"], result["format"]) for result in results] == problems
     for result in results:
         assert list(result["limit_ms"]) == passes
-        assert {"ours", "experts", "grouped_mm"} <= set(result["figures"])
+        assert {"ours", "float-experts", "grouped_mm"} <= set(result["figures"])
         for found in result["figures"]["ours"].values():
             assert found["rounds"] == 2 and found["gbytes"] > 0
     assert run("low-precision", ["--report", str(path)]) == 0

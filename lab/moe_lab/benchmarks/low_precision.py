@@ -20,7 +20,7 @@ Functions of moe_ext and torch get x in --dtype:
 
     moe_ext         ops.packed_experts: exact arithmetic on the numbers that the codes stand for
     integer         the same with arithmetic="integer"
-    experts         ops.experts on dequantized weights in --dtype: up to 8 times the memory
+    float-experts   ops.experts on dequantized weights in --dtype: up to 8 times the memory
     grouped_mm      torch's grouped_mm on the same weights
 
 The others get x in float32, read the same codes, and have integer arithmetic. They compute no
@@ -69,8 +69,8 @@ from moe_lab.markdown import markdown_table
 
 NAME = "low_precision"
 COMMAND = "moe-lab benchmark low-precision --output docs/results"
-OURS, INTEGER, REPACKED = "ours", "integer", "-repacked"
-FLOAT_PEERS = {"experts", "grouped_mm"}  # with dequantized weights
+OURS, FLOAT, INTEGER, REPACKED = "ours", "float-experts", "integer", "-repacked"
+FLOAT_PEERS = {FLOAT, "grouped_mm"}  # with dequantized weights
 TOLERANCE = 0.05  # of activations in 8 bits, in the norm of y
 PLACE = ("model", "format", "dtype")  # of a result
 
@@ -213,8 +213,8 @@ class Problem:
         """Returns a function of x, the experts of each token, and gates."""
         if implementation == "grouped_mm":
             return partial(grouped_mm, self.floats)
-        operator: Any = ops.experts if implementation == "experts" else ops.packed_experts
-        weights = self.floats if implementation == "experts" else self.weights
+        operator: Any = ops.experts if implementation == FLOAT else ops.packed_experts
+        weights = self.floats if implementation == FLOAT else self.weights
         options: dict[str, Any] = {"activation": "swiglu"}
         if implementation == INTEGER:
             if "arithmetic" not in inspect.signature(operator).parameters:

@@ -18,7 +18,7 @@ PACKED_FORMATS = (
     *("fp8", "int4", "nf4"),
 )
 PACKED_PEERS = (
-    *("experts", "grouped_mm", "integer"),
+    *("float-experts", "grouped_mm", "integer"),
     *("ik_llama.cpp", "ik_llama.cpp-repacked", "llama.cpp", "llama.cpp-repacked"),
 )
 

@@ -216,5 +216,5 @@ def plot(results: Sequence[Row], machine: str, label: Callable[[Row], str]) -> "
     axes.set_xticks(range(len(chosen)), list(map(label, chosen)), fontsize=8)
     figure.suptitle(f"{first.dtype}, {place(first.threads)}; {machine}", fontsize=8)
     handles = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(*handles, loc="outside lower center", ncols=int(size[0] // 2), frameon=False)
     return figure
