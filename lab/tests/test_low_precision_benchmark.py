@@ -14,7 +14,6 @@ from moe_lab.benchmarks.roofline import Work
 from moe_lab.benchmarks.shapes import MODELS, PACKED_FORMATS, PACKED_PEERS, Shape
 from moe_lab.cli import exit_status
 
-from moe_ext import ops
 from moe_ext.formats import dequantize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,24 +108,19 @@ def test_ggml_has_our_results(format, implementation):
         problem.results(implementation, "forward + dX")
 
 
-def test_integer_arithmetic_is_used_if_the_operator_has_it(monkeypatch):
-    problem, function = make_problem("mxfp4"), ops.packed_experts
-
-    def exact_only(x, weights, activation, *, offsets, inverse, gates):
-        raise AssertionError
-
-    monkeypatch.setattr(ops, "packed_experts", exact_only)
-    with pytest.raises(NotImplementedError, match="no argument arithmetic"):
-        problem.results("integer", "prefill")
-
-    def both(x, weights, activation, *, offsets, inverse, gates, arithmetic="exact"):
-        given = {"offsets": offsets, "inverse": inverse, "gates": gates}
-        factor = {"exact": 1, "integer": 1.01}[arithmetic]
-        return factor * function(x, weights, activation=activation, **given)
-
-    monkeypatch.setattr(ops, "packed_experts", both)
-    found, ours = (problem.results(name, "prefill")["y"][0] for name in ("integer", "ours"))
-    assert torch.equal(found, 1.01 * ours)
+@pytest.mark.parametrize("format", PACKED_FORMATS)
+def test_integer_arithmetic_is_near_to_our_results(format):
+    problem = make_problem(format)
+    if format in ("fp8", "nf4"):
+        with pytest.raises(ValueError, match="arithmetic"):
+            problem.results("integer", "prefill")
+        return
+    for name in ("decode T = 1", "prefill"):
+        ours, found = problem.results("ours", name), problem.results("integer", name)
+        measurement.check(found, ours, problem.tolerances["integer"])
+        assert not torch.equal(found["y"][0], ours["y"][0])
+    with pytest.raises(ValueError, match="arithmetic"):
+        problem.results("integer", "forward + dX")
 
 
 def test_the_faster_probe_is_the_peak():

@@ -71,8 +71,6 @@ _MEANINGS = {
     "hidden": "hidden width of an expert",
 }
 _REPORT = several(Path, None, "print the .json files of earlier runs, merged, and measure nothing")
-
-
 _WEIGHTS = one(_ANY, 3.0, "largest GiB of a layer's weights in float32")
 _OUTPUT = one(Path, None, "folder of the page, figures and plot")
 

@@ -13,9 +13,10 @@ PEER_NAMES = (
     *("mixture-of-experts", "st-moe-pytorch", "ScatterMoE", "ScatterMoE GLU"),
     *(f"HF {name}" for name in ("eager", "grouped_mm", "batched_mm")),
 )
+# Of the benchmark of packed experts.
 PACKED_FORMATS = (
     *("mxfp4", "gguf_q4_0", "gguf_q8_0", "gguf_q4_k", "gguf_q6_k"),
-    *("fp8", "int4", "nf4"),
+    *("fp8", "int4", "nf4"),  # ggml has no such type
 )
 PACKED_PEERS = (
     *("float-experts", "grouped_mm", "integer"),
