@@ -86,6 +86,13 @@ def test_the_last_block_of_fp8_may_have_one_row():
     assert same_bits(dequantize(codes, scales, format="fp8"), expected)
 
 
+def test_the_blocks_of_fp8_may_have_a_single_row():
+    weight = torch.randn(1, 200)
+    packed = quantize(weight, "fp8")
+    scales = packed.scales.repeat_interleave(128, 1)[:, :200]
+    assert same_bits(dequantize(*packed, format="fp8"), packed.codes.float() * scales)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("format", "bits", "group"),

@@ -229,7 +229,7 @@ class Layout:
         blocked = False
         if format == "fp8":
             blocks = (*shape[:-2], -(-shape[-2] // _BLOCK), -(-inputs // _BLOCK))
-            blocked = not by_row and tuple(scales.shape) == blocks
+            blocked = tuple(scales.shape) == blocks  # also if they could be those of a single row
             rule += f", or {blocks}"
         require(by_row or blocked, "dequantize: scales", rule, tuple(scales.shape))
         return inputs, blocked
