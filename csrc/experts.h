@@ -50,6 +50,15 @@ inline bool check_activation(const char* op, std::string_view activation,
   TORCH_CHECK_VALUE(false, op, ": activation must be one of ", names, ", got '", activation, "'");
 }
 
+// Returns whether a known activation is gated.
+inline bool is_gated(const FeedForward& network) {
+  bool gated = false;
+  math::for_each_activation([&](std::string_view name, auto each) {
+    if (name == network.activation) gated = each.kGated;
+  });
+  return gated;
+}
+
 // Returns whether the matrices of a weight are stored transposed: the weight is a view p.mT of a
 // contiguous p [E, columns, fan_in].
 inline bool is_transposed(const Tensor& weight) {
@@ -82,6 +91,8 @@ inline void check_packed_layers(const char* op, at::TensorList weights,
     TORCH_CHECK_VALUE(size == num_layers, op, ": ", name, " must have one value for each of ",
                       num_layers, " weights, got ", size);
   }
+  TORCH_CHECK_VALUE(packed.arithmetic == "exact" || packed.is_integer(), op,
+                    ": arithmetic must be exact or integer, got '", packed.arithmetic, "'");
 }
 
 // Returns the layout of a layer; checks its format, group and columns.
@@ -108,7 +119,11 @@ inline PackedLayout packed_layout(const char* op, const PackedLayers& packed, si
                     ": groups[", layer, "] must be ", format->group,
                     ", a divisor of the inputs, for ", name, ", got ", group, " and ", inputs,
                     " inputs");
-  return {.format = format, .inputs = inputs, .outputs = columns, .group = group};
+  const PackedLayout layout{
+      .format = format, .inputs = inputs, .outputs = columns, .group = group};
+  TORCH_CHECK_VALUE(!packed.is_integer() || layout.is_integer(), op, ": formats[", layer,
+                    "] must have integer values in integer arithmetic, got '", name, "'");
+  return layout;
 }
 
 inline void check_packed_weight(const char* op, const char* name, const Tensor& weight,
@@ -128,6 +143,10 @@ inline void check_feed_forward(const char* op, const Tensor& x, const FeedForwar
       weights.size(), " weights and ", biases.size(), " biases");
   if (packed != nullptr) {
     check_packed_layers(op, weights, *packed);
+    TORCH_CHECK_TYPE(!packed->is_integer() || x.scalar_type() != at::kDouble, op,
+                     ": x must not be float64 in integer arithmetic, got float64");
+    TORCH_CHECK_VALUE(!packed->is_integer() || x.is_cpu() || x.is_meta(), op,
+                      ": x must be on cpu in integer arithmetic, got ", x.device());
   } else {
     check_dim(op, "weights[0]", weights[0], 3);
     check_floating(op, "weights[0]", weights[0]);

@@ -20,6 +20,9 @@ namespace moe_ext {
 struct PackedLayers {
   c10::List<std::string> formats;
   at::ArrayRef<int64_t> groups, columns;
+  std::string_view arithmetic = "exact";  // or "integer"; see cpu/gemm/integer.h
+
+  bool is_integer() const { return arithmetic == "integer"; }
 };
 
 // The expert networks, all of one architecture: linear layers with an activation between them.
@@ -94,8 +97,9 @@ std::vector<Tensor> packed_experts_of(
     const OptionalTensor& token_offsets, const OptionalTensor& gates, at::TensorList weights,
     const c10::List<std::string>& formats, at::IntArrayRef groups, at::IntArrayRef columns,
     std::optional<at::TensorList> biases, std::string_view activation, bool keep_hidden,
-    std::optional<at::ArrayRef<double>> activation_args) {
-  const PackedLayers packed{.formats = formats, .groups = groups, .columns = columns};
+    std::optional<at::ArrayRef<double>> activation_args, std::string_view arithmetic) {
+  const PackedLayers packed{
+      .formats = formats, .groups = groups, .columns = columns, .arithmetic = arithmetic};
   auto [y, list] = kernel(
       x,
       Routing{
@@ -152,7 +156,7 @@ inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
         op.call(x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
                 network.weights, packed->formats, packed->groups, packed->columns,
                 if_any(network.biases), network.activation, keep_hidden,
-                if_any(network.activation_args));
+                if_any(network.activation_args), packed->arithmetic);
     return {list[0], {list.begin() + 1, list.end()}};
   }
   static const PublicOperator<decltype(experts_of<nullptr>)> op("moe_ext::experts");

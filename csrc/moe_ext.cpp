@@ -138,8 +138,8 @@ TORCH_LIBRARY(moe_ext, m) {
   m.def(
       "packed_experts(Tensor x, Tensor? offsets, Tensor? inverse, Tensor? token_offsets, "
       "Tensor? gates, Tensor[] weights, str[] formats, int[] groups, int[] columns, "
-      "Tensor[]? biases, str activation, bool keep_hidden, float[]? activation_args=None) "
-      "-> Tensor[]",
+      "Tensor[]? biases, str activation, bool keep_hidden, float[]? activation_args=None, "
+      "str arithmetic='exact') -> Tensor[]",
       tags);
   m.def(
       "_packed_experts_backward(Tensor grad_y, Tensor x, Tensor? offsets, Tensor? inverse, "

@@ -8,7 +8,7 @@
 //   codes of 4 bits: 32 bits with 8 inputs. Input i has the bits from 8 i for i < 4, and from
 //     8 (i - 4) + 4 for the others. A code is an index of a table of 16 values.
 //   codes of 6 bits: the low 4 bits as above; after all of these, 32 bits with the high 2 bits of
-//     16 inputs, in ascending order. The value is code - 32.
+//     16 inputs, those of input i from 8 (i % 4) + 2 (i / 4). The value is code - 32.
 //   codes of 8 bits: 32 bits with 4 inputs, in ascending order.
 //
 // An input or output that does not exist has the code 0 and the scale 0.
@@ -100,6 +100,15 @@ struct PackedLayout {
     return (end + kPanelAlignment - 1) / kPanelAlignment * kPanelAlignment;
   }
   constexpr int64_t bytes() const { return num_panels() * panel_bytes(); }  // of an expert
+
+  // Whether the values are small integers, up to a factor, which integer arithmetic needs.
+  constexpr bool is_integer() const {
+    if (format->codes == Codes::kE4M3) return false;
+    for (const float value : format->values) {
+      if (value * 2 != static_cast<float>(static_cast<int>(value * 2))) return false;
+    }
+    return true;
+  }
 
   constexpr bool has_minima() const { return format->scales == Scales::kUint8AndMinOfBlocks; }
   // The number of groups in a block, or 0.

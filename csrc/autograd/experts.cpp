@@ -96,6 +96,9 @@ struct Experts : torch::autograd::Function<Experts> {
 
 ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForward& network,
                        bool keep_hidden) {
+  TORCH_CHECK_VALUE(network.packed == nullptr || !network.packed->is_integer(),
+                    "packed_experts: arithmetic must be exact where a gradient is needed (use "
+                    "torch.no_grad()), got 'integer'");
   const auto out = Experts::apply(
       x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates, network.weights,
       network.biases, std::string(network.activation), network.activation_args, network.packed,

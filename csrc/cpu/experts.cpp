@@ -27,6 +27,7 @@
 #include "elementwise.h"
 #include "empty_rows.h"
 #include "gemm/gemm.h"
+#include "gemm/integer.h"
 #include "parameter_gradients.h"
 #include "slots.h"
 #include "vectorize.h"
@@ -44,10 +45,8 @@ class Experts {
 
   Experts(const char* op, const Tensor& x, const Routing& routing, const FeedForward& network)
       : x_(x.contiguous()) {
-    bool gated = false;
     math::with_activation(network.activation, network.activation_args, [&](auto function) {
       interleaved = function.kInterleaved;
-      gated = function.kGated;
       const auto values = [function](const auto* z, Region region, int64_t width, scalar_t* out) {
         vectorized<Activate>(function, z, region, width, out);
       };
@@ -76,6 +75,7 @@ class Experts {
       offsets_ = contiguous_index(*routing.offsets);
       check_offsets(op, "offsets", offsets_, num_rows_);
     }
+    integer_ = network.packed != nullptr && network.packed->is_integer();
     int64_t fan_in = x.size(1);
     for (size_t l = 0; l < network.weights.size(); ++l) {
       const Tensor& weight = network.weights[l];
@@ -92,7 +92,7 @@ class Experts {
       columns_.push_back(columns);
       widest_ = std::max({widest_, fan_in, columns});
       flops_per_row_ += 2 * fan_in * columns;
-      fan_in = gated ? columns / 2 : columns;
+      fan_in = is_gated(network) ? columns / 2 : columns;
     }
     for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
     blocks_ = split_into_blocks(offsets_, num_experts(), num_rows_);
@@ -127,6 +127,7 @@ class Experts {
     if (backward) {
       size = std::max(size, gemm_workspace_size<scalar_t>(widest_, widest_, most_rows_of_expert_));
     }
+    if (integer_) size = std::max(size, integer_workspace_size(most_rows_, widest_));
     return whole_lines(size);
   }
 
@@ -263,6 +264,14 @@ class Experts {
     } else if (const Block* next = after(block)) {
       after_gemm.next_b = weight(next->expert, 0);
     }
+    if constexpr (!std::is_same_v<scalar_t, double>) {
+      if (integer_) {
+        integer_gemm(block.num_rows, layouts_[layer], weight(block.expert, layer).panels, in,
+                     /*add=*/has_bias(), product, space);
+        if (epilogue) epilogue({0, block.num_rows, 0, columns(layer)});
+        return;
+      }
+    }
     gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), plain(in, fan_in(layer)),
                    weight(block.expert, layer), has_bias() ? Write::kAdd : Write::kReplace, product,
                    space, after_gemm);
@@ -305,6 +314,7 @@ class Experts {
   Tensor offsets_;
   std::vector<Tensor> weights_, biases_;
   std::vector<PackedLayout> layouts_;  // of packed weights
+  bool integer_ = false;               // whether the arithmetic is that of integers
   std::vector<bool> transposed_;       // of each layer
   std::vector<int64_t> fan_in_, columns_;
   std::vector<Block> blocks_;

@@ -177,7 +177,7 @@ def _join_codes(codes: Tensor, bits: int) -> list[Tensor]:
     if bits == 6:
         high = pad(units >> 4, (0, 0, 0, 0, 0, units.shape[1] % 2)).unflatten(1, (-1, 2))
         groups = high.transpose(2, 3).flatten(3).unflatten(3, (4, 4))
-        first, second, third, fourth = groups.unbind(4)
+        first, second, third, fourth = groups.unbind(3)
         parts.append((first | second << 2 | third << 4 | fourth << 6).flatten(1))
     return parts
 
@@ -196,7 +196,7 @@ def _split_codes(panels: Tensor, bits: int, inputs: int) -> tuple[Tensor, Tensor
         size = 4 * _OUTPUTS * ((num_units + 1) // 2)
         high = rest[:, :size].unflatten(1, (-1, _OUTPUTS, 4))
         rest = rest[:, size:]
-        high = torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(3)
+        high = torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], -2).flatten(3)
         high = high.unflatten(3, (2, _INPUTS)).transpose(2, 3).flatten(1, 2)[:, :num_units]
         units = units | high << 4
     return units.transpose(1, 2).flatten(2).flatten(0, 1)[:, :inputs], rest

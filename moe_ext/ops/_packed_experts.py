@@ -1,6 +1,7 @@
 """Feed-forward experts whose frozen weights are packed."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ def packed_experts(
     token_offsets: Tensor | None = None,
     recompute: bool = False,
     activation_args: Sequence[float] | None = None,
+    arithmetic: Literal["exact", "integer"] = "exact",
 ) -> Tensor:
     """Applies each expert to its rows, as `experts`, with weights that stay packed.
 
@@ -43,6 +45,11 @@ def packed_experts(
         token_offsets: as for `experts`.
         recompute: as for `experts`.
         activation_args: as for `experts`.
+        arithmetic: "exact", or "integer" for the fastest inference on a CPU. Then the inputs of a
+            layer are rounded to int8 in segments of s inputs, s = 32 or the largest power of two
+            below it that divides the group of the weights. The error of a pre-activation is at
+            most Σ_g max|x_g| · Σ|w_g| / 254 over the segments g, apart from the rounding of float32
+            sums. No gradients, float64, fp8 and nf4.
 
     Returns:
         [R, D_out], or [T, D_out] with gates.
@@ -70,5 +77,6 @@ def packed_experts(
         activation,
         not recompute and needs_gradient(x, biases, gates),
         activation_args,
+        arithmetic,
     )
     return y

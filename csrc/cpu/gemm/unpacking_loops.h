@@ -153,7 +153,7 @@ struct Unpacking {
     if constexpr (codes == Codes::kTable) {
       look_up(table, low >> shift, to);
     } else if constexpr (codes == Codes::kSixBits) {
-      convert((Integers)((low >> shift & 15) | (high >> 2 * i & 3) << 4) - 32, to);
+      convert((Integers)((low >> shift & 15) | (high >> (8 * (i % 4) + 2 * (i / 4)) & 3) << 4) - 32, to);
     } else {
       const Bits& words = i < 4 ? low : high;
       if constexpr (codes == Codes::kInt8) {
@@ -172,7 +172,7 @@ struct Unpacking {
       load(panel + unit * 64, v, low);
       if constexpr (codes == Codes::kSixBits) {
         load(panel + layout.high_bits() + unit / 2 * 64, v, high);
-        high >>= static_cast<uint32_t>(unit % 2 * 16);
+        high >>= static_cast<uint32_t>(unit % 2 * 4);
       }
     } else {
       load(panel + unit * 128, v, low);
