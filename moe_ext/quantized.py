@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from moe_ext.ops._activations import checked_activation
 
 __all__ = ["QuantizedExperts"]
 
+_Arithmetic = Literal["exact", "integer"]
 _ROWS = 128  # that are quantized together: whole panels, and whole blocks of fp8
 
 
@@ -45,10 +46,13 @@ class QuantizedExperts(Experts):
         biases: one [E, width] for each of `weights`, in the dtype of the input rows; or None. They
             are frozen; ``requires_grad_()`` of a bias trains it.
         activation, activation_args: see `FeedForwardExperts`.
+        arithmetic: "exact", or "integer" for the fastest inference on a CPU, without gradients; see
+            `moe_ext.ops.packed_experts`.
 
     Attributes:
         activation: the constructor argument.
         activation_args: the constructor argument, as a tuple; or None.
+        arithmetic: the constructor argument; it may change between calls.
 
     Raises:
         ValueError: the layers do not fit together, the activation is unknown, or activation_args do
@@ -71,13 +75,16 @@ class QuantizedExperts(Experts):
         *,
         activation: Activation = "relu",
         activation_args: Sequence[float] | None = None,
+        arithmetic: _Arithmetic = "exact",
     ) -> None:
         name = type(self).__name__
+        require_one_of(f"{name}: arithmetic", get_args(_Arithmetic), arithmetic)
         args = checked_activation(name, activation, activation_args)
         num_experts = _checked_weights(name, weights, activation)
         super().__init__(num_experts, weights[0].inputs, weights[-1].outputs)
         self.activation: Activation = activation
         self.activation_args: tuple[float, ...] | None = args
+        self.arithmetic: _Arithmetic = arithmetic
         self.num_layers: int = len(weights)
         # Without the panels, which are parameters.
         self._layouts = [weight._replace(panels=weight.panels.new_empty(0)) for weight in weights]
@@ -243,6 +250,7 @@ class QuantizedExperts(Experts):
                 token_offsets=token_offsets,
                 recompute=recompute,
                 activation_args=self.activation_args,
+                arithmetic=self.arithmetic,
             )
         except TypeError as error:
             if biases is None or "biases[0] must have dtype" not in str(error):
@@ -274,6 +282,7 @@ class QuantizedExperts(Experts):
                     self.activation,
                     offsets=offsets,
                     activation_args=self.activation_args,
+                    arithmetic=self.arithmetic,
                     **options,
                 )
 
@@ -290,12 +299,13 @@ class QuantizedExperts(Experts):
         weights = self.weights
         shapes = " -> ".join(str(weight.inputs) for weight in weights)
         args = f"{list(self.activation_args)}" if self.activation_args else ""
+        arithmetic = "" if self.arithmetic == "exact" else f"arithmetic={self.arithmetic}, "
         formats = " ".join(weight.format for weight in weights)
         size = sum(weight.panels.nbytes for weight in weights)
         return (
             f"{self.num_experts} x ({shapes} -> {self.d_output}), "
             f"activation={self.activation}{args}, bias={self.has_bias}, "
-            f"formats={formats}, {size:,} bytes"
+            f"{arithmetic}formats={formats}, {size:,} bytes"
         )
 
 

@@ -147,6 +147,25 @@ def test_clamped_activations():
     assert_same_bits(quantized(x, None), quantized.dequantize()(x, None))
 
 
+def test_integer_arithmetic():
+    """For inference; it differs from the exact one by the rounding of x to 8 bits."""
+    quantized = make_quantized(**SWIGLU)
+    x = torch.randn(20, 64)
+    exact = quantized(x, None)
+    quantized.arithmetic = "integer"
+    assert "arithmetic=integer, formats" in repr(quantized)
+    y = quantized(x, None)
+    expected = ops.packed_experts(
+        x, quantized.weights, quantized.biases, "swiglu", arithmetic="integer"
+    )
+    assert_same_bits(y, expected)
+    assert 0 < (y - exact).abs().max() < 0.05 * exact.abs().max()
+    parts = quantized.split([1, 3])
+    assert_same_bits(torch.cat([parts[0](x[:5], None), parts[1](x[5:], None)]), y)
+    with pytest.raises(ValueError, match="^packed_experts: arithmetic must be exact where a grad"):
+        quantized(x.requires_grad_(), None)
+
+
 def test_codes_of_a_file():
     """Biases are frozen; a bias is trained after requires_grad_."""
     codes, scales = quantize(torch.randn(4, 32, 64), "mxfp4")
@@ -483,6 +502,7 @@ ERRORS = {
     "QuantizedExperts([FILE._replace(format='q3')])": "weights[0].format must be one of fp8, ",
     "QuantizedExperts([FILE], activation='step')": "activation must be one of ",
     "QuantizedExperts([FILE], activation='clamped_swiglu')": "activation_args must be limit, ",
+    "QuantizedExperts([FILE], arithmetic='int')": "arithmetic must be one of exact, integer, got ",
     "QuantizedExperts([FILE], [])": "biases must be None or have one tensor for each of 1 weights",
     "QuantizedExperts([FILE], [1])": "biases[0] must be a tensor, got int",
     "QuantizedExperts([FILE], [torch.zeros(4, 64)])": "biases[0] must have shape (4, 32), got ",
