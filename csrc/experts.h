@@ -112,15 +112,14 @@ inline PackedLayout packed_layout(const char* op, const PackedLayers& packed, si
   const int64_t inputs = fan_in.guard_int(__FILE__, __LINE__), columns = packed.columns[layer];
   TORCH_CHECK_VALUE(columns >= 0, op, ": columns[", layer, "] must be at least 0, got ", columns);
   const int64_t group = packed.groups[layer];
-  TORCH_CHECK_VALUE(
-      group > 0 && (group % kPackedInputs == 0 || group >= inputs), op, ": groups[", layer,
-      "] must be a multiple of ", kPackedInputs, " or all ", inputs, " inputs, got ", group);
+  TORCH_CHECK_VALUE(group > 0 && (group % kPackedInputs == 0 || group >= inputs), op, ": groups[",
+                    layer, "] must be a multiple of ", kPackedInputs, " or all ", inputs,
+                    " inputs, got ", group);
   TORCH_CHECK_VALUE(format->group == 0 || (format->group == group && inputs % group == 0), op,
                     ": groups[", layer, "] must be ", format->group,
                     ", a divisor of the inputs, for ", name, ", got ", group, " and ", inputs,
                     " inputs");
-  const PackedLayout layout{
-      .format = format, .inputs = inputs, .outputs = columns, .group = group};
+  const PackedLayout layout{.format = format, .inputs = inputs, .outputs = columns, .group = group};
   TORCH_CHECK_VALUE(!packed.is_integer() || layout.is_integer(), op, ": formats[", layer,
                     "] must have integer values in integer arithmetic, got '", name, "'");
   return layout;
@@ -227,8 +226,7 @@ inline std::vector<Tensor> experts_hidden(Empty& empty, const Tensor& x, const R
                                           const FeedForward& network, bool keep_hidden) {
   std::vector<Tensor> hidden;
   for (size_t l = 0; keep_hidden && l + 1 < network.weights.size(); ++l) {
-    hidden.push_back(
-        empty(x, {num_rows_of(x, routing), network.columns(l)}, x.scalar_type()));
+    hidden.push_back(empty(x, {num_rows_of(x, routing), network.columns(l)}, x.scalar_type()));
   }
   return hidden;
 }
@@ -248,8 +246,7 @@ inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const 
                     ": needs_parameters must have one value for each weight and bias, got ",
                     needs_parameters.size());
   for (size_t l = 0; l < hidden.size(); ++l) {
-    check_argument(op, "hidden", hidden[l], x, type,
-                   {num_rows_of(x, routing), network.columns(l)});
+    check_argument(op, "hidden", hidden[l], x, type, {num_rows_of(x, routing), network.columns(l)});
   }
 }
 

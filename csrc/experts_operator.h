@@ -27,8 +27,9 @@ struct PackedLayers {
 
 // The expert networks, all of one architecture: linear layers with an activation between them.
 struct FeedForward {
-  at::TensorList weights;  // [E, fan_in, columns] of each layer, contiguous or transposed; or packed
-  at::TensorList biases;   // [E, columns] of each layer, or empty
+  at::TensorList
+      weights;            // [E, fan_in, columns] of each layer, contiguous or transposed; or packed
+  at::TensorList biases;  // [E, columns] of each layer, or empty
   std::string_view activation;
   at::ArrayRef<double> activation_args;  // limit, alpha and offset, or empty
   const PackedLayers* packed = nullptr;
@@ -152,11 +153,10 @@ inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
                                    const FeedForward& network, bool keep_hidden) {
   if (const PackedLayers* packed = network.packed) {
     static const PublicOperator<decltype(packed_experts_of<nullptr>)> op("moe_ext::packed_experts");
-    const auto list =
-        op.call(x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
-                network.weights, packed->formats, packed->groups, packed->columns,
-                if_any(network.biases), network.activation, keep_hidden,
-                if_any(network.activation_args), packed->arithmetic);
+    const auto list = op.call(x, routing.offsets, routing.inverse, routing.token_offsets,
+                              routing.gates, network.weights, packed->formats, packed->groups,
+                              packed->columns, if_any(network.biases), network.activation,
+                              keep_hidden, if_any(network.activation_args), packed->arithmetic);
     return {list[0], {list.begin() + 1, list.end()}};
   }
   static const PublicOperator<decltype(experts_of<nullptr>)> op("moe_ext::experts");

@@ -101,8 +101,8 @@ Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& i
 namespace {
 
 Tensor run_experts(const Tensor& x, const ExpertsOptions& options, const FeedForward& network) {
-  const bool differentiated = torch::autograd::compute_requires_grad(
-      x, options.gates, network.weights, network.biases);
+  const bool differentiated =
+      torch::autograd::compute_requires_grad(x, options.gates, network.weights, network.biases);
   const Routing routing{.offsets = options.offsets,
                         .inverse = options.inverse,
                         .token_offsets = options.token_offsets,
@@ -124,8 +124,7 @@ Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases,
 
 Tensor packed_experts(const Tensor& x, at::ArrayRef<PackedWeight> weights, at::TensorList biases,
                       std::string_view activation, const ExpertsOptions& options,
-                      at::ArrayRef<double> activation_args,
-                      std::string_view arithmetic) {
+                      at::ArrayRef<double> activation_args, std::string_view arithmetic) {
   std::vector<Tensor> panels;
   c10::List<std::string> formats;
   std::vector<int64_t> groups, columns;

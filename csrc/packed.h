@@ -26,8 +26,8 @@ enum class Codes { kTable, kSixBits, kInt8, kE4M3 };
 enum class Scales {
   kFloat32,
   kFloat16,
-  kE8M0,               // an exponent e: 2^(e - 127)
-  kInt8OfBlocks,       // int8 for each group; then float16 for each block of 16 groups
+  kE8M0,                // an exponent e: 2^(e - 127)
+  kInt8OfBlocks,        // int8 for each group; then float16 for each block of 16 groups
   kUint8AndMinOfBlocks  // uint8 for each group, and the same for the minima; then float16 for each
                         // block of 8 groups, and the same for the minima
 };
@@ -128,9 +128,12 @@ struct PackedLayout {
   }
   constexpr int64_t row_of_scales() const {
     switch (format->scales) {
-      case Scales::kFloat32: return 64;
-      case Scales::kFloat16: return 32;
-      default: return 16;
+      case Scales::kFloat32:
+        return 64;
+      case Scales::kFloat16:
+        return 32;
+      default:
+        return 16;
     }
   }
 };

@@ -99,10 +99,10 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
   TORCH_CHECK_VALUE(network.packed == nullptr || !network.packed->is_integer(),
                     "packed_experts: arithmetic must be exact where a gradient is needed (use "
                     "torch.no_grad()), got 'integer'");
-  const auto out = Experts::apply(
-      x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates, network.weights,
-      network.biases, std::string(network.activation), network.activation_args, network.packed,
-      keep_hidden);
+  const auto out =
+      Experts::apply(x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
+                     network.weights, network.biases, std::string(network.activation),
+                     network.activation_args, network.packed, keep_hidden);
   return {out[0], {out.begin() + 1, out.end()}};
 }
 

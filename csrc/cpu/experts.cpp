@@ -150,8 +150,8 @@ class Experts {
   Operand<scalar_t> weight(int64_t expert, int64_t layer) const {
     if (!layouts_.empty()) {
       const PackedLayout& layout = layouts_[layer];
-      return packed<scalar_t>(layout, weights_[layer].template const_data_ptr<uint8_t>() +
-                                          expert * layout.bytes());
+      return packed<scalar_t>(
+          layout, weights_[layer].template const_data_ptr<uint8_t>() + expert * layout.bytes());
     }
     const scalar_t* data = weights_[layer].template const_data_ptr<scalar_t>() +
                            expert * fan_in(layer) * columns(layer);

@@ -17,8 +17,8 @@ __global__ void unpack_kernel(PackedFormat format, PackedLayout layout, const ui
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= size) return;
   const int64_t output = i % layout.outputs, row = i / layout.outputs;
-  const uint8_t* panel = panels + row / layout.inputs * layout.bytes() +
-                         output / kPanelOutputs * layout.panel_bytes();
+  const uint8_t* panel =
+      panels + row / layout.inputs * layout.bytes() + output / kPanelOutputs * layout.panel_bytes();
   weight[i] = static_cast<scalar_t>(
       math::unpacked(layout, panel, row % layout.inputs, output % kPanelOutputs));
 }

@@ -69,14 +69,17 @@ MOE_EXT_INLINE float unpacked(const PackedLayout& layout, const uint8_t* panel, 
       }
       return value * __builtin_bit_cast(float, bits);
     }
-    case Scales::kFloat16: return value * from_half(scales + lane * 2);
-    case Scales::kE8M0: return value * __builtin_ldexpf(1.0f, int{scales[lane]} - 127);
+    case Scales::kFloat16:
+      return value * from_half(scales + lane * 2);
+    case Scales::kE8M0:
+      return value * __builtin_ldexpf(1.0f, int{scales[lane]} - 127);
     case Scales::kInt8OfBlocks:
-      return value * (factor(layout.factors()) * static_cast<float>(static_cast<int8_t>(scales[lane])));
+      return value *
+             (factor(layout.factors()) * static_cast<float>(static_cast<int8_t>(scales[lane])));
     case Scales::kUint8AndMinOfBlocks: {
       const float scale = factor(layout.factors()) * static_cast<float>(scales[lane]);
-      const float minimum = factor(layout.factors_of_minima()) *
-                            static_cast<float>(panel[layout.minima() + lane]);
+      const float minimum =
+          factor(layout.factors_of_minima()) * static_cast<float>(panel[layout.minima() + lane]);
       return value * scale - minimum;
     }
   }

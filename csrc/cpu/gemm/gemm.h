@@ -65,8 +65,8 @@ template <typename scalar_t>
 int64_t gemm_workspace_size(int64_t m, int64_t n, int64_t k);
 
 // C = A B, or C += A B, where A is [m, k], B is [k, n] and may be packed, and C is [m, n] and
-// contiguous. An element of C depends bitwise only on its row of A and its column of B, not on m or n. `workspace` has
-// gemm_workspace_size elements and is aligned to 64 bytes.
+// contiguous. An element of C depends bitwise only on its row of A and its column of B, not on m or
+// n. `workspace` has gemm_workspace_size elements and is aligned to 64 bytes.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
           acc_t* workspace, const Epilogue<b_t>& epilogue = {});

@@ -148,8 +148,8 @@ void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, 
   }
 }
 
-template void integer_gemm(int64_t, const PackedLayout&, const uint8_t*, const float*, bool,
-                           float*, float*);
+template void integer_gemm(int64_t, const PackedLayout&, const uint8_t*, const float*, bool, float*,
+                           float*);
 template void integer_gemm(int64_t, const PackedLayout&, const uint8_t*, const c10::Half*, bool,
                            float*, float*);
 template void integer_gemm(int64_t, const PackedLayout&, const uint8_t*, const c10::BFloat16*, bool,

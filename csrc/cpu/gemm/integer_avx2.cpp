@@ -18,8 +18,7 @@ struct Avx2Bytes {
   }
 
   template <typename Bits, typename Integers>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void dot(const Bits& codes, const int8_t* numbers,
-                                         Integers& sum) {
+  MOE_EXT_TARGET MOE_EXT_KERNEL void dot(const Bits& codes, const int8_t* numbers, Integers& sum) {
     int32_t four;
     std::memcpy(&four, numbers, sizeof(four));
     const __m256i a = _mm256_set1_epi32(four);

@@ -14,8 +14,7 @@ struct Avx512Vnni {
   static constexpr int kBytes = 64;
 
   template <typename Bits, typename Integers>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void dot(const Bits& codes, const int8_t* numbers,
-                                         Integers& sum) {
+  MOE_EXT_TARGET MOE_EXT_KERNEL void dot(const Bits& codes, const int8_t* numbers, Integers& sum) {
     int32_t four;
     std::memcpy(&four, numbers, sizeof(four));
     sum = (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));

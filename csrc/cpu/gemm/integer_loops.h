@@ -79,8 +79,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
     }
     Integers total[kRows][kPanels][kVectors];
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-      const int32_t offset =
-          -integers.offset * a.sums[(first_row + r) * a.num_segments + segment];
+      const int32_t offset = -integers.offset * a.sums[(first_row + r) * a.num_segments + segment];
       MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
         MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) total[r][p][v] = Integers{} + offset;
       }
@@ -140,8 +139,8 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
   const int64_t panel_bytes = layout.panel_bytes();
   for (int64_t panel = 0; panel < num_panels; panel += kMaxPanels) {
     const int64_t left = std::min<int64_t>(kMaxPanels, num_panels - panel);
-    const auto multiply = [&](int64_t row, auto rows, auto size)
-        __attribute__((always_inline)) MOE_EXT_TARGET {
+    const auto multiply = [&](int64_t row, auto rows, auto size) __attribute__((always_inline))
+    MOE_EXT_TARGET {
       for (int64_t p = panel; p < panel + left; p += size()) {
         float* to = c + row * ldc + p * kPanelOutputs;
         const uint8_t* from = panels + p * panel_bytes;
@@ -164,8 +163,8 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
       }
     }
     for (; row + 4 <= num_rows; row += 4) {
-      multiply(row, std::integral_constant<int, 4>(),
-               std::integral_constant<int, kWide ? 2 : 1>());
+      multiply(row, std::integral_constant<int, 4>(), std::integral_constant < int,
+               kWide ? 2 : 1 > ());
     }
     for (; row < num_rows; ++row) {
       multiply(row, std::integral_constant<int, 1>(), std::integral_constant<int, kMaxPanels>());
@@ -176,8 +175,10 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
 template <typename Simd>
 IntegerKernel integer_kernel_of(const PackedFormat& format) {
   switch (format.codes) {
-    case Codes::kSixBits: return integer_kernel<Simd, Codes::kSixBits, false>;
-    case Codes::kInt8: return integer_kernel<Simd, Codes::kInt8, false>;
+    case Codes::kSixBits:
+      return integer_kernel<Simd, Codes::kSixBits, false>;
+    case Codes::kInt8:
+      return integer_kernel<Simd, Codes::kInt8, false>;
     default:
       return format.scales == Scales::kUint8AndMinOfBlocks
                  ? integer_kernel<Simd, Codes::kTable, true>

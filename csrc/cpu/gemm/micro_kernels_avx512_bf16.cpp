@@ -40,6 +40,10 @@ struct Avx512Bf16 {
     _mm512_stream_ps(to, vector);
   }
 
+  MOE_EXT_TARGET MOE_EXT_KERNEL void store_rounded(const Aligned& vector, void* to) {
+    _mm256_storeu_si256(static_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)vector));
+  }
+
   MOE_EXT_TARGET MOE_EXT_KERNEL void store_rounded(const Aligned* vectors, bool non_temporal,
                                                    c10::BFloat16* to) {
     const auto rounded = (__m512i)_mm512_cvtne2ps_pbh(vectors[1], vectors[0]);

@@ -124,8 +124,11 @@ void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64
   // Otherwise unpack a tile at a time, and pack it.
   constexpr int64_t kSize = 2 * kPanelOutputs;  // of a tile, along K and as the most columns
   static_assert(kSize == kKCMultiple);
-  float tile alignas(64)[(kSize + kPackedInputs) * kSize];
-  scalar_t rounded alignas(64)[kHalf ? (kSize + kPackedInputs) * kSize : 1];
+  constexpr int64_t kTile = (kSize + kPackedInputs) * kSize;
+  float tile alignas(64)[kTile];
+  scalar_t rounded alignas(64)[kHalf ? kTile : 1];
+  const bool rounds = std::is_same_v<scalar_t, c10::BFloat16> && kernels.unpack_rounded != nullptr;
+  const auto unpack = rounds ? kernels.unpack_rounded : kernels.unpack;
   const int64_t groups_of_tile = kSize / (pairs ? 2 : 1);
   for (int64_t done = 0; done < depth; done += kSize, num_groups -= groups_of_tile) {
     const int64_t depth_of_tile = std::min(depth - done, kSize);
@@ -137,25 +140,25 @@ void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64
     const int64_t first_output = output / kPanelOutputs * kPanelOutputs;
     const int64_t num_rows =
         input + (view.k_contiguous ? num_columns : depth_of_tile) - first_input;
-    for (int64_t o = first_output; o < output + num_outputs; o += kPanelOutputs) {
-      kernels.unpack(layout, panel_of(o), first_input, num_rows, tile + o - first_output, kSize);
+    for (int64_t o = 0; first_output + o < output + num_outputs; o += kPanelOutputs) {
+      unpack(layout, panel_of(first_output + o), first_input, num_rows,
+             rounds ? static_cast<void*>(rounded + o) : tile + o, kSize);
     }
-    const int64_t first = (input - first_input) * kSize + output - first_output;
     const auto pack = [&](const auto* numbers) {
       const View<std::decay_t<decltype(*numbers)>> part{
-          .data = numbers + first, .ld = kSize, .k_contiguous = view.k_contiguous};
+          .data = numbers + (input - first_input) * kSize + output - first_output,
+          .ld = kSize,
+          .k_contiguous = view.k_contiguous};
       pack_micro_panel(pairs, part, 0, 0, num_columns, depth_of_tile,
                        std::min(num_groups, groups_of_tile), width, /*by_columns=*/false,
                        to + done / (pairs ? 2 : 1) * width);
     };
     if constexpr (kHalf) {
-      if (!pairs) {  // pairs are rounded when they are packed
-        vectorized<Convert>(static_cast<const float*>(tile), num_rows * kSize, +rounded);
-        pack(static_cast<const scalar_t*>(rounded));
-        continue;
-      }
+      if (!rounds) vectorized<Convert>(static_cast<const float*>(tile), num_rows * kSize, +rounded);
+      pack(static_cast<const scalar_t*>(rounded));
+    } else {
+      pack(static_cast<const float*>(tile));
     }
-    pack(static_cast<const float*>(tile));
   }
 }
 

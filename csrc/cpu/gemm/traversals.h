@@ -330,8 +330,8 @@ class FewRowsOfCodes {
     const auto& block = in_.k_blocks.front();
     const PackedLayout& layout = *in_.b.layout;
     in_.few_rows_of_codes(layout, in_.b.panels + first_panel * layout.panel_bytes(), num_panels,
-                          block.p, block.depth, in_.panel_a(block, 0), in_.m,
-                          write == Write::kAdd, c, ldc);
+                          block.p, block.depth, in_.panel_a(block, 0), in_.m, write == Write::kAdd,
+                          c, ldc);
   }
 
   Product& in_;

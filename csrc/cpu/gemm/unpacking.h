@@ -1,4 +1,5 @@
-// The kernels that read packed weights. They compute the numbers from codes and scales in registers.
+// The kernels that read packed weights. They compute the numbers from codes and scales in
+// registers.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +8,17 @@
 
 namespace moe_ext::cpu {
 
-// Writes w [num_inputs, 16] of a panel from first_input, a multiple of 8; `to` has rows ld apart
-// and space for a multiple of 8 inputs. For pairs, a row has pairs of two inputs, in bfloat16.
-using UnpackKernel = void (*)(const PackedLayout& layout, const uint8_t* panel, int64_t first_input,
-                              int64_t num_inputs, float* to, int64_t ld);
+// How an UnpackKernel writes w: as floats, rounded to bfloat16, or as pairs of two inputs in
+// bfloat16.
+enum class Unpacked { kFloats, kRounded, kPairs };
 
-// C [num_rows, 16 num_panels] = A W, or C += A W with `add`, for the inputs from first_input. A is a
-// micro-panel. The chains are those of a GemmKernel.
+// Writes w [num_inputs, 16] of a panel from first_input, a multiple of 8; `to` has rows ld elements
+// apart and space for a multiple of 8 inputs. A row of pairs, which are floats, has two inputs.
+using UnpackKernel = void (*)(const PackedLayout& layout, const uint8_t* panel, int64_t first_input,
+                              int64_t num_inputs, void* to, int64_t ld);
+
+// C [num_rows, 16 num_panels] = A W, or C += A W with `add`, for the inputs from first_input. A is
+// a micro-panel. The chains are those of a GemmKernel.
 using FewRowsKernel = void (*)(const PackedLayout& layout, const uint8_t* panels,
                                int64_t num_panels, int64_t first_input, int64_t num_inputs,
                                const float* a, int64_t num_rows, bool add, float* c, int64_t ldc);
@@ -23,7 +28,8 @@ constexpr int kNumFewRows = 4;
 // The kernels of a format.
 struct CodeKernels {
   UnpackKernel unpack;
-  UnpackKernel unpack_pairs = nullptr;
+  UnpackKernel unpack_rounded = nullptr;     // null if the instruction set has no such
+  UnpackKernel unpack_pairs = nullptr;       // instruction
   FewRowsKernel few_rows[kNumFewRows] = {};  // [i] for at most 2^i rows, or null
 };
 

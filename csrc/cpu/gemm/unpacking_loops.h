@@ -153,7 +153,8 @@ struct Unpacking {
     if constexpr (codes == Codes::kTable) {
       look_up(table, low >> shift, to);
     } else if constexpr (codes == Codes::kSixBits) {
-      convert((Integers)((low >> shift & 15) | (high >> (8 * (i % 4) + 2 * (i / 4)) & 3) << 4) - 32, to);
+      convert((Integers)((low >> shift & 15) | (high >> (8 * (i % 4) + 2 * (i / 4)) & 3) << 4) - 32,
+              to);
     } else {
       const Bits& words = i < 4 ? low : high;
       if constexpr (codes == Codes::kInt8) {
@@ -231,30 +232,37 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void for_units(const PackedLayout& layout, int64_t
 }
 
 // An UnpackKernel.
-template <typename Simd, Codes codes, bool has_minima, bool pairs>
+template <typename Simd, Codes codes, bool has_minima, Unpacked unpacked>
 MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const uint8_t* panel,
-                                  int64_t first_input, int64_t num_inputs, float* to, int64_t ld) {
+                                  int64_t first_input, int64_t num_inputs, void* to, int64_t ld) {
   using Panel = Panel<Simd, codes, has_minima>;
   using Loops = typename Panel::Loops;
+  constexpr int kStep = unpacked == Unpacked::kPairs ? 2 : 1;
+  constexpr int64_t kSize = unpacked == Unpacked::kRounded ? 2 : 4;  // of a number in bytes
   float table alignas(64)[16];
   std::copy_n(layout.format->values, 16, table);
   Panel source;
   source.bytes = panel;
+  auto* row = static_cast<uint8_t*>(to);
   for_units(
       layout, first_input, num_inputs,
-      [&](int64_t group) __attribute__((always_inline)) MOE_EXT_TARGET {
-        Loops::read_scales(layout, panel, group, source.scales, source.minima);
-      },
+      [&](int64_t group) __attribute__((always_inline))
+      MOE_EXT_TARGET { Loops::read_scales(layout, panel, group, source.scales, source.minima); },
       [&](int64_t unit, int64_t) __attribute__((always_inline)) MOE_EXT_TARGET {
         MOE_EXT_UNROLL for (int v = 0; v < Loops::kVectors; ++v) {
           typename Loops::Vector w[kPackedInputs];
           source.weights(layout, table, unit, v, w);
-          MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += pairs ? 2 : 1) {
-            if constexpr (pairs) Simd::join(w[i], w[i + 1], w[i]);
-            std::memcpy(to + (pairs ? i / 2 : i) * ld + v * Loops::kLanes, &w[i], sizeof(w[i]));
+          MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kStep) {
+            void* place = row + (i / kStep * ld + v * Loops::kLanes) * kSize;
+            if constexpr (unpacked == Unpacked::kRounded) {
+              Simd::store_rounded(w[i], place);
+            } else {
+              if constexpr (unpacked == Unpacked::kPairs) Simd::join(w[i], w[i + 1], w[i]);
+              std::memcpy(place, &w[i], sizeof(w[i]));
+            }
           }
         }
-        to += kPackedInputs / (pairs ? 2 : 1) * ld;
+        row += kPackedInputs / kStep * ld * kSize;
       });
 }
 
@@ -330,9 +338,9 @@ MOE_EXT_TARGET void few_rows_kernel(const PackedLayout& layout, const uint8_t* p
   const int64_t panel_bytes = layout.panel_bytes();
   int64_t panel = 0;
   const auto multiply = [&](auto size) __attribute__((always_inline)) MOE_EXT_TARGET {
-    multiply_panels<Simd, codes, has_minima, kRows, size()>(
-        layout, panels + panel * panel_bytes, first_input, num_inputs, a, num_rows, add,
-        c + panel * kPanelOutputs, ldc);
+    multiply_panels<Simd, codes, has_minima, kRows, size()>(layout, panels + panel * panel_bytes,
+                                                            first_input, num_inputs, a, num_rows,
+                                                            add, c + panel * kPanelOutputs, ldc);
     panel += size();
   };
   while (panel + kPanels <= num_panels) multiply(std::integral_constant<int, kPanels>());
@@ -341,8 +349,11 @@ MOE_EXT_TARGET void few_rows_kernel(const PackedLayout& layout, const uint8_t* p
 
 template <typename Simd, Codes codes, bool has_minima>
 constexpr CodeKernels code_kernels_of() {
-  CodeKernels kernels{.unpack = unpack_kernel<Simd, codes, has_minima, false>};
-  if constexpr (Simd::kPairs) kernels.unpack_pairs = unpack_kernel<Simd, codes, has_minima, true>;
+  CodeKernels kernels{.unpack = unpack_kernel<Simd, codes, has_minima, Unpacked::kFloats>};
+  if constexpr (Simd::kPairs) {
+    kernels.unpack_rounded = unpack_kernel<Simd, codes, has_minima, Unpacked::kRounded>;
+    kernels.unpack_pairs = unpack_kernel<Simd, codes, has_minima, Unpacked::kPairs>;
+  }
   // AVX2 has too few registers for 8 rows.
   if constexpr (Simd::kBytes == 64) {
     kernels.few_rows[3] = few_rows_kernel<Simd, codes, has_minima, 8>;
@@ -362,10 +373,14 @@ const CodeKernels& code_kernels_of(const PackedFormat& format) {
   static constexpr CodeKernels kInt8 = code_kernels_of<Simd, Codes::kInt8, false>();
   static constexpr CodeKernels kE4M3 = code_kernels_of<Simd, Codes::kE4M3, false>();
   switch (format.codes) {
-    case Codes::kSixBits: return kSixBits;
-    case Codes::kInt8: return kInt8;
-    case Codes::kE4M3: return kE4M3;
-    default: return format.scales == Scales::kUint8AndMinOfBlocks ? kTableAndMinima : kTable;
+    case Codes::kSixBits:
+      return kSixBits;
+    case Codes::kInt8:
+      return kInt8;
+    case Codes::kE4M3:
+      return kE4M3;
+    default:
+      return format.scales == Scales::kUint8AndMinOfBlocks ? kTableAndMinima : kTable;
   }
 }
 

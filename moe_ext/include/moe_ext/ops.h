@@ -249,13 +249,13 @@ MOE_EXT_API Tensor experts(const Tensor& x, at::TensorList weights, at::TensorLi
                            std::string_view activation = "relu", const ExpertsOptions& options = {},
                            at::ArrayRef<double> activation_args = {});
 
-// The packed weights of a layer: codes of 4 to 8 bits, and one scale for a group of inputs. Python's
-// moe_ext.formats.PackedWeight makes them from the layouts of files.
+// The packed weights of a layer: codes of 4 to 8 bits, and one scale for a group of inputs.
+// Python's moe_ext.formats.PackedWeight makes them from the layouts of files.
 struct PackedWeight {
-  Tensor panels;  // uint8 [E, ceil(outputs / 16), bytes]
+  Tensor panels;            // uint8 [E, ceil(outputs / 16), bytes]
   std::string_view format;  // such as "mxfp4"
-  int64_t group;    // the number of inputs with one scale
-  int64_t outputs;  // the number of outputs
+  int64_t group;            // the number of inputs with one scale
+  int64_t outputs;          // the number of outputs
 };
 
 // Applies each expert to its rows, as experts, with weights that stay packed. The result is that of
