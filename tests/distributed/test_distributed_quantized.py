@@ -185,6 +185,18 @@ def test_fully_shard_divides_the_panels(group, rank):
     assert count_parameters(layer) == count_parameters(twin)
 
 
+@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_a_model_with_experts_on_every_rank(group, rank, dense):
+    """Panels have another dtype than the parameters that `parallelize` shards."""
+    model = nn.Sequential(make(), make(group))
+    expected = copy.deepcopy([weight.panels for weight in model[0].experts.weights])
+    parallelize(model, group, dense=dense)
+    for weight, panels in zip(model[0].experts.weights, expected, strict=True):
+        whole = weight.panels.full_tensor() if dense == "fsdp" else weight.panels
+        assert_same_bits(whole, panels)
+
+
 @on_ranks(2)
 def test_distributed_data_parallel(group, rank):
     layer = make()
