@@ -241,7 +241,7 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const uint8_t* pan
   constexpr int64_t kSize = unpacked == Unpacked::kRounded ? 2 : 4;  // of a number in bytes
   float table alignas(64)[16];
   std::copy_n(layout.format->values, 16, table);
-  Panel source;
+  Panel source{};
   source.bytes = panel;
   auto* row = static_cast<uint8_t*>(to);
   for_units(
@@ -280,7 +280,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
   float table alignas(64)[16];
   std::copy_n(layout.format->values, 16, table);
   const int64_t panel_bytes = layout.panel_bytes();
-  Panel source[kPanels];
+  Panel source[kPanels] = {};
   MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) source[p].bytes = panels + p * panel_bytes;
   Vector sum[kRows][kPanels][kVectors] = {};
   for_units(
@@ -295,7 +295,8 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
           MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
             Vector w[kPackedInputs];
             source[p].weights(layout, table, unit, v, w);
-            MOE_EXT_UNROLL for (int64_t i = 0; i < size; i += kNumbers) {
+            MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
+              if (i >= size) break;
               if constexpr (Simd::kPairs) Simd::join(w[i], w[i + 1], w[i]);
               MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
                 const float& number = a[i / kNumbers * Simd::kAPanelWidth + r];
