@@ -48,7 +48,9 @@ struct Unpacking {
 #if defined(__x86_64__)
       const void* place = from + v * kLanes * 2;
       if constexpr (kBytes == 64) {
-        to[v] = (Vector)_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(place)));
+        // gcc 12 warns of the intrinsic without a mask.
+        const __m256i halves = _mm256_loadu_si256(static_cast<const __m256i*>(place));
+        to[v] = (Vector)_mm512_maskz_cvtph_ps(0xffff, halves);
         continue;
       } else if constexpr (kBytes == 32) {
         to[v] = (Vector)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(place)));
@@ -127,6 +129,7 @@ struct Unpacking {
       return;
     }
 #endif
+    to = To{};
     for (int l = 0; l < kLanes; ++l) to[l] = table[index[l] & 15];
   }
 
