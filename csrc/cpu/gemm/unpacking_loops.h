@@ -120,7 +120,7 @@ struct Unpacking {
   MOE_EXT_TARGET MOE_EXT_KERNEL void look_up(const float* table, const Index& index, To& to) {
 #if defined(__x86_64__)
     if constexpr (kBytes == 64) {
-      to = (To)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(table));
+      to = (To)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)index, _mm512_load_ps(table));
       return;
     } else if constexpr (kBytes == 32) {
       const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), (__m256i)index);
@@ -129,8 +129,9 @@ struct Unpacking {
       return;
     }
 #endif
-    to = To{};
-    for (int l = 0; l < kLanes; ++l) to[l] = table[index[l] & 15];
+    float values alignas(kBytes)[kLanes];
+    for (int l = 0; l < kLanes; ++l) values[l] = table[index[l] & 15];
+    load(values, 0, to);
   }
 
   // The values of E4M3 codes in the lowest byte.
