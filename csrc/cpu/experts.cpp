@@ -342,11 +342,12 @@ void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tens
   const int64_t wide_size =
       std::is_same_v<scalar_t, acc_t> ? 0 : experts.template rows_size<acc_t>(width);
   const auto& blocks = experts.blocks();
-  for_each_task<acc_t>(
-      static_cast<int64_t>(blocks.size()), /*may_wait=*/false, num_threads_for(experts.flops()),
-      experts.places_size(saved, /*backward=*/false) +
-          std::max(experts.hidden_size(/*has_z=*/saved), wide_size),
-      rows.options().dtype(c10::CppTypeToScalarType<acc_t>::value),
+  for_each_task(
+      static_cast<int64_t>(blocks.size()), /*progress=*/nullptr, num_threads_for(experts.flops()),
+      [&](Arena& arena) {
+        return arena.take<acc_t>(experts.places_size(saved, /*backward=*/false) +
+                                 std::max(experts.hidden_size(/*has_z=*/saved), wide_size));
+      },
       [&](int64_t task, acc_t* workspace) {
         const Block& block = blocks[task];
         if (block.num_rows == 0) return;
@@ -576,7 +577,6 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
                 at::TensorList hidden, bool needs_x, at::TensorList grad_parameters,
                 int64_t first_learned, const Tensor& grad_gates) {
   using acc_t = at::opmath_type<scalar_t>;
-  const auto acc_options = grad.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   Tensor rows = empty_rows({needs_x ? experts.num_rows() : 0, experts.fan_in(0)}, grad.options());
   std::vector<typename ParameterGradients<scalar_t>::Layer> layers;
   for (int64_t l = 0; l < experts.num_layers(); ++l) {
@@ -585,7 +585,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   ParameterGradients<scalar_t> parameters(grad_parameters, layers, experts.num_experts());
   const int64_t flops = 2 * experts.flops(), num_threads = num_threads_for(flops);
   BackwardSchedule schedule(experts.blocks(), parameters.num_parts(), num_threads);
-  parameters.reserve(schedule, acc_options);
+  parameters.reserve(schedule);
   const Gradients<scalar_t> gradients{
       .experts = experts,
       .hidden = data_of<scalar_t>(hidden),
@@ -595,9 +595,11 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
       .grad_rows = needs_x ? rows.mutable_data_ptr<scalar_t>() : nullptr,
       .parameters = parameters,
       .first_learned = first_learned};
-  for_each_task<acc_t>(
-      schedule.num_tasks(), schedule.has_split_experts(), num_threads,
-      BlockBackward<scalar_t>::workspace_size(gradients), acc_options,
+  for_each_task(
+      schedule.num_tasks(), schedule.progress(), num_threads,
+      [&](Arena& arena) {
+        return arena.take<acc_t>(BlockBackward<scalar_t>::workspace_size(gradients));
+      },
       [&](int64_t task, acc_t* workspace) {
         schedule.run(
             task,

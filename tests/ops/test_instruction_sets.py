@@ -3,10 +3,7 @@
 A child process runs each one, because a process chooses its instruction set at the first call.
 """
 
-import json
 import os
-import subprocess
-import sys
 
 import operators
 import pytest
@@ -15,6 +12,7 @@ import test_products as products
 import torch
 from machine import instruction_sets
 from samples import draw
+from workers import forkserver
 
 from moe_ext import _C, ops
 
@@ -59,6 +57,12 @@ def results():
     return dict([*hashes_of_every_depth(), *hashes_of_integers(), *operators.hashes()])
 
 
+def send_results(isa, pipe):
+    os.environ["MOE_EXT_ISA"] = isa
+    assert _C.isa() == isa
+    pipe.send(results())
+
+
 def test_instruction_sets(one_thread):
     """Vectors of 2, 4 or 8 numbers use the same order of operations, so results are identical.
 
@@ -68,21 +72,18 @@ def test_instruction_sets(one_thread):
     names = instruction_sets()
     if len(names) == 1:
         pytest.skip("only one instruction set on this processor")
-    children = {
-        isa: subprocess.Popen(
-            [sys.executable, __file__],
-            env={**os.environ, "MOE_EXT_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for isa in names
-        if isa != _C.isa()
-    }
+    context, pipes = forkserver(), {}
+    for isa in names:
+        if isa != _C.isa():
+            pipes[isa], there = context.Pipe(duplex=False)
+            context.Process(target=send_results, args=(isa, there)).start()
+            there.close()
     found = {_C.isa(): results()}
-    for isa, child in children.items():
-        printed = child.communicate()[0]
-        assert child.returncode == 0, f"{isa} failed; its error is above"
-        found[isa] = json.loads(printed)
+    for isa, pipe in pipes.items():
+        try:
+            found[isa] = pipe.recv()
+        except EOFError:
+            pytest.fail(f"{isa} failed; its error is above")
     expected, differing = found[names[1]], []
     for isa in names:
         assert found[isa].keys() == expected.keys()
@@ -92,7 +93,3 @@ def test_instruction_sets(one_thread):
             if bits != expected[line] and not (operators.ROWS[line.split()[0]].products and rounds):
                 differing.append((isa, line))
     assert not differing
-
-
-if __name__ == "__main__":
-    print(json.dumps(results()))
