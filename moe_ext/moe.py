@@ -41,6 +41,7 @@ from moe_ext.checks import (
 )
 from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed._options import parallel_options
+from moe_ext.distributed._whole import is_mark
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
 from moe_ext.experts import Experts, FeedForwardExperts
@@ -454,6 +455,11 @@ class MoE(nn.Module):
         y, aux = self._forward(x.values(), None, expert_index, x.offsets())
         lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if is_mark(name) and self.sharding is not None:
+            self.sharding.require_whole(self.experts, self.gate)
 
     def _route_and_mix(
         self, tokens: Tensor, expert_index: Tensor | None

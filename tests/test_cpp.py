@@ -90,6 +90,7 @@ TYPES = {
     "float?": "std::optional<double>",
     "bool": "bool",
     "str": "std::string_view",
+    "PackedWeight[]": "at::ArrayRef<PackedWeight>",
     "float[]": "at::ArrayRef<double>",
     "float[]?": "at::ArrayRef<double>",
 }
@@ -153,11 +154,18 @@ def test_every_operator_has_a_function():
 def test_functions_have_the_arguments_of_the_schema(name):
     """Operators with options differ: C++ and Python pass recompute instead of what to keep.
 
-    lstm returns only the outputs of which a gradient can be taken.
+    lstm returns only the outputs of which a gradient can be taken. packed_experts takes structs.
     """
     arguments, results = schemas()[name]
     result, declared = declarations()[name]
-    if name in ("experts", "linear_cross_entropy"):
+    if name == "packed_experts":
+        members_of_struct = ("formats", "groups", "columns")
+        arguments = [each for each in arguments if each[1] not in members_of_struct]
+        arguments = [
+            ("PackedWeight[]", each[1], each[2]) if each[1] == "weights" else each
+            for each in arguments
+        ]
+    if name in ("experts", "packed_experts", "linear_cross_entropy"):
         kept = ("keep_hidden", "keep_gradients")
         arguments = [("bool", "recompute", ...) if each[1] in kept else each
                      for each in arguments]  # fmt: skip

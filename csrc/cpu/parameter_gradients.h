@@ -47,7 +47,8 @@ class ParameterGradients {
       : layers_(std::move(layers)) {
     int64_t size = 0;
     for (const at::Tensor& each : gradients) {
-      gradients_.push_back({.data = each.mutable_data_ptr<scalar_t>(),
+      // A gradient that is not needed may have the type of packed weights.
+      gradients_.push_back({.data = each.numel() == 0 ? nullptr : each.mutable_data_ptr<scalar_t>(),
                             .size = each.numel() / std::max<int64_t>(1, num_experts)});
       size += each.numel();
     }

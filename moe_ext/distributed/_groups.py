@@ -11,6 +11,7 @@ from moe_ext._compiled import uncompiled
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of, select_segments
 from moe_ext.distributed._rows import scale_grad
+from moe_ext.distributed._whole import is_marked, require_whole
 from moe_ext.distributed.exchange import Exchange, Received
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import AllToAll, Ranks
@@ -110,6 +111,8 @@ class GroupExchange:
         ragged: list[_Decisions] = []
 
         def compute(chunk: int, received: Received) -> tuple[Tensor, Sequence[Tensor]]:
+            if is_marked(experts):
+                require_whole(experts.named_parameters("experts"), exchange.ranks)
             first, size = sum(exchange.chunk_sizes[:chunk]), exchange.chunk_sizes[chunk]
             local = None if exchange.num_chunks == 1 else slice(first, first + size)
             x, group_index, gates, slots_of_token, values, num_slots = received

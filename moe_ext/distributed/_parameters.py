@@ -12,6 +12,7 @@ from moe_ext._compiled import unwrapped_module
 from moe_ext.checks import require
 from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed._plain_names import plain_names
+from moe_ext.distributed._whole import WHOLE
 from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.distributed.sharding import ExpertSharding
 from moe_ext.experts import ModuleExperts
@@ -100,8 +101,7 @@ def _entries(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expert
     state = layer.experts.state_dict(keep_vars=True)
     for key, name in plain_names(layer.experts, state).items():
         value = state[key]
-        rule = "be whole on this rank, not sharded by fully_shard (use parallelize)"
-        require(not isinstance(value, DTensor), f"MoE: experts.{name}", rule, type(value).__name__)
+        require(not isinstance(value, DTensor), f"MoE: experts.{name}", WHOLE, type(value).__name__)
         if of_modules:
             container, number, rest = name.split(".", 2)
             whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None

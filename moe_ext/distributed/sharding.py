@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Literal, get_args
 
 import torch
@@ -18,6 +19,7 @@ from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.distributed._groups import GroupExchange, gate_of_groups
 from moe_ext.distributed._membership import require_group
 from moe_ext.distributed._rows import scale_grad
+from moe_ext.distributed._whole import require_whole
 from moe_ext.distributed.exchange import Exchange, ExchangeUnit
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import Layout, Ranks
@@ -69,7 +71,8 @@ class ExpertParallel:
             ("placement", (*get_args(Placement), None)),
         ):
             require_one_of(f"ExpertParallel: {name}", names, getattr(self, name))
-        require_sizes("ExpertParallel", num_chunks=self.num_chunks)
+        (num_chunks,) = require_sizes("ExpertParallel", num_chunks=self.num_chunks)
+        object.__setattr__(self, "num_chunks", num_chunks)  # an int
 
 
 class ExpertSharding:
@@ -192,6 +195,14 @@ class ExpertSharding:
                 "be 1 for experts without split(sizes)",
                 num_chunks,
             )
+
+    def require_whole(self, experts: nn.Module, gate: nn.Module) -> None:
+        """Raises ValueError if fully_shard has mixed the experts of the ranks, or their gates."""
+        of_groups = gate_of_groups(gate) if self.group_exchange is not None else None
+        names = () if of_groups is None else of_groups.secondary_parameters
+        gates = ((n, p) for n, p in gate.named_parameters("gate") if n.rsplit(".")[-1] in names)
+        parameters = chain(experts.named_parameters("experts"), gates)
+        require_whole(parameters, self.layout.expert_parallel)
 
     def __repr__(self) -> str:
         here, total = self.local_experts, self.placement.num_experts
