@@ -7,6 +7,7 @@ import os
 
 import operators
 import pytest
+import test_packed_experts as packed
 import test_products as products
 import torch
 from machine import instruction_sets
@@ -32,6 +33,15 @@ def hashes_of_every_depth():
             yield f"experts depth {depth} {dtype}", operators.hash_of(results)
 
 
+def hashes_of_integers():
+    """Yields hashes of packed experts in integer arithmetic."""
+    for format in packed.INTEGER:
+        arguments = packed.layer(13, torch.float32, format)
+        yield f"packed_experts integers {format}", operators.hash_of(
+            [ops.packed_experts(**arguments, arithmetic="integer")]
+        )
+
+
 def results():
     """Checks the GEMMs on the instruction set of this process; returns hashes of all results."""
     torch.manual_seed(0)
@@ -44,7 +54,7 @@ def results():
             products.check_each_row_alone(depth, 17, range(2, 40), dtype)
             products.check_each_row_alone(48, depth, range(2, 40), dtype)
     torch.manual_seed(0)
-    return dict([*hashes_of_every_depth(), *operators.hashes()])
+    return dict([*hashes_of_every_depth(), *hashes_of_integers(), *operators.hashes()])
 
 
 def send_results(isa, pipe):
@@ -79,6 +89,7 @@ def test_instruction_sets(one_thread):
         assert found[isa].keys() == expected.keys()
         for line, bits in found[isa].items():
             rounds = isa == "default" or (isa in MULTIPLY_BFLOAT16 and "bfloat16" in line)
+            rounds &= "integers" not in line
             if bits != expected[line] and not (operators.ROWS[line.split()[0]].products and rounds):
                 differing.append((isa, line))
     assert not differing
