@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -551,7 +551,10 @@ class MoE(nn.Module):
 
     def _dtype_of_experts(self) -> torch.dtype | None:
         """Returns the dtype to which tokens are cast for the experts; None: no cast."""
-        return next(self.experts.parameters()).dtype if self.casts_tokens else None
+        if not self.casts_tokens:
+            return None
+        # Packed weights have no dtype that tokens could be cast to.
+        return next((p.dtype for p in self.experts.parameters() if p.is_floating_point()), None)
 
     def _experts_are_fused(self) -> bool:
         # An adapter may replace the experts by a module with only their forward.
@@ -562,11 +565,7 @@ class MoE(nn.Module):
         local = range(self.num_experts) if self.sharding is None else self.sharding.local_experts
         choices = self.num_experts + self.num_identity_experts + self.num_null_experts
         share, copies = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
-        experts: Iterable[Tensor] = self.experts.parameters()
-        if not local:  # the first dimension is the expert dimension, see `Experts`
-            copies = Fraction(self.num_experts)
-            experts = [torch.empty((1, *each.shape[1:]), device="meta") for each in experts]
-        parts: list[SparsePart] = [(experts, share, copies)]
+        parts: list[SparsePart] = [(self.experts.parameters(), share, copies)]
         gate = uncompiled(self.gate)
         if isinstance(gate, HierarchicalGate):
             secondary = [getattr(gate, name) for name in gate.secondary_parameters]
