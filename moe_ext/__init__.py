@@ -11,7 +11,9 @@ Each line names a part of the package, the paper's section or equation, and the 
     MoELSTM      an LSTM with a MoE as its weight matrix Sec. 3.1     moe_ext/recurrent/
     ops          the operators                                        moe_ext/ops/
     optim        factored Adam and Adagrad, schedules    App. D       moe_ext/optim/
-    distributed  experts sharded over ranks              Sec. 3       moe_ext/distributed/
+    dispatch     how tokens reach their experts          Sec. 3.1     moe_ext/dispatch/
+    ranks        process groups and collectives                       moe_ext/ranks/
+    distributed  models with experts on several ranks    Sec. 3       moe_ext/distributed/
     counting     total and active parameters                          moe_ext/_counting.py
     presets      the layers of known models                           moe_ext/presets.py
     integrations models of other libraries                           moe_ext/integrations/

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.checks import require, require_one_of, require_positive
-from moe_ext.distributed._rows import columns_of
-from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
-from moe_ext.gates import Routing
+from moe_ext.ranks import AllToAll, Ranks, blocks
+from moe_ext.ranks._rows import columns_of
+from moe_ext.routing import Routing
 
 Drop = Literal["position", "score"]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from moe_ext import ops
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import require
-from moe_ext.gates import Routing
+from moe_ext.routing import Routing
 
 
 def computed_slots(routing: Routing, num_experts: int) -> Routing:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_k_of_levels
-from moe_ext.distributed.sharding import ExpertParallel
+from moe_ext.dispatch import ExpertParallel
 from moe_ext.experts import Experts
 from moe_ext.gates import Gate, HierarchicalNoisyTopKGate
 from moe_ext.losses import RouterLoss

@@ -13,8 +13,8 @@ from moe_ext.checks import (
     require_shape,
     require_tensor,
 )
-from moe_ext.gates.gate import Routing
 from moe_ext.ops import cv_squared
+from moe_ext.routing import Routing
 
 __all__ = [
     "RouterLoss",

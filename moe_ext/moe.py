@@ -39,14 +39,14 @@ from moe_ext.checks import (
     require_sizes,
     require_tensor,
 )
-from moe_ext.distributed._groups import gate_of_groups
-from moe_ext.distributed._options import parallel_options
-from moe_ext.distributed.ranks import Ranks
-from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
+from moe_ext.dispatch.groups import gate_of_groups
+from moe_ext.dispatch.sharding import ExpertParallel, ExpertSharding, parallel_options
 from moe_ext.experts import Experts, FeedForwardExperts
-from moe_ext.gates import Gate, HierarchicalGate, NoisyTopKGate, Routing
+from moe_ext.gates import Gate, HierarchicalGate, NoisyTopKGate
 from moe_ext.losses import RouterLoss, cv_squared
 from moe_ext.ops._dtypes import cast
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["MoE", "MoEAux"]
 

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._capacity import Drop
 from moe_ext.checks import require_sizes
-from moe_ext.distributed import ExpertParallel
+from moe_ext.dispatch import ExpertParallel
 from moe_ext.gates import TopKGate
 from moe_ext.losses import RouterLoss
 from moe_ext.moe import MoE

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from moe_ext.distributed.files import read_file, require_regular, sync_folder, write_text
+from moe_ext.files import read_file, require_regular, sync_folder, write_text
 
 STEP = re.compile(r"step-(\d{1,18})(\.old)?")
 MAX_STEP = 10**18  # with more digits, STEP does not match

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require, require_one_of
 from moe_ext.distributed._parameters import expert_parameters, expert_tensors, require_ranks
-from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.optim import split_parameters
+from moe_ext.ranks import Layout, Ranks
 
 __all__ = ["parallelize"]
 

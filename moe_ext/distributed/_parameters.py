@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_ext._compiled import unwrapped_module
+from moe_ext._plain_names import plain_names
 from moe_ext.checks import require
-from moe_ext.distributed._groups import gate_of_groups
-from moe_ext.distributed._plain_names import plain_names
-from moe_ext.distributed.ranks import Layout, Ranks
-from moe_ext.distributed.sharding import ExpertSharding
+from moe_ext.dispatch.groups import gate_of_groups
+from moe_ext.dispatch.sharding import ExpertSharding
 from moe_ext.experts import ModuleExperts
 from moe_ext.moe import MoE
+from moe_ext.ranks import Layout, Ranks
 
 
 class ExpertParameter(NamedTuple):

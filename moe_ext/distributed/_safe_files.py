@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from moe_ext.checks import is_whole
-from moe_ext.distributed.files import read_file
+from moe_ext.files import read_file
 
 _MAX_METADATA = 2**30  # bytes; a tensor needs about 500
 _PLAIN = "tensors, numbers, texts and containers of these"

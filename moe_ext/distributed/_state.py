@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from moe_ext._plain_names import names_here, plain_names
 from moe_ext.checks import require
 from moe_ext.distributed._parameters import (
     ExpertParameter,
     expert_state,
     require_ranks,
 )
-from moe_ext.distributed._plain_names import names_here, plain_names
-from moe_ext.distributed.ranks import Layout, Ranks
+from moe_ext.ranks import Layout, Ranks
 
 Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter, key)
 

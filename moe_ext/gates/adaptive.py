@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.checks import require
-from moe_ext.distributed.ranks import Layout
 from moe_ext.gates.gate import Gate
+from moe_ext.ranks import Layout
 
 __all__ = ["AdaptiveGate", "adaptive_gates", "update_gates"]
 

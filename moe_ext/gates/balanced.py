@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from moe_ext import ops
 from moe_ext._ragged import select_segments
 from moe_ext.checks import require_bool
-from moe_ext.distributed._batchwise import mask_over_ranks
-from moe_ext.distributed.ranks import Ranks
+from moe_ext.gates._batchwise import mask_over_ranks
 from moe_ext.gates._logits import logits, zero_
 from moe_ext.gates._slots import (
     Agreement,
@@ -22,10 +21,12 @@ from moe_ext.gates._slots import (
     routing_of_slots,
     several,
 )
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.losses import batchwise_loss
 from moe_ext.ops._balanced_gating import rows_per_expert
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = [
     "BalancedGate",

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.distributed._batchwise import mask_over_ranks
-from moe_ext.distributed.ranks import Ranks
+from moe_ext.gates._batchwise import mask_over_ranks
 from moe_ext.gates._logits import zero_
 from moe_ext.gates._slots import (
     experts_of_rows,
@@ -18,8 +17,10 @@ from moe_ext.gates._slots import (
     several,
     values_of_slots,
 )
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate
 from moe_ext.ops._balanced_gating import rows_per_expert
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["ExpertChoiceGate"]
 

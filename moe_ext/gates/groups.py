@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext.checks import require, require_k_of_levels
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["HierarchicalGate", "PrimarySelection", "SecondarySelection"]
 

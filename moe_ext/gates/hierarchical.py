@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
-from moe_ext.gates.gate import Routing
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_at_least, require_bool, require_positive, require_sizes
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import widened, zero_
 from moe_ext.gates.adaptive import AdaptiveGate
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["SoftmaxGate", "TopKGate"]
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
+from moe_ext._plain_names import plain_names
 from moe_ext.checks import (
     require,
     require_at_least,
@@ -26,15 +27,12 @@ from moe_ext.checks import (
     require_not_nested,
     require_sizes,
 )
-from moe_ext.distributed._options import parallel_options
-from moe_ext.distributed._plain_names import plain_names
-from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import Layout, Ranks
-from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
+from moe_ext.dispatch.sharding import ExpertParallel, ExpertSharding, parallel_options
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import Gate, hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
 from moe_ext.moe import MoE, MoEAux
+from moe_ext.ranks import ExpertPlacement, Layout, Ranks
 from moe_ext.recurrent.bptt import num_evaluations, unroll
 
 __all__ = ["MoELSTM", "MoELSTMCell", "exchanged_bytes", "lstm_state"]

@@ -76,7 +76,7 @@ def exchange_bytes(
         d_input: input width of the experts.
         d_output: output width of the experts.
         itemsize: bytes of an element of x and y.
-        exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
+        exchange: "rows" or "tokens"; see ``moe_ext.distributed.Exchange``.
         gate_itemsize: bytes of a gate.
         secondary: (b, k2), the experts of a group and those of a chosen group that a token uses,
             with placement="groups"; exchange has then no effect. None: placement="experts".
@@ -218,7 +218,7 @@ def plan(
             data.vocab_size classes.
         device: the peak rates of one device.
         num_devices: d, number of devices.
-        exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
+        exchange: "rows" or "tokens"; see ``moe_ext.distributed.Exchange``.
         placement: see ``moe_ext.distributed.ExpertParallel``.
     """
     require_one_of("plan: exchange", get_args(ExchangeUnit), exchange)

@@ -15,14 +15,12 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require, require_one_of, require_sizes
-from moe_ext.distributed._groups import GroupExchange, gate_of_groups
-from moe_ext.distributed._membership import require_group
-from moe_ext.distributed._rows import scale_grad
-from moe_ext.distributed.exchange import Exchange, ExchangeUnit
-from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import Layout, Ranks
+from moe_ext.dispatch.groups import GroupExchange, gate_of_groups
 from moe_ext.experts import Experts, ModuleExperts
 from moe_ext.gates import Gate
+from moe_ext.ranks import Exchange, ExchangeUnit, ExpertPlacement, Layout, Ranks
+from moe_ext.ranks._membership import require_group
+from moe_ext.ranks._rows import scale_grad
 
 __all__ = ["Balance", "ExpertParallel", "ExpertSharding", "Placement"]
 
@@ -70,6 +68,25 @@ class ExpertParallel:
         ):
             require_one_of(f"ExpertParallel: {name}", names, getattr(self, name))
         require_sizes("ExpertParallel", num_chunks=self.num_chunks)
+
+
+def parallel_options(
+    owner: str, process_group: ProcessGroup | DeviceMesh | None, parallel: ExpertParallel | None
+) -> ExpertParallel | None:
+    """Returns the options of a layer that takes process_group or parallel.
+
+    Raises:
+        ValueError: both are given.
+        TypeError: parallel has the wrong type.
+    """
+    if process_group is not None:
+        rule = "be None when process_group is given"
+        require(parallel is None, f"{owner}: parallel", rule, parallel)
+        return ExpertParallel(process_group)
+    if not isinstance(parallel, ExpertParallel | None):
+        kind = type(parallel).__name__
+        raise TypeError(f"{owner}: parallel must be an ExpertParallel, got {kind}")
+    return parallel
 
 
 class ExpertSharding:

@@ -7,7 +7,7 @@ exchange sends no weights (Sec. 3.2).
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,11 +16,10 @@ from moe_ext import ops
 from moe_ext._compiled import eager
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
-from moe_ext.distributed._rows import columns_of, scale_grad, with_backward_of
-from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
-from moe_ext.experts import Experts
-from moe_ext.gates import Routing
+from moe_ext.ranks._rows import columns_of, scale_grad, with_backward_of
+from moe_ext.ranks.collectives import AllToAll, Ranks, blocks
+from moe_ext.ranks.placement import ExpertPlacement
+from moe_ext.routing import Routing
 
 __all__ = ["ChunksOf", "Exchange", "ExchangeUnit", "Received"]
 
@@ -29,6 +28,13 @@ ExchangeUnit = Literal["rows", "tokens"]
 _Reduction = Literal["mean", "sum"]
 _HOST = torch.device("cpu")
 _Sender = Callable[[int], AllToAll]  # starts the all-to-all of a chunk
+
+
+@runtime_checkable
+class _Divisible(Protocol):
+    """Experts that consist of parts; see `moe_ext.Experts.split`."""
+
+    def split(self, sizes: Sequence[int]) -> Sequence[Callable[..., Tensor]]: ...
 
 
 class _Copies(NamedTuple):
@@ -207,12 +213,7 @@ class Exchange:
         if fused and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             # Send the dtype of the GEMMs.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        parts: Sequence[Callable[..., Tensor]] = [experts] * self.num_chunks
-        if self.num_chunks > 1 and self.chunks_of == "experts":
-            rule = "be 1 if the experts are replaced by a module without split(sizes)"
-            if not isinstance(experts, Experts):
-                raise ValueError(f"ExpertParallel: num_chunks must {rule}, got {self.num_chunks}")
-            parts = experts.split(self.chunk_sizes)
+        parts = self.parts_of(experts)
 
         def compute(chunk: int, received: Received) -> tuple[Tensor, Sequence[Tensor]]:
             plan = ops.dispatch_plan(received.expert_index, self.chunk_sizes[chunk])
@@ -231,6 +232,25 @@ class Exchange:
             x, routing.gates, routing.expert_index, routing.token_offsets, compute
         )
         return y, tokens_per_expert
+
+    def parts_of(
+        self, experts: Callable[..., Tensor], experts_per_number: int = 1
+    ) -> Sequence[Callable[..., Tensor]]:
+        """Returns what computes each chunk: the experts, or their parts in chunks of experts.
+
+        Args:
+            experts: the experts of this rank.
+            experts_per_number: the number of experts that the placement counts as one.
+
+        Raises:
+            ValueError: the experts must be split, and cannot be.
+        """
+        if self.num_chunks == 1 or self.chunks_of == "tokens":
+            return [experts] * self.num_chunks
+        rule = "be 1 if the experts are replaced by a module without split(sizes)"
+        if not isinstance(experts, _Divisible):
+            raise ValueError(f"ExpertParallel: num_chunks must {rule}, got {self.num_chunks}")
+        return experts.split([size * experts_per_number for size in self.chunk_sizes])
 
     @eager  # torch.compile would break the graph at each transfer
     def run(

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.distributed._rows import columns_of
-from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.ops._balanced_gating import rows_per_expert
+from moe_ext.ranks import AllToAll, Ranks, blocks
+from moe_ext.ranks._rows import columns_of
 
 
 def mask_over_ranks(

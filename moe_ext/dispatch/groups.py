@@ -1,6 +1,6 @@
 """Sharding of whole secondary mixtures (Sec. 3.1): each rank has groups with their gates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +10,11 @@ from moe_ext import ops
 from moe_ext._compiled import uncompiled
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of, select_segments
-from moe_ext.distributed._rows import scale_grad
-from moe_ext.distributed.exchange import Exchange, Received
-from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import AllToAll, Ranks
 from moe_ext.experts import Experts
-from moe_ext.gates import HierarchicalGate, PrimarySelection, Routing, SecondarySelection
+from moe_ext.gates import HierarchicalGate, PrimarySelection, SecondarySelection
+from moe_ext.ranks import AllToAll, Exchange, ExpertPlacement, Ranks, Received
+from moe_ext.ranks._rows import scale_grad
+from moe_ext.routing import Routing
 
 __all__ = ["GroupExchange", "gate_of_groups"]
 
@@ -102,9 +101,7 @@ class GroupExchange:
             dtype: tokens are cast to it for the experts; None: no cast.
         """
         exchange, (_, k2), b = self.exchange, gate.k_of_levels, gate.experts_per_group
-        parts: Sequence[Callable[..., Tensor]] = [experts]
-        if exchange.num_chunks > 1:
-            parts = experts.split([size * b for size in exchange.chunk_sizes])
+        parts = exchange.parts_of(experts, b)
         primary = gate.select_groups(x, ranks)
         details: list[Any] = []
         ragged: list[_Decisions] = []
