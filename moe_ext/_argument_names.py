@@ -2,10 +2,10 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 _Self = TypeVar("_Self")
 _Arguments = ParamSpec("_Arguments")
@@ -45,14 +45,15 @@ def explains_names(
             found = re.fullmatch(r"(\S+)\.__init__\(\) got an unexpected .* '(\w+)'", str(error))
             if found is None or found[1] != init.__qualname__.partition(".")[0]:
                 raise
-            meant = _meant(found[2], inspect.signature(init).parameters)
+            known = inspect.getfullargspec(init)
+            meant = _meant(found[2], [*known.args, *known.kwonlyargs])
             hint = f", did you mean {meant}?" if meant else ""
             raise TypeError(f"{found[1]}: there is no argument {found[2]}{hint}") from None
 
     return cast(Callable[Concatenate[_Self, _Arguments], None], explaining)
 
 
-def _meant(name: str, known: Any) -> str | None:
+def _meant(name: str, known: Sequence[str]) -> str | None:
     """Returns the known argument that another library calls `name`, or whose name is similar."""
     for ours, theirs in _ELSEWHERE.items():
         if ours in known and name in theirs.split():

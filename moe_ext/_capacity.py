@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -57,10 +57,10 @@ def drop_slots(
         drop: see `MoE`. Tokens are ordered by rank, then within the rank.
         ranks: the ranks that balance together; None: only this rank.
     """
-    name = "MoE: capacity_factor"
-    require(
-        routing.kept is None, name, "be None for a gate that sets Routing.kept", capacity_factor
-    )
+    # The attributes may have changed since the last step.
+    capacity_factor = cast(float, checked_capacity(capacity_factor, drop))
+    rule = "be None for a gate that sets Routing.kept"
+    require(routing.kept is None, "MoE: capacity_factor", rule, capacity_factor)
     expert_index, size = routing.expert_index, routing.importance.shape[0]
     bounds = routing.token_offsets
     num_tokens_here = expert_index.shape[0] if bounds is None else bounds.shape[0] - 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import cast as typed
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import _register_namedtuple
@@ -18,17 +21,7 @@ from moe_ext._argument_names import explains_names
 from moe_ext._capacity import Drop, checked_capacity, drop_slots
 from moe_ext._compiled import uncompiled
 from moe_ext._counting import SparsePart, count_parameters
-from moe_ext._mixture import mixture
-from moe_ext._parts import (
-    checked_experts,
-    checked_gate,
-    checked_losses,
-    checked_shared_expert,
-    is_hierarchical,
-)
 from moe_ext._ragged import offsets_of
-from moe_ext._replay import checked_index
-from moe_ext._zero_computation import add_identity, computed_slots
 from moe_ext.checks import (
     require,
     require_at_least,
@@ -39,14 +32,16 @@ from moe_ext.checks import (
     require_sizes,
     require_tensor,
 )
-from moe_ext.dispatch.groups import gate_of_groups
-from moe_ext.dispatch.sharding import ExpertParallel, ExpertSharding, parallel_options
-from moe_ext.experts import Experts, FeedForwardExperts
-from moe_ext.gates import Gate, HierarchicalGate, NoisyTopKGate
+from moe_ext.dispatch import Dispatcher, ExpertParallel, ExpertSharding
+from moe_ext.dispatch._dispatchers import LocalDispatcher, make_dispatcher
+from moe_ext.dispatch._sharding import parallel_options
+from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
+from moe_ext.gates import Gate, NoisyTopKGate
 from moe_ext.losses import RouterLoss, cv_squared
 from moe_ext.ops._dtypes import cast
 from moe_ext.ranks import Ranks
 from moe_ext.routing import Routing
+from moe_ext.shared import SharedExpert
 
 __all__ = ["MoE", "MoEAux"]
 
@@ -185,8 +180,7 @@ class MoE(nn.Module):
         losses: the constructor argument, as a tuple.
         experts: the experts of this rank.
         shared_expert: the constructor argument.
-        sharding: the assignment of experts to ranks, a `moe_ext.distributed.ExpertSharding`; None
-            without process_group and parallel.
+        dispatcher: how tokens reach the experts, a `moe_ext.dispatch.Dispatcher`.
 
     Raises:
         ValueError: an argument is out of range, has no effect because gate or experts are given, or
@@ -268,7 +262,7 @@ class MoE(nn.Module):
         self.k = k
         self.recompute = recompute
         self.casts_tokens: bool = expert_dtype is not None
-        self.losses: tuple[RouterLoss, ...] = checked_losses(losses)
+        self.losses: tuple[RouterLoss, ...] = _checked_losses(losses)
         of_paper = 0.0 if losses else 0.1
         self.w_importance, self.w_load = require_at_least(
             0,
@@ -284,19 +278,13 @@ class MoE(nn.Module):
             gate = NoisyTopKGate(
                 d_model, num_choices, k, noise_epsilon=noise_epsilon, generator=generator
             )
-        for name, value in (sizes | {"capacity_factor": capacity_factor}).items():
-            rule = "be left out with a hierarchical gate"
-            require(not value or not is_hierarchical(gate), f"MoE: {name}", rule, value)
-        self.gate = checked_gate(gate, d_model=d_model, num_experts=num_choices, k=k)
-        parallel = parallel_options("MoE", process_group, parallel)
-        self.sharding: ExpertSharding | None = (
-            None if parallel is None else ExpertSharding(parallel, gate, num_experts)
+        for_flat_gates = sizes | {"capacity_factor": capacity_factor}
+        self.gate = _checked_gate(
+            gate, for_flat_gates, d_model=d_model, num_experts=num_choices, k=k
         )
-        if self.sharding is not None and self.sharding.local_groups is not None:
-            of_groups = gate_of_groups(gate)
-            assert of_groups is not None  # ExpertSharding has checked the gate
-            of_groups.keep_groups(self.sharding.local_groups)
-        local = range(num_experts) if self.sharding is None else self.sharding.local_experts
+        parallel = parallel_options("MoE", process_group, parallel)
+        self.dispatcher: Dispatcher = make_dispatcher(parallel, gate, num_experts)
+        local = self.dispatcher.local_experts
         if experts is None:
             experts = FeedForwardExperts(
                 len(local),
@@ -308,14 +296,27 @@ class MoE(nn.Module):
                 dtype=expert_dtype,
                 first_expert=local.start,
             )
-        if self.sharding is not None:
-            self.sharding.require_experts(experts)
-        self.experts = checked_experts(experts, d_model=d_model, num_experts=len(local))
+        sharding = self.dispatcher.sharding
+        if sharding is not None:
+            sharding.require_experts(experts)
+        self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
         if num_identity_experts > 0:
             width, rule = self.experts.d_output, f"be d_model = {d_model} with identity experts"
             require(width in (None, d_model), "MoE: experts.d_output", rule, width)
         self._fused = self.experts.fused
-        self.shared_expert: nn.Module | None = checked_shared_expert(shared_expert, d_model)
+        self.shared_expert: nn.Module | None = _checked_shared_expert(shared_expert, d_model)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a layer from a pickle; earlier versions had a sharding and no dispatcher."""
+        sharding = state.pop("sharding", None)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "dispatcher" not in state:
+            self.dispatcher = LocalDispatcher(self.num_experts, sharding)
+
+    @property
+    def sharding(self) -> ExpertSharding | None:
+        """How ranks share the experts of the layer; None without process_group and parallel."""
+        return self.dispatcher.sharding
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, expert_index: Tensor | None = None
@@ -381,19 +382,31 @@ class MoE(nn.Module):
             if mask is not None and expert_index.shape[:-1] == mask.shape:
                 expert_index = expert_index.reshape(mask.numel(), expert_index.shape[-1])
                 expert_index = expert_index.index_select(0, position)
-            expert_index = checked_index(self.gate, expert_index, tokens.shape[0])
+            expert_index = _checked_index(self.gate, expert_index, tokens.shape[0])
 
         # The attributes may have changed since the last step.
-        losses = checked_losses(self.losses) if self.losses else ()
-        y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
-        width = getattr(self.experts, "d_output", None)  # an adapter may lack it
-        if width not in (None, y.shape[-1]):
-            require(False, "MoE: experts", f"return [R, d_output = {width}]", y.shape[-1])
+        losses = _checked_losses(self.losses) if self.losses else ()
+        experts, fused, d_output = self.experts, self._fused, None
+        if isinstance(experts, Experts):  # an adapter may have replaced them
+            fused, d_output = experts.fused, experts.d_output
+        y, routing, tokens_per_expert = self.dispatcher(
+            tokens,
+            self._routed
+            if expert_index is None
+            else partial(self._routed, expert_index=expert_index),
+            experts,
+            fused=fused,
+            recompute=self.recompute,
+            dtype=self._dtype_of_experts(),
+        )
+        if d_output not in (None, y.shape[-1]):
+            require(False, "MoE: experts", f"return [R, d_output = {d_output}]", y.shape[-1])
         y = cast(y, x.dtype)
         if self.num_identity_experts > 0:
             first = self.num_experts
-            y = add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
-        if routing.token_offsets is not None or self._leaves_out_slots(routing):
+            y = _add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
+        each_has_k = routing.token_offsets is None and routing.kept is None
+        if not each_has_k or self.num_identity_experts > 0 or self.num_null_experts > 0:
             # Without an expert, the output of a token with NaN would be 0.
             y = y.masked_fill(~tokens.isfinite().all(1, keepdim=True), math.nan)
         if self.shared_expert is not None:
@@ -405,22 +418,22 @@ class MoE(nn.Module):
         if losses:
             if sequence_offsets is None:
                 sequence_offsets = _sequence_offsets(x, mask)
-            ranks = None if self.sharding is None else self.sharding.balanced
+            ranks = self.dispatcher.balanced
             values = _router_losses(losses, routing, tokens_per_expert, sequence_offsets, ranks)
         aux = MoEAux(
-            self._loss(routing, values),
-            routing.importance,
-            routing.load,
-            routing.gates,
-            routing.expert_index,
-            tokens_per_expert,
-            routing.token_offsets,
-            dict(routing.metrics),
-            routing.load_factors,
-            {name: value.detach() for name, value in values.items()},
-            routing.kept,
+            loss=self._loss(routing, values),
+            importance=routing.importance,
+            load=routing.load,
+            gates=routing.gates,
+            expert_index=routing.expert_index,
+            tokens_per_expert=tokens_per_expert,
+            token_offsets=routing.token_offsets,
+            gate_metrics=dict(routing.metrics),
+            load_factors=routing.load_factors,
+            losses={name: value.detach() for name, value in values.items()},
+            kept=routing.kept,
         )
-        if x.dim() != 2 or self.sharding is not None:
+        if x.dim() != 2:
             # Like matmul, return no autograd view, so that the caller can modify y in place.
             y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
         return y, aux
@@ -455,84 +468,37 @@ class MoE(nn.Module):
         lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
 
-    def _route_and_mix(
-        self, tokens: Tensor, expert_index: Tensor | None
-    ) -> tuple[Tensor, Routing, Tensor]:
-        """Returns Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E]."""
-        ranks = None if self.sharding is None else self.sharding.balanced
-        dtype = self._dtype_of_experts()
-        capacity_factor = self.capacity_factor
-        if capacity_factor is not None:
-            capacity_factor = checked_capacity(capacity_factor, self.drop)
-            rule = "be None with a hierarchical gate"
-            require(not is_hierarchical(self.gate), "MoE: capacity_factor", rule, capacity_factor)
-        num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
-        if self.sharding is not None and self.sharding.group_exchange is not None:
-            of_groups = gate_of_groups(self.gate)
-            assert of_groups is not None  # ExpertSharding has checked the gate
-            y, routing, tokens_per_expert = self.sharding.group_exchange(
-                tokens,
-                of_groups,
-                self.experts,
-                ranks,
-                fused=self._experts_are_fused(),
-                recompute=self.recompute,
-                dtype=dtype,
-            )
-            rule = 'return Routing.kept = None with placement="groups"'
-            require(routing.kept is None, "MoE: gate", rule, type(of_groups).__name__)
-            _require_choices(routing, num_choices)
-            return y, routing, tokens_per_expert
-        if expert_index is None:
-            routing = self.gate(tokens, ranks)
-        else:
-            replays: Any = self.gate
-            routing = replays(tokens, ranks, expert_index=expert_index)
+    def _routed(
+        self,
+        tokens: Tensor,
+        ranks: Ranks | None,
+        select: Callable[..., Any] | None = None,
+        *,
+        expert_index: Tensor | None = None,
+    ) -> Routing:
+        """Calls the gate and drops slots beyond the capacity; see `HierarchicalGate.forward`."""
+        options: dict[str, Any] = {}
+        if expert_index is not None:
+            options["expert_index"] = expert_index
+        gate: Any = self.gate
+        if select is not None:
+            gate = uncompiled(gate)  # torch.compile would compile again for each select
+            options["select"] = select
+        routing = gate(tokens, ranks, **options)
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
-        _require_choices(routing, num_choices)
-        if capacity_factor is not None:
-            how = capacity_factor, self.drop
-            routing = drop_slots(routing, self.num_experts, self.k, *how, ranks)
-        if dtype is not None:
-            tokens = cast(tokens, dtype)
-        if not self._leaves_out_slots(routing):
-            y, tokens_per_expert = self._mixture(tokens, routing)
-        else:
-            y, _ = self._mixture(tokens, computed_slots(routing, self.num_experts))
-            plan = ops.dispatch_plan(routing.expert_index, num_choices)
-            tokens_per_expert = plan.tokens_per_expert
-        return y, routing, tokens_per_expert
-
-    def _leaves_out_slots(self, routing: Routing) -> bool:
-        """Returns whether there may be slots that no expert with weights computes."""
-        return (
-            routing.kept is not None or self.num_identity_experts > 0 or self.num_null_experts > 0
-        )
-
-    def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns Σ_i G(x)_i E_i(x) [T, d_output] of routed tokens, and tokens_per_expert [E]."""
-        if self.sharding is not None and self.sharding.exchange is not None:
-            return self.sharding.exchange(
-                tokens,
-                routing,
-                self.experts,
-                fused=self._experts_are_fused(),
-                recompute=self.recompute,
-            )
-        plan = ops.dispatch_plan(routing.expert_index, self.num_experts)
-        y = mixture(
-            self.experts,
-            tokens,
-            routing.gates,
-            plan,
-            routing.token_offsets,
-            fused=self._experts_are_fused(),
-            equal_load=routing.equal_load,
-            recompute=self.recompute,
-        )
-        return y, plan.tokens_per_expert
+        num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
+        if routing.importance.shape[0] != num_choices:
+            name = "MoE: num_experts + num_identity_experts + num_null_experts"
+            rule = f"be {routing.importance.shape[0]}, the gate's number of experts"
+            require(False, name, rule, num_choices)
+        if self.capacity_factor is not None:
+            limit = self.capacity_factor
+            rule = "be None with a hierarchical gate"
+            require(not self.gate.shares_groups, "MoE: capacity_factor", rule, limit)
+            routing = drop_slots(routing, self.num_experts, self.k, limit, self.drop, ranks)
+        return routing
 
     def _shared(self, tokens: Tensor, d_output: int) -> Tensor:
         """Returns the output [T, d_output] of the shared expert."""
@@ -547,26 +513,16 @@ class MoE(nn.Module):
         """Returns the dtype to which tokens are cast for the experts; None: no cast."""
         return next(self.experts.parameters()).dtype if self.casts_tokens else None
 
-    def _experts_are_fused(self) -> bool:
-        # An adapter may replace the experts by a module with only their forward.
-        return getattr(self.experts, "fused", self._fused)
-
     def _sparse_parts(self) -> list[SparsePart]:
         """Returns the parameters that `count_parameters` counts in part."""
-        local = range(self.num_experts) if self.sharding is None else self.sharding.local_experts
+        local = self.dispatcher.local_experts
         choices = self.num_experts + self.num_identity_experts + self.num_null_experts
         share, copies = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
         experts: Iterable[Tensor] = self.experts.parameters()
         if not local:  # the first dimension is the expert dimension, see `Experts`
             copies = Fraction(self.num_experts)
             experts = [torch.empty((1, *each.shape[1:]), device="meta") for each in experts]
-        parts: list[SparsePart] = [(experts, share, copies)]
-        gate = uncompiled(self.gate)
-        if isinstance(gate, HierarchicalGate):
-            secondary = [getattr(gate, name) for name in gate.secondary_parameters]
-            copies = Fraction(gate.num_groups, max(len(gate.groups), 1))
-            parts.append((secondary, Fraction(gate.k_of_levels[0], gate.num_groups), copies))
-        return parts
+        return [(experts, share, copies)]
 
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""
@@ -585,18 +541,120 @@ class MoE(nn.Module):
             shown["drop"] = repr(self.drop)
         if self.losses:
             shown["losses"] = list(self.losses)
-        if self.sharding is not None:
-            shown["sharding"] = self.sharding
+        sharding = self.sharding
+        if sharding is not None:
+            shown["sharding"] = sharding
         shown["parameters"], shown["active_parameters"] = count_parameters(self)
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def _require_choices(routing: Routing, num_choices: int) -> None:
-    """Requires that a gate selects among the layer's experts, with zero-computation experts."""
-    found = routing.importance.shape[0]
-    if found != num_choices:
-        name = "MoE: num_experts + num_identity_experts + num_null_experts"
-        require(False, name, f"be {found}, the gate's number of experts", num_choices)
+def _checked_gate(gate: object, for_flat_gates: Mapping[str, object], **sizes: int) -> Gate:
+    # Check the module inside torch.compile's wrapper, but return the wrapper.
+    inner = uncompiled(gate)
+    if not isinstance(inner, Gate):
+        raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(inner).__name__}")
+    for name, value in for_flat_gates.items():
+        rule = "be left out with a hierarchical gate"
+        require(not (value and inner.shares_groups), f"MoE: {name}", rule, value)
+    for name, expected in sizes.items():
+        given = getattr(inner, name)
+        require(given == expected, f"MoE: gate.{name}", f"be {expected}", given)
+    return typed(Gate, gate)
+
+
+def _checked_losses(losses: Sequence[RouterLoss]) -> tuple[RouterLoss, ...]:
+    wrong: list[object] = [losses]
+    if isinstance(losses, Sequence):
+        wrong = [loss for loss in losses if not isinstance(loss, RouterLoss)]
+    if wrong:
+        kind = type(wrong[0]).__name__
+        raise TypeError(f"MoE: losses must be a sequence of moe_ext.RouterLoss, got {kind}")
+    names = [loss.name for loss in losses]
+    require(len({*names}) == len(names), "MoE: losses", "have different names", names)
+    return tuple(losses)
+
+
+def _checked_experts(experts: object, **sizes: int) -> Experts:
+    if isinstance(experts, nn.ModuleList | Sequence):
+        experts = ModuleExperts(experts)
+    inner = uncompiled(experts)
+    if not isinstance(inner, Experts):
+        raise TypeError(
+            "MoE: experts must derive from moe_ext.Experts or be a sequence of modules, "
+            f"got {type(inner).__name__}"
+        )
+    for name, expected in sizes.items():
+        given = getattr(inner, name)
+        rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
+        require(given in (None, expected), f"MoE: experts.{name}", rule, given)
+    return typed(Experts, experts)
+
+
+def _checked_shared_expert(shared_expert: object, d_model: int) -> nn.Module | None:
+    if not isinstance(shared_expert, nn.Module | None):
+        kind = type(shared_expert).__name__
+        raise TypeError(f"MoE: shared_expert must be a module or None, got {kind}")
+    if isinstance(shared_expert, SharedExpert):
+        width, rule = shared_expert.expert.d_model, f"be d_model = {d_model}"
+        require(width == d_model, "MoE: shared_expert.expert.d_model", rule, width)
+    return shared_expert
+
+
+def _checked_index(gate: Gate, expert_index: Tensor, num_tokens: int) -> Tensor:
+    """Checks the given experts of each token and returns them as int64 [T, K]."""
+    name = "MoE: expert_index"
+    rule = f"be None for {type(uncompiled(gate)).__name__}, whose forward does not take it"
+    require(gate.replays, name, rule, tuple(expert_index.shape))
+    k, num_experts = gate.k, gate.num_experts
+    if expert_index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must have dtype int64 or int32, got {expert_index.dtype}")
+    shape = tuple(expert_index.shape)
+    rule = f"have shape [..., k = {k}] with one row for each token of x"
+    require(len(shape) > 0 and shape[-1] == k, name, rule, shape)
+    expert_index = expert_index.reshape(-1, k).long()
+    if torch.compiler.is_compiling():
+        torch._check(expert_index.shape[0] == num_tokens)
+        return expert_index
+    require(expert_index.shape[0] == num_tokens, name, rule, shape)
+    # A check on CUDA would make the host synchronize with the device.
+    if expert_index.device.type == "cpu" and not is_fake(expert_index) and len(expert_index):
+        low, high = expert_index.min().item(), expert_index.max().item()
+        rule = f"be at least 0 and below gate.num_experts = {num_experts}"
+        within = low >= 0 and high < num_experts
+        require(within, name, rule, low if low < 0 else high)
+        same = (expert_index.sort(1).values.diff(dim=1) == 0).any(1)
+        if same.any():
+            rule = "have different experts for each token"
+            require(False, name, rule, expert_index[same][0].tolist())
+    return expert_index
+
+
+def _add_identity(y: Tensor, x: Tensor, routing: Routing, experts: range) -> Tensor:
+    """Computes y + (Σ_i g_i) x over the chosen experts i in the range (arXiv 2410.07348, Sec. 3.1).
+
+    The sum is rounded once, to the dtype of y.
+
+    Args:
+        y: [T, D], the output of the other experts.
+        x: [T, D], the tokens.
+        routing: the routing decision.
+        experts: the identity experts.
+
+    Raises:
+        ValueError: y does not have the width of x.
+    """
+    shape = [*y.shape]
+    rule = f"return [T, d_model = {x.shape[1]}] with num_identity_experts > 0"
+    require(shape[1] == x.shape[1], "MoE: experts", rule, shape)
+    index, gates = routing.expert_index, routing.gates
+    chosen = (index >= experts.start) & (index < experts.stop)
+    if routing.kept is not None:
+        chosen = chosen & routing.kept
+    gates = torch.where(chosen, gates, 0)
+    slot = torch.arange(gates.numel(), device=gates.device).view_as(gates)
+    # Unlike a sum of torch, it has the same order for any number of tokens.
+    total = ops.combine(gates.reshape(-1, 1), torch.ones_like(gates), slot, routing.token_offsets)
+    return (y + total * x).to(y.dtype)
 
 
 def _router_losses(

@@ -25,9 +25,9 @@ Building blocks, which `MoE` uses too::
 import sys
 
 from moe_ext import files, ranks
-from moe_ext.dispatch import sharding
-from moe_ext.dispatch.groups import GroupExchange
-from moe_ext.dispatch.sharding import Balance, ExpertParallel, ExpertSharding, Placement
+from moe_ext.dispatch import _sharding as sharding
+from moe_ext.dispatch._groups import GroupExchange
+from moe_ext.dispatch._sharding import Balance, ExpertParallel, ExpertSharding, Placement
 from moe_ext.distributed._parallelize import parallelize
 from moe_ext.distributed._parameters import ExpertParameter, expert_parameters
 from moe_ext.distributed._state import full_state_dict, load_full_state_dict

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import warnings
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +45,19 @@ class Gate(nn.Module):
         routes_by_batch: whether a token's experts depend on the other tokens of the batch. With
             several ranks, `MoE` then requires ``balance="global"``; otherwise the ranks' gates
             would diverge.
+        replays: whether `forward` has a third argument ``expert_index=None`` and can replay a
+            routing decision.
+        shares_groups: whether ranks can share the groups of the gate with their secondary gates;
+            see `moe_ext.gates.HierarchicalGate`. Such a gate takes no capacity and no
+            zero-computation experts.
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.
     """
 
     routes_by_batch: ClassVar[bool] = False
+    replays: ClassVar[bool] = False
+    shares_groups: ClassVar[bool] = False
     experts_per_group: int = 1
     generator: torch.Generator | None = None
     d_model: int
@@ -63,12 +72,25 @@ class Gate(nn.Module):
         )
         self.k = require_k(name, k, self.num_experts)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Declares replays for a class of an earlier version, by the arguments of its forward."""
+        super().__init_subclass__(**options)
+        forward = vars(cls).get("forward")
+        if "replays" in vars(cls) or not isinstance(forward, FunctionType):
+            return
+        code, former = forward.__code__, cls.replays
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        cls.replays = "expert_index" in names
+        if cls.replays and not former:
+            text = f"{cls.__name__}: declare replays = True, because forward takes expert_index"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes the tokens x [T, D].
 
-        A gate whose forward has a third argument ``expert_index=None`` can replay a routing
-        decision: with expert_index [T, K] int64, it must route each token to the given experts. The
-        gates are those of the current parameters. `MoE.forward` then accepts expert_index too.
+        A gate with ``replays = True`` has a third argument ``expert_index=None``. With expert_index
+        [T, K] int64, it must route each token to the given experts. The gates are those of the
+        current parameters. `MoE.forward` then accepts expert_index too.
 
         Args:
             x: [T, D]; T may be 0.

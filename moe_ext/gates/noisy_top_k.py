@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +47,8 @@ class NoisyTopKGate(NoisyGate):
         ValueError: a size is below 1, k is not between 1 and num_experts, or noise_epsilon is
             negative.
     """
+
+    replays: ClassVar[bool] = True
 
     @explains_names
     def __init__(

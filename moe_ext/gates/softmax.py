@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,7 @@ class TopKGate(AdaptiveGate):
             of range.
     """
 
+    replays: ClassVar[bool] = True
     selection_bias: Tensor | None
     renormalize: bool
     scale: float
@@ -212,10 +213,9 @@ class TopKGate(AdaptiveGate):
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""
         shown = super().extra_repr()
-        for name in _OPTIONS:
-            default = inspect.signature(TopKGate).parameters[name].default
-            if getattr(self, name) != default:
-                shown += f", {name}={getattr(self, name)!r}"
+        for name, default in _DEFAULTS.items():
+            if vars(self)[name] != default:
+                shown += f", {name}={vars(self)[name]!r}"
         return shown + (", logit_bias=True" if self.b_gate is not None else "")
 
 
@@ -230,12 +230,12 @@ _SCORES: dict[ops.Score, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "sqrt_softplus": _sqrt_softplus,
 }
-_OPTIONS = (
-    "score",
-    "renormalize",
-    "scale",
-    "num_groups",
-    "groups_per_token",
-    "group_score_k",
-    "bias_update_rate",
-)
+_DEFAULTS: dict[str, Any] = {
+    "score": "softmax",
+    "renormalize": True,
+    "scale": 1.0,
+    "num_groups": 1,
+    "groups_per_token": 1,
+    "group_score_k": 2,
+    "bias_update_rate": None,
+}

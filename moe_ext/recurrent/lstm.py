@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,8 @@ from moe_ext.checks import (
     require_not_nested,
     require_sizes,
 )
-from moe_ext.dispatch.sharding import ExpertParallel, ExpertSharding, parallel_options
+from moe_ext.dispatch._dispatchers import LocalDispatcher
+from moe_ext.dispatch._sharding import ExpertParallel, ExpertSharding, parallel_options
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import Gate, hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
@@ -465,6 +466,16 @@ def _lengthened(inputs: Sequence[Tensor], num_steps: int) -> list[Tensor]:
     return [F.pad(x, (0, 0, 0, 0, 0, more)), F.pad(real, (0, 0, 0, more))]
 
 
+@contextmanager
+def _without_exchange(moe: MoE) -> Iterator[None]:
+    """Within this context, the layer computes all experts here, from gathered parameters."""
+    dispatcher, moe.dispatcher = moe.dispatcher, LocalDispatcher(moe.num_experts, moe.sharding)
+    try:
+        yield
+    finally:
+        moe.dispatcher = dispatcher
+
+
 class _CellStep:
     """Wraps a cell as a function of its parameters and buffers, as `unroll` needs it.
 
@@ -507,7 +518,7 @@ class _CellStep:
 
     def _call(self, tensors: _Tensors, x: Tensor, state: _Tensors) -> tuple[_Tensors, MoEAux]:
         named = dict(zip(self.names, tensors, strict=True))
-        with nullcontext() if self.gather is None else self.gather.without_exchange():
+        with nullcontext() if self.gather is None else _without_exchange(self.cell.moe):
             state, aux = functional_call(self.cell, named, (x, state))
         rule = "select the same number of experts for every row, and drop none"
         same = aux.token_offsets is None and aux.kept is None

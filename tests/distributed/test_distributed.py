@@ -1,6 +1,5 @@
 """Experts sharded over ranks: the sharding does not change the result (Sec. 3)."""
 
-import inspect
 import math
 from functools import partial
 
@@ -106,11 +105,7 @@ HOW = {
 GATES = {kind: make().gate for kind, make in KINDS.items()}
 # The kinds whose secondary gates ranks can share, and those whose gate takes given experts.
 GROUPED = {kind for kind, gate in GATES.items() if isinstance(gate, HierarchicalGate)}
-REPLAYED = {
-    kind
-    for kind, gate in GATES.items()
-    if "expert_index" in inspect.signature(gate.forward).parameters
-}
+REPLAYED = {kind for kind, gate in GATES.items() if gate.replays}
 
 
 @pytest.mark.guarantee("Sharding does not change the result")
@@ -214,6 +209,42 @@ def test_hierarchical_layers_refuse_to_drop_assignments(group, rank):
         layer.capacity_factor = 1.5 if gate is HierarchicalNoisyTopKGate else None
         with pytest.raises(ValueError, match=f"^MoE: {rule}"):
             layer(torch.randn(4, D))
+
+
+class NotingGate(HierarchicalNoisyTopKGate):
+    shares_groups = True
+    calls = 0
+
+    def forward(self, x, ranks=None, select=None):
+        self.calls += 1
+        return super().forward(x, ranks, select)
+
+
+class DeafGate(NotingGate):
+    shares_groups = True
+
+    def forward(self, x, ranks=None, select=None):
+        routing = self.make_routing(torch.ones(len(x), self.k), torch.zeros(len(x), self.k).long())
+        return routing
+
+
+@on_ranks(2)
+def test_a_gate_with_its_own_forward_shares_its_groups(group, rank):
+    layers = {
+        kind: make(kind(D, 2, 3, (1, 2)), process_group=group)
+        for kind in (NotingGate, DeafGate, HierarchicalNoisyTopKGate)
+    }
+    x = torch.randn(4, D)
+    for layer in layers.values():
+        assert layer.sharding.group_exchange is not None
+        layer.load_state_dict(layers[NotingGate].state_dict())
+    torch.manual_seed(rank)
+    y = layers[NotingGate](x)[0]
+    assert layers[NotingGate].gate.calls == 1
+    torch.manual_seed(rank)
+    assert_same_bits(layers[HierarchicalNoisyTopKGate](x)[0], y)
+    with pytest.raises(ValueError, match="^MoE: gate must pass select to .*, got '0 calls'$"):
+        layers[DeafGate](x)
 
 
 def balanced_steps(group, rank, counts, num_chunks, mesh, ties):
@@ -383,6 +414,8 @@ class OfRows(Experts):
 
 class OwnForward(HierarchicalBalancedGate):
     """A gate that does more than its four steps."""
+
+    shares_groups = False
 
     def forward(self, x, ranks=None):
         return super().forward(2 * x, ranks)

@@ -269,7 +269,7 @@ TYPES = {
     "layer(losses=[0.1])": "losses must be a sequence of moe_ext.RouterLoss, got float$",
     "layer(losses=(loss for loss in [ZLoss(1.0)]))": "losses must be a .*, got generator$",
     "layer(gate=Linear(D, E))": "^MoE: gate must derive from moe_ext",
-    "layer(gate=OfTokens(D, E, K))": r"^MoE: gate must have forward\(x, ranks=None\), got \(x",
+    "layer(gate=OfTokens(D, E, K))(x)": r"OfTokens.forward\(\) takes 2 positional .* 3 were given",
     "layer(gate=OfPairs(D, E, K))(x)": "^MoE: gate must return a moe_ext.Routing, got tuple$",
     "layer(experts=Linear(D, D))": "^MoE: experts must derive from moe_ext",
     "layer(parallel='global')": "MoE: parallel must be an ExpertParallel, got str",

@@ -1,7 +1,6 @@
 """How the ranks of a process group share the experts of a layer (Sec. 3.1)."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, get_args
@@ -15,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require, require_one_of, require_sizes
-from moe_ext.dispatch.groups import GroupExchange, gate_of_groups
+from moe_ext.dispatch._groups import GroupExchange
 from moe_ext.experts import Experts, ModuleExperts
 from moe_ext.gates import Gate
 from moe_ext.ranks import Exchange, ExchangeUnit, ExpertPlacement, Layout, Ranks
@@ -129,15 +128,14 @@ class ExpertSharding:
         self.balanced: Ranks | None = self.layout.world if several and not local else None
         self.exchange: Exchange | None = None
         self.group_exchange: GroupExchange | None = None
-        can_share = gate_of_groups(gate) is not None
         by_groups = options.placement == "groups"
         name = "ExpertParallel: placement"
         rule = f'be "experts" for {type(gate).__name__}, which ranks cannot share by groups'
-        require(can_share or not by_groups, name, rule, options.placement)
+        require(gate.shares_groups or not by_groups, name, rule, options.placement)
         rule = 'be "experts" with balance="local"'
         require(not (local and by_groups), name, rule, options.placement)
         if options.placement is None:
-            by_groups = can_share and not local
+            by_groups = gate.shares_groups and not local
         sends = f"exchange={options.exchange!r}"
         if by_groups:
             sends = 'placement="groups"'
@@ -172,15 +170,6 @@ class ExpertSharding:
             # For frozen experts too: all ranks must run backward together.
             values = values.detach().requires_grad_()
         return ranks.gather_rows(scale_grad(values, 1 / ranks.size), self.placement.counts)
-
-    @contextmanager
-    def without_exchange(self) -> Iterator[None]:
-        """Within this context, the layer computes all experts here, from gathered parameters."""
-        exchange, self.exchange = self.exchange, None
-        try:
-            yield
-        finally:
-            self.exchange = exchange
 
     def require_experts(self, experts: object) -> None:
         """Checks that the experts support the options of the layer, equally on all ranks.
