@@ -55,7 +55,7 @@ from moe_ext.losses import (  # noqa: E402
     importance_loss,
     load_loss,
 )
-from moe_ext.moe import MoE, MoEAux  # noqa: E402
+from moe_ext.moe import KeepAux, MoE, MoEAux  # noqa: E402
 from moe_ext.recurrent import MoELSTM, MoELSTMCell  # noqa: E402
 from moe_ext.shared import SharedExpert  # noqa: E402
 
@@ -71,6 +71,7 @@ __all__ = [
     "HierarchicalBalancedGate",
     "HierarchicalMoE",
     "HierarchicalNoisyTopKGate",
+    "KeepAux",
     "MoE",
     "MoEAux",
     "MoELSTM",

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.types import Device
 
 from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_k_of_levels
 from moe_ext.dispatch import ExpertParallel
-from moe_ext.experts import Experts
+from moe_ext.experts import ActivationLike, Experts
 from moe_ext.gates import Gate, HierarchicalNoisyTopKGate
 from moe_ext.losses import RouterLoss
 from moe_ext.moe import MoE
-from moe_ext.ops import Activation
 
 __all__ = ["HierarchicalMoE"]
 
@@ -24,8 +24,8 @@ __all__ = ["HierarchicalMoE"]
 class _Options(TypedDict, total=False):
     """The options of `MoE` that do not depend on the gate and do not need a flat one."""
 
-    hidden_sizes: Sequence[int] | None
-    activation: Activation
+    hidden_sizes: int | Sequence[int] | None
+    activation: ActivationLike
     activation_args: Sequence[float] | None
     bias: bool
     experts: Experts | nn.ModuleList | Sequence[nn.Module] | None
@@ -57,6 +57,7 @@ class HierarchicalMoE(MoE):
         gate: a `Gate` over the a · b experts. None: a `HierarchicalNoisyTopKGate` with
             noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
+        device, dtype: see `MoE`.
         options: the other keyword arguments of `MoE`. Zero-computation experts and capacity_factor
             need a gate on one level.
 
@@ -81,6 +82,8 @@ class HierarchicalMoE(MoE):
         gate: Gate | None = None,
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         **options: Unpack[_Options],
     ) -> None:
         name = "HierarchicalMoE"
@@ -94,8 +97,13 @@ class HierarchicalMoE(MoE):
                 (k1, k2),
                 noise_epsilon=noise_epsilon,
                 generator=generator,
+                device=device,
+                dtype=dtype,
             )
-            noise_epsilon, generator = 1e-2, None  # MoE accepts neither together with a gate
+            # MoE accepts neither these together with a gate, nor those with a gate and experts.
+            noise_epsilon, generator = 1e-2, None
+            if options.get("experts") is not None:
+                device = dtype = None
         super().__init__(
             d_model,
             num_groups * experts_per_group,
@@ -103,5 +111,7 @@ class HierarchicalMoE(MoE):
             gate=gate,
             noise_epsilon=noise_epsilon,
             generator=generator,
+            device=device,
+            dtype=dtype,
             **options,
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.types import Device
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
@@ -35,7 +36,7 @@ from moe_ext.checks import (
 from moe_ext.dispatch import Dispatcher, ExpertParallel, ExpertSharding
 from moe_ext.dispatch._dispatchers import LocalDispatcher, make_dispatcher
 from moe_ext.dispatch._sharding import parallel_options
-from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
+from moe_ext.experts import ActivationLike, Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate
 from moe_ext.losses import RouterLoss, cv_squared
 from moe_ext.ops._dtypes import cast
@@ -43,7 +44,7 @@ from moe_ext.ranks import Ranks
 from moe_ext.routing import Routing
 from moe_ext.shared import SharedExpert
 
-__all__ = ["MoE", "MoEAux"]
+__all__ = ["KeepAux", "MoE", "MoEAux"]
 
 
 class MoEAux(NamedTuple):
@@ -130,8 +131,9 @@ class MoE(nn.Module):
     Args:
         d_model: D, the width of x.
         num_experts: E, the number of experts.
-        k: experts per token.
-        hidden_sizes: widths of the hidden layers of each expert. None: (4 · d_model,).
+        k: experts per token; top_k is accepted too, as for the gates.
+        hidden_sizes: widths of the hidden layers of each expert; a number: the width of a single
+            one. None: (4 · d_model,).
         activation, activation_args, bias: see `FeedForwardExperts`.
         gate: a `Gate`. None: a NoisyTopKGate with noise_epsilon and generator.
         experts: an `Experts`, or a sequence of arbitrary modules, one for each expert. None:
@@ -174,6 +176,9 @@ class MoE(nn.Module):
             ``parallel=ExpertParallel(process_group)``.
         parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. None
             without process_group: this process has all experts.
+        device, dtype: of the parameters that the layer makes: those of the gate if gate is None,
+            and of the experts if experts is None. expert_dtype takes precedence for the experts.
+            None: torch's defaults.
 
     Attributes:
         gate: the gate module.
@@ -194,19 +199,7 @@ class MoE(nn.Module):
         torch.Size([8, 20, 512])
         >>> loss = y.square().mean() + aux.loss
 
-        In `torch.nn.Sequential`, wrap the layer in a module that returns y and stores aux. Set aux
-        to None before you copy the model, because a copy cannot have an autograd graph:
-
-        >>> class KeepAux(torch.nn.Module):
-        ...     def __init__(self, layer):
-        ...         super().__init__()
-        ...         self.layer = layer
-        ...
-        ...     def forward(self, x):
-        ...         y, self.aux = self.layer(x)
-        ...         return y
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))
-        >>> loss = model(torch.randn(5, 8)).square().mean() + model[1].aux.loss
+        In `torch.nn.Sequential`, use `KeepAux`.
     """
 
     gate: Gate
@@ -221,8 +214,8 @@ class MoE(nn.Module):
         num_experts: int,
         k: int,
         *,
-        hidden_sizes: Sequence[int] | None = None,
-        activation: ops.Activation = "relu",
+        hidden_sizes: int | Sequence[int] | None = None,
+        activation: ActivationLike = "relu",
         activation_args: Sequence[float] | None = None,
         bias: bool = False,
         gate: Gate | None = None,
@@ -241,6 +234,8 @@ class MoE(nn.Module):
         drop: Drop = "position",
         process_group: ProcessGroup | DeviceMesh | None = None,
         parallel: ExpertParallel | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         d_model, num_experts = require_sizes("MoE", d_model=d_model, num_experts=num_experts)
@@ -252,6 +247,10 @@ class MoE(nn.Module):
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
         own = hidden_sizes is not None or activation != "relu" or activation_args is not None
+        if experts is not None and gate is not None and (device is not None or dtype is not None):
+            raise ValueError(
+                "MoE: device and dtype must be left out when gate and experts are given"
+            )
         if experts is not None and (own or bias or expert_dtype is not None):
             raise ValueError(
                 "MoE: hidden_sizes, activation, activation_args, bias and expert_dtype must be "
@@ -276,7 +275,13 @@ class MoE(nn.Module):
         self.drop: Drop = drop
         if gate is None:
             gate = NoisyTopKGate(
-                d_model, num_choices, k, noise_epsilon=noise_epsilon, generator=generator
+                d_model,
+                num_choices,
+                k,
+                noise_epsilon=noise_epsilon,
+                generator=generator,
+                device=device,
+                dtype=dtype,
             )
         for_flat_gates = sizes | {"capacity_factor": capacity_factor}
         self.gate = _checked_gate(
@@ -293,7 +298,8 @@ class MoE(nn.Module):
                 activation=activation,
                 activation_args=activation_args,
                 bias=bias,
-                dtype=expert_dtype,
+                device=device,
+                dtype=dtype if expert_dtype is None else expert_dtype,
                 first_expert=local.start,
             )
         sharding = self.dispatcher.sharding
@@ -546,6 +552,39 @@ class MoE(nn.Module):
             shown["sharding"] = sharding
         shown["parameters"], shown["active_parameters"] = count_parameters(self)
         return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+class KeepAux(nn.Module):
+    """Calls a `MoE` and returns only y, as `torch.nn.Sequential` needs it; stores aux.
+
+    Copies and pickles have no aux, because its autograd graph cannot be copied.
+
+    Args:
+        layer: a `MoE`, or another module that returns y and a `MoEAux`.
+
+    Attributes:
+        layer: the constructor argument.
+        aux: the `MoEAux` of the last forward pass; None before the first.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))
+        >>> y = model(torch.randn(5, 8))
+        >>> loss = y.square().mean() + model[1].aux.loss
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.aux: MoEAux | None = None
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Returns y of the layer, which takes the arguments."""
+        y, self.aux = self.layer(*args, **options)
+        result: Tensor = y
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"aux": None}
 
 
 def _checked_gate(gate: object, for_flat_gates: Mapping[str, object], **sizes: int) -> Gate:

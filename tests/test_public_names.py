@@ -90,7 +90,7 @@ def test_annotations_can_be_resolved(name):
 def test_a_hierarchical_layer_takes_the_options_of_a_layer():
     hints = typing.get_type_hints(HierarchicalMoE.__init__)
     (options,) = typing.get_args(hints["options"])
-    own = {"gate", "noise_epsilon", "generator"}
+    own = {"gate", "noise_epsilon", "generator", "device", "dtype"}
     of_flat_gates = {"num_identity_experts", "num_null_experts", "capacity_factor", "drop"}
     keywords = {
         parameter.name

@@ -8,8 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext._ragged import select_segments
 from moe_ext.checks import require_bool
 from moe_ext.gates._batchwise import mask_over_ranks
@@ -239,6 +241,7 @@ class BalancedGate(StrictlyBalancedGate):
         num_experts: E, the number of experts.
         k: mean number of experts per token, 1 <= k <= E.
         detach_scores: whether L_batchwise trains only the thresholds, not W_g and earlier layers.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -249,13 +252,22 @@ class BalancedGate(StrictlyBalancedGate):
         ValueError: a size is below 1, or k is not between 1 and num_experts.
     """
 
+    @explains_names
     def __init__(
-        self, d_model: int, num_experts: int, k: int, *, detach_scores: bool = True
+        self,
+        d_model: int,
+        num_experts: int,
+        k: int,
+        *,
+        detach_scores: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_experts, k, detach_scores)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
-        self.threshold: nn.Parameter = nn.Parameter(torch.zeros(num_experts))
-        self.register_buffer("initialized", torch.tensor(False))
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
+        self.threshold: nn.Parameter = nn.Parameter(torch.zeros(num_experts, **factory))
+        self.register_buffer("initialized", torch.tensor(False, device=device))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes x [T, D]; the experts of each token are in index order.
@@ -291,7 +303,7 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         experts_per_group: b, the number of experts in each group.
         k: (k1, k2), the mean number of groups per token and of experts per chosen group. A single
             number k means (k, k).
-        detach_scores: see `BalancedGate`.
+        detach_scores, device, dtype: see `BalancedGate`.
 
     Attributes:
         w_gate: [D, a] parameter of the primary gate.
@@ -307,6 +319,7 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
     secondary_parameters: ClassVar[tuple[str, ...]] = ("w_gate_secondary", "threshold_secondary")
     initialized_secondary: Tensor
 
+    @explains_names
     def __init__(
         self,
         d_model: int,
@@ -315,18 +328,21 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         k: int | tuple[int, int],
         *,
         detach_scores: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_groups, experts_per_group, k, detach_scores)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups))
-        self.threshold: nn.Parameter = nn.Parameter(torch.zeros(num_groups))
-        self.register_buffer("initialized", torch.tensor(False))
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups, **factory))
+        self.threshold: nn.Parameter = nn.Parameter(torch.zeros(num_groups, **factory))
+        self.register_buffer("initialized", torch.tensor(False, device=device))
         self.w_gate_secondary: nn.Parameter = nn.Parameter(
-            torch.zeros(num_groups, d_model, experts_per_group)
+            torch.zeros(num_groups, d_model, experts_per_group, **factory)
         )
         self.threshold_secondary: nn.Parameter = nn.Parameter(
-            torch.zeros(num_groups, experts_per_group)
+            torch.zeros(num_groups, experts_per_group, **factory)
         )
-        self.register_buffer("initialized_secondary", torch.tensor(False))
+        self.register_buffer("initialized_secondary", torch.tensor(False, device=device))
 
     def select_groups(self, x: Tensor, ranks: Ranks | None) -> PrimarySelection:
         """Selects the groups of each token, in order of their number.

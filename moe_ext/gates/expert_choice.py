@@ -6,8 +6,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext.gates._batchwise import mask_over_ranks
 from moe_ext.gates._logits import zero_
 from moe_ext.gates._slots import (
@@ -51,6 +53,7 @@ class ExpertChoiceGate(Gate):
         d_model: D, the width of x.
         num_experts: E, the number of experts.
         k: mean number of experts per token, 1 <= k <= E. The paper calls it capacity factor.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -61,9 +64,19 @@ class ExpertChoiceGate(Gate):
 
     routes_by_batch: ClassVar[bool] = True
 
-    def __init__(self, d_model: int, num_experts: int, k: int) -> None:
+    @explains_names
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        k: int,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(d_model, num_experts, k)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
 
     def reset_parameters(self) -> None:
         """Sets W_g to zero, its initial value."""

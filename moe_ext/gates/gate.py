@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
-from moe_ext.checks import require, require_floating, require_k, require_not_nested, require_sizes
+from moe_ext.checks import (
+    require,
+    require_dtype,
+    require_floating,
+    require_k,
+    require_not_nested,
+    require_sizes,
+)
 from moe_ext.gates._logits import logits
 from moe_ext.ranks import Ranks
 from moe_ext.routing import Routing
@@ -104,6 +112,10 @@ class Gate(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+    def _factory(self, device: Device, dtype: torch.dtype | None) -> dict[str, Any]:
+        """Returns the options with which a constructor makes parameters."""
+        return {"device": device, "dtype": require_dtype(type(self).__name__, dtype)}
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Computes x · weight in at least float32, also under autocast.

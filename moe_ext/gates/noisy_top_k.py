@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
@@ -38,6 +39,7 @@ class NoisyTopKGate(NoisyGate):
         generator: source of the noise. None: torch's global generator. torch.utils.checkpoint
             replays only the global generator. torch.compile(fullgraph=True) does not support a
             custom generator. A torch.cuda.CUDAGraph needs register_generator_state for it.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -60,14 +62,17 @@ class NoisyTopKGate(NoisyGate):
         noise_epsilon: float = 1e-2,
         detach_threshold: bool = False,
         generator: torch.Generator | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_experts, k, noise_epsilon, detach_threshold, generator)
         remedy = (
             "use k of at least 2, or TopKGate(d_model, num_experts, 1, renormalize=False) as gate"
         )
         warn_if_untrained("NoisyTopKGate", self.k, num_experts, remedy)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
-        self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
+        self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
 
     def forward(
         self, x: Tensor, ranks: Ranks | None = None, expert_index: Tensor | None = None

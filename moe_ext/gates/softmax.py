@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
@@ -27,6 +28,7 @@ class SoftmaxGate(Gate):
     Args:
         d_model: D, the width of x.
         num_experts: E, the number of experts.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -35,9 +37,18 @@ class SoftmaxGate(Gate):
         ValueError: d_model or num_experts is below 1.
     """
 
-    def __init__(self, d_model: int, num_experts: int) -> None:
+    @explains_names
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(d_model, num_experts, num_experts)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
 
     def reset_parameters(self) -> None:
         """Sets all parameters and buffers to zero, their initial values."""
@@ -88,6 +99,7 @@ class TopKGate(AdaptiveGate):
             `moe_ext.ops.topk_routing`.
         logit_bias: whether the logits are x·W_g + b_g.
         bias_update_rate: u; None: no selection bias. With 0, the selection bias does not change.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -126,9 +138,13 @@ class TopKGate(AdaptiveGate):
         group_score_k: int = 2,
         logit_bias: bool = False,
         bias_update_rate: float | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         adapts = bias_update_rate is not None
-        super().__init__(d_model, num_experts, k, num_counts=num_experts if adapts else 0)
+        num_counts = num_experts if adapts else 0
+        super().__init__(d_model, num_experts, k, num_counts=num_counts, device=device)
+        factory = self._factory(device, dtype)
         self.score: ops.Score = score
         self.renormalize, logit_bias = require_bool(
             "TopKGate", renormalize=renormalize, logit_bias=logit_bias
@@ -147,12 +163,12 @@ class TopKGate(AdaptiveGate):
         if self.renormalize:
             remedy = "use k of at least 2, or renormalize=False"
             warn_if_untrained("TopKGate", self.k, num_experts, remedy)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts, **factory))
         self.b_gate: nn.Parameter | None = (
-            nn.Parameter(torch.empty(num_experts)) if logit_bias else None
+            nn.Parameter(torch.empty(num_experts, **factory)) if logit_bias else None
         )
         self.register_buffer(
-            "selection_bias", widened(torch.empty(num_experts)) if adapts else None
+            "selection_bias", widened(torch.empty(num_experts, **factory)) if adapts else None
         )
         self.reset_parameters()
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
@@ -77,6 +78,7 @@ class MoELSTMCell(nn.Module):
         noise_epsilon, generator: see `NoisyTopKGate`.
         parallel: how ranks share the experts; see `MoE`. All ranks must then call the cell
             together. None: this process has all experts.
+        device, dtype: of the parameters, except those of a given gate; None: torch's defaults.
 
     Attributes:
         moe: the `MoE` whose experts are the matrices.
@@ -86,6 +88,7 @@ class MoELSTMCell(nn.Module):
         ValueError, TypeError: an argument is invalid; see also `MoE`.
     """
 
+    @explains_names
     def __init__(
         self,
         d_input: int,
@@ -98,6 +101,8 @@ class MoELSTMCell(nn.Module):
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
         parallel: ExpertParallel | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         d_input, d_hidden = require_sizes("MoELSTMCell", d_input=d_input, d_hidden=d_hidden)
@@ -119,15 +124,23 @@ class MoELSTMCell(nn.Module):
             k,
             gate=gate,
             experts=FeedForwardExperts(
-                len(local), width, (), d_output=4 * d_hidden, first_expert=local.start
+                len(local),
+                width,
+                d_output=4 * d_hidden,
+                first_expert=local.start,
+                device=device,
+                dtype=dtype,
             ),
             w_importance=0,
             w_load=0,
             noise_epsilon=noise_epsilon,
             generator=generator,
             parallel=parallel,
+            device=device if gate is None else None,
+            dtype=dtype if gate is None else None,
         )
-        self.bias: nn.Parameter = nn.Parameter(torch.empty(4 * d_hidden))
+        bias = torch.empty(4 * d_hidden, device=device, dtype=dtype)
+        self.bias: nn.Parameter = nn.Parameter(bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -223,6 +236,7 @@ class MoELSTM(nn.Module):
         gather_experts: whether each rank instead gathers the weights of all experts once for all
             time steps, and sends their gradients back once. None: whichever sends fewer bytes for
             a batch (`exchanged_bytes`). Has no effect on a single rank.
+        device, dtype: see `MoELSTMCell`.
 
     Raises:
         ValueError, TypeError: an argument is invalid; see also `MoE`.
@@ -258,6 +272,8 @@ class MoELSTM(nn.Module):
         process_group: ProcessGroup | DeviceMesh | None = None,
         parallel: ExpertParallel | None = None,
         gather_experts: bool | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.w_importance, self.w_load = require_at_least(
@@ -291,6 +307,8 @@ class MoELSTM(nn.Module):
             noise_epsilon=noise_epsilon,
             generator=generator,
             parallel=parallel,
+            device=device,
+            dtype=dtype,
         )
         self.num_experts: int = self.cell.moe.num_experts
 
