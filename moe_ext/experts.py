@@ -249,7 +249,7 @@ class FeedForwardExperts(Experts):
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         """The weights [E, fan_in, width] of all layers."""
-        return tuple(getattr(self, f"weight_{i}") for i in range(self.num_layers))
+        return tuple([getattr(self, f"weight_{i}") for i in range(self.num_layers)])
 
     @property
     def biases(self) -> tuple[nn.Parameter, ...] | None:
@@ -288,8 +288,9 @@ class FeedForwardExperts(Experts):
         With inverse and gates, maps tokens x [T, D] to the mixture [T, d_output]. See
         `moe_ext.ops.experts` for offsets, token_offsets and recompute.
         """
-        require_not_nested("FeedForwardExperts", x=x)
-        if offsets is not None:
+        if not isinstance(x, Tensor) or x.is_nested:
+            require_not_nested("FeedForwardExperts", x=x)
+        if not isinstance(offsets, Tensor | None):
             require_tensor("FeedForwardExperts", offsets=offsets)
         try:
             return ops.experts(

@@ -206,6 +206,7 @@ class MoE(nn.Module):
     experts: Experts
     w_importance: float
     w_load: float
+    _checked_weights: tuple[float, ...] = ()
 
     @explains_names
     def __init__(
@@ -269,6 +270,7 @@ class MoE(nn.Module):
             w_importance=of_paper if w_importance is None else w_importance,
             w_load=of_paper if w_load is None else w_load,
         )
+        self._checked_weights = self.w_importance, self.w_load
         self.num_identity_experts = num_identity_experts
         self.num_null_experts = num_null_experts
         self.capacity_factor: float | None = checked_capacity(capacity_factor, drop)
@@ -351,7 +353,8 @@ class MoE(nn.Module):
             TypeError: x, mask or expert_index is not a tensor or has the wrong dtype, or the gate
                 does not return a `Routing`.
         """
-        require_tensor("MoE", x=x)
+        if not isinstance(x, Tensor):
+            require_tensor("MoE", x=x)
         if x.is_nested:
             return self._jagged(x, mask, expert_index)
         return self._forward(x, mask, expert_index)
@@ -376,7 +379,8 @@ class MoE(nn.Module):
                 f"MoE: x must have a last dimension of d_model = {self.d_model}, "
                 f"got shape {tuple(x.shape)}"
             )
-        require_floating("MoE", x)
+        if not x.is_floating_point():
+            require_floating("MoE", x)
         tokens = x if x.dim() == 2 else x.reshape(-1, self.d_model)
         if mask is not None:
             require_mask("MoE", mask, tuple(x.shape[:-1]))
@@ -407,7 +411,8 @@ class MoE(nn.Module):
         )
         if d_output not in (None, y.shape[-1]):
             require(False, "MoE: experts", f"return [R, d_output = {d_output}]", y.shape[-1])
-        y = cast(y, x.dtype)
+        if y.dtype != x.dtype:
+            y = y.to(x.dtype)
         if self.num_identity_experts > 0:
             first = self.num_experts
             y = _add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
@@ -436,7 +441,7 @@ class MoE(nn.Module):
             token_offsets=routing.token_offsets,
             gate_metrics=dict(routing.metrics),
             load_factors=routing.load_factors,
-            losses={name: value.detach() for name, value in values.items()},
+            losses={name: value.detach() for name, value in values.items()} if values else {},
             kept=routing.kept,
         )
         if x.dim() != 2:
@@ -448,8 +453,11 @@ class MoE(nn.Module):
         """Returns `MoEAux.loss`; values are those of `losses`, by name."""
         # L_importance + L_load in one operator; a gate may return another dtype for the load.
         balanced = [routing.importance, cast(routing.load, routing.importance.dtype)]
-        weights = require_at_least(0, "MoE", w_importance=self.w_importance, w_load=self.w_load)
-        loss = ops.weighted_cv_squared(balanced, weights)
+        weights = self.w_importance, self.w_load
+        if weights != self._checked_weights:  # the attributes may have changed
+            given = {"w_importance": self.w_importance, "w_load": self.w_load}
+            self._checked_weights = require_at_least(0, "MoE", **given)
+        loss = ops.weighted_cv_squared(balanced, self._checked_weights)
         if routing.loss is not None:
             loss = loss + routing.loss
         for each in self.losses:
@@ -479,18 +487,13 @@ class MoE(nn.Module):
         tokens: Tensor,
         ranks: Ranks | None,
         select: Callable[..., Any] | None = None,
-        *,
-        expert_index: Tensor | None = None,
+        **given: Tensor,
     ) -> Routing:
         """Calls the gate and drops slots beyond the capacity; see `HierarchicalGate.forward`."""
-        options: dict[str, Any] = {}
-        if expert_index is not None:
-            options["expert_index"] = expert_index
-        gate: Any = self.gate
-        if select is not None:
-            gate = uncompiled(gate)  # torch.compile would compile again for each select
-            options["select"] = select
-        routing = gate(tokens, ranks, **options)
+        if select is not None:  # torch.compile would compile the gate again for each select
+            routing = uncompiled(self.gate)(tokens, ranks, select, **given)
+        else:
+            routing = self.gate(tokens, ranks, **given)
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")

@@ -133,12 +133,13 @@ class Gate(nn.Module):
 
     def _require_tokens(self, x: Tensor) -> None:
         """Requires that x is a floating-point tensor [T, D]."""
-        name = type(self).__name__
-        require_not_nested(name, x=x)
+        if not isinstance(x, Tensor) or x.is_nested:
+            require_not_nested(type(self).__name__, x=x)
         if x.dim() != 2 or x.shape[1] != self.d_model:
             rule = f"have shape [T, d_model = {self.d_model}]"
-            require(False, f"{name}: x", rule, tuple(x.shape))
-        require_floating(name, x)
+            require(False, f"{type(self).__name__}: x", rule, tuple(x.shape))
+        if not x.is_floating_point():
+            require_floating(type(self).__name__, x)
 
     def draw_noise(self, like: Tensor) -> Tensor:
         """Draws standard normal noise in the shape and dtype of `like` from `generator`.

@@ -85,10 +85,10 @@ class NoisyTopKGate(NoisyGate):
         self._require_tokens(x)
         clean_logits, raw, noise = self._noisy_logits(widened(x), self.w_gate, self.w_noise)
         settings = raw, noise, self.k, self.noise_epsilon
-        kept = ops.noisy_topk_gating(only_given(clean_logits, expert_index), *settings)
+        given = clean_logits if expert_index is None else only_given(clean_logits, expert_index)
+        own = kept = ops.noisy_topk_gating(given, *settings)
         load = None
         if self.training:
-            own = kept
             if expert_index is not None:
                 own = ops.noisy_topk_gating(clean_logits, *settings)
             load = self._load(clean_logits, own)
