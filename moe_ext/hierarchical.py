@@ -2,26 +2,21 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.types import Device
 
 from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_k_of_levels
-from moe_ext.dispatch import ExpertParallel
 from moe_ext.experts import ActivationLike, Experts
 from moe_ext.gates import Gate, HierarchicalNoisyTopKGate
-from moe_ext.losses import RouterLoss
-from moe_ext.moe import MoE
+from moe_ext.moe import MoE, _CommonOptions
 
 __all__ = ["HierarchicalMoE"]
 
 
-class _Options(TypedDict, total=False):
+class _Options(_CommonOptions, total=False):
     """The options of `MoE` that do not depend on the gate and do not need a flat one."""
 
     hidden_sizes: int | Sequence[int] | None
@@ -30,13 +25,6 @@ class _Options(TypedDict, total=False):
     bias: bool
     experts: Experts | nn.ModuleList | Sequence[nn.Module] | None
     shared_expert: nn.Module | None
-    recompute: bool
-    expert_dtype: torch.dtype | None
-    w_importance: float | None
-    w_load: float | None
-    losses: Sequence[RouterLoss]
-    process_group: ProcessGroup | DeviceMesh | None
-    parallel: ExpertParallel | None
 
 
 class HierarchicalMoE(MoE):
@@ -57,7 +45,6 @@ class HierarchicalMoE(MoE):
         gate: a `Gate` over the a · b experts. None: a `HierarchicalNoisyTopKGate` with
             noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
-        device, dtype: see `MoE`.
         options: the other keyword arguments of `MoE`. Zero-computation experts and capacity_factor
             need a gate on one level.
 
@@ -82,8 +69,6 @@ class HierarchicalMoE(MoE):
         gate: Gate | None = None,
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
         **options: Unpack[_Options],
     ) -> None:
         name = "HierarchicalMoE"
@@ -97,13 +82,13 @@ class HierarchicalMoE(MoE):
                 (k1, k2),
                 noise_epsilon=noise_epsilon,
                 generator=generator,
-                device=device,
-                dtype=dtype,
+                device=options.get("device"),
+                dtype=options.get("dtype"),
             )
             # MoE accepts neither these together with a gate, nor those with a gate and experts.
             noise_epsilon, generator = 1e-2, None
             if options.get("experts") is not None:
-                device = dtype = None
+                options |= {"device": None, "dtype": None}
         super().__init__(
             d_model,
             num_groups * experts_per_group,
@@ -111,7 +96,5 @@ class HierarchicalMoE(MoE):
             gate=gate,
             noise_epsilon=noise_epsilon,
             generator=generator,
-            device=device,
-            dtype=dtype,
             **options,
         )

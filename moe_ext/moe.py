@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from typing import cast as typed
 
 import torch
@@ -105,6 +105,20 @@ class MoEAux(NamedTuple):
 
 # torch.export needs this to save a layer.
 _register_namedtuple(MoEAux, serialized_type_name="moe_ext.MoEAux")
+
+
+class _CommonOptions(TypedDict, total=False):
+    """The options of `MoE` that hierarchical layers and presets take too."""
+
+    recompute: bool
+    expert_dtype: torch.dtype | None
+    w_importance: float | None
+    w_load: float | None
+    losses: Sequence[RouterLoss]
+    process_group: ProcessGroup | DeviceMesh | None
+    parallel: ExpertParallel | None
+    device: Device
+    dtype: torch.dtype | None
 
 
 class MoE(nn.Module):

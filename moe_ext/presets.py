@@ -31,37 +31,24 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 import torch
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.types import Device
 
 from moe_ext._argument_names import accepts_top_k
 from moe_ext._capacity import Drop
 from moe_ext.checks import require_sizes
-from moe_ext.dispatch import ExpertParallel
 from moe_ext.gates import TopKGate
-from moe_ext.losses import RouterLoss
-from moe_ext.moe import MoE
+from moe_ext.moe import MoE, _CommonOptions
 from moe_ext.ops import Activation
 from moe_ext.shared import SharedExpert
 
 __all__ = ["deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"]
 
 
-class _Options(TypedDict, total=False):
+class _Options(_CommonOptions, total=False):
     """The options of `MoE` that the model does not decide."""
 
-    recompute: bool
-    expert_dtype: torch.dtype | None
-    w_importance: float
-    w_load: float
-    losses: Sequence[RouterLoss]
     capacity_factor: float | None
     drop: Drop
-    process_group: ProcessGroup | DeviceMesh | None
-    parallel: ExpertParallel | None
-    device: Device
-    dtype: torch.dtype | None
 
 
 class _Factory(TypedDict, total=False):

@@ -52,10 +52,9 @@ class Dispatcher(ABC):
         gate: Callable[..., Routing],
         experts: Callable[..., Tensor],
         *,
-        fused: bool,
-        recompute: bool = False,
         dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Routing, Tensor]:
+        **how: bool,
+    ) -> _Mixture:
         """Computes Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E].
 
         A dropped slot, or a slot of an expert without weights, adds nothing to the output.
@@ -64,9 +63,8 @@ class Dispatcher(ABC):
             x: [T, D]. ``x.requires_grad`` must agree on all ranks; otherwise backward deadlocks.
             gate: a function with the arguments of the gate's `forward`.
             experts: the experts of this rank.
-            fused: see `moe_ext.Experts`.
-            recompute: see `moe_ext.ops.experts`.
             dtype: tokens are cast to it for the experts; None: no cast.
+            how: fused, see `moe_ext.Experts`, and recompute, see `moe_ext.ops.experts`.
         """
 
 
@@ -79,9 +77,8 @@ class LocalDispatcher(Dispatcher):
         gate: Callable[..., Routing],
         experts: Callable[..., Tensor],
         *,
-        fused: bool,
-        recompute: bool = False,
         dtype: torch.dtype | None = None,
+        **how: bool,
     ) -> _Mixture:
         """Routes the tokens first, then computes them; see `Dispatcher.__call__`."""
         routing = gate(x, self.balanced)
@@ -89,34 +86,21 @@ class LocalDispatcher(Dispatcher):
             x = cast_to(x, dtype)
         num_choices = routing.importance.shape[0]
         if routing.kept is None and num_choices == self.num_experts:
-            y, tokens_per_expert = self._mix(x, routing, experts, fused, recompute)
+            y, tokens_per_expert = self._mix(x, routing, experts, **how)
         else:
             computed = _computed_slots(routing, self.num_experts)
-            y, _ = self._mix(x, computed, experts, fused, recompute)
+            y, _ = self._mix(x, computed, experts, **how)
             plan = ops.dispatch_plan(routing.expert_index, num_choices)
             tokens_per_expert = plan.tokens_per_expert
         return y, routing, tokens_per_expert
 
     def _mix(
-        self,
-        x: Tensor,
-        routing: Routing,
-        experts: Callable[..., Tensor],
-        fused: bool,
-        recompute: bool,
+        self, x: Tensor, routing: Routing, experts: Callable[..., Tensor], **how: bool
     ) -> tuple[Tensor, Tensor]:
         """Returns the mixture of all slots, and tokens_per_expert."""
         plan = ops.dispatch_plan(routing.expert_index, self.num_experts)
-        y = mixture(
-            experts,
-            x,
-            routing.gates,
-            plan,
-            routing.token_offsets,
-            fused=fused,
-            equal_load=routing.equal_load,
-            recompute=recompute,
-        )
+        how["equal_load"] = routing.equal_load
+        y = mixture(experts, x, routing.gates, plan, routing.token_offsets, **how)
         return y, plan.tokens_per_expert
 
 
@@ -128,14 +112,9 @@ class _ExchangeDispatcher(LocalDispatcher):
         self._exchange = exchange
 
     def _mix(
-        self,
-        x: Tensor,
-        routing: Routing,
-        experts: Callable[..., Tensor],
-        fused: bool,
-        recompute: bool,
+        self, x: Tensor, routing: Routing, experts: Callable[..., Tensor], **how: bool
     ) -> tuple[Tensor, Tensor]:
-        y, tokens_per_expert = self._exchange(x, routing, experts, fused=fused, recompute=recompute)
+        y, tokens_per_expert = self._exchange(x, routing, experts, **how)
         return _without_view(y), tokens_per_expert
 
 
