@@ -27,7 +27,7 @@ _build.load()
 # The imports below need the operators, which load() registers.
 from moe_ext import ops  # noqa: E402
 from moe_ext._C import empty_cache  # noqa: E402
-from moe_ext._capacity import Drop  # noqa: E402
+from moe_ext._capacity import Capacity, Drop  # noqa: E402
 from moe_ext._counting import ParameterCount, count_parameters  # noqa: E402
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts  # noqa: E402
 from moe_ext.gates import (  # noqa: E402
@@ -63,6 +63,7 @@ __version__ = _build.version()
 
 __all__ = [
     "BalancedGate",
+    "Capacity",
     "Drop",
     "ExpertChoiceGate",
     "Experts",

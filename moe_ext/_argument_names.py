@@ -25,7 +25,7 @@ _ELSEWHERE = {
     "renormalize": "norm_topk_prob",
     "scale": "routed_scaling_factor",
     "losses": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff router_z_loss_coef",
-    "capacity_factor": "capacity expert_capacity moe_expert_capacity_factor",
+    "capacity": "expert_capacity moe_expert_capacity_factor",
     "process_group": "ep_group expert_parallel_group group",
     "dtype": "params_dtype",
     "num_groups": "n_group",

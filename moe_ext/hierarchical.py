@@ -45,7 +45,7 @@ class HierarchicalMoE(MoE):
         gate: a `Gate` over the a · b experts. None: a `HierarchicalNoisyTopKGate` with
             noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
-        options: the other keyword arguments of `MoE`. Zero-computation experts and capacity_factor
+        options: the other keyword arguments of `MoE`. Zero-computation experts and a capacity
             need a gate on one level.
 
     Raises:

@@ -19,7 +19,7 @@ from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
-from moe_ext._capacity import Drop, checked_capacity, drop_slots
+from moe_ext._capacity import Capacity, FormerCapacity, takes_former_capacity
 from moe_ext._compiled import uncompiled
 from moe_ext._counting import SparsePart, count_parameters
 from moe_ext._ragged import offsets_of
@@ -121,7 +121,7 @@ class _CommonOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class MoE(nn.Module):
+class MoE(FormerCapacity, nn.Module):
     """Computes y = Σ_i G(x)_i E_i(x) (Eq. 1) with only the k chosen experts of each token.
 
     1. gate: selects k experts for each token of x [T, D]; their weights are the token's gates
@@ -177,15 +177,8 @@ class MoE(nn.Module):
             all of them. They add no rows, and ranks exchange nothing for them. On CUDA, the host
             synchronizes with the device to count the rows. Identity experts need d_output =
             d_model.
-        capacity_factor: limits each expert to C = ceil(capacity_factor · k · T / E) of the T tokens
-            of the batch (arXiv 2101.03961, Eq. 3). Assignments beyond C are dropped: no expert
-            computes them, and their gates are not given to other experts. Losses, importance, load
-            and tokens_per_expert still count them. The metric share_dropped is their fraction. With
-            several ranks and balance="global", the batch has the tokens of all ranks. The attribute
-            may change between steps. E counts all experts of the gate; zero-computation experts
-            have no limit. On CUDA, the host synchronizes with the device. None: nothing is dropped.
-        drop: which assignments an expert drops. "position": the assignments of its last tokens.
-            "score": the assignments with its lowest gates; among equal gates, the last tokens.
+        capacity: limits the tokens of each expert; a number is the factor of `Capacity`. The
+            attribute may change between steps. None: nothing is dropped.
         process_group: the ranks that share the experts; a short form of
             ``parallel=ExpertParallel(process_group)``.
         parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. None
@@ -222,6 +215,7 @@ class MoE(nn.Module):
     w_load: float
     _checked_weights: tuple[float, ...] = ()
 
+    @takes_former_capacity
     @explains_names
     def __init__(
         self,
@@ -245,8 +239,7 @@ class MoE(nn.Module):
         generator: torch.Generator | None = None,
         num_identity_experts: int = 0,
         num_null_experts: int = 0,
-        capacity_factor: float | None = None,
-        drop: Drop = "position",
+        capacity: Capacity | float | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
         parallel: ExpertParallel | None = None,
         device: Device = None,
@@ -287,8 +280,7 @@ class MoE(nn.Module):
         self._checked_weights = self.w_importance, self.w_load
         self.num_identity_experts = num_identity_experts
         self.num_null_experts = num_null_experts
-        self.capacity_factor: float | None = checked_capacity(capacity_factor, drop)
-        self.drop: Drop = drop
+        self.capacity: Capacity | None = Capacity.of(capacity)
         if gate is None:
             gate = NoisyTopKGate(
                 d_model,
@@ -299,7 +291,7 @@ class MoE(nn.Module):
                 device=device,
                 dtype=dtype,
             )
-        for_flat_gates = sizes | {"capacity_factor": capacity_factor}
+        for_flat_gates = sizes | {"capacity": capacity}
         self.gate = _checked_gate(
             gate, for_flat_gates, d_model=d_model, num_experts=num_choices, k=k
         )
@@ -329,8 +321,11 @@ class MoE(nn.Module):
         self.shared_expert: nn.Module | None = _checked_shared_expert(shared_expert, d_model)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a layer from a pickle; earlier versions had a sharding and no dispatcher."""
+        """Restores a layer from a pickle, also of an earlier version."""
         sharding = state.pop("sharding", None)
+        if "capacity" not in state:
+            factor, drop = state.pop("capacity_factor"), state.pop("drop")
+            state["capacity"] = None if factor is None else Capacity(factor, drop)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "dispatcher" not in state:
             self.dispatcher = LocalDispatcher(self.num_experts, sharding)
@@ -516,11 +511,11 @@ class MoE(nn.Module):
             name = "MoE: num_experts + num_identity_experts + num_null_experts"
             rule = f"be {routing.importance.shape[0]}, the gate's number of experts"
             require(False, name, rule, num_choices)
-        if self.capacity_factor is not None:
-            limit = self.capacity_factor
+        capacity = Capacity.of(self.capacity)
+        if capacity is not None:
             rule = "be None with a hierarchical gate"
-            require(not self.gate.shares_groups, "MoE: capacity_factor", rule, limit)
-            routing = drop_slots(routing, self.num_experts, self.k, limit, self.drop, ranks)
+            require(not self.gate.shares_groups, "MoE: capacity", rule, capacity)
+            routing = capacity.drop_slots(routing, self.num_experts, self.k, ranks)
         return routing
 
     def _shared(self, tokens: Tensor, d_output: int) -> Tensor:
@@ -557,11 +552,9 @@ class MoE(nn.Module):
             "w_importance": self.w_importance,
             "w_load": self.w_load,
         }
-        for name in ("num_identity_experts", "num_null_experts", "capacity_factor"):
+        for name in ("num_identity_experts", "num_null_experts", "capacity"):
             if getattr(self, name):
                 shown[name] = getattr(self, name)
-        if self.capacity_factor is not None:
-            shown["drop"] = repr(self.drop)
         if self.losses:
             shown["losses"] = list(self.losses)
         sharding = self.sharding

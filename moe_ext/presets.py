@@ -34,7 +34,7 @@ import torch
 from torch.types import Device
 
 from moe_ext._argument_names import accepts_top_k
-from moe_ext._capacity import Drop
+from moe_ext._capacity import Capacity
 from moe_ext.checks import require_sizes
 from moe_ext.gates import TopKGate
 from moe_ext.moe import MoE, _CommonOptions
@@ -47,8 +47,7 @@ __all__ = ["deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"]
 class _Options(_CommonOptions, total=False):
     """The options of `MoE` that the model does not decide."""
 
-    capacity_factor: float | None
-    drop: Drop
+    capacity: Capacity | float | None
 
 
 class _Factory(TypedDict, total=False):

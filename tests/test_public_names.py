@@ -91,7 +91,7 @@ def test_a_hierarchical_layer_takes_the_options_of_a_layer():
     hints = typing.get_type_hints(HierarchicalMoE.__init__)
     (options,) = typing.get_args(hints["options"])
     own = {"gate", "noise_epsilon", "generator"}
-    of_flat_gates = {"num_identity_experts", "num_null_experts", "capacity_factor", "drop"}
+    of_flat_gates = {"num_identity_experts", "num_null_experts", "capacity"}
     keywords = {
         parameter.name
         for parameter in inspect.signature(MoE).parameters.values()

@@ -31,8 +31,9 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales all gradients to a total norm of at most `max_norm`; returns the norm before scaling.
+    """Clips as torch's function of this name, but takes a model and covers all of its ranks.
 
+    Scales all gradients to a total norm of at most `max_norm` and returns the norm before scaling.
     Equals `torch.nn.utils.clip_grad_norm_` in a single process with all experts. The total norm
     covers the dense gradients once and the expert gradients of all ranks. All ranks must call this
     function together.

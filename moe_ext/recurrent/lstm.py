@@ -420,7 +420,7 @@ class MoELSTM(nn.Module):
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         require_not_nested("MoELSTM", x=x)
-        for name in ("capacity_factor", "losses", "w_importance", "w_load"):
+        for name in ("capacity", "losses", "w_importance", "w_load"):
             value = getattr(self.cell.moe, name)
             rule = "have no value, because it would apply to each time step"
             require(not value, f"MoELSTM: cell.moe.{name}", rule, value)

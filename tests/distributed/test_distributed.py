@@ -24,6 +24,7 @@ from workers import on_ranks
 
 from moe_ext import (
     BalancedGate,
+    Capacity,
     Experts,
     HierarchicalBalancedGate,
     HierarchicalMoE,
@@ -57,18 +58,15 @@ KINDS = {
     "balanced zero computation": lambda **options: make(
         BalancedGate(D, 6, 2), num_identity_experts=2, **options
     ),
-    "balanced capacity": lambda **options: make(
-        BalancedGate(D, 5, 2), capacity_factor=0.5, **options
-    ),
+    "balanced capacity": lambda **options: make(BalancedGate(D, 5, 2), capacity=0.5, **options),
     "capacity with ties": lambda **options: MoE(  # all gates are 1
-        D, 2, 1, capacity_factor=0.7, drop="score", **options
+        D, 2, 1, capacity=Capacity(0.7, "score"), **options
     ),
     "capacity of some": lambda **options: make(
         NoisyTopKGate(D, 6, 2),
         num_identity_experts=1,
         num_null_experts=1,
-        capacity_factor=0.5,
-        drop="score",
+        capacity=Capacity(0.5, "score"),
         losses=LOSSES,
         **options,
     ),
@@ -180,7 +178,7 @@ def test_local_balance_is_of_each_rank(group, rank, capacity):
     """Losses and capacities are then those of a layer alone."""
     options = {"losses": [SwitchLoss(0.3), SwitchLoss(0.2, per_sequence=True)]}
     if capacity:
-        options |= {"capacity_factor": 0.7, "drop": capacity}
+        options |= {"capacity": Capacity(0.7, capacity)}
     x = tokens_of(RANKS["2"], 7).split(RANKS["2"])[rank]
     aux = layer_of("top-k", group, balance="local", **options)(x)[1]
     alone = layer_of("top-k", **options)(x)[1]
@@ -199,14 +197,14 @@ class DroppingGate(HierarchicalNoisyTopKGate):
 
 @on_ranks(2)
 def test_hierarchical_layers_refuse_to_drop_assignments(group, rank):
-    """All ranks raise an error if `capacity_factor` is set later, or if the gate drops."""
+    """All ranks raise an error if `capacity` is set later, or if the gate drops."""
     rules = {
-        HierarchicalNoisyTopKGate: "capacity_factor must be None with a hierarchical gate, got 1.5",
+        HierarchicalNoisyTopKGate: "capacity must be None with a hierarchical gate, got Capacity",
         DroppingGate: "gate must return Routing.kept = None with placement",
     }
     for gate, rule in rules.items():
         layer = make(gate(D, 2, 3, 1), process_group=group)
-        layer.capacity_factor = 1.5 if gate is HierarchicalNoisyTopKGate else None
+        layer.capacity = 1.5 if gate is HierarchicalNoisyTopKGate else None
         with pytest.raises(ValueError, match=f"^MoE: {rule}"):
             layer(torch.randn(4, D))
 

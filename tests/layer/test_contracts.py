@@ -239,5 +239,5 @@ def test_a_hierarchical_gate_with_its_own_forward_declares_what_it_can():
             return super().forward(x, ranks, select)
 
     assert Declared.shares_groups and not Undeclared.shares_groups
-    layer = MoE(D, 6, 4, gate=Undeclared(D, 3, 2, 2), capacity_factor=0.5)
+    layer = MoE(D, 6, 4, gate=Undeclared(D, 3, 2, 2), capacity=0.5)
     assert not layer(torch.randn(9, D))[1].kept.all()
