@@ -58,7 +58,7 @@ class Capacity:
         require_one_of("Capacity: drop", get_args(Drop), self.drop)
 
     @classmethod
-    def of(cls, capacity: Capacity | float | None) -> Capacity | None:
+    def from_option(cls, capacity: Capacity | float | None) -> Capacity | None:
         """Returns the capacity for a value of the option of `MoE`; a number is a factor."""
         return capacity if isinstance(capacity, Capacity | None) else cls(capacity)
 
@@ -78,23 +78,23 @@ class Capacity:
         require(routing.kept is None, "MoE: capacity", rule, self)
         expert_index, size = routing.expert_index, routing.importance.shape[0]
         bounds = routing.token_offsets
-        num_tokens_here = expert_index.shape[0] if bounds is None else bounds.shape[0] - 1
+        own_tokens = expert_index.shape[0] if bounds is None else bounds.shape[0] - 1
         plan = ops.dispatch_plan(expert_index, size)
-        here = torch.cat([plan.tokens_per_expert, expert_index.new_full((1,), num_tokens_here)])
-        of_ranks = here.unsqueeze(0) if ranks is None else ranks.gather(here)
-        counts, num_tokens = of_ranks.sum(0).split([size, 1])
+        own_counts = torch.cat([plan.tokens_per_expert, expert_index.new_full((1,), own_tokens)])
+        rank_counts = own_counts.unsqueeze(0) if ranks is None else ranks.gather(own_counts)
+        counts, num_tokens = rank_counts.sum(0).split([size, 1])
         product = (num_tokens * k).double() * self.factor / size
         # 2⁻⁵⁰ is more than all roundings of the product, and of the factor to a float.
         capacity = (product * (1 - 2**-50)).ceil()
         capacity = torch.minimum(capacity, num_tokens.double()).long()  # also if it is infinite
         if self.drop == "position":
-            before = of_ranks[: 0 if ranks is None else ranks.rank, :size].sum(0)
+            before = rank_counts[: 0 if ranks is None else ranks.rank, :size].sum(0)
             place = plan.inverse + (before - plan.offsets[:-1])[expert_index]
         elif ranks is None:
             place = _places(expert_index.reshape(-1), routing.gates.reshape(-1), size)
             place = place.view_as(expert_index)
         else:
-            place = _places_over_ranks(plan, routing.gates, of_ranks[:, :size], ranks)
+            place = _places_over_ranks(plan, routing.gates, rank_counts[:, :size], ranks)
         kept = (place < capacity) | (expert_index >= num_experts)
         dropped = (counts[:num_experts] - capacity).clamp_min(0).sum()
         share = dropped.to(routing.gates.dtype) / counts.sum().clamp_min(1)
@@ -173,12 +173,12 @@ def _places_over_ranks(
     Each rank sorts the slots of some experts. counts: [ranks, E], the slots of each rank.
     """
     columns = [len(block) for block in blocks(range(counts.shape[1]), ranks.size)]
-    of_blocks = counts.split(columns, 1)
-    sizes = torch.stack([block.sum(1) for block in of_blocks], 1).tolist()  # [from, to]
+    block_counts = counts.split(columns, 1)
+    sizes = torch.stack([block.sum(1) for block in block_counts], 1).tolist()  # [from, to]
     num_sent, num_received = sizes[ranks.rank], [row[ranks.rank] for row in sizes]
     sent = gates.reshape(-1)[plan.permutation]
     received = AllToAll(sent, ranks, num_sent, num_received).wait()
     # Received slots are sorted by rank, then expert, then token.
-    expert_index = columns_of(of_blocks[ranks.rank], len(received))
+    expert_index = columns_of(block_counts[ranks.rank], len(received))
     place = _places(expert_index, received, columns[ranks.rank])
     return AllToAll(place, ranks, num_received, num_sent).wait()[plan.inverse]

@@ -270,17 +270,17 @@ class MoE(FormerCapacity, nn.Module):
         self.recompute = recompute
         self.casts_tokens: bool = expert_dtype is not None
         self.losses: tuple[RouterLoss, ...] = _checked_losses(losses)
-        of_paper = 0.0 if losses else 0.1
+        default = 0.0 if losses else 0.1
         self.w_importance, self.w_load = require_at_least(
             0,
             "MoE",
-            w_importance=of_paper if w_importance is None else w_importance,
-            w_load=of_paper if w_load is None else w_load,
+            w_importance=default if w_importance is None else w_importance,
+            w_load=default if w_load is None else w_load,
         )
         self._checked_weights = self.w_importance, self.w_load
         self.num_identity_experts = num_identity_experts
         self.num_null_experts = num_null_experts
-        self.capacity: Capacity | None = Capacity.of(capacity)
+        self.capacity: Capacity | None = Capacity.from_option(capacity)
         if gate is None:
             gate = NoisyTopKGate(
                 d_model,
@@ -469,8 +469,8 @@ class MoE(FormerCapacity, nn.Module):
         loss = ops.weighted_cv_squared(balanced, self._checked_weights)
         if routing.loss is not None:
             loss = loss + routing.loss
-        for each in self.losses:
-            loss = loss + each.weight * values[each.name]
+        for term in self.losses:
+            loss = loss + term.weight * values[term.name]
         return loss
 
     def _jagged(
@@ -511,7 +511,7 @@ class MoE(FormerCapacity, nn.Module):
             name = "MoE: num_experts + num_identity_experts + num_null_experts"
             rule = f"be {routing.importance.shape[0]}, the gate's number of experts"
             require(False, name, rule, num_choices)
-        capacity = Capacity.of(self.capacity)
+        capacity = Capacity.from_option(self.capacity)
         if capacity is not None:
             rule = "be None with a hierarchical gate"
             require(not self.gate.shares_groups, "MoE: capacity", rule, capacity)
@@ -539,7 +539,7 @@ class MoE(FormerCapacity, nn.Module):
         experts: Iterable[Tensor] = self.experts.parameters()
         if not local:  # the first dimension is the expert dimension, see `Experts`
             copies = Fraction(self.num_experts)
-            experts = [torch.empty((1, *each.shape[1:]), device="meta") for each in experts]
+            experts = [torch.empty((1, *p.shape[1:]), device="meta") for p in experts]
         return [(experts, share, copies)]
 
     def extra_repr(self) -> str:

@@ -179,8 +179,8 @@ class ExpertSharding:
         """
         if self.exchange is None:
             return
-        of_tokens = self.exchange.chunks_of == "tokens"
-        num_chunks = 1 if of_tokens else self.exchange.num_chunks
+        chunks_tokens = self.exchange.chunks_of == "tokens"
+        num_chunks = 1 if chunks_tokens else self.exchange.num_chunks
         if isinstance(experts, ModuleExperts | nn.ModuleList | Sequence):
             placement = self.exchange.placement
             unit = "expert" if self.group_exchange is None else "group"
@@ -200,8 +200,8 @@ class ExpertSharding:
             )
 
     def __repr__(self) -> str:
-        here, total = self.local_experts, self.placement.num_experts
-        experts = f"experts {here.start}-{here.stop - 1}" if here else "no experts"
+        local, total = self.local_experts, self.placement.num_experts
+        experts = f"experts {local.start}-{local.stop - 1}" if local else "no experts"
         return f"{experts} of {total}, {self._options}"
 
 

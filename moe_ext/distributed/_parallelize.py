@@ -91,11 +91,11 @@ def parallelize(
         )
         return model
     _average_gradients(model, copied)
-    of_experts = expert_tensors(model)
-    if not any(p.requires_grad for n, p in model.named_parameters() if n not in of_experts):
+    expert_names = expert_tensors(model)
+    if not any(p.requires_grad for n, p in model.named_parameters() if n not in expert_names):
         _start_from_the_first(model, world)
         return model
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(of_experts))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_names))
     return DistributedDataParallel(
         model, process_group=world.group, find_unused_parameters=find_unused_parameters
     )
@@ -112,9 +112,9 @@ def _shard(num_ranks: int, param: nn.Parameter) -> Shard | None:
 
 def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
     """Broadcasts the model from rank 0 of ranks, except parameters and buffers of the experts."""
-    of_experts = expert_tensors(model)
+    expert_names = expert_tensors(model)
     for name, value in chain(model.named_parameters(), model.named_buffers()):
-        if name not in of_experts:
+        if name not in expert_names:
             dist.broadcast(value.detach(), group_src=0, group=ranks.group)
 
 

@@ -124,13 +124,13 @@ class GradScaler(torch.amp.GradScaler):
         self._ranks = Layout.of(process_group, "GradScaler").world
 
     def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:
-        found = super()._unscale_grads_(*arguments)
+        flags = super()._unscale_grads_(*arguments)
         if self._ranks.size > 1:
-            if not found:  # no parameter of this rank has a gradient; the other ranks wait for it
+            if not flags:  # no parameter of this rank has a gradient; the other ranks wait for it
                 device = torch.empty(0, device=self._device).device
-                found[device] = torch.zeros((), device=device)
-            flag = torch.stack([each.to(next(iter(found))) for each in found.values()]).amax(0)
+                flags[device] = torch.zeros((), device=device)
+            flag = torch.stack([one.to(next(iter(flags))) for one in flags.values()]).amax(0)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._ranks.group)
-            for found_inf in found.values():
+            for found_inf in flags.values():
                 found_inf.copy_(flag)
-        return found
+        return flags

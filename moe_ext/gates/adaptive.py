@@ -66,7 +66,7 @@ class AdaptiveGate(Gate):
         super().__init__(d_model, num_experts, k)
         if num_counts > 0:
             # Not a buffer: DistributedDataParallel would replace it by the counts of rank 0.
-            self.tokens_since_update = _of_fixed_size(
+            self.tokens_since_update = _with_fixed_size(
                 torch.zeros(num_counts, dtype=torch.int64, device=device)
             )
 
@@ -116,12 +116,12 @@ class AdaptiveGate(Gate):
         counts = self.tokens_since_update
         assert counts is not None
         from_meta = counts.is_meta and device.type != "meta"
-        self.tokens_since_update = _of_fixed_size(
+        self.tokens_since_update = _with_fixed_size(
             torch.zeros_like(counts, device=device) if from_meta else counts.to(device)
         )
 
 
-def _of_fixed_size(counts: Tensor) -> Tensor:
+def _with_fixed_size(counts: Tensor) -> Tensor:
     """Does what `torch._dynamo.mark_static` does, without the import of torch's compiler.
 
     A compiled graph then does not take the number of counts for a number of tokens that it equals.

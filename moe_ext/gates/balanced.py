@@ -109,9 +109,9 @@ def _initialize(
         finite = failed == 0
     start = mth_score * (1 - 16 * torch.finfo(mth_score.dtype).eps)
     start = torch.nextafter(start, torch.full_like(start, -torch.inf))  # lowers a score of 0 too
-    of_threshold = torch.finfo(threshold.dtype)
-    least = of_threshold.tiny * of_threshold.eps  # the smallest positive number
-    lower = (start * (1 - of_threshold.eps) - least).to(threshold.dtype)
+    limits = torch.finfo(threshold.dtype)
+    least = limits.tiny * limits.eps  # the smallest positive number
+    lower = (start * (1 - limits.eps) - least).to(threshold.dtype)
     rounded = start.to(threshold.dtype)
     start = torch.where(rounded < mth_score, rounded, lower)
     # `Module.type` makes numbers of the flag.

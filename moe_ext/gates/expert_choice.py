@@ -98,8 +98,8 @@ class ExpertChoiceGate(Gate):
             selected = ops.batchwise_topm(ranked.unsqueeze(0), m)
             expert_index, token_offsets = experts_of_selected(selected.row_index, num_tokens)
         else:
-            here = torch.tensor([num_tokens], device=scores.device)
-            mask, _ = mask_over_ranks(ranked, self.k, here, 0, ranks)
+            own_size = torch.tensor([num_tokens], device=scores.device)
+            mask, _ = mask_over_ranks(ranked, self.k, own_size, 0, ranks)
             expert_index, token_offsets = experts_of_rows(mask)
         gates = values_of_slots(scores, expert_index, token_offsets)
         routing = routing_of_slots(self.num_experts, gates, expert_index, token_offsets, [], ranks)

@@ -241,11 +241,11 @@ class HierarchicalGate(Gate, ABC):
         rows: Tensor = getattr(self, name)
         return rows if local is None else rows[local]
 
-    def _of_all_groups(self, parts: Sequence[Tensor]) -> Tensor:
+    def _padded_to_all_groups(self, parts: Sequence[Tensor]) -> Tensor:
         """Concatenates values of this rank's groups; the values of other groups are 0."""
         values = parts[0] if len(parts) == 1 else torch.cat([*parts])
-        here = self.groups
-        if len(here) == self.num_groups:
+        groups = self.groups
+        if len(groups) == self.num_groups:
             return values
-        sides = here.start, self.num_groups - here.stop
+        sides = groups.start, self.num_groups - groups.stop
         return F.pad(values, (*[0] * (2 * values.dim() - 2), *sides))

@@ -94,9 +94,9 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
             ("gate of the first level", self.k_of_levels[0], num_groups),
             ("gate of the second level", self.k_of_levels[1], experts_per_group),
         )
-        for of, chosen, choices in levels:
+        for part, chosen, choices in levels:
             remedy = "use k of at least 2 at this level, or TopKGate with renormalize=False"
-            warn_if_untrained(type(self).__name__, chosen, choices, remedy, of)
+            warn_if_untrained(type(self).__name__, chosen, choices, remedy, part)
         factory = self._factory(device, dtype)
         self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups, **factory))
         self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups, **factory))
@@ -151,7 +151,7 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
         """
         if not self.training:
             return ()
-        return tuple(map(self._of_all_groups, zip(*details, strict=True)))
+        return tuple(map(self._padded_to_all_groups, zip(*details, strict=True)))
 
     def routing(
         self,

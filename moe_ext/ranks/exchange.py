@@ -43,14 +43,14 @@ class _Copies(NamedTuple):
     Attributes:
         inverse, token_offsets: the positions of each token's copies, see `moe_ext.ops.dispatch`.
         num_copies: [destinations] int64, the number of copies for each destination.
-        of_row: [R] int64, the copy that each row needs, counted from the first copy of its
+        copy_index: [R] int64, the copy that each row needs, counted from the first copy of its
             destination. None: each row has its own copy.
     """
 
     inverse: Tensor
     token_offsets: Tensor | None
     num_copies: Tensor
-    of_row: Tensor | None
+    copy_index: Tensor | None
 
 
 class _Counts(NamedTuple):
@@ -301,22 +301,23 @@ class Exchange:
         counts = self._counts(plan.offsets[order.bounds].diff(), copies.num_copies, incoming)
 
         senders = [self._sender(rows, counts.copies_out, counts.copies_in)]
-        if copies.of_row is not None:
+        if copies.copy_index is not None:
             row_of_slot = plan.inverse.reshape(-1, 1)
-            of_rows = [
+            row_values = [
                 ops.dispatch(v, row_of_slot) for v in (gates.reshape(-1, 1), *(values or ()))
             ]
             senders += [
-                self._sender(v, counts.rows_out, counts.rows_in) for v in (copies.of_row, *of_rows)
+                self._sender(v, counts.rows_out, counts.rows_in)
+                for v in (copies.copy_index, *row_values)
             ]
         has_backward = torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad)
-        y, *of_rows = self._compute_chunks(senders, incoming, counts, compute, has_backward)
-        if copies.of_row is not None:
+        y, *row_values = self._compute_chunks(senders, incoming, counts, compute, has_backward)
+        if copies.copy_index is not None:
             gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
         y = ops.combine(y, gates, copies.inverse, copies.token_offsets)
-        of_slots = [value.index_select(0, plan.inverse.reshape(-1)) for value in of_rows]
-        y, *of_slots = (scale_grad(value, 1 / self.factor) for value in (y, *of_slots))
-        return y, tokens_per_expert, of_slots
+        slot_values = [value.index_select(0, plan.inverse.reshape(-1)) for value in row_values]
+        y, *slot_values = (scale_grad(value, 1 / self.factor) for value in (y, *slot_values))
+        return y, tokens_per_expert, slot_values
 
     def _counts(self, rows_out: Tensor, copies_out: Tensor, incoming: Sequence[Tensor]) -> _Counts:
         """Brings the counts to the host, which synchronizes with the device.
@@ -327,7 +328,7 @@ class Exchange:
                 rank receives; then [ranks, chunks], the numbers of copies.
         """
         *rows, copies = incoming
-        rows_in = torch.cat([of_chunk.sum(1) for of_chunk in rows])
+        rows_in = torch.cat([chunk.sum(1) for chunk in rows])
         counts = torch.stack([rows_out, rows_in, copies_out, copies.T.reshape(-1)])
         return _Counts(*counts.view(4, self.num_chunks, self.ranks.size).tolist())
 
@@ -364,17 +365,17 @@ class Exchange:
         going: list[AllToAll] = []
         returned: list[list[Tensor]] = []
         for c, num_rows in enumerate(rows_by_chunk):
-            x, *of_rows = (transfer.wait() for transfer in coming)
+            x, *row_values = (transfer.wait() for transfer in coming)
             if c + 1 < self.num_chunks:
                 coming = [send(c + 1) for send in senders]
-            in_slots, by_copy = _slots(num_rows, num_copies[:, c], x, of_rows)
-            y, of_slots = compute(c, in_slots)
+            in_slots, by_copy = _slots(num_rows, num_copies[:, c], x, row_values)
+            y, slot_values = compute(c, in_slots)
             if has_backward and x.requires_grad:
                 # The experts may not use x; the ranks that sent it wait for its gradient.
                 y = with_backward_of(y, x)
             back = [y]
             if by_copy is not None:
-                back += [value.index_select(0, by_copy.inverse) for value in of_slots]
+                back += [value.index_select(0, by_copy.inverse) for value in slot_values]
             if has_backward:
                 for value in back:  # for frozen experts too: all ranks must run backward together
                     if value.is_floating_point():

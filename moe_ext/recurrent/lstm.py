@@ -472,8 +472,8 @@ def exchanged_bytes(
     copies = moe.k if moe.sharding.exchange.unit == "rows" else min(moe.k, size)
     width = layer.cell.d_input + 5 * layer.cell.d_hidden  # of [x, h] and of the gates i, f, j, o
     rows = passes * num_rows * copies * (size - 1) / size * width * itemsize
-    of_expert = sum(weight.shape[1:].numel() * weight.itemsize for weight in weights)
-    return rows, (1 + backward) * (size - 1) * layer.num_experts * of_expert
+    expert_bytes = sum(weight.shape[1:].numel() * weight.itemsize for weight in weights)
+    return rows, (1 + backward) * (size - 1) * layer.num_experts * expert_bytes
 
 
 def _lengthened(inputs: Sequence[Tensor], num_steps: int) -> list[Tensor]:
