@@ -66,7 +66,9 @@ class Capacity:
     def drop_slots(
         self, routing: Routing, num_experts: int, k: int, ranks: Ranks | None
     ) -> Routing:
-        """Sets `Routing.kept`, so that no expert has more than C slots, and share_dropped.
+        """Sets kept of a routing decision, so that no expert has more than C slots.
+
+        Adds the metric share_dropped.
 
         Args:
             routing: the routing decision for this rank's tokens.
