@@ -47,6 +47,8 @@ from moe_ext.gates import (  # noqa: E402
 )
 from moe_ext.hierarchical import HierarchicalMoE  # noqa: E402
 from moe_ext.losses import (  # noqa: E402
+    ImportanceLoss,
+    LoadLoss,
     RouterLoss,
     SwitchLoss,
     ZLoss,
@@ -72,7 +74,9 @@ __all__ = [
     "HierarchicalBalancedGate",
     "HierarchicalMoE",
     "HierarchicalNoisyTopKGate",
+    "ImportanceLoss",
     "KeepAux",
+    "LoadLoss",
     "MoE",
     "MoEAux",
     "MoELSTM",

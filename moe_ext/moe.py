@@ -165,8 +165,8 @@ class MoE(FormerCapacity, nn.Module):
             the gate; y has the dtype of x. After ``layer.to(dtype)``, tokens are cast to the new
             dtype. None: torch's default dtype without a cast. Then x must have the dtype of the
             experts, unless autocast is on.
-        w_importance, w_load: weights of the importance loss and of the load loss. None: 0.1, or 0
-            with losses.
+        w_importance, w_load: weights of the importance loss and of the load loss; short forms of
+            `ImportanceLoss` and `LoadLoss`. None: 0.1, or 0 with losses.
         losses: losses in place of the paper's, or in addition to them, such as
             ``[SwitchLoss(0.01), ZLoss(1e-3)]``. Each is a `RouterLoss`.
         noise_epsilon, generator: see `NoisyTopKGate`.
@@ -723,7 +723,7 @@ def _router_losses(
     if ranks is not None:
         sums = iter(ranks.sum(*sums))
     return {
-        loss.name: loss.value(*(next(sums) for _ in part))
+        loss.name: loss.evaluate(routing, *(next(sums) for _ in part))
         for loss, part in zip(losses, parts, strict=True)
     }
 

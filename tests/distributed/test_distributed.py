@@ -29,6 +29,8 @@ from moe_ext import (
     HierarchicalBalancedGate,
     HierarchicalMoE,
     HierarchicalNoisyTopKGate,
+    ImportanceLoss,
+    LoadLoss,
     MoE,
     NoisyTopKGate,
     SwitchLoss,
@@ -149,6 +151,7 @@ def call_with_sequences(layer, x, part, masked):
 def test_losses_equal_one_process(workers, ranks, masked, recompute):
     """The losses of the batch and of each sequence, with their gradients."""
     losses = [SwitchLoss(0.3), SwitchLoss(0.2, per_sequence=True), ZLoss(0.1)]
+    losses += [ImportanceLoss(0.1), LoadLoss(0.2)]
     make = partial(layer_of, "top-k", losses=losses)
     called = partial(call_with_sequences, masked=masked)
     x = tokens_of(RANKS[ranks], 7)
@@ -176,7 +179,7 @@ def test_any_modules_as_experts(workers, num_chunks):
 @on_ranks(2)
 def test_local_balance_is_of_each_rank(group, rank, capacity):
     """Losses and capacities are then those of a layer alone."""
-    options = {"losses": [SwitchLoss(0.3), SwitchLoss(0.2, per_sequence=True)]}
+    options = {"losses": [SwitchLoss(0.3), SwitchLoss(0.2, per_sequence=True), LoadLoss(0.1)]}
     if capacity:
         options |= {"capacity": Capacity(0.7, capacity)}
     x = tokens_of(RANKS["2"], 7).split(RANKS["2"])[rank]
