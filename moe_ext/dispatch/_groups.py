@@ -98,38 +98,31 @@ class GroupExchange:
         """
         outputs: list[Tensor] = []
         mix = partial(mixture, fused=fused, recompute=recompute)
-
-        @eager  # torch.compile would break the graph at each transfer
-        def select(
-            gate: HierarchicalGate, x: Tensor, primary: PrimarySelection, ranks: Ranks | None
-        ) -> tuple[SecondarySelection, tuple[Tensor, ...]]:
-            y, secondary, details = self._run(x, gate, primary, experts, mix, dtype)
-            outputs.append(y)
-            statistics = gate.statistics(details, ranks)
-            return secondary, tuple(self._unscaled(value) for value in statistics)
-
-        routing = gate(x, ranks, select)
+        routing = gate(x, ranks, partial(self._select, outputs, experts, mix, dtype))
         rule = "pass select to HierarchicalGate.forward once, as shares_groups = True says"
         require(len(outputs) == 1, "MoE: gate", rule, f"{len(outputs)} calls")
         plan = ops.dispatch_plan(routing.expert_index, routing.importance.shape[0])
         return outputs[0], routing, plan.tokens_per_expert
 
-    def _run(
+    @eager  # torch.compile would break the graph at each transfer
+    def _select(
         self,
-        x: Tensor,
-        gate: HierarchicalGate,
-        primary: PrimarySelection,
+        outputs: list[Tensor],
         experts: Callable[..., Tensor],
         mix: Callable[..., Tensor],
         dtype: torch.dtype | None,
-    ) -> tuple[Tensor, SecondarySelection, list[Any]]:
-        """Selects the experts on the ranks of the groups, and computes them there.
+        gate: HierarchicalGate,
+        x: Tensor,
+        primary: PrimarySelection,
+        ranks: Ranks | None,
+    ) -> tuple[SecondarySelection, tuple[Tensor, ...]]:
+        """Selects the experts on the ranks of the groups, and computes the tokens there.
 
-        mix is `mixture`; see `__call__` for the other arguments.
-
-        Returns:
-            y [T, d_output]; the experts of the slots of primary; and the details of each
-            `SecondarySelection` of this rank's groups.
+        Args:
+            outputs: gets y [T, d_output].
+            mix: `mixture` with its options.
+            experts, dtype: see `__call__`.
+            gate, x, primary, ranks: see `HierarchicalGate.forward`.
         """
         exchange, (_, k2), b = self.exchange, gate.k_of_levels, gate.experts_per_group
         parts = exchange.parts_of(experts, b)
@@ -165,9 +158,13 @@ class GroupExchange:
         y, _, values = exchange.run(
             x, primary.gates, primary.group_index, primary.token_offsets, compute, primary.values
         )
-        if not ragged:
-            return y, SecondarySelection(*values), details
-        return y, self._return(primary, values[0], ragged), details
+        outputs.append(y)
+        if ragged:
+            secondary = self._return(primary, values[0], ragged)
+        else:
+            secondary = SecondarySelection(*values)
+        statistics = gate.statistics(details, ranks)
+        return secondary, tuple(self._unscaled(value) for value in statistics)
 
     def _unscaled(self, value: Tensor) -> Tensor:
         """Returns a value from the ranks of the groups, with the gradient of this rank's loss."""

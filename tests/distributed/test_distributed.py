@@ -244,8 +244,31 @@ def test_a_gate_with_its_own_forward_shares_its_groups(group, rank):
     assert layers[NotingGate].gate.calls == 1
     torch.manual_seed(rank)
     assert_same_bits(layers[HierarchicalNoisyTopKGate](x)[0], y)
+    compiled = torch.compile(layers[HierarchicalNoisyTopKGate].gate, backend="eager")
+    torch.manual_seed(rank)
+    layers[HierarchicalNoisyTopKGate].gate = compiled
+    assert_same_bits(layers[HierarchicalNoisyTopKGate](x)[0], y)
     with pytest.raises(ValueError, match="^MoE: gate must pass select to .*, got '0 calls'$"):
         layers[DeafGate](x)
+
+
+@pytest.mark.guarantee("It works with PyTorch's tools")
+@pytest.mark.parametrize("kind", ["top-k", "hierarchical", "balanced groups"])
+@on_ranks(2)
+def test_compiled_layers(group, rank, kind):
+    layer = layer_of(kind, group)
+    compiled = torch.compile(layer, backend="eager")
+    x = torch.randn(5, D, dtype=torch.float64)
+    found = []
+    for call in (layer, compiled, compiled):
+        torch.manual_seed(rank)
+        layer.zero_grad()
+        y, aux = call(x)
+        (y.square().sum() + aux.loss).backward()
+        found.append([y, aux.loss, *(p.grad for p in layer.parameters() if p.grad is not None)])
+    for result in found[1:]:
+        for a, b in zip(result, found[0], strict=True):
+            assert_same_bits(a, b)
 
 
 def balanced_steps(group, rank, counts, num_chunks, mesh, ties):
