@@ -113,8 +113,7 @@ def takes_former_capacity(init: _Init) -> _Init:
             _warn("capacity_factor and drop")
             options["capacity"] = Capacity(factor, drop or "position")
         else:
-            rule = "be left out without capacity_factor"
-            require(drop in (None, "position"), "MoE: drop", rule, drop)
+            _require_no_drop(drop)
         init(*args, **options)
 
     return cast(_Init, constructing)
@@ -148,6 +147,13 @@ class FormerCapacity:
         _warn("the attributes capacity_factor and drop")
         if self.capacity is not None:
             self.capacity = replace(self.capacity, drop=drop)
+        else:
+            _require_no_drop(drop)
+
+
+def _require_no_drop(drop: object) -> None:
+    rule = "be left out without capacity_factor"
+    require(drop in (None, "position"), "MoE: drop", rule, drop)
 
 
 def _warn(former: str) -> None:

@@ -175,3 +175,5 @@ def test_the_former_spelling():
     assert layer.capacity is None
     with is_deprecated:
         assert (layer.capacity_factor, layer.drop) == (None, "position")
+    with is_deprecated, pytest.raises(ValueError, match="^MoE: drop must be left out without cap"):
+        layer.drop = "score"
