@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, Literal, TypeVar, cast, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +16,6 @@ from moe_ext.ranks._rows import columns_of
 from moe_ext.routing import Routing
 
 Drop = Literal["position", "score"]
-
-_Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 @dataclass(frozen=True)
@@ -101,64 +96,6 @@ class Capacity:
         dropped = (counts[:num_experts] - capacity).clamp_min(0).sum()
         share = dropped.to(routing.gates.dtype) / counts.sum().clamp_min(1)
         return routing._replace(kept=kept, metrics=routing.metrics | {"share_dropped": share})
-
-
-def takes_former_capacity(init: _Init) -> _Init:
-    """Lets the constructor of `MoE` take capacity_factor and drop, as in earlier versions."""
-
-    @wraps(init)
-    def constructing(*args: Any, **options: Any) -> None:
-        factor, drop = options.pop("capacity_factor", None), options.pop("drop", None)
-        if factor is not None:
-            _warn("capacity_factor and drop")
-            options["capacity"] = Capacity(factor, drop or "position")
-        else:
-            _require_no_drop(drop)
-        init(*args, **options)
-
-    return cast(_Init, constructing)
-
-
-class FormerCapacity:
-    """Gives a `MoE` the attributes capacity_factor and drop of earlier versions."""
-
-    capacity: Capacity | None
-
-    @property
-    def capacity_factor(self) -> float | None:
-        """The factor of the capacity; None: no capacity. Deprecated: use capacity."""
-        _warn("the attributes capacity_factor and drop")
-        return None if self.capacity is None else self.capacity.factor
-
-    @capacity_factor.setter
-    def capacity_factor(self, factor: float | None) -> None:
-        _warn("the attributes capacity_factor and drop")
-        drop = "position" if self.capacity is None else self.capacity.drop
-        self.capacity = None if factor is None else Capacity(factor, drop)
-
-    @property
-    def drop(self) -> Drop:
-        """Which assignments an expert drops. Deprecated: use capacity."""
-        _warn("the attributes capacity_factor and drop")
-        return "position" if self.capacity is None else self.capacity.drop
-
-    @drop.setter
-    def drop(self, drop: Drop) -> None:
-        _warn("the attributes capacity_factor and drop")
-        if self.capacity is not None:
-            self.capacity = replace(self.capacity, drop=drop)
-        else:
-            _require_no_drop(drop)
-
-
-def _require_no_drop(drop: object) -> None:
-    rule = "be left out without capacity_factor"
-    require(drop in (None, "position"), "MoE: drop", rule, drop)
-
-
-def _warn(former: str) -> None:
-    text = f"MoE: {former} are now capacity=Capacity(factor, drop)"
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def _places(expert_index: Tensor, gates: Tensor, num_experts: int) -> Tensor:

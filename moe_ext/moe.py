@@ -19,9 +19,10 @@ from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
-from moe_ext._capacity import Capacity, FormerCapacity, takes_former_capacity
+from moe_ext._capacity import Capacity
 from moe_ext._compiled import uncompiled
 from moe_ext._counting import SparsePart, count_parameters
+from moe_ext._former_capacity import FormerCapacity, takes_former_capacity
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import (
     require,
@@ -280,7 +281,7 @@ class MoE(FormerCapacity, nn.Module):
         self._checked_weights = self.w_importance, self.w_load
         self.num_identity_experts = num_identity_experts
         self.num_null_experts = num_null_experts
-        self.capacity: Capacity | None = Capacity.from_option(capacity)
+        self.capacity: Capacity | float | None = Capacity.from_option(capacity)
         if gate is None:
             gate = NoisyTopKGate(
                 d_model,

@@ -39,6 +39,7 @@ LEVELS = [
     "gates",
     "shared optim",
     "_capacity dispatch",
+    "_former_capacity",
     "moe",
     "hierarchical presets recurrent",
     "distributed",
