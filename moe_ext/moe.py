@@ -323,6 +323,7 @@ class MoE(FormerCapacity, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a layer from a pickle, also of an earlier version."""
+        state = dict(state)
         sharding = state.pop("sharding", None)
         if "capacity" not in state:
             factor, drop = state.pop("capacity_factor"), state.pop("drop")
@@ -501,7 +502,7 @@ class MoE(FormerCapacity, nn.Module):
     ) -> Routing:
         """Calls the gate and drops slots beyond the capacity; see `HierarchicalGate.forward`."""
         if select is not None:  # torch.compile would compile the gate again for each select
-            routing = uncompiled(self.gate)(tokens, ranks, select, **given)
+            routing = uncompiled(self.gate)(tokens, ranks, select=select, **given)
         else:
             routing = self.gate(tokens, ranks, **given)
         if not isinstance(routing, Routing):

@@ -98,7 +98,8 @@ class GroupExchange:
         """
         outputs: list[Tensor] = []
         mix = partial(mixture, fused=fused, recompute=recompute)
-        routing = gate(x, ranks, partial(self._select, outputs, experts, mix, dtype))
+        select = partial(self._select, outputs, experts, mix, dtype)
+        routing = gate(x, ranks, select=select)
         rule = "pass select to HierarchicalGate.forward once, as shares_groups = True says"
         require(len(outputs) == 1, "MoE: gate", rule, f"{len(outputs)} calls")
         plan = ops.dispatch_plan(routing.expert_index, routing.importance.shape[0])
