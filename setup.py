@@ -26,6 +26,8 @@ CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 HERE = Path(__file__).parent
 HEADERS = HERE / "moe_ext" / "include"
 LIBRARY = "moe_ext.lib.libmoe_ext"
+# The environment that built the library in this folder, and the folder, in two lines.
+BUILT_BY = HERE / "moe_ext" / "lib" / "built_by.txt"
 # The number of files that the files of a folder are compiled as, because torch's headers take most
 # of the time. The files of csrc/cpu stay apart, because the speed of a loop may depend on the rest
 # of its file; nvcc optimizes each kernel by itself. CMakeLists.txt has the same folders, without
@@ -185,6 +187,23 @@ def extensions() -> list[setuptools.Extension]:
     return [library, module]
 
 
+def require_own_library() -> None:
+    """Exits if another environment uses the library in this folder."""
+    if not BUILT_BY.exists():
+        return
+    environment, folder = map(Path, BUILT_BY.read_text().splitlines())
+    # No environment uses the library of a copied folder.
+    if folder != HERE.resolve() or not (environment / "bin").exists():
+        return
+    own = Path(sys.prefix).resolve()
+    if environment != own:
+        sys.exit(
+            f"moe_ext: the environment {environment} uses the library in {BUILT_BY.parent}, which "
+            f"a build for {own} would replace. Install without -e, or in a copy of this folder; or "
+            f"remove {BUILT_BY.parent}"
+        )
+
+
 class BuildPython(build_py):
     """Copies the Python files."""
 
@@ -203,6 +222,12 @@ class Build(BuildExtension):
         super().finalize_options()
         self.build_temp = str(HERE / "build" / "objects")  # kept, so that later builds are short
         self.force = True  # ninja knows what has changed; setuptools does not compare headers
+
+    def run(self) -> None:
+        """Builds all. A build in place does not replace the library of another environment."""
+        if self.inplace:
+            require_own_library()
+        super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
         """Names the library without the suffix of Python modules."""
@@ -231,6 +256,7 @@ class Build(BuildExtension):
         """Copies what was built into moe_ext/, for an editable install."""
         Path("moe_ext", "lib").mkdir(exist_ok=True)
         shutil.copy(self.built("built_with.cmake"), "moe_ext/lib")
+        BUILT_BY.write_text(f"{Path(sys.prefix).resolve()}\n{HERE.resolve()}\n")
         super().copy_extensions_to_source()
 
     def get_outputs(self) -> list[str]:

@@ -64,13 +64,16 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
                        bool keep_hidden) {
   const BelowAutocast<device> guard;
   const auto type = at::autocast::get_autocast_dtype(device);
-  const auto weights = cached_cast(type, network.weights, device);
+  const bool is_packed = network.packed != nullptr;
+  const auto weights =
+      is_packed ? network.weights.vec() : cached_cast(type, network.weights, device);
   const auto biases = cached_cast(type, network.biases, device);
   return call_experts(cached_cast(type, x, device), routing,
                       {.weights = weights,
                        .biases = biases,
                        .activation = network.activation,
-                       .activation_args = network.activation_args},
+                       .activation_args = network.activation_args,
+                       .packed = network.packed},
                       keep_hidden);
 }
 
@@ -107,6 +110,7 @@ void register_for(torch::Library& m) {
   implement<"topk_routing", &topk_routing<device>>(m);
   implement<"load", &load<device>>(m);
   implement<"experts", &experts_of<experts<device>>>(m);
+  implement<"packed_experts", &packed_experts_of<experts<device>>>(m);
   implement<"linear_cross_entropy", &linear_cross_entropy_of<linear_cross_entropy<device>>>(m);
   implement<"lstm", &lstm_of<lstm<device>>>(m);
 }

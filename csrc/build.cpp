@@ -16,6 +16,8 @@ std::string torch_version() { return TORCH_VERSION; }
 std::string compiler() { return __VERSION__; }
 std::string isa() { return cpu::isa_name(); }
 void empty_cache() { cpu::empty_cache(); }
+int64_t cached_bytes() { return cpu::cached_bytes(); }
+int64_t cache_limit() { return cpu::cache_limit(); }
 
 std::optional<std::string> cuda_version() {
 #ifdef MOE_EXT_CUDA_VERSION

@@ -1,15 +1,19 @@
 // experts: the checks of its arguments, and its outputs.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "experts_operator.h"
 #include "math/activation.h"
+#include "packed.h"
 #include "routing.h"
 
 namespace moe_ext {
@@ -46,6 +50,15 @@ inline bool check_activation(const char* op, std::string_view activation,
   TORCH_CHECK_VALUE(false, op, ": activation must be one of ", names, ", got '", activation, "'");
 }
 
+// Returns whether a known activation is gated.
+inline bool is_gated(const FeedForward& network) {
+  bool gated = false;
+  math::for_each_activation([&](std::string_view name, auto each) {
+    if (name == network.activation) gated = each.kGated;
+  });
+  return gated;
+}
+
 // Returns whether the matrices of a weight are stored transposed: the weight is a view p.mT of a
 // contiguous p [E, columns, fan_in].
 inline bool is_transposed(const Tensor& weight) {
@@ -67,26 +80,93 @@ inline c10::SymInt num_rows_of(const Tensor& x, const Routing& routing) {
   return routing.inverse ? routing.inverse->sym_numel() : x.sym_size(0);
 }
 
+// The packed weights of a layer
+
+inline void check_packed_layers(const char* op, at::TensorList weights,
+                                const PackedLayers& packed) {
+  const size_t num_layers = weights.size();
+  for (const auto& [name, size] : {std::pair("formats", packed.formats.size()),
+                                   {"groups", packed.groups.size()},
+                                   {"columns", packed.columns.size()}}) {
+    TORCH_CHECK_VALUE(size == num_layers, op, ": ", name, " must have one value for each of ",
+                      num_layers, " weights, got ", size);
+  }
+  TORCH_CHECK_VALUE(packed.arithmetic == "exact" || packed.is_integer(), op,
+                    ": arithmetic must be exact or integer, got '", packed.arithmetic, "'");
+}
+
+// Returns the layout of a layer; checks its format, group and columns.
+inline PackedLayout packed_layout(const char* op, const PackedLayers& packed, size_t layer,
+                                  const c10::SymInt& fan_in) {
+  const std::string name = packed.formats.get(layer);
+  const auto* format = std::find_if(std::begin(kPackedFormats), std::end(kPackedFormats),
+                                    [&](const PackedFormat& each) { return each.name == name; });
+  if (format == std::end(kPackedFormats)) {
+    std::string names;
+    for (const PackedFormat& each : kPackedFormats) {
+      names.append(names.empty() ? "" : ", ").append(each.name);
+    }
+    TORCH_CHECK_VALUE(false, op, ": formats[", layer, "] must be one of ", names, ", got '", name,
+                      "'");
+  }
+  const int64_t inputs = fan_in.guard_int(__FILE__, __LINE__), columns = packed.columns[layer];
+  TORCH_CHECK_VALUE(columns >= 0, op, ": columns[", layer, "] must be at least 0, got ", columns);
+  const int64_t group = packed.groups[layer];
+  TORCH_CHECK_VALUE(group > 0 && (group % kPackedInputs == 0 || group >= inputs), op, ": groups[",
+                    layer, "] must be a multiple of ", kPackedInputs, " or all ", inputs,
+                    " inputs, got ", group);
+  TORCH_CHECK_VALUE(format->group == 0 || (format->group == group && inputs % group == 0), op,
+                    ": groups[", layer, "] must be ", format->group,
+                    ", a divisor of the inputs, for ", name, ", got ", group, " and ", inputs,
+                    " inputs");
+  const PackedLayout layout{.format = format, .inputs = inputs, .outputs = columns, .group = group};
+  TORCH_CHECK_VALUE(!packed.is_integer() || layout.is_integer(), op, ": formats[", layer,
+                    "] must have integer values in integer arithmetic, got '", name, "'");
+  return layout;
+}
+
+inline void check_packed_weight(const char* op, const char* name, const Tensor& weight,
+                                const Tensor& x, const c10::SymInt& num_experts,
+                                const PackedLayout& layout) {
+  check_argument(op, name, weight, x, at::kByte,
+                 {num_experts, layout.num_panels(), layout.panel_bytes()});
+}
+
 inline void check_feed_forward(const char* op, const Tensor& x, const FeedForward& network) {
-  const auto& [weights, biases, activation, activation_args] = network;
+  const auto& [weights, biases, activation, activation_args, packed] = network;
   const bool gated = check_activation(op, activation, activation_args);
   TORCH_CHECK_VALUE(
       !weights.empty() && (biases.empty() || biases.size() == weights.size()), op,
       ": weights and biases must have one tensor for each linear layer (biases may be "
       "empty), got ",
       weights.size(), " weights and ", biases.size(), " biases");
-  const auto type = weights[0].scalar_type();
-  check_dim(op, "weights[0]", weights[0], 3);
-  check_floating(op, "weights[0]", weights[0]);
-  TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": x must have the dtype of the weights, ",
-                   name_of(type), ", got ", name_of(x.scalar_type()));
+  if (packed != nullptr) {
+    check_packed_layers(op, weights, *packed);
+    TORCH_CHECK_TYPE(!packed->is_integer() || x.scalar_type() != at::kDouble, op,
+                     ": x must not be float64 in integer arithmetic, got float64");
+    TORCH_CHECK_VALUE(!packed->is_integer() || x.is_cpu() || x.is_meta(), op,
+                      ": x must be on cpu in integer arithmetic, got ", x.device());
+  } else {
+    check_dim(op, "weights[0]", weights[0], 3);
+    check_floating(op, "weights[0]", weights[0]);
+    const auto type = weights[0].scalar_type();
+    TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": x must have the dtype of the weights, ",
+                     name_of(type), ", got ", name_of(x.scalar_type()));
+  }
+  const auto type = x.scalar_type();
   const auto num_experts = weights[0].sym_size(0);
   c10::SymInt width = x.sym_size(1);
   for (size_t l = 0; l < weights.size(); ++l) {
     const auto name = [&](const char* list) { return c10::str(list, "[", l, "]"); };
-    check_dim(op, name("weights").c_str(), weights[l], 3);
-    const auto columns = weights[l].sym_size(2);
-    check_argument(op, name("weights").c_str(), weights[l], x, type, {num_experts, width, columns});
+    if (packed != nullptr) {
+      check_packed_weight(op, name("weights").c_str(), weights[l], x, num_experts,
+                          packed_layout(op, *packed, l, width));
+    } else {
+      check_dim(op, name("weights").c_str(), weights[l], 3);
+      check_argument(op, name("weights").c_str(), weights[l], x, type,
+                     {num_experts, width, weights[l].sym_size(2)});
+    }
+    const auto columns = network.columns(l);
     if (!biases.empty()) {
       check_argument(op, name("biases").c_str(), biases[l], x, type, {num_experts, columns});
     }
@@ -133,7 +213,7 @@ inline void check_experts(const char* op, const Tensor& x, const Routing& routin
 inline c10::SymDimVector experts_shape(const Tensor& x, const Routing& routing,
                                        const FeedForward& network) {
   return {routing.gates ? x.sym_size(0) : num_rows_of(x, routing),
-          network.weights.back().sym_size(2)};
+          network.columns(network.weights.size() - 1)};
 }
 
 inline Tensor experts_output(Empty& empty, const Tensor& x, const Routing& routing,
@@ -146,8 +226,7 @@ inline std::vector<Tensor> experts_hidden(Empty& empty, const Tensor& x, const R
                                           const FeedForward& network, bool keep_hidden) {
   std::vector<Tensor> hidden;
   for (size_t l = 0; keep_hidden && l + 1 < network.weights.size(); ++l) {
-    hidden.push_back(
-        empty(x, {num_rows_of(x, routing), network.weights[l].sym_size(2)}, x.scalar_type()));
+    hidden.push_back(empty(x, {num_rows_of(x, routing), network.columns(l)}, x.scalar_type()));
   }
   return hidden;
 }
@@ -155,7 +234,7 @@ inline std::vector<Tensor> experts_hidden(Empty& empty, const Tensor& x, const R
 inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const Routing& routing,
                                    const FeedForward& network, at::TensorList hidden,
                                    const c10::List<bool>& needs_parameters) {
-  constexpr auto op = "_experts_backward";
+  const auto* op = network.backward_op();
   check_experts(op, x, routing, network);
   const auto type = x.scalar_type();
   check_argument(op, "grad_y", grad_y, x, type, experts_shape(x, routing, network));
@@ -167,8 +246,7 @@ inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const 
                     ": needs_parameters must have one value for each weight and bias, got ",
                     needs_parameters.size());
   for (size_t l = 0; l < hidden.size(); ++l) {
-    check_argument(op, "hidden", hidden[l], x, type,
-                   {num_rows_of(x, routing), weights[l].sym_size(2)});
+    check_argument(op, "hidden", hidden[l], x, type, {num_rows_of(x, routing), network.columns(l)});
   }
 }
 

@@ -146,7 +146,7 @@ std::tuple<Tensor, Tensor> combine_backward_meta(const Tensor& grad_y, const Ten
 
 ExpertsOutputs experts_meta(const Tensor& x, const Routing& routing, const FeedForward& network,
                             bool keep_hidden) {
-  check_experts("experts", x, routing, network);
+  check_experts(network.op(), x, routing, network);
   return {experts_output(empty, x, routing, network),
           experts_hidden(empty, x, routing, network, keep_hidden)};
 }
@@ -231,6 +231,9 @@ TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
   m.impl("_combine_backward", &moe_ext::combine_backward_meta);
   m.impl("experts", &moe_ext::experts_of<moe_ext::experts_meta>);
   m.impl("_experts_backward", &moe_ext::experts_backward_of<moe_ext::experts_backward_meta>);
+  m.impl("packed_experts", &moe_ext::packed_experts_of<moe_ext::experts_meta>);
+  m.impl("_packed_experts_backward",
+         &moe_ext::packed_experts_backward_of<moe_ext::experts_backward_meta>);
   m.impl("linear_cross_entropy",
          &moe_ext::linear_cross_entropy_of<moe_ext::linear_cross_entropy_meta>);
   m.impl("_linear_cross_entropy_backward",

@@ -133,6 +133,21 @@ TORCH_LIBRARY(moe_ext, m) {
       "-> Tensor[]",
       tags);
 
+  // experts with packed weights: see packed.h. Layer l has the format, the group and the columns of
+  // these lists. Backward returns the gradients of x, gates and biases.
+  m.def(
+      "packed_experts(Tensor x, Tensor? offsets, Tensor? inverse, Tensor? token_offsets, "
+      "Tensor? gates, Tensor[] weights, str[] formats, int[] groups, int[] columns, "
+      "Tensor[]? biases, str activation, bool keep_hidden, float[]? activation_args=None, "
+      "str arithmetic='exact') -> Tensor[]",
+      tags);
+  m.def(
+      "_packed_experts_backward(Tensor grad_y, Tensor x, Tensor? offsets, Tensor? inverse, "
+      "Tensor? token_offsets, Tensor? gates, Tensor[] weights, str[] formats, int[] groups, "
+      "int[] columns, Tensor[]? biases, Tensor[] hidden, str activation, bool needs_x, "
+      "bool[] needs_biases, float[]? activation_args=None) -> Tensor[]",
+      tags);
+
   // The cross-entropy of the classes with logits l = input linear_weight^T + linear_bias, or l =
   // c tanh(./c) of them with softcap c: loss_t = lse_t - (1 - eps) l_t,target - eps mean_v l_tv +
   // z_loss lse_t^2, where lse_t = ln sum_v e^l_tv and eps is label_smoothing.

@@ -4,6 +4,7 @@
 
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "experts_operator.h"
 #include "linear_cross_entropy.h"
@@ -97,20 +98,50 @@ Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& i
   return op.call(expert_output, gates, inverse, token_offsets);
 }
 
-Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases,
-               std::string_view activation, const ExpertsOptions& options,
-               at::ArrayRef<double> activation_args) {
+namespace {
+
+Tensor run_experts(const Tensor& x, const ExpertsOptions& options, const FeedForward& network) {
   const bool differentiated =
-      torch::autograd::compute_requires_grad(x, options.gates, weights, biases);
+      torch::autograd::compute_requires_grad(x, options.gates, network.weights, network.biases);
   const Routing routing{.offsets = options.offsets,
                         .inverse = options.inverse,
                         .token_offsets = options.token_offsets,
                         .gates = options.gates};
-  const FeedForward network{.weights = weights,
-                            .biases = biases,
-                            .activation = activation,
-                            .activation_args = activation_args};
   return std::get<0>(call_experts(x, routing, network, differentiated && !options.recompute));
+}
+
+}  // namespace
+
+Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases,
+               std::string_view activation, const ExpertsOptions& options,
+               at::ArrayRef<double> activation_args) {
+  return run_experts(x, options,
+                     {.weights = weights,
+                      .biases = biases,
+                      .activation = activation,
+                      .activation_args = activation_args});
+}
+
+Tensor packed_experts(const Tensor& x, at::ArrayRef<PackedWeight> weights, at::TensorList biases,
+                      std::string_view activation, const ExpertsOptions& options,
+                      at::ArrayRef<double> activation_args, std::string_view arithmetic) {
+  std::vector<Tensor> panels;
+  c10::List<std::string> formats;
+  std::vector<int64_t> groups, columns;
+  for (const PackedWeight& weight : weights) {
+    panels.push_back(weight.panels);
+    formats.push_back(std::string(weight.format));
+    groups.push_back(weight.group);
+    columns.push_back(weight.outputs);
+  }
+  const PackedLayers packed{
+      .formats = formats, .groups = groups, .columns = columns, .arithmetic = arithmetic};
+  return run_experts(x, options,
+                     {.weights = panels,
+                      .biases = biases,
+                      .activation = activation,
+                      .activation_args = activation_args,
+                      .packed = &packed});
 }
 
 Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,

@@ -23,6 +23,11 @@ inline double in_accumulate_type(const Tensor& tensor, double option) {
   return accumulate_type(tensor) == at::kDouble ? option : static_cast<float>(option);
 }
 
+// Returns an undefined tensor for an absent one.
+inline Tensor contiguous(const OptionalTensor& tensor) {
+  return tensor ? tensor->contiguous() : Tensor();
+}
+
 // Callers pass int64 or int32 indices; kernels read contiguous int64.
 inline Tensor contiguous_index(const Tensor& index) {
   if (index.scalar_type() == at::kLong) return index.contiguous();

@@ -13,6 +13,10 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   m.attr("compiler") = moe_ext::compiler();
   m.def("empty_cache", &moe_ext::empty_cache,
         "Returns the cached memory of freed CPU tensors to the operating system.");
+  m.def("cached_bytes", &moe_ext::cached_bytes,
+        "Returns the bytes of freed CPU tensors that are cached.");
+  m.def("cache_limit", &moe_ext::cache_limit,
+        "Returns the most bytes of freed CPU tensors that are cached.");
   m.def("isa", &moe_ext::isa, "Returns the name of the instruction set that the CPU kernels use.");
   m.def("products", &moe_ext::products,
         "Returns the name of the GEMM micro-kernels on the CPU for each dtype.");

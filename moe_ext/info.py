@@ -22,6 +22,8 @@ from moe_ext import _C, MoE
 __all__ = [
     "avoid_missing_amx",
     "blas_name",
+    "cache_limit",
+    "cached_bytes",
     "cmake_prefix",
     "cpu_name",
     "cuda_version",
@@ -62,6 +64,23 @@ def isa() -> str:
     The environment variable MOE_EXT_ISA selects a lower instruction set.
     """
     return _C.isa()
+
+
+def cached_bytes() -> int:
+    """Returns the bytes of freed CPU tensors that moe_ext keeps for later tensors.
+
+    torch's profiler counts them as freed. `moe_ext.empty_cache` returns them to the system.
+    """
+    return _C.cached_bytes()
+
+
+def cache_limit() -> int:
+    """Returns the most bytes that `cached_bytes` reaches: a quarter of the machine's memory.
+
+    The environment variable MOE_EXT_CACHE_BYTES sets another limit; 0 disables the cache. Outside
+    Linux, there is no cache, and the limit is 0.
+    """
+    return _C.cache_limit()
 
 
 def cuda_version() -> str | None:
@@ -141,6 +160,8 @@ def main() -> int:
         "processor": cpu_name(),
         "CPU kernels": f"{isa()} (MOE_EXT_ISA={os.environ.get('MOE_EXT_ISA', 'unset')})",
         "expert GEMMs": products(),
+        "cached memory": f"at most {cache_limit() / 2**30:.1f} GiB "
+        f"(MOE_EXT_CACHE_BYTES={os.environ.get('MOE_EXT_CACHE_BYTES', 'unset')})",
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "NCCL": nccl,

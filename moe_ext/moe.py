@@ -42,6 +42,7 @@ from moe_ext.gates import Gate, NoisyTopKGate
 from moe_ext.losses import RouterLoss, cv_squared
 from moe_ext.ops._dtypes import cast
 from moe_ext.ranks import Ranks
+from moe_ext.ranks._whole import is_mark
 from moe_ext.routing import Routing
 from moe_ext.shared import SharedExpert
 
@@ -492,6 +493,12 @@ class MoE(FormerCapacity, nn.Module):
         y, aux = self._forward(x.values(), None, expert_index, x.offsets())
         lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        sharding = self.sharding if is_mark(name) else None
+        if sharding is not None:
+            sharding.require_whole(self.experts, self.gate)
 
     def _routed(
         self,

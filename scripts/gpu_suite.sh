@@ -7,12 +7,13 @@
 # continues if other packages are missing. On 16 cores the build takes about 5 minutes. test,
 # sanitize and benchmark stop after at most 9, 4 and 9 minutes.
 #
-# The script writes device.txt, build.log, info.txt, tests.log and sanitizer.log to OUTPUT. For each
-# dtype, the benchmark writes a log, a JSON file, tables in Markdown and a profile of our kernels.
-# The JSON file is updated after every problem, so a stopped step keeps its results. At the end the
-# script packs OUTPUT into OUTPUT.tar.gz. The exit status is nonzero if the build, the memory checks
-# or the tests failed. OUTPUT also contains the built library and module: on another machine with the
-# same hardware and software, `cp -r OUTPUT/lib OUTPUT/_C*.so moe_ext/` replaces the build.
+# The script writes device.txt, build.log, info.txt, tests.log and sanitizer.log to OUTPUT, and with
+# CMake examples.log. For each dtype, the benchmark writes a log, a JSON file, tables in Markdown and
+# a profile of our kernels. The JSON file is updated after every problem, so a stopped step keeps its
+# results. At the end the script packs OUTPUT into OUTPUT.tar.gz. The exit status is nonzero if the
+# build, the memory checks or the tests failed. OUTPUT also contains the built library and module: on
+# another machine with the same hardware and software, `cp -r OUTPUT/lib OUTPUT/_C*.so moe_ext/`
+# replaces the build.
 set -uo pipefail
 
 usage() { sed -n '4s/^#  *//p' "$0" >&2; exit 2; }

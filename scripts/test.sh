@@ -3,6 +3,7 @@
 # Passes its arguments to pytest. With --long, also runs what takes minutes, and clang checks the C++
 # code.
 set -euo pipefail
+in_place=required  # the tests read the files of this folder
 source "$(dirname "$0")/setup.sh"
 
 case " $* " in *" --long "*) long=1 ;; *) long= ;; esac

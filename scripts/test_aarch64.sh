@@ -7,9 +7,9 @@
 #   scripts/test_aarch64.sh --wheel    builds and tests the wheel with scripts/build_wheels.sh
 #
 # The digests compare the results of every operator with those of x86-64, bit by bit. Further
-# arguments go to pytest. PYTHON is an interpreter of this machine with torch and moe_ext (default
-# .venv/bin/python). CXX is the cross compiler (default aarch64-linux-gnu-g++). MAX_JOBS works as in
-# setup.py.
+# arguments go to pytest, or to build_wheels.sh. PYTHON is an interpreter of this machine with torch
+# and moe_ext (default .venv/bin/python). CXX is the cross compiler (default aarch64-linux-gnu-g++).
+# MAX_JOBS works as in setup.py.
 #
 # Everything is in build/aarch64: Debian's Python for Arm, which needs Debian's apt-get, and torch's
 # wheel for Arm, with NVIDIA's libraries replaced by stubs. As root, installs missing tools.

@@ -27,6 +27,7 @@ from samples import (
     linear_cross_entropy,
     load,
     lstm,
+    packed_experts,
     topk_routing,
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -36,7 +37,7 @@ DTYPES = [torch.float64, torch.float32, *HALF]
 
 STEMS = [
     gating, topk_routing, load, balanced_gating, importance, cv_squared, dispatch, combine, experts,
-    linear_cross_entropy, lstm, factored,
+    packed_experts, linear_cross_entropy, lstm, factored,
 ]  # fmt: skip
 TABLE = {name: row for stem in STEMS for name, row in stem.TABLE.items()}
 # Every operator, including backward operators, and its row.
@@ -68,7 +69,7 @@ FORMS = {
     "strided": lambda x: torch.stack([x, x], -1)[..., 1],
     "behind others": behind_others,
     "negative": lambda x: torch._neg_view(-x) if x.is_floating_point() else x,
-    "int32": lambda x: x if x.is_floating_point() else x.int(),
+    "int32": lambda x: x.int() if x.dtype == torch.int64 else x,
     "subclass": lambda x: x.as_subclass(Subclass),
     "read-only": read_only,
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 import moe_lab.__main__
 import pytest
 import torch
+from launch import launch
 from sybil import Document
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
@@ -42,10 +43,6 @@ def without_files(parse):
 
 
 # The commands of the pages run with this interpreter and the tested package.
-PROGRAMS = {
-    "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
-}
 ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "PYTHONPATH": f"{ROOT}:{ROOT / 'lab'}",
@@ -53,12 +50,26 @@ ENVIRONMENT = os.environ | {
 }
 
 
-def run(command, environment=ENVIRONMENT):
-    """Runs a command; returns what it printed if it failed."""
+def run(command):
+    """Runs a command of bash; returns what it printed if it failed."""
     done = subprocess.run(
-        ["timeout", str(SECONDS), *command], env=environment, capture_output=True, text=True
+        ["timeout", str(SECONDS), "bash", "-c", command],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
     )
-    return f"{shlex.join(command)}\n{done.stdout}{done.stderr}" if done.returncode else None
+    return f"{command}\n{done.stdout}{done.stderr}" if done.returncode else None
+
+
+def run_script(line):
+    """Runs a line of torchrun or python with a script; returns what it printed if it failed."""
+    program, *words = shlex.split(line, comments=True)
+    ranks = None
+    if program == "torchrun":
+        ranks = int(words.pop(0).removeprefix("--nproc-per-node="))
+    script, *arguments = words
+    done = launch(script, arguments, ranks=ranks, seconds=SECONDS)
+    return f"{line}\n{done.stdout}{done.stderr}" if done.status else None
 
 
 def run_commands(example):
@@ -66,17 +77,13 @@ def run_commands(example):
     failed = None
     for line in re.sub(r"\\\n\s*", "", example.parsed).splitlines():
         words = shlex.split(line, comments=True)
-        environment = ENVIRONMENT.copy()
-        while words and "=" in words[0]:
-            name, _, value = words.pop(0).partition("=")
-            environment[name] = value
         if not words:
             continue
         builds = words[0] == "cmake" and Path("CMakeLists.txt").is_file()
         if builds or Path(words[0]).is_file():
-            failed = failed or run(["bash", "-c", line])
-        elif words[0] in PROGRAMS and any(Path(word).is_file() for word in words):
-            failed = failed or run([*PROGRAMS[words[0]], *words[1:]], environment)
+            failed = failed or run(line)
+        elif any(word.endswith(".py") and Path(word).is_file() for word in words):
+            failed = failed or run_script(line)
     return failed
 
 
@@ -109,7 +116,7 @@ def run_cpp(blocks):
     )
     prefix = '-DCMAKE_PREFIX_PATH="$(python -m moe_ext.info --cmake-prefix)"'
     commands = [f"cmake -S blocks -B blocks/build {prefix}", "cmake --build blocks/build"]
-    return run(["bash", "-c", " && ".join([*commands, "blocks/build/blocks"])])
+    return run(" && ".join([*commands, "blocks/build/blocks"]))
 
 
 def name_of(page):

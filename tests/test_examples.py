@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch import launch
 from locks import locked
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -85,10 +86,8 @@ def test_two_ranks_need_torchrun(output_of):
 
 
 def test_two_ranks(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["--max-restarts=1", str(EXAMPLES / "two_ranks.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = launch(EXAMPLES / "two_ranks.py", folder=tmp_path, ranks=2, max_restarts=1)
+    assert done.status == 0, done.stderr
     output = done.stdout
     assert_shown("two_ranks", output)
     assert output.startswith("rank 1: dies after step 13\nboth ranks continue after step 10\n")

@@ -216,6 +216,85 @@ def test_a_wheel_has_no_file_of_an_earlier_build(build_command, tmp_path):
     assert not old.exists() and (tmp_path / "moe_ext" / "moe.py").exists()
 
 
+@pytest.fixture
+def other_environment(tmp_path):
+    """Returns the folder of an environment."""
+    folder = tmp_path / "other"
+    (folder / "bin").mkdir(parents=True)
+    return folder.resolve()
+
+
+def test_a_build_in_place_keeps_the_library_of_another_environment(
+    build_command, other_environment, tmp_path
+):
+    command = build_command("build_ext", inplace=True)
+    environment, folder = Path(sys.prefix).resolve(), ROOT
+    built_by = tmp_path / "built_by.txt"
+    names = command.run.__globals__
+    names["BUILT_BY"] = built_by
+
+    def record(environment, folder):
+        built_by.write_text(f"{environment}\n{folder}\n")
+
+    record(other_environment, folder)
+    with pytest.raises(SystemExit, match=f"^moe_ext: the environment {other_environment} uses"):
+        command.run()
+    # These builds are allowed.
+    for of in [(environment, folder), (other_environment, tmp_path), (tmp_path / "gone", folder)]:
+        record(*of)
+        names["require_own_library"]()
+    built_by.unlink()
+    names["require_own_library"]()
+
+
+@pytest.mark.parametrize("owner", ["none", "this", "other"])
+def test_set_up_keeps_the_library_of_another_environment(owner, other_environment, tmp_path):
+    """setup.sh runs with a Python that notes its arguments."""
+    folder, log = (tmp_path / "moe_ext").resolve(), tmp_path / "arguments"
+    (folder / "moe_ext" / "lib").mkdir(parents=True)
+    (folder / "lab").mkdir()
+    for name in (
+        *("setup.py", "pyproject.toml", "lab/pyproject.toml", "requirements", "scripts", "configs"),
+        *("csrc", "moe_ext/_C.cpp", "moe_ext/include", "moe_ext_command.py"),
+    ):
+        (folder / name).symlink_to(ROOT / name)
+    environment = tmp_path / "this"
+    python = environment / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        "#!/bin/sh\n"
+        f"echo \"$PYTHONSAFEPATH: $@\" >> '{log}'\n"
+        'case $* in *"import moe_ext"*) exit 1 ;; esac\n'  # not installed yet
+    )
+    python.chmod(0o755)
+    if owner != "none":
+        of = {"this": environment.resolve(), "other": other_environment}[owner]
+        (folder / "moe_ext" / "lib" / "built_by.txt").write_text(f"{of}\n{folder}\n")
+
+    def set_up(script, compiler="env g++"):  # a compiler with a launcher
+        options = {"PYTHON": sys.executable, "MOE_EXT_VENV": str(environment), "CXX": compiler}
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", f'{script}source "{folder}/scripts/setup.sh"'],
+            env=os.environ | options,
+            capture_output=True,
+            text=True,
+        )
+
+    result = set_up("")
+    assert result.returncode == 0, result.stderr
+    safe, _, arguments = log.read_text().splitlines()[-1].partition(": ")
+    expected = ("1", ". ./lab") if owner == "other" else ("", "-e . -e ./lab")
+    assert safe == expected[0] and arguments.endswith(f"--no-build-isolation {expected[1]}")
+    no_compiler = set_up("", "env no-g++")
+    assert no_compiler.returncode == 2 and "no C++ compiler env no-g++" in no_compiler.stderr
+    refused = set_up("in_place=required; ")
+    if owner == "other":
+        assert refused.returncode == 2
+        assert f"MOE_EXT_VENV={other_environment} " in refused.stderr
+    else:
+        assert refused.returncode == 0
+
+
 def test_torch_is_not_a_build_requirement():
     requires = re.search(r"^requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.M)
     assert "torch" not in requires[1]
@@ -326,13 +405,17 @@ y, aux = layer(torch.randn(2000, 64))
 print(len(before), runtimes() == before)
 print("torch._dynamo" in sys.modules, "moe_lab" in sys.modules)
 print(_C.isa(), _C.products()["bfloat16"])
+for name in [name for name in sys.modules if name.partition(".")[0] == "moe_ext"]:
+    del sys.modules[name]
+import moe_ext
+print(moe_ext.MoE is not MoE, moe_ext.MoE(4, 2, 1)(torch.randn(3, 4))[0].shape)
 """
 
 
 @pytest.fixture(scope="module")
 def imported():
-    """Returns what a process prints that imports and uses the layer."""
-    return lines_of(IMPORTED)[-3:]
+    """Returns what a process prints that imports and uses the layer, and imports it again."""
+    return lines_of(IMPORTED)[-4:]
 
 
 def test_threads_are_of_torchs_openmp_alone(imported):
@@ -345,16 +428,9 @@ def test_import_loads_neither_the_compiler_nor_the_lab(imported):
     assert imported[1] == "False False"
 
 
-def test_the_package_can_be_imported_again():
+def test_the_package_can_be_imported_again(imported):
     """As Spyder and Streamlit do."""
-    code = """
-import sys, moe_ext
-for name in [name for name in sys.modules if name.partition(".")[0] == "moe_ext"]:
-    del sys.modules[name]
-import moe_ext
-print(moe_ext.MoE.__name__)
-"""
-    assert lines_of(code)[-1] == "MoE"
+    assert imported[3] == "True torch.Size([3, 4])"
 
 
 # The instruction set
@@ -440,8 +516,10 @@ def test_a_type_checker_finds_the_installed_package(tmp_path):
     """A type checker in another folder finds the types, as an editor needs them."""
     pytest.importorskip("mypy")
     (tmp_path / "typed.py").write_text(TYPED)
+    # With the same options, the cache of the style check has the types of torch.
+    options = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
     result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--cache-dir", ROOT / ".mypy_cache", "typed.py"],
+        [sys.executable, "-m", "mypy", *options, "typed.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

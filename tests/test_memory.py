@@ -210,6 +210,21 @@ def test_nothing_is_kept_that_nobody_differentiates():
     assert hidden == pytest.approx(4 * D * 8 * D * 4 / MIB, rel=0.1)
 
 
+def test_threads_of_the_lstm_share_the_memory_of_the_sentences(threads):
+    """The workspace of a thread is for its own sentences, not for all."""
+    num_sentences, d_input, num_units, width = 2048, 8, 256, 8
+    x = torch.zeros(num_sentences, 2, d_input)
+    weights = [torch.zeros(4 * num_units, columns) for columns in (d_input, width)]
+    projection = torch.zeros(width, num_units)
+
+    def mib(num_threads):
+        threads(num_threads)
+        return peak_mib(lambda: ops.lstm(x, *weights, projection=projection))
+
+    cells_of_a_step = num_sentences * num_units * 4 / MIB
+    assert mib(8) < mib(1) + 2 * cells_of_a_step
+
+
 WITHOUT_MEMORY = """
 import resource, torch
 from moe_ext import ops
@@ -229,3 +244,56 @@ def test_the_cache_is_given_up_if_memory_is_short():
         [sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "600\n", done.stderr
+
+
+LIMITED = """
+import torch
+from moe_ext import empty_cache
+from moe_ext.info import cache_limit, cached_bytes
+print(cache_limit())
+rows = torch.empty(1, 1 << 18)
+a, b, c = (torch.ops.moe_ext._empty_rows(rows, mib) for mib in (8, 12, 64))
+del a
+print(cached_bytes())
+del b, c
+print(cached_bytes())
+empty_cache()
+print(cached_bytes())
+"""
+
+
+def run_limited(limit):
+    environment = {name: value for name, value in os.environ.items() if "CACHE_BYTES" not in name}
+    if limit is not None:
+        environment["MOE_EXT_CACHE_BYTES"] = limit
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "cached"),
+    [
+        (None, [8 * MIB, 84 * MIB, 0]),
+        (str(84 * MIB), [8 * MIB, 84 * MIB, 0]),
+        (str(16 * MIB), [8 * MIB, 12 * MIB, 0]),  # the first memory is dropped, the last too large
+        ("1", [0, 0, 0]),
+        ("0", [0, 0, 0]),
+    ],
+)
+def test_the_cache_has_a_limit(limit, cached):
+    """Without MOE_EXT_CACHE_BYTES, it is a quarter of the memory of the machine."""
+    done = run_limited(limit)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    expected = [memory // 4 if limit is None else int(limit), *cached]
+    assert list(map(int, done.stdout.split())) == expected, done.stderr
+
+
+@pytest.mark.parametrize("limit", ["", "-1", "1e9", "1 GiB", "9" * 30])
+def test_the_limit_of_the_cache_is_a_number_of_bytes(limit):
+    error = f"MOE_EXT_CACHE_BYTES must be a number of bytes, got {limit}"
+    assert error in run_limited(limit).stderr

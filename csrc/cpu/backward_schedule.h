@@ -4,30 +4,22 @@
 
 #include <cstdint>
 #include <deque>
-#include <latch>
 #include <vector>
 
 #include "block_scheduler.h"
+#include "progress.h"
 
 namespace moe_ext::cpu {
 
 // An expert with several blocks. The blocks save their rows in a slot of memory, then the gradients
 // are computed in parts.
 struct SplitExpert {
-  SplitExpert(int64_t expert, int64_t first_row, int64_t slot, SplitExpert* before, int num_blocks,
-              int64_t num_parts)
-      : expert(expert),
-        first_row(first_row),
-        slot(slot),
-        before(before),
-        blocks(num_blocks),
-        parts(num_parts) {}
-
+  int64_t index;  // among the split experts
   int64_t expert, first_row;
-  int64_t num_rows = 0;
+  int64_t num_rows;
   int64_t slot;
-  SplitExpert* before;       // the expert that used the slot before, or null
-  std::latch blocks, parts;  // the unfinished ones
+  const SplitExpert* before;  // the expert that used the slot before, or null
+  int num_blocks;
 };
 
 // Tasks: the blocks in row order and, some blocks after the last block of each split expert, the
@@ -38,7 +30,8 @@ class BackwardSchedule {
   BackwardSchedule(const std::vector<Block>& blocks, int64_t num_parts, int64_t num_threads);
 
   int64_t num_tasks() const { return static_cast<int64_t>(tasks_.size()); }
-  bool has_split_experts() const { return !experts_.empty(); }
+  // What the tasks wait for; null if they do not wait.
+  Progress* progress() { return experts_.empty() ? nullptr : &progress_; }
   int64_t num_slots() const { return num_slots_; }
   int64_t most_rows() const { return most_rows_; }  // of a split expert
 
@@ -46,27 +39,35 @@ class BackwardSchedule {
   // part(split_expert, index of the part). Waits for earlier tasks only.
   template <typename RunBlock, typename RunPart>
   void run(int64_t task, const RunBlock& block, const RunPart& part) {
-    auto& [its_block, expert, its_part] = tasks_[task];
+    const auto& [its_block, expert, its_part] = tasks_[task];
     if (its_block == nullptr) {
-      expert->blocks.wait();
+      progress_.wait(blocks_of(*expert), expert->num_blocks);
       part(*expert, its_part);
-      expert->parts.count_down();
+      progress_.advance(parts_of(*expert));
       return;
     }
-    if (expert != nullptr && expert->before != nullptr) expert->before->parts.wait();
+    if (expert != nullptr && expert->before != nullptr) {
+      progress_.wait(parts_of(*expert->before), num_parts_);
+    }
     block(*its_block, expert);
-    if (expert != nullptr) expert->blocks.count_down();
+    if (expert != nullptr) progress_.advance(blocks_of(*expert));
   }
 
  private:
   struct Task {
-    const Block* block;   // null: a part
-    SplitExpert* expert;  // null: the block is the only one of its expert
+    const Block* block;         // null: a part
+    const SplitExpert* expert;  // null: the block is the only one of its expert
     int64_t part;
   };
 
+  // The counts of the finished blocks and parts of an expert.
+  static int64_t blocks_of(const SplitExpert& expert) { return 2 * expert.index; }
+  static int64_t parts_of(const SplitExpert& expert) { return 2 * expert.index + 1; }
+
+  const int num_parts_;
   std::vector<Task> tasks_;
   std::deque<SplitExpert> experts_;
+  Progress progress_{0};
   int64_t num_slots_ = 0, most_rows_ = 0;
 };
 

@@ -8,9 +8,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <vector>
 
+#include "arena.h"
 #include "empty_rows.h"
+#include "progress.h"
 #include "subnormals.h"
 #include "vectorize.h"
 
@@ -31,27 +34,41 @@ std::vector<Block> split_into_blocks(const at::Tensor& offsets, int64_t num_expe
                                      int64_t num_rows);
 
 // Calls body(task, workspace) for all tasks, 0 <= task < num_tasks. Each thread has its own
-// workspace of `workspace_size` elements. Tasks are handed out in order: when a thread gets a task,
-// all earlier tasks are done or in progress. With may_wait, a task may therefore wait for earlier
-// ones.
-template <typename acc_t, typename Body>
-void for_each_task(int64_t num_tasks, bool may_wait, int64_t num_threads, int64_t workspace_size,
-                   const at::TensorOptions& options, const Body& body) {
+// workspace: what take(arena) returns. Tasks are handed out in order: when a thread gets a task,
+// all earlier tasks are done or in progress. With `progress`, a task may therefore wait for earlier
+// ones. If a task throws, the waits of the others end, later tasks may not run, and the exception
+// is thrown again.
+template <typename Take, typename Body>
+void for_each_task(int64_t num_tasks, Progress* progress, int64_t num_threads, const Take& take,
+                   const Body& body) {
   isa();  // a bad MOE_EXT_ISA must raise here, not in the parallel region
   // Taking several tasks at a time saves atomic operations. A thread that waits for a task must not
   // hold other tasks that it has not started.
+  const bool may_wait = progress != nullptr;
   const int64_t at_once = may_wait ? 1 : std::max<int64_t>(1, num_tasks / (32 * num_threads));
-  at::Tensor workspaces = empty_rows({num_threads, workspace_size}, options);
-  auto* workspace = workspaces.mutable_data_ptr<acc_t>();
+  Arena counter;
+  take(counter);
+  const at::Tensor memory = empty_rows({num_threads, counter.size()}, at::kByte);
+  auto* const bytes = memory.mutable_data_ptr<uint8_t>();
   std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;  // of the task that failed first
   torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) {
     const FlushSubnormals flush;
-    for (int64_t first; (first = next.fetch_add(at_once)) < num_tasks;) {
-      for (int64_t task = first; task < std::min(num_tasks, first + at_once); ++task) {
-        body(task, workspace + thread * workspaces.size(1));
+    try {
+      Arena arena(bytes + thread * counter.size(), counter.size());
+      const auto workspace = take(arena);
+      for (int64_t first; !failed && (first = next.fetch_add(at_once)) < num_tasks;) {
+        for (int64_t task = first; task < std::min(num_tasks, first + at_once); ++task) {
+          body(task, workspace);
+        }
       }
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
+      if (progress != nullptr) progress->fail();
     }
   });
+  if (error) std::rethrow_exception(error);
 }
 
 // Returns the number of threads that is worth its cost.

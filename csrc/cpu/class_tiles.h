@@ -14,10 +14,10 @@
 
 #include "../linear_cross_entropy.h"
 #include "../math/linear_cross_entropy.h"
+#include "arena.h"
 #include "elementwise.h"
 #include "gemm/gemm.h"
 #include "vectorize.h"
-#include "workspace.h"
 
 namespace moe_ext::cpu {
 
@@ -220,7 +220,6 @@ class ClassTiles {
   }
 
   static constexpr at::ScalarType acc_type() { return c10::CppTypeToScalarType<acc_t>::value; }
-  at::TensorOptions acc_options() const { return input_.options().dtype(acc_type()); }
 
   // The largest number of classes in a tile.
   int64_t max_classes() const { return std::min(kTileClasses, num_classes); }
@@ -230,18 +229,27 @@ class ClassTiles {
     return {.index = index, .first = first, .count = std::min(kTileClasses, num_classes - first)};
   }
 
-  // The workspace size of the GEMMs of at most this many tokens.
-  int64_t gemm_size(int64_t tokens) const {
-    return whole_lines(std::max({gemm_workspace_size<scalar_t>(tokens, max_classes(), width),
-                                 gemm_workspace_size<scalar_t>(tokens, width, max_classes()),
-                                 gemm_workspace_size<scalar_t>(max_classes(), width, tokens)}));
-  }
+  // The workspace of the tiles of at most some tokens.
+  struct Workspace {
+    Workspace(const ClassTiles& tiles, int64_t tokens, Arena& arena)
+        : gemm(arena.take<acc_t>(tiles.gemm_size(tokens))),
+          tile(arena.take<acc_t>(tokens * tiles.max_classes())),
+          kept(arena.take<acc_t>(tiles.kept_size(tokens * tiles.max_classes()))),
+          bias(arena.take<acc_t>(tiles.max_classes())),
+          group(arena.take<acc_t>(tiles.max_classes())) {}
+
+    acc_t* gemm;
+    acc_t* tile;   // the logits, then P
+    acc_t* kept;   // if the tile is not kept elsewhere
+    acc_t* bias;   // the share of the tokens in the gradient of bias
+    acc_t* group;  // the sum of a group of rows
+  };
 
   // Computes the logits of a tile, [tokens.count, classes.count].
-  void compute_logits(Tokens tokens, const Classes& classes, acc_t* gemm_space,
-                      acc_t* logits) const {
+  void compute_logits(Tokens tokens, const Classes& classes, const Workspace& workspace) const {
+    acc_t* const logits = workspace.tile;
     gemm<scalar_t>(tokens.count, classes.count, width, plain(rows_of(tokens), width),
-                   transposed(weight_of(classes), width), Write::kReplace, logits, gemm_space);
+                   transposed(weight_of(classes), width), Write::kReplace, logits, workspace.gemm);
     const acc_t* bias =
         bias_.defined() ? bias_.template const_data_ptr<acc_t>() + classes.first : nullptr;
     if (bias != nullptr || softcap_) {
@@ -250,8 +258,10 @@ class ClassTiles {
   }
 
   // The size of the buffer, in elements of acc_t, in which sum() keeps the logits of a tile.
+  // Buffers in sequence start at cache lines.
   int64_t kept_size(int64_t num_logits) const {
-    return softcap_ ? whole_lines(num_logits) : space_of<p_t, acc_t>(num_logits);
+    constexpr int64_t kMultiple = 16, kInOne = sizeof(acc_t) / sizeof(p_t);
+    return at::round_up(softcap_ ? num_logits : at::ceil_div(num_logits, kInOne), kMultiple);
   }
 
   // Computes the sums of a tile, one for each token. If `kept` is not null, keeps in it what
@@ -310,32 +320,29 @@ class ClassTiles {
 
   // Writes or adds the share of a tile in the gradient of input: P W.
   void add_to_input(Tokens tokens, const Classes& classes, const p_t* p, Write write,
-                    acc_t* grad_input, acc_t* gemm_space) const {
+                    acc_t* grad_input, const Workspace& workspace) const {
     gemm<scalar_t>(tokens.count, width, classes.count, plain(p, classes.count),
                    plain(weight_of(classes), width), write, grad_input + tokens.first * width,
-                   gemm_space);
+                   workspace.gemm);
   }
 
   // Writes or adds the share of the tokens in the gradients of weight, P^T X, and of bias, the sum
-  // of the rows of P. A gradient may be null. bias_space has bias_space_size() elements.
+  // of the rows of P. A gradient may be null.
   void add_to_weight(Tokens tokens, const Classes& classes, const p_t* p, Write write,
-                     acc_t* grad_weight, acc_t* grad_bias, acc_t* gemm_space,
-                     acc_t* bias_space) const {
+                     acc_t* grad_weight, acc_t* grad_bias, const Workspace& workspace) const {
     if (grad_weight != nullptr) {
       gemm<scalar_t>(classes.count, width, tokens.count, transposed(p, classes.count),
                      plain(rows_of(tokens), width), write, grad_weight + classes.first * width,
-                     gemm_space);
+                     workspace.gemm);
     }
     if (grad_bias != nullptr) {
       acc_t* const to = grad_bias + classes.first;
-      acc_t* const sum = bias_space + whole_lines(max_classes());
       const bool adds = write == Write::kAdd;
-      vectorized<SumOfRows>(p, tokens.count, classes.count, bias_space, adds ? sum : to);
-      if (adds) vectorized<Add>(static_cast<const acc_t*>(sum), classes.count, to);
+      vectorized<SumOfRows>(p, tokens.count, classes.count, workspace.group,
+                            adds ? workspace.bias : to);
+      if (adds) vectorized<Add>(static_cast<const acc_t*>(workspace.bias), classes.count, to);
     }
   }
-
-  int64_t bias_space_size() const { return 2 * whole_lines(max_classes()); }
 
   // Returns dL/dloss of each token for the gradient of the loss: one number, or one for each token
   // if the losses are not reduced.
@@ -356,6 +363,13 @@ class ClassTiles {
   const int64_t num_tokens, width, num_classes, num_tiles;
 
  private:
+  // The workspace size of the GEMMs of at most this many tokens.
+  int64_t gemm_size(int64_t tokens) const {
+    return std::max({gemm_workspace_size<scalar_t>(tokens, max_classes(), width),
+                     gemm_workspace_size<scalar_t>(tokens, width, max_classes()),
+                     gemm_workspace_size<scalar_t>(max_classes(), width, tokens)});
+  }
+
   bool is_ignored(int64_t t) const { return targets()[t] == ignore_index_; }
   const int64_t* targets() const { return target_.template const_data_ptr<int64_t>(); }
 

@@ -6,11 +6,16 @@
 #include <torch/library.h>
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 #include <algorithm>
+#include <charconv>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <mutex>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -23,10 +28,26 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
+// Returns the most bytes that are cached.
+size_t limit_of_environment() {
+  const char* const text = std::getenv("MOE_EXT_CACHE_BYTES");
+  if (text == nullptr) {
+    return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE) / 4;
+  }
+  size_t bytes = 0;
+  const char* const end = text + std::strlen(text);
+  const auto [stop, error] = std::from_chars(text, end, bytes);
+  TORCH_CHECK_VALUE(error == std::errc() && stop == end,
+                    "MOE_EXT_CACHE_BYTES must be a number of bytes, got ", text);
+  return bytes;
+}
+
 // Caches the memory of freed tensors. Every training step needs the same sizes; without the cache,
 // the system would clear gigabytes of gradients, page by page, in every step.
 class Cache {
  public:
+  explicit Cache(size_t limit) : limit_(limit) {}
+
   struct Block {
     void* data;
     size_t size;
@@ -45,7 +66,7 @@ class Cache {
           [&](const Block& a, const Block& b) { return waste(a, size) < waste(b, size); });
       if (best != free_.end() && waste(*best, size) <= size / 4) {
         const Block block = *best;
-        free_.erase(best);
+        remove(best);
         return block;
       }
     }
@@ -67,9 +88,28 @@ class Cache {
   }
 
   void give(Block block) {
+    if (block.size > limit_) {
+      munmap(block.data, block.size);
+      return;
+    }
     const std::lock_guard lock(mutex_);
     block.freed = num_taken_;
     free_.push_back(block);
+    bytes_ += block.size;
+    while (bytes_ > limit_) {
+      const auto oldest =
+          std::min_element(free_.begin(), free_.end(),
+                           [](const Block& a, const Block& b) { return a.freed < b.freed; });
+      munmap(oldest->data, oldest->size);
+      remove(oldest);
+    }
+  }
+
+  size_t limit() const { return limit_; }
+
+  size_t bytes() {
+    const std::lock_guard lock(mutex_);
+    return bytes_;
   }
 
   void clear() {
@@ -89,21 +129,33 @@ class Cache {
     return block.size < size ? SIZE_MAX : block.size - size;
   }
 
-  template <typename Condition>
-  void return_to_system(const Condition& condition) {
-    const auto kept = std::partition(free_.begin(), free_.end(),
-                                     [&](const Block& block) { return !condition(block); });
-    for (auto block = kept; block != free_.end(); ++block) munmap(block->data, block->size);
-    free_.erase(kept, free_.end());
+  std::vector<Block>::iterator remove(std::vector<Block>::iterator block) {
+    bytes_ -= block->size;
+    return free_.erase(block);
   }
 
+  template <typename Condition>
+  void return_to_system(const Condition& condition) {
+    for (auto block = free_.begin(); block != free_.end();) {
+      if (!condition(*block)) {
+        ++block;
+        continue;
+      }
+      munmap(block->data, block->size);
+      block = remove(block);
+    }
+  }
+
+  const size_t limit_;
   std::mutex mutex_;
   std::vector<Block> free_;
+  size_t bytes_ = 0;  // of free_
   int64_t num_taken_ = 0;
 };
 
 Cache& cache() {
-  static auto* cache = new Cache();  // never destroyed: static objects may own tensors
+  // Never destroyed: static objects may own tensors.
+  static auto* cache = new Cache(limit_of_environment());
   return *cache;
 }
 
@@ -147,13 +199,15 @@ at::Tensor empty_rows(at::IntArrayRef sizes, const at::TensorOptions& options) {
   for (const int64_t size : sizes) bytes *= size;
   static LargeAllocator large;
   c10::Allocator* allocator = &large;
-  if (bytes < LargeAllocator::kSmallest) allocator = c10::GetCPUAllocator();
+  if (bytes < LargeAllocator::kSmallest || cache_limit() == 0) allocator = c10::GetCPUAllocator();
   return at::Tensor(at::detail::empty_generic(
       sizes, allocator, c10::DispatchKeySet(c10::DispatchKey::CPU),
       c10::typeMetaToScalarType(options.dtype()), /*memory_format_opt=*/std::nullopt));
 }
 
 void empty_cache() { cache().clear(); }
+int64_t cached_bytes() { return static_cast<int64_t>(cache().bytes()); }
+int64_t cache_limit() { return static_cast<int64_t>(cache().limit()); }
 
 #else
 
@@ -162,6 +216,8 @@ at::Tensor empty_rows(at::IntArrayRef sizes, const at::TensorOptions& options) {
 }
 
 void empty_cache() {}
+int64_t cached_bytes() { return 0; }
+int64_t cache_limit() { return 0; }
 
 #endif
 

@@ -17,4 +17,8 @@ inline Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarTyp
 // Returns the cached memory of freed tensors to the operating system.
 void empty_cache();
 
+// The bytes of freed tensors that are cached, and the most that are.
+int64_t cached_bytes();
+int64_t cache_limit();
+
 }  // namespace moe_ext::cpu

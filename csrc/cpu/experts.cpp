@@ -27,6 +27,7 @@
 #include "elementwise.h"
 #include "empty_rows.h"
 #include "gemm/gemm.h"
+#include "gemm/integer.h"
 #include "parameter_gradients.h"
 #include "slots.h"
 #include "vectorize.h"
@@ -74,11 +75,24 @@ class Experts {
       offsets_ = contiguous_index(*routing.offsets);
       check_offsets(op, "offsets", offsets_, num_rows_);
     }
-    for (const Tensor& weight : network.weights) {
-      weights_.push_back(in_known_layout(weight));
-      transposed_.push_back(moe_ext::is_transposed(weight));
-      widest_ = std::max({widest_, weight.size(1), weight.size(2)});
-      flops_per_row_ += 2 * weight.size(1) * weight.size(2);
+    integer_ = network.packed != nullptr && network.packed->is_integer();
+    int64_t fan_in = x.size(1);
+    for (size_t l = 0; l < network.weights.size(); ++l) {
+      const Tensor& weight = network.weights[l];
+      const int64_t columns = network.columns(l).expect_int();
+      if (network.packed != nullptr) {
+        weights_.push_back(weight.contiguous());
+        layouts_.push_back(packed_layout(op, *network.packed, l, fan_in));
+        transposed_.push_back(false);
+      } else {
+        weights_.push_back(in_known_layout(weight));
+        transposed_.push_back(moe_ext::is_transposed(weight));
+      }
+      fan_in_.push_back(fan_in);
+      columns_.push_back(columns);
+      widest_ = std::max({widest_, fan_in, columns});
+      flops_per_row_ += 2 * fan_in * columns;
+      fan_in = is_gated(network) ? columns / 2 : columns;
     }
     for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
     blocks_ = split_into_blocks(offsets_, num_experts(), num_rows_);
@@ -96,8 +110,8 @@ class Experts {
   int64_t num_rows() const { return num_rows_; }
   int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
   bool has_bias() const { return !biases_.empty(); }
-  int64_t fan_in(int64_t layer) const { return weights_[layer].size(1); }
-  int64_t columns(int64_t layer) const { return weights_[layer].size(2); }
+  int64_t fan_in(int64_t layer) const { return fan_in_[layer]; }
+  int64_t columns(int64_t layer) const { return columns_[layer]; }
   int64_t token_of(int64_t row) const { return token_of_[row]; }
   int64_t slot_of(int64_t row) const { return slot_of_[row]; }
   int64_t flops() const { return num_rows_ * flops_per_row_; }
@@ -113,6 +127,7 @@ class Experts {
     if (backward) {
       size = std::max(size, gemm_workspace_size<scalar_t>(widest_, widest_, most_rows_of_expert_));
     }
+    if (integer_) size = std::max(size, integer_workspace_size(most_rows_, widest_));
     return whole_lines(size);
   }
 
@@ -133,6 +148,11 @@ class Experts {
 
   // Returns an expert's weight, [fan_in, columns].
   Operand<scalar_t> weight(int64_t expert, int64_t layer) const {
+    if (!layouts_.empty()) {
+      const PackedLayout& layout = layouts_[layer];
+      return packed<scalar_t>(
+          layout, weights_[layer].template const_data_ptr<uint8_t>() + expert * layout.bytes());
+    }
     const scalar_t* data = weights_[layer].template const_data_ptr<scalar_t>() +
                            expert * fan_in(layer) * columns(layer);
     return is_transposed(layer) ? transposed(data, fan_in(layer)) : plain(data, columns(layer));
@@ -244,6 +264,14 @@ class Experts {
     } else if (const Block* next = after(block)) {
       after_gemm.next_b = weight(next->expert, 0);
     }
+    if constexpr (!std::is_same_v<scalar_t, double>) {
+      if (integer_) {
+        integer_gemm(block.num_rows, layouts_[layer], weight(block.expert, layer).panels, in,
+                     /*add=*/has_bias(), product, space);
+        if (epilogue) epilogue({0, block.num_rows, 0, columns(layer)});
+        return;
+      }
+    }
     gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), plain(in, fan_in(layer)),
                    weight(block.expert, layer), has_bias() ? Write::kAdd : Write::kReplace, product,
                    space, after_gemm);
@@ -285,7 +313,10 @@ class Experts {
   std::vector<int64_t> token_of_, slot_of_;  // of each row
   Tensor offsets_;
   std::vector<Tensor> weights_, biases_;
-  std::vector<bool> transposed_;  // of each layer
+  std::vector<PackedLayout> layouts_;  // of packed weights
+  bool integer_ = false;               // whether the arithmetic is that of integers
+  std::vector<bool> transposed_;       // of each layer
+  std::vector<int64_t> fan_in_, columns_;
   std::vector<Block> blocks_;
   int64_t num_rows_ = 0;
   int64_t widest_ = 0, flops_per_row_ = 0;
@@ -311,11 +342,12 @@ void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tens
   const int64_t wide_size =
       std::is_same_v<scalar_t, acc_t> ? 0 : experts.template rows_size<acc_t>(width);
   const auto& blocks = experts.blocks();
-  for_each_task<acc_t>(
-      static_cast<int64_t>(blocks.size()), /*may_wait=*/false, num_threads_for(experts.flops()),
-      experts.places_size(saved, /*backward=*/false) +
-          std::max(experts.hidden_size(/*has_z=*/saved), wide_size),
-      rows.options().dtype(c10::CppTypeToScalarType<acc_t>::value),
+  for_each_task(
+      static_cast<int64_t>(blocks.size()), /*progress=*/nullptr, num_threads_for(experts.flops()),
+      [&](Arena& arena) {
+        return arena.take<acc_t>(experts.places_size(saved, /*backward=*/false) +
+                                 std::max(experts.hidden_size(/*has_z=*/saved), wide_size));
+      },
       [&](int64_t task, acc_t* workspace) {
         const Block& block = blocks[task];
         if (block.num_rows == 0) return;
@@ -545,7 +577,6 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
                 at::TensorList hidden, bool needs_x, at::TensorList grad_parameters,
                 int64_t first_learned, const Tensor& grad_gates) {
   using acc_t = at::opmath_type<scalar_t>;
-  const auto acc_options = grad.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   Tensor rows = empty_rows({needs_x ? experts.num_rows() : 0, experts.fan_in(0)}, grad.options());
   std::vector<typename ParameterGradients<scalar_t>::Layer> layers;
   for (int64_t l = 0; l < experts.num_layers(); ++l) {
@@ -554,7 +585,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   ParameterGradients<scalar_t> parameters(grad_parameters, layers, experts.num_experts());
   const int64_t flops = 2 * experts.flops(), num_threads = num_threads_for(flops);
   BackwardSchedule schedule(experts.blocks(), parameters.num_parts(), num_threads);
-  parameters.reserve(schedule, acc_options);
+  parameters.reserve(schedule);
   const Gradients<scalar_t> gradients{
       .experts = experts,
       .hidden = data_of<scalar_t>(hidden),
@@ -564,9 +595,11 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
       .grad_rows = needs_x ? rows.mutable_data_ptr<scalar_t>() : nullptr,
       .parameters = parameters,
       .first_learned = first_learned};
-  for_each_task<acc_t>(
-      schedule.num_tasks(), schedule.has_split_experts(), num_threads,
-      BlockBackward<scalar_t>::workspace_size(gradients), acc_options,
+  for_each_task(
+      schedule.num_tasks(), schedule.progress(), num_threads,
+      [&](Arena& arena) {
+        return arena.take<acc_t>(BlockBackward<scalar_t>::workspace_size(gradients));
+      },
       [&](int64_t task, acc_t* workspace) {
         schedule.run(
             task,
@@ -584,11 +617,11 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
 
 ExpertsOutputs experts_cpu(const Tensor& x, const Routing& routing, const FeedForward& network,
                            bool keep_hidden) {
-  constexpr auto op = "experts";
+  const auto* op = network.op();
   check_experts(op, x, routing, network);
   Tensor y;
   std::vector<Tensor> hidden;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "experts", [&] {
     const Experts<scalar_t> experts(op, x, routing, network);
     hidden = experts_hidden(empty, x, routing, network, keep_hidden);
     if (!routing.gates) {
@@ -608,14 +641,14 @@ ExpertsOutputs experts_cpu(const Tensor& x, const Routing& routing, const FeedFo
 ExpertsGradients experts_backward_cpu(const Tensor& grad_y, const Tensor& x, const Routing& routing,
                                       const FeedForward& network, at::TensorList hidden,
                                       bool needs_x, const c10::List<bool>& needs_parameters) {
-  constexpr auto op = "_experts_backward";
+  const auto* op = network.backward_op();
   check_experts_backward(grad_y, x, routing, network, hidden, needs_parameters);
   OptionalTensor gates;
   if (routing.gates) gates = routing.gates->to(accumulate_type(x)).contiguous();
   Tensor grad_x;
   Tensor grad_gates = experts_gradient_of_gates(empty, x, gates);
   const auto grad_parameters = experts_gradients_of(empty, network, needs_parameters);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "experts", [&] {
     const Experts<scalar_t> experts(op, x, routing, network);
     std::vector<Tensor> kept;
     for (const Tensor& layer : hidden) kept.push_back(layer.contiguous());
@@ -640,4 +673,7 @@ TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
   moe_ext::implement<"experts", &moe_ext::experts_of<moe_ext::cpu::experts_cpu>>(m);
   moe_ext::implement<"_experts_backward",
                      &moe_ext::experts_backward_of<moe_ext::cpu::experts_backward_cpu>>(m);
+  moe_ext::implement<"packed_experts", &moe_ext::packed_experts_of<moe_ext::cpu::experts_cpu>>(m);
+  moe_ext::implement<"_packed_experts_backward",
+                     &moe_ext::packed_experts_backward_of<moe_ext::cpu::experts_backward_cpu>>(m);
 }

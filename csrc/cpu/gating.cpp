@@ -100,8 +100,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cpu(
   const auto outputs = noisy_topk_gating_outputs(empty, clean_logits, noise, k);
   const auto& [gates, expert_index, threshold, threshold_index, noise_stddev] = outputs;
   const Tensor clean = clean_logits.contiguous();
-  const Tensor raw = noise ? raw_noise_stddev->contiguous() : Tensor();
-  const Tensor drawn = noise ? noise->contiguous() : Tensor();
+  const Tensor raw = contiguous(raw_noise_stddev);
+  const Tensor drawn = contiguous(noise);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean.scalar_type(), "noisy_topk_gating", [&] {
         using acc_t = at::opmath_type<scalar_t>;
@@ -203,9 +203,6 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cpu(
   const Tensor limits = contiguous_index(threshold_index);
   check_index_range(op, "expert_index", chosen, clean_logits.size(1));
   check_index_range(op, "threshold_index", limits, clean_logits.size(1), /*least=*/-1);
-  const auto contiguous = [](const OptionalTensor& tensor) {
-    return tensor ? tensor->contiguous() : Tensor();
-  };
   const auto gradients = noisy_topk_gating_gradients(empty, clean_logits, noise);
   const auto& [grad_clean, grad_raw] = gradients;
   AT_DISPATCH_FLOATING_TYPES_AND2(

@@ -23,17 +23,17 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "../implement.h"
+#include "arena.h"
 #include "block_scheduler.h"
 #include "class_tiles.h"
 #include "elementwise.h"
 #include "empty_rows.h"
 #include "parallel.h"
+#include "progress.h"
 #include "vectorize.h"
-#include "workspace.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -69,24 +69,6 @@ struct Gradients {
   }
 };
 
-// Lets tasks add to shared results in a fixed order: each turn waits for the one before.
-class Turns {
- public:
-  explicit Turns(int64_t num_results) : next_(num_results) {}
-
-  template <typename Body>
-  void take(int64_t result, int turn, const Body& body) {
-    auto& next = next_[result];
-    for (int now; (now = next.load()) != turn;) next.wait(now);
-    body();
-    next.store(turn + 1);
-    next.notify_all();
-  }
-
- private:
-  std::vector<std::atomic<int>> next_;
-};
-
 // The parts of `tokens`, about equal and of at most `most` tokens.
 inline std::vector<Tokens> split(Tokens tokens, int64_t most) {
   const int64_t num_parts = at::ceil_div(tokens.count, most);
@@ -103,6 +85,7 @@ class LinearCrossEntropy {
  public:
   using acc_t = at::opmath_type<scalar_t>;
   using p_t = typename ClassTiles<scalar_t>::p_t;
+  using Workspace = typename ClassTiles<scalar_t>::Workspace;
 
   // `losses` and `new_lse` are outputs, or null. `lse` may be new_lse; `grad` is dL/dloss of each
   // token.
@@ -146,25 +129,33 @@ class LinearCrossEntropy {
     const auto blocks =
         split({0, tiles_.num_tokens}, std::clamp(equal, std::min(kMinBlockTokens, most), most));
     const int64_t tokens = at::ceil_div(tiles_.num_tokens, static_cast<int64_t>(blocks.size()));
-    const int64_t kept_size = keeps() ? tiles_.num_tiles * kept_size_of_tile(tokens) : 0;
-    Turns turns(tiles_.num_tiles);
-    for_each(blocks.size(), gradients_.of_classes(), kept_size + tile_space(tokens),
-             [&](int64_t block, acc_t* workspace) {
-               acc_t* kept = take<acc_t>(workspace, kept_size);
-               block_of_tokens(static_cast<int>(block), blocks[block], turns,
-                               keeps() ? kept : nullptr, workspace);
-             });
+    struct BlockWorkspace {
+      acc_t* kept;  // all tiles, or null
+      Workspace tile;
+    };
+    Progress turns(tiles_.num_tiles);
+    for_each(
+        blocks.size(), gradients_.of_classes() ? &turns : nullptr,
+        [&](Arena& arena) {
+          const int64_t kept_size = tiles_.num_tiles * kept_size_of_tile(tokens);
+          acc_t* const kept = keeps() ? arena.take<acc_t>(kept_size) : nullptr;
+          return BlockWorkspace{kept, Workspace(tiles_, tokens, arena)};
+        },
+        [&](int64_t block, const BlockWorkspace& workspace) {
+          block_of_tokens(static_cast<int>(block), blocks[block], turns, workspace.kept,
+                          workspace.tile);
+        });
   }
 
-  void block_of_tokens(int block, Tokens tokens, Turns& turns, acc_t* kept, acc_t* workspace) {
-    const Space space(tiles_, tokens.count, workspace);
+  void block_of_tokens(int block, Tokens tokens, Progress& turns, acc_t* kept,
+                       const Workspace& workspace) {
     const auto kept_tile = [&](int64_t i) {
       return kept == nullptr ? nullptr : kept + i * kept_size_of_tile(tokens.count);
     };
     std::vector<Sums<acc_t>> of_tiles(tiles_.num_tiles * tokens.count);
     if (sums()) {
       for (int64_t i = 0; i < tiles_.num_tiles; ++i) {
-        sum_tile(tokens, i, space, kept_tile(i), of_tiles);
+        sum_tile(tokens, i, workspace, kept_tile(i), of_tiles);
       }
       finish(tokens, of_tiles);
     }
@@ -172,14 +163,14 @@ class LinearCrossEntropy {
     const auto of_logits = tiles_.logit_gradients(tokens, lse_, grad_);
     for (int64_t i = 0; i < tiles_.num_tiles; ++i) {
       const Classes classes = tiles_.tile(i);
-      const p_t* p = differentiate_tile(tokens, i, space, kept_tile(i), of_tiles, of_logits);
+      const p_t* p = differentiate_tile(tokens, i, workspace, kept_tile(i), of_tiles, of_logits);
       if (gradients_.input != nullptr) {
-        tiles_.add_to_input(tokens, classes, p, added(i), gradients_.input, space.gemm);
+        tiles_.add_to_input(tokens, classes, p, added(i), gradients_.input, workspace);
       }
       if (!gradients_.of_classes()) continue;
-      turns.take(i, block, [&] {
+      turns.in_turn(i, block, [&] {
         tiles_.add_to_weight(tokens, classes, p, added(block), gradients_.weight, gradients_.bias,
-                             space.gemm, space.bias);
+                             workspace);
       });
     }
   }
@@ -203,10 +194,10 @@ class LinearCrossEntropy {
   }
 
   void sum_by_classes(Tokens tokens, acc_t* kept, std::vector<Sums<acc_t>>& of_tiles) {
-    for_each(tiles_.num_tiles, false, tile_space(tokens.count), [&](int64_t i, acc_t* workspace) {
-      const Space space(tiles_, tokens.count, workspace);
-      sum_tile(tokens, i, space, kept_in_weight(kept, i), of_tiles);
-    });
+    for_each(tiles_.num_tiles, nullptr, workspace_of(tokens),
+             [&](int64_t i, const Workspace& workspace) {
+               sum_tile(tokens, i, workspace, kept_in_weight(kept, i), of_tiles);
+             });
     finish(tokens, of_tiles);
   }
 
@@ -214,23 +205,22 @@ class LinearCrossEntropy {
                                 std::vector<Sums<acc_t>>& of_tiles) {
     const auto of_logits = tiles_.logit_gradients(tokens, lse_, grad_);
     const auto parts = split(tokens, kPartTokens);
-    Turns turns(parts.size());
-    for_each(tiles_.num_tiles, gradients_.input != nullptr, tile_space(tokens.count),
-             [&](int64_t i, acc_t* workspace) {
-               const Space space(tiles_, tokens.count, workspace);
+    Progress turns(static_cast<int64_t>(parts.size()));
+    for_each(tiles_.num_tiles, gradients_.input != nullptr ? &turns : nullptr, workspace_of(tokens),
+             [&](int64_t i, const Workspace& workspace) {
                const Classes classes = tiles_.tile(i);
-               const p_t* p = differentiate_tile(tokens, i, space, kept_in_weight(kept, i),
+               const p_t* p = differentiate_tile(tokens, i, workspace, kept_in_weight(kept, i),
                                                  of_tiles, of_logits);
                if (gradients_.of_classes()) {
                  tiles_.add_to_weight(tokens, classes, p, added(block), gradients_.weight,
-                                      gradients_.bias, space.gemm, space.bias);
+                                      gradients_.bias, workspace);
                }
                if (gradients_.input == nullptr) return;
                for (size_t part = 0; part < parts.size(); ++part) {
                  const p_t* of_part = p + (parts[part].first - tokens.first) * classes.count;
-                 turns.take(part, static_cast<int>(i), [&] {
+                 turns.in_turn(part, static_cast<int>(i), [&] {
                    tiles_.add_to_input(parts[part], classes, of_part, added(i), gradients_.input,
-                                       space.gemm);
+                                       workspace);
                  });
                }
              });
@@ -239,46 +229,32 @@ class LinearCrossEntropy {
   // The first share of a sum replaces what was there.
   static Write added(int64_t index) { return index == 0 ? Write::kReplace : Write::kAdd; }
 
-  // The workspace of a tile of some tokens.
-  struct Space {
-    Space(const ClassTiles<scalar_t>& tiles, int64_t tokens, acc_t* workspace)
-        : gemm(take<acc_t>(workspace, tiles.gemm_size(tokens))),
-          tile(take<acc_t>(workspace, tokens * tiles.max_classes())),
-          kept(take<acc_t>(workspace, tiles.kept_size(tokens * tiles.max_classes()))),
-          bias(take<acc_t>(workspace, tiles.bias_space_size())) {}
-
-    acc_t* gemm;
-    acc_t* tile;  // the logits, then P
-    acc_t* kept;  // if the tile is not kept elsewhere
-    acc_t* bias;
-  };
-
   int64_t kept_size_of_tile(int64_t tokens) const {
     return tiles_.kept_size(tokens * tiles_.max_classes());
   }
 
-  int64_t tile_space(int64_t tokens) const {
-    return tiles_.gemm_size(tokens) + whole_lines(tokens * tiles_.max_classes()) +
-           kept_size_of_tile(tokens) + tiles_.bias_space_size();
+  // Returns the function that takes the workspace of the tiles of some tokens.
+  auto workspace_of(Tokens tokens) const {
+    return [=, this](Arena& arena) { return Workspace(tiles_, tokens.count, arena); };
   }
 
   // The first pass of a tile. `kept` may be null.
-  void sum_tile(Tokens tokens, int64_t tile, const Space& space, acc_t* kept,
+  void sum_tile(Tokens tokens, int64_t tile, const Workspace& workspace, acc_t* kept,
                 std::vector<Sums<acc_t>>& of_tiles) const {
     const Classes classes = tiles_.tile(tile);
-    tiles_.compute_logits(tokens, classes, space.gemm, space.tile);
-    tiles_.sum(tokens, classes, space.tile, kept, of_tiles.data() + tile * tokens.count);
+    tiles_.compute_logits(tokens, classes, workspace);
+    tiles_.sum(tokens, classes, workspace.tile, kept, of_tiles.data() + tile * tokens.count);
   }
 
   // The second pass of a tile; returns P. Recomputes the logits that sum() did not keep.
-  const p_t* differentiate_tile(Tokens tokens, int64_t tile, const Space& space, acc_t* kept,
-                                std::vector<Sums<acc_t>>& of_tiles,
+  const p_t* differentiate_tile(Tokens tokens, int64_t tile, const Workspace& workspace,
+                                acc_t* kept, std::vector<Sums<acc_t>>& of_tiles,
                                 const std::vector<math::LogitGradient<acc_t>>& of_logits) const {
     if (kept == nullptr) {
-      kept = space.kept;
-      sum_tile(tokens, tile, space, kept, of_tiles);
+      kept = workspace.kept;
+      sum_tile(tokens, tile, workspace, kept, of_tiles);
     }
-    auto* p = reinterpret_cast<p_t*>(space.tile);
+    auto* p = reinterpret_cast<p_t*>(workspace.tile);
     tiles_.differentiate(tokens, tiles_.tile(tile), kept, of_tiles.data() + tile * tokens.count,
                          of_logits.data(), p);
     return p;
@@ -293,11 +269,10 @@ class LinearCrossEntropy {
     tiles_.finish(tokens, sums.data(), losses_, new_lse_);
   }
 
-  template <typename Body>
-  void for_each(int64_t num_tasks, bool may_wait, int64_t workspace_size, const Body& body) const {
-    for_each_task<acc_t>(num_tasks, may_wait,
-                         num_threads_for(2 * tiles_.num_tokens * tiles_.width * tiles_.num_classes),
-                         workspace_size, tiles_.acc_options(), body);
+  template <typename Take, typename Body>
+  void for_each(int64_t num_tasks, Progress* progress, const Take& take, const Body& body) const {
+    const int64_t flops = 2 * tiles_.num_tokens * tiles_.width * tiles_.num_classes;
+    for_each_task(num_tasks, progress, num_threads_for(flops), take, body);
   }
 
   const ClassTiles<scalar_t>& tiles_;

@@ -92,9 +92,6 @@ std::tuple<Tensor, Tensor> lstm_cell_backward_cpu(const OptionalTensor& grad_h,
   check_lstm_cell_backward(grad_h, grad_c, gates, c_0);
   const auto gradients = lstm_cell_gradients(empty, gates, c_0);
   const auto& [grad_gates, grad_c_0] = gradients;
-  const auto contiguous = [](const OptionalTensor& grad) {
-    return grad ? grad->contiguous() : Tensor();
-  };
   const Tensor of_h = contiguous(grad_h), of_c = contiguous(grad_c);
   const Tensor z = gates.contiguous(), before = c_0.contiguous();
   const int64_t units = c_0.size(1);

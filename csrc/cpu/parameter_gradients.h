@@ -11,12 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include "arena.h"
 #include "backward_schedule.h"
 #include "elementwise.h"
 #include "empty_rows.h"
 #include "gemm/gemm.h"
 #include "vectorize.h"
-#include "workspace.h"
 
 namespace moe_ext::cpu {
 
@@ -47,7 +47,8 @@ class ParameterGradients {
       : layers_(std::move(layers)) {
     int64_t size = 0;
     for (const at::Tensor& each : gradients) {
-      gradients_.push_back({.data = each.mutable_data_ptr<scalar_t>(),
+      // A gradient that is not needed may have the type of packed weights.
+      gradients_.push_back({.data = each.numel() == 0 ? nullptr : each.mutable_data_ptr<scalar_t>(),
                             .size = each.numel() / std::max<int64_t>(1, num_experts)});
       size += each.numel();
     }
@@ -84,14 +85,11 @@ class ParameterGradients {
   }
 
   // Takes memory for the rows of the split experts.
-  void reserve(const BackwardSchedule& schedule, const at::TensorOptions& acc_options) {
+  void reserve(const BackwardSchedule& schedule) {
     rows_per_slot_ = schedule.most_rows();
-    int64_t size = 0;
-    for (int64_t l = 0; l < num_layers(); ++l) {
-      size += whole_lines(rows_per_slot_ * saved_dz_[l]) +
-              space_of<scalar_t, acc_t>(rows_per_slot_ * saved_a_[l]);
-    }
-    slots_ = empty_rows({schedule.num_slots(), size}, acc_options);
+    Arena counter;
+    for (int64_t l = 0; l < num_layers(); ++l) take_saved(counter, l);
+    slots_ = empty_rows({schedule.num_slots(), counter.size()}, at::kByte);
   }
 
   // Takes the rows of a block for a layer, a [R, fan_in] and dz [R, columns]. Computes the
@@ -149,14 +147,17 @@ class ParameterGradients {
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
   bool has_bias() const { return gradients_.size() > layers_.size(); }
 
+  // Takes memory for the rows of A and dZ of a layer in a slot.
+  std::pair<scalar_t*, acc_t*> take_saved(Arena& slot, int64_t layer) const {
+    acc_t* dz = slot.take<acc_t>(rows_per_slot_ * saved_dz_[layer]);
+    return {slot.take<scalar_t>(rows_per_slot_ * saved_a_[layer]), dz};
+  }
+
   // The rows of A and dZ that a split expert saves for a layer.
   std::pair<scalar_t*, acc_t*> saved(const SplitExpert& split, int64_t layer) const {
-    acc_t* slot = slots_.mutable_data_ptr<acc_t>() + split.slot * slots_.size(1);
-    for (int64_t l = 0;; ++l) {
-      acc_t* dz = take<acc_t>(slot, rows_per_slot_ * saved_dz_[l]);
-      scalar_t* a = take<scalar_t>(slot, rows_per_slot_ * saved_a_[l]);
-      if (l == layer) return {a, dz};
-    }
+    Arena slot(slots_.mutable_data_ptr<uint8_t>() + split.slot * slots_.size(1), slots_.size(1));
+    for (int64_t l = 0; l < layer; ++l) take_saved(slot, l);
+    return take_saved(slot, layer);
   }
 
   void weight(int64_t expert, const Part& part, int64_t num_rows, const scalar_t* a,
@@ -205,7 +206,7 @@ class ParameterGradients {
   // The widths of the rows of A and dZ that a split expert saves for each layer.
   std::vector<int64_t> saved_a_, saved_dz_;
   int64_t rows_per_slot_ = 0;
-  at::Tensor slots_;  // [slots of the schedule, elements]
+  at::Tensor slots_;  // [slots of the schedule, bytes]
 };
 
 }  // namespace moe_ext::cpu

@@ -214,7 +214,7 @@ std::tuple<Tensor, Tensor> topk_routing_cpu(const Tensor& logits, int64_t k,
     expert_index.copy_(*given);
     check_chosen_experts("topk_routing", expert_index, logits.size(1));
   }
-  const Tensor added = bias ? bias->contiguous() : Tensor();
+  const Tensor added = contiguous(bias);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, input.scalar_type(), "topk_routing", [&] {
         using acc_t = at::opmath_type<scalar_t>;

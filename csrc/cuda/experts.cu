@@ -16,6 +16,7 @@
 #include "chunks.cuh"
 #include "gemm.cuh"
 #include "slots.cuh"
+#include "unpack.cuh"
 
 namespace moe_ext::cuda {
 namespace {
@@ -242,7 +243,16 @@ class Experts {
         num_rows_(routing.inverse ? routing.inverse->numel() : x.size(0)),
         num_experts_(network.weights[0].size(0)),
         products_(offsets_, num_rows_, num_experts_) {
-    for (const Tensor& weight : network.weights) weights_.push_back(in_known_layout(weight));
+    int64_t fan_in = x.size(1);
+    for (size_t l = 0; l < network.weights.size(); ++l) {
+      if (network.packed == nullptr) {
+        weights_.push_back(in_known_layout(network.weights[l]));
+        continue;
+      }
+      const PackedLayout layout = packed_layout(network.op(), *network.packed, l, fan_in);
+      weights_.push_back(unpacked(network.weights[l], layout, x.options()));
+      fan_in = is_gated(network) ? layout.outputs / 2 : layout.outputs;
+    }
     for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
     if (routing.inverse) {
       row_of_ = contiguous_index(*routing.inverse);
@@ -349,7 +359,7 @@ class Experts {
 
 ExpertsOutputs experts_cuda(const Tensor& x, const Routing& routing, const FeedForward& network,
                             bool keep_hidden) {
-  check_experts("experts", x, routing, network);
+  check_experts(network.op(), x, routing, network);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
   const Experts experts(x, routing, network);
   std::vector<Tensor> hidden;
@@ -426,4 +436,7 @@ TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
   moe_ext::implement<"experts", &moe_ext::experts_of<moe_ext::cuda::experts_cuda>>(m);
   moe_ext::implement<"_experts_backward",
                      &moe_ext::experts_backward_of<moe_ext::cuda::experts_backward_cuda>>(m);
+  moe_ext::implement<"packed_experts", &moe_ext::packed_experts_of<moe_ext::cuda::experts_cuda>>(m);
+  moe_ext::implement<"_packed_experts_backward",
+                     &moe_ext::packed_experts_backward_of<moe_ext::cuda::experts_backward_cuda>>(m);
 }

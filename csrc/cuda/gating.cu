@@ -101,8 +101,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cuda(
   const auto outputs = noisy_topk_gating_outputs(empty, clean_logits, noise, k);
   const auto& [gates, expert_index, threshold, threshold_index, noise_stddev] = outputs;
   const Tensor clean = clean_logits.contiguous();
-  const Tensor raw = noise ? raw_noise_stddev->contiguous() : Tensor();
-  const Tensor drawn = noise ? noise->contiguous() : Tensor();
+  const Tensor raw = contiguous(raw_noise_stddev);
+  const Tensor drawn = contiguous(noise);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean.scalar_type(), "noisy_topk_gating", [&] {
         using acc_t = at::opmath_type<scalar_t>;
@@ -191,9 +191,6 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cuda(
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
   const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
-  const auto contiguous = [](const OptionalTensor& tensor) {
-    return tensor ? tensor->contiguous() : Tensor();
-  };
   const Tensor grad_of_gates = contiguous(grad_gates);
   const Tensor grad_of_threshold = contiguous(grad_threshold);
   const Tensor grad_of_stddev = contiguous(grad_noise_stddev);

@@ -83,9 +83,6 @@ std::tuple<Tensor, Tensor> lstm_cell_backward_cuda(const OptionalTensor& grad_h,
   const c10::cuda::OptionalCUDAGuard guard(gates.device());
   const auto gradients = lstm_cell_gradients(empty, gates, c_0);
   const auto& [grad_gates, grad_c_0] = gradients;
-  const auto contiguous = [](const OptionalTensor& grad) {
-    return grad ? grad->contiguous() : Tensor();
-  };
   const Tensor of_h = contiguous(grad_h), of_c = contiguous(grad_c);
   const Tensor z = gates.contiguous(), before = c_0.contiguous();
   AT_DISPATCH_FLOATING_TYPES_AND2(

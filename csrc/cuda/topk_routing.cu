@@ -173,7 +173,7 @@ std::tuple<Tensor, Tensor> topk_routing_cuda(const Tensor& logits, int64_t k,
   const auto outputs = topk_routing_outputs(empty, logits, k);
   const auto& [gates, expert_index] = outputs;
   const Tensor input = logits.contiguous();
-  const Tensor added = bias ? bias->contiguous() : Tensor();
+  const Tensor added = contiguous(bias);
   if (given) expert_index.copy_(*given);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, input.scalar_type(), "topk_routing", [&] {

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from moe_lab.errors import ConfigError
 
 SEED_LIMIT = 2**62  # torch's generators take 64-bit seeds
 THREAD_LIMIT = 2**12  # of num_threads; more would end the process instead of an error
+CONFIG = "a TOML file, or a name such as small/moe-32"  # the help of the argument `config`
 DEFAULT_SEEDS = [1, 2, 3]  # of comparisons and studies
 _LONGEST_ERROR = 1_000  # characters
 
@@ -86,6 +88,19 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of every option that has one and whose help does not explain it."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text, default = super()._expand_help(action), action.default
+        if default is None or default is False or default in ([], argparse.SUPPRESS):
+            return text
+        if "default" in text:
+            return text
+        several = isinstance(default, list | tuple)
+        return f"{text} (default: {shlex.join(map(str, default)) if several else default})"
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises OSError if the help cannot be printed. argparse ignores the error."""
 
@@ -95,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Creates a parser whose help shows `description`, the docstring of a command."""
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(description=description, formatter_class=_Formatter)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     return parser
 
@@ -116,7 +131,7 @@ def require_checkpoint(run: str | Path) -> None:
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Adds the options --threads and --device."""
     add_threads(parser)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +152,7 @@ def add_seeds(parser: argparse.ArgumentParser) -> None:
         type=at_least(0, SEED_LIMIT),
         nargs="+",
         default=DEFAULT_SEEDS,
-        help="seeds of the runs (default: 1 2 3)",
+        help="seeds of the runs",
     )
 
 
@@ -147,7 +162,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         default=Path("runs", "results"),
-        help="folder of the page and its data (%(default)s)",
+        help="folder of the page and its data",
     )
 
 
@@ -157,7 +172,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=at_least(0, THREAD_LIMIT),
         default=0,
-        help="number of torch's threads (0: torch's default)",
+        help="number of threads; 0 is torch's number",
     )
 
 
@@ -175,6 +190,14 @@ def at_least(minimum: int, below: int | None = None) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def plot_file(text: str) -> Path:
+    """Parses the path of a .png or .pdf file, as an argparse type."""
+    path = Path(text)
+    if path.suffix.lower() not in (".png", ".pdf"):
+        raise argparse.ArgumentTypeError(f"must end in .png or .pdf, got {text!r}")
+    return path
 
 
 def positive(*, finite: bool = True) -> Callable[[str], float]:

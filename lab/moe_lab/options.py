@@ -8,16 +8,18 @@ from typing import Any
 Option = dict[str, Any]  # the settings of `add_argument`
 
 
-def one(parse: Callable[[str], Any], default: Any = None, help: str | None = None) -> Option:
+def one(parse: Callable[[str], Any], default: Any, help: str) -> Option:
     return {"type": parse, "default": default, "help": help}
 
 
-def several(parse: Callable[[str], Any], default: Any, help: str | None = None) -> Option:
+def several(parse: Callable[[str], Any], default: Any, help: str) -> Option:
     return one(parse, default, help) | {"nargs": "+"}
 
 
-def some_of(choices: Sequence[str], default: Sequence[str], metavar: str | None = None) -> Option:
-    return {"nargs": "+", "choices": choices, "default": [*default], "metavar": metavar}
+def some_of(
+    choices: Sequence[str], default: Sequence[str], help: str, metavar: str | None = None
+) -> Option:
+    return several(str, [*default], help) | {"choices": choices, "metavar": metavar}
 
 
 def flag(help: str) -> Option:

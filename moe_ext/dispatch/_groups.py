@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext._compiled import eager
@@ -15,6 +15,7 @@ from moe_ext.checks import require
 from moe_ext.gates import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.ranks import AllToAll, Exchange, ExpertPlacement, Ranks, Received
 from moe_ext.ranks._rows import scale_grad
+from moe_ext.ranks._whole import is_marked, require_whole
 from moe_ext.routing import Routing
 
 __all__ = ["GroupExchange"]
@@ -131,6 +132,8 @@ class GroupExchange:
         ragged: list[_Decisions] = []
 
         def compute(chunk: int, received: Received) -> tuple[Tensor, Sequence[Tensor]]:
+            if is_marked(experts):
+                require_whole(cast(nn.Module, experts).named_parameters("experts"), exchange.ranks)
             first, size = sum(exchange.chunk_sizes[:chunk]), exchange.chunk_sizes[chunk]
             local = None if exchange.num_chunks == 1 else slice(first, first + size)
             x, group_index, gates, slots_of_token, values, num_slots = received

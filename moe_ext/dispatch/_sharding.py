@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
+from itertools import chain
+from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ext._compiled import uncompiled
 from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.dispatch._groups import GroupExchange
 from moe_ext.experts import Experts, ModuleExperts
-from moe_ext.gates import Gate
+from moe_ext.gates import Gate, HierarchicalGate
 from moe_ext.ranks import Exchange, ExchangeUnit, ExpertPlacement, Layout, Ranks
 from moe_ext.ranks._membership import require_group
 from moe_ext.ranks._rows import scale_grad
+from moe_ext.ranks._whole import require_whole
 
 __all__ = ["Balance", "ExpertParallel", "ExpertSharding", "Placement"]
 
@@ -66,7 +69,8 @@ class ExpertParallel:
             ("placement", (*get_args(Placement), None)),
         ):
             require_one_of(f"ExpertParallel: {name}", names, getattr(self, name))
-        require_sizes("ExpertParallel", num_chunks=self.num_chunks)
+        (num_chunks,) = require_sizes("ExpertParallel", num_chunks=self.num_chunks)
+        object.__setattr__(self, "num_chunks", num_chunks)  # an int
 
 
 def parallel_options(
@@ -198,6 +202,15 @@ class ExpertSharding:
                 "be 1 for experts without split(sizes)",
                 num_chunks,
             )
+
+    def require_whole(self, experts: nn.Module, gate: nn.Module) -> None:
+        """Raises ValueError if fully_shard has mixed the experts of the ranks, or their gates."""
+        names: tuple[str, ...] = ()
+        if self.group_exchange is not None:
+            names = cast(HierarchicalGate, uncompiled(gate)).secondary_parameters
+        gates = ((n, p) for n, p in gate.named_parameters("gate") if n.rsplit(".")[-1] in names)
+        parameters = chain(experts.named_parameters("experts"), gates)
+        require_whole(parameters, self.layout.expert_parallel)
 
     def __repr__(self) -> str:
         local, total = self.local_experts, self.placement.num_experts

@@ -16,6 +16,7 @@ from moe_ext.experts import ModuleExperts
 from moe_ext.gates import HierarchicalGate
 from moe_ext.moe import MoE
 from moe_ext.ranks import Layout, Ranks
+from moe_ext.ranks._whole import WHOLE
 
 
 class ExpertParameter(NamedTuple):
@@ -100,8 +101,7 @@ def _entries(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expert
     state = layer.experts.state_dict(keep_vars=True)
     for key, name in plain_names(layer.experts, state).items():
         value = state[key]
-        rule = "be whole on this rank, not sharded by fully_shard (use parallelize)"
-        require(not isinstance(value, DTensor), f"MoE: experts.{name}", rule, type(value).__name__)
+        require(not isinstance(value, DTensor), f"MoE: experts.{name}", WHOLE, type(value).__name__)
         if of_modules:
             container, number, rest = name.split(".", 2)
             whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.serialization import get_unsafe_globals_in_checkpoint
+from torch.utils._pytree import tree_map
 
 from moe_ext.checks import is_whole
 from moe_ext.files import read_file
@@ -129,18 +130,31 @@ def why(error: Exception) -> str:
     return "it is corrupted"
 
 
+def _saved(value: Any) -> tuple[bytes, list[str]]:
+    """Returns the bytes of a value, and the classes in it that `unpickled` refuses."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file.getvalue(), get_unsafe_globals_in_checkpoint(file)
+
+
+def _python_number(value: Any) -> Any:
+    """Converts a number of NumPy; returns all other values."""
+    return value.item() if type(value).__module__ == "numpy" and value.shape == () else value
+
+
 def pickled(name: str, value: Any) -> bytes:
     """Returns the bytes that `unpickled` reads.
 
     Raises:
         ValueError: value contains an object that `unpickled` refuses; the message has the name.
     """
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    if classes := get_unsafe_globals_in_checkpoint(file):
+    content, classes = _saved(value)
+    if classes:
+        content, classes = _saved(tree_map(_python_number, value))
+    if classes:
         raise ValueError(
             f"{name} must hold {_PLAIN}, got {', '.join(sorted(classes))}; "
             "torch.serialization.add_safe_globals registers other classes"
         )
-    return file.getvalue()
+    return content

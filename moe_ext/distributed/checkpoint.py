@@ -110,7 +110,7 @@ class Checkpoints:
         keep: int = 3,
         timeout: timedelta | None = None,
     ) -> None:
-        require_sizes("Checkpoints", keep=keep)
+        (keep,) = require_sizes("Checkpoints", keep=keep)
         self._folder = CheckpointFolder(Path(folder), keep)
         self._ranks = Layout.of(process_group, "Checkpoints").world
         self._timeout = timeout
@@ -142,8 +142,9 @@ class Checkpoints:
             step: the number of the checkpoint.
             model: the model, with or without the wrapper of `parallelize`.
             optimizers: the optimizers of the model's parameters.
-            state: tensors, numbers, texts, and lists, tuples and dicts of these. Only the state of
-                rank 0 is saved. ``torch.serialization.add_safe_globals`` allows other classes.
+            state: tensors, numbers, texts, and lists, tuples and dicts of these. Numbers of NumPy
+                become those of Python. Only the state of rank 0 is saved.
+                ``torch.serialization.add_safe_globals`` allows other classes.
             rank_state: an object like state. The rank_state of every rank is saved.
 
         Raises:
@@ -152,6 +153,7 @@ class Checkpoints:
                 contains another class. Existing checkpoints do not change.
         """
         self.wait()
+        (step,) = require_sizes("Checkpoints", 0, step=self._same_step(step))
         parts, files = self._collect(step, model, optimizers, state, rank_state)
         self._write(self._ranks, step, parts, files)
 
@@ -170,6 +172,7 @@ class Checkpoints:
         If no later call raises the error of a save, Python prints the error at exit.
         """
         self.wait()
+        (step,) = require_sizes("Checkpoints", 0, step=self._same_step(step))
         parts, files = self._collect(step, model, optimizers, state, rank_state, copy=True)
         if self._background is None:
             # A separate group keeps the thread's collectives apart from those of the training.
@@ -255,9 +258,7 @@ class Checkpoints:
 
         The arguments are those of `save`.
         """
-        require_sizes("Checkpoints", 0, step=self._same_step(step))
         optimizers = tuple(optimizers)
-
         together = partial(_together, self._ranks, self._saving(step))
 
         def collect() -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:

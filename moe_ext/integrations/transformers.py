@@ -88,6 +88,7 @@ def _read_flags() -> dict[str, object]:
 
 
 _UNKNOWN_FLAGS = _read_flags()
+_FEW_ROWS = 8  # for each expert; a cast of the weights takes longer than the experts of so few
 _DEVICES = ["cpu", "meta", *(["cuda"] if _C.cuda_version else [])]
 _DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16")]
 
@@ -127,7 +128,8 @@ def experts_forward(
 
     Warns:
         UserWarning: the operator cannot compute this module; the warning names the reason.
-            The module then uses transformers' "grouped_mm", or "eager" in float64. There is one
+            The module then uses transformers' "grouped_mm", or "eager" in float64. Or autocast
+            casts the weights of all experts for a few tokens, without gradients. There is one
             warning for each class and reason.
     """
     activation = _activation_of(module)
@@ -137,6 +139,7 @@ def experts_forward(
     reason = _refusal(module, [*weights, *biases])
     if reason is not None:
         return _fall_back(reason, module, hidden_states, top_k_index, top_k_weights)
+    _warn_of_casts(module, weights, top_k_index)
     if not module.is_transposed:
         weights = [weight.mT for weight in weights]
 
@@ -162,6 +165,23 @@ def experts_forward(
     if norm is not None:
         y = ops.combine(norm(y), gates, plan.inverse, token_offsets)
     return y.to(hidden_states.dtype)
+
+
+def _warn_of_casts(module: nn.Module, weights: list[Tensor], index: Tensor) -> None:
+    """Warns once if autocast casts all weights for few rows, as in each step of a generation."""
+    device = weights[0].device.type
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    if not torch.is_autocast_enabled(device):
+        return
+    dtype = torch.get_autocast_dtype(device)
+    few = index.numel() <= _FEW_ROWS * weights[0].shape[0]
+    if few and weights[0].dtype == torch.float32 != dtype:
+        _warn_once(
+            f"experts_implementation='moe_ext': autocast casts the weights of all experts of "
+            f"{type(module).__name__} in each call, which takes longer than the experts of a few "
+            f"tokens; to generate, use model.to({dtype}) without autocast"
+        )
 
 
 def _parameters_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

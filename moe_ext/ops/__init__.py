@@ -33,6 +33,7 @@ from moe_ext.ops._importance import ImportanceAndLoad, importance, importance_an
 from moe_ext.ops._linear_cross_entropy import linear_cross_entropy
 from moe_ext.ops._load import load
 from moe_ext.ops._lstm import LSTMOutput, LSTMState, lstm, lstm_cell
+from moe_ext.ops._packed_experts import packed_experts
 from moe_ext.ops._topk_routing import Score, TopKRouting, topk_routing
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "lstm",
     "lstm_cell",
     "noisy_topk_gating",
+    "packed_experts",
     "selected_softmax",
     "token_index",
     "topk_routing",

@@ -7,16 +7,18 @@ exchange sends no weights (Sec. 3.2).
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext._compiled import eager
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
+from moe_ext.checks import require_sizes
 from moe_ext.ranks._rows import columns_of, scale_grad, with_backward_of
+from moe_ext.ranks._whole import is_marked, require_whole
 from moe_ext.ranks.collectives import AllToAll, Ranks, blocks
 from moe_ext.ranks.placement import ExpertPlacement
 from moe_ext.routing import Routing
@@ -158,6 +160,7 @@ class Exchange:
         reduction: _Reduction = "mean",
         chunks_of: ChunksOf | None = None,
     ) -> None:
+        (num_chunks,) = require_sizes("Exchange", num_chunks=num_chunks)
         size, num_experts = ranks.size, placement.num_experts
         self.placement = placement
         self.ranks = ranks
@@ -216,6 +219,8 @@ class Exchange:
         parts = self.parts_of(experts)
 
         def compute(chunk: int, received: Received) -> tuple[Tensor, Sequence[Tensor]]:
+            if is_marked(experts):
+                require_whole(cast(nn.Module, experts).named_parameters("experts"), self.ranks)
             plan = ops.dispatch_plan(received.expert_index, self.chunk_sizes[chunk])
             y = mixture(
                 parts[chunk],

@@ -19,7 +19,7 @@ class ExpertPlacement:
             App. B).
 
     Raises:
-        ValueError: num_ranks is below 1, or experts_per_group does not divide num_experts.
+        ValueError: a number is out of range, or experts_per_group does not divide num_experts.
     """
 
     num_experts: int
@@ -27,9 +27,12 @@ class ExpertPlacement:
     experts_per_group: int = 1
 
     def __post_init__(self) -> None:
-        require_sizes("ExpertPlacement", num_ranks=self.num_ranks)
+        for name in ("num_experts", "num_ranks", "experts_per_group"):
+            minimum = 0 if name == "num_experts" else 1
+            (value,) = require_sizes("ExpertPlacement", minimum, **{name: getattr(self, name)})
+            object.__setattr__(self, name, value)  # an int
         require(
-            self.experts_per_group >= 1 and self.num_experts % self.experts_per_group == 0,
+            self.num_experts % self.experts_per_group == 0,
             "ExpertPlacement: experts_per_group",
             f"divide num_experts = {self.num_experts}",
             self.experts_per_group,

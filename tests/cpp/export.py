@@ -49,8 +49,8 @@ def named(value: object, name: str) -> Tensors:
         parts = enumerate(value)
     elif isinstance(value, Tensor):
         return {name: value.detach().clone(memory_format=torch.contiguous_format)}
-    elif isinstance(value, str):
-        return {name: torch.tensor(list(value.encode()), dtype=torch.uint8)}
+    elif isinstance(value, (str, torch.dtype)):
+        return {name: torch.tensor(list(str(value).encode()), dtype=torch.uint8)}
     elif isinstance(value, float):
         return {name: torch.tensor(value, dtype=torch.float64)}
     else:

@@ -16,6 +16,20 @@ namespace ops = moe_ext::ops;
 
 using Operator = std::function<std::vector<Tensor>(const Tree&)>;
 
+inline std::vector<double> activation_args(const Tree& a) {
+  std::vector<double> numbers;
+  for (const auto& number : a.list("activation_args")) numbers.push_back(number.item<double>());
+  return numbers;
+}
+
+inline ops::ExpertsOptions experts_options(const Tree& a) {
+  return {.offsets = a.find("offsets"),
+          .inverse = a.find("inverse"),
+          .gates = a.find("gates"),
+          .token_offsets = a.find("token_offsets"),
+          .recompute = a.number<bool>("recompute")};
+}
+
 // Returns the results; factored_step_ those that it updates.
 inline const std::map<std::string, Operator> operators = {
     {"noisy_topk_gating",
@@ -86,17 +100,23 @@ inline const std::map<std::string, Operator> operators = {
      }},
     {"experts",
      [](const Tree& a) -> std::vector<Tensor> {
-       std::vector<double> activation_args;
-       for (const auto& number : a.list("activation_args")) {
-         activation_args.push_back(number.item<double>());
-       }
        return {ops::experts(a["x"], a.list("weights"), a.list("biases"), a.text("activation"),
-                            {.offsets = a.find("offsets"),
-                             .inverse = a.find("inverse"),
-                             .gates = a.find("gates"),
-                             .token_offsets = a.find("token_offsets"),
-                             .recompute = a.number<bool>("recompute")},
-                            activation_args)};
+                            experts_options(a), activation_args(a))};
+     }},
+    {"packed_experts",
+     [](const Tree& a) -> std::vector<Tensor> {
+       const auto layers = (a / "weights").branches();
+       std::vector<std::string> formats;
+       for (const auto& [number, layer] : layers) formats.push_back(layer.text("1"));
+       std::vector<ops::PackedWeight> weights;
+       for (const auto& [number, layer] : layers) {
+         weights.push_back({.panels = layer["0"],
+                            .format = formats[weights.size()],
+                            .group = layer.number<int64_t>("4"),
+                            .outputs = layer.number<int64_t>("3")});
+       }
+       return {ops::packed_experts(a["x"], weights, a.list("biases"), a.text("activation"),
+                                   experts_options(a), activation_args(a))};
      }},
     {"linear_cross_entropy",
      [](const Tree& a) -> std::vector<Tensor> {

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from assertions import assert_exact, assert_same_bits
@@ -37,7 +38,7 @@ from moe_ext import (
     TopKGate,
     ZLoss,
 )
-from moe_ext.distributed import ExpertParallel, ExpertPlacement
+from moe_ext.distributed import Exchange, ExpertParallel, ExpertPlacement, Ranks
 from moe_ext.gates import HierarchicalGate
 
 KINDS = {
@@ -408,6 +409,23 @@ def test_placement(num_experts, num_ranks, experts_per_group, counts):
             placement.owner(wrong)
     with pytest.raises(ValueError, match=rf"rank must be in \[0, {num_ranks}\), got -1"):
         placement.experts_of(-1)
+
+
+def test_whole_numbers_of_the_options():
+    placement = ExpertPlacement(numpy.int64(12), numpy.uint8(2), numpy.int32(4))
+    assert placement == ExpertPlacement(12, 2, 4)
+    options = ExpertParallel(None, num_chunks=numpy.int64(2))
+    exchange = Exchange(placement, Ranks(), num_chunks=numpy.int64(2))
+    numbers = [*vars(placement).values(), options.num_chunks, exchange.num_chunks]
+    assert {type(number) for number in numbers} == {int}
+    for sizes in ((2.0, 1), (-1, 1), (4, 0), (4, 1, True), (4, 1, 0), (4, 1, 3)):
+        with pytest.raises(ValueError, match=r"^ExpertPlacement: \w+ must .*, got "):
+            ExpertPlacement(*sizes)
+    for wrong in (0, 1.5, numpy.float64(2)):
+        with pytest.raises(ValueError, match="^ExpertParallel: num_chunks must be .*, got "):
+            ExpertParallel(None, num_chunks=wrong)
+        with pytest.raises(ValueError, match="^Exchange: num_chunks must be .*, got "):
+            Exchange(placement, Ranks(), num_chunks=wrong)
 
 
 def initial_values(group, rank, num_experts):

@@ -14,6 +14,7 @@ import sys
 import tracemalloc
 from fractions import Fraction
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -902,6 +903,25 @@ def test_a_state_of_another_class_is_refused(tmp_path):
         assert checkpoints.load().state == {"share": Fraction(1, 2)}
     with pytest.raises(CheckpointError, match="state.pt cannot be read: it must hold .*Fraction"):
         checkpoints.load()
+
+
+def test_numbers_of_numpy(tmp_path):
+    """They become numbers of Python: a checkpoint is read without numpy."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=numpy.float64(0.5))
+    checkpoints = Checkpoints(tmp_path, keep=numpy.int64(1))
+    state = {"loss": numpy.float32(0.25), "rest": [numpy.int64(3), (numpy.True_, "text")]}
+    for step, save in enumerate((checkpoints.save, checkpoints.async_save)):
+        save(numpy.int64(step), model, [optimizer], state, numpy.int32(4))
+        checkpoints.wait()
+        assert checkpoints.steps() == [step]  # keep is 1
+        loaded = checkpoints.load(model, [optimizer], step=numpy.uint8(step))
+        assert repr(loaded.state) == "{'loss': 0.25, 'rest': [3, (True, 'text')]}"
+        assert repr((loaded.step, loaded.rank_state)) == f"({step}, 4)"
+        assert repr(optimizer.param_groups[0]["lr"]) == "0.5"
+    assert isinstance(state["loss"], numpy.float32)  # nothing of the user's has changed
+    with pytest.raises(CheckpointError, match="state must hold .*, got numpy.*reconstruct"):
+        checkpoints.save(5, model, (), numpy.ones(2))
 
 
 def test_which_checkpoints_there_are(tmp_path):

@@ -20,6 +20,7 @@ from moe_ext import (
     BalancedGate,
     Experts,
     HierarchicalBalancedGate,
+    HierarchicalMoE,
     MoE,
     SharedExpert,
     TopKGate,
@@ -478,10 +479,25 @@ def test_torch_wrappers_around_sharded_experts_are_refused(group, rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
     copies = mesh["copies"].get_group()
     DistributedDataParallel(MoE(D, 4, 2, process_group=mesh), process_group=copies)
+    every_rank = {"mesh": init_device_mesh("cpu", (4,))}
+    refused = (
+        r"^MoE: experts.weight_0 must be whole on this rank, .*\(use parallelize\), got 'DTensor'"
+    )
     layer = MoE(D, 4, 2, process_group=group)
-    fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
-    with pytest.raises(ValueError, match=r"^MoE: experts.weight_0 must be whole on this rank"):
+    with pytest.raises(ValueError, match=refused):
+        fully_shard(nn.Sequential(layer), **every_rank)
+    with pytest.raises(ValueError, match=refused):
         clip_grad_norm_(layer, 1.0)
+    layer = MoE(D, 4, 2, process_group=group)
+    fully_shard(layer.experts, **every_rank)  # is noticed in the first forward pass
+    with pytest.raises(ValueError, match=refused):
+        layer(torch.randn(3, D))
+    layer = HierarchicalMoE(D, 4, 2, 1, process_group=group)
+    with pytest.raises(ValueError, match=r"^MoE: gate\.w_\w*secondary must be whole on this rank"):
+        fully_shard(layer, ignored_params={*layer.experts.parameters()}, **every_rank)
+    fully_shard(MoE(D, 4, 2), **every_rank)(torch.randn(3, D))  # the experts are replicas
+    replicas = fully_shard(MoE(D, 4, 2, process_group=mesh), mesh=mesh["copies"])
+    replicas(torch.randn(3, D))
 
 
 @on_ranks(4)

@@ -334,6 +334,26 @@ def test_a_fall_back_warns_once_and_says_why():
     assert "NemotronHExperts uses 'eager': its activation is none of" in message
 
 
+def test_decoding_under_autocast_warns_once():
+    """Autocast would cast the weights of all experts in each call."""
+    model = tiny("qwen3_moe", "moe_ext")
+    step = tokens()[:, :1]
+
+    def warnings_of(model, ids, grad=False, enabled=True):
+        plug._warnings.clear()
+        with warnings.catch_warnings(record=True) as caught, torch.set_grad_enabled(grad):
+            warnings.simplefilter("always")
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                model(ids), model(ids)
+        return [str(each.message) for each in caught]
+
+    (message,) = warnings_of(model, step)
+    assert re.search(r"all experts of Qwen3MoeExperts .* model.to\(torch.bfloat16\)", message)
+    assert warnings_of(model, step, grad=True) == warnings_of(model, step, enabled=False) == []
+    assert warnings_of(model, step.expand(-1, 200)) == []
+    assert warnings_of(model.bfloat16(), step) == []  # as the message says
+
+
 def test_unknown_flags_and_parameters_fall_back(monkeypatch):
     monkeypatch.setitem(plug._UNKNOWN_FLAGS, "is_scaled", False)
     experts = build(*MIXTRAL)

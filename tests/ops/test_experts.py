@@ -32,6 +32,35 @@ def test_small_gates_do_not_vanish_in_half_precision(device):
     torch.testing.assert_close(gradient, torch.full_like(gradient, 1e-5), rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_are_not_rounded_to_the_dtype_of_the_weights(device, dtype, num_tokens):
+    """Two experts of opposite outputs leave the difference of their gates, which both round to 1.
+
+    All sums and products are exact. In other samples the rounding of y hides that of the gates.
+    """
+    width, eps = 16, torch.finfo(dtype).eps
+    x = torch.randint(-1, 2, (num_tokens, width), device=device).to(dtype)
+    first = torch.randint(-1, 2, (width, width), device=device).to(dtype)
+    second = torch.eye(width, device=device)[torch.randperm(width)].to(dtype)
+    weights = [torch.stack([first, first]), torch.stack([second, -second])]
+    plan = ops.dispatch_plan(torch.tensor([[0, 1]], device=device).expand(num_tokens, 2), 2)
+    gates = torch.tensor([[1 + eps / 4, 1 - eps / 8]], device=device).expand(num_tokens, 2)
+
+    def output(gates):
+        return ops.experts(x, weights, offsets=plan.offsets, inverse=plan.inverse, gates=gates)
+
+    expected = 3 / 8 * eps * ((x.double() @ first.double()).relu() @ second.double())
+    assert expected.count_nonzero()
+    assert_exact(output(gates).double(), expected)
+    assert not output(gates.to(dtype).float()).count_nonzero()
+    x, weights = x.float(), [weight.float() for weight in weights]
+    with torch.autocast(x.device.type, dtype):
+        y = output(gates)
+    assert y.dtype == dtype
+    assert_exact(y.double(), expected)
+
+
 @pytest.mark.parametrize("upstream", [1.0, math.inf])
 @pytest.mark.parametrize("z", [-1.0, 0.0, 1.0, math.nan])
 def test_relu_selects_its_gradient(device, z, upstream):

@@ -3,17 +3,16 @@
 A child process runs each one, because a process chooses its instruction set at the first call.
 """
 
-import json
 import os
-import subprocess
-import sys
 
 import operators
 import pytest
+import test_packed_experts as packed
 import test_products as products
 import torch
 from machine import instruction_sets
 from samples import draw
+from workers import forkserver
 
 from moe_ext import _C, ops
 
@@ -34,6 +33,15 @@ def hashes_of_every_depth():
             yield f"experts depth {depth} {dtype}", operators.hash_of(results)
 
 
+def hashes_of_integers():
+    """Yields hashes of packed experts in integer arithmetic."""
+    for format in packed.INTEGER:
+        arguments = packed.layer(13, torch.float32, format)
+        yield f"packed_experts integers {format}", operators.hash_of(
+            [ops.packed_experts(**arguments, arithmetic="integer")]
+        )
+
+
 def results():
     """Checks the GEMMs on the instruction set of this process; returns hashes of all results."""
     torch.manual_seed(0)
@@ -46,7 +54,13 @@ def results():
             products.check_each_row_alone(depth, 17, range(2, 40), dtype)
             products.check_each_row_alone(48, depth, range(2, 40), dtype)
     torch.manual_seed(0)
-    return dict([*hashes_of_every_depth(), *operators.hashes()])
+    return dict([*hashes_of_every_depth(), *hashes_of_integers(), *operators.hashes()])
+
+
+def send_results(isa, pipe):
+    os.environ["MOE_EXT_ISA"] = isa
+    assert _C.isa() == isa
+    pipe.send(results())
 
 
 def test_instruction_sets(one_thread):
@@ -58,30 +72,24 @@ def test_instruction_sets(one_thread):
     names = instruction_sets()
     if len(names) == 1:
         pytest.skip("only one instruction set on this processor")
-    children = {
-        isa: subprocess.Popen(
-            [sys.executable, __file__],
-            env={**os.environ, "MOE_EXT_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for isa in names
-        if isa != _C.isa()
-    }
+    context, pipes = forkserver(), {}
+    for isa in names:
+        if isa != _C.isa():
+            pipes[isa], there = context.Pipe(duplex=False)
+            context.Process(target=send_results, args=(isa, there)).start()
+            there.close()
     found = {_C.isa(): results()}
-    for isa, child in children.items():
-        printed = child.communicate()[0]
-        assert child.returncode == 0, f"{isa} failed; its error is above"
-        found[isa] = json.loads(printed)
+    for isa, pipe in pipes.items():
+        try:
+            found[isa] = pipe.recv()
+        except EOFError:
+            pytest.fail(f"{isa} failed; its error is above")
     expected, differing = found[names[1]], []
     for isa in names:
         assert found[isa].keys() == expected.keys()
         for line, bits in found[isa].items():
             rounds = isa == "default" or (isa in MULTIPLY_BFLOAT16 and "bfloat16" in line)
+            rounds &= "integers" not in line
             if bits != expected[line] and not (operators.ROWS[line.split()[0]].products and rounds):
                 differing.append((isa, line))
     assert not differing
-
-
-if __name__ == "__main__":
-    print(json.dumps(results()))

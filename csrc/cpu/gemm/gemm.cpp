@@ -16,6 +16,9 @@ namespace {
 // Selects the traversal of a GEMM and runs it.
 template <typename Product, typename acc_t>
 void multiply(Product& product, Write write, acc_t* c) {
+  if constexpr (std::is_same_v<acc_t, float>) {
+    if (product.few_rows_of_codes != nullptr) return FewRowsOfCodes(product).run(write, c);
+  }
   // With few rows of A, reading B takes most of the time, and packing B would double that.
   const bool few_rows = product.m <= kMaxFewRows;
   // B is contiguous along K, as in dA = dC W^T: each element of C is a dot product of two rows.

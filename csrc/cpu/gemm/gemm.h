@@ -6,17 +6,20 @@
 
 #include <cstdint>
 
+#include "../../packed.h"
 #include "../region.h"
 
 namespace moe_ext::cpu {
 
 // A row-major matrix, read as it is or transposed. `ld` (the leading dimension) is the distance
-// between rows in elements.
+// between rows in elements. A packed matrix has `panels` of a layout instead of data.
 template <typename T>
 struct Operand {
   const T* data;
   int64_t ld;
   bool transposed = false;
+  const PackedLayout* layout = nullptr;
+  const uint8_t* panels = nullptr;
 };
 
 template <typename T>
@@ -27,6 +30,11 @@ Operand<T> plain(const T* data, int64_t ld) {
 template <typename T>
 Operand<T> transposed(const T* data, int64_t ld) {
   return {.data = data, .ld = ld, .transposed = true};
+}
+
+template <typename T>
+Operand<T> packed(const PackedLayout& layout, const uint8_t* panels) {
+  return {.data = nullptr, .ld = 0, .layout = &layout, .panels = panels};
 }
 
 template <typename T>
@@ -56,9 +64,9 @@ enum class Write { kReplace, kAdd, kStream };
 template <typename scalar_t>
 int64_t gemm_workspace_size(int64_t m, int64_t n, int64_t k);
 
-// C = A B, or C += A B, where A is [m, k], B is [k, n], and C is [m, n] and contiguous. An element
-// of C depends bitwise only on its row of A and its column of B, not on m or n. `workspace` has
-// gemm_workspace_size elements and is aligned to 64 bytes.
+// C = A B, or C += A B, where A is [m, k], B is [k, n] and may be packed, and C is [m, n] and
+// contiguous. An element of C depends bitwise only on its row of A and its column of B, not on m or
+// n. `workspace` has gemm_workspace_size elements and is aligned to 64 bytes.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
           acc_t* workspace, const Epilogue<b_t>& epilogue = {});

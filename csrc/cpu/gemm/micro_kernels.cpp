@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../vectorize.h"
+#include "unpacking.h"
 
 namespace moe_ext::cpu {
 
@@ -25,6 +26,15 @@ const MicroKernels<acc_t>& micro_kernels() {
   if (isa() >= Isa::kNeon) return neon_micro_kernels<acc_t>();
 #endif
   return portable_micro_kernels<acc_t>();
+}
+
+const CodeKernels& code_kernels(const PackedFormat& format, [[maybe_unused]] bool pairs) {
+#if defined(__x86_64__)
+  if (pairs) return avx512_bf16_code_kernels(format);
+  if (isa() >= Isa::kAvx512) return avx512_code_kernels(format);
+  if (isa() == Isa::kAvx2) return avx2_code_kernels(format);
+#endif
+  return portable_code_kernels(format);
 }
 
 template const MicroKernels<float>& micro_kernels<float, float>();

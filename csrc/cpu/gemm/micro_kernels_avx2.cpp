@@ -6,6 +6,7 @@
 
 #define MOE_EXT_TARGET MOE_EXT_TARGET_AVX2
 #include "micro_kernel_loops.h"
+#include "unpacking_loops.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -26,6 +27,10 @@ struct Avx2 {
 };
 
 }  // namespace
+
+const CodeKernels& avx2_code_kernels(const PackedFormat& format) {
+  return code_kernels_of<Avx2<float>>(format);
+}
 
 template <typename acc_t>
 const MicroKernels<acc_t>& avx2_micro_kernels() {

@@ -6,6 +6,7 @@
 
 #define MOE_EXT_TARGET MOE_EXT_TARGET_AVX512
 #include "micro_kernel_loops.h"
+#include "unpacking_loops.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -34,6 +35,10 @@ struct Avx512 {
 };
 
 }  // namespace
+
+const CodeKernels& avx512_code_kernels(const PackedFormat& format) {
+  return code_kernels_of<Avx512<float>>(format);
+}
 
 template <typename acc_t>
 const MicroKernels<acc_t>& avx512_micro_kernels() {

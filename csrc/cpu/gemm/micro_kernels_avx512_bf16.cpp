@@ -6,6 +6,7 @@
 
 #define MOE_EXT_TARGET MOE_EXT_TARGET_AVX512_BF16
 #include "micro_kernel_loops.h"
+#include "unpacking_loops.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -26,8 +27,21 @@ struct Avx512Bf16 {
     asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(b), "m"(a));
   }
 
+  // Rounds two vectors to bfloat16 and joins the numbers of each lane to a pair.
+  MOE_EXT_TARGET MOE_EXT_KERNEL void join(const Aligned& even, const Aligned& odd, Aligned& to) {
+    const auto halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    typedef uint16_t Halves __attribute__((vector_size(kBytes)));
+    constexpr Halves kOrder = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                               8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    to = (Aligned)_mm512_permutexvar_epi16((__m512i)kOrder, halves);
+  }
+
   MOE_EXT_TARGET MOE_EXT_KERNEL void stream(float* to, const Aligned& vector) {
     _mm512_stream_ps(to, vector);
+  }
+
+  MOE_EXT_TARGET MOE_EXT_KERNEL void store_rounded(const Aligned& vector, void* to) {
+    _mm256_storeu_si256(static_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)vector));
   }
 
   MOE_EXT_TARGET MOE_EXT_KERNEL void store_rounded(const Aligned* vectors, bool non_temporal,
@@ -42,6 +56,10 @@ struct Avx512Bf16 {
 };
 
 }  // namespace
+
+const CodeKernels& avx512_bf16_code_kernels(const PackedFormat& format) {
+  return code_kernels_of<Avx512Bf16>(format);
+}
 
 const MicroKernels<float>& avx512_bf16_micro_kernels() {
   static constexpr auto kKernels = make_micro_kernels<float, Avx512Bf16>("AVX512-BF16");

@@ -1,6 +1,7 @@
 // Vectors of 16 bytes, which every processor has.
 #define MOE_EXT_TARGET
 #include "micro_kernel_loops.h"
+#include "unpacking_loops.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -16,6 +17,10 @@ struct Portable {
 };
 
 }  // namespace
+
+const CodeKernels& portable_code_kernels(const PackedFormat& format) {
+  return code_kernels_of<Portable<float>>(format);
+}
 
 template <typename acc_t>
 const MicroKernels<acc_t>& portable_micro_kernels() {

@@ -11,9 +11,11 @@
 #include <type_traits>
 #include <utility>
 
+#include "../elementwise.h"
 #include "gemm.h"
 #include "micro_kernels.h"
 #include "packing.h"
+#include "unpacking.h"
 
 namespace moe_ext::cpu {
 
@@ -48,6 +50,8 @@ struct View {
   const T* data;
   int64_t ld;
   bool k_contiguous;
+  const PackedLayout* layout = nullptr;  // of a packed operand
+  const uint8_t* panels = nullptr;
 
   const T* at(int64_t i, int64_t p) const {
     return data + (k_contiguous ? i * ld + p : p * ld + i);
@@ -61,7 +65,11 @@ View<T> view_of_a(const Operand<T>& a) {
 
 template <typename T>
 View<T> view_of_b(const Operand<T>& b) {
-  return {.data = b.data, .ld = b.ld, .k_contiguous = b.transposed};
+  return {.data = b.data,
+          .ld = b.ld,
+          .k_contiguous = b.transposed,
+          .layout = b.layout,
+          .panels = b.panels};
 }
 
 // Calls PackMicroPanel::run with the vectors of the instruction set in use.
@@ -89,6 +97,69 @@ void pack_micro_panel(bool pairs, const View<T>& view, int64_t i, int64_t p, int
   }
 #endif
   arguments([](auto... all) { PackMicroPanel<Groups<16, acc_t>>::run(all...); });
+}
+
+// Packs a micro-panel of a packed B, as pack_micro_panel does, with numbers rounded to scalar_t.
+template <typename scalar_t, typename acc_t, typename T>
+void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64_t p,
+                               int64_t num_columns, int64_t depth, int64_t num_groups,
+                               int64_t width, acc_t* to) {
+  constexpr bool kHalf = sizeof(scalar_t) == 2;
+  const PackedLayout& layout = *view.layout;
+  const CodeKernels& kernels = code_kernels(*layout.format, pairs);
+  const auto panel_of = [&](int64_t output) {
+    return view.panels + output / kPanelOutputs * layout.panel_bytes();
+  };
+  if constexpr (std::is_same_v<acc_t, float>) {
+    // B = W: unpack the panels into their places.
+    const auto unpack = pairs ? kernels.unpack_pairs : kHalf ? nullptr : kernels.unpack;
+    if (!view.k_contiguous && unpack != nullptr && width % kPanelOutputs == 0 &&
+        depth % kPackedInputs == 0 && num_groups * (pairs ? 2 : 1) == depth) {
+      for (int64_t i = 0; i < num_columns; i += kPanelOutputs) {
+        unpack(layout, panel_of(j + i), p, depth, to + i, width);
+      }
+      return;
+    }
+  }
+  // Otherwise unpack a tile at a time, and pack it.
+  constexpr int64_t kSize = 2 * kPanelOutputs;  // of a tile, along K and as the most columns
+  static_assert(kSize == kKCMultiple);
+  constexpr int64_t kTile = (kSize + kPackedInputs) * kSize;
+  float tile alignas(64)[kTile];
+  scalar_t rounded alignas(64)[kHalf ? kTile : 1];
+  const bool rounds = std::is_same_v<scalar_t, c10::BFloat16> && kernels.unpack_rounded != nullptr;
+  const auto unpack = rounds ? kernels.unpack_rounded : kernels.unpack;
+  const int64_t groups_of_tile = kSize / (pairs ? 2 : 1);
+  for (int64_t done = 0; done < depth; done += kSize, num_groups -= groups_of_tile) {
+    const int64_t depth_of_tile = std::min(depth - done, kSize);
+    // The part of W [inputs, outputs]. If B = W^T, K runs along the outputs.
+    const int64_t input = view.k_contiguous ? j : p + done;
+    const int64_t output = view.k_contiguous ? p + done : j;
+    const int64_t num_outputs = view.k_contiguous ? depth_of_tile : num_columns;
+    const int64_t first_input = input / kPackedInputs * kPackedInputs;
+    const int64_t first_output = output / kPanelOutputs * kPanelOutputs;
+    const int64_t num_rows =
+        input + (view.k_contiguous ? num_columns : depth_of_tile) - first_input;
+    for (int64_t o = 0; first_output + o < output + num_outputs; o += kPanelOutputs) {
+      unpack(layout, panel_of(first_output + o), first_input, num_rows,
+             rounds ? static_cast<void*>(rounded + o) : tile + o, kSize);
+    }
+    const auto pack = [&](const auto* numbers) {
+      const View<std::decay_t<decltype(*numbers)>> part{
+          .data = numbers + (input - first_input) * kSize + output - first_output,
+          .ld = kSize,
+          .k_contiguous = view.k_contiguous};
+      pack_micro_panel(pairs, part, 0, 0, num_columns, depth_of_tile,
+                       std::min(num_groups, groups_of_tile), width, /*by_columns=*/false,
+                       to + done / (pairs ? 2 : 1) * width);
+    };
+    if constexpr (kHalf) {
+      if (!rounds) vectorized<Convert>(static_cast<const float*>(tile), num_rows * kSize, +rounded);
+      pack(static_cast<const scalar_t*>(rounded));
+    } else {
+      pack(static_cast<const float*>(tile));
+    }
+  }
 }
 
 // A GEMM with at most kMC rows.
@@ -153,6 +224,18 @@ class Product {
             .num_columns = num_columns};
   }
 
+  // Packs the micro-panel of B at column j and a part of K.
+  void pack_b(int64_t j, int64_t p, int64_t num_columns, int64_t depth, int64_t num_groups,
+              acc_t* to) const {
+    if (b_packed) {
+      pack_micro_panel_of_codes<scalar_t>(kernels.pairs, b, j, p, num_columns, depth, num_groups,
+                                          nr, to);
+    } else {
+      pack_micro_panel(kernels.pairs, b, j, p, num_columns, depth, num_groups, nr,
+                       /*by_columns=*/false, to);
+    }
+  }
+
   // Packs A from p to end along K into k_blocks.
   void pack_a(int64_t p, int64_t end) {
     k_blocks.clear();
@@ -210,13 +293,18 @@ class Product {
   // Whether micro-kernels can read B in place: the tiles by rows, axpyf by rows, and dotxf along K.
   static constexpr bool kSame = std::is_same_v<b_t, acc_t>;
   static constexpr bool kBFloat16 = std::is_same_v<b_t, c10::BFloat16>;
-  const bool b_in_place = kSame && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
-  const bool has_groups = (kernels.pairs ? kBFloat16 : kSame) && b.ld % group_size == 0;
+  const bool b_packed = b.layout != nullptr;
+  const bool b_in_place =
+      kSame && !b_packed && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
+  const bool has_groups =
+      (kernels.pairs ? kBFloat16 : kSame) && !b_packed && b.ld % group_size == 0;
   const bool adds_rows = has_groups && kernels.axpyf[0] != nullptr && !b.k_contiguous &&
                          n % (kernels.lanes * group_size) == 0 && k % group_size == 0;
   const bool dots_rows = has_groups && kernels.dotxf[0] != nullptr && a.k_contiguous &&
                          b.k_contiguous && n % kernels.lanes == 0 &&
                          k % (kernels.lanes * group_size) == 0;
+  // The kernel for the rows of A and the codes of B; null if there is none.
+  const FewRowsKernel few_rows_of_codes = kernel_of_few_rows();
   c10::SmallVector<KBlock, kMaxKBlocks> k_blocks;  // the packed K-blocks of A
   // The parts of the workspace.
   acc_t* const tile_space;  // a tile: sums of some K-blocks, or a tile at the edge of C
@@ -233,6 +321,20 @@ class Product {
 
  private:
   using Kernels = MicroKernels<acc_t>;
+
+  FewRowsKernel kernel_of_few_rows() const {
+    // The chains of AMX, which has no axpyf, are different.
+    if (!b_packed || b.k_contiguous || kernels.axpyf[0] == nullptr) return nullptr;
+    const CodeKernels& of_codes = code_kernels(*b.layout->format, kernels.pairs);
+    // The kernels round numbers only if they make pairs.
+    const bool rounds = kernels.pairs ? of_codes.unpack_pairs != nullptr : sizeof(scalar_t) == 4;
+    if (!std::is_same_v<acc_t, float> || !rounds) return nullptr;
+    for (int i = 0; i < kNumFewRows; ++i) {
+      if (m <= int64_t{1} << i) return of_codes.few_rows[i];
+    }
+    return nullptr;
+  }
+
   static int64_t group_size_of(const Kernels& kernels) { return kernels.pairs ? 2 : 1; }
   static int64_t nr_of(const Kernels& kernels) { return kMaxTileVectors * kernels.lanes; }
   static int64_t num_groups(int64_t depth) {

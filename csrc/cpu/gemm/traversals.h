@@ -1,4 +1,4 @@
-// The four traversals of a GEMM. Each is a type with a method `run`, which writes C; all have the
+// The five traversals of a GEMM. Each is a type with a method `run`, which writes C; all have the
 // same constructor. gemm.cpp selects one.
 //
 // Every traversal computes the same sum for an element of C: one chain of multiply-adds along K for
@@ -74,8 +74,7 @@ class Gebp {
     if constexpr (std::is_same_v<b_t, acc_t>) {
       if (in_.b_in_place) return {in_.b.at(j, block.p), in_.b.ld};
     }
-    pack_micro_panel(in_.kernels.pairs, in_.b, j, block.p, num_columns, block.depth,
-                     block.num_groups, in_.nr, /*by_columns=*/false, in_.packed_b);
+    in_.pack_b(j, block.p, num_columns, block.depth, block.num_groups, in_.packed_b);
     return {in_.packed_b, in_.nr};
   }
 
@@ -145,9 +144,8 @@ class WriteOnce {
 
   void pack_b(int64_t j, int64_t begin) {
     for (const auto& block : in_.k_blocks) {
-      pack_micro_panel(in_.kernels.pairs, in_.b, j, block.p, std::min(in_.n - j, in_.nr),
-                       block.depth, block.num_groups, in_.nr, /*by_columns=*/false,
-                       packed(block, j, begin));
+      in_.pack_b(j, block.p, std::min(in_.n - j, in_.nr), block.depth, block.num_groups,
+                 packed(block, j, begin));
     }
   }
 
@@ -293,6 +291,47 @@ class Dotxf {
       vectorized<Convert>(in_.a.at(r, 0), in_.k, rows + r * in_.k);
     }
     return {.data = rows, .ld = in_.k, .k_contiguous = true};
+  }
+
+  Product& in_;
+};
+
+// Computes all of C from the codes of B, for few rows of A: no number of B is written to memory.
+template <typename Product>
+class FewRowsOfCodes {
+ public:
+  using acc_t = typename Product::acc_t;
+
+  explicit FewRowsOfCodes(Product& product) : in_(product) {}
+
+  void run(Write write, acc_t* c) {
+    for (int64_t p = 0; p < in_.k; p += in_.kc, write = Write::kAdd) {
+      in_.pack_a(p, std::min(in_.k, p + in_.kc));
+      const int64_t whole = in_.n / kPanelOutputs, rest = in_.n % kPanelOutputs;
+      multiply(0, whole, write, c, in_.n);
+      if (rest == 0) continue;
+      acc_t last[kMaxFewRows * kPanelOutputs] = {};
+      for (int64_t r = 0; write == Write::kAdd && r < in_.m; ++r) {
+        std::copy_n(c + r * in_.n + in_.n - rest, rest, last + r * kPanelOutputs);
+      }
+      multiply(whole, 1, write, last, kPanelOutputs);
+      for (int64_t r = 0; r < in_.m; ++r) {
+        std::copy_n(last + r * kPanelOutputs, rest, c + r * in_.n + in_.n - rest);
+      }
+    }
+    if (!in_.kernels.pairs && in_.epilogue.run) {
+      in_.epilogue.run(
+          {.row = in_.first_row, .num_rows = in_.m, .column = 0, .num_columns = in_.n});
+    }
+  }
+
+ private:
+  void multiply(int64_t first_panel, int64_t num_panels, Write write, acc_t* c, int64_t ldc) {
+    const auto& block = in_.k_blocks.front();
+    const PackedLayout& layout = *in_.b.layout;
+    in_.few_rows_of_codes(layout, in_.b.panels + first_panel * layout.panel_bytes(), num_panels,
+                          block.p, block.depth, in_.panel_a(block, 0), in_.m, write == Write::kAdd,
+                          c, ldc);
   }
 
   Product& in_;

@@ -18,7 +18,15 @@ from moe_lab.benchmarks.shapes import (
     experts_that_fit,
     parse_shape,
 )
-from moe_lab.cli import THREAD_LIMIT, at_least, make_parser, positive, require_checkpoint
+from moe_lab.cli import (
+    CONFIG,
+    THREAD_LIMIT,
+    at_least,
+    make_parser,
+    plot_file,
+    positive,
+    require_checkpoint,
+)
 from moe_lab.errors import ConfigError
 from moe_lab.names import configuration_file
 from moe_lab.options import Option, flag, help_of, one, several, some_of
@@ -47,16 +55,27 @@ def _shapes(letters: str, help: str) -> Option:
 
 _ANY = positive(finite=False)
 _DTYPES = ["float32", "bfloat16"]
-_DTYPE = {"choices": _DTYPES, "default": "float32"}
-_BANDWIDTH = one(float, 0, "limit of the loopback network in MB/s (0: none)")
+_DTYPE = {"choices": _DTYPES, "default": "float32", "help": "dtype of the tensors"}
+_BANDWIDTH = one(float, 0, "limit of the loopback network in MB/s; 0 is no limit")
+# The help of a size in all cases that do not explain it themselves.
+_MEANINGS = {
+    "tokens": "number of tokens",
+    "experts": "number of experts",
+    "num_experts": "number of experts",
+    "k": "experts of a token",
+    "width": "d_model",
+    "d_model": "width of a token",
+    "hidden": "hidden width of an expert",
+}
 _REPORT = several(Path, None, "print the .json files of earlier runs, merged, and measure nothing")
 
 
 def _against_peers(seconds: float, memory: float | None, patience: float) -> dict[str, Option]:
     """Returns the options of the benchmarks of experts, with these defaults."""
+    of_device = " (default: 6, or 40 on a GPU)" if memory is None else ""
     return {
-        "--seconds": one(float, seconds, "time limit for the rounds of a problem (%(default)s)"),
-        "--memory": one(_ANY, memory, "GiB that a peer may take (layer: 6, or 40 on a GPU)"),
+        "--seconds": one(float, seconds, "seconds after which a problem gets no further round"),
+        "--memory": one(_ANY, memory, f"GiB that a peer may take{of_device}"),
         "--patience": one(_ANY, patience, "seconds of a peer in addition to those of the GEMMs"),
         "--keep-freed-memory": flag("reuse freed memory (glibc)"),
         "--report": _REPORT,
@@ -81,6 +100,12 @@ def _check_distributed(args: Any) -> None:
         raise ConfigError(f"--chunks must include 1, got {args.chunks}")
 
 
+def _check_lstm(args: Any) -> None:
+    for *_, units, width in args.shape or ():
+        if width >= units:
+            raise ConfigError(f"--shape: P must be less than U = {units}, got {width}")
+
+
 def _check_models(args: Any) -> None:
     models = MODELS if "all" in args.models else args.models
     args.num_experts = {name: experts_that_fit(name, args.weights) for name in models}
@@ -91,7 +116,8 @@ CASES = {
         rounds=21, files=["program"],
         sizes={"calls": (500, "calls in a round"), "width": 64, "experts": 16, "k": 2,
                "hidden": 128},
-        options={"--program": {"type": Path, "required": True, "help": "built from benchmark.cpp"},
+        options={"--program": {"type": Path, "required": True,
+                               "help": "built from tests/cpp/benchmark.cpp"},
                  "--words": one(at_least(3), 1000, "size of the vocabulary")},
     ),
     "cross-entropy": Case(
@@ -102,10 +128,10 @@ CASES = {
         sizes={"sentences": (30_301_028, "number of sentences of empty text"),
                "batch_words": (10_000_000, "number of words to read in batches")},
         options={
-            "--workers": several(at_least(0), [0, 1, 2]),
+            "--workers": several(at_least(0), [0, 1, 2], "numbers of worker processes"),
             "--words": one(at_least(1_000), 20_000_000, "words of the generated corpus"),
             "--vocab-size": one(at_least(3), 793_471, "its vocabulary size"),
-            "--tokens-per-batch": several(at_least(1), [2_560, 300_000]),
+            "--tokens-per-batch": several(at_least(1), [2_560, 300_000], "sizes of a batch"),
         },
     ),
     "distributed": Case(
@@ -113,26 +139,32 @@ CASES = {
         sizes={"tokens": (1024, "tokens per rank"), "experts": (8, "experts per rank"), "k": 4,
                "width": 512, "hidden": 1024},
         options={
-            "--processes": several(at_least(1), [1, 2, 4]),
+            "--processes": several(at_least(1), [1, 2, 4], "numbers of ranks"),
             "--exchanges": {"nargs": "+", "choices": [*UNITS, GROUPS],
-                            "help": "default: rows and tokens; with --group-size also groups"},
-            "--group-size": one(at_least(0), 0, "of a hierarchical layer, in experts (0: flat)"),
+                            "help": "what the all-to-all sends (default: rows and tokens; with "
+                                    "--group-size also groups)"},
+            "--group-size": one(at_least(0), 0,
+                                "experts in a group of a hierarchical layer; 0 is a flat layer"),
             "--chunks": several(at_least(1), [1, 2, 4], "numbers of chunks; must include 1"),
             "--dtype": _DTYPE,
-            "--device": {"choices": ["cpu", "cuda"], "default": "cpu"},
+            "--device": {"choices": ["cpu", "cuda"], "default": "cpu", "help": "of the layer"},
             "--warm-up": one(at_least(0), 2, "number of untimed rounds at the start"),
             "--bandwidth": _BANDWIDTH,
-            "--compute-ms": one(float, 0, "ms per step that experts sleep (0: they compute)"),
+            "--compute-ms": one(float, 0, "ms per step that experts sleep; at 0 they compute"),
         },
     ),
     "few-tokens": Case(
         rounds=9, threads=1,
         options={"--shape": _shapes("D E K H", "width, experts, experts per token, hidden width"),
-                 "--tokens": several(at_least(1), [1, 2, 4, 8, 16, 32, 64, 128, 256])},
+                 "--tokens": several(at_least(1), [1, 2, 4, 8, 16, 32, 64, 128, 256],
+                                     "numbers of tokens in a call")},
     ),
     "hierarchical": Case(
         rounds=7, threads=2,
-        sizes={"groups": 256, "experts_per_group": 512, "peer_experts": 1024, "peer_groups": 32,
+        sizes={"groups": (256, "groups of the large layer"),
+               "experts_per_group": (512, "experts in each of them"),
+               "peer_experts": (1024, "experts of the two compared layers"),
+               "peer_groups": (32, "groups of the compared hierarchical layer"),
                "k": (2, "experts of a token at each level (flat layers: k²)"), "d_model": 128,
                "hidden": 16, "tokens": 131_072},
     ),
@@ -140,24 +172,27 @@ CASES = {
         rounds=21, threads=[1, 2], files=["report"], check=_check_device,
         options=_against_peers(seconds=15.0, memory=None, patience=2.0) | {
             "--device": one(str, "cpu", "cpu, cuda or cuda:N"),
-            "--shapes": several(parse_shape, None, "default: all shapes for the device"),
-            "--dtype": some_of(_DTYPES, ["float32"]),
-            "--peers": some_of(PEER_NAMES, PEER_NAMES, "PEER") | {"nargs": "*"},
-            "--activations": some_of(ACTIVATIONS, ACTIVATIONS),
+            "--shapes": several(parse_shape, None, "names of shapes, or T,E,k,d,h with ,zipf or "
+                                ",hierarchical (default: all shapes for the device)"),
+            "--dtype": some_of(_DTYPES, ["float32"], "dtypes of the tensors"),
+            "--peers": some_of(PEER_NAMES, PEER_NAMES, "other implementations", "PEER")
+            | {"nargs": "*"},
+            "--activations": some_of(ACTIVATIONS, ACTIVATIONS, "activations of the experts"),
             "--minutes": one(float, None, "minutes after which no further shape starts"),
             "--check-memory": flag("measure only what is saved for backward"),
-            "--plot": one(Path),
-            "--profile": one(Path, None, "text file for the profile of our kernels"),
+            "--plot": one(plot_file, None, "plot the speeds into this .png or .pdf"),
+            "--profile": one(Path, None, "text file to which to append the profile of our kernels"),
         },
     ),
     "lstm": Case(
-        rounds=5, threads=1,
+        rounds=5, threads=1, check=_check_lstm,
         options={"--shape": _shapes("B S D U P", "sentences, tokens; input, cell, output widths"),
                  "--dtype": _DTYPE},
     ),
     "ops": Case(
         rounds=21, threads=[1, 2],
-        sizes={"tokens": 4096, "experts": 256, "k": 4, "routing_k": 8, "width": 512},
+        sizes={"tokens": 4096, "experts": 256, "k": 4,
+               "routing_k": (8, "experts of a token in the operation routing"), "width": 512},
     ),
     "optim": Case(
         rounds=11, threads=[1, 2], sizes={"experts": 256, "d_model": 512, "hidden": 1024}
@@ -168,17 +203,19 @@ CASES = {
     ),
     "recurrent": Case(
         rounds=5, threads=1,
-        sizes={"steps": 100, "batch": 256, "width": (128, "width of input and state"),
-               "experts": 8, "k": 2},
-        options={"--slots": several(at_least(1), [1, 2, 3, 5, 10, 20, 50, 100])},
+        sizes={"steps": (100, "t, number of time steps"), "batch": (256, "number of sequences"),
+               "width": (128, "width of input and state"), "experts": 8, "k": 2},
+        options={"--slots": several(at_least(1), [1, 2, 3, 5, 10, 20, 50, 100],
+                                    "values of m, the states in memory")},
     ),
     "recurrent-exchange": Case(
         rounds=9, threads=1, ranks=True,
-        sizes={"steps": 20, "width": (128, "width of input and state"), "experts": 16, "k": 2},
+        sizes={"steps": (20, "number of time steps"), "width": (128, "width of input and state"),
+               "experts": 16, "k": 2},
         options={
-            "--processes": one(at_least(2), 2),
+            "--processes": one(at_least(2), 2, "number of ranks"),
             "--batch": several(at_least(1), [4, 16, 64, 256], "sequences of each rank"),
-            "--slots": one(at_least(0), 0, "memory_slots (0: none)"),
+            "--slots": one(at_least(0), 0, "memory_slots of the layer; 0 is None"),
             "--bandwidth": _BANDWIDTH,
         },
     ),
@@ -189,31 +226,38 @@ CASES = {
         options={"--classes": one(at_least(2), 793_471, "V, number of classes")},
     ),
     "step": Case(
-        sizes={"steps": 3}, check=lambda args: configuration_file(args.config),
-        options={"config": {"help": "a configuration of moe-lab train"},
+        sizes={"steps": (3, "number of training steps")},
+        check=lambda args: configuration_file(args.config),
+        options={"config": {"help": CONFIG},
                  "overrides": {"nargs": "*", "metavar": "key=value",
                                "help": "options of the configuration to override"}},
     ),
     "training-step": Case(
         rounds=5, threads=1,
-        sizes={"sequences": 8, "length": 256, "d_model": 512, "layers": 8, "num_experts": 32,
-               "k": 2, "hidden": 1_024, "vocabulary": 32_000},
+        sizes={"sequences": (8, "sequences of a step"), "length": (256, "tokens of a sequence"),
+               "d_model": 512, "layers": (8, "layers of attention, and feed-forward layers"),
+               "num_experts": 32, "k": 2, "hidden": 1_024,
+               "vocabulary": (32_000, "V, number of classes")},
         options={"--dtype": _DTYPE, "--eager": flag("leave out torch.compile")},
     ),
     "transformers-experts": Case(
         rounds=3, threads=[1], files=["report"], check=_check_models,
         sizes={"tokens": (512, "T of prefill and training")},
         options=_against_peers(seconds=30.0, memory=2.0, patience=10.0) | {
-            "--models": some_of([*MODELS, "all"], DEFAULT_MODELS, "MODEL"),
-            "--dtype": some_of(_DTYPES, _DTYPES),
-            "--implementations": some_of(IMPLEMENTATIONS, IMPLEMENTATIONS, "NAME"),
-            "--weights": one(_ANY, 3.0, "GiB of a layer's weights in float32"),
+            "--models": some_of([*MODELS, "all"], DEFAULT_MODELS, "names of the table, or all",
+                                "MODEL"),
+            "--dtype": some_of(_DTYPES, _DTYPES, "dtypes of the tensors"),
+            "--implementations": some_of(IMPLEMENTATIONS, IMPLEMENTATIONS,
+                                         "implementations of transformers", "NAME"),
+            "--weights": one(_ANY, 3.0, "largest GiB of a layer's weights in float32"),
             "--output": one(Path, None, "folder of the page, figures and plot"),
         },
     ),
     "translation": Case(
         rounds=3, threads=0, files=["text"], check=lambda args: require_checkpoint(args.model),
-        sizes={"sentences": 1_000, "alone": (50, "number of lines to translate alone"), "beam": 8},
+        sizes={"sentences": (1_000, "number of lines to translate in batches"),
+               "alone": (50, "number of lines to translate one at a time"),
+               "beam": (8, "beam width")},
         options={"model": {"help": "the folder of a training run"},
                  "text": {"type": Path, "help": "text with one sentence on each line"}},
     ),
@@ -235,14 +279,18 @@ def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
     parser = make_parser(help_of(file_of(name)))
     options = dict(case.options)
     for size, value in case.sizes.items():
-        default, help = value if isinstance(value, tuple) else (value, None)
+        default, help = value if isinstance(value, tuple) else (value, _MEANINGS[size])
         options[f"--{size.replace('_', '-')}"] = one(at_least(1), default, help)
     if isinstance(case.threads, list):
-        options["--threads"] = several(at_least(1, THREAD_LIMIT), case.threads)
+        options["--threads"] = several(
+            at_least(1, THREAD_LIMIT), case.threads, "numbers of threads, measured in turn"
+        )
     elif case.threads is not None:
-        options["--threads"] = one(at_least(min(case.threads, 1), THREAD_LIMIT), case.threads)
+        help = "number of threads" if case.threads else "number of threads; 0 is torch's number"
+        options["--threads"] = one(at_least(min(case.threads, 1), THREAD_LIMIT), case.threads, help)
     if case.rounds:
-        options["--rounds"] = one(at_least(2), case.rounds, "number of rounds (%(default)s)")
+        help = "largest number of rounds" if "--seconds" in options else "number of rounds"
+        options["--rounds"] = one(at_least(2), case.rounds, help)
     options["--json"] = one(Path, None, "also write the figures to this file")
     for option, settings in options.items():
         parser.add_argument(option, **settings)

@@ -38,9 +38,9 @@ all weights' gradients.
 Rounds are interleaved: GEMM peak and stream (medians of 3 calls), then ours and all peers in
 sequence. Each implementation is called twice, and the second call is timed. The second call reuses
 the memory that the first call freed, as in a loop. (On a virtual machine, it can take seconds to
-get memory that another implementation freed.) The number of rounds follows from --seconds, but is
-at least 2. Figures are medians over the rounds. Ratios (time / time of ours) and percentages of the
-limit are medians of the rounds' ratios.
+get memory that another implementation freed.) The number of rounds follows from --seconds; it is at
+least 2 and at most --rounds. Figures are medians over the rounds. Ratios (time / time of ours) and
+percentages of the limit are medians of the rounds' ratios.
 
 A peer that takes more than 2.5 times as long as ours and more than 0.5 s (0.05 s on a GPU) runs in
 one round only ("~"). A peer is not timed ("–") if it needs more than --memory GiB, or more than
@@ -69,6 +69,7 @@ from moe_lab.benchmarks.memory import saved_bytes
 from moe_lab.benchmarks.peers import BOTH, FORWARD, PEERS, Problem
 from moe_lab.benchmarks.roofline import stream_probe
 from moe_lab.benchmarks.shapes import GPU_SHAPES, SHAPES
+from moe_lab.files import atomic_file
 from moe_lab.training.device import check_device
 
 _ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
@@ -80,7 +81,9 @@ def run(args: Any) -> int:
     tables.print_report(record, results)
     if args.plot and results:
         chosen = measurement.by(results, lambda result: result.activation)[results[0].activation]
-        tables.plot(chosen, record["environment"], _label).savefig(args.plot, dpi=100)
+        figure = tables.plot(chosen, record["environment"], _label)
+        with atomic_file(args.plot) as file:
+            figure.savefig(file, format=args.plot.suffix[1:].lower(), dpi=100)
     return measurement.report_wrong(results)
 
 

@@ -11,7 +11,8 @@ Adam. Both models have the same weights:
     moe_ext     MoE with TopKGate and its balancing losses, and ops.linear_cross_entropy
     plain       the same without balancing losses in torch: a router with topk, sorted rows with
                 F.grouped_mm, and F.linear_cross_entropy (since torch 2.13)
-    compiled    the step of "plain" or of "moe_ext", without the update, by torch.compile
+    compiled    the same step of "plain" or of "moe_ext" with its model by torch.compile; the update
+                is not compiled
 
 Each part is also timed alone, forward and backward. The limit of a part is the time of its GEMMs at
 the peak rate; that of the loss has T·V exponentials in addition. Both rates are measured in the

@@ -15,8 +15,8 @@ OUTPUT/comparison.json keeps every finished run. The command also writes OUTPUT/
 To train several runs at the same time, start the same command several times: the commands share the
 runs. The last command to end reports all seeds.
 
-Ctrl-C or SIGTERM saves the current runs. The command then ends with status 130 and without a
-report. Run the same command again to continue the runs. Status 1: training diverged. Status 2: an
+Ctrl-C or SIGTERM saves the current run. The command then ends with status 130 and without a
+report. Run the same command again to continue the run. Status 1: training diverged. Status 2: an
 option, file or folder is invalid; stderr says which.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lab.cli import add_overrides, add_seeds, make_parser
+from moe_lab.cli import CONFIG, add_overrides, add_seeds, make_parser
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import add_report
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> "Stored":
     """Runs the command and returns the stored runs."""
     parser = make_parser(__doc__)
-    parser.add_argument("config", help="TOML file of a model with a MoE layer")
+    parser.add_argument("config", help=CONFIG)
     add_overrides(parser)
     add_seeds(parser)
     parser.add_argument(

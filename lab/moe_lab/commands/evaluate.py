@@ -42,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> "Evaluation":
         "--bleu", action="store_true", help="also translate the sources and print BLEU"
     )
     parser.add_argument(
-        "--tokens-per-batch", type=at_least(1), default=2_560, help="batch size (%(default)s)"
+        "--tokens-per-batch",
+        type=at_least(1),
+        default=2_560,
+        help="approximate number of predictions in a batch; for pairs, of source wordpieces",
     )
     add_device(parser)
     options = parser.parse_args(arguments)

@@ -11,8 +11,8 @@ order of their ids, one per line.
 A program that loads the package needs libmoe_ext.so, the same version of torch, and a processor
 with the instruction sets of this one.
 
-A model with layers of the kind "moe_lstm" cannot be exported: torch.export would unroll the layer's
-time steps and fix S.
+The run must be one of a language model of words. A model with layers of the kind "moe_lstm" cannot
+be exported: torch.export would unroll the layer's time steps and fix S.
 """
 
 from collections.abc import Sequence

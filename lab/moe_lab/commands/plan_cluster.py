@@ -26,14 +26,15 @@ some values replaced. lab/moe_lab/analysis/cluster.py says which numbers are est
     step         ms, two values: without overlap, compute + network + optimizer; with complete
                  overlap, max(compute, network) + optimizer
     efficiency   step time without network, divided by the step time; two values as above
-    peak         flops of the model, divided by the device's peak flops; two values as above
+    share of peak  flops of the model in a step, divided by the flops that the device can do in this
+                 time; two values as above
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from moe_lab.cli import add_overrides, at_least, make_parser
+from moe_lab.cli import CONFIG, add_overrides, at_least, make_parser
 from moe_lab.errors import ConfigError
 
 EXCHANGES, PLACEMENTS = ("rows", "tokens"), ("experts", "groups")  # of moe_ext.distributed
@@ -42,27 +43,27 @@ EXCHANGES, PLACEMENTS = ("rows", "tokens"), ("experts", "groups")  # of moe_ext.
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
     parser = make_parser(__doc__)
-    parser.add_argument("config", type=Path, help="TOML file of a language model")
+    parser.add_argument("config", type=Path, help=f"{CONFIG}, of a language model")
     add_overrides(parser)
     parser.add_argument(
         "--devices",
         type=at_least(1),
         nargs="+",
         default=[1, 2, 4],
-        help="numbers of devices (default: 1 2 4)",
+        help="numbers of devices",
     )
     parser.add_argument(
         "--device",
         nargs="+",
         default=["a100"],
         metavar="NAME|key=value",
-        help="a preset, values, or both (default: a100)",
+        help="a preset, values, or both",
     )
     parser.add_argument(
         "--exchange",
         choices=EXCHANGES,
         default="rows",
-        help="what the all-to-all sends (%(default)s)",
+        help="what the all-to-all sends",
     )
     parser.add_argument(
         "--placement",

@@ -11,7 +11,9 @@ Give the command again to continue an interrupted download; no finished work is 
 an archive, a folder with the archive or the vocabulary file, or the unpacked corpus. With the name
 "text", --from is a corpus as in lab/moe_lab/data/corpora.py. The command verifies the SHA-256 of
 archives, the 793,471 entries of the benchmark's vocabulary, and the published numbers of sentences
-and words. At the end, it prints the options for moe-lab train.
+and words. It writes the encoded text to OUTPUT/encoded and, unless a vocabulary is given or
+downloaded, OUTPUT/vocabulary.txt or, for wordpieces, OUTPUT/wordpieces.model. At the end, it prints
+the options for moe-lab train.
 
 "languages" has both sides of the parallel text in FOLDER, from English into each of --languages,
 each side as a text of its own, in wordpieces. --sentences limits the training sentences of each
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> "SentenceText":
     parser.add_argument(
         "--vocab-size",
         type=at_least(3),
-        help="maximum vocabulary size, for text and languages only",
+        help="maximum vocabulary size, for text and languages only (default: 10000)",
     )
     parser.add_argument(
         "--kind",
@@ -58,19 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> "SentenceText":
         "--languages",
         nargs="+",
         default=["fr", "de", "es", "pt", "ja", "ko"],
-        help="languages in addition to English, for languages only (%(default)s)",
+        help="languages in addition to English, for languages only",
     )
     parser.add_argument(
         "--sentences",
         type=at_least(1),
         default=60_000,
-        help="maximum number of training sentences of each language (%(default)s)",
+        help="maximum number of training sentences of each language",
     )
     parser.add_argument(
         "--workers",
         type=at_least(0),
         default=os.cpu_count() or 1,
-        help="number of encoding processes (%(default)s)",
+        help="number of encoding processes",
     )
     options = parser.parse_args(arguments)
     if options.name in _OF_A_PATH and options.source is None:

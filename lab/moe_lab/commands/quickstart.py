@@ -9,7 +9,8 @@ C++ headers of torch, and documentation. The models train at the same time, each
 with half of the threads. On one core or on a GPU, they train in sequence.
 
 Prints the test perplexity of both, the load balance of the experts, and the specialisation of three
-experts. Writes the learning curves and the load of the experts to OUTPUT/quickstart.png.
+experts. Writes the learning curves and the load of the experts to OUTPUT/quickstart.png, and the
+results of both models to OUTPUT/quickstart.json.
 
 After the runs are finished, the same command prints the report at once. Ctrl-C or SIGTERM saves
 both models and ends the command with status 130; the same command continues the runs. Status 1:

@@ -26,13 +26,13 @@ which.
 
 from collections.abc import Sequence
 
-from moe_lab.cli import add_overrides, make_parser
+from moe_lab.cli import CONFIG, add_overrides, make_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
     parser = make_parser(__doc__)
-    parser.add_argument("config", help="a TOML file, or a name such as small/moe-32")
+    parser.add_argument("config", help=CONFIG)
     add_overrides(parser)
     options = parser.parse_args(arguments)
 

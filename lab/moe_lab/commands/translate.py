@@ -27,15 +27,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_lab.cli import add_device, add_run, at_least, make_parser, require_checkpoint
-
-
-def _plot_file(text: str) -> Path:
-    """Parses `text` as the path of a .png or .pdf file, as an argparse type."""
-    path = Path(text)
-    if path.suffix.lower() not in (".png", ".pdf"):
-        raise argparse.ArgumentTypeError(f"must end in .png or .pdf, got {text!r}")
-    return path
+from moe_lab.cli import add_device, add_run, at_least, make_parser, plot_file, require_checkpoint
 
 
 def _options_parser() -> argparse.ArgumentParser:
@@ -49,45 +41,45 @@ def _options_parser() -> argparse.ArgumentParser:
         "--beam",
         type=at_least(1),
         default=8,
-        help="beam width (%(default)s); a translation has at most "
-        "2 times as many wordpieces as its source, or 10 if that is more; hypotheses more than "
-        "3 nats below the best one are pruned",
+        help="beam width (default: %(default)s); a translation has at most 2 times as many "
+        "wordpieces as its source, or 10 if that is more; hypotheses more than 3 nats below the "
+        "best one are pruned",
     )
     parser.add_argument(
         "--length-penalty",
         type=float,
         default=0.2,
-        help="in [0, 10]; larger values favour longer translations (%(default)s)",
+        help="in [0, 10]; larger values favour longer translations",
     )
     parser.add_argument(
         "--coverage-penalty",
         type=float,
         default=0.2,
-        help="in [0, 10]; larger values favour translations of the whole source (%(default)s)",
+        help="in [0, 10]; larger values favour translations of the whole source",
     )
     parser.add_argument("--greedy", action="store_true", help="a beam of 1, without penalties")
     parser.add_argument(
         "--n-best",
         type=at_least(1),
         default=1,
-        help="number of translations for each line (%(default)s)",
+        help="number of translations for each line",
     )
     parser.add_argument("--output", type=Path, help="file of the translations (default: stdout)")
     parser.add_argument("--reference", help="file of reference translations; prints BLEU")
     parser.add_argument(
-        "--attention", type=_plot_file, help="plot the attention into this .png or .pdf"
+        "--attention", type=plot_file, help="plot the attention into this .png or .pdf"
     )
     parser.add_argument(
         "--max-pieces",
         type=at_least(1),
         default=500,
-        help="wordpieces after which a line is cut (%(default)s)",
+        help="wordpieces after which a line is cut",
     )
     parser.add_argument(
         "--tokens-per-batch",
         type=at_least(1),
         default=2_560,
-        help="approximate number of source wordpieces in a batch (%(default)s)",
+        help="approximate number of source wordpieces in a batch",
     )
     add_device(parser)
     return parser

@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +21,17 @@ _NAME = re.compile(
     r"(?P<attends_language> attends language,?)?"
     + "".join(rf"(?: {word} (?P<{name}>\S+))?" for name, (word, _) in _OPTIONS.items())
 )
-_ENDING = """
-The file OUTPUT/{name}.json keeps every finished run, so the study can grow over many occasions and
-machines. A run that is interrupted continues from its checkpoint in RUNS. To share the runs, start
-the command several times. The command also writes the page OUTPUT/{name}.md and its plot; --report
-writes them from the file, without runs and without the corpus.
-
-Ctrl-C or SIGTERM saves the current run and ends the command with status 130. The same command
-continues the run. Status 1 means that training diverged. Status 2 means that an option, file or
-folder cannot be used; the error message names it.
-"""
+# The two paragraphs after the options of a study with arms.
+_FILES = (
+    "The file OUTPUT/{files}.json keeps every finished run, so the study can grow over many "
+    "occasions and machines. {interrupted} To share the runs, start the command several times. "
+    "The command also writes the page OUTPUT/{files}.md and its plot; --report writes them from "
+    "the file, without runs and without the corpus."
+)
+_STATUS = (
+    "{stopped} Status 1 means that training diverged. Status 2 means that an option, file or "
+    "folder cannot be used; the error message names it."
+)
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,31 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_runs(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds the seeds, the arms and the folder of the runs of the study `name`."""
+def add_runs(
+    parser: argparse.ArgumentParser, name: str, files: str, *, resumes: bool = True
+) -> None:
+    """Adds the seeds, the arms and the folder of the runs of a study.
+
+    Args:
+        parser: the parser of the study.
+        name: the name of the study.
+        files: the name of its page and of its data.
+        resumes: whether an interrupted run continues from a checkpoint.
+    """
     add_seeds(parser)
     parser.add_argument(
         "--arms", nargs="+", type=_parsed, metavar="ARM", help="run only these models"
     )
-    parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs (%(default)s)")
-    parser.epilog = _ENDING.format(name=name)
+    what = "folder of the runs" if resumes else "folder of the locks of the runs"
+    parser.add_argument("--runs", default=f"runs/{name}", help=what)
+    if resumes:
+        interrupted = "A run that is interrupted continues from its checkpoint in RUNS."
+        stopped = "Ctrl-C or SIGTERM saves the current run and ends the command with status 130."
+        stopped += " The same command continues the run."
+    else:
+        interrupted = "A run that is interrupted begins again."
+        stopped = "Ctrl-C ends the command with status 130."
+    parser.epilog = "\n\n".join(
+        textwrap.fill(text.format(files=files, interrupted=interrupted, stopped=stopped), 100)
+        for text in (_FILES, _STATUS)
+    )

@@ -15,6 +15,7 @@ from moe_lab.experiments.report import new_figure, perplexity_axes
 from moe_lab.experiments.runs import size_cells, test_nll
 from moe_lab.experiments.store import Run
 from moe_lab.experiments.study import concurrent_runs
+from moe_lab.files import atomic_file
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import perplexity
 
@@ -42,7 +43,8 @@ def plot(runs: Mapping[str, Run], folders: Mapping[str, Path], path: Path) -> No
     load.set(xlabel="step", ylabel="tokens of each expert / mean", ylim=(0, None))
     load.legend()
     load.set_title(f"Load of the {loads.shape[1]} experts")
-    figure.savefig(path)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png")
 
 
 def describe(report: ExpertReport) -> str:

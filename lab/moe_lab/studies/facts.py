@@ -39,6 +39,7 @@ from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
 from moe_lab.models.parts import evaluating
 from moe_lab.progress import progress
+from moe_lab.studies.table import STUDIES
 
 NUM_EXPERTS = (4, 16, 64, 256, 1024)
 DENSE, MIXTURES = "dense", tuple(f"moe-{number}" for number in NUM_EXPERTS)
@@ -62,6 +63,12 @@ MARGIN = 0.15  # of "proportional", set before the runs
 _AT_ONCE = 8_192  # facts in a batch of the evaluation
 
 
+_DEFAULTS = {
+    name.removeprefix("--").replace("-", "_"): option["default"]
+    for name, option in STUDIES["facts"].options.items()
+}
+
+
 class Settings(NamedTuple):
     """Options that all runs share; the noise of the gates has the deviation 0.69 at the start.
 
@@ -73,11 +80,11 @@ class Settings(NamedTuple):
         dense_rate: peak learning rate of the dense layer.
     """
 
-    bits: float = 2.0
-    epochs: int = 50
-    logit_std: float = 3.0
-    rate: float = 0.03
-    dense_rate: float = 0.015
+    bits: float = _DEFAULTS["bits"]
+    epochs: int = _DEFAULTS["epochs"]
+    logit_std: float = _DEFAULTS["logit_std"]
+    rate: float = _DEFAULTS["rate"]
+    dense_rate: float = _DEFAULTS["dense_rate"]
 
 
 class FactsStudy(Study):
@@ -90,8 +97,7 @@ class FactsStudy(Study):
 
     def settings(self) -> dict[str, Any]:
         torch.set_num_threads(1)
-        given = {name: getattr(self.options, name) for name in Settings._fields}
-        return {name: given[name] or usual for name, usual in Settings()._asdict().items()}
+        return {name: getattr(self.options, name) for name in Settings._fields}
 
     def run(self, arm: Arm, seed: int) -> Run:
         return run_of(arm, seed, Settings(**self.settings()))

@@ -11,8 +11,8 @@ wordpieces:
 - dense: dense layers with equal operations instead of MoE layers, trained on all language pairs
 - single: a separate dense model for each language pair, which sees about twice as much text of its
   pair as the multilingual models
-- single-short: the model single with half the steps, and so about as much text of its pair as the
-  multilingual models
+- single-short, only with --arms: the model single with half the steps, and so about as much text of
+  its pair as the multilingual models
 
 The attention of the multilingual models does not see the token ``<2xx>``, with which each source
 begins. It sees this token in the arms "moe attends language" and "dense attends language". The arm

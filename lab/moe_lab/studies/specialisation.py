@@ -6,8 +6,8 @@
 
 The arguments are finished runs of one model that differ only in their seeds. The study runs
 sentences of the training text through each model, once with the trained gate and once with a random
-gate. A position in the text has these labels: its word, the previous word and the word class. The
-study measures for each label:
+gate. A position in the text has these labels: its word, the previous word, the word class and, for
+several language pairs, the pair. The study measures for each label:
 
 - purity: the share of the most frequent label among the 50 positions with an expert's highest gates
 - mutual information of the label and the expert with the highest gate

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_lab.cli import (
+    CONFIG,
     THREAD_LIMIT,
     add_output,
     at_least,
@@ -26,6 +27,8 @@ class Entry(NamedTuple):
     options: Mapping[str, Option] = {}  # The arguments that other studies do not have.
     defaults: Mapping[str, Any] = {}  # Of common options.
     arms: bool = False  # Whether the study has arms and seeds.
+    files: str = ""  # Name of its files, if not that of the study.
+    resumes: bool = True  # Whether an interrupted run continues; otherwise it begins again.
     report: bool = True  # Whether --report writes the page of the stored data.
     check: Callable[[Any], object] = lambda options: None  # Refuses contradictions of arguments.
 
@@ -46,7 +49,11 @@ def _check_folders(options: Any) -> None:
 
 
 _CONFIGURED: dict[str, Option] = {
-    "overrides": {"nargs": "*", "metavar": "key=value", "help": "options of the configuration"}
+    "overrides": {
+        "nargs": "*",
+        "metavar": "key=value",
+        "help": "options of the configuration to override",
+    }
 }
 STUDIES = {
     "balanced": Entry(_CONFIGURED, {"seeds": [1]}, arms=True),
@@ -54,38 +61,41 @@ STUDIES = {
         _CONFIGURED
         | {"--text": {"choices": ["sources", "prose"], "default": "sources", "help": "the corpus"}},
         arms=True,
+        files="capacity_TEXT",
     ),
     "efficiency": Entry(
         {
-            "--threads": one(at_least(1, THREAD_LIMIT), 1, "number of threads (%(default)s)"),
-            "--rounds": one(at_least(2), 20, "interleaved rounds (%(default)s)"),
-            "--width": one(at_least(1), 512, "d_model (%(default)s)"),
+            "--threads": one(at_least(1, THREAD_LIMIT), 1, "number of threads"),
+            "--rounds": one(at_least(2), 20, "interleaved rounds"),
+            "--width": one(at_least(1), 512, "d_model"),
             "--tokens": several(at_least(64), [1_280, 5_120], "tokens of a training step"),
         }
     ),
     "facts": Entry(
         {
-            "--bits": one(positive(), help="bits of the facts for each parameter"),
-            "--epochs": one(at_least(1), help="number of epochs"),
-            "--logit-std": one(positive(), help="deviation of the gates' logits at the start"),
-            "--rate": one(positive(), help="peak learning rate of the mixtures"),
-            "--dense-rate": one(positive(), help="peak learning rate of the dense layer"),
+            "--bits": one(positive(), 2.0, "bits of the facts for each parameter of the layer"),
+            "--epochs": one(at_least(1), 50, "number of epochs"),
+            "--logit-std": one(positive(), 3.0, "standard deviation of the gates' logits at the "
+                               "start"),
+            "--rate": one(positive(), 0.03, "peak learning rate of the mixtures"),
+            "--dense-rate": one(positive(), 0.015, "peak learning rate of the dense layer"),
         },
         arms=True,
+        resumes=False,
     ),
     "kneser-ney": Entry(
         {
-            "config": {"help": "a TOML file; only its [data] is used"},
+            "config": {"help": f"{CONFIG}; only its [data] and num_threads are used"},
             **_CONFIGURED,
-            "--order": one(at_least(1), 5, "n of the longest n-grams (%(default)s)"),
+            "--order": one(at_least(1), 5, "n of the longest n-grams"),
             "--discounts": {"type": int, "choices": (1, 3), "default": 3,
-                            "help": "of each order; 3 is modified Kneser-Ney (%(default)s)"},
+                            "help": "number for each order; 3 is modified Kneser-Ney"},
             "--shares": several(_share, [1.0], "fractions of the training sentences"),
         },
         report=False,
     ),
     "losses": Entry(_CONFIGURED, arms=True),
-    "multilingual": Entry(_CONFIGURED, arms=True),
+    "multilingual": Entry(_CONFIGURED, arms=True, files="multilingual_captions"),
     "packed": Entry(_CONFIGURED, arms=True),
     "paper-tables": Entry(report=False),
     "routers": Entry(_CONFIGURED, arms=True),
@@ -93,16 +103,17 @@ STUDIES = {
         {
             "folders": {"nargs": "*", "metavar": "RUN", "help": "the folders of training runs"},
             "--part": {"choices": PARTS_AND_ALL, "default": "train", "help": "part of the corpus"},
-            "--positions": one(at_least(1), 200_000, "number of words (%(default)s)"),
-            "--permutations": one(at_least(2), 1_000, "shuffles of the labels (%(default)s)"),
-            "--layer": one(int, 0, "index among the MoE layers (%(default)s)"),
-            "--threads": one(at_least(0, THREAD_LIMIT), 0, "number of threads (0: torch's)"),
+            "--positions": one(at_least(1), 200_000, "number of words"),
+            "--permutations": one(at_least(2), 1_000, "shuffles of the labels"),
+            "--layer": one(int, 0, "index among the MoE layers"),
+            "--threads": one(at_least(0, THREAD_LIMIT), 0, "threads; 0 is torch's number"),
         },
         check=_check_folders,
     ),
     "translation": Entry(
         _CONFIGURED | {"--pair": {"default": "en-de", "help": "the language pair, such as en-de"}},
         arms=True,
+        files="translation_captions_PAIR",
     ),
 }  # fmt: skip
 
@@ -119,7 +130,7 @@ def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
     for option, settings in entry.options.items():
         parser.add_argument(option, **settings)
     if entry.arms:
-        add_runs(parser, name)
+        add_runs(parser, name, entry.files or name, resumes=entry.resumes)
     add_output(parser)
     if entry.report:
         add_report(parser)

@@ -1,6 +1,7 @@
 // Facts of the build and of this machine, as `python -m moe_ext.info` prints them.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
@@ -32,5 +33,13 @@ MOE_EXT_API std::map<std::string, std::string> products();
 
 // Returns the cached memory of freed CPU tensors to the operating system.
 MOE_EXT_API void empty_cache();
+
+// The bytes of freed CPU tensors that are cached now. torch's profiler counts them as freed.
+MOE_EXT_API int64_t cached_bytes();
+
+// The most bytes that are cached: a quarter of the machine's memory, or the environment variable
+// MOE_EXT_CACHE_BYTES, where 0 disables the cache. It is 0 where the cache does not exist: outside
+// Linux. Throws c10::ValueError if that variable is not a number of bytes.
+MOE_EXT_API int64_t cache_limit();
 
 }  // namespace moe_ext

@@ -249,6 +249,29 @@ MOE_EXT_API Tensor experts(const Tensor& x, at::TensorList weights, at::TensorLi
                            std::string_view activation = "relu", const ExpertsOptions& options = {},
                            at::ArrayRef<double> activation_args = {});
 
+// The packed weights of a layer: codes of 4 to 8 bits, and one scale for a group of inputs.
+// Python's moe_ext.formats.PackedWeight makes them from the layouts of files.
+struct PackedWeight {
+  Tensor panels;            // uint8 [E, ceil(outputs / 16), bytes]
+  std::string_view format;  // such as "mxfp4"
+  int64_t group;            // the number of inputs with one scale
+  int64_t outputs;          // the number of outputs
+};
+
+// Applies each expert to its rows, as experts, with weights that stay packed. The result is that of
+// experts with the numbers that the codes stand for, in the dtype of x. The weights are frozen; x,
+// gates and biases have gradients.
+//
+//   weights: one for each layer.
+//   arithmetic: "exact", or "integer" for inference: the inputs of a layer are rounded to int8 in
+//     segments of up to 32.
+//   The other arguments are those of experts; the biases have the dtype of x.
+MOE_EXT_API Tensor packed_experts(const Tensor& x, at::ArrayRef<PackedWeight> weights,
+                                  at::TensorList biases = {}, std::string_view activation = "relu",
+                                  const ExpertsOptions& options = {},
+                                  at::ArrayRef<double> activation_args = {},
+                                  std::string_view arithmetic = "exact");
+
 // How the losses of the tokens are computed and reduced; see linear_cross_entropy.
 struct LinearCrossEntropyOptions {
   // [V], may be float32 if the others have half precision; absent: no bias.

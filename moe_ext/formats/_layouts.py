@@ -1,32 +1,4 @@
-"""Packed formats of published weights: small codes, and one scale for a group of values.
-
-A weight matrix has the shape [out, in] here, as in the files; leading dimensions such as the
-experts are kept. In every format, a value is
-
-    w = values[code] · scale - minimum
-
-in float32, where `values` is a table of the format and the minimum is absent in most formats.
-`dequantize` computes it bit for bit as the reference package of the format:
-
-    ==========  ==================================  ===========================  ==================
-    format      codes                               scales                       reference
-    ==========  ==================================  ===========================  ==================
-    mxfp4       uint8 [out, in/2], low bits first   [out, in/32]                 transformers
-    fp8         float8_e4m3fn [out, in]             [out/128, in/128], [out, n]  torch
-    int4        int32 [out, in/8], low bits first   [out, n]                     compressed-tensors
-    int8        int8 [out, in]                      [out, n]                     compressed-tensors
-    nf4         uint8 [out, in/2], high bits first  [out, in/64]                 bitsandbytes
-    gguf_mxfp4  uint8 [out, 17·in/32]               among the codes              gguf
-    gguf_q4_0   uint8 [out, 18·in/32]               among the codes              gguf
-    gguf_q8_0   uint8 [out, 34·in/32]               among the codes              gguf
-    gguf_q4_k   uint8 [out, 144·in/256]             among the codes              gguf
-    gguf_q6_k   uint8 [out, 210·in/256]             among the codes              gguf
-    ==========  ==================================  ===========================  ==================
-
-A scale of [out, n] belongs to in/n inputs of one row. Scales among the codes are passed as None.
-mxfp4 and gguf_mxfp4 are the microscaling format of the Open Compute Project (arXiv 2310.10537), nf4
-is the format of QLoRA (arXiv 2305.14314).
-"""
+"""The layouts of packed weights in files."""
 
 from __future__ import annotations
 
@@ -34,15 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ext.checks import require, require_one_of, require_sizes, require_tensor
-
-__all__ = ["FORMATS", "FormatName", "Packed", "dequantize", "quantize"]
 
 #: The name of a packed format.
 FormatName = Literal[
@@ -103,7 +73,7 @@ def dequantize(
     require_one_of("dequantize: format", FORMATS, format)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dequantize: dtype must be a floating-point dtype, got {dtype!r}")
-    layout = _LAYOUTS[format]
+    layout = LAYOUTS[format]
     inputs, blocked = layout.check(format, codes, scales)
     weight = codes.new_empty((*codes.shape[:-1], inputs), dtype=dtype)
     table = torch.tensor(layout.values, device=codes.device)
@@ -112,10 +82,12 @@ def dequantize(
     if scales is not None:
         scales_of = _row_blocks(scales, 1 if blocked else _BLOCK)
     for result, block, own in zip(results, blocks, scales_of, strict=True):
-        parts = layout.parts(block, own)
-        values = table[parts.codes.int()] * _over_groups(parts.scales, inputs, blocked)
-        if parts.minima is not None:
-            values -= _over_groups(parts.minima, inputs, blocked)
+        fields = layout.split(block, own)
+        scale = _floats(fields.scales, fields.factors)
+        values = table[fields.codes.int()] * _over_groups(scale, inputs, blocked)
+        if fields.minima is not None:
+            minima = _floats(fields.minima, fields.factors_of_minima)
+            values -= _over_groups(minima, inputs, blocked)
         result.copy_(values)
     return weight
 
@@ -144,7 +116,7 @@ def quantize(weight: Tensor, format: FormatName, group: int | None = None) -> Pa
         ValueError: the format is unknown or has no standard rule, the weight is not finite, or its
             shape or the group does not fit the format.
     """
-    standard = [name for name in FORMATS if _LAYOUTS[name].encode is not None]
+    standard = [name for name in FORMATS if LAYOUTS[name].encode is not None]
     require_one_of("quantize: format", standard, format)
     require_tensor("quantize", weight=weight)
     if not weight.is_floating_point():
@@ -153,7 +125,7 @@ def quantize(weight: Tensor, format: FormatName, group: int | None = None) -> Pa
     require(weight.dim() >= 2, "quantize: weight", "have the shape [..., out, in]", shape)
     require(weight.numel() > 0, "quantize: weight", "have values", shape)
     require(bool(weight.isfinite().all()), "quantize: weight", "be finite", "NaN or infinity")
-    layout = _LAYOUTS[format]
+    layout = LAYOUTS[format]
     if group is None and format == "int4":
         group = 32
     if group is not None:
@@ -186,12 +158,30 @@ def _row_blocks(matrices: Tensor, size: int = _BLOCK) -> list[Tensor]:
     ]
 
 
-class _Parts(NamedTuple):
-    """Some rows in the form that all formats share: w = values[code] · scale - minimum."""
+class Fields(NamedTuple):
+    """Some rows in the form that all formats share: w = values[code] · scale - minimum.
+
+    Numbers have the dtype of the file. With factors, a block of groups shares a factor, and the
+    scale is the factor times an integer; the same holds for the minimum.
+    """
 
     codes: Tensor  # [rows, in] uint8
-    scales: Tensor  # [rows, groups] float32, or [1, groups]: the same for all rows
-    minima: Tensor | None = None  # as the scales
+    scales: Tensor  # [rows, groups], or [1, groups]: the same for all rows
+    minima: Tensor | None = None  # [rows, groups]
+    factors: Tensor | None = None  # [rows, blocks]
+    factors_of_minima: Tensor | None = None  # [rows, blocks]
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Fields:
+        """Applies a function to every tensor."""
+        return Fields(*(None if field is None else function(field) for field in self))
+
+
+def _floats(numbers: Tensor, factors: Tensor | None) -> Tensor:
+    """Returns scales or minima in float32, [rows, groups]."""
+    floats = numbers.float()
+    if factors is None:
+        return floats
+    return factors.float().repeat_interleave(numbers.shape[1] // factors.shape[1], 1) * floats
 
 
 def _over_groups(numbers: Tensor, inputs: int, blocked: bool) -> Tensor:
@@ -201,13 +191,14 @@ def _over_groups(numbers: Tensor, inputs: int, blocked: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """One format: how its files hold codes and scales."""
 
     values: tuple[float, ...]  # of each code
     dtype: torch.dtype  # of the codes in a file
     block: tuple[int, int]  # the number of inputs, and of the elements in a file that hold them
-    parts: Callable[[Tensor, Tensor | None], _Parts]  # of one matrix and its scales
+    split: Callable[[Tensor, Tensor | None], Fields]  # of the rows of one matrix and their scales
+    join: Callable[[Fields], Packed]  # undoes split
     encode: Callable[[Tensor, int | None], Packed] | None  # of a weight and a group
     group: int | None = None  # the number of inputs with one scale; None: depends on the scales
     scales: tuple[torch.dtype, ...] = ()  # their dtypes; (): they are among the codes
@@ -293,16 +284,20 @@ def _consecutive(codes: Tensor) -> Tensor:
     return _pairs(codes[..., ::2], codes[..., 1::2])
 
 
-def _powers(exponents: Tensor) -> Tensor:
-    """Returns 2^(e - 127) in float32 for the bytes e of the microscaling formats."""
-    exponents = exponents.contiguous().view(torch.uint8)
+def _exponents_of(scales: Tensor) -> Tensor:
+    """Returns the exponents e of the microscaling formats, as numbers 2^(e - 127)."""
+    exponents = scales.contiguous().view(torch.uint8)
     require(not bool((exponents == 255).any()), "dequantize: scales", "be exponents below 255", 255)
-    return exponents.view(torch.float8_e8m0fnu).float()
+    return exponents.view(torch.float8_e8m0fnu)
 
 
-def _read(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns bytes [..., n] as numbers of a dtype, in float32."""
-    return codes.contiguous().view(dtype).float()
+def _powers(exponents: Tensor) -> Tensor:
+    return _floats(_exponents_of(exponents), None)
+
+
+def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns bytes [..., n] as numbers of a dtype."""
+    return codes.contiguous().view(dtype)
 
 
 def _groups(weight: Tensor, size: int) -> Tensor:
@@ -322,13 +317,21 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _with_scales(
-    codes_of: Callable[[Tensor], Tensor], scales_of: Callable[[Tensor], Tensor] = Tensor.float
-) -> Callable[[Tensor, Tensor | None], _Parts]:
-    def parts(codes: Tensor, scales: Tensor | None) -> _Parts:
-        assert scales is not None
-        return _Parts(codes_of(codes), scales_of(scales))
+    codes_of: Callable[[Tensor], Tensor],
+    file_codes: Callable[[Tensor], Tensor],
+    scales_of: Callable[[Tensor], Tensor] = Tensor.contiguous,
+    file_scales: Callable[[Tensor], Tensor] = Tensor.contiguous,
+) -> dict[str, Any]:
+    """Returns split and join of a layout, from functions for the codes and the scales."""
 
-    return parts
+    def split(codes: Tensor, scales: Tensor | None) -> Fields:
+        assert scales is not None
+        return Fields(codes_of(codes), scales_of(scales))
+
+    def join(fields: Fields) -> Packed:
+        return Packed(file_codes(fields.codes), file_scales(fields.scales))
+
+    return dict(split=split, join=join)
 
 
 def _encode_integers(weight: Tensor, group: int | None, bits: int) -> Packed:
@@ -389,22 +392,26 @@ def _encode_nf4(weight: Tensor, group: int | None) -> Packed:
 
 def _gguf(
     block: tuple[int, int],
+    group: int,
     values: tuple[float, ...],
-    decode: Callable[[Tensor], tuple[Tensor, ...]],
+    split_blocks: Callable[[Tensor], Fields],
+    join_blocks: Callable[[Fields], Tensor],
     encode: Callable[[Tensor, int | None], Packed] | None = None,
-) -> _Layout:
+) -> Layout:
     """Returns the layout of blocks of bytes [..., block[1]].
 
-    The function decode returns the codes [..., block[0]] and the scales [..., n] of blocks, and may
-    return minima [..., n].
+    The function split_blocks returns the fields [..., n] of blocks, and join_blocks takes them.
     """
 
-    def parts(codes: Tensor, _: Tensor | None) -> _Parts:
-        blocks = decode(codes.unflatten(-1, (-1, block[1])))
-        own, scales, *minima = (part.flatten(-2) for part in blocks)
-        return _Parts(own, scales, minima[0] if minima else None)
+    def split(codes: Tensor, _: Tensor | None) -> Fields:
+        return split_blocks(codes.unflatten(-1, (-1, block[1]))).each(lambda x: x.flatten(-2))
 
-    return _Layout(values, torch.uint8, block, parts, encode)
+    def join(fields: Fields) -> Packed:
+        num_blocks = fields.codes.shape[-1] // block[0]
+        blocks = join_blocks(fields.each(lambda x: x.unflatten(-1, (num_blocks, -1))))
+        return Packed(blocks.flatten(-2))
+
+    return Layout(values, torch.uint8, block, split, join, encode, group)
 
 
 def _halves(nibbles: Tensor) -> Tensor:
@@ -412,48 +419,70 @@ def _halves(nibbles: Tensor) -> Tensor:
     return _split(nibbles, (0, 4), -2).flatten(-2)
 
 
-def _decode_q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    scale, codes = blocks.split([2, 16], -1)
-    return _halves(codes), _read(scale, torch.float16)
+def _two_halves(codes: Tensor) -> Tensor:
+    """Undoes `_halves`."""
+    return _pairs(*codes.chunk(2, -1))
 
 
-def _decode_q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    scale, codes = blocks.split([2, 32], -1)
-    return codes, _read(scale, torch.float16)
+def _float16(scales: Tensor) -> Tensor:
+    return _numbers(scales, torch.float16)
 
 
-def _decode_mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    exponent, codes = blocks.split([1, 16], -1)
-    return _halves(codes), _powers(exponent)
+def _split_simple(
+    size: int, bits: int, scales_of: Callable[[Tensor], Tensor] = _float16
+) -> Callable[[Tensor], Fields]:
+    """Returns split_blocks for blocks of a scale of `size` bytes and the codes of 32 values."""
+    codes_of = _halves if bits == 4 else _bytes
+    return lambda blocks: Fields(codes_of(blocks[..., size:]), scales_of(blocks[..., :size]))
 
 
-def _decode_q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _join_simple(bits: int) -> Callable[[Fields], Tensor]:
+    codes_of = _two_halves if bits == 4 else _bytes
+    return lambda fields: torch.cat([_bytes(fields.scales), codes_of(fields.codes)], -1)
+
+
+def _split_q4_k(blocks: Tensor) -> Fields:
     scale, minimum, bits, codes = blocks.split([2, 2, 12, 128], -1)
     # 6 bits for each of 8 scales and 8 minima. Of the last four, the upper two bits are those that
     # the first four leave free.
     scales, minima, rest = bits.split(4, -1)
-    scales = torch.cat([scales & 63, rest & 15 | scales >> 2 & 48], -1)
-    minima = torch.cat([minima & 63, rest >> 4 | minima >> 2 & 48], -1)
-    return (
-        _halves(codes.unflatten(-1, (4, 32))).flatten(-2),
-        _read(scale, torch.float16) * scales,
-        _read(minimum, torch.float16) * minima,
+    return Fields(
+        codes=_halves(codes.unflatten(-1, (4, 32))).flatten(-2),
+        scales=torch.cat([scales & 63, rest & 15 | scales >> 2 & 48], -1),
+        minima=torch.cat([minima & 63, rest >> 4 | minima >> 2 & 48], -1),
+        factors=_float16(scale),
+        factors_of_minima=_float16(minimum),
     )
 
 
-def _decode_q6_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _join_q4_k(fields: Fields) -> Tensor:
+    codes, scales, minima, factors, factors_of_minima = fields
+    assert minima is not None and factors is not None and factors_of_minima is not None
+    first, last = zip(scales.chunk(2, -1), minima.chunk(2, -1), strict=True)
+    high = [low | (rest >> 4) << 6 for low, rest in zip(first, last, strict=True)]
+    rest = last[0] & 15 | (last[1] & 15) << 4
+    nibbles = _two_halves(codes.unflatten(-1, (4, 64))).flatten(-2)
+    return torch.cat([_bytes(factors), _bytes(factors_of_minima), *high, rest, nibbles], -1)
+
+
+def _split_q6_k(blocks: Tensor) -> Fields:
     low, high, scales, scale = blocks.split([128, 64, 16, 2], -1)
     nibbles = _halves(low.unflatten(-1, (2, 64))).flatten(-2)
     pairs = _split(high.unflatten(-1, (2, 32)), (0, 2, 4, 6), -2).flatten(-3)
-    return nibbles | pairs << 4, _read(scale, torch.float16) * _read(scales, torch.int8)
+    return Fields(nibbles | pairs << 4, _numbers(scales, torch.int8), factors=_float16(scale))
 
 
-def _gguf_packed(scales: Tensor, codes: Tensor, bits: int) -> Packed:
-    """Joins the bytes of scales [..., n] and the codes [..., 32] of each block."""
-    codes = codes.to(torch.uint8)
-    if bits == 4:
-        codes = _pairs(codes[..., :16], codes[..., 16:])
-    return Packed(torch.cat([scales, codes], -1).flatten(-2))
+def _join_q6_k(fields: Fields) -> Tensor:
+    assert fields.factors is not None
+    low = _two_halves((fields.codes & 15).unflatten(-1, (2, 128))).flatten(-2)
+    first, second, third, fourth = (fields.codes >> 4).unflatten(-1, (2, 4, 32)).unbind(-2)
+    high = (first | second << 2 | third << 4 | fourth << 6).flatten(-2)
+    return torch.cat([low, high, _bytes(fields.scales), _bytes(fields.factors)], -1)
+
+
+def _join_blocks(codes: Tensor, scales: Tensor, bits: int) -> Packed:
+    """Joins codes [rows, blocks, 32] and scales [rows, blocks, 1]."""
+    return Packed(_join_simple(bits)(Fields(codes, scales)).flatten(-2))
 
 
 def _inverse(scales: Tensor) -> Tensor:
@@ -463,18 +492,18 @@ def _inverse(scales: Tensor) -> Tensor:
 
 
 def _float16_scales(scales: Tensor) -> Tensor:
-    """Returns the bytes of scales [..., 1]."""
+    """Returns scales [..., 1] in float16."""
     halves = scales.to(torch.float16)
     rule = "fit the float16 scales of the format"
     require(bool(halves.isfinite().all()), "quantize: weight", rule, "too large values")
-    return halves.view(torch.uint8)
+    return halves
 
 
 def _encode_q4_0(weight: Tensor, group: int | None) -> Packed:
     blocks = _groups(weight.float(), 32)
     scales = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
     codes = (blocks * _inverse(scales) + 8.5).trunc().clamp(0, 15)
-    return _gguf_packed(_float16_scales(scales), codes, 4)
+    return _join_blocks(codes.to(torch.uint8), _float16_scales(scales), 4)
 
 
 def _encode_q8_0(weight: Tensor, group: int | None) -> Packed:
@@ -482,7 +511,7 @@ def _encode_q8_0(weight: Tensor, group: int | None) -> Packed:
     scales = _largest(blocks) / 127
     scaled = blocks * _inverse(scales)
     codes = (scaled.abs() + 0.5).floor() * scaled.sign()
-    return _gguf_packed(_float16_scales(scales), _bytes(codes.to(torch.int8)), 8)
+    return _join_blocks(codes.to(torch.int8), _float16_scales(scales), 8)
 
 
 def _encode_gguf_mxfp4(weight: Tensor, group: int | None) -> Packed:
@@ -493,7 +522,7 @@ def _encode_gguf_mxfp4(weight: Tensor, group: int | None) -> Packed:
     midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
     codes = torch.bucketize(blocks.abs() / _powers(exponents), midpoints)
     negative = (blocks < 0) & (codes > 0)
-    return _gguf_packed(exponents, codes + 8 * negative, 4)
+    return _join_blocks((codes + 8 * negative).to(torch.uint8), exponents, 4)
 
 
 # The table of formats
@@ -529,57 +558,68 @@ def _values(dtype: torch.dtype) -> tuple[float, ...]:
     return tuple(_BYTES.view(dtype).float().tolist())
 
 
-_LAYOUTS: dict[str, _Layout] = {
-    "fp8": _Layout(
+LAYOUTS: dict[str, Layout] = {
+    "fp8": Layout(
         values=_values(torch.float8_e4m3fn),
         dtype=torch.float8_e4m3fn,
         block=(1, 1),
-        parts=_with_scales(_bytes),
+        **_with_scales(_bytes, partial(_numbers, dtype=torch.float8_e4m3fn)),
         encode=_encode_fp8,
         scales=(*_FLOATS, torch.float8_e8m0fnu),
     ),
-    "int4": _Layout(
+    "int4": Layout(
         values=_offset(4, 8),
         dtype=torch.int32,
         block=(8, 1),
-        parts=_with_scales(_low_first),
+        **_with_scales(_low_first, lambda codes: _consecutive(codes).view(torch.int32)),
         encode=partial(_encode_integers, bits=4),
         scales=_FLOATS,
     ),
-    "int8": _Layout(
+    "int8": Layout(
         values=_values(torch.int8),
         dtype=torch.int8,
         block=(1, 1),
-        parts=_with_scales(_bytes),
+        **_with_scales(_bytes, partial(_numbers, dtype=torch.int8)),
         encode=partial(_encode_integers, bits=8),
         scales=_FLOATS,
     ),
-    "mxfp4": _Layout(
+    "mxfp4": Layout(
         values=(*_E2M1, *(-value for value in _E2M1)),
         dtype=torch.uint8,
         block=(2, 1),
-        parts=_with_scales(_low_first, _powers),
+        **_with_scales(_low_first, _consecutive, _exponents_of, _bytes),
         encode=_encode_mxfp4,
         group=32,
         scales=(torch.uint8, torch.float8_e8m0fnu),
     ),
-    "nf4": _Layout(
+    "nf4": Layout(
         values=_NF4,
         dtype=torch.uint8,
         block=(2, 1),
-        parts=_with_scales(_high_first),
+        **_with_scales(_high_first, lambda codes: _pairs(codes[..., 1::2], codes[..., ::2])),
         encode=_encode_nf4,
         group=64,
         scales=(torch.float32,),
     ),
     "gguf_mxfp4": _gguf(
         (32, 17),
+        32,
         (*_E2M1, *(0.0 - value for value in _E2M1)),  # code 8 is +0
-        _decode_mxfp4,
+        _split_simple(1, 4, _exponents_of),
+        _join_simple(4),
         _encode_gguf_mxfp4,
     ),
-    "gguf_q4_0": _gguf((32, 18), _offset(4, 8), _decode_q4_0, _encode_q4_0),
-    "gguf_q8_0": _gguf((32, 34), _values(torch.int8), _decode_q8_0, _encode_q8_0),
-    "gguf_q4_k": _gguf((256, 144), _offset(4, 0), _decode_q4_k),
-    "gguf_q6_k": _gguf((256, 210), _offset(6, 32), _decode_q6_k),
+    "gguf_q4_0": _gguf(
+        (32, 18), 32, _offset(4, 8), _split_simple(2, 4), _join_simple(4), _encode_q4_0
+    ),
+    "gguf_q8_0": _gguf(
+        (32, 34),
+        32,
+        _values(torch.int8),
+        _split_simple(2, 8),
+        _join_simple(8),
+        _encode_q8_0,
+    ),
+    "gguf_q4_k": _gguf((256, 144), 32, _offset(4, 0), _split_q4_k, _join_q4_k),
+    "gguf_q6_k": _gguf((256, 210), 16, _offset(6, 32), _split_q6_k, _join_q6_k),
 }
