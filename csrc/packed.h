@@ -1,5 +1,5 @@
 // The layout in which the kernels read packed weights: small codes, and one scale for a group of
-// inputs. moe_ext/formats.py makes it from the layouts of the files, and restores them.
+// inputs. moe_ext/formats makes it from the layouts of the files, and restores them.
 //
 // A weight W [in, out] is w = value(code) scale - minimum in float32; each operation is rounded. It
 // is stored in panels of 16 outputs, [E, ceil(out / 16), panel_bytes]. A panel has rows of 16
@@ -40,7 +40,7 @@ struct PackedFormat {
   float values[16];  // of codes of 4 bits
 };
 
-// A new format is a row here and in moe_ext/formats.py.
+// A new format is a row here and in moe_ext/formats/_layouts.py.
 #define MOE_EXT_E2M1 0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f
 #define MOE_EXT_NEGATIVE_E2M1 -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f
 #define MOE_EXT_OFFSET_8 -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7

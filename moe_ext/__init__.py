@@ -5,6 +5,7 @@ Each line names a part of the package, the paper's section or equation, and the 
     gates        select k experts for each token         Sec. 2.1     moe_ext/gates/
     losses       importance loss, load loss, CV², ...    Sec. 4, A    moe_ext/losses.py
     experts      feed-forward networks or any modules    Sec. 3.2     moe_ext/experts.py
+                 with weights in 4 or 8 bits                          moe_ext/quantized.py
                  an expert that processes all tokens                  moe_ext/shared.py
     MoE          gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
                  with a two-level gate                   App. B       moe_ext/hierarchical.py
@@ -58,6 +59,7 @@ from moe_ext.losses import (  # noqa: E402
     load_loss,
 )
 from moe_ext.moe import KeepAux, MoE, MoEAux  # noqa: E402
+from moe_ext.quantized import QuantizedExperts  # noqa: E402
 from moe_ext.recurrent import MoELSTM, MoELSTMCell  # noqa: E402
 from moe_ext.shared import SharedExpert  # noqa: E402
 
@@ -84,6 +86,7 @@ __all__ = [
     "ModuleExperts",
     "NoisyTopKGate",
     "ParameterCount",
+    "QuantizedExperts",
     "ReLUGate",
     "RouterLoss",
     "Routing",

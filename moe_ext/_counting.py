@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from fractions import Fraction
+from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -17,7 +18,10 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_exp
 
 
 SparsePart = tuple[Iterable[Tensor], Fraction, Fraction]
-"""Parameters of this rank, the share of them that a token uses, and all of them / these."""
+"""Parameters of this rank, the share of them that a token uses, and all of them / these.
+
+If this rank has no row of a parameter, the last number is that of all rows.
+"""
 
 
 @runtime_checkable
@@ -25,6 +29,13 @@ class _Sparse(Protocol):
     """A module with parameters that a token uses only in part."""
 
     def _sparse_parts(self) -> list[SparsePart]: ...
+
+
+@runtime_checkable
+class _Packed(Protocol):
+    """A module whose parameters are packed: the number of weights differs from their size."""
+
+    def _packed_sizes(self) -> Iterable[tuple[Tensor, int]]: ...
 
 
 class ParameterCount(NamedTuple):
@@ -45,7 +56,8 @@ def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
     A token uses k of the E experts of a layer, its shared expert and its gate, and all parameters
     outside the layers, embeddings too. If the number of experts differs between tokens, or experts
     differ in size, the count is the mean for a balanced load. A parameter that several modules
-    share counts once, and a lazy one has no parameters yet.
+    share counts once, and a lazy one has no parameters yet. Of packed weights, the numbers count,
+    not the bytes.
 
     The model does not run, so it can be on the meta device. Models of transformers are counted
     too, with any implementation of the experts.
@@ -65,11 +77,24 @@ def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
     seen: dict[int, Tensor] = {}  # keeps them alive, so that no id is used twice
     total, active = 0, Fraction(0)
 
-    def add(parameters: Iterable[Tensor], share: Fraction, copies: Fraction = Fraction(1)) -> None:
+    packed = {  # the number of weights in a row of panels
+        id(panels): size
+        for module in model.modules()
+        if isinstance(module, _Packed)
+        for panels, size in module._packed_sizes()
+    }
+
+    def size_of(parameter: Tensor, minimum: int) -> int:
+        num_rows, *row = parameter.shape or (1,)
+        return max(num_rows, minimum) * packed.get(id(parameter), prod(row))
+
+    def add(parameters: Iterable[Tensor], share: Fraction, copies: Fraction | None = None) -> None:
         nonlocal total, active
         new = {id(p): p for p in parameters if id(p) not in seen and not is_lazy(p)}
         seen.update(new)
-        size = copies * sum(p.numel() for p in new.values())
+        # A rank without experts knows the size of one: a row, see `Experts`.
+        minimum = 0 if copies is None else 1
+        size = (copies or 1) * sum(size_of(p, minimum) for p in new.values())
         total += int(size)
         active += share * size
 

@@ -19,16 +19,14 @@ from moe_ext._former_names import current_names
 from moe_ext.checks import (
     is_whole,
     require,
-    require_at_least,
     require_bool,
     require_dtype,
     require_not_nested,
-    require_one_of,
-    require_positive,
     require_sizes,
     require_tensor,
 )
-from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, Activation
+from moe_ext.ops import GATED_ACTIVATIONS, Activation
+from moe_ext.ops._activations import checked_activation
 
 __all__ = ["ActivationLike", "Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
 
@@ -212,21 +210,9 @@ class FeedForwardExperts(Experts):
         )
         activation = _name_of(activation)
         (self.first_expert,) = require_sizes("FeedForwardExperts", 0, first_expert=first_expert)
-        require_one_of("FeedForwardExperts: activation", ACTIVATIONS, activation)
-        args = list(activation_args or ())
-        clamped = activation in CLAMPED_ACTIVATIONS
-        require(
-            len(args) == (3 if clamped else 0),
-            "FeedForwardExperts: activation_args",
-            f"be {'limit, alpha and offset' if clamped else 'empty'} for {activation}",
-            args,
+        self.activation_args: tuple[float, ...] | None = checked_activation(
+            "FeedForwardExperts", activation, activation_args
         )
-        self.activation_args: tuple[float, ...] | None = None
-        if clamped:
-            limit, alpha, offset = args
-            owner = "FeedForwardExperts: activation_args"
-            rest = require_at_least(-math.inf, owner, alpha=alpha, offset=offset)
-            self.activation_args = *require_positive(owner, limit=limit), *rest
         (self.has_bias,) = require_bool("FeedForwardExperts", bias=bias)
         dtype = require_dtype("FeedForwardExperts", dtype)
         self.activation: Activation = activation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -538,18 +538,17 @@ class MoE(FormerCapacity, nn.Module):
 
     def _dtype_of_experts(self) -> torch.dtype | None:
         """Returns the dtype to which tokens are cast for the experts; None: no cast."""
-        return next(self.experts.parameters()).dtype if self.casts_tokens else None
+        if not self.casts_tokens:
+            return None
+        # Packed weights have no dtype that tokens could be cast to.
+        return next((p.dtype for p in self.experts.parameters() if p.is_floating_point()), None)
 
     def _sparse_parts(self) -> list[SparsePart]:
         """Returns the parameters that `count_parameters` counts in part."""
         local = self.dispatcher.local_experts
         choices = self.num_experts + self.num_identity_experts + self.num_null_experts
         share, copies = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
-        experts: Iterable[Tensor] = self.experts.parameters()
-        if not local:  # the first dimension is the expert dimension, see `Experts`
-            copies = Fraction(self.num_experts)
-            experts = [torch.empty((1, *p.shape[1:]), device="meta") for p in experts]
-        return [(experts, share, copies)]
+        return [(self.experts.parameters(), share, copies)]
 
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""

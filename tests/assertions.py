@@ -1,6 +1,7 @@
 """Assertions and recorders that all test files share."""
 
 import contextlib
+import itertools
 import re
 
 import emulated
@@ -10,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_ext import ops
+
+MIB = 1 << 20
 
 
 def assert_same_bits(actual, expected):
@@ -132,6 +135,15 @@ def gradients(outputs, inputs, cotangents, **options):
         outputs, cotangents = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+
+
+def peak_mib(function):
+    """Returns the peak of the memory that torch allocates in a call of `function`."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        function()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events)) / MIB
 
 
 def raises(exception, operator, argument="", got=None):

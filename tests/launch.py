@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from workers import forkserver
 
@@ -41,7 +42,6 @@ def launch(script, arguments=(), *, folder=".", seconds=300, ranks=None, max_res
 
 def _redirect(folder, outputs):
     os.chdir(folder)
-    os.environ["OMP_NUM_THREADS"] = "1"
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{outputs}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
@@ -50,6 +50,7 @@ def _redirect(folder, outputs):
 
 def _run(folder, outputs, script, arguments):
     _redirect(folder, outputs)
+    torch.set_num_threads(1)  # as torchrun does
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

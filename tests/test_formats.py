@@ -1,4 +1,7 @@
-"""Packed formats: results are bitwise identical to those of the reference packages; errors."""
+"""Packed formats: results are bitwise identical to those of the reference packages; errors.
+
+`PackedWeight` restores the bytes of files.
+"""
 
 import itertools
 
@@ -12,7 +15,8 @@ from compressed_tensors.quantization.lifecycle import forward as compressed_tens
 from compressed_tensors.quantization.utils import calculate_qparams
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moe_ext.formats import FORMATS, dequantize, quantize
+from moe_ext.formats import FORMATS, PackedWeight, dequantize, quantize
+from moe_ext.formats._layouts import LAYOUTS
 
 # NumPy warns of the infinite and NaN scales that the tests contain.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -80,6 +84,13 @@ def test_the_last_block_of_fp8_may_have_one_row():
     scales = torch.rand(2, 2)
     expected = codes.float() * torch.kron(scales, torch.ones(128, 128))[:129, :192]
     assert same_bits(dequantize(codes, scales, format="fp8"), expected)
+
+
+def test_the_blocks_of_fp8_may_have_a_single_row():
+    weight = torch.randn(1, 200)
+    packed = quantize(weight, "fp8")
+    scales = packed.scales.repeat_interleave(128, 1)[:, :200]
+    assert same_bits(dequantize(*packed, format="fp8"), packed.codes.float() * scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -291,4 +302,136 @@ ONES = torch.ones(4, 1)
 )
 def test_errors(error, message, call):
     with pytest.raises(error, match=f"^(de)?quantize: {message}|^(de)?quantize: .*{message}"):
+        call()
+
+
+# The layout of the kernels
+
+
+def files_of(format, outputs, inputs=512, num_experts=2):
+    """Yields random codes and scales of a format: every dtype and shape of its scales."""
+    layout = LAYOUTS[format]
+    size = inputs // layout.block[0] * layout.block[1]
+    codes = random_bytes(num_experts, outputs, size * layout.dtype.itemsize).view(layout.dtype)
+    if format == "gguf_mxfp4":
+        codes.view(-1, 17)[:, 0] %= 255
+    if not layout.scales:
+        yield codes, None
+    for dtype in layout.scales:
+        rows = [inputs // layout.group] if layout.group else [1, 4, 16]
+        shapes = [(outputs, number) for number in rows]
+        if format == "fp8":
+            shapes.append((-(-outputs // 128), -(-inputs // 128)))
+        for shape in shapes:
+            scales = random_bytes(num_experts, *shape[:-1], shape[-1] * dtype.itemsize)
+            if format == "mxfp4":
+                scales %= 255
+            yield codes, scales.view(dtype)
+
+
+def equal_bytes(a, b):
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("outputs", [1, 16, 37, 300])
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_weights_restore_the_bytes_of_a_file(format, outputs):
+    for codes, scales in files_of(format, outputs):
+        packed = PackedWeight.pack(codes, scales, format=format)
+        assert packed.panels.shape == packed.shape(2)
+        assert (packed.outputs, packed.inputs) == (outputs, 512)
+        restored = packed.unpack()
+        assert equal_bytes(restored.codes, codes)
+        if scales is None:
+            assert restored.scales is None
+        elif scales.dtype == torch.float16:  # computed in float32, in which a NaN may change
+            assert same_bits(restored.scales, scales)
+        else:
+            assert equal_bytes(restored.scales, scales)
+        weight = dequantize(codes, scales, format=format)
+        assert same_bits(packed.dequantize(), weight)
+        assert same_bits(packed.dequantize(torch.bfloat16), weight.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("format", "bits"),
+    [("gguf_mxfp4", 4.25), ("gguf_q4_0", 4.5), ("gguf_q4_k", 4.625), ("gguf_q6_k", 6.5625)]
+    + [("gguf_q8_0", 8.5), ("int4", 5), ("int8", 9), ("mxfp4", 4.25), ("nf4", 4.5), ("fp8", 9)],
+)
+def test_the_size_of_packed_weights(format, bits):
+    """The scales of int4, int8 and fp8 are in float32, those of gguf_q4_k in 8 bits."""
+    codes, scales = next(files_of(format, 512, 1024))
+    if format in ("int4", "int8", "fp8"):
+        scales = torch.ones(2, 512, 32)
+    packed = PackedWeight.pack(codes, scales, format=format)
+    assert packed.panels.nbytes == 2 * 512 * 1024 * bits / 8
+
+
+@pytest.mark.parametrize(("format", "inputs"), [("int8", 17), ("fp8", 17), ("fp8", 200)])
+def test_packed_weights_with_an_odd_number_of_inputs(format, inputs):
+    weight = torch.randn(2, 5, inputs)
+    codes, scales = quantize(weight, format)
+    restored = PackedWeight.pack(codes, scales, format=format).unpack()
+    assert equal_bytes(restored.codes, codes) and equal_bytes(restored.scales, scales)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_weights_without_experts(format):
+    for codes, scales in files_of(format, 5, num_experts=0):
+        packed = PackedWeight.pack(codes, scales, format=format)
+        assert packed.panels.shape == packed.shape(0)
+        restored = packed.unpack()
+        assert restored.codes.shape == codes.shape
+        assert scales is None or restored.scales.shape == scales.shape
+        assert packed.dequantize().shape == (0, 5, 512)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_strides_of_a_file_do_not_matter(format):
+    for codes, scales in files_of(format, 5):
+        parts = [part for part in (codes, scales) if part is not None]
+        strided = [part.mT.contiguous().mT for part in parts]
+        panels = PackedWeight.pack(*strided, format=format).panels
+        assert torch.equal(panels, PackedWeight.pack(*parts, format=format).panels)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (
+            ValueError,
+            "^PackedWeight: format must be one of fp8, .*, got 'q3'$",
+            lambda: PackedWeight.pack(BYTES, format="q3"),
+        ),
+        (
+            TypeError,
+            "^PackedWeight: codes must be a tensor, got list$",
+            lambda: PackedWeight.pack([1], format="nf4"),
+        ),
+        (
+            ValueError,
+            r"^PackedWeight: codes must have the shape \[E, out, n\], got \(4, 16\)$",
+            lambda: PackedWeight.pack(BYTES.view(torch.int8), ONES, format="int8"),
+        ),
+        (
+            ValueError,
+            "^PackedWeight: scales must belong to a multiple of 8 inputs.*, got '4 inputs'$",
+            lambda: PackedWeight.pack(
+                BYTES[None].view(torch.int8), torch.ones(1, 4, 4), format="int8"
+            ),
+        ),
+        (
+            TypeError,
+            "codes must have dtype torch.int8 for int8, got torch.uint8$",
+            lambda: PackedWeight.pack(BYTES[None], ONES[None], format="int8"),
+        ),
+        (
+            ValueError,
+            "scales must be exponents below 255, got 255$",
+            lambda: PackedWeight.pack(BYTES[None], BYTES[None, :, :1] + 255, format="mxfp4"),
+        ),
+    ],
+)
+def test_errors_of_packed_weights(error, message, call):
+    with pytest.raises(error, match=message):
         call()

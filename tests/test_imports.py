@@ -37,7 +37,7 @@ LEVELS = [
     "_mixture ranks",
     "experts losses",
     "gates",
-    "shared optim",
+    "shared optim quantized",
     "_capacity dispatch",
     "_former_capacity",
     "moe",

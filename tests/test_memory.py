@@ -1,6 +1,5 @@
 """Large outputs on the CPU, which reuse the memory of freed ones."""
 
-import itertools
 import os
 import pickle
 import subprocess
@@ -9,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from assertions import assert_same_bits
+from assertions import MIB, assert_same_bits, peak_mib
 
 from moe_ext import empty_cache, ops
 
@@ -17,7 +16,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is reuse
 
 E, D, F = 6, 512, 512
 COUNTS = [1500, 0, 300, 0, 1, 700]  # one expert with several blocks, two without rows
-MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -51,15 +49,6 @@ def run(problem):
 @pytest.fixture(scope="module")
 def expected(problem):
     return [t.clone() for t in run(problem)]
-
-
-def peak_mib(function):
-    """Returns the peak of the memory that torch allocates in a call of `function`."""
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        function()
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events)) / MIB
 
 
 def large(tensors):

@@ -341,13 +341,12 @@ void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tens
   const bool saved = !hidden.empty();
   const int64_t wide_size =
       std::is_same_v<scalar_t, acc_t> ? 0 : experts.template rows_size<acc_t>(width);
+  const int64_t size = experts.places_size(saved, /*backward=*/false) +
+                       std::max(experts.hidden_size(/*has_z=*/saved), wide_size);
   const auto& blocks = experts.blocks();
   for_each_task(
       static_cast<int64_t>(blocks.size()), /*progress=*/nullptr, num_threads_for(experts.flops()),
-      [&](Arena& arena) {
-        return arena.take<acc_t>(experts.places_size(saved, /*backward=*/false) +
-                                 std::max(experts.hidden_size(/*has_z=*/saved), wide_size));
-      },
+      [size](Arena& arena) { return arena.take<acc_t>(size); },
       [&](int64_t task, acc_t* workspace) {
         const Block& block = blocks[task];
         if (block.num_rows == 0) return;
@@ -595,11 +594,10 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
       .grad_rows = needs_x ? rows.mutable_data_ptr<scalar_t>() : nullptr,
       .parameters = parameters,
       .first_learned = first_learned};
+  const int64_t size = BlockBackward<scalar_t>::workspace_size(gradients);
   for_each_task(
       schedule.num_tasks(), schedule.progress(), num_threads,
-      [&](Arena& arena) {
-        return arena.take<acc_t>(BlockBackward<scalar_t>::workspace_size(gradients));
-      },
+      [size](Arena& arena) { return arena.take<acc_t>(size); },
       [&](int64_t task, acc_t* workspace) {
         schedule.run(
             task,

@@ -140,6 +140,8 @@ def test_quartiles_as_text():
         ("layer --device meta", "device must be cpu, cuda or cuda:N, got 'meta'"),
         ("layer --report nothing", "report must be a file, got nothing"),
         *((f"layer --shapes {text}", f"got '{text}'") for text in SHAPES),
+        ("layer --plot speeds", "--plot: must end in .png or .pdf, got 'speeds'"),
+        ("lstm --shape 2 3 4 4 4", "--shape: P must be less than U = 4, got 4"),
         ("ops --rounds 1", "--rounds: must be a whole number of at least 2, got '1'"),
         ("step nothing", "there is no configuration file nothing; give a file, or a name"),
         ("transformers-experts --models mistral", "--models: invalid choice: 'mistral'"),

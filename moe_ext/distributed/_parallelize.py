@@ -81,7 +81,8 @@ def parallelize(
         thresholds = [p for p in split_parameters(model).thresholds if p not in sharded]
         copied += [(param, world) for param in thresholds]
         whole = {*thresholds, *sharded}
-        dtypes = sorted({str(p.dtype) for p in model.parameters() if p not in whole})
+        dense_params = [p for p in model.parameters() if p not in whole and p.is_floating_point()]
+        dtypes = sorted({str(p.dtype) for p in dense_params})
         rule = 'have dense parameters of one dtype with dense="fsdp"'
         require(len(dtypes) <= 1, "parallelize: model", rule, dtypes)
         _start_from_the_first(model, world)

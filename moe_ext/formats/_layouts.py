@@ -173,7 +173,7 @@ class Fields(NamedTuple):
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Fields:
         """Applies a function to every tensor."""
-        return Fields(*(None if field is None else function(field) for field in self))
+        return Fields._make(None if field is None else function(field) for field in self)
 
 
 def _floats(numbers: Tensor, factors: Tensor | None) -> Tensor:
@@ -229,7 +229,7 @@ class Layout:
         blocked = False
         if format == "fp8":
             blocks = (*shape[:-2], -(-shape[-2] // _BLOCK), -(-inputs // _BLOCK))
-            blocked = not by_row and tuple(scales.shape) == blocks
+            blocked = tuple(scales.shape) == blocks  # also if they could be those of a single row
             rule += f", or {blocks}"
         require(by_row or blocked, "dequantize: scales", rule, tuple(scales.shape))
         return inputs, blocked
@@ -457,7 +457,9 @@ def _split_q4_k(blocks: Tensor) -> Fields:
 
 def _join_q4_k(fields: Fields) -> Tensor:
     codes, scales, minima, factors, factors_of_minima = fields
-    assert minima is not None and factors is not None and factors_of_minima is not None
+    assert minima is not None
+    assert factors is not None
+    assert factors_of_minima is not None
     first, last = zip(scales.chunk(2, -1), minima.chunk(2, -1), strict=True)
     high = [low | (rest >> 4) << 6 for low, rest in zip(first, last, strict=True)]
     rest = last[0] & 15 | (last[1] & 15) << 4

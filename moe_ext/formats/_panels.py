@@ -21,7 +21,8 @@ class PackedWeight(NamedTuple):
     """The packed weights of a layer, in the layout that `moe_ext.ops.packed_experts` reads.
 
     `pack` makes it from the codes and scales of a file, and `unpack` restores these bit for bit.
-    The memory is that of the file, except that scales of int4, int8 and fp8 are in float32.
+    The memory is that of the file, except that scales of int4, int8 and fp8 are in float32, and
+    those of gguf_q4_k in 8 bits instead of 6.
 
     Attributes:
         panels: uint8 [E, ceil(out / 16), bytes]; all codes and scales of 16 outputs.
@@ -63,7 +64,9 @@ class PackedWeight(NamedTuple):
         require(codes.dim() == 3, "PackedWeight: codes", "have the shape [E, out, n]", shape)
         layout = LAYOUTS[format]
         inputs, blocked = layout.check(format, codes, scales)
-        group = layout.group or (_BLOCK if blocked or scales is None else inputs // scales.shape[-1])
+        group = layout.group or _BLOCK
+        if layout.group is None and scales is not None and not blocked:
+            group = inputs // scales.shape[-1]
         rule = f"belong to a multiple of {_INPUTS} inputs, or to all of a row"
         whole = group % _INPUTS == 0 or group == inputs
         require(whole, "PackedWeight: scales", rule, f"{group} inputs")
@@ -74,21 +77,25 @@ class PackedWeight(NamedTuple):
             own = None if scales is None else scales[e]
             if own is not None and blocked:
                 own = own.repeat_interleave(_BLOCK, 0)[: shape[1]]
-            panels[e] = weight._join(layout.split(codes[e], own))
+            panels[e] = weight._join(layout.split(codes[e].contiguous(), own))
         return weight._replace(panels=panels)
 
     def unpack(self) -> Packed:
         """Returns the codes and scales of the file, bit for bit."""
         layout = LAYOUTS[self.format]
-        codes, scales = [], []
+        codes: list[Tensor] = []
+        scales: list[Tensor] = []
         for panels in self.panels if len(self.panels) else self.panels.new_zeros(self.shape(1)):
             fields = self._split(panels)
             if self.blocked:
                 fields = fields._replace(scales=fields.scales[::_BLOCK])
             packed = layout.join(fields)
             codes.append(packed.codes)
-            scales.append(packed.scales)
-        own = None if self.scales is None else torch.stack(scales)[: len(self.panels)]
+            if packed.scales is not None:
+                scales.append(packed.scales)
+        own = None
+        if self.scales is not None:  # exponents may be uint8 or float8_e8m0fnu in a file
+            own = torch.stack(scales)[: len(self.panels)].view(self.scales)
         return Packed(torch.stack(codes)[: len(self.panels)], own)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -105,10 +112,13 @@ class PackedWeight(NamedTuple):
     def _row(self) -> Fields:
         """Returns fields of one row that are zero."""
         layout = LAYOUTS[self.format]
-        codes = torch.zeros(1, self.inputs // layout.block[0] * layout.block[1], dtype=layout.dtype)
+        size = self.inputs // layout.block[0] * layout.block[1]
+        # On the CPU also within torch.device("meta").
+        codes = torch.zeros(1, size, dtype=layout.dtype, device="cpu")
         if self.scales is None:
             return layout.split(codes, None)
-        return layout.split(codes, torch.zeros(1, -(-self.inputs // self.group), dtype=self.scales))
+        num_groups = -(-self.inputs // self.group)
+        return layout.split(codes, torch.zeros(1, num_groups, dtype=self.scales, device="cpu"))
 
     def _is_wide(self) -> bool:
         """Returns whether the scales of a panel are in float32."""
@@ -146,13 +156,14 @@ class PackedWeight(NamedTuple):
             rows = part.unflatten(1, (count, _OUTPUTS, -1)).transpose(1, 2).flatten(2).flatten(0, 1)
             own = rows[: self.outputs].contiguous().view(dtype)
             fields.append(_narrowed(own, numbers.dtype) if narrow else own)
-        return Fields(*fields)
+        return Fields._make(fields)
 
 
 def _in_panels(rows: Tensor) -> Tensor:
     """Returns rows [out, ...] as [panels, 16, ...]; the rows that do not exist are 0."""
-    missing = -len(rows) % _OUTPUTS
-    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).unflatten(0, (-1, _OUTPUTS))
+    missing = rows.new_zeros(-len(rows) % _OUTPUTS, *rows.shape[1:])
+    panels: Tensor = torch.cat([rows, missing]).unflatten(0, (-1, _OUTPUTS))
+    return panels
 
 
 def _join_codes(codes: Tensor, bits: int) -> list[Tensor]:
@@ -165,7 +176,8 @@ def _join_codes(codes: Tensor, bits: int) -> list[Tensor]:
     parts = [(nibbles[..., :4] | nibbles[..., 4:] << 4).flatten(1)]
     if bits == 6:
         high = pad(units >> 4, (0, 0, 0, 0, 0, units.shape[1] % 2)).unflatten(1, (-1, 2))
-        first, second, third, fourth = high.transpose(2, 3).flatten(3).unflatten(3, (4, 4)).unbind(3)
+        groups = high.transpose(2, 3).flatten(3).unflatten(3, (4, 4))
+        first, second, third, fourth = groups.unbind(3)
         parts.append((first | second << 2 | third << 4 | fourth << 6).flatten(1))
     return parts
 

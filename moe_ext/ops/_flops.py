@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from moe_ext.ops._experts import GATED_ACTIVATIONS
+
 Shape = Sequence[int]
 
 
@@ -53,6 +55,19 @@ def _experts_backward(
     *rest: Any,
     **out: Any,
 ) -> int:
+    return _of_gradients(x, inverse, gates, weights, hidden, needs_x, needs_parameters)
+
+
+def _of_gradients(
+    x: Shape,
+    inverse: Shape | None,
+    gates: Shape | None,
+    weights: Sequence[Shape],
+    hidden: Sequence[Shape],
+    needs_x: bool,
+    needs_parameters: Sequence[bool],
+) -> int:
+    """Counts the FLOPs of the gradients of experts; see `_experts_backward` for the arguments."""
     last = len(weights) - 1
     learned = [layer for layer in range(last + 1) if any(needs_parameters[layer :: last + 1])]
     passed = [  # the weights of the layers that compute a gradient of their input
@@ -63,6 +78,59 @@ def _experts_backward(
     recomputed = [] if hidden else weights[:last]
     products = [weight for weight, needed in zip(weights, needs_parameters, strict=False) if needed]
     return _of_rows(x, inverse, [*passed, *recomputed, *products])
+
+
+def _unpacked(
+    x: Shape, panels: Sequence[Shape], columns: Sequence[int], activation: str
+) -> list[Shape]:
+    """Returns the shapes [E, fan_in, columns] of packed weights."""
+    factor = 2 if activation in GATED_ACTIVATIONS else 1
+    fans_in = [x[1], *(width // factor for width in columns)]
+    return [(of[0], *sizes) for of, *sizes in zip(panels, fans_in, columns, strict=False)]
+
+
+@_formula(torch.ops.moe_ext.packed_experts)
+def _packed_experts(
+    x: Shape,
+    offsets: Shape | None,
+    inverse: Shape | None,
+    token_offsets: Shape | None,
+    gates: Shape | None,
+    weights: Sequence[Shape],
+    formats: Sequence[str],
+    groups: Sequence[int],
+    columns: Sequence[int],
+    biases: Sequence[Shape] | None,
+    activation: str,
+    *rest: Any,
+    **out: Any,
+) -> int:
+    return _of_rows(x, inverse, _unpacked(x, weights, columns, activation))
+
+
+@_formula(torch.ops.moe_ext._packed_experts_backward)
+def _packed_experts_backward(
+    grad_y: Shape,
+    x: Shape,
+    offsets: Shape | None,
+    inverse: Shape | None,
+    token_offsets: Shape | None,
+    gates: Shape | None,
+    weights: Sequence[Shape],
+    formats: Sequence[str],
+    groups: Sequence[int],
+    columns: Sequence[int],
+    biases: Sequence[Shape] | None,
+    hidden: Sequence[Shape],
+    activation: str,
+    needs_x: bool,
+    needs_biases: Sequence[bool],
+    *rest: Any,
+    **out: Any,
+) -> int:
+    unpacked = _unpacked(x, weights, columns, activation)
+    needs_parameters = [*[False] * len(weights), *needs_biases]
+    return _of_gradients(x, inverse, gates, unpacked, hidden, needs_x, needs_parameters)
 
 
 def _of_classes(input: Shape, linear_weight: Shape, num_products: int) -> int:

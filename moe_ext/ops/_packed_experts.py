@@ -27,9 +27,9 @@ def packed_experts(
 ) -> Tensor:
     """Applies each expert to its rows, as `experts`, with weights that stay packed.
 
-    The result is that of `experts` with the weights ``weight.dequantize(x.dtype).mT``: the numbers
-    are computed from their codes in the cache, and no weight matrix is written to memory. x, biases
-    and gates have gradients. The weights are frozen.
+    The result is that of `experts` with the weights ``weight.dequantize(x.dtype).mT``. The numbers
+    are computed from their codes in the cache; no weight matrix is written to memory. x, biases and
+    gates have gradients. The weights are frozen.
 
     CUDA is experimental: no kernel has run on a GPU yet. There, the weights of all experts are
     unpacked in each call.

@@ -59,14 +59,14 @@ class _Factored(Optimizer):
 
         Raises:
             ValueError: an option is out of range.
-            TypeError: a parameter is not floating point, or a DTensor.
+            TypeError: a parameter is complex, or a DTensor.
         """
         options = self._checked_options({**self.defaults, **param_group})
         super().add_param_group(options)
         for param in self.param_groups[-1]["params"]:
             if isinstance(param, DTensor):
                 problem = "plain tensors, got a DTensor"
-            elif not param.is_floating_point():
+            elif param.is_complex():  # integers, such as packed weights, have no gradient
                 problem = f"floating point, got {param.dtype}"
             else:
                 continue
@@ -210,7 +210,7 @@ class FactoredAdam(_Factored):
 
     Raises:
         ValueError: an option is out of range or not supported.
-        TypeError: a parameter is not floating point.
+        TypeError: a parameter is complex.
 
     Example:
         >>> split = split_parameters(MoE(8, num_experts=4, k=2))
@@ -274,7 +274,7 @@ class FactoredAdagrad(_Factored):
 
     Raises:
         ValueError: an option is out of range or not supported.
-        TypeError: a parameter is not floating point.
+        TypeError: a parameter is complex.
     """
 
     def __init__(

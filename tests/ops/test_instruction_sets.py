@@ -37,8 +37,9 @@ def hashes_of_integers():
     """Yields hashes of packed experts in integer arithmetic."""
     for format in packed.INTEGER:
         arguments = packed.layer(13, torch.float32, format)
-        yield f"packed_experts integers {format}", operators.hash_of(
-            [ops.packed_experts(**arguments, arithmetic="integer")]
+        yield (
+            f"packed_experts integers {format}",
+            operators.hash_of([ops.packed_experts(**arguments, arithmetic="integer")]),
         )
 
 

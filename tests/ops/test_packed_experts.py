@@ -42,7 +42,10 @@ def test_results_are_those_of_experts(format, dtype, T):
     """Bitwise, with few rows and many, in forward and backward."""
     arguments = layer(T, dtype, format)
     results = []
-    for function, given in [(ops.packed_experts, arguments), (ops.experts, with_numbers(arguments))]:
+    for function, given in [
+        (ops.packed_experts, arguments),
+        (ops.experts, with_numbers(arguments)),
+    ]:
         x = given["x"].clone().requires_grad_()
         y = function(**given | dict(x=x))
         results.append([y.detach(), *gradients([y], [x], [torch.ones_like(y)])])

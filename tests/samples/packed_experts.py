@@ -85,7 +85,10 @@ TABLE = {
         limits=[
             dict(counts=[33_000, 0, 33_000], widths=(2, 3), bias=True),
             # Every other expert is empty.
-            *(dict(counts=[0, 1] * (n // 2) + [1], widths=(3, 2), bias=True) for n in (3, 257, 1000)),
+            *(
+                dict(counts=[0, 1] * (n // 2) + [1], widths=(3, 2), bias=True)
+                for n in (3, 257, 1000)
+            ),
         ],
         large=[
             dict(counts=[200, 0, 1, 300, 37], widths=(64, 80), bias=True, formats="nf4"),

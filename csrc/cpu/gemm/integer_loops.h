@@ -67,7 +67,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   const int64_t units_of_segment = a.segment / kPackedInputs;
   const int8_t* numbers = a.numbers + first_row * a.ld;
   Vector sum[kRows][kPanels][kVectors] = {};
-  Vector scales[kPanels][kVectors], minima[kPanels][kVectors];
+  Vector scales[kPanels][kVectors] = {}, minima[kPanels][kVectors] = {};
   int64_t group = -1;
   for (int64_t segment = 0; segment < a.num_segments; ++segment) {
     const int64_t unit = segment * units_of_segment;

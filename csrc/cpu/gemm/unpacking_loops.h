@@ -48,7 +48,9 @@ struct Unpacking {
 #if defined(__x86_64__)
       const void* place = from + v * kLanes * 2;
       if constexpr (kBytes == 64) {
-        to[v] = (Vector)_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(place)));
+        // gcc 12 warns of the intrinsic without a mask.
+        const __m256i halves = _mm256_loadu_si256(static_cast<const __m256i*>(place));
+        to[v] = (Vector)_mm512_maskz_cvtph_ps(0xffff, halves);
         continue;
       } else if constexpr (kBytes == 32) {
         to[v] = (Vector)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(place)));
@@ -118,7 +120,7 @@ struct Unpacking {
   MOE_EXT_TARGET MOE_EXT_KERNEL void look_up(const float* table, const Index& index, To& to) {
 #if defined(__x86_64__)
     if constexpr (kBytes == 64) {
-      to = (To)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(table));
+      to = (To)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)index, _mm512_load_ps(table));
       return;
     } else if constexpr (kBytes == 32) {
       const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), (__m256i)index);
@@ -127,7 +129,9 @@ struct Unpacking {
       return;
     }
 #endif
-    for (int l = 0; l < kLanes; ++l) to[l] = table[index[l] & 15];
+    float values alignas(kBytes)[kLanes];
+    for (int l = 0; l < kLanes; ++l) values[l] = table[index[l] & 15];
+    load(values, 0, to);
   }
 
   // The values of E4M3 codes in the lowest byte.
@@ -241,7 +245,7 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const uint8_t* pan
   constexpr int64_t kSize = unpacked == Unpacked::kRounded ? 2 : 4;  // of a number in bytes
   float table alignas(64)[16];
   std::copy_n(layout.format->values, 16, table);
-  Panel source;
+  Panel source{};
   source.bytes = panel;
   auto* row = static_cast<uint8_t*>(to);
   for_units(
@@ -280,7 +284,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
   float table alignas(64)[16];
   std::copy_n(layout.format->values, 16, table);
   const int64_t panel_bytes = layout.panel_bytes();
-  Panel source[kPanels];
+  Panel source[kPanels] = {};
   MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) source[p].bytes = panels + p * panel_bytes;
   Vector sum[kRows][kPanels][kVectors] = {};
   for_units(
@@ -295,7 +299,8 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
           MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
             Vector w[kPackedInputs];
             source[p].weights(layout, table, unit, v, w);
-            MOE_EXT_UNROLL for (int64_t i = 0; i < size; i += kNumbers) {
+            MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
+              if (i >= size) break;
               if constexpr (Simd::kPairs) Simd::join(w[i], w[i + 1], w[i]);
               MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
                 const float& number = a[i / kNumbers * Simd::kAPanelWidth + r];

@@ -265,7 +265,8 @@ struct PackedWeight {
 //   weights: one for each layer.
 //   arithmetic: "exact", or "integer" for inference: the inputs of a layer are rounded to int8 in
 //     segments of up to 32.
-//   The other arguments are those of experts; the biases have the dtype of x.
+//
+// The other arguments are those of experts; the biases have the dtype of x.
 MOE_EXT_API Tensor packed_experts(const Tensor& x, at::ArrayRef<PackedWeight> weights,
                                   at::TensorList biases = {}, std::string_view activation = "relu",
                                   const ExpertsOptions& options = {},

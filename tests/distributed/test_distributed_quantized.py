@@ -1,0 +1,235 @@
+"""QuantizedExperts on several ranks: each rank has the panels of its experts."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from assertions import assert_all_same_bits, assert_exact, assert_same_bits
+from layers import D, layer_of
+from moe_ext.distributed.ranks import Ranks
+from one_process import (
+    assert_equals_one_process,
+    draw_parameters,
+    mesh_of,
+    rank_weight,
+    sharing,
+    tokens_of,
+)
+from pairwise import pairwise
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from workers import on_ranks
+
+from moe_ext import MoE, QuantizedExperts, SharedExpert, TopKGate, count_parameters
+from moe_ext.distributed import (
+    CheckpointError,
+    Checkpoints,
+    clip_grad_norm_,
+    expert_parameters,
+    full_state_dict,
+    load_full_state_dict,
+    parallelize,
+)
+
+FORMATS = ["int8", "fp8"]  # which take any number of inputs
+
+
+def make(process_group=None, formats=FORMATS, **options):
+    """Makes a layer with quantized experts and trained biases; it is the same on every rank."""
+    torch.manual_seed(1)
+    options = {"hidden_sizes": (7,), "bias": True} | options
+    layer = layer_of(TopKGate(D, 5, 2), **sharing(process_group, options))
+    draw_parameters(layer, but="experts.")
+    layer.experts = QuantizedExperts.from_experts(layer.experts, formats)
+    layer.experts.bias_0.requires_grad_()
+    return layer
+
+
+def call(layer, x, part):
+    return layer(x)
+
+
+@pytest.mark.guarantee("Sharding does not change the result")
+@pairwise(
+    ranks=["1", "2", "3", "2 x 2"],
+    exchange=["rows", "tokens"],
+    num_chunks=[1, 2],
+    recompute=[False, True],
+)
+def test_equals_one_process(workers, ranks, exchange, num_chunks, recompute):
+    shared = {"exchange": exchange, "num_chunks": num_chunks, "recompute": recompute}
+    x = tokens_of({"1": [9], "2": [13], "3": [10], "2 x 2": [15]}[ranks])
+    assert_equals_one_process(workers, ranks, make, call, x, exchange == "rows", **shared)
+
+
+class Model(nn.Module):
+    """A dense layer, then experts and a shared expert."""
+
+    def __init__(self, group=None, formats=FORMATS):
+        super().__init__()
+        weights = {"w_importance": 0.0, "w_load": 0.0}
+        self.layer = make(group, formats, shared_expert=SharedExpert(D, [4]), **weights)
+        torch.manual_seed(2)
+        self.dense = nn.Linear(D, D, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.layer(self.dense(x))[0]
+
+
+COUNTS = [5, 8]
+
+
+def train(group, rank, dense):
+    """Returns the state of one process after three steps, and the norms of the gradients."""
+    model = Model(group)
+    wrapped = model if group is None else parallelize(model, group, dense=dense)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    norms = []
+    for step in range(3):
+        x = tokens_of(COUNTS).roll(step, 1).split(COUNTS)
+        y = wrapped(torch.cat(x) if group is None else x[rank])
+        parts = y.split(COUNTS) if group is None else [y]
+        first = rank_weight(0 if group is None else rank)
+        losses = [(first + i / 2) * part.square().sum() for i, part in enumerate(parts)]
+        (sum(losses) / len(losses)).backward()
+        norms.append(clip_grad_norm_(wrapped, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(wrapped, group), norms
+
+
+@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+def test_training_equals_one_process(workers, dense):
+    """The panels do not change."""
+    expected, norms = train(None, 0, dense)
+    (state, found), (_, others) = workers.run(2, train, dense)
+    assert found == others
+    assert_exact(torch.stack(found), torch.stack(norms))
+    before = Model().state_dict()
+    assert state.keys() == expected.keys() == before.keys()
+    for name, value in expected.items():
+        assert_exact(state[name], value)
+        if value.dtype == torch.uint8:
+            assert_same_bits(state[name], before[name])
+        else:
+            assert torch.equal(value, before[name]) == (name == "layer.experts.bias_1")
+
+
+# Checkpoints
+
+
+def save(group, rank, folder):
+    Checkpoints(folder, group).save(1, Model(group))
+
+
+def load(group, rank, folder):
+    model = Model(group)
+    for param in model.parameters():
+        param.detach().zero_()
+    Checkpoints(folder, group).load(model)
+    return full_state_dict(model, group)
+
+
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 1), (1, 2)])
+def test_checkpoints(workers, tmp_path, worlds):
+    """Any number of ranks can load them."""
+    workers.run(worlds[0], save, tmp_path)
+    state, expected = workers.run(worlds[1], load, tmp_path)[0], Model().state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bits(state[name], value)
+
+
+@on_ranks(2)
+def test_states_of_another_format_are_refused(group, rank, tmp_path):
+    """The panels of int8 and fp8 have the same shapes here."""
+    other, model = Model(group, ["int8", "int8"]), Model(group)
+    shapes, others = ([w.panels.shape for w in m.layer.experts.weights] for m in (model, other))
+    assert shapes == others
+    Checkpoints(tmp_path, group).save(1, other)
+    before = copy.deepcopy(model.state_dict())
+    message = r"weight_1_fp8_5x7_g128_float32_blocks: no tensor instead of \[5, 1, "
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoints(tmp_path, group).load(model)
+    state = Ranks(group).gather_objects(full_state_dict(other, group))[0]
+    with pytest.raises(ValueError, match=message):
+        load_full_state_dict(model, state, group)
+    assert_all_same_bits(model.state_dict().values(), before.values())
+
+
+# Experts that every rank has
+
+
+@on_ranks(2)
+def test_fully_shard_divides_the_panels(group, rank):
+    """Each rank stores the panels of its share of the experts."""
+    layer = make()
+    twin = copy.deepcopy(layer)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    for weight in layer.experts.weights:
+        assert isinstance(weight.panels, DTensor)
+        assert len(weight.panels.to_local()) == (3, 2)[rank]
+    x = tokens_of(COUNTS).split(COUNTS)[rank]
+    (y, aux), (expected, expected_aux) = layer(x), twin(x)
+    assert_same_bits(y, expected)
+    (y.square().sum() + aux.loss).backward()
+    (expected.square().sum() + expected_aux.loss).backward()
+    for (name, param), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            dist.all_reduce(other.grad, group=group)
+            assert_exact(param.grad.full_tensor(), other.grad / 2)
+    assert count_parameters(layer) == count_parameters(twin)
+
+
+@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_a_model_with_experts_on_every_rank(group, rank, dense):
+    """Panels have another dtype than the parameters that `parallelize` shards."""
+    model = nn.Sequential(make(), make(group))
+    expected = copy.deepcopy([weight.panels for weight in model[0].experts.weights])
+    parallelize(model, group, dense=dense)
+    for weight, panels in zip(model[0].experts.weights, expected, strict=True):
+        whole = weight.panels.full_tensor() if dense == "fsdp" else weight.panels
+        assert_same_bits(whole, panels)
+
+
+@on_ranks(2)
+def test_distributed_data_parallel(group, rank):
+    layer = make()
+    wrapped = nn.parallel.DistributedDataParallel(layer)
+    x = tokens_of(COUNTS).split(COUNTS)[rank]
+    y, aux = wrapped(x)
+    assert_same_bits(y, make()(x)[0])
+    (y.square().sum() + aux.loss).backward()
+    assert layer.gate.w_gate.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("num_experts", [1, 3])
+@on_ranks(2)
+def test_parameters_are_counted_on_every_rank(group, rank, num_experts):
+    """The second of two ranks may have no experts."""
+    sizes = (D, num_experts, 1)
+    expected = count_parameters(MoE(*sizes, hidden_sizes=[7]))
+    layer = MoE(*sizes, hidden_sizes=[7], process_group=group)
+    assert count_parameters(layer) == expected
+    layer.experts = QuantizedExperts.from_experts(layer.experts, "int8")
+    assert count_parameters(layer) == expected
+    names = [entry.name for entry in expert_parameters(layer).values()]
+    assert names == ["experts.weight_0_int8_7x5_g5_float32", "experts.weight_1_int8_5x7_g7_float32"]
+
+
+@on_ranks(4)
+def test_replicas_have_the_panels_of_the_first(group, rank):
+    torch.manual_seed(rank // 2)
+    mesh = mesh_of(2, 2)
+    layer = MoE(D, 4, 2, hidden_sizes=[7], process_group=mesh)
+    layer.experts = QuantizedExperts.from_experts(layer.experts, "int8")
+    parallelize(layer, mesh)
+    panels = Ranks(group).gather_objects(
+        [weight.panels.detach() for weight in layer.experts.weights]
+    )
+    assert_all_same_bits(panels[rank], panels[rank % 2])

@@ -1,0 +1,560 @@
+"""QuantizedExperts: equal to experts with the dequantized weights; what users do with modules."""
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from assertions import (
+    MIB,
+    assert_all_same_bits,
+    assert_same_bits,
+    gradients,
+    peak_mib,
+    tensors_of,
+)
+from layers import TABLE, D, E, layer_of, make_layer, make_x, total
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_ext import (
+    FeedForwardExperts,
+    MoE,
+    QuantizedExperts,
+    TopKGate,
+    count_parameters,
+    ops,
+)
+from moe_ext.formats import FORMATS, PackedWeight, dequantize, quantize
+from moe_ext.optim import FactoredAdam, split_parameters
+
+SWIGLU = {"activation": "swiglu", "bias": True}
+QUANTIZABLE = [name for name in FORMATS if name not in ("gguf_q4_k", "gguf_q6_k")]
+
+
+def make_experts(num_experts=4, d_model=64, hidden=128, dtype=None, **options):
+    """Makes feed-forward experts with random biases."""
+    experts = FeedForwardExperts(num_experts, d_model, [hidden], dtype=dtype, **options)
+    for bias in experts.biases or ():
+        torch.nn.init.normal_(bias)
+    return experts
+
+
+def random_file(format, outputs, inputs, num_experts=4):
+    """Returns the codes of GGUF types that quantize does not write; the numbers are finite."""
+    size = {"gguf_q4_k": 144, "gguf_q6_k": 210}[format]
+    shape = num_experts, outputs, inputs // 256 * size
+    blocks = torch.randint(256, shape, dtype=torch.uint8).view(-1, size)
+    factors = [slice(0, 2), slice(2, 4)] if format == "gguf_q4_k" else [slice(208, 210)]
+    for factor in factors:
+        numbers = torch.rand(len(blocks), 1, dtype=torch.float16) * 2e-3
+        blocks[:, factor] = numbers.view(torch.uint8)
+    return blocks.view(shape), None
+
+
+def make_quantized(format="mxfp4", **options):
+    if format in QUANTIZABLE:
+        return QuantizedExperts.from_experts(make_experts(**options), format)
+    weights = [
+        PackedWeight.pack(*random_file(format, 256 * factor, 256), format=format)
+        for factor in (2, 1)
+    ]
+    biases = [torch.randn(4, 512), torch.randn(4, 256)]
+    return QuantizedExperts(weights, biases, activation="swiglu")
+
+
+def trained(module):
+    return [param for param in module.parameters() if param.requires_grad]
+
+
+def run(experts, x, **arguments):
+    """Returns the output and the gradients of x, the gates and the biases."""
+    leaves = [x, *(experts.biases or ())]
+    if "gates" in arguments:
+        leaves.append(arguments["gates"])
+    for leaf in leaves:
+        leaf.requires_grad_()
+    y = experts(x, **arguments)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    return [y, *torch.autograd.grad(y, leaves, weight)]
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("format", FORMATS)
+def test_equals_dequantized_experts(format, dtype):
+    """For rows with and without offsets, and for tokens with their gates."""
+    quantized = make_quantized(format, **SWIGLU).to(dtype)
+    experts = quantized.dequantize(dtype)
+    rows = torch.randn(24, quantized.d_model, dtype=dtype)
+    offsets = torch.tensor([0, 7, 7, 23, 24])
+    for given in (offsets, None):
+        arguments = {"x": rows, "offsets": given}
+        assert_all_same_bits(run(quantized, **arguments), run(experts, **arguments))
+    index = torch.rand(11, 4).topk(2).indices
+    plan = ops.dispatch_plan(index, 4)
+    for recompute in (False, True):
+        arguments = {
+            "x": torch.randn(11, quantized.d_model, dtype=dtype),
+            "offsets": plan.offsets,
+            "inverse": plan.inverse,
+            "gates": torch.rand(11, 2),
+            "recompute": recompute,
+        }
+        assert_all_same_bits(run(quantized, **arguments), run(experts, **arguments))
+
+
+@pytest.mark.parametrize("format", QUANTIZABLE)
+def test_weights_are_those_of_quantize(format):
+    experts = make_experts()
+    quantized = QuantizedExperts.from_experts(experts, format)
+    for weight, packed in zip(experts.weights, quantized.weights, strict=True):
+        codes, scales = quantize(weight.mT, format)
+        restored = packed.unpack()
+        assert torch.equal(restored.codes.view(torch.uint8), codes.view(torch.uint8))
+        assert scales is None or torch.equal(restored.scales, scales)
+        expected = dequantize(codes, scales, format=format, dtype=torch.bfloat16)
+        assert_same_bits(packed.dequantize(torch.bfloat16), expected)
+    assert_all_same_bits(
+        quantized.dequantize().weights,
+        [packed.dequantize().mT.contiguous() for packed in quantized.weights],
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_experts_of_any_dtype_are_quantized(dtype):
+    experts = make_experts(dtype=dtype, bias=True)
+    quantized = QuantizedExperts.from_experts(experts, ["int4", "int8"], group=64)
+    assert [weight.group for weight in quantized.weights] == [64, 64]
+    scales = torch.float32 if dtype == torch.float64 else dtype
+    assert {weight.scales for weight in quantized.weights} == {scales}
+    assert {bias.dtype for bias in quantized.biases} == {dtype}
+    for bias, copied in zip(experts.biases, quantized.biases, strict=True):
+        assert_same_bits(copied, bias)
+        assert copied.data_ptr() != bias.data_ptr()
+
+
+def test_clamped_activations():
+    options = {"activation": "interleaved_clamped_swiglu", "activation_args": (0.5, 1.702, 1)}
+    quantized = QuantizedExperts.from_experts(make_experts(**options), "nf4")
+    assert quantized.activation_args == (0.5, 1.702, 1.0)
+    x = torch.randn(20, 64)
+    assert_same_bits(quantized(x, None), quantized.dequantize()(x, None))
+
+
+def test_integer_arithmetic():
+    """For inference; it differs from the exact one by the rounding of x to 8 bits."""
+    quantized = make_quantized(**SWIGLU)
+    x = torch.randn(20, 64)
+    exact = quantized(x, None)
+    quantized.arithmetic = "integer"
+    assert "arithmetic=integer, formats" in repr(quantized)
+    y = quantized(x, None)
+    expected = ops.packed_experts(
+        x, quantized.weights, quantized.biases, "swiglu", arithmetic="integer"
+    )
+    assert_same_bits(y, expected)
+    assert 0 < (y - exact).abs().max() < 0.05 * exact.abs().max()
+    parts = quantized.split([1, 3])
+    assert_same_bits(torch.cat([parts[0](x[:5], None), parts[1](x[5:], None)]), y)
+    with pytest.raises(ValueError, match="^packed_experts: arithmetic must be exact where a grad"):
+        quantized(x.requires_grad_(), None)
+
+
+def test_codes_of_a_file():
+    """Biases are frozen; a bias is trained after requires_grad_."""
+    codes, scales = quantize(torch.randn(4, 32, 64), "mxfp4")
+    weight = PackedWeight.pack(codes, scales, format="mxfp4")
+    quantized = QuantizedExperts([weight], [torch.randn(4, 32)])
+    assert quantized.weights[0].panels.data_ptr() == weight.panels.data_ptr()
+    assert quantized.d_model == 64 and quantized.d_output == 32 and not trained(quantized)
+    x = torch.randn(8, 64)
+    quantized.bias_0.requires_grad_()
+    quantized(x, None).sum().backward()
+    assert_same_bits(quantized.bias_0.grad, torch.full((4, 32), 2.0))
+    assert torch.equal(quantized.weights[0].unpack().codes, codes)
+
+
+# In a layer
+
+
+def both_layers(name, **options):
+    """Returns a layer with quantized experts, and one with their dequantized weights."""
+    layer = make_layer(name, **options)
+    twin = copy.deepcopy(layer)
+    layer.experts = QuantizedExperts.from_experts(layer.experts, ["int8", "fp8"])
+    twin.experts = layer.experts.dequantize(torch.float64).requires_grad_(False)
+    return layer, twin
+
+
+def results(layer, x, mask=None, function=None):
+    """Returns y, the report and the gradients of x and of trained parameters, for one seed."""
+    torch.manual_seed(1)
+    leaf = x.detach().clone().requires_grad_()
+    y, aux = (layer if function is None else function)(leaf, mask)
+    grads = gradients([total(y, aux)], [leaf, *trained(layer)], [None])
+    return [y, *tensors_of(aux), *grads]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "modules"])
+def test_layers_equal_layers_of_dequantized_experts(name, recompute):
+    """For every gate, with capacity, a shared expert and zero-computation experts."""
+    layer, twin = both_layers(name, recompute=recompute, bias=True)
+    mask = torch.rand(11) > 0.2
+    for given in (None, mask):
+        x = make_x(11)
+        assert_all_same_bits(results(layer, x, given), results(twin, x, given))
+    assert len(trained(layer)) == len(trained(twin)) >= 1
+
+
+def test_an_expert_dtype_is_that_of_the_biases():
+    """Without biases, the experts compute in the dtype of the tokens."""
+    for bias, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        layer = MoE(64, 4, 2, hidden_sizes=[64], bias=bias, expert_dtype=torch.bfloat16)
+        layer.experts = QuantizedExperts.from_experts(layer.experts, "mxfp4")
+        twin = copy.deepcopy(layer).eval()
+        twin.experts = layer.experts.dequantize(dtype)
+        x = torch.randn(20, 64)
+        y = layer.eval()(x)[0]
+        assert y.dtype == torch.float32
+        assert_same_bits(y, twin(x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    quantized = make_quantized(**SWIGLU)
+    experts = quantized.dequantize()
+    x = torch.randn(20, 64)
+    with torch.autocast("cpu", dtype):
+        y = quantized(x, None)
+        assert y.dtype == dtype
+        assert_same_bits(y, experts(x, None))
+
+
+def test_split():
+    quantized = make_quantized(**SWIGLU)
+    x, offsets = torch.randn(20, 64), torch.tensor([0, 3, 9, 9, 20])
+    first, second = quantized.split([1, 3])
+    parts = [first(x[:3], offsets[:2]), second(x[3:], offsets[1:] - 3)]
+    assert_same_bits(torch.cat(parts), quantized(x, offsets))
+
+
+def test_compiles_to_one_graph():
+    layer = MoE(64, 4, 2, gate=TopKGate(64, 4, 2), experts=make_quantized(**SWIGLU))
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (9, 20):
+        x = torch.randn(num_tokens, 64)
+        assert_all_same_bits(results(layer, x, function=compiled), results(layer, x))
+
+
+def test_export():
+    layer = MoE(64, 4, 2, gate=TopKGate(64, 4, 2), experts=make_quantized(**SWIGLU)).eval()
+    free = ({0: torch.export.Dim("batch", min=2)},)
+    program = torch.export.export(layer, (torch.randn(9, 64),), dynamic_shapes=free)
+    x = torch.randn(14, 64)
+    assert_same_bits(program.module()(x)[0], layer(x)[0])
+
+
+# State
+
+
+def assert_same_experts(actual, expected):
+    """Compares types, names, panels and outputs."""
+    state, other = actual.state_dict(), expected.state_dict()
+    assert state.keys() == other.keys()
+    assert_all_same_bits(state.values(), other.values())
+    assert [weight[1:] for weight in actual.weights] == [weight[1:] for weight in expected.weights]
+    x = torch.randn(12, expected.d_model)
+    assert_same_bits(actual(x, None), expected(x, None))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_copies_and_files(format, tmp_path):
+    quantized = make_quantized(format, **SWIGLU)
+    assert_same_experts(copy.deepcopy(quantized), quantized)
+    assert_same_experts(pickle.loads(pickle.dumps(quantized)), quantized)
+    file = io.BytesIO()
+    torch.save(quantized, file)
+    file.seek(0)
+    assert_same_experts(torch.load(file, weights_only=False), quantized)
+    torch.save(quantized.state_dict(), tmp_path / "state.pt")
+    save_file(quantized.state_dict(), tmp_path / "state.safetensors")
+    for state in (
+        torch.load(tmp_path / "state.pt", mmap=True),
+        load_file(tmp_path / "state.safetensors"),
+    ):
+        made = QuantizedExperts.from_state_dict(state, activation="swiglu")
+        assert_same_experts(made, quantized)
+        blank = copy.deepcopy(quantized)
+        with torch.no_grad():
+            for param in blank.parameters():
+                param.zero_()
+        blank.load_state_dict(state)
+        assert_same_experts(blank, quantized)
+
+
+def test_safetensors_of_a_layer(tmp_path):
+    layer, other = (
+        MoE(64, 4, 2, experts=make_quantized(**SWIGLU), gate=TopKGate(64, 4, 2)) for _ in "ab"
+    )
+    save_model(layer, tmp_path / "layer.safetensors")
+    load_model(other, tmp_path / "layer.safetensors")
+    x = torch.randn(9, 64)
+    assert_same_bits(other(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("format", QUANTIZABLE)
+def test_made_on_the_meta_device(format, assign):
+    quantized = make_quantized(format, **SWIGLU)
+    with torch.device("meta"):
+        blank = QuantizedExperts.from_experts(FeedForwardExperts(4, 64, [128], **SWIGLU), format)
+    assert {param.device.type for param in blank.parameters()} == {"meta"}
+    if not assign:
+        blank.to_empty(device="cpu")
+    blank.load_state_dict(quantized.state_dict(), assign=assign)
+    assert_same_experts(blank, quantized)
+    assert not trained(blank)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda module: module.half(),
+        lambda module: module.bfloat16(),
+        lambda module: module.double(),
+        lambda module: module.to("cpu", torch.bfloat16),
+        lambda module: module.to(torch.zeros((), dtype=torch.float16)),
+    ],
+)
+def test_a_change_of_dtype_leaves_the_panels(cast):
+    quantized = make_quantized(**SWIGLU)
+    before = [weight.panels.clone() for weight in quantized.weights]
+    cast(quantized)
+    assert_all_same_bits([weight.panels for weight in quantized.weights], before)
+    dtype = quantized.bias_0.dtype
+    assert dtype != torch.float32
+    x = torch.randn(8, 64, dtype=dtype)
+    assert_same_bits(quantized(x, None), quantized.dequantize(dtype)(x, None))
+
+
+OTHER_FORMATS = {
+    "format": lambda experts: QuantizedExperts.from_experts(experts, "int8"),
+    "nf4": lambda experts: QuantizedExperts.from_experts(experts, "nf4"),
+    "group": lambda experts: QuantizedExperts.from_experts(experts, "int4", group=32),
+    "scales": lambda experts: QuantizedExperts.from_experts(
+        experts.to(torch.bfloat16), "int4", group=64
+    ),
+    "sizes": lambda _: QuantizedExperts.from_experts(make_experts(d_model=56), "int4", group=8),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_FORMATS)
+def test_a_state_of_another_format_is_refused(other):
+    """Panels of int4 with groups of 64 have the shape of those of nf4."""
+    experts = make_experts()
+    quantized = QuantizedExperts.from_experts(experts, "int4", group=64)
+    state = OTHER_FORMATS[other](experts).state_dict()
+    before = [weight.panels.clone() for weight in quantized.weights]
+    with pytest.raises(RuntimeError, match=r"Missing.*weight_0_int4_128x64_g64_float32"):
+        quantized.load_state_dict(state)
+    assert_all_same_bits([weight.panels for weight in quantized.weights], before)
+    if other == "nf4":
+        shapes, here = (
+            [each.shape for each in some.values()] for some in (state, quantized.state_dict())
+        )
+        assert shapes == here
+
+
+# Memory
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Eight experts of 8 MiB."""
+    return make_experts(num_experts=8, d_model=1024, hidden=1024)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int8", "fp8", "gguf_q8_0"])
+def test_peak_of_memory_of_from_experts(large, format):
+    """The result, and less than one expert."""
+    made = []
+    peak = peak_mib(lambda: made.append(QuantizedExperts.from_experts(large, format)))
+    result = sum(param.nbytes for param in made[0].parameters()) / MIB
+    assert result < peak < result + 8
+
+
+def test_peak_of_memory_of_dequantize(large):
+    quantized = QuantizedExperts.from_experts(large, "mxfp4")
+    peak = peak_mib(lambda: quantized.dequantize(torch.bfloat16))
+    assert 32 <= peak < 32 + 8
+
+
+def test_no_weight_is_written_to_memory(large):
+    """Neither forward nor backward needs a matrix of weights, which would have 4 MiB."""
+    quantized = QuantizedExperts.from_experts(large, "mxfp4")
+    x = torch.randn(64, 1024, requires_grad=True)
+
+    def peak(experts):
+        return peak_mib(lambda: torch.autograd.grad(experts(x, None).sum(), x))
+
+    assert peak(quantized) < peak(quantized.dequantize().requires_grad_(False)) + 1
+
+
+# Training around frozen experts
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FactoredAdam])
+@pytest.mark.parametrize("of", ["parameters", "split"])
+def test_optimizers_leave_the_panels(make, of):
+    torch.manual_seed(0)
+    layer = MoE(64, 4, 2, gate=TopKGate(64, 4, 2), experts=make_quantized(**SWIGLU))
+    layer.experts.bias_1.requires_grad_()
+    before = {name: param.detach().clone() for name, param in layer.named_parameters()}
+    split = split_parameters(layer)
+    assert not split.experts and len(split.rest) == len(before)
+    optimizer = make(layer.parameters() if of == "parameters" else split.rest, lr=0.1)
+    y, aux = layer(torch.randn(20, 64))
+    (y.square().mean() + aux.loss).backward()
+    norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    assert norm.isfinite() and norm > 0
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    changed = {n for n, param in layer.named_parameters() if not torch.equal(param, before[n])}
+    assert changed == {"gate.w_gate", "experts.bias_1"}
+
+
+def test_averages_leave_the_panels():
+    quantized = make_quantized(**SWIGLU)
+    average = AveragedModel(quantized)
+    for _ in range(3):
+        average.update_parameters(quantized)
+    assert_same_experts(average.module, quantized)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int8", "gguf_q4_k"])
+def test_parameters_are_counted(format):
+    """The numbers of weights count, not the bytes."""
+    quantized = make_quantized(format, **SWIGLU)
+    layer = MoE(quantized.d_model, 4, 2, experts=quantized)
+    expected = MoE(quantized.d_model, 4, 2, experts=quantized.dequantize())
+    assert count_parameters(layer) == count_parameters(expected)
+    assert count_parameters(quantized) == count_parameters(expected.experts)
+    assert f"parameters={count_parameters(expected).total}," in repr(layer)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("trains", ["x", "bias"])
+def test_operations_are_counted(trains, recompute):
+    quantized = make_quantized(**SWIGLU)
+    counted = []
+    for experts in (quantized, quantized.dequantize().requires_grad_(False)):
+        x = torch.randn(12, 64, requires_grad=trains == "x")
+        experts.bias_0.requires_grad_(trains == "bias")
+        with FlopCounterMode(display=False) as counter:
+            experts(x, None, recompute=recompute).sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 2 * 12 * (64 * 256 + 128 * 64)
+
+
+# Other
+
+
+def test_no_experts():
+    """A rank may have none."""
+    for format in ("mxfp4", "int4", "fp8", "gguf_q8_0"):
+        quantized = QuantizedExperts.from_experts(make_experts(num_experts=0, bias=True), format)
+        other = QuantizedExperts.from_experts(make_experts(bias=True), format)
+        assert quantized.state_dict().keys() == other.state_dict().keys()
+        assert quantized(torch.randn(0, 64), torch.zeros(1, dtype=torch.int64)).shape == (0, 64)
+        assert quantized.dequantize().weights[0].shape == (0, 64, 128)
+
+
+def test_the_text_of_a_module():
+    quantized = QuantizedExperts.from_experts(make_experts(**SWIGLU), ["mxfp4", "gguf_q8_0"])
+    assert repr(quantized) == (
+        "QuantizedExperts(4 x (64 -> 128 -> 64), activation=swiglu, bias=True, "
+        "formats=mxfp4 gguf_q8_0, 71,680 bytes)"
+    )
+
+
+from_experts, from_state_dict = QuantizedExperts.from_experts, QuantizedExperts.from_state_dict
+FILE = PackedWeight.pack(*quantize(torch.ones(4, 32, 64), "mxfp4"), format="mxfp4")
+BACK = PackedWeight.pack(*quantize(torch.ones(4, 64, 32), "mxfp4"), format="mxfp4")
+ERRORS = {
+    "QuantizedExperts(FILE)": "weights must be a sequence of PackedWeight, got PackedWeight",
+    "QuantizedExperts([FILE.panels])": "weights must be a sequence of PackedWeight, got Tensor",
+    "QuantizedExperts([])": "weights must have at least one layer, got 'none'",
+    "QuantizedExperts([FILE, FILE])": "weights[0].outputs must be 1 x 64, for relu and weights[1], "
+    "got 32",
+    "QuantizedExperts([FILE, BACK], activation='swiglu')": "weights[0].outputs must be 2 x 32, for "
+    "swiglu and weights[1], got 32",
+    "QuantizedExperts([FILE._replace(panels=FILE.panels[:, :1])])": "weights[0].panels must have "
+    "shape (4, 2, 576), got (4, 1, 576)",
+    "QuantizedExperts([FILE._replace(panels=FILE.panels.int())])": "weights[0].panels must have "
+    "dtype torch.uint8, got torch.int32",
+    "QuantizedExperts([FILE._replace(format='q3')])": "weights[0].format must be one of fp8, ",
+    "QuantizedExperts([FILE], activation='step')": "activation must be one of ",
+    "QuantizedExperts([FILE], activation='clamped_swiglu')": "activation_args must be limit, ",
+    "QuantizedExperts([FILE], arithmetic='int')": "arithmetic must be one of exact, integer, got ",
+    "QuantizedExperts([FILE], [])": "biases must be None or have one tensor for each of 1 weights",
+    "QuantizedExperts([FILE], [1])": "biases[0] must be a tensor, got int",
+    "QuantizedExperts([FILE], [torch.zeros(4, 64)])": "biases[0] must have shape (4, 32), got ",
+    "QuantizedExperts([FILE], [torch.zeros(4, 32).int()])": "biases[0] must have the same floating",
+    "from_experts(FILE, 'int8')": "experts must be a FeedForwardExperts, got Pack",
+    "from_experts(torch.nn.ReLU(), 'int8')": "experts must be a FeedForwardExperts, got ReLU",
+    "from_experts(make_experts(), 'q3')": "format must be one of fp8, ",
+    "from_experts(make_experts(), ['int8'])": "format must be a name, or one name "
+    "for each of 2 layers, got ['int8']",
+    "from_experts(make_experts(), 'mxfp4', group=32)": "group must be None without "
+    "a layer in int4, int8 or fp8, got 32",
+    "from_experts(make_experts(), 'int4', group=0)": "weight_0 cannot be packed in "
+    "int4: quantize: group must be at least 1, got 0",
+    "from_experts(make_experts(), 'int8', group=4)": "weight_0 cannot be packed in "
+    "int8: PackedWeight: scales must belong to a multiple of 8 inputs, or to all of a row",
+    "from_experts(make_experts(hidden=48), 'mxfp4')": "weight_1 cannot be packed "
+    "in mxfp4: quantize: weight must have a multiple of 32 inputs for mxfp4",
+    "from_experts(make_experts(), 'gguf_q4_k')": "weight_0 cannot be packed in "
+    "gguf_q4_k: quantize: format must be one of ",
+    "from_experts(infinite(), 'nf4')": "weight_1 cannot be packed in nf4: quantize:"
+    " weight must be finite, got 'NaN or infinity'",
+    "from_state_dict({'weight_0': FILE.panels})": "state_dict must have only names "
+    "such as bias_0 and weight_0_mxfp4_128x64_g32_uint8, got 'weight_0'",
+    "from_state_dict({'bias_0': FILE.panels})": "state_dict must have a weight, and"
+    " a bias or none, for each layer, got ['bias_0']",
+    "make_quantized()(torch.ones(3, 64), [0])": "offsets must be a tensor, got list",
+    "make_quantized()([1], None)": "x must be a tensor, got list",
+    "make_quantized(bias=True)(torch.ones(4, 64).bfloat16(), None)": "x must have the dtype of the "
+    "biases, torch.float32, got torch.bfloat16; use torch.autocast, or cast x or the biases",
+}
+
+
+def infinite():
+    experts = make_experts()
+    experts.weight_1.detach()[2, 3, 4] = torch.inf
+    return experts
+
+
+@pytest.mark.parametrize("call", ERRORS)
+def test_errors(call):
+    """Errors name the class, the argument, the rule and the value."""
+    message = f"^QuantizedExperts: {re.escape(ERRORS[call])}"
+    with pytest.raises((TypeError, ValueError), match=message):
+        eval(call)
+
+
+def test_errors_of_x_do_not_speak_of_the_weights():
+    for x in (torch.ones(4, 64, dtype=torch.int64), torch.ones(4, 60)):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            make_quantized()(x, None)
+        assert "dtype of the weights" not in str(raised.value)
+    layer = layer_of(TopKGate(D, E, 2), bias=True)
+    layer.experts = QuantizedExperts.from_experts(layer.experts, "int8")
+    with pytest.raises(TypeError, match="^QuantizedExperts: x must have the dtype of the biases"):
+        layer(make_x(5, dtype=torch.bfloat16))
