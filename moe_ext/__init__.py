@@ -12,7 +12,9 @@ Each line names a part of the package, the paper's section or equation, and the 
     MoELSTM      an LSTM with a MoE as its weight matrix Sec. 3.1     moe_ext/recurrent/
     ops          the operators                                        moe_ext/ops/
     optim        factored Adam and Adagrad, schedules    App. D       moe_ext/optim/
-    distributed  experts sharded over ranks              Sec. 3       moe_ext/distributed/
+    dispatch     how tokens reach their experts          Sec. 3.1     moe_ext/dispatch/
+    ranks        process groups and collectives                       moe_ext/ranks/
+    distributed  models with experts on several ranks    Sec. 3       moe_ext/distributed/
     counting     total and active parameters                          moe_ext/_counting.py
     presets      the layers of known models                           moe_ext/presets.py
     integrations models of other libraries                           moe_ext/integrations/
@@ -26,7 +28,7 @@ _build.load()
 # The imports below need the operators, which load() registers.
 from moe_ext import ops  # noqa: E402
 from moe_ext._C import empty_cache  # noqa: E402
-from moe_ext._capacity import Drop  # noqa: E402
+from moe_ext._capacity import Capacity, Drop  # noqa: E402
 from moe_ext._counting import ParameterCount, count_parameters  # noqa: E402
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts  # noqa: E402
 from moe_ext.gates import (  # noqa: E402
@@ -46,6 +48,8 @@ from moe_ext.gates import (  # noqa: E402
 )
 from moe_ext.hierarchical import HierarchicalMoE  # noqa: E402
 from moe_ext.losses import (  # noqa: E402
+    ImportanceLoss,
+    LoadLoss,
     RouterLoss,
     SwitchLoss,
     ZLoss,
@@ -54,7 +58,7 @@ from moe_ext.losses import (  # noqa: E402
     importance_loss,
     load_loss,
 )
-from moe_ext.moe import MoE, MoEAux  # noqa: E402
+from moe_ext.moe import KeepAux, MoE, MoEAux  # noqa: E402
 from moe_ext.quantized import QuantizedExperts  # noqa: E402
 from moe_ext.recurrent import MoELSTM, MoELSTMCell  # noqa: E402
 from moe_ext.shared import SharedExpert  # noqa: E402
@@ -63,6 +67,7 @@ __version__ = _build.version()
 
 __all__ = [
     "BalancedGate",
+    "Capacity",
     "Drop",
     "ExpertChoiceGate",
     "Experts",
@@ -71,6 +76,9 @@ __all__ = [
     "HierarchicalBalancedGate",
     "HierarchicalMoE",
     "HierarchicalNoisyTopKGate",
+    "ImportanceLoss",
+    "KeepAux",
+    "LoadLoss",
     "MoE",
     "MoEAux",
     "MoELSTM",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -10,80 +11,91 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.checks import require, require_one_of, require_positive
-from moe_ext.distributed._rows import columns_of
-from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
-from moe_ext.gates import Routing
+from moe_ext.ranks import AllToAll, Ranks, blocks
+from moe_ext.ranks._rows import columns_of
+from moe_ext.routing import Routing
 
 Drop = Literal["position", "score"]
 
 
-def checked_capacity(capacity_factor: float | None, drop: Drop) -> float | None:
-    """Returns the capacity factor as a float; it may be infinite.
+@dataclass(frozen=True)
+class Capacity:
+    """Limits the tokens of each expert: ``MoE(capacity=Capacity(1.25))`` (arXiv 2101.03961).
 
-    Raises:
-        ValueError: an option of `MoE` is out of range, or drop has no effect.
-    """
-    if capacity_factor not in (None, math.inf):
-        (capacity_factor,) = require_positive("MoE", capacity_factor=capacity_factor)
-    require_one_of("MoE: drop", get_args(Drop), drop)
-    has_effect = capacity_factor is not None or drop == "position"
-    require(has_effect, "MoE: drop", "be left out without capacity_factor", drop)
-    return capacity_factor
+    An expert takes at most C of the T tokens of the batch (Eq. 3)::
 
+        C = ceil(factor · k · T / E)
 
-@torch.no_grad()
-def drop_slots(
-    routing: Routing,
-    num_experts: int,
-    k: int,
-    capacity_factor: float,
-    drop: Drop,
-    ranks: Ranks | None,
-) -> Routing:
-    """Sets `Routing.kept` so that no expert has more than C slots, and the metric share_dropped.
+    Assignments beyond C are dropped: no expert computes them, and their gates are not given to
+    other experts. Losses, importance, load and tokens_per_expert still count them. The metric
+    share_dropped is their fraction. With several ranks and balance="global", the batch has the
+    tokens of all ranks. E counts all experts of the gate; zero-computation experts have no limit.
+    On CUDA, the host synchronizes with the device.
 
-    The batch has T tokens on all ranks, and the gate has N experts::
-
-        C = ceil(capacity_factor · k · T / N)
-
-    Only the first num_experts of the N experts have a capacity; the others compute nothing. The
-    product is that of the decimal number that the user wrote: 0.9 · 50 / 3 is 15.
+    The product is that of the decimal number that the user wrote: 0.9 · 50 / 3 is 15.
 
     Args:
-        routing: the routing decision for this rank's tokens.
-        num_experts: E, the number of experts with a capacity.
-        k: experts per token.
-        capacity_factor: the capacity as a multiple of the mean number of slots per expert.
-        drop: see `MoE`. Tokens are ordered by rank, then within the rank.
-        ranks: the ranks that balance together; None: only this rank.
+        factor: the capacity as a multiple of the mean number of tokens per expert; may be infinite.
+        drop: which assignments an expert drops. "position": the assignments of its last tokens.
+            "score": the assignments with its lowest gates; among equal gates, the last tokens.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
-    name = "MoE: capacity_factor"
-    require(
-        routing.kept is None, name, "be None for a gate that sets Routing.kept", capacity_factor
-    )
-    expert_index, size = routing.expert_index, routing.importance.shape[0]
-    bounds = routing.token_offsets
-    num_tokens_here = expert_index.shape[0] if bounds is None else bounds.shape[0] - 1
-    plan = ops.dispatch_plan(expert_index, size)
-    here = torch.cat([plan.tokens_per_expert, expert_index.new_full((1,), num_tokens_here)])
-    of_ranks = here.unsqueeze(0) if ranks is None else ranks.gather(here)
-    counts, num_tokens = of_ranks.sum(0).split([size, 1])
-    product = (num_tokens * k).double() * capacity_factor / size
-    # 2⁻⁵⁰ is more than all roundings of the product, and of capacity_factor to a float.
-    capacity = (product * (1 - 2**-50)).ceil()
-    capacity = torch.minimum(capacity, num_tokens.double()).long()  # also if it is infinite
-    if drop == "position":
-        before = of_ranks[: 0 if ranks is None else ranks.rank, :size].sum(0)
-        place = plan.inverse + (before - plan.offsets[:-1])[expert_index]
-    elif ranks is None:
-        place = _places(expert_index.reshape(-1), routing.gates.reshape(-1), size)
-        place = place.view_as(expert_index)
-    else:
-        place = _places_over_ranks(plan, routing.gates, of_ranks[:, :size], ranks)
-    kept = (place < capacity) | (expert_index >= num_experts)
-    dropped = (counts[:num_experts] - capacity).clamp_min(0).sum()
-    share = dropped.to(routing.gates.dtype) / counts.sum().clamp_min(1)
-    return routing._replace(kept=kept, metrics=routing.metrics | {"share_dropped": share})
+
+    factor: float
+    drop: Drop = "position"
+
+    def __post_init__(self) -> None:
+        if self.factor != math.inf:
+            (factor,) = require_positive("Capacity", factor=self.factor)
+            object.__setattr__(self, "factor", factor)
+        require_one_of("Capacity: drop", get_args(Drop), self.drop)
+
+    @classmethod
+    def from_option(cls, capacity: Capacity | float | None) -> Capacity | None:
+        """Returns the capacity for a value of the option of `MoE`; a number is a factor."""
+        return capacity if isinstance(capacity, Capacity | None) else cls(capacity)
+
+    @torch.no_grad()
+    def drop_slots(
+        self, routing: Routing, num_experts: int, k: int, ranks: Ranks | None
+    ) -> Routing:
+        """Sets kept of a routing decision, so that no expert has more than C slots.
+
+        Adds the metric share_dropped.
+
+        Args:
+            routing: the routing decision for this rank's tokens.
+            num_experts: the number of experts with a capacity: the first ones.
+            k: experts per token.
+            ranks: the ranks that balance together; None: only this rank.
+        """
+        rule = "be None for a gate that sets Routing.kept"
+        require(routing.kept is None, "MoE: capacity", rule, self)
+        expert_index, size = routing.expert_index, routing.importance.shape[0]
+        bounds = routing.token_offsets
+        own_tokens = expert_index.shape[0] if bounds is None else bounds.shape[0] - 1
+        plan = ops.dispatch_plan(expert_index, size)
+        own_counts = torch.cat([plan.tokens_per_expert, expert_index.new_full((1,), own_tokens)])
+        rank_counts = own_counts.unsqueeze(0) if ranks is None else ranks.gather(own_counts)
+        counts, num_tokens = rank_counts.sum(0).split([size, 1])
+        product = (num_tokens * k).double() * self.factor / size
+        # 2⁻⁵⁰ is more than all roundings of the product, and of the factor to a float.
+        capacity = (product * (1 - 2**-50)).ceil()
+        capacity = torch.minimum(capacity, num_tokens.double()).long()  # also if it is infinite
+        if self.drop == "position":
+            before = rank_counts[: 0 if ranks is None else ranks.rank, :size].sum(0)
+            place = plan.inverse + (before - plan.offsets[:-1])[expert_index]
+        elif ranks is None:
+            place = _places(expert_index.reshape(-1), routing.gates.reshape(-1), size)
+            place = place.view_as(expert_index)
+        else:
+            place = _places_over_ranks(plan, routing.gates, rank_counts[:, :size], ranks)
+        kept = (place < capacity) | (expert_index >= num_experts)
+        dropped = (counts[:num_experts] - capacity).clamp_min(0).sum()
+        share = dropped.to(routing.gates.dtype) / counts.sum().clamp_min(1)
+        return routing._replace(kept=kept, metrics=routing.metrics | {"share_dropped": share})
 
 
 def _places(expert_index: Tensor, gates: Tensor, num_experts: int) -> Tensor:
@@ -106,12 +118,12 @@ def _places_over_ranks(
     Each rank sorts the slots of some experts. counts: [ranks, E], the slots of each rank.
     """
     columns = [len(block) for block in blocks(range(counts.shape[1]), ranks.size)]
-    of_blocks = counts.split(columns, 1)
-    sizes = torch.stack([block.sum(1) for block in of_blocks], 1).tolist()  # [from, to]
+    block_counts = counts.split(columns, 1)
+    sizes = torch.stack([block.sum(1) for block in block_counts], 1).tolist()  # [from, to]
     num_sent, num_received = sizes[ranks.rank], [row[ranks.rank] for row in sizes]
     sent = gates.reshape(-1)[plan.permutation]
     received = AllToAll(sent, ranks, num_sent, num_received).wait()
     # Received slots are sorted by rank, then expert, then token.
-    expert_index = columns_of(of_blocks[ranks.rank], len(received))
+    expert_index = columns_of(block_counts[ranks.rank], len(received))
     place = _places(expert_index, received, columns[ranks.rank])
     return AllToAll(place, ranks, num_received, num_sent).wait()[plan.inverse]

@@ -90,12 +90,11 @@ def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
 
     def add(parameters: Iterable[Tensor], share: Fraction, copies: Fraction | None = None) -> None:
         nonlocal total, active
-        known = (each for each in parameters if id(each) not in seen and not is_lazy(each))
-        new = {id(each): each for each in known}
+        new = {id(p): p for p in parameters if id(p) not in seen and not is_lazy(p)}
         seen.update(new)
         # A rank without experts knows the size of one: a row, see `Experts`.
         minimum = 0 if copies is None else 1
-        size = (copies or 1) * sum(size_of(each, minimum) for each in new.values())
+        size = (copies or 1) * sum(size_of(p, minimum) for p in new.values())
         total += int(size)
         active += share * size
 
@@ -113,16 +112,20 @@ def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
 def is_of_transformers(module: nn.Module) -> bool:
     """Returns whether a module holds the experts of a mixture layer of transformers."""
     # The decorator and the quantized classes of transformers define _apply_gate.
-    of_experts = hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
-    return of_experts and unwrapped_module(module) is module  # a wrapper has these attributes too
+    holds_experts = hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
+    return (
+        holds_experts and unwrapped_module(module) is module
+    )  # a wrapper has these attributes too
 
 
 def _experts_per_token(model: nn.Module, k: int | None) -> int:
     if k is None:
         configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-        texts = [each.get_text_config() for each in configs if hasattr(each, "get_text_config")]
-        found = [getattr(text, name, None) for text in texts for name in _EXPERTS_PER_TOKEN]
-        k = next((each for each in found if isinstance(each, int)), None)
+        texts = [
+            config.get_text_config() for config in configs if hasattr(config, "get_text_config")
+        ]
+        values = [getattr(text, name, None) for text in texts for name in _EXPERTS_PER_TOKEN]
+        k = next((value for value in values if isinstance(value, int)), None)
         rule = f"be given, because the configuration has none of {', '.join(_EXPERTS_PER_TOKEN)}"
         require(k is not None, "count_parameters: k", rule, k)
         assert k is not None

@@ -10,7 +10,7 @@ _NAME = re.compile(r"(?<![^.])(weight|bias)_(\d+)$")
 
 def former_name(name: str) -> str:
     """Returns a parameter's earlier name, such as "experts.weights.0" for "experts.weight_0"."""
-    return _NAME.sub(lambda found: f"{_LISTS[found[1]]}.{found[2]}", name)
+    return _NAME.sub(lambda match: f"{_LISTS[match[1]]}.{match[2]}", name)
 
 
 def current_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:

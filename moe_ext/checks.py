@@ -15,6 +15,7 @@ __all__ = [
     "require",
     "require_at_least",
     "require_bool",
+    "require_dtype",
     "require_floating",
     "require_k",
     "require_k_of_levels",
@@ -218,6 +219,13 @@ def require_floating(owner: str, x: Tensor) -> None:
     """Raises TypeError, prefixed by owner, if x is not floating point."""
     if not x.is_floating_point():
         raise TypeError(f"{owner}: x must have a floating-point dtype, got {x.dtype}")
+
+
+def require_dtype(owner: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Returns dtype; raises TypeError, prefixed by owner, if it is not floating point or None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{owner}: dtype must be a floating-point dtype, got {dtype!r}")
+    return dtype
 
 
 def require_mask(owner: str, mask: Tensor, shape: tuple[int, ...]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional as F
+from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
@@ -18,6 +20,7 @@ from moe_ext.checks import (
     is_whole,
     require,
     require_bool,
+    require_dtype,
     require_not_nested,
     require_sizes,
     require_tensor,
@@ -25,10 +28,38 @@ from moe_ext.checks import (
 from moe_ext.ops import GATED_ACTIVATIONS, Activation
 from moe_ext.ops._activations import checked_activation
 
-__all__ = ["Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
+__all__ = ["ActivationLike", "Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
 
 
 _Part = Callable[..., Tensor]  # a subset of the experts, with the arguments of Experts.forward
+
+
+ActivationLike = Activation | nn.Module | type[nn.Module] | Callable[[Tensor], Tensor]
+
+_NAMES: dict[Any, Activation] = {
+    nn.Identity: "identity",
+    nn.GELU: "gelu",
+    nn.ReLU: "relu",
+    nn.Sigmoid: "sigmoid",
+    nn.SiLU: "silu",
+    nn.Tanh: "tanh",
+    F.gelu: "gelu",
+    F.relu: "relu",
+    F.sigmoid: "sigmoid",
+    F.silu: "silu",
+    F.tanh: "tanh",
+    torch.relu: "relu",
+    torch.sigmoid: "sigmoid",
+    torch.tanh: "tanh",
+}
+
+
+def _name_of(activation: ActivationLike) -> Activation:
+    """Returns the name of an activation of torch; other values as they are."""
+    if isinstance(activation, nn.GELU) and activation.approximate == "tanh":
+        return "gelu_tanh"
+    name: Any = type(activation) if isinstance(activation, nn.Module) else activation
+    return cast(Activation, _NAMES.get(name, activation) if callable(name) else name)
 
 
 def uniform_(weight: Tensor, fan_in: int, generator: torch.Generator | None = None) -> None:
@@ -126,13 +157,15 @@ class FeedForwardExperts(Experts):
     Args:
         num_experts: E, the number of experts on this rank; may be 0.
         d_model: D, the width of an input row.
-        hidden_sizes: widths of the hidden layers.
-        activation: one of `moe_ext.ops.ACTIVATIONS`. A gated activation ("swiglu", …) doubles the
-            output width of the matrix before the activation.
+        hidden_sizes: widths of the hidden layers; a number: the width of a single one.
+        activation: one of `moe_ext.ops.ACTIVATIONS`, or torch's module or function for it, such as
+            nn.GELU() or torch.relu. A gated activation ("swiglu", …) doubles the output width of
+            the matrix before the activation.
         activation_args: (limit, alpha, offset) for `moe_ext.ops.CLAMPED_ACTIVATIONS`, else None.
             See `moe_ext.ops.experts`.
         bias: whether the layers have biases. The paper's experts have none.
         d_output: width of an output row; None: d_model.
+        device: device of weights and biases; None: torch's default device.
         dtype: dtype of weights, biases and input rows; None: torch's default dtype.
         first_expert: global index of the first expert on this rank.
 
@@ -157,45 +190,44 @@ class FeedForwardExperts(Experts):
         self,
         num_experts: int,
         d_model: int,
-        hidden_sizes: Sequence[int] = (),
+        hidden_sizes: int | Sequence[int] = (),
         *,
-        activation: Activation = "relu",
+        activation: ActivationLike = "relu",
         activation_args: Sequence[float] | None = None,
         bias: bool = False,
         d_output: int | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         first_expert: int = 0,
     ) -> None:
         super().__init__(num_experts, d_model, d_output)
+        sizes: Any = (hidden_sizes,) if is_whole(hidden_sizes) else hidden_sizes
         require(
-            isinstance(hidden_sizes, Sequence)
-            and all(is_whole(width) and width >= 1 for width in hidden_sizes),
+            isinstance(sizes, Sequence) and all(is_whole(size) and size >= 1 for size in sizes),
             "FeedForwardExperts: hidden_sizes",
-            "be a sequence of whole numbers, each at least 1",
+            "be a sequence of whole numbers, each at least 1, or one such number",
             hidden_sizes,
         )
+        activation = _name_of(activation)
         (self.first_expert,) = require_sizes("FeedForwardExperts", 0, first_expert=first_expert)
         self.activation_args: tuple[float, ...] | None = checked_activation(
             "FeedForwardExperts", activation, activation_args
         )
         (self.has_bias,) = require_bool("FeedForwardExperts", bias=bias)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(
-                f"FeedForwardExperts: dtype must be a floating-point dtype, got {dtype!r}"
-            )
+        dtype = require_dtype("FeedForwardExperts", dtype)
         self.activation: Activation = activation
         factor = 2 if activation in GATED_ACTIVATIONS else 1
-        fans_in = [d_model, *hidden_sizes]
+        fans_in = [d_model, *sizes]
         widths = [
-            *(factor * width for width in hidden_sizes),
+            *(factor * width for width in sizes),
             d_model if d_output is None else d_output,
         ]
         self.num_layers: int = len(widths)
         for i, (fan_in, width) in enumerate(zip(fans_in, widths, strict=True)):
-            weight = torch.empty(num_experts, fan_in, width, dtype=dtype)
+            weight = torch.empty(num_experts, fan_in, width, device=device, dtype=dtype)
             self.register_parameter(f"weight_{i}", nn.Parameter(weight))
         for i, width in enumerate(widths if bias else ()):
-            vector = torch.empty(num_experts, width, dtype=dtype)
+            vector = torch.empty(num_experts, width, device=device, dtype=dtype)
             self.register_parameter(f"bias_{i}", nn.Parameter(vector))
         self.register_load_state_dict_pre_hook(_take_former_names)
         self.reset_parameters()
@@ -203,7 +235,7 @@ class FeedForwardExperts(Experts):
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         """The weights [E, fan_in, width] of all layers."""
-        return tuple(getattr(self, f"weight_{i}") for i in range(self.num_layers))
+        return tuple([getattr(self, f"weight_{i}") for i in range(self.num_layers)])
 
     @property
     def biases(self) -> tuple[nn.Parameter, ...] | None:
@@ -242,8 +274,9 @@ class FeedForwardExperts(Experts):
         With inverse and gates, maps tokens x [T, D] to the mixture [T, d_output]. See
         `moe_ext.ops.experts` for offsets, token_offsets and recompute.
         """
-        require_not_nested("FeedForwardExperts", x=x)
-        if offsets is not None:
+        if not isinstance(x, Tensor) or x.is_nested:
+            require_not_nested("FeedForwardExperts", x=x)
+        if not isinstance(offsets, Tensor | None):
             require_tensor("FeedForwardExperts", offsets=offsets)
         try:
             return ops.experts(

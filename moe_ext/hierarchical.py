@@ -2,41 +2,29 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_k_of_levels
-from moe_ext.distributed.sharding import ExpertParallel
-from moe_ext.experts import Experts
+from moe_ext.experts import ActivationLike, Experts
 from moe_ext.gates import Gate, HierarchicalNoisyTopKGate
-from moe_ext.losses import RouterLoss
-from moe_ext.moe import MoE
-from moe_ext.ops import Activation
+from moe_ext.moe import MoE, _CommonOptions
 
 __all__ = ["HierarchicalMoE"]
 
 
-class _Options(TypedDict, total=False):
+class _Options(_CommonOptions, total=False):
     """The options of `MoE` that do not depend on the gate and do not need a flat one."""
 
-    hidden_sizes: Sequence[int] | None
-    activation: Activation
+    hidden_sizes: int | Sequence[int] | None
+    activation: ActivationLike
     activation_args: Sequence[float] | None
     bias: bool
     experts: Experts | nn.ModuleList | Sequence[nn.Module] | None
     shared_expert: nn.Module | None
-    recompute: bool
-    expert_dtype: torch.dtype | None
-    w_importance: float | None
-    w_load: float | None
-    losses: Sequence[RouterLoss]
-    process_group: ProcessGroup | DeviceMesh | None
-    parallel: ExpertParallel | None
 
 
 class HierarchicalMoE(MoE):
@@ -57,7 +45,7 @@ class HierarchicalMoE(MoE):
         gate: a `Gate` over the a · b experts. None: a `HierarchicalNoisyTopKGate` with
             noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
-        options: the other keyword arguments of `MoE`. Zero-computation experts and capacity_factor
+        options: the other keyword arguments of `MoE`. Zero-computation experts and a capacity
             need a gate on one level.
 
     Raises:
@@ -94,8 +82,13 @@ class HierarchicalMoE(MoE):
                 (k1, k2),
                 noise_epsilon=noise_epsilon,
                 generator=generator,
+                device=options.get("device"),
+                dtype=options.get("dtype"),
             )
-            noise_epsilon, generator = 1e-2, None  # MoE accepts neither together with a gate
+            # MoE accepts neither these together with a gate, nor those with a gate and experts.
+            noise_epsilon, generator = 1e-2, None
+            if options.get("experts") is not None:
+                options |= {"device": None, "dtype": None}
         super().__init__(
             d_model,
             num_groups * experts_per_group,

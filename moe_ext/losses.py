@@ -13,10 +13,12 @@ from moe_ext.checks import (
     require_shape,
     require_tensor,
 )
-from moe_ext.gates.gate import Routing
 from moe_ext.ops import cv_squared
+from moe_ext.routing import Routing
 
 __all__ = [
+    "ImportanceLoss",
+    "LoadLoss",
     "RouterLoss",
     "SwitchLoss",
     "ZLoss",
@@ -142,8 +144,58 @@ class RouterLoss:
         """Computes the unweighted loss, a scalar, from `sums`, summed over the ranks."""
         raise NotImplementedError(f"{type(self).__name__} must define value")
 
+    def evaluate(self, routing: Routing, *sums: Tensor) -> Tensor:
+        """Computes the unweighted loss, a scalar: `value` of the sums, unless a class overrides it.
+
+        A loss of importance or load reads these from routing, where they cover all ranks already.
+        """
+        return self.value(*sums)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.weight})"
+
+
+class _CVLoss(RouterLoss):
+    """Computes CV² of a statistic that the routing decision has summed over the ranks."""
+
+    def sums(
+        self, routing: Routing, tokens_per_expert: Tensor, sequence_offsets: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Returns no sums; see `RouterLoss.sums`."""
+        return ()
+
+
+class ImportanceLoss(_CVLoss):
+    """Computes CV(Importance(X))² (Eq. 7), the paper's loss of experts with uneven gates.
+
+    ``MoE(w_importance=w)`` is the short form of ``MoE(losses=[ImportanceLoss(w)])``. It computes
+    both losses of the paper with one operator.
+
+    Args:
+        weight: w_importance. The paper uses 0.1.
+    """
+
+    name = "importance_loss"
+
+    def evaluate(self, routing: Routing, *sums: Tensor) -> Tensor:
+        """Computes the unweighted loss, a scalar; see `RouterLoss.evaluate`."""
+        return cv_squared(routing.importance)
+
+
+class LoadLoss(_CVLoss):
+    """Computes CV(Load(X))² (Appendix A), the paper's loss of experts with uneven load.
+
+    ``MoE(w_load=w)`` is the short form; see `ImportanceLoss`.
+
+    Args:
+        weight: w_load. The paper uses 0.1.
+    """
+
+    name = "load_loss"
+
+    def evaluate(self, routing: Routing, *sums: Tensor) -> Tensor:
+        """Computes the unweighted loss, a scalar; see `RouterLoss.evaluate`."""
+        return cv_squared(routing.load)
 
 
 class SwitchLoss(RouterLoss):

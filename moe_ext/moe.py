@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import cast as typed
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.types import Device
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
-from moe_ext._capacity import Drop, checked_capacity, drop_slots
+from moe_ext._capacity import Capacity
 from moe_ext._compiled import uncompiled
 from moe_ext._counting import SparsePart, count_parameters
-from moe_ext._mixture import mixture
-from moe_ext._parts import (
-    checked_experts,
-    checked_gate,
-    checked_losses,
-    checked_shared_expert,
-    is_hierarchical,
-)
+from moe_ext._former_capacity import FormerCapacity, takes_former_capacity
 from moe_ext._ragged import offsets_of
-from moe_ext._replay import checked_index
-from moe_ext._zero_computation import add_identity, computed_slots
 from moe_ext.checks import (
     require,
     require_at_least,
@@ -39,17 +34,19 @@ from moe_ext.checks import (
     require_sizes,
     require_tensor,
 )
-from moe_ext.distributed._groups import gate_of_groups
-from moe_ext.distributed._options import parallel_options
-from moe_ext.distributed._whole import is_mark
-from moe_ext.distributed.ranks import Ranks
-from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
-from moe_ext.experts import Experts, FeedForwardExperts
-from moe_ext.gates import Gate, HierarchicalGate, NoisyTopKGate, Routing
+from moe_ext.dispatch import Dispatcher, ExpertParallel, ExpertSharding
+from moe_ext.dispatch._dispatchers import LocalDispatcher, make_dispatcher
+from moe_ext.dispatch._sharding import parallel_options
+from moe_ext.experts import ActivationLike, Experts, FeedForwardExperts, ModuleExperts
+from moe_ext.gates import Gate, NoisyTopKGate
 from moe_ext.losses import RouterLoss, cv_squared
 from moe_ext.ops._dtypes import cast
+from moe_ext.ranks import Ranks
+from moe_ext.ranks._whole import is_mark
+from moe_ext.routing import Routing
+from moe_ext.shared import SharedExpert
 
-__all__ = ["MoE", "MoEAux"]
+__all__ = ["KeepAux", "MoE", "MoEAux"]
 
 
 class MoEAux(NamedTuple):
@@ -112,7 +109,21 @@ class MoEAux(NamedTuple):
 _register_namedtuple(MoEAux, serialized_type_name="moe_ext.MoEAux")
 
 
-class MoE(nn.Module):
+class _CommonOptions(TypedDict, total=False):
+    """The options of `MoE` that hierarchical layers and presets take too."""
+
+    recompute: bool
+    expert_dtype: torch.dtype | None
+    w_importance: float | None
+    w_load: float | None
+    losses: Sequence[RouterLoss]
+    process_group: ProcessGroup | DeviceMesh | None
+    parallel: ExpertParallel | None
+    device: Device
+    dtype: torch.dtype | None
+
+
+class MoE(FormerCapacity, nn.Module):
     """Computes y = Σ_i G(x)_i E_i(x) (Eq. 1) with only the k chosen experts of each token.
 
     1. gate: selects k experts for each token of x [T, D]; their weights are the token's gates
@@ -136,8 +147,9 @@ class MoE(nn.Module):
     Args:
         d_model: D, the width of x.
         num_experts: E, the number of experts.
-        k: experts per token.
-        hidden_sizes: widths of the hidden layers of each expert. None: (4 · d_model,).
+        k: experts per token; top_k is accepted too, as for the gates.
+        hidden_sizes: widths of the hidden layers of each expert; a number: the width of a single
+            one. None: (4 · d_model,).
         activation, activation_args, bias: see `FeedForwardExperts`.
         gate: a `Gate`. None: a NoisyTopKGate with noise_epsilon and generator.
         experts: an `Experts`, or a sequence of arbitrary modules, one for each expert. None:
@@ -155,8 +167,8 @@ class MoE(nn.Module):
             the gate; y has the dtype of x. After ``layer.to(dtype)``, tokens are cast to the new
             dtype. None: torch's default dtype without a cast. Then x must have the dtype of the
             experts, unless autocast is on.
-        w_importance, w_load: weights of the importance loss and of the load loss. None: 0.1, or 0
-            with losses.
+        w_importance, w_load: weights of the importance loss and of the load loss; short forms of
+            `ImportanceLoss` and `LoadLoss`. None: 0.1, or 0 with losses.
         losses: losses in place of the paper's, or in addition to them, such as
             ``[SwitchLoss(0.01), ZLoss(1e-3)]``. Each is a `RouterLoss`.
         noise_epsilon, generator: see `NoisyTopKGate`.
@@ -167,27 +179,22 @@ class MoE(nn.Module):
             all of them. They add no rows, and ranks exchange nothing for them. On CUDA, the host
             synchronizes with the device to count the rows. Identity experts need d_output =
             d_model.
-        capacity_factor: limits each expert to C = ceil(capacity_factor · k · T / E) of the T tokens
-            of the batch (arXiv 2101.03961, Eq. 3). Assignments beyond C are dropped: no expert
-            computes them, and their gates are not given to other experts. Losses, importance, load
-            and tokens_per_expert still count them. The metric share_dropped is their fraction. With
-            several ranks and balance="global", the batch has the tokens of all ranks. The attribute
-            may change between steps. E counts all experts of the gate; zero-computation experts
-            have no limit. On CUDA, the host synchronizes with the device. None: nothing is dropped.
-        drop: which assignments an expert drops. "position": the assignments of its last tokens.
-            "score": the assignments with its lowest gates; among equal gates, the last tokens.
+        capacity: limits the tokens of each expert; a number is the factor of `Capacity`. The
+            attribute may change between steps. None: nothing is dropped.
         process_group: the ranks that share the experts; a short form of
             ``parallel=ExpertParallel(process_group)``.
         parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. None
             without process_group: this process has all experts.
+        device, dtype: of the parameters that the layer makes: those of the gate if gate is None,
+            and of the experts if experts is None. expert_dtype takes precedence for the experts.
+            None: torch's defaults.
 
     Attributes:
         gate: the gate module.
         losses: the constructor argument, as a tuple.
         experts: the experts of this rank.
         shared_expert: the constructor argument.
-        sharding: the assignment of experts to ranks, a `moe_ext.distributed.ExpertSharding`; None
-            without process_group and parallel.
+        dispatcher: how tokens reach the experts, a `moe_ext.dispatch.Dispatcher`.
 
     Raises:
         ValueError: an argument is out of range, has no effect because gate or experts are given, or
@@ -201,26 +208,16 @@ class MoE(nn.Module):
         torch.Size([8, 20, 512])
         >>> loss = y.square().mean() + aux.loss
 
-        In `torch.nn.Sequential`, wrap the layer in a module that returns y and stores aux. Set aux
-        to None before you copy the model, because a copy cannot have an autograd graph:
-
-        >>> class KeepAux(torch.nn.Module):
-        ...     def __init__(self, layer):
-        ...         super().__init__()
-        ...         self.layer = layer
-        ...
-        ...     def forward(self, x):
-        ...         y, self.aux = self.layer(x)
-        ...         return y
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))
-        >>> loss = model(torch.randn(5, 8)).square().mean() + model[1].aux.loss
+        In `torch.nn.Sequential`, use `KeepAux`.
     """
 
     gate: Gate
     experts: Experts
     w_importance: float
     w_load: float
+    _checked_weights: tuple[float, ...] = ()
 
+    @takes_former_capacity
     @explains_names
     def __init__(
         self,
@@ -228,8 +225,8 @@ class MoE(nn.Module):
         num_experts: int,
         k: int,
         *,
-        hidden_sizes: Sequence[int] | None = None,
-        activation: ops.Activation = "relu",
+        hidden_sizes: int | Sequence[int] | None = None,
+        activation: ActivationLike = "relu",
         activation_args: Sequence[float] | None = None,
         bias: bool = False,
         gate: Gate | None = None,
@@ -244,10 +241,11 @@ class MoE(nn.Module):
         generator: torch.Generator | None = None,
         num_identity_experts: int = 0,
         num_null_experts: int = 0,
-        capacity_factor: float | None = None,
-        drop: Drop = "position",
+        capacity: Capacity | float | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
         parallel: ExpertParallel | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         d_model, num_experts = require_sizes("MoE", d_model=d_model, num_experts=num_experts)
@@ -259,6 +257,10 @@ class MoE(nn.Module):
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
         own = hidden_sizes is not None or activation != "relu" or activation_args is not None
+        if experts is not None and gate is not None and (device is not None or dtype is not None):
+            raise ValueError(
+                "MoE: device and dtype must be left out when gate and experts are given"
+            )
         if experts is not None and (own or bias or expert_dtype is not None):
             raise ValueError(
                 "MoE: hidden_sizes, activation, activation_args, bias and expert_dtype must be "
@@ -269,35 +271,35 @@ class MoE(nn.Module):
         self.k = k
         self.recompute = recompute
         self.casts_tokens: bool = expert_dtype is not None
-        self.losses: tuple[RouterLoss, ...] = checked_losses(losses)
-        of_paper = 0.0 if losses else 0.1
+        self.losses: tuple[RouterLoss, ...] = _checked_losses(losses)
+        default = 0.0 if losses else 0.1
         self.w_importance, self.w_load = require_at_least(
             0,
             "MoE",
-            w_importance=of_paper if w_importance is None else w_importance,
-            w_load=of_paper if w_load is None else w_load,
+            w_importance=default if w_importance is None else w_importance,
+            w_load=default if w_load is None else w_load,
         )
+        self._checked_weights = self.w_importance, self.w_load
         self.num_identity_experts = num_identity_experts
         self.num_null_experts = num_null_experts
-        self.capacity_factor: float | None = checked_capacity(capacity_factor, drop)
-        self.drop: Drop = drop
+        self.capacity: Capacity | float | None = Capacity.from_option(capacity)
         if gate is None:
             gate = NoisyTopKGate(
-                d_model, num_choices, k, noise_epsilon=noise_epsilon, generator=generator
+                d_model,
+                num_choices,
+                k,
+                noise_epsilon=noise_epsilon,
+                generator=generator,
+                device=device,
+                dtype=dtype,
             )
-        for name, value in (sizes | {"capacity_factor": capacity_factor}).items():
-            rule = "be left out with a hierarchical gate"
-            require(not value or not is_hierarchical(gate), f"MoE: {name}", rule, value)
-        self.gate = checked_gate(gate, d_model=d_model, num_experts=num_choices, k=k)
-        parallel = parallel_options("MoE", process_group, parallel)
-        self.sharding: ExpertSharding | None = (
-            None if parallel is None else ExpertSharding(parallel, gate, num_experts)
+        for_flat_gates = sizes | {"capacity": capacity}
+        self.gate = _checked_gate(
+            gate, for_flat_gates, d_model=d_model, num_experts=num_choices, k=k
         )
-        if self.sharding is not None and self.sharding.local_groups is not None:
-            of_groups = gate_of_groups(gate)
-            assert of_groups is not None  # ExpertSharding has checked the gate
-            of_groups.keep_groups(self.sharding.local_groups)
-        local = range(num_experts) if self.sharding is None else self.sharding.local_experts
+        parallel = parallel_options("MoE", process_group, parallel)
+        self.dispatcher: Dispatcher = make_dispatcher(parallel, gate, num_experts)
+        local = self.dispatcher.local_experts
         if experts is None:
             experts = FeedForwardExperts(
                 len(local),
@@ -306,17 +308,35 @@ class MoE(nn.Module):
                 activation=activation,
                 activation_args=activation_args,
                 bias=bias,
-                dtype=expert_dtype,
+                device=device,
+                dtype=dtype if expert_dtype is None else expert_dtype,
                 first_expert=local.start,
             )
-        if self.sharding is not None:
-            self.sharding.require_experts(experts)
-        self.experts = checked_experts(experts, d_model=d_model, num_experts=len(local))
+        sharding = self.dispatcher.sharding
+        if sharding is not None:
+            sharding.require_experts(experts)
+        self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
         if num_identity_experts > 0:
             width, rule = self.experts.d_output, f"be d_model = {d_model} with identity experts"
             require(width in (None, d_model), "MoE: experts.d_output", rule, width)
         self._fused = self.experts.fused
-        self.shared_expert: nn.Module | None = checked_shared_expert(shared_expert, d_model)
+        self.shared_expert: nn.Module | None = _checked_shared_expert(shared_expert, d_model)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a layer from a pickle, also of an earlier version."""
+        state = dict(state)
+        sharding = state.pop("sharding", None)
+        if "capacity" not in state:
+            factor, drop = state.pop("capacity_factor"), state.pop("drop")
+            state["capacity"] = None if factor is None else Capacity(factor, drop)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "dispatcher" not in state:
+            self.dispatcher = LocalDispatcher(self.num_experts, sharding)
+
+    @property
+    def sharding(self) -> ExpertSharding | None:
+        """How ranks share the experts of the layer; None without process_group and parallel."""
+        return self.dispatcher.sharding
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, expert_index: Tensor | None = None
@@ -345,7 +365,8 @@ class MoE(nn.Module):
             TypeError: x, mask or expert_index is not a tensor or has the wrong dtype, or the gate
                 does not return a `Routing`.
         """
-        require_tensor("MoE", x=x)
+        if not isinstance(x, Tensor):
+            require_tensor("MoE", x=x)
         if x.is_nested:
             return self._jagged(x, mask, expert_index)
         return self._forward(x, mask, expert_index)
@@ -370,7 +391,8 @@ class MoE(nn.Module):
                 f"MoE: x must have a last dimension of d_model = {self.d_model}, "
                 f"got shape {tuple(x.shape)}"
             )
-        require_floating("MoE", x)
+        if not x.is_floating_point():
+            require_floating("MoE", x)
         tokens = x if x.dim() == 2 else x.reshape(-1, self.d_model)
         if mask is not None:
             require_mask("MoE", mask, tuple(x.shape[:-1]))
@@ -382,19 +404,32 @@ class MoE(nn.Module):
             if mask is not None and expert_index.shape[:-1] == mask.shape:
                 expert_index = expert_index.reshape(mask.numel(), expert_index.shape[-1])
                 expert_index = expert_index.index_select(0, position)
-            expert_index = checked_index(self.gate, expert_index, tokens.shape[0])
+            expert_index = _checked_index(self.gate, expert_index, tokens.shape[0])
 
         # The attributes may have changed since the last step.
-        losses = checked_losses(self.losses) if self.losses else ()
-        y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
-        width = getattr(self.experts, "d_output", None)  # an adapter may lack it
-        if width not in (None, y.shape[-1]):
-            require(False, "MoE: experts", f"return [R, d_output = {width}]", y.shape[-1])
-        y = cast(y, x.dtype)
+        losses = _checked_losses(self.losses) if self.losses else ()
+        experts, fused, d_output = self.experts, self._fused, None
+        if isinstance(experts, Experts):  # an adapter may have replaced them
+            fused, d_output = experts.fused, experts.d_output
+        y, routing, tokens_per_expert = self.dispatcher(
+            tokens,
+            self._routed
+            if expert_index is None
+            else partial(self._routed, expert_index=expert_index),
+            experts,
+            fused=fused,
+            recompute=self.recompute,
+            dtype=self._dtype_of_experts(),
+        )
+        if d_output not in (None, y.shape[-1]):
+            require(False, "MoE: experts", f"return [R, d_output = {d_output}]", y.shape[-1])
+        if y.dtype != x.dtype:
+            y = y.to(x.dtype)
         if self.num_identity_experts > 0:
             first = self.num_experts
-            y = add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
-        if routing.token_offsets is not None or self._leaves_out_slots(routing):
+            y = _add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
+        each_has_k = routing.token_offsets is None and routing.kept is None
+        if not each_has_k or self.num_identity_experts > 0 or self.num_null_experts > 0:
             # Without an expert, the output of a token with NaN would be 0.
             y = y.masked_fill(~tokens.isfinite().all(1, keepdim=True), math.nan)
         if self.shared_expert is not None:
@@ -406,22 +441,22 @@ class MoE(nn.Module):
         if losses:
             if sequence_offsets is None:
                 sequence_offsets = _sequence_offsets(x, mask)
-            ranks = None if self.sharding is None else self.sharding.balanced
+            ranks = self.dispatcher.balanced
             values = _router_losses(losses, routing, tokens_per_expert, sequence_offsets, ranks)
         aux = MoEAux(
-            self._loss(routing, values),
-            routing.importance,
-            routing.load,
-            routing.gates,
-            routing.expert_index,
-            tokens_per_expert,
-            routing.token_offsets,
-            dict(routing.metrics),
-            routing.load_factors,
-            {name: value.detach() for name, value in values.items()},
-            routing.kept,
+            loss=self._loss(routing, values),
+            importance=routing.importance,
+            load=routing.load,
+            gates=routing.gates,
+            expert_index=routing.expert_index,
+            tokens_per_expert=tokens_per_expert,
+            token_offsets=routing.token_offsets,
+            gate_metrics=dict(routing.metrics),
+            load_factors=routing.load_factors,
+            losses={name: value.detach() for name, value in values.items()} if values else {},
+            kept=routing.kept,
         )
-        if x.dim() != 2 or self.sharding is not None:
+        if x.dim() != 2:
             # Like matmul, return no autograd view, so that the caller can modify y in place.
             y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
         return y, aux
@@ -430,12 +465,15 @@ class MoE(nn.Module):
         """Returns `MoEAux.loss`; values are those of `losses`, by name."""
         # L_importance + L_load in one operator; a gate may return another dtype for the load.
         balanced = [routing.importance, cast(routing.load, routing.importance.dtype)]
-        weights = require_at_least(0, "MoE", w_importance=self.w_importance, w_load=self.w_load)
-        loss = ops.weighted_cv_squared(balanced, weights)
+        weights = self.w_importance, self.w_load
+        if weights != self._checked_weights:  # the attributes may have changed
+            given = {"w_importance": self.w_importance, "w_load": self.w_load}
+            self._checked_weights = require_at_least(0, "MoE", **given)
+        loss = ops.weighted_cv_squared(balanced, self._checked_weights)
         if routing.loss is not None:
             loss = loss + routing.loss
-        for each in self.losses:
-            loss = loss + each.weight * values[each.name]
+        for term in self.losses:
+            loss = loss + term.weight * values[term.name]
         return loss
 
     def _jagged(
@@ -458,87 +496,36 @@ class MoE(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if is_mark(name) and self.sharding is not None:
-            self.sharding.require_whole(self.experts, self.gate)
+        sharding = self.sharding if is_mark(name) else None
+        if sharding is not None:
+            sharding.require_whole(self.experts, self.gate)
 
-    def _route_and_mix(
-        self, tokens: Tensor, expert_index: Tensor | None
-    ) -> tuple[Tensor, Routing, Tensor]:
-        """Returns Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E]."""
-        ranks = None if self.sharding is None else self.sharding.balanced
-        dtype = self._dtype_of_experts()
-        capacity_factor = self.capacity_factor
-        if capacity_factor is not None:
-            capacity_factor = checked_capacity(capacity_factor, self.drop)
-            rule = "be None with a hierarchical gate"
-            require(not is_hierarchical(self.gate), "MoE: capacity_factor", rule, capacity_factor)
-        num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
-        if self.sharding is not None and self.sharding.group_exchange is not None:
-            of_groups = gate_of_groups(self.gate)
-            assert of_groups is not None  # ExpertSharding has checked the gate
-            y, routing, tokens_per_expert = self.sharding.group_exchange(
-                tokens,
-                of_groups,
-                self.experts,
-                ranks,
-                fused=self._experts_are_fused(),
-                recompute=self.recompute,
-                dtype=dtype,
-            )
-            rule = 'return Routing.kept = None with placement="groups"'
-            require(routing.kept is None, "MoE: gate", rule, type(of_groups).__name__)
-            _require_choices(routing, num_choices)
-            return y, routing, tokens_per_expert
-        if expert_index is None:
-            routing = self.gate(tokens, ranks)
+    def _routed(
+        self,
+        tokens: Tensor,
+        ranks: Ranks | None,
+        select: Callable[..., Any] | None = None,
+        **given: Tensor,
+    ) -> Routing:
+        """Calls the gate and drops slots beyond the capacity; see `HierarchicalGate.forward`."""
+        if select is not None:  # torch.compile would compile the gate again for each select
+            routing = uncompiled(self.gate)(tokens, ranks, select=select, **given)
         else:
-            replays: Any = self.gate
-            routing = replays(tokens, ranks, expert_index=expert_index)
+            routing = self.gate(tokens, ranks, **given)
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
-        _require_choices(routing, num_choices)
-        if capacity_factor is not None:
-            how = capacity_factor, self.drop
-            routing = drop_slots(routing, self.num_experts, self.k, *how, ranks)
-        if dtype is not None:
-            tokens = cast(tokens, dtype)
-        if not self._leaves_out_slots(routing):
-            y, tokens_per_expert = self._mixture(tokens, routing)
-        else:
-            y, _ = self._mixture(tokens, computed_slots(routing, self.num_experts))
-            plan = ops.dispatch_plan(routing.expert_index, num_choices)
-            tokens_per_expert = plan.tokens_per_expert
-        return y, routing, tokens_per_expert
-
-    def _leaves_out_slots(self, routing: Routing) -> bool:
-        """Returns whether there may be slots that no expert with weights computes."""
-        return (
-            routing.kept is not None or self.num_identity_experts > 0 or self.num_null_experts > 0
-        )
-
-    def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns Σ_i G(x)_i E_i(x) [T, d_output] of routed tokens, and tokens_per_expert [E]."""
-        if self.sharding is not None and self.sharding.exchange is not None:
-            return self.sharding.exchange(
-                tokens,
-                routing,
-                self.experts,
-                fused=self._experts_are_fused(),
-                recompute=self.recompute,
-            )
-        plan = ops.dispatch_plan(routing.expert_index, self.num_experts)
-        y = mixture(
-            self.experts,
-            tokens,
-            routing.gates,
-            plan,
-            routing.token_offsets,
-            fused=self._experts_are_fused(),
-            equal_load=routing.equal_load,
-            recompute=self.recompute,
-        )
-        return y, plan.tokens_per_expert
+        num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
+        if routing.importance.shape[0] != num_choices:
+            name = "MoE: num_experts + num_identity_experts + num_null_experts"
+            rule = f"be {routing.importance.shape[0]}, the gate's number of experts"
+            require(False, name, rule, num_choices)
+        capacity = Capacity.from_option(self.capacity)
+        if capacity is not None:
+            rule = "be None with a hierarchical gate"
+            require(not self.gate.shares_groups, "MoE: capacity", rule, capacity)
+            routing = capacity.drop_slots(routing, self.num_experts, self.k, ranks)
+        return routing
 
     def _shared(self, tokens: Tensor, d_output: int) -> Tensor:
         """Returns the output [T, d_output] of the shared expert."""
@@ -556,22 +543,12 @@ class MoE(nn.Module):
         # Packed weights have no dtype that tokens could be cast to.
         return next((p.dtype for p in self.experts.parameters() if p.is_floating_point()), None)
 
-    def _experts_are_fused(self) -> bool:
-        # An adapter may replace the experts by a module with only their forward.
-        return getattr(self.experts, "fused", self._fused)
-
     def _sparse_parts(self) -> list[SparsePart]:
         """Returns the parameters that `count_parameters` counts in part."""
-        local = range(self.num_experts) if self.sharding is None else self.sharding.local_experts
+        local = self.dispatcher.local_experts
         choices = self.num_experts + self.num_identity_experts + self.num_null_experts
         share, copies = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
-        parts: list[SparsePart] = [(self.experts.parameters(), share, copies)]
-        gate = uncompiled(self.gate)
-        if isinstance(gate, HierarchicalGate):
-            secondary = [getattr(gate, name) for name in gate.secondary_parameters]
-            copies = Fraction(gate.num_groups, max(len(gate.groups), 1))
-            parts.append((secondary, Fraction(gate.k_of_levels[0], gate.num_groups), copies))
-        return parts
+        return [(self.experts.parameters(), share, copies)]
 
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""
@@ -583,25 +560,158 @@ class MoE(nn.Module):
             "w_importance": self.w_importance,
             "w_load": self.w_load,
         }
-        for name in ("num_identity_experts", "num_null_experts", "capacity_factor"):
+        for name in ("num_identity_experts", "num_null_experts", "capacity"):
             if getattr(self, name):
                 shown[name] = getattr(self, name)
-        if self.capacity_factor is not None:
-            shown["drop"] = repr(self.drop)
         if self.losses:
             shown["losses"] = list(self.losses)
-        if self.sharding is not None:
-            shown["sharding"] = self.sharding
+        sharding = self.sharding
+        if sharding is not None:
+            shown["sharding"] = sharding
         shown["parameters"], shown["active_parameters"] = count_parameters(self)
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def _require_choices(routing: Routing, num_choices: int) -> None:
-    """Requires that a gate selects among the layer's experts, with zero-computation experts."""
-    found = routing.importance.shape[0]
-    if found != num_choices:
-        name = "MoE: num_experts + num_identity_experts + num_null_experts"
-        require(False, name, f"be {found}, the gate's number of experts", num_choices)
+class KeepAux(nn.Module):
+    """Calls a `MoE` and returns only y, as `torch.nn.Sequential` needs it; stores aux.
+
+    Copies and pickles have no aux, because its autograd graph cannot be copied.
+
+    Args:
+        layer: a `MoE`, or another module that returns y and a `MoEAux`.
+
+    Attributes:
+        layer: the constructor argument.
+        aux: the `MoEAux` of the last forward pass; None before the first.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))
+        >>> y = model(torch.randn(5, 8))
+        >>> loss = y.square().mean() + model[1].aux.loss
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.aux: MoEAux | None = None
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Returns y of the layer, which takes the arguments."""
+        y, self.aux = self.layer(*args, **options)
+        result: Tensor = y
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"aux": None}
+
+
+def _checked_gate(gate: object, for_flat_gates: Mapping[str, object], **sizes: int) -> Gate:
+    # Check the module inside torch.compile's wrapper, but return the wrapper.
+    inner = uncompiled(gate)
+    if not isinstance(inner, Gate):
+        raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(inner).__name__}")
+    for name, value in for_flat_gates.items():
+        rule = "be left out with a hierarchical gate"
+        require(not (value and inner.shares_groups), f"MoE: {name}", rule, value)
+    for name, expected in sizes.items():
+        given = getattr(inner, name)
+        require(given == expected, f"MoE: gate.{name}", f"be {expected}", given)
+    return typed(Gate, gate)
+
+
+def _checked_losses(losses: Sequence[RouterLoss]) -> tuple[RouterLoss, ...]:
+    wrong: list[object] = [losses]
+    if isinstance(losses, Sequence):
+        wrong = [loss for loss in losses if not isinstance(loss, RouterLoss)]
+    if wrong:
+        kind = type(wrong[0]).__name__
+        raise TypeError(f"MoE: losses must be a sequence of moe_ext.RouterLoss, got {kind}")
+    names = [loss.name for loss in losses]
+    require(len({*names}) == len(names), "MoE: losses", "have different names", names)
+    return tuple(losses)
+
+
+def _checked_experts(experts: object, **sizes: int) -> Experts:
+    if isinstance(experts, nn.ModuleList | Sequence):
+        experts = ModuleExperts(experts)
+    inner = uncompiled(experts)
+    if not isinstance(inner, Experts):
+        raise TypeError(
+            "MoE: experts must derive from moe_ext.Experts or be a sequence of modules, "
+            f"got {type(inner).__name__}"
+        )
+    for name, expected in sizes.items():
+        given = getattr(inner, name)
+        rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
+        require(given in (None, expected), f"MoE: experts.{name}", rule, given)
+    return typed(Experts, experts)
+
+
+def _checked_shared_expert(shared_expert: object, d_model: int) -> nn.Module | None:
+    if not isinstance(shared_expert, nn.Module | None):
+        kind = type(shared_expert).__name__
+        raise TypeError(f"MoE: shared_expert must be a module or None, got {kind}")
+    if isinstance(shared_expert, SharedExpert):
+        width, rule = shared_expert.expert.d_model, f"be d_model = {d_model}"
+        require(width == d_model, "MoE: shared_expert.expert.d_model", rule, width)
+    return shared_expert
+
+
+def _checked_index(gate: Gate, expert_index: Tensor, num_tokens: int) -> Tensor:
+    """Checks the given experts of each token and returns them as int64 [T, K]."""
+    name = "MoE: expert_index"
+    rule = f"be None for {type(uncompiled(gate)).__name__}, whose forward does not take it"
+    require(gate.replays, name, rule, tuple(expert_index.shape))
+    k, num_experts = gate.k, gate.num_experts
+    if expert_index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must have dtype int64 or int32, got {expert_index.dtype}")
+    shape = tuple(expert_index.shape)
+    rule = f"have shape [..., k = {k}] with one row for each token of x"
+    require(len(shape) > 0 and shape[-1] == k, name, rule, shape)
+    expert_index = expert_index.reshape(-1, k).long()
+    if torch.compiler.is_compiling():
+        torch._check(expert_index.shape[0] == num_tokens)
+        return expert_index
+    require(expert_index.shape[0] == num_tokens, name, rule, shape)
+    # A check on CUDA would make the host synchronize with the device.
+    if expert_index.device.type == "cpu" and not is_fake(expert_index) and len(expert_index):
+        low, high = expert_index.min().item(), expert_index.max().item()
+        rule = f"be at least 0 and below gate.num_experts = {num_experts}"
+        within = low >= 0 and high < num_experts
+        require(within, name, rule, low if low < 0 else high)
+        same = (expert_index.sort(1).values.diff(dim=1) == 0).any(1)
+        if same.any():
+            rule = "have different experts for each token"
+            require(False, name, rule, expert_index[same][0].tolist())
+    return expert_index
+
+
+def _add_identity(y: Tensor, x: Tensor, routing: Routing, experts: range) -> Tensor:
+    """Computes y + (Σ_i g_i) x over the chosen experts i in the range (arXiv 2410.07348, Sec. 3.1).
+
+    The sum is rounded once, to the dtype of y.
+
+    Args:
+        y: [T, D], the output of the other experts.
+        x: [T, D], the tokens.
+        routing: the routing decision.
+        experts: the identity experts.
+
+    Raises:
+        ValueError: y does not have the width of x.
+    """
+    shape = [*y.shape]
+    rule = f"return [T, d_model = {x.shape[1]}] with num_identity_experts > 0"
+    require(shape[1] == x.shape[1], "MoE: experts", rule, shape)
+    index, gates = routing.expert_index, routing.gates
+    chosen = (index >= experts.start) & (index < experts.stop)
+    if routing.kept is not None:
+        chosen = chosen & routing.kept
+    gates = torch.where(chosen, gates, 0)
+    slot = torch.arange(gates.numel(), device=gates.device).view_as(gates)
+    # Unlike a sum of torch, it has the same order for any number of tokens.
+    total = ops.combine(gates.reshape(-1, 1), torch.ones_like(gates), slot, routing.token_offsets)
+    return (y + total * x).to(y.dtype)
 
 
 def _router_losses(
@@ -621,7 +731,7 @@ def _router_losses(
     if ranks is not None:
         sums = iter(ranks.sum(*sums))
     return {
-        loss.name: loss.value(*(next(sums) for _ in part))
+        loss.name: loss.evaluate(routing, *(next(sums) for _ in part))
         for loss, part in zip(losses, parts, strict=True)
     }
 

@@ -31,33 +31,33 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 import torch
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.types import Device
 
-from moe_ext._capacity import Drop
+from moe_ext._argument_names import accepts_top_k
+from moe_ext._capacity import Capacity
 from moe_ext.checks import require_sizes
-from moe_ext.distributed import ExpertParallel
 from moe_ext.gates import TopKGate
-from moe_ext.losses import RouterLoss
-from moe_ext.moe import MoE
+from moe_ext.moe import MoE, _CommonOptions
 from moe_ext.ops import Activation
 from moe_ext.shared import SharedExpert
 
 __all__ = ["deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"]
 
 
-class _Options(TypedDict, total=False):
+class _Options(_CommonOptions, total=False):
     """The options of `MoE` that the model does not decide."""
 
-    recompute: bool
-    expert_dtype: torch.dtype | None
-    w_importance: float
-    w_load: float
-    losses: Sequence[RouterLoss]
-    capacity_factor: float | None
-    drop: Drop
-    process_group: ProcessGroup | DeviceMesh | None
-    parallel: ExpertParallel | None
+    capacity: Capacity | float | None
+
+
+class _Factory(TypedDict, total=False):
+    device: Device
+    dtype: torch.dtype | None
+
+
+def _factory(options: _Options) -> _Factory:
+    """Returns the options with which parameters are made."""
+    return {"device": options.get("device"), "dtype": options.get("dtype")}
 
 
 def _layer(
@@ -84,6 +84,7 @@ def _layer(
     )
 
 
+@accepts_top_k
 def deepseek_v3(
     d_model: int = 7168,
     d_hidden: int = 2048,
@@ -123,6 +124,7 @@ def deepseek_v3(
         num_groups=num_groups,
         groups_per_token=groups_per_token,
         bias_update_rate=bias_update_rate,
+        **_factory(options),
     )
     shared_expert = None
     if num_shared_experts:
@@ -130,12 +132,14 @@ def deepseek_v3(
             d_model,
             (num_shared_experts * d_hidden,),
             activation="swiglu",
-            dtype=options.get("expert_dtype"),
+            device=options.get("device"),
+            dtype=options.get("expert_dtype") or options.get("dtype"),
             recompute=options.get("recompute", False),
         )
     return _layer(gate, d_hidden, options, shared_expert=shared_expert)
 
 
+@accepts_top_k
 def mixtral(
     d_model: int = 4096,
     d_hidden: int = 14336,
@@ -154,9 +158,10 @@ def mixtral(
         k: experts per token.
         options: see `MoE`.
     """
-    return _layer(TopKGate(d_model, num_experts, k), d_hidden, options)
+    return _layer(TopKGate(d_model, num_experts, k, **_factory(options)), d_hidden, options)
 
 
+@accepts_top_k
 def qwen3_moe(
     d_model: int = 2048,
     d_hidden: int = 768,
@@ -176,9 +181,10 @@ def qwen3_moe(
         k: experts per token.
         options: see `MoE`.
     """
-    return _layer(TopKGate(d_model, num_experts, k), d_hidden, options)
+    return _layer(TopKGate(d_model, num_experts, k, **_factory(options)), d_hidden, options)
 
 
+@accepts_top_k
 def olmoe(
     d_model: int = 2048,
     d_hidden: int = 1024,
@@ -198,9 +204,12 @@ def olmoe(
         k: experts per token.
         options: see `MoE`.
     """
-    return _layer(TopKGate(d_model, num_experts, k, renormalize=False), d_hidden, options)
+    return _layer(
+        TopKGate(d_model, num_experts, k, renormalize=False, **_factory(options)), d_hidden, options
+    )
 
 
+@accepts_top_k
 def gpt_oss(
     d_model: int = 2880,
     d_hidden: int = 2880,
@@ -224,6 +233,6 @@ def gpt_oss(
         limit, alpha: the numbers of the clamped SwiGLU; its offset is 1.
         options: see `MoE`.
     """
-    gate = TopKGate(d_model, num_experts, k, logit_bias=True)
+    gate = TopKGate(d_model, num_experts, k, logit_bias=True, **_factory(options))
     args = (limit, alpha, 1.0)
     return _layer(gate, d_hidden, options, "interleaved_clamped_swiglu", args, bias=True)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_bool, require_not_nested
-from moe_ext.experts import FeedForwardExperts
+from moe_ext.experts import ActivationLike, FeedForwardExperts
 from moe_ext.gates._logits import logits
-from moe_ext.ops import Activation
 
 __all__ = ["SharedExpert"]
 
@@ -30,8 +30,8 @@ class SharedExpert(nn.Module):
 
     Args:
         d_model: D, the width of x.
-        hidden_sizes: widths of the hidden layers.
-        activation, activation_args, bias, d_output, dtype: see `FeedForwardExperts`.
+        hidden_sizes, activation, activation_args, bias, d_output, device: see `FeedForwardExperts`.
+        dtype: see `FeedForwardExperts`. w_gate has torch's default dtype.
         gated: whether a sigmoid of each token scales the output. w_gate starts at zero, so all
             sigmoids are 0.5.
         recompute: whether to recompute the hidden layers in the backward pass; see `MoE`.
@@ -51,12 +51,13 @@ class SharedExpert(nn.Module):
     def __init__(
         self,
         d_model: int,
-        hidden_sizes: Sequence[int],
+        hidden_sizes: int | Sequence[int],
         *,
-        activation: Activation = "relu",
+        activation: ActivationLike = "relu",
         activation_args: Sequence[float] | None = None,
         bias: bool = False,
         d_output: int | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         gated: bool = False,
         recompute: bool = False,
@@ -71,9 +72,11 @@ class SharedExpert(nn.Module):
             activation_args=activation_args,
             bias=bias,
             d_output=d_output,
+            device=device,
             dtype=dtype,
         )
-        self.register_parameter("w_gate", nn.Parameter(torch.zeros(d_model, 1)) if gated else None)
+        w_gate = nn.Parameter(torch.zeros(d_model, 1, device=device)) if gated else None
+        self.register_parameter("w_gate", w_gate)
 
     def reset_parameters(self) -> None:
         """Reinitializes the weights of the expert and sets w_gate to zero."""

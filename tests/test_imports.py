@@ -21,13 +21,32 @@ PUBLIC = {
     "moe_ext",
     *(
         f"moe_ext.{name}"
-        for name in ("checks", "distributed", "experts", "formats", "gates", "info")
+        for name in ("checks", "distributed", "experts", "files", "formats", "gates", "info")
     ),
     *(f"moe_ext.{name}" for name in ("losses", "ops", "optim", "recurrent")),
-    "moe_ext.distributed.files",
     "moe_ext.integrations.transformers",
     "moe_ext.presets",
 }
+
+
+# A module or folder of the layer imports only what stands above it.
+LEVELS = [
+    "_C _build _compiled _argument_names _former_names _plain_names _ragged checks files",
+    "_counting formats ops",
+    "routing",
+    "_mixture ranks",
+    "experts losses",
+    "gates",
+    "shared optim quantized",
+    "_capacity dispatch",
+    "_former_capacity",
+    "moe",
+    "hierarchical presets recurrent",
+    "distributed",
+    "integrations",
+    "info",
+]
+ORDER = " ".join(LEVELS).split()
 
 
 def name_of(file):
@@ -81,6 +100,51 @@ def test_the_layer_does_not_import_the_lab(file):
 def test_the_layer_loads_without_the_lab():
     code = "from moe_ext import MoE; print(*(m for m in sys.modules if 'moe_lab' in m))"
     assert run(code) == "\n"
+
+
+def part_of(module, name=""):
+    """Returns the module or folder, directly in moe_ext, that an import is of."""
+    part = f"{module}.{name}.".split(".")[1]
+    return part if part in ORDER else "the public names of moe_ext"
+
+
+@pytest.mark.parametrize("file", LAYER, ids=name_of)
+def test_imports_point_one_way(file):
+    part = name_of(file).split(".")[1:2]
+    order = [*ORDER[:-1], "the public names of moe_ext", ORDER[-1]]
+    below = order[: order.index(part[0]) + 1] if part else order
+    assert {part_of(*each) for each in imports_of(file)} <= {*below}
+
+
+def test_the_order_has_each_module_once():
+    parts = {part for file in LAYER for part in name_of(file).split(".")[1:2]}
+    assert sorted(ORDER) == sorted(parts | {"_C"})
+
+
+@pytest.mark.parametrize("file", LAYER, ids=name_of)
+def test_the_layer_has_no_lazy_imports(file):
+    functions = (ast.FunctionDef, ast.Lambda)
+    inner = [
+        n
+        for f in ast.walk(ast.parse(file.read_text()))
+        if isinstance(f, functions)
+        for n in ast.walk(f)
+        if isinstance(n, ast.Import | ast.ImportFrom)
+    ]
+    # `_build.load` explains why the library does not load; matplotlib is optional.
+    allowed = r"import moe_ext\._C as _C|from matplotlib\..*"
+    assert [t for t in map(ast.unparse, inner) if not re.fullmatch(allowed, t)] == []
+
+
+def test_the_layer_loads_without_what_knows_models():
+    code = "import moe_ext; print(*(m for m in sys.modules if m.startswith('moe_ext.distributed')))"
+    assert run(code) == "\n"
+
+
+@pytest.mark.parametrize("former", ["exchange", "files", "placement", "ranks", "sharding"])
+def test_former_places_of_modules(former):
+    module = importlib.import_module(f"moe_ext.distributed.{former}")
+    assert module.__name__ != f"moe_ext.distributed.{former}"
 
 
 @pytest.mark.parametrize("file", LAB, ids=name_of)

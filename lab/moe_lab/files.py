@@ -15,7 +15,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import filelock
 
-from moe_ext.distributed.files import (
+from moe_ext.files import (
     atomic_file,
     read_file,
     require_regular,

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from moe_ext import (
     BalancedGate,
+    Capacity,
     ExpertChoiceGate,
     HierarchicalBalancedGate,
     HierarchicalNoisyTopKGate,
@@ -336,14 +337,15 @@ def test_options_reach_the_layers(num_groups):
 
 def test_options_of_later_routers_reach_the_layer():
     of_gate = {"score": "sigmoid", "renormalize": False, "scale": 2.5, "bias_update_rate": 0.01}
-    of_layer = {"num_identity_experts": 2, "num_null_experts": 1, "capacity_factor": 1.5}
-    of_layer |= {"drop": "score"}
+    of_layer = {"num_identity_experts": 2, "num_null_experts": 1}
+    capacity = {"capacity_factor": 1.5, "drop": "score"}
     losses = {"w_switch": 0.1, "w_switch_per_sequence": 0.2, "w_z": 0.3}
     more = {"num_experts": 4, "k": 2, "hidden_sizes": [6], "shared_sizes": [5]}
-    moe = MoEConfig(**TOPK, **of_gate, **of_layer, **losses, **more)
+    moe = MoEConfig(**TOPK, **of_gate, **of_layer, **capacity, **losses, **more)
     layer = build(layers=["moe"], moe=moe).layers[0]
     assert {name: getattr(layer.gate, name) for name in of_gate} == of_gate
     assert {name: getattr(layer, name) for name in of_layer} == of_layer
+    assert layer.capacity == Capacity(1.5, "score")
     assert layer.gate.num_experts == 7 and layer.num_experts == 4
     assert layer.gate.selection_bias is not None
     names = ("switch_loss", "switch_loss_per_sequence", "z_loss")

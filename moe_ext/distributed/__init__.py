@@ -13,7 +13,7 @@ layer and the tools to train a model that contains it::
     full_state_dict     gathers the state_dict of a single process
     load_full_state_dict  loads each rank's part of the state_dict of a single process
 
-Building blocks::
+Building blocks, which `MoE` uses too::
 
     Ranks, AllToAll     the ranks of a group and the differentiable collectives between them
     ExpertPlacement     assigns experts to ranks
@@ -22,13 +22,33 @@ Building blocks::
     GroupExchange       the same for groups of a hierarchical mixture with their secondary gates
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import sys
 
-if TYPE_CHECKING:
-    from moe_ext.distributed._names import *  # noqa: F403
+from moe_ext import files, ranks
+from moe_ext.dispatch import _sharding as sharding
+from moe_ext.dispatch._groups import GroupExchange
+from moe_ext.dispatch._sharding import Balance, ExpertParallel, ExpertSharding, Placement
+from moe_ext.distributed._parallelize import parallelize
+from moe_ext.distributed._parameters import ExpertParameter, expert_parameters
+from moe_ext.distributed._state import full_state_dict, load_full_state_dict
+from moe_ext.distributed.checkpoint import CheckpointError, Checkpoints, Loaded
+from moe_ext.distributed.gradients import GradScaler, clip_grad_norm_
+from moe_ext.distributed.torchrun import init_process_group
+from moe_ext.ranks import (
+    AllToAll,
+    ChunksOf,
+    Exchange,
+    ExchangeUnit,
+    ExpertPlacement,
+    Layout,
+    Ranks,
+    Received,
+    blocks,
+    exchange,
+    placement,
+)
 
-__all__ = [  # noqa: F405
+__all__ = [
     "AllToAll",
     "Balance",
     "CheckpointError",
@@ -56,18 +76,19 @@ __all__ = [  # noqa: F405
     "parallelize",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Imports a public name on its first use.
-
-    An import at the top would be circular: these modules import the module of `moe_ext.MoE`, which
-    imports modules of this package.
-    """
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module("moe_ext.distributed._names"), name)
-    return globals().setdefault(name, value)
+# The former places of modules, which programs and pickles of earlier versions import.
+sys.modules |= {
+    f"{__name__}.{former}": module
+    for former, module in {
+        "exchange": exchange,
+        "files": files,
+        "placement": placement,
+        "ranks": ranks,
+        "sharding": sharding,
+    }.items()
+}
 
 
 def __dir__() -> list[str]:
+    """Lists only the public names, for tab completion."""
     return __all__

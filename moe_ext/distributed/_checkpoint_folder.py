@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from moe_ext.distributed.files import read_file, require_regular, sync_folder, write_text
+from moe_ext.files import read_file, require_regular, sync_folder, write_text
 
 STEP = re.compile(r"step-(\d{1,18})(\.old)?")
 MAX_STEP = 10**18  # with more digits, STEP does not match
@@ -56,16 +56,16 @@ class CheckpointFolder:
             OSError: the file `latest` cannot be read.
             ValueError: `latest` is not a regular file, or too large.
         """
-        # In reverse order, step-N comes after step-N.old and replaces it in `found`.
+        # In reverse order, step-N comes after step-N.old and replaces it in `folders`.
         paths = sorted(self.path.glob("step-*"), reverse=True)
-        found = {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.name))}
+        folders = {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.name))}
         latest = self.path / "latest"
-        there = latest.exists() or latest.is_symlink()
-        text = read_file(latest, _MAX_LATEST).decode(errors="replace") if there else ""
+        has_latest = latest.exists() or latest.is_symlink()
+        text = read_file(latest, _MAX_LATEST).decode(errors="replace") if has_latest else ""
         names = set(text.split())  # earlier versions wrote the name once
         match = STEP.fullmatch(names.pop()) if len(names) == 1 else None
         last = int(match[1]) if match else math.inf
-        return {step: found[step] for step in sorted(found) if step <= last}
+        return {step: folders[step] for step in sorted(folders) if step <= last}
 
     def temporary(self, step: int) -> Path:
         """Returns the hidden folder for the files of the new checkpoint of a step."""

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require, require_one_of
 from moe_ext.distributed._parameters import expert_parameters, expert_tensors, require_ranks
-from moe_ext.distributed.ranks import Layout, Ranks
 from moe_ext.optim import split_parameters
+from moe_ext.ranks import Layout, Ranks
 
 __all__ = ["parallelize"]
 
@@ -92,11 +92,11 @@ def parallelize(
         )
         return model
     _average_gradients(model, copied)
-    of_experts = expert_tensors(model)
-    if not any(p.requires_grad for n, p in model.named_parameters() if n not in of_experts):
+    expert_names = expert_tensors(model)
+    if not any(p.requires_grad for n, p in model.named_parameters() if n not in expert_names):
         _start_from_the_first(model, world)
         return model
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(of_experts))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_names))
     return DistributedDataParallel(
         model, process_group=world.group, find_unused_parameters=find_unused_parameters
     )
@@ -113,9 +113,9 @@ def _shard(num_ranks: int, param: nn.Parameter) -> Shard | None:
 
 def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
     """Broadcasts the model from rank 0 of ranks, except parameters and buffers of the experts."""
-    of_experts = expert_tensors(model)
+    expert_names = expert_tensors(model)
     for name, value in chain(model.named_parameters(), model.named_buffers()):
-        if name not in of_experts:
+        if name not in expert_names:
             dist.broadcast(value.detach(), group_src=0, group=ranks.group)
 
 

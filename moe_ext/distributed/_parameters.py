@@ -2,21 +2,21 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_ext._compiled import unwrapped_module
+from moe_ext._compiled import uncompiled, unwrapped_module
+from moe_ext._plain_names import plain_names
 from moe_ext.checks import require
-from moe_ext.distributed._groups import gate_of_groups
-from moe_ext.distributed._plain_names import plain_names
-from moe_ext.distributed._whole import WHOLE
-from moe_ext.distributed.ranks import Layout, Ranks
-from moe_ext.distributed.sharding import ExpertSharding
+from moe_ext.dispatch._sharding import ExpertSharding
 from moe_ext.experts import ModuleExperts
+from moe_ext.gates import HierarchicalGate
 from moe_ext.moe import MoE
+from moe_ext.ranks import Layout, Ranks
+from moe_ext.ranks._whole import WHOLE
 
 
 class ExpertParameter(NamedTuple):
@@ -112,9 +112,10 @@ def _entries(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expert
             whole_name, bounds = name, (local.start, local.stop, layer.num_experts)
         entry = ExpertParameter(f"experts.{whole_name}", value, layout, bounds)
         yield f"experts.{name}", entry
-    groups, gate = sharding.local_groups, gate_of_groups(layer.gate)
-    if groups is None or gate is None:
+    groups = sharding.local_groups
+    if groups is None:
         return
+    gate = cast(HierarchicalGate, uncompiled(layer.gate))
     state = layer.gate.state_dict(keep_vars=True)
     for key, name in plain_names(layer.gate, state).items():
         if name.rsplit(".")[-1] in gate.secondary_parameters:

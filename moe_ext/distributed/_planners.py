@@ -57,13 +57,13 @@ class SavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Raises ValueError if no rank has the state of some experts' optimizer."""
         size: dict[str, int] = {}
-        found = Counter[str]()
+        num_elements = Counter[str]()
         for item in {item.index: item for plan in all_plans for item in plan.items}.values():
             name, data = item.index.fqn, item.tensor_data
             if data is not None and name.startswith("optimizer."):
                 size[name] = data.size.numel()
-                found[name] += data.chunk.sizes.numel()
-        parts = [name for name in sorted(size) if found[name] < size[name]]
+                num_elements[name] += data.chunk.sizes.numel()
+        parts = [name for name in sorted(size) if num_elements[name] < size[name]]
         rule = "have the same states for all experts of a layer: freeze or train all of them"
         require(not parts, "optimizer", rule, f"a part of {', '.join(parts)}")
         return super().create_global_plan(all_plans)
@@ -102,13 +102,13 @@ class LoadPlanner(DefaultLoadPlanner):
                 saved = self.metadata.state_dict_metadata[name]
                 assert isinstance(saved, TensorStorageMetadata)
                 plan.items += create_read_items_for_chunk_list(name, saved, [_chunk(block)])
-        found = Counter[str]()
+        num_elements = Counter[str]()
         for item in plan.items:
-            found[item.dest_index.fqn] += item.lengths.numel()
+            num_elements[item.dest_index.fqn] += item.lengths.numel()
         values = self.state_dict | {name: block.value for name, block in self._blocks.items()}
         for name, value in values.items():
             whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            if whole and found[name] < value.numel():
+            if whole and num_elements[name] < value.numel():
                 raise ValueError(f"the checkpoint does not have all elements of the tensor {name}")
         return plan
 

@@ -19,7 +19,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.utils._pytree import tree_map
 
 from moe_ext.checks import is_whole
-from moe_ext.distributed.files import read_file
+from moe_ext.files import read_file
 
 _MAX_METADATA = 2**30  # bytes; a tensor needs about 500
 _PLAIN = "tensors, numbers, texts and containers of these"

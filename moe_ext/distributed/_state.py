@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from moe_ext._plain_names import names_here, plain_names
 from moe_ext.checks import require
 from moe_ext.distributed._parameters import (
     ExpertParameter,
     expert_state,
     require_ranks,
 )
-from moe_ext.distributed._plain_names import names_here, plain_names
-from moe_ext.distributed.ranks import Layout, Ranks
+from moe_ext.ranks import Layout, Ranks
 
 Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter, key)
 
@@ -111,8 +111,8 @@ def load_full_state_dict(
     names = names_here(state, wanted)
     state = {names[name]: value for name, value in state.items()}
     shapes = {name: value.shape for name, value in state.items()}
-    for of_rank in ranks.gather_objects(shapes):  # so that all ranks raise
-        require_same_shapes("load_full_state_dict: state", of_rank, wanted)
+    for rank_shapes in ranks.gather_objects(shapes):  # so that all ranks raise
+        require_same_shapes("load_full_state_dict: state", rank_shapes, wanted)
     for (_, name), part in parts.items():
         source = state[name]
         if part.size is not None:
@@ -256,9 +256,9 @@ def optimizer_options(
 def of_all_ranks(options: Sequence[tuple[str, Groups]], ranks: Ranks) -> list[tuple[str, Groups]]:
     """Returns this rank's options of optimizers, with the names of all ranks' parameters."""
     names: dict[tuple[int, int], dict[str, None]] = {}
-    for of_rank in ranks.gather_objects(_names_of(options)):
-        for place, of_group in of_rank.items():
-            names.setdefault(place, {}).update(dict.fromkeys(of_group))
+    for rank_names in ranks.gather_objects(_names_of(options)):
+        for place, group_names in rank_names.items():
+            names.setdefault(place, {}).update(dict.fromkeys(group_names))
     return [
         (kind, [{**g, "param_names": [*names[i, j]]} for j, g in enumerate(groups)])
         for i, (kind, groups) in enumerate(options)
@@ -266,29 +266,31 @@ def of_all_ranks(options: Sequence[tuple[str, Groups]], ranks: Ranks) -> list[tu
 
 
 def require_same_optimizers(
-    name: str, saved: Sequence[tuple[str, Groups]], here: Sequence[tuple[str, Groups]]
+    name: str, saved: Sequence[tuple[str, Groups]], current: Sequence[tuple[str, Groups]]
 ) -> None:
     """Raises ValueError, prefixed by name, unless the options of saved optimizers fit those here.
 
     The classes, the numbers of groups, the parameters of each group and the options that decide
     which tensors are stored must be equal. Everything fits if there are no optimizers here.
     """
-    if not here:
+    if not current:
         return
     kinds_there, kinds_here = (
         [f"{kind} with {len(groups)} group(s)" for kind, groups in options]
-        for options in (saved, here)
+        for options in (saved, current)
     )
     require(kinds_there == kinds_here, name, f"be {kinds_here}", kinds_there)
-    names = _names_of(here)
-    wanted = _places(here, names)
-    there = _places(saved, names | _names_of(saved))  # earlier versions saved no names
-    there = {name: there[key] for key, name in names_here(there, wanted).items()}
+    names = _names_of(current)
+    wanted = _places(current, names)
+    saved_places = _places(saved, names | _names_of(saved))  # earlier versions saved no names
+    saved_places = {
+        name: saved_places[key] for key, name in names_here(saved_places, wanted).items()
+    }
     none = "no optimizer"
     wrong = [
-        f"{key}: {there.get(key, none)} instead of {wanted.get(key, none)}"
-        for key in sorted({*there, *wanted})
-        if there.get(key) != wanted.get(key)
+        f"{key}: {saved_places.get(key, none)} instead of {wanted.get(key, none)}"
+        for key in sorted({*saved_places, *wanted})
+        if saved_places.get(key) != wanted.get(key)
     ]
     if wrong:
         rule = "have the parameters and the kinds of state of the optimizers"
@@ -310,11 +312,11 @@ def _places(
 ) -> dict[str, str]:
     """Describes, for each parameter, the optimizer and the group that it is in."""
     places = {}
-    for (i, j), of_group in names.items():
+    for (i, j), group_names in names.items():
         kind, group = options[i][0], options[i][1][j]
         decisive = ", ".join(option for option in _DECISIVE if group.get(option))
         kind = f"{kind} ({decisive})" if decisive else kind
-        places.update(dict.fromkeys(of_group, f"{kind}, group {j} of optimizer {i}"))
+        places.update(dict.fromkeys(group_names, f"{kind}, group {j} of optimizer {i}"))
     return places
 
 
@@ -344,11 +346,11 @@ def load_optimizers(
         optimizer.load_state_dict(state_dict)
 
 
-def _as_here(saved: Any, here: Any) -> Any:
+def _as_here(saved: Any, current: Any) -> Any:
     """Returns a saved option; a learning rate is a tensor or a number, as it is here."""
-    if isinstance(here, Tensor):
-        return torch.as_tensor(saved).to(here).reshape(here.shape)
-    number = isinstance(here, float | int) and isinstance(saved, Tensor)
+    if isinstance(current, Tensor):
+        return torch.as_tensor(saved).to(current).reshape(current.shape)
+    number = isinstance(current, float | int) and isinstance(saved, Tensor)
     return saved.item() if number else saved
 
 

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from moe_ext._plain_names import names_here
 from moe_ext.checks import require, require_sizes
 from moe_ext.distributed._checkpoint_folder import MAX_STEP, CheckpointFolder, sums_of, verify
 from moe_ext.distributed._parameters import require_ranks
-from moe_ext.distributed._plain_names import names_here
 from moe_ext.distributed._planners import LoadPlanner, SavePlanner
 from moe_ext.distributed._safe_files import pickled, read_metadata, unpickled, why
 from moe_ext.distributed._state import (
@@ -49,8 +49,8 @@ from moe_ext.distributed._state import (
     require_same_shapes,
     whole_shapes,
 )
-from moe_ext.distributed.files import atomic_file
-from moe_ext.distributed.ranks import Layout, Ranks
+from moe_ext.files import atomic_file
+from moe_ext.ranks import Layout, Ranks
 
 __all__ = ["CheckpointError", "Checkpoints", "Loaded"]
 

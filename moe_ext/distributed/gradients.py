@@ -16,8 +16,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moe_ext.checks import require
 from moe_ext.distributed._parameters import expert_parameters, spread_layers
-from moe_ext.distributed.ranks import Layout
 from moe_ext.ops import accumulation_dtype
+from moe_ext.ranks import Layout
 
 __all__ = ["GradScaler", "clip_grad_norm_"]
 
@@ -31,8 +31,9 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales all gradients to a total norm of at most `max_norm`; returns the norm before scaling.
+    """Clips as torch's function of this name, but takes a model and covers all of its ranks.
 
+    Scales all gradients to a total norm of at most `max_norm` and returns the norm before scaling.
     Equals `torch.nn.utils.clip_grad_norm_` in a single process with all experts. The total norm
     covers the dense gradients once and the expert gradients of all ranks. All ranks must call this
     function together.
@@ -123,13 +124,13 @@ class GradScaler(torch.amp.GradScaler):
         self._ranks = Layout.of(process_group, "GradScaler").world
 
     def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:
-        found = super()._unscale_grads_(*arguments)
+        flags = super()._unscale_grads_(*arguments)
         if self._ranks.size > 1:
-            if not found:  # no parameter of this rank has a gradient; the other ranks wait for it
+            if not flags:  # no parameter of this rank has a gradient; the other ranks wait for it
                 device = torch.empty(0, device=self._device).device
-                found[device] = torch.zeros((), device=device)
-            flag = torch.stack([each.to(next(iter(found))) for each in found.values()]).amax(0)
+                flags[device] = torch.zeros((), device=device)
+            flag = torch.stack([one.to(next(iter(flags))) for one in flags.values()]).amax(0)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._ranks.group)
-            for found_inf in found.values():
+            for found_inf in flags.values():
                 found_inf.copy_(flag)
-        return found
+        return flags

@@ -25,12 +25,13 @@ from moe_ext.gates.balanced import (
     rows_per_expert,
 )
 from moe_ext.gates.expert_choice import ExpertChoiceGate
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.gates.hierarchical import HierarchicalNoisyTopKGate, hierarchical_load
 from moe_ext.gates.noisy_top_k import NoisyTopKGate
 from moe_ext.gates.relu import ReLUGate
 from moe_ext.gates.softmax import SoftmaxGate, TopKGate
+from moe_ext.routing import Routing
 
 __all__ = [
     "AdaptiveGate",

@@ -1,6 +1,5 @@
 """Computes the logits and the initial weights of all gates."""
 
-from contextlib import nullcontext
 from itertools import chain
 
 import torch
@@ -12,7 +11,7 @@ from moe_ext.ops._dtypes import cast
 
 def widened(x: Tensor) -> Tensor:
     """Converts x to at least float32; a gate calls this once for all its matrices."""
-    return cast(x, ops.accumulation_dtype(x))
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def logits(
@@ -35,29 +34,27 @@ def logits(
         weight: [D, E], or [G, D, E] with one matrix for each group of rows.
         offsets, inverse, token_offsets: the rows of each group; see `moe_ext.ops.experts`.
     """
-    wide = torch.promote_types(ops.accumulation_dtype(x), weight.dtype)
-    x, weight = cast(x, wide), cast(weight, wide)
-    weights = [weight if weight.dim() == 3 else weight.unsqueeze(0)]
     device = x.device.type
     # The meta device does not support autocast.
-    is_autocast = device != "meta" and torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
-        return ops.experts(
-            x, weights, offsets=offsets, inverse=inverse, token_offsets=token_offsets
-        )
+    if device != "meta" and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return logits(x, weight, offsets=offsets, inverse=inverse, token_offsets=token_offsets)
+    x = widened(x)
+    if x.dtype != weight.dtype:
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        x, weight = cast(x, wide), cast(weight, wide)
+    weights = [weight if weight.dim() == 3 else weight.unsqueeze(0)]
+    return ops.experts(x, weights, offsets=offsets, inverse=inverse, token_offsets=token_offsets)
 
 
-def only_given(logits: Tensor, expert_index: Tensor | None) -> Tensor:
+def only_given(logits: Tensor, expert_index: Tensor) -> Tensor:
     """Sets the logits [T, E] of experts that are not in expert_index [T, K] to -inf.
 
-    A top-k selection then selects exactly the given experts, with unchanged gates. None: returns
-    logits.
+    A top-k selection then selects exactly the given experts, with unchanged gates.
 
     Raises:
         RuntimeError: a token has the same expert twice; on the CPU only, also in a compiled graph.
     """
-    if expert_index is None:
-        return logits
     given = torch.zeros_like(logits, dtype=torch.bool).scatter(1, expert_index, True)
     if given.device.type == "cpu":  # on CUDA, a failed check would end the use of the device
         different = (given.sum(1) == expert_index.shape[1]).all()

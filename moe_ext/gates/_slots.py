@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext._ragged import offsets_of
-from moe_ext.distributed.ranks import Ranks
-from moe_ext.gates.gate import Routing
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 
 class Agreement(NamedTuple):

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.types import Device
 
 from moe_ext.checks import require
-from moe_ext.distributed.ranks import Layout
 from moe_ext.gates.gate import Gate
+from moe_ext.ranks import Layout
 
 __all__ = ["AdaptiveGate", "adaptive_gates", "update_gates"]
 
@@ -47,6 +48,7 @@ class AdaptiveGate(Gate):
     Args:
         d_model, num_experts, k: see `Gate`.
         num_counts: N, the number of counts; 0: the gate does not adapt.
+        device: of the counts; None: torch's default.
 
     Attributes:
         tokens_since_update: [N] int64, the sum of the counts since the last update; None: the gate
@@ -58,11 +60,15 @@ class AdaptiveGate(Gate):
 
     tokens_since_update: Tensor | None = None
 
-    def __init__(self, d_model: int, num_experts: int, k: int, *, num_counts: int) -> None:
+    def __init__(
+        self, d_model: int, num_experts: int, k: int, *, num_counts: int, device: Device = None
+    ) -> None:
         super().__init__(d_model, num_experts, k)
         if num_counts > 0:
             # Not a buffer: DistributedDataParallel would replace it by the counts of rank 0.
-            self.tokens_since_update = _of_fixed_size(torch.zeros(num_counts, dtype=torch.int64))
+            self.tokens_since_update = _with_fixed_size(
+                torch.zeros(num_counts, dtype=torch.int64, device=device)
+            )
 
     def count(self, counts: Tensor) -> None:
         """Adds counts [N], whole numbers of any dtype, to tokens_since_update in training mode.
@@ -110,12 +116,12 @@ class AdaptiveGate(Gate):
         counts = self.tokens_since_update
         assert counts is not None
         from_meta = counts.is_meta and device.type != "meta"
-        self.tokens_since_update = _of_fixed_size(
+        self.tokens_since_update = _with_fixed_size(
             torch.zeros_like(counts, device=device) if from_meta else counts.to(device)
         )
 
 
-def _of_fixed_size(counts: Tensor) -> Tensor:
+def _with_fixed_size(counts: Tensor) -> Tensor:
     """Does what `torch._dynamo.mark_static` does, without the import of torch's compiler.
 
     A compiled graph then does not take the number of counts for a number of tokens that it equals.

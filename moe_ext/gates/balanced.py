@@ -8,12 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
+from moe_ext._argument_names import explains_names
 from moe_ext._ragged import select_segments
 from moe_ext.checks import require_bool
-from moe_ext.distributed._batchwise import mask_over_ranks
-from moe_ext.distributed.ranks import Ranks
+from moe_ext.gates._batchwise import mask_over_ranks
 from moe_ext.gates._logits import logits, zero_
 from moe_ext.gates._slots import (
     Agreement,
@@ -22,10 +23,12 @@ from moe_ext.gates._slots import (
     routing_of_slots,
     several,
 )
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.losses import batchwise_loss
 from moe_ext.ops._balanced_gating import rows_per_expert
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = [
     "BalancedGate",
@@ -106,9 +109,9 @@ def _initialize(
         finite = failed == 0
     start = mth_score * (1 - 16 * torch.finfo(mth_score.dtype).eps)
     start = torch.nextafter(start, torch.full_like(start, -torch.inf))  # lowers a score of 0 too
-    of_threshold = torch.finfo(threshold.dtype)
-    least = of_threshold.tiny * of_threshold.eps  # the smallest positive number
-    lower = (start * (1 - of_threshold.eps) - least).to(threshold.dtype)
+    limits = torch.finfo(threshold.dtype)
+    least = limits.tiny * limits.eps  # the smallest positive number
+    lower = (start * (1 - limits.eps) - least).to(threshold.dtype)
     rounded = start.to(threshold.dtype)
     start = torch.where(rounded < mth_score, rounded, lower)
     # `Module.type` makes numbers of the flag.
@@ -238,6 +241,7 @@ class BalancedGate(StrictlyBalancedGate):
         num_experts: E, the number of experts.
         k: mean number of experts per token, 1 <= k <= E.
         detach_scores: whether L_batchwise trains only the thresholds, not W_g and earlier layers.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -248,13 +252,22 @@ class BalancedGate(StrictlyBalancedGate):
         ValueError: a size is below 1, or k is not between 1 and num_experts.
     """
 
+    @explains_names
     def __init__(
-        self, d_model: int, num_experts: int, k: int, *, detach_scores: bool = True
+        self,
+        d_model: int,
+        num_experts: int,
+        k: int,
+        *,
+        detach_scores: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_experts, k, detach_scores)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
-        self.threshold: nn.Parameter = nn.Parameter(torch.zeros(num_experts))
-        self.register_buffer("initialized", torch.tensor(False))
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
+        self.threshold: nn.Parameter = nn.Parameter(torch.zeros(num_experts, **factory))
+        self.register_buffer("initialized", torch.tensor(False, device=device))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes x [T, D]; the experts of each token are in index order.
@@ -290,7 +303,7 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         experts_per_group: b, the number of experts in each group.
         k: (k1, k2), the mean number of groups per token and of experts per chosen group. A single
             number k means (k, k).
-        detach_scores: see `BalancedGate`.
+        detach_scores, device, dtype: see `BalancedGate`.
 
     Attributes:
         w_gate: [D, a] parameter of the primary gate.
@@ -306,6 +319,7 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
     secondary_parameters: ClassVar[tuple[str, ...]] = ("w_gate_secondary", "threshold_secondary")
     initialized_secondary: Tensor
 
+    @explains_names
     def __init__(
         self,
         d_model: int,
@@ -314,18 +328,21 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         k: int | tuple[int, int],
         *,
         detach_scores: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_groups, experts_per_group, k, detach_scores)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups))
-        self.threshold: nn.Parameter = nn.Parameter(torch.zeros(num_groups))
-        self.register_buffer("initialized", torch.tensor(False))
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups, **factory))
+        self.threshold: nn.Parameter = nn.Parameter(torch.zeros(num_groups, **factory))
+        self.register_buffer("initialized", torch.tensor(False, device=device))
         self.w_gate_secondary: nn.Parameter = nn.Parameter(
-            torch.zeros(num_groups, d_model, experts_per_group)
+            torch.zeros(num_groups, d_model, experts_per_group, **factory)
         )
         self.threshold_secondary: nn.Parameter = nn.Parameter(
-            torch.zeros(num_groups, experts_per_group)
+            torch.zeros(num_groups, experts_per_group, **factory)
         )
-        self.register_buffer("initialized_secondary", torch.tensor(False))
+        self.register_buffer("initialized_secondary", torch.tensor(False, device=device))
 
     def select_groups(self, x: Tensor, ranks: Ranks | None) -> PrimarySelection:
         """Selects the groups of each token, in order of their number.

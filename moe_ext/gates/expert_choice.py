@@ -6,10 +6,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
-from moe_ext.distributed._batchwise import mask_over_ranks
-from moe_ext.distributed.ranks import Ranks
+from moe_ext._argument_names import explains_names
+from moe_ext.gates._batchwise import mask_over_ranks
 from moe_ext.gates._logits import zero_
 from moe_ext.gates._slots import (
     experts_of_rows,
@@ -18,8 +19,10 @@ from moe_ext.gates._slots import (
     several,
     values_of_slots,
 )
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate
 from moe_ext.ops._balanced_gating import rows_per_expert
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["ExpertChoiceGate"]
 
@@ -50,6 +53,7 @@ class ExpertChoiceGate(Gate):
         d_model: D, the width of x.
         num_experts: E, the number of experts.
         k: mean number of experts per token, 1 <= k <= E. The paper calls it capacity factor.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -60,9 +64,19 @@ class ExpertChoiceGate(Gate):
 
     routes_by_batch: ClassVar[bool] = True
 
-    def __init__(self, d_model: int, num_experts: int, k: int) -> None:
+    @explains_names
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        k: int,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(d_model, num_experts, k)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
 
     def reset_parameters(self) -> None:
         """Sets W_g to zero, its initial value."""
@@ -84,8 +98,8 @@ class ExpertChoiceGate(Gate):
             selected = ops.batchwise_topm(ranked.unsqueeze(0), m)
             expert_index, token_offsets = experts_of_selected(selected.row_index, num_tokens)
         else:
-            here = torch.tensor([num_tokens], device=scores.device)
-            mask, _ = mask_over_ranks(ranked, self.k, here, 0, ranks)
+            own_size = torch.tensor([num_tokens], device=scores.device)
+            mask, _ = mask_over_ranks(ranked, self.k, own_size, 0, ranks)
             expert_index, token_offsets = experts_of_rows(mask)
         gates = values_of_slots(scores, expert_index, token_offsets)
         routing = routing_of_slots(self.num_experts, gates, expert_index, token_offsets, [], ranks)

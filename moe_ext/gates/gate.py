@@ -1,74 +1,29 @@
-"""The interface between a gate and `MoE`: `Gate` and its result, `Routing`."""
+"""The interface between `MoE` and a gate."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+import warnings
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
-from moe_ext.checks import require, require_floating, require_k, require_not_nested, require_sizes
-from moe_ext.distributed.ranks import Ranks
+from moe_ext.checks import (
+    require,
+    require_dtype,
+    require_floating,
+    require_k,
+    require_not_nested,
+    require_sizes,
+)
 from moe_ext.gates._logits import logits
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["Gate", "Routing"]
-
-
-class Routing(NamedTuple):
-    """Holds a gate's routing decision for T tokens.
-
-    A slot is one of the R (token, expert) assignments. Slots are ordered by token.
-
-    Attributes:
-        gates: [T, K], or [R] with token_offsets; float32 or float64. The weight of each slot.
-        expert_index: int64, in the shape of gates. The expert of each slot.
-        importance: [E], the sum of each expert's gates (Eq. 6).
-        load: [E], the expected number of tokens per expert (Appendix A). Without noise, it is the
-            number of routed tokens, which has no gradient.
-        token_offsets: [T + 1] int64; token t has the slots token_offsets[t] to
-            token_offsets[t + 1] - 1. None: each token has K slots.
-        equal_load: whether every expert has exactly R / E tokens. `MoE` then needs no token counts.
-        loss: scalar, the gate's own loss, which `MoE` adds to its loss. None: no loss.
-        metrics: scalars by name that describe the routing, for `metrics` of `MoEAux`.
-        load_factors: Load_primary(X) [a], Load_i(X^(i)) [a, b] and ``|X^(i)|`` [a] of a groups with
-            b experts each. Only a hierarchical noisy gate sets these factors of load, because each
-            factor is a sum over tokens and load is not.
-        logits: [T, E], the router's logits x·W_g, without noise, in at least float32. Losses such
-            as `ZLoss` need them. None: the gate does not compute a logit for every expert.
-        scores: [T, E], non-negative scores of the experts, if these are not softmax(logits). See
-            `probabilities`.
-        kept: bool, in the shape of gates. False: the slot is dropped, so that no expert computes
-            it. Importance, load and losses count it. None: no slot is dropped.
-    """
-
-    gates: Tensor
-    expert_index: Tensor
-    importance: Tensor
-    load: Tensor
-    token_offsets: Tensor | None = None
-    equal_load: bool = False
-    loss: Tensor | None = None
-    metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
-    load_factors: tuple[Tensor, ...] | None = None
-    logits: Tensor | None = None
-    scores: Tensor | None = None
-    kept: Tensor | None = None
-
-    def probabilities(self) -> Tensor:
-        """Computes p(x) [T, E]: softmax(logits), or with scores, scores / Σ_j scores_j.
-
-        A token whose scores are all 0 has probabilities of 0.
-
-        Raises:
-            ValueError: logits and scores are None.
-        """
-        if self.scores is None:
-            require(self.logits is not None, "Routing: logits", "be set by the gate", None)
-            assert self.logits is not None
-            return torch.softmax(self.logits, dim=-1)
-        total = self.scores.sum(-1, keepdim=True)
-        return self.scores / torch.where(total > 0, total, 1)
 
 
 class Gate(nn.Module):
@@ -98,12 +53,19 @@ class Gate(nn.Module):
         routes_by_batch: whether a token's experts depend on the other tokens of the batch. With
             several ranks, `MoE` then requires ``balance="global"``; otherwise the ranks' gates
             would diverge.
+        replays: whether `forward` has a third argument ``expert_index=None`` and can replay a
+            routing decision.
+        shares_groups: whether ranks can share the groups of the gate with their secondary gates;
+            see `moe_ext.gates.HierarchicalGate`. Such a gate takes no capacity and no
+            zero-computation experts.
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.
     """
 
     routes_by_batch: ClassVar[bool] = False
+    replays: ClassVar[bool] = False
+    shares_groups: ClassVar[bool] = False
     experts_per_group: int = 1
     generator: torch.Generator | None = None
     d_model: int
@@ -118,12 +80,25 @@ class Gate(nn.Module):
         )
         self.k = require_k(name, k, self.num_experts)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Declares replays for a class of an earlier version, by the arguments of its forward."""
+        super().__init_subclass__(**options)
+        forward = vars(cls).get("forward")
+        if "replays" in vars(cls) or not isinstance(forward, FunctionType):
+            return
+        code, former = forward.__code__, cls.replays
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        cls.replays = "expert_index" in names
+        if cls.replays and not former:
+            text = f"{cls.__name__}: declare replays = True, because forward takes expert_index"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes the tokens x [T, D].
 
-        A gate whose forward has a third argument ``expert_index=None`` can replay a routing
-        decision: with expert_index [T, K] int64, it must route each token to the given experts. The
-        gates are those of the current parameters. `MoE.forward` then accepts expert_index too.
+        A gate with ``replays = True`` has a third argument ``expert_index=None``. With expert_index
+        [T, K] int64, it must route each token to the given experts. The gates are those of the
+        current parameters. `MoE.forward` then accepts expert_index too.
 
         Args:
             x: [T, D]; T may be 0.
@@ -137,6 +112,10 @@ class Gate(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+    def _factory(self, device: Device, dtype: torch.dtype | None) -> dict[str, Any]:
+        """Returns the options with which a constructor makes parameters."""
+        return {"device": device, "dtype": require_dtype(type(self).__name__, dtype)}
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Computes x · weight in at least float32, also under autocast.
@@ -154,12 +133,13 @@ class Gate(nn.Module):
 
     def _require_tokens(self, x: Tensor) -> None:
         """Requires that x is a floating-point tensor [T, D]."""
-        name = type(self).__name__
-        require_not_nested(name, x=x)
+        if not isinstance(x, Tensor) or x.is_nested:
+            require_not_nested(type(self).__name__, x=x)
         if x.dim() != 2 or x.shape[1] != self.d_model:
             rule = f"have shape [T, d_model = {self.d_model}]"
-            require(False, f"{name}: x", rule, tuple(x.shape))
-        require_floating(name, x)
+            require(False, f"{type(self).__name__}: x", rule, tuple(x.shape))
+        if not x.is_floating_point():
+            require_floating(type(self).__name__, x)
 
     def draw_noise(self, like: Tensor) -> Tensor:
         """Draws standard normal noise in the shape and dtype of `like` from `generator`.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from operator import index
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
+from moe_ext._counting import SparsePart
 from moe_ext.checks import require, require_k_of_levels
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["HierarchicalGate", "PrimarySelection", "SecondarySelection"]
 
@@ -70,6 +74,14 @@ class SecondarySelection(NamedTuple):
         return first.index_select(0, slot) + self.expert_in_group
 
 
+# select(gate, x, primary, ranks) returns the experts of the slots of primary, without details, and
+# the statistics of this rank's groups.
+_GroupSelection = Callable[
+    ["HierarchicalGate", Tensor, PrimarySelection, Ranks | None],
+    tuple[SecondarySelection, tuple[Tensor, ...]],
+]
+
+
 class HierarchicalGate(Gate, ABC):
     """Selects groups, then experts in each chosen group; the base class of hierarchical gates.
 
@@ -101,6 +113,7 @@ class HierarchicalGate(Gate, ABC):
         ValueError: a size is below 1, k1 is not between 1 and a, or k2 not between 1 and b.
     """
 
+    shares_groups: ClassVar[bool] = True
     secondary_parameters: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -120,14 +133,38 @@ class HierarchicalGate(Gate, ABC):
         self.k_of_levels: tuple[int, int] = k1, k2
         self.groups: range = range(num_groups)
 
-    def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """Routes x [T, D]. See `Gate.forward` for ranks."""
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Requires that a class with its own `forward` declares shares_groups."""
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls) and "shares_groups" not in vars(cls):
+            cls.shares_groups = False
+            warnings.warn(
+                f"{cls.__name__} has its own forward, so that ranks cannot share its groups; "
+                "declare shares_groups = True if it passes x and select to "
+                "HierarchicalGate.forward and changes neither gates nor expert_index, else "
+                "shares_groups = False",
+                stacklevel=3,
+            )
+
+    def forward(
+        self, x: Tensor, ranks: Ranks | None = None, select: _GroupSelection | None = None
+    ) -> Routing:
+        """Routes x [T, D].
+
+        Args:
+            x: [T, D].
+            ranks: see `Gate.forward`.
+            select: runs steps 2 and 3 on the ranks of the groups. None: this rank has all groups.
+        """
+        self._require_tokens(x)
+        if select is not None:
+            primary = self.select_groups(x, ranks)
+            return self.routing(primary, *select(self, x, primary, ranks), ranks)
         if len(self.groups) < self.num_groups:
             raise RuntimeError(
                 f"{type(self).__name__}: forward needs the secondary gates of all groups, got "
                 f"{self.groups}"
             )
-        self._require_tokens(x)
         x = widened(x)
         primary = self.select_groups(x, ranks)
         secondary = self.select_experts(x, primary, None, ranks)
@@ -193,16 +230,22 @@ class HierarchicalGate(Gate, ABC):
             setattr(self, name, nn.Parameter(part, whole.requires_grad))
         self.groups = groups
 
+    def _sparse_parts(self) -> list[SparsePart]:
+        """Returns the parameters that `count_parameters` counts in part."""
+        secondary = [self.get_parameter(name) for name in self.secondary_parameters]
+        share = Fraction(self.k_of_levels[0], self.num_groups)
+        return [(secondary, share, Fraction(self.num_groups, max(len(self.groups), 1)))]
+
     def _rows_of(self, name: str, local: slice | None) -> Tensor:
         """Returns the rows of a secondary parameter for the groups of `local`; None: all here."""
         rows: Tensor = getattr(self, name)
         return rows if local is None else rows[local]
 
-    def _of_all_groups(self, parts: Sequence[Tensor]) -> Tensor:
+    def _padded_to_all_groups(self, parts: Sequence[Tensor]) -> Tensor:
         """Concatenates values of this rank's groups; the values of other groups are 0."""
         values = parts[0] if len(parts) == 1 else torch.cat([*parts])
-        here = self.groups
-        if len(here) == self.num_groups:
+        groups = self.groups
+        if len(groups) == self.num_groups:
             return values
-        sides = here.start, self.num_groups - here.stop
+        sides = groups.start, self.num_groups - groups.stop
         return F.pad(values, (*[0] * (2 * values.dim() - 2), *sides))

@@ -7,15 +7,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
-from moe_ext.gates.gate import Routing
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]
 
@@ -58,7 +59,7 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
         num_groups: a, the number of groups.
         experts_per_group: b, the number of experts in each group.
         k: (k1, k2), groups per token and experts per chosen group. A single number k means (k, k).
-        noise_epsilon, detach_threshold, generator: see `NoisyTopKGate`.
+        noise_epsilon, detach_threshold, generator, device, dtype: see `NoisyTopKGate`.
 
     Attributes:
         w_gate: [D, a] parameter of the primary gate.
@@ -84,6 +85,8 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
         noise_epsilon: float = 1e-2,
         detach_threshold: bool = False,
         generator: torch.Generator | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         noise = noise_epsilon, detach_threshold, generator
         super().__init__(d_model, num_groups, experts_per_group, k, *noise)
@@ -91,14 +94,15 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
             ("gate of the first level", self.k_of_levels[0], num_groups),
             ("gate of the second level", self.k_of_levels[1], experts_per_group),
         )
-        for of, chosen, choices in levels:
+        for part, chosen, choices in levels:
             remedy = "use k of at least 2 at this level, or TopKGate with renormalize=False"
-            warn_if_untrained(type(self).__name__, chosen, choices, remedy, of)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups))
-        self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups))
+            warn_if_untrained(type(self).__name__, chosen, choices, remedy, part)
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups, **factory))
+        self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups, **factory))
         secondary = num_groups, d_model, experts_per_group
-        self.w_gate_secondary: nn.Parameter = nn.Parameter(torch.zeros(secondary))
-        self.w_noise_secondary: nn.Parameter = nn.Parameter(torch.zeros(secondary))
+        self.w_gate_secondary: nn.Parameter = nn.Parameter(torch.zeros(secondary, **factory))
+        self.w_noise_secondary: nn.Parameter = nn.Parameter(torch.zeros(secondary, **factory))
 
     def select_groups(self, x: Tensor, ranks: Ranks | None) -> PrimarySelection:
         """Selects k1 groups; draws the noise [T · k1, b] of the secondary gates in training mode.
@@ -147,7 +151,7 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
         """
         if not self.training:
             return ()
-        return tuple(map(self._of_all_groups, zip(*details, strict=True)))
+        return tuple(map(self._padded_to_all_groups, zip(*details, strict=True)))
 
     def routing(
         self,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import only_given, widened
 from moe_ext.gates._noisy import NoisyGate
-from moe_ext.gates.gate import Routing
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["NoisyTopKGate"]
 
@@ -36,6 +39,7 @@ class NoisyTopKGate(NoisyGate):
         generator: source of the noise. None: torch's global generator. torch.utils.checkpoint
             replays only the global generator. torch.compile(fullgraph=True) does not support a
             custom generator. A torch.cuda.CUDAGraph needs register_generator_state for it.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -45,6 +49,8 @@ class NoisyTopKGate(NoisyGate):
         ValueError: a size is below 1, k is not between 1 and num_experts, or noise_epsilon is
             negative.
     """
+
+    replays: ClassVar[bool] = True
 
     @explains_names
     def __init__(
@@ -56,14 +62,17 @@ class NoisyTopKGate(NoisyGate):
         noise_epsilon: float = 1e-2,
         detach_threshold: bool = False,
         generator: torch.Generator | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_experts, k, noise_epsilon, detach_threshold, generator)
         remedy = (
             "use k of at least 2, or TopKGate(d_model, num_experts, 1, renormalize=False) as gate"
         )
         warn_if_untrained("NoisyTopKGate", self.k, num_experts, remedy)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
-        self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
+        self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
 
     def forward(
         self, x: Tensor, ranks: Ranks | None = None, expert_index: Tensor | None = None
@@ -76,10 +85,10 @@ class NoisyTopKGate(NoisyGate):
         self._require_tokens(x)
         clean_logits, raw, noise = self._noisy_logits(widened(x), self.w_gate, self.w_noise)
         settings = raw, noise, self.k, self.noise_epsilon
-        kept = ops.noisy_topk_gating(only_given(clean_logits, expert_index), *settings)
+        given = clean_logits if expert_index is None else only_given(clean_logits, expert_index)
+        own = kept = ops.noisy_topk_gating(given, *settings)
         load = None
         if self.training:
-            own = kept
             if expert_index is not None:
                 own = ops.noisy_topk_gating(clean_logits, *settings)
             load = self._load(clean_logits, own)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_at_least, require_positive
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
 from moe_ext.gates._slots import experts_of_rows, several, sums_of_slots, values_of_slots
 from moe_ext.gates.adaptive import AdaptiveGate
-from moe_ext.gates.gate import Routing
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["ReLUGate"]
 
@@ -60,6 +61,7 @@ class ReLUGate(AdaptiveGate):
         l1_weight: λ at the start. The default is the paper's.
         l1_growth: the factor by which an update changes λ. The default is the paper's. With
             1, λ is constant.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -87,12 +89,15 @@ class ReLUGate(AdaptiveGate):
         *,
         l1_weight: float = 1e-8,
         l1_growth: float = 1.2,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, num_experts, k, num_counts=num_experts + 1)
+        super().__init__(d_model, num_experts, k, num_counts=num_experts + 1, device=device)
+        factory = self._factory(device, dtype)
         (self.initial_l1_weight,) = require_positive("ReLUGate", l1_weight=l1_weight)
         (self.l1_growth,) = require_at_least(1, "ReLUGate", l1_growth=l1_growth)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts))
-        self.register_buffer("l1_weight", widened(torch.empty(())))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts, **factory))
+        self.register_buffer("l1_weight", widened(torch.empty((), **factory)))
         self.reset_parameters()
 
     @torch.no_grad()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_at_least, require_bool, require_positive, require_sizes
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import widened, zero_
 from moe_ext.gates.adaptive import AdaptiveGate
-from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.gate import Gate
+from moe_ext.ranks import Ranks
+from moe_ext.routing import Routing
 
 __all__ = ["SoftmaxGate", "TopKGate"]
 
@@ -26,6 +28,7 @@ class SoftmaxGate(Gate):
     Args:
         d_model: D, the width of x.
         num_experts: E, the number of experts.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -34,9 +37,18 @@ class SoftmaxGate(Gate):
         ValueError: d_model or num_experts is below 1.
     """
 
-    def __init__(self, d_model: int, num_experts: int) -> None:
+    @explains_names
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(d_model, num_experts, num_experts)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts))
+        factory = self._factory(device, dtype)
+        self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
 
     def reset_parameters(self) -> None:
         """Sets all parameters and buffers to zero, their initial values."""
@@ -87,6 +99,7 @@ class TopKGate(AdaptiveGate):
             `moe_ext.ops.topk_routing`.
         logit_bias: whether the logits are x·W_g + b_g.
         bias_update_rate: u; None: no selection bias. With 0, the selection bias does not change.
+        device, dtype: of the parameters; None: torch's defaults.
 
     Attributes:
         w_gate: [D, E] parameter W_g.
@@ -102,6 +115,7 @@ class TopKGate(AdaptiveGate):
             of range.
     """
 
+    replays: ClassVar[bool] = True
     selection_bias: Tensor | None
     renormalize: bool
     scale: float
@@ -124,9 +138,13 @@ class TopKGate(AdaptiveGate):
         group_score_k: int = 2,
         logit_bias: bool = False,
         bias_update_rate: float | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         adapts = bias_update_rate is not None
-        super().__init__(d_model, num_experts, k, num_counts=num_experts if adapts else 0)
+        num_counts = num_experts if adapts else 0
+        super().__init__(d_model, num_experts, k, num_counts=num_counts, device=device)
+        factory = self._factory(device, dtype)
         self.score: ops.Score = score
         self.renormalize, logit_bias = require_bool(
             "TopKGate", renormalize=renormalize, logit_bias=logit_bias
@@ -145,12 +163,12 @@ class TopKGate(AdaptiveGate):
         if self.renormalize:
             remedy = "use k of at least 2, or renormalize=False"
             warn_if_untrained("TopKGate", self.k, num_experts, remedy)
-        self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts))
+        self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts, **factory))
         self.b_gate: nn.Parameter | None = (
-            nn.Parameter(torch.empty(num_experts)) if logit_bias else None
+            nn.Parameter(torch.empty(num_experts, **factory)) if logit_bias else None
         )
         self.register_buffer(
-            "selection_bias", widened(torch.empty(num_experts)) if adapts else None
+            "selection_bias", widened(torch.empty(num_experts, **factory)) if adapts else None
         )
         self.reset_parameters()
 
@@ -211,10 +229,9 @@ class TopKGate(AdaptiveGate):
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""
         shown = super().extra_repr()
-        for name in _OPTIONS:
-            default = inspect.signature(TopKGate).parameters[name].default
-            if getattr(self, name) != default:
-                shown += f", {name}={getattr(self, name)!r}"
+        for name, default in _DEFAULTS.items():
+            if vars(self)[name] != default:
+                shown += f", {name}={vars(self)[name]!r}"
         return shown + (", logit_bias=True" if self.b_gate is not None else "")
 
 
@@ -229,12 +246,12 @@ _SCORES: dict[ops.Score, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "sqrt_softplus": _sqrt_softplus,
 }
-_OPTIONS = (
-    "score",
-    "renormalize",
-    "scale",
-    "num_groups",
-    "groups_per_token",
-    "group_score_k",
-    "bias_update_rate",
-)
+_DEFAULTS: dict[str, Any] = {
+    "score": "softmax",
+    "renormalize": True,
+    "scale": 1.0,
+    "num_groups": 1,
+    "groups_per_token": 1,
+    "group_score_k": 2,
+    "bias_update_rate": None,
+}

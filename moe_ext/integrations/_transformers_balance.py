@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from moe_ext import ops
 from moe_ext._counting import is_of_transformers
+from moe_ext._plain_names import plain_names
 from moe_ext.checks import require, require_at_least
-from moe_ext.distributed._plain_names import plain_names
 from moe_ext.losses import cv_squared, importance_loss
 
 __all__ = ["LayerBalance", "ModelBalance", "balance", "experts_modules"]

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from transformers.distributed.expert_parallel import EPImplementation, MoEParamShard
 
 from moe_ext.checks import require
-from moe_ext.distributed import Exchange, ExpertPlacement, Ranks
-from moe_ext.distributed._rows import columns_of
-from moe_ext.gates import Routing
+from moe_ext.ranks import Exchange, ExpertPlacement, Ranks
+from moe_ext.ranks._rows import columns_of
+from moe_ext.routing import Routing
 
 
 class _ShardPlacement(ExpertPlacement):

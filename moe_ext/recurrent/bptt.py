@@ -71,7 +71,7 @@ def unroll(
         RuntimeError: step modified a parameter in place (only with memory_slots).
     """
     for name, tensors in (("parameters", parameters), ("inputs", inputs), ("state", state)):
-        wrong = [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]
+        wrong = [type(x).__name__ for x in tensors if not isinstance(x, Tensor)]
         if wrong:
             raise TypeError(f"unroll: {name} must be tensors, got {wrong[0]}")
     lengths = {len(x) for x in inputs}
@@ -330,7 +330,7 @@ def _step_backward(
         if grad is not None and output.requires_grad
     ]
     leaves = (*parameters, *inputs, *state)
-    found: list[Tensor | None] = [None] * len(leaves)
+    leaf_grads: list[Tensor | None] = [None] * len(leaves)
     if pairs:
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         flowing = torch.autograd.grad(
@@ -339,9 +339,9 @@ def _step_backward(
             [grad for _, grad in pairs],
             allow_unused=True,
         )
-        for i, found_grad in zip(wanted, flowing, strict=True):
-            found[i] = found_grad
-    found_parameters, found_inputs, found_state = plan.split(found)
+        for i, leaf_grad in zip(wanted, flowing, strict=True):
+            leaf_grads[i] = leaf_grad
+    found_parameters, found_inputs, found_state = plan.split(leaf_grads)
     for i, grad in enumerate(found_parameters):
         if grad is not None:
             # Clone the first gradient: its memory may be shared with another tensor.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,9 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
+from moe_ext._plain_names import plain_names
 from moe_ext.checks import (
     require,
     require_at_least,
@@ -26,15 +28,13 @@ from moe_ext.checks import (
     require_not_nested,
     require_sizes,
 )
-from moe_ext.distributed._options import parallel_options
-from moe_ext.distributed._plain_names import plain_names
-from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import Layout, Ranks
-from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
+from moe_ext.dispatch._dispatchers import LocalDispatcher
+from moe_ext.dispatch._sharding import ExpertParallel, ExpertSharding, parallel_options
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import Gate, hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
 from moe_ext.moe import MoE, MoEAux
+from moe_ext.ranks import ExpertPlacement, Layout, Ranks
 from moe_ext.recurrent.bptt import num_evaluations, unroll
 
 __all__ = ["MoELSTM", "MoELSTMCell", "exchanged_bytes", "lstm_state"]
@@ -78,6 +78,7 @@ class MoELSTMCell(nn.Module):
         noise_epsilon, generator: see `NoisyTopKGate`.
         parallel: how ranks share the experts; see `MoE`. All ranks must then call the cell
             together. None: this process has all experts.
+        device, dtype: of the parameters, except those of a given gate; None: torch's defaults.
 
     Attributes:
         moe: the `MoE` whose experts are the matrices.
@@ -87,6 +88,7 @@ class MoELSTMCell(nn.Module):
         ValueError, TypeError: an argument is invalid; see also `MoE`.
     """
 
+    @explains_names
     def __init__(
         self,
         d_input: int,
@@ -99,6 +101,8 @@ class MoELSTMCell(nn.Module):
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
         parallel: ExpertParallel | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         d_input, d_hidden = require_sizes("MoELSTMCell", d_input=d_input, d_hidden=d_hidden)
@@ -120,15 +124,23 @@ class MoELSTMCell(nn.Module):
             k,
             gate=gate,
             experts=FeedForwardExperts(
-                len(local), width, (), d_output=4 * d_hidden, first_expert=local.start
+                len(local),
+                width,
+                d_output=4 * d_hidden,
+                first_expert=local.start,
+                device=device,
+                dtype=dtype,
             ),
             w_importance=0,
             w_load=0,
             noise_epsilon=noise_epsilon,
             generator=generator,
             parallel=parallel,
+            device=device if gate is None else None,
+            dtype=dtype if gate is None else None,
         )
-        self.bias: nn.Parameter = nn.Parameter(torch.empty(4 * d_hidden))
+        bias = torch.empty(4 * d_hidden, device=device, dtype=dtype)
+        self.bias: nn.Parameter = nn.Parameter(bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -224,6 +236,7 @@ class MoELSTM(nn.Module):
         gather_experts: whether each rank instead gathers the weights of all experts once for all
             time steps, and sends their gradients back once. None: whichever sends fewer bytes for
             a batch (`exchanged_bytes`). Has no effect on a single rank.
+        device, dtype: see `MoELSTMCell`.
 
     Raises:
         ValueError, TypeError: an argument is invalid; see also `MoE`.
@@ -259,6 +272,8 @@ class MoELSTM(nn.Module):
         process_group: ProcessGroup | DeviceMesh | None = None,
         parallel: ExpertParallel | None = None,
         gather_experts: bool | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.w_importance, self.w_load = require_at_least(
@@ -292,6 +307,8 @@ class MoELSTM(nn.Module):
             noise_epsilon=noise_epsilon,
             generator=generator,
             parallel=parallel,
+            device=device,
+            dtype=dtype,
         )
         self.num_experts: int = self.cell.moe.num_experts
 
@@ -403,7 +420,7 @@ class MoELSTM(nn.Module):
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         require_not_nested("MoELSTM", x=x)
-        for name in ("capacity_factor", "losses", "w_importance", "w_load"):
+        for name in ("capacity", "losses", "w_importance", "w_load"):
             value = getattr(self.cell.moe, name)
             rule = "have no value, because it would apply to each time step"
             require(not value, f"MoELSTM: cell.moe.{name}", rule, value)
@@ -455,8 +472,8 @@ def exchanged_bytes(
     copies = moe.k if moe.sharding.exchange.unit == "rows" else min(moe.k, size)
     width = layer.cell.d_input + 5 * layer.cell.d_hidden  # of [x, h] and of the gates i, f, j, o
     rows = passes * num_rows * copies * (size - 1) / size * width * itemsize
-    of_expert = sum(weight.shape[1:].numel() * weight.itemsize for weight in weights)
-    return rows, (1 + backward) * (size - 1) * layer.num_experts * of_expert
+    expert_bytes = sum(weight.shape[1:].numel() * weight.itemsize for weight in weights)
+    return rows, (1 + backward) * (size - 1) * layer.num_experts * expert_bytes
 
 
 def _lengthened(inputs: Sequence[Tensor], num_steps: int) -> list[Tensor]:
@@ -465,6 +482,16 @@ def _lengthened(inputs: Sequence[Tensor], num_steps: int) -> list[Tensor]:
     real = mask[0] if mask else torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     more = num_steps - len(x)
     return [F.pad(x, (0, 0, 0, 0, 0, more)), F.pad(real, (0, 0, 0, more))]
+
+
+@contextmanager
+def _without_exchange(moe: MoE) -> Iterator[None]:
+    """Within this context, the layer computes all experts here, from gathered parameters."""
+    dispatcher, moe.dispatcher = moe.dispatcher, LocalDispatcher(moe.num_experts, moe.sharding)
+    try:
+        yield
+    finally:
+        moe.dispatcher = dispatcher
 
 
 class _CellStep:
@@ -509,7 +536,7 @@ class _CellStep:
 
     def _call(self, tensors: _Tensors, x: Tensor, state: _Tensors) -> tuple[_Tensors, MoEAux]:
         named = dict(zip(self.names, tensors, strict=True))
-        with nullcontext() if self.gather is None else self.gather.without_exchange():
+        with nullcontext() if self.gather is None else _without_exchange(self.cell.moe):
             state, aux = functional_call(self.cell, named, (x, state))
         rule = "select the same number of experts for every row, and drop none"
         same = aux.token_offsets is None and aux.kept is None

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from moe_ext import Gate
 from moe_ext.distributed import ExpertParallel, expert_parameters
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates import HierarchicalGate
+from moe_ext.ranks import Ranks
 
 # The numbers of tokens of each rank; in the last one, two replicas of the experts have two shards.
 RANKS = {"1": [9], "2": [5, 8], "3": [4, 0, 6], "2 x 2": [3, 7, 0, 5]}

@@ -1,6 +1,5 @@
 """Experts sharded over ranks: the sharding does not change the result (Sec. 3)."""
 
-import inspect
 import math
 from functools import partial
 
@@ -26,10 +25,13 @@ from workers import on_ranks
 
 from moe_ext import (
     BalancedGate,
+    Capacity,
     Experts,
     HierarchicalBalancedGate,
     HierarchicalMoE,
     HierarchicalNoisyTopKGate,
+    ImportanceLoss,
+    LoadLoss,
     MoE,
     NoisyTopKGate,
     SwitchLoss,
@@ -59,18 +61,15 @@ KINDS = {
     "balanced zero computation": lambda **options: make(
         BalancedGate(D, 6, 2), num_identity_experts=2, **options
     ),
-    "balanced capacity": lambda **options: make(
-        BalancedGate(D, 5, 2), capacity_factor=0.5, **options
-    ),
+    "balanced capacity": lambda **options: make(BalancedGate(D, 5, 2), capacity=0.5, **options),
     "capacity with ties": lambda **options: MoE(  # all gates are 1
-        D, 2, 1, capacity_factor=0.7, drop="score", **options
+        D, 2, 1, capacity=Capacity(0.7, "score"), **options
     ),
     "capacity of some": lambda **options: make(
         NoisyTopKGate(D, 6, 2),
         num_identity_experts=1,
         num_null_experts=1,
-        capacity_factor=0.5,
-        drop="score",
+        capacity=Capacity(0.5, "score"),
         losses=LOSSES,
         **options,
     ),
@@ -107,11 +106,7 @@ HOW = {
 GATES = {kind: make().gate for kind, make in KINDS.items()}
 # The kinds whose secondary gates ranks can share, and those whose gate takes given experts.
 GROUPED = {kind for kind, gate in GATES.items() if isinstance(gate, HierarchicalGate)}
-REPLAYED = {
-    kind
-    for kind, gate in GATES.items()
-    if "expert_index" in inspect.signature(gate.forward).parameters
-}
+REPLAYED = {kind for kind, gate in GATES.items() if gate.replays}
 
 
 @pytest.mark.guarantee("Sharding does not change the result")
@@ -157,6 +152,7 @@ def call_with_sequences(layer, x, part, masked):
 def test_losses_equal_one_process(workers, ranks, masked, recompute):
     """The losses of the batch and of each sequence, with their gradients."""
     losses = [SwitchLoss(0.3), SwitchLoss(0.2, per_sequence=True), ZLoss(0.1)]
+    losses += [ImportanceLoss(0.1), LoadLoss(0.2)]
     make = partial(layer_of, "top-k", losses=losses)
     called = partial(call_with_sequences, masked=masked)
     x = tokens_of(RANKS[ranks], 7)
@@ -184,9 +180,9 @@ def test_any_modules_as_experts(workers, num_chunks):
 @on_ranks(2)
 def test_local_balance_is_of_each_rank(group, rank, capacity):
     """Losses and capacities are then those of a layer alone."""
-    options = {"losses": [SwitchLoss(0.3), SwitchLoss(0.2, per_sequence=True)]}
+    options = {"losses": [SwitchLoss(0.3), SwitchLoss(0.2, per_sequence=True), LoadLoss(0.1)]}
     if capacity:
-        options |= {"capacity_factor": 0.7, "drop": capacity}
+        options |= {"capacity": Capacity(0.7, capacity)}
     x = tokens_of(RANKS["2"], 7).split(RANKS["2"])[rank]
     aux = layer_of("top-k", group, balance="local", **options)(x)[1]
     alone = layer_of("top-k", **options)(x)[1]
@@ -205,16 +201,75 @@ class DroppingGate(HierarchicalNoisyTopKGate):
 
 @on_ranks(2)
 def test_hierarchical_layers_refuse_to_drop_assignments(group, rank):
-    """All ranks raise an error if `capacity_factor` is set later, or if the gate drops."""
+    """All ranks raise an error if `capacity` is set later, or if the gate drops."""
     rules = {
-        HierarchicalNoisyTopKGate: "capacity_factor must be None with a hierarchical gate, got 1.5",
+        HierarchicalNoisyTopKGate: "capacity must be None with a hierarchical gate, got Capacity",
         DroppingGate: "gate must return Routing.kept = None with placement",
     }
     for gate, rule in rules.items():
         layer = make(gate(D, 2, 3, 1), process_group=group)
-        layer.capacity_factor = 1.5 if gate is HierarchicalNoisyTopKGate else None
+        layer.capacity = 1.5 if gate is HierarchicalNoisyTopKGate else None
         with pytest.raises(ValueError, match=f"^MoE: {rule}"):
             layer(torch.randn(4, D))
+
+
+class NotingGate(HierarchicalNoisyTopKGate):
+    shares_groups = True
+    calls = 0
+
+    def forward(self, x, ranks=None, select=None):
+        self.calls += 1
+        return super().forward(x, ranks, select)
+
+
+class DeafGate(NotingGate):
+    shares_groups = True
+
+    def forward(self, x, ranks=None, select=None):
+        routing = self.make_routing(torch.ones(len(x), self.k), torch.zeros(len(x), self.k).long())
+        return routing
+
+
+@on_ranks(2)
+def test_a_gate_with_its_own_forward_shares_its_groups(group, rank):
+    layers = {
+        kind: make(kind(D, 2, 3, (1, 2)), process_group=group)
+        for kind in (NotingGate, DeafGate, HierarchicalNoisyTopKGate)
+    }
+    x = torch.randn(4, D)
+    for layer in layers.values():
+        assert layer.sharding.group_exchange is not None
+        layer.load_state_dict(layers[NotingGate].state_dict())
+    torch.manual_seed(rank)
+    y = layers[NotingGate](x)[0]
+    assert layers[NotingGate].gate.calls == 1
+    torch.manual_seed(rank)
+    assert_same_bits(layers[HierarchicalNoisyTopKGate](x)[0], y)
+    compiled = torch.compile(layers[HierarchicalNoisyTopKGate].gate, backend="eager")
+    torch.manual_seed(rank)
+    layers[HierarchicalNoisyTopKGate].gate = compiled
+    assert_same_bits(layers[HierarchicalNoisyTopKGate](x)[0], y)
+    with pytest.raises(ValueError, match="^MoE: gate must pass select to .*, got '0 calls'$"):
+        layers[DeafGate](x)
+
+
+@pytest.mark.guarantee("It works with PyTorch's tools")
+@pytest.mark.parametrize("kind", ["top-k", "hierarchical", "balanced groups"])
+@on_ranks(2)
+def test_compiled_layers(group, rank, kind):
+    layer = layer_of(kind, group)
+    compiled = torch.compile(layer, backend="eager")
+    x = torch.randn(5, D, dtype=torch.float64)
+    found = []
+    for call in (layer, compiled, compiled):
+        torch.manual_seed(rank)
+        layer.zero_grad()
+        y, aux = call(x)
+        (y.square().sum() + aux.loss).backward()
+        found.append([y, aux.loss, *(p.grad for p in layer.parameters() if p.grad is not None)])
+    for result in found[1:]:
+        for a, b in zip(result, found[0], strict=True):
+            assert_same_bits(a, b)
 
 
 def balanced_steps(group, rank, counts, num_chunks, mesh, ties):
@@ -401,6 +456,8 @@ class OfRows(Experts):
 
 class OwnForward(HierarchicalBalancedGate):
     """A gate that does more than its four steps."""
+
+    shares_groups = False
 
     def forward(self, x, ranks=None):
         return super().forward(2 * x, ranks)

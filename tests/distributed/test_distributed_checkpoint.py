@@ -45,8 +45,8 @@ from moe_ext.distributed import (
 )
 from moe_ext.distributed._checkpoint_folder import sums_of
 from moe_ext.distributed._safe_files import read_metadata
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.optim import FactoredAdagrad, FactoredAdam, split_parameters
+from moe_ext.ranks import Ranks
 
 D = 4
 

@@ -38,9 +38,9 @@ from moe_ext.distributed import (
     load_full_state_dict,
     parallelize,
 )
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates import SoftmaxGate
 from moe_ext.optim import FactoredAdam, split_parameters
+from moe_ext.ranks import Ranks
 
 
 def assert_same_on_all_ranks(value, group):

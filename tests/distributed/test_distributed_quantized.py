@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from assertions import assert_all_same_bits, assert_exact, assert_same_bits
 from layers import D, layer_of
+from moe_ext.distributed.ranks import Ranks
 from one_process import (
     assert_equals_one_process,
     draw_parameters,
@@ -32,7 +33,6 @@ from moe_ext.distributed import (
     load_full_state_dict,
     parallelize,
 )
-from moe_ext.distributed.ranks import Ranks
 
 FORMATS = ["int8", "fp8"]  # which take any number of inputs
 

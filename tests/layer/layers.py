@@ -15,6 +15,7 @@ from assertions import assert_exact, dense, gradients, tensors_of
 
 from moe_ext import (
     BalancedGate,
+    Capacity,
     ExpertChoiceGate,
     HierarchicalBalancedGate,
     HierarchicalMoE,
@@ -85,13 +86,13 @@ TABLE = {
     "capacity by position": Row(
         lambda: TopKGate(D, E, K),
         ("arXiv 2101.03961",),
-        lambda: dict(capacity_factor=0.7, drop="position"),
+        lambda: dict(capacity=Capacity(0.7)),
         OF_BATCH,
     ),
     "capacity by score": Row(
         lambda: TopKGate(D, E, 3, renormalize=False),
         ("arXiv 2101.03961",),
-        lambda: dict(capacity_factor=0.7, drop="score"),
+        lambda: dict(capacity=Capacity(0.7, "score")),
         OF_BATCH,
     ),
     "zero computation": Row(
@@ -339,8 +340,8 @@ def by_reference(layer, x, noise=(), given=None):
     for t, experts in enumerate(chosen):
         every[t, experts] = True
     kept = every
-    if layer.capacity_factor is not None:
-        how = layer.capacity_factor, layer.drop
+    if layer.capacity is not None:
+        how = layer.capacity.factor, layer.capacity.drop
         kept = torch.tensor(ref.kept_by_capacity(G_X, chosen, layer.k, *how)).reshape(T, n)
     experts = _networks(layer.experts, of("experts"))
     rows = zip(X, G_X * kept, strict=True)

@@ -170,10 +170,10 @@ OPTIONS = {
     "HierarchicalMoE(D, 2, 2, 1, losses=[ZLoss(1.0)])(x)": "^ZLoss: logits must .*, got None$",
     "HierarchicalMoE(D, 2, 2, 1, losses=[SwitchLoss(1.0)])(x)": "^Routing: logits must .* None$",
     "presets.deepseek_v3(D, D, E, K, num_shared_experts=-1)": "num_shared_experts must .*got -1$",
-    "layer(capacity_factor='1')": "^MoE: capacity_factor must be a finite number, got '1'$",
-    "layer(capacity_factor=0.0)": "capacity_factor must be a number above 0, got 0.0$",
-    "layer(capacity_factor=math.nan)": "capacity_factor must be a finite number, got nan$",
-    "layer(capacity_factor=1, drop='probs')": "drop must be one of position, score, got 'probs'$",
+    "layer(capacity='1')": "^Capacity: factor must be a finite number, got '1'$",
+    "layer(capacity=0.0)": "factor must be a number above 0, got 0.0$",
+    "layer(capacity=math.nan)": "factor must be a finite number, got nan$",
+    "Capacity(1, 'probs')": "Capacity: drop must be one of position, score, got 'probs'$",
     "layer(drop='score')": "drop must be left out without capacity_factor, got 'score'$",
     "layer(num_identity_experts=-1)": "^MoE: num_identity_experts must be at least 0, got -1$",
     "layer(gate=gate(), num_null_experts=1)": "^MoE: gate.num_experts must be 6, got 5$",
@@ -205,7 +205,7 @@ OPTIONS |= {
     for name, value in {
         "num_identity_experts": 1,
         "num_null_experts": 1,
-        "capacity_factor": 1.5,
+        "capacity": 1.5,
     }.items()
 }
 OPTIONS |= {
@@ -269,7 +269,7 @@ TYPES = {
     "layer(losses=[0.1])": "losses must be a sequence of moe_ext.RouterLoss, got float$",
     "layer(losses=(loss for loss in [ZLoss(1.0)]))": "losses must be a .*, got generator$",
     "layer(gate=Linear(D, E))": "^MoE: gate must derive from moe_ext",
-    "layer(gate=OfTokens(D, E, K))": r"^MoE: gate must have forward\(x, ranks=None\), got \(x",
+    "layer(gate=OfTokens(D, E, K))(x)": r"OfTokens.forward\(\) takes 2 positional .* 3 were given",
     "layer(gate=OfPairs(D, E, K))(x)": "^MoE: gate must return a moe_ext.Routing, got tuple$",
     "layer(experts=Linear(D, D))": "^MoE: experts must derive from moe_ext",
     "layer(parallel='global')": "MoE: parallel must be an ExpertParallel, got str",
@@ -305,10 +305,12 @@ TYPES = {
     "layer(expert_dtype=torch.float32)(x.long())": "^MoE: x must have a floating-point dtype",
     "layer()(x.bfloat16())": "^experts: x must .*.*bfloat16; use torch.autoc.*expert_dtype",
     "SharedExpert(D, [4])(x.half())": "^experts: x must .*float32, got float16; use torch.autocast",
-    "layer(top_k=2)": "^MoE: there is no argument top_k, did you mean k",
+    "layer(top_k=2)": "^MoE: k and top_k are the same argument, got both$",
+    "layer(topk=2)": "^MoE: there is no argument topk, did you mean k",
+    "FeedForwardExperts(E, D, top_k=2)": "^FeedForwardExperts: there is no argument top_k$",
     "MoE(hidden_size=D, num_local_experts=E, k=K)": "no argument hidden_size, did you mean d_model",
     "MoE(D, num_local_experts=E, k=K)": "no argument num_local_experts, did you mean num_experts",
-    "layer(capacityfactor=2)": "^MoE: .* capacityfactor, did you mean capacity_factor",
+    "layer(capacityfactor=2)": "^MoE: .* capacityfactor, did you mean capacity",
     "layer(unknown=2)": "^MoE: there is no argument unknown$",
     "HierarchicalMoE(D, A, B, 2, intermediate_size=4)": "did you mean hidden_sizes",
     "TopKGate(D, E, K, norm_topk_prob=True)": "norm_topk_prob, did you mean renormalize",
@@ -339,12 +341,12 @@ def test_what_a_derived_class_must_define(call, pattern):
 
 
 def test_attributes_that_change_between_steps():
-    changed = layer(capacity_factor=1.0, losses=[SwitchLoss(0.1)], gate=TopKGate(D, E, K))
-    for name, value in (("capacity_factor", 0), ("capacity_factor", math.nan), ("drop", "last")):
-        changed.capacity_factor, changed.drop = 1.0, "position"
+    changed = layer(capacity=1.0, losses=[SwitchLoss(0.1)], gate=TopKGate(D, E, K))
+    for value in (0, math.nan, "1"):
+        changed.capacity = moe_ext.Capacity(1.0)
         changed(x)
-        setattr(changed, name, value)
-        with pytest.raises(ValueError, match=f"^MoE: {name} must .*got"):
+        changed.capacity = value
+        with pytest.raises(ValueError, match="^Capacity: factor must .*got"):
             changed(x)
     with pytest.raises(ValueError, match="^SwitchLoss: weight must be at least 0, got -5$"):
         changed.losses[0].weight = -5
@@ -355,7 +357,7 @@ def test_attributes_that_change_between_steps():
         (layer(), "losses", (ZLoss(1.0), ZLoss(2.0)), "losses must have different names"),
         (layer(), "num_null_experts", 1, r"num_experts \+ .* must be 5, .*, got 6"),
         (two_levels, "num_identity_experts", 1, r"num_experts \+ .* must be 12, .*, got 13"),
-        (two_levels, "capacity_factor", 0.5, "capacity_factor must be None with a hier"),
+        (two_levels, "capacity", 0.5, "capacity must be None with a hier"),
     ):
         before = getattr(one, name)
         setattr(one, name, value)
@@ -367,7 +369,7 @@ def test_attributes_that_change_between_steps():
 
 def test_what_a_recurrent_layer_would_count_in_each_time_step():
     for name, value in (
-        ("capacity_factor", 0.5),
+        ("capacity", 0.5),
         ("losses", (SwitchLoss(1.0),)),
         ("w_load", 0.1),
     ):
@@ -384,7 +386,7 @@ OF_OTHER_LIBRARIES = [
     "MoE(D, E, K, gate=TopKGate(D, E, numpy.int64(K), num_groups=numpy.int64(1)))",
     "MoE(D, E, K, gate=ReLUGate(D, E, numpy.int64(K), l1_weight=Fraction(1, 10)))",
     "MoE(D, E, K, w_load=numpy.float32(0.5), losses=[SwitchLoss(Decimal('0.1'))])",
-    "MoE(D, E, K, capacity_factor=Fraction(5, 4), gate=TopKGate(D, E, K))",
+    "MoE(D, E, K, capacity=Fraction(5, 4), gate=TopKGate(D, E, K))",
     "HierarchicalMoE(D, numpy.int64(A), numpy.int64(B), numpy.int64(2))",
     "HierarchicalMoE(D, A, numpy.int64(B), k=(numpy.int64(1), 2), losses=[])",
     "layer(gate=gate(noise_epsilon=numpy.float64(0.5)))",

@@ -14,7 +14,7 @@ from assertions import (
 )
 from layers import LOSSES, PER_SEQUENCE, D, E, K, layer_of, make_x, shake
 
-from moe_ext import BalancedGate, MoE, NoisyTopKGate, TopKGate, ops
+from moe_ext import BalancedGate, Capacity, MoE, NoisyTopKGate, TopKGate, ops
 
 CAPACITY = pytest.mark.equation("arXiv 2101.03961")
 DROPS = ["position", "score"]
@@ -23,7 +23,7 @@ DROPS = ["position", "score"]
 def make_layer(drop=None, device="cpu", dtype=torch.float64, *, gate=TopKGate, k=K, **options):
     """Makes a layer with random weights of the gate; drop None: without capacity."""
     if drop is not None:
-        options = {"capacity_factor": 0.7, "drop": drop} | options
+        options = {"capacity": Capacity(0.7, drop)} | options
     options = {"losses": [*LOSSES, PER_SEQUENCE]} | options
     return layer_of(shake(gate(D, E, k)), **options).to(device, dtype)
 
@@ -36,7 +36,7 @@ def test_losses_count_dropped_tokens(device, gate, drop):
     layer = make_layer(drop, device, gate=gate, w_load=0.1)
     x = make_x(3, 8, device=device)
     _, aux, _ = run_layer(layer, x)
-    layer.capacity_factor = None
+    layer.capacity = None
     _, plain, _ = run_layer(layer, x)
     assert not aux.kept.all() and plain.kept is None
     assert aux.metrics().keys() - plain.metrics().keys() == {"share_dropped"}
@@ -47,13 +47,13 @@ def test_losses_count_dropped_tokens(device, gate, drop):
 
 @CAPACITY
 @pytest.mark.parametrize(
-    ("capacity_factor", "T", "k", "num_experts", "C"),
+    ("factor", "T", "k", "num_experts", "C"),
     [(0.9, 50, 1, 3, 15), (0.9, 100, 2, 3, 60), (1.1, 100, 1, 10, 11), (1.25, 64, 2, 8, 20)],
 )
-def test_the_capacity_is_that_of_the_decimal_number(capacity_factor, T, k, num_experts, C):
+def test_the_capacity_is_that_of_the_decimal_number(factor, T, k, num_experts, C):
     """In float64, 0.9 · 50 / 3 is above 15."""
     gate = TopKGate(D, num_experts, k)
-    layer = MoE(D, num_experts, k, gate=gate, capacity_factor=capacity_factor)
+    layer = MoE(D, num_experts, k, gate=gate, capacity=factor)
     same = torch.arange(k).expand(T, k)
     _, aux = layer(torch.randn(T, D), expert_index=same)
     assert aux.kept.sum(0).tolist() == [C] * k
@@ -97,8 +97,7 @@ def test_zero_computation_experts_have_no_limit(drop):
         gate=gate,
         num_identity_experts=1,
         num_null_experts=1,
-        capacity_factor=0.5,
-        drop=drop,
+        capacity=Capacity(0.5, drop),
     ).double()
     with torch.no_grad():
         gate.w_gate.zero_()
@@ -138,9 +137,9 @@ def test_a_gate_may_drop_by_itself():
     weights = layer.experts.weights
     expected = ops.experts(x, weights, offsets=plan.offsets, inverse=plan.inverse, gates=zero)
     assert_exact(y.detach(), expected.detach())
-    message = "^MoE: capacity_factor must be None for a gate that sets Routing.kept, got 1.0$"
+    message = r"^MoE: capacity must be None for a gate that sets Routing.kept, got Capacity\(f"
     with pytest.raises(ValueError, match=message):
-        make_layer("score", gate=ChoiceMajorGate, capacity_factor=1.0)(x)
+        make_layer("score", gate=ChoiceMajorGate, capacity=Capacity(1.0, "score"))(x)
 
 
 def test_a_capacity_for_evaluation():
@@ -148,7 +147,33 @@ def test_a_capacity_for_evaluation():
     layer = make_layer("position")
     x = make_x(20)
     shares = []
-    for layer.capacity_factor in (0.5, 1.0, 2.0):
+    for layer.capacity in (0.5, Capacity(1.0), 2.0):
         shares.append(layer(x)[1].metrics()["share_dropped"])
     assert shares[0] > shares[1] > shares[2]
-    assert "capacity_factor=2.0, drop='position'" in repr(layer)
+    assert "capacity=2.0" in repr(layer)
+
+
+def test_the_former_spelling():
+    """capacity_factor and drop of version 0.1, as arguments and attributes."""
+    is_deprecated = pytest.warns(DeprecationWarning, match=r"are now capacity=Capacity\(factor")
+    with is_deprecated:
+        layer = MoE(D, E, K, capacity_factor=0.7, drop="score")
+    assert layer.capacity == Capacity(0.7, "score")
+    with is_deprecated:
+        layer = MoE(D, E, K, capacity_factor=0.7)
+    assert layer.capacity == Capacity(0.7, "position")
+    with is_deprecated:
+        assert (layer.capacity_factor, layer.drop) == (0.7, "position")
+    with is_deprecated:
+        layer.drop = "score"
+    assert layer.capacity == Capacity(0.7, "score")
+    with is_deprecated:
+        layer.capacity_factor = 2
+    assert layer.capacity == Capacity(2.0, "score")
+    with is_deprecated:
+        layer.capacity_factor = None
+    assert layer.capacity is None
+    with is_deprecated:
+        assert (layer.capacity_factor, layer.drop) == (None, "position")
+    with is_deprecated, pytest.raises(ValueError, match="^MoE: drop must be left out without cap"):
+        layer.drop = "score"

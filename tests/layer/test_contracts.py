@@ -1,5 +1,9 @@
 """The interfaces between the layer, gates and experts, and how other tools use them."""
 
+import lzma
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 from assertions import assert_exact, assert_same_bits
@@ -10,9 +14,11 @@ from moe_ext import (
     Experts,
     Gate,
     HierarchicalMoE,
+    HierarchicalNoisyTopKGate,
     MoE,
     MoELSTM,
     NoisyTopKGate,
+    TopKGate,
 )
 from moe_ext.optim import split_parameters
 
@@ -171,3 +177,67 @@ def test_the_repr_shows_what_was_set():
         assert shown in repr(layer)
     for shown in ("recompute=True", "noise_epsilon=0.5", "bfloat16"):
         assert shown in repr(layer_with)
+
+
+EARLIER = pickle.loads(
+    lzma.decompress((Path(__file__).parent / "layers_of_0_1.pickle.xz").read_bytes())
+)
+
+
+@pytest.mark.parametrize("name", EARLIER["layers"])
+def test_pickles_of_version_0_1(name):
+    """A pickled layer works after an upgrade; it can be pickled again."""
+    layer, expected, loss, aux = EARLIER["layers"][name]
+    x = torch.tensor(EARLIER["x"])
+    for twin in (pickle.loads(layer), pickle.loads(pickle.dumps(pickle.loads(layer)))):
+        y, *_, new = twin(x.view(2, 3, 4) if name == "lstm" else x)
+        assert_exact(y.detach(), torch.tensor(expected))
+        assert_exact(new.loss.detach(), torch.tensor(loss))
+    assert pickle.loads(aux).tokens_per_expert.sum() == new.tokens_per_expert.sum()
+    assert pickle.loads(EARLIER["routing"]).gates.shape == (6, 2)
+
+
+def test_a_gate_of_version_0_1_that_replays():
+    with pytest.warns(DeprecationWarning, match="^Replayed: declare replays = True"):
+
+        class Replayed(RoundRobinGate):
+            def forward(self, x, ranks=None, expert_index=None):
+                routing = super().forward(x, ranks)
+                return routing if expert_index is None else routing._replace(gates=0 * routing[0])
+
+    layer = MoE(D, E, K, gate=Replayed(D, E, K))
+    x = torch.randn(3, D)
+    index = layer(x)[1].expert_index
+    assert layer(x, expert_index=index)[0].count_nonzero() == 0
+
+
+def test_a_gate_whose_own_forward_cannot_replay():
+    class Noted(TopKGate):
+        def forward(self, x, ranks=None):
+            return super().forward(x, ranks)
+
+    class Unchanged(TopKGate):
+        pass
+
+    assert Unchanged.replays and not Noted.replays
+    layer = MoE(D, E, K, gate=Noted(D, E, K))
+    with pytest.raises(ValueError, match="^MoE: expert_index must be None for Noted, whose forw"):
+        layer(torch.randn(3, D), expert_index=torch.zeros(3, K, dtype=torch.int64))
+
+
+def test_a_hierarchical_gate_with_its_own_forward_declares_what_it_can():
+    with pytest.warns(UserWarning, match="^Undeclared has its own forward, so that ranks cannot"):
+
+        class Undeclared(HierarchicalNoisyTopKGate):
+            def forward(self, x, ranks=None):
+                return super().forward(x, ranks)
+
+    class Declared(HierarchicalNoisyTopKGate):
+        shares_groups = True
+
+        def forward(self, x, ranks=None, select=None):
+            return super().forward(x, ranks, select)
+
+    assert Declared.shares_groups and not Undeclared.shares_groups
+    layer = MoE(D, 6, 4, gate=Undeclared(D, 3, 2, 2), capacity=0.5)
+    assert not layer(torch.randn(9, D))[1].kept.all()

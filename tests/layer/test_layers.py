@@ -48,6 +48,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ext import (
     BalancedGate,
+    Capacity,
     ExpertChoiceGate,
     HierarchicalBalancedGate,
     HierarchicalNoisyTopKGate,
@@ -163,7 +164,7 @@ def cases():
         ("position", 0.7, 9, SoftmaxGate, (E,)),
         ("score", 0.7, 20, ReLUGate, (E, 2)),
     ):
-        yield case(gate, *sizes, T=T, capacity_factor=factor, drop=drop)
+        yield case(gate, *sizes, T=T, capacity=Capacity(factor, drop))
     yield case(TopKGate, E + 1, 1, num_identity_experts=1)
     yield case(TopKGate, E + 2, E + 1, num_null_experts=2)
     for gate in (NoisyTopKGate, BalancedGate, ExpertChoiceGate):

@@ -19,6 +19,9 @@ from layers import (
 
 from moe_ext import (
     Gate,
+    HierarchicalMoE,
+    ImportanceLoss,
+    LoadLoss,
     MoE,
     RouterLoss,
     Routing,
@@ -54,6 +57,32 @@ def test_population_variance(device, v, expected):
         assert gradient.abs().max() < 1e-15
     if len(v) == 1:
         assert gradient.tolist() == [0]
+
+
+@pytest.mark.equation("Eq. 7", "Eq. 11")
+@pytest.mark.parametrize("make", [MoE, lambda d, e, k, **own: HierarchicalMoE(d, 2, 3, k, **own)])
+def test_the_losses_of_the_paper_in_both_spellings(make):
+    """losses=[...] and the short form have equal losses and gradients; the first reports both."""
+    x, results = make_x(20), []
+    for options in (
+        {"w_importance": 0.3, "w_load": 0.7},
+        {"losses": [ImportanceLoss(0.3), LoadLoss(0.7)]},
+        {"losses": [LoadLoss(0.7)], "w_importance": 0.3},
+    ):
+        torch.manual_seed(0)
+        layer = make(D, E, K, **options).double()
+        torch.manual_seed(1)
+        aux = layer(x)[1]
+        aux.loss.backward()
+        results.append((aux.loss.detach(), *(p.grad for p in layer.gate.parameters())))
+        statistics = {"importance_loss": aux.importance, "load_loss": aux.load}
+        for name, value in aux.losses.items():
+            assert_exact(value, cv_squared(statistics[name]).detach())
+        assert set(aux.losses) == {loss.name for loss in options.get("losses", ())}
+    for result in results[1:]:
+        for found, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert results[0][1].count_nonzero()
 
 
 # Losses of later routers. test_layers.py compares those of the batch with the reference.

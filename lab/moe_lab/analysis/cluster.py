@@ -15,7 +15,7 @@ from torch import nn
 from moe_ext import FeedForwardExperts, MoE
 from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
-from moe_ext.gates import HierarchicalGate, StrictlyBalancedGate
+from moe_ext.gates import StrictlyBalancedGate
 from moe_ext.optim import split_parameters
 from moe_lab.analysis.costs import training_flops
 from moe_lab.benchmarks.roofline import Work, limit
@@ -76,7 +76,7 @@ def exchange_bytes(
         d_input: input width of the experts.
         d_output: output width of the experts.
         itemsize: bytes of an element of x and y.
-        exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
+        exchange: "rows" or "tokens"; see ``moe_ext.distributed.Exchange``.
         gate_itemsize: bytes of a gate.
         secondary: (b, k2), the experts of a group and those of a chosen group that a token uses,
             with placement="groups"; exchange has then no effect. None: placement="experts".
@@ -218,7 +218,7 @@ def plan(
             data.vocab_size classes.
         device: the peak rates of one device.
         num_devices: d, number of devices.
-        exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
+        exchange: "rows" or "tokens"; see ``moe_ext.distributed.Exchange``.
         placement: see ``moe_ext.distributed.ExpertParallel``.
     """
     require_one_of("plan: exchange", get_args(ExchangeUnit), exchange)
@@ -247,7 +247,7 @@ def plan(
     # Numbers of parameters and of elements of the optimizer state.
     group = num_experts // moe.num_groups if moe.num_groups else 1
     of_experts = ExpertPlacement(num_experts, num_devices, group)
-    by_groups = placement != "experts" and isinstance(layers[0].gate, HierarchicalGate)
+    by_groups = placement != "experts" and layers[0].gate.shares_groups
     balanced = isinstance(layers[0].gate, StrictlyBalancedGate)
     share = max(of_experts.counts)
     expert = sum(weight[0].numel() for weight in weights)

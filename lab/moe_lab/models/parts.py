@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import (
     BalancedGate,
+    Capacity,
     Drop,
     ExpertChoiceGate,
     FeedForwardExperts,
@@ -281,6 +282,9 @@ def moe_layer(
         shared_expert = SharedExpert(
             d_model, config.shared_sizes, activation=activation, dtype=dtype
         )
+    capacity = None
+    if config.capacity_factor:
+        capacity = Capacity(config.capacity_factor, cast(Drop, config.drop))
     return MoE(
         d_model,
         config.num_experts,
@@ -291,8 +295,7 @@ def moe_layer(
         shared_expert=shared_expert,
         num_identity_experts=config.num_identity_experts,
         num_null_experts=config.num_null_experts,
-        capacity_factor=config.capacity_factor or None,
-        drop=cast(Drop, config.drop),
+        capacity=capacity,
         w_importance=config.w_importance,
         w_load=config.w_load,
         losses=config.losses(),

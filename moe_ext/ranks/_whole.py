@@ -1,12 +1,13 @@
 """Refuses ``fully_shard`` around parameters of which each rank has a part of its own."""
 
+import sys
 from collections.abc import Iterable
 
 from torch import Tensor
 from torch.distributed import get_process_group_ranks
 
 from moe_ext.checks import require
-from moe_ext.distributed.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 
 WHOLE = "be whole on this rank, not sharded by fully_shard (use parallelize)"
 _MARK = "_is_fsdp_managed_module"  # fully_shard sets it at its end, on each module
@@ -34,10 +35,9 @@ def require_whole(parameters: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Non
     Raises:
         ValueError: a parameter is divided over these ranks.
     """
-    from torch.distributed.tensor import DTensor  # takes time; fully_shard has imported it
-
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor  # imported by fully_shard
     others = set() if ranks.group is None else {*get_process_group_ranks(ranks.group)}
     for name, param in parameters:
-        if isinstance(param, DTensor):
+        if isinstance(param, dtensor):
             shared = others.intersection(param.device_mesh.mesh.flatten().tolist())
             require(len(shared) <= 1, f"MoE: {name}", WHOLE, type(param).__name__)

@@ -67,8 +67,8 @@ def require_regular(path: Path, *, follow: bool = True) -> int:
     status = path.stat() if follow else path.lstat()
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFLNK: "a link"}
-        found = kinds.get(stat.S_IFMT(status.st_mode), "a device or socket")
-        raise ValueError(f"{path} must be a regular file, got {found}")
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "a device or socket")
+        raise ValueError(f"{path} must be a regular file, got {kind}")
     return status.st_size
 
 

@@ -1,11 +1,10 @@
 """How the ranks of a process group share the experts of a layer (Sec. 3.1)."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,16 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ext._compiled import uncompiled
 from moe_ext.checks import require, require_one_of, require_sizes
-from moe_ext.distributed._groups import GroupExchange, gate_of_groups
-from moe_ext.distributed._membership import require_group
-from moe_ext.distributed._rows import scale_grad
-from moe_ext.distributed._whole import require_whole
-from moe_ext.distributed.exchange import Exchange, ExchangeUnit
-from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import Layout, Ranks
+from moe_ext.dispatch._groups import GroupExchange
 from moe_ext.experts import Experts, ModuleExperts
-from moe_ext.gates import Gate
+from moe_ext.gates import Gate, HierarchicalGate
+from moe_ext.ranks import Exchange, ExchangeUnit, ExpertPlacement, Layout, Ranks
+from moe_ext.ranks._membership import require_group
+from moe_ext.ranks._rows import scale_grad
+from moe_ext.ranks._whole import require_whole
 
 __all__ = ["Balance", "ExpertParallel", "ExpertSharding", "Placement"]
 
@@ -75,6 +73,25 @@ class ExpertParallel:
         object.__setattr__(self, "num_chunks", num_chunks)  # an int
 
 
+def parallel_options(
+    owner: str, process_group: ProcessGroup | DeviceMesh | None, parallel: ExpertParallel | None
+) -> ExpertParallel | None:
+    """Returns the options of a layer that takes process_group or parallel.
+
+    Raises:
+        ValueError: both are given.
+        TypeError: parallel has the wrong type.
+    """
+    if process_group is not None:
+        rule = "be None when process_group is given"
+        require(parallel is None, f"{owner}: parallel", rule, parallel)
+        return ExpertParallel(process_group)
+    if not isinstance(parallel, ExpertParallel | None):
+        kind = type(parallel).__name__
+        raise TypeError(f"{owner}: parallel must be an ExpertParallel, got {kind}")
+    return parallel
+
+
 class ExpertSharding:
     """Shards the experts of one layer over ranks.
 
@@ -115,15 +132,14 @@ class ExpertSharding:
         self.balanced: Ranks | None = self.layout.world if several and not local else None
         self.exchange: Exchange | None = None
         self.group_exchange: GroupExchange | None = None
-        can_share = gate_of_groups(gate) is not None
         by_groups = options.placement == "groups"
         name = "ExpertParallel: placement"
         rule = f'be "experts" for {type(gate).__name__}, which ranks cannot share by groups'
-        require(can_share or not by_groups, name, rule, options.placement)
+        require(gate.shares_groups or not by_groups, name, rule, options.placement)
         rule = 'be "experts" with balance="local"'
         require(not (local and by_groups), name, rule, options.placement)
         if options.placement is None:
-            by_groups = can_share and not local
+            by_groups = gate.shares_groups and not local
         sends = f"exchange={options.exchange!r}"
         if by_groups:
             sends = 'placement="groups"'
@@ -159,15 +175,6 @@ class ExpertSharding:
             values = values.detach().requires_grad_()
         return ranks.gather_rows(scale_grad(values, 1 / ranks.size), self.placement.counts)
 
-    @contextmanager
-    def without_exchange(self) -> Iterator[None]:
-        """Within this context, the layer computes all experts here, from gathered parameters."""
-        exchange, self.exchange = self.exchange, None
-        try:
-            yield
-        finally:
-            self.exchange = exchange
-
     def require_experts(self, experts: object) -> None:
         """Checks that the experts support the options of the layer, equally on all ranks.
 
@@ -176,8 +183,8 @@ class ExpertSharding:
         """
         if self.exchange is None:
             return
-        of_tokens = self.exchange.chunks_of == "tokens"
-        num_chunks = 1 if of_tokens else self.exchange.num_chunks
+        chunks_tokens = self.exchange.chunks_of == "tokens"
+        num_chunks = 1 if chunks_tokens else self.exchange.num_chunks
         if isinstance(experts, ModuleExperts | nn.ModuleList | Sequence):
             placement = self.exchange.placement
             unit = "expert" if self.group_exchange is None else "group"
@@ -198,15 +205,16 @@ class ExpertSharding:
 
     def require_whole(self, experts: nn.Module, gate: nn.Module) -> None:
         """Raises ValueError if fully_shard has mixed the experts of the ranks, or their gates."""
-        of_groups = gate_of_groups(gate) if self.group_exchange is not None else None
-        names = () if of_groups is None else of_groups.secondary_parameters
+        names: tuple[str, ...] = ()
+        if self.group_exchange is not None:
+            names = cast(HierarchicalGate, uncompiled(gate)).secondary_parameters
         gates = ((n, p) for n, p in gate.named_parameters("gate") if n.rsplit(".")[-1] in names)
         parameters = chain(experts.named_parameters("experts"), gates)
         require_whole(parameters, self.layout.expert_parallel)
 
     def __repr__(self) -> str:
-        here, total = self.local_experts, self.placement.num_experts
-        experts = f"experts {here.start}-{here.stop - 1}" if here else "no experts"
+        local, total = self.local_experts, self.placement.num_experts
+        experts = f"experts {local.start}-{local.stop - 1}" if local else "no experts"
         return f"{experts} of {total}, {self._options}"
 
 

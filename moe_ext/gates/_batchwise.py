@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.distributed._rows import columns_of
-from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.ops._balanced_gating import rows_per_expert
+from moe_ext.ranks import AllToAll, Ranks, blocks
+from moe_ext.ranks._rows import columns_of
 
 
 def mask_over_ranks(
@@ -50,8 +50,8 @@ def mask_over_ranks(
     mask = torch.zeros_like(by_group, dtype=torch.bool).scatter(1, row_index.mT, True)
     back = mask.view_as(received)[plan.inverse].reshape(-1)
     parts = AllToAll(back, ranks, num_received, num_sent).wait().split(num_sent)
-    of_all = scores.new_zeros(num_groups, num_experts)
-    of_all[:, first : first + mine] = mth_score
-    (of_all,) = ranks.sum(of_all)
-    mask_here = [part.view(num_rows, n) for part, n in zip(parts, columns, strict=True)]
-    return torch.cat(mask_here, 1), of_all
+    all_scores = scores.new_zeros(num_groups, num_experts)
+    all_scores[:, first : first + mine] = mth_score
+    (all_scores,) = ranks.sum(all_scores)
+    own_mask = [part.view(num_rows, n) for part, n in zip(parts, columns, strict=True)]
+    return torch.cat(own_mask, 1), all_scores

@@ -7,7 +7,7 @@ exchange sends no weights (Sec. 3.2).
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,11 @@ from moe_ext._compiled import eager
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import require_sizes
-from moe_ext.distributed._rows import columns_of, scale_grad, with_backward_of
-from moe_ext.distributed._whole import is_marked, require_whole
-from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
-from moe_ext.experts import Experts
-from moe_ext.gates import Routing
+from moe_ext.ranks._rows import columns_of, scale_grad, with_backward_of
+from moe_ext.ranks._whole import is_marked, require_whole
+from moe_ext.ranks.collectives import AllToAll, Ranks, blocks
+from moe_ext.ranks.placement import ExpertPlacement
+from moe_ext.routing import Routing
 
 __all__ = ["ChunksOf", "Exchange", "ExchangeUnit", "Received"]
 
@@ -33,20 +32,27 @@ _HOST = torch.device("cpu")
 _Sender = Callable[[int], AllToAll]  # starts the all-to-all of a chunk
 
 
+@runtime_checkable
+class _Divisible(Protocol):
+    """Experts that consist of parts; see `moe_ext.Experts.split`."""
+
+    def split(self, sizes: Sequence[int]) -> Sequence[Callable[..., Tensor]]: ...
+
+
 class _Copies(NamedTuple):
     """Plans which token rows are sent, sorted by destination. A copy is one sent row.
 
     Attributes:
         inverse, token_offsets: the positions of each token's copies, see `moe_ext.ops.dispatch`.
         num_copies: [destinations] int64, the number of copies for each destination.
-        of_row: [R] int64, the copy that each row needs, counted from the first copy of its
+        copy_index: [R] int64, the copy that each row needs, counted from the first copy of its
             destination. None: each row has its own copy.
     """
 
     inverse: Tensor
     token_offsets: Tensor | None
     num_copies: Tensor
-    of_row: Tensor | None
+    copy_index: Tensor | None
 
 
 class _Counts(NamedTuple):
@@ -210,12 +216,7 @@ class Exchange:
         if fused and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             # Send the dtype of the GEMMs.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        parts: Sequence[Callable[..., Tensor]] = [experts] * self.num_chunks
-        if self.num_chunks > 1 and self.chunks_of == "experts":
-            rule = "be 1 if the experts are replaced by a module without split(sizes)"
-            if not isinstance(experts, Experts):
-                raise ValueError(f"ExpertParallel: num_chunks must {rule}, got {self.num_chunks}")
-            parts = experts.split(self.chunk_sizes)
+        parts = self.parts_of(experts)
 
         def compute(chunk: int, received: Received) -> tuple[Tensor, Sequence[Tensor]]:
             if is_marked(experts):
@@ -236,6 +237,25 @@ class Exchange:
             x, routing.gates, routing.expert_index, routing.token_offsets, compute
         )
         return y, tokens_per_expert
+
+    def parts_of(
+        self, experts: Callable[..., Tensor], experts_per_number: int = 1
+    ) -> Sequence[Callable[..., Tensor]]:
+        """Returns what computes each chunk: the experts, or their parts in chunks of experts.
+
+        Args:
+            experts: the experts of this rank.
+            experts_per_number: the number of experts that the placement counts as one.
+
+        Raises:
+            ValueError: the experts must be split, and cannot be.
+        """
+        if self.num_chunks == 1 or self.chunks_of == "tokens":
+            return [experts] * self.num_chunks
+        rule = "be 1 if the experts are replaced by a module without split(sizes)"
+        if not isinstance(experts, _Divisible):
+            raise ValueError(f"ExpertParallel: num_chunks must {rule}, got {self.num_chunks}")
+        return experts.split([size * experts_per_number for size in self.chunk_sizes])
 
     @eager  # torch.compile would break the graph at each transfer
     def run(
@@ -286,22 +306,23 @@ class Exchange:
         counts = self._counts(plan.offsets[order.bounds].diff(), copies.num_copies, incoming)
 
         senders = [self._sender(rows, counts.copies_out, counts.copies_in)]
-        if copies.of_row is not None:
+        if copies.copy_index is not None:
             row_of_slot = plan.inverse.reshape(-1, 1)
-            of_rows = [
+            row_values = [
                 ops.dispatch(v, row_of_slot) for v in (gates.reshape(-1, 1), *(values or ()))
             ]
             senders += [
-                self._sender(v, counts.rows_out, counts.rows_in) for v in (copies.of_row, *of_rows)
+                self._sender(v, counts.rows_out, counts.rows_in)
+                for v in (copies.copy_index, *row_values)
             ]
         has_backward = torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad)
-        y, *of_rows = self._compute_chunks(senders, incoming, counts, compute, has_backward)
-        if copies.of_row is not None:
+        y, *row_values = self._compute_chunks(senders, incoming, counts, compute, has_backward)
+        if copies.copy_index is not None:
             gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
         y = ops.combine(y, gates, copies.inverse, copies.token_offsets)
-        of_slots = [value.index_select(0, plan.inverse.reshape(-1)) for value in of_rows]
-        y, *of_slots = (scale_grad(value, 1 / self.factor) for value in (y, *of_slots))
-        return y, tokens_per_expert, of_slots
+        slot_values = [value.index_select(0, plan.inverse.reshape(-1)) for value in row_values]
+        y, *slot_values = (scale_grad(value, 1 / self.factor) for value in (y, *slot_values))
+        return y, tokens_per_expert, slot_values
 
     def _counts(self, rows_out: Tensor, copies_out: Tensor, incoming: Sequence[Tensor]) -> _Counts:
         """Brings the counts to the host, which synchronizes with the device.
@@ -312,7 +333,7 @@ class Exchange:
                 rank receives; then [ranks, chunks], the numbers of copies.
         """
         *rows, copies = incoming
-        rows_in = torch.cat([of_chunk.sum(1) for of_chunk in rows])
+        rows_in = torch.cat([chunk.sum(1) for chunk in rows])
         counts = torch.stack([rows_out, rows_in, copies_out, copies.T.reshape(-1)])
         return _Counts(*counts.view(4, self.num_chunks, self.ranks.size).tolist())
 
@@ -349,17 +370,17 @@ class Exchange:
         going: list[AllToAll] = []
         returned: list[list[Tensor]] = []
         for c, num_rows in enumerate(rows_by_chunk):
-            x, *of_rows = (transfer.wait() for transfer in coming)
+            x, *row_values = (transfer.wait() for transfer in coming)
             if c + 1 < self.num_chunks:
                 coming = [send(c + 1) for send in senders]
-            in_slots, by_copy = _slots(num_rows, num_copies[:, c], x, of_rows)
-            y, of_slots = compute(c, in_slots)
+            in_slots, by_copy = _slots(num_rows, num_copies[:, c], x, row_values)
+            y, slot_values = compute(c, in_slots)
             if has_backward and x.requires_grad:
                 # The experts may not use x; the ranks that sent it wait for its gradient.
                 y = with_backward_of(y, x)
             back = [y]
             if by_copy is not None:
-                back += [value.index_select(0, by_copy.inverse) for value in of_slots]
+                back += [value.index_select(0, by_copy.inverse) for value in slot_values]
             if has_backward:
                 for value in back:  # for frozen experts too: all ranks must run backward together
                     if value.is_floating_point():

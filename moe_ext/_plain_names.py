@@ -38,4 +38,4 @@ def names_here(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
     """Maps saved names to names without wrappers, which are those of this version if wanted."""
     plain = {name: _WRAPPED.sub("", name) for name in saved}
     current = current_names(plain.values(), wanted)
-    return {name: current.get(each, each) for name, each in plain.items()}
+    return {name: current.get(unwrapped, unwrapped) for name, unwrapped in plain.items()}

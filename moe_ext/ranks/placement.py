@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from moe_ext.checks import require, require_sizes
-from moe_ext.distributed.ranks import blocks
+from moe_ext.ranks.collectives import blocks
 
 __all__ = ["ExpertPlacement"]
 

@@ -1,33 +1,24 @@
 """Sharding of whole secondary mixtures (Sec. 3.1): each rank has groups with their gates."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._compiled import uncompiled
+from moe_ext._compiled import eager
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of, select_segments
-from moe_ext.distributed._rows import scale_grad
-from moe_ext.distributed._whole import is_marked, require_whole
-from moe_ext.distributed.exchange import Exchange, Received
-from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import AllToAll, Ranks
-from moe_ext.experts import Experts
-from moe_ext.gates import HierarchicalGate, PrimarySelection, Routing, SecondarySelection
+from moe_ext.checks import require
+from moe_ext.gates import HierarchicalGate, PrimarySelection, SecondarySelection
+from moe_ext.ranks import AllToAll, Exchange, ExpertPlacement, Ranks, Received
+from moe_ext.ranks._rows import scale_grad
+from moe_ext.ranks._whole import is_marked, require_whole
+from moe_ext.routing import Routing
 
-__all__ = ["GroupExchange", "gate_of_groups"]
-
-
-def gate_of_groups(gate: nn.Module) -> HierarchicalGate | None:
-    """Returns the gate without torch.compile's wrapper; None if ranks cannot share its groups."""
-    gate = uncompiled(gate)
-    if not isinstance(gate, HierarchicalGate):
-        return None
-    # `GroupExchange` does not call `forward`, which a subclass may have changed.
-    return gate if type(gate).forward is HierarchicalGate.forward else None
+__all__ = ["GroupExchange"]
 
 
 class _Decisions(NamedTuple):
@@ -83,8 +74,8 @@ class GroupExchange:
     def __call__(
         self,
         x: Tensor,
-        gate: HierarchicalGate,
-        experts: Experts,
+        gate: Callable[..., Routing],
+        experts: Callable[..., Tensor],
         ranks: Ranks | None,
         *,
         fused: bool,
@@ -95,24 +86,54 @@ class GroupExchange:
 
         Args:
             x: [T, D]. ``x.requires_grad`` must agree on all ranks; otherwise backward deadlocks.
-            gate: the gate of the layer, with the secondary gates of this rank's groups.
+            gate: the `HierarchicalGate` of the layer, with the secondary gates of this rank's
+                groups, or a function with the arguments of its `forward`.
             experts: the experts of this rank.
             ranks: see `Gate.forward`.
             fused: see `moe_ext.Experts`.
             recompute: see `moe_ext.ops.experts`.
             dtype: tokens are cast to it for the experts; None: no cast.
+
+        Raises:
+            ValueError: the gate does not call its argument `select`.
+        """
+        outputs: list[Tensor] = []
+        mix = partial(mixture, fused=fused, recompute=recompute)
+        select = partial(self._select, outputs, experts, mix, dtype)
+        routing = gate(x, ranks, select=select)
+        rule = "pass select to HierarchicalGate.forward once, as shares_groups = True says"
+        require(len(outputs) == 1, "MoE: gate", rule, f"{len(outputs)} calls")
+        plan = ops.dispatch_plan(routing.expert_index, routing.importance.shape[0])
+        return outputs[0], routing, plan.tokens_per_expert
+
+    @eager  # torch.compile would break the graph at each transfer
+    def _select(
+        self,
+        outputs: list[Tensor],
+        experts: Callable[..., Tensor],
+        mix: Callable[..., Tensor],
+        dtype: torch.dtype | None,
+        gate: HierarchicalGate,
+        x: Tensor,
+        primary: PrimarySelection,
+        ranks: Ranks | None,
+    ) -> tuple[SecondarySelection, tuple[Tensor, ...]]:
+        """Selects the experts on the ranks of the groups, and computes the tokens there.
+
+        Args:
+            outputs: gets y [T, d_output].
+            mix: `mixture` with its options.
+            experts, dtype: see `__call__`.
+            gate, x, primary, ranks: see `HierarchicalGate.forward`.
         """
         exchange, (_, k2), b = self.exchange, gate.k_of_levels, gate.experts_per_group
-        parts: Sequence[Callable[..., Tensor]] = [experts]
-        if exchange.num_chunks > 1:
-            parts = experts.split([size * b for size in exchange.chunk_sizes])
-        primary = gate.select_groups(x, ranks)
+        parts = exchange.parts_of(experts, b)
         details: list[Any] = []
         ragged: list[_Decisions] = []
 
         def compute(chunk: int, received: Received) -> tuple[Tensor, Sequence[Tensor]]:
             if is_marked(experts):
-                require_whole(experts.named_parameters("experts"), exchange.ranks)
+                require_whole(cast(nn.Module, experts).named_parameters("experts"), exchange.ranks)
             first, size = sum(exchange.chunk_sizes[:chunk]), exchange.chunk_sizes[chunk]
             local = None if exchange.num_chunks == 1 else slice(first, first + size)
             x, group_index, gates, slots_of_token, values, num_slots = received
@@ -125,14 +146,12 @@ class GroupExchange:
             else:
                 token_offsets = selected.slot_offsets.index_select(0, slots_of_token)
             expert_index = selected.expert_index(group_index, b)
-            y = mixture(
+            y = mix(
                 parts[chunk],
                 x if dtype is None else x.to(dtype),
                 selected.gates.reshape(-1),
                 ops.dispatch_plan(expert_index.reshape(-1), size * b),
                 token_offsets,
-                fused=fused,
-                recompute=recompute,
             )
             decisions = selected.gates, selected.expert_in_group.to(torch.int32)
             if selected.slot_offsets is None:
@@ -140,21 +159,20 @@ class GroupExchange:
             ragged.append(_Decisions(*decisions, selected.slot_offsets, num_slots))
             return y, (selected.slot_offsets.diff().to(torch.int32),)
 
-        y, _, of_slots = exchange.run(
+        y, _, values = exchange.run(
             x, primary.gates, primary.group_index, primary.token_offsets, compute, primary.values
         )
+        outputs.append(y)
         if ragged:
-            (sizes,) = of_slots
-            secondary = self._return(primary, sizes, ragged)
+            secondary = self._return(primary, values[0], ragged)
         else:
-            gates, expert_in_group = of_slots
-            secondary = SecondarySelection(gates, expert_in_group)
-        statistics = tuple(
-            scale_grad(value, 1 / exchange.factor) for value in gate.statistics(details, ranks)
-        )
-        routing = gate.routing(primary, secondary, statistics, ranks)
-        plan = ops.dispatch_plan(routing.expert_index, gate.num_experts)
-        return y, routing, plan.tokens_per_expert
+            secondary = SecondarySelection(*values)
+        statistics = gate.statistics(details, ranks)
+        return secondary, tuple(self._unscaled(value) for value in statistics)
+
+    def _unscaled(self, value: Tensor) -> Tensor:
+        """Returns a value from the ranks of the groups, with the gradient of this rank's loss."""
+        return scale_grad(value, 1 / self.exchange.factor)
 
     def _return(
         self, primary: PrimarySelection, sizes: Tensor, decisions: Sequence[_Decisions]
@@ -187,5 +205,5 @@ class GroupExchange:
             for column in zip(*transfers, strict=True)
         )
         slot_offsets, source = select_segments(offsets, plan.inverse, len(gates))
-        gates = scale_grad(gates.index_select(0, source), 1 / exchange.factor)
+        gates = self._unscaled(gates.index_select(0, source))
         return SecondarySelection(gates, expert_in_group.index_select(0, source), slot_offsets)
