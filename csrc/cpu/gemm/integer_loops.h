@@ -58,7 +58,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   using Bits = typename Loops::Bits;
   using Integers = typename Loops::Integers;
   constexpr int kVectors = Loops::kVectors;
-  constexpr int64_t kBytesAhead = 1024;
+  constexpr int64_t kBytesAhead = 4096 / kPanels;
   uint8_t table alignas(64)[64];
   for (int i = 0; i < 64; ++i) table[i] = integers.table[i % 16];
   const uint8_t* panel[kPanels];
@@ -135,7 +135,8 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
                                    const uint8_t* panels, int64_t num_panels, const IntegerRows& a,
                                    int64_t num_rows, bool add, float* c, int64_t ldc) {
   constexpr bool kWide = Unpacking<Simd>::kVectors == 1;  // has 32 registers
-  constexpr int kMaxPanels = kWide ? 4 : 1;
+  // Panels in parallel hide the latency of the memory. Minima and high bits need registers.
+  constexpr int kMaxPanels = !kWide ? 1 : has_minima || codes == Codes::kSixBits ? 4 : 8;
   const int64_t panel_bytes = layout.panel_bytes();
   for (int64_t panel = 0; panel < num_panels; panel += kMaxPanels) {
     const int64_t left = std::min<int64_t>(kMaxPanels, num_panels - panel);
