@@ -204,18 +204,24 @@ def test_functions_have_the_defaults_of_python(name):
 # What only Python has, with the reason. What C++ gains must leave these lists.
 ONLY_PYTHON = {
     "AdaptiveGate": "C++ has update_gates for TopKGate alone",
+    "Capacity": "not written yet",
     "HierarchicalGate": "the groups of a gate serve the sharding over ranks",
+    "ImportanceLoss": "w_importance computes it",
+    "KeepAux": "a Sequential of C++ takes no module with two results",
+    "LoadLoss": "w_load computes it",
     "ModuleExperts": "experts of several modules derive from Experts",
     "MoELSTM": "not written yet",
     "MoELSTMCell": "not written yet",
     "ParameterCount": "count_parameters is not written yet",
     "PrimarySelection": "the groups of a gate serve the sharding over ranks",
+    "QuantizedExperts": "ops::packed_experts is the operator",
     "ReLUGate": "not written yet",
     "SecondarySelection": "the groups of a gate serve the sharding over ranks",
     "StrictlyBalancedGate": "each balanced gate has the members itself",
 }
 SHARDING = {"process_group", "parallel"}  # only Python shards experts over ranks
-CAPACITY = {"capacity_factor", "drop"}  # not written yet
+CAPACITY = {"capacity"}  # not written yet
+HABITS = {"device", "dtype"}  # where C++ lacks these, `to` moves and converts a module
 ZERO_COMPUTATION = {"num_identity_experts", "num_null_experts"}  # not written yet
 OPTIONS_OF_PYTHON = {
     "FeedForwardExperts": {"first_expert"},  # of the rank
@@ -278,7 +284,7 @@ def test_cpp_has_the_classes_of_python():
 @pytest.mark.parametrize("name", sorted(set(python_classes()) - set(ONLY_PYTHON)))
 def test_classes_have_the_options_of_python(name):
     python, cpp = options_of_python(python_classes()[name]), options_of_cpp(name)
-    assert set(python) - set(cpp) == OPTIONS_OF_PYTHON.get(name, set())
+    assert set(python) - set(cpp) - HABITS == OPTIONS_OF_PYTHON.get(name, set())
     assert set(cpp) - set(python) == OPTIONS_OF_CPP.get(name, set())
     for option in set(python) & set(cpp):
         if (name, option) not in OTHER_DEFAULTS:

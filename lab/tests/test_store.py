@@ -136,7 +136,7 @@ def test_the_name_of_an_arm_gives_its_settings():
 
 def test_arms_on_the_command_line(capsys):
     parser = argparse.ArgumentParser()
-    add_runs(parser, "s")
+    add_runs(parser, "s", "s.json")
     assert parser.parse_args([]).arms is None
     arms = parser.parse_args(["--arms", "moe-4 x4", "dense rate 0.1"]).arms
     assert arms == [Arm("moe-4", times=4), Arm("dense", rate=0.1)]

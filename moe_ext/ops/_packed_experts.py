@@ -57,6 +57,9 @@ def packed_experts(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
+    if not isinstance(weights, Sequence):
+        kind = type(weights).__name__
+        raise TypeError(f"packed_experts: weights must be a sequence of PackedWeight, got {kind}")
     for i, weight in enumerate(weights):
         if not isinstance(weight, PackedWeight):
             raise TypeError(
