@@ -47,6 +47,8 @@ from operators import (
 )
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+from moe_ext.formats import PackedWeight
+
 BATCH = 2500  # the calls of a batch
 SECONDS = 120  # A call that takes longer hangs.
 MEMORY = 1 << 30  # A process may use these bytes in addition to those that it starts with.
@@ -251,6 +253,13 @@ def with_change(arguments, change):
     if isinstance(value, list) and tensors_in(value):
         i = place % len(value)
         return [*value[:i], with_change({change.argument: value[i]}, change), *value[i + 1 :]]
+    if isinstance(value, PackedWeight):
+        of_panels = change.kind in CHANGES or change.kind == "shared"
+        field = "panels" if of_panels else value._fields[place % len(value)]
+        fresh = with_change(
+            arguments | {field: getattr(value, field)}, dataclasses.replace(change, argument=field)
+        )
+        return value._replace(**{field: fresh})
     if not isinstance(value, torch.Tensor):
         values = HOSTILE.get(type(value), ANYTHING)
         return values[place % len(values)]
