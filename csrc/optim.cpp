@@ -116,8 +116,7 @@ void FactoredAdam::add_param_group(const OptimizerParamGroup& group) {
                    c10::demangle(typeid(options).name()));
   check_options(*own);
   for (const auto& param : group.params()) {
-    TORCH_CHECK_TYPE(param.is_floating_point(),
-                     "FactoredAdam: params must be floating point, got torch.",
+    TORCH_CHECK_TYPE(!param.is_complex(), "FactoredAdam: params must be floating point, got torch.",
                      name_of(param.scalar_type()));
   }
   Optimizer::add_param_group(group);

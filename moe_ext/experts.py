@@ -205,7 +205,7 @@ class FeedForwardExperts(Experts):
         require(
             isinstance(sizes, Sequence) and all(is_whole(size) and size >= 1 for size in sizes),
             "FeedForwardExperts: hidden_sizes",
-            "be a sequence of whole numbers, each at least 1, or one such number",
+            "be a sequence of whole numbers, each at least 1",
             hidden_sizes,
         )
         activation = _name_of(activation)

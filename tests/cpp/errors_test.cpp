@@ -146,8 +146,8 @@ const std::map<std::string, Call> calls = {
      [] { batchwise_loss(zeros(4, 3), zeros(3), zeros(3, 4).to(torch::kBool)); }},
     {"FactoredAdam([zeros(2, 3)], lr=-0.5)", [] { optimize(FactoredAdamOptions(-0.5)); }},
     {"FactoredAdam([zeros(2, 3)], beta2=1.5)", [] { optimize(FactoredAdamOptions().beta2(1.5)); }},
-    {"FactoredAdam([zeros(2, 3, dtype=int64)])",
-     [] { optimize(FactoredAdamOptions(), torch::kLong); }},
+    {"FactoredAdam([zeros(2, 3, dtype=complex64)])",
+     [] { optimize(FactoredAdamOptions(), torch::kComplexFloat); }},
     {"step_with(eye(3).to_sparse())",
      [] {
        auto weight = torch::zeros({3, 3}, torch::requires_grad());
