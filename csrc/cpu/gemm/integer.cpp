@@ -86,9 +86,20 @@ IntegerKernel portable_integer_kernel(const PackedFormat& format) {
   return integer_kernel_of<PortableBytes>(format);
 }
 
+bool counts_up(const PackedFormat& format) {
+  for (int code = 1; code < 16; ++code) {
+    if (format.values[code] != format.values[code - 1] + 1) return false;
+  }
+  return true;
+}
+
 IntegerCodes integer_codes(const PackedFormat& format) {
   if (format.codes == Codes::kInt8) return {.factor = 1, .offset = 128, .table = {}};
   if (format.codes == Codes::kSixBits) return {.factor = 1, .offset = 32, .table = {}};
+  if (counts_up(format)) {
+    const auto offset = static_cast<int32_t>(-format.values[0]);
+    return {.factor = 1, .offset = offset, .table = {}};
+  }
   // The values are multiples of 1/2.
   IntegerCodes integers{.factor = 0.5f, .offset = 0, .table = {}};
   const float least = *std::min_element(std::begin(format.values), std::end(format.values));

@@ -16,8 +16,11 @@ namespace moe_ext::cpu {
 struct IntegerCodes {
   float factor;
   int32_t offset;
-  uint8_t table[16];  // code' of each code of 4 bits
+  uint8_t table[16];  // code' of each code of 4 bits; unused if counts_up
 };
+
+// Whether the values of 4-bit codes are consecutive: code' is the code.
+bool counts_up(const PackedFormat& format);
 
 // Returns the integers of a format that has them; see is_integer.
 IntegerCodes integer_codes(const PackedFormat& format);

@@ -18,7 +18,7 @@
 namespace moe_ext::cpu {
 namespace {
 
-template <typename Simd, Codes codes>
+template <typename Simd, Codes codes, bool looks_up>
 struct IntegerUnits {
   using Loops = Unpacking<Simd>;
   using Bits = typename Loops::Bits;
@@ -39,21 +39,21 @@ struct IntegerUnits {
     if constexpr (codes == Codes::kSixBits) {
       first |= (high & 0x03030303) << 4;
       last |= (high >> 2 & 0x03030303) << 4;
-    } else {
+    } else if constexpr (looks_up) {
       Simd::look_up(table, first);
       Simd::look_up(table, last);
     }
   }
 };
 
-template <typename Simd, Codes codes, bool has_minima, int kRows, int kPanels>
+template <typename Simd, Codes codes, bool looks_up, bool has_minima, int kRows, int kPanels>
 MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
                                                      const IntegerCodes& integers,
                                                      const uint8_t* panels, const IntegerRows& a,
                                                      int64_t first_row, bool add, float* c,
                                                      int64_t ldc) {
   using Loops = Unpacking<Simd>;
-  using Units = IntegerUnits<Simd, codes>;
+  using Units = IntegerUnits<Simd, codes, looks_up>;
   using Vector = typename Loops::Vector;
   using Bits = typename Loops::Bits;
   using Integers = typename Loops::Integers;
@@ -130,13 +130,14 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
 }
 
 // An IntegerKernel.
-template <typename Simd, Codes codes, bool has_minima>
+template <typename Simd, Codes codes, bool looks_up, bool has_minima>
 MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCodes& integers,
                                    const uint8_t* panels, int64_t num_panels, const IntegerRows& a,
                                    int64_t num_rows, bool add, float* c, int64_t ldc) {
   constexpr bool kWide = Unpacking<Simd>::kVectors == 1;  // has 32 registers
   // Panels in parallel hide the latency of the memory. Minima and high bits need registers.
   constexpr int kMaxPanels = !kWide ? 1 : has_minima || codes == Codes::kSixBits ? 4 : 8;
+  constexpr int kPairOfPanels = kWide ? 2 : 1;
   const int64_t panel_bytes = layout.panel_bytes();
   for (int64_t panel = 0; panel < num_panels; panel += kMaxPanels) {
     const int64_t left = std::min<int64_t>(kMaxPanels, num_panels - panel);
@@ -146,12 +147,12 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
         float* to = c + row * ldc + p * kPanelOutputs;
         const uint8_t* from = panels + p * panel_bytes;
         if (p + size() <= panel + left) {
-          multiply_integers<Simd, codes, has_minima, rows(), size()>(layout, integers, from, a, row,
-                                                                     add, to, ldc);
+          multiply_integers<Simd, codes, looks_up, has_minima, rows(), size()>(
+              layout, integers, from, a, row, add, to, ldc);
           continue;
         }
         for (int64_t one = p; one < panel + left; ++one) {
-          multiply_integers<Simd, codes, has_minima, rows(), 1>(
+          multiply_integers<Simd, codes, looks_up, has_minima, rows(), 1>(
               layout, integers, panels + one * panel_bytes, a, row, add,
               c + row * ldc + one * kPanelOutputs, ldc);
         }
@@ -164,8 +165,7 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
       }
     }
     for (; row + 4 <= num_rows; row += 4) {
-      multiply(row, std::integral_constant<int, 4>(), std::integral_constant < int,
-               kWide ? 2 : 1 > ());
+      multiply(row, std::integral_constant<int, 4>(), std::integral_constant<int, kPairOfPanels>());
     }
     for (; row < num_rows; ++row) {
       multiply(row, std::integral_constant<int, 1>(), std::integral_constant<int, kMaxPanels>());
@@ -177,14 +177,16 @@ template <typename Simd>
 IntegerKernel integer_kernel_of(const PackedFormat& format) {
   switch (format.codes) {
     case Codes::kSixBits:
-      return integer_kernel<Simd, Codes::kSixBits, false>;
+      return integer_kernel<Simd, Codes::kSixBits, false, false>;
     case Codes::kInt8:
-      return integer_kernel<Simd, Codes::kInt8, false>;
+      return integer_kernel<Simd, Codes::kInt8, false, false>;
     default:
-      return format.scales == Scales::kUint8AndMinOfBlocks
-                 ? integer_kernel<Simd, Codes::kTable, true>
-                 : integer_kernel<Simd, Codes::kTable, false>;
+      break;
   }
+  if (!counts_up(format)) return integer_kernel<Simd, Codes::kTable, true, false>;
+  return format.scales == Scales::kUint8AndMinOfBlocks
+             ? integer_kernel<Simd, Codes::kTable, false, true>
+             : integer_kernel<Simd, Codes::kTable, false, false>;
 }
 
 }  // namespace
