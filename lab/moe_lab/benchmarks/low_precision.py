@@ -63,7 +63,6 @@ from moe_lab.benchmarks.random_codes import BLOCKS, RandomWeight
 from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
 from moe_lab.benchmarks.shapes import MODELS, PACKED_PEERS, Shape
 from moe_lab.benchmarks.tables import cell, number, percent_of_limit, place, plot
-from moe_lab.experiments.report import write_report
 from moe_lab.markdown import markdown_table
 
 NAME = "low_precision"
@@ -255,19 +254,12 @@ def grouped_mm(weights: Sequence[Tensor], x: Tensor, index: Tensor, gates: Tenso
 
 
 def run(args: Any) -> int:
-    if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        args.json = args.json or args.output / f"{NAME}.json"
-    record = measurement.read_merged(args) if args.report else _measure(args)
-    results = measurement.results_of(record)
-    page = page_of(record, results)
-    if args.output is None:
-        print(page, end="")
-    else:
-        first = [result for result in results if result.model == results[0].model]
-        figure = plot(first, record["environment"], lambda result: result.format)
-        write_report(args.output, NAME, page, record, figure)
-    return measurement.report_wrong(results)
+    return measurement.run_page(args, NAME, _measure, page_of, _figure)
+
+
+def _figure(record: dict[str, Any], results: list[Row]) -> Any:
+    first = [result for result in results if result.model == results[0].model]
+    return plot(first, record["environment"], lambda result: result.format)
 
 
 def _measure(args: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from moe_lab.benchmarks.harness import (
 from moe_lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib
 from moe_lab.benchmarks.roofline import Probe, Work, gemm_probe, limit, stream_probe
 from moe_lab.benchmarks.shapes import Shape
+from moe_lab.experiments.report import write_report
 from moe_lab.files import from_json, write_json
 from moe_lab.progress import progress
 
@@ -358,6 +359,38 @@ def by(results: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     for result in results:
         groups.setdefault(key(result), []).append(result)
     return groups
+
+
+def run_page(
+    args: Any,
+    name: str,
+    measure: Callable[[Any], dict[str, Any]],
+    page_of: Callable[[dict[str, Any], list[Row]], str],
+    figure_of: Callable[[dict[str, Any], list[Row]], Any],
+) -> int:
+    """Measures or merges earlier runs; prints the page, or writes it, its data and its figure.
+
+    Args:
+        args: the arguments of the command, with --output, --report and --json.
+        name: the stem of the files of the page.
+        measure: returns the record of a run.
+        page_of: returns the page of a record and its results.
+        figure_of: returns the figure of a record and its results.
+
+    Returns:
+        The status of the command.
+    """
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        args.json = args.json or args.output / f"{name}.json"
+    record = read_merged(args) if args.report else measure(args)
+    results = results_of(record)
+    page = page_of(record, results)
+    if args.output is None:
+        print(page, end="")
+    else:
+        write_report(args.output, name, page, record, figure_of(record, results))
+    return report_wrong(results)
 
 
 def report_wrong(results: Iterable[Row]) -> int:

@@ -73,7 +73,6 @@ from moe_lab.benchmarks.tables import (
     place,
     plot,
 )
-from moe_lab.experiments.report import write_report
 from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 
@@ -83,17 +82,13 @@ COMMAND = "moe-lab benchmark transformers-experts --models all --output docs/res
 
 
 def run(args: Any) -> int:
-    if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        args.json = args.json or args.output / f"{NAME}.json"
-    record = measurement.read_merged(args) if args.report else _measure(args)
-    results = measurement.results_of(record)
-    page = page_of(record, results)
-    if args.output is None:
-        print(page, end="")
-    else:
-        write_report(args.output, NAME, page, record, plot(results, record["environment"], _label))
-    return measurement.report_wrong(results)
+    return measurement.run_page(
+        args,
+        NAME,
+        _measure,
+        page_of,
+        lambda record, results: plot(results, record["environment"], _label),
+    )
 
 
 def _measure(args: Any) -> dict[str, Any]:
