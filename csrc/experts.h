@@ -50,15 +50,6 @@ inline bool check_activation(const char* op, std::string_view activation,
   TORCH_CHECK_VALUE(false, op, ": activation must be one of ", names, ", got '", activation, "'");
 }
 
-// Returns whether a known activation is gated.
-inline bool is_gated(const FeedForward& network) {
-  bool gated = false;
-  math::for_each_activation([&](std::string_view name, auto each) {
-    if (name == network.activation) gated = each.kGated;
-  });
-  return gated;
-}
-
 // Returns whether the matrices of a weight are stored transposed: the weight is a view p.mT of a
 // contiguous p [E, columns, fan_in].
 inline bool is_transposed(const Tensor& weight) {
@@ -123,6 +114,18 @@ inline PackedLayout packed_layout(const char* op, const PackedLayers& packed, si
   TORCH_CHECK_VALUE(!packed.is_integer() || layout.is_integer(), op, ": formats[", layer,
                     "] must have integer values in integer arithmetic, got '", name, "'");
   return layout;
+}
+
+// Returns the layouts of all layers of a checked network; empty if the weights are not packed.
+inline std::vector<PackedLayout> packed_layouts(const FeedForward& network, int64_t fan_in) {
+  std::vector<PackedLayout> layouts;
+  if (network.packed == nullptr) return layouts;
+  const bool gated = check_activation(network.op(), network.activation, network.activation_args);
+  for (size_t l = 0; l < network.weights.size(); ++l) {
+    layouts.push_back(packed_layout(network.op(), *network.packed, l, fan_in));
+    fan_in = gated ? layouts[l].outputs / 2 : layouts[l].outputs;
+  }
+  return layouts;
 }
 
 inline void check_packed_weight(const char* op, const char* name, const Tensor& weight,

@@ -76,23 +76,14 @@ class Experts {
       check_offsets(op, "offsets", offsets_, num_rows_);
     }
     integer_ = network.packed != nullptr && network.packed->is_integer();
-    int64_t fan_in = x.size(1);
-    for (size_t l = 0; l < network.weights.size(); ++l) {
-      const Tensor& weight = network.weights[l];
-      const int64_t columns = network.columns(l).expect_int();
-      if (network.packed != nullptr) {
-        weights_.push_back(weight.contiguous());
-        layouts_.push_back(packed_layout(op, *network.packed, l, fan_in));
-        transposed_.push_back(false);
-      } else {
-        weights_.push_back(in_known_layout(weight));
-        transposed_.push_back(moe_ext::is_transposed(weight));
-      }
-      fan_in_.push_back(fan_in);
-      columns_.push_back(columns);
-      widest_ = std::max({widest_, fan_in, columns});
-      flops_per_row_ += 2 * fan_in * columns;
-      fan_in = is_gated(network) ? columns / 2 : columns;
+    layouts_ = packed_layouts(network, x.size(1));
+    for (const Tensor& weight : network.weights) {
+      weights_.push_back(layouts_.empty() ? in_known_layout(weight) : weight.contiguous());
+      transposed_.push_back(layouts_.empty() && moe_ext::is_transposed(weight));
+    }
+    for (int64_t l = 0; l < num_layers(); ++l) {
+      widest_ = std::max({widest_, fan_in(l), columns(l)});
+      flops_per_row_ += 2 * fan_in(l) * columns(l);
     }
     for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
     blocks_ = split_into_blocks(offsets_, num_experts(), num_rows_);
@@ -110,8 +101,12 @@ class Experts {
   int64_t num_rows() const { return num_rows_; }
   int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
   bool has_bias() const { return !biases_.empty(); }
-  int64_t fan_in(int64_t layer) const { return fan_in_[layer]; }
-  int64_t columns(int64_t layer) const { return columns_[layer]; }
+  int64_t fan_in(int64_t layer) const {
+    return layouts_.empty() ? weights_[layer].size(1) : layouts_[layer].inputs;
+  }
+  int64_t columns(int64_t layer) const {
+    return layouts_.empty() ? weights_[layer].size(2) : layouts_[layer].outputs;
+  }
   int64_t token_of(int64_t row) const { return token_of_[row]; }
   int64_t slot_of(int64_t row) const { return slot_of_[row]; }
   int64_t flops() const { return num_rows_ * flops_per_row_; }
@@ -258,12 +253,6 @@ class Experts {
                             product + r * columns(layer));
       }
     }
-    Epilogue<scalar_t> after_gemm{.run = epilogue};
-    if (layer + 1 < num_layers()) {
-      after_gemm.next_b = weight(block.expert, layer + 1);
-    } else if (const Block* next = after(block)) {
-      after_gemm.next_b = weight(next->expert, 0);
-    }
     if constexpr (!std::is_same_v<scalar_t, double>) {
       if (integer_) {
         integer_gemm(block.num_rows, layouts_[layer], weight(block.expert, layer).panels, in,
@@ -271,6 +260,12 @@ class Experts {
         if (epilogue) epilogue({0, block.num_rows, 0, columns(layer)});
         return;
       }
+    }
+    Epilogue<scalar_t> after_gemm{.run = epilogue};
+    if (layer + 1 < num_layers()) {
+      after_gemm.next_b = weight(block.expert, layer + 1);
+    } else if (const Block* next = after(block)) {
+      after_gemm.next_b = weight(next->expert, 0);
     }
     gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), plain(in, fan_in(layer)),
                    weight(block.expert, layer), has_bias() ? Write::kAdd : Write::kReplace, product,
@@ -316,7 +311,6 @@ class Experts {
   std::vector<PackedLayout> layouts_;  // of packed weights
   bool integer_ = false;               // whether the arithmetic is that of integers
   std::vector<bool> transposed_;       // of each layer
-  std::vector<int64_t> fan_in_, columns_;
   std::vector<Block> blocks_;
   int64_t num_rows_ = 0;
   int64_t widest_ = 0, flops_per_row_ = 0;

@@ -243,15 +243,11 @@ class Experts {
         num_rows_(routing.inverse ? routing.inverse->numel() : x.size(0)),
         num_experts_(network.weights[0].size(0)),
         products_(offsets_, num_rows_, num_experts_) {
-    int64_t fan_in = x.size(1);
+    const auto layouts = packed_layouts(network, x.size(1));
     for (size_t l = 0; l < network.weights.size(); ++l) {
-      if (network.packed == nullptr) {
-        weights_.push_back(in_known_layout(network.weights[l]));
-        continue;
-      }
-      const PackedLayout layout = packed_layout(network.op(), *network.packed, l, fan_in);
-      weights_.push_back(unpacked(network.weights[l], layout, x.options()));
-      fan_in = is_gated(network) ? layout.outputs / 2 : layout.outputs;
+      const Tensor& weight = network.weights[l];
+      weights_.push_back(layouts.empty() ? in_known_layout(weight)
+                                         : unpacked(weight, layouts[l], x.options()));
     }
     for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
     if (routing.inverse) {

@@ -1,6 +1,9 @@
 // The numbers of packed weights, one at a time.
 #pragma once
 
+#include <c10/util/Float8_e4m3fn.h>
+#include <c10/util/Half.h>
+
 #include <cstdint>
 
 #include "../packed.h"
@@ -8,29 +11,9 @@
 
 namespace moe_ext::math {
 
-// Returns the value of an E4M3 code: 4 bits of exponent with the bias 7, 3 bits of fraction.
-MOE_EXT_INLINE float from_e4m3(uint8_t code) {
-  const int magnitude = code & 0x7f;
-  const int exponent = magnitude >> 3, fraction = magnitude & 7;
-  float value = static_cast<float>(exponent == 0 ? fraction : fraction + 8);
-  // 2^(exponent - 10), where the smallest exponent is 1
-  value = __builtin_ldexpf(value, (exponent == 0 ? 1 : exponent) - 10);
-  if (magnitude == 0x7f) value = __builtin_nanf("");
-  return code & 0x80 ? -value : value;
-}
-
 // Returns a float16 number.
 MOE_EXT_INLINE float from_half(const uint8_t* bytes) {
-  const int bits = bytes[0] | bytes[1] << 8;
-  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  float value;
-  if (exponent == 31) {
-    value = fraction == 0 ? __builtin_inff() : __builtin_nanf("");
-  } else {
-    value = static_cast<float>(exponent == 0 ? fraction : fraction + 1024);
-    value = __builtin_ldexpf(value, (exponent == 0 ? 1 : exponent) - 25);
-  }
-  return bits & 0x8000 ? -value : value;
+  return c10::Half(static_cast<uint16_t>(bytes[0] | bytes[1] << 8), c10::Half::from_bits());
 }
 
 // Returns w of an input and an output of a panel; output < 16.
@@ -52,8 +35,9 @@ MOE_EXT_INLINE float unpacked(const PackedLayout& layout, const uint8_t* panel, 
     }
   } else {
     const uint8_t code = codes[i / 4 * 64 + output * 4 + i % 4];
-    value = format.codes == Codes::kE4M3 ? from_e4m3(code)
-                                         : static_cast<float>(static_cast<int8_t>(code));
+    value = format.codes == Codes::kE4M3
+                ? float{c10::Float8_e4m3fn(code, c10::Float8_e4m3fn::from_bits())}
+                : static_cast<float>(static_cast<int8_t>(code));
   }
 
   const int64_t group = input / layout.group, lane = group * kPanelOutputs + output;
