@@ -47,6 +47,17 @@ using ExpertsOutputs = std::tuple<Tensor, std::vector<Tensor>>;
 // The gradients of x, of the gates, and of the parameters: the weights, then the biases.
 using ExpertsGradients = std::tuple<Tensor, Tensor, std::vector<Tensor>>;
 
+inline FeedForward network_of(at::TensorList weights, std::optional<at::TensorList> biases,
+                              std::string_view activation,
+                              std::optional<at::ArrayRef<double>> activation_args,
+                              const PackedLayers* packed = nullptr) {
+  return {.weights = weights,
+          .biases = biases.value_or(at::TensorList()),
+          .activation = activation,
+          .activation_args = activation_args.value_or(at::ArrayRef<double>()),
+          .packed = packed};
+}
+
 // Adapts kernel(x, routing, network, keep_hidden) to the dispatcher. The operator returns one list:
 // torch.compile cannot write C++ for a list among several results.
 template <auto kernel>
@@ -60,11 +71,7 @@ std::vector<Tensor> experts_of(const Tensor& x, const OptionalTensor& offsets,
       x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
-      FeedForward{.weights = weights,
-                  .biases = biases.value_or(at::TensorList()),
-                  .activation = activation,
-                  .activation_args = activation_args.value_or(at::ArrayRef<double>())},
-      keep_hidden);
+      network_of(weights, biases, activation, activation_args), keep_hidden);
   list.insert(list.begin(), y);
   return list;
 }
@@ -81,11 +88,7 @@ std::vector<Tensor> experts_backward_of(
       grad_y, x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
-      FeedForward{.weights = weights,
-                  .biases = biases.value_or(at::TensorList()),
-                  .activation = activation,
-                  .activation_args = activation_args.value_or(at::ArrayRef<double>())},
-      hidden, needs_x, needs_parameters);
+      network_of(weights, biases, activation, activation_args), hidden, needs_x, needs_parameters);
   list.insert(list.begin(), {grad_x, grad_gates});
   return list;
 }
@@ -105,12 +108,7 @@ std::vector<Tensor> packed_experts_of(
       x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
-      FeedForward{.weights = weights,
-                  .biases = biases.value_or(at::TensorList()),
-                  .activation = activation,
-                  .activation_args = activation_args.value_or(at::ArrayRef<double>()),
-                  .packed = &packed},
-      keep_hidden);
+      network_of(weights, biases, activation, activation_args, &packed), keep_hidden);
   list.insert(list.begin(), y);
   return list;
 }
@@ -131,12 +129,8 @@ std::vector<Tensor> packed_experts_backward_of(
       grad_y, x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
-      FeedForward{.weights = weights,
-                  .biases = biases.value_or(at::TensorList()),
-                  .activation = activation,
-                  .activation_args = activation_args.value_or(at::ArrayRef<double>()),
-                  .packed = &packed},
-      hidden, needs_x, needs_parameters);
+      network_of(weights, biases, activation, activation_args, &packed), hidden, needs_x,
+      needs_parameters);
   std::vector<Tensor> gradients{grad_x, grad_gates};
   gradients.insert(gradients.end(), list.begin() + static_cast<int64_t>(weights.size()),
                    list.end());
