@@ -37,7 +37,7 @@ LEVELS = [
     "_mixture ranks",
     "experts losses",
     "gates",
-    "shared optim quantized",
+    "shared optim quantized lora",
     "_capacity dispatch",
     "_former_capacity",
     "moe",
