@@ -316,6 +316,7 @@ class LoRAExperts(Experts):
             ValueError: no adapters are merged.
         """
         require(self.merged, "LoRAExperts: unmerge", "follow merge", "adapters that are not merged")
+        assert isinstance(self.base, FeedForwardExperts)
         for weight, original in zip(self.base.weights, self._originals or (), strict=True):
             weight.copy_(original)
         self._originals = None
