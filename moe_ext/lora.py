@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from moe_ext import ops
 from moe_ext._compiled import uncompiled
 from moe_ext._counting import is_of_transformers
+from moe_ext._low_rank import joined
 from moe_ext.checks import (
     is_whole,
     require,
@@ -27,6 +28,7 @@ from moe_ext.checks import (
     require_sizes,
 )
 from moe_ext.experts import Experts, FeedForwardExperts
+from moe_ext.formats import PackedWeight
 from moe_ext.quantized import QuantizedExperts
 
 __all__ = [
@@ -215,6 +217,16 @@ class LoRAExperts(Experts):
             adapter.reset_parameters()
 
     @property
+    def weights(self) -> tuple[nn.Parameter, ...] | tuple[PackedWeight, ...]:
+        """The weights of the base."""
+        return self.base.weights
+
+    @property
+    def biases(self) -> tuple[nn.Parameter, ...] | None:
+        """The biases of the base."""
+        return self.base.biases
+
+    @property
     def merged(self) -> bool:
         """Whether `merge` has added the active adapters to the weights."""
         return self._originals is not None
@@ -359,7 +371,7 @@ class LoRAExperts(Experts):
         found: list[ops.LoRA | None] = []
         for i in range(self.base.num_layers):
             pairs = [adapter.pair(i) for adapter in self._adapters(self.active)]
-            found.append(_joined([pair for pair in pairs if pair is not None], dtype, experts))
+            found.append(joined([pair for pair in pairs if pair is not None], dtype, experts))
         return found if any(found) else None
 
     def forward(
@@ -437,15 +449,6 @@ def _layer_sizes(base: _Base) -> list[tuple[int, int]]:
     return [(weight.shape[1], weight.shape[2]) for weight in base.weights]
 
 
-def _joined(pairs: Sequence[ops.LoRA], dtype: torch.dtype, experts: slice) -> ops.LoRA | None:
-    """Returns one pair for the sum of several: their ranks are concatenated."""
-    here = [ops.LoRA(p.a[experts].to(dtype), p.b[experts].to(dtype), p.scale) for p in pairs]
-    if len(here) <= 1:
-        return here[0] if here else None
-    a, b = torch.cat([p.a for p in here], 2), torch.cat([p.scale * p.b for p in here], 1)
-    return ops.LoRA(a, b, 1.0)
-
-
 # Models
 
 
@@ -481,6 +484,7 @@ def add_lora(
     shared_a: bool = False,
     adapter: str = "default",
     dtype: torch.dtype | None = None,
+    where: Callable[[str], bool] | None = None,
     train_rest: bool = False,
 ) -> LoRAReport:
     """Replaces the experts in a layer or model by `LoRAExperts`, and freezes all other parameters.
@@ -494,6 +498,7 @@ def add_lora(
         model: a `MoE` layer, or a model with such layers. It is changed in place.
         rank, alpha, rslora, layers, shared_a, dtype: see `LoRAExperts`.
         adapter: the name of the new adapters.
+        where: whether the experts at a path get an adapter; None: all experts do.
         train_rest: whether parameters outside the experts, such as those of gates, stay as they
             are. False freezes them, as PEFT does.
 
@@ -514,7 +519,7 @@ def add_lora(
           experts: 12,288
     """
     (train_rest,) = require_bool("add_lora", train_rest=train_rest)
-    found = list(_experts_in(model))
+    found = [each for each in _experts_in(model) if where is None or where(each.path)]
     skipped = {each.path: each.reason for each in found if each.reason is not None}
     chosen = [each for each in found if each.reason is None]
     rule = "contain FeedForwardExperts or QuantizedExperts"

@@ -34,7 +34,7 @@ LEVELS = [
     "_C _build _compiled _argument_names _former_names _plain_names _ragged checks files",
     "_counting formats ops",
     "routing",
-    "_mixture ranks",
+    "_low_rank _mixture ranks",
     "experts losses",
     "gates",
     "shared optim quantized lora",

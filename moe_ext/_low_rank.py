@@ -1,0 +1,24 @@
+"""The sum of several low-rank adapters, as one."""
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_ext import ops
+
+
+def joined(
+    pairs: Sequence[ops.LoRA], dtype: torch.dtype, experts: slice = slice(None)
+) -> ops.LoRA | None:
+    """Returns one pair for the sum of several, whose ranks are concatenated; None without pairs.
+
+    Args:
+        pairs: A, B and the scale of each adapter of a layer.
+        dtype: of the result.
+        experts: the experts that the result has.
+    """
+    here = [ops.LoRA(p.a[experts].to(dtype), p.b[experts].to(dtype), p.scale) for p in pairs]
+    if len(here) <= 1:
+        return here[0] if here else None
+    a, b = torch.cat([p.a for p in here], 2), torch.cat([p.scale * p.b for p in here], 1)
+    return ops.LoRA(a, b, 1.0)
