@@ -338,7 +338,7 @@ class LoRAExperts(Experts):
         """Returns new experts with the weights W + scale A B of the active adapters.
 
         Args:
-            dtype: of the new experts. None: that of the base, or float32 if the base is packed.
+            dtype: of the new experts. None: the dtype of the base, or float32 for a packed base.
 
         Raises:
             ValueError: adapters are merged.

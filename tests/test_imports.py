@@ -24,7 +24,9 @@ PUBLIC = {
         for name in ("checks", "distributed", "experts", "files", "formats", "gates", "info")
     ),
     *(f"moe_ext.{name}" for name in ("losses", "ops", "optim", "recurrent")),
+    "moe_ext.integrations.peft",
     "moe_ext.integrations.transformers",
+    "moe_ext.lora",
     "moe_ext.presets",
 }
 

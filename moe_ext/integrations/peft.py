@@ -83,7 +83,7 @@ def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
         yield
 
 
-ParamWrapper._activate_lora = _activate_lora
+ParamWrapper._activate_lora = _activate_lora  # type: ignore[method-assign]
 
 
 def _is_ours(module: nn.Module) -> bool:

@@ -391,7 +391,7 @@ def test_our_files_in_peft(model_type, options, tmp_path):
 
 
 def test_names_of_other_models(tmp_path):
-    """A model of one's own has its experts in other places."""
+    """A custom model has its experts in other places."""
     saved = adapted(tiny("qwen3_moe"))
     saved.save_pretrained(tmp_path)
     experts = nn.ModuleList([FeedForwardExperts(6, 32, [16], activation="swiglu") for _ in "ab"])
