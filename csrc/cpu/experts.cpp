@@ -75,7 +75,7 @@ class Experts {
       offsets_ = contiguous_index(*routing.offsets);
       check_offsets(op, "offsets", offsets_, num_rows_);
     }
-    integer_ = network.packed != nullptr && network.packed->is_integer();
+    integer_ = network.packed && network.packed->is_integer();
     layouts_ = packed_layouts(network, x.size(1));
     for (const Tensor& weight : network.weights) {
       weights_.push_back(layouts_.empty() ? in_known_layout(weight) : weight.contiguous());
@@ -86,6 +86,14 @@ class Experts {
       flops_per_row_ += 2 * fan_in(l) * columns(l);
     }
     for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
+    for (size_t l = 0; l < network.lora.a.size(); ++l) {
+      lora_.push_back({.a = readable_lora(network.lora.a[l]),
+                       .b = readable_lora(network.lora.b[l]),
+                       .scale = static_cast<acc_t>(network.lora.scales[l])});
+      highest_rank_ = std::max(highest_rank_, rank(l));
+      flops_per_row_ += 2 * rank(l) * (fan_in(l) + columns(l));
+    }
+    widest_ = std::max(widest_, highest_rank_);
     blocks_ = split_into_blocks(offsets_, num_experts(), num_rows_);
     int64_t rows = 0;  // of an expert
     for (const Block& block : blocks_) {
@@ -101,6 +109,7 @@ class Experts {
   int64_t num_rows() const { return num_rows_; }
   int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
   bool has_bias() const { return !biases_.empty(); }
+  bool has_lora() const { return !lora_.empty(); }
   int64_t fan_in(int64_t layer) const {
     return layouts_.empty() ? weights_[layer].size(1) : layouts_[layer].inputs;
   }
@@ -111,6 +120,7 @@ class Experts {
   int64_t slot_of(int64_t row) const { return slot_of_[row]; }
   int64_t flops() const { return num_rows_ * flops_per_row_; }
   int64_t widest() const { return widest_; }
+  int64_t highest_rank() const { return highest_rank_; }
 
   // Workspace sizes: for a block's rows of `width` elements of T, and for the GEMMs.
   template <typename T>
@@ -153,6 +163,57 @@ class Experts {
     return is_transposed(layer) ? transposed(data, fan_in(layer)) : plain(data, columns(layer));
   }
 
+  // The rank of the low-rank adapter of a layer (see LoraLayers), 0 without one; and its matrices.
+  int64_t rank(int64_t layer) const {
+    return lora_.empty() || lora_[layer].a.dim() == 1 ? 0 : lora_[layer].a.size(2);
+  }
+  Operand<scalar_t> lora_a(int64_t expert, int64_t layer) const {
+    return matrix_of(lora_[layer].a, expert);
+  }
+  Operand<scalar_t> lora_b(int64_t expert, int64_t layer) const {
+    return matrix_of(lora_[layer].b, expert);
+  }
+  bool is_lora_a_transposed(int64_t layer) const { return moe_ext::is_transposed(lora_[layer].a); }
+  bool is_lora_b_transposed(int64_t layer) const { return moe_ext::is_transposed(lora_[layer].b); }
+
+  // Memory for the inputs of the second matrix of an adapter, [num_rows, rank]: summed, and rounded
+  // to scalar_t.
+  struct LoraRows {
+    acc_t* sums;
+    scalar_t* rounded;
+  };
+  LoraRows lora_rows(int64_t num_rows, acc_t*& workspace) const {
+    acc_t* sums = take<acc_t>(workspace, num_rows * highest_rank_);
+    if constexpr (kSame) {
+      return {sums, sums};
+    } else {
+      return {sums, take<scalar_t>(workspace, num_rows * highest_rank_)};
+    }
+  }
+  int64_t lora_rows_size() const {
+    return rows_size<acc_t>(highest_rank_) + (kSame ? 0 : rows_size<scalar_t>(highest_rank_));
+  }
+
+  // Computes scale (in a), rounded to scalar_t.
+  void lora_input(const Block& block, int64_t layer, const scalar_t* in, const LoraRows& to,
+                  acc_t* space) const {
+    gemm<scalar_t>(block.num_rows, rank(layer), fan_in(layer), plain(in, fan_in(layer)),
+                   lora_a(block.expert, layer), Write::kReplace, to.sums, space);
+    const int64_t size = block.num_rows * rank(layer);
+    vectorized<Scale>(lora_[layer].scale, size, to.sums);
+    if constexpr (!kSame) {
+      vectorized<Convert>(static_cast<const acc_t*>(to.sums), size, to.rounded);
+    }
+  }
+
+  // Computes the gradient of in a from grad = dL/dZ.
+  void lora_gradient(const Block& block, int64_t layer, const acc_t* grad, acc_t* to,
+                     acc_t* space) const {
+    gemm<scalar_t>(block.num_rows, rank(layer), columns(layer), plain(grad, columns(layer)),
+                   transpose(lora_b(block.expert, layer)), Write::kReplace, to, space);
+    vectorized<Scale>(lora_[layer].scale, block.num_rows * rank(layer), to);
+  }
+
   const scalar_t* bias(int64_t expert, int64_t layer) const {
     return biases_[layer].template const_data_ptr<scalar_t>() + expert * columns(layer);
   }
@@ -181,6 +242,7 @@ class Experts {
     const scalar_t* first;               // [num_rows, fan_in], the input of the first layer
     c10::SmallVector<scalar_t*, 4> z;    // [num_rows, columns] of each hidden layer, or null
     c10::SmallVector<scalar_t*, 4> out;  // the activations of z, the next layer's input
+    LoraRows lora;
     acc_t* gemm_workspace;
 
     const scalar_t* input(int64_t layer) const { return layer == 0 ? first : out[layer - 1]; }
@@ -192,6 +254,7 @@ class Experts {
                      acc_t*& workspace) const {
     Activations a;
     a.gemm_workspace = take<acc_t>(workspace, gemm_size(backward));
+    a.lora = lora_rows(block.num_rows, workspace);
     const int64_t num_copied = slots_ ? block.num_rows : 0;
     a.first = gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(), fan_in(0),
                      take<scalar_t>(workspace, num_copied * fan_in(0)));
@@ -210,7 +273,8 @@ class Experts {
 
   // The workspace size of `places`.
   int64_t places_size(bool saved, bool backward) const {
-    int64_t size = gemm_size(backward) + (slots_ ? rows_size<scalar_t>(fan_in(0)) : 0);
+    int64_t size =
+        gemm_size(backward) + lora_rows_size() + (slots_ ? rows_size<scalar_t>(fan_in(0)) : 0);
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
       size += rows_size<scalar_t>(fan_in(l + 1));
       if (backward && !saved) size += rows_size<scalar_t>(columns(l));
@@ -227,7 +291,7 @@ class Experts {
       if constexpr (kSame) {
         if (!needs_product(l, z != nullptr)) product = z != nullptr ? z : out;
       }
-      linear(block, l, a.input(l), a.gemm_workspace, product, [&](const Region& region) {
+      linear(block, l, a, product, [&](const Region& region) {
         const auto* wide = static_cast<const acc_t*>(product);
         if (!kSame && z != nullptr) vectorized<ConvertRegion>(wide, region, columns(l), z);
         activate(wide, region, width, out);
@@ -244,19 +308,31 @@ class Experts {
     return size;
   }
 
-  // Computes product = in W + b, [num_rows, columns]; `epilogue` is the epilogue of the GEMM.
-  void linear(const Block& block, int64_t layer, const scalar_t* in, acc_t* space, acc_t* product,
+  // Computes product = in W + scale (in a) b + bias, [num_rows, columns], for the input of the
+  // layer in `activations`; `epilogue` is the epilogue of the last GEMM.
+  void linear(const Block& block, int64_t layer, const Activations& activations, acc_t* product,
               typename Epilogue<scalar_t>::Body epilogue) const {
+    const scalar_t* in = activations.input(layer);
+    acc_t* space = activations.gemm_workspace;
     if (has_bias()) {
       for (int64_t r = 0; r < block.num_rows; ++r) {
         vectorized<Convert>(bias(block.expert, layer), columns(layer),
                             product + r * columns(layer));
       }
     }
+    Write write = has_bias() ? Write::kAdd : Write::kReplace;
+    if (rank(layer) > 0) {
+      const LoraRows& low = activations.lora;
+      lora_input(block, layer, in, low, space);
+      gemm<scalar_t>(block.num_rows, columns(layer), rank(layer),
+                     plain(static_cast<const scalar_t*>(low.rounded), rank(layer)),
+                     lora_b(block.expert, layer), write, product, space);
+      write = Write::kAdd;
+    }
     if constexpr (!std::is_same_v<scalar_t, double>) {
       if (integer_) {
         integer_gemm(block.num_rows, layouts_[layer], weight(block.expert, layer).panels, in,
-                     /*add=*/has_bias(), product, space);
+                     /*add=*/write == Write::kAdd, product, space);
         if (epilogue) epilogue({0, block.num_rows, 0, columns(layer)});
         return;
       }
@@ -268,8 +344,7 @@ class Experts {
       after_gemm.next_b = weight(next->expert, 0);
     }
     gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), plain(in, fan_in(layer)),
-                   weight(block.expert, layer), has_bias() ? Write::kAdd : Write::kReplace, product,
-                   space, after_gemm);
+                   weight(block.expert, layer), write, product, space, after_gemm);
   }
 
   // Returns the next block, or null after the last one.
@@ -303,11 +378,24 @@ class Experts {
     return !kSame || (!has_z && columns(layer) != fan_in(layer + 1));
   }
 
+  struct Lora {
+    Tensor a, b;
+    acc_t scale;
+  };
+
+  static Operand<scalar_t> matrix_of(const Tensor& matrices, int64_t expert) {
+    const int64_t rows = matrices.size(1), columns = matrices.size(2);
+    const scalar_t* data = matrices.template const_data_ptr<scalar_t>() + expert * rows * columns;
+    return moe_ext::is_transposed(matrices) ? transposed(data, rows) : plain(data, columns);
+  }
+
   Tensor x_;
   std::optional<Slots> slots_;
   std::vector<int64_t> token_of_, slot_of_;  // of each row
   Tensor offsets_;
   std::vector<Tensor> weights_, biases_;
+  std::vector<Lora> lora_;  // of each layer, or empty
+  int64_t highest_rank_ = 0;
   std::vector<PackedLayout> layouts_;  // of packed weights
   bool integer_ = false;               // whether the arithmetic is that of integers
   std::vector<bool> transposed_;       // of each layer
@@ -348,13 +436,12 @@ void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tens
         experts.compute_hidden(block, a, workspace);
         scalar_t* out = rows_data + block.first_row * width;
         if constexpr (std::is_same_v<scalar_t, acc_t>) {
-          experts.linear(block, last, a.input(last), a.gemm_workspace, out, nullptr);
+          experts.linear(block, last, a, out, nullptr);
         } else {
           acc_t* wide = workspace;
-          experts.linear(
-              block, last, a.input(last), a.gemm_workspace, wide, [&](const Region& region) {
-                vectorized<ConvertRegion>(static_cast<const acc_t*>(wide), region, width, out);
-              });
+          experts.linear(block, last, a, wide, [&](const Region& region) {
+            vectorized<ConvertRegion>(static_cast<const acc_t*>(wide), region, width, out);
+          });
         }
       });
 }
@@ -396,6 +483,7 @@ class BlockBackward {
     for (int parity : {0, 1}) grad_z_[parity] = rows(widths.grad_z[parity]);
     gate_ = rows(widths.gate);
     grad_gate_ = rows(widths.grad_gate);
+    grad_lora_ = rows(widths.grad_lora);
     for_parameters_ = experts_.parameters_workspace(a_.gemm_workspace, workspace);
   }
 
@@ -404,7 +492,7 @@ class BlockBackward {
     const Widths widths(gradients);
     int64_t size = experts.parameters_size();
     for (int64_t width : {widths.grad_out, widths.grad_a, widths.grad_z[0], widths.grad_z[1],
-                          widths.gate, widths.grad_gate}) {
+                          widths.gate, widths.grad_gate, widths.grad_lora}) {
       size += experts.template rows_size<acc_t>(width);
     }
     return experts.places_size(/*saved=*/!gradients.hidden.empty(), /*backward=*/true) +
@@ -418,13 +506,17 @@ class BlockBackward {
       const bool needs_rest = gradients_.grad_rows != nullptr || l > gradients_.first_learned;
       const bool needs_gates = l == last_ && has_gates();
       const acc_t* grad_before = nullptr;
+      if (experts_.rank(l) > 0) {
+        experts_.lora_gradient(block_, l, grad_z, grad_lora_, a_.gemm_workspace);
+      }
       if (needs_rest || needs_gates) {
         grad_before = input_gradient(l, grad_z);
-      } else if (gradients_.parameters.needs_weight(l) && !has_input(l)) {
+      } else if (!has_input(l) && needs_input(l)) {
         activate_input(l);
       }
       if (needs_gates) gate_gradient();
       gradients_.parameters.add(block_, split_, l, a_.input(l), grad_z, for_parameters_);
+      if (experts_.rank(l) > 0) add_lora_gradients(l, grad_z);
       if (!needs_rest) return;
       grad_z = grad_before;
     }
@@ -435,7 +527,7 @@ class BlockBackward {
 
   // The numbers of elements of a row in the arrays of rows; 0 for unused arrays.
   struct Widths {
-    int64_t grad_out, grad_a, grad_z[2] = {0, 0}, gate, grad_gate;
+    int64_t grad_out, grad_a, grad_z[2] = {0, 0}, gate, grad_gate, grad_lora;
 
     explicit Widths(const Gradients<scalar_t>& gradients) {
       const auto& experts = gradients.experts;
@@ -443,6 +535,7 @@ class BlockBackward {
       grad_out = experts.columns(experts.num_layers() - 1);
       gate = has_gates ? 1 : 0;
       grad_gate = has_gates ? kLanes : 0;
+      grad_lora = experts.highest_rank();
       grad_a = kSame && gradients.grad_rows != nullptr ? 0 : experts.fan_in(0);
       for (int64_t l = 1; l < experts.num_layers(); ++l) {
         const int64_t width = experts.fan_in(l), width_z = experts.columns(l - 1);
@@ -468,6 +561,26 @@ class BlockBackward {
   // Returns whether computing z also computed the input of layer l. In half precision, the
   // activations are always computed from the rounded z, saved or recomputed.
   bool has_input(int64_t l) const { return l == 0 || (kSame && gradients_.hidden.empty()); }
+
+  // The layers of ParameterGradients that are the matrices of the adapter of layer l.
+  int64_t lora_a(int64_t l) const { return experts_.num_layers() + l; }
+  int64_t lora_b(int64_t l) const { return 2 * experts_.num_layers() + l; }
+
+  // Returns whether a gradient of the parameters of layer l needs the input of the layer.
+  bool needs_input(int64_t l) const {
+    const auto& parameters = gradients_.parameters;
+    return parameters.needs_weight(l) ||
+           (experts_.rank(l) > 0 &&
+            (parameters.needs_weight(lora_a(l)) || parameters.needs_weight(lora_b(l))));
+  }
+
+  void add_lora_gradients(int64_t l, const acc_t* grad_z) const {
+    const auto& parameters = gradients_.parameters;
+    parameters.add(block_, split_, lora_a(l), a_.input(l), grad_lora_, for_parameters_);
+    if (!parameters.needs_weight(lora_b(l))) return;
+    experts_.lora_input(block_, l, a_.input(l), a_.lora, a_.gemm_workspace);
+    parameters.add(block_, split_, lora_b(l), a_.lora.rounded, grad_z, for_parameters_);
+  }
 
   // Computes the input of layer l, a hidden layer's activations.
   void activate_input(int64_t l) const {
@@ -527,9 +640,16 @@ class BlockBackward {
     } else if (const Block* next = experts_.after(block_)) {
       epilogue.next_b = transpose(experts_.weight(next->expert, last_));
     }
+    Write write = Write::kReplace;
+    if (const int64_t rank = experts_.rank(l); rank > 0) {
+      gemm<scalar_t>(
+          block_.num_rows, width, rank, plain(static_cast<const acc_t*>(grad_lora_), rank),
+          transpose(experts_.lora_a(block_.expert, l)), write, grad_a, a_.gemm_workspace);
+      write = Write::kAdd;
+    }
     gemm<scalar_t>(block_.num_rows, width, columns, plain(grad_z, columns),
-                   transpose(experts_.weight(block_.expert, l)), Write::kReplace, grad_a,
-                   a_.gemm_workspace, epilogue);
+                   transpose(experts_.weight(block_.expert, l)), write, grad_a, a_.gemm_workspace,
+                   epilogue);
     return grad_before;
   }
 
@@ -547,6 +667,8 @@ class BlockBackward {
         *grad_gate += of_bias;
       }
       vectorized<Scale>(gate_[r], columns, dy);
+      const int64_t rank = experts_.rank(last_);
+      vectorized<Scale>(gate_[r], rank, grad_lora_ + r * rank);
     }
   }
 
@@ -561,8 +683,40 @@ class BlockBackward {
   acc_t* grad_z_[2];  // dL/dZ of a layer and of the layer before it
   acc_t* gate_;       // for each row
   acc_t* grad_gate_;  // kLanes partial sums for each row
+  acc_t* grad_lora_;  // the gradient of the rows between the matrices of an adapter
   typename ParameterGradients<scalar_t>::Workspace for_parameters_;
 };
+
+// The layers and then, with LoRA, the first and the second matrices of their adapters. The
+// gradients are in the order of FeedForward::parameters.
+template <typename scalar_t>
+std::vector<typename ParameterGradients<scalar_t>::Layer> learned_layers(
+    const Experts<scalar_t>& experts, at::TensorList gradients) {
+  std::vector<typename ParameterGradients<scalar_t>::Layer> layers;
+  const int64_t num_layers = experts.num_layers();
+  for (int64_t l = 0; l < num_layers; ++l) {
+    layers.push_back({.fan_in = experts.fan_in(l),
+                      .columns = experts.columns(l),
+                      .transposed = experts.is_transposed(l),
+                      .weight = gradients[l],
+                      .bias = experts.has_bias() ? gradients[num_layers + l] : Tensor()});
+  }
+  if (!experts.has_lora()) return layers;
+  const auto lora = gradients.slice(experts.has_bias() ? 2 * num_layers : num_layers);
+  for (int64_t l = 0; l < num_layers; ++l) {
+    layers.push_back({.fan_in = experts.fan_in(l),
+                      .columns = experts.rank(l),
+                      .transposed = experts.is_lora_a_transposed(l),
+                      .weight = lora[l]});
+  }
+  for (int64_t l = 0; l < num_layers; ++l) {
+    layers.push_back({.fan_in = experts.rank(l),
+                      .columns = experts.columns(l),
+                      .transposed = experts.is_lora_b_transposed(l),
+                      .weight = lora[num_layers + l]});
+  }
+  return layers;
+}
 
 // Writes the gradients of the parameters and of the gates; returns the gradient of the input rows.
 template <typename scalar_t>
@@ -571,11 +725,8 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
                 int64_t first_learned, const Tensor& grad_gates) {
   using acc_t = at::opmath_type<scalar_t>;
   Tensor rows = empty_rows({needs_x ? experts.num_rows() : 0, experts.fan_in(0)}, grad.options());
-  std::vector<typename ParameterGradients<scalar_t>::Layer> layers;
-  for (int64_t l = 0; l < experts.num_layers(); ++l) {
-    layers.push_back({experts.fan_in(l), experts.columns(l), experts.is_transposed(l)});
-  }
-  ParameterGradients<scalar_t> parameters(grad_parameters, layers, experts.num_experts());
+  ParameterGradients<scalar_t> parameters(learned_layers(experts, grad_parameters),
+                                          experts.num_experts());
   const int64_t flops = 2 * experts.flops(), num_threads = num_threads_for(flops);
   BackwardSchedule schedule(experts.blocks(), parameters.num_parts(), num_threads);
   parameters.reserve(schedule);
@@ -633,7 +784,7 @@ ExpertsOutputs experts_cpu(const Tensor& x, const Routing& routing, const FeedFo
 ExpertsGradients experts_backward_cpu(const Tensor& grad_y, const Tensor& x, const Routing& routing,
                                       const FeedForward& network, at::TensorList hidden,
                                       bool needs_x, const c10::List<bool>& needs_parameters) {
-  const auto* op = network.backward_op();
+  constexpr auto* op = "_experts_backward";
   check_experts_backward(grad_y, x, routing, network, hidden, needs_parameters);
   OptionalTensor gates;
   if (routing.gates) gates = routing.gates->to(accumulate_type(x)).contiguous();
@@ -665,7 +816,4 @@ TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
   moe_ext::implement<"experts", &moe_ext::experts_of<moe_ext::cpu::experts_cpu>>(m);
   moe_ext::implement<"_experts_backward",
                      &moe_ext::experts_backward_of<moe_ext::cpu::experts_backward_cpu>>(m);
-  moe_ext::implement<"packed_experts", &moe_ext::packed_experts_of<moe_ext::cpu::experts_cpu>>(m);
-  moe_ext::implement<"_packed_experts_backward",
-                     &moe_ext::packed_experts_backward_of<moe_ext::cpu::experts_backward_cpu>>(m);
 }
