@@ -203,7 +203,7 @@ class LoRAExperts(Experts):
             )
         super().__init__(experts.num_experts, experts.d_model, experts.d_output)
         self.base: FeedForwardExperts | QuantizedExperts = experts.requires_grad_(False)
-        self.adapters = nn.ModuleDict()
+        self.adapters: nn.ModuleDict = nn.ModuleDict()
         self.active: tuple[str, ...] = ()
         self._disabled = 0
         self._originals: list[Tensor] | None = None  # the weights without the merged adapters
@@ -522,7 +522,7 @@ def add_lora(
     found = [each for each in _experts_in(model) if where is None or where(each.path)]
     skipped = {each.path: each.reason for each in found if each.reason is not None}
     chosen = [each for each in found if each.reason is None]
-    rule = "contain FeedForwardExperts or QuantizedExperts"
+    rule = "contain FeedForwardExperts or QuantizedExperts (for experts alone, use LoRAExperts)"
     require(bool(chosen), "add_lora: model", rule, skipped or type(model).__name__)
     options: dict[str, Any] = {
         "rslora": rslora,

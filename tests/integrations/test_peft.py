@@ -10,6 +10,7 @@ import torch
 from assertions import assert_all_same_bits, assert_same_bits
 from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, tokens
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from moe_ext import FeedForwardExperts, QuantizedExperts, add_lora, ops
 from moe_ext.integrations import transformers as integration
@@ -159,6 +160,25 @@ def test_compile(formed):
     expected = logits(model)
     compiled = torch.compile(model, backend="aot_eager")
     assert error(logits(compiled), expected) < 1e-5
+
+
+def losses_of_rank(group, rank):
+    """Runs a step under FSDP2 on this rank's row of tokens; returns the gradients."""
+    model = adapted(tiny("qwen3_moe"))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ids = tokens()[rank : rank + 1]
+    model(input_ids=ids, labels=ids).loss.backward()
+    named = model.named_parameters()
+    return {name: p.grad.full_tensor() for name, p in named if p.grad is not None}
+
+
+def test_fsdp2(workers):
+    expected = losses_of(adapted(tiny("qwen3_moe", "grouped_mm")))
+    for found in workers.run(2, losses_of_rank):
+        assert len(found) == 8
+        assert_close(found, {name: expected[name] for name in found})
 
 
 # Training

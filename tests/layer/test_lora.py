@@ -501,6 +501,16 @@ def test_add_lora_to_a_model():
         assert [*each.adapters] == ["default", "second"] and each.active == ("second",)
 
 
+def test_some_experts_of_a_model():
+    model = make_model()
+    report = add_lora(model, 2, 4, where=lambda path: path.startswith("2."))
+    assert report.experts == tuple(lora_experts(model)) == ("2.experts",)
+    for wrong in (lambda path: False, None):
+        message = "^add_lora: model must contain FeedForwardExperts or QuantizedExperts "
+        with pytest.raises(ValueError, match=message):
+            add_lora(model if wrong else make_base(), 2, 4, where=wrong)
+
+
 def test_the_rest_of_a_model_may_be_trained():
     model = make_model()
     model[0].weight.requires_grad_(False)
