@@ -46,7 +46,7 @@ def test_work_and_memory_by_hand(tiny):
     work = problem.work("5 rows")
     assert work.flops == 2 * 40 * (2 * weights + 3 * thin)
     assert work.bytes == 4 * 2 * 8 * (weights + thin)
-    paper = 2 * 40 * 48 + 2 * 20 * 16 + 8 * thin
+    paper = 40 * (48 + 16) + 2 * 20 * 16 + 8 * thin + 8 * 2 * (48 + 16)
     assert problem.paper_mib("5 rows") == 4 * paper / 2**20
 
 
@@ -64,14 +64,14 @@ def test_implementations_have_our_results(tiny, dtype):
 def test_run(tiny, tmp_path, capsys):
     options = ["--rows", "2", "3", "--rank=2", "--rounds=2", f"--output={tmp_path}"]
     assert cases.run("lora", options) == 0
-    page = (tmp_path / "lora.md").read_text()
+    page = (tmp_path / "lora_speed.md").read_text()
     assert "with adapters of rank 2." in page and "moe-lab benchmark lora --output" in page
-    (result,) = json.loads((tmp_path / "lora.json").read_text())["results"]
+    (result,) = json.loads((tmp_path / "lora_speed.json").read_text())["results"]
     assert result["peak_mib"].keys() == result["figures"].keys() == {OURS, FROZEN, PEER}
-    before = (tmp_path / "lora.md").read_bytes()
-    report = [f"--report={tmp_path / 'lora.json'}", f"--output={tmp_path / 'again'}"]
+    before = (tmp_path / "lora_speed.md").read_bytes()
+    report = [f"--report={tmp_path / 'lora_speed.json'}", f"--output={tmp_path / 'again'}"]
     assert cases.run("lora", report) == 0
-    assert (tmp_path / "again" / "lora.md").read_bytes() == before
+    assert (tmp_path / "again" / "lora_speed.md").read_bytes() == before
 
 
 # The study

@@ -3,7 +3,7 @@
     pip install './lab[benchmark]' peft         # and transformers
     moe-lab benchmark lora                      # Qwen3-30B's layer, 1 thread
     moe-lab benchmark lora --dtype bfloat16 --rows 32 64 --output monday
-    moe-lab benchmark lora --report */lora.json
+    moe-lab benchmark lora --report */lora_speed.json
 
 The problem is one experts layer of Qwen3-30B-A3B: transformers' own class, with random frozen
 weights and random tokens. E is halved until the layer's weights fit into --weights GiB in float32;
@@ -18,12 +18,13 @@ parameters. A pass is forward and backward: the gradients of x, gates and all A 
 The passes have uniform random routing with --rows rows for each expert on average. The limit is
 that of moe-lab benchmark layer, for the operations and the bytes of the frozen pass and of the
 products with A and B. Peak memory is that of torch's allocations in a call, without weights and
-inputs. "on paper" are the tensors that any implementation with activations saved for backward
-allocates: y and the hidden layer, their gradients, and the gradients of x, A and B.
+inputs. "on paper" is the size of the tensors that moe_ext needs at a time: the hidden layer before
+its activation, the gradients of the experts' input rows, y, the gradients of x, A and B, and B in
+the order of the operator, which differs from that of PEFT.
 
 Before any measurement, the command compares outputs and gradients with those of grouped_mm. Rounds
-are interleaved and timed as in moe-lab benchmark layer. With --output, the command writes lora.md,
-.json and .png to a folder.
+are interleaved and timed as in moe-lab benchmark layer. With --output, the command writes
+lora_speed.md, .json and .png to a folder.
 """
 
 import importlib.metadata
@@ -45,7 +46,7 @@ from moe_lab.benchmarks.transformers_experts import build_layer
 from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 
-NAME = "lora"
+NAME = "lora_speed"
 COMMAND = "moe-lab benchmark lora --output docs/results"
 MODEL, OURS, FROZEN, PEER = "qwen3_moe", "ours", "frozen", "grouped_mm"
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -101,11 +102,11 @@ class Problem:
 
     def paper_mib(self, which: str) -> float:
         """Returns the memory of the tensors that the help lists."""
-        tokens = self.passes[which]
-        hidden = tokens * self.shape.k * 2 * self.hidden  # the halves of SwiGLU
-        outputs = tokens * self.shape.d_model
+        (_, _, k, width, hidden, _), tokens = self.shape, self.passes[which]
+        rows = tokens * k * (2 * hidden + width)
         adapters = sum(each.numel() for each in self.adapters)
-        return self.dtype.itemsize * (2 * hidden + 2 * outputs + adapters) / 2**20
+        second = sum(each.numel() for each in self.adapters[1::2])  # B
+        return self.dtype.itemsize * (rows + 2 * tokens * width + adapters + second) / 2**20
 
     def extra(self, implementation: str, which: str) -> Extra:
         weights = sum(each.nbytes for each in self.layer.parameters())
