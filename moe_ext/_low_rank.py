@@ -1,10 +1,20 @@
-"""The sum of several low-rank adapters, as one."""
+"""What low-rank adapters need: the sizes of layers, and the sum of several adapters as one."""
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moe_ext import ops
+from moe_ext.formats import PackedWeight
+
+
+def layer_sizes(weights: Sequence[Tensor | PackedWeight]) -> list[tuple[int, int]]:
+    """Returns fan_in and width of each layer."""
+    return [
+        (each.shape[1], each.shape[2]) if isinstance(each, Tensor) else (each.inputs, each.outputs)
+        for each in weights
+    ]
 
 
 def joined(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from moe_ext import ops
 from moe_ext._compiled import uncompiled
 from moe_ext._counting import is_of_transformers
-from moe_ext._low_rank import joined
+from moe_ext._low_rank import joined, layer_sizes
 from moe_ext.checks import (
     is_whole,
     require,
@@ -96,7 +96,7 @@ class LoRAAdapter(nn.Module):
         if require_dtype(name, dtype) is None:
             dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         for i in self.layers:
-            fan_in, width = _layer_sizes(base)[i]
+            fan_in, width = layer_sizes(base.weights)[i]
             sizes = 1 if self.shared_a else base.num_experts, fan_in, self.rank
             a = like.new_empty(sizes, dtype=dtype)
             b = like.new_empty(base.num_experts, self.rank, width, dtype=dtype)
@@ -440,13 +440,6 @@ class LoRAExperts(Experts):
 def _first_tensor(base: _Base) -> Tensor:
     weight = base.weights[0]
     return weight if isinstance(weight, Tensor) else weight.panels
-
-
-def _layer_sizes(base: _Base) -> list[tuple[int, int]]:
-    """Returns fan_in and width of each layer."""
-    if isinstance(base, QuantizedExperts):
-        return [(weight.inputs, weight.outputs) for weight in base.weights]
-    return [(weight.shape[1], weight.shape[2]) for weight in base.weights]
 
 
 # Models

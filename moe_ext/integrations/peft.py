@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from moe_ext import ops
 from moe_ext._counting import is_of_transformers
-from moe_ext._low_rank import joined
+from moe_ext._low_rank import joined, layer_sizes
 from moe_ext.checks import require
 from moe_ext.distributed import expert_parameters
 from moe_ext.experts import FeedForwardExperts
@@ -135,7 +135,7 @@ def _to_peft(pair: ops.LoRA) -> tuple[Tensor, Tensor]:
 
 # Files
 
-_Names = Callable[[str], str]
+_Names = Callable[[str], str | None]
 
 
 def save_adapter(
@@ -154,9 +154,9 @@ def save_adapter(
         model: a model on a single rank.
         folder: where ``adapter_model.safetensors`` and ``adapter_config.json`` are written.
         adapter: the name of the adapter.
-        names: the path of the experts module in the model of transformers, from the path of the
-            `LoRAExperts`. None: the path of the experts module that contains them, or else the same
-            path.
+        names: a function from the path of the `LoRAExperts` to that of the experts module in the
+            model of transformers, such as the ``get`` of a dictionary. None: the path of the
+            experts module that contains them, or else the same path.
         config: more options of PEFT's LoraConfig, such as ``task_type="CAUSAL_LM"``.
 
     Raises:
@@ -177,6 +177,7 @@ def save_adapter(
         made = cast(LoRAAdapter, experts.adapters[adapter])
         options.add((made.rank, made.alpha, made.rslora))
         target, weights = path_of(path), _weights_of(owner, experts)
+        require(target is not None, f"{owner}: names", f"return a path for {path}", target)
         for i, prefix in zip(made.layers, _wrappers(len(made.layers)), strict=True):
             pair = made.pair(i)
             assert pair is not None
@@ -236,10 +237,16 @@ def load_adapter(
         prefix = "base_layer." if target.endswith(".base_layer") else ""
         by_target[target.removesuffix(".base_layer")][f"{prefix}lora_{rest}"] = value
     places = {path: path_of(path) for path in _paths_of_experts(model)}
-    unknown = sorted({*by_target} - {*places.values()})
-    rule = f"have tensors of the experts at {', '.join(sorted({*places.values()})) or 'no path'}"
+    known = {target for target in places.values() if target is not None}
+    unknown = sorted({*by_target} - known)
+    rule = f"have tensors of the experts at {', '.join(sorted(known)) or 'no path'}"
     require(not unknown, f"{owner}: folder", rule, ", ".join(unknown))
     layers = _layers_of(owner, config, {t: len(each) // 2 for t, each in by_target.items()})
+    found = {
+        path: _matrices(f"{owner}: {target}", model, path, by_target[target], layers, config.r)
+        for path, target in places.items()
+        if target in by_target
+    }
     report = add_lora(
         model,
         config.r,
@@ -248,28 +255,52 @@ def load_adapter(
         layers=layers,
         adapter=adapter,
         dtype=dtype,
-        where=lambda path: places.get(path) in by_target,
+        where=lambda path: path in found,
         train_rest=True,
     )
-    for path in report.experts:
-        experts = cast(LoRAExperts, model.get_submodule(path))
-        made, given = cast(LoRAAdapter, experts.adapters[adapter]), by_target[places[path]]
-        for i, prefix in zip(made.layers, _wrappers(len(made.layers)), strict=True):
-            a, b = (given[f"{prefix}lora_{letter}.weight"] for letter in "AB")
-            _copy_shard(f"{owner}: {places[path]}", made, i, *_from_peft(a, b, len(a) // made.rank))
+    for path, pairs in found.items():
+        made = cast(LoRAExperts, model.get_submodule(path)).adapters[adapter]
+        for name, value in pairs.items():
+            made.get_parameter(name).detach().copy_(value)
     return report
 
 
-def _copy_shard(owner: str, adapter: LoRAAdapter, layer: int, a: Tensor, b: Tensor) -> None:
-    """Copies the matrices of an adapter's experts from those of all ranks."""
-    first = adapter.first_expert
-    own = slice(first, first + adapter.num_experts)
-    pair = adapter.pair(layer)
-    assert pair is not None
-    for target, value in ((pair.a, a[own]), (pair.b, b[own])):
-        shapes = tuple(target.shape), tuple(value.shape)
-        require(shapes[0] == shapes[1], owner, f"have matrices {shapes[0]}", shapes[1])
-        target.detach().copy_(value)
+def _matrices(
+    owner: str,
+    model: nn.Module,
+    path: str,
+    given: Mapping[str, Tensor],
+    layers: Sequence[int],
+    rank: int,
+) -> dict[str, Tensor]:
+    """Returns the parameters of an adapter of this rank's experts, after a check of their shapes.
+
+    Args:
+        owner: the beginning of errors.
+        model: the model.
+        path: the path of the experts.
+        given: the tensors of PEFT, which have the experts of all ranks.
+        layers: the layers that have adapters.
+        rank: r.
+    """
+    module = cast(Any, model.get_submodule(path))
+    base = module.base if isinstance(module, LoRAExperts) else module
+    bounds = 0, base.num_experts, base.num_experts
+    for name, entry in expert_parameters(model).items():
+        if name.startswith(f"{path}.") and entry.bounds is not None:
+            bounds = entry.bounds
+    first, last, total = bounds
+    found = {}
+    for layer, prefix in zip(layers, _wrappers(len(layers)), strict=True):
+        fan_in, width = layer_sizes(base.weights)[layer]
+        a, b = (given[f"{prefix}lora_{letter}.weight"] for letter in "AB")
+        shapes = (total * rank, fan_in), (width, total * rank)
+        sizes = tuple(a.shape), tuple(b.shape)
+        rule = f"have A and B of shape {shapes[0]} and {shapes[1]}"
+        require(shapes == sizes, owner, rule, f"{sizes[0]} and {sizes[1]}")
+        for letter, value in zip("ab", _from_peft(a, b, total), strict=True):
+            found[f"{letter}_{layer}"] = value[first:last]
+    return found
 
 
 def _require_plain(owner: str, config: Any) -> None:

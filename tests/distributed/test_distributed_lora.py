@@ -253,3 +253,24 @@ def test_replicas_have_the_adapters_of_the_first(group, rank):
     parallelize(layer, mesh)
     values = Ranks(group).gather_objects(list(lora_state_dict(layer).values()))
     assert_all_same_bits(values[rank], values[rank % 2])
+
+
+@on_ranks(2)
+def test_files_of_peft(group, rank, tmp_path):
+    """Each rank reads the matrices of its experts."""
+    peft = pytest.importorskip("moe_ext.integrations.peft")
+    torch.manual_seed(1)
+    whole = MoE(D, 5, 2, hidden_sizes=[7], activation="swiglu")
+    add_lora(whole, 2, 2)
+    for param in whole.experts.adapters.parameters():
+        nn.init.normal_(param.data)
+    if rank == 0:
+        peft.save_adapter(whole, tmp_path)
+    dist.barrier(group)
+    layer = MoE(D, 5, 2, hidden_sizes=[7], activation="swiglu", process_group=group)
+    peft.load_adapter(layer, tmp_path)
+    state = Ranks(group).gather_objects(full_state_dict(layer, group))[0]
+    for name, value in lora_state_dict(whole).items():
+        assert_same_bits(state[name], value)
+    with pytest.raises(ValueError, match="save_adapter: model must have all experts on one rank"):
+        peft.save_adapter(layer, tmp_path)

@@ -415,7 +415,10 @@ def test_names_of_other_models(tmp_path):
     saved = adapted(tiny("qwen3_moe"))
     saved.save_pretrained(tmp_path)
     experts = nn.ModuleList([FeedForwardExperts(6, 32, [16], activation="swiglu") for _ in "ab"])
-    report = load_adapter(experts, tmp_path, names="model.layers.{}.mlp.experts".format)
+    places = {str(i): f"model.layers.{i}.mlp.experts" for i in range(2)}
+    with pytest.raises(ValueError, match="^load_adapter: folder must have tensors of the experts"):
+        load_adapter(experts, tmp_path, names={"0": places["0"]}.get)
+    report = load_adapter(experts, tmp_path, names=places.get)
     assert report.experts == ("0", "1")
     wrapper = saved.base_model.model.model.layers[1].mlp.experts
     pair = experts[1].adapters["default"].pair(1)
@@ -436,7 +439,7 @@ def write(tmp_path, change):
     [
         ({"use_dora": True}, "use_dora of adapter_config.json must be False, got True"),
         ({"rank_pattern": {"a": 3}}, "rank_pattern of adapter_config.json must be {}, got"),
-        ({"r": 4}, r"model.layers.0.mlp.experts must have matrices \(6, 32, 4\), got"),
+        ({"r": 4}, r"model.layers.0.mlp.experts must have A and B of shape \(24, 32\) and "),
         ({"target_parameters": None}, "adapter_config.json must have target_parameters"),
         ({"target_parameters": ["experts.bias"]}, "target_parameters must name gate_up_proj, "),
         ({"target_parameters": ["experts.down_proj"]}, "folder must have 1 adapted parameters"),
@@ -446,6 +449,16 @@ def test_files_that_do_not_fit(change, message, tmp_path):
     write(tmp_path, change)
     with pytest.raises(ValueError, match=f"^load_adapter: {message}"):
         load_adapter(bridged("qwen3_moe")[0], tmp_path)
+
+
+def test_a_file_of_more_experts(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODEL_TYPES, "olmoe", {"num_experts": 8})
+    adapted(tiny("olmoe")).save_pretrained(tmp_path)
+    model = bridged("qwen3_moe")[0]
+    before = list(model.state_dict())
+    with pytest.raises(ValueError, match=r"must have A and B of shape \(12, 32\).* got \(16, 32\)"):
+        load_adapter(model, tmp_path)
+    assert list(model.state_dict()) == before
 
 
 def test_tensors_without_a_place(tmp_path):
@@ -472,6 +485,8 @@ def test_adapters_that_peft_cannot_have(tmp_path):
     first.add_adapter("default", 3, 2)
     with pytest.raises(ValueError, match="must have one rank, alpha and rslora in all layers"):
         save_adapter(model, tmp_path)
+    with pytest.raises(ValueError, match=r"names must return a path for .*packed, got None"):
+        save_adapter(model, tmp_path, "default", names={}.get)
     one = nn.ModuleList([FeedForwardExperts(2, 4)])
     add_lora(one, 1, 1)
     with pytest.raises(ValueError, match="experts must have two layers"):
