@@ -18,9 +18,11 @@ parameters. A pass is forward and backward: the gradients of x, gates and all A 
 The passes have uniform random routing with --rows rows for each expert on average. The limit is
 that of moe-lab benchmark layer, for the operations and the bytes of the frozen pass and of the
 products with A and B. Peak memory is that of torch's allocations in a call, without weights and
-inputs. "on paper" is the size of the tensors that moe_ext needs at a time: the hidden layer before
-its activation, the gradients of the experts' input rows, y, the gradients of x, A and B, and B in
-the order of the operator, which differs from that of PEFT.
+inputs. "on paper" is the size of the tensors that moe_ext needs at a time:
+
+- the hidden layer before its activation, and y
+- the gradients of the experts' input rows, of x, A and B
+- B in the order of the operator, which differs from that of PEFT
 
 Before any measurement, the command compares outputs and gradients with those of grouped_mm. Rounds
 are interleaved and timed as in moe-lab benchmark layer. With --output, the command writes
