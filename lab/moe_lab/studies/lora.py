@@ -42,9 +42,9 @@ from moe_lab.training.text import SentenceText
 MODEL, FLOAT = "moe-32", "float32"
 FORMATS: dict[str, FormatName | None] = {FLOAT: None, "int4": "int4", "mxfp4": "mxfp4"}
 # Set before the runs.
-MARGIN = math.log(1.01)  # of equal quality in ln ppl
-STEPS, RANK, ALPHA, RATE = 200, 16, 32, 4e-3
-TEST_SENTENCES = 1_000
+MARGIN = math.log(1.01)  # of the loss of quality, in ln ppl
+STEPS, RANK, ALPHA, RATE = 600, 16, 32, 4e-3
+TEST_SENTENCES = 2_000
 _SETTINGS = (
     "num_threads=1",
     "steps=600",
@@ -118,7 +118,7 @@ class LoRA(TrainedStudy):
                 claim = (
                     "adapters around packed experts reach the perplexity of those around float32"
                 )
-                claims.append(Claim(claim, f"{name} against {FLOAT}, within 1%", gap))
+                claims.append(Claim(claim, f"{name} against {FLOAT}, at most 1% above", gap))
         return page_of_template(
             __file__,
             k=settings["model.moe.k"],
@@ -132,7 +132,7 @@ class LoRA(TrainedStudy):
             models=markdown_table(["experts", "test ppl", f"change from {FLOAT}, 95%"], rows),
             size_of_run=size_of_run(settings),
             how_compared=HOW_COMPARED,
-            claims=claims_of(claims, low=-MARGIN, high=MARGIN),
+            claims=claims_of(claims, high=MARGIN),
             core_hours=core_hours(stored.runs),
             commands=self.commands(stored),
         )  # fmt: skip

@@ -98,7 +98,7 @@ STUDIES = {
         _CONFIGURED
         | {
             "--target": {"default": "sources", "help": "the corpus of the adapters"},
-            "--lora-steps": one(at_least(1), 200, "training steps of the adapters"),
+            "--lora-steps": one(at_least(1), 600, "training steps of the adapters"),
         },
         arms=True,
     ),
