@@ -143,11 +143,14 @@ def schemas():
     packed = ("formats", "groups", "columns", "arithmetic")
     found["experts"] = [each for each in kept if each[1] not in packed], results
     kinds = {"weights": "PackedWeight[]"}
-    found["packed_experts"] = [
-        (kinds.get(name, kind), name, default)
-        for kind, name, default in kept
-        if name not in packed[:3]
-    ], results
+    found["packed_experts"] = (
+        [
+            (kinds.get(name, kind), name, default)
+            for kind, name, default in kept
+            if name not in packed[:3]
+        ],
+        results,
+    )
     return found
 
 
