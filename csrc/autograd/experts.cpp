@@ -6,7 +6,6 @@ namespace {
 
 struct Experts : torch::autograd::Function<Experts> {
   static constexpr bool is_traceable = true;
-  static constexpr size_t kNumOthers = 7;  // the arguments of forward other than parameters
 
   // Returns y and the hidden layers, which are not differentiable. Torch finds tensors only among
   // the direct arguments, so no tensor may be inside a struct.
@@ -14,25 +13,27 @@ struct Experts : torch::autograd::Function<Experts> {
                                const OptionalTensor& inverse, const OptionalTensor& token_offsets,
                                const OptionalTensor& gates, const at::TensorList& weights,
                                const at::TensorList& biases, const at::TensorList& lora_a,
-                               const at::TensorList& lora_b, const FeedForward* network,
-                               bool keep_hidden) {
+                               const at::TensorList& lora_b, const at::TensorList& lora_masks,
+                               const FeedForward* network, bool keep_hidden) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     auto [y, hidden] = call_experts(
         x, {.offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
         *network, keep_hidden);
     variable_list saved{x, or_undefined(offsets), or_undefined(inverse),
                         or_undefined(token_offsets), or_undefined(gates)};
-    c10::List<int64_t> num_parameters;
+    c10::List<int64_t> sizes;  // of the lists of tensors
     c10::List<bool> needs_parameters;
     for (const at::TensorList parameters : {weights, biases, lora_a, lora_b}) {
-      num_parameters.push_back(static_cast<int64_t>(parameters.size()));
+      sizes.push_back(static_cast<int64_t>(parameters.size()));
       saved.insert(saved.end(), parameters.begin(), parameters.end());
       for (const Tensor& each : parameters) needs_parameters.push_back(each.requires_grad());
     }
+    sizes.push_back(static_cast<int64_t>(lora_masks.size()));
+    saved.insert(saved.end(), lora_masks.begin(), lora_masks.end());
     saved.insert(saved.end(), hidden.begin(), hidden.end());
     ctx->save_for_backward(std::move(saved));
     auto& data = ctx->saved_data;
-    data["num_parameters"] = num_parameters;
+    data["sizes"] = sizes;
     data["needs_parameters"] = needs_parameters;
     data["needs_x"] = x.requires_grad();
     data["activation"] = std::string(network->activation);
@@ -54,24 +55,26 @@ struct Experts : torch::autograd::Function<Experts> {
     const auto saved = ctx->get_saved_variables();
     auto& data = ctx->saved_data;
     const auto needs_parameters = data["needs_parameters"].toBoolList();
-    if (!grads[0].defined()) return variable_list(kNumOthers + needs_parameters.size());
     auto tensors = at::TensorList(saved).slice(5);
-    std::vector<at::TensorList> parameters;
-    for (const int64_t size : data["num_parameters"].toIntVector()) {
-      parameters.push_back(tensors.slice(0, size));
+    std::vector<at::TensorList> lists;
+    for (const int64_t size : data["sizes"].toIntVector()) {
+      lists.push_back(tensors.slice(0, size));
       tensors = tensors.slice(size);
     }
+    const size_t num_others = 2 + lists[4].size();  // the arguments of forward after the parameters
+    if (!grads[0].defined()) return variable_list(5 + needs_parameters.size() + num_others);
     const Routing routing{.offsets = if_defined(saved[1]),
                           .inverse = if_defined(saved[2]),
                           .token_offsets = if_defined(saved[3]),
                           .gates = if_defined(saved[4])};
     const auto activation_args = data["activation_args"].toDoubleVector();
     const auto lora_scales = data["lora_scales"].toDoubleVector();
-    FeedForward network{.weights = parameters[0],
-                        .biases = parameters[1],
-                        .activation = data["activation"].toStringRef(),
-                        .activation_args = activation_args,
-                        .lora = {.a = parameters[2], .b = parameters[3], .scales = lora_scales}};
+    FeedForward network{
+        .weights = lists[0],
+        .biases = lists[1],
+        .activation = data["activation"].toStringRef(),
+        .activation_args = activation_args,
+        .lora = {.a = lists[2], .b = lists[3], .scales = lora_scales, .masks = lists[4]}};
     std::vector<int64_t> groups, columns;
     if (data.count("formats") > 0) {
       groups = data["groups"].toIntVector();
@@ -90,7 +93,7 @@ struct Experts : torch::autograd::Function<Experts> {
     variable_list out{needs_x ? grad_x : Tensor(), Tensor(), Tensor(), Tensor(),
                       routing.gates ? grad_gates : Tensor()};
     out.insert(out.end(), grad_parameters.begin(), grad_parameters.end());
-    out.insert(out.end(), {Tensor(), Tensor()});
+    out.resize(out.size() + num_others);
     return out;
   }
 };
@@ -102,7 +105,7 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
                     "torch.no_grad()), got 'integer'");
   const auto out = Experts::apply(x, routing.offsets, routing.inverse, routing.token_offsets,
                                   routing.gates, network.weights, network.biases, network.lora.a,
-                                  network.lora.b, &network, keep_hidden);
+                                  network.lora.b, network.lora.masks, &network, keep_hidden);
   return {out[0], {out.begin() + 1, out.end()}};
 }
 

@@ -37,10 +37,15 @@ class ParameterGradients {
     int64_t num_rows() const { return transposed ? columns : fan_in; }
   };
 
-  // A thread's workspace.
+  // The memory of a thread, for layers that are at most as wide as `widest`.
   struct Workspace {
-    acc_t* gemm;
-    acc_t* sums;   // sums to be rounded, sums_size() elements
+    Workspace(Arena& arena, const GemmWorkspace<scalar_t>& gemm, int64_t widest)
+        : gemm(gemm),
+          sums(arena.take<acc_t>(kSame ? 0 : std::max(widest, rounded_sums_size(widest, widest)))),
+          group(arena.take<acc_t>(widest)) {}
+
+    GemmWorkspace<scalar_t> gemm;
+    acc_t* sums;   // sums to be rounded
     acc_t* group;  // the sum of a group of rows, as wide as a layer
   };
 
@@ -77,11 +82,6 @@ class ParameterGradients {
 
   // The number of parts of the gradients of a split expert.
   int64_t num_parts() const { return static_cast<int64_t>(parts_.size()); }
-
-  // The number of elements of Workspace::sums for the layers of this width.
-  static int64_t sums_size(int64_t widest) {
-    return kSame ? 0 : std::max(widest, rounded_sums_size(widest, widest));
-  }
 
   // Takes memory for the rows of the split experts.
   void reserve(const BackwardSchedule& schedule) {

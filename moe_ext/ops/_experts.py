@@ -55,22 +55,36 @@ class LoRA(NamedTuple):
     b: Tensor
     """[E, r, width], in the dtype of the input rows; contiguous, or p.mT of a contiguous p."""
     scale: float = 1.0
+    mask: Tensor | None = None
+    """Dropout: [R, fan_in] bool, in the order of the rows. The matrix a sees 0 in place of the
+    numbers of h where it is False; `scale` must include 1 / (1 - p)."""
 
 
 def lora_lists(
     name: str, x: Tensor, lora: Sequence[LoRA | None] | None
-) -> tuple[list[Tensor], list[Tensor], list[float]] | tuple[None, None, None]:
-    """Returns the lists a, b and scale, as the operator takes them; [0] stands for no adapter."""
+) -> tuple[list[Tensor] | None, list[Tensor] | None, list[float] | None, list[Tensor] | None]:
+    """Returns the lists lora_a, lora_b, lora_scales and lora_masks of the operator.
+
+    Shape [0] stands for no adapter or no mask.
+    """
     if lora is None:
-        return None, None, None
+        return None, None, None, None
     if not isinstance(lora, Sequence) or not all(
         adapter is None or isinstance(adapter, LoRA) for adapter in lora
     ):
         raise TypeError(f"{name}: lora must be a sequence of LoRA or None, got {lora!r}")
     absent = x.new_empty(0)
     adapters = [LoRA(absent, absent) if adapter is None else adapter for adapter in lora]
-    a, b, scales = zip(*adapters, strict=True) if adapters else ((), (), ())
-    return list(a), list(b), list(scales)
+    if not adapters:
+        return None, None, None, None
+    a, b, scales, given = zip(*adapters, strict=True)
+    none = x.new_empty(0, dtype=torch.bool)
+    masks = (
+        [none if mask is None else mask for mask in given]
+        if any(mask is not None for mask in given)
+        else None
+    )
+    return list(a), list(b), list(scales), masks
 
 
 def experts(
@@ -136,7 +150,7 @@ def experts(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    lora_a, lora_b, lora_scales = lora_lists("experts", x, lora)
+    lora_a, lora_b, lora_scales, lora_masks = lora_lists("experts", x, lora)
     y: Tensor
     y, *_ = torch.ops.moe_ext.experts(
         x,
@@ -152,5 +166,6 @@ def experts(
         lora_a=lora_a,
         lora_b=lora_b,
         lora_scales=lora_scales,
+        lora_masks=lora_masks,
     )
     return y

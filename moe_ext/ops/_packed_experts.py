@@ -67,7 +67,7 @@ def packed_experts(
             raise TypeError(
                 f"packed_experts: weights[{i}] must be a PackedWeight, got {type(weight).__name__}"
             )
-    lora_a, lora_b, lora_scales = lora_lists("packed_experts", x, lora)
+    lora_a, lora_b, lora_scales, lora_masks = lora_lists("packed_experts", x, lora)
     y: Tensor
     y, *_ = torch.ops.moe_ext.experts(
         x,
@@ -87,5 +87,6 @@ def packed_experts(
         lora_a,
         lora_b,
         lora_scales,
+        lora_masks,
     )
     return y
