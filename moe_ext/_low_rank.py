@@ -32,3 +32,10 @@ def joined(
         return here[0] if here else None
     a, b = torch.cat([p.a for p in here], 2), torch.cat([p.scale * p.b for p in here], 1)
     return ops.LoRA(a, b, 1.0)
+
+
+def with_dropout(pair: ops.LoRA, dropout: float, num_rows: int) -> ops.LoRA:
+    """Returns a pair with a random dropout mask for the rows of a call."""
+    shape = num_rows, pair.a.shape[1]
+    mask = torch.empty(shape, dtype=torch.bool, device=pair.a.device).bernoulli_(1 - dropout)
+    return pair._replace(mask=mask, scale=pair.scale / (1 - dropout))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from moe_ext import ops
 from moe_ext._compiled import uncompiled
 from moe_ext._counting import is_of_transformers
-from moe_ext._low_rank import joined, layer_sizes
+from moe_ext._low_rank import joined, layer_sizes, with_dropout
 from moe_ext.checks import (
     is_whole,
     require,
@@ -59,6 +59,8 @@ class LoRAAdapter(nn.Module):
         rslora: whether alpha is divided by sqrt(r) instead of r.
         layers: the indices of the layers that have matrices.
         shared_a: whether all experts share A.
+        dropout: the probability with which a number of the input of A is 0 in training; it may
+            change.
         scale: the factor of x A B; alpha / r, or alpha / sqrt(r) with rslora.
         a_0: [E, D, r] parameter, A of the first layer; [1, D, r] with shared_a. The next layers
             have a_1, … [E, fan_in, r].
@@ -74,10 +76,13 @@ class LoRAAdapter(nn.Module):
         layers: Sequence[int] | None,
         rslora: bool,
         shared_a: bool,
+        dropout: float,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         name = "LoRAExperts"
+        (self.dropout,) = require_at_least(0, name, dropout=dropout)
+        require(self.dropout < 1, f"{name}: dropout", "be below 1", dropout)
         (self.rank,) = require_sizes(name, rank=rank)
         (self.alpha,) = require_at_least(0, name, alpha=alpha)
         self.rslora, self.shared_a = require_bool(name, rslora=rslora, shared_a=shared_a)
@@ -135,6 +140,8 @@ class LoRAAdapter(nn.Module):
         options = "".join(
             f", {name}=True" for name in ("rslora", "shared_a") if getattr(self, name)
         )
+        if self.dropout > 0:
+            options += f", dropout={self.dropout:g}"
         dtype = next(self.parameters()).dtype
         layers = list(self.layers)
         return f"rank={self.rank}, alpha={self.alpha:g}{options}, layers={layers}, dtype={dtype}"
@@ -163,6 +170,8 @@ class LoRAExperts(Experts):
         rslora: whether the scale is alpha / sqrt(r) (arXiv 2312.03732).
         layers: the indices of the layers that get A and B; None: all layers.
         shared_a: whether all experts share A of a layer.
+        dropout: the probability with which a number of the input of A is 0 in training. Adapters
+            that are active together must have the same dropout.
         adapter: the name of the first adapter.
         dtype: dtype of A and B; None: float32, or float64 for a base in float64.
 
@@ -193,6 +202,7 @@ class LoRAExperts(Experts):
         rslora: bool = False,
         layers: Sequence[int] | None = None,
         shared_a: bool = False,
+        dropout: float = 0.0,
         adapter: str = "default",
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -207,8 +217,14 @@ class LoRAExperts(Experts):
         self.active: tuple[str, ...] = ()
         self._disabled = 0
         self._originals: list[Tensor] | None = None  # the weights without the merged adapters
-        options: dict[str, Any] = {"rslora": rslora, "layers": layers, "shared_a": shared_a}
-        self.add_adapter(adapter, rank, alpha, **options, dtype=dtype)
+        options: dict[str, Any] = {
+            "rslora": rslora,
+            "layers": layers,
+            "shared_a": shared_a,
+            "dropout": dropout,
+            "dtype": dtype,
+        }
+        self.add_adapter(adapter, rank, alpha, **options)
         self.set_adapter(adapter)
 
     def reset_parameters(self) -> None:
@@ -240,13 +256,14 @@ class LoRAExperts(Experts):
         rslora: bool = False,
         layers: Sequence[int] | None = None,
         shared_a: bool = False,
+        dropout: float = 0.0,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Adds an adapter that is neither active nor trained; see `set_adapter`.
 
         Args:
             name: its name, without dots.
-            rank, alpha, rslora, layers, shared_a, dtype: see the class.
+            rank, alpha, rslora, layers, shared_a, dropout, dtype: see the class.
 
         Raises:
             ValueError: there is an adapter of this name, or an argument is out of range.
@@ -256,8 +273,14 @@ class LoRAExperts(Experts):
         rule = "be a name without dots that is no attribute of nn.ModuleDict"
         require(bool(usable), "LoRAExperts: adapter", rule, name)
         require(name not in self.adapters, "LoRAExperts: adapter", "be a new name", name)
-        options: dict[str, Any] = {"rslora": rslora, "layers": layers, "shared_a": shared_a}
-        made = LoRAAdapter(self.base, rank, alpha, **options, dtype=dtype)
+        options: dict[str, Any] = {
+            "rslora": rslora,
+            "layers": layers,
+            "shared_a": shared_a,
+            "dropout": dropout,
+            "dtype": dtype,
+        }
+        made = LoRAAdapter(self.base, rank, alpha, **options)
         self.adapters[name] = made.train(self.training).requires_grad_(False)
 
     def delete_adapter(self, name: str) -> None:
@@ -374,6 +397,24 @@ class LoRAExperts(Experts):
             found.append(joined([pair for pair in pairs if pair is not None], dtype, experts))
         return found if any(found) else None
 
+    def _pairs_for(
+        self, x: Tensor, inverse: Tensor | None = None, experts: slice = slice(None)
+    ) -> list[ops.LoRA | None] | None:
+        """Returns A, B and the dropout masks for the rows of a call; see `_pairs`."""
+        # The base refuses what is not a tensor of numbers.
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return None
+        pairs = self._pairs(x.dtype, experts)
+        if pairs is None or not self.training:
+            return pairs
+        dropout, *others = {adapter.dropout for adapter in self._adapters(self.active)}
+        rule = "be equal for all active adapters"
+        require(not others, "LoRAExperts: dropout", rule, sorted([dropout, *others]))
+        if dropout == 0:
+            return pairs
+        num_rows = x.shape[0] if inverse is None else inverse.numel()
+        return [pair and with_dropout(pair, dropout, num_rows) for pair in pairs]
+
     def forward(
         self,
         x: Tensor,
@@ -395,23 +436,19 @@ class LoRAExperts(Experts):
             gates=gates,
             token_offsets=token_offsets,
             recompute=recompute,
-            lora=self._pairs_for(x),
+            lora=self._pairs_for(x, inverse),
         )
 
     if TYPE_CHECKING:
         __call__ = forward
-
-    def _pairs_for(self, x: Tensor, experts: slice = slice(None)) -> list[ops.LoRA | None] | None:
-        # The base refuses what is not a tensor of numbers.
-        usable = isinstance(x, Tensor) and x.is_floating_point()
-        return self._pairs(x.dtype, experts) if usable else None
 
     def split(self, sizes: Sequence[int]) -> list[Callable[..., Tensor]]:
         """Splits the experts into consecutive blocks without copies; see `Experts.split`."""
 
         def part(base: Callable[..., Tensor], experts: slice) -> Callable[..., Tensor]:
             def forward(x: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:
-                return base(x, offsets, lora=self._pairs_for(x, experts), **options)
+                lora = self._pairs_for(x, options.get("inverse"), experts)
+                return base(x, offsets, lora=lora, **options)
 
             return forward
 
@@ -475,6 +512,7 @@ def add_lora(
     rslora: bool = False,
     layers: Sequence[int] | None = None,
     shared_a: bool = False,
+    dropout: float = 0.0,
     adapter: str = "default",
     dtype: torch.dtype | None = None,
     where: Callable[[str], bool] | None = None,
@@ -489,7 +527,7 @@ def add_lora(
 
     Args:
         model: a `MoE` layer, or a model with such layers. It is changed in place.
-        rank, alpha, rslora, layers, shared_a, dtype: see `LoRAExperts`.
+        rank, alpha, rslora, layers, shared_a, dropout, dtype: see `LoRAExperts`.
         adapter: the name of the new adapters.
         where: whether the experts at a path get an adapter; None: all experts do.
         train_rest: whether parameters outside the experts, such as those of gates, stay as they
@@ -521,6 +559,7 @@ def add_lora(
         "rslora": rslora,
         "layers": layers,
         "shared_a": shared_a,
+        "dropout": dropout,
         "dtype": dtype,
     }
     frozen = [(p, p.requires_grad) for p in model.parameters()]

@@ -146,7 +146,7 @@ def save_adapter(
     names: _Names | None = None,
     **config: Any,
 ) -> None:
-    """Writes an adapter of a model's `moe_ext.LoRAExperts` as PEFT does.
+    """Writes an adapter of a model's `moe_ext.LoRAExperts` as PEFT does, without its dropout.
 
     ``PeftModel.from_pretrained(model of transformers, folder)`` reads the files.
 

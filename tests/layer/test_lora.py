@@ -61,19 +61,25 @@ def make_lora(kind="float", rank=3, alpha=6, dtype=None, **options):
     return shake(LoRAExperts(make_base(kind, dtype=dtype), rank, alpha, **options))
 
 
-def formula(lora, x, offsets, names):
-    """Computes layer l as x W + b + Σ scale (x A) B over the adapters, with plain torch."""
+def formula(lora, x, offsets, names, masks=None):
+    """Computes layer l as x W + b + Σ scale (x A) B over the adapters, with plain torch.
+
+    masks: [R, fan_in] for each layer, False where A sees 0.
+    """
     base = lora.base
     packed = isinstance(base, QuantizedExperts)
     weights = [w.dequantize(x.dtype).mT if packed else w for w in base.weights]
     parts = []
-    for e, rows in enumerate(x.tensor_split(offsets[1:-1].tolist())):
+    bounds = offsets[1:-1].tolist()
+    seen = [(x if m is None else m).tensor_split(bounds) for m in masks or (None, None)]
+    for e, rows in enumerate(x.tensor_split(bounds)):
         for i, (weight, bias) in enumerate(zip(weights, base.biases, strict=True)):
             y = rows @ weight[e] + bias[e]
             for name in names:
                 pair = lora.adapters[name].pair(i)
                 if pair is not None:
-                    y = y + pair.scale * (rows @ pair.a[e] @ pair.b[e])
+                    inputs = rows * seen[i][e] if masks else rows
+                    y = y + pair.scale * (inputs @ pair.a[e] @ pair.b[e])
             if i == 0:
                 first, second = y.chunk(2, 1)
                 y = nn.functional.silu(first) * second
@@ -214,6 +220,46 @@ def test_a_disabled_adapter_gives_the_base(kind):
     assert (lora(x, OFFSETS) - lora.base(x, OFFSETS)).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_dropout(of_tokens):
+    """A sees zeros at random places of each row, in training alone."""
+    lora = make_lora(dtype=torch.float64, dropout=0.25)
+    x = torch.randn(10 if of_tokens else 20, 32, dtype=torch.float64)
+    plan = ops.dispatch_plan(torch.rand(10, 4).topk(2).indices, 4)
+    options = {"inverse": plan.inverse} if of_tokens else {}
+    offsets = plan.offsets if of_tokens else OFFSETS
+    torch.manual_seed(5)
+    y = lora(x, offsets, **options)
+    torch.manual_seed(5)
+    masks = [torch.empty(20, n, dtype=torch.bool).bernoulli_(0.75) for n in (32, 64)]
+    rows = ops.dispatch(x, plan.inverse) if of_tokens else x
+    lora.adapters["default"].scale /= 0.75
+    assert_exact(y, formula(lora, rows, offsets, ["default"], masks))
+    lora.adapters["default"].scale *= 0.75
+    for part, first, last in zip(lora.split([1, 3]), (0, 1), (1, 4), strict=True):
+        begin, end = offsets[first], offsets[last]
+        given = offsets[first : last + 1] - begin
+        assert not torch.equal(part(rows[begin:end], given), y[begin:end])  # other masks
+    assert_exact(lora.eval()(x, offsets, **options), formula(lora, rows, offsets, ["default"]))
+    assert "dropout=0.25" in repr(lora)
+
+
+def test_dropout_of_several_adapters():
+    """Their inputs have one mask."""
+    lora = make_lora(dropout=0.5)
+    lora.add_adapter("second", 2, 2, dropout=0.25)
+    lora.set_adapter("default", "second")
+    x = torch.randn(20, 32)
+    with pytest.raises(
+        ValueError, match=r"dropout must be equal for all active adapters, got \[0.25"
+    ):
+        lora(x, OFFSETS)
+    lora.adapters["second"].dropout = 0.5
+    assert not torch.equal(lora(x, OFFSETS), lora(x, OFFSETS))
+    lora.merge()  # without dropout
+    assert_same_bits(lora(x, OFFSETS), lora(x, OFFSETS))
+
+
 def test_the_base_may_be_trained_too():
     lora = make_lora().double()
     lora.base.requires_grad_()
@@ -288,7 +334,7 @@ def test_merge_and_unmerge(dtype):
     lora.merge()
     assert lora.merged and "merged=True" in repr(lora)
     for weight, old, i in zip(lora.base.weights, before, range(2), strict=True):
-        a, b, scale = lora.adapters["default"].pair(i)
+        a, b, scale, _ = lora.adapters["default"].pair(i)
         assert_same_bits(weight, (old.float() + scale * (a @ b)).to(dtype))
     bound = 1e-5 if dtype == torch.float32 else 0.05
     assert (lora(x, OFFSETS) - expected).abs().max() < bound * expected.abs().max()
@@ -611,6 +657,8 @@ ERRORS = {
     "make_lora(layers=[0, 0])": "layers must be different indices below 2, at least one, got",
     "make_lora(layers=[2])": "layers must be different indices below 2, at least one, got [2]",
     "make_lora(layers=1)": "layers must be different indices below 2, at least one, got 1",
+    "make_lora(dropout=1)": "dropout must be below 1, got 1",
+    "make_lora(dropout=-1)": "dropout must be at least 0, got -1",
     "make_lora(rslora=1)": "rslora must be True or False, got 1",
     "make_lora(adapter='a.b')": "adapter must be a name without dots",
     "make_lora(adapter='keys')": "adapter must be a name without dots",
