@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,16 @@ __all__ = [
 _Base = FeedForwardExperts | QuantizedExperts
 
 
+class _Options(TypedDict, total=False):
+    """The options of an adapter; see `LoRAExperts`."""
+
+    rslora: bool
+    layers: Sequence[int] | None
+    shared_a: bool
+    dropout: float
+    dtype: torch.dtype | None
+
+
 class LoRAAdapter(nn.Module):
     """Holds the matrices A and B of one adapter of `LoRAExperts`, which makes it.
 
@@ -73,11 +83,11 @@ class LoRAAdapter(nn.Module):
         rank: int,
         alpha: float,
         *,
-        layers: Sequence[int] | None,
-        rslora: bool,
-        shared_a: bool,
-        dropout: float,
-        dtype: torch.dtype | None,
+        rslora: bool = False,
+        layers: Sequence[int] | None = None,
+        shared_a: bool = False,
+        dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         name = "LoRAExperts"
@@ -167,12 +177,12 @@ class LoRAExperts(Experts):
             them again, if they are not packed.
         rank: r, the rank of A B.
         alpha: the scale of A B is alpha / r.
+        adapter: the name of the first adapter.
         rslora: whether the scale is alpha / sqrt(r) (arXiv 2312.03732).
         layers: the indices of the layers that get A and B; None: all layers.
         shared_a: whether all experts share A of a layer.
         dropout: the probability with which a number of the input of A is 0 in training. Adapters
             that are active together must have the same dropout.
-        adapter: the name of the first adapter.
         dtype: dtype of A and B; None: float32, or float64 for a base in float64.
 
     Attributes:
@@ -199,12 +209,8 @@ class LoRAExperts(Experts):
         rank: int,
         alpha: float,
         *,
-        rslora: bool = False,
-        layers: Sequence[int] | None = None,
-        shared_a: bool = False,
-        dropout: float = 0.0,
         adapter: str = "default",
-        dtype: torch.dtype | None = None,
+        **options: Unpack[_Options],
     ) -> None:
         if not isinstance(experts, _Base):
             kind = type(experts).__name__
@@ -217,13 +223,6 @@ class LoRAExperts(Experts):
         self.active: tuple[str, ...] = ()
         self._disabled = 0
         self._originals: list[Tensor] | None = None  # the weights without the merged adapters
-        options: dict[str, Any] = {
-            "rslora": rslora,
-            "layers": layers,
-            "shared_a": shared_a,
-            "dropout": dropout,
-            "dtype": dtype,
-        }
         self.add_adapter(adapter, rank, alpha, **options)
         self.set_adapter(adapter)
 
@@ -252,18 +251,14 @@ class LoRAExperts(Experts):
         name: str,
         rank: int,
         alpha: float,
-        *,
-        rslora: bool = False,
-        layers: Sequence[int] | None = None,
-        shared_a: bool = False,
-        dropout: float = 0.0,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[_Options],
     ) -> None:
         """Adds an adapter that is neither active nor trained; see `set_adapter`.
 
         Args:
             name: its name, without dots.
-            rank, alpha, rslora, layers, shared_a, dropout, dtype: see the class.
+            rank, alpha: see the class.
+            options: rslora, layers, shared_a, dropout and dtype; see the class.
 
         Raises:
             ValueError: there is an adapter of this name, or an argument is out of range.
@@ -273,13 +268,6 @@ class LoRAExperts(Experts):
         rule = "be a name without dots that is no attribute of nn.ModuleDict"
         require(bool(usable), "LoRAExperts: adapter", rule, name)
         require(name not in self.adapters, "LoRAExperts: adapter", "be a new name", name)
-        options: dict[str, Any] = {
-            "rslora": rslora,
-            "layers": layers,
-            "shared_a": shared_a,
-            "dropout": dropout,
-            "dtype": dtype,
-        }
         made = LoRAAdapter(self.base, rank, alpha, **options)
         self.adapters[name] = made.train(self.training).requires_grad_(False)
 
@@ -509,14 +497,10 @@ def add_lora(
     rank: int,
     alpha: float,
     *,
-    rslora: bool = False,
-    layers: Sequence[int] | None = None,
-    shared_a: bool = False,
-    dropout: float = 0.0,
     adapter: str = "default",
-    dtype: torch.dtype | None = None,
     where: Callable[[str], bool] | None = None,
     train_rest: bool = False,
+    **options: Unpack[_Options],
 ) -> LoRAReport:
     """Replaces the experts in a layer or model by `LoRAExperts`, and freezes all other parameters.
 
@@ -527,11 +511,12 @@ def add_lora(
 
     Args:
         model: a `MoE` layer, or a model with such layers. It is changed in place.
-        rank, alpha, rslora, layers, shared_a, dropout, dtype: see `LoRAExperts`.
+        rank, alpha: see `LoRAExperts`.
         adapter: the name of the new adapters.
         where: whether the experts at a path get an adapter; None: all experts do.
         train_rest: whether parameters outside the experts, such as those of gates, stay as they
             are. False freezes them, as PEFT does.
+        options: rslora, layers, shared_a, dropout and dtype; see `LoRAExperts`.
 
     Returns:
         What is trained and what was skipped; print it.
@@ -555,13 +540,6 @@ def add_lora(
     chosen = [each for each in found if each.reason is None]
     rule = "contain FeedForwardExperts or QuantizedExperts (for experts alone, use LoRAExperts)"
     require(bool(chosen), "add_lora: model", rule, skipped or type(model).__name__)
-    options: dict[str, Any] = {
-        "rslora": rslora,
-        "layers": layers,
-        "shared_a": shared_a,
-        "dropout": dropout,
-        "dtype": dtype,
-    }
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     made: dict[nn.Module, LoRAExperts] = {}
     try:
