@@ -4,6 +4,23 @@
 namespace moe_ext::autograd {
 namespace {
 
+ExpertsGradients call_experts_backward(const Tensor& grad_y, const Tensor& x,
+                                       const Routing& routing, const FeedForward& network,
+                                       at::TensorList hidden, bool needs_x,
+                                       const c10::List<bool>& needs_parameters) {
+  static const BackwardOperator<decltype(experts_backward_of<nullptr>)> op(
+      "moe_ext::_experts_backward");
+  const auto& [weights, biases, activation, activation_args, packed, lora] = network;
+  const auto list =
+      op.call(grad_y, x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
+              weights, if_any(biases), hidden, activation, needs_x, needs_parameters,
+              if_any(activation_args), packed ? Strings(packed->formats) : std::nullopt,
+              packed ? Integers(packed->groups) : std::nullopt,
+              packed ? Integers(packed->columns) : std::nullopt, if_any(lora.a), if_any(lora.b),
+              if_any(lora.scales), if_any(lora.masks));
+  return {list[0], list[1], {list.begin() + 2, list.end()}};
+}
+
 struct Experts : torch::autograd::Function<Experts> {
   static constexpr bool is_traceable = true;
 
@@ -69,21 +86,16 @@ struct Experts : torch::autograd::Function<Experts> {
                           .gates = if_defined(saved[4])};
     const auto activation_args = data["activation_args"].toDoubleVector();
     const auto lora_scales = data["lora_scales"].toDoubleVector();
-    FeedForward network{
-        .weights = lists[0],
-        .biases = lists[1],
-        .activation = data["activation"].toStringRef(),
-        .activation_args = activation_args,
-        .lora = {.a = lists[2], .b = lists[3], .scales = lora_scales, .masks = lists[4]}};
+    Strings formats;
     std::vector<int64_t> groups, columns;
     if (data.count("formats") > 0) {
+      formats = c10::impl::toTypedList<std::string>(data["formats"].toList());
       groups = data["groups"].toIntVector();
       columns = data["columns"].toIntVector();
-      network.packed.emplace(
-          PackedLayers{.formats = c10::impl::toTypedList<std::string>(data["formats"].toList()),
-                       .groups = groups,
-                       .columns = columns});
     }
+    const FeedForward network =
+        network_of(lists[0], lists[1], data["activation"].toStringRef(), activation_args, formats,
+                   groups, columns, "exact", lists[2], lists[3], lora_scales, lists[4]);
     const bool needs_x = data["needs_x"].toBool();
     auto [grad_x, grad_gates, grad_parameters] = call_experts_backward(
         grads[0], saved[0], routing, network, /*hidden=*/tensors, needs_x, needs_parameters);

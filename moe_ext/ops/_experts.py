@@ -60,31 +60,24 @@ class LoRA(NamedTuple):
     numbers of h where it is False; `scale` must include 1 / (1 - p)."""
 
 
-def lora_lists(
+def lora_arguments(
     name: str, x: Tensor, lora: Sequence[LoRA | None] | None
-) -> tuple[list[Tensor] | None, list[Tensor] | None, list[float] | None, list[Tensor] | None]:
-    """Returns the lists lora_a, lora_b, lora_scales and lora_masks of the operator.
-
-    Shape [0] stands for no adapter or no mask.
-    """
+) -> dict[str, list[Tensor] | list[float]]:
+    """Returns the arguments of the operator for `lora`; shape [0] stands for none in a layer."""
     if lora is None:
-        return None, None, None, None
+        return {}
     if not isinstance(lora, Sequence) or not all(
         adapter is None or isinstance(adapter, LoRA) for adapter in lora
     ):
         raise TypeError(f"{name}: lora must be a sequence of LoRA or None, got {lora!r}")
-    absent = x.new_empty(0)
+    absent, no_mask = x.new_empty(0), x.new_empty(0, dtype=torch.bool)
     adapters = [LoRA(absent, absent) if adapter is None else adapter for adapter in lora]
-    if not adapters:
-        return None, None, None, None
-    a, b, scales, given = zip(*adapters, strict=True)
-    none = x.new_empty(0, dtype=torch.bool)
-    masks = (
-        [none if mask is None else mask for mask in given]
-        if any(mask is not None for mask in given)
-        else None
+    return dict(
+        lora_a=[adapter.a for adapter in adapters],
+        lora_b=[adapter.b for adapter in adapters],
+        lora_scales=[adapter.scale for adapter in adapters],
+        lora_masks=[no_mask if adapter.mask is None else adapter.mask for adapter in adapters],
     )
-    return list(a), list(b), list(scales), masks
 
 
 def experts(
@@ -150,7 +143,7 @@ def experts(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    lora_a, lora_b, lora_scales, lora_masks = lora_lists("experts", x, lora)
+    adapters = lora_arguments("experts", x, lora)
     y: Tensor
     y, *_ = torch.ops.moe_ext.experts(
         x,
@@ -161,11 +154,8 @@ def experts(
         weights,
         biases,
         activation,
-        not recompute and needs_gradient(x, weights, biases, gates, lora_a, lora_b),
+        not recompute and needs_gradient(x, weights, biases, gates, *adapters.values()),
         activation_args,
-        lora_a=lora_a,
-        lora_b=lora_b,
-        lora_scales=lora_scales,
-        lora_masks=lora_masks,
+        **adapters,
     )
     return y
