@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from moe_lab.benchmarks import cases, lora, measurement, roofline, shapes, transformers_experts
-from moe_lab.benchmarks.lora import FROZEN, OURS, PEER, Problem
+from moe_lab.benchmarks.lora import FROZEN, OURS, PEER, PEFT, Problem
 from moe_lab.benchmarks.shapes import MODELS
 from moe_lab.experiments.claims import NOT_DECIDED, as_change
 from moe_lab.experiments.runs import difference, number_of
@@ -42,11 +42,11 @@ def test_work_and_memory_by_hand(tiny):
     problem = Problem(8, torch.float32, [3, 5], rank=2)
     assert problem.passes == {"3 rows": 12, "5 rows": 20}
     weights, thin = 3 * 16 * 24, 2 * (16 + 48 + 24 + 16)
-    assert sum(each.numel() for each in problem.adapters) == 8 * thin
+    assert sum(each.numel() for each in problem.own) == 8 * thin
     work = problem.work("5 rows")
     assert work.flops == 2 * 40 * (2 * weights + 3 * thin)
     assert work.bytes == 4 * 2 * 8 * (weights + thin)
-    paper = 40 * (48 + 16) + 2 * 20 * 16 + 8 * thin + 8 * 2 * (48 + 16)
+    paper = 40 * (48 + 16) + 2 * 20 * 16 + 8 * thin
     assert problem.paper_mib("5 rows") == 4 * paper / 2**20
 
 
@@ -54,9 +54,10 @@ def test_work_and_memory_by_hand(tiny):
 def test_implementations_have_our_results(tiny, dtype):
     torch.manual_seed(0)
     problem = Problem(8, dtype, [4], rank=2)
-    ours, peer, frozen = (problem.results(name, "4 rows") for name in (OURS, PEER, FROZEN))
+    ours, frozen, *peers = (problem.results(name, "4 rows") for name in (OURS, FROZEN, PEFT, PEER))
     assert len(ours) == 3 + 4 and len(frozen) == 3
-    measurement.check(peer, ours)
+    for peer in peers:
+        measurement.check(peer, ours)
     with pytest.raises(measurement.WrongResult, match="y differs"):  # the adapters are in use
         measurement.check(frozen, ours)
 
@@ -67,7 +68,7 @@ def test_run(tiny, tmp_path, capsys):
     page = (tmp_path / "lora_speed.md").read_text()
     assert "with adapters of rank 2." in page and "moe-lab benchmark lora --output" in page
     (result,) = json.loads((tmp_path / "lora_speed.json").read_text())["results"]
-    assert result["peak_mib"].keys() == result["figures"].keys() == {OURS, FROZEN, PEER}
+    assert result["peak_mib"].keys() == result["figures"].keys() == {OURS, FROZEN, PEFT, PEER}
     before = (tmp_path / "lora_speed.md").read_bytes()
     report = [f"--report={tmp_path / 'lora_speed.json'}", f"--output={tmp_path / 'again'}"]
     assert cases.run("lora", report) == 0

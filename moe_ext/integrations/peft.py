@@ -123,8 +123,9 @@ def _from_peft(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     PEFT has A as [E · r, fan_in], and B as [width, r · E]: the expert is the innermost index of B.
     """
     rank = a.shape[0] // num_experts
-    by_expert = b.reshape(b.shape[0], rank, num_experts).permute(2, 1, 0)
-    return a.reshape(num_experts, rank, a.shape[1]).mT, by_expert.contiguous()
+    # These two copies take half the time of a single one that reverses three dimensions.
+    by_rank = b.mT.contiguous().view(rank, num_experts, b.shape[0])
+    return a.reshape(num_experts, rank, a.shape[1]).mT, by_rank.transpose(0, 1).contiguous()
 
 
 def _to_peft(pair: ops.LoRA) -> tuple[Tensor, Tensor]:

@@ -7,25 +7,26 @@
 
 The problem is one experts layer of Qwen3-30B-A3B: transformers' own class, with random frozen
 weights and random tokens. E is halved until the layer's weights fit into --weights GiB in float32;
-the table shows both numbers ("64 of 128"). The adapters are those of PEFT, with --rank on both
-parameters. A pass is forward and backward: the gradients of x, gates and all A and B.
+the table shows both numbers ("64 of 128"). The adapters have --rank in both layers. A pass is
+forward and backward: the gradients of x, gates and all A and B.
 
-    moe_ext      the layer of PEFT with experts_implementation="moe_ext" and the import of
-                 moe_ext.integrations.peft: the operator gets A and B
-    frozen       the layer without adapters on moe_ext: forward, and the gradients of x and gates
+    moe_ext      ops.experts with A and B, as `moe_ext.LoRAExperts` calls it
+    frozen       ops.experts without adapters: forward, and the gradients of x and gates
+    PEFT         the layer of PEFT with experts_implementation="moe_ext" and the import of
+                 moe_ext.integrations.peft: the operator gets A and B, in another order
     grouped_mm   the layer of PEFT with grouped_mm of transformers: PEFT forms W + B A
 
 The passes have uniform random routing with --rows rows for each expert on average. The limit is
 that of moe-lab benchmark layer, for the operations and the bytes of the frozen pass and of the
-products with A and B. Peak memory is that of torch's allocations in a call, without weights and
-inputs. "on paper" is the size of the tensors that moe_ext needs at a time:
+products with A and B. The GEMM peak is that of torch.mm or ops.experts, whichever is faster. Peak
+memory is that of torch's allocations in a call, without weights and inputs. "on paper" is the size
+of the tensors that moe_ext needs at a time:
 
 - the hidden layer before its activation, and y
 - the gradients of the experts' input rows, of x, A and B
-- B in the order of the operator, which differs from that of PEFT
 
-Before any measurement, the command compares outputs and gradients with those of grouped_mm. Rounds
-are interleaved and timed as in moe-lab benchmark layer. With --output, the command writes
+Before any measurement, the command compares outputs and gradients with those of PEFT. Rounds are
+interleaved and timed as in moe-lab benchmark layer. With --output, the command writes
 lora_speed.md, .json and .png to a folder.
 """
 
@@ -37,11 +38,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ext import ops
 from moe_lab.benchmarks import measurement
-from moe_lab.benchmarks.harness import Quartiles, Row
+from moe_lab.benchmarks.harness import Quartiles, Row, pinned
 from moe_lab.benchmarks.measurement import Extra, Stacked, by
 from moe_lab.benchmarks.peers import random_routing
-from moe_lab.benchmarks.roofline import Work
+from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
 from moe_lab.benchmarks.shapes import MODELS, Shape
 from moe_lab.benchmarks.tables import cell, list_of_remarks, percent_of_limit, place, plot
 from moe_lab.benchmarks.transformers_experts import build_layer
@@ -50,7 +52,8 @@ from moe_lab.packages import require_transformers
 
 NAME = "lora_speed"
 COMMAND = "moe-lab benchmark lora --output docs/results"
-MODEL, OURS, FROZEN, PEER = "qwen3_moe", "ours", "frozen", "grouped_mm"
+MODEL = "qwen3_moe"
+OURS, FROZEN, PEFT, PEER = "ours", "frozen", "PEFT", "grouped_mm"
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -72,15 +75,18 @@ class Problem:
         peft: Any = require_transformers("--dtype", "peft", "benchmark")
         model = MODELS[MODEL]
         self.dtype, self.hidden, self.rank = dtype, model.intermediate_size, rank
-        self.layer = build_layer(MODEL, num_experts, dtype).requires_grad_(False)
+        self.layer: Any = build_layer(MODEL, num_experts, dtype).requires_grad_(False)
         self.config: Any = self.layer.config
         holder = nn.Module()
         holder.experts = self.layer
         options = {"target_modules": [], "target_parameters": PARAMETERS, "r": rank}
         lora = peft.LoraConfig(**options, init_lora_weights=False)
         adapted = peft.get_peft_model(holder, lora, autocast_adapter_dtype=False)
-        self.adapted: nn.Module = adapted.base_model.model.experts
-        self.adapters = [p for p in adapted.parameters() if p.requires_grad]
+        self.adapted: Any = adapted.base_model.model.experts
+        wrappers = [self.adapted.base_layer, self.adapted]
+        self.of_peft = [w for each in wrappers for w in _weights_of(each)]
+        self.own = [each.requires_grad_() for each in self._in_own_order(self.of_peft)]
+        self.scale: float = self.adapted.scaling["default"]
         self.passes = {f"{each} rows": each * num_experts // model.k for each in rows}
         tokens = max(self.passes.values())
         self.shape = Shape(tokens, num_experts, model.k, model.hidden_size, model.intermediate_size)
@@ -94,11 +100,24 @@ class Problem:
         gates = torch.randn(tokens, shape.k).softmax(dim=-1).to(self.dtype)
         return x.requires_grad_(), random_routing(shape), gates.requires_grad_(), upstream
 
+    def _in_own_order(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Converts A [E · r, fan_in] and B [width, r · E] of PEFT for each layer.
+
+        Returns A [E, fan_in, r] and B [E, r, width] of each layer.
+        """
+        rank, first, second = self.rank, values[0::2], values[1::2]
+        count = len(first[0]) // rank
+        pairs = [
+            (a.detach().view(count, rank, -1).mT, b.detach().view(-1, rank, count).permute(2, 1, 0))
+            for a, b in zip(first, second, strict=True)
+        ]
+        return [each.contiguous() for pair in pairs for each in pair]
+
     def work(self, which: str) -> Work:
         """Returns the work of a pass: W twice, A and B three times for each row."""
         rows = self.passes[which] * self.shape.k
         weights = 3 * self.shape.d_model * self.hidden
-        thin = sum(each.numel() for each in self.adapters) / self.shape.num_experts
+        thin = sum(each.numel() for each in self.own) / self.shape.num_experts
         moved = self.dtype.itemsize * 2 * self.shape.num_experts * (weights + thin)
         return Work(2 * rows * (2 * weights + 3 * thin), moved)
 
@@ -106,28 +125,45 @@ class Problem:
         """Returns the memory of the tensors that the help lists."""
         (_, _, k, width, hidden, _), tokens = self.shape, self.passes[which]
         rows = tokens * k * (2 * hidden + width)
-        adapters = sum(each.numel() for each in self.adapters)
-        second = sum(each.numel() for each in self.adapters[1::2])  # B
-        return self.dtype.itemsize * (rows + 2 * tokens * width + adapters + second) / 2**20
+        adapters = sum(each.numel() for each in self.own)
+        return self.dtype.itemsize * (rows + 2 * tokens * width + adapters) / 2**20
 
     def extra(self, implementation: str, which: str) -> Extra:
         weights = sum(each.nbytes for each in self.layer.parameters())
         return Extra(memory=3 * weights if implementation == PEER else 0)
 
     def call(self, implementation: str, which: str) -> Callable[[], object]:
-        return partial(self.results, implementation, which)
+        return partial(self._run, implementation, which)
 
     def results(self, implementation: str, which: str) -> Mapping[str, Stacked]:
         """Runs a pass with an implementation; returns y and the gradients by name."""
+        y, dx, dgates, *rest = self._run(implementation, which)
+        if implementation in (PEFT, PEER):
+            rest = self._in_own_order(rest)
+        named = {f"gradient {i} of the adapters": [grad] for i, grad in enumerate(rest)}
+        return {"y": [y], "dx": [dx], "dgates": [dgates]} | named
+
+    def _run(self, implementation: str, which: str) -> list[Tensor]:
         x, index, gates, upstream = self.inputs[which]
-        self.config._experts_implementation = PEER if implementation == PEER else "moe_ext"
-        y = (self.layer if implementation == FROZEN else self.adapted)(x, index, gates)
-        leaves = [x, gates, *([] if implementation == FROZEN else self.adapters)]
-        dx, dgates, *rest = torch.autograd.grad(y, leaves, upstream)
-        named = {f"gradient {i} of the adapters": grad for i, grad in enumerate(rest)}
-        return {"y": [y.detach()], "dx": [dx], "dgates": [dgates]} | {
-            name: [grad] for name, grad in named.items()
-        }
+        adapters: list[Tensor] = []
+        if implementation in (PEFT, PEER):
+            self.config._experts_implementation = "moe_ext" if implementation == PEFT else PEER
+            y, adapters = self.adapted(x, index, gates), self.of_peft
+        else:
+            plan = ops.dispatch_plan(index, self.shape.num_experts)
+            lora = None
+            if implementation == OURS:
+                adapters = self.own
+                pairs = zip(adapters[0::2], adapters[1::2], strict=True)
+                lora = [ops.LoRA(a, b, self.scale) for a, b in pairs]
+            weights = [self.layer.gate_up_proj.mT, self.layer.down_proj.mT]
+            options: Any = {"offsets": plan.offsets, "inverse": plan.inverse, "gates": gates}
+            y = ops.experts(x, weights, activation="swiglu", lora=lora, **options)
+        return [y.detach(), *torch.autograd.grad(y, [x, gates, *adapters], upstream)]
+
+
+def _weights_of(wrapper: Any) -> list[Tensor]:
+    return [each["default"].weight for each in (wrapper.lora_A, wrapper.lora_B)]
 
 
 def run(args: Any) -> int:
@@ -155,7 +191,9 @@ def _measure(args: Any) -> dict[str, Any]:
     ]
 
     def examine(name: str, problem: Problem, record: dict[str, Any]) -> None:
-        for result in measurement.measure(name, problem, [PEER], args):
+        with pinned(args.threads[0]):
+            gemm = faster([probe(problem.dtype) for probe in (gemm_probe, experts_probe)])
+        for result in measurement.measure(name, problem, [PEFT, PEER], args, gemm):
             result["rank"] = problem.rank
             result["paper_mib"] = {which: problem.paper_mib(which) for which in problem.passes}
             record["results"].append(result)
@@ -178,22 +216,27 @@ def _table(group: Sequence[Row]) -> str:
                     *(f"{experts}" if experts == of_model else f"{experts} of {of_model}", which),
                     *(f"{Quartiles(*ours['ms']):.4g}", f"{limit_ms:.4g}", percent_of_limit(ours)),
                     f"{frozen['ms'][1]:.4g} ({1 / frozen['ratio_to_ours'][1]:.2f})",
-                    cell(result, PEER, which, lambda found: f"{found['ms'][1]:.4g}"),
+                    *(
+                        cell(result, peer, which, lambda found: f"{found['ms'][1]:.4g}")
+                        for peer in (PEFT, PEER)
+                    ),
                 ]
             )
     header = ["E", "rows of an expert", "moe_ext, ms", "limit, ms", "% of limit"]
-    return markdown_table([*header, "frozen, ms (moe_ext / frozen)", "grouped_mm, ms"], lines)
+    return markdown_table(
+        [*header, "frozen, ms (moe_ext / frozen)", "PEFT, ms", "grouped_mm, ms"], lines
+    )
 
 
 def _memory_table(group: Sequence[Row]) -> str:
-    names = (OURS, FROZEN, PEER)
+    names = (OURS, FROZEN, PEFT, PEER)
     lines = []
     for result in group:
         for which, paper in result.paper_mib.items():
             found = [result.peak_mib.get(name, {}).get(which) for name in names]
             sizes = ["–" if size is None else f"{size:,.0f}" for size in found]
             lines.append([which, *sizes, f"{paper:,.0f}"])
-    return markdown_table(["rows of an expert", "moe_ext", FROZEN, PEER, "on paper"], lines)
+    return markdown_table(["rows of an expert", "moe_ext", FROZEN, PEFT, PEER, "on paper"], lines)
 
 
 def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
@@ -207,7 +250,7 @@ def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
         f"{record['environment']}; {record['versions']}\n",
         f"Forward and backward of the experts of Qwen3-30B-A3B with adapters of rank "
         f"{results[0].rank}. `--help` explains the implementations and the columns. Figures are "
-        f"{spread}. In brackets after grouped_mm is its time divided by the time of moe_ext.\n",
+        f"{spread}. In brackets after a time of PEFT is this time divided by that of moe_ext.\n",
     ]
     for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
         gflops = max(result.gemm_gflops for result in group)
