@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -262,6 +263,7 @@ class Checkpoints:
         together = partial(_together, self._ranks, self._saving(step))
 
         def collect() -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:
+            self._require_group()
             parts, options = self._of_rank(model, optimizers)
             parts |= optimizer_parts(model, optimizers)
             if copy:
@@ -302,6 +304,12 @@ class Checkpoints:
         require_ranks("Checkpoints", model, self._ranks)
         return model_parts(model), optimizer_options(model, optimizers)
 
+    def _require_group(self) -> None:
+        """Raises ValueError if the ranks' process group was destroyed: torch would save alone."""
+        if self._ranks.size > 1 and not dist.is_initialized():
+            rule = "exist until the save has ended (call wait before destroy_process_group)"
+            require(False, "Checkpoints: process_group", rule, None)
+
     def _saving(self, step: int) -> str:
         return f"saving step {step} in {self._folder.path}"
 
@@ -314,12 +322,23 @@ class Checkpoints:
     ) -> None:
         folder, first = self._folder, ranks.rank == 0
         together = partial(_together, ranks, self._saving(step))
+
+        def write_tensors() -> None:
+            try:
+                _write_tensors(ranks, folder.temporary(step), parts)
+            finally:  # without a group, torch writes the tensors of each rank as if it were alone
+                self._require_group()
+
+        together(self._require_group)
         try:
-            together(lambda: folder.begin(step) if first else None)
-            together(lambda: _write_tensors(ranks, folder.temporary(step), parts))
+            token = ranks.gather_objects(uuid4().hex)[0]
+            together(lambda: folder.begin(step, token) if first else None)
+            together(lambda: folder.require_shared(step, token))
+            together(write_tensors)
             sums = together(lambda: _write_files(ranks.rank, folder.temporary(step), files))
             all_sums = ChainMap(*ranks.gather_objects(sums))
             together(lambda: folder.publish(step, all_sums) if first else None)
+            together(lambda: folder.require_published(step))
         except CheckpointError:
             if first:
                 folder.abandon(step)
