@@ -16,7 +16,12 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require, require_one_of
-from moe_ext.distributed._parameters import expert_parameters, expert_tensors, require_ranks
+from moe_ext.distributed._parameters import (
+    expert_parameters,
+    expert_tensors,
+    require_ranks,
+    require_same_layers,
+)
 from moe_ext.optim import split_parameters
 from moe_ext.ranks import Layout, Ranks
 
@@ -54,14 +59,16 @@ def parallelize(
         for a single rank, and if no dense parameter is trained.
 
     Raises:
-        ValueError: `dense` is unknown, or process_group does not have the ranks of a layer. Or a
-            parameter or buffer of custom experts does not have one row for each expert.
+        ValueError: `dense` is unknown, or process_group does not have the ranks of a layer. Or
+            ranks have layers with other options. Or a parameter or buffer of custom experts does
+            not have one row for each expert.
     """
     require_one_of("parallelize: dense", get_args(_Dense), dense)
     world = Layout.of(process_group, "parallelize").world
     require_ranks("parallelize", model, world)
     if world.size == 1:
         return model
+    require_same_layers("parallelize", model, world)
     experts = expert_parameters(model)
     copied = [
         (entry.param, entry.layout.replicas)
