@@ -24,6 +24,7 @@ from moe_ext.distributed._parameters import (
 )
 from moe_ext.optim import split_parameters
 from moe_ext.ranks import Layout, Ranks
+from moe_ext.ranks._groups import duplicate
 
 __all__ = ["parallelize"]
 
@@ -41,7 +42,8 @@ def parallelize(
 
     Broadcasts the dense parameters from rank 0 and averages their gradients over all ranks. Expert
     gradients already include the rows of all ranks and are not communicated. If the mesh of a layer
-    has replicas of the experts, the expert gradients are averaged over the replicas.
+    has replicas of the experts, the expert gradients are averaged over the replicas. Makes a
+    process group for these all-reduces: all ranks must call this function together.
 
     Args:
         model: the model of this rank. Each of its MoE layers must be made with a process_group or a
@@ -69,6 +71,9 @@ def parallelize(
     if world.size == 1:
         return model
     require_same_layers("parallelize", model, world)
+    # In one group, all-reduces of gradients and transfers of the experts would need the same order
+    # on all ranks. Ranks that use different parameters have different orders.
+    own = duplicate(world)
     experts = expert_parameters(model)
     copied = [
         (entry.param, entry.layout.replicas)
@@ -80,19 +85,20 @@ def parallelize(
         if not isinstance(mesh, DeviceMesh):
             kind = next(model.parameters()).device.type
             assert world.group is not None  # there are several ranks
+            # The order of FSDP's collectives does not depend on the parameters that a rank uses.
             mesh = DeviceMesh.from_group(world.group, kind)
         elif mesh.ndim == 2:
             mesh = mesh._flatten()
         # The first forward pass writes the thresholds in place, which FSDP would lose.
         sharded = {entry.param for entry in experts.values()}
         thresholds = [p for p in split_parameters(model).thresholds if p not in sharded]
-        copied += [(param, world) for param in thresholds]
+        copied += [(param, own) for param in thresholds]
         whole = {*thresholds, *sharded}
         dense_params = [p for p in model.parameters() if p not in whole and p.is_floating_point()]
         dtypes = sorted({str(p.dtype) for p in dense_params})
         rule = 'have dense parameters of one dtype with dense="fsdp"'
         require(len(dtypes) <= 1, "parallelize: model", rule, dtypes)
-        _start_from_the_first(model, world)
+        _start_from_the_first(model, own)
         _average_gradients(model, copied)
         fully_shard(
             model, mesh=mesh, ignored_params=whole, shard_placement_fn=partial(_shard, world.size)
@@ -101,11 +107,11 @@ def parallelize(
     _average_gradients(model, copied)
     expert_names = expert_tensors(model)
     if not any(p.requires_grad for n, p in model.named_parameters() if n not in expert_names):
-        _start_from_the_first(model, world)
+        _start_from_the_first(model, own)
         return model
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_names))
     return DistributedDataParallel(
-        model, process_group=world.group, find_unused_parameters=find_unused_parameters
+        model, process_group=own.group, find_unused_parameters=find_unused_parameters
     )
 
 

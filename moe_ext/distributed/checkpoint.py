@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -52,6 +53,7 @@ from moe_ext.distributed._state import (
 )
 from moe_ext.files import atomic_file
 from moe_ext.ranks import Layout, Ranks
+from moe_ext.ranks._groups import duplicate
 
 __all__ = ["CheckpointError", "Checkpoints", "Loaded"]
 
@@ -177,10 +179,9 @@ class Checkpoints:
         parts, files = self._collect(step, model, optimizers, state, rank_state, copy=True)
         if self._background is None:
             # A separate group keeps the thread's collectives apart from those of the training.
-            self._background = (
-                ThreadPoolExecutor(1),
-                _same_ranks(self._ranks, self._timeout),
-            )
+            timeout = self._timeout or default_pg_timeout
+            ranks = duplicate(self._ranks, "gloo", timeout)
+            self._background = ThreadPoolExecutor(1), ranks
         thread, ranks = self._background
         self._under_way = thread.submit(self._write, ranks, step, parts, files)
         atexit.register(self.wait)  # reports an error that no later call raises
@@ -453,17 +454,6 @@ class _Reader(dcp.FileSystemReader):
                 replace(index, fqn=fqn[index.fqn]): v for index, v in metadata.storage_data.items()
             },
         )
-
-
-def _same_ranks(ranks: Ranks, timeout: timedelta | None) -> Ranks:
-    """Returns the same ranks in a new gloo process group with its own timeout."""
-    if ranks.size == 1:
-        return ranks
-    some = ranks.size < dist.get_world_size()  # then only these ranks call this
-    members = dist.get_process_group_ranks(ranks.group)
-    group = dist.new_group(members, timeout, "gloo", use_local_synchronization=some)
-    assert isinstance(group, ProcessGroup)  # this rank is a member
-    return Ranks(group)
 
 
 def _together(ranks: Ranks, doing: str, function: Callable[[], T]) -> T:
