@@ -43,7 +43,8 @@ def parallelize(
     Broadcasts the dense parameters from rank 0 and averages their gradients over all ranks. Expert
     gradients already include the rows of all ranks and are not communicated. If the mesh of a layer
     has replicas of the experts, the expert gradients are averaged over the replicas. Makes a
-    process group for these all-reduces: all ranks must call this function together.
+    process group for these all-reduces: all ranks must call this function together, those of all
+    stages of a pipeline too.
 
     Args:
         model: the model of this rank. Each of its MoE layers must be made with a process_group or a
