@@ -59,8 +59,8 @@ class Layout(NamedTuple):
 def _group_of_all(mesh: DeviceMesh, name: str) -> ProcessGroup:
     """Returns a process group of all ranks of a mesh: one that exists, or else a new one.
 
-    Warns if only some of torch's ranks make the new group: torch names groups by their number, so a
-    rank that makes no layer, as in another stage of a pipeline, would disagree about later groups.
+    Warns if only some of torch's ranks make the new group. torch counts the groups to name them. So
+    ranks that make no layer, as in another stage of a pipeline, would disagree about later groups.
     """
     for dim in range(mesh.ndim):
         if mesh.size(dim) == mesh.size():
