@@ -1,6 +1,5 @@
 """Data parallelism for the dense part of a model with sharded experts (Sec. 3.1)."""
 
-from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Literal, get_args
@@ -8,14 +7,14 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require, require_one_of
+from moe_ext.distributed._gradient_averages import average_gradients, reduce_in
 from moe_ext.distributed._parameters import (
     expert_parameters,
     expert_tensors,
@@ -37,6 +36,7 @@ def parallelize(
     *,
     dense: _Dense = "ddp",
     find_unused_parameters: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Makes a model train data-parallel while its experts stay sharded.
 
@@ -56,6 +56,8 @@ def parallelize(
         find_unused_parameters: see `torch.nn.parallel.DistributedDataParallel`. Must be True if a
             dense parameter has no gradient in some step, such as W_noise in evaluation mode. "ddp"
             does not average the gradients of dense parameters that are frozen in this call.
+        reduce_dtype: the dtype in which gradients are averaged over ranks, such as torch.float32
+            for gradients in half precision; None: the dtype of the gradients.
 
     Returns:
         The wrapped model for "ddp"; call it instead of `model`. Returns `model` itself for "fsdp",
@@ -67,6 +69,9 @@ def parallelize(
             not have one row for each expert.
     """
     require_one_of("parallelize: dense", get_args(_Dense), dense)
+    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+        rule = "must be a floating-point dtype or None"
+        raise TypeError(f"parallelize: reduce_dtype {rule}, got {reduce_dtype!r}")
     world = Layout.of(process_group, "parallelize").world
     require_ranks("parallelize", model, world)
     if world.size == 1:
@@ -100,20 +105,30 @@ def parallelize(
         rule = 'have dense parameters of one dtype with dense="fsdp"'
         require(len(dtypes) <= 1, "parallelize: model", rule, dtypes)
         _start_from_the_first(model, own)
-        _average_gradients(model, copied)
+        average_gradients(model, copied, reduce_dtype)
         fully_shard(
-            model, mesh=mesh, ignored_params=whole, shard_placement_fn=partial(_shard, world.size)
+            model,
+            mesh=mesh,
+            ignored_params=whole,
+            shard_placement_fn=partial(_shard, world.size),
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         )
         return model
-    _average_gradients(model, copied)
     expert_names = expert_tensors(model)
     if not any(p.requires_grad for n, p in model.named_parameters() if n not in expert_names):
         _start_from_the_first(model, own)
+        average_gradients(model, copied, reduce_dtype)
         return model
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_names))
-    return DistributedDataParallel(
+    replica = DistributedDataParallel(
         model, process_group=own.group, find_unused_parameters=find_unused_parameters
     )
+    if reduce_dtype is not None:
+        replica.register_comm_hook(None, reduce_in(reduce_dtype, own))
+    average_gradients(
+        model, copied, reduce_dtype, is_due=lambda: replica.require_backward_grad_sync
+    )
+    return replica
 
 
 def _shard(num_ranks: int, param: nn.Parameter) -> Shard | None:
@@ -131,38 +146,3 @@ def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
     for name, value in chain(model.named_parameters(), model.named_buffers()):
         if name not in expert_names:
             dist.broadcast(value.detach(), group_src=0, group=ranks.group)
-
-
-def _average_gradients(model: nn.Module, copied: Sequence[tuple[nn.Parameter, Ranks]]) -> None:
-    """Keeps parameters equal to their copies on other ranks.
-
-    Broadcasts each parameter from the first rank that has it. After every backward pass, averages
-    its gradient over these ranks. A trained parameter that a rank has not used has the gradient 0.
-    """
-    for param, copies in copied:
-        dist.broadcast(param.detach(), group_src=0, group=copies.group)
-    due: set[int] = set()  # the running backward passes that will average
-
-    def average(backward_pass: int) -> None:
-        due.discard(backward_pass)
-        # The order is the same on all ranks, which need not have used the same parameters.
-        for param, copies in copied:
-            if param.requires_grad:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                dist.all_reduce(param.grad, group=copies.group)
-                param.grad /= copies.size
-
-    def schedule(_: torch.Tensor) -> None:
-        backward_pass = torch._C._current_graph_task_id()
-        if backward_pass not in due:
-            due.add(backward_pass)
-            Variable._execution_engine.queue_callback(partial(average, backward_pass))
-
-    # Any parameter schedules the average: a rank may have used none of its copies.
-    for param in model.parameters() if copied else ():
-        if param.is_floating_point():
-            trained = param.requires_grad
-            param.requires_grad_()  # a frozen parameter, which may be trained later, takes no hook
-            param.register_post_accumulate_grad_hook(schedule)
-            param.requires_grad_(trained)
