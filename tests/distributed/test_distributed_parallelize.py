@@ -143,8 +143,9 @@ def test_training_equals_one_process(workers, layout, optimizer, recompute, norm
 
     parts = workers.run(len(counts), train_process, layout, optimizer, recompute, norm_type)
     for params, bounds, norms_here in parts:
-        for norm, expected in zip(norms_here, norms, strict=True):
+        for norm, expected, first in zip(norms_here, norms, parts[0][2], strict=True):
             assert_exact(norm, expected.detach())
+            assert_same_bits(norm, first)  # all ranks decide alike
         for name, expected in model.named_parameters():
             first, last, _ = bounds.get(name, (0, None, None))
             assert_exact(params[name], expected.detach()[first:last])
@@ -172,6 +173,7 @@ def test_clipping_refuses_infinity_everywhere(group, rank):
     layer.experts.weights[0].grad[0, 0, 0] = [1.0, math.inf][rank]
     with pytest.raises(RuntimeError, match="norm of order 2.0 must be finite, got inf"):
         clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_(layer, 1.0) == math.inf  # on all ranks, which can skip the step
     with pytest.raises(ValueError, match="norm_type must be above 0, got 0"):
         clip_grad_norm_(layer, 1.0, 0)
     for max_norm in (-1.0, math.nan, "1"):
