@@ -37,6 +37,9 @@ try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+    from moe_ext.integrations._packed_experts import PackedExperts
+    from moe_ext.integrations._packed_files import save
+    from moe_ext.integrations._packed_models import describe, load, quantize_experts
     from moe_ext.integrations._transformers_activation import activation_of
     from moe_ext.integrations._transformers_parallel import ExchangeParallel, UnevenShard
 except ImportError as _error:
@@ -49,9 +52,14 @@ __all__ = [
     "TESTED_VERSIONS",
     "LayerBalance",
     "ModelBalance",
+    "PackedExperts",
     "balance",
+    "describe",
     "experts_forward",
     "experts_modules",
+    "load",
+    "quantize_experts",
+    "save",
 ]
 
 TESTED_VERSIONS: tuple[str, ...] = ("5.23.0", "5.24.0")
