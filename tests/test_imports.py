@@ -44,7 +44,7 @@ LEVELS = [
     "hierarchical presets recurrent",
     "distributed",
     "integrations",
-    "info",
+    "chat info",
 ]
 ORDER = " ".join(LEVELS).split()
 

@@ -41,12 +41,6 @@ class ModuleTensors:
     weights: list[LayerTensors]
     biases: list[LayerTensors] | None
 
-    @property
-    def nbytes(self) -> int:
-        """The size in memory of the packed weights and the biases in the dtype of the files."""
-        weights = [each.layout().shape(each.num_experts()[0]) for each in self.weights]
-        return sum(e * p * b for e, p, b in weights) + sum(b.nbytes for b in self.biases or ())
-
 
 @dataclass
 class Checkpoint:
@@ -90,6 +84,8 @@ def open_checkpoint(name_or_folder: str | Path, config: Any = None) -> Checkpoin
         config = _config(path, config)
         require(config is not None, f"load: {path}", "have a config.json", "none")
         stored = read_safetensors(path)
+    for name, weight in stored.items():
+        weight.check(name)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         _require_known(path, quantization)
@@ -221,6 +217,9 @@ def _require_shapes(name: str, module: nn.Module, weights: dict[str, LayerTensor
         counts, expected = tensors.num_experts(), module.num_experts
         rule = f"have {expected} experts"
         require({*counts} == {expected}, f"load: {name}.{key}", rule, counts)
+        for part in tensors.parts:
+            shapes = sorted({each.codes.shape for each in part}) if isinstance(part, list) else []
+            require(len(shapes) <= 1, f"load: {name}.{key}", "have experts of one shape", shapes)
         shape = tuple(getattr(module, key).shape[1:])
         outputs, inputs = reversed(shape) if module.is_transposed else shape
         layout = tensors.layout()
@@ -293,7 +292,6 @@ def _keeps_rows(pattern: str, converters: list[WeightConverter]) -> bool:
 
 _MODELS = {"gpt-oss": "gpt_oss", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 _FIELDS = {
-    "head_dim": "attention.key_length",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "max_position_embeddings": "context_length",
@@ -324,6 +322,7 @@ def _gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
     model_type = _MODELS[architecture]
     usual = transformers.AutoConfig.for_model(model_type)
     values = {name: metadata.get(key) for name, key in _FIELDS.items() if hasattr(usual, name)}
+    values["head_dim"] = metadata.get("attention.key_length")  # not all have a usual value
     if not hasattr(usual, "moe_intermediate_size"):
         values["intermediate_size"] = metadata.get("expert_feed_forward_length") or metadata.get(
             "feed_forward_length"

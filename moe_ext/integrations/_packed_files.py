@@ -55,7 +55,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
             file.write(header)
             for entry in sorted(entries.values(), key=lambda entry: entry.start):
                 for part in tensors.of(entry):
-                    file.write(memoryview(part.contiguous().view(-1).view(torch.uint8).numpy()))
+                    file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 class _Place(NamedTuple):

@@ -76,14 +76,19 @@ def load(
         dtype=dtype,
         experts_implementation="moe_ext",
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # the error is below
         **options,
     )
-    for kind in ("missing_keys", "mismatched_keys"):
-        keys = sorted(map(str, info[kind]))
-        require(not keys, f"load: {checkpoint.path}", f"have no {kind.replace('_', ' ')}", keys)
+    missing = sorted(info["missing_keys"])
+    require(not missing, f"load: {checkpoint.path}", "have all weights", f"no {missing}")
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        require(False, f"load: {name}", f"have shape {tuple(expected)}", tuple(found))
     for name, tensors in checkpoint.experts.items():
         skeleton = checkpoint.skeleton.get_submodule(name)
-        packed = _pack(tensors, skeleton, dtype, arithmetic)
+        try:
+            packed = _pack(tensors, skeleton, dtype, arithmetic)
+        except ValueError as error:  # of a value, such as a scale that is no number
+            raise ValueError(f"load: {name}: {error}") from error
         model.get_submodule(name).packed = packed
     quantizer = model.hf_quantizer
     quantizer.checkpoint = checkpoint

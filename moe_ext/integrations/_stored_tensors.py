@@ -10,13 +10,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_ext.checks import require
 from moe_ext.formats import FormatName, dequantize
+from moe_ext.formats._layouts import LAYOUTS
 
 __all__ = ["Bytes", "Metadata", "Stored", "read_gguf", "read_safetensors", "safetensors_header"]
 
@@ -37,10 +37,13 @@ class Bytes:
 
     def read(self) -> Tensor:
         """Reads the tensor into memory of its own, without a memory map of the file."""
-        data = np.fromfile(self.path, np.uint8, self.nbytes, offset=self.start)
+        data = torch.empty(self.nbytes, dtype=torch.uint8)
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            found = file.readinto(data.numpy().data)
         rule = f"have {self.nbytes:,} bytes from byte {self.start:,} on"
-        require(data.nbytes == self.nbytes, f"load: {self.path}", rule, data.nbytes)
-        return torch.from_numpy(data).view(self.dtype).view(self.shape)
+        require(found == self.nbytes, f"load: {self.path}", rule, found)
+        return data.view(self.dtype).view(self.shape)
 
     def expert(self, index: int) -> Bytes:
         """Returns one of the matrices that are stacked in the tensor."""
@@ -109,6 +112,14 @@ class Stored:
             is_block = self.format == "fp8" and max(codes.shape[-2:]) <= 128
             scales = blocks if is_block else blocks.expand(*codes.shape[:-1], 1)
         return codes, scales
+
+    def check(self, name: str) -> None:
+        """Requires that codes and scales fit the format; reads nothing."""
+        if self.format is not None:
+            try:
+                LAYOUTS[self.format].check(self.format, *self.packed(meta=True))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"load: {name}: {error}") from error
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Reads the weight: a packed one dequantized in a dtype, another one as it is."""

@@ -37,6 +37,7 @@ try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+    from moe_ext.integrations._memory_plan import MemoryPlan, memory_plan
     from moe_ext.integrations._packed_experts import PackedExperts
     from moe_ext.integrations._packed_files import save
     from moe_ext.integrations._packed_models import describe, load, quantize_experts
@@ -51,6 +52,7 @@ except ImportError as _error:
 __all__ = [
     "TESTED_VERSIONS",
     "LayerBalance",
+    "MemoryPlan",
     "ModelBalance",
     "PackedExperts",
     "balance",
@@ -58,6 +60,7 @@ __all__ = [
     "experts_forward",
     "experts_modules",
     "load",
+    "memory_plan",
     "quantize_experts",
     "save",
 ]

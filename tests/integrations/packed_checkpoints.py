@@ -5,7 +5,6 @@ import re
 
 import gguf
 import torch
-import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
@@ -113,6 +112,8 @@ TYPES = gguf.GGMLQuantizationType
 
 def write_gguf(path, model_type, kind, down=None, split_kv=False, **sizes):
     """Writes a GGUF file with gguf; returns the model with the dequantized weights in float32."""
+    if model_type == "qwen3_moe":
+        sizes["norm_topk_prob"] = True  # as llama.cpp computes each of them
     model = tiny(model_type, "eager", **{**WIDE, **sizes}).eval()
     config = model.config
     architecture = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "deepseek_v3": "deepseek2"}.get(
@@ -158,7 +159,7 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, **sizes):
         if ".experts." in name:
             layer = f"blk.{name.split('.')[2]}.ffn"
             bias = name.endswith("_bias")
-            whole = weight if bias or not model_type == "gpt_oss" else weight.mT
+            whole = weight if bias or model_type != "gpt_oss" else weight.mT
             interleaved = model_type == "gpt_oss"
             halves = [whole]
             if "gate_up" in name:
@@ -181,7 +182,9 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, **sizes):
             floats[name] = weight
         else:
             found = names.get_name(base) or names.get_name(name) or names.get_name(name[:-5])
-            suffix = suffix if names.get_name(base) else "bias" if suffix.endswith("bias") else "weight"
+            suffix = (
+                suffix if names.get_name(base) else "bias" if suffix.endswith("bias") else "weight"
+            )
             type = TYPES.Q8_0 if base.endswith("q_proj") and suffix == "weight" else TYPES.F32
             floats[name] = add(f"{found}.{suffix}", weight, type)
     writer.write_header_to_file()
