@@ -94,8 +94,11 @@ def _run() -> int:
         return 2
     sys.argv[:2] = [f"moe-ext {name}"]  # the usage line begins with it
     if name == "chat":
-        from moe_ext.chat import main as chat
-
+        try:
+            from moe_ext.chat import main as chat
+        except ImportError as error:  # transformers is optional
+            print(f"moe-ext chat: {error}", file=sys.stderr)
+            return 2
         return chat()
     from moe_ext.info import main as info
 

@@ -7,9 +7,13 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+
+from moe_ext.integrations.transformers import load
 
 __all__ = ["main"]
 
@@ -36,11 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        from moe_ext.integrations.transformers import load
-
         model = load(options.model, config=options.config, arithmetic=options.arithmetic)
         tokenizer = _tokenizer(model.name_or_path)
-    except (ImportError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"moe-ext chat: {error}", file=sys.stderr)
         return 2
     messages: list[dict[str, str]] = []
@@ -64,10 +66,6 @@ def _read() -> str | None:
 
 def _tokenizer(path: str) -> Any:
     """Returns the tokenizer of a folder or a GGUF file."""
-    from pathlib import Path
-
-    import transformers
-
     auto: Any = transformers.AutoTokenizer
     file = Path(path)
     if file.is_file() and not (file.parent / "tokenizer.json").exists():
@@ -80,8 +78,6 @@ def _answer(
     model: Any, tokenizer: Any, messages: list[dict[str, str]], tokens: int, temperature: float
 ) -> str:
     """Streams the answer to stdout and its speed to stderr; returns the answer."""
-    from transformers import TextStreamer
-
     if tokenizer.chat_template:
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -91,7 +87,7 @@ def _answer(
     prompt = inputs["input_ids"].shape[1]
     times: list[float] = []
 
-    streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer: Any = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     put = streamer.put
 
     def timed(value: Any) -> None:

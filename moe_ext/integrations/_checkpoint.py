@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -115,8 +116,6 @@ def _local(name: str | Path) -> Path:
         return whole[0]
     rule = "be a folder, a GGUF file or the name of a model of the hub"
     require(bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(name))), "load: name_or_folder", rule, name)
-    from huggingface_hub import snapshot_download
-
     return _local(snapshot_download(str(name)))
 
 

@@ -14,6 +14,7 @@ from moe_ext.checks import require
 from moe_ext.experts import Experts
 from moe_ext.formats import FormatName, PackedWeight
 from moe_ext.integrations._stored_tensors import Stored
+from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["LayerTensors", "PackedExperts"]
 
@@ -32,7 +33,7 @@ class PackedExperts(nn.Module):
 
     Attributes:
         num_experts: the number of experts, E.
-        packed: the experts, a `moe_ext.QuantizedExperts`.
+        packed: the experts: a `moe_ext.QuantizedExperts`, or experts in its place.
     """
 
     is_of_transformers: ClassVar[bool] = True
@@ -43,9 +44,15 @@ class PackedExperts(nn.Module):
         self.post_expert_norm = getattr(module, "post_expert_norm", None)
         self.packed: Any = packed
 
+    @property
+    def quantized(self) -> QuantizedExperts | None:
+        """The packed experts, which may have adapters; None if others took their place."""
+        own = getattr(self.packed, "base", self.packed)
+        return own if isinstance(own, QuantizedExperts) else None
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns the outputs [T, D], in the dtype of hidden_states."""
-        biases = getattr(self.packed, "biases", None)
+        biases = getattr(getattr(self.packed, "base", self.packed), "biases", None)
         x = hidden_states if biases is None else hidden_states.to(biases[0].dtype)
         plan = ops.dispatch_plan(top_k_index.long(), self.num_experts)
         norm = self.post_expert_norm

@@ -16,6 +16,7 @@ from moe_ext.files import atomic_file
 from moe_ext.integrations._checkpoint import Checkpoint
 from moe_ext.integrations._packed_experts import LayerTensors
 from moe_ext.integrations._stored_tensors import Bytes, Stored, safetensors_header
+from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["save"]
 
@@ -26,8 +27,9 @@ def save(model: nn.Module, folder: str | Path) -> None:
     The packed experts are written from memory, with the bytes that were loaded. A dense weight that
     did not change is copied from the checkpoint, which must still exist. A dense weight of floats
     that changed is written in the dtype of the checkpoint. So the files of a model that did not
-    change have the same bytes. The other files of the folder are copied too, such as those of the
-    tokenizer, but not its folders. The function reads and writes one tensor at a time.
+    change have the same bytes. Adapters are not written. The other files of the folder are copied
+    too, such as those of the tokenizer, but not its folders. The function reads and writes one
+    tensor at a time.
 
     Args:
         model: the model.
@@ -101,16 +103,16 @@ class _Tensors:
         """Returns the tensor of a range of bytes, in one or more parts."""
         if entry in self._packed:
             place = self._packed[entry]
-            experts = self._model.get_submodule(place.module).packed
-            weight = experts.weights[place.layer]
+            weight = self._experts(place).weights[place.layer]
             indices = range(len(weight.panels)) if place.expert is None else [place.expert]
             for e in indices:
                 codes, scales = place.tensors.unpack(weight, place.part, e)
                 yield codes if entry == place.stored.codes or scales is None else scales
         elif entry in self._biases:
             place = self._biases[entry]
-            bias = self._model.get_submodule(place.module).packed.biases[place.layer].detach()
-            own = place.tensors.own_rows(bias, place.part)
+            biases = self._experts(place).biases
+            assert biases is not None
+            own = place.tensors.own_rows(biases[place.layer].detach(), place.part)
             yield from _kept(own if place.expert is None else own[place.expert], place.stored)
         elif entry in self._dense:
             name, stored = self._dense[entry]
@@ -127,6 +129,13 @@ class _Tensors:
                 yield entry.read()
         else:  # a tensor that the model does not have
             yield entry.read()
+
+    def _experts(self, place: _Place) -> QuantizedExperts:
+        experts: QuantizedExperts | None = self._model.get_submodule(place.module).quantized
+        rule = "have packed experts as in the checkpoint"
+        require(experts is not None, f"save: {place.module}", rule, "other experts")
+        assert experts is not None
+        return experts
 
 
 def _places(module: str, layer: int, tensors: LayerTensors) -> Iterator[_Place]:

@@ -247,14 +247,11 @@ def describe(model: nn.Module) -> str:
     that the model does not use.
     """
     modules = experts_modules(model)
-    packed = {
-        name: module.packed for name, module in modules.items() if isinstance(module, PackedExperts)
-    }
+    owners = [module for module in modules.values() if isinstance(module, PackedExperts)]
+    packed = [each.quantized for each in owners if each.quantized is not None]
     counts = sorted({int(module.num_experts) for module in modules.values()})  # type: ignore[arg-type]
-    formats = Counter("/".join(w.format for w in each.weights) for each in packed.values())
-    panels = {
-        id(weight.panels): weight.panels for each in packed.values() for weight in each.weights
-    }
+    formats = Counter("/".join(w.format for w in each.weights) for each in packed)
+    panels = {id(weight.panels): weight.panels for each in packed for weight in each.weights}
     others = [each for each in model.parameters() if id(each) not in panels]
     num_bytes = sum(each.nbytes for each in panels.values())
     dtypes = Counter(str(each.dtype).removeprefix("torch.") for each in others)

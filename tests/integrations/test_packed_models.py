@@ -3,6 +3,7 @@
 import copy
 import filecmp
 import importlib
+import io
 import json
 import re
 import shutil
@@ -455,3 +456,57 @@ def test_gguf_of_an_unknown_architecture(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"qwen3moe", b"qwen4moe"))
     with pytest.raises(ValueError, match="architecture of a GGUF file must be one of gpt-oss, "):
         load(path)
+
+
+# The command
+
+
+@pytest.fixture
+def with_tokenizer(fp8, tmp_path):
+    """Returns a checkpoint whose tokens are letters."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path / "copy"
+    shutil.copytree(fp8[0], folder)
+    letters = {chr(ord("A") + i): i for i in range(48)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_chat(with_tokenizer, monkeypatch, capsys):
+    chat = importlib.import_module("moe_ext.chat")
+    monkeypatch.setattr("sys.stdin", io.StringIO("\nBCD\nEF\n"))
+    options = ["--tokens", "5", "--arithmetic", "exact"]
+    assert chat.main([str(with_tokenizer), *options]) == 0
+    output = capsys.readouterr()
+    model = load(with_tokenizer, dtype=torch.bfloat16)
+    for prompt, line in zip(["BCD", "EF"], output.out.splitlines(), strict=True):
+        ids = torch.tensor([[ord(letter) - ord("A") for letter in prompt]])
+        answer = model.generate(ids, max_new_tokens=5, do_sample=False)[0, len(prompt) :]
+        assert line == "".join(chr(ord("A") + int(i)) for i in answer)
+    assert re.findall(r"\[(\d) tokens; prompt: .* tokens/s, answer: .* tokens/s\]", output.err) == [
+        "5",
+        "5",
+    ]
+
+
+def test_chat_uses_the_template(with_tokenizer, monkeypatch, capsys):
+    """The second question comes after the first answer."""
+    chat = importlib.import_module("moe_ext.chat")
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (with_tokenizer / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr("sys.stdin", io.StringIO("BCD\nEF\n"))
+    assert chat.main([str(with_tokenizer), "--tokens", "5", "--arithmetic", "exact"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    model = load(with_tokenizer, dtype=torch.bfloat16)
+    prompt = f"BCD{first}EF"
+    ids = torch.tensor([[ord(letter) - ord("A") for letter in prompt]])
+    answer = model.generate(ids, max_new_tokens=5, do_sample=False)[0, len(prompt) :]
+    assert second == "".join(chr(ord("A") + int(i)) for i in answer)
+
+
+def test_chat_errors(tmp_path, capsys):
+    chat = importlib.import_module("moe_ext.chat")
+    assert chat.main([str(tmp_path)]) == 2
+    assert "moe-ext chat: load: " in capsys.readouterr().err
