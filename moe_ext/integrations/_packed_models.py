@@ -54,8 +54,8 @@ def load(
         name_or_folder: the folder, the GGUF file, or the name of a model of the hub, which is
             downloaded.
         dtype: the dtype of the other weights and of the biases of experts.
-        config: the configuration of transformers or its folder; None: that of the folder, or the
-            fields of the GGUF file.
+        config: the configuration of transformers, or a folder with config.json. None: the
+            config.json of the checkpoint, or else the fields of the GGUF file.
         arithmetic: see `moe_ext.QuantizedExperts`.
         quiet: print nothing.
         options: arguments of transformers' ``from_pretrained``, such as ``attn_implementation``.
@@ -242,15 +242,15 @@ def quantize_experts(
 def describe(model: nn.Module) -> str:
     """Returns a line about the experts of a model of transformers.
 
-    It has the number of layers and experts, the formats and bytes, the number of parameters that
-    are trained, the reason for each layer that is not packed, and the tensors of the checkpoint
-    that the model does not use.
+    The line has the number of layers and experts, the formats and bytes, and the number of trained
+    parameters. It also has the reason for each layer that is not packed, and the tensors of the
+    checkpoint that the model does not use.
     """
     modules = experts_modules(model)
     owners = [module for module in modules.values() if isinstance(module, PackedExperts)]
     packed = [each.quantized for each in owners if each.quantized is not None]
-    counts = sorted({int(module.num_experts) for module in modules.values()})  # type: ignore[arg-type]
-    formats = Counter("/".join(w.format for w in each.weights) for each in packed)
+    counts = " or ".join(sorted({str(module.num_experts) for module in modules.values()}))
+    formats = Counter("/".join({w.format: 0 for w in each.weights}) for each in packed)
     panels = {id(weight.panels): weight.panels for each in packed for weight in each.weights}
     others = [each for each in model.parameters() if id(each) not in panels]
     num_bytes = sum(each.nbytes for each in panels.values())
@@ -260,7 +260,7 @@ def describe(model: nn.Module) -> str:
     fallbacks = getattr(quantizer, "fallbacks", {})
     unused = getattr(quantizer, "unused", [])
     parts = [
-        f"{len(modules)} layers of {' or '.join(map(str, counts))} experts",
+        f"{len(modules)} layer{'s' * (len(modules) > 1)} of {counts} experts",
         f"packed: {', '.join(f'{n} in {name}' for name, n in formats.items()) or 'none'}"
         f" ({num_bytes:,} bytes)",
         f"other weights: {sum(each.nbytes for each in others):,} bytes in {' and '.join(dtypes)}",
@@ -278,6 +278,6 @@ def _grouped(reasons: dict[str, str]) -> str:
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
     return ", ".join(
-        f"{own[0]}{f' and {len(own) - 1} others' * (len(own) > 1)} ({reason})"
+        f"{own[0]}{f' and {len(own) - 1} more' * (len(own) > 1)} ({reason})"
         for reason, own in names.items()
     )

@@ -277,7 +277,7 @@ class Metadata:
 def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
     """Returns the metadata and the weights of a GGUF file, by the names in the file.
 
-    The other parts of a split file, such as ``-00002-of-00003.gguf``, must be beside it.
+    The other parts of a split file, such as ``-00002-of-00003.gguf``, must be in its folder.
 
     Raises:
         ValueError: a file is incomplete.
