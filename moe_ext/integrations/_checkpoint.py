@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -114,9 +114,14 @@ def _local(name: str | Path) -> Path:
         rule = "have safetensors files or one GGUF file; or pass the file"
         require(len(whole) == 1, f"load: {path}", rule, [each.name for each in whole])
         return whole[0]
-    rule = "be a folder, a GGUF file or the name of a model of the hub"
-    require(bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(name))), "load: name_or_folder", rule, name)
-    return _local(snapshot_download(str(name)))
+    rule = "be a folder, a GGUF file, or a name of the hub: owner/model or owner/model/file.gguf"
+    found = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", str(name))
+    require(found is not None, "load: name_or_folder", rule, str(name))
+    assert found is not None
+    if found[2]:
+        return Path(hf_hub_download(found[1], found[2]))
+    # Folders have other formats of the same weights, and GGUF files come in many formats.
+    return _local(snapshot_download(found[1], ignore_patterns=["*/*", "*.gguf", "*.bin", "*.pth"]))
 
 
 def _config(path: Path, config: Any) -> Any:
@@ -126,7 +131,7 @@ def _config(path: Path, config: Any) -> Any:
     folder = Path(config) if config is not None else path if path.is_dir() else path.parent
     if config is None and not (folder / "config.json").exists():
         return None
-    return transformers.AutoConfig.from_pretrained(folder)
+    return transformers.AutoConfig.from_pretrained(folder if config is None else config)
 
 
 _METHODS = ("mxfp4", "fp8", "compressed-tensors")

@@ -56,8 +56,17 @@ def save(model: nn.Module, folder: str | Path) -> None:
         with atomic_file(target / path.name) as file:
             file.write(header)
             for entry in sorted(entries.values(), key=lambda entry: entry.start):
+                if entry.nbytes == 0:
+                    continue
                 for part in tensors.of(entry):
                     file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+_Start = tuple[Path, int]  # the file and the first byte of a tensor
+
+
+def _start(tensor: Bytes) -> _Start:
+    return tensor.path, tensor.start
 
 
 class _Place(NamedTuple):
@@ -76,20 +85,20 @@ class _Tensors:
 
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
         self._model = model
-        self._packed: dict[Bytes, _Place] = {}
-        self._biases: dict[Bytes, _Place] = {}
+        self._packed: dict[_Start, _Place] = {}
+        self._biases: dict[_Start, _Place] = {}
         for name, own in checkpoint.experts.items():
             for layer, tensors in enumerate(own.weights):
                 for place in _places(name, layer, tensors):
-                    self._packed[place.stored.codes] = place
+                    self._packed[_start(place.stored.codes)] = place
                     if place.stored.scales is not None:
-                        self._packed[place.stored.scales] = place
+                        self._packed[_start(place.stored.scales)] = place
             for layer, tensors in enumerate(own.biases or ()):
-                self._biases |= {p.stored.codes: p for p in _places(name, layer, tensors)}
-        self._dense: dict[Bytes, tuple[str, Stored]] = {}
+                self._biases |= {_start(p.stored.codes): p for p in _places(name, layer, tensors)}
+        self._dense: dict[_Start, tuple[str, Stored]] = {}
         for name, stored in checkpoint.weights.items():
             for each in filter(None, (stored.codes, stored.scales)):
-                self._dense[each] = name, stored
+                self._dense[_start(each)] = name, stored
         experts = tuple(f"{name}.packed." for name in checkpoint.experts)
         state = {
             name: value
@@ -101,21 +110,23 @@ class _Tensors:
 
     def of(self, entry: Bytes) -> Iterator[Tensor]:
         """Returns the tensor of a range of bytes, in one or more parts."""
-        if entry in self._packed:
-            place = self._packed[entry]
+        start = _start(entry)
+        if start in self._packed:
+            place = self._packed[start]
             weight = self._experts(place).weights[place.layer]
             indices = range(len(weight.panels)) if place.expert is None else [place.expert]
             for e in indices:
                 codes, scales = place.tensors.unpack(weight, place.part, e)
-                yield codes if entry == place.stored.codes or scales is None else scales
-        elif entry in self._biases:
-            place = self._biases[entry]
+                is_codes = start == _start(place.stored.codes)
+                yield codes if is_codes or scales is None else scales
+        elif start in self._biases:
+            place = self._biases[start]
             biases = self._experts(place).biases
             assert biases is not None
             own = place.tensors.own_rows(biases[place.layer].detach(), place.part)
             yield from _kept(own if place.expert is None else own[place.expert], place.stored)
-        elif entry in self._dense:
-            name, stored = self._dense[entry]
+        elif start in self._dense:
+            name, stored = self._dense[start]
             require(name in self._state, "save: model", f"have the weight {name}", "none")
             if stored.format is None:
                 yield from _kept(self._state[name], stored)

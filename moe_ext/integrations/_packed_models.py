@@ -51,8 +51,8 @@ def load(
     model plus the largest tensor. At the end, it prints a line to stderr; see `describe`.
 
     Args:
-        name_or_folder: the folder, the GGUF file, or the name of a model of the hub, which is
-            downloaded.
+        name_or_folder: the folder, the GGUF file, or a name of the hub, such as
+            ``openai/gpt-oss-20b`` or ``owner/model/file.gguf``, which is downloaded.
         dtype: the dtype of the other weights and of the biases of experts.
         config: the configuration of transformers, or a folder with config.json. None: the
             config.json of the checkpoint, or else the fields of the GGUF file.
@@ -91,6 +91,8 @@ def load(
             raise ValueError(f"load: {name}: {error}") from error
         model.get_submodule(name).packed = packed
     quantizer = model.hf_quantizer
+    checkpoint.dense.clear()
+    checkpoint.skeleton = None
     quantizer.checkpoint = checkpoint
     quantizer.fallbacks = checkpoint.fallbacks
     quantizer.unused = checkpoint.unused

@@ -238,6 +238,8 @@ def _weights(tensors: dict[str, Bytes]) -> Iterator[tuple[str, Stored]]:
         elif codes.dtype in (torch.float8_e4m3fn, torch.int8):
             scales = scales_of(name, f"{name}_scale_inv", f"{name}_scale")
             eight_bits: FormatName = "int8" if codes.dtype == torch.int8 else "fp8"
+            if eight_bits == "fp8" and scales.dtype == torch.uint8:  # exponents, as bytes
+                scales = replace(scales, dtype=torch.float8_e8m0fnu)
             weights[name] = Stored(codes, scales, eight_bits)
         else:
             weights[name] = Stored(codes)

@@ -192,7 +192,7 @@ def _fp8_experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Falls back to transformers, which has another registry for the experts of FP8 models."""
-    reason, functions = "its parameters are FP8", ALL_FP8_EXPERTS_FUNCTIONS
+    reason, functions = "its parameters are FP8; load keeps them packed", ALL_FP8_EXPERTS_FUNCTIONS
     return _fall_back(reason, module, hidden_states, top_k_index, top_k_weights, functions)
 
 

@@ -190,6 +190,43 @@ def test_quantize_experts(model_type, capsys):
     assert 1e-4 < error(found, float_logits) < 0.5
 
 
+def test_models_of_the_hub(fp8, tmp_path, monkeypatch):
+    files = importlib.import_module("moe_ext.integrations._checkpoint")
+    calls = []
+
+    def download(*arguments, **options):
+        calls.append(arguments)
+        return str(fp8[0] if len(arguments) == 1 else tmp_path / "model.gguf")
+
+    for name in ("snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(files, name, download)
+    load("owner/model")
+    write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0)
+    load("owner/model/Q8_0/model.gguf")
+    assert calls == [("owner/model",), ("owner/model", "Q8_0/model.gguf")]
+
+
+def test_exponents_as_scales_of_fp8(fp8, tmp_path):
+    """Some files have the scales of FP8 as exponents, some of them as bytes."""
+
+    def exponents(dtype):
+        def edit(tensors):
+            for name in tensors:
+                if name.endswith("_scale_inv"):
+                    tensors[name] = tensors[name].to(torch.float8_e8m0fnu).view(dtype)
+
+        return edit
+
+    logits = []
+    for dtype in (torch.float8_e8m0fnu, torch.uint8):
+        folder = edited(fp8, tmp_path / str(dtype), exponents(dtype))
+        model = load(folder)
+        logits.append(logits_of(model))
+        plug.save(model, tmp_path / str(dtype) / "saved")
+        assert same_files(folder, tmp_path / str(dtype) / "saved") == []
+    assert torch.equal(*logits)
+
+
 def test_quantize_experts_errors():
     with pytest.raises(ValueError, match="^quantize_experts: format must be one of fp8, "):
         plug.quantize_experts(tiny(), "fp4")
@@ -433,7 +470,7 @@ def test_incomplete_files(fp8, tmp_path):
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"must have a config\.json"):
         load(folder)
-    with pytest.raises(ValueError, match="must be a folder, a GGUF file or the name of a model"):
+    with pytest.raises(ValueError, match="must be a folder, a GGUF file, or a name of the hub"):
         load(tmp_path / "none")
 
 
