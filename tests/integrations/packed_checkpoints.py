@@ -108,6 +108,13 @@ def compressed(weight, format, scheme):
 
 
 TYPES = gguf.GGMLQuantizationType
+ARCHITECTURES = {
+    "deepseek_v3": "deepseek2",
+    "gpt_oss": "gpt-oss",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
 
 
 def write_gguf(path, model_type, kind, down=None, split_kv=False, **sizes):
@@ -116,9 +123,7 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, **sizes):
         sizes["norm_topk_prob"] = True  # as llama.cpp computes each of them
     model = tiny(model_type, "eager", **{**WIDE, **sizes}).eval()
     config = model.config
-    architecture = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "deepseek_v3": "deepseek2"}.get(
-        model_type, model_type
-    )
+    architecture = ARCHITECTURES[model_type]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -140,7 +145,9 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, **sizes):
         writer.add_rope_scaling_orig_ctx_len(length)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-    writer.add_expert_count(config.num_local_experts)
+    if model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_pad_token_id(0)
     names = gguf.get_tensor_name_map(
@@ -186,7 +193,8 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, **sizes):
                 suffix if names.get_name(base) else "bias" if suffix.endswith("bias") else "weight"
             )
             type = TYPES.Q8_0 if base.endswith("q_proj") and suffix == "weight" else TYPES.F32
-            floats[name] = add(f"{found}.{suffix}", weight, type)
+            flat = weight.flatten() if base.endswith("shared_expert_gate") else weight
+            floats[name] = add(f"{found}.{suffix}", flat, type).view(weight.shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -35,6 +35,7 @@ GGUF = {
     "q8_0": ("qwen3_moe", TYPES.Q8_0, {}),
     "q4_0_and_q8_0": ("olmoe", TYPES.Q4_0, {"down": TYPES.Q8_0, "head_dim": 16}),
     "mxfp4": ("gpt_oss", TYPES.MXFP4, {}),
+    "shared_experts": ("qwen2_moe", TYPES.Q8_0, {"shared_expert_intermediate_size": 24}),
     "deepseek": ("deepseek_v3", TYPES.Q8_0, {}),
     "deepseek_with_two_parts_of_kv_b": ("deepseek_v3", TYPES.Q4_0, {"split_kv": True}),
 }
