@@ -310,6 +310,31 @@ def test_peak_of_memory_while_loading(kind, tmp_path):
     assert peak < size + min(largest, 10 * MIB)
 
 
+def test_peak_of_memory_of_quantize_experts():
+    """The float weights of a layer are freed before the next layer."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 12}
+    models = []
+    without = peak_mib(lambda: models.append(tiny(num_hidden_layers=4, **sizes))) * MIB
+
+    def quantized():
+        model = tiny(num_hidden_layers=4, **sizes)
+        plug.quantize_experts(model, "gguf_q8_0", quiet=True)
+        models.append(model)
+
+    peak = peak_mib(quantized) * MIB
+    packed = [sum(p.nbytes for p in each.parameters()) for each in packed_experts(models[1])]
+    assert peak < without + packed[0] + MIB < without + sum(packed)
+
+
+def test_peak_of_memory_of_save(tmp_path):
+    """One expert is unpacked at a time."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 24}
+    write(tmp_path / "model", "qwen3_moe", "fp8", **sizes)
+    model = load(tmp_path / "model", dtype=torch.bfloat16)
+    assert sum(each.nbytes for each in model.parameters()) > 18 * MIB
+    assert peak_mib(lambda: plug.save(model, tmp_path / "saved")) < 6
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_of_deepseek", "mxfp4"])
 def test_memory_plan(name, tmp_path):
     """The bytes of the weights and of the cache are those of a loaded model."""
