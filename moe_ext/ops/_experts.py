@@ -1,7 +1,7 @@
 """Feed-forward experts, each applied to its own rows (Sections 2 and 3.2)."""
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -43,6 +43,36 @@ GATED_ACTIVATIONS: tuple[Activation, ...] = (
 CLAMPED_ACTIVATIONS: tuple[Activation, ...] = ("clamped_swiglu", "interleaved_clamped_swiglu")
 
 
+class LoRA(NamedTuple):
+    """A low-rank adapter of one layer of E experts (LoRA, arXiv:2106.09685, Eq. 3).
+
+    A layer with the input h computes h W_e + scale · (h a_e) b_e, and its bias. No tensor of the
+    size of W is formed, forward or backward; the backward pass recomputes h a_e.
+    """
+
+    a: Tensor
+    """[E, fan_in, r], in the dtype of the input rows; contiguous, or p.mT of a contiguous p."""
+    b: Tensor
+    """[E, r, width], in the dtype of the input rows; contiguous, or p.mT of a contiguous p."""
+    scale: float = 1.0
+
+
+def lora_lists(
+    name: str, x: Tensor, lora: Sequence[LoRA | None] | None
+) -> tuple[list[Tensor], list[Tensor], list[float]] | tuple[None, None, None]:
+    """Returns the lists a, b and scale, as the operator takes them; [0] stands for no adapter."""
+    if lora is None:
+        return None, None, None
+    if not isinstance(lora, Sequence) or not all(
+        adapter is None or isinstance(adapter, LoRA) for adapter in lora
+    ):
+        raise TypeError(f"{name}: lora must be a sequence of LoRA or None, got {lora!r}")
+    absent = x.new_empty(0)
+    adapters = [LoRA(absent, absent) if adapter is None else adapter for adapter in lora]
+    a, b, scales = zip(*adapters, strict=True) if adapters else ((), (), ())
+    return list(a), list(b), list(scales)
+
+
 def experts(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -55,6 +85,7 @@ def experts(
     token_offsets: Tensor | None = None,
     recompute: bool = False,
     activation_args: Sequence[float] | None = None,
+    lora: Sequence[LoRA | None] | None = None,
 ) -> Tensor:
     """Applies each expert to its rows: linear layers with an activation between them.
 
@@ -97,6 +128,7 @@ def experts(
         recompute: whether to save only x and recompute the hidden layers in the backward pass
             (App. D). This saves memory. Results are bitwise identical to recompute=False.
         activation_args: (limit, alpha, offset) with limit > 0 for `CLAMPED_ACTIVATIONS`, else None.
+        lora: the low-rank adapter of each of `weights`, or None where a layer has none.
 
     Returns:
         [R, D_out], or [T, D_out] with gates.
@@ -104,6 +136,7 @@ def experts(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
+    lora_a, lora_b, lora_scales = lora_lists("experts", x, lora)
     y: Tensor
     y, *_ = torch.ops.moe_ext.experts(
         x,
@@ -114,7 +147,10 @@ def experts(
         weights,
         biases,
         activation,
-        not recompute and needs_gradient(x, weights, biases, gates),
+        not recompute and needs_gradient(x, weights, biases, gates, lora_a, lora_b),
         activation_args,
+        lora_a=lora_a,
+        lora_b=lora_b,
+        lora_scales=lora_scales,
     )
     return y
