@@ -155,7 +155,8 @@ _DTYPES = {
 def safetensors_header(path: Path) -> tuple[bytes, dict[str, Bytes]]:
     """Returns the bytes before the tensors of a safetensors file, and its tensors by name."""
     try:
-        with safe_open(path, framework="pt"):  # checks the header and the size of the file
+        # Checks the header and the size of the file. For "pt", it would map the file into memory.
+        with safe_open(path, framework="numpy"):
             pass
     except SafetensorError as error:
         raise ValueError(f"load: {path} is not a complete safetensors file: {error}") from error
