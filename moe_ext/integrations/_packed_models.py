@@ -206,14 +206,17 @@ def quantize_experts(
     """
     require_one_of("quantize_experts: format", FORMATS, format)
     fallbacks: dict[str, str] = {}
-    for name in [*experts_modules(model)]:  # without references to the modules
+    modules = experts_modules(model).items()
+    names = [name for name, module in modules if not isinstance(module, PackedExperts)]
+    del modules  # which would keep the float weights alive
+    for name in names:
         module = model.get_submodule(name)
-        activation = activation_of(module) if not isinstance(module, PackedExperts) else "packed"
+        activation = activation_of(module)
         if isinstance(activation, str):
             fallbacks[name] = activation
             continue
-        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
-        weights = [getattr(module, each).detach() for each in names]
+        keys = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+        weights = [getattr(module, each).detach() for each in keys]
         if not module.is_transposed:
             weights = [weight.mT for weight in weights]
         with torch.device("meta"):
@@ -229,14 +232,15 @@ def quantize_experts(
         for i, weight in enumerate(weights):
             setattr(experts, f"weight_{i}", nn.Parameter(weight, requires_grad=False))
             if module.has_bias:
-                bias = getattr(module, f"{names[i]}_bias").detach()
+                bias = getattr(module, f"{keys[i]}_bias").detach()
                 setattr(experts, f"bias_{i}", nn.Parameter(bias, requires_grad=False))
         packed = QuantizedExperts.from_experts(experts, format, group=group)
         model.set_submodule(name, PackedExperts(module, packed))
         del module, experts, weights, weight
-    quantizer = _PackedQuantizer(_PackedConfig([]))
-    quantizer.fallbacks = fallbacks
-    model.hf_quantizer = quantizer  # type: ignore[assignment]
+    if names:
+        quantizer = _PackedQuantizer(_PackedConfig([]))
+        quantizer.fallbacks = fallbacks
+        model.hf_quantizer = quantizer  # type: ignore[assignment]
     if not quiet:
         print(describe(model), file=sys.stderr)
 

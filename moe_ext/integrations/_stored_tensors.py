@@ -77,16 +77,6 @@ class Stored:
         return self.format or self.other or str(self.codes.dtype).removeprefix("torch.")
 
     @property
-    def nbytes(self) -> int:
-        """The size in the file."""
-        return self.codes.nbytes + (self.scales.nbytes if self.scales else 0)
-
-    @property
-    def num_dims(self) -> int:
-        """The number of dimensions of the weight."""
-        return len(self.codes.shape) - self._in_blocks
-
-    @property
     def _in_blocks(self) -> bool:
         """Whether the codes have the shape [..., out, in/32, 16] of gpt-oss."""
         return self.scales is not None and len(self.codes.shape) == len(self.scales.shape) + 1 > 2
