@@ -5,6 +5,7 @@ import filecmp
 import importlib
 import io
 import json
+import pickle
 import re
 import shutil
 
@@ -112,6 +113,36 @@ def test_unchanged_files_have_the_same_bytes(checkpoint, tmp_path):
     for dtype in (torch.float32, torch.bfloat16):
         plug.save(load(folder, dtype=dtype), tmp_path / "saved")
         assert same_files(folder, tmp_path / "saved") == []
+
+
+def test_copies(fp8, tmp_path):
+    folder, _ = fp8
+    model = load(folder)
+    for i, copied in enumerate((copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
+        assert torch.equal(logits_of(copied), logits_of(model))
+        plug.save(copied, tmp_path / str(i))
+        assert same_files(folder, tmp_path / str(i)) == []
+
+
+def test_quantize_experts_leaves_packed_experts(fp8, tmp_path):
+    folder, _ = fp8
+    model = load(folder)
+    logits = logits_of(model)
+    plug.quantize_experts(model, "mxfp4")
+    assert torch.equal(logits_of(model), logits)
+    plug.save(model, tmp_path / "saved")
+    assert same_files(folder, tmp_path / "saved") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_have_the_dtype_of_the_model(dtype, tmp_path):
+    """Autocast gives the experts other rows than the dtype of their biases."""
+    expected = write(tmp_path, "gpt_oss", "mxfp4")
+    model = load(tmp_path, dtype=dtype)
+    assert {bias.dtype for each in packed_experts(model) for bias in each.biases} == {dtype}
+    assert error(logits_of(model), logits_of(expected)) < (1e-5 if dtype == torch.float32 else 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert error(logits_of(model), logits_of(expected)) < 0.1
 
 
 def test_a_changed_float_weight_is_saved(fp8, tmp_path):
