@@ -12,7 +12,7 @@ from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, token
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from moe_ext import FeedForwardExperts, QuantizedExperts, add_lora, ops
+from moe_ext import FeedForwardExperts, add_lora, ops
 from moe_ext.integrations import transformers as integration
 from moe_ext.lora import disable_lora, lora_experts
 
@@ -330,7 +330,7 @@ class Bridge(nn.Module):
 
     _apply_gate = None
 
-    def __init__(self, module, packed):
+    def __init__(self, module):
         super().__init__()
         self.num_experts, self.config = module.num_experts, module.config
         gated = "interleaved_clamped_swiglu" if module.has_bias else "swiglu"
@@ -349,7 +349,7 @@ class Bridge(nn.Module):
         with torch.no_grad():
             for own, value in zip(experts.parameters(), values, strict=True):
                 own.copy_(value)
-        self.packed = QuantizedExperts.from_experts(experts, "int8") if packed else experts
+        self.packed = experts
 
     def forward(self, x, index, gates):
         plan = ops.dispatch_plan(index, self.num_experts)
@@ -359,16 +359,19 @@ class Bridge(nn.Module):
 def bridged(model_type, packed=False):
     """Returns a model with the experts of moe_ext, and one of transformers with their values."""
     model, twin = (tiny(model_type).eval().requires_grad_(False) for _ in range(2))
+    if packed:
+        integration.quantize_experts(model, "int8", quiet=True)
     for layer, other in zip(model.model.layers, twin.model.layers, strict=True):
         if not hasattr(layer.mlp, "experts"):  # a dense layer
             continue
-        module, last = layer.mlp.experts, other.mlp.experts
-        layer.mlp.experts = Bridge(module, packed)
-        if packed:
+        last = other.mlp.experts
+        if not packed:
+            layer.mlp.experts = Bridge(layer.mlp.experts)
+        else:
             dequantized = layer.mlp.experts.packed.dequantize()
             with torch.no_grad():
                 for name, weight in zip(LAYERS, dequantized.weights, strict=True):
-                    getattr(last, name).copy_(weight if module.is_transposed else weight.mT)
+                    getattr(last, name).copy_(weight if last.is_transposed else weight.mT)
     return model, twin
 
 
