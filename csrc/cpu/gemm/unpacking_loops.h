@@ -30,8 +30,6 @@ struct Unpacking {
   typedef float Vector __attribute__((vector_size(kBytes)));
   typedef uint32_t Bits __attribute__((vector_size(kBytes)));
   typedef int32_t Integers __attribute__((vector_size(kBytes)));
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
 
   template <typename to_t>
   MOE_EXT_TARGET MOE_EXT_KERNEL void load(const void* from, int v, to_t& to) {
@@ -67,52 +65,134 @@ struct Unpacking {
     }
   }
 
+  // Widens uint8_t or int8_t. gcc 12 has no instruction for this conversion of vectors.
+  template <typename byte_t>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void widen(const uint8_t* from, int v, Integers& to) {
+    constexpr bool kSigned = std::is_same_v<byte_t, int8_t>;
+    from += v * kLanes;
+#if defined(__x86_64__)
+    if constexpr (kBytes == 64) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+      to = (Integers)(kSigned ? _mm512_maskz_cvtepi8_epi32(0xffff, bytes)
+                              : _mm512_maskz_cvtepu8_epi32(0xffff, bytes));
+      return;
+    } else if constexpr (kBytes == 32) {
+      const __m128i bytes = _mm_loadu_si64(from);
+      to = (Integers)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+      return;
+    }
+#endif
+    int32_t integers alignas(kBytes)[kLanes];
+    for (int l = 0; l < kLanes; ++l) integers[l] = static_cast<byte_t>(from[l]);
+    load(integers, 0, to);
+  }
+
   // Integers of a group times the factors of its block.
-  template <typename bytes_t>
+  template <typename byte_t>
   MOE_EXT_TARGET MOE_EXT_KERNEL void convert_product(const uint8_t* integers,
-                                                     const uint8_t* factors, Vector* to) {
-    convert_halves(factors, to);
+                                                     const Vector* factors, Vector* to) {
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-      bytes_t bytes;
+      Integers wide;
       Vector floats;
-      load(integers, v, bytes);
-      convert(bytes, floats);
-      to[v] *= floats;
+      widen<byte_t>(integers, v, wide);
+      convert(wide, floats);
+      to[v] = factors[v] * floats;
+    }
+  }
+
+  // Calls body(scales, minima) for the groups of a panel from `first` to `last`; there may be no
+  // minima.
+  template <Scales kind, typename Body>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void for_groups_of(PackedLayout layout, const uint8_t* panel,
+                                                   int64_t first, int64_t last, const Body& body) {
+    constexpr int64_t kGroups = PackedLayout::groups_of_block(kind);
+    constexpr bool kHasMinima = kind == Scales::kUint8AndMinOfBlocks;
+    const uint8_t* from = panel + layout.scales();
+    Vector scales[kVectors], minima[kVectors] = {};
+    if constexpr (kGroups > 0) {
+      Vector factors[kVectors], factors_of_minima[kVectors];
+      for (int64_t group = first; group < last;) {
+        const int64_t block = group / kGroups;
+        convert_halves(panel + layout.factors() + block * 32, factors);
+        if constexpr (kHasMinima) {
+          convert_halves(panel + layout.factors_of_minima() + block * 32, factors_of_minima);
+        }
+        for (const int64_t end = std::min(last, (block + 1) * kGroups); group < end; ++group) {
+          using byte_t = std::conditional_t<kHasMinima, uint8_t, int8_t>;
+          convert_product<byte_t>(from + group * 16, factors, scales);
+          if constexpr (kHasMinima) {
+            convert_product<byte_t>(panel + layout.minima() + group * 16, factors_of_minima,
+                                    minima);
+          }
+          body(scales, minima);
+        }
+      }
+      return;
+    }
+    for (int64_t group = first; group < last; ++group) {
+      if constexpr (kind == Scales::kFloat16) {
+        convert_halves(from + group * 32, scales);
+      } else {
+        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+          if constexpr (kind == Scales::kFloat32) {
+            load(from + group * 64, v, scales[v]);
+          } else {
+            Integers exponents;
+            widen<uint8_t>(from + group * 16, v, exponents);
+            const Bits bits = (Bits)exponents << 23;
+            scales[v] = (Vector)(bits | ((Bits)(bits == 0) & 0x400000));
+          }
+        }
+      }
+      body(scales, minima);
+    }
+  }
+
+  template <typename Body>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void for_groups(const PackedLayout& layout, const uint8_t* panel,
+                                                int64_t first, int64_t last, const Body& body) {
+    switch (layout.format->scales) {
+      case Scales::kFloat32:
+        return for_groups_of<Scales::kFloat32>(layout, panel, first, last, body);
+      case Scales::kFloat16:
+        return for_groups_of<Scales::kFloat16>(layout, panel, first, last, body);
+      case Scales::kE8M0:
+        return for_groups_of<Scales::kE8M0>(layout, panel, first, last, body);
+      case Scales::kInt8OfBlocks:
+        return for_groups_of<Scales::kInt8OfBlocks>(layout, panel, first, last, body);
+      case Scales::kUint8AndMinOfBlocks:
+        return for_groups_of<Scales::kUint8AndMinOfBlocks>(layout, panel, first, last, body);
     }
   }
 
   // Reads the scales, and the minima if there are any, of a group.
   MOE_EXT_TARGET MOE_EXT_KERNEL void read_scales(const PackedLayout& layout, const uint8_t* panel,
-                                                 int64_t group, Vector* scales, Vector* minima) {
-    const uint8_t* from = panel + layout.scales();
-    switch (layout.format->scales) {
-      case Scales::kFloat32:
-        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) load(from + group * 64, v, scales[v]);
-        return;
-      case Scales::kFloat16:
-        return convert_halves(from + group * 32, scales);
-      case Scales::kE8M0:
-        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-          Bytes exponents;
-          Bits bits;
-          load(from + group * 16, v, exponents);
-          convert(exponents, bits);
-          bits = bits << 23 | ((Bits)(bits == 0) & 0x400000);
-          scales[v] = (Vector)bits;
-        }
-        return;
-      case Scales::kInt8OfBlocks:
-        return convert_product<SignedBytes>(
-            from + group * 16, panel + layout.factors() + group / layout.groups_of_block() * 32,
-            scales);
-      case Scales::kUint8AndMinOfBlocks: {
-        const int64_t block = group / layout.groups_of_block() * 32;
-        convert_product<Bytes>(from + group * 16, panel + layout.factors() + block, scales);
-        convert_product<Bytes>(panel + layout.minima() + group * 16,
-                               panel + layout.factors_of_minima() + block, minima);
-        return;
-      }
-    }
+                                                 int64_t group, Vector* to_scales,
+                                                 Vector* to_minima) {
+    for_groups(layout, panel, group, group + 1,
+               [&](const Vector* scales, const Vector* minima)
+               __attribute__((always_inline)) MOE_EXT_TARGET {
+                 MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+                   to_scales[v] = scales[v];
+                   to_minima[v] = minima[v];
+                 }
+               });
+  }
+
+  // Writes the scales [groups, 16] of a panel, and then the minima if there are any.
+  MOE_EXT_TARGET MOE_EXT_KERNEL void read_all_scales(const PackedLayout& layout,
+                                                     const uint8_t* panel, float* to) {
+    float* minimum = to + layout.num_groups() * kPanelOutputs;
+    const bool has_minima = layout.has_minima();
+    for_groups(layout, panel, 0, layout.num_groups(),
+               [&](const Vector* scales, const Vector* minima)
+               __attribute__((always_inline)) MOE_EXT_TARGET {
+                 std::memcpy(to, scales, kVectors * kBytes);
+                 to += kPanelOutputs;
+                 if (!has_minima) return;
+                 std::memcpy(minimum, minima, kVectors * kBytes);
+                 minimum += kPanelOutputs;
+               });
   }
 
   // The value of a table for each index, of which only the low 4 bits count.
