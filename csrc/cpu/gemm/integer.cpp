@@ -60,6 +60,7 @@ struct RoundRow {
   MOE_EXT_KERNEL void run(const scalar_t* a, int64_t k, int64_t segment, const IntegerCodes* codes,
                           const uint8_t* next, int64_t num_bytes, int8_t* numbers, float* scales,
                           int32_t* offsets, float* totals) {
+    for (int64_t byte = 0; byte < num_bytes; byte += 4096) __builtin_prefetch(next + byte);
     const int64_t step = num_bytes / at::ceil_div(k, segment);
     for (int64_t first = 0; first < k; first += segment, next += step) {
       for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(next + byte);
@@ -157,7 +158,8 @@ void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, 
   auto* numbers = reinterpret_cast<int8_t*>(offsets + m * num_segments);
   for (int64_t r = 0; r < m; ++r) {
     const int64_t place = r * num_segments;
-    const int64_t num_bytes = r == 0 ? std::min(kBytesAhead, layout.bytes()) : 0;
+    const int64_t num_bytes =
+        r == 0 ? std::min(layout.panel_bytes() + Ahead::kLinesAhead, layout.bytes()) : 0;
     vectorized<RoundRow>(a + r * k, k, segment, &codes, panels, num_bytes, numbers + r * ld,
                          scales + place, offsets + place, totals + place);
   }

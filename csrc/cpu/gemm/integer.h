@@ -37,9 +37,6 @@ struct IntegerRows {
   int64_t num_segments;  // of a row
 };
 
-// How far ahead of a panel's first byte the kernels prefetch.
-constexpr int64_t kBytesAhead = 32 << 10;
-
 // C [num_rows, 16 num_panels] = A W, or C += A W with `add`. All have the same results. `scales` is
 // space for the scales and the minima of a panel.
 using IntegerKernel = void (*)(const PackedLayout& layout, const IntegerCodes& codes,

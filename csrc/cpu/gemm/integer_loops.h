@@ -51,22 +51,8 @@ struct IntegerUnits {
   }
 };
 
-// What is prefetched while a panel is read: bytes that come later, in the order of the memory. This
-// is faster than to prefetch codes and scales each in their order.
-struct Ahead {
-  const uint8_t* next;
-  const uint8_t* last;
-  int64_t step;  // the share of a segment
-
-  template <int kLines>
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch() {
-    MOE_EXT_UNROLL for (int line = 0; line < kLines; ++line) __builtin_prefetch(next + 64 * line);
-    next = std::min(next + step, last);
-  }
-};
-
-// C of some rows and of one panel. `scales` are those of read_all_scales; `ahead` is the part of the
-// panels that is prefetched meanwhile.
+// C of some rows and of one panel. `scales` are those of read_all_scales; `ahead` is the part of
+// the panels that is prefetched meanwhile.
 template <typename Simd, Codes codes, bool looks_up, bool has_minima, int kRows>
 MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
                                                      const IntegerCodes& integers,
@@ -85,7 +71,12 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   // The segments of the formats of files, which have groups of 16 or 32.
   constexpr int64_t kUnits = codes == Codes::kSixBits ? 2 : 4;
   // Of codes, and at most one of scales.
-  constexpr int kLines = kUnits * (codes == Codes::kInt8 ? 128 : codes == Codes::kSixBits ? 96 : 64) / 64 + 1;
+  constexpr int kLines = kUnits *
+                             (codes == Codes::kInt8      ? 128
+                              : codes == Codes::kSixBits ? 96
+                                                         : 64) /
+                             64 +
+                         1;
   uint8_t table alignas(64)[64];
   if constexpr (looks_up) {
     for (int i = 0; i < 64; ++i) table[i] = integers.table[i % 16];
@@ -101,7 +92,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   Vector sum[kRows][kVectors] = {};
   int64_t left_of_group = segments_of_group;
   const auto multiply_segment = [&](int64_t segment, int64_t unit, auto units)
-                                    __attribute__((always_inline)) MOE_EXT_TARGET {
+      __attribute__((always_inline)) MOE_EXT_TARGET {
     ahead.prefetch<kLines>();
     Integers total[kChains][kRows][kVectors] = {};
     if constexpr (!has_minima) {
@@ -182,16 +173,14 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
   for (int64_t p = 0; p < num_panels; ++p) {
     const uint8_t* panel = panels + p * panel_bytes;
     Loops::read_all_scales(layout, panel, scales);
-    Ahead ahead{.next = std::min(panel + kBytesAhead, end),
-                .last = end,
-                .step = (panel_bytes + a.num_segments - 1) / a.num_segments};
+    Ahead ahead(panel, end, panel_bytes, a.num_segments);
     int64_t row = 0;
     const auto multiply = [&](auto rows) __attribute__((always_inline)) MOE_EXT_TARGET {
       for (; row + rows() <= num_rows; row += rows()) {
         multiply_integers<Simd, codes, looks_up, has_minima, rows()>(
-            layout, integers, panel, scales, ahead, a, row, add,
-            c + row * ldc + p * kPanelOutputs, ldc);
-        ahead = {.next = panel, .last = panel, .step = 0};
+            layout, integers, panel, scales, ahead, a, row, add, c + row * ldc + p * kPanelOutputs,
+            ldc);
+        ahead = Ahead();
       }
     };
     if constexpr (kWide) multiply(std::integral_constant<int, 8>());
