@@ -18,40 +18,7 @@
 namespace moe_ext::cpu {
 namespace {
 
-template <typename Simd, Codes codes, bool looks_up>
-struct IntegerUnits {
-  using Loops = Unpacking<Simd>;
-  using Bits = typename Loops::Bits;
-
-  // Returns the unsigned integers of the inputs 0 to 3 and 4 to 7 of unit u after `unit`, which is
-  // even for codes of 6 bits, four in each lane.
-  MOE_EXT_TARGET MOE_EXT_KERNEL void load(const PackedLayout& layout, const uint8_t* table,
-                                          const uint8_t* panel, int64_t unit, int u, int v,
-                                          Bits& first, Bits& last) {
-    if constexpr (codes == Codes::kInt8) {
-      Loops::load(panel + (unit + u) * 128, v, first);
-      Loops::load(panel + (unit + u) * 128 + 64, v, last);
-      first ^= 0x80808080;
-      last ^= 0x80808080;
-      return;
-    }
-    Bits low;
-    Loops::load(panel + (unit + u) * 64, v, low);
-    first = low & 0x0f0f0f0f;
-    last = low >> 4 & 0x0f0f0f0f;
-    if constexpr (codes == Codes::kSixBits) {
-      Bits high;
-      Loops::load(panel + layout.high_bits() + (unit + u) / 2 * 64, v, high);
-      first |= (u % 2 == 0 ? high << 4 : high) & 0x30303030;
-      last |= (u % 2 == 0 ? high << 2 : high >> 2) & 0x30303030;
-    } else if constexpr (looks_up) {
-      Simd::look_up(table, first);
-      Simd::look_up(table, last);
-    }
-  }
-};
-
-// C of some rows and of one panel. `scales` are those of read_all_scales; `ahead` is the part of
+// C of some rows and of one panel. `scales` are those of read_scales; `ahead` is the part of
 // the panels that is prefetched meanwhile.
 template <typename Simd, Codes codes, bool looks_up, bool has_minima, int kRows>
 MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
@@ -61,7 +28,6 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
                                                      int64_t first_row, bool add, float* c,
                                                      int64_t ldc) {
   using Loops = Unpacking<Simd>;
-  using Units = IntegerUnits<Simd, codes, looks_up>;
   using Vector = typename Loops::Vector;
   using Bits = typename Loops::Bits;
   using Integers = typename Loops::Integers;
@@ -71,12 +37,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   // The segments of the formats of files, which have groups of 16 or 32.
   constexpr int64_t kUnits = codes == Codes::kSixBits ? 2 : 4;
   // Of codes, and at most one of scales.
-  constexpr int kLines = kUnits *
-                             (codes == Codes::kInt8      ? 128
-                              : codes == Codes::kSixBits ? 96
-                                                         : 64) /
-                             64 +
-                         1;
+  constexpr int kLines = kUnits * kBytesOfUnit<codes> / 64 + 1;
   uint8_t table alignas(64)[64];
   if constexpr (looks_up) {
     for (int i = 0; i < 64; ++i) table[i] = integers.table[i % 16];
@@ -93,7 +54,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   int64_t left_of_group = segments_of_group;
   const auto multiply_segment = [&](int64_t segment, int64_t unit, auto units)
       __attribute__((always_inline)) MOE_EXT_TARGET {
-    ahead.prefetch<kLines>();
+    ahead.prefetch<kLines, /*kLevel=*/1>();
     Integers total[kChains][kRows][kVectors] = {};
     if constexpr (!has_minima) {
       MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -103,8 +64,14 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
     }
     const auto multiply_unit = [&](int u) __attribute__((always_inline)) MOE_EXT_TARGET {
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-        Bits first, last;
-        Units::load(layout, table, panel, unit, u, v, first, last);
+        Bits first{}, last{};
+        // The first unit of a segment is even if codes have 6 bits.
+        Loops::template load_unit<codes>(layout, panel, unit + u, v, first, last);
+        Loops::template to_bytes<codes>(u % 2 != 0, first, last);
+        if constexpr (looks_up) {
+          Simd::look_up(table, first);
+          Simd::look_up(table, last);
+        }
         MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
           const int8_t* eight = numbers + r * a.ld + (unit + u) * kPackedInputs;
           Simd::dot(first, eight, total[0][r][v]);
@@ -170,9 +137,11 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
   constexpr bool kWide = Loops::kVectors == 1;  // has 32 registers
   const int64_t panel_bytes = layout.panel_bytes();
   const uint8_t* end = panels + num_panels * panel_bytes;
+  const int64_t num_groups = layout.num_groups();
   for (int64_t p = 0; p < num_panels; ++p) {
     const uint8_t* panel = panels + p * panel_bytes;
-    Loops::read_all_scales(layout, panel, scales);
+    Loops::template read_scales<codes, has_minima>(layout, panel, 0, num_groups, scales,
+                                                   scales + num_groups * kPanelOutputs);
     Ahead ahead(panel, end, panel_bytes, a.num_segments);
     int64_t row = 0;
     const auto multiply = [&](auto rows) __attribute__((always_inline)) MOE_EXT_TARGET {
