@@ -476,6 +476,7 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const uint8_t* pan
   using Loops = typename Panel::Loops;
   constexpr int kStep = unpacked == Unpacked::kPairs ? 2 : 1;
   constexpr int64_t kSize = unpacked == Unpacked::kRounded ? 2 : 4;  // of a number in bytes
+  constexpr int64_t kBytesAhead = 1024;
   float table alignas(64)[16];
   std::copy_n(layout.format->values, 16, table);
   Panel source;
@@ -484,6 +485,7 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const uint8_t* pan
   for_units(
       layout, first_input, num_inputs,
       [&](int64_t group, int64_t unit, int64_t) __attribute__((always_inline)) MOE_EXT_TARGET {
+        __builtin_prefetch(panel + unit * layout.bytes_of_unit() + kBytesAhead);
         MOE_EXT_UNROLL for (int v = 0; v < Loops::kVectors; ++v) {
           typename Loops::Vector w[kPackedInputs];
           source.weights(layout, table, group, unit, v, w);
