@@ -42,6 +42,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   if constexpr (looks_up) {
     for (int i = 0; i < 64; ++i) table[i] = integers.table[i % 16];
   }
+  const uint8_t* high_bits = panel + layout.high_bits();
   const int64_t num_units = (layout.inputs + kPackedInputs - 1) / kPackedInputs;
   const int64_t units_of_segment = a.segment / kPackedInputs;
   const int64_t segments_of_group = std::max<int64_t>(layout.group / a.segment, 1);
@@ -66,7 +67,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
         Bits first{}, last{};
         // The first unit of a segment is even if codes have 6 bits.
-        Loops::template load_unit<codes>(layout, panel, unit + u, v, first, last);
+        Loops::template load_unit<codes>(panel, high_bits, unit + u, v, first, last);
         Loops::template to_bytes<codes>(u % 2 != 0, first, last);
         if constexpr (looks_up) {
           Simd::look_up(table, first);

@@ -345,12 +345,12 @@ struct Unpacking {
   // Loads the words of a unit: for 8-bit codes those of four inputs each, else the low 4 bits, and
   // the high 2 bits of this unit and its neighbour.
   template <Codes codes>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void load_unit(const PackedLayout& layout, const uint8_t* panel,
+  MOE_EXT_TARGET MOE_EXT_KERNEL void load_unit(const uint8_t* panel, const uint8_t* high_bits,
                                                int64_t unit, int v, Bits& low, Bits& high) {
     if constexpr (codes == Codes::kTable || codes == Codes::kSixBits) {
       load(panel + unit * 64, v, low);
       if constexpr (codes == Codes::kSixBits) {
-        load(panel + layout.high_bits() + unit / 2 * 64, v, high);
+        load(high_bits + unit / 2 * 64, v, high);
       }
     } else {
       load(panel + unit * 128, v, low);
@@ -379,10 +379,11 @@ struct Unpacking {
 
   // Computes the values of the inputs of a unit.
   template <Codes codes>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void values(const PackedLayout& layout, const float* table,
-                                            const uint8_t* panel, int64_t unit, int v, Vector* to) {
+  MOE_EXT_TARGET MOE_EXT_KERNEL void values(const float* table, const uint8_t* panel,
+                                            const uint8_t* high_bits, int64_t unit, int v,
+                                            Vector* to) {
     Bits low{}, high{};
-    load_unit<codes>(layout, panel, unit, v, low, high);
+    load_unit<codes>(panel, high_bits, unit, v, low, high);
     if constexpr (codes == Codes::kTable) {
       for (int i = 0; i < kPackedInputs; ++i) {
         look_up(table, low >> (i < 4 ? 8 * i : 8 * (i - 4) + 4), to[i]);
@@ -417,6 +418,7 @@ class Panel {
                                                                   int64_t first_input,
                                                                   int64_t num_inputs) {
     panel_ = panel;
+    high_bits_ = panel + layout.high_bits();
     first_group_ = first_input / layout.group;
     const int64_t last = (first_input + num_inputs + layout.group - 1) / layout.group;
     Loops::template read_scales<codes, has_minima>(layout, panel, first_group_, last, scales_,
@@ -424,15 +426,14 @@ class Panel {
   }
 
   // Computes w of the inputs of a unit of a group, for the lanes of vector v.
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void weights(const PackedLayout& layout,
-                                                                    const float* table,
+  MOE_EXT_TARGET __attribute__((always_inline)) inline void weights(const float* table,
                                                                     int64_t group, int64_t unit,
                                                                     int v, Vector* w) const {
     const int64_t place = (group - first_group_) * kPanelOutputs;
     Vector scale, minimum;
     Loops::load(scales_ + place, v, scale);
     if constexpr (has_minima) Loops::load(minima_ + place, v, minimum);
-    Loops::template values<codes>(layout, table, panel_, unit, v, w);
+    Loops::template values<codes>(table, panel_, high_bits_, unit, v, w);
     MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; ++i) {
       w[i] *= scale;
       if constexpr (has_minima) w[i] -= minimum;
@@ -443,7 +444,7 @@ class Panel {
   // The inputs may begin and end in the middle of a group.
   static constexpr int64_t kSize = (kMaxInputs / kPackedInputs + 2) * kPanelOutputs;
 
-  const uint8_t* panel_;
+  const uint8_t *panel_, *high_bits_;
   int64_t first_group_;
   float scales_ alignas(64)[kSize];
   float minima_ alignas(64)[has_minima ? kSize : kPanelOutputs];
@@ -488,7 +489,7 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const uint8_t* pan
         __builtin_prefetch(panel + unit * layout.bytes_of_unit() + kBytesAhead);
         MOE_EXT_UNROLL for (int v = 0; v < Loops::kVectors; ++v) {
           typename Loops::Vector w[kPackedInputs];
-          source.weights(layout, table, group, unit, v, w);
+          source.weights(table, group, unit, v, w);
           MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kStep) {
             void* place = row + (i / kStep * ld + v * Loops::kLanes) * kSize;
             if constexpr (unpacked == Unpacked::kRounded) {
@@ -538,7 +539,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
           Vector w[kPanels][kVectors][kPackedInputs];
           MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
             MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-              source[p].weights(layout, table, group, unit, v, w[p][v]);
+              source[p].weights(table, group, unit, v, w[p][v]);
               MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
                 if constexpr (Simd::kPairs) Simd::join(w[p][v][i], w[p][v][i + 1], w[p][v][i]);
               }
