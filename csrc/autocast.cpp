@@ -64,17 +64,17 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
                        bool keep_hidden) {
   const BelowAutocast<device> guard;
   const auto type = at::autocast::get_autocast_dtype(device);
-  const bool is_packed = network.packed != nullptr;
   const auto weights =
-      is_packed ? network.weights.vec() : cached_cast(type, network.weights, device);
+      network.packed ? network.weights.vec() : cached_cast(type, network.weights, device);
   const auto biases = cached_cast(type, network.biases, device);
-  return call_experts(cached_cast(type, x, device), routing,
-                      {.weights = weights,
-                       .biases = biases,
-                       .activation = network.activation,
-                       .activation_args = network.activation_args,
-                       .packed = network.packed},
-                      keep_hidden);
+  const auto lora_a = cached_cast(type, network.lora.a, device);
+  const auto lora_b = cached_cast(type, network.lora.b, device);
+  FeedForward cast = network;
+  cast.weights = weights;
+  cast.biases = biases;
+  cast.lora.a = lora_a;
+  cast.lora.b = lora_b;
+  return call_experts(cached_cast(type, x, device), routing, cast, keep_hidden);
 }
 
 template <c10::DeviceType device>
@@ -110,7 +110,6 @@ void register_for(torch::Library& m) {
   implement<"topk_routing", &topk_routing<device>>(m);
   implement<"load", &load<device>>(m);
   implement<"experts", &experts_of<experts<device>>>(m);
-  implement<"packed_experts", &packed_experts_of<experts<device>>>(m);
   implement<"linear_cross_entropy", &linear_cross_entropy_of<linear_cross_entropy<device>>>(m);
   implement<"lstm", &lstm_of<lstm<device>>>(m);
 }

@@ -66,9 +66,24 @@ inline Tensor in_known_layout(const Tensor& weight) {
 // not look for it in an optional list.
 inline Tensor readable_bias(const Tensor& bias) { return bias.resolve_neg().contiguous(); }
 
+// The same for a matrix of LoRA, which may be transposed.
+inline Tensor readable_lora(const Tensor& matrix) { return in_known_layout(matrix.resolve_neg()); }
+
 // Returns R.
 inline c10::SymInt num_rows_of(const Tensor& x, const Routing& routing) {
   return routing.inverse ? routing.inverse->sym_numel() : x.sym_size(0);
+}
+
+// Returns whether a layer has a low-rank adapter.
+inline bool has_lora(const LoraLayers& lora, size_t layer) {
+  return !lora.a.empty() && (lora.a[layer].dim() != 1 || lora.b[layer].dim() != 1 ||
+                             lora.a[layer].sym_size(0) != 0 || lora.b[layer].sym_size(0) != 0);
+}
+
+// Returns whether a layer has a mask of its adapter's inputs.
+inline bool has_mask(const LoraLayers& lora, size_t layer) {
+  return !lora.masks.empty() &&
+         (lora.masks[layer].dim() != 1 || lora.masks[layer].sym_size(0) != 0);
 }
 
 // The packed weights of a layer
@@ -119,7 +134,7 @@ inline PackedLayout packed_layout(const char* op, const PackedLayers& packed, si
 // Returns the layouts of all layers of a checked network; empty if the weights are not packed.
 inline std::vector<PackedLayout> packed_layouts(const FeedForward& network, int64_t fan_in) {
   std::vector<PackedLayout> layouts;
-  if (network.packed == nullptr) return layouts;
+  if (!network.packed) return layouts;
   const bool gated = check_activation(network.op(), network.activation, network.activation_args);
   for (size_t l = 0; l < network.weights.size(); ++l) {
     layouts.push_back(packed_layout(network.op(), *network.packed, l, fan_in));
@@ -135,15 +150,16 @@ inline void check_packed_weight(const char* op, const char* name, const Tensor& 
                  {num_experts, layout.num_panels(), layout.panel_bytes()});
 }
 
-inline void check_feed_forward(const char* op, const Tensor& x, const FeedForward& network) {
-  const auto& [weights, biases, activation, activation_args, packed] = network;
+inline void check_feed_forward(const char* op, const Tensor& x, const c10::SymInt& num_rows,
+                               const FeedForward& network) {
+  const auto& [weights, biases, activation, activation_args, packed, lora] = network;
   const bool gated = check_activation(op, activation, activation_args);
   TORCH_CHECK_VALUE(
       !weights.empty() && (biases.empty() || biases.size() == weights.size()), op,
       ": weights and biases must have one tensor for each linear layer (biases may be "
       "empty), got ",
       weights.size(), " weights and ", biases.size(), " biases");
-  if (packed != nullptr) {
+  if (packed) {
     check_packed_layers(op, weights, *packed);
     TORCH_CHECK_TYPE(!packed->is_integer() || x.scalar_type() != at::kDouble, op,
                      ": x must not be float64 in integer arithmetic, got float64");
@@ -156,12 +172,21 @@ inline void check_feed_forward(const char* op, const Tensor& x, const FeedForwar
     TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": x must have the dtype of the weights, ",
                      name_of(type), ", got ", name_of(x.scalar_type()));
   }
+  for (const auto& [name, size] :
+       {std::pair("lora_a", lora.a.size()),
+        {"lora_b", lora.b.size()},
+        {"lora_scales", lora.scales.size()},
+        {"lora_masks", lora.masks.empty() ? lora.a.size() : lora.masks.size()}}) {
+    TORCH_CHECK_VALUE(size == lora.a.size() && (size == 0 || size == weights.size()), op, ": ",
+                      name, " must be empty or have one value for each of ", weights.size(),
+                      " weights, as lora_a has, got ", size);
+  }
   const auto type = x.scalar_type();
   const auto num_experts = weights[0].sym_size(0);
   c10::SymInt width = x.sym_size(1);
   for (size_t l = 0; l < weights.size(); ++l) {
     const auto name = [&](const char* list) { return c10::str(list, "[", l, "]"); };
-    if (packed != nullptr) {
+    if (packed) {
       check_packed_weight(op, name("weights").c_str(), weights[l], x, num_experts,
                           packed_layout(op, *packed, l, width));
     } else {
@@ -172,6 +197,16 @@ inline void check_feed_forward(const char* op, const Tensor& x, const FeedForwar
     const auto columns = network.columns(l);
     if (!biases.empty()) {
       check_argument(op, name("biases").c_str(), biases[l], x, type, {num_experts, columns});
+    }
+    if (has_lora(lora, l)) {
+      check_dim(op, name("lora_a").c_str(), lora.a[l], 3);
+      const auto rank = lora.a[l].sym_size(2);
+      if (has_mask(lora, l)) {
+        check_argument(op, name("lora_masks").c_str(), lora.masks[l], x, at::kBool,
+                       {num_rows, width});
+      }
+      check_argument(op, name("lora_a").c_str(), lora.a[l], x, type, {num_experts, width, rank});
+      check_argument(op, name("lora_b").c_str(), lora.b[l], x, type, {num_experts, rank, columns});
     }
     const bool halved = gated && l + 1 < weights.size();
     TORCH_CHECK_VALUE(!halved || columns % 2 == 0, op, ": weights[", l,
@@ -185,7 +220,7 @@ inline void check_experts(const char* op, const Tensor& x, const Routing& routin
                           const FeedForward& network) {
   check_dim(op, "x", x, 2);
   check_floating(op, "x", x);
-  check_feed_forward(op, x, network);
+  check_feed_forward(op, x, num_rows_of(x, routing), network);
   const auto& [offsets, inverse, token_offsets, gates] = routing;
   TORCH_CHECK_VALUE(inverse || (!token_offsets && !gates), op,
                     ": inverse must be given if token_offsets or gates are given, got None");
@@ -237,7 +272,7 @@ inline std::vector<Tensor> experts_hidden(Empty& empty, const Tensor& x, const R
 inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const Routing& routing,
                                    const FeedForward& network, at::TensorList hidden,
                                    const c10::List<bool>& needs_parameters) {
-  const auto* op = network.backward_op();
+  constexpr auto* op = "_experts_backward";
   check_experts(op, x, routing, network);
   const auto type = x.scalar_type();
   check_argument(op, "grad_y", grad_y, x, type, experts_shape(x, routing, network));
@@ -245,9 +280,15 @@ inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const 
   TORCH_CHECK_VALUE(hidden.empty() || hidden.size() + 1 == weights.size(), op,
                     ": hidden must be empty or have one tensor for each hidden layer, got ",
                     hidden.size());
-  TORCH_CHECK_VALUE(needs_parameters.size() == weights.size() + network.biases.size(), op,
-                    ": needs_parameters must have one value for each weight and bias, got ",
-                    needs_parameters.size());
+  size_t num_parameters = 0;
+  for (const at::TensorList list : network.parameters()) num_parameters += list.size();
+  TORCH_CHECK_VALUE(needs_parameters.size() == num_parameters, op,
+                    ": needs_parameters must have one value for each of ", num_parameters,
+                    " parameters, got ", needs_parameters.size());
+  for (size_t l = 0; network.packed && l < weights.size(); ++l) {
+    TORCH_CHECK_VALUE(!needs_parameters[l], op, ": needs_parameters[", l,
+                      "] must be false for a packed weight, got true");
+  }
   for (size_t l = 0; l < hidden.size(); ++l) {
     check_argument(op, "hidden", hidden[l], x, type, {num_rows_of(x, routing), network.columns(l)});
   }
@@ -263,17 +304,16 @@ inline Tensor experts_gradient_of_gates(Empty& empty, const Tensor& x,
   return gates ? empty_of(empty, *gates) : empty(x, {0}, accumulate_type(x));
 }
 
-// Returns the first layer whose weight or bias needs a gradient; the number of layers if there is
+// Returns the first layer with a parameter that needs a gradient; the number of layers if there is
 // none.
 inline int64_t first_learned_layer(const FeedForward& network,
                                    const c10::List<bool>& needs_parameters) {
   const size_t num_layers = network.weights.size();
-  size_t l = 0;
-  while (l < num_layers && !needs_parameters[l] &&
-         (network.biases.empty() || !needs_parameters[num_layers + l])) {
-    ++l;
+  size_t first = num_layers;
+  for (size_t i = 0; i < needs_parameters.size(); ++i) {
+    if (needs_parameters[i]) first = std::min(first, i % num_layers);
   }
-  return static_cast<int64_t>(l);
+  return static_cast<int64_t>(first);
 }
 
 // Creates the gradient of a parameter in the memory layout of the parameter; shape [0] if it is not
@@ -284,11 +324,11 @@ inline Tensor experts_gradient_of(Empty& empty, const Tensor& parameter, bool ne
   return empty_of(empty, parameter);
 }
 
-// Creates the gradients of the weights, then of the biases.
+// Creates the gradients of the parameters.
 inline std::vector<Tensor> experts_gradients_of(Empty& empty, const FeedForward& network,
                                                 const c10::List<bool>& needs_parameters) {
   std::vector<Tensor> gradients;
-  for (const at::TensorList parameters : {network.weights, network.biases}) {
+  for (const at::TensorList parameters : network.parameters()) {
     for (const Tensor& each : parameters) {
       gradients.push_back(experts_gradient_of(empty, each, needs_parameters[gradients.size()]));
     }

@@ -6,6 +6,8 @@
 
 #include <ATen/core/List.h>
 
+#include <array>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -25,6 +27,18 @@ struct PackedLayers {
   bool is_integer() const { return arithmetic == "integer"; }
 };
 
+// Low-rank adapters (LoRA, arXiv:2106.09685): a layer with the input A computes
+// A W + scale (A a) b. All lists are empty, or have one value for each layer; without an adapter, a
+// and b have shape [0].
+struct LoraLayers {
+  at::TensorList a;  // [E, fan_in, rank]
+  at::TensorList b;  // [E, rank, columns]
+  at::ArrayRef<double> scales;
+  // Dropout: bool [R, fan_in] of each layer, or shape [0]; may be an empty list. a sees 0 in place
+  // of the numbers of A where the mask is false.
+  at::TensorList masks = {};
+};
+
 // The expert networks, all of one architecture: linear layers with an activation between them.
 struct FeedForward {
   at::TensorList
@@ -32,30 +46,58 @@ struct FeedForward {
   at::TensorList biases;  // [E, columns] of each layer, or empty
   std::string_view activation;
   at::ArrayRef<double> activation_args;  // limit, alpha and offset, or empty
-  const PackedLayers* packed = nullptr;
+  std::optional<PackedLayers> packed = {};
+  LoraLayers lora = {};
 
-  const char* op() const { return packed == nullptr ? "experts" : "packed_experts"; }
-  const char* backward_op() const {
-    return packed == nullptr ? "_experts_backward" : "_packed_experts_backward";
-  }
+  // The lists of parameters, in the order of their gradients.
+  std::array<at::TensorList, 4> parameters() const { return {weights, biases, lora.a, lora.b}; }
+
+  // The name of the public function, for errors.
+  const char* op() const { return packed ? "packed_experts" : "experts"; }
   c10::SymInt columns(size_t layer) const {
-    return packed == nullptr ? weights[layer].sym_size(2) : packed->columns[layer];
+    return packed ? packed->columns[layer] : weights[layer].sym_size(2);
   }
 };
 
 using ExpertsOutputs = std::tuple<Tensor, std::vector<Tensor>>;
-// The gradients of x, of the gates, and of the parameters: the weights, then the biases.
+// The gradients of x, of the gates, and of the parameters.
 using ExpertsGradients = std::tuple<Tensor, Tensor, std::vector<Tensor>>;
 
-inline FeedForward network_of(at::TensorList weights, std::optional<at::TensorList> biases,
-                              std::string_view activation,
-                              std::optional<at::ArrayRef<double>> activation_args,
-                              const PackedLayers* packed = nullptr) {
-  return {.weights = weights,
-          .biases = biases.value_or(at::TensorList()),
-          .activation = activation,
-          .activation_args = activation_args.value_or(at::ArrayRef<double>()),
-          .packed = packed};
+template <typename T>
+at::ArrayRef<T> list_of(const std::optional<at::ArrayRef<T>>& list) {
+  return list.value_or(at::ArrayRef<T>());
+}
+template <typename T>
+std::optional<at::ArrayRef<T>> if_any(at::ArrayRef<T> list) {
+  return list.empty() ? std::nullopt : std::optional(list);
+}
+
+using Integers = std::optional<at::ArrayRef<int64_t>>;
+using Floats = std::optional<at::ArrayRef<double>>;
+using Tensors = std::optional<at::TensorList>;
+using Strings = std::optional<c10::List<std::string>>;
+
+inline FeedForward network_of(at::TensorList weights, const Tensors& biases,
+                              std::string_view activation, const Floats& activation_args,
+                              const Strings& formats, const Integers& groups,
+                              const Integers& columns, std::string_view arithmetic,
+                              const Tensors& lora_a, const Tensors& lora_b,
+                              const Floats& lora_scales, const Tensors& lora_masks) {
+  FeedForward network{.weights = weights,
+                      .biases = list_of(biases),
+                      .activation = activation,
+                      .activation_args = list_of(activation_args),
+                      .lora = {.a = list_of(lora_a),
+                               .b = list_of(lora_b),
+                               .scales = list_of(lora_scales),
+                               .masks = list_of(lora_masks)}};
+  if (formats) {
+    network.packed.emplace(PackedLayers{.formats = *formats,
+                                        .groups = list_of(groups),
+                                        .columns = list_of(columns),
+                                        .arithmetic = arithmetic});
+  }
+  return network;
 }
 
 // Adapts kernel(x, routing, network, keep_hidden) to the dispatcher. The operator returns one list:
@@ -63,15 +105,18 @@ inline FeedForward network_of(at::TensorList weights, std::optional<at::TensorLi
 template <auto kernel>
 std::vector<Tensor> experts_of(const Tensor& x, const OptionalTensor& offsets,
                                const OptionalTensor& inverse, const OptionalTensor& token_offsets,
-                               const OptionalTensor& gates, at::TensorList weights,
-                               std::optional<at::TensorList> biases, std::string_view activation,
-                               bool keep_hidden,
-                               std::optional<at::ArrayRef<double>> activation_args) {
+                               const OptionalTensor& gates, at::TensorList weights, Tensors biases,
+                               std::string_view activation, bool keep_hidden,
+                               Floats activation_args, Strings formats, Integers groups,
+                               Integers columns, std::string_view arithmetic, Tensors lora_a,
+                               Tensors lora_b, Floats lora_scales, Tensors lora_masks) {
   auto [y, list] = kernel(
       x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
-      network_of(weights, biases, activation, activation_args), keep_hidden);
+      network_of(weights, biases, activation, activation_args, formats, groups, columns, arithmetic,
+                 lora_a, lora_b, lora_scales, lora_masks),
+      keep_hidden);
   list.insert(list.begin(), y);
   return list;
 }
@@ -81,112 +126,34 @@ template <auto kernel>
 std::vector<Tensor> experts_backward_of(
     const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
     const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
-    at::TensorList weights, std::optional<at::TensorList> biases, at::TensorList hidden,
-    std::string_view activation, bool needs_x, const c10::List<bool>& needs_parameters,
-    std::optional<at::ArrayRef<double>> activation_args) {
+    at::TensorList weights, Tensors biases, at::TensorList hidden, std::string_view activation,
+    bool needs_x, const c10::List<bool>& needs_parameters, Floats activation_args, Strings formats,
+    Integers groups, Integers columns, Tensors lora_a, Tensors lora_b, Floats lora_scales,
+    Tensors lora_masks) {
   auto [grad_x, grad_gates, list] = kernel(
       grad_y, x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
-      network_of(weights, biases, activation, activation_args), hidden, needs_x, needs_parameters);
+      network_of(weights, biases, activation, activation_args, formats, groups, columns, "exact",
+                 lora_a, lora_b, lora_scales, lora_masks),
+      hidden, needs_x, needs_parameters);
   list.insert(list.begin(), {grad_x, grad_gates});
   return list;
 }
 
-// Adapts the same kernels to packed_experts and _packed_experts_backward. The gradients of the
-// parameters are those of the biases alone.
-template <auto kernel>
-std::vector<Tensor> packed_experts_of(
-    const Tensor& x, const OptionalTensor& offsets, const OptionalTensor& inverse,
-    const OptionalTensor& token_offsets, const OptionalTensor& gates, at::TensorList weights,
-    const c10::List<std::string>& formats, at::IntArrayRef groups, at::IntArrayRef columns,
-    std::optional<at::TensorList> biases, std::string_view activation, bool keep_hidden,
-    std::optional<at::ArrayRef<double>> activation_args, std::string_view arithmetic) {
-  const PackedLayers packed{
-      .formats = formats, .groups = groups, .columns = columns, .arithmetic = arithmetic};
-  auto [y, list] = kernel(
-      x,
-      Routing{
-          .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
-      network_of(weights, biases, activation, activation_args, &packed), keep_hidden);
-  list.insert(list.begin(), y);
-  return list;
-}
-
-template <auto kernel>
-std::vector<Tensor> packed_experts_backward_of(
-    const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
-    const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
-    at::TensorList weights, const c10::List<std::string>& formats, at::IntArrayRef groups,
-    at::IntArrayRef columns, std::optional<at::TensorList> biases, at::TensorList hidden,
-    std::string_view activation, bool needs_x, const c10::List<bool>& needs_biases,
-    std::optional<at::ArrayRef<double>> activation_args) {
-  const PackedLayers packed{.formats = formats, .groups = groups, .columns = columns};
-  c10::List<bool> needs_parameters;
-  for (size_t l = 0; l < weights.size(); ++l) needs_parameters.push_back(false);
-  needs_parameters.append(needs_biases);
-  auto [grad_x, grad_gates, list] = kernel(
-      grad_y, x,
-      Routing{
-          .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
-      network_of(weights, biases, activation, activation_args, &packed), hidden, needs_x,
-      needs_parameters);
-  std::vector<Tensor> gradients{grad_x, grad_gates};
-  gradients.insert(gradients.end(), list.begin() + static_cast<int64_t>(weights.size()),
-                   list.end());
-  return gradients;
-}
-
-template <typename T>
-std::optional<at::ArrayRef<T>> if_any(at::ArrayRef<T> list) {
-  return list.empty() ? std::nullopt : std::optional(list);
-}
-
-// call_experts and call_experts_backward call the operators through the dispatcher.
+// Calls the operator through the dispatcher.
 inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
                                    const FeedForward& network, bool keep_hidden) {
-  if (const PackedLayers* packed = network.packed) {
-    static const PublicOperator<decltype(packed_experts_of<nullptr>)> op("moe_ext::packed_experts");
-    const auto list = op.call(x, routing.offsets, routing.inverse, routing.token_offsets,
-                              routing.gates, network.weights, packed->formats, packed->groups,
-                              packed->columns, if_any(network.biases), network.activation,
-                              keep_hidden, if_any(network.activation_args), packed->arithmetic);
-    return {list[0], {list.begin() + 1, list.end()}};
-  }
   static const PublicOperator<decltype(experts_of<nullptr>)> op("moe_ext::experts");
-  const auto list = op.call(x, routing.offsets, routing.inverse, routing.token_offsets,
-                            routing.gates, network.weights, if_any(network.biases),
-                            network.activation, keep_hidden, if_any(network.activation_args));
+  const auto& [weights, biases, activation, activation_args, packed, lora] = network;
+  const auto list = op.call(
+      x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates, weights,
+      if_any(biases), activation, keep_hidden, if_any(activation_args),
+      packed ? Strings(packed->formats) : std::nullopt,
+      packed ? Integers(packed->groups) : std::nullopt,
+      packed ? Integers(packed->columns) : std::nullopt, packed ? packed->arithmetic : "exact",
+      if_any(lora.a), if_any(lora.b), if_any(lora.scales), if_any(lora.masks));
   return {list[0], {list.begin() + 1, list.end()}};
-}
-
-inline ExpertsGradients call_experts_backward(const Tensor& grad_y, const Tensor& x,
-                                              const Routing& routing, const FeedForward& network,
-                                              at::TensorList hidden, bool needs_x,
-                                              const c10::List<bool>& needs_parameters) {
-  if (const PackedLayers* packed = network.packed) {
-    static const auto op = find_operator<decltype(packed_experts_backward_of<nullptr>)>(
-        "moe_ext::_packed_experts_backward");
-    const auto num_layers = static_cast<int64_t>(network.weights.size());
-    c10::List<bool> needs_biases;
-    for (size_t i = num_layers; i < needs_parameters.size(); ++i) {
-      needs_biases.push_back(needs_parameters[i]);
-    }
-    auto list = op.call(grad_y, x, routing.offsets, routing.inverse, routing.token_offsets,
-                        routing.gates, network.weights, packed->formats, packed->groups,
-                        packed->columns, if_any(network.biases), hidden, network.activation,
-                        needs_x, needs_biases, if_any(network.activation_args));
-    std::vector<Tensor> parameters(num_layers);  // no gradients of codes
-    parameters.insert(parameters.end(), list.begin() + 2, list.end());
-    return {list[0], list[1], parameters};
-  }
-  static const auto op =
-      find_operator<decltype(experts_backward_of<nullptr>)>("moe_ext::_experts_backward");
-  const auto list =
-      op.call(grad_y, x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
-              network.weights, if_any(network.biases), hidden, network.activation, needs_x,
-              needs_parameters, if_any(network.activation_args));
-  return {list[0], list[1], {list.begin() + 2, list.end()}};
 }
 
 }  // namespace moe_ext

@@ -231,9 +231,6 @@ TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
   m.impl("_combine_backward", &moe_ext::combine_backward_meta);
   m.impl("experts", &moe_ext::experts_of<moe_ext::experts_meta>);
   m.impl("_experts_backward", &moe_ext::experts_backward_of<moe_ext::experts_backward_meta>);
-  m.impl("packed_experts", &moe_ext::packed_experts_of<moe_ext::experts_meta>);
-  m.impl("_packed_experts_backward",
-         &moe_ext::packed_experts_backward_of<moe_ext::experts_backward_meta>);
   m.impl("linear_cross_entropy",
          &moe_ext::linear_cross_entropy_of<moe_ext::linear_cross_entropy_meta>);
   m.impl("_linear_cross_entropy_backward",

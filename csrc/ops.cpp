@@ -100,9 +100,21 @@ Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& i
 
 namespace {
 
-Tensor run_experts(const Tensor& x, const ExpertsOptions& options, const FeedForward& network) {
-  const bool differentiated =
-      torch::autograd::compute_requires_grad(x, options.gates, network.weights, network.biases);
+Tensor run_experts(const Tensor& x, const ExpertsOptions& options, FeedForward network,
+                   at::ArrayRef<LoRA> lora) {
+  std::vector<Tensor> a, b, masks;
+  std::vector<double> scales;
+  for (const LoRA& adapter : lora) {
+    const bool absent = !adapter.a.defined() && !adapter.b.defined();
+    a.push_back(absent ? at::empty({0}, x.options()) : adapter.a);
+    b.push_back(absent ? at::empty({0}, x.options()) : adapter.b);
+    scales.push_back(adapter.scale);
+    const auto options = x.options().dtype(at::kBool);
+    masks.push_back(adapter.mask.defined() ? adapter.mask : at::empty({0}, options));
+  }
+  network.lora = {.a = a, .b = b, .scales = scales, .masks = masks};
+  const bool differentiated = torch::autograd::compute_requires_grad(
+      x, options.gates, network.weights, network.biases, network.lora.a, network.lora.b);
   const Routing routing{.offsets = options.offsets,
                         .inverse = options.inverse,
                         .token_offsets = options.token_offsets,
@@ -114,17 +126,19 @@ Tensor run_experts(const Tensor& x, const ExpertsOptions& options, const FeedFor
 
 Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases,
                std::string_view activation, const ExpertsOptions& options,
-               at::ArrayRef<double> activation_args) {
+               at::ArrayRef<double> activation_args, at::ArrayRef<LoRA> lora) {
   return run_experts(x, options,
                      {.weights = weights,
                       .biases = biases,
                       .activation = activation,
-                      .activation_args = activation_args});
+                      .activation_args = activation_args},
+                     lora);
 }
 
 Tensor packed_experts(const Tensor& x, at::ArrayRef<PackedWeight> weights, at::TensorList biases,
                       std::string_view activation, const ExpertsOptions& options,
-                      at::ArrayRef<double> activation_args, std::string_view arithmetic) {
+                      at::ArrayRef<double> activation_args, std::string_view arithmetic,
+                      at::ArrayRef<LoRA> lora) {
   std::vector<Tensor> panels;
   c10::List<std::string> formats;
   std::vector<int64_t> groups, columns;
@@ -141,7 +155,8 @@ Tensor packed_experts(const Tensor& x, at::ArrayRef<PackedWeight> weights, at::T
                       .biases = biases,
                       .activation = activation,
                       .activation_args = activation_args,
-                      .packed = &packed});
+                      .packed = packed},
+                     lora);
 }
 
 Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,

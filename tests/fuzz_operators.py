@@ -37,6 +37,7 @@ from operators import (
     FORMS,
     ROWS,
     TABLE,
+    TORCH_NAMES,
     changed,
     moved,
     named_call_of,
@@ -174,7 +175,7 @@ class Call:
 
 
 def operator(name):
-    return getattr(torch.ops.moe_ext, name).default
+    return getattr(torch.ops.moe_ext, TORCH_NAMES[name]).default
 
 
 def schema(name):
@@ -313,7 +314,7 @@ def on_meta(name, arguments):
     tensors = {a.name for a in schema(name).arguments if "Tensor" in str(a.type)}
     return {
         key: changed(lambda x: torch.empty_like(x, device="meta"), value)
-        if key in tensors
+        if key in tensors or not isinstance(value, torch.Tensor)
         else value
         for key, value in arguments.items()
     }
@@ -423,8 +424,9 @@ def assert_message(call, arguments, error):
         sizes = [x.numel() for x in tensors_in(list(arguments.values())) + outputs]
         assert int(asked[1]) <= 16 * sum(sizes), f"not justified: {text}"
         return
-    operators = "|".join({call.operator, ROWS[call.operator].backward or call.operator})
-    names = [a.name for each in operators.split("|") for a in schema(each).arguments]
+    rows = {call.operator, ROWS[call.operator].backward or call.operator}
+    operators = "|".join(rows | {TORCH_NAMES[name] for name in rows})
+    names = [a.name for each in rows for a in schema(each).arguments]
     assert error.exception in ("ValueError", "TypeError", "IndexError"), text
     assert re.match(rf"({operators}): .* must .*, got ", error.message, re.DOTALL), text
     assert any(each in error.message for each in names), text

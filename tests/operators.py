@@ -42,6 +42,9 @@ STEMS = [
 TABLE = {name: row for stem in STEMS for name, row in stem.TABLE.items()}
 # Every operator, including backward operators, and its row.
 ROWS = TABLE | {row.backward: row for row in TABLE.values() if row.backward}
+# Torch's operator behind each row; packed_experts is a function that calls experts.
+TORCH_NAMES = {name: name for name in ROWS}
+TORCH_NAMES |= {"packed_experts": "experts", "_packed_experts_backward": "_experts_backward"}
 
 
 class Subclass(torch.Tensor):
@@ -110,6 +113,8 @@ def with_leaves(arguments, names, needed=None):
     leaves = []
 
     def leaf(x):
+        if not x.is_floating_point():
+            return x
         leaves.append(x.detach().clone().requires_grad_(needed is None or len(leaves) in needed))
         return leaves[-1]
 
@@ -152,8 +157,8 @@ def call_of(name, arguments):
     with recorded_ops() as calls:
         evaluate(row, arguments)
     called = {each: (op, args) for each, op, args, kwargs in calls}
-    assert set(called) == {name for name, other in ROWS.items() if other is row}
-    op, args = called[name]
+    assert set(called) == {TORCH_NAMES[name] for name, other in ROWS.items() if other is row}
+    op, args = called[TORCH_NAMES[name]]
     return op, changed(torch.Tensor.detach, list(args))
 
 

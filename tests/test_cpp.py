@@ -91,6 +91,7 @@ TYPES = {
     "bool": "bool",
     "str": "std::string_view",
     "PackedWeight[]": "at::ArrayRef<PackedWeight>",
+    "LoRA[]": "at::ArrayRef<LoRA>",
     "float[]": "at::ArrayRef<double>",
     "float[]?": "at::ArrayRef<double>",
 }
@@ -135,6 +136,21 @@ def schemas():
         if match:
             results = [each.split(" ")[-1] for each in match[3].strip("()").split(", ")]
             found[match[1]] = [parsed_schema(each) for each in match[2].split(", ")], results
+    # Structs of C++ stand for several arguments. packed_experts calls the operator experts.
+    arguments, results = found["experts"]
+    kept = [each for each in arguments if not each[1].startswith("lora_")]
+    kept.append(("LoRA[]", "lora", None))
+    packed = ("formats", "groups", "columns", "arithmetic")
+    found["experts"] = [each for each in kept if each[1] not in packed], results
+    kinds = {"weights": "PackedWeight[]"}
+    found["packed_experts"] = (
+        [
+            (kinds.get(name, kind), name, default)
+            for kind, name, default in kept
+            if name not in packed[:3]
+        ],
+        results,
+    )
     return found
 
 
@@ -154,17 +170,10 @@ def test_every_operator_has_a_function():
 def test_functions_have_the_arguments_of_the_schema(name):
     """Operators with options differ: C++ and Python pass recompute instead of what to keep.
 
-    lstm returns only the outputs of which a gradient can be taken. packed_experts takes structs.
+    lstm returns only the outputs of which a gradient can be taken.
     """
     arguments, results = schemas()[name]
     result, declared = declarations()[name]
-    if name == "packed_experts":
-        members_of_struct = ("formats", "groups", "columns")
-        arguments = [each for each in arguments if each[1] not in members_of_struct]
-        arguments = [
-            ("PackedWeight[]", each[1], each[2]) if each[1] == "weights" else each
-            for each in arguments
-        ]
     if name in ("experts", "packed_experts", "linear_cross_entropy"):
         kept = ("keep_hidden", "keep_gradients")
         arguments = [("bool", "recompute", ...) if each[1] in kept else each

@@ -232,13 +232,15 @@ class ClassTiles {
   // The workspace of the tiles of at most some tokens.
   struct Workspace {
     Workspace(const ClassTiles& tiles, int64_t tokens, Arena& arena)
-        : gemm(arena.take<acc_t>(tiles.gemm_size(tokens))),
+        : gemm(arena, {{tokens, tiles.max_classes(), tiles.width},
+                       {tokens, tiles.width, tiles.max_classes()},
+                       {tiles.max_classes(), tiles.width, tokens}}),
           tile(arena.take<acc_t>(tokens * tiles.max_classes())),
           kept(arena.take<acc_t>(tiles.kept_size(tokens * tiles.max_classes()))),
           bias(arena.take<acc_t>(tiles.max_classes())),
           group(arena.take<acc_t>(tiles.max_classes())) {}
 
-    acc_t* gemm;
+    GemmWorkspace<scalar_t> gemm;
     acc_t* tile;   // the logits, then P
     acc_t* kept;   // if the tile is not kept elsewhere
     acc_t* bias;   // the share of the tokens in the gradient of bias
@@ -363,13 +365,6 @@ class ClassTiles {
   const int64_t num_tokens, width, num_classes, num_tiles;
 
  private:
-  // The workspace size of the GEMMs of at most this many tokens.
-  int64_t gemm_size(int64_t tokens) const {
-    return std::max({gemm_workspace_size<scalar_t>(tokens, max_classes(), width),
-                     gemm_workspace_size<scalar_t>(tokens, width, max_classes()),
-                     gemm_workspace_size<scalar_t>(max_classes(), width, tokens)});
-  }
-
   bool is_ignored(int64_t t) const { return targets()[t] == ignore_index_; }
   const int64_t* targets() const { return target_.template const_data_ptr<int64_t>(); }
 

@@ -98,10 +98,9 @@ class LstmForward {
         num_parts * static_cast<int64_t>(layer_.blocks.size()), /*progress=*/nullptr,
         num_threads_for(2 * num_rows * 4 * layer_.num_units * d_input),
         [&](Arena& arena) {
-          return arena.take<acc_t>(
-              gemm_workspace_size<scalar_t>(most, 4 * layer_.max_units(), d_input));
+          return GemmWorkspace<scalar_t>(arena, {{most, 4 * layer_.max_units(), d_input}});
         },
-        [&](int64_t task, acc_t* workspace) {
+        [&](int64_t task, const GemmWorkspace<scalar_t>& workspace) {
           const Units units = layer_.blocks[task / num_parts];
           const int64_t part = task % num_parts;
           const int64_t begin = part * num_rows / num_parts;
@@ -118,16 +117,15 @@ class LstmForward {
   void run_steps() {
     const int64_t width = layer_.width, num_units = layer_.num_units;
     struct Workspace {
-      ProductWorkspace<acc_t> product;
+      ProductWorkspace<scalar_t> product;
       scalar_t* r;
     };
     const auto take = [&](Arena& arena, int64_t most) {
-      const int64_t gemm_size =
-          std::max(gemm_workspace_size<scalar_t>(most, 4 * layer_.max_units(), width),
-                   gemm_workspace_size<scalar_t>(most, width, num_units));
-      return Workspace{{.gemm = arena.take<acc_t>(gemm_size),
-                        .sums = arena.take<acc_t>(sums_size<scalar_t, acc_t>(most, width))},
-                       arena.take<scalar_t>(most * num_units)};
+      return Workspace{
+          {.gemm = GemmWorkspace<scalar_t>(
+               arena, {{most, 4 * layer_.max_units(), width}, {most, width, num_units}}),
+           .sums = arena.take<acc_t>(sums_size<scalar_t, acc_t>(most, width))},
+          arena.take<scalar_t>(most * num_units)};
     };
     layer_.for_sentences(take, [&](const Sentences& sentences, const Workspace& workspace) {
       for (int64_t step = 0; step < layer_.steps.count(); ++step) {

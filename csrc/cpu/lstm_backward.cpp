@@ -119,15 +119,14 @@ class LstmBackward {
   void run_steps() {
     const int64_t width = layer_.width, num_units = layer_.num_units;
     struct Workspace {
-      acc_t *gemm, *dr;
+      GemmWorkspace<scalar_t> gemm;
+      acc_t* dr;
       scalar_t* r;
     };
     const auto take = [&](Arena& arena, int64_t most) {
       const int64_t units_at_once = layer_.max_units();
-      const int64_t gemm_size =
-          std::max(gemm_workspace_size<scalar_t>(most, units_at_once, width),
-                   gemm_workspace_size<scalar_t>(most, width, 4 * units_at_once));
-      return Workspace{.gemm = arena.take<acc_t>(gemm_size),
+      return Workspace{.gemm = GemmWorkspace<scalar_t>(
+                           arena, {{most, units_at_once, width}, {most, width, 4 * units_at_once}}),
                        .dr = arena.take<acc_t>(most * units_at_once),
                        .r = arena.take<scalar_t>(most * num_units)};
     };
@@ -170,7 +169,7 @@ class LstmBackward {
   }
 
   // The products over all rows. A task computes some rows of a gradient in its workspace.
-  using Workspace = ProductWorkspace<acc_t>;
+  using Workspace = ProductWorkspace<scalar_t>;
   using Task = std::function<void(const Workspace&)>;
 
   void multiply() {
@@ -197,14 +196,14 @@ class LstmBackward {
         num_threads_for(2 * num_rows() * num_units * (8 * d_input + 4 * width)),
         [&](Arena& arena) {
           const int64_t widest = std::max(d_input, width);
-          const int64_t gemm_size =
-              std::max({gemm_workspace_size<scalar_t>(columns, widest, num_rows()),
-                        gemm_workspace_size<scalar_t>(kMaxUnits, num_units, num_rows()),
-                        gemm_workspace_size<scalar_t>(rows, d_input, columns)});
           const int64_t size = std::max({sums_size<scalar_t, acc_t>(columns, widest),
                                          sums_size<scalar_t, acc_t>(kMaxUnits, num_units),
                                          rows * d_input, 2 * columns});
-          return Workspace{.gemm = arena.take<acc_t>(gemm_size), .sums = arena.take<acc_t>(size)};
+          return Workspace{
+              .gemm = GemmWorkspace<scalar_t>(arena, {{columns, widest, num_rows()},
+                                                      {kMaxUnits, num_units, num_rows()},
+                                                      {rows, d_input, columns}}),
+              .sums = arena.take<acc_t>(size)};
         },
         [&](int64_t task, const Workspace& workspace) { tasks[task](workspace); });
   }

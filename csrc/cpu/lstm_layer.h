@@ -258,20 +258,20 @@ class Layer {
 };
 
 // The memory of products of at most some sizes.
-template <typename acc_t>
+template <typename scalar_t>
 struct ProductWorkspace {
-  acc_t* gemm;
-  acc_t* sums;  // of numbers that are rounded
+  GemmWorkspace<scalar_t> gemm;
+  at::opmath_type<scalar_t>* sums;  // of numbers that are rounded
 };
 
 // C = A B, rounded to scalar_t, for k of at least 0.
-template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
+template <typename scalar_t, typename a_t, typename b_t>
 void product(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, scalar_t* c,
-             const ProductWorkspace<acc_t>& workspace) {
+             const ProductWorkspace<scalar_t>& workspace) {
   if (m == 0 || n == 0) return;
   if (k == 0) {
     std::fill_n(c, m * n, scalar_t(0));
-  } else if constexpr (std::is_same_v<scalar_t, acc_t>) {
+  } else if constexpr (std::is_same_v<scalar_t, at::opmath_type<scalar_t>>) {
     gemm<scalar_t>(m, n, k, a, b, Write::kReplace, c, workspace.gemm);
   } else {
     gemm_rounded<scalar_t>(m, n, k, a, b, Write::kReplace, c, workspace.sums, workspace.gemm);

@@ -28,35 +28,38 @@ class ParameterGradients {
  public:
   using acc_t = at::opmath_type<scalar_t>;
 
+  // A linear layer with the input a [R, fan_in] and dz [R, columns], the gradient of its output. A
+  // gradient has the experts in sequence in memory; it is empty if it is not needed.
   struct Layer {
     int64_t fan_in, columns;
-    bool transposed;  // whether dW is stored as [columns, fan_in]
+    bool transposed;               // whether dW is stored as [columns, fan_in]
+    at::Tensor weight, bias = {};  // the gradients; the bias may be undefined
     int64_t num_rows() const { return transposed ? columns : fan_in; }
   };
 
-  // A thread's workspace.
+  // The memory of a thread, for layers that are at most as wide as `widest`.
   struct Workspace {
-    acc_t* gemm;
-    acc_t* sums;   // sums to be rounded, sums_size() elements
+    Workspace(Arena& arena, const GemmWorkspace<scalar_t>& gemm, int64_t widest)
+        : gemm(gemm),
+          sums(arena.take<acc_t>(kSame ? 0 : std::max(widest, rounded_sums_size(widest, widest)))),
+          group(arena.take<acc_t>(widest)) {}
+
+    GemmWorkspace<scalar_t> gemm;
+    acc_t* sums;   // sums to be rounded
     acc_t* group;  // the sum of a group of rows, as wide as a layer
   };
 
-  // `gradients` belong to the layers' weights and then to the biases. Each tensor has the
-  // experts in sequence in memory, or is empty if it is not needed.
-  ParameterGradients(at::TensorList gradients, std::vector<Layer> layers, int64_t num_experts)
-      : layers_(std::move(layers)) {
+  ParameterGradients(std::vector<Layer> layers, int64_t num_experts) : layers_(std::move(layers)) {
+    const auto gradient = [&](const at::Tensor& tensor) -> Gradient {
+      if (!tensor.defined() || tensor.numel() == 0) return {.data = nullptr, .size = 0};
+      return {.data = tensor.mutable_data_ptr<scalar_t>(), .size = tensor.numel() / num_experts};
+    };
     int64_t size = 0;
-    for (const at::Tensor& each : gradients) {
-      // A gradient that is not needed may have the type of packed weights.
-      gradients_.push_back({.data = each.numel() == 0 ? nullptr : each.mutable_data_ptr<scalar_t>(),
-                            .size = each.numel() / std::max<int64_t>(1, num_experts)});
-      size += each.numel();
-    }
-    // Gradients that do not fit into the caches are not read again soon, so they bypass the caches.
-    constexpr int64_t kLarge = 8 << 20;
-    if (size * static_cast<int64_t>(sizeof(acc_t)) > kLarge) write_ = Write::kStream;
     for (int64_t l = 0; l < num_layers(); ++l) {
       const Layer& layer = layers_[l];
+      weights_.push_back(gradient(layer.weight));
+      biases_.push_back(gradient(layer.bias));
+      size += num_experts * (weights_[l].size + biases_[l].size);
       if (needs_weight(l)) {
         const int64_t num_parts = at::ceil_div(layer.num_rows(), kRowsOfPart);
         for (int64_t part = 0; part < num_parts; ++part) {
@@ -69,20 +72,16 @@ class ParameterGradients {
       saved_a_.push_back(needs_weight(l) ? layer.fan_in : 0);
       saved_dz_.push_back(needs_weight(l) || needs_bias(l) ? layer.columns : 0);
     }
+    // Gradients that do not fit into the caches are not read again soon, so they bypass the caches.
+    constexpr int64_t kLarge = 8 << 20;
+    if (size * static_cast<int64_t>(sizeof(acc_t)) > kLarge) write_ = Write::kStream;
   }
 
-  bool needs_weight(int64_t layer) const { return gradients_[layer].size > 0; }
-  bool needs_bias(int64_t layer) const {
-    return has_bias() && gradients_[num_layers() + layer].size > 0;
-  }
+  bool needs_weight(int64_t layer) const { return weights_[layer].size > 0; }
+  bool needs_bias(int64_t layer) const { return biases_[layer].size > 0; }
 
   // The number of parts of the gradients of a split expert.
   int64_t num_parts() const { return static_cast<int64_t>(parts_.size()); }
-
-  // The number of elements of Workspace::sums for the layers of this width.
-  static int64_t sums_size(int64_t widest) {
-    return kSame ? 0 : std::max(widest, rounded_sums_size(widest, widest));
-  }
 
   // Takes memory for the rows of the split experts.
   void reserve(const BackwardSchedule& schedule) {
@@ -124,8 +123,10 @@ class ParameterGradients {
 
   // Writes the gradients of an expert without rows.
   void write_zeros(const Block& block) const {
-    for (const auto& each : gradients_) {
-      std::fill_n(each.data + block.expert * each.size, each.size, scalar_t(0));
+    for (const auto& list : {weights_, biases_}) {
+      for (const Gradient& each : list) {
+        std::fill_n(each.data + block.expert * each.size, each.size, scalar_t(0));
+      }
     }
   }
 
@@ -145,7 +146,6 @@ class ParameterGradients {
   };
 
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
-  bool has_bias() const { return gradients_.size() > layers_.size(); }
 
   // Takes memory for the rows of A and dZ of a layer in a slot.
   std::pair<scalar_t*, acc_t*> take_saved(Arena& slot, int64_t layer) const {
@@ -162,10 +162,11 @@ class ParameterGradients {
 
   void weight(int64_t expert, const Part& part, int64_t num_rows, const scalar_t* a,
               const acc_t* dz, const Workspace& workspace) const {
-    const auto& [fan_in, columns, is_transposed] = layers_[part.layer];
-    const auto& gradient = gradients_[part.layer];
+    const Layer& layer = layers_[part.layer];
+    const int64_t fan_in = layer.fan_in, columns = layer.columns;
+    const Gradient& gradient = weights_[part.layer];
     scalar_t* to = gradient.data + expert * gradient.size;
-    if (is_transposed) {
+    if (layer.transposed) {
       product(part, fan_in, num_rows, plain(dz, columns), plain(a, fan_in), to, workspace);
     } else {
       product(part, columns, num_rows, plain(a, fan_in), plain(dz, columns), to, workspace);
@@ -190,7 +191,7 @@ class ParameterGradients {
   void bias(int64_t expert, int64_t layer, int64_t num_rows, const acc_t* dz,
             const Workspace& workspace) const {
     const int64_t columns = layers_[layer].columns;
-    scalar_t* to = gradients_[num_layers() + layer].data + expert * columns;
+    scalar_t* to = biases_[layer].data + expert * columns;
     if constexpr (kSame) {
       vectorized<SumOfRows>(dz, num_rows, columns, workspace.group, to);
     } else {
@@ -200,7 +201,7 @@ class ParameterGradients {
   }
 
   std::vector<Layer> layers_;
-  std::vector<Gradient> gradients_;
+  std::vector<Gradient> weights_, biases_;  // of each layer
   std::vector<Part> parts_;
   Write write_ = Write::kReplace;
   // The widths of the rows of A and dZ that a split expert saves for each layer.

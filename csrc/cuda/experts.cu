@@ -250,6 +250,8 @@ class Experts {
                                          : unpacked(weight, layouts[l], x.options()));
     }
     for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
+    for (const Tensor& a : network.lora.a) lora_a_.push_back(readable_lora(a));
+    for (const Tensor& b : network.lora.b) lora_b_.push_back(readable_lora(b));
     if (routing.inverse) {
       row_of_ = contiguous_index(*routing.inverse);
       bounds_ = contiguous_index(routing.token_offsets);
@@ -274,13 +276,44 @@ class Experts {
   Tensor bias(int64_t layer) const { return has_bias() ? biases_[layer] : Tensor(); }
 
   Tensor linear(int64_t layer, const Tensor& in) const {
-    return products_.times_weights(in, weight(layer), bias(layer));
+    const Tensor z = products_.times_weights(in, weight(layer), bias(layer));
+    if (has_lora(layer)) z.add_(products_.times_weights(lora_input(layer, in), lora_b(layer)));
+    return z;
   }
 
-  // Returns dL/dW of a layer with the input a and grad = dL/dZ, in the memory layout of the weight.
-  Tensor weight_gradient(int64_t layer, const Tensor& a, const Tensor& grad) const {
-    return is_transposed(weight(layer)) ? products_.of_rows(grad, a).mT()
-                                        : products_.of_rows(a, grad);
+  // Returns dL/dA of a layer with grad = dL/dZ.
+  Tensor input_gradient(int64_t layer, const Tensor& grad) const {
+    const Tensor gradient = products_.times_weights(grad, weight(layer).mT());
+    if (has_lora(layer)) {
+      const Tensor share = products_.times_weights(lora_gradient(layer, grad), lora_a(layer).mT());
+      gradient.add_(masked(layer, share));
+    }
+    return gradient;
+  }
+
+  // The low-rank adapter of a layer; see LoraLayers.
+  bool has_lora(int64_t layer) const { return !lora_a_.empty() && lora_a_[layer].numel() > 0; }
+  const Tensor& lora_a(int64_t layer) const { return lora_a_[layer]; }
+  const Tensor& lora_b(int64_t layer) const { return lora_b_[layer]; }
+  // Returns the input of a: `in` after dropout.
+  Tensor masked(int64_t layer, const Tensor& in) const {
+    if (!has_mask(network_.lora, layer)) return in;
+    return in.masked_fill(network_.lora.masks[layer].logical_not(), 0);
+  }
+  // scale A a, the input of b, [R, rank]
+  Tensor lora_input(int64_t layer, const Tensor& in) const {
+    return products_.times_weights(masked(layer, in), lora_a(layer))
+        .mul_(network_.lora.scales[layer]);
+  }
+  // dL/d(A a), [R, rank]
+  Tensor lora_gradient(int64_t layer, const Tensor& grad) const {
+    return products_.times_weights(grad, lora_b(layer).mT()).mul_(network_.lora.scales[layer]);
+  }
+
+  // Returns the gradient of a matrix with the input a and grad, the gradient of its output, in the
+  // memory layout of the matrix.
+  Tensor matrix_gradient(const Tensor& matrix, const Tensor& a, const Tensor& grad) const {
+    return is_transposed(matrix) ? products_.of_rows(grad, a).mT() : products_.of_rows(a, grad);
   }
 
   Tensor next_input(int64_t layer, const Tensor& z) const {
@@ -347,7 +380,7 @@ class Experts {
   Tensor offsets_;
   int64_t num_rows_, num_experts_;
   GroupedProducts products_;
-  std::vector<Tensor> weights_, biases_;
+  std::vector<Tensor> weights_, biases_, lora_a_, lora_b_;
   Tensor row_of_;
   OptionalTensor bounds_;
   Tensor input_;
@@ -392,10 +425,13 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
   OptionalTensor gates;
   if (routing.gates) gates = routing.gates->to(accumulate_type(x)).contiguous();
   Tensor grad_gates = experts_gradient_of_gates(empty, x, gates);
-  // Where a gradient is not needed, it stays empty.
+  // Where a gradient is not needed or the layer has no adapter, it stays empty.
   std::vector<Tensor> grad_parameters;
-  for (size_t i = 0; i < needs_parameters.size(); ++i) {
-    grad_parameters.push_back(empty(x, {0}, x.scalar_type()));
+  for (const at::TensorList parameters : network.parameters()) {
+    for (const Tensor& each : parameters) {
+      const bool needed = needs_parameters[grad_parameters.size()] && each.numel() == 0;
+      grad_parameters.push_back(experts_gradient_of(empty, each, needed));
+    }
   }
   const int64_t first_learned = first_learned_layer(network, needs_parameters);
   const Tensor dy = grad_y.contiguous();
@@ -405,13 +441,25 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
     const bool needs_gates = l == last && gates;
     Tensor grad_in;
     if (needs_rest || needs_gates) {
-      grad_in = experts.products().times_weights(grad, experts.weight(l).mT());
+      grad_in = experts.input_gradient(l, grad);
     }
     if (needs_gates) experts.gate_backward(grad_in, inputs[l], grad, *gates, grad_gates);
-    if (needs_parameters[l]) grad_parameters[l] = experts.weight_gradient(l, inputs[l], grad);
-    const int64_t bias = experts.num_layers() + l;
-    if (experts.has_bias() && needs_parameters[bias]) {
-      grad_parameters[bias] = experts.sum_by_expert(grad);
+    int64_t parameter = l;
+    if (needs_parameters[parameter]) {
+      grad_parameters[parameter] = experts.matrix_gradient(experts.weight(l), inputs[l], grad);
+    }
+    if (experts.has_bias() && needs_parameters[parameter += last + 1]) {
+      grad_parameters[parameter] = experts.sum_by_expert(grad);
+    }
+    if (experts.has_lora(l)) {
+      if (needs_parameters[parameter += last + 1]) {
+        grad_parameters[parameter] = experts.matrix_gradient(
+            experts.lora_a(l), experts.masked(l, inputs[l]), experts.lora_gradient(l, grad));
+      }
+      if (needs_parameters[parameter += last + 1]) {
+        grad_parameters[parameter] =
+            experts.matrix_gradient(experts.lora_b(l), experts.lora_input(l, inputs[l]), grad);
+      }
     }
     if (!needs_rest) break;
     grad = l > 0 ? experts.activate_backward(zs[l - 1], grad_in) : grad_in;
@@ -432,7 +480,4 @@ TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
   moe_ext::implement<"experts", &moe_ext::experts_of<moe_ext::cuda::experts_cuda>>(m);
   moe_ext::implement<"_experts_backward",
                      &moe_ext::experts_backward_of<moe_ext::cuda::experts_backward_cuda>>(m);
-  moe_ext::implement<"packed_experts", &moe_ext::packed_experts_of<moe_ext::cuda::experts_cuda>>(m);
-  moe_ext::implement<"_packed_experts_backward",
-                     &moe_ext::packed_experts_backward_of<moe_ext::cuda::experts_backward_cuda>>(m);
 }

@@ -26,6 +26,7 @@ from moe_ext.ops._experts import (
     CLAMPED_ACTIVATIONS,
     GATED_ACTIVATIONS,
     Activation,
+    LoRA,
     experts,
 )
 from moe_ext.ops._gating import TopKSelection, noisy_topk_gating
@@ -46,6 +47,7 @@ __all__ = [
     "ImportanceAndLoad",
     "LSTMOutput",
     "LSTMState",
+    "LoRA",
     "Score",
     "TopKRouting",
     "TopKSelection",

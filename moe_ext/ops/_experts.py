@@ -1,7 +1,7 @@
 """Feed-forward experts, each applied to its own rows (Sections 2 and 3.2)."""
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -43,6 +43,43 @@ GATED_ACTIVATIONS: tuple[Activation, ...] = (
 CLAMPED_ACTIVATIONS: tuple[Activation, ...] = ("clamped_swiglu", "interleaved_clamped_swiglu")
 
 
+class LoRA(NamedTuple):
+    """A low-rank adapter of one layer of E experts (LoRA, arXiv:2106.09685, Eq. 3).
+
+    A layer with the input h computes h W_e + scale · (h a_e) b_e, and its bias. No tensor of the
+    size of W is formed, forward or backward; the backward pass recomputes h a_e.
+    """
+
+    a: Tensor
+    """[E, fan_in, r], in the dtype of the input rows; contiguous, or p.mT of a contiguous p."""
+    b: Tensor
+    """[E, r, width], in the dtype of the input rows; contiguous, or p.mT of a contiguous p."""
+    scale: float = 1.0
+    mask: Tensor | None = None
+    """Dropout: [R, fan_in] bool, in the order of the rows. The matrix a sees 0 in place of the
+    numbers of h where it is False; `scale` must include 1 / (1 - p)."""
+
+
+def lora_arguments(
+    name: str, x: Tensor, lora: Sequence[LoRA | None] | None
+) -> dict[str, list[Tensor] | list[float]]:
+    """Returns the arguments of the operator for `lora`; shape [0] stands for none in a layer."""
+    if lora is None:
+        return {}
+    if not isinstance(lora, Sequence) or not all(
+        adapter is None or isinstance(adapter, LoRA) for adapter in lora
+    ):
+        raise TypeError(f"{name}: lora must be a sequence of LoRA or None, got {lora!r}")
+    absent, no_mask = x.new_empty(0), x.new_empty(0, dtype=torch.bool)
+    adapters = [LoRA(absent, absent) if adapter is None else adapter for adapter in lora]
+    return dict(
+        lora_a=[adapter.a for adapter in adapters],
+        lora_b=[adapter.b for adapter in adapters],
+        lora_scales=[adapter.scale for adapter in adapters],
+        lora_masks=[no_mask if adapter.mask is None else adapter.mask for adapter in adapters],
+    )
+
+
 def experts(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -55,6 +92,7 @@ def experts(
     token_offsets: Tensor | None = None,
     recompute: bool = False,
     activation_args: Sequence[float] | None = None,
+    lora: Sequence[LoRA | None] | None = None,
 ) -> Tensor:
     """Applies each expert to its rows: linear layers with an activation between them.
 
@@ -97,6 +135,7 @@ def experts(
         recompute: whether to save only x and recompute the hidden layers in the backward pass
             (App. D). This saves memory. Results are bitwise identical to recompute=False.
         activation_args: (limit, alpha, offset) with limit > 0 for `CLAMPED_ACTIVATIONS`, else None.
+        lora: the low-rank adapter of each of `weights`, or None where a layer has none.
 
     Returns:
         [R, D_out], or [T, D_out] with gates.
@@ -104,6 +143,7 @@ def experts(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
+    adapters = lora_arguments("experts", x, lora)
     y: Tensor
     y, *_ = torch.ops.moe_ext.experts(
         x,
@@ -114,7 +154,8 @@ def experts(
         weights,
         biases,
         activation,
-        not recompute and needs_gradient(x, weights, biases, gates),
+        not recompute and needs_gradient(x, weights, biases, gates, *adapters.values()),
         activation_args,
+        **adapters,
     )
     return y

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -18,10 +18,34 @@ def _formula(operator: Any) -> Callable[[Callable[..., int]], Callable[..., int]
     return register_flop_formula(operator)
 
 
-def _of_rows(x: Shape, inverse: Shape | None, weights: Sequence[Shape]) -> int:
-    """Counts the FLOPs of multiplying each row of x, or of inverse if given, by its weights."""
-    num_rows = x[0] if inverse is None else prod(inverse)
-    return 2 * num_rows * sum(fan_in * width for _, fan_in, width in weights)
+class _Layer(NamedTuple):
+    """A layer of experts; see csrc/moe_ext.cpp for the arguments of the operators."""
+
+    fan_in: int
+    width: int
+    rank: int  # of its low-rank adapter
+
+    @property
+    def weight(self) -> int:
+        return self.fan_in * self.width
+
+    @property
+    def adapter(self) -> int:
+        return self.rank * (self.fan_in + self.width)
+
+
+def _layers(
+    x: Shape,
+    weights: Sequence[Shape],
+    activation: str,
+    columns: Sequence[int] | None,
+    lora_a: Sequence[Shape] | None,
+) -> list[_Layer]:
+    widths = columns or [width for _, _, width in weights]
+    factor = 2 if activation in GATED_ACTIVATIONS else 1
+    fans_in = [x[1], *(width // factor for width in widths[:-1])]
+    ranks = [a[-1] for a in lora_a] if lora_a else [0] * len(widths)
+    return list(map(_Layer, fans_in, widths, ranks))
 
 
 @_formula(torch.ops.moe_ext.experts)
@@ -32,10 +56,21 @@ def _experts(
     token_offsets: Shape | None,
     gates: Shape | None,
     weights: Sequence[Shape],
+    biases: Sequence[Shape] | None,
+    activation: str,
+    keep_hidden: bool,
+    activation_args: Sequence[float] | None = None,
+    formats: Sequence[str] | None = None,
+    groups: Sequence[int] | None = None,
+    columns: Sequence[int] | None = None,
+    arithmetic: str = "exact",
+    lora_a: Sequence[Shape] | None = None,
     *rest: Any,
     **out: Any,
 ) -> int:
-    return _of_rows(x, inverse, weights)
+    num_rows = x[0] if inverse is None else prod(inverse)
+    layers = _layers(x, weights, activation, columns, lora_a)
+    return 2 * num_rows * sum(layer.weight + layer.adapter for layer in layers)
 
 
 @_formula(torch.ops.moe_ext._experts_backward)
@@ -52,85 +87,32 @@ def _experts_backward(
     activation: str,
     needs_x: bool,
     needs_parameters: Sequence[bool],
+    activation_args: Sequence[float] | None = None,
+    formats: Sequence[str] | None = None,
+    groups: Sequence[int] | None = None,
+    columns: Sequence[int] | None = None,
+    lora_a: Sequence[Shape] | None = None,
     *rest: Any,
     **out: Any,
 ) -> int:
-    return _of_gradients(x, inverse, gates, weights, hidden, needs_x, needs_parameters)
-
-
-def _of_gradients(
-    x: Shape,
-    inverse: Shape | None,
-    gates: Shape | None,
-    weights: Sequence[Shape],
-    hidden: Sequence[Shape],
-    needs_x: bool,
-    needs_parameters: Sequence[bool],
-) -> int:
-    """Counts the FLOPs of the gradients of experts; see `_experts_backward` for the arguments."""
-    last = len(weights) - 1
-    learned = [layer for layer in range(last + 1) if any(needs_parameters[layer :: last + 1])]
-    passed = [  # the weights of the layers that compute a gradient of their input
-        weight
-        for layer, weight in enumerate(weights)
-        if needs_x or layer > min(learned, default=last) or (gates is not None and layer == last)
-    ]
-    recomputed = [] if hidden else weights[:last]
-    products = [weight for weight, needed in zip(weights, needs_parameters, strict=False) if needed]
-    return _of_rows(x, inverse, [*passed, *recomputed, *products])
-
-
-def _unpacked(
-    x: Shape, panels: Sequence[Shape], columns: Sequence[int], activation: str
-) -> list[Shape]:
-    """Returns the shapes [E, fan_in, columns] of packed weights."""
-    factor = 2 if activation in GATED_ACTIVATIONS else 1
-    fans_in = [x[1], *(width // factor for width in columns)]
-    return [(of[0], *sizes) for of, *sizes in zip(panels, fans_in, columns, strict=False)]
-
-
-@_formula(torch.ops.moe_ext.packed_experts)
-def _packed_experts(
-    x: Shape,
-    offsets: Shape | None,
-    inverse: Shape | None,
-    token_offsets: Shape | None,
-    gates: Shape | None,
-    weights: Sequence[Shape],
-    formats: Sequence[str],
-    groups: Sequence[int],
-    columns: Sequence[int],
-    biases: Sequence[Shape] | None,
-    activation: str,
-    *rest: Any,
-    **out: Any,
-) -> int:
-    return _of_rows(x, inverse, _unpacked(x, weights, columns, activation))
-
-
-@_formula(torch.ops.moe_ext._packed_experts_backward)
-def _packed_experts_backward(
-    grad_y: Shape,
-    x: Shape,
-    offsets: Shape | None,
-    inverse: Shape | None,
-    token_offsets: Shape | None,
-    gates: Shape | None,
-    weights: Sequence[Shape],
-    formats: Sequence[str],
-    groups: Sequence[int],
-    columns: Sequence[int],
-    biases: Sequence[Shape] | None,
-    hidden: Sequence[Shape],
-    activation: str,
-    needs_x: bool,
-    needs_biases: Sequence[bool],
-    *rest: Any,
-    **out: Any,
-) -> int:
-    unpacked = _unpacked(x, weights, columns, activation)
-    needs_parameters = [*[False] * len(weights), *needs_biases]
-    return _of_gradients(x, inverse, gates, unpacked, hidden, needs_x, needs_parameters)
+    layers = _layers(x, weights, activation, columns, lora_a)
+    last = len(layers) - 1
+    learned = [i for i in range(last + 1) if any(needs_parameters[i :: last + 1])]
+    first = min(learned, default=last)
+    products = 0
+    for i, layer in enumerate(layers):
+        needs = needs_parameters[i :: last + 1]
+        needs_weight, needs_a, needs_b = needs[0], *(needs[-2:] if lora_a else (False, False))
+        if not hidden and i < last:
+            products += layer.weight + layer.adapter
+        if needs_x or i > first or (gates is not None and i == last):
+            products += layer.weight + layer.rank * layer.fan_in
+        if needs_x or i >= first or (gates is not None and i == last):
+            products += layer.rank * layer.width
+        products += needs_weight * layer.weight + needs_b * layer.adapter
+        products += needs_a * layer.rank * layer.fan_in
+    num_rows = x[0] if inverse is None else prod(inverse)
+    return 2 * num_rows * products
 
 
 def _of_classes(input: Shape, linear_weight: Shape, num_products: int) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.formats import PackedWeight
-from moe_ext.ops._experts import Activation
+from moe_ext.ops._experts import Activation, LoRA, lora_arguments
 from moe_ext.ops._gradients import needs_gradient
 
 
@@ -24,12 +24,13 @@ def packed_experts(
     recompute: bool = False,
     activation_args: Sequence[float] | None = None,
     arithmetic: Literal["exact", "integer"] = "exact",
+    lora: Sequence[LoRA | None] | None = None,
 ) -> Tensor:
     """Applies each expert to its rows, as `experts`, with weights that stay packed.
 
     The result is that of `experts` with the weights ``weight.dequantize(x.dtype).mT``. The numbers
-    are computed from their codes in the cache; no weight matrix is written to memory. x, biases and
-    gates have gradients. The weights are frozen.
+    are computed from their codes in the cache; no weight matrix is written to memory. x, biases,
+    gates and adapters have gradients. The weights are frozen.
 
     CUDA is experimental: no kernel has run on a GPU yet. There, the weights of all experts are
     unpacked in each call.
@@ -50,6 +51,7 @@ def packed_experts(
             below it that divides the group of the weights. The error of a pre-activation is at
             most Σ_g max|x_g| · Σ|w_g| / 254 over the segments g, apart from the rounding of float32
             sums. No gradients, float64, fp8 and nf4.
+        lora: as for `experts`. Adapters are multiplied in the precision of x.
 
     Returns:
         [R, D_out], or [T, D_out] with gates.
@@ -65,21 +67,23 @@ def packed_experts(
             raise TypeError(
                 f"packed_experts: weights[{i}] must be a PackedWeight, got {type(weight).__name__}"
             )
+    adapters = lora_arguments("packed_experts", x, lora)
     y: Tensor
-    y, *_ = torch.ops.moe_ext.packed_experts(
+    y, *_ = torch.ops.moe_ext.experts(
         x,
         offsets,
         inverse,
         token_offsets,
         gates,
         [weight.panels for weight in weights],
+        biases,
+        activation,
+        not recompute and needs_gradient(x, biases, gates, *adapters.values()),
+        activation_args,
         [weight.format for weight in weights],
         [weight.group for weight in weights],
         [weight.outputs for weight in weights],
-        biases,
-        activation,
-        not recompute and needs_gradient(x, biases, gates),
-        activation_args,
         arithmetic,
+        **adapters,
     )
     return y

@@ -22,6 +22,20 @@ inline std::vector<double> activation_args(const Tree& a) {
   return numbers;
 }
 
+// One for each weight; empty if no layer has an adapter.
+inline std::vector<ops::LoRA> adapters(const Tree& a) {
+  const auto given = (a / "lora").branches();
+  if (given.empty()) return {};
+  std::vector<ops::LoRA> all((a / "weights").branches().size());
+  for (const auto& [number, adapter] : given) {
+    all[std::stoi(number)] = {.a = adapter["0"],
+                              .b = adapter["1"],
+                              .scale = adapter.number("2", 1.0),
+                              .mask = adapter.find("3").value_or(Tensor())};
+  }
+  return all;
+}
+
 inline ops::ExpertsOptions experts_options(const Tree& a) {
   return {.offsets = a.find("offsets"),
           .inverse = a.find("inverse"),
@@ -101,7 +115,7 @@ inline const std::map<std::string, Operator> operators = {
     {"experts",
      [](const Tree& a) -> std::vector<Tensor> {
        return {ops::experts(a["x"], a.list("weights"), a.list("biases"), a.text("activation"),
-                            experts_options(a), activation_args(a))};
+                            experts_options(a), activation_args(a), adapters(a))};
      }},
     {"packed_experts",
      [](const Tree& a) -> std::vector<Tensor> {
@@ -116,7 +130,7 @@ inline const std::map<std::string, Operator> operators = {
                             .outputs = layer.number<int64_t>("3")});
        }
        return {ops::packed_experts(a["x"], weights, a.list("biases"), a.text("activation"),
-                                   experts_options(a), activation_args(a))};
+                                   experts_options(a), activation_args(a), "exact", adapters(a))};
      }},
     {"linear_cross_entropy",
      [](const Tree& a) -> std::vector<Tensor> {

@@ -9,7 +9,7 @@ from itertools import chain, combinations, product
 
 import pytest
 import torch
-from operators import ROWS, call_of, sample
+from operators import ROWS, TORCH_NAMES, call_of, sample
 
 NAMES = ["param", "grad", "row", "column", "lr", "correction"]
 CHANGED = NAMES[0], *NAMES[2:4]
@@ -179,7 +179,7 @@ def test_counts_with_the_negative_bit():
 
 def test_every_operator_checks_before_torch_copies():
     """Torch's fallback would copy tensors with these bits before the check of the operator."""
-    names = [f"moe_ext::{name}" for name in (*ROWS, *PRIVATE)]
+    names = [f"moe_ext::{name}" for name in (*TORCH_NAMES.values(), *PRIVATE)]
     registered = torch._C._dispatch_get_all_op_names()
     assert {name for name in registered if name.startswith("moe_ext::")} == {*names}
     for name in names:

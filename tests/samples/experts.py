@@ -1,7 +1,7 @@
 """Samples of `experts`."""
 
 import math
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import reference as ref
 import torch
@@ -43,9 +43,12 @@ def make_experts(counts, widths, activation, device="cpu", dtype=torch.float64):
 
 def make_layer(
     dtype, widths, counts=None, activation="relu", bias=False, even=False, gated=True,
-    recompute=False, activation_args=None, **sizes,
+    recompute=False, activation_args=None, ranks=None, dropout=False, **sizes,
 ):  # fmt: skip
-    """Makes rows for `counts`, or the tokens of a routing, with gates if `gated`."""
+    """Makes rows for `counts`, or the tokens of a routing, with gates if `gated`.
+
+    Layer l has a low-rank adapter of ranks[l], or None.
+    """
     routing = {} if counts else draw.routing(**sizes)
     x, weights, biases = make_experts(counts or [0] * sizes["E"], widths, activation, dtype=dtype)
     arguments = dict(
@@ -56,6 +59,12 @@ def make_layer(
         offsets=None if even else routing.get("offsets", draw.offsets_of(counts or [])),
         recompute=recompute,
     )
+    if ranks:
+        num_rows = None
+        if dropout:
+            num_rows = sum(counts) if counts else routing["inverse"].numel()
+        pairs = zip(weights, ranks, strict=True)
+        arguments |= dict(lora=[rank and make_lora(w, rank, num_rows) for w, rank in pairs])
     if activation in CLAMPED:
         arguments |= dict(activation_args=activation_args or ACTIVATION_ARGS[activation])
     if not counts:
@@ -66,12 +75,25 @@ def make_layer(
     return arguments
 
 
+def make_lora(weight, rank, num_rows=None):
+    """Makes an adapter as large as the weight [E, fan_in, width]; with num_rows, for dropout."""
+    E, fan_in, width = weight.shape
+    a = draw.normal(E, fan_in, rank, dtype=weight.dtype) / math.sqrt(max(fan_in, 1))
+    b = draw.normal(E, rank, width, dtype=weight.dtype)
+    return ops.LoRA(a, b, 0.5, None if num_rows is None else torch.rand(num_rows, fan_in) > 0.3)
+
+
+def adapter_of(adapter, expert, counts):
+    mask = adapter.mask if adapter.mask is None else adapter.mask.split(counts)[expert]
+    return adapter._replace(a=adapter.a[expert], b=adapter.b[expert], mask=mask)
+
+
 def layer_by(expert, combine):
     """Builds Eq. 1 from a function of one expert's rows and a function that combines them."""
 
     def layer(
         x, weights, biases=None, activation="relu", offsets=None, inverse=None, gates=None,
-        token_offsets=None, recompute=False, activation_args=None,
+        token_offsets=None, recompute=False, activation_args=None, lora=None,
     ):  # fmt: skip
         rows = x if inverse is None else plain_dispatch(x, inverse, token_offsets)
         E = len(weights[0])
@@ -79,15 +101,24 @@ def layer_by(expert, combine):
         parts = []
         for e, part in enumerate(rows.split(counts)):
             b = None if biases is None else [bias[e] for bias in biases]
-            parts.append(expert(part, [w[e] for w in weights], b, activation, activation_args))
+            adapters = [a and adapter_of(a, e, counts) for a in lora or []]
+            W = [w[e] for w in weights]
+            parts.append(expert(part, W, b, activation, activation_args, adapters))
         out = torch.cat(parts)
         return out if gates is None else combine(out, gates, inverse, token_offsets).to(x.dtype)
 
     return layer
 
 
-def reference_expert(rows, W, b, activation, args=None):
-    out = [ref.E_i(x, W, b, activation, args) for x in rows]
+def reference_expert(rows, W, b, activation, args=None, lora=()):
+    def with_adapter(w, adapter, r):
+        if adapter is None:
+            return w
+        a = adapter.a if adapter.mask is None else adapter.a * adapter.mask[r][:, None]
+        return w + adapter.scale * a @ adapter.b
+
+    adapted = [[with_adapter(*each, r) for each in zip_longest(W, lora)] for r in range(len(rows))]
+    out = [ref.E_i(x, W_r, b, activation, args) for x, W_r in zip(rows, adapted, strict=True)]
     if out:
         return torch.stack(out)
     parameters = sum(w.sum() for w in [*W, *(b or [])])
@@ -111,12 +142,21 @@ def plain_activation(z, activation, args=None):
     return z if activation == "identity" else getattr(torch.nn.functional, activation)(z)
 
 
-def plain_expert(rows, W, b, activation, args=None):
-    for layer, w in enumerate(W):
+def plain_expert(rows, W, b, activation, args=None, lora=()):
+    for layer, (w, adapter) in enumerate(zip_longest(W, lora)):
         if layer:
             rows = plain_activation(rows, activation, args)
-        rows = rows @ w if b is None else rows @ w + b[layer]
+        z = rows @ w if b is None else rows @ w + b[layer]
+        if adapter is not None:
+            kept = rows if adapter.mask is None else rows.masked_fill(~adapter.mask, 0)
+            z = z + adapter.scale * (kept @ adapter.a) @ adapter.b
+        rows = z
     return rows
+
+
+def with_lora(change):
+    """Adds an adapter to the first weight, with changed matrices."""
+    return lambda a: dict(lora=[ops.LoRA(*change(*make_lora(a["weights"][0], 2)[:2]))])
 
 
 # fmt: off
@@ -126,7 +166,7 @@ TABLE = {
         reference=layer_by(reference_expert, reference_combine),
         plain=layer_by(plain_expert, plain_combine),
         equations=("Eq. 1", "Sec. 3.2", "App. D"),
-        differentiable=("x", "weights", "biases", "gates"), backward="_experts_backward",
+        differentiable=("x", "weights", "biases", "gates", "lora"), backward="_experts_backward",
         autocast=torch.bfloat16, products=True,
         lacks={"half_types": "hidden layers are rounded, and products are of the type itself"},
         samples=[
@@ -152,6 +192,18 @@ TABLE = {
         + [
             draw.RAGGED[0] | dict(widths=widths, activation=activation, bias=True)
             for activation in ACTIVATIONS for widths in ((4, 6, 3), (4, 6, 5, 3))
+        ]
+        + [
+            dict(counts=counts, widths=widths, ranks=ranks, bias=bias)
+            for counts in ([3, 0, 4], [0, 0]) for bias in (False, True)
+            for widths, ranks in (((3, 5), (2,)), ((4, 6, 3), (None, 9)), ((17, 33, 5), (16, None)))
+        ]
+        + [
+            sizes | dict(widths=(4, 6, 5, 3), ranks=(3, None, 2), activation="swiglu", bias=True,
+                         recompute=recompute, gated=gated, dropout=dropout)
+            for sizes in [dict(T=5, E=5, k=2), draw.RAGGED[0]]
+            for recompute, gated, dropout in ((False, True, False), (True, False, True),
+                                              (False, False, True), (True, True, False))
         ],
         typical=[
             dict(counts=[3, 0, 4], widths=(3, 7), bias=True),
@@ -162,6 +214,10 @@ TABLE = {
             draw.RAGGED[1] | dict(widths=(3, 4, 2), activation="reglu", recompute=True,
                                   gated=False),
             draw.RAGGED[2] | dict(widths=(3, 4, 2), recompute=True),
+            draw.RAGGED[0] | dict(widths=(3, 4, 2), ranks=(2, 3), bias=True, activation="glu",
+                                  dropout=True),
+            dict(T=5, E=5, k=2, widths=(3, 4, 2), ranks=(None, 3), activation="silu",
+                 recompute=True),
         ],
         limits=[
             *(dict(counts=[n // 2, 0, n - n // 2], widths=(2, 3), bias=True)
@@ -174,6 +230,7 @@ TABLE = {
             dict(counts=[200, 0, 1, 300, 37], widths=(48, 80), bias=True),
             dict(T=2600, E=5, k=2, widths=(24, 40, 16), bias=True),
             dict(skewed=2600, E=5, widths=(24, 40, 16), bias=True),
+            dict(skewed=2600, E=5, widths=(24, 40, 16), ranks=(8, 4), dropout=True),
         ],
         precise=[
             dict(counts=counts, widths=widths, bias=True)
@@ -191,7 +248,9 @@ TABLE = {
         + [dict(T=150, E=5, k=2, widths=(24, 40, 16), bias=True)]
         + [dict(T=301, E=37, k=3, widths=(29, 43, 29), activation="glu", bias=True)]
         + [dict(skewed=2600, E=5, widths=(8, 12, 4), bias=bias) for bias in (False, True)]
-        + [dict(T=50, E=7, k=2, widths=(33, 257, 18), activation="swiglu", bias=True)],
+        + [dict(T=50, E=7, k=2, widths=(33, 257, 18), activation="swiglu", bias=True)]
+        + [dict(T=150, E=5, k=2, widths=(64, 96, 33), ranks=(16, 5), activation="glu", bias=True)]
+        + [dict(skewed=2600, E=5, widths=(16, 32, 8), ranks=(16, 8))],
         bad=[
             *wrong.numbers("activation", "rely", ", "),
             *(
@@ -243,6 +302,17 @@ TABLE = {
                 for offsets in ([0, 1, 2, 3, 5, 4, 6, 7], [*range(7), 8], [1, *range(1, 8)])
             ),
             (ValueError, "rows", dict(offsets=None)),
+            (ValueError, "lora_a", dict(lora=[None, None]), 2),
+            (TypeError, "lora", dict(lora=[torch.ones(3, 3, 2)])),
+            (ValueError, r"lora_a\[0\]", with_lora(lambda a, b: (a[:, :2], b))),
+            (ValueError, r"lora_a\[0\]", with_lora(lambda a, b: (a[0], b))),
+            (ValueError, r"lora_b\[0\]", with_lora(lambda a, b: (a, b[:, :1]))),
+            (ValueError, r"lora_b\[0\]", with_lora(lambda a, b: (a, b[..., 1:]))),
+            (TypeError, r"lora_a\[0\]", with_lora(lambda a, b: (a.double(), b))),
+            (TypeError, r"lora_b\[0\]", with_lora(lambda a, b: (a, b.to_sparse())), "Sparse"),
+            (TypeError, r"lora_masks\[0\]", with_lora(lambda a, b: (a, b, 1.0, torch.ones(7, 3)))),
+            (ValueError, r"lora_masks\[0\]",
+             with_lora(lambda a, b: (a, b, 1.0, torch.ones(6, 3).bool()))),
         ],
         backward_bad=[
             (ValueError, "offsets", dict(offsets=torch.zeros(0).long())),

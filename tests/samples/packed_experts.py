@@ -55,7 +55,7 @@ TABLE = {
         reference=on_numbers(layer_by(reference_expert, reference_combine)),
         plain=on_numbers(layer_by(plain_expert, plain_combine)),
         equations=("Eq. 1", "Sec. 3.2"),
-        differentiable=("x", "biases", "gates"), backward="_packed_experts_backward",
+        differentiable=("x", "biases", "gates", "lora"), backward="_packed_experts_backward",
         autocast=torch.bfloat16, products=True,
         lacks={"half_types": "hidden layers are rounded, and products are of the type itself"},
         samples=[
@@ -73,14 +73,17 @@ TABLE = {
             for gated, recompute in ((True, False), (True, True), (False, False))
             for activation in ("swiglu", "interleaved_clamped_swiglu", "relu")
         ]
-        + [draw.RAGGED[0] | dict(widths=(3, 5, 2), formats=["fp8", "int8"], activation="tanh")],
+        + [draw.RAGGED[0] | dict(widths=(3, 5, 2), formats=["fp8", "int8"], activation="tanh")]
+        + [draw.RAGGED[0] | dict(widths=(64, 32, 2), formats=["nf4", "mxfp4"], ranks=ranks)
+           for ranks in ((4, 17), (None, 2))],
         typical=[
             dict(counts=[3, 0, 4], widths=(3, 7), bias=True),
             dict(counts=[0, 0], widths=(3, 2), formats="fp8"),
             dict(T=5, E=5, k=2, widths=(3, 4, 2), activation="tanh", gated=False),
             draw.RAGGED[0] | dict(widths=(32, 4, 2), activation="swiglu", bias=True,
                                   formats=["mxfp4", "fp8"]),
-            draw.RAGGED[2] | dict(widths=(3, 4, 2), recompute=True),
+            draw.RAGGED[2] | dict(widths=(3, 4, 2), ranks=(2, 3), activation="tanh",
+                                  recompute=True),
         ],
         limits=[
             dict(counts=[33_000, 0, 33_000], widths=(2, 3), bias=True),

@@ -36,8 +36,30 @@ void multiply(Product& product, Write write, acc_t* c) {
 }  // namespace
 
 template <typename scalar_t>
-int64_t gemm_workspace_size(int64_t m, int64_t n, int64_t k) {
-  return Product<scalar_t, scalar_t, scalar_t>::workspace_size(m, n, k);
+GemmWorkspace<scalar_t>::GemmWorkspace(Arena& arena, std::initializer_list<GemmSize> sizes) {
+  const auto& kernels = micro_kernels<scalar_t, acc_t>();
+  const int64_t nr = nr_of(kernels);
+  int64_t rows_size = 0, packed_b_size = 0, few_rows_size = 0, packed_a_size = 0;
+  for (const auto& [m, n, k] : sizes) {
+    const int64_t num_groups = num_groups_of(kernels, k);
+    rows_size = std::max(rows_size, at::round_up(std::min(n, kMaxColumns), nr));
+    packed_b_size = std::max(packed_b_size, std::min(kKC<acc_t>, num_groups) * nr);
+    if (!std::is_same_v<scalar_t, acc_t>) {
+      few_rows_size = std::max(few_rows_size, at::round_up(k, kKCMultiple));
+    }
+    const int64_t num_panels = at::ceil_div(std::min(m, kMC), kernels.max_rows);
+    packed_a_size = std::max(packed_a_size, num_panels * kernels.a_panel_width *
+                                                std::min(kMaxKBlocks * kKC<acc_t>, num_groups));
+  }
+  if (kernels.rounds) {
+    const int64_t size_of_b = kBytesOfB / static_cast<int64_t>(sizeof(acc_t));
+    packed_b_size = std::max(packed_b_size, size_of_b);
+  }
+  tile = arena.take<acc_t>(kernels.max_rows * nr);
+  rows = arena.take<acc_t>(kMaxFewRows * rows_size);
+  packed_b = arena.take<acc_t>(packed_b_size);
+  few_rows_a = arena.take<acc_t>(kMaxFewRows * few_rows_size);
+  packed_a = arena.take<acc_t>(packed_a_size);
 }
 
 int64_t rounded_sums_size(int64_t m, int64_t n) {
@@ -47,9 +69,10 @@ int64_t rounded_sums_size(int64_t m, int64_t n) {
 namespace {
 
 // Calls body(product, first_row) for every M-block.
-template <typename scalar_t, typename a_t, typename b_t, typename acc_t, typename Body>
-void for_m_blocks(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, acc_t* workspace,
-                  const Epilogue<b_t>& epilogue, const Body& body) {
+template <typename scalar_t, typename a_t, typename b_t, typename Body>
+void for_m_blocks(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b,
+                  const GemmWorkspace<scalar_t>& workspace, const Epilogue<b_t>& epilogue,
+                  const Body& body) {
   const View<a_t> rows = view_of_a(a);
   const int64_t num_blocks = at::ceil_div(m, kMC);
   for (int64_t block = 0; block < num_blocks; ++block) {
@@ -68,7 +91,7 @@ void for_m_blocks(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> 
 
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
-          acc_t* workspace, const Epilogue<b_t>& epilogue) {
+          const GemmWorkspace<scalar_t>& workspace, const Epilogue<b_t>& epilogue) {
   if (m == 0 || n == 0) return;
   if (k == 0) {
     if (write != Write::kAdd) std::fill_n(c, m * n, acc_t(0));
@@ -86,7 +109,7 @@ void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write
 
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write,
-                  scalar_t* c, acc_t* sums, acc_t* workspace) {
+                  scalar_t* c, acc_t* sums, const GemmWorkspace<scalar_t>& workspace) {
   for_m_blocks<scalar_t>(m, n, k, a, b, workspace, {}, [&](auto& product, int64_t first) {
     using Product = std::remove_reference_t<decltype(product)>;
     if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
@@ -109,28 +132,28 @@ void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> 
   });
 }
 
-#define MOE_EXT_GEMM(scalar_t, a_t, b_t, acc_t)                                          \
-  template void gemm<scalar_t, a_t, b_t, acc_t>(int64_t, int64_t, int64_t, Operand<a_t>, \
-                                                Operand<b_t>, Write, acc_t*, acc_t*,     \
-                                                const Epilogue<b_t>&);
+#define MOE_EXT_GEMM(scalar_t, a_t, b_t, acc_t)                             \
+  template void gemm<scalar_t, a_t, b_t, acc_t>(                            \
+      int64_t, int64_t, int64_t, Operand<a_t>, Operand<b_t>, Write, acc_t*, \
+      const GemmWorkspace<scalar_t>&, const Epilogue<b_t>&);
 MOE_EXT_GEMM(float, float, float, float)
 MOE_EXT_GEMM(double, double, double, double)
-#define MOE_EXT_GEMM_HALF(scalar_t)                                                               \
-  MOE_EXT_GEMM(scalar_t, scalar_t, scalar_t, float)                                               \
-  MOE_EXT_GEMM(scalar_t, scalar_t, float, float)                                                  \
-  MOE_EXT_GEMM(scalar_t, float, scalar_t, float)                                                  \
-  template void gemm_rounded<scalar_t, float, scalar_t, float>(int64_t, int64_t, int64_t,         \
-                                                               Operand<float>, Operand<scalar_t>, \
-                                                               Write, scalar_t*, float*, float*); \
-  template void gemm_rounded<scalar_t, scalar_t, float, float>(int64_t, int64_t, int64_t,         \
-                                                               Operand<scalar_t>, Operand<float>, \
-                                                               Write, scalar_t*, float*, float*);
+#define MOE_EXT_GEMM_HALF(scalar_t)                                                           \
+  MOE_EXT_GEMM(scalar_t, scalar_t, scalar_t, float)                                           \
+  MOE_EXT_GEMM(scalar_t, scalar_t, float, float)                                              \
+  MOE_EXT_GEMM(scalar_t, float, scalar_t, float)                                              \
+  template void gemm_rounded<scalar_t, float, scalar_t, float>(                               \
+      int64_t, int64_t, int64_t, Operand<float>, Operand<scalar_t>, Write, scalar_t*, float*, \
+      const GemmWorkspace<scalar_t>&);                                                        \
+  template void gemm_rounded<scalar_t, scalar_t, float, float>(                               \
+      int64_t, int64_t, int64_t, Operand<scalar_t>, Operand<float>, Write, scalar_t*, float*, \
+      const GemmWorkspace<scalar_t>&);
 MOE_EXT_GEMM_HALF(c10::Half)
 MOE_EXT_GEMM_HALF(c10::BFloat16)
 
-template int64_t gemm_workspace_size<float>(int64_t, int64_t, int64_t);
-template int64_t gemm_workspace_size<double>(int64_t, int64_t, int64_t);
-template int64_t gemm_workspace_size<c10::Half>(int64_t, int64_t, int64_t);
-template int64_t gemm_workspace_size<c10::BFloat16>(int64_t, int64_t, int64_t);
+template struct GemmWorkspace<float>;
+template struct GemmWorkspace<double>;
+template struct GemmWorkspace<c10::Half>;
+template struct GemmWorkspace<c10::BFloat16>;
 
 }  // namespace moe_ext::cpu

@@ -5,8 +5,10 @@
 #include <c10/util/FunctionRef.h>
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "../../packed.h"
+#include "../arena.h"
 #include "../region.h"
 
 namespace moe_ext::cpu {
@@ -60,16 +62,31 @@ struct Epilogue {
 // possible.
 enum class Write { kReplace, kAdd, kStream };
 
-// Returns the workspace size in elements of a GEMM of at most these sizes.
+// The sizes of a GEMM: C is [m, n], and the sums have k terms.
+struct GemmSize {
+  int64_t m, n, k;
+};
+
+// The memory of GEMMs that are at most as large as one of some sizes.
 template <typename scalar_t>
-int64_t gemm_workspace_size(int64_t m, int64_t n, int64_t k);
+struct GemmWorkspace {
+  using acc_t = at::opmath_type<scalar_t>;
+
+  GemmWorkspace(Arena& arena, std::initializer_list<GemmSize> sizes);
+
+  acc_t* tile;        // sums of some K-blocks, or a tile at the edge of C
+  acc_t* rows;        // kMaxFewRows rows of C
+  acc_t* packed_b;    // micro-panels of B
+  acc_t* few_rows_a;  // kMaxFewRows rows of A in the type of B
+  acc_t* packed_a;    // micro-panels of A
+};
 
 // C = A B, or C += A B, where A is [m, k], B is [k, n] and may be packed, and C is [m, n] and
 // contiguous. An element of C depends bitwise only on its row of A and its column of B, not on m or
-// n. `workspace` has gemm_workspace_size elements and is aligned to 64 bytes.
+// n.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
-          acc_t* workspace, const Epilogue<b_t>& epilogue = {});
+          const GemmWorkspace<scalar_t>& workspace, const Epilogue<b_t>& epilogue = {});
 
 // Returns the number of elements of `sums` that gemm_rounded needs for at most these sizes.
 int64_t rounded_sums_size(int64_t m, int64_t n);
@@ -78,6 +95,6 @@ int64_t rounded_sums_size(int64_t m, int64_t n);
 // the micro-kernels cannot round.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write,
-                  scalar_t* c, acc_t* sums, acc_t* workspace);
+                  scalar_t* c, acc_t* sums, const GemmWorkspace<scalar_t>& workspace);
 
 }  // namespace moe_ext::cpu

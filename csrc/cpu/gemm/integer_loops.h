@@ -150,7 +150,7 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
         multiply_integers<Simd, codes, looks_up, has_minima, rows()>(
             layout, integers, panel, scales, ahead, a, row, add, c + row * ldc + p * kPanelOutputs,
             ldc);
-        ahead = Ahead();
+        ahead = Ahead(panel);
       }
     };
     if constexpr (kWide) multiply(std::integral_constant<int, 8>());

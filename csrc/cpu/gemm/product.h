@@ -43,6 +43,20 @@ constexpr int64_t kBytesOfB = 512 << 10;
 // level.
 constexpr int64_t kMaxColumns = 1024;
 
+// The number of elements of a K-group, the columns of a tile, and the K-groups of a depth.
+template <typename acc_t>
+int64_t group_size_of(const MicroKernels<acc_t>& kernels) {
+  return kernels.pairs ? 2 : 1;
+}
+template <typename acc_t>
+int64_t nr_of(const MicroKernels<acc_t>& kernels) {
+  return kMaxTileVectors * kernels.lanes;
+}
+template <typename acc_t>
+int64_t num_groups_of(const MicroKernels<acc_t>& kernels, int64_t depth) {
+  return at::round_up(at::ceil_div(depth, group_size_of(kernels)), kernels.group_multiple);
+}
+
 // An operand as the micro-panels see it: element (i, p) is in row or column i of the micro-panels
 // and at p along K.
 template <typename T>
@@ -176,8 +190,9 @@ class Product {
   };
 
   // Row 0 of this GEMM is row first_row of the matrix that the epilogue sees.
-  Product(View<a_t> a, View<b_t> b, int64_t m, int64_t n, int64_t k, acc_t* workspace,
-          const Epilogue<b_t>& epilogue, int64_t first_row)
+  Product(View<a_t> a, View<b_t> b, int64_t m, int64_t n, int64_t k,
+          const GemmWorkspace<scalar_t>& workspace, const Epilogue<b_t>& epilogue,
+          int64_t first_row)
       : a(a),
         b(b),
         next_b(view_of_b(epilogue.next_b)),
@@ -186,17 +201,7 @@ class Product {
         m(m),
         n(n),
         k(k),
-        tile_space(workspace),
-        row_space(tile_space + tile_size()),
-        packed_b(row_space + row_space_size(n)),
-        few_rows_a(packed_b + packed_b_size(k)),
-        packed_a(few_rows_a + few_rows_size(k)) {}
-
-  // Returns the workspace size of a GEMM of at most these sizes.
-  static int64_t workspace_size(int64_t m, int64_t n, int64_t k) {
-    return tile_size() + row_space_size(n) + packed_b_size(k) + few_rows_size(k) +
-           packed_a_size(m, k);
-  }
+        workspace(workspace) {}
 
   // Whether WriteOnce can compute C, in acc_t or rounded to scalar_t.
   bool writes_once(bool rounded) const {
@@ -239,7 +244,7 @@ class Product {
   // Packs A from p to end along K into k_blocks.
   void pack_a(int64_t p, int64_t end) {
     k_blocks.clear();
-    acc_t* panels = packed_a;
+    acc_t* panels = workspace.packed_a;
     for (; p < end; p += kc) {
       const int64_t depth = std::min(end - p, kc);
       const KBlock block{
@@ -263,11 +268,11 @@ class Product {
     if (num_columns % kernels.lanes == 0) {
       return kernel(num_groups, panel_a, panel_b, ldb, tile, prefetch, packed);
     }
-    kernel(num_groups, panel_a, panel_b, ldb, Tile<acc_t>{.c = tile_space, .ldc = nr}, prefetch,
+    kernel(num_groups, panel_a, panel_b, ldb, Tile<acc_t>{.c = workspace.tile, .ldc = nr}, prefetch,
            packed);
     for (int64_t r = 0; r < num_rows(i); ++r) {
       for (int64_t l = 0; l < num_columns; ++l) {
-        const acc_t sum = tile_space[r * nr + l];
+        const acc_t sum = workspace.tile[r * nr + l];
         tile.c[r * tile.ldc + l] = tile.add == nullptr ? sum : tile.add[r * tile.ld_add + l] + sum;
       }
     }
@@ -280,7 +285,7 @@ class Product {
 
   const MicroKernels<acc_t>& kernels = micro_kernels<scalar_t, acc_t>();
   const int64_t group_size = group_size_of(kernels);
-  const int64_t nr = nr_of(kernels);  // columns of a tile
+  const int64_t nr = nr_of(kernels);
   const View<a_t> a;
   const View<b_t> b, next_b;
   const Epilogue<b_t>& epilogue;
@@ -306,13 +311,8 @@ class Product {
   // The kernel for the rows of A and the codes of B; null if there is none.
   const FewRowsKernel few_rows_of_codes = kernel_of_few_rows();
   c10::SmallVector<KBlock, kMaxKBlocks> k_blocks;  // the packed K-blocks of A
-  // The parts of the workspace.
-  acc_t* const tile_space;  // a tile: sums of some K-blocks, or a tile at the edge of C
-  acc_t* const row_space;   // kMaxFewRows rows of C
-  acc_t* const packed_b;    // one micro-panel of B, or columns_at_once() of them
-  acc_t* const few_rows_a;  // kMaxFewRows rows of A in the type of B
-  acc_t* const packed_a;    // the micro-panels of A for k_blocks
-  const Prefetch no_prefetch{.data = reinterpret_cast<const char*>(packed_b),
+  const GemmWorkspace<scalar_t>& workspace;
+  const Prefetch no_prefetch{.data = reinterpret_cast<const char*>(workspace.packed_b),
                              .stride = 0,
                              .row_mask = 0,
                              .shift_rows = 63,
@@ -337,35 +337,7 @@ class Product {
     return nullptr;
   }
 
-  static int64_t group_size_of(const Kernels& kernels) { return kernels.pairs ? 2 : 1; }
-  static int64_t nr_of(const Kernels& kernels) { return kMaxTileVectors * kernels.lanes; }
-  static int64_t num_groups(int64_t depth) {
-    const Kernels& kernels = micro_kernels<scalar_t, acc_t>();
-    return at::round_up(at::ceil_div(depth, group_size_of(kernels)), kernels.group_multiple);
-  }
-
-  static int64_t tile_size() {
-    const Kernels& kernels = micro_kernels<scalar_t, acc_t>();
-    return kernels.max_rows * nr_of(kernels);
-  }
-  static int64_t row_space_size(int64_t n) {
-    return kMaxFewRows *
-           at::round_up(std::min(n, kMaxColumns), nr_of(micro_kernels<scalar_t, acc_t>()));
-  }
-  static int64_t packed_b_size(int64_t k) {
-    const Kernels& kernels = micro_kernels<scalar_t, acc_t>();
-    const int64_t panel = std::min(kKC<acc_t>, num_groups(k)) * nr_of(kernels);
-    const int64_t size_of_b = kBytesOfB / static_cast<int64_t>(sizeof(acc_t));
-    return kernels.rounds ? std::max(panel, size_of_b) : panel;
-  }
-  static int64_t few_rows_size(int64_t k) {
-    return std::is_same_v<scalar_t, acc_t> ? 0 : kMaxFewRows * at::round_up(k, kKCMultiple);
-  }
-  static int64_t packed_a_size(int64_t m, int64_t k) {
-    const Kernels& kernels = micro_kernels<scalar_t, acc_t>();
-    return at::ceil_div(std::min(m, kMC), kernels.max_rows) * kernels.a_panel_width *
-           std::min(kMaxKBlocks * kKC<acc_t>, num_groups(k));
-  }
+  int64_t num_groups(int64_t depth) const { return num_groups_of(kernels, depth); }
 
   const int64_t rows_each_ = m / num_panels, num_longer_ = m % num_panels;
 };

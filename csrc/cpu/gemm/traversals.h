@@ -47,7 +47,8 @@ class Gebp {
     const bool finishes = block.p + in_.kc >= in_.k && !in_.kernels.pairs;
     auto [panel, ldb] = panel_b(block, j, num_columns);
     // The GEMM of the first micro-panel of A also packs B.
-    acc_t* packed = in_.b_in_place && in_.num_panels > kMaxPanelsInPlace ? in_.packed_b : nullptr;
+    acc_t* packed =
+        in_.b_in_place && in_.num_panels > kMaxPanelsInPlace ? in_.workspace.packed_b : nullptr;
     Prefetch next = prefetch(block.p, j);
     for (int64_t i = 0; i < in_.num_panels;
          ++i, next.first += block.num_groups >> next.shift_groups) {
@@ -74,8 +75,8 @@ class Gebp {
     if constexpr (std::is_same_v<b_t, acc_t>) {
       if (in_.b_in_place) return {in_.b.at(j, block.p), in_.b.ld};
     }
-    in_.pack_b(j, block.p, num_columns, block.depth, block.num_groups, in_.packed_b);
-    return {in_.packed_b, in_.nr};
+    in_.pack_b(j, block.p, num_columns, block.depth, block.num_groups, in_.workspace.packed_b);
+    return {in_.workspace.packed_b, in_.nr};
   }
 
   // What the tiles of the first micro-panels of A prefetch while the micro-panel of B at (p, j) is
@@ -138,7 +139,7 @@ class WriteOnce {
 
   // The packed micro-panel of B at column j; the first packed column is `begin`.
   acc_t* packed(const KBlock& block, int64_t j, int64_t begin) const {
-    return in_.packed_b + block.p / in_.group_size * in_.columns_at_once() +
+    return in_.workspace.packed_b + block.p / in_.group_size * in_.columns_at_once() +
            (j - begin) * block.num_groups;
   }
 
@@ -154,9 +155,9 @@ class WriteOnce {
     const Region region = in_.region(i, j, num_columns);
     if (in_.epilogue.prefetch) in_.epilogue.prefetch(region);
     for (const auto& block : in_.k_blocks) {
-      Tile<acc_t> tile{.c = in_.tile_space, .ldc = in_.nr};
+      Tile<acc_t> tile{.c = in_.workspace.tile, .ldc = in_.nr};
       if (&block != &in_.k_blocks.front()) {
-        tile.add = in_.tile_space;
+        tile.add = in_.workspace.tile;
         tile.ld_add = in_.nr;
       }
       if (&block == &in_.k_blocks.back()) {
@@ -213,7 +214,7 @@ class Axpyf {
     const bool apart = write == Write::kAdd;
     for (int64_t j = 0; j < in_.n; j += kMaxColumns) {
       const int64_t num_columns = std::min(in_.n - j, kMaxColumns);
-      acc_t* sums = apart ? in_.row_space : c + j;
+      acc_t* sums = apart ? in_.workspace.rows : c + j;
       const int64_t ld = apart ? num_columns : in_.n;
       for (int64_t q = 0; q < block.num_groups; q += groups_ahead_) {
         const int64_t num_groups = std::min(block.num_groups - q, groups_ahead_);
@@ -255,7 +256,7 @@ View<typename Product::b_type> rows_of_a(const Product& in) {
   if constexpr (std::is_same_v<decltype(in.a.data), const b_t*>) {
     if (in.k == ld && in.a.ld % in.group_size == 0) return in.a;
   }
-  auto* rows = reinterpret_cast<b_t*>(in.few_rows_a);
+  auto* rows = reinterpret_cast<b_t*>(in.workspace.few_rows_a);
   for (int64_t r = 0; r < in.m; ++r) {
     vectorized<Convert>(in.a.at(r, 0), in.k, rows + r * ld);
     std::fill(rows + r * ld + in.k, rows + (r + 1) * ld, b_t(0));

@@ -35,8 +35,8 @@ class Ahead {
   // What is prefetched is this far behind the panel that is read.
   static constexpr int64_t kLinesAhead = 8 << 10;
 
-  // Prefetches nothing new.
-  Ahead() = default;
+  // Prefetches nothing but a panel that is read again.
+  explicit Ahead(const uint8_t* panel) : next_(panel), end_(panel), step_(0) {}
 
   // `end` is that of the panels; prefetch() is called num_steps times.
   Ahead(const uint8_t* panel, const uint8_t* end, int64_t panel_bytes, int64_t num_steps)
@@ -61,8 +61,8 @@ class Ahead {
 
   static uintptr_t page(const uint8_t* byte) { return reinterpret_cast<uintptr_t>(byte) / 4096; }
 
-  const uint8_t *next_ = nullptr, *end_ = nullptr;
-  int64_t step_ = 0;
+  const uint8_t *next_, *end_;
+  int64_t step_;
 };
 
 // The upper halves of floats whose lower halves are 0.
@@ -388,19 +388,16 @@ struct Unpacking {
       for (int i = 0; i < kPackedInputs; ++i) {
         look_up(table, low >> (i < 4 ? 8 * i : 8 * (i - 4) + 4), to[i]);
       }
-    } else if constexpr (codes == Codes::kE4M3) {
+      return;
+    }
+    if constexpr (codes == Codes::kSixBits) high >>= static_cast<uint32_t>(unit % 2 * 4);
+    if constexpr (codes != Codes::kE4M3) to_bytes<codes>(/*is_odd=*/false, low, high);
+    if constexpr (codes == Codes::kInt8) {
+      from_bytes(low, 128, to);
+      from_bytes(high, 128, to + 4);
+    } else {
       look_up_bytes<codes>(low, to);
       look_up_bytes<codes>(high, to + 4);
-    } else {
-      if constexpr (codes == Codes::kSixBits) high >>= static_cast<uint32_t>(unit % 2 * 4);
-      to_bytes<codes>(/*is_odd=*/false, low, high);
-      if constexpr (codes == Codes::kSixBits) {
-        look_up_bytes<codes>(low, to);
-        look_up_bytes<codes>(high, to + 4);
-      } else {
-        from_bytes(low, 128, to);
-        from_bytes(high, 128, to + 4);
-      }
     }
   }
 };
@@ -522,8 +519,9 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
   const int64_t panel_bytes = layout.panel_bytes();
   Panel source[kPanels];
   const float* row[kRows];
-  MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) row[r] =
-      a + std::min<int64_t>(r, num_rows - 1) * lda;
+  MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+    row[r] = a + std::min<int64_t>(r, num_rows - 1) * lda;
+  }
   Ahead ahead(panels, end, kPanels * panel_bytes,
               (layout.inputs + kPackedInputs - 1) / kPackedInputs);
   for (int64_t first_input = 0; first_input < layout.inputs; first_input += kc, add = true) {

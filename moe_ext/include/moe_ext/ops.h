@@ -226,6 +226,17 @@ struct ExpertsOptions {
   bool recompute = false;
 };
 
+// A low-rank adapter of a layer of E experts (LoRA, arXiv:2106.09685): a layer with the input h
+// adds scale (h a) b. Without tensors, the layer has no adapter.
+struct LoRA {
+  Tensor a = {};  // [E, fan_in, rank], in the dtype of x
+  Tensor b = {};  // [E, rank, width]
+  double scale = 1.0;
+  // Dropout: bool [R, fan_in], in the order of the rows. a sees 0 in place of the numbers of h
+  // where it is false; `scale` must include 1 / (1 - p).
+  Tensor mask = {};
+};
+
 // Applies each expert to its rows: linear layers with an activation between them.
 //
 //   - Without inverse and gates, x and the result are rows sorted by expert: [R, D] -> [R, D_out].
@@ -247,7 +258,7 @@ struct ExpertsOptions {
 //                    {.offsets = plan.offsets, .inverse = plan.inverse, .gates = top.gates});
 MOE_EXT_API Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases = {},
                            std::string_view activation = "relu", const ExpertsOptions& options = {},
-                           at::ArrayRef<double> activation_args = {});
+                           at::ArrayRef<double> activation_args = {}, at::ArrayRef<LoRA> lora = {});
 
 // The packed weights of a layer: codes of 4 to 8 bits, and one scale for a group of inputs.
 // Python's moe_ext.formats.PackedWeight makes them from the layouts of files.
@@ -260,7 +271,7 @@ struct PackedWeight {
 
 // Applies each expert to its rows, as experts, with weights that stay packed. The result is that of
 // experts with the numbers that the codes stand for, in the dtype of x. The weights are frozen; x,
-// gates and biases have gradients.
+// gates, biases and adapters have gradients.
 //
 //   weights: one for each layer.
 //   arithmetic: "exact", or "integer" for inference: the inputs of a layer are rounded to int8 in
@@ -271,7 +282,8 @@ MOE_EXT_API Tensor packed_experts(const Tensor& x, at::ArrayRef<PackedWeight> we
                                   at::TensorList biases = {}, std::string_view activation = "relu",
                                   const ExpertsOptions& options = {},
                                   at::ArrayRef<double> activation_args = {},
-                                  std::string_view arithmetic = "exact");
+                                  std::string_view arithmetic = "exact",
+                                  at::ArrayRef<LoRA> lora = {});
 
 // How the losses of the tokens are computed and reduced; see linear_cross_entropy.
 struct LinearCrossEntropyOptions {

@@ -1,0 +1,84 @@
+// The rows and hidden layers of a block of an expert.
+#pragma once
+
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "arena.h"
+#include "elementwise.h"
+#include "expert_network.h"
+#include "expert_rows.h"
+#include "vectorize.h"
+
+namespace moe_ext::cpu {
+
+// All are rounded to scalar_t, whether saved or recomputed, so the gradients are bitwise identical.
+template <typename scalar_t>
+struct Activations {
+  using acc_t = at::opmath_type<scalar_t>;
+  using Network = ExpertNetwork<scalar_t>;
+  using Rows = ExpertRows<scalar_t>;
+
+  // Takes memory for every block; for z only if has_z.
+  Activations(Arena& arena, const Network& network, const Rows& rows, bool has_z)
+      : first_copy(
+            arena.take<scalar_t>(rows.slots() ? rows.most_in_block() * network.fan_in(0) : 0)) {
+    for (int64_t l = 0; l + 1 < network.num_layers(); ++l) {
+      const auto take = [&](int64_t width) {
+        return arena.take<scalar_t>(rows.most_in_block() * width);
+      };
+      z.push_back(has_z ? take(network.columns(l)) : nullptr);
+      out.push_back(take(network.fan_in(l + 1)));
+    }
+  }
+
+  // Takes the rows of a block. If `hidden` is not empty, z is in it.
+  void take_rows(const Block& block, const Network& network, const Rows& rows,
+                 const std::vector<scalar_t*>& hidden) {
+    first = rows.gather(block, first_copy);
+    for (size_t l = 0; l < hidden.size(); ++l) {
+      z[l] = hidden[l] + block.first_row * network.columns(l);
+    }
+  }
+
+  // Returns whether the product of a hidden layer has memory of its own: neither z nor the
+  // activations can hold it.
+  static bool needs_product(const Network& network, int64_t layer, bool has_z) {
+    return !Network::kSame || (!has_z && network.columns(layer) != network.fan_in(layer + 1));
+  }
+
+  // Computes the hidden layers. Layer l may use products[(l + 1) % 2], [num_rows, columns].
+  void compute_hidden(const Block& block, const Network& network,
+                      const typename Network::Workspace& workspace,
+                      const std::array<acc_t*, 2>& products) const {
+    for (int64_t l = 0; l + 1 < network.num_layers(); ++l) {
+      const int64_t columns = network.columns(l), width = network.fan_in(l + 1);
+      acc_t* product = products[(l + 1) % 2];
+      if constexpr (Network::kSame) {
+        if (!needs_product(network, l, z[l] != nullptr)) product = z[l] != nullptr ? z[l] : out[l];
+      }
+      const auto activate = [&](const Region& region) {
+        const auto* wide = static_cast<const acc_t*>(product);
+        if (!Network::kSame && z[l] != nullptr) {
+          vectorized<ConvertRegion>(wide, region, columns, z[l]);
+        }
+        network.activate(wide, region, width, out[l]);
+      };
+      network.linear(block, l, input(l), product, workspace,
+                     {.run = activate, .next_b = network.weight(block.expert, l + 1)});
+    }
+  }
+
+  const scalar_t* input(int64_t layer) const { return layer == 0 ? first : out[layer - 1]; }
+
+  scalar_t* first_copy;
+  const scalar_t* first = nullptr;     // [num_rows, fan_in], the input of the first layer
+  c10::SmallVector<scalar_t*, 4> z;    // [num_rows, columns] of each hidden layer, or null
+  c10::SmallVector<scalar_t*, 4> out;  // the activations of z, the next layer's input
+};
+
+}  // namespace moe_ext::cpu

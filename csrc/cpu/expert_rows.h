@@ -1,0 +1,93 @@
+// The rows of the experts: their source, and the blocks in which they are computed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "../routing.h"
+#include "block_scheduler.h"
+#include "elementwise.h"
+#include "slots.h"
+#include "vectorize.h"
+
+namespace moe_ext::cpu {
+
+template <typename scalar_t>
+class ExpertRows {
+ public:
+  ExpertRows(const char* op, const Tensor& x, const Routing& routing, int64_t num_experts)
+      : x_(x.contiguous()) {
+    if (routing.inverse) {
+      slots_.emplace(op, *routing.inverse, routing.token_offsets);
+      token_of_.resize(slots_->num_slots());
+      slot_of_.resize(slots_->num_slots());
+      slots_->for_tokens(1, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+          for (int64_t slot = slots_->begin(t); slot < slots_->end(t); ++slot) {
+            token_of_[slots_->row(slot)] = t;
+            slot_of_[slots_->row(slot)] = slot;
+          }
+        }
+      });
+    }
+    count_ = slots_ ? slots_->num_slots() : x.size(0);
+    Tensor offsets;
+    if (routing.offsets) {
+      offsets = contiguous_index(*routing.offsets);
+      check_offsets(op, "offsets", offsets, count_);
+    }
+    blocks_ = split_into_blocks(offsets, num_experts, count_);
+    int64_t rows_of_expert = 0;
+    for (const Block& block : blocks_) {
+      rows_of_expert = block.index == 0 ? block.num_rows : rows_of_expert + block.num_rows;
+      most_in_block_ = std::max(most_in_block_, block.num_rows);
+      most_of_expert_ = std::max(most_of_expert_, rows_of_expert);
+    }
+  }
+
+  int64_t count() const { return count_; }
+  int64_t most_in_block() const { return most_in_block_; }
+  int64_t most_of_expert() const { return most_of_expert_; }
+
+  const std::vector<Block>& blocks() const { return blocks_; }
+  // Returns the next block, or null after the last one.
+  const Block* after(const Block& block) const {
+    return &block == &blocks_.back() ? nullptr : &block + 1;
+  }
+
+  // The slots of the tokens; absent if x holds rows.
+  const std::optional<Slots>& slots() const { return slots_; }
+  int64_t slot_of(int64_t row) const { return slot_of_[row]; }
+
+  // Copies the rows of a block; `data` holds tokens if by_token, else rows.
+  template <typename to_t>
+  void copy(const Block& block, const scalar_t* data, bool by_token, int64_t width,
+            to_t* to) const {
+    for (int64_t r = 0; r < block.num_rows; ++r) {
+      const int64_t row = block.first_row + r;
+      vectorized<Convert>(data + (by_token ? token_of_[row] : row) * width, width, to + r * width);
+    }
+  }
+
+  // Returns the rows of a block of x; copies them to `space` if x holds tokens.
+  const scalar_t* gather(const Block& block, scalar_t* space) const {
+    const int64_t width = x_.size(1);
+    const scalar_t* data = x_.template const_data_ptr<scalar_t>();
+    if (!slots_) return data + block.first_row * width;
+    copy(block, data, /*by_token=*/true, width, space);
+    return space;
+  }
+
+ private:
+  const Tensor x_;
+  std::optional<Slots> slots_;
+  std::vector<int64_t> token_of_, slot_of_;  // of each row
+  std::vector<Block> blocks_;
+  int64_t count_ = 0, most_in_block_ = 0, most_of_expert_ = 0;
+};
+
+}  // namespace moe_ext::cpu
