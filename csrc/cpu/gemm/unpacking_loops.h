@@ -139,7 +139,7 @@ struct Unpacking {
   // Widens uint8_t or int8_t. gcc 12 has no instruction for this conversion of vectors.
   template <typename byte_t>
   MOE_EXT_TARGET MOE_EXT_KERNEL void widen(const uint8_t* from, int v, Integers& to) {
-    constexpr bool kSigned = std::is_same_v<byte_t, int8_t>;
+    [[maybe_unused]] constexpr bool kSigned = std::is_same_v<byte_t, int8_t>;
     from += v * kLanes;
 #if defined(__x86_64__)
     if constexpr (kBytes == 64) {
