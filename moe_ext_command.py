@@ -8,8 +8,10 @@ from typing import TextIO
 
 _HELP = """\
 usage: moe-ext info [--cmake-prefix]
+       moe-ext chat MODEL
 
   info  Prints the build configuration and runs a self-test.
+  chat  Chats with a packed mixture of transformers: a folder, a GGUF file, or a name of the hub.
 
 The package moe_lab has the commands that train, evaluate and translate: `moe-lab --help`."""
 _MOVED = {
@@ -87,10 +89,17 @@ def _run() -> int:
             file=sys.stderr,
         )
         return 2
-    if name != "info":
-        print(f"moe-ext: COMMAND must be info, got {name}", file=sys.stderr)
+    if name not in ("chat", "info"):
+        print(f"moe-ext: COMMAND must be chat or info, got {name}", file=sys.stderr)
         return 2
-    sys.argv[:2] = ["moe-ext info"]  # the usage line begins with it
+    sys.argv[:2] = [f"moe-ext {name}"]  # the usage line begins with it
+    if name == "chat":
+        try:
+            from moe_ext.chat import main as chat
+        except ImportError as error:  # transformers is optional
+            print(f"moe-ext chat: {error}", file=sys.stderr)
+            return 2
+        return chat()
     from moe_ext.info import main as info
 
     return info()

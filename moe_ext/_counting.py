@@ -111,8 +111,10 @@ def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
 
 def is_of_transformers(module: nn.Module) -> bool:
     """Returns whether a module holds the experts of a mixture layer of transformers."""
-    # The decorator and the quantized classes of transformers define _apply_gate.
-    holds_experts = hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
+    # The decorator and the quantized classes of transformers define _apply_gate, and PackedExperts
+    # of our integration defines is_of_transformers.
+    has_gate = hasattr(module, "_apply_gate") or hasattr(module, "is_of_transformers")
+    holds_experts = has_gate and hasattr(module, "num_experts")
     return (
         holds_experts and unwrapped_module(module) is module
     )  # a wrapper has these attributes too

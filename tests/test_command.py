@@ -31,7 +31,7 @@ def test_the_help_imports_no_torch():
 
 def test_an_unknown_command(monkeypatch, capsys):
     assert run(monkeypatch, "study") == 2
-    assert capsys.readouterr().err == "moe-ext: COMMAND must be info, got study\n"
+    assert capsys.readouterr().err == "moe-ext: COMMAND must be chat or info, got study\n"
 
 
 @pytest.mark.parametrize("name", ["train", "plan-cluster"])

@@ -4,6 +4,7 @@ import collections
 import copy
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -13,6 +14,9 @@ from moe_lab.analysis import route_lines
 from moe_lab.analysis.transformers_text import _spelling
 from moe_lab.commands import inspect_experts
 from moe_lab.errors import ConfigError
+from safetensors.torch import load_file, save_file
+
+from moe_ext.formats import dequantize, quantize
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -236,7 +240,7 @@ def output(folder):
 
 
 def data_of(output):
-    html = output.with_name("experts.html").read_text("utf-8")
+    html = output.with_suffix(".html").read_text("utf-8")
     (text,) = re.findall('<script type="application/json" id="data">(.*)</script>', html)
     return json.loads(text)
 
@@ -289,6 +293,36 @@ def test_one_layer_is_printed(folder, output, monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         inspect_experts.main([str(folder), "--text", "text.txt", "--part", "dev"])
     assert "not allowed with" in capsys.readouterr().err
+
+
+def test_packed_checkpoints(folder, tmp_path):
+    """The page is that of the dequantized weights."""
+    packed, floats = tmp_path / "packed", tmp_path / "floats"
+    for copied in (packed, floats):
+        shutil.copytree(folder, copied, ignore=shutil.ignore_patterns("page"))
+    codes, numbers = {}, load_file(folder / "model.safetensors")
+    for name, weight in numbers.items():
+        if ".experts." in name:
+            codes[name], codes[f"{name}_scale_inv"] = quantize(weight, "fp8")
+            scales = codes[f"{name}_scale_inv"]
+            numbers[name] = dequantize(codes[name], scales, format="fp8")
+        else:
+            codes[name] = weight
+    save_file(codes, packed / "model.safetensors", metadata={"format": "pt"})
+    save_file(numbers, floats / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (packed / "config.json").write_text(json.dumps(config))
+    pages = []
+    for each in (packed, floats):
+        output = each / "page"
+        text = str(folder / "text.txt")
+        inspect_experts.main([str(each), "--text", text, "--output", str(output)])
+        pages.append(data_of(output)["layers"])
+    assert [each["name"] for each in pages[0]] == [each["name"] for each in pages[1]]
+    for found, expected in zip(*pages, strict=True):
+        shares = [[expert["share"] for expert in layer["experts"]] for layer in (found, expected)]
+        assert shares[0] == pytest.approx(shares[1])
 
 
 def test_the_command_refuses_what_it_cannot_read(tokenizer, monkeypatch, tmp_path):

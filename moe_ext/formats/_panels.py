@@ -58,6 +58,22 @@ class PackedWeight(NamedTuple):
             TypeError, ValueError: as for `dequantize`; or codes do not have 3 dimensions, or a
                 scale belongs to another number of inputs.
         """
+        weight = cls._layout(codes, scales, format)
+        layout, blocked, shape = LAYOUTS[format], weight.blocked, codes.shape
+        panels = codes.new_empty(weight.shape(shape[0]), dtype=torch.uint8)
+        for e in range(shape[0]):
+            own = None if scales is None else scales[e]
+            if own is not None and blocked:
+                own = own.repeat_interleave(_BLOCK, 0)[: shape[1]]
+            panels[e] = weight._join(layout.split(codes[e].contiguous(), own))
+        return weight._replace(panels=panels)
+
+    @classmethod
+    def _layout(cls, codes: Tensor, scales: Tensor | None, format: FormatName) -> PackedWeight:
+        """Checks the arguments of `pack`, which may be on the meta device; packs nothing.
+
+        The panels of the result are the codes.
+        """
         require_one_of("PackedWeight: format", FORMATS, format)
         require_tensor("PackedWeight", codes=codes)
         shape = tuple(codes.shape)
@@ -71,14 +87,7 @@ class PackedWeight(NamedTuple):
         whole = group % _INPUTS == 0 or group == inputs
         require(whole, "PackedWeight: scales", rule, f"{group} inputs")
         dtype = None if scales is None else scales.dtype
-        weight = cls(codes, format, inputs, shape[1], group, dtype, blocked)
-        panels = codes.new_empty(weight.shape(shape[0]), dtype=torch.uint8)
-        for e in range(shape[0]):
-            own = None if scales is None else scales[e]
-            if own is not None and blocked:
-                own = own.repeat_interleave(_BLOCK, 0)[: shape[1]]
-            panels[e] = weight._join(layout.split(codes[e].contiguous(), own))
-        return weight._replace(panels=panels)
+        return cls(codes, format, inputs, shape[1], group, dtype, blocked)
 
     def unpack(self) -> Packed:
         """Returns the codes and scales of the file, bit for bit."""

@@ -15,20 +15,16 @@ class and reason.
 """
 
 import inspect
-import math
-import operator
 import warnings
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ext import _C, ops
 from moe_ext._ragged import offsets_of
+from moe_ext.integrations._given_lora import formed_lora, forms_needlessly, given_pairs
 from moe_ext.integrations._transformers_balance import (
     LayerBalance,
     ModelBalance,
@@ -37,16 +33,16 @@ from moe_ext.integrations._transformers_balance import (
 )
 
 try:
-    import transformers
     from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-    from transformers.integrations.moe import (
-        ALL_EXPERTS_FUNCTIONS,
-        ExpertsInterface,
-        use_experts_implementation,
-    )
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+    from moe_ext.integrations._memory_plan import MemoryPlan, memory_plan
+    from moe_ext.integrations._packed_experts import PackedExperts
+    from moe_ext.integrations._packed_files import save
+    from moe_ext.integrations._packed_models import describe, load, quantize_experts
+    from moe_ext.integrations._transformers_activation import activation_of
     from moe_ext.integrations._transformers_parallel import ExchangeParallel, UnevenShard
 except ImportError as _error:
     raise ImportError(
@@ -57,45 +53,26 @@ except ImportError as _error:
 __all__ = [
     "TESTED_VERSIONS",
     "LayerBalance",
+    "MemoryPlan",
     "ModelBalance",
+    "PackedExperts",
     "balance",
+    "describe",
     "experts_forward",
     "experts_modules",
+    "load",
+    "memory_plan",
+    "quantize_experts",
+    "save",
 ]
 
 TESTED_VERSIONS: tuple[str, ...] = ("5.23.0", "5.24.0")
 """The versions of transformers that the tests ran with."""
 
-_KNOWN_FLAGS = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm"}
-
-
-def _read_flags() -> dict[str, object]:
-    """Returns the flags of experts modules that this module does not know, with their defaults.
-
-    Raises:
-        ImportError: transformers lacks a flag that this module needs.
-    """
-    parameters = inspect.signature(use_experts_implementation).parameters
-    missing = sorted(_KNOWN_FLAGS - set(parameters))
-    if missing:
-        raise ImportError(
-            "moe_ext.integrations.transformers: use_experts_implementation of transformers must "
-            f"have the flags {', '.join(missing)}; transformers {transformers.__version__} lacks "
-            f"them. Tested with {', '.join(TESTED_VERSIONS)}"
-        )
-    known = {"experts_class", "experts_interface", *_KNOWN_FLAGS}
-    return {name: each.default for name, each in parameters.items() if name not in known}
-
-
-_UNKNOWN_FLAGS = _read_flags()
 _FEW_ROWS = 8  # for each expert; a cast of the weights takes longer than the experts of so few
+_REMEDY = "import moe_ext.integrations.peft, which gives A and B to the operator"
 _DEVICES = ["cpu", "meta", *(["cuda"] if _C.cuda_version else [])]
 _DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16")]
-
-
-class _Activation(NamedTuple):
-    name: ops.Activation
-    args: tuple[float, float, float] | None = None  # limit, alpha, offset
 
 
 def experts_forward(
@@ -132,10 +109,12 @@ def experts_forward(
             casts the weights of all experts for a few tokens, without gradients. There is one
             warning for each class and reason.
     """
-    activation = _activation_of(module)
+    activation = activation_of(module)
     if isinstance(activation, str):
         return _fall_back(activation, module, hidden_states, top_k_index, top_k_weights)
     weights, biases = _parameters_of(module)
+    if forms_needlessly(module):
+        _warn_once(f"PEFT forms W + B A of all experts in each call: {_REMEDY}")
     reason = _refusal(module, [*weights, *biases])
     if reason is not None:
         return _fall_back(reason, module, hidden_states, top_k_index, top_k_weights)
@@ -161,6 +140,7 @@ def experts_forward(
         inverse=plan.inverse,
         gates=gates if norm is None else None,
         token_offsets=token_offsets,
+        lora=given_pairs(module, _names_of(module)),
     )
     if norm is not None:
         y = ops.combine(norm(y), gates, plan.inverse, token_offsets)
@@ -186,9 +166,13 @@ def _warn_of_casts(module: nn.Module, weights: list[Tensor], index: Tensor) -> N
 
 def _parameters_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the weights of the two layers as the module has them, and the biases [E, columns]."""
-    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    names = _names_of(module)
     weights = [getattr(module, name) for name in names]
     return weights, [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
+
+
+def _names_of(module: nn.Module) -> list[str]:
+    return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
 
 
 def _refusal(module: nn.Module, parameters: list[Tensor]) -> str | None:
@@ -217,7 +201,7 @@ def _fp8_experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Falls back to transformers, which has another registry for the experts of FP8 models."""
-    reason, functions = "its parameters are FP8", ALL_FP8_EXPERTS_FUNCTIONS
+    reason, functions = "its parameters are FP8; load keeps them packed", ALL_FP8_EXPERTS_FUNCTIONS
     return _fall_back(reason, module, hidden_states, top_k_index, top_k_weights, functions)
 
 
@@ -241,7 +225,8 @@ def _fall_back(
     _warn_once(f"experts_implementation='moe_ext': {type(module).__name__} uses '{name}': {reason}")
     eager = inspect.unwrap(type(module).forward)
     forward = functions.get_interface(name, eager)
-    y: Tensor = forward(module, hidden_states, index, weights)
+    with formed_lora(module):
+        y: Tensor = forward(module, hidden_states, index, weights)
     return y
 
 
@@ -253,121 +238,6 @@ def _warn_once(message: str) -> None:
     if message not in _warnings:
         _warnings.add(message)
         warnings.warn(message, stacklevel=2)
-
-
-# The activations of modules, by the attributes that decide them.
-_activations: WeakKeyDictionary[nn.Module, tuple[list[object], _Activation | str]]
-_activations = WeakKeyDictionary()
-
-
-# While torch 2.11 compiles, it can pass no module to a function with a constant result. There, the
-# call breaks the graph.
-_constant = (
-    torch.compiler.assume_constant_result if torch.__version__ >= "2.12" else torch.compiler.disable
-)
-
-
-@_constant  # type: ignore[untyped-decorator]
-def _activation_of(module: nn.Module) -> _Activation | str:
-    """Returns the activation of a module, or the reason why the operator cannot compute it."""
-    # A hook may replace `forward` by a closure over the module, which would keep the module alive.
-    # PEFT makes new parametrizations in each forward pass.
-    unrelated = {"training", "forward", "parametrizations"}
-    own = [*vars(module).items(), *module._modules.items()]
-    decisive = [value for name, value in own if name not in unrelated and not name.startswith("_")]
-    decisive += module._parameters
-    earlier, activation = _activations.get(module, ([], ""))
-    if len(decisive) != len(earlier) or not all(map(operator.is_, decisive, earlier)):
-        with _disable_current_modes():  # tensors of torch.export have no values
-            activation = _unknown_part(module) or _recognise(module)
-        _activations[module] = decisive, activation
-    return activation
-
-
-def _unknown_part(module: nn.Module) -> str | None:
-    """Returns the flag or parameter of a module that `experts_forward` does not know."""
-    for name, default in _UNKNOWN_FLAGS.items():
-        if (value := getattr(module, name, default)) != default:
-            return f"the flag {name} = {value} is unknown"
-    layers = ("gate_up_proj", "up_proj", "down_proj")
-    known = {*layers, *(f"{name}_bias" for name in layers), "post_expert_norm", "parametrizations"}
-    for name, _ in module.named_parameters():
-        if name.split(".")[0] not in known:
-            return f"the parameter {name} is unknown"
-    return None
-
-
-@torch.no_grad()
-def _recognise(module: nn.Module) -> _Activation | str:
-    """Returns the activation whose values on a probe are those of the module, or why there is none.
-
-    The probe has magnitudes from 0.01 to 1e4, because some functions differ only for small or for
-    large numbers. The tolerance is that of float32: some modules compute their activation in
-    float32 in any dtype.
-    """
-    function = getattr(module, "_apply_gate" if module.has_gate else "act_fn")
-    # A weight with parametrizations may be cached at its first use, here without a gradient.
-    weight = next(module.parameters())
-    device = torch.device("cpu") if weight.is_meta else weight.device
-    probe = _probe()
-    with torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
-        try:
-            expected = function(probe.to(device)).cpu().double()
-            args = _clamp_args(function, device) if module.has_gate else None
-        except Exception as error:  # the code of the module may raise any error
-            return f"its activation fails on float64 numbers: {error}"
-        for activation in _candidates(bool(module.has_gate), args):
-            found = _activate(activation, probe)
-            if torch.allclose(found, expected, rtol=1e-6, atol=1e-9):
-                return activation
-    return f"its activation is none of {', '.join(ops.ACTIVATIONS)}"
-
-
-def _candidates(has_gate: bool, args: tuple[float, float, float] | None) -> Iterator[_Activation]:
-    """Returns the activations of the operator that may be those of a module."""
-    for name in ops.ACTIVATIONS:
-        if has_gate == (name in ops.GATED_ACTIVATIONS):
-            if name not in ops.CLAMPED_ACTIVATIONS:
-                yield _Activation(name)
-            elif args is not None:
-                yield _Activation(name, args)
-
-
-def _clamp_args(
-    function: Callable[[Tensor], Tensor], device: torch.device
-) -> tuple[float, float, float] | None:
-    """Returns the limit, alpha and offset of a gate, if it is a clamped SwiGLU; may return None.
-
-    With the gate 1 and a number u, a clamped SwiGLU with a limit of at least 1 is
-    s · (clamp(u, -limit, limit) + offset), where s = sigmoid(alpha). Four values of u give s, the
-    limit and the offset.
-    """
-    far = 1e6  # beyond the numbers of the probe
-    z = torch.tensor([[1, 0], [1, 1], [1, far], [1, -far]], dtype=torch.float64, device=device)
-    at_zero, at_one, above, below = function(z).double().flatten().tolist()
-    s = at_one - at_zero
-    if not 0 < s < 1:
-        return None
-    limit, alpha, offset = (above - below) / (2 * s), math.log(s / (1 - s)), at_zero / s
-    if not 1 <= limit <= 1e3:  # the probe must have larger numbers
-        return None
-    limit, alpha, offset = (float(f"{each:.12g}") for each in (limit, alpha, offset))
-    return limit, alpha, offset
-
-
-def _probe() -> Tensor:
-    """Returns [256, 8] random numbers in float64 with magnitudes from 0.01 to 1e4."""
-    generator = torch.Generator().manual_seed(0)
-    uniform = torch.rand(2, 256, 8, generator=generator, dtype=torch.float64, device="cpu")
-    return (uniform[0] - 0.5).sign() * 10 ** (6 * uniform[1] - 2)
-
-
-def _activate(activation: _Activation, z: Tensor) -> Tensor:
-    """Applies an activation of the operator to z: one expert with identity matrices as weights."""
-    columns = z.shape[1]
-    width = columns // 2 if activation.name in ops.GATED_ACTIVATIONS else columns
-    weights = [torch.eye(size, dtype=z.dtype, device="cpu")[None] for size in (columns, width)]
-    return ops.experts(z, weights, activation=activation.name, activation_args=activation.args)
 
 
 ALL_EXPERTS_FUNCTIONS.register("moe_ext", experts_forward)

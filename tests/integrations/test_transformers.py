@@ -29,6 +29,7 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, tokens  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
+activations = importlib.import_module("moe_ext.integrations._transformers_activation")
 
 MODELS = Path(transformers.__file__).parent / "models"
 NUM_EXPERTS, K = 5, 2
@@ -187,7 +188,9 @@ def test_each_class_equals_eager(module, name):
 
 def test_only_classes_with_other_activations_fall_back():
     found = {
-        name for module, name in BUILT if isinstance(plug._activation_of(build(module, name)), str)
+        name
+        for module, name in BUILT
+        if isinstance(activations.activation_of(build(module, name)), str)
     }
     assert found == set(FALL_BACKS) & {name for _, name in BUILT}
 
@@ -209,7 +212,7 @@ def test_activations_are_recognised(function, name, has_gate):
     experts.act_fn = transformers.activations.ACT2FN[function]
     gated = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "sigmoid": "glu"}
     expected = gated.get(name) if has_gate else name
-    found = plug._activation_of(experts)
+    found = activations.activation_of(experts)
     assert isinstance(found, str) if expected is None else found.name == expected
     assert_equal_to_eager(experts, *inputs(experts))
 
@@ -236,8 +239,10 @@ def test_a_module_whose_forward_is_replaced_is_freed():
 def test_an_activation_is_recognised_once_with_parametrizations(monkeypatch):
     """PEFT registers new parametrizations in each forward pass."""
     experts, calls = build(*MIXTRAL), []
-    recognise = plug._recognise
-    monkeypatch.setattr(plug, "_recognise", lambda module: calls.append(1) or recognise(module))
+    recognise = activations._recognise
+    monkeypatch.setattr(
+        activations, "_recognise", lambda module: calls.append(1) or recognise(module)
+    )
     for _ in range(2):
         with torch.no_grad():
             experts.gate_up_proj.mul_(1.5)
@@ -254,8 +259,8 @@ def test_a_cold_export_contains_the_operator():
         program = torch.export.export(model, (), arguments, strict=False)
     called = [node for node in program.graph.nodes if "moe_ext.experts" in str(node.target)]
     assert len(called) == len(plug.experts_modules(model))
-    found = plug._activation_of(next(iter(plug.experts_modules(model).values())))
-    assert found == plug._Activation("swiglu")
+    found = activations.activation_of(next(iter(plug.experts_modules(model).values())))
+    assert found == activations.KnownActivation("swiglu")
 
 
 class Wrapped(torch.Tensor):
@@ -319,7 +324,7 @@ def test_fp8_models_fall_back(monkeypatch):
 def test_similar_activations_are_not_mistaken(function):
     experts = build(*NEMOTRON)
     experts.act_fn = transformers.activations.ACT2FN[function].double()
-    assert isinstance(plug._activation_of(experts), str)
+    assert isinstance(activations.activation_of(experts), str)
     assert_equal_to_eager(experts, *inputs(experts))
 
 
@@ -355,14 +360,14 @@ def test_decoding_under_autocast_warns_once():
 
 
 def test_unknown_flags_and_parameters_fall_back(monkeypatch):
-    monkeypatch.setitem(plug._UNKNOWN_FLAGS, "is_scaled", False)
+    monkeypatch.setitem(activations._UNKNOWN_FLAGS, "is_scaled", False)
     experts = build(*MIXTRAL)
-    assert plug._unknown_part(experts) is None
+    assert activations._unknown_part(experts) is None
     experts.is_scaled = True
-    assert plug._activation_of(experts) == "the flag is_scaled = True is unknown"
+    assert activations.activation_of(experts) == "the flag is_scaled = True is unknown"
     experts = build(*MIXTRAL)
     experts.scale = nn.Parameter(torch.ones(()))
-    assert plug._activation_of(experts) == "the parameter scale is unknown"
+    assert activations.activation_of(experts) == "the parameter scale is unknown"
 
 
 def test_mixed_dtypes_fall_back():
@@ -426,9 +431,9 @@ def test_transformers_without_the_flags_is_an_error(monkeypatch):
     def old(experts_class=None, *, experts_interface=None, is_transposed=False, has_bias=False):
         raise NotImplementedError
 
-    monkeypatch.setattr(plug, "use_experts_implementation", old)
+    monkeypatch.setattr(activations, "use_experts_implementation", old)
     with pytest.raises(ImportError, match="has_gate, has_post_expert_norm, is_concatenated"):
-        plug._read_flags()
+        activations._read_flags()
 
 
 def test_total_and_active_parameters():

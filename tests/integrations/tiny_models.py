@@ -44,7 +44,7 @@ def tokens():
 
 def tiny(model_type="qwen3_moe", implementation="moe_ext", **options):
     config = transformers.AutoConfig.for_model(
-        model_type, **(SIZES | MODEL_TYPES[model_type]), pad_token_id=0, **options
+        model_type, **{**SIZES, **MODEL_TYPES.get(model_type, {}), "pad_token_id": 0, **options}
     )
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from moe_lab.analysis.experts import Spelling, by_specialisation, expert_reports
 from moe_lab.analysis.pages import ExpertPage, as_text
 from moe_lab.analysis.routed_text import RoutedText, route_text
@@ -68,13 +70,17 @@ def route_transformers(
 ) -> Routed:
     """Runs a model of transformers on a text file; layer = None keeps all layers."""
     transformers = require_transformers("--text", "transformers", "transformers")
-    integration = "moe_ext.integrations.transformers"  # registers "moe_ext"
-    require_transformers("--text", integration, "transformers")
+    # The import registers "moe_ext".
+    plug = require_transformers("--text", "moe_ext.integrations.transformers", "transformers")
     with open(text, encoding="utf-8-sig", errors="replace") as file:
-        # AutoModel has no output layer, whose logits nobody needs.
-        model = transformers.AutoModel.from_pretrained(
-            name, dtype="auto", experts_implementation="moe_ext"
-        ).to(device)
+        config = transformers.AutoConfig.from_pretrained(name)
+        # These models have no output layer, whose logits nobody needs.
+        if getattr(config, "quantization_config", None) is not None:
+            model = plug.load(name, dtype=config.dtype or torch.bfloat16).base_model.to(device)
+        else:
+            model = transformers.AutoModel.from_pretrained(
+                name, dtype="auto", experts_implementation="moe_ext"
+            ).to(device)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         pieces = iter(lambda: file.readline(_LONGEST_LINE), "")
         routed = route_lines(model, tokenizer, pieces, num_positions=num_positions)

@@ -1,0 +1,199 @@
+"""A checkpoint of a mixture, and which of its tensors belong to which part of the model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import hf_hub_download, snapshot_download
+from torch import nn
+
+from moe_ext.checks import require, require_one_of
+from moe_ext.integrations._found_tensors import FoundTensors, Read, find_in_safetensors
+from moe_ext.integrations._gguf_tensors import find_in_gguf, gguf_config
+from moe_ext.integrations._layer_tensors import LayerTensors
+from moe_ext.integrations._stored_tensors import Stored, read_gguf, read_safetensors
+from moe_ext.integrations._transformers_activation import activation_of
+from moe_ext.integrations._transformers_balance import experts_modules
+
+__all__ = ["Checkpoint", "ModuleTensors", "open_checkpoint"]
+
+
+@dataclass
+class ModuleTensors:
+    """The tensors of one experts module: for each layer the weight, and the bias if it has one."""
+
+    weights: list[LayerTensors]
+    biases: list[LayerTensors] | None
+
+
+@dataclass
+class Checkpoint:
+    """An open checkpoint.
+
+    Attributes:
+        path: the folder, or the GGUF file.
+        config: the configuration of the model, without a quantization.
+        quantization: the quantization of the configuration, as in its file.
+        skeleton: the model of transformers on the meta device.
+        experts: the tensors of each experts module that stays packed.
+        dense: how to read each other tensor, by the name that transformers' loader takes.
+        weights: the weights of `dense` in safetensors files.
+        fallbacks: the reason for each experts module that does not stay packed.
+        unused: the weights of the files that the model does not have.
+    """
+
+    path: Path
+    config: Any
+    quantization: Any
+    skeleton: Any
+    experts: dict[str, ModuleTensors] = field(default_factory=dict)
+    dense: dict[str, Read] = field(default_factory=dict)
+    weights: dict[str, Stored] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the checkpoint is a GGUF file."""
+        return self.path.is_file()
+
+
+def open_checkpoint(name_or_folder: str | Path, config: Any = None) -> Checkpoint:
+    """Reads the headers of a checkpoint; see `moe_ext.integrations.transformers.load`."""
+    path = _local(name_or_folder)
+    if path.is_file():
+        metadata, stored = read_gguf(path)
+        config = _config(path, config) or gguf_config(metadata, stored)
+    else:
+        config = _config(path, config)
+        require(config is not None, f"load: {path}", "have a config.json", "none")
+        stored = read_safetensors(path)
+    for name, weight in stored.items():
+        weight.check(name)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        _require_known(path, quantization)
+        del config.quantization_config
+    checkpoint = Checkpoint(path, config, quantization, _skeleton(config))
+    if path.is_file():
+        _assign(checkpoint, find_in_gguf(checkpoint.skeleton, metadata, stored))
+    else:
+        _assign(checkpoint, find_in_safetensors(checkpoint.skeleton, stored))
+        checkpoint.weights = {name: stored[name] for name in checkpoint.dense}
+    return checkpoint
+
+
+def _local(name: str | Path) -> Path:
+    """Returns the folder or file; downloads a model of the hub."""
+    path = Path(name)
+    if path.is_file():
+        require(path.suffix == ".gguf", "load: a file", "have the suffix .gguf", str(path))
+        return path
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if any(path.glob("*.safetensors")) or not files:
+            return path
+        whole = [each for each in files if not re.search(r"-(?!00001)\d{5}-of-\d{5}$", each.stem)]
+        rule = "have safetensors files or one GGUF file; or pass the file"
+        require(len(whole) == 1, f"load: {path}", rule, [each.name for each in whole])
+        return whole[0]
+    rule = "be a folder, a GGUF file, or a name of the hub: owner/model or owner/model/file.gguf"
+    found = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", str(name))
+    require(found is not None, "load: name_or_folder", rule, str(name))
+    assert found is not None
+    if found[2]:
+        return Path(hf_hub_download(found[1], found[2]))
+    # Folders have other formats of the same weights, and GGUF files come in many formats.
+    return _local(snapshot_download(found[1], ignore_patterns=["*/*", "*.gguf", "*.bin", "*.pth"]))
+
+
+def _config(path: Path, config: Any) -> Any:
+    """Returns the given configuration, or that of the folder, as a copy; None without one."""
+    if isinstance(config, transformers.PretrainedConfig):
+        return type(config).from_dict(config.to_dict())
+    folder = Path(config) if config is not None else path if path.is_dir() else path.parent
+    if config is None and not (folder / "config.json").exists():
+        return None
+    return transformers.AutoConfig.from_pretrained(folder if config is None else config)
+
+
+_METHODS = ("mxfp4", "fp8", "compressed-tensors")
+
+
+def _require_known(path: Path, quantization: Any) -> None:
+    """Requires that a quantization of a configuration is known."""
+    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = values.get("quant_method")
+    require_one_of(f"load: {path}: quant_method", _METHODS, getattr(method, "value", method))
+    for name, group in (values.get("config_groups") or {}).items():
+        bits = (group.get("weights") or {}).get("num_bits")
+        packed = "pack" in (group.get("format") or values.get("format") or "")
+        widths = (4,) if packed else (4, 8)
+        require_one_of(f"load: {path}: num_bits of {name}", widths, bits)
+
+
+def _skeleton(config: Any) -> Any:
+    """Returns the model on the meta device."""
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config, experts_implementation="moe_ext")
+
+
+def _assign(checkpoint: Checkpoint, found: FoundTensors) -> None:
+    """Decides which experts stay packed, and fills the fields of a checkpoint."""
+    checkpoint.dense, checkpoint.unused = found.dense, found.unused
+    for name, module in experts_modules(checkpoint.skeleton).items():
+        parameters = found.experts[name]
+        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+        biases = [f"{each}_bias" for each in names] if module.has_bias else []
+        for key in [*names, *biases]:
+            require(key in parameters, f"load: {name}", f"have tensors of {key}", [*parameters])
+        reason = _not_packable(module, [parameters[key] for key in names])
+        if reason is not None:
+            checkpoint.fallbacks[name] = reason
+            continue
+        tensors = {key: each for key, each in parameters.items() if each is not None}
+        _require_shapes(name, module, {key: tensors[key] for key in names})
+        layers = [[tensors[key] for key in keys] for keys in (names, biases)]
+        checkpoint.experts[name] = ModuleTensors(layers[0], layers[1] or None)
+        for each in found.names[name]:
+            del checkpoint.dense[each]
+
+
+def _not_packable(module: nn.Module, weights: list[LayerTensors | None]) -> str | None:
+    """Returns why the experts of a module cannot stay packed; None if they can."""
+    activation = activation_of(module)
+    if isinstance(activation, str):
+        return activation
+    for tensors in weights:
+        if tensors is None:
+            return "transformers computes its weights from the tensors of the file"
+        if tensors.format is None:
+            return f"its weights are {tensors.kind} in the file"
+        try:
+            tensors.layout()
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def _require_shapes(name: str, module: nn.Module, weights: dict[str, LayerTensors]) -> None:
+    """Requires that packed weights have the sizes of the configuration."""
+    for key, tensors in weights.items():
+        counts, expected = tensors.num_experts(), module.num_experts
+        rule = f"have {expected} experts"
+        require({*counts} == {expected}, f"load: {name}.{key}", rule, counts)
+        for part in tensors.parts:
+            shapes = sorted({each.codes.shape for each in part}) if isinstance(part, list) else []
+            require(len(shapes) <= 1, f"load: {name}.{key}", "have experts of one shape", shapes)
+        shape = tuple(getattr(module, key).shape[1:])
+        outputs, inputs = reversed(shape) if module.is_transposed else shape
+        layout = tensors.layout()
+        found = layout.outputs, layout.inputs
+        rule = f"have {outputs} x {inputs} values for each expert"
+        require(found == (outputs, inputs), f"load: {name}.{key}", rule, found)

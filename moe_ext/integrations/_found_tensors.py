@@ -1,0 +1,105 @@
+"""What the tensors of a checkpoint belong to, by the names that transformers knows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from moe_ext.integrations._layer_tensors import LayerTensors
+from moe_ext.integrations._stored_tensors import Stored
+from moe_ext.integrations._transformers_balance import experts_modules
+
+__all__ = ["FoundTensors", "Read", "expert_parameters", "find_in_safetensors"]
+
+Read = Callable[[torch.dtype], Tensor]  # reads a tensor, and dequantizes it in a dtype
+
+
+@dataclass
+class FoundTensors:
+    """The tensors of a checkpoint, by what they belong to.
+
+    Attributes:
+        experts: the tensors of each parameter of each experts module; None for tensors whose rows
+            are not those of the parameter.
+        dense: how to read each tensor, by the name that transformers' loader takes. Those of
+            experts are there too.
+        names: the names in `dense` of the tensors of each experts module.
+        unused: the names of the weights that the model does not have.
+    """
+
+    experts: dict[str, dict[str, LayerTensors | None]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    dense: dict[str, Read] = field(default_factory=dict)
+    names: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    unused: list[str] = field(default_factory=list)
+
+
+def expert_parameters(skeleton: Any) -> list[tuple[str, str]]:
+    """Returns the module and the name of each weight and bias of experts."""
+    keys = ("gate_up_proj", "up_proj", "down_proj")
+    return [
+        (name, key)
+        for name, module in experts_modules(skeleton).items()
+        for key, _ in module.named_parameters(recurse=False)
+        if key.removesuffix("_bias") in keys
+    ]
+
+
+def find_in_safetensors(skeleton: Any, stored: dict[str, Stored]) -> FoundTensors:
+    """Finds out what each weight of safetensors files belongs to."""
+    mapping = get_model_conversion_mapping(skeleton)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    order = [pattern for each in converters for pattern in each.source_patterns]
+    state = skeleton.state_dict()
+    owners = {f"{module}.{key}": (module, key) for module, key in expert_parameters(skeleton)}
+    parts: dict[tuple[str, str], dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
+    found = FoundTensors()
+    for name, weight in sorted(stored.items(), key=lambda item: dot_natural_key(item[0])):
+        target, pattern = rename_source_key(
+            name, renamings, converters, skeleton.base_model_prefix, state
+        )
+        if target not in state and name in state:
+            target, pattern = name, None
+        if target not in state:
+            found.unused.append(name)
+            continue
+        found.dense[name] = weight.read
+        if target in owners:
+            parts[owners[target]][pattern or ""].append(weight)
+            found.names[owners[target][0]].append(name)
+    for (module, key), by_pattern in parts.items():
+        tensors = None
+        if "" in by_pattern:
+            tensors = LayerTensors(tuple(by_pattern[""]))
+        elif all(_keeps_rows(pattern, converters) for pattern in by_pattern):
+            tensors = LayerTensors(
+                tuple(by_pattern[p] for p in sorted(by_pattern, key=order.index))
+            )
+        found.experts[module][key] = tensors
+    return found
+
+
+def _keeps_rows(pattern: str, converters: list[WeightConverter]) -> bool:
+    """Returns whether a converter only stacks matrices and joins their rows."""
+    (converter,) = [each for each in converters if pattern in each.source_patterns]
+    return all(
+        isinstance(each, MergeModulelist | Concatenate)
+        and each.dim == (0 if isinstance(each, MergeModulelist) else 1)
+        for each in converter.operations
+    )

@@ -1,0 +1,606 @@
+"""Packed checkpoints of transformers: logits of the dequantized model, bytes, memory, errors."""
+
+import copy
+import filecmp
+import importlib
+import io
+import json
+import pickle
+import re
+import shutil
+
+import pytest
+import torch
+from assertions import MIB, peak_mib
+
+from moe_ext import QuantizedExperts, count_parameters
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+from packed_checkpoints import TYPES, write, write_gguf  # noqa: E402
+from tiny_models import error, tiny, tokens  # noqa: E402
+
+plug = importlib.import_module("moe_ext.integrations.transformers")
+
+CHECKPOINTS = {
+    "fp8": ("qwen3_moe", "fp8", {}),
+    "fp8_in_whole_blocks": ("qwen3_moe", "fp8", {"hidden_size": 160, "moe_intermediate_size": 128}),
+    "fp8_of_deepseek": ("deepseek_v3", "fp8", {}),
+    "fp8_by_row": ("qwen3_moe", "compressed_fp8", {}),
+    "int4": ("olmoe", "int4", {"head_dim": 16}),
+    "int8": ("qwen3_moe", "int8", {}),
+    "mxfp4": ("gpt_oss", "mxfp4", {}),
+    "mxfp4_of_compressed_tensors": ("mixtral", "compressed_mxfp4", {}),
+}
+GGUF = {
+    "q8_0": ("qwen3_moe", TYPES.Q8_0, {}),
+    "q4_0_and_q8_0": ("olmoe", TYPES.Q4_0, {"down": TYPES.Q8_0, "head_dim": 16}),
+    "mxfp4": ("gpt_oss", TYPES.MXFP4, {}),
+    "shared_experts": ("qwen2_moe", TYPES.Q8_0, {"shared_expert_intermediate_size": 24}),
+    "deepseek": ("deepseek_v3", TYPES.Q8_0, {}),
+    "deepseek_with_two_parts_of_kv_b": ("deepseek_v3", TYPES.Q4_0, {"split_kv": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request, tmp_path_factory):
+    """Returns a folder and the dequantized model."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model_type, kind, sizes = CHECKPOINTS[request.param]
+    return folder, write(folder, model_type, kind, **sizes)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    return folder, write(folder, "qwen3_moe", "fp8")
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def load(path, **options):
+    return plug.load(path, **{"dtype": torch.float32, "quiet": True, **options})
+
+
+def packed_experts(model):
+    return [each.packed for each in plug.experts_modules(model).values()]
+
+
+def same_files(folder, other):
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    return [name for name in names if not filecmp.cmp(folder / name, other / name, shallow=False)]
+
+
+def test_logits_are_those_of_the_dequantized_model(checkpoint):
+    folder, expected = checkpoint
+    model = load(folder)
+    assert all(isinstance(each, QuantizedExperts) for each in packed_experts(model))
+    assert error(logits_of(model), logits_of(expected)) < 1e-5
+    assert count_parameters(model) == count_parameters(expected)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_of_deepseek", "int4", "mxfp4"])
+def test_logits_are_those_of_the_loader_of_transformers(name, tmp_path):
+    model_type, kind, sizes = CHECKPOINTS[name]
+    write(tmp_path, model_type, kind, **sizes)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert error(logits_of(load(tmp_path)), logits_of(expected)) < 1e-5
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf(name, tmp_path):
+    model_type, kind, options = GGUF[name]
+    expected = write_gguf(tmp_path / "model.gguf", model_type, kind, **options)
+    config = expected.config if model_type == "deepseek_v3" else None
+    model = load(tmp_path, config=config)
+    assert all(isinstance(each, QuantizedExperts) for each in packed_experts(model))
+    assert error(logits_of(model), logits_of(expected)) < 1e-5
+
+
+def test_unchanged_files_have_the_same_bytes(checkpoint, tmp_path):
+    folder, _ = checkpoint
+    (folder / "tokenizer.json").write_text("{}")
+    for dtype in (torch.float32, torch.bfloat16):
+        plug.save(load(folder, dtype=dtype), tmp_path / "saved")
+        assert same_files(folder, tmp_path / "saved") == []
+
+
+def test_copies(fp8, tmp_path):
+    folder, _ = fp8
+    model = load(folder)
+    for i, copied in enumerate((copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
+        assert torch.equal(logits_of(copied), logits_of(model))
+        plug.save(copied, tmp_path / str(i))
+        assert same_files(folder, tmp_path / str(i)) == []
+
+
+def test_quantize_experts_leaves_packed_experts(fp8, tmp_path):
+    folder, _ = fp8
+    model = load(folder)
+    logits = logits_of(model)
+    plug.quantize_experts(model, "mxfp4")
+    assert torch.equal(logits_of(model), logits)
+    plug.save(model, tmp_path / "saved")
+    assert same_files(folder, tmp_path / "saved") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_have_the_dtype_of_the_model(dtype, tmp_path):
+    """Autocast gives the experts other rows than the dtype of their biases."""
+    expected = write(tmp_path, "gpt_oss", "mxfp4")
+    model = load(tmp_path, dtype=dtype)
+    assert {bias.dtype for each in packed_experts(model) for bias in each.biases} == {dtype}
+    assert error(logits_of(model), logits_of(expected)) < (1e-5 if dtype == torch.float32 else 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert error(logits_of(model), logits_of(expected)) < 0.1
+
+
+def test_a_changed_float_weight_is_saved(fp8, tmp_path):
+    folder, _ = fp8
+    model = load(folder)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    plug.save(model, tmp_path / "saved")
+    assert same_files(folder, tmp_path / "saved") == ["model-00002-of-00002.safetensors"]
+    assert torch.equal(logits_of(load(tmp_path / "saved")), logits_of(model))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    with pytest.raises(ValueError, match=r"^save: model.layers.0.self_attn.q_proj.weight must be "):
+        plug.save(model, tmp_path / "other")
+
+
+def test_what_cannot_be_saved(fp8, tmp_path):
+    folder, _ = fp8
+    with pytest.raises(ValueError, match="^save: model must come from load, got "):
+        plug.save(tiny(), tmp_path / "saved")
+    model = load(folder)
+    with pytest.raises(ValueError, match="^save: folder must differ from the loaded one"):
+        plug.save(model, folder)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "saved")
+    write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0)
+    rule = "^save: model must come from safetensors files; saving to GGUF is not supported"
+    with pytest.raises(ValueError, match=rule):
+        plug.save(load(tmp_path / "model.gguf"), tmp_path / "saved")
+
+
+def test_an_unknown_format_of_gguf_falls_back(tmp_path, capsys):
+    expected = write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0, down=TYPES.Q5_0)
+    model = load(tmp_path / "model.gguf", quiet=False)
+    reason = "model.layers.0.mlp.experts and 1 more (its weights are Q5_0 in the file)"
+    assert reason in capsys.readouterr().err
+    assert error(logits_of(model), logits_of(expected)) < 1e-5
+
+
+def test_a_float_checkpoint_falls_back(tmp_path, capsys):
+    expected = tiny()
+    expected.save_pretrained(tmp_path)
+    model = load(tmp_path, quiet=False)
+    assert "its weights are float32 in the file" in capsys.readouterr().err
+    assert error(logits_of(model), logits_of(expected)) < 1e-5
+
+
+def test_the_line_says_what_happened(fp8, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(fp8[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    model = load(folder, quiet=False)
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line == plug.describe(model)
+    assert line.startswith("Qwen3MoeForCausalLM: 1 layer of 6 experts; packed: 1 in fp8 (")
+    assert (
+        "; not packed: none; not used: 27 tensors of the checkpoint, such as model.layers.1."
+        in (line)
+    )
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert f"; trained: {trained:,} parameters;" in line
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen3_moe"])
+def test_quantize_experts(model_type, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
+    model = tiny(model_type, **sizes).eval()
+    plug.quantize_experts(model, "mxfp4")
+    assert "packed: 2 in mxfp4 (" in capsys.readouterr().err
+    found = logits_of(model)
+    dequantized = copy.deepcopy(model)
+    for module in plug.experts_modules(dequantized).values():
+        module.packed = module.packed.dequantize()
+    assert torch.equal(found, logits_of(dequantized))
+    float_logits = logits_of(tiny(model_type, **sizes).eval())
+    assert 1e-4 < error(found, float_logits) < 0.5
+
+
+def test_models_of_the_hub(fp8, tmp_path, monkeypatch):
+    files = importlib.import_module("moe_ext.integrations._checkpoint")
+    calls = []
+
+    def download(*arguments, **options):
+        calls.append(arguments)
+        return str(fp8[0] if len(arguments) == 1 else tmp_path / "model.gguf")
+
+    for name in ("snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(files, name, download)
+    load("owner/model")
+    write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0)
+    load("owner/model/Q8_0/model.gguf")
+    assert calls == [("owner/model",), ("owner/model", "Q8_0/model.gguf")]
+
+
+def test_exponents_as_scales_of_fp8(fp8, tmp_path):
+    """Some files have the scales of FP8 as exponents, some of them as bytes."""
+
+    def exponents(dtype):
+        def edit(tensors):
+            for name in tensors:
+                if name.endswith("_scale_inv"):
+                    tensors[name] = tensors[name].to(torch.float8_e8m0fnu).view(dtype)
+
+        return edit
+
+    logits = []
+    for dtype in (torch.float8_e8m0fnu, torch.uint8):
+        folder = edited(fp8, tmp_path / str(dtype), exponents(dtype))
+        model = load(folder)
+        logits.append(logits_of(model))
+        plug.save(model, tmp_path / str(dtype) / "saved")
+        assert same_files(folder, tmp_path / str(dtype) / "saved") == []
+    assert torch.equal(*logits)
+
+
+def test_quantize_experts_errors():
+    with pytest.raises(ValueError, match="^quantize_experts: format must be one of fp8, "):
+        plug.quantize_experts(tiny(), "fp4")
+    with pytest.raises(ValueError, match="cannot be packed in mxfp4"):
+        plug.quantize_experts(tiny(), "mxfp4")
+
+
+def test_balance_counts_the_tokens_of_packed_experts(fp8):
+    folder, expected = fp8
+    measured = []
+    for model in (load(folder), expected):
+        with plug.balance(model) as balance:
+            logits_of(model)
+        measured.append([layer.load for layer in balance.layers])
+    assert all(map(torch.equal, *measured))
+
+
+def test_gradients_reach_the_dense_weights(fp8):
+    folder, expected = fp8
+    model = load(folder)
+    for each in (model, expected):
+        each.zero_grad()
+        each(tokens(), labels=tokens()).loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert error(parameter.grad, expected.get_parameter(name).grad) < 1e-4, name
+
+
+def test_generated_tokens(fp8):
+    folder, expected = fp8
+    options = {"max_new_tokens": 8, "do_sample": False}
+    generated = load(folder).generate(tokens(), **options)
+    assert torch.equal(generated, expected.generate(tokens(), **options))
+
+
+def test_trainer_trains_the_dense_weights(fp8, tmp_path):
+    folder, _ = fp8
+    model = load(folder)
+    before = copy.deepcopy(model.state_dict())
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=1, report_to="none", use_cpu=True, save_strategy="no"
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens()]
+    transformers.Trainer(model, arguments, train_dataset=rows).train()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == (".packed." in name), name
+
+
+# Memory
+
+
+def peak_of_load(folder):
+    """Returns the bytes of the model, and the peak of resident memory while it is loaded."""
+    model = load(folder)  # what the first call imports stays in memory
+    del model
+    resident = resident_bytes("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets the peak
+    model = load(folder, dtype=torch.bfloat16)
+    size = sum(each.nbytes for each in model.parameters())
+    return size, resident_bytes("VmHWM") - resident
+
+
+def resident_bytes(name):
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("kind", ["fp8", "gguf"])
+def test_peak_of_memory_while_loading(kind, tmp_path):
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 24}
+    if kind == "gguf":
+        write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0, **sizes)
+    else:
+        write(tmp_path, "qwen3_moe", "fp8", **sizes)
+    largest = max(path.stat().st_size for path in tmp_path.iterdir())
+    size, peak = peak_of_load(tmp_path)
+    assert size > 18 * MIB
+    assert peak < size + min(largest, 10 * MIB)
+
+
+def test_peak_of_memory_of_quantize_experts():
+    """The float weights of a layer are freed before the next layer."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 12}
+    models = []
+    without = peak_mib(lambda: models.append(tiny(num_hidden_layers=4, **sizes))) * MIB
+
+    def quantized():
+        model = tiny(num_hidden_layers=4, **sizes)
+        plug.quantize_experts(model, "gguf_q8_0", quiet=True)
+        models.append(model)
+
+    peak = peak_mib(quantized) * MIB
+    packed = [sum(p.nbytes for p in each.parameters()) for each in packed_experts(models[1])]
+    assert peak < without + packed[0] + MIB < without + sum(packed)
+
+
+def test_peak_of_memory_of_save(tmp_path):
+    """One expert is unpacked at a time."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 24}
+    write(tmp_path / "model", "qwen3_moe", "fp8", **sizes)
+    model = load(tmp_path / "model", dtype=torch.bfloat16)
+    assert sum(each.nbytes for each in model.parameters()) > 18 * MIB
+    assert peak_mib(lambda: plug.save(model, tmp_path / "saved")) < 2
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_of_deepseek", "mxfp4"])
+def test_memory_plan(name, tmp_path):
+    """The bytes of the weights and of the cache are those of a loaded model."""
+    model_type, kind, sizes = CHECKPOINTS[name]
+    write(tmp_path, model_type, kind, **sizes)
+    model = load(tmp_path)
+    plan = plug.memory_plan(tmp_path, batch=2, tokens=9, dtype=torch.float32)
+    experts = sum(each.nbytes for own in packed_experts(model) for each in own.parameters())
+    assert plan.experts == experts
+    assert plan.dense == sum(each.nbytes for each in model.parameters()) - experts
+    with torch.no_grad():
+        cache = model(tokens(), use_cache=True).past_key_values
+    assert plan.kv_cache == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert plan.lora == plan.optimizer == 0
+    measured = peak_mib(lambda: logits_of(model)) * MIB
+    assert plan.activations / 3 < measured < 3 * plan.activations
+    assert plan.total == sum(map(int, [*vars(plan).values()][:-1]))
+    assert "experts" in str(plan) and "total" in str(plan)
+
+
+def test_memory_plan_of_training(fp8):
+    folder, expected = fp8
+    plan = plug.memory_plan(folder, tokens=9, lora_rank=4)
+    attention = [
+        layer.in_features + layer.out_features
+        for name, layer in expected.named_modules()
+        if isinstance(layer, torch.nn.Linear) and "self_attn" in name
+    ]
+    matrices = [(64, 64), (32, 64)]  # gate and up, and down, of each of 6 experts in 2 layers
+    sizes = sum(attention) + 2 * 6 * sum(a + b for a, b in matrices)
+    assert plan.lora == 4 * 4 * sizes
+    assert plan.optimizer == 3 * plan.lora
+    assert plan.kv_cache == 0
+
+
+def test_the_advice_of_a_memory_plan_fits(fp8):
+    folder, _ = fp8
+    sizes = {"batch": 8, "tokens": 512, "lora_rank": 16}
+    plan = plug.memory_plan(folder, **sizes)
+    assert plug.memory_plan(folder, **sizes, memory=plan.total).advice == ""
+    small = plan.total * 0.8
+    advice = plug.memory_plan(folder, **sizes, memory=small).advice
+    assert advice.startswith(f"does not fit in {small / 1e9:.2f} GB: it fits with batch=")
+    choices = re.findall(r"(\w+)=(\d+)", advice)
+    assert {name for name, _ in choices} == {"batch", "tokens"}
+    for name, value in choices:
+        changed = {**sizes, name: int(value)}
+        assert plug.memory_plan(folder, **changed).total <= small
+        assert plug.memory_plan(folder, **{**changed, name: int(value) + 1}).total > small
+    advice = plug.memory_plan(folder, **sizes, memory=plan.experts).advice
+    assert "the weights alone are larger" in advice
+    advice = plug.memory_plan(folder, **sizes, memory=plan.experts + plan.dense + 1).advice
+    assert advice.endswith("make batch, tokens and lora_rank smaller together")
+
+
+# Hostile files
+
+
+def edited(fp8, tmp_path, edit):
+    """Returns a copy of a checkpoint whose tensors a function has edited."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "edited"
+    shutil.copytree(fp8[0], folder)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        edit(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+DENSE = "model.layers.1.input_layernorm.weight"
+HOSTILE = {
+    "a missing expert": (
+        lambda tensors: (tensors.pop(EXPERT, 0), tensors.pop(f"{EXPERT}_scale_inv", 0)),
+        "load: model.layers.1.mlp.experts.gate_up_proj must have 6 experts, got [6, 5]",
+    ),
+    "missing scales": (
+        lambda tensors: tensors.pop(f"{EXPERT}_scale_inv", 0),
+        f"load: {EXPERT} must have scales, got 'no tensor {EXPERT}_scale_inv or {EXPERT}_scale'",
+    ),
+    "a missing dense weight": (
+        lambda tensors: tensors.pop(DENSE, 0),
+        f"must have all weights, got \"no ['{DENSE}']\"",
+    ),
+    "an expert of another shape": (
+        lambda tensors: tensors.update(
+            {name: each[:16].clone() for name, each in tensors.items() if name == EXPERT}
+        ),
+        "load: model.layers.1.mlp.experts.gate_up_proj must have experts of one shape, got",
+    ),
+    "scales of another shape": (
+        lambda tensors: tensors.update(
+            {f"{EXPERT}_scale_inv": torch.ones(2, 3)} if EXPERT in tensors else {}
+        ),
+        f"load: {EXPERT}: dequantize: scales must have shape",
+    ),
+    "a dense weight of another shape": (
+        lambda tensors: tensors.update(
+            {name: each[:16].clone() for name, each in tensors.items() if name == DENSE}
+        ),
+        f"load: {DENSE} must have shape (64,), got (16,)",
+    ),
+    "zero points": (
+        lambda tensors: tensors.update(
+            {"model.layers.0.mlp.experts.0.up_proj.weight_zero_point": torch.ones(1)}
+        ),
+        "load: model.layers.0.mlp.experts.0.up_proj must have no zero points",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_wrong_tensors(name, fp8, tmp_path):
+    edit, message = HOSTILE[name]
+    with pytest.raises(ValueError) as raised:
+        load(edited(fp8, tmp_path, edit))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method must be one of mxfp4, fp8, compressed-tensors"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"group_0": {"weights": {"num_bits": 3}}},
+            },
+            "num_bits of group_0 must be one of 4, got 3",
+        ),
+    ],
+)
+def test_unknown_quantization(quantization, message, fp8, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(fp8[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_incomplete_files(fp8, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(fp8[0], folder)
+    path = folder / "model-00002-of-00002.safetensors"
+    content = path.read_bytes()
+    for size in (0, 4, 100, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(
+            ValueError, match="00002.safetensors is not a complete safetensors file"
+        ):
+            load(folder)
+    path.unlink()
+    with pytest.raises(ValueError, match="must have all files of its index"):
+        load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"must have a config\.json"):
+        load(folder)
+    with pytest.raises(ValueError, match="must be a folder, a GGUF file, or a name of the hub"):
+        load(tmp_path / "none")
+
+
+def test_incomplete_gguf_files(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen3_moe", TYPES.Q8_0)
+    content = path.read_bytes()
+    for size in (0, 3, 20, 300, 3000, len(content) // 2):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match="is not a complete GGUF file"):
+            load(path)
+    path.write_bytes(b"GGML" + content[4:])
+    with pytest.raises(ValueError, match="is not a complete GGUF file: GGUF magic invalid"):
+        load(path)
+
+
+def test_gguf_of_an_unknown_architecture(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen3_moe", TYPES.Q8_0)
+    path.write_bytes(path.read_bytes().replace(b"qwen3moe", b"qwen4moe"))
+    with pytest.raises(ValueError, match="architecture of a GGUF file must be one of gpt-oss, "):
+        load(path)
+
+
+# The command
+
+
+@pytest.fixture
+def with_tokenizer(fp8, tmp_path):
+    """Returns a checkpoint whose tokens are letters."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path / "copy"
+    shutil.copytree(fp8[0], folder)
+    letters = {chr(ord("A") + i): i for i in range(48)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_chat(with_tokenizer, monkeypatch, capsys):
+    chat = importlib.import_module("moe_ext.chat")
+    monkeypatch.setattr("sys.stdin", io.StringIO("\nBCD\nEF\n"))
+    options = ["--tokens", "5", "--arithmetic", "exact"]
+    assert chat.main([str(with_tokenizer), *options]) == 0
+    output = capsys.readouterr()
+    model = load(with_tokenizer, dtype=torch.bfloat16)
+    for prompt, line in zip(["BCD", "EF"], output.out.splitlines(), strict=True):
+        ids = torch.tensor([[ord(letter) - ord("A") for letter in prompt]])
+        answer = model.generate(ids, max_new_tokens=5, do_sample=False)[0, len(prompt) :]
+        assert line == "".join(chr(ord("A") + int(i)) for i in answer)
+    assert re.findall(r"\[(\d) tokens; prompt: .* tokens/s, answer: .* tokens/s\]", output.err) == [
+        "5",
+        "5",
+    ]
+
+
+def test_chat_uses_the_template(with_tokenizer, monkeypatch, capsys):
+    """The second question comes after the first answer."""
+    chat = importlib.import_module("moe_ext.chat")
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (with_tokenizer / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr("sys.stdin", io.StringIO("BCD\nEF\n"))
+    assert chat.main([str(with_tokenizer), "--tokens", "5", "--arithmetic", "exact"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    model = load(with_tokenizer, dtype=torch.bfloat16)
+    prompt = f"BCD{first}EF"
+    ids = torch.tensor([[ord(letter) - ord("A") for letter in prompt]])
+    answer = model.generate(ids, max_new_tokens=5, do_sample=False)[0, len(prompt) :]
+    assert second == "".join(chr(ord("A") + int(i)) for i in answer)
+
+
+def test_chat_errors(tmp_path, capsys):
+    chat = importlib.import_module("moe_ext.chat")
+    assert chat.main([str(tmp_path)]) == 2
+    assert "moe-ext chat: load: " in capsys.readouterr().err
