@@ -80,6 +80,12 @@ inline bool has_lora(const LoraLayers& lora, size_t layer) {
                              lora.a[layer].sym_size(0) != 0 || lora.b[layer].sym_size(0) != 0);
 }
 
+// Returns whether a layer has a mask of its adapter's inputs.
+inline bool has_mask(const LoraLayers& lora, size_t layer) {
+  return !lora.masks.empty() &&
+         (lora.masks[layer].dim() != 1 || lora.masks[layer].sym_size(0) != 0);
+}
+
 // The packed weights of a layer
 
 inline void check_packed_layers(const char* op, at::TensorList weights,
@@ -144,7 +150,8 @@ inline void check_packed_weight(const char* op, const char* name, const Tensor& 
                  {num_experts, layout.num_panels(), layout.panel_bytes()});
 }
 
-inline void check_feed_forward(const char* op, const Tensor& x, const FeedForward& network) {
+inline void check_feed_forward(const char* op, const Tensor& x, const c10::SymInt& num_rows,
+                               const FeedForward& network) {
   const auto& [weights, biases, activation, activation_args, packed, lora] = network;
   const bool gated = check_activation(op, activation, activation_args);
   TORCH_CHECK_VALUE(
@@ -165,9 +172,11 @@ inline void check_feed_forward(const char* op, const Tensor& x, const FeedForwar
     TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": x must have the dtype of the weights, ",
                      name_of(type), ", got ", name_of(x.scalar_type()));
   }
-  for (const auto& [name, size] : {std::pair("lora_a", lora.a.size()),
-                                   {"lora_b", lora.b.size()},
-                                   {"lora_scales", lora.scales.size()}}) {
+  for (const auto& [name, size] :
+       {std::pair("lora_a", lora.a.size()),
+        {"lora_b", lora.b.size()},
+        {"lora_scales", lora.scales.size()},
+        {"lora_masks", lora.masks.empty() ? lora.a.size() : lora.masks.size()}}) {
     TORCH_CHECK_VALUE(size == lora.a.size() && (size == 0 || size == weights.size()), op, ": ",
                       name, " must be empty or have one value for each of ", weights.size(),
                       " weights, as lora_a has, got ", size);
@@ -192,6 +201,10 @@ inline void check_feed_forward(const char* op, const Tensor& x, const FeedForwar
     if (has_lora(lora, l)) {
       check_dim(op, name("lora_a").c_str(), lora.a[l], 3);
       const auto rank = lora.a[l].sym_size(2);
+      if (has_mask(lora, l)) {
+        check_argument(op, name("lora_masks").c_str(), lora.masks[l], x, at::kBool,
+                       {num_rows, width});
+      }
       check_argument(op, name("lora_a").c_str(), lora.a[l], x, type, {num_experts, width, rank});
       check_argument(op, name("lora_b").c_str(), lora.b[l], x, type, {num_experts, rank, columns});
     }
@@ -207,7 +220,7 @@ inline void check_experts(const char* op, const Tensor& x, const Routing& routin
                           const FeedForward& network) {
   check_dim(op, "x", x, 2);
   check_floating(op, "x", x);
-  check_feed_forward(op, x, network);
+  check_feed_forward(op, x, num_rows_of(x, routing), network);
   const auto& [offsets, inverse, token_offsets, gates] = routing;
   TORCH_CHECK_VALUE(inverse || (!token_offsets && !gates), op,
                     ": inverse must be given if token_offsets or gates are given, got None");

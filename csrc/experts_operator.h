@@ -34,6 +34,9 @@ struct LoraLayers {
   at::TensorList a;  // [E, fan_in, rank]
   at::TensorList b;  // [E, rank, columns]
   at::ArrayRef<double> scales;
+  // Dropout: bool [R, fan_in] of each layer, or shape [0]; may be an empty list. a sees 0 in place
+  // of the numbers of A where the mask is false.
+  at::TensorList masks = {};
 };
 
 // The expert networks, all of one architecture: linear layers with an activation between them.
@@ -79,13 +82,15 @@ inline FeedForward network_of(at::TensorList weights, const Tensors& biases,
                               const Strings& formats, const Integers& groups,
                               const Integers& columns, std::string_view arithmetic,
                               const Tensors& lora_a, const Tensors& lora_b,
-                              const Floats& lora_scales) {
-  FeedForward network{
-      .weights = weights,
-      .biases = list_of(biases),
-      .activation = activation,
-      .activation_args = list_of(activation_args),
-      .lora = {.a = list_of(lora_a), .b = list_of(lora_b), .scales = list_of(lora_scales)}};
+                              const Floats& lora_scales, const Tensors& lora_masks) {
+  FeedForward network{.weights = weights,
+                      .biases = list_of(biases),
+                      .activation = activation,
+                      .activation_args = list_of(activation_args),
+                      .lora = {.a = list_of(lora_a),
+                               .b = list_of(lora_b),
+                               .scales = list_of(lora_scales),
+                               .masks = list_of(lora_masks)}};
   if (formats) {
     network.packed.emplace(PackedLayers{.formats = *formats,
                                         .groups = list_of(groups),
@@ -104,13 +109,13 @@ std::vector<Tensor> experts_of(const Tensor& x, const OptionalTensor& offsets,
                                std::string_view activation, bool keep_hidden,
                                Floats activation_args, Strings formats, Integers groups,
                                Integers columns, std::string_view arithmetic, Tensors lora_a,
-                               Tensors lora_b, Floats lora_scales) {
+                               Tensors lora_b, Floats lora_scales, Tensors lora_masks) {
   auto [y, list] = kernel(
       x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
       network_of(weights, biases, activation, activation_args, formats, groups, columns, arithmetic,
-                 lora_a, lora_b, lora_scales),
+                 lora_a, lora_b, lora_scales, lora_masks),
       keep_hidden);
   list.insert(list.begin(), y);
   return list;
@@ -123,19 +128,20 @@ std::vector<Tensor> experts_backward_of(
     const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
     at::TensorList weights, Tensors biases, at::TensorList hidden, std::string_view activation,
     bool needs_x, const c10::List<bool>& needs_parameters, Floats activation_args, Strings formats,
-    Integers groups, Integers columns, Tensors lora_a, Tensors lora_b, Floats lora_scales) {
+    Integers groups, Integers columns, Tensors lora_a, Tensors lora_b, Floats lora_scales,
+    Tensors lora_masks) {
   auto [grad_x, grad_gates, list] = kernel(
       grad_y, x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
       network_of(weights, biases, activation, activation_args, formats, groups, columns, "exact",
-                 lora_a, lora_b, lora_scales),
+                 lora_a, lora_b, lora_scales, lora_masks),
       hidden, needs_x, needs_parameters);
   list.insert(list.begin(), {grad_x, grad_gates});
   return list;
 }
 
-// call_experts and call_experts_backward call the operators through the dispatcher.
+// Calls the operator through the dispatcher.
 inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
                                    const FeedForward& network, bool keep_hidden) {
   static const PublicOperator<decltype(experts_of<nullptr>)> op("moe_ext::experts");
@@ -146,25 +152,8 @@ inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
       packed ? Strings(packed->formats) : std::nullopt,
       packed ? Integers(packed->groups) : std::nullopt,
       packed ? Integers(packed->columns) : std::nullopt, packed ? packed->arithmetic : "exact",
-      if_any(lora.a), if_any(lora.b), if_any(lora.scales));
+      if_any(lora.a), if_any(lora.b), if_any(lora.scales), if_any(lora.masks));
   return {list[0], {list.begin() + 1, list.end()}};
-}
-
-inline ExpertsGradients call_experts_backward(const Tensor& grad_y, const Tensor& x,
-                                              const Routing& routing, const FeedForward& network,
-                                              at::TensorList hidden, bool needs_x,
-                                              const c10::List<bool>& needs_parameters) {
-  static const auto op =
-      find_operator<decltype(experts_backward_of<nullptr>)>("moe_ext::_experts_backward");
-  const auto& [weights, biases, activation, activation_args, packed, lora] = network;
-  const auto list =
-      op.call(grad_y, x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
-              weights, if_any(biases), hidden, activation, needs_x, needs_parameters,
-              if_any(activation_args), packed ? Strings(packed->formats) : std::nullopt,
-              packed ? Integers(packed->groups) : std::nullopt,
-              packed ? Integers(packed->columns) : std::nullopt, if_any(lora.a), if_any(lora.b),
-              if_any(lora.scales));
-  return {list[0], list[1], {list.begin() + 2, list.end()}};
 }
 
 }  // namespace moe_ext

@@ -77,7 +77,7 @@ std::vector<Tensor> linear_cross_entropy_backward_of(
       lse, gradients, needs);
 }
 
-// These two call the operators through the dispatcher.
+// Calls the operator through the dispatcher.
 inline LinearCrossEntropyOutputs call_linear_cross_entropy(const Classifier& classifier,
                                                            const LossOptions& options,
                                                            const c10::List<bool>& keep_gradients) {
@@ -87,16 +87,6 @@ inline LinearCrossEntropyOutputs call_linear_cross_entropy(const Classifier& cla
                             options.reduction, options.ignore_index, options.label_smoothing,
                             options.z_loss, options.softcap, keep_gradients);
   return {list[0], list[1], {list.begin() + 2, list.end()}};
-}
-
-inline std::vector<Tensor> call_linear_cross_entropy_backward(
-    const Tensor& grad_loss, const Classifier& classifier, const LossOptions& options,
-    const Tensor& lse, at::TensorList gradients, const c10::List<bool>& needs) {
-  static const auto op = find_operator<decltype(linear_cross_entropy_backward_of<nullptr>)>(
-      "moe_ext::_linear_cross_entropy_backward");
-  return op.call(grad_loss, classifier.input, classifier.weight, classifier.target, classifier.bias,
-                 options.reduction, options.ignore_index, options.label_smoothing, options.z_loss,
-                 options.softcap, lse, gradients, needs);
 }
 
 inline void check_linear_cross_entropy(const char* op, const Classifier& classifier,

@@ -88,21 +88,11 @@ std::vector<Tensor> lstm_backward_of(const OptionalTensor& grad_m, const Optiona
                 {.m = m, .gates = gates, .cells = cells}, needs);
 }
 
-// These two call the operators through the dispatcher.
+// Calls the operator through the dispatcher.
 inline LstmOutputs call_lstm(const Lstm& lstm) {
   static const PublicOperator<decltype(lstm_of<nullptr>)> op("moe_ext::lstm");
   return op.call(lstm.x, lstm.weight_input, lstm.weight_recurrent, lstm.bias, lstm.projection,
                  lstm.m_0, lstm.c_0, lstm.lengths, lstm.reverse);
-}
-
-inline std::vector<Tensor> call_lstm_backward(const LstmOutputGradients& gradients,
-                                              const Lstm& lstm, const LstmSaved& saved,
-                                              const c10::List<bool>& needs) {
-  static const auto op =
-      find_operator<decltype(lstm_backward_of<nullptr>)>("moe_ext::_lstm_backward");
-  return op.call(gradients.m, gradients.m_n, gradients.c_n, lstm.x, lstm.weight_input,
-                 lstm.weight_recurrent, lstm.projection, lstm.m_0, lstm.c_0, lstm.lengths,
-                 lstm.reverse, saved.m, saved.gates, saved.cells, needs);
 }
 
 inline void check_lstm(const char* op, const Lstm& lstm) {

@@ -120,13 +120,14 @@ TORCH_LIBRARY(moe_ext, m) {
   // With formats, the weights are packed: see packed.h. Layer l has the format, the group and the
   // columns of these lists, and its weights are frozen. With lora_a [E, fan_in, rank] and lora_b
   // [E, rank, columns] of each layer, a layer with the input A adds scale (A lora_a) lora_b; if
-  // both have shape [0], it adds nothing.
+  // both have shape [0], it adds nothing. lora_masks, bool [R, fan_in], are those of dropout.
   m.def(
       "experts(Tensor x, Tensor? offsets, Tensor? inverse, Tensor? token_offsets, Tensor? gates, "
       "Tensor[] weights, Tensor[]? biases, str activation, bool keep_hidden, "
       "float[]? activation_args=None, str[]? formats=None, int[]? groups=None, "
       "int[]? columns=None, str arithmetic='exact', Tensor[]? lora_a=None, "
-      "Tensor[]? lora_b=None, float[]? lora_scales=None) -> Tensor[]",
+      "Tensor[]? lora_b=None, float[]? lora_scales=None, Tensor[]? lora_masks=None) "
+      "-> Tensor[]",
       tags);
   // Returns the gradients of x, gates and the parameters: weights, biases, lora_a and lora_b.
   // Recomputes hidden if it is empty. A gradient that is not needed has shape [0]. The others have
@@ -136,7 +137,8 @@ TORCH_LIBRARY(moe_ext, m) {
       "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[]? biases, Tensor[] hidden, "
       "str activation, bool needs_x, bool[] needs_parameters, float[]? activation_args=None, "
       "str[]? formats=None, int[]? groups=None, int[]? columns=None, Tensor[]? lora_a=None, "
-      "Tensor[]? lora_b=None, float[]? lora_scales=None) -> Tensor[]",
+      "Tensor[]? lora_b=None, float[]? lora_scales=None, Tensor[]? lora_masks=None) "
+      "-> Tensor[]",
       tags);
 
   // The cross-entropy of the classes with logits l = input linear_weight^T + linear_bias, or l =

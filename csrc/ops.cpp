@@ -102,15 +102,17 @@ namespace {
 
 Tensor run_experts(const Tensor& x, const ExpertsOptions& options, FeedForward network,
                    at::ArrayRef<LoRA> lora) {
-  std::vector<Tensor> a, b;
+  std::vector<Tensor> a, b, masks;
   std::vector<double> scales;
   for (const LoRA& adapter : lora) {
     const bool absent = !adapter.a.defined() && !adapter.b.defined();
     a.push_back(absent ? at::empty({0}, x.options()) : adapter.a);
     b.push_back(absent ? at::empty({0}, x.options()) : adapter.b);
     scales.push_back(adapter.scale);
+    const auto options = x.options().dtype(at::kBool);
+    masks.push_back(adapter.mask.defined() ? adapter.mask : at::empty({0}, options));
   }
-  network.lora = {.a = a, .b = b, .scales = scales};
+  network.lora = {.a = a, .b = b, .scales = scales, .masks = masks};
   const bool differentiated = torch::autograd::compute_requires_grad(
       x, options.gates, network.weights, network.biases, network.lora.a, network.lora.b);
   const Routing routing{.offsets = options.offsets,

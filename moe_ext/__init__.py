@@ -6,6 +6,7 @@ Each line names a part of the package, the paper's section or equation, and the 
     losses       importance loss, load loss, CV², ...    Sec. 4, A    moe_ext/losses.py
     experts      feed-forward networks or any modules    Sec. 3.2     moe_ext/experts.py
                  with weights in 4 or 8 bits                          moe_ext/quantized.py
+                 with low-rank adapters                               moe_ext/lora.py
                  an expert that processes all tokens                  moe_ext/shared.py
     MoE          gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
                  with a two-level gate                   App. B       moe_ext/hierarchical.py
@@ -47,6 +48,7 @@ from moe_ext.gates import (  # noqa: E402
     update_gates,
 )
 from moe_ext.hierarchical import HierarchicalMoE  # noqa: E402
+from moe_ext.lora import LoRAExperts, add_lora  # noqa: E402
 from moe_ext.losses import (  # noqa: E402
     ImportanceLoss,
     LoadLoss,
@@ -78,6 +80,7 @@ __all__ = [
     "HierarchicalNoisyTopKGate",
     "ImportanceLoss",
     "KeepAux",
+    "LoRAExperts",
     "LoadLoss",
     "MoE",
     "MoEAux",
@@ -95,6 +98,7 @@ __all__ = [
     "SwitchLoss",
     "TopKGate",
     "ZLoss",
+    "add_lora",
     "balanced_gates",
     "batchwise_loss",
     "batchwise_masks",

@@ -268,11 +268,12 @@ class FeedForwardExperts(Experts):
         gates: Tensor | None = None,
         token_offsets: Tensor | None = None,
         recompute: bool = False,
+        lora: Sequence[ops.LoRA | None] | None = None,
     ) -> Tensor:
         """Maps rows x [R, D], sorted by expert, to [R, d_output].
 
         With inverse and gates, maps tokens x [T, D] to the mixture [T, d_output]. See
-        `moe_ext.ops.experts` for offsets, token_offsets and recompute.
+        `moe_ext.ops.experts` for offsets, token_offsets, recompute and lora.
         """
         if not isinstance(x, Tensor) or x.is_nested:
             require_not_nested("FeedForwardExperts", x=x)
@@ -290,6 +291,7 @@ class FeedForwardExperts(Experts):
                 token_offsets=token_offsets,
                 recompute=recompute,
                 activation_args=self.activation_args,
+                lora=lora,
             )
         except TypeError as error:
             if "x must have the dtype of the weights" not in str(error):

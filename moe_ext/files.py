@@ -1,5 +1,6 @@
 """Atomic writes of files, and bounded reads."""
 
+import errno
 import os
 import secrets
 import stat
@@ -93,9 +94,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Calls fsync on a folder, which makes renames in it durable."""
+    """Calls fsync on a folder, which makes renames in it durable, if the file system can do it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(handle)

@@ -39,6 +39,7 @@ from moe_ext.dispatch._dispatchers import LocalDispatcher, make_dispatcher
 from moe_ext.dispatch._sharding import parallel_options
 from moe_ext.experts import ActivationLike, Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate
+from moe_ext.lora import LoRAExperts
 from moe_ext.losses import RouterLoss, cv_squared
 from moe_ext.ops._dtypes import cast
 from moe_ext.ranks import Ranks
@@ -406,6 +407,7 @@ class MoE(FormerCapacity, nn.Module):
                 expert_index = expert_index.index_select(0, position)
             expert_index = _checked_index(self.gate, expert_index, tokens.shape[0])
 
+        self.dispatcher.require_same(tokens, self._options_of_all_ranks)
         # The attributes may have changed since the last step.
         losses = _checked_losses(self.losses) if self.losses else ()
         experts, fused, d_output = self.experts, self._fused, None
@@ -540,8 +542,9 @@ class MoE(FormerCapacity, nn.Module):
         """Returns the dtype to which tokens are cast for the experts; None: no cast."""
         if not self.casts_tokens:
             return None
-        # Packed weights have no dtype that tokens could be cast to.
-        return next((p.dtype for p in self.experts.parameters() if p.is_floating_point()), None)
+        # Packed weights have no dtype that tokens could be cast to; adapters follow the tokens.
+        experts = self.experts.base if isinstance(self.experts, LoRAExperts) else self.experts
+        return next((p.dtype for p in experts.parameters() if p.is_floating_point()), None)
 
     def _sparse_parts(self) -> list[SparsePart]:
         """Returns the parameters that `count_parameters` counts in part."""
@@ -550,8 +553,8 @@ class MoE(FormerCapacity, nn.Module):
         share, copies = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
         return [(self.experts.parameters(), share, copies)]
 
-    def extra_repr(self) -> str:
-        """Returns the arguments that the text of the module shows."""
+    def _options(self) -> dict[str, object]:
+        """Returns options that the text of the module shows, by name."""
         shown: dict[str, object] = {
             "d_model": self.d_model,
             "num_experts": self.num_experts,
@@ -565,6 +568,16 @@ class MoE(FormerCapacity, nn.Module):
                 shown[name] = getattr(self, name)
         if self.losses:
             shown["losses"] = list(self.losses)
+        return shown
+
+    def _options_of_all_ranks(self) -> dict[str, object]:
+        """Returns options that must agree on all ranks, by name."""
+        assert self.sharding is not None
+        return self._options() | self.sharding.options_of(self.gate, self.experts)
+
+    def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
+        shown = self._options()
         sharding = self.sharding
         if sharding is not None:
             shown["sharding"] = sharding

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require, require_not_nested, require_one_of, require_tensor
+from moe_ext.checks import (
+    require,
+    require_not_nested,
+    require_one_of,
+    require_sizes,
+    require_tensor,
+)
 from moe_ext.experts import Experts, FeedForwardExperts
 from moe_ext.formats import FORMATS, FormatName, PackedWeight, quantize
 from moe_ext.formats._layouts import LAYOUTS
@@ -48,11 +54,13 @@ class QuantizedExperts(Experts):
         activation, activation_args: see `FeedForwardExperts`.
         arithmetic: "exact", or "integer" for the fastest inference on a CPU, without gradients; see
             `moe_ext.ops.packed_experts`.
+        first_expert: global index of the first expert on this rank.
 
     Attributes:
         activation: the constructor argument.
         activation_args: the constructor argument, as a tuple; or None.
         arithmetic: the constructor argument; it may change between calls.
+        first_expert: the constructor argument.
 
     Raises:
         ValueError: the layers do not fit together, the activation is unknown, or activation_args do
@@ -67,6 +75,7 @@ class QuantizedExperts(Experts):
 
     fused: ClassVar[bool] = True
     can_split: ClassVar[bool] = True
+    first_expert: int
 
     def __init__(
         self,
@@ -76,6 +85,7 @@ class QuantizedExperts(Experts):
         activation: Activation = "relu",
         activation_args: Sequence[float] | None = None,
         arithmetic: _Arithmetic = "exact",
+        first_expert: int = 0,
     ) -> None:
         name = type(self).__name__
         require_one_of(f"{name}: arithmetic", get_args(_Arithmetic), arithmetic)
@@ -85,6 +95,7 @@ class QuantizedExperts(Experts):
         self.activation: Activation = activation
         self.activation_args: tuple[float, ...] | None = args
         self.arithmetic: _Arithmetic = arithmetic
+        (self.first_expert,) = require_sizes(name, 0, first_expert=first_expert)
         self.num_layers: int = len(weights)
         # Without the panels, which are parameters.
         self._layouts = [weight._replace(panels=weight.panels.new_empty(0)) for weight in weights]
@@ -140,6 +151,7 @@ class QuantizedExperts(Experts):
             None if biases is None else [bias.detach().clone() for bias in biases],
             activation=experts.activation,
             activation_args=experts.activation_args,
+            first_expert=experts.first_expert,
         )
 
     @classmethod
@@ -209,6 +221,7 @@ class QuantizedExperts(Experts):
                 bias=self.has_bias,
                 d_output=self.d_output,
                 dtype=dtype,
+                first_expert=self.first_expert,
             )
         experts.to_empty(device=weights[0].panels.device)
         with torch.no_grad():
@@ -228,6 +241,7 @@ class QuantizedExperts(Experts):
         gates: Tensor | None = None,
         token_offsets: Tensor | None = None,
         recompute: bool = False,
+        lora: Sequence[ops.LoRA | None] | None = None,
     ) -> Tensor:
         """Maps rows x [R, D], sorted by expert, to [R, d_output].
 
@@ -251,6 +265,7 @@ class QuantizedExperts(Experts):
                 recompute=recompute,
                 activation_args=self.activation_args,
                 arithmetic=self.arithmetic,
+                lora=lora,
             )
         except TypeError as error:
             if biases is None or "biases[0] must have dtype" not in str(error):

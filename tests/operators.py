@@ -113,6 +113,8 @@ def with_leaves(arguments, names, needed=None):
     leaves = []
 
     def leaf(x):
+        if not x.is_floating_point():
+            return x
         leaves.append(x.detach().clone().requires_grad_(needed is None or len(leaves) in needed))
         return leaves[-1]
 

@@ -24,7 +24,9 @@ PUBLIC = {
         for name in ("checks", "distributed", "experts", "files", "formats", "gates", "info")
     ),
     *(f"moe_ext.{name}" for name in ("losses", "ops", "optim", "recurrent")),
+    "moe_ext.integrations.peft",
     "moe_ext.integrations.transformers",
+    "moe_ext.lora",
     "moe_ext.presets",
 }
 
@@ -34,10 +36,10 @@ LEVELS = [
     "_C _build _compiled _argument_names _former_names _plain_names _ragged checks files",
     "_counting formats ops",
     "routing",
-    "_mixture ranks",
+    "_low_rank _mixture ranks",
     "experts losses",
     "gates",
-    "shared optim quantized",
+    "shared optim quantized lora",
     "_capacity dispatch",
     "_former_capacity",
     "moe",

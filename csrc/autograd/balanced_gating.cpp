@@ -21,9 +21,9 @@ struct SelectedSoftmax : torch::autograd::Function<SelectedSoftmax> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const auto op =
-        find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                             c10::SymInt)>("moe_ext::_selected_softmax_backward");
+    static const BackwardOperator<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                         c10::SymInt)>
+        op("moe_ext::_selected_softmax_backward");
     const auto grad_logits =
         op.call(grads[0], saved[0], saved[1], saved[2], ctx->saved_data["num_experts"].toSymInt());
     return {grad_logits.to(ctx->saved_data["logits_type"].toScalarType()), Tensor(), Tensor()};

@@ -18,9 +18,9 @@ struct Combine : torch::autograd::Function<Combine> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const auto op = find_operator<std::tuple<Tensor, Tensor>(
-        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&)>(
-        "moe_ext::_combine_backward");
+    static const BackwardOperator<std::tuple<Tensor, Tensor>(
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&)>
+        op("moe_ext::_combine_backward");
     const auto [grad_expert_output, grad_gates] =
         op.call(grads[0], saved[0], saved[1], saved[2], if_defined(saved[3]));
     return {grad_expert_output, grad_gates, Tensor(), Tensor()};

@@ -18,9 +18,9 @@ struct WeightedCvSquared : torch::autograd::Function<WeightedCvSquared> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto weights = ctx->saved_data["weights"].toDoubleVector();
-    static const auto op =
-        find_operator<std::vector<Tensor>(const Tensor&, at::TensorList, at::ArrayRef<double>)>(
-            "moe_ext::_weighted_cv_squared_backward");
+    static const BackwardOperator<std::vector<Tensor>(const Tensor&, at::TensorList,
+                                                      at::ArrayRef<double>)>
+        op("moe_ext::_weighted_cv_squared_backward");
     variable_list out = op.call(grads[0], ctx->get_saved_variables(), weights);
     out.emplace_back();  // weights
     return out;

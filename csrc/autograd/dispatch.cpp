@@ -18,7 +18,7 @@ struct Dispatch : torch::autograd::Function<Dispatch> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const auto op = find_operator<Signature>("moe_ext::_dispatch_backward");
+    static const BackwardOperator<Signature> op("moe_ext::_dispatch_backward");
     return {op.call(grads[0], saved[0], if_defined(saved[1])), Tensor(), Tensor()};
   }
 };

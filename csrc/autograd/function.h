@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -38,6 +39,27 @@ bool is_differentiated(const T& argument) {
   }
   return false;
 }
+
+// An operator that computes gradients. Its call skips the autograd kernels if autograd follows no
+// argument: the one of a second derivative makes a copy of every argument.
+template <typename Signature>
+class BackwardOperator;
+
+template <typename Result, typename... Arguments>
+class BackwardOperator<Result(Arguments...)> {
+ public:
+  explicit BackwardOperator(const char* name)
+      : handle_(find_operator<Result(Arguments...)>(name)) {}
+
+  Result call(Arguments... arguments) const {
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (!(is_differentiated<std::decay_t<Arguments>>(arguments) || ...)) below.emplace();
+    return handle_.call(std::forward<Arguments>(arguments)...);
+  }
+
+ private:
+  c10::TypedOperatorHandle<Result(Arguments...)> handle_;
+};
 
 // The autograd kernel of the operator `name`.
 template <Name name, auto function>

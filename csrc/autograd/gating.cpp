@@ -27,10 +27,10 @@ struct NoisyTopKGating : torch::autograd::Function<NoisyTopKGating> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const auto op = find_operator<std::tuple<Tensor, Tensor>(
+    static const BackwardOperator<std::tuple<Tensor, Tensor>(
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-        const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&)>(
-        "moe_ext::_noisy_topk_gating_backward");
+        const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&)>
+        op("moe_ext::_noisy_topk_gating_backward");
     const auto [grad_clean, grad_raw] =
         op.call(if_defined(grads[0]), if_defined(grads[2]), if_defined(grads[4]), saved[0],
                 saved[1], saved[2], saved[3], if_defined(saved[4]), if_defined(saved[5]));

@@ -11,6 +11,18 @@
 namespace moe_ext::autograd {
 namespace {
 
+std::vector<Tensor> call_linear_cross_entropy_backward(const Tensor& grad_loss,
+                                                       const Classifier& classifier,
+                                                       const LossOptions& options,
+                                                       const Tensor& lse, at::TensorList gradients,
+                                                       const c10::List<bool>& needs) {
+  static const BackwardOperator<decltype(linear_cross_entropy_backward_of<nullptr>)> op(
+      "moe_ext::_linear_cross_entropy_backward");
+  return op.call(grad_loss, classifier.input, classifier.weight, classifier.target, classifier.bias,
+                 options.reduction, options.ignore_index, options.label_smoothing, options.z_loss,
+                 options.softcap, lse, gradients, needs);
+}
+
 // Returns whether the gradient of the loss is exactly 1, as in loss.backward(). Only a number in
 // the memory of the CPU is read: a compiler has no values, and a GPU would have to be waited for.
 bool is_one(const Tensor& grad) {

@@ -20,9 +20,10 @@ struct Load : torch::autograd::Function<Load> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const auto op = find_operator<std::tuple<Tensor, Tensor, Tensor>(
+    static const BackwardOperator<std::tuple<Tensor, Tensor, Tensor>(
         const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-        const OptionalTensor&)>("moe_ext::_load_backward");
+        const OptionalTensor&)>
+        op("moe_ext::_load_backward");
     const auto [grad_clean, grad_stddev, grad_threshold] =
         op.call(grads[0], saved[0], saved[1], saved[2], saved[3], if_defined(saved[4]));
     return {grad_clean, grad_stddev, grad_threshold, Tensor(), Tensor()};

@@ -5,6 +5,14 @@
 namespace moe_ext::autograd {
 namespace {
 
+std::vector<Tensor> call_lstm_backward(const LstmOutputGradients& gradients, const Lstm& lstm,
+                                       const LstmSaved& saved, const c10::List<bool>& needs) {
+  static const BackwardOperator<decltype(lstm_backward_of<nullptr>)> op("moe_ext::_lstm_backward");
+  return op.call(gradients.m, gradients.m_n, gradients.c_n, lstm.x, lstm.weight_input,
+                 lstm.weight_recurrent, lstm.projection, lstm.m_0, lstm.c_0, lstm.lengths,
+                 lstm.reverse, saved.m, saved.gates, saved.cells, needs);
+}
+
 // m, m_n and c_n are differentiable; gates and cells are saved for backward.
 struct LstmFunction : torch::autograd::Function<LstmFunction> {
   static constexpr bool is_traceable = true;

@@ -21,9 +21,9 @@ struct LstmCellFunction : torch::autograd::Function<LstmCellFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined() && !grads[1].defined()) return {Tensor(), Tensor()};
     const auto saved = ctx->get_saved_variables();
-    static const auto op =
-        find_operator<CellOutputs(const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                  const Tensor&)>("moe_ext::_lstm_cell_backward");
+    static const BackwardOperator<CellOutputs(const OptionalTensor&, const OptionalTensor&,
+                                              const Tensor&, const Tensor&)>
+        op("moe_ext::_lstm_cell_backward");
     const auto [grad_gates, grad_c_0] =
         op.call(if_defined(grads[0]), if_defined(grads[1]), saved[0], saved[1]);
     return {grad_gates, grad_c_0};

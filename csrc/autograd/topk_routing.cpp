@@ -32,9 +32,9 @@ struct TopKRouting : torch::autograd::Function<TopKRouting> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const auto op =
-        find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, bool,
-                             double)>("moe_ext::_topk_routing_backward");
+    static const BackwardOperator<Tensor(const Tensor&, const Tensor&, const Tensor&,
+                                         std::string_view, bool, double)>
+        op("moe_ext::_topk_routing_backward");
     const auto grad_logits =
         op.call(grads[0], saved[0], saved[1], ctx->saved_data["score"].toStringRef(),
                 ctx->saved_data["renormalize"].toBool(), ctx->saved_data["scale"].toDouble());

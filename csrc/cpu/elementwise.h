@@ -20,6 +20,14 @@ struct Convert {
   }
 };
 
+// Writes 0 where the mask is false.
+struct Masked {
+  template <typename scalar_t>
+  MOE_EXT_KERNEL void run(const scalar_t* from, const bool* mask, int64_t size, scalar_t* to) {
+    for (int64_t i = 0; i < size; ++i) to[i] = mask[i] ? from[i] : scalar_t(0);
+  }
+};
+
 struct Add {
   template <typename from_t, typename to_t>
   MOE_EXT_KERNEL void run(const from_t* from, int64_t size, to_t* sum) {

@@ -154,9 +154,12 @@ class BlockBackward {
 
   void add_lora_gradients(int64_t l, const acc_t* grad_z) const {
     const auto& parameters = gradients_.parameters;
-    parameters.add(block_, split_, lora_a(l), a_.input(l), space_.grad_lora, space_.parameters);
-    if (!parameters.needs_weight(lora_b(l))) return;
-    network_.compute_lora_input(block_, l, a_.input(l), space_.products);
+    const bool needs_b = parameters.needs_weight(lora_b(l));
+    if (!needs_b && !parameters.needs_weight(lora_a(l))) return;
+    const scalar_t* input = network_.masked(block_, l, a_.input(l), space_.products);
+    parameters.add(block_, split_, lora_a(l), input, space_.grad_lora, space_.parameters);
+    if (!needs_b) return;
+    network_.compute_lora_input(block_, l, input, space_.products);
     parameters.add(block_, split_, lora_b(l), space_.products.lora_input, grad_z,
                    space_.parameters);
   }

@@ -47,13 +47,16 @@ class ExpertNetwork {
     }
     for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
     for (size_t l = 0; l < network.lora.a.size(); ++l) {
-      lora_.push_back({.a = readable_lora(network.lora.a[l]),
-                       .b = readable_lora(network.lora.b[l]),
-                       .scale = static_cast<acc_t>(network.lora.scales[l])});
+      lora_.push_back(
+          {.a = readable_lora(network.lora.a[l]),
+           .b = readable_lora(network.lora.b[l]),
+           .mask = has_mask(network.lora, l) ? network.lora.masks[l].contiguous() : Tensor(),
+           .scale = static_cast<acc_t>(network.lora.scales[l])});
     }
     for (int64_t l = 0; l < num_layers(); ++l) {
       const int64_t in = this->fan_in(l), out = columns(l);
       highest_rank_ = std::max(highest_rank_, rank(l));
+      has_mask_ |= has_lora() && lora_[l].mask.defined();
       widest_ = std::max({widest_, in, out, rank(l)});
       flops_per_row_ += 2 * (in * out + rank(l) * (in + out));
     }
@@ -105,12 +108,14 @@ class ExpertNetwork {
           integers(arena.take<float>(
               network.integer_ ? integer_workspace_size(num_rows, network.widest_) : 0)),
           lora_sums(arena.take<acc_t>(num_rows * network.highest_rank_)),
-          lora_input(take_rounded(arena, num_rows * network.highest_rank_)) {}
+          lora_input(take_rounded(arena, num_rows * network.highest_rank_)),
+          masked(arena.take<scalar_t>(network.has_mask_ ? num_rows * network.widest_ : 0)) {}
 
     GemmWorkspace<scalar_t> gemm;
     float* integers;
     acc_t* lora_sums;
     scalar_t* lora_input;  // scale (A a), [num_rows, rank]
+    scalar_t* masked;      // A without the numbers that dropout removes
 
    private:
     scalar_t* take_rounded(Arena& arena, int64_t size) const {
@@ -135,7 +140,7 @@ class ExpertNetwork {
       write = Write::kAdd;
     }
     if (rank(layer) > 0) {
-      compute_lora_input(block, layer, in, workspace);
+      compute_lora_input(block, layer, masked(block, layer, in, workspace), workspace);
       const auto input = static_cast<const scalar_t*>(workspace.lora_input);
       gemm<scalar_t>(num_rows, width, rank(layer), plain(input, rank(layer)),
                      lora_b(block.expert, layer), write, product, workspace.gemm);
@@ -162,13 +167,26 @@ class ExpertNetwork {
     if (rank(layer) > 0) {
       gemm<scalar_t>(block.num_rows, fan_in(layer), rank(layer), plain(grad_lora, rank(layer)),
                      transpose(lora_a(block.expert, layer)), write, grad, workspace.gemm);
+      if (const bool* mask = mask_of(block, layer)) {
+        const auto* all = static_cast<const acc_t*>(grad);
+        vectorized<Masked>(all, mask, block.num_rows * fan_in(layer), grad);
+      }
       write = Write::kAdd;
     }
     gemm<scalar_t>(block.num_rows, fan_in(layer), columns(layer), plain(grad_z, columns(layer)),
                    transpose(weight(block.expert, layer)), write, grad, workspace.gemm, epilogue);
   }
 
-  // Computes scale (in a), the input of b, in workspace.lora_input.
+  // Returns the input of a: `in` after dropout.
+  const scalar_t* masked(const Block& block, int64_t layer, const scalar_t* in,
+                         const Workspace& workspace) const {
+    const bool* mask = mask_of(block, layer);
+    if (mask == nullptr) return in;
+    vectorized<Masked>(in, mask, block.num_rows * fan_in(layer), workspace.masked);
+    return workspace.masked;
+  }
+
+  // Computes scale (in a), the input of b, in workspace.lora_input; `in` is after dropout.
   void compute_lora_input(const Block& block, int64_t layer, const scalar_t* in,
                           const Workspace& workspace) const {
     gemm<scalar_t>(block.num_rows, rank(layer), fan_in(layer), plain(in, fan_in(layer)),
@@ -201,7 +219,7 @@ class ExpertNetwork {
 
  private:
   struct Lora {
-    Tensor a, b;
+    Tensor a, b, mask;
     acc_t scale;
   };
 
@@ -210,6 +228,13 @@ class ExpertNetwork {
     const scalar_t* data = matrices.template const_data_ptr<scalar_t>() + expert * rows * columns;
     return is_transposed ? transposed(data, rows) : plain(data, columns);
   }
+  // Returns the mask of the rows of a block, or null.
+  const bool* mask_of(const Block& block, int64_t layer) const {
+    const Tensor& mask = lora_[layer].mask;
+    if (!mask.defined()) return nullptr;
+    return mask.template const_data_ptr<bool>() + block.first_row * fan_in(layer);
+  }
+
   Operand<scalar_t> lora_a(int64_t expert, int64_t layer) const {
     return matrix_of(lora_[layer].a, is_lora_a_transposed(layer), expert);
   }
@@ -222,6 +247,7 @@ class ExpertNetwork {
   std::vector<Tensor> weights_, biases_;
   std::vector<bool> transposed_;  // of each layer
   std::vector<Lora> lora_;        // of each layer, or empty
+  bool has_mask_ = false;
   int64_t widest_ = 0, highest_rank_ = 0, flops_per_row_ = 0;
 };
 

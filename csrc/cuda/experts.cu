@@ -285,7 +285,8 @@ class Experts {
   Tensor input_gradient(int64_t layer, const Tensor& grad) const {
     const Tensor gradient = products_.times_weights(grad, weight(layer).mT());
     if (has_lora(layer)) {
-      gradient.add_(products_.times_weights(lora_gradient(layer, grad), lora_a(layer).mT()));
+      const Tensor share = products_.times_weights(lora_gradient(layer, grad), lora_a(layer).mT());
+      gradient.add_(masked(layer, share));
     }
     return gradient;
   }
@@ -294,9 +295,15 @@ class Experts {
   bool has_lora(int64_t layer) const { return !lora_a_.empty() && lora_a_[layer].numel() > 0; }
   const Tensor& lora_a(int64_t layer) const { return lora_a_[layer]; }
   const Tensor& lora_b(int64_t layer) const { return lora_b_[layer]; }
+  // Returns the input of a: `in` after dropout.
+  Tensor masked(int64_t layer, const Tensor& in) const {
+    if (!has_mask(network_.lora, layer)) return in;
+    return in.masked_fill(network_.lora.masks[layer].logical_not(), 0);
+  }
   // scale A a, the input of b, [R, rank]
   Tensor lora_input(int64_t layer, const Tensor& in) const {
-    return products_.times_weights(in, lora_a(layer)).mul_(network_.lora.scales[layer]);
+    return products_.times_weights(masked(layer, in), lora_a(layer))
+        .mul_(network_.lora.scales[layer]);
   }
   // dL/d(A a), [R, rank]
   Tensor lora_gradient(int64_t layer, const Tensor& grad) const {
@@ -446,8 +453,8 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
     }
     if (experts.has_lora(l)) {
       if (needs_parameters[parameter += last + 1]) {
-        grad_parameters[parameter] =
-            experts.matrix_gradient(experts.lora_a(l), inputs[l], experts.lora_gradient(l, grad));
+        grad_parameters[parameter] = experts.matrix_gradient(
+            experts.lora_a(l), experts.masked(l, inputs[l]), experts.lora_gradient(l, grad));
       }
       if (needs_parameters[parameter += last + 1]) {
         grad_parameters[parameter] =

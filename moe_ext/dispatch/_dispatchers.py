@@ -1,14 +1,14 @@
 """The ways in which tokens reach their experts: on this rank, by an all-to-all, or by groups."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext._compiled import uncompiled
+from moe_ext._compiled import eager, uncompiled
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import require
@@ -17,6 +17,7 @@ from moe_ext.dispatch._sharding import ExpertParallel, ExpertSharding
 from moe_ext.gates import Gate, HierarchicalGate
 from moe_ext.ops._dtypes import cast as cast_to
 from moe_ext.ranks import Exchange, Ranks
+from moe_ext.ranks._agreement import require_same
 from moe_ext.routing import Routing
 
 __all__ = ["Dispatcher", "LocalDispatcher", "make_dispatcher"]
@@ -37,6 +38,8 @@ class Dispatcher(ABC):
         balanced: the ranks that balance their tokens together; None: only this rank.
     """
 
+    _agrees = True  # a dispatcher that exchanges tokens begins with False
+
     def __init__(self, num_experts: int, sharding: ExpertSharding | None = None) -> None:
         self.num_experts = num_experts
         self.sharding = sharding
@@ -44,6 +47,30 @@ class Dispatcher(ABC):
         self.balanced: Ranks | None = None
         if sharding is not None:
             self.local_experts, self.balanced = sharding.local_experts, sharding.balanced
+
+    def require_same(self, x: Tensor, options: Callable[[], Mapping[str, object]]) -> None:
+        """Raises ValueError unless the ranks that exchange tokens agree; compares them once.
+
+        Ranks that disagree would hang, crash, or train with different numbers of experts.
+
+        Args:
+            x: the tokens of the first forward pass.
+            options: returns the options of the layer.
+        """
+        if not self._agrees:
+            self._compare(x, options)
+            self._agrees = True
+
+    @eager
+    def _compare(self, x: Tensor, options: Callable[[], Mapping[str, object]]) -> None:
+        assert self.sharding is not None
+        has_gradients = torch.is_grad_enabled()
+        of_call = {
+            "the dtype of x": x.dtype,
+            "the gradient mode": has_gradients,
+            "x.requires_grad": has_gradients and x.requires_grad,
+        }
+        require_same("MoE", {**options(), **of_call}, self.sharding.layout.expert_parallel)
 
     @abstractmethod
     def __call__(
@@ -110,6 +137,7 @@ class _ExchangeDispatcher(LocalDispatcher):
     def __init__(self, num_experts: int, sharding: ExpertSharding, exchange: Exchange) -> None:
         super().__init__(num_experts, sharding)
         self._exchange = exchange
+        self._agrees = False
 
     def _mix(
         self, x: Tensor, routing: Routing, experts: Callable[..., Tensor], **how: bool
@@ -128,6 +156,7 @@ class _GroupDispatcher(Dispatcher):
     def __init__(self, num_experts: int, sharding: ExpertSharding, exchange: GroupExchange) -> None:
         super().__init__(num_experts, sharding)
         self._exchange = exchange
+        self._agrees = False
 
     def __call__(
         self,

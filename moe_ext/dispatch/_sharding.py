@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext._compiled import uncompiled
+from moe_ext._compiled import uncompiled, unwrapped_module
 from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.dispatch._groups import GroupExchange
-from moe_ext.experts import Experts, ModuleExperts
+from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, HierarchicalGate
 from moe_ext.ranks import Exchange, ExchangeUnit, ExpertPlacement, Layout, Ranks
 from moe_ext.ranks._membership import require_group
@@ -203,6 +203,14 @@ class ExpertSharding:
                 num_chunks,
             )
 
+    def options_of(self, gate: nn.Module, experts: nn.Module) -> dict[str, object]:
+        """Returns options of a layer's parts that must agree on all ranks, by name."""
+        return {
+            "gate": uncompiled(gate),
+            "experts": _text_of(unwrapped_module(experts)),
+            "parallel": self._options,
+        }
+
     def require_whole(self, experts: nn.Module, gate: nn.Module) -> None:
         """Raises ValueError if fully_shard has mixed the experts of the ranks, or their gates."""
         names: tuple[str, ...] = ()
@@ -216,6 +224,17 @@ class ExpertSharding:
         local, total = self.local_experts, self.placement.num_experts
         experts = f"experts {local.start}-{local.stop - 1}" if local else "no experts"
         return f"{experts} of {total}, {self._options}"
+
+
+def _text_of(experts: nn.Module) -> str:
+    """Describes experts without their number, which differs between ranks."""
+    text = type(experts).__name__
+    if isinstance(experts, ModuleExperts):
+        return text  # each rank may have modules of its own
+    if isinstance(experts, FeedForwardExperts):
+        text += f" with {experts.activation}{experts.activation_args or ''}"
+    shapes = (f"{n} {list(p.shape[1:])} {p.dtype}" for n, p in experts.named_parameters())
+    return f"{text}: {', '.join(shapes)}"
 
 
 @cache

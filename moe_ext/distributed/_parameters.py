@@ -16,6 +16,7 @@ from moe_ext.experts import ModuleExperts
 from moe_ext.gates import HierarchicalGate
 from moe_ext.moe import MoE
 from moe_ext.ranks import Layout, Ranks
+from moe_ext.ranks._agreement import require_same
 from moe_ext.ranks._whole import WHOLE
 
 
@@ -137,6 +138,20 @@ def require_ranks(owner: str, model: nn.Module, ranks: Ranks) -> None:
             "copies need layers with a DeviceMesh [replicas, shards])",
             here or None,
         )
+
+
+def require_same_layers(owner: str, model: nn.Module, ranks: Ranks) -> None:
+    """Raises ValueError, prefixed by owner, unless the layers of all ranks have the same options.
+
+    All ranks must call this function together. It compares the layers with sharded experts.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    values: dict[str, object] = {}
+    for layer, _ in spread_layers(model):
+        where = f" of the layer {paths[layer]}" if paths[layer] else ""
+        options = layer._options_of_all_ranks()
+        values |= {f"{name}{where}": value for name, value in options.items()}
+    require_same(owner, values, ranks)
 
 
 def spread_layers(model: nn.Module) -> Iterator[tuple[MoE, ExpertSharding]]:

@@ -55,15 +55,18 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Raises ValueError if no rank has the state of some experts' optimizer."""
+        """Raises ValueError if the ranks together do not have all elements of a tensor."""
         size: dict[str, int] = {}
         num_elements = Counter[str]()
         for item in {item.index: item for plan in all_plans for item in plan.items}.values():
             name, data = item.index.fqn, item.tensor_data
-            if data is not None and name.startswith("optimizer."):
+            if data is not None:
                 size[name] = data.size.numel()
                 num_elements[name] += data.chunk.sizes.numel()
         parts = [name for name in sorted(size) if num_elements[name] < size[name]]
+        of_model = [name for name in parts if name.startswith("model.")]
+        rule = "have all elements of its tensors on the ranks that save it"
+        require(not of_model, "model", rule, f"a part of {', '.join(of_model)}")
         rule = "have the same states for all experts of a layer: freeze or train all of them"
         require(not parts, "optimizer", rule, f"a part of {', '.join(parts)}")
         return super().create_global_plan(all_plans)

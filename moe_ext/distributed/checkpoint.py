@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -51,6 +53,7 @@ from moe_ext.distributed._state import (
 )
 from moe_ext.files import atomic_file
 from moe_ext.ranks import Layout, Ranks
+from moe_ext.ranks._groups import duplicate
 
 __all__ = ["CheckpointError", "Checkpoints", "Loaded"]
 
@@ -176,10 +179,9 @@ class Checkpoints:
         parts, files = self._collect(step, model, optimizers, state, rank_state, copy=True)
         if self._background is None:
             # A separate group keeps the thread's collectives apart from those of the training.
-            self._background = (
-                ThreadPoolExecutor(1),
-                _same_ranks(self._ranks, self._timeout),
-            )
+            timeout = self._timeout or default_pg_timeout
+            ranks = duplicate(self._ranks, "gloo", timeout)
+            self._background = ThreadPoolExecutor(1), ranks
         thread, ranks = self._background
         self._under_way = thread.submit(self._write, ranks, step, parts, files)
         atexit.register(self.wait)  # reports an error that no later call raises
@@ -262,6 +264,7 @@ class Checkpoints:
         together = partial(_together, self._ranks, self._saving(step))
 
         def collect() -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:
+            self._require_group()
             parts, options = self._of_rank(model, optimizers)
             parts |= optimizer_parts(model, optimizers)
             if copy:
@@ -302,6 +305,12 @@ class Checkpoints:
         require_ranks("Checkpoints", model, self._ranks)
         return model_parts(model), optimizer_options(model, optimizers)
 
+    def _require_group(self) -> None:
+        """Raises ValueError if the ranks' process group was destroyed: torch would save alone."""
+        if self._ranks.size > 1 and not dist.is_initialized():
+            rule = "exist until the save has ended (call wait before destroy_process_group)"
+            require(False, "Checkpoints: process_group", rule, None)
+
     def _saving(self, step: int) -> str:
         return f"saving step {step} in {self._folder.path}"
 
@@ -314,12 +323,23 @@ class Checkpoints:
     ) -> None:
         folder, first = self._folder, ranks.rank == 0
         together = partial(_together, ranks, self._saving(step))
+
+        def write_tensors() -> None:
+            try:
+                _write_tensors(ranks, folder.temporary(step), parts)
+            finally:  # without a group, torch writes the tensors of each rank as if it were alone
+                self._require_group()
+
+        together(self._require_group)
         try:
-            together(lambda: folder.begin(step) if first else None)
-            together(lambda: _write_tensors(ranks, folder.temporary(step), parts))
+            token = ranks.gather_objects(uuid4().hex)[0]
+            together(lambda: folder.begin(step, token) if first else None)
+            together(lambda: folder.require_shared(step, token))
+            together(write_tensors)
             sums = together(lambda: _write_files(ranks.rank, folder.temporary(step), files))
             all_sums = ChainMap(*ranks.gather_objects(sums))
             together(lambda: folder.publish(step, all_sums) if first else None)
+            together(lambda: folder.require_published(step))
         except CheckpointError:
             if first:
                 folder.abandon(step)
@@ -434,17 +454,6 @@ class _Reader(dcp.FileSystemReader):
                 replace(index, fqn=fqn[index.fqn]): v for index, v in metadata.storage_data.items()
             },
         )
-
-
-def _same_ranks(ranks: Ranks, timeout: timedelta | None) -> Ranks:
-    """Returns the same ranks in a new gloo process group with its own timeout."""
-    if ranks.size == 1:
-        return ranks
-    some = ranks.size < dist.get_world_size()  # then only these ranks call this
-    members = dist.get_process_group_ranks(ranks.group)
-    group = dist.new_group(members, timeout, "gloo", use_local_synchronization=some)
-    assert isinstance(group, ProcessGroup)  # this rank is a member
-    return Ranks(group)
 
 
 def _together(ranks: Ranks, doing: str, function: Callable[[], T]) -> T:

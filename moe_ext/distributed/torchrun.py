@@ -1,19 +1,41 @@
-"""Initializes the process group of ranks that torchrun starts and restarts."""
+"""Initializes the process group of ranks that torchrun, srun or mpirun starts."""
 
 import os
 import time
-import warnings
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store, TCPStore
+from torch.distributed import ProcessGroup, Store
 from torch.distributed.constants import default_pg_timeout
+
+from moe_ext.checks import require
 
 __all__ = ["init_process_group"]
 
-_PORT = "moe_ext/port"
+_PREFIX = "moe_ext/prefix"
+
+
+class _Variables(NamedTuple):
+    """The variables in which a launcher gives each rank its place."""
+
+    world_size: str
+    rank: str
+    local_rank: str
+
+
+_TORCH = _Variables("WORLD_SIZE", "RANK", "LOCAL_RANK")
+_LAUNCHERS = {
+    "torchrun": _TORCH,
+    # SLURM_NTASKS would also be there for the script of sbatch, which is a single process.
+    "srun": _Variables("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    "mpirun of Open MPI": _Variables(
+        "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"
+    ),
+    "mpirun of MPICH": _Variables("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+}
 
 
 def init_process_group(
@@ -24,26 +46,28 @@ def init_process_group(
     After a restart, the store of torchrun still has the addresses of dead ranks. A new prefix hides
     them. It comes from rank 0, because the machines count their restarts differently.
 
+    Ranks that srun or mpirun starts find rank 0 by MASTER_ADDR and MASTER_PORT, which must be set.
+    They get the variables RANK, WORLD_SIZE and LOCAL_RANK, as from torchrun.
+
     Args:
         backend, timeout: see `torch.distributed.init_process_group`.
         options: the other keyword arguments of `torch.distributed.init_process_group`, except
             store, rank and world_size.
 
     Returns:
-        The process group of all ranks, or None if torchrun did not start this process.
+        The process group of all ranks, or None if this process was started alone.
 
-    Warns:
-        UserWarning: torchrun did not start this process, but WORLD_SIZE is greater than 1.
+    Raises:
+        ValueError: a launcher started several ranks, but a variable is missing.
     """
-    if not dist.is_torchelastic_launched():
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            warnings.warn(
-                "init_process_group: this process trains alone, because torchrun did not start it; "
-                f"its environment has WORLD_SIZE={os.environ['WORLD_SIZE']}",
-                stacklevel=2,
-            )
-        return None
     times: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if not dist.is_torchelastic_launched():
+        variables = _variables(os.environ)
+        if not variables:
+            return None
+        os.environ.update(variables)
+        dist.init_process_group(backend, **times, **options)
+        return dist.group.WORLD
     store, rank, world_size = next(dist.rendezvous("env://", **times))
     dist.init_process_group(
         backend,
@@ -56,32 +80,45 @@ def init_process_group(
     return dist.group.WORLD
 
 
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of torch for a rank that no torchrun started; {} if it is alone.
+
+    Raises:
+        ValueError: there are several ranks, but a variable is missing.
+    """
+    for launcher, names in _LAUNCHERS.items():
+        if int(environ.get(names.world_size, 1)) > 1:
+            needed = {"MASTER_ADDR", "MASTER_PORT", names.rank}
+            missing = ", ".join(sorted(needed - environ.keys()))
+            rule = f"be set for the {environ[names.world_size]} ranks of {launcher}"
+            require(not missing, f"init_process_group: {missing}", rule, None)
+            found = zip(_TORCH, names, strict=True)
+            return {name: environ[other] for name, other in found if other in environ}
+    return {}
+
+
 def _new_prefix(store: Store, rank: int, world_size: int, timeout: timedelta | None) -> str:
     """Returns a text that rank 0 chooses and gives to the other living ranks.
 
-    Rank 0 writes the port of a server of its own to the store. Nobody answers at the port of a dead
-    rank 0, which another rank may still find there.
+    The store may still have the prefix of a dead rank 0. So each rank writes a text of its own to
+    the store, and uses a prefix only after rank 0 has confirmed this text under the prefix.
     """
-    limit = timeout or default_pg_timeout
-    host = os.environ["MASTER_ADDR"]  # the machine of rank 0
     if rank == 0:
-        server = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         prefix = f"moe_ext/{uuid4()}"
-        server.set("prefix", prefix)
-        store.set(_PORT, str(server.port))
-        if world_size > 1:
-            server.wait(["all are here"], limit)
+        store.set(_PREFIX, prefix)
+        for other in range(1, world_size):
+            nonce = store.get(f"{prefix}/{other}").decode()
+            store.set(f"{prefix}/{nonce}", "")
         return prefix
-    end = time.monotonic() + limit.total_seconds()
+    end = time.monotonic() + (timeout or default_pg_timeout).total_seconds()
+    nonce = str(uuid4())
     while True:
+        prefix = store.get(_PREFIX).decode()
+        store.set(f"{prefix}/{rank}", nonce)
         try:
-            port = int(store.get(_PORT))
-            brief = min(limit, timedelta(seconds=2))
-            server = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=brief)
-            prefix = server.get("prefix").decode()
-            if server.add("others", 1) == world_size - 1:
-                server.set("all are here", "")
-            return prefix
+            store.wait([f"{prefix}/{nonce}"], timedelta(seconds=1))
         except dist.DistError:
             if time.monotonic() > end:
                 raise
+        else:
+            return prefix

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ext import _C, ops
 from moe_ext._ragged import offsets_of
+from moe_ext.integrations._given_lora import formed_lora, forms_needlessly, given_pairs
 from moe_ext.integrations._transformers_balance import (
     LayerBalance,
     ModelBalance,
@@ -69,6 +70,7 @@ TESTED_VERSIONS: tuple[str, ...] = ("5.23.0", "5.24.0")
 """The versions of transformers that the tests ran with."""
 
 _FEW_ROWS = 8  # for each expert; a cast of the weights takes longer than the experts of so few
+_REMEDY = "import moe_ext.integrations.peft, which gives A and B to the operator"
 _DEVICES = ["cpu", "meta", *(["cuda"] if _C.cuda_version else [])]
 _DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16")]
 
@@ -111,6 +113,8 @@ def experts_forward(
     if isinstance(activation, str):
         return _fall_back(activation, module, hidden_states, top_k_index, top_k_weights)
     weights, biases = _parameters_of(module)
+    if forms_needlessly(module):
+        _warn_once(f"PEFT forms W + B A of all experts in each call: {_REMEDY}")
     reason = _refusal(module, [*weights, *biases])
     if reason is not None:
         return _fall_back(reason, module, hidden_states, top_k_index, top_k_weights)
@@ -136,6 +140,7 @@ def experts_forward(
         inverse=plan.inverse,
         gates=gates if norm is None else None,
         token_offsets=token_offsets,
+        lora=given_pairs(module, _names_of(module)),
     )
     if norm is not None:
         y = ops.combine(norm(y), gates, plan.inverse, token_offsets)
@@ -161,9 +166,13 @@ def _warn_of_casts(module: nn.Module, weights: list[Tensor], index: Tensor) -> N
 
 def _parameters_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the weights of the two layers as the module has them, and the biases [E, columns]."""
-    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    names = _names_of(module)
     weights = [getattr(module, name) for name in names]
     return weights, [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
+
+
+def _names_of(module: nn.Module) -> list[str]:
+    return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
 
 
 def _refusal(module: nn.Module, parameters: list[Tensor]) -> str | None:
@@ -216,7 +225,8 @@ def _fall_back(
     _warn_once(f"experts_implementation='moe_ext': {type(module).__name__} uses '{name}': {reason}")
     eager = inspect.unwrap(type(module).forward)
     forward = functions.get_interface(name, eager)
-    y: Tensor = forward(module, hidden_states, index, weights)
+    with formed_lora(module):
+        y: Tensor = forward(module, hidden_states, index, weights)
     return y
 
 

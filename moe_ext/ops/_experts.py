@@ -55,22 +55,29 @@ class LoRA(NamedTuple):
     b: Tensor
     """[E, r, width], in the dtype of the input rows; contiguous, or p.mT of a contiguous p."""
     scale: float = 1.0
+    mask: Tensor | None = None
+    """Dropout: [R, fan_in] bool, in the order of the rows. The matrix a sees 0 in place of the
+    numbers of h where it is False; `scale` must include 1 / (1 - p)."""
 
 
-def lora_lists(
+def lora_arguments(
     name: str, x: Tensor, lora: Sequence[LoRA | None] | None
-) -> tuple[list[Tensor], list[Tensor], list[float]] | tuple[None, None, None]:
-    """Returns the lists a, b and scale, as the operator takes them; [0] stands for no adapter."""
+) -> dict[str, list[Tensor] | list[float]]:
+    """Returns the arguments of the operator for `lora`; shape [0] stands for none in a layer."""
     if lora is None:
-        return None, None, None
+        return {}
     if not isinstance(lora, Sequence) or not all(
         adapter is None or isinstance(adapter, LoRA) for adapter in lora
     ):
         raise TypeError(f"{name}: lora must be a sequence of LoRA or None, got {lora!r}")
-    absent = x.new_empty(0)
+    absent, no_mask = x.new_empty(0), x.new_empty(0, dtype=torch.bool)
     adapters = [LoRA(absent, absent) if adapter is None else adapter for adapter in lora]
-    a, b, scales = zip(*adapters, strict=True) if adapters else ((), (), ())
-    return list(a), list(b), list(scales)
+    return dict(
+        lora_a=[adapter.a for adapter in adapters],
+        lora_b=[adapter.b for adapter in adapters],
+        lora_scales=[adapter.scale for adapter in adapters],
+        lora_masks=[no_mask if adapter.mask is None else adapter.mask for adapter in adapters],
+    )
 
 
 def experts(
@@ -136,7 +143,7 @@ def experts(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    lora_a, lora_b, lora_scales = lora_lists("experts", x, lora)
+    adapters = lora_arguments("experts", x, lora)
     y: Tensor
     y, *_ = torch.ops.moe_ext.experts(
         x,
@@ -147,10 +154,8 @@ def experts(
         weights,
         biases,
         activation,
-        not recompute and needs_gradient(x, weights, biases, gates, lora_a, lora_b),
+        not recompute and needs_gradient(x, weights, biases, gates, *adapters.values()),
         activation_args,
-        lora_a=lora_a,
-        lora_b=lora_b,
-        lora_scales=lora_scales,
+        **adapters,
     )
     return y

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.formats import PackedWeight
-from moe_ext.ops._experts import Activation, LoRA, lora_lists
+from moe_ext.ops._experts import Activation, LoRA, lora_arguments
 from moe_ext.ops._gradients import needs_gradient
 
 
@@ -67,7 +67,7 @@ def packed_experts(
             raise TypeError(
                 f"packed_experts: weights[{i}] must be a PackedWeight, got {type(weight).__name__}"
             )
-    lora_a, lora_b, lora_scales = lora_lists("packed_experts", x, lora)
+    adapters = lora_arguments("packed_experts", x, lora)
     y: Tensor
     y, *_ = torch.ops.moe_ext.experts(
         x,
@@ -78,14 +78,12 @@ def packed_experts(
         [weight.panels for weight in weights],
         biases,
         activation,
-        not recompute and needs_gradient(x, biases, gates, lora_a, lora_b),
+        not recompute and needs_gradient(x, biases, gates, *adapters.values()),
         activation_args,
         [weight.format for weight in weights],
         [weight.group for weight in weights],
         [weight.outputs for weight in weights],
         arithmetic,
-        lora_a,
-        lora_b,
-        lora_scales,
+        **adapters,
     )
     return y

@@ -1,7 +1,6 @@
 """The ranks of a process group, and the differentiable collectives between them."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,9 +89,14 @@ class Ranks:
 
 def blocks(whole: range, number: int) -> list[range]:
     """Divides whole into number contiguous ranges; lengths differ by at most 1, longest first."""
+    return [block(whole, number, index) for index in range(number)]
+
+
+def block(whole: range, number: int, index: int) -> range:
+    """Returns one of the ranges of `blocks`."""
     share, rest = divmod(len(whole), number)
-    bounds = [whole.start + i * share + min(i, rest) for i in range(number + 1)]
-    return [range(first, last) for first, last in pairwise(bounds)]
+    first, last = (whole.start + i * share + min(i, rest) for i in (index, index + 1))
+    return range(first, last)
 
 
 class _Sum(Function):

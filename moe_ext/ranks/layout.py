@@ -1,7 +1,9 @@
 """How the ranks that train together divide the experts of a layer."""
 
+import warnings
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -50,5 +52,28 @@ class Layout(NamedTuple):
             return cls.of(group.get_group(), owner)
         names = group.mesh_dim_names
         require(names is not None, name, "be a mesh with mesh_dim_names", names)
-        world = group._flatten().get_group()
+        world = _group_of_all(group, name)
         return cls(*map(Ranks, (world, group.get_group(1), group.get_group(0))))
+
+
+def _group_of_all(mesh: DeviceMesh, name: str) -> ProcessGroup:
+    """Returns a process group of all ranks of a mesh: one that exists, or else a new one.
+
+    Warns if only some of torch's ranks make the new group. torch counts the groups to name them. So
+    ranks that make no layer, as in another stage of a pipeline, would disagree about later groups.
+    """
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) == mesh.size():
+            return mesh.get_group(dim)
+    ranks = mesh.mesh.flatten().tolist()
+    for flat in mesh._get_root_mesh()._flatten_mapping.values():
+        if flat.mesh.flatten().tolist() == ranks:
+            return flat.get_group()
+    if len(ranks) < dist.get_world_size():
+        dims = ", ".join(map(repr, mesh.mesh_dim_names or ()))
+        warnings.warn(
+            f"{name}: makes a process group of the ranks {ranks}, which all ranks of torch must do "
+            f"at the same place; call mesh[{dims}]._flatten() on all ranks after init_device_mesh",
+            stacklevel=2,
+        )
+    return mesh._flatten().get_group()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from moe_ext.checks import require, require_sizes
-from moe_ext.ranks.collectives import blocks
+from moe_ext.ranks.collectives import block
 
 __all__ = ["ExpertPlacement"]
 
@@ -43,7 +43,7 @@ class ExpertPlacement:
         rule = f"be in [0, {self.num_ranks})"
         require(0 <= rank < self.num_ranks, "ExpertPlacement.experts_of: rank", rule, rank)
         size = self.experts_per_group
-        groups = blocks(range(self.num_experts // size), self.num_ranks)[rank]
+        groups = block(range(self.num_experts // size), self.num_ranks, rank)
         return range(groups.start * size, groups.stop * size)
 
     @property
@@ -55,4 +55,9 @@ class ExpertPlacement:
         """Returns the rank that owns an expert."""
         rule = f"be in [0, {self.num_experts})"
         require(0 <= expert < self.num_experts, "ExpertPlacement.owner: expert", rule, expert)
-        return next(r for r in range(self.num_ranks) if expert in self.experts_of(r))
+        group, num_groups = (n // self.experts_per_group for n in (expert, self.num_experts))
+        share, rest = divmod(num_groups, self.num_ranks)
+        of_longer = rest * (share + 1)  # the groups of the first ranks, which have one more each
+        if group < of_longer:
+            return group // (share + 1)
+        return rest + (group - of_longer) // share

@@ -28,7 +28,10 @@ inline std::vector<ops::LoRA> adapters(const Tree& a) {
   if (given.empty()) return {};
   std::vector<ops::LoRA> all((a / "weights").branches().size());
   for (const auto& [number, adapter] : given) {
-    all[std::stoi(number)] = {adapter["0"], adapter["1"], adapter.number("2", 1.0)};
+    all[std::stoi(number)] = {.a = adapter["0"],
+                              .b = adapter["1"],
+                              .scale = adapter.number("2", 1.0),
+                              .mask = adapter.find("3").value_or(Tensor())};
   }
   return all;
 }

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,6 +45,7 @@ from moe_ext.distributed import (
     parallelize,
 )
 from moe_ext.distributed._checkpoint_folder import sums_of
+from moe_ext.distributed._planners import SavePlanner
 from moe_ext.distributed._safe_files import read_metadata
 from moe_ext.optim import FactoredAdagrad, FactoredAdam, split_parameters
 from moe_ext.ranks import Ranks
@@ -324,6 +326,11 @@ def test_experts_with_copies(workers, tmp_path):
         assert_same_contents(contents(tmp_path / folder), (model, states))
 
 
+def files_in(folder):
+    """Returns the names in the folder of all checkpoints, without the lock."""
+    return sorted({path.name for path in folder.iterdir()} - {".lock"})
+
+
 @pytest.fixture
 def saved(tmp_path):
     """Returns a small model, its checkpoints and the folder of the only one."""
@@ -477,6 +484,10 @@ def without_its_group(group, rank, folder):
     if rank == 0:  # writes a partial checkpoint anyway
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(moe_ext.distributed.checkpoint, "require_ranks", lambda *_: None)
+            with pytest.raises(CheckpointError, match=r"a part of model\.experts\.bias_0, model"):
+                Checkpoints(folder / "part").save(1, model.flat)
+            global_plan = DefaultSavePlanner.create_global_plan
+            patch.setattr(SavePlanner, "create_global_plan", global_plan)
             Checkpoints(folder / "part").save(1, model.flat)
 
 
@@ -927,7 +938,7 @@ def test_numbers_of_numpy(tmp_path):
 def test_which_checkpoints_there_are(tmp_path):
     model = nn.Linear(2, 2)
     checkpoints = Checkpoints(tmp_path, keep=2)
-    entries = lambda: sorted(path.name for path in tmp_path.iterdir())  # noqa: E731
+    entries = lambda: files_in(tmp_path)  # noqa: E731
     assert checkpoints.steps() == []
     for step in (0, 1):
         nn.init.constant_(model.weight, step)
@@ -1000,7 +1011,7 @@ def test_a_rank_that_cannot_write_fails_all(group, rank, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if rank == 0:
-        assert not any(path.name[0] == "." for path in tmp_path.iterdir())
+        assert not any(name[0] == "." for name in files_in(tmp_path))
     assert checkpoints.load(model).state == {"tokens": 1}
     checkpoints.save(5, model)
     assert checkpoints.steps() == [1, 5]
@@ -1047,8 +1058,7 @@ def test_a_crash_between_any_changes_of_the_folder(tmp_path, step):
         loaded = checkpoints.load(model).step, model.weight[0, 0]
         assert loaded == (step, 2) or (not finished and loaded == (1, 1))
         checkpoints.save(3, model)
-        left = sorted(path.name for path in (tmp_path / str(number)).iterdir())
-        assert left == ["latest", "step-00000003"]
+        assert files_in(tmp_path / str(number)) == ["latest", "step-00000003"]
         if finished:
             break
     assert number > 15

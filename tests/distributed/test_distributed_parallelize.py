@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from workers import on_ranks
+from workers import TIMEOUT, on_ranks
 
 from moe_ext import (
     BalancedGate,
@@ -143,8 +143,9 @@ def test_training_equals_one_process(workers, layout, optimizer, recompute, norm
 
     parts = workers.run(len(counts), train_process, layout, optimizer, recompute, norm_type)
     for params, bounds, norms_here in parts:
-        for norm, expected in zip(norms_here, norms, strict=True):
+        for norm, expected, first in zip(norms_here, norms, parts[0][2], strict=True):
             assert_exact(norm, expected.detach())
+            assert_same_bits(norm, first)  # all ranks decide alike
         for name, expected in model.named_parameters():
             first, last, _ = bounds.get(name, (0, None, None))
             assert_exact(params[name], expected.detach()[first:last])
@@ -172,6 +173,7 @@ def test_clipping_refuses_infinity_everywhere(group, rank):
     layer.experts.weights[0].grad[0, 0, 0] = [1.0, math.inf][rank]
     with pytest.raises(RuntimeError, match="norm of order 2.0 must be finite, got inf"):
         clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_(layer, 1.0) == math.inf  # on all ranks, which can skip the step
     with pytest.raises(ValueError, match="norm_type must be above 0, got 0"):
         clip_grad_norm_(layer, 1.0, 0)
     for max_norm in (-1.0, math.nan, "1"):
@@ -269,6 +271,47 @@ def test_experts_of_a_rank_without_gradient(group, rank, num_chunks, exchange):
     y, aux = model(x.requires_grad_())
     (y.square().sum() + aux.loss).backward()
     assert x.grad is not None and x.grad.isfinite().all()
+
+
+class PartlyUnused(nn.Module):
+    """DistributedDataParallel averages `unused` first, alone, as soon as its gradient is known."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.moe = MoE(D, 4, 2, process_group=group)
+        self.large = nn.Linear(D, 1 << 17)  # fills the last bucket, of one MiB
+        self.unused = nn.Linear(D, D)
+
+    def forward(self, x, uses_all):
+        x = self.first(x)
+        if uses_all:
+            x = x + self.unused(x)
+        y, aux = self.moe(x)
+        return self.large(y).mean(), aux.loss
+
+
+@on_ranks(2)
+def test_a_parameter_that_one_rank_does_not_use(group, rank):
+    """The gradient of rank 1 is averaged before its experts send theirs, that of rank 0 later."""
+    model = parallelize(PartlyUnused(group), group, find_unused_parameters=True)
+    for _ in range(2):
+        y, loss = model(torch.randn(4, D), rank == 0)
+        (y + loss).backward()
+    for name, param in model.named_parameters():
+        if "experts" not in name and param.grad is not None:
+            assert_same_on_all_ranks(param.grad, group)
+
+
+@on_ranks(2)
+def test_the_group_of_parallelize_has_the_timeout_of_the_ranks(group, rank):
+    model = parallelize(MoE(D, 4, 2, process_group=group), group)
+    assert isinstance(model, DistributedDataParallel) and model.process_group is not group
+    timeouts = [
+        each._get_backend(torch.device("cpu")).options._timeout
+        for each in (group, model.process_group)
+    ]
+    assert timeouts[0] == timeouts[1] == TIMEOUT
 
 
 class UsedWithRows(nn.Linear):

@@ -1,5 +1,6 @@
-"""Ranks that torchrun starts again connect again."""
+"""Ranks connect: those that torchrun starts again, and those of srun and mpirun."""
 
+import re
 import time
 from datetime import timedelta
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
+from workers import on_ranks
 
 from moe_ext.distributed import torchrun
 
@@ -15,13 +17,16 @@ def connected_twice(group, rank, port):
     """Connects two ranks to the store of torchrun, twice, as after a restart of both.
 
     torchrun counts a restart on the machine of the dead rank only. Rank 1 is first at each step: it
-    finds the server and the addresses of the dead rank 0 in the store.
+    finds the texts and the addresses of the dead rank 0 in the store. The ranks reach no other port
+    of its machine, as behind a service that forwards one port.
     """
     new_prefix = torchrun._new_prefix
 
     def late(*arguments):
         time.sleep(0.5 * (rank == 0))
-        prefix = new_prefix(*arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MASTER_ADDR", "host.invalid")
+            prefix = new_prefix(*arguments)
         time.sleep(0.5 * (rank == 0))
         return prefix
 
@@ -45,3 +50,68 @@ def connected_twice(group, rank, port):
 def test_ranks_connect_again(workers):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     workers.run(2, connected_twice, store.port)
+
+
+ADDRESS = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
+TORCH = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize("environ", [SRUN, OPEN_MPI, MPICH, TORCH, SRUN | MPICH])
+def test_variables_of_other_launchers(environ):
+    assert torchrun._variables(environ | ADDRESS) == TORCH
+    *_, local_rank = environ
+    some = {name: value for name, value in environ.items() if name != local_rank}
+    assert torchrun._variables(some | ADDRESS).items() <= TORCH.items()
+    missing = "init_process_group: MASTER_ADDR, MASTER_PORT must be set for the 4 ranks of "
+    with pytest.raises(ValueError, match=f"^{re.escape(missing)}"):
+        torchrun._variables(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"WORLD_SIZE": "1"}, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {"PMI_SIZE": "1"}],
+)
+def test_a_process_that_was_started_alone(monkeypatch, environ):
+    """Also by a script of sbatch."""
+    for names in torchrun._LAUNCHERS.values():
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun.init_process_group("gloo") is None
+
+
+def test_a_number_of_ranks_without_the_rank():
+    message = "^init_process_group: RANK must be set for the 2 ranks of torchrun, got None$"
+    with pytest.raises(ValueError, match=message):
+        torchrun._variables({"WORLD_SIZE": "2"} | ADDRESS)
+
+
+@on_ranks(2)
+def test_ranks_of_srun_connect(group, rank):
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    ports = [None, None]
+    dist.all_gather_object(ports, store and store.port)
+    del store  # rank 0 opens its port again
+    dist.destroy_process_group()
+    environ = {
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": str(ports[0]),
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.setenv(name, "")  # so that MonkeyPatch removes it at the end
+            patch.delenv(name)
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        there = torchrun.init_process_group("gloo", timeout=timedelta(seconds=20))
+        assert (there.rank(), there.size()) == (rank, 2)
+        dist.all_reduce(total := torch.ones(1))
+        assert total == 2

@@ -43,7 +43,7 @@ def make_experts(counts, widths, activation, device="cpu", dtype=torch.float64):
 
 def make_layer(
     dtype, widths, counts=None, activation="relu", bias=False, even=False, gated=True,
-    recompute=False, activation_args=None, ranks=None, **sizes,
+    recompute=False, activation_args=None, ranks=None, dropout=False, **sizes,
 ):  # fmt: skip
     """Makes rows for `counts`, or the tokens of a routing, with gates if `gated`.
 
@@ -60,9 +60,11 @@ def make_layer(
         recompute=recompute,
     )
     if ranks:
-        arguments |= dict(
-            lora=[rank and make_lora(w, rank) for w, rank in zip(weights, ranks, strict=True)]
-        )
+        num_rows = None
+        if dropout:
+            num_rows = sum(counts) if counts else routing["inverse"].numel()
+        pairs = zip(weights, ranks, strict=True)
+        arguments |= dict(lora=[rank and make_lora(w, rank, num_rows) for w, rank in pairs])
     if activation in CLAMPED:
         arguments |= dict(activation_args=activation_args or ACTIVATION_ARGS[activation])
     if not counts:
@@ -73,11 +75,17 @@ def make_layer(
     return arguments
 
 
-def make_lora(weight, rank):
-    """Makes an adapter that is as large as the weight [E, fan_in, width]."""
+def make_lora(weight, rank, num_rows=None):
+    """Makes an adapter as large as the weight [E, fan_in, width]; with num_rows, for dropout."""
     E, fan_in, width = weight.shape
     a = draw.normal(E, fan_in, rank, dtype=weight.dtype) / math.sqrt(max(fan_in, 1))
-    return ops.LoRA(a, draw.normal(E, rank, width, dtype=weight.dtype), 0.5)
+    b = draw.normal(E, rank, width, dtype=weight.dtype)
+    return ops.LoRA(a, b, 0.5, None if num_rows is None else torch.rand(num_rows, fan_in) > 0.3)
+
+
+def adapter_of(adapter, expert, counts):
+    mask = adapter.mask if adapter.mask is None else adapter.mask.split(counts)[expert]
+    return adapter._replace(a=adapter.a[expert], b=adapter.b[expert], mask=mask)
 
 
 def layer_by(expert, combine):
@@ -93,7 +101,7 @@ def layer_by(expert, combine):
         parts = []
         for e, part in enumerate(rows.split(counts)):
             b = None if biases is None else [bias[e] for bias in biases]
-            adapters = [a and ops.LoRA(a.a[e], a.b[e], a.scale) for a in lora or []]
+            adapters = [a and adapter_of(a, e, counts) for a in lora or []]
             W = [w[e] for w in weights]
             parts.append(expert(part, W, b, activation, activation_args, adapters))
         out = torch.cat(parts)
@@ -103,8 +111,14 @@ def layer_by(expert, combine):
 
 
 def reference_expert(rows, W, b, activation, args=None, lora=()):
-    W = [w if a is None else w + a.scale * a.a @ a.b for w, a in zip_longest(W, lora)]
-    out = [ref.E_i(x, W, b, activation, args) for x in rows]
+    def with_adapter(w, adapter, r):
+        if adapter is None:
+            return w
+        a = adapter.a if adapter.mask is None else adapter.a * adapter.mask[r][:, None]
+        return w + adapter.scale * a @ adapter.b
+
+    adapted = [[with_adapter(*each, r) for each in zip_longest(W, lora)] for r in range(len(rows))]
+    out = [ref.E_i(x, W_r, b, activation, args) for x, W_r in zip(rows, adapted, strict=True)]
     if out:
         return torch.stack(out)
     parameters = sum(w.sum() for w in [*W, *(b or [])])
@@ -133,7 +147,10 @@ def plain_expert(rows, W, b, activation, args=None, lora=()):
         if layer:
             rows = plain_activation(rows, activation, args)
         z = rows @ w if b is None else rows @ w + b[layer]
-        rows = z if adapter is None else z + adapter.scale * (rows @ adapter.a) @ adapter.b
+        if adapter is not None:
+            kept = rows if adapter.mask is None else rows.masked_fill(~adapter.mask, 0)
+            z = z + adapter.scale * (kept @ adapter.a) @ adapter.b
+        rows = z
     return rows
 
 
@@ -183,9 +200,10 @@ TABLE = {
         ]
         + [
             sizes | dict(widths=(4, 6, 5, 3), ranks=(3, None, 2), activation="swiglu", bias=True,
-                         recompute=recompute, gated=gated)
+                         recompute=recompute, gated=gated, dropout=dropout)
             for sizes in [dict(T=5, E=5, k=2), draw.RAGGED[0]]
-            for recompute in (False, True) for gated in (False, True)
+            for recompute, gated, dropout in ((False, True, False), (True, False, True),
+                                              (False, False, True), (True, True, False))
         ],
         typical=[
             dict(counts=[3, 0, 4], widths=(3, 7), bias=True),
@@ -196,7 +214,8 @@ TABLE = {
             draw.RAGGED[1] | dict(widths=(3, 4, 2), activation="reglu", recompute=True,
                                   gated=False),
             draw.RAGGED[2] | dict(widths=(3, 4, 2), recompute=True),
-            draw.RAGGED[0] | dict(widths=(3, 4, 2), ranks=(2, 3), bias=True, activation="glu"),
+            draw.RAGGED[0] | dict(widths=(3, 4, 2), ranks=(2, 3), bias=True, activation="glu",
+                                  dropout=True),
             dict(T=5, E=5, k=2, widths=(3, 4, 2), ranks=(None, 3), activation="silu",
                  recompute=True),
         ],
@@ -211,7 +230,7 @@ TABLE = {
             dict(counts=[200, 0, 1, 300, 37], widths=(48, 80), bias=True),
             dict(T=2600, E=5, k=2, widths=(24, 40, 16), bias=True),
             dict(skewed=2600, E=5, widths=(24, 40, 16), bias=True),
-            dict(skewed=2600, E=5, widths=(24, 40, 16), ranks=(8, 4)),
+            dict(skewed=2600, E=5, widths=(24, 40, 16), ranks=(8, 4), dropout=True),
         ],
         precise=[
             dict(counts=counts, widths=widths, bias=True)
@@ -291,6 +310,9 @@ TABLE = {
             (ValueError, r"lora_b\[0\]", with_lora(lambda a, b: (a, b[..., 1:]))),
             (TypeError, r"lora_a\[0\]", with_lora(lambda a, b: (a.double(), b))),
             (TypeError, r"lora_b\[0\]", with_lora(lambda a, b: (a, b.to_sparse())), "Sparse"),
+            (TypeError, r"lora_masks\[0\]", with_lora(lambda a, b: (a, b, 1.0, torch.ones(7, 3)))),
+            (ValueError, r"lora_masks\[0\]",
+             with_lora(lambda a, b: (a, b, 1.0, torch.ones(6, 3).bool()))),
         ],
         backward_bad=[
             (ValueError, "offsets", dict(offsets=torch.zeros(0).long())),

@@ -122,6 +122,10 @@ def _check_models(args: Any) -> None:
     args.num_experts = {name: experts_that_fit(name, args.weights) for name in models}
 
 
+def _check_lora(args: Any) -> None:
+    args.num_experts = experts_that_fit("qwen3_moe", args.weights)
+
+
 CASES = {
     "cpp": Case(
         rounds=21, files=["program"],
@@ -193,6 +197,16 @@ CASES = {
             "--check-memory": flag("measure only what is saved for backward"),
             "--plot": one(plot_file, None, "plot the speeds into this .png or .pdf"),
             "--profile": one(Path, None, "text file to which to append the profile of our kernels"),
+        },
+    ),
+    "lora": Case(
+        rounds=5, threads=[1], files=["report"], check=_check_lora,
+        options=_against_peers(seconds=60.0, memory=12.0, patience=60.0) | {
+            "--rows": several(at_least(1), [32, 64, 128], "mean numbers of rows of an expert"),
+            "--rank": one(at_least(1), 16, "r, the rank of the adapters"),
+            "--dtype": some_of(_DTYPES, ["float32"], "dtypes of the tensors"),
+            "--weights": _WEIGHTS,
+            "--output": _OUTPUT,
         },
     ),
     "low-precision": Case(

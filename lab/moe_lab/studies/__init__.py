@@ -8,6 +8,7 @@ function `run` of its module. The text of its page is in a Markdown file of the 
 - `efficiency`: the training speed of sparse and of dense models (Sec. 5.1).
 - `facts`: how many bits of facts a layer stores with its parameters (Sec. 1).
 - `kneser_ney`: the n-gram baseline (App. C.1).
+- `lora`: adapters of packed experts on another corpus.
 - `losses`: values of w_importance and w_load (Table 6).
 - `multilingual`: one model for several language pairs (Table 5).
 - `paper_tables`: the size and the cost of every model (Tables 7 and 8).

@@ -94,6 +94,14 @@ STUDIES = {
         },
         report=False,
     ),
+    "lora": Entry(
+        _CONFIGURED
+        | {
+            "--target": {"default": "sources", "help": "the corpus of the adapters"},
+            "--lora-steps": one(at_least(1), 600, "training steps of the adapters"),
+        },
+        arms=True,
+    ),
     "losses": Entry(_CONFIGURED, arms=True),
     "multilingual": Entry(_CONFIGURED, arms=True, files="multilingual_captions"),
     "packed": Entry(_CONFIGURED, arms=True),

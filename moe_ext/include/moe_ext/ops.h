@@ -232,6 +232,9 @@ struct LoRA {
   Tensor a = {};  // [E, fan_in, rank], in the dtype of x
   Tensor b = {};  // [E, rank, width]
   double scale = 1.0;
+  // Dropout: bool [R, fan_in], in the order of the rows. a sees 0 in place of the numbers of h
+  // where it is false; `scale` must include 1 / (1 - p).
+  Tensor mask = {};
 };
 
 // Applies each expert to its rows: linear layers with an activation between them.

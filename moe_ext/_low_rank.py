@@ -1,0 +1,41 @@
+"""What low-rank adapters need: the sizes of layers, and the sum of several adapters as one."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+from moe_ext.formats import PackedWeight
+
+
+def layer_sizes(weights: Sequence[Tensor | PackedWeight]) -> list[tuple[int, int]]:
+    """Returns fan_in and width of each layer."""
+    return [
+        (each.shape[1], each.shape[2]) if isinstance(each, Tensor) else (each.inputs, each.outputs)
+        for each in weights
+    ]
+
+
+def joined(
+    pairs: Sequence[ops.LoRA], dtype: torch.dtype, experts: slice = slice(None)
+) -> ops.LoRA | None:
+    """Returns one pair for the sum of several, whose ranks are concatenated; None without pairs.
+
+    Args:
+        pairs: A, B and the scale of each adapter of a layer.
+        dtype: of the result.
+        experts: the experts that the result has.
+    """
+    here = [ops.LoRA(p.a[experts].to(dtype), p.b[experts].to(dtype), p.scale) for p in pairs]
+    if len(here) <= 1:
+        return here[0] if here else None
+    a, b = torch.cat([p.a for p in here], 2), torch.cat([p.scale * p.b for p in here], 1)
+    return ops.LoRA(a, b, 1.0)
+
+
+def with_dropout(pair: ops.LoRA, dropout: float, num_rows: int) -> ops.LoRA:
+    """Returns a pair with a random dropout mask for the rows of a call."""
+    shape = num_rows, pair.a.shape[1]
+    mask = torch.empty(shape, dtype=torch.bool, device=pair.a.device).bernoulli_(1 - dropout)
+    return pair._replace(mask=mask, scale=pair.scale / (1 - dropout))

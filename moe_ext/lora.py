@@ -1,0 +1,676 @@
+"""Low-rank adapters of frozen experts (LoRA, arXiv 2106.09685)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, Unpack, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.tensor import DTensor
+
+from moe_ext import ops
+from moe_ext._compiled import uncompiled
+from moe_ext._counting import is_of_transformers
+from moe_ext._low_rank import joined, layer_sizes, with_dropout
+from moe_ext.checks import (
+    is_whole,
+    require,
+    require_at_least,
+    require_bool,
+    require_dtype,
+    require_sizes,
+)
+from moe_ext.experts import Experts, FeedForwardExperts
+from moe_ext.formats import PackedWeight
+from moe_ext.quantized import QuantizedExperts
+
+__all__ = [
+    "LoRAAdapter",
+    "LoRAExperts",
+    "LoRAReport",
+    "add_lora",
+    "disable_lora",
+    "lora_experts",
+    "lora_state_dict",
+    "merge_lora",
+]
+
+_Base = FeedForwardExperts | QuantizedExperts
+
+
+class _Options(TypedDict, total=False):
+    """The options of an adapter; see `LoRAExperts`."""
+
+    rslora: bool
+    layers: Sequence[int] | None
+    shared_a: bool
+    dropout: float
+    dtype: torch.dtype | None
+
+
+class LoRAAdapter(nn.Module):
+    """Holds the matrices A and B of one adapter of `LoRAExperts`, which makes it.
+
+    A starts with uniform random values of variance 1 / (3 · fan_in) and B with zeros, as in PEFT:
+    a new adapter changes nothing. The seed of each expert is one random number from torch's global
+    CPU generator plus the expert's global index. So ranks with equal RNG state start with the
+    values of a single process.
+
+    Attributes:
+        rank: r.
+        alpha: the numerator of the scale.
+        rslora: whether alpha is divided by sqrt(r) instead of r.
+        layers: the indices of the layers that have matrices.
+        shared_a: whether all experts share A.
+        dropout: the probability with which a number of the input of A is 0 in training; it may
+            change.
+        scale: the factor of x A B; alpha / r, or alpha / sqrt(r) with rslora.
+        a_0: [E, D, r] parameter, A of the first layer; [1, D, r] with shared_a. The next layers
+            have a_1, … [E, fan_in, r].
+        b_0: [E, r, width] parameter, B of the first layer. The next layers have b_1, …
+    """
+
+    def __init__(
+        self,
+        base: FeedForwardExperts | QuantizedExperts,
+        rank: int,
+        alpha: float,
+        *,
+        rslora: bool = False,
+        layers: Sequence[int] | None = None,
+        shared_a: bool = False,
+        dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        name = "LoRAExperts"
+        (self.dropout,) = require_at_least(0, name, dropout=dropout)
+        require(self.dropout < 1, f"{name}: dropout", "be below 1", dropout)
+        (self.rank,) = require_sizes(name, rank=rank)
+        (self.alpha,) = require_at_least(0, name, alpha=alpha)
+        self.rslora, self.shared_a = require_bool(name, rslora=rslora, shared_a=shared_a)
+        chosen = range(base.num_layers) if layers is None else layers
+        rule = f"be different indices below {base.num_layers}, at least one"
+        whole = isinstance(chosen, Sequence) and all(map(is_whole, chosen))
+        valid = whole and {*chosen} <= {*range(base.num_layers)}
+        require(valid and len({*chosen}) == len(chosen) > 0, f"{name}: layers", rule, layers)
+        self.layers: tuple[int, ...] = tuple(sorted(chosen))
+        self.scale: float = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        self.num_experts: int = base.num_experts
+        self.first_expert: int = base.first_expert
+        like = _first_tensor(base)
+        rule = "be plain tensors; add adapters before fully_shard"
+        require(not isinstance(like, DTensor), f"{name}: weights", rule, type(like).__name__)
+        if require_dtype(name, dtype) is None:
+            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        for i in self.layers:
+            fan_in, width = layer_sizes(base.weights)[i]
+            sizes = 1 if self.shared_a else base.num_experts, fan_in, self.rank
+            a = like.new_empty(sizes, dtype=dtype)
+            b = like.new_empty(base.num_experts, self.rank, width, dtype=dtype)
+            self.register_parameter(f"a_{i}", nn.Parameter(a))
+            self.register_parameter(f"b_{i}", nn.Parameter(b))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Reinitializes A and sets B to zero."""
+        first = getattr(self, f"a_{self.layers[0]}")
+        if first.is_meta or is_fake(first):
+            return
+        seed = int(torch.randint(2**31, (), device="cpu"))
+        generator = torch.Generator(first.device)
+        for e in range(1 if self.shared_a else self.num_experts):
+            generator.manual_seed(seed + (0 if self.shared_a else self.first_expert) + e)
+            for i in self.layers:
+                a = getattr(self, f"a_{i}").detach()
+                bound = 1 / math.sqrt(a.shape[1])
+                nn.init.uniform_(a[e], -bound, bound, generator=generator)
+        for i in self.layers:
+            nn.init.zeros_(getattr(self, f"b_{i}"))
+
+    def pair(self, layer: int) -> ops.LoRA | None:
+        """Returns A [E, fan_in, r], B [E, r, width] and the scale of a layer; None if it has none.
+
+        A that the experts share is expanded without a copy.
+        """
+        if layer not in self.layers:
+            return None
+        a, b = getattr(self, f"a_{layer}"), getattr(self, f"b_{layer}")
+        return ops.LoRA(a.expand(len(b), -1, -1) if self.shared_a else a, b, self.scale)
+
+    def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
+        options = "".join(
+            f", {name}=True" for name in ("rslora", "shared_a") if getattr(self, name)
+        )
+        if self.dropout > 0:
+            options += f", dropout={self.dropout:g}"
+        dtype = next(self.parameters()).dtype
+        layers = list(self.layers)
+        return f"rank={self.rank}, alpha={self.alpha:g}{options}, layers={layers}, dtype={dtype}"
+
+
+class LoRAExperts(Experts):
+    """Adds low-rank adapters to feed-forward experts, which are frozen.
+
+    Layer l of each expert computes x W_l + b_l + scale (x A_l) B_l (LoRA, Hu et al. 2021, arXiv
+    2106.09685). The operator never forms W + A B. The base may be packed: then its weights stay in
+    4 or 8 bits, as in QLoRA (arXiv 2305.14314).
+
+    There may be several adapters, by name. Those of `active` are added up. Adapters that are not
+    active are frozen.
+
+    Adapters have the dtype float32 by default, float64 for a base in float64. They are cast to the
+    dtype of the input rows in each call, so that half-precision models train float32 adapters.
+
+    With a process group, each rank has the adapters of its experts. Then shared_a must be False.
+
+    Args:
+        experts: the base. All its parameters are frozen; ``experts.base.requires_grad_()`` trains
+            them again, if they are not packed.
+        rank: r, the rank of A B.
+        alpha: the scale of A B is alpha / r.
+        adapter: the name of the first adapter.
+        rslora: whether the scale is alpha / sqrt(r) (arXiv 2312.03732).
+        layers: the indices of the layers that get A and B; None: all layers.
+        shared_a: whether all experts share A of a layer.
+        dropout: the probability with which a number of the input of A is 0 in training. Adapters
+            that are active together must have the same dropout.
+        dtype: dtype of A and B; None: float32, or float64 for a base in float64.
+
+    Attributes:
+        base: the constructor argument experts.
+        adapters: the `LoRAAdapter` of each name, an ``nn.ModuleDict``.
+        active: the names of the active adapters.
+        merged: whether `merge` has added the active adapters to the weights.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: experts are neither `FeedForwardExperts` nor `QuantizedExperts`.
+
+    Example:
+        >>> base = QuantizedExperts.from_experts(FeedForwardExperts(4, 64, [128]), "mxfp4")
+        >>> layer = MoE(64, num_experts=4, k=2, experts=LoRAExperts(base, rank=8, alpha=16))
+    """
+
+    fused: ClassVar[bool] = True
+    can_split: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        experts: FeedForwardExperts | QuantizedExperts,
+        rank: int,
+        alpha: float,
+        *,
+        adapter: str = "default",
+        **options: Unpack[_Options],
+    ) -> None:
+        if not isinstance(experts, _Base):
+            kind = type(experts).__name__
+            raise TypeError(
+                f"LoRAExperts: experts must be a FeedForwardExperts or QuantizedExperts, got {kind}"
+            )
+        super().__init__(experts.num_experts, experts.d_model, experts.d_output)
+        self.base: FeedForwardExperts | QuantizedExperts = experts.requires_grad_(False)
+        self.adapters: nn.ModuleDict = nn.ModuleDict()
+        self.active: tuple[str, ...] = ()
+        self._disabled = 0
+        self._originals: list[Tensor] | None = None  # the weights without the merged adapters
+        self.add_adapter(adapter, rank, alpha, **options)
+        self.set_adapter(adapter)
+
+    def reset_parameters(self) -> None:
+        """Reinitializes all adapters; the base does not change."""
+        for adapter in self._adapters(self.adapters):
+            adapter.reset_parameters()
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...] | tuple[PackedWeight, ...]:
+        """The weights of the base."""
+        return self.base.weights
+
+    @property
+    def biases(self) -> tuple[nn.Parameter, ...] | None:
+        """The biases of the base."""
+        return self.base.biases
+
+    @property
+    def merged(self) -> bool:
+        """Whether `merge` has added the active adapters to the weights."""
+        return self._originals is not None
+
+    def add_adapter(
+        self,
+        name: str,
+        rank: int,
+        alpha: float,
+        **options: Unpack[_Options],
+    ) -> None:
+        """Adds an adapter that is neither active nor trained; see `set_adapter`.
+
+        Args:
+            name: its name, without dots.
+            rank, alpha: see the class.
+            options: rslora, layers, shared_a, dropout and dtype; see the class.
+
+        Raises:
+            ValueError: there is an adapter of this name, or an argument is out of range.
+        """
+        usable = isinstance(name, str) and name and "." not in name
+        usable = usable and not hasattr(nn.ModuleDict, name) and name != "training"
+        rule = "be a name without dots that is no attribute of nn.ModuleDict"
+        require(bool(usable), "LoRAExperts: adapter", rule, name)
+        require(name not in self.adapters, "LoRAExperts: adapter", "be a new name", name)
+        made = LoRAAdapter(self.base, rank, alpha, **options)
+        self.adapters[name] = made.train(self.training).requires_grad_(False)
+
+    def delete_adapter(self, name: str) -> None:
+        """Deletes an adapter.
+
+        Raises:
+            ValueError: there is no such adapter, or adapters are merged.
+        """
+        self._require_names(name)
+        self._require_unmerged("delete_adapter")
+        self.active = tuple(each for each in self.active if each != name)
+        del self.adapters[name]
+
+    def set_adapter(self, *names: str) -> None:
+        """Makes adapters the active ones and trains them; freezes the other adapters.
+
+        Several active adapters are added up. Without names, the experts are those of the base.
+
+        Raises:
+            ValueError: there is no such adapter, or adapters are merged.
+        """
+        self._require_names(*names)
+        self._require_unmerged("set_adapter")
+        self.active = tuple(dict.fromkeys(names))
+        for name, adapter in self.adapters.items():
+            adapter.requires_grad_(name in self.active)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Computes the base alone within the context, such as a reference model; may be nested.
+
+        Results are bitwise identical to those of the base.
+
+        Raises:
+            ValueError: adapters are merged.
+        """
+        self._require_unmerged("disable_adapter")
+        self._disabled += 1
+        try:
+            yield
+        finally:
+            self._disabled -= 1
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Adds the active adapters to the weights of the base, for inference without extra cost.
+
+        Keeps a copy of the weights for `unmerge`. `merged_experts` keeps none.
+
+        Raises:
+            ValueError: adapters are merged already, or the base is packed.
+        """
+        self._require_unmerged("merge")
+        if not isinstance(self.base, FeedForwardExperts):
+            raise ValueError(
+                "LoRAExperts: merge needs experts in floating point, got packed weights; "
+                "merged_experts() merges into a dequantized copy"
+            )
+        originals = [weight.detach().clone() for weight in self.base.weights]
+        self._add_to(self.base.weights)
+        self._originals = originals
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Restores the weights from before `merge`, bit for bit.
+
+        Raises:
+            ValueError: no adapters are merged.
+        """
+        require(self.merged, "LoRAExperts: unmerge", "follow merge", "adapters that are not merged")
+        assert isinstance(self.base, FeedForwardExperts)
+        for weight, original in zip(self.base.weights, self._originals or (), strict=True):
+            weight.copy_(original)
+        self._originals = None
+
+    @torch.no_grad()
+    def merged_experts(self, dtype: torch.dtype | None = None) -> FeedForwardExperts:
+        """Returns new experts with the weights W + scale A B of the active adapters.
+
+        Args:
+            dtype: of the new experts. None: the dtype of the base, or float32 for a packed base.
+
+        Raises:
+            ValueError: adapters are merged.
+        """
+        self._require_unmerged("merged_experts")
+        require_dtype("LoRAExperts", dtype)
+        base = self.base
+        if isinstance(base, QuantizedExperts):
+            experts = base.dequantize(dtype or torch.float32)
+        else:
+            experts = copy.deepcopy(base).to(dtype or base.weights[0].dtype)
+        self._add_to(experts.weights)
+        return experts.train(self.training).requires_grad_(False)
+
+    def _add_to(self, weights: Sequence[Tensor]) -> None:
+        """Adds the active adapters to weights [E, fan_in, width], one expert at a time."""
+        dtype = ops.accumulation_dtype(weights[0])
+        for weight, pair in zip(weights, self._pairs(dtype) or (), strict=False):
+            for e in range(len(weight) if pair is not None else 0):
+                assert pair is not None
+                delta = pair.scale * (pair.a[e] @ pair.b[e])
+                weight.detach()[e].copy_(weight.detach()[e].to(dtype) + delta)
+
+    def _pairs(
+        self, dtype: torch.dtype, experts: slice = slice(None)
+    ) -> list[ops.LoRA | None] | None:
+        """Returns A and B of each layer for some experts, in a dtype; None if no layer has any."""
+        if self._disabled or self.merged:
+            return None
+        found: list[ops.LoRA | None] = []
+        for i in range(self.base.num_layers):
+            pairs = [adapter.pair(i) for adapter in self._adapters(self.active)]
+            found.append(joined([pair for pair in pairs if pair is not None], dtype, experts))
+        return found if any(found) else None
+
+    def _pairs_for(
+        self, x: Tensor, inverse: Tensor | None = None, experts: slice = slice(None)
+    ) -> list[ops.LoRA | None] | None:
+        """Returns A, B and the dropout masks for the rows of a call; see `_pairs`."""
+        # The base refuses what is not a tensor of numbers.
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return None
+        pairs = self._pairs(x.dtype, experts)
+        if pairs is None or not self.training:
+            return pairs
+        dropout, *others = {adapter.dropout for adapter in self._adapters(self.active)}
+        rule = "be equal for all active adapters"
+        require(not others, "LoRAExperts: dropout", rule, sorted([dropout, *others]))
+        if dropout == 0:
+            return pairs
+        num_rows = x.shape[0] if inverse is None else inverse.numel()
+        return [pair and with_dropout(pair, dropout, num_rows) for pair in pairs]
+
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor | None,
+        *,
+        inverse: Tensor | None = None,
+        gates: Tensor | None = None,
+        token_offsets: Tensor | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Maps rows x [R, D], sorted by expert, to [R, d_output].
+
+        The arguments are those of `FeedForwardExperts.forward`.
+        """
+        return self.base(
+            x,
+            offsets,
+            inverse=inverse,
+            gates=gates,
+            token_offsets=token_offsets,
+            recompute=recompute,
+            lora=self._pairs_for(x, inverse),
+        )
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def split(self, sizes: Sequence[int]) -> list[Callable[..., Tensor]]:
+        """Splits the experts into consecutive blocks without copies; see `Experts.split`."""
+
+        def part(base: Callable[..., Tensor], experts: slice) -> Callable[..., Tensor]:
+            def forward(x: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:
+                lora = self._pairs_for(x, options.get("inverse"), experts)
+                return base(x, offsets, lora=lora, **options)
+
+            return forward
+
+        blocks = pairwise(accumulate(sizes, initial=0))
+        parts = zip(self.base.split(sizes), blocks, strict=True)
+        return [part(base, slice(first, last)) for base, (first, last) in parts]
+
+    def _adapters(self, names: Iterable[str]) -> list[LoRAAdapter]:
+        return [cast(LoRAAdapter, self.adapters[name]) for name in names]
+
+    def _require_names(self, *names: str) -> None:
+        for name in names:
+            rule = f"be one of {', '.join(self.adapters)}"
+            require(name in self.adapters, "LoRAExperts: adapter", rule, name)
+
+    def _require_unmerged(self, method: str) -> None:
+        rule = "be called without merged adapters (call unmerge first)"
+        require(not self.merged, f"LoRAExperts: {method}", rule, f"merged {', '.join(self.active)}")
+
+    def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
+        merged = ", merged=True" if self.merged else ""
+        return f"active={list(self.active)}{merged}"
+
+
+def _first_tensor(base: _Base) -> Tensor:
+    weight = base.weights[0]
+    return weight if isinstance(weight, Tensor) else weight.panels
+
+
+# Models
+
+
+class LoRAReport(NamedTuple):
+    """Says what `add_lora` has done; its text is for a log.
+
+    Attributes:
+        experts: the paths of the modules that have the new adapter.
+        skipped: the reason for each other module with experts, by path.
+        trained: the number of parameters of this rank that require gradients, by path of the
+            module with experts; "" for the other parameters of the model.
+    """
+
+    experts: tuple[str, ...]
+    skipped: dict[str, str]
+    trained: dict[str, int]
+
+    def __str__(self) -> str:
+        total = sum(self.trained.values())
+        lines = [f"LoRA on {len(self.experts)} modules; {total:,} trained parameters on this rank:"]
+        lines += [f"  {path or 'other parameters'}: {n:,}" for path, n in self.trained.items()]
+        lines += [f"skipped {path}: {reason}" for path, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    *,
+    adapter: str = "default",
+    where: Callable[[str], bool] | None = None,
+    train_rest: bool = False,
+    **options: Unpack[_Options],
+) -> LoRAReport:
+    """Replaces the experts in a layer or model by `LoRAExperts`, and freezes all other parameters.
+
+    Every `FeedForwardExperts` and `QuantizedExperts` in the model is replaced, also in shared
+    experts. `LoRAExperts` get another adapter, which becomes the active one. Call the function
+    before ``parallelize``, ``fully_shard`` and ``torch.compile``, and before you make the
+    optimizer.
+
+    Args:
+        model: a `MoE` layer, or a model with such layers. It is changed in place.
+        rank, alpha: see `LoRAExperts`.
+        adapter: the name of the new adapters.
+        where: whether the experts at a path get an adapter; None: all experts do.
+        train_rest: whether parameters outside the experts, such as those of gates, stay as they
+            are. False freezes them, as PEFT does.
+        options: rslora, layers, shared_a, dropout and dtype; see `LoRAExperts`.
+
+    Returns:
+        What is trained and what was skipped; print it.
+
+    Warns:
+        UserWarning: modules with experts were skipped, because they are of another class.
+
+    Raises:
+        ValueError: the model has no experts that can have adapters, or an argument is out of range.
+            The model is not changed.
+
+    Example:
+        >>> layer = MoE(64, num_experts=4, k=2, hidden_sizes=[128])
+        >>> print(add_lora(layer, rank=8, alpha=16))
+        LoRA on 1 modules; 12,288 trained parameters on this rank:
+          experts: 12,288
+    """
+    (train_rest,) = require_bool("add_lora", train_rest=train_rest)
+    found = [each for each in _experts_in(model) if where is None or where(each.path)]
+    skipped = {each.path: each.reason for each in found if each.reason is not None}
+    chosen = [each for each in found if each.reason is None]
+    rule = "contain FeedForwardExperts or QuantizedExperts (for experts alone, use LoRAExperts)"
+    require(bool(chosen), "add_lora: model", rule, skipped or type(model).__name__)
+    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    made: dict[nn.Module, LoRAExperts] = {}
+    try:
+        for each in chosen:
+            if each.module in made:
+                continue
+            if isinstance(each.module, LoRAExperts):
+                each.module.add_adapter(adapter, rank, alpha, **options)
+                made[each.module] = each.module
+            else:
+                assert isinstance(each.module, _Base)
+                args = each.module, rank, alpha
+                made[each.module] = LoRAExperts(*args, adapter=adapter, **options)
+    except Exception:
+        for parameter, trained in frozen:
+            parameter.requires_grad_(trained)
+        for module in made:
+            if isinstance(module, LoRAExperts):
+                module.delete_adapter(adapter)
+        raise
+    if not train_rest:
+        model.requires_grad_(False)
+    for each in chosen:
+        experts = made[each.module]
+        experts.set_adapter(adapter)
+        if experts is not each.module:
+            setattr(each.parent, each.name, experts.train(each.module.training))
+    if skipped:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in skipped.items())
+        warnings.warn(f"add_lora: no adapters in {reasons}", stacklevel=2)
+    return LoRAReport(tuple(each.path for each in chosen), skipped, _trained(model))
+
+
+class _Place(NamedTuple):
+    parent: nn.Module
+    name: str
+    path: str
+    module: nn.Module
+    reason: str | None = None  # why the module can have no adapters
+
+
+def _experts_in(parent: nn.Module, prefix: str = "") -> Iterator[_Place]:
+    """Yields the modules with experts below a module, each place of a shared one."""
+    if isinstance(parent, LoRAExperts):
+        if not prefix:
+            yield _Place(parent, "", "", parent)
+        return
+    for name, child in parent._modules.items():
+        if child is None:
+            continue
+        place = _Place(parent, name, prefix + name, child)
+        if isinstance(child, LoRAExperts):
+            yield place
+        elif isinstance(child, _Base):
+            compiled = uncompiled(parent) is child
+            reason = "it is compiled; call add_lora before torch.compile" if compiled else None
+            yield place._replace(reason=reason)
+        else:
+            inner = list(_experts_in(child, f"{place.path}."))
+            yield from inner
+            if isinstance(child, Experts) and not inner:
+                reason = f"{type(child).__name__} is neither FeedForwardExperts nor "
+                yield place._replace(reason=f"{reason}QuantizedExperts")
+            elif is_of_transformers(child) and not inner:
+                reason = "experts of transformers get adapters from PEFT, see "
+                yield place._replace(reason=f"{reason}moe_ext.integrations.peft")
+
+
+def _trained(model: nn.Module) -> dict[str, int]:
+    """Counts the parameters that require gradients; see `LoRAReport`."""
+    seen: set[Tensor] = set()
+
+    def count(module: nn.Module) -> int:
+        new = {p for p in module.parameters() if p.requires_grad} - seen
+        seen.update(new)
+        return sum(p.numel() for p in new)
+
+    found = {path: count(module) for path, module in lora_experts(model).items()}
+    rest = count(model)
+    return found | ({"": rest} if rest else {})
+
+
+def lora_experts(model: nn.Module) -> dict[str, LoRAExperts]:
+    """Returns the `LoRAExperts` of a model by path, such as to call `set_adapter` of each."""
+    modules = model.named_modules()
+    return {path: module for path, module in modules if isinstance(module, LoRAExperts)}
+
+
+@contextmanager
+def disable_lora(model: nn.Module) -> Iterator[None]:
+    """Computes the model without its adapters within the context, as a reference model for DPO."""
+    with ExitStack() as stack:
+        for experts in lora_experts(model).values():
+            stack.enter_context(experts.disable_adapter())
+        yield
+
+
+def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replaces all `LoRAExperts` in a model by `LoRAExperts.merged_experts`, with their dtype.
+
+    The adapters are then gone, and packed experts are in floating point. The new weights are
+    frozen.
+    """
+    places = [each for each in _experts_in(model) if isinstance(each.module, LoRAExperts)]
+    rule = "contain LoRAExperts, and not be one"
+    require(bool(places) and places[0].path != "", "merge_lora: model", rule, type(model).__name__)
+    made: dict[nn.Module, FeedForwardExperts] = {}
+    for each in places:
+        assert isinstance(each.module, LoRAExperts)
+        if each.module not in made:
+            made[each.module] = each.module.merged_experts(dtype)
+        setattr(each.parent, each.name, made[each.module])
+
+
+def lora_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, Tensor]:
+    """Returns the part of a model's state_dict that belongs to one adapter.
+
+    ``model.load_state_dict(state, strict=False)`` loads it.
+
+    Raises:
+        ValueError: no experts of the model have such an adapter.
+    """
+    experts = lora_experts(model)
+    names = {name for each in experts.values() for name in each.adapters}
+    rule = f"be one of {', '.join(sorted(names)) or 'the adapters of the model, which has none'}"
+    require(adapter in names, "lora_state_dict: adapter", rule, adapter)
+    owned = {
+        p
+        for each in experts.values()
+        if adapter in each.adapters
+        for p in each.adapters[adapter].parameters()
+    }
+    state = model.state_dict(keep_vars=True)
+    return {name: value.detach() for name, value in state.items() if value in owned}

@@ -1,0 +1,33 @@
+"""Checks that ranks agree on options that they must share."""
+
+import re
+from collections.abc import Mapping
+from itertools import chain
+
+from moe_ext.ranks.collectives import Ranks
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object, different on each rank
+
+
+def require_same(owner: str, values: Mapping[str, object], ranks: Ranks) -> None:
+    """Requires on all ranks together that they have the same values; compares their texts.
+
+    Args:
+        owner: the class or function that takes the values.
+        values: the values of this rank, by name.
+        ranks: the ranks; all must call this function together.
+
+    Raises:
+        ValueError: "<owner>: <name> must be equal on all ranks, got …", for the first value that
+            differs; all ranks raise the same error.
+    """
+    own = {name: _ADDRESS.sub("", str(value)) for name, value in values.items()}
+    texts = ranks.gather_objects(own)
+    for name in dict.fromkeys(chain.from_iterable(texts)):
+        first, *others = (of_rank.get(name, "nothing") for of_rank in texts)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise ValueError(
+                    f"{owner}: {name} must be equal on all ranks, "
+                    f"got {first} on rank 0 and {other} on rank {rank}"
+                )

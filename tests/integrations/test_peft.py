@@ -1,0 +1,494 @@
+"""PEFT's LoRA on the experts: computed by the operator, and its files in both directions."""
+
+import copy
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+from assertions import assert_all_same_bits, assert_same_bits
+from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, tokens
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from moe_ext import FeedForwardExperts, QuantizedExperts, add_lora, ops
+from moe_ext.integrations import transformers as integration
+from moe_ext.lora import disable_lora, lora_experts
+
+peft = pytest.importorskip("peft")
+integration_of_peft = pytest.importorskip("moe_ext.integrations.peft")
+load_adapter, save_adapter = integration_of_peft.load_adapter, integration_of_peft.save_adapter
+
+LAYERS = ["gate_up_proj", "down_proj"]
+PREFIX = "base_model.model.model.layers"
+
+
+def config(layers=LAYERS, **options):
+    names = [f"mlp.experts.{layer}" for layer in layers]
+    options = {"r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
+    return peft.LoraConfig(target_modules=[], target_parameters=names, **options)
+
+
+def adapted(model, seed=4, **options):
+    """Adds adapters with random weights to a model."""
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, config(**options))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+@pytest.fixture
+def formed(monkeypatch):
+    """Records the parameters that PEFT parametrizes: those whose W + B A it forms."""
+    found = []
+    register = nn.utils.parametrize.register_parametrization
+
+    def record(module, name, *arguments, **options):
+        found.append(name)
+        return register(module, name, *arguments, **options)
+
+    monkeypatch.setattr(nn.utils.parametrize, "register_parametrization", record)
+    return found
+
+
+def compare(make, formed, tolerance=1e-5):
+    """Compares logits and gradients with those of PEFT's own path, which alone forms W + B A."""
+    results = []
+    for implementation in ("moe_ext", "grouped_mm"):
+        formed.clear()
+        results.append(losses_of(make(implementation)))
+        assert bool(formed) == (implementation == "grouped_mm")
+    assert_close(*results, tolerance)
+    assert sum(each is not None for each in results[0].values()) > 1
+    return results[0]
+
+
+# Values
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_equals_peft(model_type, formed):
+    found = compare(lambda name: adapted(tiny(model_type, name)), formed)
+    assert error(found["logits"], losses_of(tiny(model_type))["logits"]) > 1e-3  # they are in use
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"layers": LAYERS[:1]}, {"layers": LAYERS[1:]}, {"use_rslora": True, "lora_alpha": 3}],
+    ids=["gate_up_proj", "down_proj", "rslora"],
+)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_options(model_type, options, formed):
+    compare(lambda name: adapted(tiny(model_type, name), **options), formed)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_several_adapters(model_type, formed):
+    def make(name):
+        model = adapted(tiny(model_type, name))
+        model.add_adapter("second", config(r=3, lora_alpha=5))
+        model.base_model.set_adapter(["default", "second"])
+        return model
+
+    compare(make, formed)
+
+
+def test_trained_weights(formed):
+    """The weights of the base get gradients too."""
+
+    def make(name):
+        model = adapted(tiny("qwen3_moe", name))
+        for each in model.parameters():
+            each.requires_grad_()
+        return model
+
+    found = compare(make, formed)
+    assert any(name.endswith("gate_up_proj") and each is not None for name, each in found.items())
+
+
+def test_half_precision(formed):
+    """PEFT keeps the adapters of a model in bfloat16 in float32, and computes in bfloat16."""
+    models = [adapted(tiny("qwen3_moe", name).bfloat16()) for name in ("moe_ext", "grouped_mm")]
+    assert {p.dtype for n, p in models[0].named_parameters() if "lora" in n} == {torch.float32}
+    found, expected = map(losses_of, models)
+    exact = losses_of(adapted(tiny("qwen3_moe", "eager")).double())
+    assert found.keys() == expected.keys()
+    for name, each in found.items():
+        if each is not None and each.numel():
+            wanted = exact[name]
+            assert error(each, wanted) < max(2 * error(expected[name], wanted), 0.02), name
+
+
+def test_autocast(formed):
+    found = []
+    for name in ("moe_ext", "grouped_mm"):
+        model = adapted(tiny("qwen3_moe", name))
+        exact = logits(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(error(logits(model), exact))
+    assert 0 < found[0] < 2 * found[1]
+
+
+def test_disabled_and_merged_adapters(formed):
+    model = adapted(tiny("gpt_oss")).eval()
+    expected, plain = logits(model), logits(tiny("gpt_oss").eval())
+    with model.disable_adapter():
+        assert_same_bits(logits(model), plain)
+    model.merge_adapter()
+    assert error(logits(model), expected) < 1e-5
+    model.unmerge_adapter()
+    assert error(logits(model), expected) < 1e-5
+    assert not formed
+
+
+def test_activation_checkpointing(formed):
+    def make(name):
+        model = adapted(tiny("qwen3_moe", name)).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        return model
+
+    compare(make, formed)
+
+
+def test_compile(formed):
+    model = adapted(tiny("qwen3_moe")).eval()
+    expected = logits(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert error(logits(compiled), expected) < 1e-5
+
+
+def losses_of_rank(group, rank):
+    """Runs a step under FSDP2 on this rank's row of tokens; returns the gradients."""
+    model = adapted(tiny("qwen3_moe"))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ids = tokens()[rank : rank + 1]
+    model(input_ids=ids, labels=ids).loss.backward()
+    named = model.named_parameters()
+    return {name: p.grad.full_tensor() for name, p in named if p.grad is not None}
+
+
+def test_fsdp2(workers):
+    expected = losses_of(adapted(tiny("qwen3_moe", "grouped_mm")))
+    for found in workers.run(2, losses_of_rank):
+        assert len(found) == 8
+        assert_close(found, {name: expected[name] for name in found})
+
+
+# Training
+
+
+def train(model, steps=50):
+    """Returns the losses of a run."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    torch.manual_seed(7)
+    data = torch.randint(1, 48, (5, 2, 9))
+    losses = []
+    for step in range(steps):
+        ids = data[step % len(data)]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_training_equals_peft(model_type, tmp_path, formed):
+    """50 steps have the same losses, and the adapters of one load in the other."""
+    models = {
+        name: adapted(tiny(model_type, name), init_lora_weights=True, r=4)
+        for name in ("moe_ext", "grouped_mm")
+    }
+    losses = {name: train(model) for name, model in models.items()}
+    assert losses["moe_ext"] == pytest.approx(losses["grouped_mm"], rel=1e-5)
+    assert losses["moe_ext"][-1] < 0.95 * losses["moe_ext"][0]
+    for name, model in models.items():
+        model.eval().save_pretrained(tmp_path / name)
+        expected = logits(model)
+        for other in models:
+            base = tiny(model_type, other).eval()
+            loaded = peft.PeftModel.from_pretrained(base, tmp_path / name)
+            assert error(logits(loaded), expected) < 1e-5
+        assert error(expected, logits(tiny(model_type).eval())) > 1e-2
+
+
+# What is left to PEFT
+
+
+@pytest.fixture
+def fresh_warnings(monkeypatch):
+    monkeypatch.setattr(integration, "_warnings", set())
+
+
+def test_adapters_of_a_bias(fresh_warnings, formed):
+    names = ["gate_up_proj", "gate_up_proj_bias"]
+
+    def make(name):
+        return adapted(tiny("gpt_oss", name), layers=names)
+
+    message = "PEFT forms W . B A of gate_up_proj_bias in GptOssExperts: the operator has adapters"
+    with pytest.warns(UserWarning, match=message):
+        found = losses_of(make("moe_ext"))
+    assert {*formed} == {"gate_up_proj_bias"}
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error", UserWarning)
+        logits(make("moe_ext"))
+    assert_close(found, losses_of(make("grouped_mm")))
+
+
+@pytest.mark.parametrize("reason", ["variant", "dropout"])
+def test_options_that_the_operator_lacks(reason, fresh_warnings, formed):
+    """PEFT refuses them today; a later version may not."""
+    model = adapted(tiny("qwen3_moe")).eval()
+    expected = logits(model)
+    assert not formed
+    for module in model.modules():
+        if isinstance(module, integration_of_peft.ParamWrapper):
+            if reason == "variant":
+                module.lora_variant["default"] = object()
+            else:
+                module.lora_dropout["default"] = nn.Dropout(0.1).eval()
+    with pytest.warns(UserWarning, match=f"the adapter default has .*{reason}"):
+        assert error(logits(model), expected) < 1e-5
+    assert {*formed} == {*LAYERS}
+
+
+def test_a_weight_with_another_parametrization(fresh_warnings, formed):
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    models = []
+    for name in ("moe_ext", "grouped_mm"):
+        model = adapted(tiny("qwen3_moe", name)).eval()
+        for module in model.modules():
+            if module.__class__.__name__ == "Qwen3MoeExperts":
+                nn.utils.parametrize.register_parametrization(module, "down_proj", Double())
+        models.append(model)
+    formed.clear()
+    with pytest.warns(UserWarning, match="of down_proj in .*Qwen3MoeExperts: it has another"):
+        found = logits(models[0])
+    assert {*formed} == {"down_proj"}
+    assert error(found, logits(models[1])) < 1e-5
+
+
+class Sine(nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
+def test_an_experts_module_that_the_operator_cannot_compute(fresh_warnings, formed):
+    """It falls back to grouped_mm, which reads W + B A."""
+    models = [adapted(tiny("qwen3_moe", name)).eval() for name in ("moe_ext", "grouped_mm")]
+    for model in models:
+        for module in model.modules():
+            if module.__class__.__name__ == "Qwen3MoeExperts":
+                module.act_fn = Sine()
+    with pytest.warns(UserWarning, match="uses 'grouped_mm': its activation is none of"):
+        found = logits(models[0])
+    assert {*formed} == {*LAYERS}
+    assert_same_bits(found, logits(models[1]))
+
+
+def test_without_the_import(fresh_warnings, formed, monkeypatch):
+    """PEFT forms the weights in each call, which a warning says."""
+    model = adapted(tiny("qwen3_moe")).eval()
+    expected = logits(model)
+    wrapper, form = integration_of_peft.ParamWrapper, integration_of_peft._form
+    monkeypatch.setattr(wrapper, "_activate_lora", form)
+    monkeypatch.delitem(sys.modules, "moe_ext.integrations.peft")
+    with pytest.warns(UserWarning, match=r"in each call: import moe_ext\.integrations\.peft"):
+        assert error(logits(model), expected) < 1e-5
+    assert {*formed} == {*LAYERS}
+
+
+def test_other_models_are_not_changed(formed):
+    model = nn.Sequential()
+    model.experts = nn.Module()
+    model.experts.weight = nn.Parameter(torch.randn(3, 4, 5))
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=[], target_parameters=["experts.weight"])
+    )
+    with wrapped.base_model.model.experts._activate_lora(["default"]):
+        assert formed == ["weight"]
+
+
+# Files
+
+
+class Bridge(nn.Module):
+    """The experts of transformers as those of moe_ext, with the signature of the former."""
+
+    _apply_gate = None
+
+    def __init__(self, module, packed):
+        super().__init__()
+        self.num_experts, self.config = module.num_experts, module.config
+        gated = "interleaved_clamped_swiglu" if module.has_bias else "swiglu"
+        weights = [getattr(module, name).detach() for name in LAYERS]
+        weights = [w if module.is_transposed else w.mT for w in weights]
+        num_experts, d_model, width = weights[0].shape
+        experts = FeedForwardExperts(
+            num_experts,
+            d_model,
+            [width // 2],
+            activation=gated,
+            activation_args=(7, 1.702, 1) if module.has_bias else None,
+            bias=module.has_bias,
+        )
+        values = [*weights, *(getattr(module, f"{n}_bias") for n in LAYERS if module.has_bias)]
+        with torch.no_grad():
+            for own, value in zip(experts.parameters(), values, strict=True):
+                own.copy_(value)
+        self.packed = QuantizedExperts.from_experts(experts, "int8") if packed else experts
+
+    def forward(self, x, index, gates):
+        plan = ops.dispatch_plan(index, self.num_experts)
+        return self.packed(x, plan.offsets, inverse=plan.inverse, gates=gates)
+
+
+def bridged(model_type, packed=False):
+    """Returns a model with the experts of moe_ext, and one of transformers with their values."""
+    model, twin = (tiny(model_type).eval().requires_grad_(False) for _ in range(2))
+    for layer, other in zip(model.model.layers, twin.model.layers, strict=True):
+        if not hasattr(layer.mlp, "experts"):  # a dense layer
+            continue
+        module, last = layer.mlp.experts, other.mlp.experts
+        layer.mlp.experts = Bridge(module, packed)
+        if packed:
+            dequantized = layer.mlp.experts.packed.dequantize()
+            with torch.no_grad():
+                for name, weight in zip(LAYERS, dequantized.weights, strict=True):
+                    getattr(last, name).copy_(weight if module.is_transposed else weight.mT)
+    return model, twin
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"layers": LAYERS[1:], "use_rslora": True}])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_files_of_peft(model_type, options, packed, tmp_path):
+    model, twin = bridged(model_type, packed)
+    assert error(logits(model), logits(twin)) < 1e-5
+    saved = adapted(twin, **options)
+    saved.save_pretrained(tmp_path)
+    report = load_adapter(model, tmp_path, "theirs")
+    assert report.experts == tuple(lora_experts(model)) and not report.skipped
+    assert error(logits(model), logits(saved)) < 1e-5
+    with disable_lora(model), saved.disable_adapter():
+        assert error(logits(model), logits(saved)) < 1e-5
+    assert error(logits(saved), logits(bridged(model_type, packed)[1])) > 1e-3
+    # The file that we write has the same tensors.
+    save_adapter(model, tmp_path / "ours", "theirs", task_type="CAUSAL_LM")
+    theirs, ours = (peft.utils.load_peft_weights(str(f)) for f in (tmp_path, tmp_path / "ours"))
+    assert theirs.keys() == ours.keys()
+    assert_all_same_bits([ours[name] for name in theirs], theirs.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": [0]}, {"rslora": True, "shared_a": True}])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_our_files_in_peft(model_type, options, tmp_path):
+    model, twin = bridged(model_type)
+    add_lora(model, 3, 6, **options)
+    for name, param in model.named_parameters():
+        if ".adapters." in name:
+            nn.init.normal_(param, std=0.3)
+    save_adapter(model, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(twin, tmp_path)
+    assert error(logits(loaded), logits(model)) < 1e-5
+    assert error(logits(loaded), logits(bridged(model_type)[1])) > 1e-3
+    again = bridged(model_type)[0]
+    load_adapter(again, tmp_path)
+    assert_same_bits(logits(again), logits(model))
+
+
+def test_names_of_other_models(tmp_path):
+    """A custom model has its experts in other places."""
+    saved = adapted(tiny("qwen3_moe"))
+    saved.save_pretrained(tmp_path)
+    experts = nn.ModuleList([FeedForwardExperts(6, 32, [16], activation="swiglu") for _ in "ab"])
+    places = {str(i): f"model.layers.{i}.mlp.experts" for i in range(2)}
+    with pytest.raises(ValueError, match="^load_adapter: folder must have tensors of the experts"):
+        load_adapter(experts, tmp_path, names={"0": places["0"]}.get)
+    report = load_adapter(experts, tmp_path, names=places.get)
+    assert report.experts == ("0", "1")
+    wrapper = saved.base_model.model.model.layers[1].mlp.experts
+    pair = experts[1].adapters["default"].pair(1)
+    lhs, rhs, scaling = wrapper.get_delta_factors("default")
+    assert scaling == pair.scale
+    torch.testing.assert_close(pair.a @ pair.b, (lhs @ rhs).mT)
+
+
+def write(tmp_path, change):
+    adapted(tiny("qwen3_moe")).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | change))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"use_dora": True}, "use_dora of adapter_config.json must be False, got True"),
+        ({"rank_pattern": {"a": 3}}, "rank_pattern of adapter_config.json must be {}, got"),
+        ({"r": 4}, r"model.layers.0.mlp.experts must have A and B of shape \(24, 32\) and "),
+        ({"target_parameters": None}, "adapter_config.json must have target_parameters"),
+        ({"target_parameters": ["experts.bias"]}, "target_parameters must name gate_up_proj, "),
+        ({"target_parameters": ["experts.down_proj"]}, "folder must have 1 adapted parameters"),
+    ],
+)
+def test_files_that_do_not_fit(change, message, tmp_path):
+    write(tmp_path, change)
+    with pytest.raises(ValueError, match=f"^load_adapter: {message}"):
+        load_adapter(bridged("qwen3_moe")[0], tmp_path)
+
+
+def test_a_file_of_more_experts(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODEL_TYPES, "olmoe", {"num_experts": 8})
+    adapted(tiny("olmoe")).save_pretrained(tmp_path)
+    model = bridged("qwen3_moe")[0]
+    before = list(model.state_dict())
+    with pytest.raises(ValueError, match=r"A and B of shape \(12, 32\).* got '\(16, 32\)"):
+        load_adapter(model, tmp_path)
+    assert list(model.state_dict()) == before
+
+
+def test_tensors_without_a_place(tmp_path):
+    """None is left out silently."""
+    model = tiny("qwen3_moe")
+    names = [f"mlp.experts.{layer}" for layer in LAYERS]
+    options = peft.LoraConfig(target_modules=["q_proj"], target_parameters=names)
+    peft.get_peft_model(model, options).save_pretrained(tmp_path)
+    rule = "must have tensors of the experts at model.layers.0.mlp.experts, "
+    with pytest.raises(ValueError, match=rf"^load_adapter: folder {rule}.*self_attn.q_proj"):
+        load_adapter(bridged("qwen3_moe")[0], tmp_path)
+
+
+def test_adapters_that_peft_cannot_have(tmp_path):
+    model, _ = bridged("qwen3_moe")
+    with pytest.raises(ValueError, match="adapter must be one of the adapters of the model, which"):
+        save_adapter(model, tmp_path)
+    add_lora(model, 2, 2)
+    first = next(iter(lora_experts(model).values()))
+    first.add_adapter("other", 2, 2)
+    with pytest.raises(ValueError, match="adapter must be one of default, other, got 'third'"):
+        save_adapter(model, tmp_path, "third")
+    first.delete_adapter("default")
+    first.add_adapter("default", 3, 2)
+    with pytest.raises(ValueError, match="must have one rank, alpha and rslora in all layers"):
+        save_adapter(model, tmp_path)
+    with pytest.raises(ValueError, match=r"names must return a path for .*packed, got None"):
+        save_adapter(model, tmp_path, "default", names={}.get)
+    one = nn.ModuleList([FeedForwardExperts(2, 4)])
+    add_lora(one, 1, 1)
+    with pytest.raises(ValueError, match="experts must have two layers"):
+        save_adapter(one, tmp_path)
+    assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
