@@ -14,7 +14,7 @@ import pytest
 import torch
 from assertions import MIB, peak_mib
 
-from moe_ext import QuantizedExperts, count_parameters
+from moe_ext import QuantizedExperts, add_lora, count_parameters
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -286,6 +286,30 @@ def test_gradients_reach_the_dense_weights(fp8):
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert error(parameter.grad, expected.get_parameter(name).grad) < 1e-4, name
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_adapters(name, tmp_path):
+    """Gradients are those of adapters of the dequantized experts; saving leaves the bytes."""
+    model_type, kind, sizes = CHECKPOINTS[name]
+    write(tmp_path / "model", model_type, kind, **sizes)
+    model, dequantized = load(tmp_path / "model"), load(tmp_path / "model")
+    for module in plug.experts_modules(dequantized).values():
+        module.packed = module.packed.dequantize()
+    for each in (model, dequantized):
+        torch.manual_seed(0)
+        report = add_lora(each, rank=4, alpha=8)
+        for name, parameter in each.named_parameters():
+            if ".b_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        each(tokens(), labels=tokens()).loss.backward()
+    assert len(report.experts) == len(plug.experts_modules(model)) and not report.skipped
+    own = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+    assert f"trained: {sum(map(torch.numel, own.values())):,} parameters" in plug.describe(model)
+    for name, gradient in own.items():
+        assert error(gradient, dequantized.get_parameter(name).grad) < 1e-4, name
+    plug.save(model, tmp_path / "saved")
+    assert same_files(tmp_path / "model", tmp_path / "saved") == []
 
 
 def test_generated_tokens(fp8):
