@@ -67,6 +67,7 @@ __all__ = [
     "Placement",
     "Ranks",
     "Received",
+    "block",
     "blocks",
     "clip_grad_norm_",
     "expert_parameters",

@@ -10,7 +10,7 @@ Contents::
 `moe_ext.distributed` exports these names too.
 """
 
-from moe_ext.ranks.collectives import AllToAll, Ranks, blocks
+from moe_ext.ranks.collectives import AllToAll, Ranks, block, blocks
 from moe_ext.ranks.exchange import ChunksOf, Exchange, ExchangeUnit, Received
 from moe_ext.ranks.layout import Layout
 from moe_ext.ranks.placement import ExpertPlacement
@@ -24,5 +24,6 @@ __all__ = [
     "Layout",
     "Ranks",
     "Received",
+    "block",
     "blocks",
 ]

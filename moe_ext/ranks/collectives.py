@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.ranks._membership import require_group
 
-__all__ = ["AllToAll", "Ranks", "blocks"]
+__all__ = ["AllToAll", "Ranks", "block", "blocks"]
 
 
 class Ranks:
