@@ -353,6 +353,7 @@ def resident_bytes(name):
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory from /proc")
 @pytest.mark.parametrize("kind", ["fp8", "gguf"])
 def test_peak_of_memory_while_loading(kind, tmp_path):
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 24}
