@@ -112,8 +112,9 @@ struct PackedLayout {
 
   constexpr bool has_minima() const { return format->scales == Scales::kUint8AndMinOfBlocks; }
   // The number of groups in a block, or 0.
-  constexpr int64_t groups_of_block() const {
-    return has_minima() ? 8 : format->scales == Scales::kInt8OfBlocks ? 16 : 0;
+  constexpr int64_t groups_of_block() const { return groups_of_block(format->scales); }
+  static constexpr int64_t groups_of_block(Scales scales) {
+    return scales == Scales::kUint8AndMinOfBlocks ? 8 : scales == Scales::kInt8OfBlocks ? 16 : 0;
   }
   // The bytes of the codes of 8 inputs, without the high bits.
   constexpr int64_t bytes_of_unit() const {

@@ -14,8 +14,11 @@ import torch
 import transformers
 
 from moe_ext.integrations.transformers import load
+from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["main"]
+
+_NO_INTEGERS = ("fp8", "nf4")  # formats whose values are not integers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,17 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--arithmetic",
         choices=["exact", "integer"],
-        default="integer",
-        help="of the experts; integer is faster and rounds their inputs to 8 bits",
+        help="of the experts; integer is faster and rounds their inputs to 8 bits "
+        "(default: integer for the formats that have it)",
     )
     parser.add_argument("--threads", type=int, help="number of threads of torch")
     options = parser.parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        model = load(options.model, config=options.config, arithmetic=options.arithmetic)
+        arithmetic = options.arithmetic or "exact"
+        model = load(options.model, config=options.config, arithmetic=arithmetic)
+        if options.arithmetic is None:
+            _use_integers(model)
         tokenizer = _tokenizer(model.name_or_path)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"moe-ext chat: {error}", file=sys.stderr)
         return 2
     messages: list[dict[str, str]] = []
@@ -51,6 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answer = _answer(model, tokenizer, messages, options.tokens, options.temperature)
         messages.append({"role": "assistant", "content": answer})
     return 0
+
+
+def _use_integers(model: Any) -> None:
+    """Chooses integer arithmetic for the packed experts whose formats have it."""
+    modules = [each for each in model.modules() if isinstance(each, QuantizedExperts)]
+    chosen = [each for each in modules if all(w.format not in _NO_INTEGERS for w in each.weights)]
+    for each in chosen:
+        each.arithmetic = "integer"
+    print(f"integer arithmetic: {len(chosen)} of {len(modules)} packed layers", file=sys.stderr)
 
 
 def _read() -> str | None:

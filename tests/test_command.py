@@ -47,6 +47,21 @@ def test_info(monkeypatch, capsys):
     assert str(ROOT / "moe_ext") in capsys.readouterr().out
 
 
+def test_chat(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "chat", "--help")
+    assert capsys.readouterr().out.startswith("usage: moe-ext chat [-h]")
+    assert run(monkeypatch, "chat", "nowhere") == 2
+    assert "moe-ext chat: load: name_or_folder must be" in capsys.readouterr().err
+
+
+def test_chat_needs_transformers(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "moe_ext.chat", None)
+    assert run(monkeypatch, "chat", "nowhere") == 2
+    assert capsys.readouterr().err.startswith("moe-ext chat: import of moe_ext.chat halted")
+
+
 @pytest.mark.parametrize("command", ["moe_ext_command", "moe_ext.info"])
 @pytest.mark.parametrize(
     ("redirection", "status", "message"),

@@ -108,7 +108,7 @@ class CheckpointFolder:
         """Raises ValueError unless this rank sees the hidden folder that `begin` has made."""
         sums = self.temporary(step) / SUMS
         rule = f"{self.path} must be a folder that all ranks share"
-        if not _in_time(lambda: _reads(sums, token)):
+        if not _in_time(lambda: self._shows(sums, token)):
             raise ValueError(f"{rule}; this rank does not see the files of rank 0 there")
 
     def publish(self, step: int, sums: Mapping[str, str]) -> None:
@@ -147,12 +147,18 @@ class CheckpointFolder:
     def require_published(self, step: int) -> None:
         """Raises ValueError unless this rank sees that a checkpoint is the newest one."""
         latest, name = self.path / "latest", self.temporary(step).name[1:]
-        if not _in_time(lambda: _reads(latest, _latest(name))):
+        if not _in_time(lambda: self._shows(latest, _latest(name))):
             raise ValueError(f"{latest} must name {name}; this rank does not see the change")
 
     def abandon(self, step: int) -> None:
         """Deletes the hidden folder of a step whose save failed."""
         shutil.rmtree(self.temporary(step), ignore_errors=True)
+
+    def _shows(self, path: Path, text: str) -> bool:
+        """Returns whether a file in the folder has a text."""
+        if self.path.is_dir():
+            os.listdir(self.path)  # a network file system then asks its server for new names
+        return _reads(path, text)
 
     def _lock(self) -> None:
         """Locks the folder until this object is deleted; a new run may have to wait for an old one.
@@ -268,9 +274,6 @@ def _in_time(holds: Callable[[], bool]) -> bool:
 
 def _reads(path: Path, text: str) -> bool:
     """Returns whether a file has a text."""
-    for folder in (path.parent.parent, path.parent):
-        if folder.is_dir():
-            os.listdir(folder)  # a network file system then asks its server for new names
     try:
         return path.read_text() == text
     except FileNotFoundError:

@@ -331,9 +331,9 @@ class Checkpoints:
                 self._require_group()
 
         together(self._require_group)
+        token = ranks.gather_objects(uuid4().hex)[0]
+        together(lambda: folder.begin(step, token) if first else None)
         try:
-            token = ranks.gather_objects(uuid4().hex)[0]
-            together(lambda: folder.begin(step, token) if first else None)
             together(lambda: folder.require_shared(step, token))
             together(write_tensors)
             sums = together(lambda: _write_files(ranks.rank, folder.temporary(step), files))

@@ -87,7 +87,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
         ValueError: there are several ranks, but a variable is missing.
     """
     for launcher, names in _LAUNCHERS.items():
-        if int(environ.get(names.world_size, 1)) > 1:
+        if int(environ.get(names.world_size) or 1) > 1:
             needed = {"MASTER_ADDR", "MASTER_PORT", names.rank}
             missing = ", ".join(sorted(needed - environ.keys()))
             rule = f"be set for the {environ[names.world_size]} ranks of {launcher}"

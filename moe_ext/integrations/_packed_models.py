@@ -56,7 +56,7 @@ def load(
         dtype: the dtype of the other weights and of the biases of experts.
         config: the configuration of transformers, or a folder with config.json. None: the
             config.json of the checkpoint, or else the fields of the GGUF file.
-        arithmetic: see `moe_ext.QuantizedExperts`.
+        arithmetic: see `moe_ext.QuantizedExperts`. Experts in FP8 have no integer arithmetic.
         quiet: print nothing.
         options: arguments of transformers' ``from_pretrained``, such as ``attn_implementation``.
 
@@ -68,6 +68,9 @@ def load(
             quantization is unknown.
     """
     checkpoint = open_checkpoint(name_or_folder, config)
+    formats = {each.format for own in checkpoint.experts.values() for each in own.weights}
+    possible = arithmetic == "exact" or "fp8" not in formats
+    require(possible, "load: arithmetic", "be exact for experts in fp8", arithmetic)
     model, info = type(checkpoint.skeleton).from_pretrained(
         None,
         config=checkpoint.config,

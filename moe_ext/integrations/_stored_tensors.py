@@ -274,9 +274,12 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
 
     Raises:
         ValueError: a file is incomplete.
+        ImportError: the package gguf is not installed.
     """
-    import gguf
-
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError(f"load: GGUF files need gguf (pip install gguf), got: {error}") from error
     found = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
     parts = [path]
     if found:

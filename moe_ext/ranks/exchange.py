@@ -429,16 +429,15 @@ class Exchange:
         num_tokens = len(number) if token_offsets is None else len(token_offsets) - 1
         token = ops.token_index(number, token_offsets)
         destination = order.destination_of(number)
-        needed = torch.zeros(num_tokens, num_destinations, dtype=torch.bool, device=number.device)
-        needed[token, destination] = True
-        # Copies are numbered by token, then destination, and sent sorted by destination.
-        copy = needed.flatten().cumsum(0).view_as(needed)[token, destination] - 1
-        # nonzero synchronizes: the host needs the number of copies.
-        by_destination = ops.dispatch_plan(needed.nonzero()[:, 1].contiguous(), num_destinations)
+        # Copies are numbered by token, then destination, and sent sorted by destination. The host
+        # synchronizes with the device, because it needs the number of copies.
+        pairs, copy = (token * num_destinations + destination).unique(return_inverse=True)
+        first_pairs = torch.arange(num_tokens + 1, device=pairs.device) * num_destinations
+        by_destination = ops.dispatch_plan(pairs % num_destinations, num_destinations)
         place = by_destination.inverse[copy] - by_destination.offsets[destination]
         return _Copies(
             by_destination.inverse,
-            offsets_of(needed.sum(1)),
+            torch.searchsorted(pairs, first_pairs),
             by_destination.tokens_per_expert,
             place[plan.permutation],
         )

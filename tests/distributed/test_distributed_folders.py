@@ -189,12 +189,14 @@ def test_two_runs_in_one_folder(tmp_path, monkeypatch):
     command = [sys.executable, "-c", HOLDS_THE_LOCK, tmp_path / ".lock"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
+        checkpoints._folder.temporary(1).mkdir()  # the other run saves the same step
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint_folder, "PATIENCE", NEVER)
             with pytest.raises(
                 CheckpointError, match=r"another run saves in .*: process 7 on host0"
             ):
                 checkpoints.save(1, model)
+        assert checkpoints._folder.temporary(1).exists()
         threading.Timer(0.2, other.stdin.close).start()  # as a run that is about to end
         checkpoints.save(1, model)
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")

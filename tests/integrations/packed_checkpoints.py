@@ -117,14 +117,17 @@ ARCHITECTURES = {
 }
 
 
-def write_gguf(path, model_type, kind, down=None, split_kv=False, **sizes):
-    """Writes a GGUF file with gguf; returns the model with the dequantized weights in float32."""
+def write_gguf(path, model_type, kind, down=None, split_kv=False, num_tensors=0, **sizes):
+    """Writes a GGUF file with gguf; returns the model with the dequantized weights in float32.
+
+    With num_tensors, there are several files of at most num_tensors tensors.
+    """
     if model_type == "qwen3_moe":
         sizes["norm_topk_prob"] = True  # as llama.cpp computes each of them
     model = tiny(model_type, "eager", **{**WIDE, **sizes}).eval()
     config = model.config
     architecture = ARCHITECTURES[model_type]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=num_tensors)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

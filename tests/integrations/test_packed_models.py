@@ -8,12 +8,13 @@ import json
 import pickle
 import re
 import shutil
+import sys
 
 import pytest
 import torch
 from assertions import MIB, peak_mib
 
-from moe_ext import QuantizedExperts, count_parameters
+from moe_ext import QuantizedExperts, add_lora, count_parameters
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -287,6 +288,30 @@ def test_gradients_reach_the_dense_weights(fp8):
             assert error(parameter.grad, expected.get_parameter(name).grad) < 1e-4, name
 
 
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_adapters(name, tmp_path):
+    """Gradients are those of adapters of the dequantized experts; saving leaves the bytes."""
+    model_type, kind, sizes = CHECKPOINTS[name]
+    write(tmp_path / "model", model_type, kind, **sizes)
+    model, dequantized = load(tmp_path / "model"), load(tmp_path / "model")
+    for module in plug.experts_modules(dequantized).values():
+        module.packed = module.packed.dequantize()
+    for each in (model, dequantized):
+        torch.manual_seed(0)
+        report = add_lora(each, rank=4, alpha=8)
+        for name, parameter in each.named_parameters():
+            if ".b_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        each(tokens(), labels=tokens()).loss.backward()
+    assert len(report.experts) == len(plug.experts_modules(model)) and not report.skipped
+    own = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+    assert f"trained: {sum(map(torch.numel, own.values())):,} parameters" in plug.describe(model)
+    for name, gradient in own.items():
+        assert error(gradient, dequantized.get_parameter(name).grad) < 1e-4, name
+    plug.save(model, tmp_path / "saved")
+    assert same_files(tmp_path / "model", tmp_path / "saved") == []
+
+
 def test_generated_tokens(fp8):
     folder, expected = fp8
     options = {"max_new_tokens": 8, "do_sample": False}
@@ -328,6 +353,7 @@ def resident_bytes(name):
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory from /proc")
 @pytest.mark.parametrize("kind", ["fp8", "gguf"])
 def test_peak_of_memory_while_loading(kind, tmp_path):
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 24}
@@ -544,6 +570,24 @@ def test_incomplete_gguf_files(tmp_path):
         load(path)
 
 
+def test_gguf_in_several_files(tmp_path):
+    expected = write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0, num_tensors=10)
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files][:2] == [f"model-0000{i}-of-00003.gguf" for i in (1, 2)]
+    for path in (tmp_path, files[0]):
+        assert error(logits_of(load(path)), logits_of(expected)) < 1e-5
+    files[2].unlink()
+    with pytest.raises(FileNotFoundError, match="model-00003-of-00003.gguf"):
+        load(tmp_path)
+
+
+def test_gguf_needs_the_package(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match="load: GGUF files need gguf .pip install gguf"):
+        load(tmp_path)
+
+
 def test_gguf_of_an_unknown_architecture(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, "qwen3_moe", TYPES.Q8_0)
@@ -571,9 +615,9 @@ def with_tokenizer(fp8, tmp_path):
 def test_chat(with_tokenizer, monkeypatch, capsys):
     chat = importlib.import_module("moe_ext.chat")
     monkeypatch.setattr("sys.stdin", io.StringIO("\nBCD\nEF\n"))
-    options = ["--tokens", "5", "--arithmetic", "exact"]
-    assert chat.main([str(with_tokenizer), *options]) == 0
+    assert chat.main([str(with_tokenizer), "--tokens", "5"]) == 0
     output = capsys.readouterr()
+    assert "integer arithmetic: 0 of 2 packed layers" in output.err  # FP8 has none
     model = load(with_tokenizer, dtype=torch.bfloat16)
     for prompt, line in zip(["BCD", "EF"], output.out.splitlines(), strict=True):
         ids = torch.tensor([[ord(letter) - ord("A") for letter in prompt]])
@@ -591,13 +635,28 @@ def test_chat_uses_the_template(with_tokenizer, monkeypatch, capsys):
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     (with_tokenizer / "chat_template.jinja").write_text(template)
     monkeypatch.setattr("sys.stdin", io.StringIO("BCD\nEF\n"))
-    assert chat.main([str(with_tokenizer), "--tokens", "5", "--arithmetic", "exact"]) == 0
+    assert chat.main([str(with_tokenizer), "--tokens", "5"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     model = load(with_tokenizer, dtype=torch.bfloat16)
     prompt = f"BCD{first}EF"
     ids = torch.tensor([[ord(letter) - ord("A") for letter in prompt]])
     answer = model.generate(ids, max_new_tokens=5, do_sample=False)[0, len(prompt) :]
     assert second == "".join(chr(ord("A") + int(i)) for i in answer)
+
+
+def test_integer_arithmetic(fp8, tmp_path, capsys):
+    chat = importlib.import_module("moe_ext.chat")
+    folder, _ = fp8
+    with pytest.raises(ValueError, match="^load: arithmetic must be exact for experts in fp8"):
+        load(folder, arithmetic="integer")
+    write(tmp_path, "gpt_oss", "mxfp4")
+    model, exact = load(tmp_path, arithmetic="integer"), load(tmp_path)
+    assert {each.arithmetic for each in packed_experts(model)} == {"integer"}
+    difference = error(logits_of(model), logits_of(exact))
+    assert 0 < difference < 0.05
+    chat._use_integers(exact)
+    assert "integer arithmetic: 2 of 2 packed layers" in capsys.readouterr().err
+    assert torch.equal(logits_of(exact), logits_of(model))
 
 
 def test_chat_errors(tmp_path, capsys):

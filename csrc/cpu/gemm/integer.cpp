@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "../vectorize.h"
 
@@ -52,31 +54,58 @@ int64_t segment_of(const PackedLayout& layout) {
   return layout.group >= layout.inputs ? kSegment : std::gcd(layout.group, kSegment);
 }
 
-// Rounds `size` numbers of a segment.
-struct RoundSegment {
+// Rounds a row of A. Meanwhile it prefetches the bytes that the kernel reads first.
+struct RoundRow {
   template <typename scalar_t>
-  MOE_EXT_KERNEL void run(const scalar_t* a, int64_t size, int8_t* numbers, float* scale,
-                          int32_t* sum) {
+  MOE_EXT_KERNEL void run(const scalar_t* a, int64_t k, int64_t segment, const IntegerCodes* codes,
+                          const uint8_t* next, int64_t num_bytes, int8_t* numbers, float* scales,
+                          int32_t* offsets, float* totals) {
+    for (int64_t byte = 0; byte < num_bytes; byte += 4096) __builtin_prefetch(next + byte);
+    const int64_t step = num_bytes / at::ceil_div(k, segment);
+    for (int64_t first = 0; first < k; first += segment, next += step) {
+      for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(next + byte);
+      const auto [scale, sum] = round_segment(a + first, std::min(segment, k - first), numbers);
+      // The next segment, or the next row, overwrites the zeros after this one.
+      numbers += segment;
+      *scales++ = scale * codes->factor;
+      *offsets++ = -codes->offset * sum;
+      *totals++ = scale * static_cast<float>(sum);
+    }
+  }
+
+ private:
+  // Writes kSegment numbers; returns s and the sum of the numbers.
+  template <typename scalar_t>
+  static inline __attribute__((always_inline)) std::pair<float, int32_t> round_segment(
+      const scalar_t* a, int64_t size, int8_t* numbers) {
+    constexpr int32_t kSign = 0x7fffffff, kInfinity = 0x7f800000;
     float values[kSegment] = {};
-    float largest = 0;
-    bool finite = true;
-    for (int64_t i = 0; i < size; ++i) values[i] = static_cast<float>(a[i]);
-    for (int64_t i = 0; i < kSegment; ++i) {
-      const float magnitude = std::abs(values[i]);
-      largest = magnitude > largest ? magnitude : largest;
-      finite &= magnitude <= std::numeric_limits<float>::max();
+    int32_t magnitudes[kSegment];
+    if (size == kSegment) {
+      for (int64_t i = 0; i < kSegment; ++i) values[i] = static_cast<float>(a[i]);
+    } else {
+      for (int64_t i = 0; i < size; ++i) values[i] = static_cast<float>(a[i]);
     }
-    // The result of a row with infinity or NaN is NaN.
-    *scale = finite ? largest / 127 : std::numeric_limits<float>::quiet_NaN();
-    const float inverse = finite && largest > 0 ? 127 / largest : 0;
-    int32_t total = 0;
-    for (int64_t i = 0; i < kSegment; ++i) {
-      const float scaled = finite ? values[i] * inverse : 0;
-      const auto q = static_cast<int32_t>(std::nearbyint(scaled));
-      numbers[i] = static_cast<int8_t>(std::clamp(q, -127, 127));
-      total += numbers[i];
+    // The bits of magnitudes have their order; those of NaN are the largest.
+    std::memcpy(magnitudes, values, sizeof(values));
+    int32_t most = 0;
+    for (int64_t i = 0; i < kSegment; ++i) most = std::max(most, magnitudes[i] & kSign);
+    if (most >= kInfinity) {
+      // The result of a row with infinity or NaN is NaN.
+      std::fill_n(numbers, kSegment, int8_t{0});
+      return {std::numeric_limits<float>::quiet_NaN(), 0};
     }
-    *sum = total;
+    float largest;
+    std::memcpy(&largest, &most, sizeof(largest));
+    const float inverse = largest > 0 ? 127 / largest : 0;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < kSegment; ++i) {
+      const auto q = static_cast<int32_t>(std::nearbyint(values[i] * inverse));
+      const int32_t number = std::clamp(q, -127, 127);
+      numbers[i] = static_cast<int8_t>(number);
+      sum += number;
+    }
+    return {largest / 127, sum};
   }
 };
 
@@ -111,9 +140,9 @@ IntegerCodes integer_codes(const PackedFormat& format) {
 }
 
 int64_t integer_workspace_size(int64_t m, int64_t k) {
-  // Numbers, and the scale and the sum of each segment of at least 8 inputs.
-  const int64_t width = at::round_up(k, kSegment);
-  return m * (width / 4 + 2 * (width / kPackedInputs));
+  const int64_t width = at::round_up(k, kSegment), num_segments = width / kPackedInputs;
+  // The scales and the minima of a panel; for each row its numbers, and the arrays of segments.
+  return 2 * kPanelOutputs * num_segments + m * (width / 4 + 3 * num_segments) + kSegment / 4;
 }
 
 template <typename scalar_t>
@@ -122,29 +151,28 @@ void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, 
   const int64_t k = layout.inputs, n = layout.outputs, segment = segment_of(layout);
   const int64_t num_segments = at::ceil_div(k, segment), ld = at::round_up(k, kSegment);
   const IntegerCodes codes = integer_codes(*layout.format);
-  float* scales = workspace;
-  auto* sums = reinterpret_cast<int32_t*>(scales + m * num_segments);
-  auto* numbers = reinterpret_cast<int8_t*>(sums + m * num_segments);
+  float* panel_scales = workspace;
+  float* scales = panel_scales + 2 * kPanelOutputs * layout.num_groups();
+  float* totals = scales + m * num_segments;
+  auto* offsets = reinterpret_cast<int32_t*>(totals + m * num_segments);
+  auto* numbers = reinterpret_cast<int8_t*>(offsets + m * num_segments);
   for (int64_t r = 0; r < m; ++r) {
-    for (int64_t s = 0; s < num_segments; ++s) {
-      const int64_t first = s * segment, place = r * num_segments + s;
-      // The next segments overwrite the zeros after this one.
-      int8_t rounded[kSegment];
-      vectorized<RoundSegment>(a + r * k + first, std::min(segment, k - first), +rounded,
-                               scales + place, sums + place);
-      std::copy_n(rounded, segment, numbers + r * ld + first);
-      scales[place] *= codes.factor;
-    }
+    const int64_t place = r * num_segments;
+    const int64_t num_bytes =
+        r == 0 ? std::min(layout.panel_bytes() + Ahead::kLinesAhead, layout.bytes()) : 0;
+    vectorized<RoundRow>(a + r * k, k, segment, &codes, panels, num_bytes, numbers + r * ld,
+                         scales + place, offsets + place, totals + place);
   }
   const IntegerRows rows{.numbers = numbers,
                          .scales = scales,
-                         .sums = sums,
+                         .offsets = offsets,
+                         .totals = totals,
                          .ld = ld,
                          .segment = segment,
                          .num_segments = num_segments};
   const auto kernel = kernel_of(*layout.format);
   const int64_t whole = n / kPanelOutputs, rest = n % kPanelOutputs;
-  kernel(layout, codes, panels, whole, rows, m, add, c, n);
+  kernel(layout, codes, panels, whole, rows, m, add, panel_scales, c, n);
   for (int64_t r = 0; rest > 0 && r < m; ++r) {
     float last[kPanelOutputs] = {};
     float* to = c + r * n + n - rest;
@@ -152,8 +180,9 @@ void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, 
     IntegerRows row = rows;
     row.numbers += r * ld;
     row.scales += r * num_segments;
-    row.sums += r * num_segments;
-    kernel(layout, codes, panels + whole * layout.panel_bytes(), 1, row, 1, add, last,
+    row.offsets += r * num_segments;
+    row.totals += r * num_segments;
+    kernel(layout, codes, panels + whole * layout.panel_bytes(), 1, row, 1, add, panel_scales, last,
            kPanelOutputs);
     std::copy_n(last, rest, to);
   }

@@ -25,20 +25,23 @@ bool counts_up(const PackedFormat& format);
 // Returns the integers of a format that has them; see is_integer.
 IntegerCodes integer_codes(const PackedFormat& format);
 
-// Rounded rows of A. `scales` include the factor of the format; `sums` are sums of q.
+// Rounded rows of A, and for each segment of them s times the factor of the format, and with the
+// sum Q of its q: Q times the negative offset of the format, and s Q.
 struct IntegerRows {
   const int8_t* numbers;
   const float* scales;
-  const int32_t* sums;
+  const int32_t* offsets;
+  const float* totals;
   int64_t ld;            // of numbers
   int64_t segment;       // the number of inputs in a segment: 8, 16 or 32
   int64_t num_segments;  // of a row
 };
 
-// C [num_rows, 16 num_panels] = A W, or C += A W with `add`. All have the same results.
+// C [num_rows, 16 num_panels] = A W, or C += A W with `add`. All have the same results. `scales` is
+// space for the scales and the minima of a panel.
 using IntegerKernel = void (*)(const PackedLayout& layout, const IntegerCodes& codes,
                                const uint8_t* panels, int64_t num_panels, const IntegerRows& a,
-                               int64_t num_rows, bool add, float* c, int64_t ldc);
+                               int64_t num_rows, bool add, float* scales, float* c, int64_t ldc);
 IntegerKernel portable_integer_kernel(const PackedFormat& format);
 IntegerKernel avx2_integer_kernel(const PackedFormat& format);
 IntegerKernel avx512_vnni_integer_kernel(const PackedFormat& format);

@@ -18,113 +18,112 @@
 namespace moe_ext::cpu {
 namespace {
 
-template <typename Simd, Codes codes, bool looks_up>
-struct IntegerUnits {
-  using Loops = Unpacking<Simd>;
-  using Bits = typename Loops::Bits;
-
-  // Returns the unsigned integers of the inputs 0 to 3 and 4 to 7 of a unit, four in each lane.
-  MOE_EXT_TARGET MOE_EXT_KERNEL void load(const PackedLayout& layout, const uint8_t* table,
-                                          const uint8_t* panel, int64_t unit, int v, Bits& first,
-                                          Bits& last) {
-    Bits low{}, high{};
-    Loops::template load_unit<codes>(layout, panel, unit, v, low, high);
-    if constexpr (codes == Codes::kInt8) {
-      first = low ^ 0x80808080;
-      last = high ^ 0x80808080;
-      return;
-    }
-    first = low & 0x0f0f0f0f;
-    last = low >> 4 & 0x0f0f0f0f;
-    if constexpr (codes == Codes::kSixBits) {
-      first |= (high & 0x03030303) << 4;
-      last |= (high >> 2 & 0x03030303) << 4;
-    } else if constexpr (looks_up) {
-      Simd::look_up(table, first);
-      Simd::look_up(table, last);
-    }
-  }
-};
-
-template <typename Simd, Codes codes, bool looks_up, bool has_minima, int kRows, int kPanels>
+// C of some rows and of one panel. `scales` are those of read_scales; `ahead` is the part of
+// the panels that is prefetched meanwhile.
+template <typename Simd, Codes codes, bool looks_up, bool has_minima, int kRows>
 MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
                                                      const IntegerCodes& integers,
-                                                     const uint8_t* panels, const IntegerRows& a,
+                                                     const uint8_t* panel, const float* scales,
+                                                     Ahead ahead, const IntegerRows& a,
                                                      int64_t first_row, bool add, float* c,
                                                      int64_t ldc) {
   using Loops = Unpacking<Simd>;
-  using Units = IntegerUnits<Simd, codes, looks_up>;
   using Vector = typename Loops::Vector;
   using Bits = typename Loops::Bits;
   using Integers = typename Loops::Integers;
   constexpr int kVectors = Loops::kVectors;
-  constexpr int64_t kBytesAhead = 4096 / kPanels;
+  // Two chains of products for each sum hide their latency.
+  constexpr int kChains = kVectors == 1 && kRows <= 4 ? 2 : 1;
+  // The segments of the formats of files, which have groups of 16 or 32.
+  constexpr int64_t kUnits = codes == Codes::kSixBits ? 2 : 4;
+  // Of codes, and at most one of scales.
+  constexpr int kLines = kUnits * kBytesOfUnit<codes> / 64 + 1;
   uint8_t table alignas(64)[64];
-  for (int i = 0; i < 64; ++i) table[i] = integers.table[i % 16];
-  const uint8_t* panel[kPanels];
-  MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) panel[p] = panels + p * layout.panel_bytes();
+  if constexpr (looks_up) {
+    for (int i = 0; i < 64; ++i) table[i] = integers.table[i % 16];
+  }
+  const uint8_t* high_bits = panel + layout.high_bits();
   const int64_t num_units = (layout.inputs + kPackedInputs - 1) / kPackedInputs;
   const int64_t units_of_segment = a.segment / kPackedInputs;
+  const int64_t segments_of_group = std::max<int64_t>(layout.group / a.segment, 1);
+  const float* minima = scales + layout.num_groups() * kPanelOutputs;
   const int8_t* numbers = a.numbers + first_row * a.ld;
-  Vector sum[kRows][kPanels][kVectors] = {};
-  Vector scales[kPanels][kVectors] = {}, minima[kPanels][kVectors] = {};
-  int64_t group = -1;
-  for (int64_t segment = 0; segment < a.num_segments; ++segment) {
-    const int64_t unit = segment * units_of_segment;
-    if (unit * kPackedInputs / layout.group != group) {
-      group = unit * kPackedInputs / layout.group;
-      MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-        Loops::read_scales(layout, panel[p], group, scales[p], minima[p]);
+  const float* scales_of_a = a.scales + first_row * a.num_segments;
+  const int32_t* offsets = a.offsets + first_row * a.num_segments;
+  const float* totals = a.totals + first_row * a.num_segments;
+  Vector sum[kRows][kVectors] = {};
+  int64_t left_of_group = segments_of_group;
+  const auto multiply_segment = [&](int64_t segment, int64_t unit, auto units)
+      __attribute__((always_inline)) MOE_EXT_TARGET {
+    ahead.prefetch<kLines, /*kLevel=*/1>();
+    Integers total[kChains][kRows][kVectors] = {};
+    if constexpr (!has_minima) {
+      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+        const int32_t offset = offsets[r * a.num_segments + segment];
+        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) total[0][r][v] = Integers{} + offset;
       }
     }
-    Integers total[kRows][kPanels][kVectors];
-    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-      const int32_t offset = -integers.offset * a.sums[(first_row + r) * a.num_segments + segment];
-      MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) total[r][p][v] = Integers{} + offset;
-      }
-    }
-    for (int64_t u = unit; u < std::min(num_units, unit + units_of_segment); ++u) {
-      MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-        __builtin_prefetch(panel[p] + u * layout.bytes_of_unit() + kBytesAhead);
-        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-          Bits first, last;
-          Units::load(layout, table, panel[p], u, v, first, last);
-          MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-            const int8_t* four = numbers + r * a.ld + u * kPackedInputs;
-            Simd::dot(first, four, total[r][p][v]);
-            Simd::dot(last, four + 4, total[r][p][v]);
-          }
+    const auto multiply_unit = [&](int u) __attribute__((always_inline)) MOE_EXT_TARGET {
+      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+        Bits first{}, last{};
+        // The first unit of a segment is even if codes have 6 bits.
+        Loops::template load_unit<codes>(panel, high_bits, unit + u, v, first, last);
+        Loops::template to_bytes<codes>(u % 2 != 0, first, last);
+        if constexpr (looks_up) {
+          Simd::look_up(table, first);
+          Simd::look_up(table, last);
+        }
+        MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+          const int8_t* eight = numbers + r * a.ld + (unit + u) * kPackedInputs;
+          Simd::dot(first, eight, total[0][r][v]);
+          Simd::dot(last, eight + 4, total[kChains - 1][r][v]);
         }
       }
+    };
+    if constexpr (std::is_same_v<decltype(units), int64_t>) {
+      for (int u = 0; u < units; ++u) multiply_unit(u);
+    } else {
+      MOE_EXT_UNROLL for (int u = 0; u < kUnits; ++u) multiply_unit(u);
+    }
+    Vector scale[kVectors], minimum[kVectors];
+    MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+      Loops::load(scales, v, scale[v]);
+      if constexpr (has_minima) Loops::load(minima, v, minimum[v]);
     }
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-      const int64_t place = (first_row + r) * a.num_segments + segment;
-      const float scale = a.scales[place];
-      MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-          Vector product;
-          Loops::convert(total[r][p][v], product);
-          sum[r][p][v] += product * (scales[p][v] * scale);
-          if constexpr (has_minima) {
-            const float total_of_a = scale / integers.factor * static_cast<float>(a.sums[place]);
-            sum[r][p][v] -= minima[p][v] * total_of_a;
-          }
-        }
+      const float scale_of_a = scales_of_a[r * a.num_segments + segment];
+      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+        if constexpr (kChains == 2) total[0][r][v] += total[1][r][v];
+        Vector product;
+        Loops::convert(total[0][r][v], product);
+        sum[r][v] += product * (scale[v] * scale_of_a);
+        if constexpr (has_minima) sum[r][v] -= minimum[v] * totals[r * a.num_segments + segment];
       }
+    }
+    if (--left_of_group == 0) {
+      left_of_group = segments_of_group;
+      scales += kPanelOutputs;
+      minima += kPanelOutputs;
+    }
+  };
+  int64_t segment = 0, unit = 0;
+  if (units_of_segment == kUnits) {
+    for (; unit + kUnits <= num_units; unit += kUnits, ++segment) {
+      multiply_segment(segment, unit, std::integral_constant<int64_t, kUnits>());
     }
   }
+  for (; unit < num_units; unit += units_of_segment, ++segment) {
+    multiply_segment(segment, unit, std::min(num_units - unit, units_of_segment));
+  }
   MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-    MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-        float* to = c + r * ldc + p * kPanelOutputs + v * Loops::kLanes;
-        if (add) {
-          Vector before;
-          std::memcpy(&before, to, sizeof(before));
-          sum[r][p][v] = before + sum[r][p][v];
-        }
-        std::memcpy(to, &sum[r][p][v], sizeof(Vector));
+    MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+      float* to = c + r * ldc + v * Loops::kLanes;
+      if (add) {
+        Vector before;
+        std::memcpy(&before, to, sizeof(before));
+        sum[r][v] = before + sum[r][v];
       }
+      std::memcpy(to, &sum[r][v], sizeof(Vector));
     }
   }
 }
@@ -133,43 +132,31 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
 template <typename Simd, Codes codes, bool looks_up, bool has_minima>
 MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCodes& integers,
                                    const uint8_t* panels, int64_t num_panels, const IntegerRows& a,
-                                   int64_t num_rows, bool add, float* c, int64_t ldc) {
-  constexpr bool kWide = Unpacking<Simd>::kVectors == 1;  // has 32 registers
-  // Panels in parallel hide the latency of the memory. Minima and high bits need registers.
-  constexpr int kMaxPanels = !kWide ? 1 : has_minima || codes == Codes::kSixBits ? 4 : 8;
-  constexpr int kPairOfPanels = kWide ? 2 : 1;
+                                   int64_t num_rows, bool add, float* scales, float* c,
+                                   int64_t ldc) {
+  using Loops = Unpacking<Simd>;
+  constexpr bool kWide = Loops::kVectors == 1;  // has 32 registers
   const int64_t panel_bytes = layout.panel_bytes();
-  for (int64_t panel = 0; panel < num_panels; panel += kMaxPanels) {
-    const int64_t left = std::min<int64_t>(kMaxPanels, num_panels - panel);
-    const auto multiply = [&](int64_t row, auto rows, auto size) __attribute__((always_inline))
-    MOE_EXT_TARGET {
-      for (int64_t p = panel; p < panel + left; p += size()) {
-        float* to = c + row * ldc + p * kPanelOutputs;
-        const uint8_t* from = panels + p * panel_bytes;
-        if (p + size() <= panel + left) {
-          multiply_integers<Simd, codes, looks_up, has_minima, rows(), size()>(
-              layout, integers, from, a, row, add, to, ldc);
-          continue;
-        }
-        for (int64_t one = p; one < panel + left; ++one) {
-          multiply_integers<Simd, codes, looks_up, has_minima, rows(), 1>(
-              layout, integers, panels + one * panel_bytes, a, row, add,
-              c + row * ldc + one * kPanelOutputs, ldc);
-        }
+  const uint8_t* end = panels + num_panels * panel_bytes;
+  const int64_t num_groups = layout.num_groups();
+  for (int64_t p = 0; p < num_panels; ++p) {
+    const uint8_t* panel = panels + p * panel_bytes;
+    Loops::template read_scales<codes, has_minima>(layout, panel, 0, num_groups, scales,
+                                                   scales + num_groups * kPanelOutputs);
+    Ahead ahead(panel, end, panel_bytes, a.num_segments);
+    int64_t row = 0;
+    const auto multiply = [&](auto rows) __attribute__((always_inline)) MOE_EXT_TARGET {
+      for (; row + rows() <= num_rows; row += rows()) {
+        multiply_integers<Simd, codes, looks_up, has_minima, rows()>(
+            layout, integers, panel, scales, ahead, a, row, add, c + row * ldc + p * kPanelOutputs,
+            ldc);
+        ahead = Ahead(panel);
       }
     };
-    int64_t row = 0;
-    if constexpr (kWide) {
-      for (; row + 8 <= num_rows; row += 8) {
-        multiply(row, std::integral_constant<int, 8>(), std::integral_constant<int, 1>());
-      }
-    }
-    for (; row + 4 <= num_rows; row += 4) {
-      multiply(row, std::integral_constant<int, 4>(), std::integral_constant<int, kPairOfPanels>());
-    }
-    for (; row < num_rows; ++row) {
-      multiply(row, std::integral_constant<int, 1>(), std::integral_constant<int, kMaxPanels>());
-    }
+    if constexpr (kWide) multiply(std::integral_constant<int, 8>());
+    multiply(std::integral_constant<int, 4>());
+    multiply(std::integral_constant<int, 2>());
+    multiply(std::integral_constant<int, 1>());
   }
 }
 

@@ -324,7 +324,9 @@ class Product {
 
   FewRowsKernel kernel_of_few_rows() const {
     // The chains of AMX, which has no axpyf, are different.
-    if (!b_packed || b.k_contiguous || kernels.axpyf[0] == nullptr) return nullptr;
+    if (!b_packed || b.k_contiguous || !a.k_contiguous || kernels.axpyf[0] == nullptr) {
+      return nullptr;
+    }
     const CodeKernels& of_codes = code_kernels(*b.layout->format, kernels.pairs);
     // The kernels round numbers only if they make pairs.
     const bool rounds = kernels.pairs ? of_codes.unpack_pairs != nullptr : sizeof(scalar_t) == 4;

@@ -248,6 +248,22 @@ class Axpyf {
       kGroupsAtATime);
 };
 
+// Returns the rows of A as K-groups in the type of B: in place, or converted and filled with zeros.
+template <typename Product>
+View<typename Product::b_type> rows_of_a(const Product& in) {
+  using b_t = typename Product::b_type;
+  const int64_t ld = at::round_up(in.k, in.group_size);
+  if constexpr (std::is_same_v<decltype(in.a.data), const b_t*>) {
+    if (in.k == ld && in.a.ld % in.group_size == 0) return in.a;
+  }
+  auto* rows = reinterpret_cast<b_t*>(in.workspace.few_rows_a);
+  for (int64_t r = 0; r < in.m; ++r) {
+    vectorized<Convert>(in.a.at(r, 0), in.k, rows + r * ld);
+    std::fill(rows + r * ld + in.k, rows + (r + 1) * ld, b_t(0));
+  }
+  return {.data = rows, .ld = ld, .k_contiguous = true};
+}
+
 // Computes all of C with the micro-kernel dotxf, from columns of B that are contiguous along K. All
 // K-blocks of some columns are processed in sequence. A is converted to the type of B first.
 template <typename Product>
@@ -259,7 +275,7 @@ class Dotxf {
   explicit Dotxf(Product& product) : in_(product) {}
 
   void run(Write write, acc_t* c) {
-    const View<b_t> a = rows_of_a();
+    const View<b_t> a = rows_of_a(in_);
     const int64_t lanes = in_.kernels.lanes, size = in_.group_size;
     const bool finishes = !in_.kernels.pairs;
     for (int64_t begin = 0; begin < in_.n; begin += kMaxColumns) {
@@ -283,17 +299,6 @@ class Dotxf {
   }
 
  private:
-  View<b_t> rows_of_a() const {
-    if constexpr (std::is_same_v<decltype(in_.a.data), const b_t*>) {
-      if (in_.a.ld % in_.group_size == 0) return in_.a;
-    }
-    auto* rows = reinterpret_cast<b_t*>(in_.workspace.few_rows_a);
-    for (int64_t r = 0; r < in_.m; ++r) {
-      vectorized<Convert>(in_.a.at(r, 0), in_.k, rows + r * in_.k);
-    }
-    return {.data = rows, .ld = in_.k, .k_contiguous = true};
-  }
-
   Product& in_;
 };
 
@@ -306,16 +311,15 @@ class FewRowsOfCodes {
   explicit FewRowsOfCodes(Product& product) : in_(product) {}
 
   void run(Write write, acc_t* c) {
-    for (int64_t p = 0; p < in_.k; p += in_.kc, write = Write::kAdd) {
-      in_.pack_a(p, std::min(in_.k, p + in_.kc));
-      const int64_t whole = in_.n / kPanelOutputs, rest = in_.n % kPanelOutputs;
-      multiply(0, whole, write, c, in_.n);
-      if (rest == 0) continue;
+    const auto a = rows_of_a(in_);
+    const int64_t whole = in_.n / kPanelOutputs, rest = in_.n % kPanelOutputs;
+    multiply(a, 0, whole, write, c, in_.n);
+    if (rest > 0) {
       acc_t last[kMaxFewRows * kPanelOutputs] = {};
       for (int64_t r = 0; write == Write::kAdd && r < in_.m; ++r) {
         std::copy_n(c + r * in_.n + in_.n - rest, rest, last + r * kPanelOutputs);
       }
-      multiply(whole, 1, write, last, kPanelOutputs);
+      multiply(a, whole, 1, write, last, kPanelOutputs);
       for (int64_t r = 0; r < in_.m; ++r) {
         std::copy_n(last + r * kPanelOutputs, rest, c + r * in_.n + in_.n - rest);
       }
@@ -327,12 +331,14 @@ class FewRowsOfCodes {
   }
 
  private:
-  void multiply(int64_t first_panel, int64_t num_panels, Write write, acc_t* c, int64_t ldc) {
-    const auto& block = in_.k_blocks.front();
+  using b_t = typename Product::b_type;
+
+  void multiply(const View<b_t>& a, int64_t first_panel, int64_t num_panels, Write write, acc_t* c,
+                int64_t ldc) {
     const PackedLayout& layout = *in_.b.layout;
     in_.few_rows_of_codes(layout, in_.b.panels + first_panel * layout.panel_bytes(), num_panels,
-                          block.p, block.depth, in_.panel_a(block, 0), in_.m, write == Write::kAdd,
-                          c, ldc);
+                          in_.kc, in_.groups(a.data), a.ld / in_.group_size, in_.m,
+                          write == Write::kAdd, c, ldc);
   }
 
   Product& in_;

@@ -12,16 +12,19 @@ namespace moe_ext::cpu {
 // bfloat16.
 enum class Unpacked { kFloats, kRounded, kPairs };
 
+// The largest number of inputs of a K-block, and of those that an UnpackKernel writes.
+constexpr int64_t kMaxInputs = 512;
+
 // Writes w [num_inputs, 16] of a panel from first_input, a multiple of 8; `to` has rows ld elements
 // apart and space for a multiple of 8 inputs. A row of pairs, which are floats, has two inputs.
 using UnpackKernel = void (*)(const PackedLayout& layout, const uint8_t* panel, int64_t first_input,
                               int64_t num_inputs, void* to, int64_t ld);
 
-// C [num_rows, 16 num_panels] = A W, or C += A W with `add`, for the inputs from first_input. A is
-// a micro-panel. The chains are those of a GemmKernel.
+// C [num_rows, 16 num_panels] = A W, or C += A W with `add`. The rows of A are K-groups, lda apart.
+// The chains are those of a GemmKernel for each K-block of kc inputs.
 using FewRowsKernel = void (*)(const PackedLayout& layout, const uint8_t* panels,
-                               int64_t num_panels, int64_t first_input, int64_t num_inputs,
-                               const float* a, int64_t num_rows, bool add, float* c, int64_t ldc);
+                               int64_t num_panels, int64_t kc, const float* a, int64_t lda,
+                               int64_t num_rows, bool add, float* c, int64_t ldc);
 
 constexpr int kNumFewRows = 4;
 

@@ -10,9 +10,12 @@
 #endif
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "../vectorize.h"
 #include "unpacking.h"
@@ -24,14 +27,80 @@
 namespace moe_ext::cpu {
 namespace {
 
+// Prefetches what follows a panel while the panel is read. The addresses ascend by lines, whatever
+// the order in which a panel is read: memory delivers that faster. The first line of a page is
+// prefetched much earlier, because it takes long to translate the address of a new page.
+class Ahead {
+ public:
+  // What is prefetched is this far behind the panel that is read.
+  static constexpr int64_t kLinesAhead = 8 << 10;
+
+  // Prefetches nothing but a panel that is read again.
+  explicit Ahead(const uint8_t* panel) : next_(panel), end_(panel), step_(0) {}
+
+  // `end` is that of the panels; prefetch() is called num_steps times.
+  Ahead(const uint8_t* panel, const uint8_t* end, int64_t panel_bytes, int64_t num_steps)
+      : next_(std::min(panel + panel_bytes + kLinesAhead, end)),
+        end_(end),
+        step_((panel_bytes + num_steps - 1) / num_steps) {}
+
+  // Prefetches a step of at most 64 kLines bytes into a cache level.
+  template <int kLines, int kLevel>
+  MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch() {
+    MOE_EXT_UNROLL for (int line = 0; line < kLines; ++line) {
+      __builtin_prefetch(next_ + 64 * line, /*rw=*/0, /*locality=*/4 - kLevel);
+    }
+    const uint8_t* before = std::exchange(next_, std::min(next_ + step_, end_));
+    if (page(next_) != page(before)) {
+      __builtin_prefetch(next_ + kPagesAhead, /*rw=*/0, /*locality=*/2);
+    }
+  }
+
+ private:
+  static constexpr int64_t kPagesAhead = 32 << 10;
+
+  static uintptr_t page(const uint8_t* byte) { return reinterpret_cast<uintptr_t>(byte) / 4096; }
+
+  const uint8_t *next_, *end_;
+  int64_t step_;
+};
+
+// The upper halves of floats whose lower halves are 0.
+constexpr uint16_t upper_half(float value) {
+  return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
+}
+
+// The values of the E4M3 codes without a sign: the exponent has the bias 7.
+inline constexpr auto kE4M3 alignas(64) = [] {
+  std::array<uint16_t, 128> halves{};
+  for (int code = 0; code < 127; ++code) {
+    float value = static_cast<float>(code < 8 ? code : 8 + code % 8) * 0x1p-9f;
+    for (int exponent = code / 8; exponent > 1; --exponent) value *= 2;
+    halves[code] = upper_half(value);
+  }
+  halves[127] = 0x7fc0;
+  return halves;
+}();
+
+// The values of the codes of 6 bits.
+inline constexpr auto kSixBitValues alignas(64) = [] {
+  std::array<uint16_t, 64> halves{};
+  for (int code = 0; code < 64; ++code) halves[code] = upper_half(static_cast<float>(code - 32));
+  return halves;
+}();
+
+// The bytes of the codes of 8 inputs.
+template <Codes codes>
+constexpr int kBytesOfUnit = codes == Codes::kTable     ? 64
+                             : codes == Codes::kSixBits ? 96
+                                                        : 128;
+
 template <typename Simd, int kBytes = Simd::kBytes>
 struct Unpacking {
   static constexpr int kLanes = kBytes / 4, kVectors = 16 / kLanes;
   typedef float Vector __attribute__((vector_size(kBytes)));
   typedef uint32_t Bits __attribute__((vector_size(kBytes)));
   typedef int32_t Integers __attribute__((vector_size(kBytes)));
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
 
   template <typename to_t>
   MOE_EXT_TARGET MOE_EXT_KERNEL void load(const void* from, int v, to_t& to) {
@@ -67,52 +136,128 @@ struct Unpacking {
     }
   }
 
+  // Widens uint8_t or int8_t. gcc 12 has no instruction for this conversion of vectors.
+  template <typename byte_t>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void widen(const uint8_t* from, int v, Integers& to) {
+    [[maybe_unused]] constexpr bool kSigned = std::is_same_v<byte_t, int8_t>;
+    from += v * kLanes;
+#if defined(__x86_64__)
+    if constexpr (kBytes == 64) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+      to = (Integers)(kSigned ? _mm512_maskz_cvtepi8_epi32(0xffff, bytes)
+                              : _mm512_maskz_cvtepu8_epi32(0xffff, bytes));
+      return;
+    } else if constexpr (kBytes == 32) {
+      const __m128i bytes = _mm_loadu_si64(from);
+      to = (Integers)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+      return;
+    }
+#endif
+    int32_t integers alignas(kBytes)[kLanes];
+    for (int l = 0; l < kLanes; ++l) integers[l] = static_cast<byte_t>(from[l]);
+    load(integers, 0, to);
+  }
+
   // Integers of a group times the factors of its block.
-  template <typename bytes_t>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void convert_product(const uint8_t* integers,
-                                                     const uint8_t* factors, Vector* to) {
-    convert_halves(factors, to);
+  template <typename byte_t>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void convert_product(const uint8_t* integers, const Vector* factors,
+                                                     Vector* to) {
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-      bytes_t bytes;
+      Integers wide;
       Vector floats;
-      load(integers, v, bytes);
-      convert(bytes, floats);
-      to[v] *= floats;
+      widen<byte_t>(integers, v, wide);
+      convert(wide, floats);
+      to[v] = factors[v] * floats;
     }
   }
 
-  // Reads the scales, and the minima if there are any, of a group.
-  MOE_EXT_TARGET MOE_EXT_KERNEL void read_scales(const PackedLayout& layout, const uint8_t* panel,
-                                                 int64_t group, Vector* scales, Vector* minima) {
+  // Calls body(scales, minima) for the groups of a panel from `first` to `last`; there may be no
+  // minima.
+  template <Scales kind, typename Body>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void for_groups_of(PackedLayout layout, const uint8_t* panel,
+                                                   int64_t first, int64_t last, const Body& body) {
+    constexpr int64_t kGroups = PackedLayout::groups_of_block(kind);
+    constexpr bool kHasMinima = kind == Scales::kUint8AndMinOfBlocks;
     const uint8_t* from = panel + layout.scales();
+    Vector scales[kVectors], minima[kVectors] = {};
+    if constexpr (kGroups > 0) {
+      Vector factors[kVectors], factors_of_minima[kVectors];
+      for (int64_t group = first; group < last;) {
+        const int64_t block = group / kGroups;
+        convert_halves(panel + layout.factors() + block * 32, factors);
+        if constexpr (kHasMinima) {
+          convert_halves(panel + layout.factors_of_minima() + block * 32, factors_of_minima);
+        }
+        for (const int64_t end = std::min(last, (block + 1) * kGroups); group < end; ++group) {
+          using byte_t = std::conditional_t<kHasMinima, uint8_t, int8_t>;
+          convert_product<byte_t>(from + group * 16, factors, scales);
+          if constexpr (kHasMinima) {
+            convert_product<byte_t>(panel + layout.minima() + group * 16, factors_of_minima,
+                                    minima);
+          }
+          body(scales, minima);
+        }
+      }
+      return;
+    }
+    for (int64_t group = first; group < last; ++group) {
+      if constexpr (kind == Scales::kFloat16) {
+        convert_halves(from + group * 32, scales);
+      } else {
+        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+          if constexpr (kind == Scales::kFloat32) {
+            load(from + group * 64, v, scales[v]);
+          } else {
+            Integers exponents;
+            widen<uint8_t>(from + group * 16, v, exponents);
+            const Bits bits = (Bits)exponents << 23;
+            scales[v] = (Vector)(bits | ((Bits)(bits == 0) & 0x400000));
+          }
+        }
+      }
+      body(scales, minima);
+    }
+  }
+
+  template <Codes codes, bool has_minima, typename Body>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void for_groups(const PackedLayout& layout, const uint8_t* panel,
+                                                int64_t first, int64_t last, const Body& body) {
+    if constexpr (has_minima) {
+      return for_groups_of<Scales::kUint8AndMinOfBlocks>(layout, panel, first, last, body);
+    } else if constexpr (codes == Codes::kSixBits) {
+      return for_groups_of<Scales::kInt8OfBlocks>(layout, panel, first, last, body);
+    } else if constexpr (codes == Codes::kE4M3) {
+      return for_groups_of<Scales::kFloat32>(layout, panel, first, last, body);
+    }
     switch (layout.format->scales) {
       case Scales::kFloat32:
-        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) load(from + group * 64, v, scales[v]);
-        return;
+        return for_groups_of<Scales::kFloat32>(layout, panel, first, last, body);
       case Scales::kFloat16:
-        return convert_halves(from + group * 32, scales);
+        return for_groups_of<Scales::kFloat16>(layout, panel, first, last, body);
       case Scales::kE8M0:
-        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-          Bytes exponents;
-          Bits bits;
-          load(from + group * 16, v, exponents);
-          convert(exponents, bits);
-          bits = bits << 23 | ((Bits)(bits == 0) & 0x400000);
-          scales[v] = (Vector)bits;
-        }
+        return for_groups_of<Scales::kE8M0>(layout, panel, first, last, body);
+      default:
         return;
-      case Scales::kInt8OfBlocks:
-        return convert_product<SignedBytes>(
-            from + group * 16, panel + layout.factors() + group / layout.groups_of_block() * 32,
-            scales);
-      case Scales::kUint8AndMinOfBlocks: {
-        const int64_t block = group / layout.groups_of_block() * 32;
-        convert_product<Bytes>(from + group * 16, panel + layout.factors() + block, scales);
-        convert_product<Bytes>(panel + layout.minima() + group * 16,
-                               panel + layout.factors_of_minima() + block, minima);
-        return;
-      }
     }
+  }
+
+  // Writes the scales [groups, 16], and the minima if there are any, of the groups from `first` to
+  // `last` of a panel.
+  template <Codes codes, bool has_minima>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void read_scales(const PackedLayout& layout, const uint8_t* panel,
+                                                 int64_t first, int64_t last, float* to,
+                                                 float* to_minima) {
+    for_groups<codes, has_minima>(
+        layout, panel, first, last,
+        [&](const Vector* scales, const Vector* minima) __attribute__((always_inline))
+        MOE_EXT_TARGET {
+          std::memcpy(to, scales, kVectors * kBytes);
+          to += kPanelOutputs;
+          if constexpr (has_minima) {
+            std::memcpy(to_minima, minima, kVectors * kBytes);
+            to_minima += kPanelOutputs;
+          }
+        });
   }
 
   // The value of a table for each index, of which only the low 4 bits count.
@@ -148,88 +293,174 @@ struct Unpacking {
     to = (Vector)bits;
   }
 
-  // Computes the values of input i of a unit of 8 inputs. `low` and `high` are the unit's words:
-  // for 8-bit codes those of four inputs each, else the low 4 bits and the high 2 bits.
+  // The values of four codes in each lane, of 8 bits in E4M3 or of 6 bits.
   template <Codes codes>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void value(const float* table, const Bits& low, const Bits& high,
-                                           int i, Vector& to) {
-    const int shift = i < 4 ? 8 * i : 8 * (i - 4) + 4;
-    if constexpr (codes == Codes::kTable) {
-      look_up(table, low >> shift, to);
-    } else if constexpr (codes == Codes::kSixBits) {
-      convert((Integers)((low >> shift & 15) | (high >> (8 * (i % 4) + 2 * (i / 4)) & 3) << 4) - 32,
-              to);
-    } else {
-      const Bits& words = i < 4 ? low : high;
-      if constexpr (codes == Codes::kInt8) {
-        convert((Integers)(words << (24 - 8 * (i % 4))) >> 24, to);
-      } else {
-        from_e4m3(words >> 8 * (i % 4), to);
-      }
+  MOE_EXT_TARGET MOE_EXT_KERNEL void look_up_bytes(const Bits& bytes, Vector* to) {
+#if defined(__x86_64__)
+    if constexpr (kBytes == 64) {
+      Bits even, odd;
+      look_up_halves<codes>(bytes, even);
+      look_up_halves<codes>(bytes >> 8, odd);
+      to[0] = (Vector)(even << 16);
+      to[1] = (Vector)(odd << 16);
+      to[2] = (Vector)(even & 0xffff0000);
+      to[3] = (Vector)(odd & 0xffff0000);
+      return;
+    }
+#endif
+    if constexpr (codes == Codes::kSixBits) return from_bytes(bytes, 32, to);
+    for (int i = 0; i < 4; ++i) from_e4m3(bytes >> 8 * i, to[i]);
+  }
+
+#if defined(__x86_64__)
+  // The upper halves of the values of codes in the lower bytes of 16 bits.
+  template <Codes codes>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void look_up_halves(const Bits& bytes, Bits& to) {
+    if constexpr (codes == Codes::kSixBits) return look_up_64(kSixBitValues.data(), bytes, to);
+    Bits small, large;
+    look_up_64(kE4M3.data(), bytes, small);
+    look_up_64(kE4M3.data() + 64, bytes, large);
+    const __mmask32 is_large = _mm512_test_epi16_mask((__m512i)bytes, _mm512_set1_epi16(0x40));
+    to = (Bits)_mm512_mask_blend_epi16(is_large, (__m512i)small, (__m512i)large);
+    to |= bytes << 8 & 0x80008000;
+  }
+
+  // The halves of a table of 64; the higher bits of an index do not count.
+  MOE_EXT_TARGET MOE_EXT_KERNEL void look_up_64(const uint16_t* table, const Bits& index,
+                                                Bits& to) {
+    to = (Bits)_mm512_permutex2var_epi16(_mm512_load_si512(table), (__m512i)index,
+                                         _mm512_load_si512(table + 32));
+  }
+#endif
+
+  // The differences of four unsigned bytes in each lane and an offset.
+  MOE_EXT_TARGET MOE_EXT_KERNEL void from_bytes(const Bits& bytes, int offset, Vector* to) {
+    // 2^23 and an integer below it, as a float.
+    constexpr uint32_t kBits = 0x4b000000;
+    for (int i = 0; i < 4; ++i) {
+      to[i] = (Vector)((bytes >> 8 * i & 0xff) | kBits) - static_cast<float>((1 << 23) + offset);
     }
   }
 
-  // Loads the words of a unit.
+  // Loads the words of a unit: for 8-bit codes those of four inputs each, else the low 4 bits, and
+  // the high 2 bits of this unit and its neighbour.
   template <Codes codes>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void load_unit(const PackedLayout& layout, const uint8_t* panel,
+  MOE_EXT_TARGET MOE_EXT_KERNEL void load_unit(const uint8_t* panel, const uint8_t* high_bits,
                                                int64_t unit, int v, Bits& low, Bits& high) {
     if constexpr (codes == Codes::kTable || codes == Codes::kSixBits) {
       load(panel + unit * 64, v, low);
       if constexpr (codes == Codes::kSixBits) {
-        load(panel + layout.high_bits() + unit / 2 * 64, v, high);
-        high >>= static_cast<uint32_t>(unit % 2 * 4);
+        load(high_bits + unit / 2 * 64, v, high);
       }
     } else {
       load(panel + unit * 128, v, low);
       load(panel + unit * 128 + 64, v, high);
     }
   }
-};
 
-// A panel while it is read.
-template <typename Simd, Codes codes, bool has_minima>
-struct Panel {
-  using Loops = Unpacking<Simd>;
-  using Vector = typename Loops::Vector;
-  static constexpr int kVectors = Loops::kVectors;
-  // What is prefetched for the next inputs.
-  static constexpr int64_t kBytesAhead = 1024;
+  // Replaces the words of a unit by unsigned bytes: of the inputs 0 to 3, and 4 to 7. Those of
+  // int8 are larger by 128.
+  template <Codes codes>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void to_bytes(bool is_odd, Bits& low, Bits& high) {
+    if constexpr (codes == Codes::kInt8) {
+      low ^= 0x80808080;
+      high ^= 0x80808080;
+      return;
+    }
+    const Bits first = low & 0x0f0f0f0f, last = low >> 4 & 0x0f0f0f0f;
+    if constexpr (codes == Codes::kSixBits) {
+      low = first | ((is_odd ? high : high << 4) & 0x30303030);
+      high = last | ((is_odd ? high >> 2 : high << 2) & 0x30303030);
+    } else {
+      low = first;
+      high = last;
+    }
+  }
 
-  const uint8_t* bytes;
-  Vector scales[kVectors], minima[kVectors];
-
-  // Computes w of the unit's inputs for the lanes of vector v.
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void weights(const PackedLayout& layout,
-                                                                    const float* table,
-                                                                    int64_t unit, int v,
-                                                                    Vector* w) const {
-    typename Loops::Bits low{}, high{};
-    __builtin_prefetch(bytes + unit * layout.bytes_of_unit() + kBytesAhead);
-    Loops::template load_unit<codes>(layout, bytes, unit, v, low, high);
-    MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; ++i) {
-      Loops::template value<codes>(table, low, high, i, w[i]);
-      w[i] *= scales[v];
-      if constexpr (has_minima) w[i] -= minima[v];
+  // Computes the values of the inputs of a unit.
+  template <Codes codes>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void values(const float* table, const uint8_t* panel,
+                                            const uint8_t* high_bits, int64_t unit, int v,
+                                            Vector* to) {
+    Bits low{}, high{};
+    load_unit<codes>(panel, high_bits, unit, v, low, high);
+    if constexpr (codes == Codes::kTable) {
+      for (int i = 0; i < kPackedInputs; ++i) {
+        look_up(table, low >> (i < 4 ? 8 * i : 8 * (i - 4) + 4), to[i]);
+      }
+      return;
+    }
+    if constexpr (codes == Codes::kSixBits) high >>= static_cast<uint32_t>(unit % 2 * 4);
+    if constexpr (codes != Codes::kE4M3) to_bytes<codes>(/*is_odd=*/false, low, high);
+    if constexpr (codes == Codes::kInt8) {
+      from_bytes(low, 128, to);
+      from_bytes(high, 128, to + 4);
+    } else {
+      look_up_bytes<codes>(low, to);
+      look_up_bytes<codes>(high, to + 4);
     }
   }
 };
 
-// Calls start(group) and unit(unit, num_inputs) for the inputs from first_input, a multiple of 8.
-// Only the last unit may have fewer than 8 inputs.
-template <typename Start, typename Unit>
+// A panel while at most kMaxInputs of its inputs are read.
+template <typename Simd, Codes codes, bool has_minima>
+class Panel {
+ public:
+  using Loops = Unpacking<Simd>;
+  using Vector = typename Loops::Vector;
+  static constexpr int kVectors = Loops::kVectors;
+
+  MOE_EXT_TARGET __attribute__((always_inline)) inline void start(const PackedLayout& layout,
+                                                                  const uint8_t* panel,
+                                                                  int64_t first_input,
+                                                                  int64_t num_inputs) {
+    panel_ = panel;
+    high_bits_ = panel + layout.high_bits();
+    first_group_ = first_input / layout.group;
+    const int64_t last = (first_input + num_inputs + layout.group - 1) / layout.group;
+    Loops::template read_scales<codes, has_minima>(layout, panel, first_group_, last, scales_,
+                                                   minima_);
+  }
+
+  // Computes w of the inputs of a unit of a group, for the lanes of vector v.
+  MOE_EXT_TARGET __attribute__((always_inline)) inline void weights(const float* table,
+                                                                    int64_t group, int64_t unit,
+                                                                    int v, Vector* w) const {
+    const int64_t place = (group - first_group_) * kPanelOutputs;
+    Vector scale, minimum;
+    Loops::load(scales_ + place, v, scale);
+    if constexpr (has_minima) Loops::load(minima_ + place, v, minimum);
+    Loops::template values<codes>(table, panel_, high_bits_, unit, v, w);
+    MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; ++i) {
+      w[i] *= scale;
+      if constexpr (has_minima) w[i] -= minimum;
+    }
+  }
+
+ private:
+  // The inputs may begin and end in the middle of a group.
+  static constexpr int64_t kSize = (kMaxInputs / kPackedInputs + 2) * kPanelOutputs;
+
+  const uint8_t *panel_, *high_bits_;
+  int64_t first_group_;
+  float scales_ alignas(64)[kSize];
+  float minima_ alignas(64)[has_minima ? kSize : kPanelOutputs];
+};
+
+// Calls body(group, unit, num_inputs) for the units from first_input, a multiple of 8. Only the
+// last one may have fewer than 8 inputs.
+template <typename Body>
 MOE_EXT_TARGET MOE_EXT_KERNEL void for_units(const PackedLayout& layout, int64_t first_input,
-                                             int64_t num_inputs, const Start& start,
-                                             const Unit& unit) {
+                                             int64_t num_inputs, const Body& body) {
   const int64_t end = first_input + num_inputs;
   for (int64_t input = first_input; input < end;) {
     const int64_t group = input / layout.group;
     const int64_t end_of_group = std::min(end, (group + 1) * layout.group);
-    start(group);
     for (; input + kPackedInputs <= end_of_group; input += kPackedInputs) {
-      unit(input / kPackedInputs, std::integral_constant<int64_t, kPackedInputs>());
+      body(group, input / kPackedInputs, std::integral_constant<int64_t, kPackedInputs>());
     }
     if (input < end_of_group) {
-      unit(input / kPackedInputs, end_of_group - input);
+      body(group, input / kPackedInputs, end_of_group - input);
       return;
     }
   }
@@ -243,19 +474,19 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const uint8_t* pan
   using Loops = typename Panel::Loops;
   constexpr int kStep = unpacked == Unpacked::kPairs ? 2 : 1;
   constexpr int64_t kSize = unpacked == Unpacked::kRounded ? 2 : 4;  // of a number in bytes
+  constexpr int64_t kBytesAhead = 1024;
   float table alignas(64)[16];
   std::copy_n(layout.format->values, 16, table);
-  Panel source{};
-  source.bytes = panel;
+  Panel source;
+  source.start(layout, panel, first_input, num_inputs);
   auto* row = static_cast<uint8_t*>(to);
   for_units(
       layout, first_input, num_inputs,
-      [&](int64_t group) __attribute__((always_inline))
-      MOE_EXT_TARGET { Loops::read_scales(layout, panel, group, source.scales, source.minima); },
-      [&](int64_t unit, int64_t) __attribute__((always_inline)) MOE_EXT_TARGET {
+      [&](int64_t group, int64_t unit, int64_t) __attribute__((always_inline)) MOE_EXT_TARGET {
+        __builtin_prefetch(panel + unit * layout.bytes_of_unit() + kBytesAhead);
         MOE_EXT_UNROLL for (int v = 0; v < Loops::kVectors; ++v) {
           typename Loops::Vector w[kPackedInputs];
-          source.weights(layout, table, unit, v, w);
+          source.weights(table, group, unit, v, w);
           MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kStep) {
             void* place = row + (i / kStep * ld + v * Loops::kLanes) * kSize;
             if constexpr (unpacked == Unpacked::kRounded) {
@@ -273,59 +504,75 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const uint8_t* pan
 // The columns of C for kPanels panels.
 template <typename Simd, Codes codes, bool has_minima, int kRows, int kPanels>
 MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
-                                                   const uint8_t* panels, int64_t first_input,
-                                                   int64_t num_inputs, const float* a,
+                                                   const uint8_t* panels, const uint8_t* end,
+                                                   int64_t kc, const float* a, int64_t lda,
                                                    int64_t num_rows, bool add, float* c,
                                                    int64_t ldc) {
   using Panel = Panel<Simd, codes, has_minima>;
   using Loops = typename Panel::Loops;
   using Vector = typename Loops::Vector;
   constexpr int kVectors = Loops::kVectors, kNumbers = Simd::kPairs ? 2 : 1;
+  // What is prefetched with a unit of each panel: codes, and at most one line of scales.
+  constexpr int kLines = (kPanels * kBytesOfUnit<codes> + 63) / 64 + 1;
   float table alignas(64)[16];
   std::copy_n(layout.format->values, 16, table);
   const int64_t panel_bytes = layout.panel_bytes();
-  Panel source[kPanels] = {};
-  MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) source[p].bytes = panels + p * panel_bytes;
-  Vector sum[kRows][kPanels][kVectors] = {};
-  for_units(
-      layout, first_input, num_inputs,
-      [&](int64_t group) __attribute__((always_inline)) MOE_EXT_TARGET {
-        MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-          Loops::read_scales(layout, source[p].bytes, group, source[p].scales, source[p].minima);
-        }
-      },
-      [&](int64_t unit, auto size) __attribute__((always_inline)) MOE_EXT_TARGET {
-        MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-          MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-            Vector w[kPackedInputs];
-            source[p].weights(layout, table, unit, v, w);
-            MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
-              if (i >= size) break;
-              if constexpr (Simd::kPairs) Simd::join(w[i], w[i + 1], w[i]);
-              MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-                const float& number = a[i / kNumbers * Simd::kAPanelWidth + r];
-                if constexpr (requires { Simd::multiply_add_once(number, w[i], sum[r][p][v]); }) {
-                  Simd::multiply_add_once(number, w[i], sum[r][p][v]);
-                } else {
-                  Simd::multiply_add(number, w[i], sum[r][p][v]);
+  Panel source[kPanels];
+  const float* row[kRows];
+  MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+    row[r] = a + std::min<int64_t>(r, num_rows - 1) * lda;
+  }
+  Ahead ahead(panels, end, kPanels * panel_bytes,
+              (layout.inputs + kPackedInputs - 1) / kPackedInputs);
+  for (int64_t first_input = 0; first_input < layout.inputs; first_input += kc, add = true) {
+    const int64_t num_inputs = std::min(kc, layout.inputs - first_input);
+    MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
+      source[p].start(layout, panels + p * panel_bytes, first_input, num_inputs);
+    }
+    Vector sum[kRows][kPanels][kVectors] = {};
+    for_units(
+        layout, first_input, num_inputs,
+        [&](int64_t group, int64_t unit, auto size) __attribute__((always_inline)) MOE_EXT_TARGET {
+          ahead.prefetch<kLines, /*kLevel=*/2>();
+          Vector w[kPanels][kVectors][kPackedInputs];
+          MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
+            MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+              source[p].weights(table, group, unit, v, w[p][v]);
+              MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
+                if constexpr (Simd::kPairs) Simd::join(w[p][v][i], w[p][v][i + 1], w[p][v][i]);
+              }
+            }
+          }
+          MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
+            if (i >= size) break;
+            MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
+              MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+                MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+                  const float& number = row[r][unit * (kPackedInputs / kNumbers) + i / kNumbers];
+                  Vector total = sum[r][p][v];
+                  if constexpr (requires { Simd::multiply_add_once(number, w[p][v][i], total); }) {
+                    Simd::multiply_add_once(number, w[p][v][i], total);
+                  } else {
+                    Simd::multiply_add(number, w[p][v][i], total);
+                  }
+                  sum[r][p][v] = total;
                 }
               }
             }
           }
+        });
+    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+      if (r >= num_rows) break;
+      MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
+        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+          float* to = c + r * ldc + p * kPanelOutputs + v * Loops::kLanes;
+          Vector before;
+          if (add) {
+            std::memcpy(&before, to, sizeof(before));
+            sum[r][p][v] = before + sum[r][p][v];
+          }
+          std::memcpy(to, &sum[r][p][v], sizeof(before));
         }
-        a += kPackedInputs / kNumbers * Simd::kAPanelWidth;
-      });
-  MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-    if (r >= num_rows) return;
-    MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-        float* to = c + r * ldc + p * kPanelOutputs + v * Loops::kLanes;
-        Vector before;
-        if (add) {
-          std::memcpy(&before, to, sizeof(before));
-          sum[r][p][v] = before + sum[r][p][v];
-        }
-        std::memcpy(to, &sum[r][p][v], sizeof(before));
       }
     }
   }
@@ -334,18 +581,18 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
 // A FewRowsKernel.
 template <typename Simd, Codes codes, bool has_minima, int kRows>
 MOE_EXT_TARGET void few_rows_kernel(const PackedLayout& layout, const uint8_t* panels,
-                                    int64_t num_panels, int64_t first_input, int64_t num_inputs,
-                                    const float* a, int64_t num_rows, bool add, float* c,
-                                    int64_t ldc) {
+                                    int64_t num_panels, int64_t kc, const float* a, int64_t lda,
+                                    int64_t num_rows, bool add, float* c, int64_t ldc) {
   // Several chains at a time hide the latency of the multiply-adds.
   constexpr int kVectors = Unpacking<Simd>::kVectors;
   constexpr int kPanels = std::clamp(16 / (kRows * kVectors * kVectors), 1, 4);
   const int64_t panel_bytes = layout.panel_bytes();
+  const uint8_t* end = panels + num_panels * panel_bytes;
   int64_t panel = 0;
   const auto multiply = [&](auto size) __attribute__((always_inline)) MOE_EXT_TARGET {
     multiply_panels<Simd, codes, has_minima, kRows, size()>(layout, panels + panel * panel_bytes,
-                                                            first_input, num_inputs, a, num_rows,
-                                                            add, c + panel * kPanelOutputs, ldc);
+                                                            end, kc, a, lda, num_rows, add,
+                                                            c + panel * kPanelOutputs, ldc);
     panel += size();
   };
   while (panel + kPanels <= num_panels) multiply(std::integral_constant<int, kPanels>());
