@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, Unpack, 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ext import ops
 from moe_ext._compiled import uncompiled
@@ -107,7 +107,8 @@ class LoRAAdapter(nn.Module):
         self.first_expert: int = base.first_expert
         like = _first_tensor(base)
         rule = "be plain tensors; add adapters before fully_shard"
-        require(not isinstance(like, DTensor), f"{name}: weights", rule, type(like).__name__)
+        is_plain = not is_traceable_wrapper_subclass(like)  # a DTensor is no plain tensor
+        require(is_plain, f"{name}: weights", rule, type(like).__name__)
         if require_dtype(name, dtype) is None:
             dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         for i in self.layers:
