@@ -38,10 +38,10 @@ try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-    from moe_ext.integrations._memory_plan import MemoryPlan, memory_plan
-    from moe_ext.integrations._packed_experts import PackedExperts
-    from moe_ext.integrations._packed_files import save
-    from moe_ext.integrations._packed_models import describe, load, quantize_experts
+    from moe_ext.integrations._packed.experts import PackedExperts
+    from moe_ext.integrations._packed.load import describe, load, quantize_experts
+    from moe_ext.integrations._packed.memory_plan import MemoryPlan, memory_plan
+    from moe_ext.integrations._packed.save import save
     from moe_ext.integrations._transformers_activation import activation_of
     from moe_ext.integrations._transformers_parallel import ExchangeParallel, UnevenShard
 except ImportError as _error:

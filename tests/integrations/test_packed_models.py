@@ -224,7 +224,7 @@ def test_quantize_experts(model_type, capsys):
 
 
 def test_models_of_the_hub(fp8, tmp_path, monkeypatch):
-    files = importlib.import_module("moe_ext.integrations._checkpoint")
+    files = importlib.import_module("moe_ext.integrations._packed.checkpoint")
     calls = []
 
     def download(*arguments, **options):

@@ -13,10 +13,10 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from torch import nn
 
 from moe_ext.checks import require, require_one_of
-from moe_ext.integrations._found_tensors import FoundTensors, Read, find_in_safetensors
-from moe_ext.integrations._gguf_tensors import find_in_gguf, gguf_config
-from moe_ext.integrations._layer_tensors import LayerTensors
-from moe_ext.integrations._stored_tensors import Stored, read_gguf, read_safetensors
+from moe_ext.integrations._packed.found_tensors import FoundTensors, Read, find_in_safetensors
+from moe_ext.integrations._packed.gguf import find_in_gguf, gguf_config
+from moe_ext.integrations._packed.layer_tensors import LayerTensors
+from moe_ext.integrations._packed.stored_tensors import Stored, read_gguf, read_safetensors
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_balance import experts_modules
 

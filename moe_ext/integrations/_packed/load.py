@@ -18,8 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moe_ext.checks import require, require_one_of
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.formats import FORMATS, FormatName
-from moe_ext.integrations._checkpoint import Checkpoint, ModuleTensors, open_checkpoint
-from moe_ext.integrations._packed_experts import PackedExperts
+from moe_ext.integrations._packed.checkpoint import Checkpoint, ModuleTensors, open_checkpoint
+from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_balance import experts_modules
 from moe_ext.quantized import QuantizedExperts

@@ -13,9 +13,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from moe_ext.checks import require
 from moe_ext.files import atomic_file
-from moe_ext.integrations._checkpoint import Checkpoint
-from moe_ext.integrations._layer_tensors import LayerTensors
-from moe_ext.integrations._stored_tensors import Bytes, Stored, safetensors_header
+from moe_ext.integrations._packed.checkpoint import Checkpoint
+from moe_ext.integrations._packed.layer_tensors import LayerTensors
+from moe_ext.integrations._packed.stored_tensors import Bytes, Stored, safetensors_header
 from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["save"]

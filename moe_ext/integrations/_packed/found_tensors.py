@@ -19,8 +19,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from moe_ext.integrations._layer_tensors import LayerTensors
-from moe_ext.integrations._stored_tensors import Stored
+from moe_ext.integrations._packed.layer_tensors import LayerTensors
+from moe_ext.integrations._packed.stored_tensors import Stored
 from moe_ext.integrations._transformers_balance import experts_modules
 
 __all__ = ["FoundTensors", "Read", "expert_parameters", "find_in_safetensors"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moe_ext.checks import require_sizes
-from moe_ext.integrations._checkpoint import Checkpoint, open_checkpoint
+from moe_ext.integrations._packed.checkpoint import Checkpoint, open_checkpoint
 from moe_ext.integrations._transformers_balance import experts_modules
 
 __all__ = ["MemoryPlan", "memory_plan"]

@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor, nn
 
 from moe_ext.checks import require, require_one_of
-from moe_ext.integrations._found_tensors import FoundTensors, expert_parameters
-from moe_ext.integrations._layer_tensors import LayerTensors
-from moe_ext.integrations._stored_tensors import Metadata, Stored
+from moe_ext.integrations._packed.found_tensors import FoundTensors, expert_parameters
+from moe_ext.integrations._packed.layer_tensors import LayerTensors
+from moe_ext.integrations._packed.stored_tensors import Metadata, Stored
 
 __all__ = ["find_in_gguf", "gguf_config"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ext.checks import require
 from moe_ext.formats import FormatName, PackedWeight
-from moe_ext.integrations._stored_tensors import Stored
+from moe_ext.integrations._packed.stored_tensors import Stored
 
 __all__ = ["LayerTensors"]
 
