@@ -86,7 +86,7 @@ struct RoundRow {
     } else {
       for (int64_t i = 0; i < size; ++i) values[i] = static_cast<float>(a[i]);
     }
-    // The bits of magnitudes have their order; those of NaN are the largest.
+    // As integers, floats without a sign have the same order, and NaN is the largest.
     std::memcpy(magnitudes, values, sizeof(values));
     int32_t most = 0;
     for (int64_t i = 0; i < kSegment; ++i) most = std::max(most, magnitudes[i] & kSign);
