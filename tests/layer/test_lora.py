@@ -101,6 +101,7 @@ OPTIONS = {
 # Values
 
 
+@pytest.mark.equation("arXiv 2106.09685")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", BASES)
 def test_equals_the_formula(kind, options):

@@ -165,7 +165,7 @@ TABLE = {
         function=ops.experts, make=make_layer,
         reference=layer_by(reference_expert, reference_combine),
         plain=layer_by(plain_expert, plain_combine),
-        equations=("Eq. 1", "Sec. 3.2", "App. D"),
+        equations=("Eq. 1", "Sec. 3.2", "App. D", "arXiv 2106.09685"),
         differentiable=("x", "weights", "biases", "gates", "lora"), backward="_experts_backward",
         autocast=torch.bfloat16, products=True,
         lacks={"half_types": "hidden layers are rounded, and products are of the type itself"},
