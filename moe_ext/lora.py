@@ -77,6 +77,12 @@ class LoRAAdapter(nn.Module):
         b_0: [E, r, width] parameter, B of the first layer. The next layers have b_1, …
     """
 
+    rank: int
+    alpha: float
+    rslora: bool
+    shared_a: bool
+    dropout: float
+
     def __init__(
         self,
         base: FeedForwardExperts | QuantizedExperts,

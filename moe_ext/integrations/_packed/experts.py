@@ -33,7 +33,7 @@ class PackedExperts(nn.Module):
     def __init__(self, module: nn.Module, packed: Experts | None = None) -> None:
         super().__init__()
         self.num_experts: int = module.num_experts  # type: ignore[assignment]
-        self.post_expert_norm = getattr(module, "post_expert_norm", None)
+        self.post_expert_norm: nn.Module | None = getattr(module, "post_expert_norm", None)
         self.packed: Any = packed
 
     @property
