@@ -41,7 +41,7 @@ from moe_lab.training.text import SentenceText
 
 MODEL, FLOAT = "moe-32", "float32"
 FORMATS: dict[str, FormatName | None] = {FLOAT: None, "int4": "int4", "mxfp4": "mxfp4"}
-# Set before the runs.
+# Set before the runs of the page, after a first run with other seeds.
 MARGIN = math.log(1.01)  # of the loss of quality, in ln ppl
 STEPS, RANK, ALPHA, RATE = 600, 16, 32, 4e-3
 TEST_SENTENCES = 2_000
