@@ -135,6 +135,10 @@ class Experts(nn.Module):
     if TYPE_CHECKING:
         __call__: _Part  # fused experts take more arguments
 
+    def _dtype_of_rows(self) -> torch.dtype | None:
+        """Returns the dtype of input rows; None: any, as packed weights have no dtype."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
+
     def split(self, sizes: Sequence[int]) -> Sequence[_Part]:
         """Splits the experts into consecutive blocks of sizes[0], sizes[1], … experts.
 

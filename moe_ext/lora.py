@@ -437,6 +437,10 @@ class LoRAExperts(Experts):
     if TYPE_CHECKING:
         __call__ = forward
 
+    def _dtype_of_rows(self) -> torch.dtype | None:
+        """Returns the dtype of the base's rows; adapters follow the rows."""
+        return self.base._dtype_of_rows()
+
     def split(self, sizes: Sequence[int]) -> list[Callable[..., Tensor]]:
         """Splits the experts into consecutive blocks without copies; see `Experts.split`."""
 

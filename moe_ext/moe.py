@@ -39,7 +39,6 @@ from moe_ext.dispatch._dispatchers import LocalDispatcher, make_dispatcher
 from moe_ext.dispatch._sharding import parallel_options
 from moe_ext.experts import ActivationLike, Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate
-from moe_ext.lora import LoRAExperts
 from moe_ext.losses import RouterLoss, cv_squared
 from moe_ext.ops._dtypes import cast
 from moe_ext.ranks import Ranks
@@ -540,11 +539,7 @@ class MoE(FormerCapacity, nn.Module):
 
     def _dtype_of_experts(self) -> torch.dtype | None:
         """Returns the dtype to which tokens are cast for the experts; None: no cast."""
-        if not self.casts_tokens:
-            return None
-        # Packed weights have no dtype that tokens could be cast to; adapters follow the tokens.
-        experts = self.experts.base if isinstance(self.experts, LoRAExperts) else self.experts
-        return next((p.dtype for p in experts.parameters() if p.is_floating_point()), None)
+        return self.experts._dtype_of_rows() if self.casts_tokens else None
 
     def _sparse_parts(self) -> list[SparsePart]:
         """Returns the parameters that `count_parameters` counts in part."""
