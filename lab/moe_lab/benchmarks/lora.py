@@ -41,11 +41,19 @@ from torch import Tensor, nn
 from moe_ext import ops
 from moe_lab.benchmarks import measurement
 from moe_lab.benchmarks.harness import Quartiles, Row, pinned
-from moe_lab.benchmarks.measurement import Extra, Stacked, by
+from moe_lab.benchmarks.measurement import Extra, Stacked
 from moe_lab.benchmarks.peers import random_routing
 from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
-from moe_lab.benchmarks.shapes import MODELS, Shape
-from moe_lab.benchmarks.tables import cell, list_of_remarks, percent_of_limit, place, plot
+from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
+from moe_lab.benchmarks.tables import (
+    cell,
+    list_of_remarks,
+    memory_sections,
+    percent_of_limit,
+    plot,
+    spread_of,
+    time_sections,
+)
 from moe_lab.benchmarks.transformers_experts import build_layer
 from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
@@ -207,13 +215,11 @@ def _table(group: Sequence[Row]) -> str:
     """Formats the results of one dtype and number of threads; a line for each pass."""
     lines = []
     for result in group:
-        of_model = MODELS[MODEL].num_experts
-        experts = result.shape.num_experts
         for which, limit_ms in result.limit_ms.items():
             ours, frozen = (result.figures[name][which] for name in (OURS, FROZEN))
             lines.append(
                 [
-                    *(f"{experts}" if experts == of_model else f"{experts} of {of_model}", which),
+                    *(experts_of_model(result.shape, MODEL), which),
                     *(f"{Quartiles(*ours['ms']):.4g}", f"{limit_ms:.4g}", percent_of_limit(ours)),
                     f"{frozen['ms'][1]:.4g} ({1 / frozen['ratio_to_ours'][1]:.2f})",
                     *(
@@ -241,9 +247,7 @@ def _memory_table(group: Sequence[Row]) -> str:
 
 def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
     """Formats the page of a run, or of several merged runs."""
-    occasions = max(result.occasions for result in results)
-    runs = f"medians over up to {occasions} runs (minimum-maximum)"
-    spread = runs if occasions > 1 else "medians over the rounds (quartiles)"
+    spread = spread_of(results)
     parts = [
         "# Adapters of frozen experts\n",
         f"```\n{COMMAND}\n```\n",
@@ -252,15 +256,8 @@ def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
         f"{results[0].rank}. `--help` explains the implementations and the columns. Figures are "
         f"{spread}. In brackets after a time of PEFT is this time divided by that of moe_ext.\n",
     ]
-    for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
-        gflops = max(result.gemm_gflops for result in group)
-        gbytes = max(result.stream_gbytes for result in group)
-        peaks = f"GEMM peak {gflops:.0f} GF/s, stream {gbytes:.1f} GB/s.\n"
-        parts += [f"## {dtype}, {place(threads)}\n", peaks, _table(group)]
-    for dtype, group in by(results, lambda result: result.dtype).items():
-        first = [result for result in group if result.threads == group[0].threads]
-        what = "MiB without weights and inputs.\n"
-        parts += [f"## Peak memory, {dtype}\n", what, _memory_table(first)]
+    parts += time_sections(results, _table)
+    parts += memory_sections(results, _memory_table)
     if remarks := list_of_remarks(results):
         parts += ["## Not timed\n", remarks]
     return "\n".join(parts)

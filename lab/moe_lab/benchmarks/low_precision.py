@@ -57,12 +57,19 @@ from moe_ext import ops
 from moe_ext.formats import FormatName, PackedWeight, dequantize
 from moe_lab.benchmarks import ggml, measurement
 from moe_lab.benchmarks.harness import Quartiles, Row, pinned
-from moe_lab.benchmarks.measurement import Extra, Stacked, best_ratio, by
+from moe_lab.benchmarks.measurement import Extra, Stacked, best_ratio
 from moe_lab.benchmarks.peers import random_routing
 from moe_lab.benchmarks.random_codes import BLOCKS, RandomWeight
 from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
-from moe_lab.benchmarks.shapes import MODELS, PACKED_PEERS, Shape
-from moe_lab.benchmarks.tables import cell, number, percent_of_limit, place, plot
+from moe_lab.benchmarks.shapes import MODELS, PACKED_PEERS, Shape, experts_of_model
+from moe_lab.benchmarks.tables import (
+    cell,
+    number,
+    percent_of_limit,
+    plot,
+    spread_of,
+    time_sections,
+)
 from moe_lab.markdown import markdown_table
 
 NAME = "low_precision"
@@ -308,8 +315,7 @@ def _table(group: Sequence[Row]) -> str:
     peers = [name for name in PACKED_PEERS if any(name in result.figures for result in group)]
     lines = []
     for result in group:
-        num_experts, of_model = result.shape.num_experts, MODELS[result.model].num_experts
-        experts = f"{num_experts}" if num_experts == of_model else f"{num_experts} of {of_model}"
+        experts = experts_of_model(result.shape, result.model)
         for which, limit_ms in result.limit_ms.items():
             ours = result.figures[OURS][which]
             best = best_ratio(result, which, (*FLOAT_PEERS, INTEGER))
@@ -351,9 +357,7 @@ def _remarks(results: Sequence[Row]) -> list[str]:
 
 def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
     """Formats the page of a run, or of several merged runs."""
-    occasions = max((result.occasions for result in results), default=1)
-    runs = f"medians over up to {occasions} runs (minimum-maximum)"
-    spread = runs if occasions > 1 else "medians over the rounds (quartiles)"
+    spread = spread_of(results)
     parts = [
         "# Experts in 4 and 8 bits: speed\n",
         f"```\n{COMMAND}\n```\n",
@@ -363,11 +367,7 @@ def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
         "time divided by the time of moe_ext. The last two columns compare with the faster of "
         "ik_llama.cpp and llama.cpp.\n",
     ]
-    for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
-        gflops = max(result.gemm_gflops for result in group)
-        gbytes = max(result.stream_gbytes for result in group)
-        peaks = f"GEMM peak {gflops:.0f} GF/s, stream {gbytes:.1f} GB/s.\n"
-        parts += [f"## x in {dtype}, {place(threads)}\n", peaks, _table(group)]
+    parts += time_sections(results, _table, what="x in ")
     if remarks := [*_remarks(results), *record["left_out"]]:
         parts += ["## Not timed\n", "".join(f"- {each}\n" for each in remarks)]
     return "\n".join(parts)

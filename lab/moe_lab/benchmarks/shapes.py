@@ -103,6 +103,12 @@ DEFAULT_MODELS = ("qwen3_moe", "olmoe", "gpt_oss")
 PACKED_MODELS = ("qwen3_moe", "gpt_oss", "olmoe", "mixtral")
 
 
+def experts_of_model(shape: Shape, model: str) -> str:
+    """Formats the number of experts, and that of the model if it has more."""
+    num_experts, of_model = shape.num_experts, MODELS[model].num_experts
+    return f"{num_experts}" if num_experts == of_model else f"{num_experts} of {of_model}"
+
+
 def experts_that_fit(name: str, gib: float) -> int:
     """Returns a model's number of experts, halved until the float32 weights fit into `gib` GiB.
 

@@ -54,6 +54,36 @@ def list_of_remarks(results: Iterable[Row]) -> str:
     )
 
 
+def spread_of(results: Iterable[Row]) -> str:
+    """Says what the figures of a page and their brackets are."""
+    occasions = max((result.occasions for result in results), default=1)
+    runs = f"medians over up to {occasions} runs (minimum-maximum)"
+    return runs if occasions > 1 else "medians over the rounds (quartiles)"
+
+
+def time_sections(
+    results: Iterable[Row], table: Callable[[Sequence[Row]], str], what: str = ""
+) -> list[str]:
+    """Returns a section with the peaks and a table for each dtype and number of threads."""
+    parts = []
+    for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
+        gflops = max(result.gemm_gflops for result in group)
+        gbytes = max(result.stream_gbytes for result in group)
+        peaks = f"GEMM peak {gflops:.0f} GF/s, stream {gbytes:.1f} GB/s.\n"
+        parts += [f"## {what}{dtype}, {place(threads)}\n", peaks, table(group)]
+    return parts
+
+
+def memory_sections(results: Iterable[Row], table: Callable[[Sequence[Row]], str]) -> list[str]:
+    """Returns a section with a table of peak memory for each dtype."""
+    parts = []
+    for dtype, group in by(results, lambda result: result.dtype).items():
+        first = [result for result in group if result.threads == group[0].threads]
+        what = "MiB without weights and inputs.\n"
+        parts += [f"## Peak memory, {dtype}\n", what, table(first)]
+    return parts
+
+
 def peak_table(group: Sequence[Row]) -> str:
     """Formats peak memory; one line per shape, activation and pass."""
     names = list(dict.fromkeys(name for result in group for name in result.peak_mib))

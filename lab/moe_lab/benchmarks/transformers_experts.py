@@ -60,18 +60,20 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_lab.benchmarks import measurement
 from moe_lab.benchmarks.harness import Quartiles, Row
-from moe_lab.benchmarks.measurement import Extra, Stacked, best_ratio, by
+from moe_lab.benchmarks.measurement import Extra, Stacked, best_ratio
 from moe_lab.benchmarks.peers import hf_extra, random_routing
 from moe_lab.benchmarks.roofline import Work, experts_work
-from moe_lab.benchmarks.shapes import MODELS, Shape
+from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
 from moe_lab.benchmarks.tables import (
     cell,
     list_of_remarks,
+    memory_sections,
     number,
     peak_table,
     percent_of_limit,
-    place,
     plot,
+    spread_of,
+    time_sections,
 )
 from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
@@ -225,14 +227,8 @@ class Problem:
         }
 
 
-def _experts(result: Row) -> str:
-    """Formats the number of experts, and that of the model if it has more."""
-    num_experts, of_model = result.shape.num_experts, MODELS[result.name].num_experts
-    return f"{num_experts}" if num_experts == of_model else f"{num_experts} of {of_model}"
-
-
 def _label(result: Row) -> str:
-    return f"{result.name}\nE = {_experts(result)}"
+    return f"{result.name}\nE = {experts_of_model(result.shape, result.name)}"
 
 
 def _time_table(group: Sequence[Row]) -> str:
@@ -245,7 +241,7 @@ def _time_table(group: Sequence[Row]) -> str:
             ours = result.figures["ours"][task]
             lines.append(
                 [
-                    *(result.name, _experts(result), task),
+                    *(result.name, experts_of_model(result.shape, result.name), task),
                     f"{rows / result.shape.num_experts:.3g}",
                     *(f"{Quartiles(*ours['ms']):.4g}", f"{limit_ms:.4g}", percent_of_limit(ours)),
                     *(cell(result, peer, task, lambda f: f"{f['ms'][1]:.4g}") for peer in peers),
@@ -258,9 +254,7 @@ def _time_table(group: Sequence[Row]) -> str:
 
 def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
     """Formats the page of a run, or of several merged runs."""
-    occasions = max(result.occasions for result in results)
-    runs = f"medians over up to {occasions} runs (minimum-maximum)"
-    spread = runs if occasions > 1 else "medians over the rounds (quartiles)"
+    spread = spread_of(results)
     parts = [
         "# The experts of transformers' models\n",
         f"```\n{COMMAND}\n```\n",
@@ -270,15 +264,8 @@ def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
         "time divided by the time of moe_ext. T·k/E is the mean number of rows of an expert. The "
         "time of a decode task is that of 10 passes.\n",
     ]
-    for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
-        gflops = max(result.gemm_gflops for result in group)
-        gbytes = max(result.stream_gbytes for result in group)
-        peaks = f"GEMM peak {gflops:.0f} GF/s, stream {gbytes:.1f} GB/s.\n"
-        parts += [f"## {dtype}, {place(threads)}\n", peaks, _time_table(group)]
-    for dtype, group in by(results, lambda result: result.dtype).items():
-        first = [result for result in group if result.threads == group[0].threads]
-        what = "MiB without weights and inputs.\n"
-        parts += [f"## Peak memory, {dtype}\n", what, peak_table(first)]
+    parts += time_sections(results, _time_table)
+    parts += memory_sections(results, peak_table)
     if remarks := list_of_remarks(results):
         parts += ["## Not timed\n", remarks]
     if record["warnings"]:
