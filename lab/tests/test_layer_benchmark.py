@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_lab.benchmarks import layer, measurement, peers, roofline, tables
+from moe_lab.benchmarks import layer, measurement, peers, tables
 from moe_lab.benchmarks.cases import run
 from moe_lab.benchmarks.harness import Row, clock_of, host_seconds
 from moe_lab.benchmarks.measurement import GEMM, STREAM
@@ -14,12 +14,12 @@ from moe_lab.benchmarks.memory import peak_allocated_mib
 from moe_lab.benchmarks.peers import BOTH, FORWARD, PASSES, PEERS, Kind, Peer, Problem
 from moe_lab.benchmarks.roofline import Work, experts_work, limit
 from moe_lab.benchmarks.shapes import GPU_SHAPES, PEER_NAMES, Shape
+from tiny import shrink_probes
 
 
 @pytest.fixture(autouse=True)
 def small_probes(monkeypatch):
-    for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):
-        monkeypatch.setattr(roofline, name, dict.fromkeys(("cpu", "cuda"), size))
+    shrink_probes(monkeypatch)
 
 
 SHAPE = Shape(48, 5, 2, 16, 32)

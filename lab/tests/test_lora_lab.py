@@ -8,14 +8,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from moe_lab.benchmarks import cases, lora, measurement, roofline, shapes, transformers_experts
+from moe_lab.benchmarks import cases, lora, measurement, transformers_experts
 from moe_lab.benchmarks.lora import FROZEN, OURS, PEER, PEFT, Problem
-from moe_lab.benchmarks.shapes import MODELS
 from moe_lab.experiments.claims import NOT_DECIDED, as_change
 from moe_lab.experiments.runs import difference, number_of
 from moe_lab.studies import lora as study
 from moe_lab.studies.table import run as run_study
-from tiny import rebuilds
+from tiny import rebuilds, shrink_models, shrink_probes
 
 pytest.importorskip("moe_ext.integrations.peft")
 
@@ -28,14 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def tiny(monkeypatch):
     """Makes all models and the probes of the machine small."""
-    small = {
-        name: model._replace(hidden_size=16, num_experts=8, intermediate_size=24, k=2)
-        for name, model in MODELS.items()
-    }
-    for module in (transformers_experts, lora, cases, shapes):
-        monkeypatch.setattr(module, "MODELS", small)
-    for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):
-        monkeypatch.setattr(roofline, name, dict.fromkeys(("cpu", "cuda"), size))
+    modules = (transformers_experts, lora)
+    shrink_models(monkeypatch, *modules, hidden_size=16, intermediate_size=24)
+    shrink_probes(monkeypatch)
 
 
 def test_work_and_memory_by_hand(tiny):

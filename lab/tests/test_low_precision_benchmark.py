@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from moe_lab.benchmarks import cases, ggml, low_precision, measurement, roofline, shapes
+from moe_lab.benchmarks import cases, ggml, low_precision, measurement, roofline
 from moe_lab.benchmarks.cases import run
 from moe_lab.benchmarks.low_precision import Pass, Problem, draw_experts, problem_of
 from moe_lab.benchmarks.random_codes import RandomWeight
 from moe_lab.benchmarks.roofline import Work
-from moe_lab.benchmarks.shapes import MODELS, PACKED_FORMATS, PACKED_PEERS, Shape
+from moe_lab.benchmarks.shapes import PACKED_FORMATS, PACKED_PEERS, Shape
 from moe_lab.cli import exit_status
+from tiny import shrink_models, shrink_probes
 
 from moe_ext.formats import dequantize
 
@@ -28,15 +29,10 @@ NOT_INSTALLED = {project: ("not_a_package", "not-a-package") for project in ggml
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     """Makes all models and the probes of the machine small."""
-    small = {
-        name: model._replace(hidden_size=256, num_experts=8, intermediate_size=256, k=2)
-        for name, model in MODELS.items()
-    }
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    small = shrink_models(monkeypatch, low_precision, **sizes)
     small["gpt_oss"] = small["gpt_oss"]._replace(intermediate_size=96)
-    for module in (low_precision, cases, shapes):
-        monkeypatch.setattr(module, "MODELS", small)
-    for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):
-        monkeypatch.setattr(roofline, name, dict.fromkeys(("cpu", "cuda"), size))
+    shrink_probes(monkeypatch)
     monkeypatch.setattr(roofline, "PEAK_SIZE", 64)
 
 

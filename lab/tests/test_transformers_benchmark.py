@@ -9,12 +9,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from moe_lab.benchmarks import cases, measurement, roofline, shapes
+from moe_lab.benchmarks import measurement
 from moe_lab.benchmarks import transformers_experts as benchmark
 from moe_lab.benchmarks.cases import run
 from moe_lab.benchmarks.shapes import IMPLEMENTATIONS, MODELS, experts_that_fit
 from moe_lab.benchmarks.transformers_experts import TASKS, Problem
 from moe_lab.cli import exit_status
+from tiny import shrink_models, shrink_probes
 
 pytest.importorskip("moe_ext.integrations.transformers")
 
@@ -24,14 +25,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def tiny(monkeypatch):
     """Makes all models and the probes of the machine small."""
-    small = {
-        name: model._replace(hidden_size=16, num_experts=8, intermediate_size=24, k=2)
-        for name, model in MODELS.items()
-    }
-    for module in (benchmark, cases, shapes):
-        monkeypatch.setattr(module, "MODELS", small)
-    for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):
-        monkeypatch.setattr(roofline, name, dict.fromkeys(("cpu", "cuda"), size))
+    shrink_models(monkeypatch, benchmark, hidden_size=16, intermediate_size=24)
+    shrink_probes(monkeypatch)
 
 
 def test_experts_are_halved_until_they_fit():

@@ -4,6 +4,8 @@ import pathlib
 from argparse import Namespace
 from functools import partial
 
+from moe_lab.benchmarks import cases as benchmark_cases
+from moe_lab.benchmarks import roofline, shapes
 from moe_lab.cli import exit_status
 from moe_lab.experiments.comparison import Comparison
 from moe_lab.studies.table import run as run_study
@@ -57,3 +59,19 @@ def rebuilds(study, name, folder, *options):
         file.unlink()
     run_study(study, ["--report", *options, f"--output={folder}"])
     return [file.read_bytes() for file in files] == before
+
+
+def shrink_probes(monkeypatch):
+    """Makes the probes of the machine small."""
+    for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):
+        monkeypatch.setattr(roofline, name, dict.fromkeys(("cpu", "cuda"), size))
+
+
+def shrink_models(monkeypatch, *modules, **sizes):
+    """Makes the models of the benchmarks small, also in modules that import their table."""
+    small = {
+        name: model._replace(num_experts=8, k=2, **sizes) for name, model in shapes.MODELS.items()
+    }
+    for module in (benchmark_cases, shapes, *modules):
+        monkeypatch.setattr(module, "MODELS", small)
+    return small
