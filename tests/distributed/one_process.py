@@ -11,8 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from moe_ext import Gate
-from moe_ext.distributed import ExpertParallel, expert_parameters
+from moe_ext import Gate, count_parameters
+from moe_ext.distributed import (
+    Checkpoints,
+    ExpertParallel,
+    clip_grad_norm_,
+    expert_parameters,
+    full_state_dict,
+)
 from moe_ext.gates import HierarchicalGate
 from moe_ext.ranks import Ranks
 
@@ -155,3 +161,54 @@ def assert_equals_one_process(workers, ranks, make, call, x, same_bits=False, **
             if grad is not None:
                 assert_exact(grad, wanted[part["rows"][name]])
     return expected
+
+
+def train_three_steps(wrapped, optimizer, group, rank):
+    """Returns the state of one process after three steps, and the norms of the gradients."""
+    counts, norms = RANKS["2"], []
+    for step in range(3):
+        x = tokens_of(counts).roll(step, 1).split(counts)
+        y = wrapped(torch.cat(x) if group is None else x[rank])
+        parts = y.split(counts) if group is None else [y]
+        first = rank_weight(0 if group is None else rank)
+        losses = [(first + i / 2) * part.square().sum() for i, part in enumerate(parts)]
+        (sum(losses) / len(losses)).backward()
+        norms.append(clip_grad_norm_(wrapped, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(wrapped, group), norms
+
+
+def save(group, rank, make, folder):
+    Checkpoints(folder, group).save(1, make(group))
+
+
+def load(group, rank, make, folder):
+    model = make(group)
+    for param in model.parameters():
+        param.detach().zero_()
+    Checkpoints(folder, group).load(model)
+    return full_state_dict(model, group)
+
+
+def assert_checkpoints_load(workers, worlds, make, folder):
+    """Compares a checkpoint of worlds[0] ranks, loaded by worlds[1] ranks, with one process."""
+    workers.run(worlds[0], save, make, folder)
+    state, expected = workers.run(worlds[1], load, make, folder)[0], make().state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bits(state[name], value)
+
+
+def assert_step_of_fully_sharded(layer, twin, x, group):
+    """Compares the output, the gradients and the count of parameters with a layer that is whole."""
+    (y, aux), (expected, expected_aux) = layer(x), twin(x)
+    assert_same_bits(y, expected)
+    (y.square().sum() + aux.loss).backward()
+    (expected.square().sum() + expected_aux.loss).backward()
+    for (name, param), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            dist.all_reduce(other.grad, group=group)
+            assert_exact(param.grad.full_tensor(), other.grad / 2)
+    assert count_parameters(layer) == count_parameters(twin)

@@ -6,15 +6,18 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from assertions import assert_all_same_bits, assert_exact, assert_same_bits
+from assertions import assert_all_same_bits, assert_same_bits
 from layers import D, layer_of
 from one_process import (
+    RANKS,
+    assert_checkpoints_load,
     assert_equals_one_process,
+    assert_step_of_fully_sharded,
     draw_parameters,
     mesh_of,
-    rank_weight,
     sharing,
     tokens_of,
+    train_three_steps,
 )
 from pairwise import pairwise
 from torch import nn
@@ -25,8 +28,6 @@ from workers import on_ranks
 
 from moe_ext import MoE, QuantizedExperts, SharedExpert, TopKGate, add_lora, count_parameters
 from moe_ext.distributed import (
-    Checkpoints,
-    clip_grad_norm_,
     expert_parameters,
     full_state_dict,
     load_full_state_dict,
@@ -107,26 +108,12 @@ class Model(nn.Module):
         return self.layer(self.dense(x))[0]
 
 
-COUNTS = [5, 8]
-
-
 def train(group, rank, dense, packed, rest):
     """Returns the state of one process after three steps, and the norms of the gradients."""
     model = Model(group, packed, rest)
     wrapped = model if group is None else parallelize(model, group, dense=dense)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    norms = []
-    for step in range(3):
-        x = tokens_of(COUNTS).roll(step, 1).split(COUNTS)
-        y = wrapped(torch.cat(x) if group is None else x[rank])
-        parts = y.split(COUNTS) if group is None else [y]
-        first = rank_weight(0 if group is None else rank)
-        losses = [(first + i / 2) * part.square().sum() for i, part in enumerate(parts)]
-        (sum(losses) / len(losses)).backward()
-        norms.append(clip_grad_norm_(wrapped, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_state_dict(wrapped, group), norms
+    return train_three_steps(wrapped, optimizer, group, rank)
 
 
 @pytest.mark.parametrize(
@@ -153,26 +140,10 @@ def test_training_equals_one_process(workers, dense, packed, rest):
 # Checkpoints
 
 
-def save(group, rank, folder):
-    Checkpoints(folder, group).save(1, Model(group))
-
-
-def load(group, rank, folder):
-    model = Model(group)
-    for param in model.parameters():
-        param.detach().zero_()
-    Checkpoints(folder, group).load(model)
-    return full_state_dict(model, group)
-
-
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 1), (1, 2)])
 def test_checkpoints(workers, tmp_path, worlds):
     """Any number of ranks can load them."""
-    workers.run(worlds[0], save, tmp_path)
-    state, expected = workers.run(worlds[1], load, tmp_path)[0], Model().state_dict()
-    assert state.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_same_bits(state[name], value)
+    assert_checkpoints_load(workers, worlds, Model, tmp_path)
 
 
 @on_ranks(2)
@@ -198,19 +169,10 @@ def test_fully_shard(group, rank):
     fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
     adapter = layer.experts.adapters["default"]
     assert isinstance(adapter.a_0, DTensor) and len(adapter.a_0.to_local()) == (3, 2)[rank]
-    x = tokens_of(COUNTS).split(COUNTS)[rank]
+    x = tokens_of(RANKS["2"]).split(RANKS["2"])[rank]
     with torch.no_grad(), disable_lora(layer), disable_lora(twin):
         assert_same_bits(layer(x)[0], twin(x)[0])
-    (y, aux), (expected, expected_aux) = layer(x), twin(x)
-    assert_same_bits(y, expected)
-    (y.square().sum() + aux.loss).backward()
-    (expected.square().sum() + expected_aux.loss).backward()
-    for (name, param), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), name
-        if other.grad is not None:
-            dist.all_reduce(other.grad, group=group)
-            assert_exact(param.grad.full_tensor(), other.grad / 2)
-    assert count_parameters(layer) == count_parameters(twin)
+    assert_step_of_fully_sharded(layer, twin, x, group)
     with pytest.raises(ValueError, match="must be plain tensors; add adapters before fully_shard"):
         layer.experts.add_adapter("third", 2, 2)
 
