@@ -4,6 +4,9 @@ A row is a gate or a path through `MoE`. test_layers.py tests every property for
 gate, add a row and, in REFERENCES, what the gate computes.
 """
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -428,3 +431,13 @@ def assert_equals_reference(layer, x, given=None):
     for a, e in zip(actual, wanted, strict=True):
         assert_exact(a, e)
     return y, aux
+
+
+def copies_of(module):
+    """Yields a deep copy, and copies through pickle and through a file of torch."""
+    yield copy.deepcopy(module)
+    yield pickle.loads(pickle.dumps(module))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
