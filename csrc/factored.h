@@ -1,4 +1,4 @@
-// factored_step_: the checks of its arguments. It updates tensors in place and has no outputs.
+// factored_step_: the host function. It updates tensors in place and has no outputs.
 #pragma once
 
 #include <ATen/MemoryOverlap.h>
@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "checks.h"
+#include "device.h"
+#include "kernels/factored.h"
 
 namespace moe_ext {
 
@@ -93,6 +95,42 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
   }
   const double in_type = in_accumulate_type(param, eps);
   TORCH_CHECK_VALUE(in_type > 0, op, ": eps must be positive in the dtype of row, got ", eps);
+}
+
+template <typename Device>
+void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column, const Tensor& lr,
+                   const Tensor& correction, double decay, double gain, double eps,
+                   bool mean_of_roots) {
+  check_factored_step(param, grad, row, column, lr, correction, decay, gain, eps);
+  Device::compute(param, [&] {
+    if (param.numel() == 0) return;
+    const Tensor g = grad.contiguous(), p = param.contiguous(), r = row.contiguous(),
+                 c = column.contiguous();
+    const auto scalar = [](const Tensor& tensor) {
+      const auto* number = tensor.const_data_ptr<double>();
+      return tensor.is_cpu() ? FactoredScalar{.on_device = nullptr, .on_host = *number}
+                             : FactoredScalar{.on_device = number, .on_host = 0};
+    };
+    with_type(p, [&]<typename scalar_t>() {
+      using acc_t = acc_type<scalar_t>;
+      Device::run(FactoredStep<scalar_t>{.param = p.mutable_data_ptr<scalar_t>(),
+                                         .grad = g.const_data_ptr<scalar_t>(),
+                                         .row = r.mutable_data_ptr<acc_t>(),
+                                         .column = c.mutable_data_ptr<acc_t>(),
+                                         .num_matrices = p.numel() / (p.size(-2) * p.size(-1)),
+                                         .num_rows = p.size(-2),
+                                         .num_columns = p.size(-1),
+                                         .lr = scalar(lr),
+                                         .correction = scalar(correction),
+                                         .decay = decay,
+                                         .gain = gain,
+                                         .eps = eps,
+                                         .mean_of_roots = mean_of_roots});
+    });
+    if (!p.is_same(param)) param.copy_(p);
+    if (!r.is_same(row)) row.copy_(r);
+    if (!c.is_same(column)) column.copy_(c);
+  });
 }
 
 }  // namespace moe_ext

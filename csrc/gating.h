@@ -1,10 +1,12 @@
-// noisy_topk_gating: the checks of its arguments, and its outputs.
+// noisy_topk_gating: the host functions.
 #pragma once
 
 #include <cmath>
 #include <tuple>
 
 #include "checks.h"
+#include "device.h"
+#include "kernels/gating.h"
 
 namespace moe_ext {
 
@@ -32,16 +34,43 @@ inline void check_noisy_topk_gating(const char* op, const Tensor& clean_logits,
   }
 }
 
-// Creates gates and expert_index [T, K], threshold and threshold_index [T, 2], and noise_stddev [T,
+// Returns gates and expert_index [T, K], threshold and threshold_index [T, 2], and noise_stddev [T,
 // E], or [0, E] without noise.
-inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_outputs(
-    Empty& empty, const Tensor& clean_logits, const OptionalTensor& noise, const c10::SymInt& k) {
+template <typename Device>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating(
+    const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
+    c10::SymInt k, double noise_epsilon) {
+  check_noisy_topk_gating("noisy_topk_gating", clean_logits, raw_noise_stddev, noise, k,
+                          noise_epsilon);
   const auto num_tokens = clean_logits.sym_size(0);
   const auto real = accumulate_type(clean_logits);
-  return {
-      empty(clean_logits, {num_tokens, k}, real), empty(clean_logits, {num_tokens, k}, at::kLong),
-      empty(clean_logits, {num_tokens, 2}, real), empty(clean_logits, {num_tokens, 2}, at::kLong),
-      empty(clean_logits, {noise ? num_tokens : 0, clean_logits.sym_size(1)}, real)};
+  Tensor gates = Device::empty(clean_logits, {num_tokens, k}, real);
+  Tensor expert_index = Device::empty(clean_logits, {num_tokens, k}, at::kLong);
+  Tensor threshold = Device::empty(clean_logits, {num_tokens, 2}, real);
+  Tensor threshold_index = Device::empty(clean_logits, {num_tokens, 2}, at::kLong);
+  Tensor noise_stddev =
+      Device::empty(clean_logits, {noise ? num_tokens : 0, clean_logits.sym_size(1)}, real);
+  Device::compute(clean_logits, [&] {
+    const Tensor clean = clean_logits.contiguous(), raw = contiguous(raw_noise_stddev),
+                 drawn = contiguous(noise);
+    with_type(clean, [&]<typename scalar_t>() {
+      using acc_t = acc_type<scalar_t>;
+      Device::run(
+          NoisyTopKGating<scalar_t>{.clean_logits = clean.const_data_ptr<scalar_t>(),
+                                    .raw_noise_stddev = data_of<scalar_t>(raw),
+                                    .noise = data_of<scalar_t>(drawn),
+                                    .noise_epsilon = noise_epsilon,
+                                    .num_tokens = clean.size(0),
+                                    .num_experts = clean.size(1),
+                                    .k = gates.size(1),
+                                    .gates = gates.mutable_data_ptr<acc_t>(),
+                                    .expert_index = expert_index.mutable_data_ptr<int64_t>(),
+                                    .threshold = threshold.mutable_data_ptr<acc_t>(),
+                                    .threshold_index = threshold_index.mutable_data_ptr<int64_t>(),
+                                    .noise_stddev = noise_stddev.mutable_data_ptr<acc_t>()});
+    });
+  });
+  return {gates, expert_index, threshold, threshold_index, noise_stddev};
 }
 
 inline void check_noisy_topk_gating_backward(
@@ -70,14 +99,51 @@ inline void check_noisy_topk_gating_backward(
   check_index(op, "threshold_index", threshold_index, clean_logits, {num_tokens, 2});
 }
 
-// Creates the gradients of clean_logits, [T, E], and of raw_noise_stddev, [T, E], or [0, E] without
+// Returns the gradients of clean_logits, [T, E], and of raw_noise_stddev, [T, E], or [0, E] without
 // noise.
-inline std::tuple<Tensor, Tensor> noisy_topk_gating_gradients(Empty& empty,
-                                                              const Tensor& clean_logits,
-                                                              const OptionalTensor& noise) {
-  return {empty_of(empty, clean_logits),
-          empty(clean_logits, {noise ? clean_logits.sym_size(0) : 0, clean_logits.sym_size(1)},
-                clean_logits.scalar_type())};
+template <typename Device>
+std::tuple<Tensor, Tensor> noisy_topk_gating_backward(
+    const OptionalTensor& grad_gates, const OptionalTensor& grad_threshold,
+    const OptionalTensor& grad_noise_stddev, const Tensor& gates, const Tensor& expert_index,
+    const Tensor& threshold_index, const Tensor& clean_logits,
+    const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise) {
+  constexpr auto op = "_noisy_topk_gating_backward";
+  check_noisy_topk_gating_backward(grad_gates, grad_threshold, grad_noise_stddev, gates,
+                                   expert_index, threshold_index, clean_logits, raw_noise_stddev,
+                                   noise);
+  Tensor grad_clean = empty_of(Device::empty, clean_logits);
+  Tensor grad_raw =
+      Device::empty(clean_logits, {noise ? clean_logits.sym_size(0) : 0, clean_logits.sym_size(1)},
+                    clean_logits.scalar_type());
+  Device::compute(clean_logits, [&] {
+    const Tensor chosen = contiguous_index(expert_index),
+                 limits = contiguous_index(threshold_index);
+    if (Device::kReadsValues) {
+      check_index_range(op, "expert_index", chosen, clean_logits.size(1));
+      check_index_range(op, "threshold_index", limits, clean_logits.size(1), /*least=*/-1);
+    }
+    const Tensor of_gates = contiguous(grad_gates), of_threshold = contiguous(grad_threshold),
+                 of_stddev = contiguous(grad_noise_stddev), kept = gates.contiguous(),
+                 raw = contiguous(raw_noise_stddev), drawn = contiguous(noise);
+    with_type(clean_logits, [&]<typename scalar_t>() {
+      using acc_t = acc_type<scalar_t>;
+      Device::run(NoisyTopKGatingBackward<scalar_t>{
+          .grad_gates = data_of<acc_t>(of_gates),
+          .grad_threshold = data_of<acc_t>(of_threshold),
+          .grad_noise_stddev = data_of<acc_t>(of_stddev),
+          .gates = kept.const_data_ptr<acc_t>(),
+          .expert_index = chosen.const_data_ptr<int64_t>(),
+          .threshold_index = limits.const_data_ptr<int64_t>(),
+          .raw_noise_stddev = data_of<scalar_t>(raw),
+          .noise = data_of<scalar_t>(drawn),
+          .num_tokens = grad_clean.size(0),
+          .num_experts = grad_clean.size(1),
+          .k = kept.size(1),
+          .grad_clean_logits = grad_clean.mutable_data_ptr<scalar_t>(),
+          .grad_raw_noise_stddev = grad_raw.mutable_data_ptr<scalar_t>()});
+    });
+  });
+  return {grad_clean, grad_raw};
 }
 
 }  // namespace moe_ext

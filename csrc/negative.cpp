@@ -67,12 +67,13 @@ void resolve(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 // Runs the step on copies without the negative bit, then writes the results back.
-void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column, const Tensor& lr,
-                   const Tensor& correction, double decay, double gain, double eps,
-                   bool mean_of_roots) {
+void factored_step_of_copies(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
+                             const Tensor& lr, const Tensor& correction, double decay, double gain,
+                             double eps, bool mean_of_roots) {
   // Checked here because a copy never has elements that share memory.
   check_factored_step(param, grad, row, column, lr, correction, decay, gain, eps);
-  static const auto op = find_operator<decltype(factored_step)>("moe_ext::factored_step_");
+  static const auto op =
+      find_operator<decltype(factored_step_of_copies)>("moe_ext::factored_step_");
   Tensor p = param.resolve_neg(), r = row.resolve_neg(), c = column.resolve_neg();
   op.call(p, grad.resolve_neg(), r, c, lr.resolve_neg(), correction.resolve_neg(), decay, gain, eps,
           mean_of_roots);
@@ -92,7 +93,7 @@ void register_pure(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(moe_ext, Negative, m) {
   moe_ext::register_pure(m);
-  moe_ext::implement<"factored_step_", &moe_ext::factored_step>(m);
+  moe_ext::implement<"factored_step_", &moe_ext::factored_step_of_copies>(m);
 }
 
 // No operator takes complex numbers: the kernel refuses the copy.

@@ -1,4 +1,4 @@
-// topk_routing: the checks of its arguments, and its outputs.
+// topk_routing: the host functions.
 #pragma once
 
 #include <cmath>
@@ -7,24 +7,11 @@
 #include <tuple>
 
 #include "checks.h"
+#include "device.h"
+#include "kernels/topk_routing.h"
 #include "math/topk_routing.h"
 
 namespace moe_ext {
-
-// How gates are computed from the logits of the chosen experts.
-struct GateRule {
-  std::string_view score;
-  bool renormalize;
-  double scale;
-};
-
-// The groups of experts among which a token selects: only its best groups.
-template <typename Int>
-struct Groups {
-  Int number;
-  Int per_token;
-  Int score_k;  // a group's score is the sum of its score_k largest scores
-};
 
 // `k_name` is the argument that k comes from.
 inline void check_gate_rule(const char* op, const Tensor& logits, const char* k_name,
@@ -48,7 +35,8 @@ inline void check_gate_rule(const char* op, const Tensor& logits, const char* k_
 
 inline void check_topk_routing(const Tensor& logits, const c10::SymInt& k,
                                const OptionalTensor& bias, const GateRule& rule,
-                               const Groups<c10::SymInt>& groups, const OptionalTensor& given) {
+                               const ExpertGroups<c10::SymInt>& groups,
+                               const OptionalTensor& given) {
   constexpr auto op = "topk_routing";
   check_gate_rule(op, logits, "k", k, rule);
   const auto num_experts = logits.sym_size(1);
@@ -69,23 +57,75 @@ inline void check_topk_routing(const Tensor& logits, const c10::SymInt& k,
                     ", got ", groups.score_k);
 }
 
-// Creates gates and expert_index, [T, K].
-inline std::tuple<Tensor, Tensor> topk_routing_outputs(Empty& empty, const Tensor& logits,
-                                                       const c10::SymInt& k) {
+// Returns gates and expert_index, [T, K]; with `given`, expert_index is a copy of it.
+template <typename Device>
+std::tuple<Tensor, Tensor> topk_routing(const Tensor& logits, c10::SymInt k,
+                                        const OptionalTensor& bias, std::string_view score,
+                                        bool renormalize, double scale, c10::SymInt num_groups,
+                                        c10::SymInt groups_per_token, c10::SymInt group_score_k,
+                                        const OptionalTensor& given) {
+  const GateRule rule{.score = score, .renormalize = renormalize, .scale = scale};
+  check_topk_routing(logits, k, bias, rule, {num_groups, groups_per_token, group_score_k}, given);
   const auto num_tokens = logits.sym_size(0);
-  return {empty(logits, {num_tokens, k}, accumulate_type(logits)),
-          empty(logits, {num_tokens, k}, at::kLong)};
+  Tensor gates = Device::empty(logits, {num_tokens, k}, accumulate_type(logits));
+  Tensor expert_index = Device::empty(logits, {num_tokens, k}, at::kLong);
+  Device::compute(logits, [&] {
+    const Tensor input = logits.contiguous();  // the check of the experts needs memory for a row
+    if (given) {
+      expert_index.copy_(*given);
+      if (Device::kReadsValues) check_chosen_experts("topk_routing", expert_index, input.size(1));
+    }
+    const Tensor added = contiguous(bias);
+    with_type(input, [&]<typename scalar_t>() {
+      using acc_t = acc_type<scalar_t>;
+      Device::run(TopKRouting<scalar_t>{.logits = input.const_data_ptr<scalar_t>(),
+                                        .bias = data_of<acc_t>(added),
+                                        .rule = rule,
+                                        .groups = {.number = num_groups.expect_int(),
+                                                   .per_token = groups_per_token.expect_int(),
+                                                   .score_k = group_score_k.expect_int()},
+                                        .selects = !given,
+                                        .num_tokens = input.size(0),
+                                        .num_experts = input.size(1),
+                                        .k = gates.size(1),
+                                        .gates = gates.mutable_data_ptr<acc_t>(),
+                                        .expert_index = expert_index.mutable_data_ptr<int64_t>()});
+    });
+  });
+  return {gates, expert_index};
 }
 
-inline void check_topk_routing_backward(const Tensor& grad_gates, const Tensor& logits,
-                                        const Tensor& expert_index, const GateRule& rule) {
+// Returns the gradient of the logits.
+template <typename Device>
+Tensor topk_routing_backward(const Tensor& grad_gates, const Tensor& logits,
+                             const Tensor& expert_index, std::string_view score, bool renormalize,
+                             double scale) {
   constexpr auto op = "_topk_routing_backward";
+  const GateRule rule{.score = score, .renormalize = renormalize, .scale = scale};
   check_dim(op, "expert_index", expert_index, 2);
   const auto k = expert_index.sym_size(1);
   check_gate_rule(op, logits, "expert_index.size(1)", k, rule);
   check_index(op, "expert_index", expert_index, logits, {logits.sym_size(0), k});
   check_argument(op, "grad_gates", grad_gates, logits, accumulate_type(logits),
                  expert_index.sym_sizes());
+  Tensor grad_logits = empty_of(Device::empty, logits);
+  Device::compute(logits, [&] {
+    const Tensor chosen = contiguous_index(expert_index);
+    if (Device::kReadsValues) check_index_range(op, "expert_index", chosen, logits.size(1));
+    const Tensor grad = grad_gates.contiguous(), input = logits.contiguous();
+    with_type(input, [&]<typename scalar_t>() {
+      Device::run(
+          TopKRoutingBackward<scalar_t>{.grad_gates = grad.const_data_ptr<acc_type<scalar_t>>(),
+                                        .logits = input.const_data_ptr<scalar_t>(),
+                                        .expert_index = chosen.const_data_ptr<int64_t>(),
+                                        .rule = rule,
+                                        .num_tokens = input.size(0),
+                                        .num_experts = input.size(1),
+                                        .k = chosen.size(1),
+                                        .grad_logits = grad_logits.mutable_data_ptr<scalar_t>()});
+    });
+  });
+  return grad_logits;
 }
 
 }  // namespace moe_ext

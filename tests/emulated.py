@@ -31,6 +31,7 @@ CHANGES = [
     ),
     (r"TORCH_LIBRARY_IMPL\(moe_ext, CUDA, m\)", "TORCH_LIBRARY_IMPL(moe_ext_emulated, CPU, m)"),
     (r"DispatchKey::AutocastCUDA", "DispatchKey::AutocastCPU"),
+    (r"at::kCUDA", "at::kCPU"),
 ]
 
 

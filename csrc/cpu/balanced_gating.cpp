@@ -1,27 +1,22 @@
 // Strictly balanced gating (App. F) on the CPU: the batchwise mask, and the softmax over the
 // selected experts.
-#include "../balanced_gating.h"
+#include "../kernels/balanced_gating.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <ATen/ceil_div.h>
-#include <torch/library.h>
-
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <limits>
-#include <tuple>
 #include <type_traits>
 #include <vector>
 
-#include "../implement.h"
 #include "../math/balanced_gating.h"
 #include "../math/gating.h"
-#include "empty_rows.h"
+#include "../math/order.h"
 #include "parallel.h"
 #include "vectorize.h"
 
-namespace moe_ext::cpu {
+namespace moe_ext {
+namespace cpu {
 namespace {
 
 // The m-th largest key of a column, and how many keys are larger or at least as large.
@@ -127,7 +122,7 @@ struct KeysOfColumns {
   template <typename scalar_t, typename key_t>
   MOE_EXT_KERNEL void run(const scalar_t* scores, int64_t num_rows, int64_t row_size,
                           int64_t num_columns, int64_t stride, key_t* keys) {
-    using acc_t = at::opmath_type<scalar_t>;
+    using acc_t = acc_type<scalar_t>;
     key_t tile[kTile * kTile] = {};
     key_t other[kTile * kTile];
     const auto transpose = [&](int64_t first, int64_t rows, int64_t columns)
@@ -156,62 +151,8 @@ struct KeysOfColumns {
   }
 };
 
-std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m, int64_t first_expert,
-                                              std::optional<int64_t> num_experts_of_batch) {
-  check_batchwise_topm(scores, m, first_expert, num_experts_of_batch);
-  const int64_t num_groups = scores.size(0);
-  const int64_t num_rows = scores.size(1);
-  const int64_t num_experts = scores.size(2);
-  const int64_t num_columns_of_batch = num_experts_of_batch.value_or(num_experts);
-  const Tensor source = scores.contiguous();
-  const auto outputs = batchwise_topm_outputs(empty, scores, m);
-  const auto& [row_index, mth_score] = outputs;
-  if (m == 0) {
-    mth_score.fill_(std::numeric_limits<double>::infinity());
-    return outputs;
-  }
-  auto* index_data = row_index.mutable_data_ptr<int64_t>();
-  const int64_t num_blocks = at::ceil_div<int64_t>(num_experts, kTile);
-  // If all columns had the same alignment, they would compete for the same few cache lines.
-  const int64_t stride = num_rows + kTile;
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, source.scalar_type(), "batchwise_topm", [&] {
-        using key_t = decltype(math::order_key(at::opmath_type<scalar_t>()));
-        const auto* source_data = source.const_data_ptr<scalar_t>();
-        auto* mth_data = mth_score.mutable_data_ptr<scalar_t>();
-        constexpr int64_t kPasses = 4;  // cost of the bisection, in accesses to each element
-        parallel_for(
-            num_groups * num_blocks, kPasses * kTile * num_rows, [&](int64_t begin, int64_t end) {
-              std::vector<key_t> keys(kTile * stride);
-              for (int64_t block = begin; block < end; ++block) {
-                const int64_t group = block / num_blocks;
-                const int64_t first = block % num_blocks * kTile;
-                const int64_t num_columns = std::min(kTile, num_experts - first);
-                vectorized<KeysOfColumns>(source_data + group * num_rows * num_experts + first,
-                                          num_rows, num_experts, num_columns, stride, keys.data());
-                for (int64_t c = 0; c < num_columns; ++c) {
-                  const int64_t column = group * num_experts + first + c;
-                  key_t* column_keys = keys.data() + c * stride;
-                  Cut<key_t> cut;
-                  vectorized<FindCut>(static_cast<const key_t*>(column_keys), num_rows, m, &cut);
-                  mth_data[column] = static_cast<scalar_t>(math::number_of_key(cut.key));
-                  if (cut.num_reaching > m) {
-                    const auto tie = static_cast<uint32_t>(group * num_columns_of_batch +
-                                                           first_expert + first + c);
-                    vectorized<BreakTies>(tie, num_rows, cut.key, column_keys);
-                    vectorized<FindCut>(static_cast<const key_t*>(column_keys), num_rows, m, &cut);
-                  }
-                  vectorized<RowsAbove>(static_cast<const key_t*>(column_keys), num_rows, m, cut,
-                                        index_data + column * m);
-                }
-              }
-            });
-      });
-  return outputs;
-}
-
 // Computes the softmax over the selected logits of one token.
-struct SelectedSoftmax {
+struct SoftmaxOfSelected {
   template <typename scalar_t, typename acc_t>
   MOE_EXT_KERNEL void run(const scalar_t* logits, const int64_t* selected, int64_t size,
                           acc_t* gates) {
@@ -229,77 +170,76 @@ struct SelectedSoftmax {
   }
 };
 
-Tensor selected_softmax_cpu(const Tensor& logits, const Tensor& expert_index,
-                            const Tensor& token_offsets) {
-  constexpr auto op = "selected_softmax";
-  check_selected_softmax(logits, expert_index, token_offsets);
-  const int64_t num_tokens = logits.size(0);
-  const int64_t num_experts = logits.size(1);
-  const Tensor source = logits.contiguous();
-  const Tensor chosen = contiguous_index(expert_index);
-  const Tensor offsets = contiguous_index(token_offsets);
-  check_index_range(op, "expert_index", chosen, num_experts);
-  check_offsets(op, "token_offsets", offsets, chosen.numel());
-  Tensor gates = selected_softmax_output(empty, logits, expert_index);
-  const int64_t work = 8 * (1 + chosen.numel() / std::max<int64_t>(1, num_tokens));
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, source.scalar_type(), "selected_softmax", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        const auto* source_data = source.const_data_ptr<scalar_t>();
-        const auto* chosen_data = chosen.const_data_ptr<int64_t>();
-        const auto* bound = offsets.const_data_ptr<int64_t>();
-        auto* gates_data = gates.mutable_data_ptr<acc_t>();
-        parallel_for(num_tokens, work, [&](int64_t begin, int64_t end) {
-          for (int64_t t = begin; t < end; ++t) {
-            vectorized<SelectedSoftmax>(source_data + t * num_experts, chosen_data + bound[t],
-                                        bound[t + 1] - bound[t], gates_data + bound[t]);
-          }
-        });
-      });
-  return gates;
-}
-
-// dL/dlogit_i = G_i (v_i - sum_a G_a v_a) for each selected expert i, with v = dL/dG; 0 for the
-// other experts.
-Tensor selected_softmax_backward_cpu(const Tensor& grad_gates, const Tensor& gates,
-                                     const Tensor& expert_index, const Tensor& token_offsets,
-                                     int64_t num_experts) {
-  constexpr auto op = "_selected_softmax_backward";
-  check_selected_softmax_backward(grad_gates, gates, expert_index, token_offsets, num_experts);
-  const Tensor grad = grad_gates.contiguous();
-  const Tensor weights = gates.contiguous();
-  const Tensor chosen = contiguous_index(expert_index);
-  const Tensor offsets = contiguous_index(token_offsets);
-  check_index_range(op, "expert_index", chosen, num_experts);
-  check_offsets(op, "token_offsets", offsets, chosen.numel());
-  const int64_t num_tokens = offsets.numel() - 1;
-  Tensor grad_logits = selected_softmax_gradient(empty, gates, token_offsets, num_experts).zero_();
-  const int64_t work = 4 * (1 + chosen.numel() / std::max<int64_t>(1, num_tokens));
-  AT_DISPATCH_FLOATING_TYPES(weights.scalar_type(), "selected_softmax_backward", [&] {
-    const auto* grad_data = grad.const_data_ptr<scalar_t>();
-    const auto* weights_data = weights.const_data_ptr<scalar_t>();
-    const auto* chosen_data = chosen.const_data_ptr<int64_t>();
-    const auto* bound = offsets.const_data_ptr<int64_t>();
-    auto* logits_data = grad_logits.mutable_data_ptr<scalar_t>();
-    parallel_for(num_tokens, work, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) {
-        scalar_t mean = 0;
-        for (int64_t s = bound[t]; s < bound[t + 1]; ++s) mean += weights_data[s] * grad_data[s];
-        for (int64_t s = bound[t]; s < bound[t + 1]; ++s) {
-          logits_data[t * num_experts + chosen_data[s]] +=
-              math::noisy_logit_gradient(weights_data[s], grad_data[s], mean);
-        }
-      }
-    });
-  });
-  return grad_logits;
-}
-
 }  // namespace
-}  // namespace moe_ext::cpu
+}  // namespace cpu
+using namespace cpu;
 
-TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  moe_ext::implement<"batchwise_topm", &moe_ext::cpu::batchwise_topm_cpu>(m);
-  moe_ext::implement<"selected_softmax", &moe_ext::cpu::selected_softmax_cpu>(m);
-  moe_ext::implement<"_selected_softmax_backward", &moe_ext::cpu::selected_softmax_backward_cpu>(m);
+template <typename scalar_t>
+void BatchwiseTopM<scalar_t>::on_cpu() const {
+  using key_t = decltype(math::order_key(acc_type<scalar_t>()));
+  const int64_t num_blocks = (num_experts + kTile - 1) / kTile;
+  // If all columns had the same alignment, they would compete for the same few cache lines.
+  const int64_t stride = num_rows + kTile;
+  constexpr int64_t kPasses = 4;  // cost of the bisection, in accesses to each element
+  parallel_for(
+      num_groups * num_blocks, kPasses * kTile * num_rows, [&](int64_t begin, int64_t end) {
+        std::vector<key_t> keys(kTile * stride);
+        for (int64_t block = begin; block < end; ++block) {
+          const int64_t group = block / num_blocks;
+          const int64_t first = block % num_blocks * kTile;
+          const int64_t num_columns = std::min(kTile, num_experts - first);
+          vectorized<KeysOfColumns>(scores + group * num_rows * num_experts + first, num_rows,
+                                    num_experts, num_columns, stride, keys.data());
+          for (int64_t c = 0; c < num_columns; ++c) {
+            const int64_t column = group * num_experts + first + c;
+            key_t* column_keys = keys.data() + c * stride;
+            Cut<key_t> cut;
+            vectorized<FindCut>(static_cast<const key_t*>(column_keys), num_rows, m, &cut);
+            mth_score[column] = static_cast<scalar_t>(math::number_of_key(cut.key));
+            if (cut.num_reaching > m) {
+              const auto tie =
+                  static_cast<uint32_t>(group * columns_of_batch + first_expert + first + c);
+              vectorized<BreakTies>(tie, num_rows, cut.key, column_keys);
+              vectorized<FindCut>(static_cast<const key_t*>(column_keys), num_rows, m, &cut);
+            }
+            vectorized<RowsAbove>(static_cast<const key_t*>(column_keys), num_rows, m, cut,
+                                  row_index + column * m);
+          }
+        }
+      });
 }
+MOE_EXT_FOR_EACH_TYPE(BatchwiseTopM)
+
+template <typename scalar_t>
+void SelectedSoftmax<scalar_t>::on_cpu() const {
+  const int64_t work = 8 * (1 + num_selected / std::max<int64_t>(1, num_tokens));
+  parallel_for(num_tokens, work, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t first = token_offsets[t];
+      vectorized<SoftmaxOfSelected>(logits + t * num_experts, expert_index + first,
+                                    token_offsets[t + 1] - first, gates + first);
+    }
+  });
+}
+MOE_EXT_FOR_EACH_TYPE(SelectedSoftmax)
+
+template <typename scalar_t>
+void SelectedSoftmaxBackward<scalar_t>::on_cpu() const {
+  const int64_t work = 4 * (1 + num_selected / std::max<int64_t>(1, num_tokens));
+  parallel_for(num_tokens, work + num_experts, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      scalar_t* row = grad_logits + t * num_experts;
+      std::fill_n(row, num_experts, scalar_t(0));
+      const int64_t first = token_offsets[t], last = token_offsets[t + 1];
+      scalar_t mean = 0;
+      for (int64_t s = first; s < last; ++s) mean += gates[s] * grad_gates[s];
+      for (int64_t s = first; s < last; ++s) {
+        row[expert_index[s]] += math::noisy_logit_gradient(gates[s], grad_gates[s], mean);
+      }
+    }
+  });
+}
+template struct SelectedSoftmaxBackward<float>;
+template struct SelectedSoftmaxBackward<double>;
+
+}  // namespace moe_ext

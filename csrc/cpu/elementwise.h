@@ -1,12 +1,11 @@
 // Elementwise kernels on contiguous arrays, and on regions of row-major matrices.
 #pragma once
 
-#include <ATen/OpMathType.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#include "../kernels/types.h"
 #include "../math/activation.h"
 #include "region.h"
 #include "vectorize.h"
@@ -158,7 +157,7 @@ struct Activate {
   template <typename Activation, typename from_t, typename scalar_t>
   MOE_EXT_KERNEL void run(Activation activation, const from_t* z, Region region, int64_t width,
                           scalar_t* out) {
-    using acc_t = at::opmath_type<scalar_t>;
+    using acc_t = acc_type<scalar_t>;
     const Columns<Activation> columns(width);
     const int64_t begin = columns.num_completed(region.column);
     const int64_t end = columns.num_completed(region.column + region.num_columns);

@@ -1,8 +1,6 @@
 // The rows of the experts: their source, and the blocks in which they are computed.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -22,19 +20,20 @@ class ExpertRows {
   ExpertRows(const char* op, const Tensor& x, const Routing& routing, int64_t num_experts)
       : x_(x.contiguous()) {
     if (routing.inverse) {
-      slots_.emplace(op, *routing.inverse, routing.token_offsets);
-      token_of_.resize(slots_->num_slots());
-      slot_of_.resize(slots_->num_slots());
-      slots_->for_tokens(1, [&](int64_t begin, int64_t end) {
+      tensors_.emplace(op, *routing.inverse, routing.token_offsets, /*check_values=*/true);
+      const Slots& slots = tensors_->slots;
+      token_of_.resize(slots.num_slots);
+      slot_of_.resize(slots.num_slots);
+      for_tokens(slots, 1, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
-          for (int64_t slot = slots_->begin(t); slot < slots_->end(t); ++slot) {
-            token_of_[slots_->row(slot)] = t;
-            slot_of_[slots_->row(slot)] = slot;
+          for (int64_t slot = slots.begin(t); slot < slots.end(t); ++slot) {
+            token_of_[slots.row(slot)] = t;
+            slot_of_[slots.row(slot)] = slot;
           }
         }
       });
     }
-    count_ = slots_ ? slots_->num_slots() : x.size(0);
+    count_ = tensors_ ? tensors_->slots.num_slots : x.size(0);
     Tensor offsets;
     if (routing.offsets) {
       offsets = contiguous_index(*routing.offsets);
@@ -59,8 +58,8 @@ class ExpertRows {
     return &block == &blocks_.back() ? nullptr : &block + 1;
   }
 
-  // The slots of the tokens; absent if x holds rows.
-  const std::optional<Slots>& slots() const { return slots_; }
+  // The slots of the tokens; null if x holds rows.
+  const Slots* slots() const { return tensors_ ? &tensors_->slots : nullptr; }
   int64_t slot_of(int64_t row) const { return slot_of_[row]; }
 
   // Copies the rows of a block; `data` holds tokens if by_token, else rows.
@@ -77,14 +76,14 @@ class ExpertRows {
   const scalar_t* gather(const Block& block, scalar_t* space) const {
     const int64_t width = x_.size(1);
     const scalar_t* data = x_.template const_data_ptr<scalar_t>();
-    if (!slots_) return data + block.first_row * width;
+    if (!tensors_) return data + block.first_row * width;
     copy(block, data, /*by_token=*/true, width, space);
     return space;
   }
 
  private:
   const Tensor x_;
-  std::optional<Slots> slots_;
+  std::optional<SlotTensors> tensors_;
   std::vector<int64_t> token_of_, slot_of_;  // of each row
   std::vector<Block> blocks_;
   int64_t count_ = 0, most_in_block_ = 0, most_of_expert_ = 0;

@@ -176,7 +176,7 @@ ExpertsOutputs experts_cpu(const Tensor& x, const Routing& routing, const FeedFo
         empty_rows({expert_rows.count(), layers.columns(layers.num_layers() - 1)}, x.options());
     forward(layers, expert_rows, hidden, rows);
     y = experts_output(empty, x, routing, network);
-    sum_of_rows(rows, *expert_rows.slots(), routing.gates->to(accumulate_type(x)).contiguous(), y);
+    sum_over_slots<Cpu>(rows, *expert_rows.slots(), routing.gates->to(accumulate_type(x)), y);
   });
   return {y, hidden};
 }
@@ -204,7 +204,9 @@ ExpertsGradients experts_backward_cpu(const Tensor& grad_y, const Tensor& x, con
       return;
     }
     grad_x = experts_gradient_of_x(empty, x, needs_x);
-    if (needs_x) sum_of_rows(grad_rows, *expert_rows.slots(), /*weights=*/Tensor(), grad_x);
+    if (needs_x) {
+      sum_over_slots<Cpu>(grad_rows, *expert_rows.slots(), /*weights=*/Tensor(), grad_x);
+    }
   });
   return {grad_x, gates ? grad_gates.to(routing.gates->scalar_type()) : grad_gates,
           grad_parameters};

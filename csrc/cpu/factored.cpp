@@ -3,22 +3,17 @@
 // The gradient of each matrix is read twice: for the moments, and from the cache for the update.
 // The remaining memory traffic is one read of the gradients, and one read and one write of the
 // weights.
-#include "../factored.h"
-
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <ATen/ceil_div.h>
-#include <torch/library.h>
+#include "../kernels/factored.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "../implement.h"
 #include "../math/factored.h"
 #include "parallel.h"
 #include "vectorize.h"
 
-namespace moe_ext::cpu {
+namespace moe_ext {
+namespace cpu {
 namespace {
 
 // Rows are summed in blocks of this size; a block with a zero gradient is skipped. The sum of a
@@ -93,7 +88,7 @@ struct Matrix {
 template <typename scalar_t, typename acc_t, typename ForRange>
 void step_matrix(const Matrix<scalar_t, acc_t>& matrix, int64_t num_rows, int64_t num_columns,
                  const Rule<acc_t>& rule, std::vector<acc_t>& scratch, const ForRange& for_range) {
-  const int64_t num_blocks = at::ceil_div(num_rows, kBlockRows);
+  const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
   scratch.resize(num_blocks * num_columns + num_columns + num_rows);
   acc_t* const block_sums = scratch.data();
   acc_t* const column_factor = block_sums + num_blocks * num_columns;
@@ -169,61 +164,42 @@ void step_matrix(const Matrix<scalar_t, acc_t>& matrix, int64_t num_rows, int64_
   });
 }
 
-void factored_step_cpu(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
-                       const Tensor& lr, const Tensor& correction, double decay, double gain,
-                       double eps, bool mean_of_roots) {
-  check_factored_step(param, grad, row, column, lr, correction, decay, gain, eps);
-  if (param.numel() == 0) return;
-  const Tensor g = grad.contiguous();
-  const Tensor p = param.contiguous();
-  const Tensor r = row.contiguous();
-  const Tensor c = column.contiguous();
-  const int64_t num_rows = param.size(-2);
-  const int64_t num_columns = param.size(-1);
-  const int64_t size = num_rows * num_columns;
-  const int64_t num_matrices = param.numel() / size;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "factored_step", [&] {
-    using acc_t = at::opmath_type<scalar_t>;
-    const Rule<acc_t> rule{.lr = static_cast<acc_t>(lr.item<double>()),
-                           .correction = static_cast<acc_t>(correction.item<double>()),
-                           .decay = static_cast<acc_t>(decay),
-                           .gain = static_cast<acc_t>(gain),
-                           .eps = static_cast<acc_t>(eps),
-                           .mean_of_roots = mean_of_roots};
-    const auto matrix =
-        [&, p_data = p.mutable_data_ptr<scalar_t>(), g_data = g.const_data_ptr<scalar_t>(),
-         r_data = r.mutable_data_ptr<acc_t>(), c_data = c.mutable_data_ptr<acc_t>()](int64_t e) {
-          return Matrix<scalar_t, acc_t>{.param = p_data + e * size,
-                                         .grad = g_data + e * size,
-                                         .row = r_data + e * num_rows,
-                                         .column = c_data + e * num_columns};
-        };
-    if (num_matrices >= 4 * torch::stable::get_num_threads()) {
-      parallel_for(num_matrices, size, [&](int64_t begin, int64_t end) {
-        std::vector<acc_t> scratch;
-        for (int64_t e = begin; e < end; ++e) {
-          step_matrix(matrix(e), num_rows, num_columns, rule, scratch,
-                      [](int64_t count, int64_t, const auto& body) { body(0, count); });
-        }
-      });
-    } else {
-      std::vector<acc_t> scratch;
-      for (int64_t e = 0; e < num_matrices; ++e) {
-        step_matrix(matrix(e), num_rows, num_columns, rule, scratch,
-                    [](int64_t count, int64_t work_per_item, const auto& body) {
-                      parallel_for(count, work_per_item, body);
-                    });
-      }
-    }
-  });
-  if (!p.is_same(param)) param.copy_(p);
-  if (!r.is_same(row)) row.copy_(r);
-  if (!c.is_same(column)) column.copy_(c);
-}
-
 }  // namespace
-}  // namespace moe_ext::cpu
+}  // namespace cpu
+using namespace cpu;
 
-TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  moe_ext::implement<"factored_step_", &moe_ext::cpu::factored_step_cpu>(m);
+template <typename scalar_t>
+void FactoredStep<scalar_t>::on_cpu() const {
+  const int64_t size = num_rows * num_columns;
+  const Rule<acc_t> rule{.lr = static_cast<acc_t>(lr.on_host),
+                         .correction = static_cast<acc_t>(correction.on_host),
+                         .decay = static_cast<acc_t>(decay),
+                         .gain = static_cast<acc_t>(gain),
+                         .eps = static_cast<acc_t>(eps),
+                         .mean_of_roots = mean_of_roots};
+  const auto step = [&](int64_t m, std::vector<acc_t>& scratch, const auto& for_range) {
+    step_matrix(Matrix<scalar_t, acc_t>{.param = param + m * size,
+                                        .grad = grad + m * size,
+                                        .row = row + m * num_rows,
+                                        .column = column + m * num_columns},
+                num_rows, num_columns, rule, scratch, for_range);
+  };
+  if (num_matrices >= 4 * static_cast<int64_t>(torch::stable::get_num_threads())) {
+    parallel_for(num_matrices, size, [&](int64_t begin, int64_t end) {
+      std::vector<acc_t> scratch;
+      for (int64_t m = begin; m < end; ++m) {
+        step(m, scratch, [](int64_t count, int64_t, const auto& body) { body(0, count); });
+      }
+    });
+  } else {
+    std::vector<acc_t> scratch;
+    for (int64_t m = 0; m < num_matrices; ++m) {
+      step(m, scratch, [](int64_t count, int64_t work_per_item, const auto& body) {
+        parallel_for(count, work_per_item, body);
+      });
+    }
+  }
 }
+MOE_EXT_FOR_EACH_TYPE(FactoredStep)
+
+}  // namespace moe_ext

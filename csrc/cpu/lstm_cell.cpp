@@ -1,16 +1,12 @@
 // The cells of one step of an LSTM on the CPU, whose gates come from the caller.
-#include "../lstm_cell.h"
+#include "../kernels/lstm_cell.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <torch/library.h>
-
-#include "../implement.h"
 #include "../math/lstm.h"
 #include "parallel.h"
 #include "vectorize.h"
 
-namespace moe_ext::cpu {
+namespace moe_ext {
+namespace cpu {
 namespace {
 
 // The cost of a unit, in element accesses.
@@ -21,7 +17,7 @@ struct CellRow {
   template <typename scalar_t>
   MOE_EXT_KERNEL void run(const scalar_t* gates, const scalar_t* c_0, int64_t units,
                           scalar_t* __restrict h, scalar_t* __restrict c) {
-    using acc_t = at::opmath_type<scalar_t>;
+    using acc_t = acc_type<scalar_t>;
     const auto wide = [&](int64_t i) __attribute__((always_inline)) {
       return static_cast<acc_t>(gates[i]);
     };
@@ -41,7 +37,7 @@ struct CellRowBackward {
   MOE_EXT_KERNEL void run(const scalar_t* grad_h, const scalar_t* grad_c, const scalar_t* gates,
                           const scalar_t* c_0, int64_t units, scalar_t* __restrict grad_gates,
                           scalar_t* __restrict grad_c_0) {
-    using acc_t = at::opmath_type<scalar_t>;
+    using acc_t = acc_type<scalar_t>;
     const auto wide = [&](int64_t i) __attribute__((always_inline)) {
       return static_cast<acc_t>(gates[i]);
     };
@@ -64,61 +60,34 @@ struct CellRowBackward {
   }
 };
 
-std::tuple<Tensor, Tensor> lstm_cell_cpu(const Tensor& gates, const Tensor& c_0) {
-  constexpr auto op = "lstm_cell";
-  check_lstm_cell(op, gates, c_0);
-  const auto outputs = lstm_cell_outputs(empty, c_0);
-  const auto& [h, c] = outputs;
-  const Tensor z = gates.contiguous(), before = c_0.contiguous();
-  const int64_t units = c_0.size(1);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), op, [&] {
-    const auto* z_data = z.const_data_ptr<scalar_t>();
-    const auto* before_data = before.const_data_ptr<scalar_t>();
-    auto* h_data = h.mutable_data_ptr<scalar_t>();
-    auto* c_data = c.mutable_data_ptr<scalar_t>();
-    parallel_for(z.size(0), kWorkPerUnit * units, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        vectorized<CellRow>(z_data + 4 * row * units, before_data + row * units, units,
-                            h_data + row * units, c_data + row * units);
-      }
-    });
-  });
-  return outputs;
-}
-
-std::tuple<Tensor, Tensor> lstm_cell_backward_cpu(const OptionalTensor& grad_h,
-                                                  const OptionalTensor& grad_c, const Tensor& gates,
-                                                  const Tensor& c_0) {
-  check_lstm_cell_backward(grad_h, grad_c, gates, c_0);
-  const auto gradients = lstm_cell_gradients(empty, gates, c_0);
-  const auto& [grad_gates, grad_c_0] = gradients;
-  const Tensor of_h = contiguous(grad_h), of_c = contiguous(grad_c);
-  const Tensor z = gates.contiguous(), before = c_0.contiguous();
-  const int64_t units = c_0.size(1);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, z.scalar_type(), "_lstm_cell_backward", [&] {
-        const auto row_of = [&](const Tensor& grad, int64_t row) {
-          return grad.defined() ? grad.const_data_ptr<scalar_t>() + row * units : nullptr;
-        };
-        const auto* z_data = z.const_data_ptr<scalar_t>();
-        const auto* before_data = before.const_data_ptr<scalar_t>();
-        auto* to_gates = grad_gates.mutable_data_ptr<scalar_t>();
-        auto* to_c_0 = grad_c_0.mutable_data_ptr<scalar_t>();
-        parallel_for(z.size(0), kWorkPerUnit * units, [&](int64_t begin, int64_t end) {
-          for (int64_t row = begin; row < end; ++row) {
-            vectorized<CellRowBackward>(row_of(of_h, row), row_of(of_c, row),
-                                        z_data + 4 * row * units, before_data + row * units, units,
-                                        to_gates + 4 * row * units, to_c_0 + row * units);
-          }
-        });
-      });
-  return gradients;
-}
-
 }  // namespace
-}  // namespace moe_ext::cpu
+}  // namespace cpu
+using namespace cpu;
 
-TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  moe_ext::implement<"lstm_cell", &moe_ext::cpu::lstm_cell_cpu>(m);
-  moe_ext::implement<"_lstm_cell_backward", &moe_ext::cpu::lstm_cell_backward_cpu>(m);
+template <typename scalar_t>
+void LstmCell<scalar_t>::on_cpu() const {
+  parallel_for(num_rows, kWorkPerUnit * num_units, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t first = row * num_units;
+      vectorized<CellRow>(gates + 4 * first, c_0 + first, num_units, h + first, c + first);
+    }
+  });
 }
+MOE_EXT_FOR_EACH_TYPE(LstmCell)
+
+template <typename scalar_t>
+void LstmCellBackward<scalar_t>::on_cpu() const {
+  const auto row_of = [](const scalar_t* grad, int64_t first) {
+    return grad != nullptr ? grad + first : nullptr;
+  };
+  parallel_for(num_rows, kWorkPerUnit * num_units, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t first = row * num_units;
+      vectorized<CellRowBackward>(row_of(grad_h, first), row_of(grad_c, first), gates + 4 * first,
+                                  c_0 + first, num_units, grad_gates + 4 * first, grad_c_0 + first);
+    }
+  });
+}
+MOE_EXT_FOR_EACH_TYPE(LstmCellBackward)
+
+}  // namespace moe_ext

@@ -1,12 +1,11 @@
 // Parallel loops on torch's thread pool. Their results do not depend on the number of threads.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "subnormals.h"
@@ -28,14 +27,13 @@ void parallel_for(int64_t size, int64_t work_per_item, const Body& body) {
   });
 }
 
-// Sums over each group of tokens into one row of `sum`: add(begin, end, row) adds the tokens
-// [begin, end) to `row` in order. The chunk size depends on shapes only, and the chunks of a group
-// are added in order. The sums therefore do not depend on the number of threads.
+// Sums over each group of tokens into one row of `sum`, [groups, columns]: add(begin, end, row)
+// adds the tokens [begin, end) to `row` in order. Group g has the tokens bounds[g] <= t < bounds[g
+// + 1]. The chunk size depends on shapes only, and the chunks of a group are added in order. The
+// sums therefore do not depend on the number of threads.
 template <typename acc_t, typename Add>
-void sum_over_tokens(at::IntArrayRef group_offsets, int64_t work_per_token, at::Tensor& sum,
-                     const Add& add) {
-  const int64_t num_groups = group_offsets.size() - 1;
-  const int64_t num_columns = sum.size(-1);
+void sum_over_tokens(const int64_t* bounds, int64_t num_groups, int64_t num_columns,
+                     int64_t work_per_token, acc_t* sum, const Add& add) {
   // A chunk must cost at least as much as adding its row to the total.
   const int64_t size = std::max<int64_t>(128, num_columns / std::max<int64_t>(1, work_per_token));
   // The first chunk of a group is summed in the group's row. The other chunks have extra rows after
@@ -44,26 +42,25 @@ void sum_over_tokens(at::IntArrayRef group_offsets, int64_t work_per_token, at::
     int64_t group, begin, end, row;
   };
   std::vector<Chunk> chunks;
-  auto* sum_data = sum.mutable_data_ptr<acc_t>();
   int64_t num_rows = num_groups;
   for (int64_t group = 0; group < num_groups; ++group) {
-    const int64_t first = group_offsets[group];
-    const int64_t end = group_offsets[group + 1];
-    if (first == end) std::fill_n(sum_data + group * num_columns, num_columns, acc_t(0));
+    const int64_t first = bounds[group];
+    const int64_t end = bounds[group + 1];
+    if (first == end) std::fill_n(sum + group * num_columns, num_columns, acc_t(0));
     for (int64_t begin = first; begin < end; begin += size) {
       const int64_t row = begin == first ? group : num_rows++;
       chunks.push_back({group, begin, std::min(end, begin + size), row});
     }
   }
   if (chunks.empty()) return;
-  at::Tensor others = at::empty({num_rows - num_groups, num_columns}, sum.options());
-  auto* others_data = others.mutable_data_ptr<acc_t>();
+  const auto others =
+      std::make_unique_for_overwrite<acc_t[]>((num_rows - num_groups) * num_columns);
   const auto row_data = [&](int64_t row) {
-    return row < num_groups ? sum_data + row * num_columns
-                            : others_data + (row - num_groups) * num_columns;
+    return row < num_groups ? sum + row * num_columns
+                            : others.get() + (row - num_groups) * num_columns;
   };
   const int64_t num_chunks = chunks.size();
-  const int64_t tokens_per_chunk = group_offsets.back() / num_chunks;
+  const int64_t tokens_per_chunk = bounds[num_groups] / num_chunks;
   parallel_for(num_chunks, tokens_per_chunk * work_per_token, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       auto* row = row_data(chunks[c].row);

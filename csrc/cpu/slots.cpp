@@ -1,16 +1,15 @@
 #include "slots.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-
 #include <cmath>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
 #include "elementwise.h"
 #include "vectorize.h"
 
-namespace moe_ext::cpu {
+namespace moe_ext {
+namespace cpu {
 namespace {
 
 struct AddScaledRow {
@@ -23,30 +22,41 @@ struct AddScaledRow {
 };
 
 }  // namespace
+}  // namespace cpu
+using namespace cpu;
 
-void sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights,
-                 const Tensor& sums) {
-  const int64_t width = rows.size(1);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "sum_of_rows", [&] {
-    using acc_t = at::opmath_type<scalar_t>;
-    constexpr bool kSame = std::is_same_v<scalar_t, acc_t>;
-    const auto* rows_data = rows.const_data_ptr<scalar_t>();
-    const auto* weights_data = weights.defined() ? weights.const_data_ptr<acc_t>() : nullptr;
-    auto* sums_data = sums.mutable_data_ptr<scalar_t>();
-    slots.for_tokens(width, [&](int64_t begin, int64_t end) {
-      std::vector<acc_t> wide(kSame ? 0 : width);
-      for (int64_t t = begin; t < end; ++t) {
-        auto* row = sums_data + t * width;
-        auto* sum = kSame ? reinterpret_cast<acc_t*>(row) : wide.data();
-        std::fill_n(sum, width, acc_t(0));
-        for (int64_t slot = slots.begin(t); slot < slots.end(t); ++slot) {
-          const acc_t weight = weights_data != nullptr ? weights_data[slot] : acc_t(1);
-          vectorized<AddScaledRow>(weight, rows_data + slots.row(slot) * width, width, sum);
-        }
-        if (!kSame) vectorized<Convert>(static_cast<const acc_t*>(sum), width, row);
+template <typename scalar_t>
+void RowsOfSlots<scalar_t>::on_cpu() const {
+  if (slots.num_slots == 0 || width == 0) return;  // memcpy must not get a null pointer
+  // Iterates over tokens, not rows: a token is read from memory once, then from the cache.
+  for_tokens(slots, width, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      for (int64_t slot = slots.begin(t); slot < slots.end(t); ++slot) {
+        std::memcpy(rows + slots.row(slot) * width, x + t * width, width * sizeof(scalar_t));
       }
-    });
+    }
   });
 }
+MOE_EXT_FOR_EACH_TYPE(RowsOfSlots)
 
-}  // namespace moe_ext::cpu
+template <typename scalar_t>
+void SumOverSlots<scalar_t>::on_cpu() const {
+  using acc_t = acc_type<scalar_t>;
+  constexpr bool kSame = std::is_same_v<scalar_t, acc_t>;
+  for_tokens(slots, width, [&](int64_t begin, int64_t end) {
+    std::vector<acc_t> wide(kSame ? 0 : width);
+    for (int64_t t = begin; t < end; ++t) {
+      auto* row = sums + t * width;
+      auto* sum = kSame ? reinterpret_cast<acc_t*>(row) : wide.data();
+      std::fill_n(sum, width, acc_t(0));
+      for (int64_t slot = slots.begin(t); slot < slots.end(t); ++slot) {
+        const acc_t weight = weights != nullptr ? weights[slot] : acc_t(1);
+        vectorized<AddScaledRow>(weight, rows + slots.row(slot) * width, width, sum);
+      }
+      if (!kSame) vectorized<Convert>(static_cast<const acc_t*>(sum), width, row);
+    }
+  });
+}
+MOE_EXT_FOR_EACH_TYPE(SumOverSlots)
+
+}  // namespace moe_ext

@@ -1,24 +1,19 @@
 // Scores, group-limited selection and gates of the top k on the CPU.
-#include "../topk_routing.h"
-
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <torch/library.h>
+#include "../kernels/topk_routing.h"
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <tuple>
 #include <vector>
 
-#include "../implement.h"
+#include "../math/topk_routing.h"
 #include "elementwise.h"
-#include "empty_rows.h"
 #include "parallel.h"
 #include "select.h"
 #include "vectorize.h"
 
-namespace moe_ext::cpu {
+namespace moe_ext {
+namespace cpu {
 namespace {
 
 // The shift and the denominator of the softmax over all logits of a row.
@@ -137,42 +132,37 @@ struct Gates {
   }
 };
 
-// Computes the gates of the experts in expert_index. If `selects`, it selects these experts first.
-template <typename Score, typename scalar_t, typename acc_t>
-void routing_kernel(const Tensor& logits, const Tensor& bias, bool renormalize, acc_t scale,
-                    const Groups<int64_t>& groups, bool selects, const Tensor& gates,
-                    const Tensor& expert_index) {
-  const int64_t num_tokens = logits.size(0);
-  const int64_t num_experts = logits.size(1);
-  const int64_t k = gates.size(1);
+template <typename Score, typename scalar_t>
+void route(const TopKRouting<scalar_t>& routing) {
+  using acc_t = acc_type<scalar_t>;
+  const ExpertGroups<int64_t>& groups = routing.groups;
+  const bool selects = routing.selects, renormalize = routing.rule.renormalize;
+  const acc_t scale = static_cast<acc_t>(routing.rule.scale);
+  const int64_t num_experts = routing.num_experts, k = routing.k;
   const int64_t group_size = num_experts / groups.number;
   const bool grouped = selects && groups.number > 1;
-  const auto* logits_data = logits.const_data_ptr<scalar_t>();
-  const auto* bias_data = bias.defined() ? bias.const_data_ptr<acc_t>() : nullptr;
-  auto* gates_data = gates.mutable_data_ptr<acc_t>();
-  auto* index_data = expert_index.mutable_data_ptr<int64_t>();
   // Scores ascend with the logits, which do not round to ties.
-  const bool by_score = grouped || (selects && bias_data != nullptr);
+  const bool by_score = grouped || (selects && routing.bias != nullptr);
   const bool needs_total = Score::kSoftmax && (by_score || !renormalize);
 
-  parallel_for(num_tokens, 4 * num_experts, [&](int64_t begin, int64_t end) {
+  parallel_for(routing.num_tokens, 4 * num_experts, [&](int64_t begin, int64_t end) {
     std::vector<acc_t> row(num_experts), scores(num_experts), group_scores(groups.number);
     std::vector<acc_t> candidates(grouped ? groups.per_token * group_size : 0), chosen(k);
     std::vector<acc_t> space(grouped ? groups.score_k * GroupScores::kBlock : 0);
     std::vector<Ranked<acc_t>> kept;
     std::vector<int64_t> chosen_groups(groups.per_token);
     for (int64_t t = begin; t < end; ++t) {
-      vectorized<Convert>(logits_data + t * num_experts, num_experts, row.data());
+      vectorized<Convert>(routing.logits + t * num_experts, num_experts, row.data());
       Total<acc_t> total;
       if (needs_total) {
         vectorized<SoftmaxWeights>(static_cast<const acc_t*>(row.data()), num_experts,
                                    scores.data(), &total);
       }
       if (by_score) {
-        vectorized<BiasedScores<Score>>(static_cast<const acc_t*>(row.data()), bias_data,
+        vectorized<BiasedScores<Score>>(static_cast<const acc_t*>(row.data()), routing.bias,
                                         num_experts, total.denominator, scores.data());
       }
-      auto* index = index_data + t * k;
+      auto* index = routing.expert_index + t * k;
       if (grouped) {
         vectorized<GroupScores>(static_cast<const acc_t*>(scores.data()), groups.number, group_size,
                                 groups.score_k, space.data(), group_scores.data());
@@ -195,36 +185,9 @@ void routing_kernel(const Tensor& logits, const Tensor& bias, bool renormalize, 
       }
       for (int64_t j = 0; j < k; ++j) chosen[j] = row[index[j]];
       vectorized<Gates<Score>>(static_cast<const acc_t*>(chosen.data()), k, renormalize, scale,
-                               total, gates_data + t * k);
+                               total, routing.gates + t * k);
     }
   });
-}
-
-std::tuple<Tensor, Tensor> topk_routing_cpu(const Tensor& logits, int64_t k,
-                                            const OptionalTensor& bias, std::string_view score,
-                                            bool renormalize, double scale, int64_t num_groups,
-                                            int64_t groups_per_token, int64_t group_score_k,
-                                            const OptionalTensor& given) {
-  check_topk_routing(logits, k, bias, {score, renormalize, scale},
-                     {num_groups, groups_per_token, group_score_k}, given);
-  const Tensor input = logits.contiguous();  // the check of the experts needs memory for a row
-  const auto outputs = topk_routing_outputs(empty, logits, k);
-  const auto& [gates, expert_index] = outputs;
-  if (given) {
-    expert_index.copy_(*given);
-    check_chosen_experts("topk_routing", expert_index, logits.size(1));
-  }
-  const Tensor added = contiguous(bias);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, input.scalar_type(), "topk_routing", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        math::with_score(score, [&](auto function) {
-          routing_kernel<decltype(function), scalar_t, acc_t>(
-              input, added, renormalize, static_cast<acc_t>(scale),
-              {num_groups, groups_per_token, group_score_k}, !given, gates, expert_index);
-        });
-      });
-  return outputs;
 }
 
 // The gradients of the chosen logits, from the gradients of their gates; see math/topk_routing.h.
@@ -260,72 +223,60 @@ struct OthersBackward {
   }
 };
 
-template <typename Score, typename scalar_t, typename acc_t>
-void routing_backward_kernel(const Tensor& grad_gates, const Tensor& logits,
-                             const Tensor& expert_index, bool renormalize, acc_t scale,
-                             const Tensor& grad_logits) {
-  const int64_t num_tokens = logits.size(0);
-  const int64_t num_experts = logits.size(1);
-  const int64_t k = expert_index.size(1);
-  const auto* grad_gates_data = grad_gates.const_data_ptr<acc_t>();
-  const auto* logits_data = logits.const_data_ptr<scalar_t>();
-  const auto* index_data = expert_index.const_data_ptr<int64_t>();
-  auto* grad_logits_data = grad_logits.mutable_data_ptr<scalar_t>();
+template <typename Score, typename scalar_t>
+void route_backward(const TopKRoutingBackward<scalar_t>& routing) {
+  using acc_t = acc_type<scalar_t>;
+  const bool renormalize = routing.rule.renormalize;
+  const acc_t scale = static_cast<acc_t>(routing.rule.scale);
+  const int64_t num_experts = routing.num_experts, k = routing.k;
   const bool over_all = Score::kSoftmax && !renormalize;
 
-  parallel_for(
-      num_tokens, over_all ? 4 * num_experts : num_experts, [&](int64_t begin, int64_t end) {
-        std::vector<acc_t> row(over_all ? num_experts : 0), weights(row.size());
-        std::vector<acc_t> chosen(k), weights_of_chosen(k), grad_chosen(k);
-        for (int64_t t = begin; t < end; ++t) {
-          const auto* from = logits_data + t * num_experts;
-          const auto* index = index_data + t * k;
-          auto* grad = grad_logits_data + t * num_experts;
-          Total<acc_t> total;
-          if (over_all) {
-            vectorized<Convert>(from, num_experts, row.data());
-            vectorized<SoftmaxWeights>(static_cast<const acc_t*>(row.data()), num_experts,
-                                       weights.data(), &total);
-          }
-          for (int64_t j = 0; j < k; ++j) chosen[j] = static_cast<acc_t>(from[index[j]]);
-          acc_t mean;
-          vectorized<GatesBackward<Score>>(static_cast<const acc_t*>(chosen.data()),
-                                           grad_gates_data + t * k, k, renormalize, scale, total,
-                                           weights_of_chosen.data(), grad_chosen.data(), &mean);
-          if (over_all) {
-            vectorized<OthersBackward>(static_cast<const acc_t*>(weights.data()), num_experts,
-                                       total.denominator, mean, grad);
-          } else {
-            std::fill_n(grad, num_experts, scalar_t(0));
-          }
-          for (int64_t j = 0; j < k; ++j) grad[index[j]] = static_cast<scalar_t>(grad_chosen[j]);
-        }
-      });
-}
-
-Tensor topk_routing_backward_cpu(const Tensor& grad_gates, const Tensor& logits,
-                                 const Tensor& expert_index, std::string_view score,
-                                 bool renormalize, double scale) {
-  check_topk_routing_backward(grad_gates, logits, expert_index, {score, renormalize, scale});
-  const Tensor chosen = contiguous_index(expert_index);
-  check_index_range("_topk_routing_backward", "expert_index", chosen, logits.size(1));
-  const auto grad_logits = empty_of(empty, logits);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, logits.scalar_type(),
-                                  "topk_routing_backward", [&] {
-                                    using acc_t = at::opmath_type<scalar_t>;
-                                    math::with_score(score, [&](auto function) {
-                                      routing_backward_kernel<decltype(function), scalar_t, acc_t>(
-                                          grad_gates.contiguous(), logits.contiguous(), chosen,
-                                          renormalize, static_cast<acc_t>(scale), grad_logits);
-                                    });
-                                  });
-  return grad_logits;
+  parallel_for(routing.num_tokens, over_all ? 4 * num_experts : num_experts,
+               [&](int64_t begin, int64_t end) {
+                 std::vector<acc_t> row(over_all ? num_experts : 0), weights(row.size());
+                 std::vector<acc_t> chosen(k), weights_of_chosen(k), grad_chosen(k);
+                 for (int64_t t = begin; t < end; ++t) {
+                   const auto* from = routing.logits + t * num_experts;
+                   const auto* index = routing.expert_index + t * k;
+                   auto* grad = routing.grad_logits + t * num_experts;
+                   Total<acc_t> total;
+                   if (over_all) {
+                     vectorized<Convert>(from, num_experts, row.data());
+                     vectorized<SoftmaxWeights>(static_cast<const acc_t*>(row.data()), num_experts,
+                                                weights.data(), &total);
+                   }
+                   for (int64_t j = 0; j < k; ++j) chosen[j] = static_cast<acc_t>(from[index[j]]);
+                   acc_t mean;
+                   vectorized<GatesBackward<Score>>(static_cast<const acc_t*>(chosen.data()),
+                                                    routing.grad_gates + t * k, k, renormalize,
+                                                    scale, total, weights_of_chosen.data(),
+                                                    grad_chosen.data(), &mean);
+                   if (over_all) {
+                     vectorized<OthersBackward>(static_cast<const acc_t*>(weights.data()),
+                                                num_experts, total.denominator, mean, grad);
+                   } else {
+                     std::fill_n(grad, num_experts, scalar_t(0));
+                   }
+                   for (int64_t j = 0; j < k; ++j)
+                     grad[index[j]] = static_cast<scalar_t>(grad_chosen[j]);
+                 }
+               });
 }
 
 }  // namespace
-}  // namespace moe_ext::cpu
+}  // namespace cpu
+using namespace cpu;
 
-TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  moe_ext::implement<"topk_routing", &moe_ext::cpu::topk_routing_cpu>(m);
-  moe_ext::implement<"_topk_routing_backward", &moe_ext::cpu::topk_routing_backward_cpu>(m);
+template <typename scalar_t>
+void TopKRouting<scalar_t>::on_cpu() const {
+  math::with_score(rule.score, [&](auto score) { route<decltype(score)>(*this); });
 }
+MOE_EXT_FOR_EACH_TYPE(TopKRouting)
+
+template <typename scalar_t>
+void TopKRoutingBackward<scalar_t>::on_cpu() const {
+  math::with_score(rule.score, [&](auto score) { route_backward<decltype(score)>(*this); });
+}
+MOE_EXT_FOR_EACH_TYPE(TopKRoutingBackward)
+
+}  // namespace moe_ext

@@ -1,22 +1,18 @@
 // Strictly balanced gating (App. F) on CUDA: the batchwise mask, and the softmax over the selected
 // experts.
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <cub/block/block_scan.cuh>
 #include <limits>
-#include <tuple>
 #include <type_traits>
 
-#include "../balanced_gating.h"
-#include "../implement.h"
+#include "../kernels/balanced_gating.h"
 #include "../math/balanced_gating.h"
 #include "../math/gating.h"
 #include "launch.cuh"
 
-namespace moe_ext::cuda {
+namespace moe_ext {
+namespace cuda {
 namespace {
 
 // order_key as an unsigned number; the radix search processes it digit by digit.
@@ -30,7 +26,7 @@ constexpr key_t kSignBit = key_t(1) << (8 * sizeof(key_t) - 1);
 template <typename scalar_t, typename key_t>
 __global__ void keys_kernel(const scalar_t* __restrict__ scores, int64_t num_rows,
                             int64_t num_experts, key_t* __restrict__ keys) {
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
   __shared__ key_t tile[kWarp][kWarp + 1];  // + 1: the elements of a column are in different banks
   const int64_t row_tiles = ceil_div(num_rows, kWarp);
   const int64_t column_tiles = ceil_div(num_experts, kWarp);
@@ -188,40 +184,6 @@ __global__ void __launch_bounds__(kColumnThreads)
   }
 }
 
-std::tuple<Tensor, Tensor> batchwise_topm_cuda(const Tensor& scores, int64_t m,
-                                               int64_t first_expert,
-                                               std::optional<int64_t> num_experts_of_batch) {
-  check_batchwise_topm(scores, m, first_expert, num_experts_of_batch);
-  const int64_t num_groups = scores.size(0);
-  const int64_t num_rows = scores.size(1);
-  const int64_t num_experts = scores.size(2);
-  check_countable("batchwise_topm", "scores", num_rows);
-  const c10::cuda::OptionalCUDAGuard guard(scores.device());
-  const Tensor source = scores.contiguous();
-  const auto outputs = batchwise_topm_outputs(empty, scores, m);
-  const auto& [row_index, mth_score] = outputs;
-  if (m == 0) {
-    mth_score.fill_(std::numeric_limits<double>::infinity());
-    return outputs;
-  }
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, source.scalar_type(), "batchwise_topm", [&] {
-        using key_t = UnsignedKey<at::opmath_type<scalar_t>>;
-        const Tensor space =
-            at::empty({num_groups * num_experts * num_rows * static_cast<int64_t>(sizeof(key_t))},
-                      source.options().dtype(at::kByte));
-        auto* keys = static_cast<key_t*>(space.mutable_data_ptr());
-        launch(keys_kernel<scalar_t, key_t>,
-               grid(num_groups * ceil_div(num_rows, kWarp) * ceil_div(num_experts, kWarp)),
-               kThreads, 0, source.const_data_ptr<scalar_t>(), num_rows, num_experts, keys);
-        launch(topm_kernel<scalar_t, key_t>, grid(num_groups * num_experts), kColumnThreads, 0,
-               keys, num_rows, num_experts, m, first_expert,
-               num_experts_of_batch.value_or(num_experts), row_index.mutable_data_ptr<int64_t>(),
-               mth_score.mutable_data_ptr<scalar_t>());
-      });
-  return outputs;
-}
-
 // Computes the softmax over the selected logits of each token; one warp per token.
 template <typename scalar_t, typename acc_t>
 __global__ void selected_softmax_kernel(const scalar_t* __restrict__ all_logits,
@@ -247,27 +209,6 @@ __global__ void selected_softmax_kernel(const scalar_t* __restrict__ all_logits,
   const acc_t sum = sum_in_order<acc_t>(
       size, [&](int64_t s) { return gates[s] = math::unnormalized_gate(gates[s], largest); });
   for (int64_t s = lane; s < size; s += kWarp) gates[s] /= sum;
-}
-
-Tensor selected_softmax_cuda(const Tensor& logits, const Tensor& expert_index,
-                             const Tensor& token_offsets) {
-  check_selected_softmax(logits, expert_index, token_offsets);
-  const c10::cuda::OptionalCUDAGuard guard(logits.device());
-  const int64_t num_tokens = logits.size(0);
-  const Tensor source = logits.contiguous();
-  const Tensor chosen = contiguous_index(expert_index);
-  const Tensor offsets = contiguous_index(token_offsets);
-  Tensor gates = selected_softmax_output(empty, logits, expert_index);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, source.scalar_type(), "selected_softmax", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        launch(selected_softmax_kernel<scalar_t, acc_t>,
-               grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0,
-               source.const_data_ptr<scalar_t>(), chosen.const_data_ptr<int64_t>(),
-               offsets.const_data_ptr<int64_t>(), num_tokens, source.size(1),
-               gates.mutable_data_ptr<acc_t>());
-      });
-  return gates;
 }
 
 // dL/dlogit_i = G_i (v_i - sum_a G_a v_a) for each selected expert i, with v = dL/dG; 0 for the
@@ -302,32 +243,41 @@ __global__ void selected_softmax_backward_kernel(const scalar_t* __restrict__ gr
   }
 }
 
-Tensor selected_softmax_backward_cuda(const Tensor& grad_gates, const Tensor& gates,
-                                      const Tensor& expert_index, const Tensor& token_offsets,
-                                      int64_t num_experts) {
-  check_selected_softmax_backward(grad_gates, gates, expert_index, token_offsets, num_experts);
-  const c10::cuda::OptionalCUDAGuard guard(gates.device());
-  const Tensor grad = grad_gates.contiguous();
-  const Tensor weights = gates.contiguous();
-  const Tensor chosen = contiguous_index(expert_index);
-  const Tensor offsets = contiguous_index(token_offsets);
-  const int64_t num_tokens = offsets.numel() - 1;
-  Tensor grad_logits = selected_softmax_gradient(empty, gates, token_offsets, num_experts);
-  AT_DISPATCH_FLOATING_TYPES(weights.scalar_type(), "selected_softmax_backward", [&] {
-    launch(selected_softmax_backward_kernel<scalar_t>, grid(ceil_div(num_tokens, kThreads / kWarp)),
-           kThreads, 0, grad.const_data_ptr<scalar_t>(), weights.const_data_ptr<scalar_t>(),
-           chosen.const_data_ptr<int64_t>(), offsets.const_data_ptr<int64_t>(), num_tokens,
-           num_experts, grad_logits.mutable_data_ptr<scalar_t>());
-  });
-  return grad_logits;
-}
-
 }  // namespace
-}  // namespace moe_ext::cuda
+}  // namespace cuda
+using namespace cuda;
 
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  moe_ext::implement<"batchwise_topm", &moe_ext::cuda::batchwise_topm_cuda>(m);
-  moe_ext::implement<"selected_softmax", &moe_ext::cuda::selected_softmax_cuda>(m);
-  moe_ext::implement<"_selected_softmax_backward", &moe_ext::cuda::selected_softmax_backward_cuda>(
-      m);
+template <typename scalar_t>
+void BatchwiseTopM<scalar_t>::on_cuda() const {
+  check_countable("batchwise_topm", "scores", num_rows);
+  using key_t = UnsignedKey<acc_type<scalar_t>>;
+  const Tensor space =
+      at::empty({num_groups * num_experts * num_rows * static_cast<int64_t>(sizeof(key_t))},
+                on_this_device(at::kByte));
+  auto* keys = static_cast<key_t*>(space.mutable_data_ptr());
+  launch(keys_kernel<scalar_t, key_t>,
+         grid(num_groups * ceil_div(num_rows, kWarp) * ceil_div(num_experts, kWarp)), kThreads, 0,
+         scores, num_rows, num_experts, keys);
+  launch(topm_kernel<scalar_t, key_t>, grid(num_groups * num_experts), kColumnThreads, 0, keys,
+         num_rows, num_experts, m, first_expert, columns_of_batch, row_index, mth_score);
 }
+MOE_EXT_FOR_EACH_TYPE(BatchwiseTopM)
+
+template <typename scalar_t>
+void SelectedSoftmax<scalar_t>::on_cuda() const {
+  launch(selected_softmax_kernel<scalar_t, acc_type<scalar_t>>,
+         grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, logits, expert_index,
+         token_offsets, num_tokens, num_experts, gates);
+}
+MOE_EXT_FOR_EACH_TYPE(SelectedSoftmax)
+
+template <typename scalar_t>
+void SelectedSoftmaxBackward<scalar_t>::on_cuda() const {
+  launch(selected_softmax_backward_kernel<scalar_t>, grid(ceil_div(num_tokens, kThreads / kWarp)),
+         kThreads, 0, grad_gates, gates, expert_index, token_offsets, num_tokens, num_experts,
+         grad_logits);
+}
+template struct SelectedSoftmaxBackward<float>;
+template struct SelectedSoftmaxBackward<double>;
+
+}  // namespace moe_ext

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../kernels/load.h"
 #include "launch.cuh"
 
 namespace moe_ext::cuda {
@@ -35,6 +36,10 @@ struct Groups {
     return low;
   }
 };
+
+inline Groups groups_of(const RowGroups& groups) {
+  return {.bounds = groups.bounds, .num_groups = groups.num_groups, .num_rows = groups.num_rows};
+}
 
 // Returns the number of rows in a chunk, a multiple of kWarp. There are enough chunks to keep the
 // device busy, and few enough to be summed quickly.

@@ -1,26 +1,11 @@
 // y_t = sum_j G(x_t)_j E_j(x_t) (Eq. 1), gathered through the inverse permutation.
-#include <torch/library.h>
 
-#include <tuple>
+#include "../kernels/combine.h"
+#include "packs.cuh"
 
-#include "../combine.h"
-#include "../implement.h"
-#include "slots.cuh"
-
-namespace moe_ext::cuda {
+namespace moe_ext {
+namespace cuda {
 namespace {
-
-Tensor combine_cuda(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
-                    const OptionalTensor& token_offsets) {
-  check_combine("combine", expert_output, gates, inverse, token_offsets);
-  const c10::cuda::OptionalCUDAGuard guard(expert_output.device());
-  const Tensor row_of = contiguous_index(inverse);
-  const OptionalTensor bounds = contiguous_index(token_offsets);
-  Tensor y = combine_output(empty, expert_output, inverse, token_offsets);
-  sum_of_rows(expert_output.contiguous(), slots_of(row_of, bounds),
-              gates.to(accumulate_type(expert_output)).contiguous(), y);
-  return y;
-}
 
 // dE_j = G_j dy and dG_j = <dy, E_j>; one warp per token.
 template <typename scalar_t, typename acc_t, int kSize>
@@ -58,39 +43,18 @@ __global__ void combine_backward_kernel(const scalar_t* __restrict__ grad_y,
   }
 }
 
-std::tuple<Tensor, Tensor> combine_backward_cuda(const Tensor& grad_y, const Tensor& expert_output,
-                                                 const Tensor& gates, const Tensor& inverse,
-                                                 const OptionalTensor& token_offsets) {
-  check_combine_backward(grad_y, expert_output, gates, inverse, token_offsets);
-  const c10::cuda::OptionalCUDAGuard guard(expert_output.device());
-  const Tensor row_of = contiguous_index(inverse);
-  const OptionalTensor bounds = contiguous_index(token_offsets);
-  const Slots slots = slots_of(row_of, bounds);
-  const int64_t width = expert_output.size(1);
-  const Tensor grad = grad_y.contiguous();
-  const Tensor rows = expert_output.contiguous();
-  const Tensor weights = gates.to(accumulate_type(rows)).contiguous();
-  const auto [grad_rows, grad_weights] = combine_gradients(empty, rows, weights);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, rows.scalar_type(), "combine_backward", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        const auto* grad_data = grad.const_data_ptr<scalar_t>();
-        const auto* rows_data = rows.const_data_ptr<scalar_t>();
-        auto* grad_rows_data = grad_rows.mutable_data_ptr<scalar_t>();
-        with_pack_size<scalar_t>(width, {grad_data, rows_data, grad_rows_data}, [&](auto size) {
-          launch(combine_backward_kernel<scalar_t, acc_t, size>,
-                 grid(ceil_div(slots.num_tokens * kWarp, kThreads)), kThreads, 0, grad_data,
-                 rows_data, weights.const_data_ptr<acc_t>(), slots, width, grad_rows_data,
-                 grad_weights.mutable_data_ptr<acc_t>());
-        });
-      });
-  return {grad_rows, grad_weights.to(gates.scalar_type())};
-}
-
 }  // namespace
-}  // namespace moe_ext::cuda
+}  // namespace cuda
+using namespace cuda;
 
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  moe_ext::implement<"combine", &moe_ext::cuda::combine_cuda>(m);
-  moe_ext::implement<"_combine_backward", &moe_ext::cuda::combine_backward_cuda>(m);
+template <typename scalar_t>
+void CombineBackward<scalar_t>::on_cuda() const {
+  with_pack_size<scalar_t>(width, {grad_y, rows, grad_rows}, [&](auto size) {
+    launch(combine_backward_kernel<scalar_t, acc_t, size>,
+           grid(ceil_div(slots.num_tokens * kWarp, kThreads)), kThreads, 0, grad_y, rows, gates,
+           slots, width, grad_rows, grad_gates);
+  });
 }
+MOE_EXT_FOR_EACH_TYPE(CombineBackward)
+
+}  // namespace moe_ext

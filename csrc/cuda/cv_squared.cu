@@ -1,14 +1,11 @@
 // sum_j weights_j CV(values_j)^2 (Eq. 7) on CUDA.
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <torch/library.h>
 
-#include "../cv_squared.h"
-#include "../implement.h"
+#include "../kernels/cv_squared.h"
 #include "../math/cv_squared.h"
 #include "launch.cuh"
 
-namespace moe_ext::cuda {
+namespace moe_ext {
+namespace cuda {
 namespace {
 
 template <typename acc_t>
@@ -55,49 +52,22 @@ __global__ void cv_squared_backward_kernel(const acc_t* __restrict__ grad,
   }
 }
 
-// Calls body(j, data, size) for each vector; data has the type of the values.
-template <typename Body>
-void for_each_vector(at::TensorList values, const Body& body) {
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, values[0].scalar_type(), "weighted_cv_squared", [&] {
-        for (size_t j = 0; j < values.size(); ++j) {
-          const Tensor contiguous = values[j].contiguous();
-          body(j, contiguous.const_data_ptr<scalar_t>(), contiguous.numel());
-        }
-      });
-}
-
-Tensor weighted_cv_squared_cuda(at::TensorList values, at::ArrayRef<double> weights) {
-  check_weighted_cv_squared("weighted_cv_squared", values, weights);
-  const c10::cuda::OptionalCUDAGuard guard(values[0].device());
-  Tensor result = weighted_cv_squared_output(empty, values);
-  for_each_vector(values, [&]<typename scalar_t>(size_t j, const scalar_t* data, int64_t size) {
-    using acc_t = at::opmath_type<scalar_t>;
-    launch(cv_squared_kernel<scalar_t, acc_t>, grid(1), kThreads, 0, data, size, weights[j], j == 0,
-           result.mutable_data_ptr<acc_t>());
-  });
-  return result;
-}
-
-std::vector<Tensor> weighted_cv_squared_backward_cuda(const Tensor& grad, at::TensorList values,
-                                                      at::ArrayRef<double> weights) {
-  check_weighted_cv_squared_backward(grad, values, weights);
-  const c10::cuda::OptionalCUDAGuard guard(grad.device());
-  std::vector<Tensor> gradients = weighted_cv_squared_gradients(empty, values);
-  for_each_vector(values, [&]<typename scalar_t>(size_t j, const scalar_t* data, int64_t size) {
-    using acc_t = at::opmath_type<scalar_t>;
-    launch(cv_squared_backward_kernel<scalar_t, acc_t>, grid(1), kThreads, 0,
-           grad.const_data_ptr<acc_t>(), data, size, weights[j],
-           gradients[j].mutable_data_ptr<scalar_t>());
-  });
-  return gradients;
-}
-
 }  // namespace
-}  // namespace moe_ext::cuda
+}  // namespace cuda
+using namespace cuda;
 
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  moe_ext::implement<"weighted_cv_squared", &moe_ext::cuda::weighted_cv_squared_cuda>(m);
-  moe_ext::implement<"_weighted_cv_squared_backward",
-                     &moe_ext::cuda::weighted_cv_squared_backward_cuda>(m);
+template <typename scalar_t>
+void CvSquared<scalar_t>::on_cuda() const {
+  launch(cv_squared_kernel<scalar_t, acc_type<scalar_t>>, grid(1), kThreads, 0, values, size,
+         weight, first, result);
 }
+MOE_EXT_FOR_EACH_TYPE(CvSquared)
+
+template <typename scalar_t>
+void CvSquaredBackward<scalar_t>::on_cuda() const {
+  launch(cv_squared_backward_kernel<scalar_t, acc_type<scalar_t>>, grid(1), kThreads, 0, grad,
+         values, size, weight, grad_values);
+}
+MOE_EXT_FOR_EACH_TYPE(CvSquaredBackward)
+
+}  // namespace moe_ext

@@ -15,7 +15,7 @@
 #include "../implement.h"
 #include "chunks.cuh"
 #include "gemm.cuh"
-#include "slots.cuh"
+#include "packs.cuh"
 #include "unpack.cuh"
 
 namespace moe_ext::cuda {
@@ -253,13 +253,12 @@ class Experts {
     for (const Tensor& a : network.lora.a) lora_a_.push_back(readable_lora(a));
     for (const Tensor& b : network.lora.b) lora_b_.push_back(readable_lora(b));
     if (routing.inverse) {
-      row_of_ = contiguous_index(*routing.inverse);
-      bounds_ = contiguous_index(routing.token_offsets);
+      tensors_.emplace("experts", *routing.inverse, routing.token_offsets, Cuda::kReadsValues);
     }
     input_ = routing.inverse ? rows_of(x.contiguous()) : x.contiguous();
   }
 
-  Slots slots() const { return slots_of(row_of_, bounds_); }
+  const Slots& slots() const { return tensors_->slots; }
   const GroupedProducts& products() const { return products_; }
   const Tensor& input() const { return input_; }
   int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
@@ -267,7 +266,12 @@ class Experts {
   // Returns the tokens' rows; both tensors are contiguous.
   Tensor rows_of(const Tensor& tokens) const {
     Tensor rows = at::empty({num_rows_, tokens.size(1)}, tokens.options());
-    rows_of_slots(tokens, slots(), rows);
+    with_type(tokens, [&]<typename scalar_t>() {
+      Cuda::run(RowsOfSlots<scalar_t>{.x = tokens.const_data_ptr<scalar_t>(),
+                                      .slots = slots(),
+                                      .width = tokens.size(1),
+                                      .rows = rows.mutable_data_ptr<scalar_t>()});
+    });
     return rows;
   }
 
@@ -381,8 +385,7 @@ class Experts {
   int64_t num_rows_, num_experts_;
   GroupedProducts products_;
   std::vector<Tensor> weights_, biases_, lora_a_, lora_b_;
-  Tensor row_of_;
-  OptionalTensor bounds_;
+  std::optional<SlotTensors> tensors_;  // of the tokens' slots
   Tensor input_;
 };
 
@@ -401,7 +404,7 @@ ExpertsOutputs experts_cuda(const Tensor& x, const Routing& routing, const FeedF
   const Tensor rows = experts.linear(experts.num_layers() - 1, a);
   if (!routing.gates) return {rows, hidden};
   Tensor y = experts_output(empty, x, routing, network);
-  sum_of_rows(rows, experts.slots(), routing.gates->to(accumulate_type(x)).contiguous(), y);
+  sum_over_slots<Cuda>(rows, experts.slots(), routing.gates->to(accumulate_type(x)), y);
   return {y, hidden};
 }
 
@@ -467,7 +470,7 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
   Tensor grad_x = grad;  // the gradient of the rows, if x holds rows
   if (!needs_x || routing.inverse) grad_x = experts_gradient_of_x(empty, x, needs_x);
   if (needs_x && routing.inverse) {
-    sum_of_rows(grad, experts.slots(), /*weights=*/Tensor(), grad_x);
+    sum_over_slots<Cuda>(grad, experts.slots(), /*weights=*/Tensor(), grad_x);
   }
   return {grad_x, gates ? grad_gates.to(routing.gates->scalar_type()) : grad_gates,
           grad_parameters};

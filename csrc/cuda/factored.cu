@@ -4,19 +4,16 @@
 // over each block's rows and columns. The next two add these sums in block order and update the
 // second moments. The last one updates the weights and skips blocks with a zero gradient. The
 // gradients are read twice; the weights are read and written once.
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
-#include "../factored.h"
-#include "../implement.h"
+#include "../kernels/factored.h"
 #include "../math/factored.h"
-#include "slots.cuh"
+#include "packs.cuh"
 
-namespace moe_ext::cuda {
+namespace moe_ext {
+namespace cuda {
 namespace {
 
 constexpr int kWarps = kThreads / kWarp;
@@ -36,9 +33,8 @@ struct Scalar {
 };
 
 template <typename acc_t>
-Scalar<acc_t> scalar_of(const Tensor& tensor) {
-  if (tensor.is_cuda()) return {.on_device = tensor.const_data_ptr<double>(), .on_host = acc_t(0)};
-  return {.on_device = nullptr, .on_host = static_cast<acc_t>(*tensor.const_data_ptr<double>())};
+Scalar<acc_t> scalar_of(const FactoredScalar& scalar) {
+  return {.on_device = scalar.on_device, .on_host = static_cast<acc_t>(scalar.on_host)};
 }
 
 // The matrices [E, R, C] and their E x row_blocks x column_blocks blocks.
@@ -251,65 +247,44 @@ __global__ void update_kernel(scalar_t* __restrict__ all_param,
   }
 }
 
-void factored_step_cuda(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
-                        const Tensor& lr, const Tensor& correction, double decay, double gain,
-                        double eps, bool mean_of_roots) {
-  check_factored_step(param, grad, row, column, lr, correction, decay, gain, eps);
-  if (param.numel() == 0) return;
-  const c10::cuda::OptionalCUDAGuard guard(param.device());
-  const Tensor g = grad.contiguous();
-  const Tensor p = param.contiguous();
-  const Tensor r = row.contiguous();
-  const Tensor c = column.contiguous();
-  const int64_t num_rows = param.size(-2);
-  const int64_t num_columns = param.size(-1);
-  const Shape shape{.num_matrices = param.numel() / (num_rows * num_columns),
+}  // namespace
+}  // namespace cuda
+using namespace cuda;
+
+template <typename scalar_t>
+void FactoredStep<scalar_t>::on_cuda() const {
+  const Shape shape{.num_matrices = num_matrices,
                     .num_rows = num_rows,
                     .num_columns = num_columns,
                     .row_blocks = ceil_div(num_rows, kBlockRows),
                     .column_blocks = ceil_div(num_columns, kBlockColumns)};
-  const int64_t num_blocks = shape.num_matrices * shape.row_blocks * shape.column_blocks;
-  const Tensor row_sums =
-      at::empty({shape.num_matrices, shape.column_blocks, num_rows}, r.options());
-  const Tensor column_sums =
-      at::empty({shape.num_matrices, shape.row_blocks, num_columns}, c.options());
-  const Tensor means = at::empty({shape.num_matrices}, r.options());
-  const Tensor nonzero = at::empty({num_blocks}, r.options().dtype(at::kInt));
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "factored_step", [&] {
-    using acc_t = at::opmath_type<scalar_t>;
-    const Rule<acc_t> rule{.lr = scalar_of<acc_t>(lr),
-                           .correction = scalar_of<acc_t>(correction),
-                           .decay = static_cast<acc_t>(decay),
-                           .gain = static_cast<acc_t>(gain),
-                           .eps = static_cast<acc_t>(eps),
-                           .mean_of_roots = mean_of_roots};
-    auto* p_data = p.mutable_data_ptr<scalar_t>();
-    const auto* g_data = g.const_data_ptr<scalar_t>();
-    auto* r_data = r.mutable_data_ptr<acc_t>();
-    auto* c_data = c.mutable_data_ptr<acc_t>();
-    auto* row_sums_data = row_sums.mutable_data_ptr<acc_t>();
-    auto* column_sums_data = column_sums.mutable_data_ptr<acc_t>();
-    auto* means_data = means.mutable_data_ptr<acc_t>();
-    auto* nonzero_data = nonzero.mutable_data_ptr<int>();
-    with_pack_size<scalar_t>(num_columns, {p_data, g_data}, [&](auto size) {
-      launch(block_sums_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, g_data, shape,
-             rule, row_sums_data, column_sums_data, nonzero_data);
-      launch(column_averages_kernel<acc_t>, grid(shape.num_matrices * ceil_div(num_columns, kWarp)),
-             kThreads, 0, column_sums_data, shape, rule, c_data);
-      launch(row_averages_kernel<acc_t>, grid(shape.num_matrices), kThreads, 0, row_sums_data,
-             c_data, shape, rule, r_data, means_data);
-      launch(update_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, p_data, g_data,
-             r_data, c_data, means_data, nonzero_data, shape, rule);
-    });
+  const int64_t num_blocks = num_matrices * shape.row_blocks * shape.column_blocks;
+  const auto options = on_this_device(c10::CppTypeToScalarType<acc_t>::value);
+  const Tensor row_sums = at::empty({num_matrices, shape.column_blocks, num_rows}, options);
+  const Tensor column_sums = at::empty({num_matrices, shape.row_blocks, num_columns}, options);
+  const Tensor means = at::empty({num_matrices}, options);
+  const Tensor nonzero = at::empty({num_blocks}, on_this_device(at::kInt));
+  const Rule<acc_t> rule{.lr = scalar_of<acc_t>(lr),
+                         .correction = scalar_of<acc_t>(correction),
+                         .decay = static_cast<acc_t>(decay),
+                         .gain = static_cast<acc_t>(gain),
+                         .eps = static_cast<acc_t>(eps),
+                         .mean_of_roots = mean_of_roots};
+  auto* row_sums_data = row_sums.mutable_data_ptr<acc_t>();
+  auto* column_sums_data = column_sums.mutable_data_ptr<acc_t>();
+  auto* means_data = means.mutable_data_ptr<acc_t>();
+  auto* nonzero_data = nonzero.mutable_data_ptr<int>();
+  with_pack_size<scalar_t>(num_columns, {param, grad}, [&](auto size) {
+    launch(block_sums_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, grad, shape,
+           rule, row_sums_data, column_sums_data, nonzero_data);
+    launch(column_averages_kernel<acc_t>, grid(num_matrices * ceil_div(num_columns, kWarp)),
+           kThreads, 0, column_sums_data, shape, rule, column);
+    launch(row_averages_kernel<acc_t>, grid(num_matrices), kThreads, 0, row_sums_data, column,
+           shape, rule, row, means_data);
+    launch(update_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, param, grad, row,
+           column, means_data, nonzero_data, shape, rule);
   });
-  if (!p.is_same(param)) param.copy_(p);
-  if (!r.is_same(row)) row.copy_(r);
-  if (!c.is_same(column)) column.copy_(c);
 }
+MOE_EXT_FOR_EACH_TYPE(FactoredStep)
 
-}  // namespace
-}  // namespace moe_ext::cuda
-
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  moe_ext::implement<"factored_step_", &moe_ext::cuda::factored_step_cuda>(m);
-}
+}  // namespace moe_ext

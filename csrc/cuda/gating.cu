@@ -1,19 +1,15 @@
 // Noisy top-k gating (Sec. 2.1, Eqs. 3-5) on CUDA; one warp per token.
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <torch/library.h>
 
 #include <limits>
-#include <tuple>
 
-#include "../gating.h"
-#include "../implement.h"
+#include "../kernels/gating.h"
 #include "../math/gating.h"
 #include "../math/softplus.h"
 #include "launch.cuh"
 #include "select.cuh"
 
-namespace moe_ext::cuda {
+namespace moe_ext {
+namespace cuda {
 namespace {
 
 // A token's keys are in shared memory; for a long row, each search recomputes them.
@@ -89,39 +85,6 @@ __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cuda(
-    const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
-    int64_t k, double noise_epsilon) {
-  check_noisy_topk_gating("noisy_topk_gating", clean_logits, raw_noise_stddev, noise, k,
-                          noise_epsilon);
-  const int64_t num_tokens = clean_logits.size(0);
-  const int64_t num_experts = clean_logits.size(1);
-  check_countable("noisy_topk_gating", "clean_logits", num_experts);
-  const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
-  const auto outputs = noisy_topk_gating_outputs(empty, clean_logits, noise, k);
-  const auto& [gates, expert_index, threshold, threshold_index, noise_stddev] = outputs;
-  const Tensor clean = clean_logits.contiguous();
-  const Tensor raw = contiguous(raw_noise_stddev);
-  const Tensor drawn = contiguous(noise);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, clean.scalar_type(), "noisy_topk_gating", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        const int64_t key_bytes = num_experts * static_cast<int64_t>(sizeof(acc_t));
-        const SelectionBlocks blocks(key_bytes);
-        launch(blocks.keys_in_shared ? gating_kernel<true, scalar_t, acc_t>
-                                     : gating_kernel<false, scalar_t, acc_t>,
-               grid(ceil_div(num_tokens, blocks.num_warps)),
-               static_cast<int>(blocks.num_warps * kWarp), blocks.shared_bytes,
-               clean.const_data_ptr<scalar_t>(), noise ? raw.const_data_ptr<scalar_t>() : nullptr,
-               noise ? drawn.const_data_ptr<scalar_t>() : nullptr,
-               static_cast<acc_t>(noise_epsilon), num_tokens, num_experts, k,
-               gates.mutable_data_ptr<acc_t>(), expert_index.mutable_data_ptr<int64_t>(),
-               threshold.mutable_data_ptr<acc_t>(), threshold_index.mutable_data_ptr<int64_t>(),
-               noise_stddev.mutable_data_ptr<acc_t>());
-      });
-  return outputs;
-}
-
 // dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the gradients of the thresholds H_(k)
 // and H_(k+1). dL/dclean = dL/dH; dL/dstddev = noise dL/dH + grad_noise_stddev. One warp per token;
 // the experts of a token are distinct.
@@ -179,52 +142,30 @@ __global__ void gating_backward_kernel(
   }
 }
 
-std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cuda(
-    const OptionalTensor& grad_gates, const OptionalTensor& grad_threshold,
-    const OptionalTensor& grad_noise_stddev, const Tensor& gates, const Tensor& expert_index,
-    const Tensor& threshold_index, const Tensor& clean_logits,
-    const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise) {
-  check_noisy_topk_gating_backward(grad_gates, grad_threshold, grad_noise_stddev, gates,
-                                   expert_index, threshold_index, clean_logits, raw_noise_stddev,
-                                   noise);
-  const int64_t k = gates.size(1);
-  const int64_t num_tokens = clean_logits.size(0);
-  const int64_t num_experts = clean_logits.size(1);
-  const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
-  const Tensor grad_of_gates = contiguous(grad_gates);
-  const Tensor grad_of_threshold = contiguous(grad_threshold);
-  const Tensor grad_of_stddev = contiguous(grad_noise_stddev);
-  const Tensor kept = gates.contiguous();
-  const Tensor chosen = contiguous_index(expert_index);
-  const Tensor limits = contiguous_index(threshold_index);
-  const Tensor raw = contiguous(raw_noise_stddev);
-  const Tensor drawn = contiguous(noise);
-  const auto gradients = noisy_topk_gating_gradients(empty, clean_logits, noise);
-  const auto& [grad_clean, grad_raw] = gradients;
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, clean_logits.scalar_type(), "noisy_topk_gating_backward", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        const auto wide = [](const Tensor& tensor) {
-          return tensor.defined() ? tensor.const_data_ptr<acc_t>() : nullptr;
-        };
-        const auto narrow = [](const Tensor& tensor) {
-          return tensor.defined() ? tensor.const_data_ptr<scalar_t>() : nullptr;
-        };
-        launch(gating_backward_kernel<scalar_t, acc_t>,
-               grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, wide(grad_of_gates),
-               wide(grad_of_threshold), wide(grad_of_stddev), wide(kept),
-               chosen.const_data_ptr<int64_t>(), limits.const_data_ptr<int64_t>(), narrow(raw),
-               narrow(drawn), num_tokens, num_experts, k, grad_clean.mutable_data_ptr<scalar_t>(),
-               grad_raw.mutable_data_ptr<scalar_t>());
-      });
-  return gradients;
-}
-
 }  // namespace
-}  // namespace moe_ext::cuda
+}  // namespace cuda
+using namespace cuda;
 
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  moe_ext::implement<"noisy_topk_gating", &moe_ext::cuda::noisy_topk_gating_cuda>(m);
-  moe_ext::implement<"_noisy_topk_gating_backward",
-                     &moe_ext::cuda::noisy_topk_gating_backward_cuda>(m);
+template <typename scalar_t>
+void NoisyTopKGating<scalar_t>::on_cuda() const {
+  check_countable("noisy_topk_gating", "clean_logits", num_experts);
+  const SelectionBlocks blocks(num_experts * static_cast<int64_t>(sizeof(acc_t)));
+  launch(blocks.keys_in_shared ? gating_kernel<true, scalar_t, acc_t>
+                               : gating_kernel<false, scalar_t, acc_t>,
+         grid(ceil_div(num_tokens, blocks.num_warps)), static_cast<int>(blocks.num_warps * kWarp),
+         blocks.shared_bytes, clean_logits, raw_noise_stddev, noise,
+         static_cast<acc_t>(noise_epsilon), num_tokens, num_experts, k, gates, expert_index,
+         threshold, threshold_index, noise_stddev);
 }
+MOE_EXT_FOR_EACH_TYPE(NoisyTopKGating)
+
+template <typename scalar_t>
+void NoisyTopKGatingBackward<scalar_t>::on_cuda() const {
+  launch(gating_backward_kernel<scalar_t, acc_t>, grid(ceil_div(num_tokens, kThreads / kWarp)),
+         kThreads, 0, grad_gates, grad_threshold, grad_noise_stddev, gates, expert_index,
+         threshold_index, raw_noise_stddev, noise, num_tokens, num_experts, k, grad_clean_logits,
+         grad_raw_noise_stddev);
+}
+MOE_EXT_FOR_EACH_TYPE(NoisyTopKGatingBackward)
+
+}  // namespace moe_ext

@@ -22,7 +22,7 @@
 #include <algorithm>
 
 #include "../experts.h"
-#include "slots.cuh"
+#include "packs.cuh"
 #include "tensor_core.cuh"
 
 namespace moe_ext::cuda {

@@ -1,16 +1,13 @@
 // Importance(X) = sum_x G(x) (Eq. 6) and the exact load on CUDA.
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
-#include "../implement.h"
-#include "../importance.h"
+#include "../kernels/importance.h"
 #include "chunks.cuh"
 
-namespace moe_ext::cuda {
+namespace moe_ext {
+namespace cuda {
 namespace {
 
 constexpr int kTile = 4096;  // experts of a block; their sums are in shared memory
@@ -50,60 +47,29 @@ __global__ void partial_importance_kernel(const scalar_t* __restrict__ gates,
   }
 }
 
-// Returns the importance [E], or the load without gates; index is contiguous, [T, K].
+}  // namespace
+}  // namespace cuda
+using namespace cuda;
+
 template <typename scalar_t>
-Tensor sum_of_slots(const scalar_t* gates, const Tensor& index, int64_t num_experts, Tensor sum) {
-  using acc_t = at::opmath_type<scalar_t>;
-  const int64_t num_slots = index.numel();
+void Importance<scalar_t>::on_cuda() const {
+  using acc_t = acc_type<scalar_t>;
+  const int64_t num_slots = num_tokens * k;
   // Enough chunks to keep the device busy, and few enough to be summed quickly.
   constexpr int64_t kLeastChunk = 128, kMostChunks = 1024, kMostSums = 1 << 23;
   const int64_t chunk_size = std::max({kLeastChunk, ceil_div(num_slots, kMostChunks),
                                        ceil_div(num_slots * num_experts, kMostSums)});
   const int64_t num_chunks = ceil_div(num_slots, chunk_size);
   const int64_t tiles = ceil_div(num_experts, kTile);
-  const Tensor partial_sums = at::empty({num_chunks, num_experts}, sum.options());
+  const Tensor partial_sums =
+      at::empty({num_chunks, num_experts}, on_this_device(c10::CppTypeToScalarType<acc_t>::value));
   launch(partial_importance_kernel<scalar_t, acc_t>, grid(num_chunks * tiles), kWarp,
-         std::min<int64_t>(kTile, num_experts) * sizeof(acc_t), gates,
-         index.const_data_ptr<int64_t>(), num_slots, num_experts, tiles, chunk_size,
-         partial_sums.mutable_data_ptr<acc_t>());
+         std::min<int64_t>(kTile, num_experts) * sizeof(acc_t), gates, expert_index, num_slots,
+         num_experts, tiles, chunk_size, partial_sums.mutable_data_ptr<acc_t>());
   launch(sum_of_chunks_kernel<acc_t>, grid(ceil_div(num_experts, kWarp)), kThreads, 0,
          partial_sums.const_data_ptr<acc_t>(), num_experts,
-         Groups{.bounds = nullptr, .num_groups = 1, .num_rows = num_slots}, chunk_size,
-         sum.mutable_data_ptr<acc_t>());
-  return sum;
+         Groups{.bounds = nullptr, .num_groups = 1, .num_rows = num_slots}, chunk_size, importance);
 }
+MOE_EXT_FOR_EACH_TYPE(Importance)
 
-Tensor importance_cuda(const Tensor& gates, const Tensor& expert_index, int64_t num_experts) {
-  check_importance("importance", gates, expert_index, num_experts);
-  const c10::cuda::OptionalCUDAGuard guard(gates.device());
-  const Tensor kept = gates.contiguous();
-  return AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, kept.scalar_type(), "importance", [&] {
-        return sum_of_slots(kept.const_data_ptr<scalar_t>(), contiguous_index(expert_index),
-                            num_experts, importance_output(empty, gates, num_experts));
-      });
-}
-
-std::tuple<Tensor, Tensor> importance_and_load_cuda(const Tensor& gates, const Tensor& expert_index,
-                                                    int64_t num_experts) {
-  check_importance("importance_and_load", gates, expert_index, num_experts);
-  const c10::cuda::OptionalCUDAGuard guard(gates.device());
-  const Tensor kept = gates.contiguous();
-  const Tensor index = contiguous_index(expert_index);
-  return AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, kept.scalar_type(), "importance_and_load", [&] {
-        const auto sum = [&](const scalar_t* gates_data) {
-          return sum_of_slots(gates_data, index, num_experts,
-                              importance_output(empty, gates, num_experts));
-        };
-        return std::tuple(sum(kept.const_data_ptr<scalar_t>()), sum(nullptr));
-      });
-}
-
-}  // namespace
-}  // namespace moe_ext::cuda
-
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  moe_ext::implement<"importance", &moe_ext::cuda::importance_cuda>(m);
-  moe_ext::implement<"importance_and_load", &moe_ext::cuda::importance_and_load_cuda>(m);
-}
+}  // namespace moe_ext

@@ -20,8 +20,13 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The options of memory on the current device.
+inline at::TensorOptions on_this_device(at::ScalarType type) {
+  return at::TensorOptions().dtype(type).device(at::kCUDA);
+}
+
 // Launches a kernel on the current stream of the current device; a grid without blocks is not
-// launched. Operators set the device with an OptionalCUDAGuard.
+// launched. Host functions set the device.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 blocks, int threads, int64_t shared_bytes,
             Arguments... arguments) {

@@ -1,26 +1,13 @@
 // Load(X)_i = sum_x P(x, i) (App. A) on CUDA.
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
-#include <tuple>
-
-#include "../implement.h"
-#include "../load.h"
+#include "../kernels/load.h"
 #include "../math/load.h"
 #include "chunks.cuh"
-#include "slots.cuh"
 
-namespace moe_ext::cuda {
+namespace moe_ext {
+namespace cuda {
 namespace {
-
-Groups groups_of(const OptionalTensor& offsets, int64_t num_tokens) {
-  if (!offsets) return {.bounds = nullptr, .num_groups = 1, .num_rows = num_tokens};
-  return {.bounds = offsets->const_data_ptr<int64_t>(),
-          .num_groups = offsets->numel() - 1,
-          .num_rows = num_tokens};
-}
 
 // Sums a chunk of the tokens for kWarp experts; one warp.
 template <typename scalar_t, typename acc_t>
@@ -76,38 +63,6 @@ __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
   });
 }
 
-Tensor load_cuda(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
-                 const Tensor& expert_index, const OptionalTensor& group_offsets) {
-  check_load("load", clean_logits, noise_stddev, threshold, expert_index, group_offsets);
-  const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
-  const int64_t num_tokens = clean_logits.size(0);
-  const int64_t num_experts = clean_logits.size(1);
-  const Tensor clean = clean_logits.contiguous();
-  const Tensor stddev = noise_stddev.contiguous();
-  const Tensor limits = threshold.contiguous();
-  const Tensor chosen = contiguous_index(expert_index);
-  const OptionalTensor bounds = contiguous_index(group_offsets);
-  const Groups groups = groups_of(bounds, num_tokens);
-  const int64_t chunk_size = chunk_size_of(num_tokens);
-  const int64_t num_chunks = ceil_div(num_tokens, chunk_size);
-  const int64_t tiles = ceil_div(num_experts, kWarp);
-  Tensor load = load_output(empty, clean_logits, group_offsets);
-  const Tensor partial_load =
-      at::empty({num_chunks + groups.num_groups, num_experts}, stddev.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, clean.scalar_type(), "load", [&] {
-    using acc_t = at::opmath_type<scalar_t>;
-    launch(partial_load_kernel<scalar_t, acc_t>,
-           grid(ceil_div(num_chunks * tiles, kThreads / kWarp)), kThreads, 0,
-           clean.const_data_ptr<scalar_t>(), stddev.const_data_ptr<acc_t>(),
-           limits.const_data_ptr<acc_t>(), chosen.const_data_ptr<int64_t>(), chosen.size(1),
-           num_experts, groups, chunk_size, partial_load.mutable_data_ptr<acc_t>());
-    launch(sum_of_chunks_kernel<acc_t>, grid(groups.num_groups * tiles), kThreads, 0,
-           partial_load.const_data_ptr<acc_t>(), num_experts, groups, chunk_size,
-           load.mutable_data_ptr<acc_t>());
-  });
-  return load;
-}
-
 // One warp per token. With q_i = dL/dP_i phi(z_i) / stddev_i, the thresholds get dH_(k) = -sum of q
 // over the experts outside the top k, and dH_(k+1) = -sum over the experts inside it.
 template <typename scalar_t, typename acc_t>
@@ -152,39 +107,32 @@ __global__ void load_backward_kernel(
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> load_backward_cuda(
-    const Tensor& grad_load, const Tensor& clean_logits, const Tensor& noise_stddev,
-    const Tensor& threshold, const Tensor& expert_index, const OptionalTensor& group_offsets) {
-  check_load_backward(grad_load, clean_logits, noise_stddev, threshold, expert_index,
-                      group_offsets);
-  const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
-  const int64_t num_tokens = clean_logits.size(0);
-  const int64_t num_experts = clean_logits.size(1);
-  const Tensor grad = grad_load.contiguous();
-  const Tensor clean = clean_logits.contiguous();
-  const Tensor stddev = noise_stddev.contiguous();
-  const Tensor limits = threshold.contiguous();
-  const Tensor chosen = contiguous_index(expert_index);
-  const OptionalTensor bounds = contiguous_index(group_offsets);
-  const auto gradients = load_gradients(empty, clean_logits, noise_stddev, threshold);
-  const auto& [grad_clean, grad_stddev, grad_threshold] = gradients;
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, clean.scalar_type(), "load_backward", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        launch(load_backward_kernel<scalar_t, acc_t>, grid(ceil_div(num_tokens, kThreads / kWarp)),
-               kThreads, 0, grad.const_data_ptr<acc_t>(), clean.const_data_ptr<scalar_t>(),
-               stddev.const_data_ptr<acc_t>(), limits.const_data_ptr<acc_t>(),
-               chosen.const_data_ptr<int64_t>(), chosen.size(1), num_experts,
-               groups_of(bounds, num_tokens), grad_clean.mutable_data_ptr<scalar_t>(),
-               grad_stddev.mutable_data_ptr<acc_t>(), grad_threshold.mutable_data_ptr<acc_t>());
-      });
-  return gradients;
-}
-
 }  // namespace
-}  // namespace moe_ext::cuda
+}  // namespace cuda
+using namespace cuda;
 
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  moe_ext::implement<"load", &moe_ext::cuda::load_cuda>(m);
-  moe_ext::implement<"_load_backward", &moe_ext::cuda::load_backward_cuda>(m);
+template <typename scalar_t>
+void Load<scalar_t>::on_cuda() const {
+  const Groups row_groups = groups_of(groups);
+  const int64_t num_tokens = groups.num_rows, chunk_size = chunk_size_of(num_tokens);
+  const int64_t num_chunks = ceil_div(num_tokens, chunk_size);
+  const int64_t tiles = ceil_div(num_experts, kWarp);
+  const Tensor partial_load = at::empty({num_chunks + groups.num_groups, num_experts},
+                                        on_this_device(c10::CppTypeToScalarType<acc_t>::value));
+  launch(partial_load_kernel<scalar_t, acc_t>, grid(ceil_div(num_chunks * tiles, kThreads / kWarp)),
+         kThreads, 0, clean_logits, noise_stddev, threshold, expert_index, k, num_experts,
+         row_groups, chunk_size, partial_load.mutable_data_ptr<acc_t>());
+  launch(sum_of_chunks_kernel<acc_t>, grid(groups.num_groups * tiles), kThreads, 0,
+         partial_load.const_data_ptr<acc_t>(), num_experts, row_groups, chunk_size, load);
 }
+MOE_EXT_FOR_EACH_TYPE(Load)
+
+template <typename scalar_t>
+void LoadBackward<scalar_t>::on_cuda() const {
+  launch(load_backward_kernel<scalar_t, acc_t>, grid(ceil_div(groups.num_rows, kThreads / kWarp)),
+         kThreads, 0, grad_load, clean_logits, noise_stddev, threshold, expert_index, k,
+         num_experts, groups_of(groups), grad_clean_logits, grad_noise_stddev, grad_threshold);
+}
+MOE_EXT_FOR_EACH_TYPE(LoadBackward)
+
+}  // namespace moe_ext

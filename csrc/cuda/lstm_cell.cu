@@ -1,14 +1,11 @@
 // The cells of one step of an LSTM on CUDA; one thread for each unit.
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <torch/library.h>
 
-#include "../implement.h"
-#include "../lstm_cell.h"
+#include "../kernels/lstm_cell.h"
 #include "../math/lstm.h"
 #include "launch.cuh"
 
-namespace moe_ext::cuda {
+namespace moe_ext {
+namespace cuda {
 namespace {
 
 // The gates of unit u of a row, after their activations.
@@ -60,49 +57,24 @@ __global__ void cell_backward_kernel(const scalar_t* __restrict__ grad_h,
   grad_c_0[i] = static_cast<scalar_t>(of_c);
 }
 
-std::tuple<Tensor, Tensor> lstm_cell_cuda(const Tensor& gates, const Tensor& c_0) {
-  constexpr auto op = "lstm_cell";
-  check_lstm_cell(op, gates, c_0);
-  const c10::cuda::OptionalCUDAGuard guard(gates.device());
-  const auto outputs = lstm_cell_outputs(empty, c_0);
-  const auto& [h, c] = outputs;
-  const Tensor z = gates.contiguous(), before = c_0.contiguous();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), op, [&] {
-    launch(cell_kernel<scalar_t, at::opmath_type<scalar_t>>, grid(ceil_div(c_0.numel(), kThreads)),
-           kThreads, 0, z.const_data_ptr<scalar_t>(), before.const_data_ptr<scalar_t>(),
-           c_0.numel(), c_0.size(1), h.mutable_data_ptr<scalar_t>(),
-           c.mutable_data_ptr<scalar_t>());
-  });
-  return outputs;
-}
-
-std::tuple<Tensor, Tensor> lstm_cell_backward_cuda(const OptionalTensor& grad_h,
-                                                   const OptionalTensor& grad_c,
-                                                   const Tensor& gates, const Tensor& c_0) {
-  check_lstm_cell_backward(grad_h, grad_c, gates, c_0);
-  const c10::cuda::OptionalCUDAGuard guard(gates.device());
-  const auto gradients = lstm_cell_gradients(empty, gates, c_0);
-  const auto& [grad_gates, grad_c_0] = gradients;
-  const Tensor of_h = contiguous(grad_h), of_c = contiguous(grad_c);
-  const Tensor z = gates.contiguous(), before = c_0.contiguous();
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, z.scalar_type(), "_lstm_cell_backward", [&] {
-        const auto data = [](const Tensor& grad) {
-          return grad.defined() ? grad.const_data_ptr<scalar_t>() : nullptr;
-        };
-        launch(cell_backward_kernel<scalar_t, at::opmath_type<scalar_t>>,
-               grid(ceil_div(c_0.numel(), kThreads)), kThreads, 0, data(of_h), data(of_c),
-               z.const_data_ptr<scalar_t>(), before.const_data_ptr<scalar_t>(), c_0.numel(),
-               c_0.size(1), grad_gates.mutable_data_ptr<scalar_t>(),
-               grad_c_0.mutable_data_ptr<scalar_t>());
-      });
-  return gradients;
-}
-
 }  // namespace
-}  // namespace moe_ext::cuda
+}  // namespace cuda
+using namespace cuda;
 
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  moe_ext::implement<"lstm_cell", &moe_ext::cuda::lstm_cell_cuda>(m);
-  moe_ext::implement<"_lstm_cell_backward", &moe_ext::cuda::lstm_cell_backward_cuda>(m);
+template <typename scalar_t>
+void LstmCell<scalar_t>::on_cuda() const {
+  const int64_t size = num_rows * num_units;
+  launch(cell_kernel<scalar_t, acc_type<scalar_t>>, grid(ceil_div(size, kThreads)), kThreads, 0,
+         gates, c_0, size, num_units, h, c);
 }
+MOE_EXT_FOR_EACH_TYPE(LstmCell)
+
+template <typename scalar_t>
+void LstmCellBackward<scalar_t>::on_cuda() const {
+  const int64_t size = num_rows * num_units;
+  launch(cell_backward_kernel<scalar_t, acc_type<scalar_t>>, grid(ceil_div(size, kThreads)),
+         kThreads, 0, grad_h, grad_c, gates, c_0, size, num_units, grad_gates, grad_c_0);
+}
+MOE_EXT_FOR_EACH_TYPE(LstmCellBackward)
+
+}  // namespace moe_ext

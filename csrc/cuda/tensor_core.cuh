@@ -8,7 +8,7 @@
 #include <cuda_pipeline.h>
 
 #include "mma.cuh"
-#include "slots.cuh"
+#include "packs.cuh"
 
 namespace moe_ext::cuda::tensor_core {
 

@@ -1,17 +1,15 @@
 // Scores, group-limited selection and gates of the top k on CUDA; one warp per token.
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <torch/library.h>
 
 #include <limits>
-#include <tuple>
 
-#include "../implement.h"
-#include "../topk_routing.h"
+#include "../kernels/topk_routing.h"
+#include "../math/order.h"
+#include "../math/topk_routing.h"
 #include "launch.cuh"
 #include "select.cuh"
 
-namespace moe_ext::cuda {
+namespace moe_ext {
+namespace cuda {
 namespace {
 
 // The shift and the denominator of the softmax over all logits of a row; see cpu/topk_routing.cpp.
@@ -159,56 +157,6 @@ __global__ void given_experts_kernel(const scalar_t* __restrict__ all_logits,
                                       total, gates + token * k);
 }
 
-std::tuple<Tensor, Tensor> topk_routing_cuda(const Tensor& logits, int64_t k,
-                                             const OptionalTensor& bias, std::string_view score,
-                                             bool renormalize, double scale, int64_t num_groups,
-                                             int64_t groups_per_token, int64_t group_score_k,
-                                             const OptionalTensor& given) {
-  check_topk_routing(logits, k, bias, {score, renormalize, scale},
-                     {num_groups, groups_per_token, group_score_k}, given);
-  const int64_t num_tokens = logits.size(0);
-  const int64_t num_experts = logits.size(1);
-  check_countable("topk_routing", "logits", num_experts);
-  const c10::cuda::OptionalCUDAGuard guard(logits.device());
-  const auto outputs = topk_routing_outputs(empty, logits, k);
-  const auto& [gates, expert_index] = outputs;
-  const Tensor input = logits.contiguous();
-  const Tensor added = contiguous(bias);
-  if (given) expert_index.copy_(*given);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, input.scalar_type(), "topk_routing", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        if (given) {
-          return math::with_score(score, [&](auto function) {
-            launch(given_experts_kernel<decltype(function), scalar_t, acc_t>,
-                   grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0,
-                   input.const_data_ptr<scalar_t>(), expert_index.const_data_ptr<int64_t>(),
-                   num_tokens, num_experts, k, renormalize, static_cast<acc_t>(scale),
-                   gates.mutable_data_ptr<acc_t>());
-          });
-        }
-        using key_t = decltype(math::order_key(acc_t()));
-        const int64_t row_keys = num_experts + (num_groups > 1 ? num_groups : 0);
-        const int64_t key_bytes = row_keys * static_cast<int64_t>(sizeof(key_t));
-        const SelectionBlocks blocks(key_bytes);
-        Tensor workspace;
-        if (!blocks.keys_in_shared) {
-          workspace = empty(logits, {num_tokens, row_keys}, c10::CppTypeToScalarType<key_t>::value);
-        }
-        math::with_score(score, [&](auto function) {
-          launch(routing_kernel<decltype(function), scalar_t, acc_t, key_t>,
-                 grid(ceil_div(num_tokens, blocks.num_warps)),
-                 static_cast<int>(blocks.num_warps * kWarp), blocks.shared_bytes,
-                 input.const_data_ptr<scalar_t>(), bias ? added.const_data_ptr<acc_t>() : nullptr,
-                 num_tokens, num_experts, k, renormalize, static_cast<acc_t>(scale), num_groups,
-                 groups_per_token, group_score_k,
-                 blocks.keys_in_shared ? nullptr : workspace.mutable_data_ptr<key_t>(),
-                 gates.mutable_data_ptr<acc_t>(), expert_index.mutable_data_ptr<int64_t>());
-        });
-      });
-  return outputs;
-}
-
 // One warp per token; the experts of a token are distinct.
 template <typename Score, typename scalar_t, typename acc_t>
 __global__ void routing_backward_kernel(const acc_t* __restrict__ grad_gates,
@@ -252,34 +200,49 @@ __global__ void routing_backward_kernel(const acc_t* __restrict__ grad_gates,
   }
 }
 
-Tensor topk_routing_backward_cuda(const Tensor& grad_gates, const Tensor& logits,
-                                  const Tensor& expert_index, std::string_view score,
-                                  bool renormalize, double scale) {
-  check_topk_routing_backward(grad_gates, logits, expert_index, {score, renormalize, scale});
-  const c10::cuda::OptionalCUDAGuard guard(logits.device());
-  const auto grad_logits = empty_of(empty, logits);
-  const Tensor upstream = grad_gates.contiguous();
-  const Tensor input = logits.contiguous();
-  const Tensor chosen = contiguous_index(expert_index);
-  const int64_t num_tokens = logits.size(0);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, logits.scalar_type(), "topk_routing_backward", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        math::with_score(score, [&](auto function) {
-          launch(routing_backward_kernel<decltype(function), scalar_t, acc_t>,
-                 grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0,
-                 upstream.const_data_ptr<acc_t>(), input.const_data_ptr<scalar_t>(),
-                 chosen.const_data_ptr<int64_t>(), num_tokens, logits.size(1), chosen.size(1),
-                 renormalize, static_cast<acc_t>(scale), grad_logits.mutable_data_ptr<scalar_t>());
-        });
-      });
-  return grad_logits;
-}
-
 }  // namespace
-}  // namespace moe_ext::cuda
+}  // namespace cuda
+using namespace cuda;
 
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  moe_ext::implement<"topk_routing", &moe_ext::cuda::topk_routing_cuda>(m);
-  moe_ext::implement<"_topk_routing_backward", &moe_ext::cuda::topk_routing_backward_cuda>(m);
+template <typename scalar_t>
+void TopKRouting<scalar_t>::on_cuda() const {
+  check_countable("topk_routing", "logits", num_experts);
+  const acc_t factor = static_cast<acc_t>(rule.scale);
+  if (!selects) {
+    return math::with_score(rule.score, [&](auto score) {
+      launch(given_experts_kernel<decltype(score), scalar_t, acc_t>,
+             grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, logits, expert_index,
+             num_tokens, num_experts, k, rule.renormalize, factor, gates);
+    });
+  }
+  using key_t = decltype(math::order_key(acc_t()));
+  const int64_t row_keys = num_experts + (groups.number > 1 ? groups.number : 0);
+  const SelectionBlocks blocks(row_keys * static_cast<int64_t>(sizeof(key_t)));
+  Tensor workspace;
+  if (!blocks.keys_in_shared) {
+    workspace =
+        at::empty({num_tokens, row_keys}, on_this_device(c10::CppTypeToScalarType<key_t>::value));
+  }
+  math::with_score(rule.score, [&](auto score) {
+    launch(routing_kernel<decltype(score), scalar_t, acc_t, key_t>,
+           grid(ceil_div(num_tokens, blocks.num_warps)), static_cast<int>(blocks.num_warps * kWarp),
+           blocks.shared_bytes, logits, bias, num_tokens, num_experts, k, rule.renormalize, factor,
+           groups.number, groups.per_token, groups.score_k,
+           blocks.keys_in_shared ? nullptr : workspace.mutable_data_ptr<key_t>(), gates,
+           expert_index);
+  });
 }
+MOE_EXT_FOR_EACH_TYPE(TopKRouting)
+
+template <typename scalar_t>
+void TopKRoutingBackward<scalar_t>::on_cuda() const {
+  math::with_score(rule.score, [&](auto score) {
+    launch(routing_backward_kernel<decltype(score), scalar_t, acc_t>,
+           grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, grad_gates, logits,
+           expert_index, num_tokens, num_experts, k, rule.renormalize,
+           static_cast<acc_t>(rule.scale), grad_logits);
+  });
+}
+MOE_EXT_FOR_EACH_TYPE(TopKRoutingBackward)
+
+}  // namespace moe_ext

@@ -1,0 +1,81 @@
+// The rows of slots, and their sums.
+#include "../kernels/slots.h"
+#include "packs.cuh"
+
+namespace moe_ext {
+namespace cuda {
+namespace {
+
+// rows[slots.row(s)] = x[t] for the slots s of token t. A thread has some columns of one token.
+template <typename Packed>
+__global__ void rows_of_slots_kernel(const Packed* __restrict__ x, Slots slots, int64_t packs,
+                                     Packed* __restrict__ rows) {
+  const int64_t all = slots.num_tokens * packs;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t t = i / packs;
+    const int64_t pack = i % packs;
+    const Packed value = x[i];
+    const int64_t end = slots.end(t);
+    for (int64_t slot = slots.begin(t); slot < end; ++slot) {
+      rows[slots.row(slot) * packs + pack] = value;
+    }
+  }
+}
+
+// out[t] = sum of weights[s] * rows[slots.row(s)] over the slots s of token t, in order. Without
+// weights, each weight is exactly 1. A thread has some columns of one token.
+template <typename scalar_t, typename acc_t, int kSize>
+__global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
+                                   const acc_t* __restrict__ weights, Slots slots, int64_t width,
+                                   scalar_t* __restrict__ out) {
+  using Packed = Pack<scalar_t, kSize>;
+  const int64_t packs = width / kSize;
+  const int64_t all = slots.num_tokens * packs;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t t = i / packs;
+    const int64_t pack = i % packs;
+    acc_t sum[kSize] = {};
+    const int64_t end = slots.end(t);
+    for (int64_t slot = slots.begin(t); slot < end; ++slot) {
+      const acc_t weight = weights != nullptr ? weights[slot] : acc_t(1);
+      const Packed row = reinterpret_cast<const Packed*>(rows + slots.row(slot) * width)[pack];
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) {
+        sum[d] = std::fma(weight, static_cast<acc_t>(row.values[d]), sum[d]);
+      }
+    }
+    Packed total;
+#pragma unroll
+    for (int d = 0; d < kSize; ++d) total.values[d] = static_cast<scalar_t>(sum[d]);
+    reinterpret_cast<Packed*>(out + t * width)[pack] = total;
+  }
+}
+
+}  // namespace
+}  // namespace cuda
+using namespace cuda;
+
+template <typename scalar_t>
+void RowsOfSlots<scalar_t>::on_cuda() const {
+  with_pack_size<scalar_t>(width, {x, rows}, [&](auto size) {
+    using Packed = Pack<scalar_t, size>;
+    launch(rows_of_slots_kernel<Packed>, strided_grid(slots.num_tokens * (width / size)), kThreads,
+           0, reinterpret_cast<const Packed*>(x), slots, width / size,
+           reinterpret_cast<Packed*>(rows));
+  });
+}
+MOE_EXT_FOR_EACH_TYPE(RowsOfSlots)
+
+template <typename scalar_t>
+void SumOverSlots<scalar_t>::on_cuda() const {
+  with_pack_size<scalar_t>(width, {rows, sums}, [&](auto size) {
+    launch(sum_of_rows_kernel<scalar_t, acc_type<scalar_t>, size>,
+           strided_grid(slots.num_tokens * (width / size)), kThreads, 0, rows, weights, slots,
+           width, sums);
+  });
+}
+MOE_EXT_FOR_EACH_TYPE(SumOverSlots)
+
+}  // namespace moe_ext

@@ -1,0 +1,22 @@
+// The dispatch plan.
+#pragma once
+
+#include "types.h"
+
+namespace moe_ext {
+
+// A stable sort of the slots by expert.
+struct DispatchPlan {
+  const int64_t* expert_index;  // [R]
+  int64_t num_rows;
+  int64_t num_experts;
+  int64_t* permutation;        // [R]
+  int64_t* inverse;            // [R]
+  int64_t* tokens_per_expert;  // [E]
+  int64_t* offsets;            // [E + 1]
+
+  void on_cpu() const;
+  void on_cuda() const;
+};
+
+}  // namespace moe_ext
