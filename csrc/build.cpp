@@ -1,23 +1,23 @@
 // The facts of the build.
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <moe_ext/build.h>
 #include <moe_ext/version.h>
 #include <torch/version.h>
 
-#include "cpu/empty_rows.h"
-#include "cpu/gemm/micro_kernels.h"
-#include "cpu/vectorize.h"
+#include "cpu/memory.h"
+#include "errors.h"
+#include "kernels/machine.h"
 
 namespace moe_ext {
 
 std::string version() { return MOE_EXT_VERSION; }
 std::string torch_version() { return TORCH_VERSION; }
 std::string compiler() { return __VERSION__; }
-std::string isa() { return cpu::isa_name(); }
-void empty_cache() { cpu::empty_cache(); }
-int64_t cached_bytes() { return cpu::cached_bytes(); }
-int64_t cache_limit() { return cpu::cache_limit(); }
+std::string isa() {
+  return with_value_errors([] { return std::string(cpu::isa_name()); });
+}
+void empty_cache() { with_value_errors(cpu::empty_cache); }
+int64_t cached_bytes() { return with_value_errors(cpu::cached_bytes); }
+int64_t cache_limit() { return with_value_errors(cpu::cache_limit); }
 
 std::optional<std::string> cuda_version() {
 #ifdef MOE_EXT_CUDA_VERSION
@@ -28,10 +28,11 @@ std::optional<std::string> cuda_version() {
 }
 
 std::map<std::string, std::string> products() {
-  return {{"float64", cpu::micro_kernels<double, double>().name},
-          {"float32", cpu::micro_kernels<float, float>().name},
-          {"bfloat16", cpu::micro_kernels<c10::BFloat16, float>().name},
-          {"float16", cpu::micro_kernels<c10::Half, float>().name}};
+  const auto names = with_value_errors(cpu::product_names);
+  return {{"float64", names.float64},
+          {"float32", names.float32},
+          {"bfloat16", names.bfloat16},
+          {"float16", names.float16}};
 }
 
 }  // namespace moe_ext

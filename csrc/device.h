@@ -4,7 +4,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include "cpu/empty_rows.h"
+#include "empty_rows.h"
 #include "kernels/types.h"
 #include "tensor.h"
 
@@ -16,7 +16,7 @@ struct Cpu {
 
   // Creates an uninitialized, contiguous tensor.
   static Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType type) {
-    return cpu::empty(like, shape, type);
+    return empty_rows(C10_AS_INTARRAYREF_SLOW(shape), like.options().dtype(type));
   }
   // Calls body(), which computes the outputs on the device of a tensor.
   template <typename Body>
@@ -26,7 +26,7 @@ struct Cpu {
   // Runs a kernel.
   template <typename Arguments>
   static void run(const Arguments& arguments) {
-    arguments.on_cpu();
+    run_on_cpu(arguments);
   }
 };
 

@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "errors.h"
 #include "operator.h"
 #include "tensor.h"
 
@@ -70,7 +71,8 @@ Result checked(Arguments... arguments) {
     ++position;
   };
   (check(arguments), ...);
-  return kernel(std::forward<Arguments>(arguments)...);
+  return with_value_errors(
+      [&]() -> Result { return kernel(std::forward<Arguments>(arguments)...); });
 }
 
 template <Name name, auto kernel, typename Result, typename... Arguments>

@@ -1,13 +1,13 @@
 // The workspace of a thread: one piece of memory, divided in order into arrays.
 #pragma once
 
-#include <ATen/ceil_div.h>
-#include <c10/util/Exception.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <stdexcept>
 #include <utility>
+
+#include "../math/integers.h"
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #endif
@@ -32,10 +32,10 @@ class Arena {
   template <typename T>
   T* take(int64_t size) {
     const int64_t bytes = size * static_cast<int64_t>(sizeof(T));
-    const int64_t whole = at::round_up(bytes, kCacheLine) + kGap;
+    const int64_t whole = round_up(bytes, kCacheLine) + kGap;
     std::byte* const array = memory_ == nullptr ? nullptr : memory_ + used_;
     used_ += whole;
-    TORCH_INTERNAL_ASSERT(used_ <= size_, "an arena of ", size_, " bytes is too small");
+    if (used_ > size_) throw std::logic_error("moe_ext: an arena is too small");
 #if defined(__SANITIZE_ADDRESS__)
     if (array != nullptr) __asan_poison_memory_region(array + bytes, whole - bytes);
 #endif

@@ -2,9 +2,6 @@
 // finishes a block takes the next one.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -12,9 +9,10 @@
 #include <vector>
 
 #include "arena.h"
-#include "empty_rows.h"
+#include "memory.h"
 #include "progress.h"
 #include "subnormals.h"
+#include "threads.h"
 #include "vectorize.h"
 
 namespace moe_ext::cpu {
@@ -28,10 +26,9 @@ struct Block {
 };
 
 // Returns the blocks of all experts in row order, at least one for each expert. Expert e has the
-// rows offsets[e] <= r < offsets[e + 1], or num_rows / num_experts rows if offsets is undefined.
+// rows offsets[e] <= r < offsets[e + 1], or num_rows / num_experts rows if offsets is null.
 // The blocks, and so the results, do not depend on the number of threads.
-std::vector<Block> split_into_blocks(const at::Tensor& offsets, int64_t num_experts,
-                                     int64_t num_rows);
+std::vector<Block> split_into_blocks(const int64_t* offsets, int64_t num_experts, int64_t num_rows);
 
 // Calls body(task, workspace) for all tasks, 0 <= task < num_tasks. Each thread has its own
 // workspace: what take(arena) returns. Tasks are handed out in order: when a thread gets a task,
@@ -48,15 +45,14 @@ void for_each_task(int64_t num_tasks, Progress* progress, int64_t num_threads, c
   const int64_t at_once = may_wait ? 1 : std::max<int64_t>(1, num_tasks / (32 * num_threads));
   Arena counter;
   take(counter);
-  const at::Tensor memory = empty_rows({num_threads, counter.size()}, at::kByte);
-  auto* const bytes = memory.mutable_data_ptr<uint8_t>();
+  const Array<std::byte> memory(num_threads * counter.size());
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
   std::exception_ptr error;  // of the task that failed first
-  torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) {
+  run_in_parallel(num_threads, 1, [&](int64_t thread, int64_t) {
     const FlushSubnormals flush;
     try {
-      Arena arena(bytes + thread * counter.size(), counter.size());
+      Arena arena(memory.data() + thread * counter.size(), counter.size());
       const auto workspace = take(arena);
       for (int64_t first; !failed && (first = next.fetch_add(at_once)) < num_tasks;) {
         for (int64_t task = first; task < std::min(num_tasks, first + at_once); ++task) {
@@ -74,7 +70,7 @@ void for_each_task(int64_t num_tasks, Progress* progress, int64_t num_threads, c
 // Returns the number of threads that is worth its cost.
 inline int64_t num_threads_for(int64_t flops) {
   constexpr int64_t kMinFlops = 1 << 18;  // for each thread
-  return std::clamp<int64_t>(flops / kMinFlops, 1, torch::stable::get_num_threads());
+  return std::clamp<int64_t>(flops / kMinFlops, 1, num_threads());
 }
 
 }  // namespace moe_ext::cpu

@@ -1,10 +1,6 @@
 // The tiles of the logits of a linear classifier: some tokens by kTileClasses classes.
 #pragma once
 
-#include <ATen/OpMathType.h>
-#include <ATen/ceil_div.h>
-#include <c10/util/BFloat16.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -12,11 +8,13 @@
 #include <type_traits>
 #include <vector>
 
-#include "../linear_cross_entropy.h"
+#include "../kernels/linear_cross_entropy.h"
+#include "../math/integers.h"
 #include "../math/linear_cross_entropy.h"
 #include "arena.h"
 #include "elementwise.h"
 #include "gemm/gemm.h"
+#include "memory.h"
 #include "vectorize.h"
 
 namespace moe_ext::cpu {
@@ -36,7 +34,7 @@ struct Classes {
 struct AllFinite {
   template <typename scalar_t>
   MOE_EXT_KERNEL void run(const scalar_t* row, int64_t size, bool* finite) {
-    using acc_t = at::opmath_type<scalar_t>;
+    using acc_t = acc_type<scalar_t>;
     int32_t others = 0;
     for (int64_t i = 0; i < size; ++i) {
       const acc_t x = static_cast<acc_t>(row[i]);
@@ -199,27 +197,21 @@ struct GradientsOfSoftcap {
 template <typename scalar_t>
 class ClassTiles {
  public:
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
   // The type of P, the gradients of the logits. Products of bfloat16 numbers would round P anyway.
   using p_t = std::conditional_t<std::is_same_v<scalar_t, c10::BFloat16>, scalar_t, acc_t>;
 
-  ClassTiles(const char* op, const Classifier& classifier, const LossOptions& options)
-      : num_tokens(classifier.input.size(0)),
-        width(classifier.input.size(1)),
-        num_classes(classifier.weight.size(0)),
-        num_tiles(at::ceil_div(num_classes, kTileClasses)),
-        ignore_index_(options.ignore_index),
-        weight_(classifier.weight.contiguous()),
-        target_(contiguous_index(classifier.target)),
-        function_{.smoothing = static_cast<acc_t>(options.label_smoothing),
-                  .z_loss = static_cast<acc_t>(options.z_loss)},
-        num_targets_(count_targets(op, target_, num_classes, ignore_index_)) {
-    input_ = without_ignored_nan(classifier.input.contiguous());
-    if (classifier.bias) bias_ = classifier.bias->to(acc_type()).contiguous();
-    if (options.softcap) softcap_ = {.cap = static_cast<acc_t>(*options.softcap)};
+  explicit ClassTiles(const LinearClassifier<scalar_t>& classifier)
+      : num_tokens(classifier.num_tokens),
+        width(classifier.width),
+        num_classes(classifier.num_classes),
+        num_tiles(ceil_div(num_classes, kTileClasses)),
+        classifier_(classifier),
+        function_{.smoothing = static_cast<acc_t>(classifier.label_smoothing),
+                  .z_loss = static_cast<acc_t>(classifier.z_loss)} {
+    if (classifier.softcap) softcap_ = {.cap = static_cast<acc_t>(*classifier.softcap)};
+    remove_ignored_nan();
   }
-
-  static constexpr at::ScalarType acc_type() { return c10::CppTypeToScalarType<acc_t>::value; }
 
   // The largest number of classes in a tile.
   int64_t max_classes() const { return std::min(kTileClasses, num_classes); }
@@ -252,8 +244,7 @@ class ClassTiles {
     acc_t* const logits = workspace.tile;
     gemm<scalar_t>(tokens.count, classes.count, width, plain(rows_of(tokens), width),
                    transposed(weight_of(classes), width), Write::kReplace, logits, workspace.gemm);
-    const acc_t* bias =
-        bias_.defined() ? bias_.template const_data_ptr<acc_t>() + classes.first : nullptr;
+    const acc_t* bias = classifier_.bias != nullptr ? classifier_.bias + classes.first : nullptr;
     if (bias != nullptr || softcap_) {
       vectorized<Logits>(logits, tokens.count, classes.count, bias, softcap());
     }
@@ -263,7 +254,7 @@ class ClassTiles {
   // Buffers in sequence start at cache lines.
   int64_t kept_size(int64_t num_logits) const {
     constexpr int64_t kMultiple = 16, kInOne = sizeof(acc_t) / sizeof(p_t);
-    return at::round_up(softcap_ ? num_logits : at::ceil_div(num_logits, kInOne), kMultiple);
+    return round_up(softcap_ ? num_logits : ceil_div(num_logits, kInOne), kMultiple);
   }
 
   // Computes the sums of a tile, one for each token. If `kept` is not null, keeps in it what
@@ -346,50 +337,34 @@ class ClassTiles {
     }
   }
 
-  // Returns dL/dloss of each token for the gradient of the loss: one number, or one for each token
-  // if the losses are not reduced.
-  std::vector<acc_t> grad_of_tokens(const LossOptions& options, const acc_t* grad_loss) const {
-    std::vector<acc_t> grad(num_tokens);
-    for (int64_t t = 0; t < num_tokens; ++t) {
-      if (is_ignored(t)) continue;
-      grad[t] = grad_loss[options.reduces() ? 0 : t] / divisor(options);
-    }
-    return grad;
-  }
-
-  // The number by which the sum of the losses is divided.
-  acc_t divisor(const LossOptions& options) const {
-    return options.reduction == "mean" ? static_cast<acc_t>(num_targets_) : acc_t(1);
-  }
-
   const int64_t num_tokens, width, num_classes, num_tiles;
 
  private:
-  bool is_ignored(int64_t t) const { return targets()[t] == ignore_index_; }
-  const int64_t* targets() const { return target_.template const_data_ptr<int64_t>(); }
+  bool is_ignored(int64_t t) const { return classifier_.target[t] == classifier_.ignore_index; }
 
-  // Returns the input with zeros for ignored tokens that are not finite: the gradient of weight has
-  // the product of such a token and its gradient 0.
-  Tensor without_ignored_nan(Tensor input) const {
-    const auto* rows = input.template const_data_ptr<scalar_t>();
-    Tensor copy;
+  // Copies the input with zeros for ignored tokens, if one is not finite: the gradient of weight
+  // has the product of such a token and its gradient 0.
+  void remove_ignored_nan() {
     for (int64_t t = 0; t < num_tokens; ++t) {
       if (!is_ignored(t)) continue;
       bool finite = true;
-      vectorized<AllFinite>(rows + t * width, width, &finite);
+      vectorized<AllFinite>(classifier_.input + t * width, width, &finite);
       if (finite) continue;
-      if (!copy.defined()) copy = input.clone();
-      std::fill_n(copy.template mutable_data_ptr<scalar_t>() + t * width, width, scalar_t(0));
+      if (finite_input_.data() == nullptr) {
+        finite_input_ = Array<scalar_t>(num_tokens * width);
+        std::copy_n(classifier_.input, num_tokens * width, finite_input_.data());
+      }
+      std::fill_n(finite_input_.data() + t * width, width, scalar_t(0));
     }
-    return copy.defined() ? copy : input;
   }
 
   const scalar_t* rows_of(Tokens tokens) const {
-    return input_.template const_data_ptr<scalar_t>() + tokens.first * width;
+    const scalar_t* copy = finite_input_.data();
+    return (copy != nullptr ? copy : classifier_.input) + tokens.first * width;
   }
 
   const scalar_t* weight_of(const Classes& classes) const {
-    return weight_.template const_data_ptr<scalar_t>() + classes.first * width;
+    return classifier_.weight + classes.first * width;
   }
 
   const math::Softcap<acc_t>* softcap() const { return softcap_ ? &*softcap_ : nullptr; }
@@ -398,17 +373,16 @@ class ClassTiles {
   std::vector<int64_t> columns_of_targets(Tokens tokens, const Classes& classes) const {
     std::vector<int64_t> columns(tokens.count);
     for (int64_t t = 0; t < tokens.count; ++t) {
-      const int64_t column = targets()[tokens.first + t] - classes.first;
+      const int64_t column = classifier_.target[tokens.first + t] - classes.first;
       columns[t] = column >= 0 && column < classes.count ? column : -1;
     }
     return columns;
   }
 
-  int64_t ignore_index_;
-  Tensor input_, weight_, target_, bias_;
+  const LinearClassifier<scalar_t>& classifier_;
+  Array<scalar_t> finite_input_;  // or no memory
   std::optional<math::Softcap<acc_t>> softcap_;
   math::CrossEntropy<acc_t> function_;
-  int64_t num_targets_;  // that are not ignored
 };
 
 }  // namespace moe_ext::cpu

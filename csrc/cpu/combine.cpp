@@ -38,6 +38,6 @@ void CombineBackward<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_FOR_EACH_TYPE(CombineBackward)
+MOE_EXT_DEFINE_RUN(CombineBackward)
 
 }  // namespace moe_ext

@@ -13,8 +13,7 @@ namespace moe_ext {
 // result, so it does not depend on the number of blocks.
 void DispatchPlan::on_cpu() const {
   const int64_t worth = num_rows / std::max<int64_t>(65536, 4 * num_experts);
-  const int64_t num_blocks =
-      std::clamp<int64_t>(worth, 1, static_cast<int64_t>(torch::stable::get_num_threads()));
+  const int64_t num_blocks = std::clamp<int64_t>(worth, 1, cpu::num_threads());
   const int64_t block = (num_rows + num_blocks - 1) / num_blocks;
   std::vector<int64_t> next(num_blocks * num_experts, 0);
   const auto for_each_block = [&](auto body) {
@@ -48,5 +47,7 @@ void DispatchPlan::on_cpu() const {
     }
   });
 }
+
+void run_on_cpu(const DispatchPlan& arguments) { arguments.on_cpu(); }
 
 }  // namespace moe_ext

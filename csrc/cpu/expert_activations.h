@@ -1,11 +1,10 @@
 // The rows and hidden layers of a block of an expert.
 #pragma once
 
-#include <c10/util/SmallVector.h>
-
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "arena.h"
@@ -19,14 +18,14 @@ namespace moe_ext::cpu {
 // All are rounded to scalar_t, whether saved or recomputed, so the gradients are bitwise identical.
 template <typename scalar_t>
 struct Activations {
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
   using Network = ExpertNetwork<scalar_t>;
   using Rows = ExpertRows<scalar_t>;
 
   // Takes memory for every block; for z only if has_z.
   Activations(Arena& arena, const Network& network, const Rows& rows, bool has_z)
       : first_copy(
-            arena.take<scalar_t>(rows.slots() ? rows.most_in_block() * network.fan_in(0) : 0)) {
+            arena.take<scalar_t>(rows.has_slots() ? rows.most_in_block() * network.fan_in(0) : 0)) {
     for (int64_t l = 0; l + 1 < network.num_layers(); ++l) {
       const auto take = [&](int64_t width) {
         return arena.take<scalar_t>(rows.most_in_block() * width);
@@ -38,7 +37,7 @@ struct Activations {
 
   // Takes the rows of a block. If `hidden` is not empty, z is in it.
   void take_rows(const Block& block, const Network& network, const Rows& rows,
-                 const std::vector<scalar_t*>& hidden) {
+                 std::span<scalar_t* const> hidden) {
     first = rows.gather(block, first_copy);
     for (size_t l = 0; l < hidden.size(); ++l) {
       z[l] = hidden[l] + block.first_row * network.columns(l);
@@ -76,9 +75,9 @@ struct Activations {
   const scalar_t* input(int64_t layer) const { return layer == 0 ? first : out[layer - 1]; }
 
   scalar_t* first_copy;
-  const scalar_t* first = nullptr;     // [num_rows, fan_in], the input of the first layer
-  c10::SmallVector<scalar_t*, 4> z;    // [num_rows, columns] of each hidden layer, or null
-  c10::SmallVector<scalar_t*, 4> out;  // the activations of z, the next layer's input
+  const scalar_t* first = nullptr;  // [num_rows, fan_in], the input of the first layer
+  std::vector<scalar_t*> z;         // [num_rows, columns] of each hidden layer, or null
+  std::vector<scalar_t*> out;       // the activations of z, the next layer's input
 };
 
 }  // namespace moe_ext::cpu

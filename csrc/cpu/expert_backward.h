@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "backward_schedule.h"
@@ -23,13 +24,13 @@ namespace moe_ext::cpu {
 // The inputs and the outputs that the backward passes of all blocks share.
 template <typename scalar_t>
 struct Gradients {
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
 
   const ExpertNetwork<scalar_t>& network;
   const ExpertRows<scalar_t>& rows;
-  const std::vector<scalar_t*> hidden;  // z of each hidden layer, if saved for backward
-  const scalar_t* const grad_out;       // gradient of y, or of the output rows without gates
-  const acc_t* const gates;             // for each slot, or null
+  const std::span<scalar_t* const> hidden;  // z of each hidden layer, if saved for backward
+  const scalar_t* const grad_out;           // gradient of y, or of the output rows without gates
+  const acc_t* const gates;                 // for each slot, or null
   acc_t* const grad_gates;
   scalar_t* const grad_rows;  // for the input rows, or null
   const ParameterGradients<scalar_t>& parameters;
@@ -40,7 +41,7 @@ struct Gradients {
 template <typename scalar_t>
 class BlockBackward {
  public:
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
 
   // The memory of a thread. An array of rows that is not needed has no elements.
   struct Workspace {
@@ -233,7 +234,7 @@ class BlockBackward {
       acc_t* grad_gate = gradients_.grad_gates + rows_.slot_of(block_.first_row + r);
       acc_t* dy = space_.grad_out + r * columns;
       vectorized<SumOfLanes>(space_.grad_gate + r * kLanes, grad_gate);
-      if (network_.has_bias()) {
+      if (network_.has_bias(last_)) {
         acc_t of_bias;
         vectorized<Dot>(static_cast<const acc_t*>(dy), network_.bias(block_.expert, last_), columns,
                         &of_bias);

@@ -1,16 +1,14 @@
 // The layers of the experts' networks, and their products with the rows of a block.
 #pragma once
 
-#include <ATen/OpMathType.h>
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <type_traits>
 #include <vector>
 
-#include "../experts.h"
+#include "../kernels/experts.h"
+#include "../math/activation.h"
 #include "arena.h"
 #include "elementwise.h"
 #include "gemm/gemm.h"
@@ -22,13 +20,10 @@ namespace moe_ext::cpu {
 template <typename scalar_t>
 class ExpertNetwork {
  public:
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
   static constexpr bool kSame = std::is_same_v<scalar_t, acc_t>;
 
-  // `fan_in` is that of the first layer.
-  ExpertNetwork(const FeedForward& network, int64_t fan_in)
-      : layouts_(packed_layouts(network, fan_in)),
-        integer_(network.packed && network.packed->is_integer()) {
+  explicit ExpertNetwork(const ExpertLayers<scalar_t>& network) : network_(network) {
     math::with_activation(network.activation, network.activation_args, [&](auto function) {
       interleaved = function.kInterleaved;
       const auto values = [function](const auto* z, Region region, int64_t width, scalar_t* out) {
@@ -41,62 +36,38 @@ class ExpertNetwork {
         vectorized<ActivateBackward>(function, z, grad, region, width, grad_z);
       };
     });
-    for (const Tensor& weight : network.weights) {
-      weights_.push_back(layouts_.empty() ? in_known_layout(weight) : weight.contiguous());
-      transposed_.push_back(layouts_.empty() && moe_ext::is_transposed(weight));
-    }
-    for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
-    for (size_t l = 0; l < network.lora.a.size(); ++l) {
-      lora_.push_back(
-          {.a = readable_lora(network.lora.a[l]),
-           .b = readable_lora(network.lora.b[l]),
-           .mask = has_mask(network.lora, l) ? network.lora.masks[l].contiguous() : Tensor(),
-           .scale = static_cast<acc_t>(network.lora.scales[l])});
-    }
-    for (int64_t l = 0; l < num_layers(); ++l) {
-      const int64_t in = this->fan_in(l), out = columns(l);
-      highest_rank_ = std::max(highest_rank_, rank(l));
-      has_mask_ |= has_lora() && lora_[l].mask.defined();
-      widest_ = std::max({widest_, in, out, rank(l)});
-      flops_per_row_ += 2 * (in * out + rank(l) * (in + out));
+    for (const auto& layer : network.layers) {
+      highest_rank_ = std::max(highest_rank_, layer.rank);
+      has_mask_ |= layer.lora_mask != nullptr;
+      widest_ = std::max({widest_, layer.fan_in, layer.columns, layer.rank});
+      flops_per_row_ +=
+          2 * (layer.fan_in * layer.columns + layer.rank * (layer.fan_in + layer.columns));
     }
   }
 
-  int64_t num_experts() const { return weights_[0].size(0); }
-  int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
-  int64_t fan_in(int64_t layer) const {
-    return layouts_.empty() ? weights_[layer].size(1) : layouts_[layer].inputs;
-  }
-  int64_t columns(int64_t layer) const {
-    return layouts_.empty() ? weights_[layer].size(2) : layouts_[layer].outputs;
-  }
+  int64_t num_experts() const { return network_.num_experts; }
+  int64_t num_layers() const { return static_cast<int64_t>(network_.layers.size()); }
+  const ExpertLayer<scalar_t>& layer(int64_t index) const { return network_.layers[index]; }
+  int64_t fan_in(int64_t layer) const { return this->layer(layer).fan_in; }
+  int64_t columns(int64_t layer) const { return this->layer(layer).columns; }
   int64_t widest() const { return widest_; }
   int64_t flops_per_row() const { return flops_per_row_; }
 
-  // Returns whether the weights of a layer are stored as [columns, fan_in].
-  bool is_transposed(int64_t layer) const { return transposed_[layer]; }
-
   // Returns an expert's weight, [fan_in, columns].
-  Operand<scalar_t> weight(int64_t expert, int64_t layer) const {
-    if (layouts_.empty()) return matrix_of(weights_[layer], transposed_[layer], expert);
-    const PackedLayout& layout = layouts_[layer];
-    const auto* panels = weights_[layer].template const_data_ptr<uint8_t>();
-    return packed<scalar_t>(layout, panels + expert * layout.bytes());
+  Operand<scalar_t> weight(int64_t expert, int64_t index) const {
+    const auto& layer = this->layer(index);
+    if (!network_.packed) return matrix_of(layer.weight, layer.fan_in, layer.columns, expert);
+    return packed<scalar_t>(layer.layout, layer.panels + expert * layer.layout.bytes());
   }
 
-  bool has_bias() const { return !biases_.empty(); }
+  bool has_bias(int64_t layer) const { return this->layer(layer).bias != nullptr; }
   const scalar_t* bias(int64_t expert, int64_t layer) const {
-    return biases_[layer].template const_data_ptr<scalar_t>() + expert * columns(layer);
+    return this->layer(layer).bias + expert * columns(layer);
   }
 
-  // The low-rank adapter of a layer (see LoraLayers), of rank 0 if there is none.
-  bool has_lora() const { return !lora_.empty(); }
-  int64_t rank(int64_t layer) const {
-    return has_lora() && lora_[layer].a.dim() == 3 ? lora_[layer].a.size(2) : 0;
-  }
+  // The rank of the low-rank adapter of a layer, 0 if there is none.
+  int64_t rank(int64_t layer) const { return this->layer(layer).rank; }
   int64_t highest_rank() const { return highest_rank_; }
-  bool is_lora_a_transposed(int64_t layer) const { return moe_ext::is_transposed(lora_[layer].a); }
-  bool is_lora_b_transposed(int64_t layer) const { return moe_ext::is_transposed(lora_[layer].b); }
 
   // The memory of the products with at most num_rows rows and, in backward, of the gradients of the
   // weights of an expert with at most rows_of_expert rows.
@@ -106,7 +77,7 @@ class ExpertNetwork {
                {{num_rows, network.widest_, network.widest_},
                 {rows_of_expert > 0 ? network.widest_ : 0, network.widest_, rows_of_expert}}),
           integers(arena.take<float>(
-              network.integer_ ? integer_workspace_size(num_rows, network.widest_) : 0)),
+              network.network_.integer ? integer_workspace_size(num_rows, network.widest_) : 0)),
           lora_sums(arena.take<acc_t>(num_rows * network.highest_rank_)),
           lora_input(take_rounded(arena, num_rows * network.highest_rank_)),
           masked(arena.take<scalar_t>(network.has_mask_ ? num_rows * network.widest_ : 0)) {}
@@ -133,7 +104,7 @@ class ExpertNetwork {
               const Workspace& workspace, const Epilogue<scalar_t>& epilogue) const {
     const int64_t num_rows = block.num_rows, width = columns(layer);
     Write write = Write::kReplace;
-    if (has_bias()) {
+    if (has_bias(layer)) {
       for (int64_t r = 0; r < num_rows; ++r) {
         vectorized<Convert>(bias(block.expert, layer), width, product + r * width);
       }
@@ -147,8 +118,8 @@ class ExpertNetwork {
       write = Write::kAdd;
     }
     if constexpr (!std::is_same_v<scalar_t, double>) {
-      if (integer_) {
-        integer_gemm(num_rows, layouts_[layer], weight(block.expert, layer).panels, in,
+      if (network_.integer) {
+        integer_gemm(num_rows, this->layer(layer).layout, weight(block.expert, layer).panels, in,
                      /*add=*/write == Write::kAdd, product, workspace.integers);
         if (epilogue.run) epilogue.run({0, num_rows, 0, width});
         return;
@@ -193,7 +164,7 @@ class ExpertNetwork {
                    lora_a(block.expert, layer), Write::kReplace, workspace.lora_sums,
                    workspace.gemm);
     const int64_t size = block.num_rows * rank(layer);
-    vectorized<Scale>(lora_[layer].scale, size, workspace.lora_sums);
+    vectorized<Scale>(lora_scale(layer), size, workspace.lora_sums);
     if constexpr (!kSame) {
       const auto* sums = static_cast<const acc_t*>(workspace.lora_sums);
       vectorized<Convert>(sums, size, workspace.lora_input);
@@ -205,7 +176,7 @@ class ExpertNetwork {
                              const Workspace& workspace) const {
     gemm<scalar_t>(block.num_rows, rank(layer), columns(layer), plain(grad, columns(layer)),
                    transpose(lora_b(block.expert, layer)), Write::kReplace, to, workspace.gemm);
-    vectorized<Scale>(lora_[layer].scale, block.num_rows * rank(layer), to);
+    vectorized<Scale>(lora_scale(layer), block.num_rows * rank(layer), to);
   }
 
   // Activate and ActivateBackward for the activation in use.
@@ -218,35 +189,27 @@ class ExpertNetwork {
   bool interleaved = false;  // see math/activation.h
 
  private:
-  struct Lora {
-    Tensor a, b, mask;
-    acc_t scale;
-  };
-
-  static Operand<scalar_t> matrix_of(const Tensor& matrices, bool is_transposed, int64_t expert) {
-    const int64_t rows = matrices.size(1), columns = matrices.size(2);
-    const scalar_t* data = matrices.template const_data_ptr<scalar_t>() + expert * rows * columns;
-    return is_transposed ? transposed(data, rows) : plain(data, columns);
+  static Operand<scalar_t> matrix_of(const ExpertMatrices<const scalar_t>& matrices, int64_t rows,
+                                     int64_t columns, int64_t expert) {
+    const scalar_t* data = matrices.data + expert * rows * columns;
+    return matrices.transposed ? transposed(data, rows) : plain(data, columns);
   }
+
   // Returns the mask of the rows of a block, or null.
-  const bool* mask_of(const Block& block, int64_t layer) const {
-    const Tensor& mask = lora_[layer].mask;
-    if (!mask.defined()) return nullptr;
-    return mask.template const_data_ptr<bool>() + block.first_row * fan_in(layer);
+  const bool* mask_of(const Block& block, int64_t index) const {
+    const bool* mask = layer(index).lora_mask;
+    return mask == nullptr ? nullptr : mask + block.first_row * fan_in(index);
   }
 
-  Operand<scalar_t> lora_a(int64_t expert, int64_t layer) const {
-    return matrix_of(lora_[layer].a, is_lora_a_transposed(layer), expert);
+  acc_t lora_scale(int64_t index) const { return static_cast<acc_t>(layer(index).lora_scale); }
+  Operand<scalar_t> lora_a(int64_t expert, int64_t index) const {
+    return matrix_of(layer(index).lora_a, fan_in(index), rank(index), expert);
   }
-  Operand<scalar_t> lora_b(int64_t expert, int64_t layer) const {
-    return matrix_of(lora_[layer].b, is_lora_b_transposed(layer), expert);
+  Operand<scalar_t> lora_b(int64_t expert, int64_t index) const {
+    return matrix_of(layer(index).lora_b, rank(index), columns(index), expert);
   }
 
-  std::vector<PackedLayout> layouts_;  // of packed weights
-  const bool integer_;                 // whether the arithmetic is that of integers
-  std::vector<Tensor> weights_, biases_;
-  std::vector<bool> transposed_;  // of each layer
-  std::vector<Lora> lora_;        // of each layer, or empty
+  const ExpertLayers<scalar_t>& network_;
   bool has_mask_ = false;
   int64_t widest_ = 0, highest_rank_ = 0, flops_per_row_ = 0;
 };

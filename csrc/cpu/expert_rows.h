@@ -3,10 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
-#include "../routing.h"
+#include "../kernels/experts.h"
 #include "block_scheduler.h"
 #include "elementwise.h"
 #include "slots.h"
@@ -17,11 +16,12 @@ namespace moe_ext::cpu {
 template <typename scalar_t>
 class ExpertRows {
  public:
-  ExpertRows(const char* op, const Tensor& x, const Routing& routing, int64_t num_experts)
-      : x_(x.contiguous()) {
-    if (routing.inverse) {
-      tensors_.emplace(op, *routing.inverse, routing.token_offsets, /*check_values=*/true);
-      const Slots& slots = tensors_->slots;
+  ExpertRows(const ExpertInput<scalar_t>& input, int64_t num_experts, int64_t width)
+      : input_(input),
+        width_(width),
+        blocks_(split_into_blocks(input.offsets, num_experts, input.num_rows)) {
+    if (input.slots) {
+      const Slots& slots = *input.slots;
       token_of_.resize(slots.num_slots);
       slot_of_.resize(slots.num_slots);
       for_tokens(slots, 1, [&](int64_t begin, int64_t end) {
@@ -33,13 +33,6 @@ class ExpertRows {
         }
       });
     }
-    count_ = tensors_ ? tensors_->slots.num_slots : x.size(0);
-    Tensor offsets;
-    if (routing.offsets) {
-      offsets = contiguous_index(*routing.offsets);
-      check_offsets(op, "offsets", offsets, count_);
-    }
-    blocks_ = split_into_blocks(offsets, num_experts, count_);
     int64_t rows_of_expert = 0;
     for (const Block& block : blocks_) {
       rows_of_expert = block.index == 0 ? block.num_rows : rows_of_expert + block.num_rows;
@@ -48,7 +41,7 @@ class ExpertRows {
     }
   }
 
-  int64_t count() const { return count_; }
+  int64_t count() const { return input_.num_rows; }
   int64_t most_in_block() const { return most_in_block_; }
   int64_t most_of_expert() const { return most_of_expert_; }
 
@@ -58,8 +51,8 @@ class ExpertRows {
     return &block == &blocks_.back() ? nullptr : &block + 1;
   }
 
-  // The slots of the tokens; null if x holds rows.
-  const Slots* slots() const { return tensors_ ? &tensors_->slots : nullptr; }
+  // Whether x holds tokens, not rows.
+  bool has_slots() const { return input_.slots.has_value(); }
   int64_t slot_of(int64_t row) const { return slot_of_[row]; }
 
   // Copies the rows of a block; `data` holds tokens if by_token, else rows.
@@ -74,19 +67,17 @@ class ExpertRows {
 
   // Returns the rows of a block of x; copies them to `space` if x holds tokens.
   const scalar_t* gather(const Block& block, scalar_t* space) const {
-    const int64_t width = x_.size(1);
-    const scalar_t* data = x_.template const_data_ptr<scalar_t>();
-    if (!tensors_) return data + block.first_row * width;
-    copy(block, data, /*by_token=*/true, width, space);
+    if (!has_slots()) return input_.x + block.first_row * width_;
+    copy(block, input_.x, /*by_token=*/true, width_, space);
     return space;
   }
 
  private:
-  const Tensor x_;
-  std::optional<SlotTensors> tensors_;
+  const ExpertInput<scalar_t>& input_;
+  const int64_t width_;  // of x
+  const std::vector<Block> blocks_;
   std::vector<int64_t> token_of_, slot_of_;  // of each row
-  std::vector<Block> blocks_;
-  int64_t count_ = 0, most_in_block_ = 0, most_of_expert_ = 0;
+  int64_t most_in_block_ = 0, most_of_expert_ = 0;
 };
 
 }  // namespace moe_ext::cpu

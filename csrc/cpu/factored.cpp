@@ -184,7 +184,7 @@ void FactoredStep<scalar_t>::on_cpu() const {
                                         .column = column + m * num_columns},
                 num_rows, num_columns, rule, scratch, for_range);
   };
-  if (num_matrices >= 4 * static_cast<int64_t>(torch::stable::get_num_threads())) {
+  if (num_matrices >= 4 * num_threads()) {
     parallel_for(num_matrices, size, [&](int64_t begin, int64_t end) {
       std::vector<acc_t> scratch;
       for (int64_t m = begin; m < end; ++m) {
@@ -200,6 +200,6 @@ void FactoredStep<scalar_t>::on_cpu() const {
     }
   }
 }
-MOE_EXT_FOR_EACH_TYPE(FactoredStep)
+MOE_EXT_DEFINE_RUN(FactoredStep)
 
 }  // namespace moe_ext

@@ -88,7 +88,7 @@ void NoisyTopKGating<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_FOR_EACH_TYPE(NoisyTopKGating)
+MOE_EXT_DEFINE_RUN(NoisyTopKGating)
 
 template <typename scalar_t>
 void NoisyTopKGatingBackward<scalar_t>::on_cpu() const {
@@ -133,6 +133,6 @@ void NoisyTopKGatingBackward<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_FOR_EACH_TYPE(NoisyTopKGatingBackward)
+MOE_EXT_DEFINE_RUN(NoisyTopKGatingBackward)
 
 }  // namespace moe_ext

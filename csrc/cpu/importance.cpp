@@ -17,6 +17,6 @@ void Importance<scalar_t>::on_cpu() const {
                                 }
                               });
 }
-MOE_EXT_FOR_EACH_TYPE(Importance)
+MOE_EXT_DEFINE_RUN(Importance)
 
 }  // namespace moe_ext

@@ -1,4 +1,3 @@
-#include <c10/util/Exception.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -13,8 +12,10 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
+#include <stdexcept>
 #include <string>
 
+#include "../kernels/machine.h"
 #include "vectorize.h"
 
 namespace moe_ext::cpu {
@@ -123,12 +124,13 @@ Isa choose() {
       std::find_if(std::begin(kChoices), std::end(kChoices), [&](const Choice& choice) {
         return forced == nullptr ? preferred(choice.isa) : forced == std::string(choice.name);
       });
-  TORCH_CHECK_VALUE(chosen != std::end(kChoices),
-                    "MOE_EXT_ISA must be default, avx2, avx512, avx512_bf16, amx, neon or "
-                    "neon_bf16, got ",
-                    forced);
-  TORCH_CHECK_VALUE(available(chosen->isa),
-                    "MOE_EXT_ISA must name an instruction set of this processor, got ", forced);
+  const auto refuse = [&](const char* rule) {
+    throw std::invalid_argument(std::string("MOE_EXT_ISA must ") + rule + ", got " + forced);
+  };
+  if (chosen == std::end(kChoices)) {
+    refuse("be default, avx2, avx512, avx512_bf16, amx, neon or neon_bf16");
+  }
+  if (!available(chosen->isa)) refuse("name an instruction set of this processor");
   return chosen->isa;
 }
 

@@ -12,27 +12,22 @@
 // before returned. Then each gradient of a weight is one product over all rows.
 //
 // A sentence's results do not depend on the other sentences or on the threads.
-#include "../lstm.h"
-
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <ATen/ceil_div.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
+#include "../kernels/lstm.h"
 
 #include <algorithm>
 
-#include "../implement.h"
+#include "../math/integers.h"
 #include "../math/lstm.h"
 #include "arena.h"
 #include "block_scheduler.h"
 #include "elementwise.h"
-#include "empty_rows.h"
 #include "gemm/gemm.h"
 #include "lstm_layer.h"
+#include "memory.h"
 #include "vectorize.h"
 
-namespace moe_ext::cpu {
+namespace moe_ext {
+namespace cpu {
 namespace {
 
 // Computes the cells of a block of units in some rows. `gates` has W [x_t, m_{t-1}] and becomes the
@@ -65,21 +60,24 @@ struct Cells {
 };
 
 template <typename scalar_t>
-class LstmForward {
+class ForwardPass {
  public:
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
 
-  LstmForward(const char* op, const Lstm& lstm, const LstmOutputs& outputs)
-      : layer_(op, lstm),
-        outputs_(outputs),
-        x_(layer_.rows_of(lstm.x, layer_.d_input)),
-        weight_input_(layer_.in_blocks(lstm.weight_input)),
-        weight_recurrent_(layer_.columns_in_blocks(
-            layer_.in_blocks(lstm.weight_recurrent).to(acc_type()).t(), 4, layer_.acc_options())),
-        bias_(lstm.bias ? layer_.in_blocks(lstm.bias->contiguous()).to(acc_type())
-                        : at::zeros({4 * layer_.num_units}, layer_.acc_options())),
-        projection_(lstm.projection ? lstm.projection->to(acc_type()).t().contiguous() : Tensor()),
-        m_(empty_rows({layer_.steps.num_rows(), layer_.width}, lstm.x.options())) {}
+  explicit ForwardPass(const LstmForward<scalar_t>& lstm)
+      : lstm_(lstm),
+        layer_(lstm.layer),
+        x_(layer_.rows_of(lstm.layer.x, layer_.d_input)),
+        weight_input_(layer_.in_blocks(lstm.layer.weight_input, layer_.d_input)),
+        weight_recurrent_(layer_.transposed_in_blocks(lstm.layer.weight_recurrent)),
+        bias_(layer_.template in_blocks<acc_t>(lstm.layer.bias, 1)),
+        m_(layer_.steps.num_rows() * layer_.width) {
+    if (lstm.layer.projection == nullptr) return;
+    projection_ = Array<acc_t>(layer_.num_units * layer_.width);
+    transpose_rows(
+        layer_.width, layer_.num_units, lstm.layer.projection, [](int64_t row) { return row; },
+        projection_.data());
+  }
 
   void run() {
     multiply_inputs();
@@ -88,11 +86,9 @@ class LstmForward {
   }
 
  private:
-  static constexpr at::ScalarType acc_type() { return c10::CppTypeToScalarType<acc_t>::value; }
-
   void multiply_inputs() {
     const int64_t num_rows = layer_.steps.num_rows(), d_input = layer_.d_input;
-    const int64_t num_parts = at::ceil_div(num_rows, kRowsOfTask);
+    const int64_t num_parts = ceil_div(num_rows, kRowsOfTask);
     const int64_t most = std::min(num_rows, kRowsOfTask);
     for_each_task(
         num_parts * static_cast<int64_t>(layer_.blocks.size()), /*progress=*/nullptr,
@@ -105,12 +101,11 @@ class LstmForward {
           const int64_t part = task % num_parts;
           const int64_t begin = part * num_rows / num_parts;
           const int64_t end = (part + 1) * num_rows / num_parts;
-          gemm<scalar_t>(end - begin, 4 * units.count, d_input,
-                         plain(x_.template const_data_ptr<scalar_t>() + begin * d_input, d_input),
-                         transposed(weight_input_.template const_data_ptr<scalar_t>() +
-                                        4 * units.first * d_input,
-                                    d_input),
-                         Write::kReplace, gates() + layer_.gate_place(units, begin), workspace);
+          gemm<scalar_t>(
+              end - begin, 4 * units.count, d_input,
+              plain<scalar_t>(x_.data() + begin * d_input, d_input),
+              transposed<scalar_t>(weight_input_.data() + 4 * units.first * d_input, d_input),
+              Write::kReplace, gates() + layer_.gate_place(units, begin), workspace);
         });
   }
 
@@ -135,26 +130,24 @@ class LstmForward {
         const scalar_t* before = layer_.previous_m(m(), step, sentences.begin);
         const acc_t* previous_c = layer_.previous_c(cells(), step, sentences.begin);
         scalar_t* const m_row = m() + row * width;
-        scalar_t* const r = projection_.defined() ? workspace.r : m_row;
+        scalar_t* const r = has_projection() ? workspace.r : m_row;
         for (const Units& units : layer_.blocks) {
           acc_t* const z = gates() + layer_.gate_place(units, row);
           if (before != nullptr) {
             const int64_t columns = 4 * units.count;
             gemm<scalar_t>(
                 count, columns, width, plain(before, width),
-                plain(weight_recurrent_.template const_data_ptr<acc_t>() + 4 * units.first * width,
-                      columns),
+                plain<acc_t>(weight_recurrent_.data() + 4 * units.first * width, columns),
                 Write::kAdd, z, workspace.product.gemm);
           }
           vectorized<Cells>(count, units.count, num_units,
-                            bias_.template const_data_ptr<acc_t>() + 4 * units.first,
+                            static_cast<const acc_t*>(bias_.data()) + 4 * units.first,
                             previous_c + units.first, z, cells() + row * num_units + units.first,
                             r + units.first);
         }
-        if (projection_.defined()) {
+        if (has_projection()) {
           product(count, width, num_units, plain<scalar_t>(r, num_units),
-                  plain(projection_.template const_data_ptr<acc_t>(), width), m_row,
-                  workspace.product);
+                  plain<acc_t>(projection_.data(), width), m_row, workspace.product);
         }
       }
     });
@@ -162,61 +155,55 @@ class LstmForward {
 
   // Copies the outputs from their rows. What has no token is zero.
   void write_outputs() {
-    const auto& [m, m_n, c_n, gates, cells] = outputs_;
     const auto& steps = layer_.steps;
     const int64_t width = layer_.width, num_units = layer_.num_units;
     const int64_t num_rows = steps.num_rows(), all = layer_.num_sentences * layer_.num_tokens;
     if (num_rows < all) {
-      m.zero_();
+      std::fill_n(lstm_.m, all * width, scalar_t(0));
       for (const Units& units : layer_.blocks) {
-        acc_t* const end = this->gates() + layer_.gate_place(units, all);
-        std::fill(this->gates() + layer_.gate_place(units, num_rows), end, acc_t(0));
+        acc_t* const end = gates() + layer_.gate_place(units, all);
+        std::fill(gates() + layer_.gate_place(units, num_rows), end, acc_t(0));
       }
-      std::fill(this->cells() + num_rows * num_units, this->cells() + all * num_units, acc_t(0));
+      std::fill(cells() + num_rows * num_units, cells() + all * num_units, acc_t(0));
     }
-    scatter(num_rows, width, static_cast<const scalar_t*>(this->m()), layer_.of_token(),
-            m.template mutable_data_ptr<scalar_t>());
-    auto* const last_m = m_n.template mutable_data_ptr<scalar_t>();
-    auto* const last_c = c_n.template mutable_data_ptr<scalar_t>();
+    scatter(num_rows, width, static_cast<const scalar_t*>(m()), layer_.of_token(), lstm_.m);
+    scalar_t *const last_m = lstm_.m_n, *const last_c = lstm_.c_n;
     for (int64_t i = 0; i < layer_.num_sentences; ++i) {
       const int64_t to = steps.sentences[i];
-      const scalar_t* from = layer_.previous_m(this->m(), steps.length(i), i);
+      const scalar_t* from = layer_.previous_m(m(), steps.length(i), i);
       if (from == nullptr) {
         std::fill_n(last_m + to * width, width, scalar_t(0));
       } else {
         std::copy_n(from, width, last_m + to * width);
       }
-      vectorized<Convert>(layer_.previous_c(this->cells(), steps.length(i), i), num_units,
+      vectorized<Convert>(layer_.previous_c(cells(), steps.length(i), i), num_units,
                           last_c + to * num_units);
     }
   }
 
-  acc_t* gates() const { return std::get<3>(outputs_).template mutable_data_ptr<acc_t>(); }
-  acc_t* cells() const { return std::get<4>(outputs_).template mutable_data_ptr<acc_t>(); }
-  scalar_t* m() const { return m_.template mutable_data_ptr<scalar_t>(); }
+  bool has_projection() const { return projection_.data() != nullptr; }
+  acc_t* gates() const { return lstm_.gates; }
+  acc_t* cells() const { return lstm_.cells; }
+  scalar_t* m() const { return m_.data(); }
 
+  const LstmForward<scalar_t>& lstm_;
   const Layer<scalar_t> layer_;
-  const LstmOutputs& outputs_;
-  const Tensor x_;                 // [rows, D]
-  const Tensor weight_input_;      // [4 U, D] in the order of the blocks
-  const Tensor weight_recurrent_;  // [P, 4 U] by blocks of columns, in acc_t
-  const Tensor bias_;              // [4 U] in the order of the blocks, in acc_t
-  const Tensor projection_;        // [U, P] in acc_t, or undefined
-  const Tensor m_;                 // [rows, P]
+  const Array<scalar_t> x_;              // [rows, D]
+  const Array<scalar_t> weight_input_;   // [4 U, D] in the order of the blocks
+  const Array<acc_t> weight_recurrent_;  // [P, 4 U] by blocks of columns
+  const Array<acc_t> bias_;              // [4 U] in the order of the blocks
+  const Array<scalar_t> m_;              // [rows, P]
+  Array<acc_t> projection_;              // [U, P], or no memory
 };
 
-LstmOutputs lstm_cpu(const Lstm& lstm) {
-  constexpr auto op = "lstm";
-  check_lstm(op, lstm);
-  const LstmOutputs outputs = lstm_outputs(empty, lstm);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, lstm.x.scalar_type(), op,
-                                  [&] { LstmForward<scalar_t>(op, lstm, outputs).run(); });
-  return outputs;
-}
-
 }  // namespace
-}  // namespace moe_ext::cpu
+}  // namespace cpu
+using namespace cpu;
 
-TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  moe_ext::implement<"lstm", &moe_ext::lstm_of<moe_ext::cpu::lstm_cpu>>(m);
+template <typename scalar_t>
+void LstmForward<scalar_t>::on_cpu() const {
+  ForwardPass<scalar_t>(*this).run();
 }
+MOE_EXT_DEFINE_RUN(LstmForward)
+
+}  // namespace moe_ext

@@ -1,26 +1,21 @@
 // The backward pass of the LSTM on the CPU; lstm.cpp describes it.
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <ATen/ceil_div.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <functional>
 #include <vector>
 
-#include "../implement.h"
-#include "../lstm.h"
+#include "../kernels/lstm.h"
+#include "../math/integers.h"
 #include "../math/lstm.h"
 #include "arena.h"
 #include "block_scheduler.h"
 #include "elementwise.h"
-#include "empty_rows.h"
 #include "gemm/gemm.h"
 #include "lstm_layer.h"
+#include "memory.h"
 #include "vectorize.h"
 
-namespace moe_ext::cpu {
+namespace moe_ext {
+namespace cpu {
 namespace {
 
 // Computes the gradients of the gates of a block before their activations, and r again. grad_c
@@ -55,62 +50,49 @@ struct CellsBackward {
 };
 
 template <typename scalar_t>
-class LstmBackward {
+class BackwardPass {
  public:
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
 
-  LstmBackward(const LstmOutputGradients& upstream, const Lstm& lstm, const LstmSaved& saved,
-               const c10::List<bool>& needs, const std::vector<Tensor>& gradients)
-      : layer_("_lstm_backward", lstm),
-        lstm_(lstm),
-        needs_(needs),
-        gradients_(gradients),
-        saved_m_(saved.m),
-        gates_(saved.gates.contiguous()),
-        cells_(saved.cells.contiguous()),
-        weight_recurrent_(layer_.in_blocks(lstm.weight_recurrent)),
-        projection_(lstm.projection
-                        ? layer_.columns_in_blocks(*lstm.projection, 1, lstm.x.options())
-                        : Tensor()),
-        grad_gates_(empty_rows(gates_.sizes(), layer_.acc_options())),
-        grad_m_(empty_rows({num_rows(), layer_.width}, layer_.acc_options())),
-        grad_m_0_(at::zeros({layer_.num_sentences, layer_.width}, layer_.acc_options())),
-        grad_c_(empty_rows({layer_.num_sentences, layer_.num_units}, layer_.acc_options())) {
-    if (needs[kProjection]) r_ = empty_rows({num_rows(), layer_.num_units}, lstm.x.options());
-    take_upstream(upstream);
+  explicit BackwardPass(const LstmBackward<scalar_t>& lstm)
+      : lstm_(lstm),
+        layer_(lstm.layer),
+        weight_recurrent_(layer_.in_blocks(lstm.layer.weight_recurrent, layer_.width)),
+        grad_gates_(layer_.num_sentences * layer_.num_tokens * 4 * layer_.num_units),
+        grad_m_(num_rows() * layer_.width),
+        grad_m_0_(layer_.num_sentences * layer_.width),
+        grad_c_(layer_.num_sentences * layer_.num_units) {
+    if (has_projection()) projection_ = layer_.columns_in_blocks(lstm.layer.projection);
+    if (lstm.grad_projection != nullptr) r_ = Array<scalar_t>(num_rows() * layer_.num_units);
+    std::fill_n(grad_m_0_.data(), layer_.num_sentences * layer_.width, acc_t(0));
+    take_upstream();
   }
 
   void run() {
     run_steps();
     multiply();
     const auto of_sentence = [&](int64_t i) { return layer_.steps.sentences[i]; };
-    const auto write = [&](LstmArgument argument, const Tensor& from) {
-      if (!needs_[argument]) return;
-      scatter(layer_.num_sentences, from.size(1), from.template const_data_ptr<acc_t>(),
-              of_sentence, gradients_[argument].template mutable_data_ptr<scalar_t>());
+    const auto write = [&](const Array<acc_t>& from, int64_t width, scalar_t* to) {
+      if (to == nullptr) return;
+      scatter(layer_.num_sentences, width, static_cast<const acc_t*>(from.data()), of_sentence, to);
     };
-    write(kM0, grad_m_0_);
-    write(kC0, grad_c_);
+    write(grad_m_0_, layer_.width, lstm_.grad_m_0);
+    write(grad_c_, layer_.num_units, lstm_.grad_c_0);
   }
 
  private:
   int64_t num_rows() const { return layer_.steps.num_rows(); }
 
   // Copies the gradients of the outputs to their rows and sentences.
-  void take_upstream(const LstmOutputGradients& upstream) {
+  void take_upstream() {
     const auto& steps = layer_.steps;
     const int64_t width = layer_.width;
-    const auto data = [](const Tensor& tensor) {
-      return tensor.defined() ? tensor.template const_data_ptr<scalar_t>() : nullptr;
-    };
-    const Tensor m = contiguous(upstream.m), m_n = contiguous(upstream.m_n),
-                 c_n = contiguous(upstream.c_n);
-    gather(num_rows(), width, data(m), layer_.of_token(), grad_m());
+    gather(num_rows(), width, lstm_.grad_m, layer_.of_token(), grad_m());
     gather(
-        layer_.num_sentences, layer_.num_units, data(c_n),
+        layer_.num_sentences, layer_.num_units, lstm_.grad_c_n,
         [&](int64_t i) { return steps.sentences[i]; }, grad_c());
-    for (int64_t i = 0; m_n.defined() && i < layer_.num_sentences; ++i) {
-      vectorized<Add>(data(m_n) + steps.sentences[i] * width, width,
+    for (int64_t i = 0; lstm_.grad_m_n != nullptr && i < layer_.num_sentences; ++i) {
+      vectorized<Add>(lstm_.grad_m_n + steps.sentences[i] * width, width,
                       grad_of_m_before(steps.length(i), i));
     }
   }
@@ -138,16 +120,14 @@ class LstmBackward {
         const acc_t* const dm = grad_m() + row * width;
         acc_t* const dm_before = grad_of_m_before(step, sentences.begin);
         const acc_t* const previous_c = layer_.previous_c(cells(), step, sentences.begin);
-        scalar_t* const r = r_.defined() ? this->r() + row * num_units : workspace.r;
+        scalar_t* const r = r_.data() != nullptr ? r_.data() + row * num_units : workspace.r;
         for (const Units& units : layer_.blocks) {
           const acc_t* dr = dm + units.first;
           int64_t ld_dr = width;
-          if (projection_.defined()) {
-            gemm<scalar_t>(
-                count, units.count, width, plain(dm, width),
-                plain(projection_.template const_data_ptr<scalar_t>() + width * units.first,
-                      units.count),
-                Write::kReplace, workspace.dr, workspace.gemm);
+          if (has_projection()) {
+            gemm<scalar_t>(count, units.count, width, plain(dm, width),
+                           plain<scalar_t>(projection_.data() + width * units.first, units.count),
+                           Write::kReplace, workspace.dr, workspace.gemm);
             dr = workspace.dr;
             ld_dr = units.count;
           }
@@ -157,12 +137,10 @@ class LstmBackward {
                                     cells() + row * num_units + units.first, dr, ld_dr,
                                     grad_c() + sentences.begin * num_units + units.first,
                                     grad_gates() + place, r + units.first);
-          if (step == 0 && !needs_[kM0]) continue;
-          gemm<scalar_t>(
-              count, width, columns, plain<acc_t>(grad_gates() + place, columns),
-              plain(weight_recurrent_.template const_data_ptr<scalar_t>() + 4 * units.first * width,
-                    width),
-              Write::kAdd, dm_before, workspace.gemm);
+          if (step == 0 && lstm_.grad_m_0 == nullptr) continue;
+          gemm<scalar_t>(count, width, columns, plain<acc_t>(grad_gates() + place, columns),
+                         plain<scalar_t>(weight_recurrent_.data() + 4 * units.first * width, width),
+                         Write::kAdd, dm_before, workspace.gemm);
         }
       }
     });
@@ -176,21 +154,21 @@ class LstmBackward {
     const int64_t d_input = layer_.d_input, width = layer_.width, num_units = layer_.num_units;
     const int64_t columns = 4 * layer_.max_units(), rows = std::min(num_rows(), kRowsOfTask);
     std::vector<Task> tasks;
-    Tensor x, m, weight_input;
-    if (needs_[kWeightInput]) {
-      x = layer_.rows_of(lstm_.x, d_input);
-      add_weight(tasks, x, gradients_[kWeightInput]);
+    Array<scalar_t> x, m, weight_input;
+    if (lstm_.grad_weight_input != nullptr) {
+      x = layer_.rows_of(lstm_.layer.x, d_input);
+      add_weight(tasks, x.data(), d_input, lstm_.grad_weight_input);
     }
-    if (needs_[kWeightRecurrent]) {
+    if (lstm_.grad_weight_recurrent != nullptr) {
       m = previous_m();
-      add_weight(tasks, m, gradients_[kWeightRecurrent]);
+      add_weight(tasks, m.data(), width, lstm_.grad_weight_recurrent);
     }
-    if (needs_[kProjection]) add_projection(tasks);
-    if (needs_[kX]) {
-      weight_input = layer_.in_blocks(lstm_.weight_input);
-      add_x(tasks, weight_input);
+    if (lstm_.grad_projection != nullptr) add_projection(tasks);
+    if (lstm_.grad_x != nullptr) {
+      weight_input = layer_.in_blocks(lstm_.layer.weight_input, d_input);
+      add_x(tasks, weight_input.data());
     }
-    if (needs_[kBias]) add_bias(tasks);
+    if (lstm_.grad_bias != nullptr) add_bias(tasks);
     for_each_task(
         static_cast<int64_t>(tasks.size()), /*progress=*/nullptr,
         num_threads_for(2 * num_rows() * num_units * (8 * d_input + 4 * width)),
@@ -209,15 +187,15 @@ class LstmBackward {
   }
 
   // Returns the outputs before each row, [rows, P].
-  Tensor previous_m() const {
+  Array<scalar_t> previous_m() const {
     const auto& steps = layer_.steps;
     const int64_t width = layer_.width;
-    const Tensor m = layer_.rows_of(saved_m_, width);
-    Tensor before = empty_rows(m.sizes(), m.options());
-    auto* to = before.template mutable_data_ptr<scalar_t>();
+    const Array<scalar_t> m = layer_.rows_of(lstm_.m, width);
+    Array<scalar_t> before(num_rows() * width);
+    scalar_t* to = before.data();
     for (int64_t step = 0; step < steps.count(); ++step) {
       const int64_t size = steps.count_at(step, {0, layer_.num_sentences}) * width;
-      const scalar_t* from = layer_.previous_m(m.template const_data_ptr<scalar_t>(), step, 0);
+      const scalar_t* from = layer_.previous_m(m.data(), step, 0);
       if (from == nullptr) {
         std::fill_n(to, size, scalar_t(0));
       } else {
@@ -229,17 +207,15 @@ class LstmBackward {
   }
 
   // dW = dZ^T rows
-  void add_weight(std::vector<Task>& tasks, const Tensor& rows, const Tensor& gradient) const {
-    const int64_t columns = rows.size(1);
+  void add_weight(std::vector<Task>& tasks, const scalar_t* rows, int64_t columns,
+                  scalar_t* gradient) const {
     for (const Units& units : layer_.blocks) {
       for (int64_t gate = 0; gate < 4; ++gate) {
         const acc_t* const dz = grad_gates() + layer_.gate_place(units, 0) + gate * units.count;
-        scalar_t* const to = gradient.template mutable_data_ptr<scalar_t>() +
-                             (gate * layer_.num_units + units.first) * columns;
-        const auto* from = rows.template const_data_ptr<scalar_t>();
+        scalar_t* const to = gradient + (gate * layer_.num_units + units.first) * columns;
         tasks.push_back([=, this](const Workspace& workspace) {
           product(units.count, columns, num_rows(), transposed(dz, 4 * units.count),
-                  plain(from, columns), to, workspace);
+                  plain(rows, columns), to, workspace);
         });
       }
     }
@@ -248,26 +224,22 @@ class LstmBackward {
   // dP = dM^T R
   void add_projection(std::vector<Task>& tasks) const {
     const int64_t width = layer_.width, num_units = layer_.num_units;
-    auto* const to = gradients_[kProjection].template mutable_data_ptr<scalar_t>();
+    scalar_t* const to = lstm_.grad_projection;
     for (int64_t first = 0; first < width; first += kMaxUnits) {
       tasks.push_back([=, this](const Workspace& workspace) {
         product(std::min(kMaxUnits, width - first), num_units, num_rows(),
-                transposed<acc_t>(grad_m() + first, width), plain<scalar_t>(r(), num_units),
+                transposed<acc_t>(grad_m() + first, width), plain<scalar_t>(r_.data(), num_units),
                 to + first * num_units, workspace);
       });
     }
   }
 
   // dX = dZ W, written to the tokens
-  void add_x(std::vector<Task>& tasks, const Tensor& weight) const {
-    const int64_t d_input = layer_.d_input;
-    const Tensor& gradient = gradients_[kX];
-    if (num_rows() < layer_.num_sentences * layer_.num_tokens || layer_.num_units == 0) {
-      gradient.zero_();
-    }
-    auto* const to = gradient.template mutable_data_ptr<scalar_t>();
-    const auto* const w = weight.template const_data_ptr<scalar_t>();
-    const int64_t num_parts = at::ceil_div(num_rows(), kRowsOfTask);
+  void add_x(std::vector<Task>& tasks, const scalar_t* w) const {
+    const int64_t d_input = layer_.d_input, all = layer_.num_sentences * layer_.num_tokens;
+    scalar_t* const to = lstm_.grad_x;
+    if (num_rows() < all || layer_.num_units == 0) std::fill_n(to, all * d_input, scalar_t(0));
+    const int64_t num_parts = ceil_div(num_rows(), kRowsOfTask);
     for (int64_t part = 0; part < num_parts; ++part) {
       const int64_t begin = part * num_rows() / num_parts;
       const int64_t count = (part + 1) * num_rows() / num_parts - begin;
@@ -289,7 +261,7 @@ class LstmBackward {
   }
 
   void add_bias(std::vector<Task>& tasks) const {
-    auto* const to = gradients_[kBias].template mutable_data_ptr<scalar_t>();
+    scalar_t* const to = lstm_.grad_bias;
     for (const Units& units : layer_.blocks) {
       tasks.push_back([=, this](const Workspace& workspace) {
         const int64_t columns = 4 * units.count;
@@ -307,44 +279,35 @@ class LstmBackward {
   // The gradient of the output before a step.
   acc_t* grad_of_m_before(int64_t step, int64_t sentence) const {
     if (step > 0) return grad_m() + layer_.steps.row(step - 1, sentence) * layer_.width;
-    return grad_m_0_.template mutable_data_ptr<acc_t>() + sentence * layer_.width;
+    return grad_m_0_.data() + sentence * layer_.width;
   }
 
-  const acc_t* gates() const { return gates_.template const_data_ptr<acc_t>(); }
-  const acc_t* cells() const { return cells_.template const_data_ptr<acc_t>(); }
-  acc_t* grad_gates() const { return grad_gates_.template mutable_data_ptr<acc_t>(); }
-  acc_t* grad_m() const { return grad_m_.template mutable_data_ptr<acc_t>(); }
-  acc_t* grad_c() const { return grad_c_.template mutable_data_ptr<acc_t>(); }
-  scalar_t* r() const { return r_.template mutable_data_ptr<scalar_t>(); }
+  bool has_projection() const { return lstm_.layer.projection != nullptr; }
+  const acc_t* gates() const { return lstm_.gates; }
+  const acc_t* cells() const { return lstm_.cells; }
+  acc_t* grad_gates() const { return grad_gates_.data(); }
+  acc_t* grad_m() const { return grad_m_.data(); }
+  acc_t* grad_c() const { return grad_c_.data(); }
 
+  const LstmBackward<scalar_t>& lstm_;
   const Layer<scalar_t> layer_;
-  const Lstm& lstm_;
-  const c10::List<bool> needs_;
-  const std::vector<Tensor>& gradients_;
-  const Tensor saved_m_, gates_, cells_;
-  const Tensor weight_recurrent_;  // [4 U, P] in the order of the blocks
-  const Tensor projection_;        // [P, U] by blocks of columns, or undefined
-  const Tensor grad_gates_;        // before the activations, in the order of gates_
-  const Tensor grad_m_;            // [rows, P]
-  const Tensor grad_m_0_;          // [B, P] in the order of the steps
-  const Tensor grad_c_;            // [B, U] in the order of the steps, of the step in progress
-  Tensor r_;                       // [rows, U], the outputs before the projection, if needed
+  const Array<scalar_t> weight_recurrent_;  // [4 U, P] in the order of the blocks
+  Array<scalar_t> projection_;              // [P, U] by blocks of columns, or no memory
+  const Array<acc_t> grad_gates_;           // before the activations, in the order of the gates
+  const Array<acc_t> grad_m_;               // [rows, P]
+  const Array<acc_t> grad_m_0_;             // [B, P] in the order of the steps
+  const Array<acc_t> grad_c_;  // [B, U] in the order of the steps, of the step in progress
+  Array<scalar_t> r_;          // [rows, U], the outputs before the projection, if needed
 };
 
-std::vector<Tensor> lstm_backward_cpu(const LstmOutputGradients& upstream, const Lstm& lstm,
-                                      const LstmSaved& saved, const c10::List<bool>& needs) {
-  check_lstm_backward(upstream, lstm, saved, needs);
-  std::vector<Tensor> gradients = lstm_gradients(empty, lstm, needs);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, lstm.x.scalar_type(), "_lstm_backward",
-      [&] { LstmBackward<scalar_t>(upstream, lstm, saved, needs, gradients).run(); });
-  return gradients;
-}
-
 }  // namespace
-}  // namespace moe_ext::cpu
+}  // namespace cpu
+using namespace cpu;
 
-TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  moe_ext::implement<"_lstm_backward", &moe_ext::lstm_backward_of<moe_ext::cpu::lstm_backward_cpu>>(
-      m);
+template <typename scalar_t>
+void LstmBackward<scalar_t>::on_cpu() const {
+  BackwardPass<scalar_t>(*this).run();
 }
+MOE_EXT_DEFINE_RUN(LstmBackward)
+
+}  // namespace moe_ext

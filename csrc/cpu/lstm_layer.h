@@ -1,21 +1,19 @@
 // The tokens, the states and the weights of an LSTM in the order in which the CPU reads them.
 #pragma once
 
-#include <ATen/OpMathType.h>
-#include <ATen/ceil_div.h>
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
+#include <cstdint>
 #include <numeric>
 #include <type_traits>
 #include <vector>
 
-#include "../lstm.h"
+#include "../kernels/lstm.h"
+#include "../math/integers.h"
 #include "arena.h"
 #include "block_scheduler.h"
 #include "elementwise.h"
-#include "empty_rows.h"
 #include "gemm/gemm.h"
+#include "memory.h"
 #include "parallel.h"
 #include "vectorize.h"
 
@@ -42,9 +40,10 @@ struct Sentences {
 // The tokens of sentences as rows, in the order of the steps of the LSTM.
 class Steps {
  public:
-  Steps(const OptionalTensor& lengths, int64_t num_sentences, int64_t num_tokens, bool reverse)
+  // Without lengths, each sentence has num_tokens tokens.
+  Steps(const int64_t* lengths, int64_t num_sentences, int64_t num_tokens, bool reverse)
       : sentences(num_sentences), lengths_(num_sentences, num_tokens), first_rows_{0} {
-    if (lengths) std::copy_n(lengths->const_data_ptr<int64_t>(), num_sentences, lengths_.data());
+    if (lengths != nullptr) std::copy_n(lengths, num_sentences, lengths_.data());
     std::iota(sentences.begin(), sentences.end(), int64_t{0});
     std::stable_sort(sentences.begin(), sentences.end(),
                      [&](int64_t a, int64_t b) { return lengths_[a] > lengths_[b]; });
@@ -118,45 +117,51 @@ void scatter(int64_t num_rows, int64_t width, const from_t* from, const Place& p
   });
 }
 
+// to[j, r] = from[row_of(r), j] for `num_rows` rows of `width` numbers, in tiles that fit into the
+// first cache level.
+template <typename from_t, typename to_t, typename RowOf>
+void transpose_rows(int64_t num_rows, int64_t width, const from_t* from, const RowOf& row_of,
+                    to_t* to) {
+  constexpr int64_t kTile = 32;
+  for (int64_t j = 0; j < width; j += kTile) {
+    const int64_t end_j = std::min(width, j + kTile);
+    for (int64_t r = 0; r < num_rows; r += kTile) {
+      const int64_t end_r = std::min(num_rows, r + kTile);
+      for (int64_t row = r; row < end_r; ++row) {
+        const from_t* numbers = from + row_of(row) * width;
+        for (int64_t c = j; c < end_j; ++c) to[c * num_rows + row] = static_cast<to_t>(numbers[c]);
+      }
+    }
+  }
+}
+
 // The sizes of an LSTM, its steps, and its weights in the order of the blocks.
 template <typename scalar_t>
 class Layer {
  public:
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
 
-  Layer(const char* op, const Lstm& lstm)
-      : num_sentences(lstm.x.size(0)),
-        num_tokens(lstm.x.size(1)),
-        d_input(lstm.x.size(2)),
-        num_units(lstm.weight_input.size(0) / 4),
-        width(lstm.weight_recurrent.size(1)),
-        steps(lengths_of(op, lstm), num_sentences, num_tokens, lstm.reverse),
+  explicit Layer(const LstmLayer<scalar_t>& lstm)
+      : num_sentences(lstm.num_sentences),
+        num_tokens(lstm.num_tokens),
+        d_input(lstm.d_input),
+        num_units(lstm.num_units),
+        width(lstm.width),
+        steps(lstm.lengths, num_sentences, num_tokens, lstm.reverse),
         blocks(blocks_of(num_units)),
-        options_(lstm.x.options()) {
+        c_0(num_sentences * num_units) {
     const auto of_sentence = [&](int64_t i) { return steps.sentences[i]; };
-    if (lstm.m_0) {
-      m_0 = empty_rows({num_sentences, width}, options_);
-      const Tensor from = lstm.m_0->contiguous();
-      gather(num_sentences, width, from.template const_data_ptr<scalar_t>(), of_sentence,
-             m_0.template mutable_data_ptr<scalar_t>());
+    if (lstm.m_0 != nullptr) {
+      m_0 = Array<scalar_t>(num_sentences * width);
+      gather(num_sentences, width, lstm.m_0, of_sentence, m_0.data());
     }
-    c_0 = empty_rows({num_sentences, num_units}, acc_options());
-    const Tensor from = contiguous(lstm.c_0);
-    gather(num_sentences, num_units,
-           from.defined() ? from.template const_data_ptr<scalar_t>() : nullptr, of_sentence,
-           c_0.template mutable_data_ptr<acc_t>());
-  }
-
-  at::TensorOptions acc_options() const {
-    return options_.dtype(c10::CppTypeToScalarType<acc_t>::value);
+    gather(num_sentences, num_units, lstm.c_0, of_sentence, c_0.data());
   }
 
   // Returns the rows of a matrix [B S, columns] of the batch.
-  Tensor rows_of(const Tensor& matrix, int64_t columns) const {
-    Tensor rows = empty_rows({steps.num_rows(), columns}, options_);
-    const Tensor from = matrix.contiguous();
-    gather(steps.num_rows(), columns, from.template const_data_ptr<scalar_t>(), of_token(),
-           rows.template mutable_data_ptr<scalar_t>());
+  Array<scalar_t> rows_of(const scalar_t* matrix, int64_t columns) const {
+    Array<scalar_t> rows(steps.num_rows() * columns);
+    gather(steps.num_rows(), columns, matrix, of_token(), rows.data());
     return rows;
   }
 
@@ -166,29 +171,40 @@ class Layer {
   }
 
   // Returns the rows of a weight [4 U, columns], or the elements of a bias, in the order of the
-  // blocks.
-  Tensor in_blocks(const Tensor& weight) const {
-    Tensor order = at::empty({4 * num_units}, options_.dtype(at::kLong));
-    auto* next = order.template mutable_data_ptr<int64_t>();
-    for (const auto& [first, count] : blocks) {
-      for (int64_t gate = 0; gate < 4; ++gate, next += count) {
-        std::iota(next, next + count, gate * num_units + first);
-      }
-    }
-    return weight.index_select(0, order);
+  // blocks, as numbers of to_t; zeros for null.
+  template <typename to_t = scalar_t>
+  Array<to_t> in_blocks(const scalar_t* weight, int64_t columns) const {
+    Array<to_t> copy(4 * num_units * columns);
+    const auto order = rows_in_blocks();
+    gather(
+        4 * num_units, columns, weight, [&](int64_t row) { return order[row]; }, copy.data());
+    return copy;
   }
 
-  // Returns the columns of a matrix [rows, columns_of_unit U], one block after the other; each is
-  // contiguous.
-  Tensor columns_in_blocks(const Tensor& matrix, int64_t columns_of_unit,
-                           const at::TensorOptions& options) const {
-    const int64_t rows = matrix.size(0);
-    Tensor copy = empty_rows({matrix.numel()}, options);
+  // Returns the columns of weight^T [P, 4 U], one block after the other; each is contiguous.
+  Array<acc_t> transposed_in_blocks(const scalar_t* weight) const {
+    Array<acc_t> copy(4 * num_units * width);
+    const auto order = rows_in_blocks();
+    parallel_for(static_cast<int64_t>(blocks.size()), 4 * kMaxUnits * width,
+                 [&](int64_t begin, int64_t end) {
+                   for (int64_t b = begin; b < end; ++b) {
+                     const auto& [first, count] = blocks[b];
+                     const auto row_of = [&](int64_t c) { return order[4 * first + c]; };
+                     transpose_rows(4 * count, width, weight, row_of,
+                                    copy.data() + 4 * first * width);
+                   }
+                 });
+    return copy;
+  }
+
+  // Returns the columns of a projection [P, U], one block after the other; each is contiguous.
+  Array<scalar_t> columns_in_blocks(const scalar_t* projection) const {
+    Array<scalar_t> copy(width * num_units);
     for (const auto& [first, count] : blocks) {
-      const int64_t columns = columns_of_unit * count, begin = columns_of_unit * first;
-      copy.narrow(0, rows * begin, rows * columns)
-          .view({rows, columns})
-          .copy_(matrix.narrow(1, begin, columns));
+      for (int64_t row = 0; row < width; ++row) {
+        std::copy_n(projection + row * num_units + first, count,
+                    copy.data() + width * first + row * count);
+      }
     }
     return copy;
   }
@@ -201,13 +217,13 @@ class Layer {
   // The state of the cells before the rows of some sentences at a step.
   const acc_t* previous_c(const acc_t* cells, int64_t step, int64_t sentence) const {
     if (step > 0) return cells + steps.row(step - 1, sentence) * num_units;
-    return c_0.template const_data_ptr<acc_t>() + sentence * num_units;
+    return c_0.data() + sentence * num_units;
   }
 
   // The output before the rows of some sentences at a step; null stands for zeros.
   const scalar_t* previous_m(const scalar_t* m, int64_t step, int64_t sentence) const {
     if (step > 0) return m + steps.row(step - 1, sentence) * width;
-    return m_0.defined() ? m_0.template const_data_ptr<scalar_t>() + sentence * width : nullptr;
+    return m_0.data() != nullptr ? m_0.data() + sentence * width : nullptr;
   }
 
   // Calls body(sentences, workspace) on each thread. A workspace is what take(arena, most) returns
@@ -231,14 +247,20 @@ class Layer {
   const int64_t num_sentences, num_tokens, d_input, num_units, width;
   const Steps steps;
   const std::vector<Units> blocks;
-  Tensor m_0;  // in the order of the steps; undefined stands for zeros
-  Tensor c_0;  // in the order of the steps
+  Array<scalar_t> m_0;  // in the order of the steps; no memory stands for zeros
+  Array<acc_t> c_0;     // in the order of the steps
 
  private:
-  static OptionalTensor lengths_of(const char* op, const Lstm& lstm) {
-    const OptionalTensor lengths = contiguous_index(lstm.lengths);
-    if (lengths) check_index_range(op, "lengths", *lengths, lstm.x.size(1) + 1);
-    return lengths;
+  // Returns the row of a weight for each row in the order of the blocks.
+  std::vector<int64_t> rows_in_blocks() const {
+    std::vector<int64_t> order(4 * num_units);
+    auto next = order.begin();
+    for (const auto& [first, count] : blocks) {
+      for (int64_t gate = 0; gate < 4; ++gate, next += count) {
+        std::iota(next, next + count, gate * num_units + first);
+      }
+    }
+    return order;
   }
 
   // The blocks have the same number of units, but for the last one.
@@ -246,22 +268,19 @@ class Layer {
     constexpr int64_t kMultiple = 16;  // of units: the GEMM reads whole vectors
     std::vector<Units> blocks;
     if (num_units == 0) return blocks;
-    const int64_t count =
-        at::round_up(at::ceil_div(num_units, at::ceil_div(num_units, kMaxUnits)), kMultiple);
+    const int64_t count = round_up(ceil_div(num_units, ceil_div(num_units, kMaxUnits)), kMultiple);
     for (int64_t first = 0; first < num_units; first += count) {
       blocks.push_back({first, std::min(count, num_units - first)});
     }
     return blocks;
   }
-
-  const at::TensorOptions options_;
 };
 
 // The memory of products of at most some sizes.
 template <typename scalar_t>
 struct ProductWorkspace {
   GemmWorkspace<scalar_t> gemm;
-  at::opmath_type<scalar_t>* sums;  // of numbers that are rounded
+  acc_type<scalar_t>* sums;  // of numbers that are rounded
 };
 
 // C = A B, rounded to scalar_t, for k of at least 0.
@@ -271,7 +290,7 @@ void product(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, sc
   if (m == 0 || n == 0) return;
   if (k == 0) {
     std::fill_n(c, m * n, scalar_t(0));
-  } else if constexpr (std::is_same_v<scalar_t, at::opmath_type<scalar_t>>) {
+  } else if constexpr (std::is_same_v<scalar_t, acc_type<scalar_t>>) {
     gemm<scalar_t>(m, n, k, a, b, Write::kReplace, c, workspace.gemm);
   } else {
     gemm_rounded<scalar_t>(m, n, k, a, b, Write::kReplace, c, workspace.sums, workspace.gemm);

@@ -1,14 +1,13 @@
-// Parallel loops on torch's thread pool. Their results do not depend on the number of threads.
+// Parallel loops. Their results do not depend on the number of threads.
 #pragma once
-
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
+#include "memory.h"
 #include "subnormals.h"
+#include "threads.h"
 #include "vectorize.h"
 
 namespace moe_ext::cpu {
@@ -21,7 +20,7 @@ void parallel_for(int64_t size, int64_t work_per_item, const Body& body) {
   if (size == 0) return;
   isa();  // a bad MOE_EXT_ISA must raise here, not in the parallel region
   const int64_t grain = std::max<int64_t>(1, kMinWork / std::max<int64_t>(1, work_per_item));
-  torch::stable::parallel_for(0, size, grain, [&](int64_t begin, int64_t end) {
+  run_in_parallel(size, grain, [&](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
     body(begin, end);
   });
@@ -53,11 +52,10 @@ void sum_over_tokens(const int64_t* bounds, int64_t num_groups, int64_t num_colu
     }
   }
   if (chunks.empty()) return;
-  const auto others =
-      std::make_unique_for_overwrite<acc_t[]>((num_rows - num_groups) * num_columns);
+  const Array<acc_t> others((num_rows - num_groups) * num_columns);
   const auto row_data = [&](int64_t row) {
     return row < num_groups ? sum + row * num_columns
-                            : others.get() + (row - num_groups) * num_columns;
+                            : others.data() + (row - num_groups) * num_columns;
   };
   const int64_t num_chunks = chunks.size();
   const int64_t tokens_per_chunk = bounds[num_groups] / num_chunks;

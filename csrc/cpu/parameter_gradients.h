@@ -1,21 +1,19 @@
 // The gradients of the experts' parameters: dW = A^T dZ, and db = the sum of the rows of dZ.
 #pragma once
 
-#include <ATen/OpMathType.h>
-#include <ATen/ceil_div.h>
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "../kernels/types.h"
+#include "../math/integers.h"
 #include "arena.h"
 #include "backward_schedule.h"
 #include "elementwise.h"
-#include "empty_rows.h"
 #include "gemm/gemm.h"
+#include "memory.h"
 #include "vectorize.h"
 
 namespace moe_ext::cpu {
@@ -26,14 +24,14 @@ namespace moe_ext::cpu {
 template <typename scalar_t>
 class ParameterGradients {
  public:
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
 
   // A linear layer with the input a [R, fan_in] and dz [R, columns], the gradient of its output. A
-  // gradient has the experts in sequence in memory; it is empty if it is not needed.
+  // gradient has the experts in sequence in memory; it is null if it is not needed.
   struct Layer {
     int64_t fan_in, columns;
-    bool transposed;               // whether dW is stored as [columns, fan_in]
-    at::Tensor weight, bias = {};  // the gradients; the bias may be undefined
+    bool transposed;  // whether dW is stored as [columns, fan_in]
+    scalar_t *weight, *bias = nullptr;
     int64_t num_rows() const { return transposed ? columns : fan_in; }
   };
 
@@ -50,18 +48,17 @@ class ParameterGradients {
   };
 
   ParameterGradients(std::vector<Layer> layers, int64_t num_experts) : layers_(std::move(layers)) {
-    const auto gradient = [&](const at::Tensor& tensor) -> Gradient {
-      if (!tensor.defined() || tensor.numel() == 0) return {.data = nullptr, .size = 0};
-      return {.data = tensor.mutable_data_ptr<scalar_t>(), .size = tensor.numel() / num_experts};
+    const auto gradient = [](scalar_t* data, int64_t size) {
+      return Gradient{.data = data, .size = data != nullptr ? size : 0};
     };
     int64_t size = 0;
     for (int64_t l = 0; l < num_layers(); ++l) {
       const Layer& layer = layers_[l];
-      weights_.push_back(gradient(layer.weight));
-      biases_.push_back(gradient(layer.bias));
+      weights_.push_back(gradient(layer.weight, layer.fan_in * layer.columns));
+      biases_.push_back(gradient(layer.bias, layer.columns));
       size += num_experts * (weights_[l].size + biases_[l].size);
       if (needs_weight(l)) {
-        const int64_t num_parts = at::ceil_div(layer.num_rows(), kRowsOfPart);
+        const int64_t num_parts = ceil_div(layer.num_rows(), kRowsOfPart);
         for (int64_t part = 0; part < num_parts; ++part) {
           parts_.push_back({.layer = l,
                             .begin = part * layer.num_rows() / num_parts,
@@ -88,7 +85,8 @@ class ParameterGradients {
     rows_per_slot_ = schedule.most_rows();
     Arena counter;
     for (int64_t l = 0; l < num_layers(); ++l) take_saved(counter, l);
-    slots_ = empty_rows({schedule.num_slots(), counter.size()}, at::kByte);
+    bytes_per_slot_ = counter.size();
+    slots_ = Array<std::byte>(schedule.num_slots() * bytes_per_slot_);
   }
 
   // Takes the rows of a block for a layer, a [R, fan_in] and dz [R, columns]. Computes the
@@ -155,7 +153,7 @@ class ParameterGradients {
 
   // The rows of A and dZ that a split expert saves for a layer.
   std::pair<scalar_t*, acc_t*> saved(const SplitExpert& split, int64_t layer) const {
-    Arena slot(slots_.mutable_data_ptr<uint8_t>() + split.slot * slots_.size(1), slots_.size(1));
+    Arena slot(slots_.data() + split.slot * bytes_per_slot_, bytes_per_slot_);
     for (int64_t l = 0; l < layer; ++l) take_saved(slot, l);
     return take_saved(slot, layer);
   }
@@ -206,8 +204,8 @@ class ParameterGradients {
   Write write_ = Write::kReplace;
   // The widths of the rows of A and dZ that a split expert saves for each layer.
   std::vector<int64_t> saved_a_, saved_dz_;
-  int64_t rows_per_slot_ = 0;
-  at::Tensor slots_;  // [slots of the schedule, bytes]
+  int64_t rows_per_slot_ = 0, bytes_per_slot_ = 0;
+  Array<std::byte> slots_;  // of the schedule
 };
 
 }  // namespace moe_ext::cpu

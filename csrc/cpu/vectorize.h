@@ -44,10 +44,9 @@ namespace moe_ext::cpu {
 // Each instruction set includes the sets of its architecture before it.
 enum class Isa { kDefault, kAvx2, kAvx512, kAvx512Bf16, kAmx, kNeon, kNeonBf16 };
 
-// Returns the instruction set in use. Throws if MOE_EXT_ISA is invalid or names an instruction set
-// that this processor lacks.
+// Returns the instruction set in use. Throws std::invalid_argument if MOE_EXT_ISA is invalid or
+// names an instruction set that this processor lacks.
 Isa isa();
-const char* isa_name();
 
 #if defined(__x86_64__)
 template <typename Kernel, typename... Args>

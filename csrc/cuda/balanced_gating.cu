@@ -261,7 +261,7 @@ void BatchwiseTopM<scalar_t>::on_cuda() const {
   launch(topm_kernel<scalar_t, key_t>, grid(num_groups * num_experts), kColumnThreads, 0, keys,
          num_rows, num_experts, m, first_expert, columns_of_batch, row_index, mth_score);
 }
-MOE_EXT_FOR_EACH_TYPE(BatchwiseTopM)
+MOE_EXT_COMPILE_ON_CUDA(BatchwiseTopM)
 
 template <typename scalar_t>
 void SelectedSoftmax<scalar_t>::on_cuda() const {
@@ -269,7 +269,7 @@ void SelectedSoftmax<scalar_t>::on_cuda() const {
          grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, logits, expert_index,
          token_offsets, num_tokens, num_experts, gates);
 }
-MOE_EXT_FOR_EACH_TYPE(SelectedSoftmax)
+MOE_EXT_COMPILE_ON_CUDA(SelectedSoftmax)
 
 template <typename scalar_t>
 void SelectedSoftmaxBackward<scalar_t>::on_cuda() const {

@@ -55,6 +55,6 @@ void CombineBackward<scalar_t>::on_cuda() const {
            slots, width, grad_rows, grad_gates);
   });
 }
-MOE_EXT_FOR_EACH_TYPE(CombineBackward)
+MOE_EXT_COMPILE_ON_CUDA(CombineBackward)
 
 }  // namespace moe_ext

@@ -61,13 +61,13 @@ void CvSquared<scalar_t>::on_cuda() const {
   launch(cv_squared_kernel<scalar_t, acc_type<scalar_t>>, grid(1), kThreads, 0, values, size,
          weight, first, result);
 }
-MOE_EXT_FOR_EACH_TYPE(CvSquared)
+MOE_EXT_COMPILE_ON_CUDA(CvSquared)
 
 template <typename scalar_t>
 void CvSquaredBackward<scalar_t>::on_cuda() const {
   launch(cv_squared_backward_kernel<scalar_t, acc_type<scalar_t>>, grid(1), kThreads, 0, grad,
          values, size, weight, grad_values);
 }
-MOE_EXT_FOR_EACH_TYPE(CvSquaredBackward)
+MOE_EXT_COMPILE_ON_CUDA(CvSquaredBackward)
 
 }  // namespace moe_ext

@@ -285,6 +285,6 @@ void FactoredStep<scalar_t>::on_cuda() const {
            column, means_data, nonzero_data, shape, rule);
   });
 }
-MOE_EXT_FOR_EACH_TYPE(FactoredStep)
+MOE_EXT_COMPILE_ON_CUDA(FactoredStep)
 
 }  // namespace moe_ext

@@ -157,7 +157,7 @@ void NoisyTopKGating<scalar_t>::on_cuda() const {
          static_cast<acc_t>(noise_epsilon), num_tokens, num_experts, k, gates, expert_index,
          threshold, threshold_index, noise_stddev);
 }
-MOE_EXT_FOR_EACH_TYPE(NoisyTopKGating)
+MOE_EXT_COMPILE_ON_CUDA(NoisyTopKGating)
 
 template <typename scalar_t>
 void NoisyTopKGatingBackward<scalar_t>::on_cuda() const {
@@ -166,6 +166,6 @@ void NoisyTopKGatingBackward<scalar_t>::on_cuda() const {
          threshold_index, raw_noise_stddev, noise, num_tokens, num_experts, k, grad_clean_logits,
          grad_raw_noise_stddev);
 }
-MOE_EXT_FOR_EACH_TYPE(NoisyTopKGatingBackward)
+MOE_EXT_COMPILE_ON_CUDA(NoisyTopKGatingBackward)
 
 }  // namespace moe_ext

@@ -70,6 +70,6 @@ void Importance<scalar_t>::on_cuda() const {
          partial_sums.const_data_ptr<acc_t>(), num_experts,
          Groups{.bounds = nullptr, .num_groups = 1, .num_rows = num_slots}, chunk_size, importance);
 }
-MOE_EXT_FOR_EACH_TYPE(Importance)
+MOE_EXT_COMPILE_ON_CUDA(Importance)
 
 }  // namespace moe_ext

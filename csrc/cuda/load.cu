@@ -125,7 +125,7 @@ void Load<scalar_t>::on_cuda() const {
   launch(sum_of_chunks_kernel<acc_t>, grid(groups.num_groups * tiles), kThreads, 0,
          partial_load.const_data_ptr<acc_t>(), num_experts, row_groups, chunk_size, load);
 }
-MOE_EXT_FOR_EACH_TYPE(Load)
+MOE_EXT_COMPILE_ON_CUDA(Load)
 
 template <typename scalar_t>
 void LoadBackward<scalar_t>::on_cuda() const {
@@ -133,6 +133,6 @@ void LoadBackward<scalar_t>::on_cuda() const {
          kThreads, 0, grad_load, clean_logits, noise_stddev, threshold, expert_index, k,
          num_experts, groups_of(groups), grad_clean_logits, grad_noise_stddev, grad_threshold);
 }
-MOE_EXT_FOR_EACH_TYPE(LoadBackward)
+MOE_EXT_COMPILE_ON_CUDA(LoadBackward)
 
 }  // namespace moe_ext

@@ -67,7 +67,7 @@ void LstmCell<scalar_t>::on_cuda() const {
   launch(cell_kernel<scalar_t, acc_type<scalar_t>>, grid(ceil_div(size, kThreads)), kThreads, 0,
          gates, c_0, size, num_units, h, c);
 }
-MOE_EXT_FOR_EACH_TYPE(LstmCell)
+MOE_EXT_COMPILE_ON_CUDA(LstmCell)
 
 template <typename scalar_t>
 void LstmCellBackward<scalar_t>::on_cuda() const {
@@ -75,6 +75,6 @@ void LstmCellBackward<scalar_t>::on_cuda() const {
   launch(cell_backward_kernel<scalar_t, acc_type<scalar_t>>, grid(ceil_div(size, kThreads)),
          kThreads, 0, grad_h, grad_c, gates, c_0, size, num_units, grad_gates, grad_c_0);
 }
-MOE_EXT_FOR_EACH_TYPE(LstmCellBackward)
+MOE_EXT_COMPILE_ON_CUDA(LstmCellBackward)
 
 }  // namespace moe_ext

@@ -66,7 +66,7 @@ void RowsOfSlots<scalar_t>::on_cuda() const {
            reinterpret_cast<Packed*>(rows));
   });
 }
-MOE_EXT_FOR_EACH_TYPE(RowsOfSlots)
+MOE_EXT_COMPILE_ON_CUDA(RowsOfSlots)
 
 template <typename scalar_t>
 void SumOverSlots<scalar_t>::on_cuda() const {
@@ -76,6 +76,6 @@ void SumOverSlots<scalar_t>::on_cuda() const {
            width, sums);
   });
 }
-MOE_EXT_FOR_EACH_TYPE(SumOverSlots)
+MOE_EXT_COMPILE_ON_CUDA(SumOverSlots)
 
 }  // namespace moe_ext

@@ -232,7 +232,7 @@ void TopKRouting<scalar_t>::on_cuda() const {
            expert_index);
   });
 }
-MOE_EXT_FOR_EACH_TYPE(TopKRouting)
+MOE_EXT_COMPILE_ON_CUDA(TopKRouting)
 
 template <typename scalar_t>
 void TopKRoutingBackward<scalar_t>::on_cuda() const {
@@ -243,6 +243,6 @@ void TopKRoutingBackward<scalar_t>::on_cuda() const {
            static_cast<acc_t>(rule.scale), grad_logits);
   });
 }
-MOE_EXT_FOR_EACH_TYPE(TopKRoutingBackward)
+MOE_EXT_COMPILE_ON_CUDA(TopKRoutingBackward)
 
 }  // namespace moe_ext

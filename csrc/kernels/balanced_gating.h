@@ -22,6 +22,7 @@ struct BatchwiseTopM {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(BatchwiseTopM)
 
 template <typename scalar_t>
 struct SelectedSoftmax {
@@ -36,6 +37,7 @@ struct SelectedSoftmax {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(SelectedSoftmax)
 
 // dL/dlogit_i = G_i (v_i - sum_a G_a v_a) for each selected expert i, with v = dL/dG; 0 for the
 // other experts.
@@ -53,5 +55,7 @@ struct SelectedSoftmaxBackward {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_KERNEL_API void run_on_cpu(const SelectedSoftmaxBackward<float>& arguments);
+MOE_EXT_KERNEL_API void run_on_cpu(const SelectedSoftmaxBackward<double>& arguments);
 
 }  // namespace moe_ext

@@ -21,5 +21,6 @@ struct CombineBackward {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(CombineBackward)
 
 }  // namespace moe_ext

@@ -17,6 +17,7 @@ struct CvSquared {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(CvSquared)
 
 template <typename scalar_t>
 struct CvSquaredBackward {
@@ -29,5 +30,6 @@ struct CvSquaredBackward {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(CvSquaredBackward)
 
 }  // namespace moe_ext

@@ -18,5 +18,6 @@ struct DispatchPlan {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_KERNEL_API void run_on_cpu(const DispatchPlan& arguments);
 
 }  // namespace moe_ext

@@ -32,5 +32,6 @@ struct FactoredStep {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(FactoredStep)
 
 }  // namespace moe_ext

@@ -25,6 +25,7 @@ struct NoisyTopKGating {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(NoisyTopKGating)
 
 // dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the gradients of the thresholds H_(k)
 // and H_(k+1). dL/dclean = dL/dH; dL/dstddev = noise dL/dH + grad_noise_stddev.
@@ -49,5 +50,6 @@ struct NoisyTopKGatingBackward {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(NoisyTopKGatingBackward)
 
 }  // namespace moe_ext

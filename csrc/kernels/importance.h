@@ -18,5 +18,6 @@ struct Importance {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(Importance)
 
 }  // namespace moe_ext

@@ -29,6 +29,7 @@ struct Load {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(Load)
 
 template <typename scalar_t>
 struct LoadBackward {
@@ -49,5 +50,6 @@ struct LoadBackward {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(LoadBackward)
 
 }  // namespace moe_ext

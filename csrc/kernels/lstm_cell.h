@@ -17,6 +17,7 @@ struct LstmCell {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(LstmCell)
 
 // Recomputes the cells.
 template <typename scalar_t>
@@ -33,5 +34,6 @@ struct LstmCellBackward {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(LstmCellBackward)
 
 }  // namespace moe_ext

@@ -30,6 +30,7 @@ struct RowsOfSlots {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(RowsOfSlots)
 
 // sums[t] = sum of weights[s] * rows[slots.row(s)] over the slots s of token t, in order.
 template <typename scalar_t>
@@ -43,5 +44,6 @@ struct SumOverSlots {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(SumOverSlots)
 
 }  // namespace moe_ext

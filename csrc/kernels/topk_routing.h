@@ -41,6 +41,7 @@ struct TopKRouting {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(TopKRouting)
 
 template <typename scalar_t>
 struct TopKRoutingBackward {
@@ -58,5 +59,6 @@ struct TopKRoutingBackward {
   void on_cpu() const;
   void on_cuda() const;
 };
+MOE_EXT_RUNS_ON_CPU(TopKRoutingBackward)
 
 }  // namespace moe_ext

@@ -1,11 +1,11 @@
 // The numbers of packed weights, one at a time.
 #pragma once
 
-#include <c10/util/Float8_e4m3fn.h>
-#include <c10/util/Half.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
 
 #include <cstdint>
 
+#include "../kernels/types.h"
 #include "../packed.h"
 #include "elementary.h"
 

@@ -1,17 +1,17 @@
 // The tasks of a parallel loop that wait for each other, and tasks that fail. A failed task must
 // not leave another one waiting: ctest ends a test that hangs.
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../../csrc/cpu/backward_schedule.h"
 #include "../../csrc/cpu/block_scheduler.h"
+#include "../../csrc/cpu/threads.h"
 
 namespace {
 
@@ -20,14 +20,25 @@ using namespace moe_ext::cpu;
 constexpr int64_t kThreads[] = {1, 2, 3, 8};
 constexpr int64_t kNoTask = -1;
 
-// Sets the number of torch's threads during a test.
+int64_t num_threads_of_test = 1;
+
+// A pool that starts a thread for each range.
+void on_threads(int64_t size, int64_t grain, void (*body)(void*, int64_t, int64_t), void* context) {
+  const int64_t parts = std::clamp<int64_t>(size / grain, 1, num_threads_of_test);
+  std::vector<std::thread> threads;
+  for (int64_t part = 0; part < parts; ++part) {
+    threads.emplace_back(body, context, part * size / parts, (part + 1) * size / parts);
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Sets the number of threads of the kernels during a test.
 class Threads : public testing::TestWithParam<int64_t> {
  protected:
-  void SetUp() override { at::set_num_threads(static_cast<int>(GetParam())); }
-  void TearDown() override { at::set_num_threads(before_); }
-
- private:
-  const int before_ = at::get_num_threads();
+  void SetUp() override {
+    num_threads_of_test = GetParam();
+    set_thread_pool([] { return num_threads_of_test; }, on_threads);
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(Tasks, Threads, testing::ValuesIn(kThreads));
@@ -36,7 +47,7 @@ INSTANTIATE_TEST_SUITE_P(Tasks, Threads, testing::ValuesIn(kThreads));
 template <typename Body>
 void run_tasks(int64_t num_tasks, Progress* progress, int64_t failing, const Body& body) {
   const auto nothing = [](Arena&) { return 0; };
-  for_each_task(num_tasks, progress, at::get_num_threads(), nothing, [&](int64_t task, int) {
+  for_each_task(num_tasks, progress, num_threads(), nothing, [&](int64_t task, int) {
     if (task == failing) throw std::runtime_error(std::to_string(task));
     body(task);
   });
@@ -72,7 +83,7 @@ TEST_P(Threads, HaveAWorkspaceEach) {
   constexpr int64_t kTasks = 200, kSize = 100;
   std::vector<std::atomic<int>> sums(kTasks);
   for_each_task(
-      kTasks, nullptr, at::get_num_threads(), [](Arena& arena) { return arena.take<int>(kSize); },
+      kTasks, nullptr, num_threads(), [](Arena& arena) { return arena.take<int>(kSize); },
       [&](int64_t task, int* workspace) {
         std::fill_n(workspace, kSize, static_cast<int>(task));
         for (int i = 0; i < kSize; ++i) sums[task] += workspace[i];
@@ -85,7 +96,7 @@ TEST_P(Threads, ThrowTheErrorOfAWorkspace) {
   std::atomic<int> calls{0};
   const std::string error = error_of([&] {
     const auto take = [&](Arena& arena) { return arena.take<int>(++calls == 1 ? 1 : 1000); };
-    for_each_task(10, nullptr, at::get_num_threads(), take, [](int64_t, int*) {});
+    for_each_task(10, nullptr, num_threads(), take, [](int64_t, int*) {});
   });
   EXPECT_NE(error.find("is too small"), std::string::npos);
 }
@@ -131,22 +142,17 @@ TEST_P(Threads, FailInATurn) {
 }
 
 // Experts with 1, 4, 0, 2 and 3 blocks.
-at::Tensor offsets() {
-  constexpr int64_t bounds[] = {0, 100, 2660, 2660, 3900, 5800};
-  const at::Tensor tensor = at::empty({6}, at::kLong);
-  std::copy_n(bounds, 6, tensor.mutable_data_ptr<int64_t>());
-  return tensor;
-}
+constexpr int64_t kOffsets[] = {0, 100, 2660, 2660, 3900, 5800};
 
 TEST_P(Threads, ComputeGradientsAfterTheBlocks) {
   constexpr int64_t kParts = 3;
-  const auto blocks = split_into_blocks(offsets(), 5, 5800);
+  const auto blocks = split_into_blocks(kOffsets, 5, 5800);
   const int64_t num_tasks = [&] {
-    return BackwardSchedule(blocks, kParts, at::get_num_threads()).num_tasks();
+    return BackwardSchedule(blocks, kParts, num_threads()).num_tasks();
   }();
   ASSERT_EQ(num_tasks, 1 + 4 + 1 + 2 + 3 + 3 * kParts);
   for (int64_t failing = kNoTask; failing < num_tasks; ++failing) {
-    BackwardSchedule schedule(blocks, kParts, at::get_num_threads());
+    BackwardSchedule schedule(blocks, kParts, num_threads());
     ASSERT_NE(schedule.progress(), nullptr);
     std::vector<std::atomic<int64_t>> rows(5);
     std::vector<std::atomic<int>> parts(5);
@@ -180,9 +186,9 @@ TEST_P(Threads, ComputeGradientsAfterTheBlocks) {
 }
 
 TEST(BackwardSchedule, DoesNotWaitWithoutSplitExperts) {
-  const auto blocks = split_into_blocks(at::Tensor(), 4, 400);
+  const auto blocks = split_into_blocks(nullptr, 4, 400);
   EXPECT_EQ(BackwardSchedule(blocks, 3, 2).progress(), nullptr);
-  const auto split = split_into_blocks(at::Tensor(), 1, 4000);
+  const auto split = split_into_blocks(nullptr, 1, 4000);
   EXPECT_EQ(BackwardSchedule(split, 0, 2).progress(), nullptr);
 }
 

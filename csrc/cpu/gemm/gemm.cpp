@@ -1,12 +1,10 @@
 #include "gemm.h"
 
-#include <ATen/ceil_div.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <algorithm>
 #include <type_traits>
 
+#include "../../kernels/types.h"
+#include "../../math/integers.h"
 #include "product.h"
 #include "traversals.h"
 
@@ -42,12 +40,12 @@ GemmWorkspace<scalar_t>::GemmWorkspace(Arena& arena, std::initializer_list<GemmS
   int64_t rows_size = 0, packed_b_size = 0, few_rows_size = 0, packed_a_size = 0;
   for (const auto& [m, n, k] : sizes) {
     const int64_t num_groups = num_groups_of(kernels, k);
-    rows_size = std::max(rows_size, at::round_up(std::min(n, kMaxColumns), nr));
+    rows_size = std::max(rows_size, round_up(std::min(n, kMaxColumns), nr));
     packed_b_size = std::max(packed_b_size, std::min(kKC<acc_t>, num_groups) * nr);
     if (!std::is_same_v<scalar_t, acc_t>) {
-      few_rows_size = std::max(few_rows_size, at::round_up(k, kKCMultiple));
+      few_rows_size = std::max(few_rows_size, round_up(k, kKCMultiple));
     }
-    const int64_t num_panels = at::ceil_div(std::min(m, kMC), kernels.max_rows);
+    const int64_t num_panels = ceil_div(std::min(m, kMC), kernels.max_rows);
     packed_a_size = std::max(packed_a_size, num_panels * kernels.a_panel_width *
                                                 std::min(kMaxKBlocks * kKC<acc_t>, num_groups));
   }
@@ -74,7 +72,7 @@ void for_m_blocks(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> 
                   const GemmWorkspace<scalar_t>& workspace, const Epilogue<b_t>& epilogue,
                   const Body& body) {
   const View<a_t> rows = view_of_a(a);
-  const int64_t num_blocks = at::ceil_div(m, kMC);
+  const int64_t num_blocks = ceil_div(m, kMC);
   for (int64_t block = 0; block < num_blocks; ++block) {
     const int64_t first = block * m / num_blocks, last = (block + 1) * m / num_blocks;
     const View<a_t> a_block{

@@ -1,14 +1,13 @@
 // General matrix multiplication (GEMM) on one thread, with an epilogue.
 #pragma once
 
-#include <ATen/OpMathType.h>
-#include <c10/util/FunctionRef.h>
-
 #include <cstdint>
 #include <initializer_list>
 
+#include "../../kernels/types.h"
 #include "../../packed.h"
 #include "../arena.h"
+#include "../function_ref.h"
 #include "../region.h"
 
 namespace moe_ext::cpu {
@@ -48,7 +47,7 @@ Operand<T> transpose(Operand<T> matrix) {
 // The epilogue of a GEMM.
 template <typename b_t>
 struct Epilogue {
-  using Body = c10::function_ref<void(const Region&)>;
+  using Body = FunctionRef<void(const Region&)>;
   // Called exactly once for every element of C after its final value is written, in the first cache
   // level where that is faster. It may change C. The columns of a row come in ascending order.
   Body run = nullptr;
@@ -70,7 +69,7 @@ struct GemmSize {
 // The memory of GEMMs that are at most as large as one of some sizes.
 template <typename scalar_t>
 struct GemmWorkspace {
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
 
   GemmWorkspace(Arena& arena, std::initializer_list<GemmSize> sizes);
 

@@ -1,9 +1,5 @@
 #include "integer.h"
 
-#include <ATen/ceil_div.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,6 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "../../kernels/types.h"
+#include "../../math/integers.h"
 #include "../vectorize.h"
 
 #define MOE_EXT_TARGET
@@ -61,7 +59,7 @@ struct RoundRow {
                           const uint8_t* next, int64_t num_bytes, int8_t* numbers, float* scales,
                           int32_t* offsets, float* totals) {
     for (int64_t byte = 0; byte < num_bytes; byte += 4096) __builtin_prefetch(next + byte);
-    const int64_t step = num_bytes / at::ceil_div(k, segment);
+    const int64_t step = num_bytes / ceil_div(k, segment);
     for (int64_t first = 0; first < k; first += segment, next += step) {
       for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(next + byte);
       const auto [scale, sum] = round_segment(a + first, std::min(segment, k - first), numbers);
@@ -140,7 +138,7 @@ IntegerCodes integer_codes(const PackedFormat& format) {
 }
 
 int64_t integer_workspace_size(int64_t m, int64_t k) {
-  const int64_t width = at::round_up(k, kSegment), num_segments = width / kPackedInputs;
+  const int64_t width = round_up(k, kSegment), num_segments = width / kPackedInputs;
   // The scales and the minima of a panel; for each row its numbers, and the arrays of segments.
   return 2 * kPanelOutputs * num_segments + m * (width / 4 + 3 * num_segments) + kSegment / 4;
 }
@@ -149,7 +147,7 @@ template <typename scalar_t>
 void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, const scalar_t* a,
                   bool add, float* c, float* workspace) {
   const int64_t k = layout.inputs, n = layout.outputs, segment = segment_of(layout);
-  const int64_t num_segments = at::ceil_div(k, segment), ld = at::round_up(k, kSegment);
+  const int64_t num_segments = ceil_div(k, segment), ld = round_up(k, kSegment);
   const IntegerCodes codes = integer_codes(*layout.format);
   float* panel_scales = workspace;
   float* scales = panel_scales + 2 * kPanelOutputs * layout.num_groups();

@@ -1,10 +1,9 @@
 #include "micro_kernels.h"
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <type_traits>
 
+#include "../../kernels/machine.h"
+#include "../../kernels/types.h"
 #include "../vectorize.h"
 #include "unpacking.h"
 
@@ -41,5 +40,12 @@ template const MicroKernels<float>& micro_kernels<float, float>();
 template const MicroKernels<double>& micro_kernels<double, double>();
 template const MicroKernels<float>& micro_kernels<c10::Half, float>();
 template const MicroKernels<float>& micro_kernels<c10::BFloat16, float>();
+
+ProductNames product_names() {
+  return {.float64 = micro_kernels<double, double>().name,
+          .float32 = micro_kernels<float, float>().name,
+          .bfloat16 = micro_kernels<c10::BFloat16, float>().name,
+          .float16 = micro_kernels<c10::Half, float>().name};
+}
 
 }  // namespace moe_ext::cpu

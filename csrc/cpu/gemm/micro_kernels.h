@@ -7,9 +7,9 @@
 // is at q * width + i.
 #pragma once
 
-#include <c10/util/BFloat16.h>
-
 #include <cstdint>
+
+#include "../../kernels/types.h"
 
 namespace moe_ext::cpu {
 

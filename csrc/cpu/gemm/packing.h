@@ -1,14 +1,13 @@
 // Packing: copies parts of A and B into micro-panels of the K-groups that micro_kernels.h defines.
 #pragma once
 
-#include <c10/util/BFloat16.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 #include <utility>
 
+#include "../../kernels/types.h"
 #include "../vectorize.h"
 #include "micro_kernels.h"
 

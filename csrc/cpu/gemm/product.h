@@ -2,15 +2,15 @@
 // parts.
 #pragma once
 
-#include <ATen/OpMathType.h>
-#include <ATen/ceil_div.h>
-#include <c10/util/SmallVector.h>
-
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <span>
 #include <type_traits>
 #include <utility>
 
+#include "../../kernels/types.h"
+#include "../../math/integers.h"
 #include "../elementwise.h"
 #include "gemm.h"
 #include "micro_kernels.h"
@@ -54,7 +54,7 @@ int64_t nr_of(const MicroKernels<acc_t>& kernels) {
 }
 template <typename acc_t>
 int64_t num_groups_of(const MicroKernels<acc_t>& kernels, int64_t depth) {
-  return at::round_up(at::ceil_div(depth, group_size_of(kernels)), kernels.group_multiple);
+  return round_up(ceil_div(depth, group_size_of(kernels)), kernels.group_multiple);
 }
 
 // An operand as the micro-panels see it: element (i, p) is in row or column i of the micro-panels
@@ -180,7 +180,7 @@ void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64
 template <typename scalar_t, typename a_t, typename b_t>
 class Product {
  public:
-  using acc_t = at::opmath_type<scalar_t>;
+  using acc_t = acc_type<scalar_t>;
   using b_type = b_t;
 
   // A part of K and the packed micro-panels of A for it.
@@ -243,7 +243,7 @@ class Product {
 
   // Packs A from p to end along K into k_blocks.
   void pack_a(int64_t p, int64_t end) {
-    k_blocks.clear();
+    size_t count = 0;
     acc_t* panels = workspace.packed_a;
     for (; p < end; p += kc) {
       const int64_t depth = std::min(end - p, kc);
@@ -255,15 +255,16 @@ class Product {
                          kernels.a_panel_width, kernels.a_in_row_blocks, panel_a(block, i));
       }
       panels = panel_a(block, num_panels);
-      k_blocks.push_back(block);
+      packed_k_blocks_.at(count++) = block;
     }
+    k_blocks = std::span(packed_k_blocks_).first(count);
   }
 
   // Computes a tile: micro-panel i of A times a micro-panel of B.
   void multiply_tile(int64_t i, const acc_t* panel_a, int64_t num_groups, const acc_t* panel_b,
                      int64_t ldb, int64_t num_columns, const Tile<acc_t>& tile,
                      const Prefetch& prefetch, acc_t* packed = nullptr) const {
-    const int64_t vectors = at::ceil_div(num_columns, kernels.lanes);
+    const int64_t vectors = ceil_div(num_columns, kernels.lanes);
     const auto kernel = kernels.gemm[vectors - 1][num_rows(i) - 1];
     if (num_columns % kernels.lanes == 0) {
       return kernel(num_groups, panel_a, panel_b, ldb, tile, prefetch, packed);
@@ -291,10 +292,9 @@ class Product {
   const Epilogue<b_t>& epilogue;
   const int64_t first_row;
   const int64_t m, n, k;
-  const int64_t num_panels = at::ceil_div(m, kernels.max_rows);  // micro-panels of A
+  const int64_t num_panels = ceil_div(m, kernels.max_rows);  // micro-panels of A
   // The depth of a K-block.
-  const int64_t kc =
-      at::round_up(at::ceil_div(k, at::ceil_div(k, kKC<acc_t>* group_size)), kKCMultiple);
+  const int64_t kc = round_up(ceil_div(k, ceil_div(k, kKC<acc_t>* group_size)), kKCMultiple);
   // Whether micro-kernels can read B in place: the tiles by rows, axpyf by rows, and dotxf along K.
   static constexpr bool kSame = std::is_same_v<b_t, acc_t>;
   static constexpr bool kBFloat16 = std::is_same_v<b_t, c10::BFloat16>;
@@ -310,7 +310,7 @@ class Product {
                          k % (kernels.lanes * group_size) == 0;
   // The kernel for the rows of A and the codes of B; null if there is none.
   const FewRowsKernel few_rows_of_codes = kernel_of_few_rows();
-  c10::SmallVector<KBlock, kMaxKBlocks> k_blocks;  // the packed K-blocks of A
+  std::span<const KBlock> k_blocks;  // the packed K-blocks of A
   const GemmWorkspace<scalar_t>& workspace;
   const Prefetch no_prefetch{.data = reinterpret_cast<const char*>(workspace.packed_b),
                              .stride = 0,
@@ -340,6 +340,7 @@ class Product {
   int64_t num_groups(int64_t depth) const { return num_groups_of(kernels, depth); }
 
   const int64_t rows_each_ = m / num_panels, num_longer_ = m % num_panels;
+  std::array<KBlock, kMaxKBlocks> packed_k_blocks_;
 };
 
 }  // namespace moe_ext::cpu

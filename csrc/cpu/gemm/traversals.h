@@ -243,16 +243,16 @@ class Axpyf {
   }
 
   Product& in_;
-  const int64_t groups_ahead_ = at::round_up(
-      at::ceil_div(kBytesAhead, Product::bytes(std::min(in_.n, kMaxColumns)) * in_.group_size),
-      kGroupsAtATime);
+  const int64_t groups_ahead_ =
+      round_up(ceil_div(kBytesAhead, Product::bytes(std::min(in_.n, kMaxColumns)) * in_.group_size),
+               kGroupsAtATime);
 };
 
 // Returns the rows of A as K-groups in the type of B: in place, or converted and filled with zeros.
 template <typename Product>
 View<typename Product::b_type> rows_of_a(const Product& in) {
   using b_t = typename Product::b_type;
-  const int64_t ld = at::round_up(in.k, in.group_size);
+  const int64_t ld = round_up(in.k, in.group_size);
   if constexpr (std::is_same_v<decltype(in.a.data), const b_t*>) {
     if (in.k == ld && in.a.ld % in.group_size == 0) return in.a;
   }

@@ -4,7 +4,6 @@
 // `Simd` describes the instruction set, as there.
 #pragma once
 
-#include <c10/util/Half.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -17,6 +16,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "../../kernels/types.h"
 #include "../vectorize.h"
 #include "unpacking.h"
 

@@ -1,0 +1,89 @@
+// The feed-forward networks of the experts (Eq. 1).
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include "../packed.h"
+#include "slots.h"
+
+namespace moe_ext {
+
+// A matrix [rows, columns] of each expert; `transposed`: stored as [columns, rows].
+template <typename T>
+struct ExpertMatrices {
+  T* data = nullptr;
+  bool transposed = false;
+};
+
+// A linear layer of each expert. A layer with an adapter (see LoraLayers) has a rank above 0.
+template <typename scalar_t>
+struct ExpertLayer {
+  int64_t fan_in, columns;
+  ExpertMatrices<const scalar_t> weight;  // [fan_in, columns], if the weights are not packed
+  const uint8_t* panels = nullptr;        // packed weights, in a layout
+  PackedLayout layout = {};
+  const scalar_t* bias = nullptr;  // [E, columns], or null
+  int64_t rank = 0;
+  ExpertMatrices<const scalar_t> lora_a = {};  // [fan_in, rank]
+  ExpertMatrices<const scalar_t> lora_b = {};  // [rank, columns]
+  double lora_scale = 0;
+  const bool* lora_mask = nullptr;  // [R, fan_in], or null
+};
+
+// The networks, all of one architecture.
+template <typename scalar_t>
+struct ExpertLayers {
+  int64_t num_experts;
+  std::span<const ExpertLayer<scalar_t>> layers;
+  std::string_view activation;
+  std::span<const double> activation_args;
+  bool packed;
+  bool integer;  // the arithmetic of packed weights
+};
+
+// The input: tokens with slots, or rows.
+template <typename scalar_t>
+struct ExpertInput {
+  const scalar_t* x;  // [T, width], or [R, width] without slots
+  std::optional<Slots> slots;
+  const int64_t* offsets;  // [E + 1], or null: every expert has R / E rows
+  int64_t num_rows;        // R
+};
+
+template <typename scalar_t>
+struct ExpertsForward {
+  ExpertLayers<scalar_t> network;
+  ExpertInput<scalar_t> input;
+  std::span<scalar_t* const> hidden;  // [R, columns] of each layer but the last; may be empty
+  scalar_t* rows;                     // [R, columns of the last layer]
+
+  void on_cpu() const;
+};
+MOE_EXT_RUNS_ON_CPU(ExpertsForward)
+
+// The gradients of a layer's parameters; null if they are not needed.
+template <typename scalar_t>
+struct ExpertLayerGradients {
+  scalar_t *weight, *bias, *lora_a, *lora_b;
+};
+
+template <typename scalar_t>
+struct ExpertsBackward {
+  using acc_t = acc_type<scalar_t>;
+
+  ExpertLayers<scalar_t> network;
+  ExpertInput<scalar_t> input;
+  std::span<scalar_t* const> hidden;  // as in forward; recomputed if it is empty
+  const scalar_t* grad;               // of y [T, columns] with gates, else of the output rows
+  const acc_t* gates;                 // of each slot, or null
+  std::span<const ExpertLayerGradients<scalar_t>> gradients;
+  acc_t* grad_gates;    // of each slot, or null
+  scalar_t* grad_rows;  // of the input rows [R, width], or null
+
+  void on_cpu() const;
+};
+MOE_EXT_RUNS_ON_CPU(ExpertsBackward)
+
+}  // namespace moe_ext

@@ -1,0 +1,20 @@
+// Gives torch's thread pool to the kernels.
+#include <torch/csrc/stable/ops.h>
+
+#include "cpu/threads.h"
+
+namespace moe_ext {
+namespace {
+
+int64_t num_threads() { return torch::stable::get_num_threads(); }
+
+void parallel_for(int64_t size, int64_t grain, void (*body)(void*, int64_t, int64_t),
+                  void* context) {
+  torch::stable::parallel_for(0, size, grain,
+                              [&](int64_t begin, int64_t end) { body(context, begin, end); });
+}
+
+const bool is_set = (cpu::set_thread_pool(num_threads, parallel_for), true);
+
+}  // namespace
+}  // namespace moe_ext
