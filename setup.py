@@ -1,7 +1,8 @@
-"""Builds libmoe_ext.so, for CUDA too if torch and a CUDA toolkit support it, and moe_ext._C.
+"""Builds libmoe_ext.so for the installed torch, for CUDA too if torch and a CUDA toolkit support it.
 
-The library has the operators, and the modules of the C++ interface. It has no Python symbol. _C has
-the facts of the build and links the library. CMakeLists.txt builds the same library.
+The library has the operators, and the modules of the C++ interface. It has no Python symbol.
+CMakeLists.txt builds the same library. A wheel can have the libraries of more releases of torch:
+MOE_EXT_LIBRARIES is a folder with them, which scripts/build_libraries.sh writes.
 
 CUDA is built if a GPU is found, for its architecture, or if TORCH_CUDA_ARCH_LIST or MOE_EXT_CUDA=1
 asks for it. MOE_EXT_CUDA=0 disables CUDA. MOE_EXT_CUDA=1 makes the build fail if CUDA is missing.
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import setuptools
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
@@ -41,7 +43,6 @@ try:
         BuildExtension,
         CppExtension,
         CUDAExtension,
-        include_paths,
     )
 except ImportError:
     sys.exit(
@@ -50,9 +51,27 @@ except ImportError:
     )
 
 
+def release_of(version: str) -> str:
+    """Returns "major.minor": the C++ interface of torch is stable within it."""
+    return ".".join(version.split(".")[:2])
+
+
+def folder_of(release: str) -> str:
+    """Returns the folder of the library for a release of torch."""
+    return f"moe_ext/lib/torch{release}"
+
+
+RELEASE = release_of(torch.__version__)
+# The libraries for other releases of torch, in the folder MOE_EXT_LIBRARIES, by release.
+OTHERS = {
+    file.parent.name.removeprefix("torch"): file
+    for file in Path(os.environ.get("MOE_EXT_LIBRARIES", os.devnull)).glob("torch*/libmoe_ext.so")
+    if file.parent.name != f"torch{RELEASE}"
+}
+
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(f"moe_ext: the build needs setuptools 77 or later, got {setuptools.__version__}")
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+if tuple(map(int, RELEASE.split("."))) < (2, 11):
     sys.exit(f"moe_ext: the build needs torch 2.11 or later, got {torch.__version__}")
 
 
@@ -156,14 +175,14 @@ def together(sources: list[str]) -> list[str]:
     return alone
 
 
-def extensions() -> list[setuptools.Extension]:
-    """Returns the library, which has every source in csrc, and the module that links it."""
+def library() -> setuptools.Extension:
+    """Returns the library, which has every source in csrc."""
     cpp = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/**/*.cpp"))
     cuda = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/cuda/*.cu"))
     cxx = [*flags("cxx"), "-g0"]
     options = {
         "include_dirs": [str(HEADERS)],
-        "extra_link_args": ["-Wl,-soname,libmoe_ext.so", "-Wl,-rpath,$ORIGIN/../../torch/lib"],
+        "extra_link_args": ["-Wl,-soname,libmoe_ext.so", "-Wl,-rpath,$ORIGIN/../../../torch/lib"],
     }
     if wants_cuda(bool(cuda)):
         os.environ["TORCH_CUDA_ARCH_LIST"] = architectures()
@@ -172,19 +191,18 @@ def extensions() -> list[setuptools.Extension]:
         if os.environ.get("MOE_EXT_WERROR") == "1":
             nvcc += ["-Werror", "all-warnings"]
         compile_args = {"cxx": [*cxx, define], "nvcc": nvcc}
-        library = CUDAExtension(LIBRARY, cpp + cuda, extra_compile_args=compile_args, **options)
+        extension = CUDAExtension(LIBRARY, cpp + cuda, extra_compile_args=compile_args, **options)
     else:
-        library = CppExtension(LIBRARY, cpp, extra_compile_args={"cxx": cxx}, **options)
-    library.libraries.remove("torch_python")
-    module = setuptools.Extension(
-        "moe_ext._C",
-        ["moe_ext/_C.cpp"],
-        include_dirs=[str(HEADERS), *include_paths()],  # torch has pybind11
-        language="c++",
-        extra_compile_args=cxx,
-        extra_link_args=["-Wl,-rpath,$ORIGIN/lib"],
-    )
-    return [library, module]
+        extension = CppExtension(LIBRARY, cpp, extra_compile_args={"cxx": cxx}, **options)
+    extension.libraries.remove("torch_python")
+    return extension
+
+
+def requirement() -> str:
+    """Returns the releases of torch that have a library."""
+    releases = sorted(tuple(map(int, release.split("."))) for release in (RELEASE, *OTHERS))
+    (first_major, first), (major, last) = releases[0], releases[-1]
+    return f"torch>={first_major}.{first},<{major}.{last + 1}"
 
 
 def require_own_library() -> None:
@@ -215,7 +233,7 @@ class BuildPython(build_py):
 
 
 class Build(BuildExtension):
-    """Builds the library under its own name, then the module that links it."""
+    """Builds the library."""
 
     def finalize_options(self) -> None:
         """Keeps the objects in build/objects, and leaves to ninja what to compile again."""
@@ -228,55 +246,41 @@ class Build(BuildExtension):
         if self.inplace:
             require_own_library()
         super().run()
+        for release, file in OTHERS.items():
+            to = Path(self.build_lib, folder_of(release))
+            to.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, to)
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Names the library without the suffix of Python modules."""
+        """Names the library without the suffix of Python modules, in the folder of its torch."""
         # setuptools passes the full name of an extension or only its last part.
-        if LIBRARY.endswith(fullname):
-            return fullname.replace(".", "/") + ".so"
-        return super().get_ext_filename(fullname)
-
-    def built(self, file: str) -> Path:
-        """Returns the path of a file of moe_ext/lib before it is installed."""
-        return Path(self.build_lib, "moe_ext", "lib", file)
+        package = "moe_ext/lib/" if fullname == LIBRARY else ""
+        return f"{package}torch{RELEASE}/libmoe_ext.so"
 
     def build_extension(self, extension: setuptools.Extension) -> None:
-        """Builds the library, or the module that links the library."""
-        if extension.name == LIBRARY:
-            extension.sources = together(extension.sources)
-        else:
-            extension.extra_objects.append(str(self.built("libmoe_ext.so")))
+        """Builds the library."""
+        extension.sources = together(extension.sources)
         super().build_extension(extension)
-        if extension.name == LIBRARY:
-            # The CMake package compares this version with that of the torch it finds.
-            line = f"set(moe_ext_torch_version {torch.__version__.split('+')[0]})\n"
-            self.built("built_with.cmake").write_text(line)
 
     def copy_extensions_to_source(self) -> None:
         """Copies what was built into moe_ext/, for an editable install."""
-        Path("moe_ext", "lib").mkdir(exist_ok=True)
-        shutil.copy(self.built("built_with.cmake"), "moe_ext/lib")
+        Path(folder_of(RELEASE)).mkdir(parents=True, exist_ok=True)
         BUILT_BY.write_text(f"{Path(sys.prefix).resolve()}\n{HERE.resolve()}\n")
         super().copy_extensions_to_source()
 
-    def get_outputs(self) -> list[str]:
-        """Returns all files that were built; a strict editable install links only these."""
-        outputs = super().get_outputs()
-        built_with = str(self.built("built_with.cmake"))
-        return outputs if built_with in outputs else [*outputs, built_with]
 
-    def get_output_mapping(self) -> dict[str, str]:
-        """Returns the path in moe_ext/ of each file that was built; empty without inplace."""
-        mapping = super().get_output_mapping()
-        if self.inplace:
-            mapping[str(self.built("built_with.cmake"))] = "moe_ext/lib/built_with.cmake"
-        return mapping
+class Wheel(bdist_wheel):
+    """Writes the wheel."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Returns a tag of every Python: the library is not a module."""
+        return "py3", "none", super().get_tag()[2]
 
 
 use_compiler()
 setup(
     version=version(),
-    install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],
-    ext_modules=extensions(),
-    cmdclass={"build_ext": Build, "build_py": BuildPython},
+    install_requires=[requirement()],
+    ext_modules=[library()],
+    cmdclass={"build_ext": Build, "build_py": BuildPython, "bdist_wheel": Wheel},
 )
