@@ -47,7 +47,7 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """Parametrizes tests of a `device` over all devices that exist."""
     if "device" in metafunc.fixturenames:
-        has_gpu = moe_ext._C.cuda_version is not None and torch.cuda.is_available()
+        has_gpu = moe_ext._build.cuda_version() is not None and torch.cuda.is_available()
         gpu = [pytest.param("cuda", marks=pytest.mark.cuda)] if has_gpu else []
         marker = metafunc.definition.get_closest_marker("emulated")
         also = [EMULATED] if marker and (not marker.args or marker.args[0]) else []

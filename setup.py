@@ -1,7 +1,9 @@
-"""Builds libmoe_ext.so, for CUDA too if torch and a CUDA toolkit support it, and moe_ext._C.
+"""Builds libmoe_ext_kernels.so, and libmoe_ext.so for the installed torch.
 
-The library has the operators, and the modules of the C++ interface. It has no Python symbol. _C has
-the facts of the build and links the library. CMakeLists.txt builds the same library.
+The first has the kernels of the CPU and knows no torch. The second has the operators, and the modules
+of the C++ interface; it has the kernels of CUDA too, if torch and a CUDA toolkit support it. Neither
+has a Python symbol. CMakeLists.txt builds the same libraries. A wheel can have libmoe_ext.so for more
+releases of torch: MOE_EXT_LIBRARIES is a folder with them, which scripts/build_libraries.sh writes.
 
 CUDA is built if a GPU is found, for its architecture, or if TORCH_CUDA_ARCH_LIST or MOE_EXT_CUDA=1
 asks for it. MOE_EXT_CUDA=0 disables CUDA. MOE_EXT_CUDA=1 makes the build fail if CUDA is missing.
@@ -20,11 +22,13 @@ from pathlib import Path
 
 import setuptools
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 HERE = Path(__file__).parent
 HEADERS = HERE / "moe_ext" / "include"
+KERNELS = "moe_ext.lib.libmoe_ext_kernels"
 LIBRARY = "moe_ext.lib.libmoe_ext"
 # The environment that built the library in this folder, and the folder, in two lines.
 BUILT_BY = HERE / "moe_ext" / "lib" / "built_by.txt"
@@ -50,9 +54,29 @@ except ImportError:
     )
 
 
+def release_of(version: str) -> str:
+    """Returns "major.minor": the C++ interface of torch is stable within it."""
+    return ".".join(version.split(".")[:2])
+
+
+def library_of(release: str) -> str:
+    """Returns the path of libmoe_ext.so for a release of torch."""
+    return f"moe_ext/lib/torch{release}/libmoe_ext.so"
+
+
+RELEASE = release_of(torch.__version__)
+# The files that are built.
+FILES = {KERNELS: "moe_ext/lib/libmoe_ext_kernels.so", LIBRARY: library_of(RELEASE)}
+# The libraries for other releases of torch, in the folder MOE_EXT_LIBRARIES, by release.
+OTHERS = {
+    file.parent.name.removeprefix("torch"): file
+    for file in Path(os.environ.get("MOE_EXT_LIBRARIES", os.devnull)).glob("torch*/libmoe_ext.so")
+    if file.parent.name != f"torch{RELEASE}"
+}
+
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(f"moe_ext: the build needs setuptools 77 or later, got {setuptools.__version__}")
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+if tuple(map(int, RELEASE.split("."))) < (2, 11):
     sys.exit(f"moe_ext: the build needs torch 2.11 or later, got {torch.__version__}")
 
 
@@ -156,14 +180,30 @@ def together(sources: list[str]) -> list[str]:
     return alone
 
 
+def link_args(name: str, *rpath: str) -> list[str]:
+    """Returns the arguments that link a library; rpath are folders, from its own."""
+    paths = [f"-Wl,-rpath,$ORIGIN/{path}" for path in rpath]
+    return [f"-Wl,-soname,{name}", *paths]
+
+
 def extensions() -> list[setuptools.Extension]:
-    """Returns the library, which has every source in csrc, and the module that links it."""
+    """Returns the libraries, which have every source in csrc."""
     cpp = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/**/*.cpp"))
     cuda = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/cuda/*.cu"))
     cxx = [*flags("cxx"), "-g0"]
+    of_kernels = [source for source in cpp if source.startswith("csrc/cpu/")]
+    cpp = [source for source in cpp if source not in of_kernels]
+    kernels = setuptools.Extension(
+        KERNELS,
+        of_kernels,
+        include_dirs=include_paths(),  # of torch, the types of numbers
+        language="c++",
+        extra_compile_args={"cxx": cxx},
+        extra_link_args=link_args("libmoe_ext_kernels.so"),
+    )
     options = {
         "include_dirs": [str(HEADERS)],
-        "extra_link_args": ["-Wl,-soname,libmoe_ext.so", "-Wl,-rpath,$ORIGIN/../../torch/lib"],
+        "extra_link_args": link_args("libmoe_ext.so", "..", "../../../torch/lib"),
     }
     if wants_cuda(bool(cuda)):
         os.environ["TORCH_CUDA_ARCH_LIST"] = architectures()
@@ -176,15 +216,14 @@ def extensions() -> list[setuptools.Extension]:
     else:
         library = CppExtension(LIBRARY, cpp, extra_compile_args={"cxx": cxx}, **options)
     library.libraries.remove("torch_python")
-    module = setuptools.Extension(
-        "moe_ext._C",
-        ["moe_ext/_C.cpp"],
-        include_dirs=[str(HEADERS), *include_paths()],  # torch has pybind11
-        language="c++",
-        extra_compile_args=cxx,
-        extra_link_args=["-Wl,-rpath,$ORIGIN/lib"],
-    )
-    return [library, module]
+    return [kernels, library]
+
+
+def requirement() -> str:
+    """Returns the releases of torch that have a library."""
+    releases = sorted(tuple(map(int, release.split("."))) for release in (RELEASE, *OTHERS))
+    (first_major, first), (major, last) = releases[0], releases[-1]
+    return f"torch>={first_major}.{first},<{major}.{last + 1}"
 
 
 def require_own_library() -> None:
@@ -215,7 +254,7 @@ class BuildPython(build_py):
 
 
 class Build(BuildExtension):
-    """Builds the library under its own name, then the module that links it."""
+    """Builds the libraries."""
 
     def finalize_options(self) -> None:
         """Keeps the objects in build/objects, and leaves to ninja what to compile again."""
@@ -228,55 +267,53 @@ class Build(BuildExtension):
         if self.inplace:
             require_own_library()
         super().run()
+        for release, file in OTHERS.items():
+            to = Path(self.build_lib, library_of(release))
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, to)
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Names the library without the suffix of Python modules."""
+        """Names a library without the suffix of Python modules, libmoe_ext.so with its torch."""
         # setuptools passes the full name of an extension or only its last part.
-        if LIBRARY.endswith(fullname):
-            return fullname.replace(".", "/") + ".so"
-        return super().get_ext_filename(fullname)
-
-    def built(self, file: str) -> Path:
-        """Returns the path of a file of moe_ext/lib before it is installed."""
-        return Path(self.build_lib, "moe_ext", "lib", file)
+        package, _, name = fullname.rpartition(".")
+        file = FILES[f"moe_ext.lib.{name}"]
+        return file if package else str(Path(file).relative_to("moe_ext/lib"))
 
     def build_extension(self, extension: setuptools.Extension) -> None:
-        """Builds the library, or the module that links the library."""
+        """Builds a library. libmoe_ext.so links the kernels, which are built first."""
         if extension.name == LIBRARY:
             extension.sources = together(extension.sources)
-        else:
-            extension.extra_objects.append(str(self.built("libmoe_ext.so")))
+            extension.extra_objects.append(str(Path(self.build_lib, FILES[KERNELS])))
         super().build_extension(extension)
-        if extension.name == LIBRARY:
-            # The CMake package compares this version with that of the torch it finds.
-            line = f"set(moe_ext_torch_version {torch.__version__.split('+')[0]})\n"
-            self.built("built_with.cmake").write_text(line)
 
     def copy_extensions_to_source(self) -> None:
         """Copies what was built into moe_ext/, for an editable install."""
-        Path("moe_ext", "lib").mkdir(exist_ok=True)
-        shutil.copy(self.built("built_with.cmake"), "moe_ext/lib")
+        for file in FILES.values():
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(self.build_lib, file), file)
         BUILT_BY.write_text(f"{Path(sys.prefix).resolve()}\n{HERE.resolve()}\n")
-        super().copy_extensions_to_source()
 
     def get_outputs(self) -> list[str]:
-        """Returns all files that were built; a strict editable install links only these."""
-        outputs = super().get_outputs()
-        built_with = str(self.built("built_with.cmake"))
-        return outputs if built_with in outputs else [*outputs, built_with]
+        """Returns the files that are built."""
+        return [str(Path(self.build_lib, file)) for file in FILES.values()]
 
     def get_output_mapping(self) -> dict[str, str]:
-        """Returns the path in moe_ext/ of each file that was built; empty without inplace."""
-        mapping = super().get_output_mapping()
-        if self.inplace:
-            mapping[str(self.built("built_with.cmake"))] = "moe_ext/lib/built_with.cmake"
-        return mapping
+        """Returns the path in moe_ext/ of each file that is built; empty without inplace."""
+        return dict(zip(self.get_outputs(), FILES.values(), strict=True)) if self.inplace else {}
+
+
+class Wheel(bdist_wheel):
+    """Writes the wheel."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Returns a tag of every Python: the library is not a module."""
+        return "py3", "none", super().get_tag()[2]
 
 
 use_compiler()
 setup(
     version=version(),
-    install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],
+    install_requires=[requirement()],
     ext_modules=extensions(),
-    cmdclass={"build_ext": Build, "build_py": BuildPython},
+    cmdclass={"build_ext": Build, "build_py": BuildPython, "bdist_wheel": Wheel},
 )

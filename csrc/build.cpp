@@ -1,6 +1,7 @@
-// The facts of the build.
+// The facts of the build, for C++ and as the operators of moe_ext_build for Python.
 #include <moe_ext/build.h>
 #include <moe_ext/version.h>
+#include <torch/library.h>
 #include <torch/version.h>
 
 #include "cpu/memory.h"
@@ -36,3 +37,18 @@ std::map<std::string, std::string> products() {
 }
 
 }  // namespace moe_ext
+
+TORCH_LIBRARY(moe_ext_build, m) {
+  m.def("torch_version() -> str", &moe_ext::torch_version);
+  m.def("cuda_version() -> str?", &moe_ext::cuda_version);
+  m.def("compiler() -> str", &moe_ext::compiler);
+  m.def("isa() -> str", &moe_ext::isa);
+  m.def("products() -> Dict(str, str)", [] {
+    c10::Dict<std::string, std::string> products;
+    for (const auto& [type, name] : moe_ext::products()) products.insert(type, name);
+    return products;
+  });
+  m.def("empty_cache() -> ()", &moe_ext::empty_cache);
+  m.def("cached_bytes() -> int", &moe_ext::cached_bytes);
+  m.def("cache_limit() -> int", &moe_ext::cache_limit);
+}

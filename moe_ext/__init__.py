@@ -23,12 +23,12 @@ Each line names a part of the package, the paper's section or equation, and the 
 """
 
 from moe_ext import _build
+from moe_ext._build import empty_cache
 
 _build.load()
 
 # The imports below need the operators, which load() registers.
 from moe_ext import ops  # noqa: E402
-from moe_ext._C import empty_cache  # noqa: E402
 from moe_ext._capacity import Capacity, Drop  # noqa: E402
 from moe_ext._counting import ParameterCount, count_parameters  # noqa: E402
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts  # noqa: E402

@@ -1,15 +1,26 @@
-"""Loads the compiled module and explains failures."""
+"""Loads the library for the installed torch, explains failures, and tells the facts of the build."""
 
+import ctypes
 import importlib.metadata
-import importlib.util
-import re
+import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
-REINSTALL = (
-    "install the wheel for this torch, or run `pip install --no-build-isolation .` in the source "
-    "tree of moe_ext"
+
+def version() -> str:
+    """Returns the installed version, or "unknown" in a source tree that is not installed."""
+    try:
+        return importlib.metadata.version("moe_ext")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+COMPILE = (
+    "`pip install --no-build-isolation --no-deps --force-reinstall --no-binary moe_ext "
+    f"moe_ext=={version()}` compiles it for the installed torch and needs a C++ compiler, "
+    "setuptools 77, wheel and ninja (in a source tree: `pip install --no-build-isolation .`)"
 )
 
 
@@ -22,45 +33,107 @@ def major(version: str) -> str:
     return version.split(".")[0]
 
 
+def libraries() -> dict[str, Path]:
+    """Returns the library for each release of torch that has one, the oldest first."""
+    found = (Path(__file__).parent / "lib").glob("torch*/libmoe_ext.so")
+    by_release = {path.parent.name.removeprefix("torch"): path for path in found}
+    return dict(sorted(by_release.items(), key=lambda item: [*map(int, item[0].split("."))]))
+
+
 def load() -> None:
-    """Imports moe_ext._C, which registers the operators.
+    """Loads the library for the installed torch, which registers the operators.
+
+    The environment variable MOE_EXT_LIBRARY names another file, such as a library built with CMake.
 
     Raises:
-        ImportError: moe_ext._C is missing, or was built for a different version of torch or CUDA.
+        ImportError: There is no library for this release of torch, or it is for another CUDA.
     """
     package = Path(__file__).parent
-    built_with = package / "lib" / "built_with.cmake"
-    if importlib.util.find_spec("moe_ext._C") is None or not built_with.exists():
+    given = os.environ.get("MOE_EXT_LIBRARY")
+    paths = {release(torch.__version__): Path(given)} if given else libraries()
+    if not paths:
         raise ImportError(
-            f"moe_ext was imported from {package}, which has no compiled module: run "
+            f"moe_ext was imported from {package}, which has no compiled library: run "
             f"`pip install --no-build-isolation -e .` in {package.parent}. To import an installed "
             "moe_ext instead, run Python from another folder"
         )
-    # Compared before the library is loaded, as the library may not load with another torch.
-    built = re.sub(r"set\(moe_ext_torch_version (.*)\)\n", r"\1", built_with.read_text())
-    if release(built) != release(torch.__version__):
+    path = paths.get(release(torch.__version__))
+    if path is None:
         raise ImportError(
-            f"moe_ext was built for torch {built}, but torch {torch.__version__} is installed: "
-            f"{REINSTALL}"
+            f"moe_ext {version()} has libraries for torch {', '.join(paths)}, but torch "
+            f"{torch.__version__} is installed. Install one of these releases of torch, or a newer "
+            f"moe_ext, or compile moe_ext: {COMPILE}"
         )
     try:
-        import moe_ext._C as _C
-    except ImportError as error:
+        ctypes.CDLL(str(path))
+    except OSError as error:
         raise ImportError(
-            f"moe_ext: the compiled module does not load with torch {torch.__version__}. It was "
-            f"probably built for a different version of torch or CUDA: {REINSTALL} ({error})"
+            f"moe_ext: {path} does not load with torch {torch.__version__}. It was probably built "
+            f"for a different version of torch or CUDA. {COMPILE} ({error})"
         ) from None
     # As in setup.py, the major versions must agree.
-    if _C.cuda_version and major(_C.cuda_version) != major(torch.version.cuda or "none"):
+    built = cuda_version()
+    if built and major(built) != major(torch.version.cuda or "none"):
         raise ImportError(
-            f"moe_ext was built for CUDA {_C.cuda_version}, but torch for CUDA "
-            f"{torch.version.cuda}: {REINSTALL}"
+            f"moe_ext was built for CUDA {built}, but torch for CUDA {torch.version.cuda}. {COMPILE}"
         )
 
 
-def version() -> str:
-    """Returns the installed version, or "unknown" in a source tree that is not installed."""
-    try:
-        return importlib.metadata.version("moe_ext")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+def _fact(name: str) -> Any:
+    return getattr(torch.ops.moe_ext_build, name)()
+
+
+def torch_version() -> str:
+    """Returns the version of torch that the library was compiled for, such as "2.15.0"."""
+    return _fact("torch_version")
+
+
+def cuda_version() -> str | None:
+    """Returns the CUDA version that the library was compiled for; None without CUDA kernels."""
+    return _fact("cuda_version")
+
+
+def compiler() -> str:
+    """Returns the version of the compiler, such as "12.2.0"."""
+    return _fact("compiler")
+
+
+def isa() -> str:
+    """Returns the instruction set of the CPU kernels, such as "avx512_bf16".
+
+    The environment variable MOE_EXT_ISA selects a lower instruction set.
+
+    Raises:
+        ValueError: MOE_EXT_ISA names no instruction set of this processor.
+    """
+    return _fact("isa")
+
+
+def products() -> dict[str, str]:
+    """Returns the name of the GEMM micro-kernels on the CPU for each dtype."""
+    return dict(_fact("products"))
+
+
+def empty_cache() -> None:
+    """Returns the cached memory of freed CPU tensors to the operating system."""
+    _fact("empty_cache")
+
+
+def cached_bytes() -> int:
+    """Returns the bytes of freed CPU tensors that moe_ext keeps for later tensors.
+
+    torch's profiler counts them as freed. `moe_ext.empty_cache` returns them to the system.
+    """
+    return _fact("cached_bytes")
+
+
+def cache_limit() -> int:
+    """Returns the most bytes that `cached_bytes` reaches: a quarter of the machine's memory.
+
+    The environment variable MOE_EXT_CACHE_BYTES sets another limit; 0 disables the cache. Outside
+    Linux, there is no cache, and the limit is 0.
+
+    Raises:
+        ValueError: MOE_EXT_CACHE_BYTES is not a number of bytes.
+    """
+    return _fact("cache_limit")

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 import moe_ext
-from moe_ext import _C, MoE
+from moe_ext import MoE, _build
+from moe_ext._build import cache_limit, cached_bytes, cuda_version, isa
 
 __all__ = [
     "avoid_missing_amx",
@@ -58,42 +59,12 @@ def blas_name() -> str:
     return f"BLAS {found[1] if found else 'unknown'}"
 
 
-def isa() -> str:
-    """Returns the instruction set of the CPU kernels, such as "avx512_bf16".
-
-    The environment variable MOE_EXT_ISA selects a lower instruction set.
-    """
-    return _C.isa()
-
-
-def cached_bytes() -> int:
-    """Returns the bytes of freed CPU tensors that moe_ext keeps for later tensors.
-
-    torch's profiler counts them as freed. `moe_ext.empty_cache` returns them to the system.
-    """
-    return _C.cached_bytes()
-
-
-def cache_limit() -> int:
-    """Returns the most bytes that `cached_bytes` reaches: a quarter of the machine's memory.
-
-    The environment variable MOE_EXT_CACHE_BYTES sets another limit; 0 disables the cache. Outside
-    Linux, there is no cache, and the limit is 0.
-    """
-    return _C.cache_limit()
-
-
-def cuda_version() -> str | None:
-    """Returns the CUDA version that moe_ext was built with; None without CUDA kernels."""
-    return _C.cuda_version
-
-
 def products() -> str:
     """Returns the GEMM implementation for each dtype, such as "AVX-512 (float32), AMX (bfloat16)".
 
     The experts use these GEMMs on the CPU.
     """
-    return ", ".join(f"{name} ({dtype})" for dtype, name in _C.products().items())
+    return ", ".join(f"{name} ({dtype})" for dtype, name in _build.products().items())
 
 
 def avoid_missing_amx() -> None:
@@ -153,8 +124,8 @@ def main() -> int:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
     lines = {
         "moe_ext": moe_ext.__version__,
-        "built with": f"torch {_C.torch_version}, CUDA {cuda_version() or 'none'}, "
-        f"compiler {_C.compiler}",
+        "built with": f"torch {_build.torch_version()}, CUDA {cuda_version() or 'none'}, "
+        f"compiler {_build.compiler()}",
         "running with": f"torch {torch.__version__}, {blas_name()}, CUDA {cuda}, "
         f"Python {platform.python_version()}",
         "processor": cpu_name(),

@@ -12,7 +12,7 @@
 # a profile of our kernels. The JSON file is updated after every problem, so a stopped step keeps its
 # results. At the end the script packs OUTPUT into OUTPUT.tar.gz. The exit status is nonzero if the
 # build, the memory checks or the tests failed. OUTPUT also contains the built library and module: on
-# another machine with the same hardware and software, `cp -r OUTPUT/lib OUTPUT/_C*.so moe_ext/`
+# another machine with the same hardware and software, `cp -r OUTPUT/lib moe_ext/`
 # replaces the build.
 set -uo pipefail
 
@@ -57,7 +57,7 @@ END
   MOE_EXT_CUDA=1 MAX_JOBS=${MAX_JOBS:-$(nproc)} "$python" setup.py build_ext --inplace \
     > "$output/build.log" 2>&1 ||
     { tail -n 40 "$output/build.log"; echo "the build failed: $output/build.log" >&2; return 1; }
-  cp -r moe_ext/lib moe_ext/_C*.so "$output/"
+  cp -r moe_ext/lib "$output/"
   "$python" -m moe_ext.info 2>&1 | tee "$output/info.txt" || true  # ignores a failed self-test
   if command -v cmake > /dev/null && command -v ninja > /dev/null; then
     # A C++ program finds torch's and CUDA's libraries by itself.

@@ -29,7 +29,7 @@ test_python() {
   local first=$1
   shift
   [ $# -gt 0 ] || set -- tests/ops tests/layer
-  LD_PRELOAD=$first LD_LIBRARY_PATH=$build/lib setarch --addr-no-randomize "$python" -m pytest -q \
+  LD_PRELOAD=$first MOE_EXT_LIBRARY=$(echo "$build"/lib/*/libmoe_ext.so) setarch --addr-no-randomize "$python" -m pytest -q \
     -p no:cacheprovider -m "not emulator" --ignore tests/ops/test_emulation.py "$@"
 }
 

@@ -49,7 +49,7 @@ export PATH
 
 # The name of the marker of a finished build: the folder and the contents of the sources, and whether
 # CUDA was asked for. A build with CUDA also serves a command that does not ask for it.
-files="setup.py pyproject.toml lab/pyproject.toml requirements scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include"
+files="setup.py pyproject.toml lab/pyproject.toml requirements scripts/setup.sh csrc moe_ext/include"
 sources=$({ pwd; find $files ${copy:+moe_ext moe_ext_command.py lab configs} -type f \
   ! -path '*/lib/*' ! -path '*/build/*' ! -name '*.so' ! -name '*.pyc' ! -path '*.egg-info/*' \
   -print0 | LC_ALL=C sort -z | xargs -0 cat; } | sha256sum | cut -c1-16)

@@ -9,7 +9,7 @@ source "$(dirname "$0")/setup.sh"
 case " $* " in *" --long "*) long=1 ;; *) long= ;; esac
 
 say "style and prose"
-find csrc moe_ext/_C.cpp moe_ext/include tests/cpp tests/emulation examples/cpp -type f \
+find csrc moe_ext/include tests/cpp tests/emulation examples/cpp -type f \
   ! -name '*.txt' ! -name '*.py' -exec "$venv/bin/clang-format" --dry-run -Werror {} +
 "$python" -m ruff check .
 "$python" -m ruff format --check .

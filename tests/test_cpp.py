@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import moe_ext
-from moe_ext import gates, ops
+from moe_ext import _build, gates, ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(moe_ext.__file__).parent
-LIBRARY = PACKAGE / "lib" / "libmoe_ext.so"
+LIBRARY = _build.libraries()[_build.release(torch.__version__)]
 HEADERS = PACKAGE / "include" / "moe_ext"
 
 
@@ -397,7 +397,7 @@ def test_find_package_with_another_torch_names_both(configure, other_torch):
     folder, version = other_torch
     code, error = configure(folder)
     assert code != 0
-    ours = torch.__version__.split("+")[0]
+    ours = ", ".join(_build.libraries())
     assert f"moe_ext was built for torch {ours}, but {folder} has torch {version}" in error
     assert error.count("CMake Error") == 1
     # The remedy that the message names.

@@ -33,7 +33,7 @@ PUBLIC = {
 
 # A module or folder of the layer imports only what stands above it.
 LEVELS = [
-    "_C _build _compiled _argument_names _former_names _plain_names _ragged checks files",
+    "_build _compiled _argument_names _former_names _plain_names _ragged checks files",
     "_counting formats ops",
     "routing",
     "_low_rank _mixture ranks",
@@ -120,7 +120,7 @@ def test_imports_point_one_way(file):
 
 def test_the_order_has_each_module_once():
     parts = {part for file in LAYER for part in name_of(file).split(".")[1:2]}
-    assert sorted(ORDER) == sorted(parts | {"_C"})
+    assert sorted(ORDER) == sorted(parts)
 
 
 @pytest.mark.parametrize("file", LAYER, ids=name_of)
@@ -134,7 +134,7 @@ def test_the_layer_has_no_lazy_imports(file):
         if isinstance(n, ast.Import | ast.ImportFrom)
     ]
     # `_build.load` explains why the library does not load; gguf and matplotlib are optional.
-    allowed = r"import gguf|import moe_ext\._C as _C|from matplotlib\..*"
+    allowed = r"import gguf|from matplotlib\..*"
     assert [t for t in map(ast.unparse, inner) if not re.fullmatch(allowed, t)] == []
 
 

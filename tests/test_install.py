@@ -1,6 +1,5 @@
 """Building and importing moe_ext, and its report on both."""
 
-import importlib.util
 import os
 import re
 import runpy
@@ -178,9 +177,9 @@ def build_command(monkeypatch, tmp_path):
     monkeypatch.setenv("MOE_EXT_CUDA", "0")
     given = {}
     monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
-    runpy.run_path(str(ROOT / "setup.py"))
 
     def make(name, **options):
+        runpy.run_path(str(ROOT / "setup.py"))
         distribution = setuptools.Distribution(given)
         distribution.script_name = "setup.py"
         distribution.parse_config_files()  # reads pyproject.toml
@@ -197,14 +196,34 @@ def build_command(monkeypatch, tmp_path):
 
 def test_editable_installs_of_every_mode_have_all_files(build_command, tmp_path):
     """A strict editable install links the outputs that the command declares."""
-    command = build_command("build_ext", inplace=True)
-    mapping = command.get_output_mapping()
-    assert {*command.get_outputs()} == {*mapping}
-    in_source = {Path(path).resolve() for path in mapping.values()}
-    library = ROOT / "moe_ext" / "lib"
-    assert {library / "libmoe_ext.so", library / "built_with.cmake"} < in_source
-    outputs = build_command("build_ext").get_outputs()
-    assert str(tmp_path / "moe_ext" / "lib" / "built_with.cmake") in outputs
+    library = Path("moe_ext", "lib", f"torch{_build.release(torch.__version__)}", "libmoe_ext.so")
+    mapping = build_command("build_ext", inplace=True).get_output_mapping()
+    assert {*map(Path, mapping)} == {tmp_path / library}
+    assert {Path(path).resolve() for path in mapping.values()} == {ROOT / library}
+    assert build_command("build_ext").get_outputs() == [str(tmp_path / library)]
+
+
+def test_a_wheel_has_the_libraries_of_other_releases(build_command, monkeypatch, tmp_path):
+    given = tmp_path / "given"
+    installed = tuple(map(int, _build.release(torch.__version__).split(".")))
+    for minor in (9, 13):
+        folder = given / f"torch{installed[0]}.{minor}"
+        folder.mkdir(parents=True)
+        (folder / "libmoe_ext.so").write_text(f"for {minor}")
+    monkeypatch.setenv("MOE_EXT_LIBRARIES", str(given))
+    monkeypatch.setattr(
+        cpp_extension.BuildExtension, "run", lambda command: None
+    )  # does not compile
+    command = build_command("build_ext")
+    command.run()
+    for minor in (9, 13):
+        copy = tmp_path / "moe_ext" / "lib" / f"torch{installed[0]}.{minor}" / "libmoe_ext.so"
+        assert copy.read_text() == f"for {minor}"
+    first, last = min((installed[0], 9), installed), max((installed[0], 13), installed)
+    assert command.distribution.install_requires == [
+        f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    ]
+    assert build_command("bdist_wheel").get_tag()[:2] == ("py3", "none")
 
 
 @pytest.mark.filterwarnings("ignore")  # pytest-xdist cannot pass on the warnings of setuptools
@@ -255,7 +274,7 @@ def test_set_up_keeps_the_library_of_another_environment(owner, other_environmen
     (folder / "lab").mkdir()
     for name in (
         *("setup.py", "pyproject.toml", "lab/pyproject.toml", "requirements", "scripts", "configs"),
-        *("csrc", "moe_ext/_C.cpp", "moe_ext/include", "moe_ext_command.py"),
+        *("csrc", "moe_ext/include", "moe_ext_command.py"),
     ):
         (folder / name).symlink_to(ROOT / name)
     environment = tmp_path / "this"
@@ -330,49 +349,77 @@ def test_the_source_distribution_is_the_repository(tmp_path):
     assert files - made == tree
 
 
-def test_import_with_another_torch_names_both(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "1.2.3")
-    with pytest.raises(ImportError, match="but torch 1.2.3 is installed") as raised:
+@pytest.fixture
+def libraries(monkeypatch, tmp_path):
+    """Returns a function that gives moe_ext files in place of libraries for releases of torch."""
+    monkeypatch.setattr(_build, "__file__", str(tmp_path / "_build.py"))
+    monkeypatch.delenv("MOE_EXT_LIBRARY", raising=False)
+
+    def make(*releases):
+        for release in releases:
+            folder = tmp_path / "lib" / f"torch{release}"
+            folder.mkdir(parents=True)
+            (folder / "libmoe_ext.so").write_text("no library")
+
+    return make
+
+
+def test_import_with_another_torch_names_those_that_have_a_library(libraries, monkeypatch):
+    libraries("2.11", "2.9")
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cu140")
+    with pytest.raises(
+        ImportError, match=r"libraries for torch 2\.9, 2\.11, but torch 2\.99\.1\+cu140 is"
+    ):
         _build.load()
-    assert f"built for torch {moe_ext._C.torch_version}" in str(raised.value)
-    assert "install the wheel for this torch" in str(raised.value)
-    assert "--no-build-isolation" in str(raised.value)
+
+
+def test_the_message_for_another_torch_has_the_command_that_compiles(libraries, monkeypatch):
+    libraries("2.9")
+    monkeypatch.setattr(torch, "__version__", "2.99.1")
+    with pytest.raises(ImportError, match=r"--no-binary moe_ext moe_ext==[\d.]+` compiles it"):
+        _build.load()
 
 
 @pytest.mark.parametrize("version", [None, "12.1"])
 def test_import_with_another_cuda_names_both(monkeypatch, version):
-    monkeypatch.setattr(moe_ext._C, "cuda_version", "9.2")
+    monkeypatch.setattr(_build, "cuda_version", lambda: "9.2")
     monkeypatch.setattr(torch.version, "cuda", version)
     expected = f"built for CUDA 9.2, but torch for CUDA {version}"
     with pytest.raises(ImportError, match=expected) as raised:
         _build.load()
     assert "--no-build-isolation" in str(raised.value)
     for same in ("12.8", None):  # the same major version; built without CUDA
-        monkeypatch.setattr(moe_ext._C, "cuda_version", same)
+        monkeypatch.setattr(_build, "cuda_version", lambda same=same: same)
         monkeypatch.setattr(torch.version, "cuda", "12.1")
         _build.load()
 
 
-def test_import_of_a_module_that_does_not_load_says_why(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "moe_ext._C", None)
+def test_import_of_a_library_that_does_not_load_says_why(libraries):
+    libraries(_build.release(torch.__version__))
     with pytest.raises(ImportError, match="does not load with torch") as raised:
         _build.load()
-    assert torch.__version__ in str(raised.value) and "halted" in str(raised.value)
+    assert torch.__version__ in str(raised.value) and "file too short" in str(raised.value)
+
+
+def test_a_given_library_replaces_the_one_of_the_package(libraries, monkeypatch, tmp_path):
+    ours = _build.libraries()
+    monkeypatch.setenv("MOE_EXT_LIBRARY", str(tmp_path / "missing.so"))
+    with pytest.raises(ImportError, match=r"missing\.so does not load"):
+        _build.load()
+    monkeypatch.undo()
+    assert ours == {}
+    monkeypatch.setenv(
+        "MOE_EXT_LIBRARY", str(_build.libraries()[_build.release(torch.__version__)])
+    )
+    _build.load()
 
 
 def test_import_of_an_unbuilt_tree_says_so(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="has no compiled module") as raised:
+    monkeypatch.setattr(_build, "libraries", dict)
+    with pytest.raises(ImportError, match="has no compiled library") as raised:
         _build.load()
     assert f"imported from {ROOT / 'moe_ext'}," in str(raised.value)
     assert f"`pip install --no-build-isolation -e .` in {ROOT}." in str(raised.value)
-
-
-def test_import_without_the_library_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(_build, "__file__", str(tmp_path / "_build.py"))
-    with pytest.raises(ImportError, match=f"imported from {tmp_path}, which has no compiled"):
-        _build.load()
 
 
 def test_info_reports_and_passes_its_self_test():
@@ -382,8 +429,8 @@ def test_info_reports_and_passes_its_self_test():
     assert result.returncode == 0, result.stderr
     assert torch.__version__ in result.stdout
     assert "noisy_topk_gating" in result.stdout
-    assert f"CPU kernels: {moe_ext._C.isa()} (" in result.stdout
-    for dtype, name in moe_ext._C.products().items():
+    assert f"CPU kernels: {moe_ext.info.isa()} (" in result.stdout
+    for dtype, name in _build.products().items():
         assert f"{name} ({dtype})" in result.stdout
     assert "self-test, cpu: passed" in result.stdout
 
@@ -398,13 +445,13 @@ def runtimes():
     return sorted(set(re.findall(r"\\S*/lib(?:gomp|iomp|omp)\\S*", maps)))
 
 before = runtimes()
-from moe_ext import MoE, _C
+from moe_ext import MoE, _build
 layer = MoE(64, 8, 2)
 y, aux = layer(torch.randn(2000, 64))
 (y.sum() + aux.loss).backward()
 print(len(before), runtimes() == before)
 print("torch._dynamo" in sys.modules, "moe_lab" in sys.modules)
-print(_C.isa(), _C.products()["bfloat16"])
+print(_build.isa(), _build.products()["bfloat16"])
 for name in [name for name in sys.modules if name.partition(".")[0] == "moe_ext"]:
     del sys.modules[name]
 import moe_ext
@@ -448,16 +495,16 @@ class Stack(ctypes.Structure):
 memory = ctypes.create_string_buffer(8192)
 stack = Stack(ctypes.addressof(memory), 0, 8192)
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
-import moe_ext
+import moe_ext.info
 
 for forced in ("mmx", "amx"):
     os.environ["MOE_EXT_ISA"] = forced
     try:
-        moe_ext._C.isa()
+        moe_ext.info.isa()
     except ValueError as error:
         print(error)
 del os.environ["MOE_EXT_ISA"]
-print(moe_ext._C.isa())
+print(moe_ext.info.isa())
 """
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from moe_ext import _C, ops
+from moe_ext import _build, ops
 from moe_ext._ragged import offsets_of
 from moe_ext.integrations._given_lora import formed_lora, forms_needlessly, given_pairs
 from moe_ext.integrations._transformers_balance import (
@@ -71,7 +71,7 @@ TESTED_VERSIONS: tuple[str, ...] = ("5.23.0", "5.24.0")
 
 _FEW_ROWS = 8  # for each expert; a cast of the weights takes longer than the experts of so few
 _REMEDY = "import moe_ext.integrations.peft, which gives A and B to the operator"
-_DEVICES = ["cpu", "meta", *(["cuda"] if _C.cuda_version else [])]
+_DEVICES = ["cpu", "meta", *(["cuda"] if _build.cuda_version() else [])]
 _DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16")]
 
 

@@ -19,7 +19,7 @@ import moe_ext
 from moe_ext import BalancedGate, MoE, NoisyTopKGate, TopKGate, ops
 from moe_ext.optim import FactoredAdam
 
-BUILT = moe_ext._C.cuda_version is not None
+BUILT = moe_ext._build.cuda_version() is not None
 HAS_GPU = BUILT and torch.cuda.is_available()
 
 

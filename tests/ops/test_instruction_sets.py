@@ -14,7 +14,7 @@ from machine import instruction_sets
 from samples import draw
 from workers import forkserver
 
-from moe_ext import _C, ops
+from moe_ext import _build, ops
 
 MULTIPLY_BFLOAT16 = {"avx512_bf16", "amx", "neon_bf16"}  # They do not round each product.
 
@@ -60,7 +60,7 @@ def results():
 
 def send_results(isa, pipe):
     os.environ["MOE_EXT_ISA"] = isa
-    assert _C.isa() == isa
+    assert _build.isa() == isa
     pipe.send(results())
 
 
@@ -75,11 +75,11 @@ def test_instruction_sets(one_thread):
         pytest.skip("only one instruction set on this processor")
     context, pipes = forkserver(), {}
     for isa in names:
-        if isa != _C.isa():
+        if isa != _build.isa():
             pipes[isa], there = context.Pipe(duplex=False)
             context.Process(target=send_results, args=(isa, there)).start()
             there.close()
-    found = {_C.isa(): results()}
+    found = {_build.isa(): results()}
     for isa, pipe in pipes.items():
         try:
             found[isa] = pipe.recv()

@@ -9,25 +9,29 @@ if(MOE_EXT_TORCH_ERROR)
 endif()
 
 get_filename_component(moe_ext_root "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
-set(moe_ext_library "${moe_ext_root}/lib/libmoe_ext.so")
+# Each release of torch has a library of its own.
+set(moe_ext_library "${moe_ext_root}/lib/torch${MOE_EXT_TORCH_RELEASE}/libmoe_ext.so")
 if(NOT EXISTS "${moe_ext_library}")
   set(moe_ext_FOUND FALSE)
-  set(moe_ext_NOT_FOUND_MESSAGE "${moe_ext_library} has not been built")
-  return()
-endif()
-
-include("${moe_ext_root}/lib/built_with.cmake")  # sets moe_ext_torch_version
-string(REGEX MATCH "^[0-9]+\\.[0-9]+" moe_ext_expected "${moe_ext_torch_version}")
-string(REGEX MATCH "^[0-9]+\\.[0-9]+" moe_ext_found "${MOE_EXT_TORCH_VERSION}")
-if(NOT moe_ext_found STREQUAL moe_ext_expected)
-  set(moe_ext_FOUND FALSE)
-  set(moe_ext_NOT_FOUND_MESSAGE "moe_ext was built for torch ${moe_ext_torch_version}, but \
+  file(GLOB moe_ext_releases RELATIVE "${moe_ext_root}/lib" "${moe_ext_root}/lib/torch*")
+  list(TRANSFORM moe_ext_releases REPLACE "^torch" "")
+  list(SORT moe_ext_releases COMPARE NATURAL)
+  list(JOIN moe_ext_releases ", " moe_ext_releases)
+  if(moe_ext_releases)
+    set(moe_ext_NOT_FOUND_MESSAGE "moe_ext was built for torch ${moe_ext_releases}, but \
 ${MOE_EXT_TORCH_ROOT} has torch ${MOE_EXT_TORCH_VERSION}: build moe_ext again, or put another torch \
 first in CMAKE_PREFIX_PATH")
+  else()
+    set(moe_ext_NOT_FOUND_MESSAGE "${moe_ext_library} has not been built")
+  endif()
   return()
 endif()
 
 if(NOT TARGET moe_ext::moe_ext)
+  add_library(moe_ext::kernels SHARED IMPORTED)
+  set_target_properties(moe_ext::kernels PROPERTIES
+    IMPORTED_LOCATION "${moe_ext_root}/lib/libmoe_ext_kernels.so"
+    IMPORTED_SONAME libmoe_ext_kernels.so)
   add_library(moe_ext::library SHARED IMPORTED)
   set_target_properties(moe_ext::library PROPERTIES
     IMPORTED_LOCATION "${moe_ext_library}"
@@ -39,5 +43,5 @@ if(NOT TARGET moe_ext::moe_ext)
     INTERFACE_INCLUDE_DIRECTORIES "${moe_ext_root}/include"
     INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed"
     # torch first: its CUDA libraries know where CUDA is, and libmoe_ext.so needs CUDA's runtime.
-    INTERFACE_LINK_LIBRARIES "moe_ext::torch;moe_ext::library")
+    INTERFACE_LINK_LIBRARIES "moe_ext::torch;moe_ext::library;moe_ext::kernels")
 endif()

@@ -5,8 +5,8 @@
 # CMAKE_PREFIX_PATH or Torch_DIR: a LibTorch, or the folder that `torch.utils.cmake_prefix_path`
 # names; else next to this installation.
 #
-# Sets MOE_EXT_TORCH_ROOT and, from torch's headers, MOE_EXT_TORCH_VERSION, such as 2.15.0. Sets
-# MOE_EXT_TORCH_ERROR if there is no torch.
+# Sets MOE_EXT_TORCH_ROOT and, from torch's headers, MOE_EXT_TORCH_VERSION, such as 2.15.0, and
+# MOE_EXT_TORCH_RELEASE, such as 2.15. Sets MOE_EXT_TORCH_ERROR if there is no torch.
 
 # Not kept in the cache: a second run of CMake may have another CMAKE_PREFIX_PATH.
 unset(moe_ext_torch_root CACHE)
@@ -38,6 +38,7 @@ foreach(moe_ext_part MAJOR MINOR PATCH)
   endforeach()
 endforeach()
 list(JOIN MOE_EXT_TORCH_VERSION "." MOE_EXT_TORCH_VERSION)
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" MOE_EXT_TORCH_RELEASE "${MOE_EXT_TORCH_VERSION}")
 
 if(NOT TARGET moe_ext::torch)
   add_library(moe_ext::torch INTERFACE IMPORTED)

