@@ -196,11 +196,14 @@ def build_command(monkeypatch, tmp_path):
 
 def test_editable_installs_of_every_mode_have_all_files(build_command, tmp_path):
     """A strict editable install links the outputs that the command declares."""
-    library = Path("moe_ext", "lib", f"torch{_build.release(torch.__version__)}", "libmoe_ext.so")
+    release = _build.release(torch.__version__)
+    libraries = {Path("libmoe_ext_kernels.so"), Path(f"torch{release}", "libmoe_ext.so")}
     mapping = build_command("build_ext", inplace=True).get_output_mapping()
-    assert {*map(Path, mapping)} == {tmp_path / library}
-    assert {Path(path).resolve() for path in mapping.values()} == {ROOT / library}
-    assert build_command("build_ext").get_outputs() == [str(tmp_path / library)]
+    folder = Path("moe_ext", "lib")
+    assert {*map(Path, mapping)} == {tmp_path / folder / library for library in libraries}
+    in_source = {ROOT / folder / library for library in libraries}
+    assert {Path(path).resolve() for path in mapping.values()} == in_source
+    assert build_command("build_ext").get_outputs() == [*mapping]
 
 
 def test_a_wheel_has_the_libraries_of_other_releases(build_command, monkeypatch, tmp_path):
@@ -220,9 +223,8 @@ def test_a_wheel_has_the_libraries_of_other_releases(build_command, monkeypatch,
         copy = tmp_path / "moe_ext" / "lib" / f"torch{installed[0]}.{minor}" / "libmoe_ext.so"
         assert copy.read_text() == f"for {minor}"
     first, last = min((installed[0], 9), installed), max((installed[0], 13), installed)
-    assert command.distribution.install_requires == [
-        f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
-    ]
+    expected = f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    assert [*map(Requirement, command.distribution.install_requires)] == [Requirement(expected)]
     assert build_command("bdist_wheel").get_tag()[:2] == ("py3", "none")
 
 
