@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -173,5 +174,30 @@ int64_t cached_bytes() { return 0; }
 int64_t cache_limit() { return 0; }
 
 #endif
+
+namespace {
+
+constexpr std::align_val_t kCacheLine{64};
+ReportMemory report_memory = [](void*, int64_t) {};
+
+}  // namespace
+
+void set_memory_report(ReportMemory report) { report_memory = report; }
+
+void FreeArray::operator()(void* data) const {
+  report_memory(data, -bytes);
+  if (block.data != nullptr) {
+    give_memory(block);
+  } else {
+    ::operator delete(data, kCacheLine);
+  }
+}
+
+std::unique_ptr<void, FreeArray> allocate(int64_t bytes) {
+  const MemoryBlock block = take_memory(bytes);
+  void* const data = block.data != nullptr ? block.data : ::operator new(bytes, kCacheLine);
+  report_memory(data, bytes);
+  return {data, FreeArray{.block = block, .bytes = bytes}};
+}
 
 }  // namespace moe_ext::cpu

@@ -5,8 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <new>
-#include <utility>
 
 #include "../kernels/export.h"
 
@@ -32,38 +30,32 @@ MOE_EXT_KERNEL_API void empty_cache();
 MOE_EXT_KERNEL_API int64_t cached_bytes();
 MOE_EXT_KERNEL_API int64_t cache_limit();
 
+// Sets what is told of the memory that arrays take (bytes > 0) and free (bytes < 0), such as
+// torch's profiler.
+using ReportMemory = void (*)(void* data, int64_t bytes);
+MOE_EXT_KERNEL_API void set_memory_report(ReportMemory report);
+
+// The memory of an array.
+struct FreeArray {
+  MemoryBlock block = {};  // data is null: small memory
+  int64_t bytes = 0;
+
+  void operator()(void* data) const;
+};
+std::unique_ptr<void, FreeArray> allocate(int64_t bytes);
+
 // An uninitialized array of numbers that starts at a cache line.
 template <typename T>
 class Array {
  public:
   Array() = default;
-  explicit Array(int64_t size) : block_(take_memory(size * sizeof(T))) {
-    if (block_.data == nullptr) {
-      small_.reset(::operator new(size * sizeof(T), std::align_val_t(kCacheLine)));
-    }
-  }
-  ~Array() {
-    if (block_.data != nullptr) give_memory(block_);
-  }
-  Array(Array&& other) noexcept
-      : block_(std::exchange(other.block_, {})), small_(std::move(other.small_)) {}
-  Array& operator=(Array&& other) noexcept {
-    std::swap(block_, other.block_);
-    std::swap(small_, other.small_);
-    return *this;
-  }
+  explicit Array(int64_t size) : memory_(allocate(size * static_cast<int64_t>(sizeof(T)))) {}
 
   // Null for an array without memory.
-  T* data() const { return static_cast<T*>(block_.data != nullptr ? block_.data : small_.get()); }
+  T* data() const { return static_cast<T*>(memory_.get()); }
 
  private:
-  static constexpr size_t kCacheLine = 64;
-  struct Free {
-    void operator()(void* data) const { ::operator delete(data, std::align_val_t(kCacheLine)); }
-  };
-
-  MemoryBlock block_ = {};
-  std::unique_ptr<void, Free> small_;
+  std::unique_ptr<void, FreeArray> memory_;
 };
 
 }  // namespace moe_ext::cpu
