@@ -1,5 +1,6 @@
 """Fixtures and hooks that the tests of the layer and of the lab share."""
 
+import gc
 import multiprocessing
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ EMULATED = pytest.param("emulated", marks=pytest.mark.emulator)
 
 pytest.register_assert_rewrite("assertions", "layers")  # a failing assertion shows its values
 avoid_missing_amx()  # before the first GEMM
+gc.disable()  # Collection makes objects that stay; to search them again takes a third of its time.
 
 
 def pytest_addoption(parser):
@@ -67,6 +69,17 @@ def pytest_collection_modifyitems(config, items):
 
     config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
     items[:] = [item for item in items if is_kept(item)]
+
+
+def pytest_collection_finish():
+    """Leaves all that collection made to the end, so that no test searches it for garbage."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    """Lets the end of the process find it again: some modules report what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture
