@@ -115,7 +115,8 @@ def program():
     source, build = ROOT / "examples" / "cpp", ROOT / "build" / "examples"
     prefix = f"-DCMAKE_PREFIX_PATH={cmake_prefix()}"
     with locked(build):
-        subprocess.run(["cmake", "-S", source, "-B", build, "-G", "Ninja", prefix], check=True)
+        if not (build / "build.ninja").exists():  # it configures again what has changed
+            subprocess.run(["cmake", "-S", source, "-B", build, "-G", "Ninja", prefix], check=True)
 
     def path_of(name):
         with locked(build):
