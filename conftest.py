@@ -1,5 +1,6 @@
 """Fixtures and hooks that the tests of the layer and of the lab share."""
 
+import gc
 import multiprocessing
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ EMULATED = pytest.param("emulated", marks=pytest.mark.emulator)
 
 pytest.register_assert_rewrite("assertions", "layers")  # a failing assertion shows its values
 avoid_missing_amx()  # before the first GEMM
+gc.disable()  # Collection makes objects that stay; to search them again takes a third of its time.
 
 
 def pytest_addoption(parser):
@@ -69,6 +71,17 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if is_kept(item)]
 
 
+def pytest_collection_finish():
+    """Leaves all that collection made to the end, so that no test searches it for garbage."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    """Lets the end of the process find it again: some modules report what is left."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def device(request):
     """Yields the device of a test's tensors: the CPU if CUDA kernels are emulated."""
@@ -102,7 +115,8 @@ def program():
     source, build = ROOT / "examples" / "cpp", ROOT / "build" / "examples"
     prefix = f"-DCMAKE_PREFIX_PATH={cmake_prefix()}"
     with locked(build):
-        subprocess.run(["cmake", "-S", source, "-B", build, "-G", "Ninja", prefix], check=True)
+        if not (build / "build.ninja").exists():  # it configures again what has changed
+            subprocess.run(["cmake", "-S", source, "-B", build, "-G", "Ninja", prefix], check=True)
 
     def path_of(name):
         with locked(build):

@@ -10,6 +10,8 @@ import pytest
 import moe_ext_command
 
 ROOT = Path(__file__).resolve().parent.parent
+INFO = "-m moe_ext.info --cmake-prefix"
+COMMAND = "-c 'import sys, moe_ext_command; sys.exit(moe_ext_command.main())'"
 
 
 def run(monkeypatch, *arguments):
@@ -62,24 +64,25 @@ def test_chat_needs_transformers(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("moe-ext chat: import of moe_ext.chat halted")
 
 
-@pytest.mark.parametrize("command", ["moe_ext_command", "moe_ext.info"])
+CLOSED = (">&-", 2, "error: stdout must be open, got a closed stdout; to drop the output, use >")
+FULL = (">/dev/full", 2, "error: stdout: No space left on device\n")
+
+
 @pytest.mark.parametrize(
-    ("redirection", "status", "message"),
+    ("command", "redirection", "status", "message"),
     [
-        (">&-", 2, "error: stdout must be open, got a closed stdout; to drop the output, use >"),
-        (">/dev/full", 2, "error: stdout: No space left on device\n"),
-        (">/dev/full 2>/dev/full", 2, ""),
-        (">/dev/null 2>&-", 0, ""),
-        ("| true; exit ${PIPESTATUS[0]}", 141, ""),
+        (COMMAND, *CLOSED),
+        (COMMAND, *FULL),
+        (COMMAND, ">/dev/full 2>/dev/full", 2, ""),
+        (COMMAND, ">/dev/null 2>&-", 0, ""),
+        (COMMAND, "| true; exit ${PIPESTATUS[0]}", 141, ""),
+        (INFO, *CLOSED),
+        (INFO, *FULL),
     ],
 )
 def test_closed_and_full_streams(command, redirection, status, message):
-    run = f"{sys.executable} -m {command} --cmake-prefix"
-    if command == "moe_ext_command":
-        run = f"{sys.executable} -c 'import sys, {command}; sys.exit({command}.main())'"
     environ = os.environ | {"PYTHONUNBUFFERED": ""}
-    done = subprocess.run(
-        ["bash", "-c", f"{run} {redirection}"], cwd=ROOT, env=environ, stderr=subprocess.PIPE
-    )
+    line = f"{sys.executable} {command} {redirection}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environ, stderr=subprocess.PIPE)
     assert done.returncode == status and done.stderr.decode().startswith(message)
     assert message or not done.stderr

@@ -5,18 +5,19 @@
 
 import itertools
 
-import bitsandbytes.functional as bitsandbytes
 import gguf
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.lifecycle import forward as compressed_tensors
-from compressed_tensors.quantization.utils import calculate_qparams
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from optional import Optional
 
 from moe_ext.formats import FORMATS, PackedWeight, dequantize, quantize
 from moe_ext.formats._layouts import LAYOUTS
+
+bitsandbytes = Optional("bitsandbytes.functional")
+compressed_tensors = Optional("compressed_tensors.quantization.lifecycle.forward")
+compressors = Optional("compressed_tensors.compressors.pack_quantized.helpers")
+quantization = Optional("compressed_tensors.quantization")
+mxfp4 = Optional("transformers.integrations.mxfp4")
 
 # NumPy warns of the infinite and NaN scales that the tests contain.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -59,7 +60,7 @@ def test_mxfp4_codes(dtype):
     codes = random_bytes(2, 255, 3 * 16)
     scales = torch.arange(255, dtype=torch.uint8)[None, :, None].repeat(2, 1, 3)
     weight = dequantize(codes, scales, format="mxfp4", dtype=dtype)
-    expected = convert_moe_packed_tensors(codes.unflatten(-1, (3, 16)), scales, dtype=dtype)
+    expected = mxfp4.convert_moe_packed_tensors(codes.unflatten(-1, (3, 16)), scales, dtype=dtype)
     assert same_bits(weight, expected.mT.contiguous())
     typed = scales.view(torch.float8_e8m0fnu)
     assert same_bits(weight, dequantize(codes, typed, format="mxfp4", dtype=dtype))
@@ -103,13 +104,15 @@ def test_integers(format, bits, group, dtype):
     weight[3, :128] = 0
     strategy = "channel" if group == 512 else "group"
     size = None if group == 512 else group
-    args = QuantizationArgs(num_bits=bits, strategy=strategy, group_size=size, symmetric=True)
+    args = quantization.QuantizationArgs(
+        num_bits=bits, strategy=strategy, group_size=size, symmetric=True
+    )
     groups = weight.unflatten(-1, (-1, group))
-    scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    scales, _ = quantization.utils.calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     codes = compressed_tensors.quantize(weight, scales, None, args, dtype=torch.int8)
     packed = quantize(weight, format, group)
     assert same_bits(packed.scales, scales)
-    assert torch.equal(packed.codes, pack_to_int32(codes, 4) if bits == 4 else codes)
+    assert torch.equal(packed.codes, compressors.pack_to_int32(codes, 4) if bits == 4 else codes)
     expected = compressed_tensors.dequantize(codes, scales, None, args)
     assert same_bits(dequantize(*packed, format=format, dtype=dtype), expected)
 

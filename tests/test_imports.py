@@ -1,6 +1,7 @@
 """What the packages import: the layer nothing of the lab, the lab public names of the layer."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -57,9 +58,14 @@ def name_of(file):
     return ".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
 
 
+@functools.cache
+def tree_of(file):
+    return ast.parse(file.read_text())
+
+
 def imports_of(file):
     """Returns (module, name) of each import of moe_ext; name is "" for a whole module."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if is_ours(alias.name))
         elif isinstance(node, ast.ImportFrom):
@@ -94,28 +100,10 @@ def run(code):
     return found.stdout
 
 
-@pytest.mark.parametrize("file", LAYER, ids=name_of)
-def test_the_layer_does_not_import_the_lab(file):
-    assert [each for each in imports_of(file) if in_lab(*each)] == []
-
-
-def test_the_layer_loads_without_the_lab():
-    code = "from moe_ext import MoE; print(*(m for m in sys.modules if 'moe_lab' in m))"
-    assert run(code) == "\n"
-
-
 def part_of(module, name=""):
     """Returns the module or folder, directly in moe_ext, that an import is of."""
     part = f"{module}.{name}.".split(".")[1]
     return part if part in ORDER else "the public names of moe_ext"
-
-
-@pytest.mark.parametrize("file", LAYER, ids=name_of)
-def test_imports_point_one_way(file):
-    part = name_of(file).split(".")[1:2]
-    order = [*ORDER[:-1], "the public names of moe_ext", ORDER[-1]]
-    below = order[: order.index(part[0]) + 1] if part else order
-    assert {part_of(*each) for each in imports_of(file)} <= {*below}
 
 
 def test_the_order_has_each_module_once():
@@ -123,23 +111,31 @@ def test_the_order_has_each_module_once():
     assert sorted(ORDER) == sorted(parts)
 
 
+FUNCTIONS = (ast.FunctionDef, ast.Lambda)
+# gguf and matplotlib are optional.
+LAZY = r"import gguf|from matplotlib\..*"
+
+
 @pytest.mark.parametrize("file", LAYER, ids=name_of)
-def test_the_layer_has_no_lazy_imports(file):
-    functions = (ast.FunctionDef, ast.Lambda)
-    inner = [
-        n
-        for f in ast.walk(ast.parse(file.read_text()))
-        if isinstance(f, functions)
-        for n in ast.walk(f)
-        if isinstance(n, ast.Import | ast.ImportFrom)
-    ]
-    # `_build.load` explains why the library does not load; gguf and matplotlib are optional.
-    allowed = r"import gguf|from matplotlib\..*"
-    assert [t for t in map(ast.unparse, inner) if not re.fullmatch(allowed, t)] == []
+def test_a_module_of_the_layer(file):
+    """It imports what stands above it, in no function, and does not mention the repository."""
+    part, imports = name_of(file).split(".")[1:2], [*imports_of(file)]
+    assert [each for each in imports if in_lab(*each)] == []
+    order = [*ORDER[:-1], "the public names of moe_ext", ORDER[-1]]
+    below = order[: order.index(part[0]) + 1] if part else order
+    assert {part_of(*each) for each in imports} <= {*below}
+    nodes = [*ast.walk(tree_of(file))]
+    inner = [n for f in nodes if isinstance(f, FUNCTIONS) for n in ast.walk(f)]
+    lazy = [ast.unparse(n) for n in inner if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert [each for each in lazy if not re.fullmatch(LAZY, each)] == []
+    values = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    text = "\n".join(value for value in values if isinstance(value, str))
+    assert re.findall(r"\b(?:scripts|configs|docs|tests|lab)/|\bmoe_lab\b", text) == []
 
 
-def test_the_layer_loads_without_what_knows_models():
-    code = "import moe_ext; print(*(m for m in sys.modules if m.startswith('moe_ext.distributed')))"
+def test_the_layer_loads_without_the_lab_and_what_knows_models():
+    slow = ("moe_lab", "moe_ext.distributed", "sympy", "torch.distributed.tensor", "torch._dynamo")
+    code = f"from moe_ext import MoE; print(*(m for m in sys.modules if m.startswith({slow})))"
     assert run(code) == "\n"
 
 
@@ -153,17 +149,6 @@ def test_former_places_of_modules(former):
 def test_the_lab_imports_public_names(file):
     found = [each for each in imports_of(file) if not in_lab(*each)]
     assert [each for each in found if not is_public(*each)] == []
-
-
-@pytest.mark.parametrize("file", LAYER, ids=name_of)
-def test_the_layer_does_not_mention_the_repository(file):
-    constants = [
-        node.value
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    text = "\n".join(constants)
-    assert re.findall(r"\b(?:scripts|configs|docs|tests|lab)/|\bmoe_lab\b", text) == []
 
 
 PACKAGES = [name_of(file) for file in LAB if file.name == "__init__.py"]

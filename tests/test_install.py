@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
+from launch import run_code
 from machine import cpu_info, instruction_sets
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -425,10 +426,8 @@ def test_import_of_an_unbuilt_tree_says_so(monkeypatch):
 
 
 def test_info_reports_and_passes_its_self_test():
-    result = subprocess.run(
-        [sys.executable, "-m", "moe_ext.info"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    result = run_code("import runpy; runpy.run_module('moe_ext.info', run_name='__main__')")
+    assert result.status == 0, result.stderr
     assert torch.__version__ in result.stdout
     assert "noisy_topk_gating" in result.stdout
     assert f"CPU kernels: {moe_ext.info.isa()} (" in result.stdout
@@ -452,7 +451,7 @@ layer = MoE(64, 8, 2)
 y, aux = layer(torch.randn(2000, 64))
 (y.sum() + aux.loss).backward()
 print(len(before), runtimes() == before)
-print("torch._dynamo" in sys.modules, "moe_lab" in sys.modules)
+print("torch._dynamo" in sys.modules)
 print(_build.isa(), _build.products()["bfloat16"])
 for name in [name for name in sys.modules if name.partition(".")[0] == "moe_ext"]:
     del sys.modules[name]
@@ -473,8 +472,8 @@ def test_threads_are_of_torchs_openmp_alone(imported):
     assert int(number) <= 1 and same == "True"
 
 
-def test_import_loads_neither_the_compiler_nor_the_lab(imported):
-    assert imported[1] == "False False"
+def test_a_training_step_does_not_load_the_compiler(imported):
+    assert imported[1] == "False"
 
 
 def test_the_package_can_be_imported_again(imported):

@@ -2,13 +2,13 @@
 
 import os
 import pickle
-import subprocess
 import sys
 import threading
 
 import pytest
 import torch
 from assertions import MIB, assert_same_bits, peak_mib
+from launch import run_code
 
 from moe_ext import empty_cache, ops
 
@@ -229,9 +229,7 @@ print(len(torch.ops.moe_ext._empty_rows(million, 600)))
 
 def test_the_cache_is_given_up_if_memory_is_short():
     """The process has 400 MB in the cache and may use 300 MB more; a tensor needs 600 MB."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=120
-    )
+    done = run_code(WITHOUT_MEMORY)
     assert done.stdout == "600\n", done.stderr
 
 
@@ -251,19 +249,6 @@ print(cached_bytes())
 """
 
 
-def run_limited(limit):
-    environment = {name: value for name, value in os.environ.items() if "CACHE_BYTES" not in name}
-    if limit is not None:
-        environment["MOE_EXT_CACHE_BYTES"] = limit
-    return subprocess.run(
-        [sys.executable, "-c", LIMITED],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-    )
-
-
 @pytest.mark.parametrize(
     ("limit", "cached"),
     [
@@ -276,7 +261,7 @@ def run_limited(limit):
 )
 def test_the_cache_has_a_limit(limit, cached):
     """Without MOE_EXT_CACHE_BYTES, it is a quarter of the memory of the machine."""
-    done = run_limited(limit)
+    done = run_code(LIMITED, MOE_EXT_CACHE_BYTES=limit)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     expected = [memory // 4 if limit is None else int(limit), *cached]
     assert list(map(int, done.stdout.split())) == expected, done.stderr
@@ -285,4 +270,4 @@ def test_the_cache_has_a_limit(limit, cached):
 @pytest.mark.parametrize("limit", ["", "-1", "1e9", "1 GiB", "9" * 30])
 def test_the_limit_of_the_cache_is_a_number_of_bytes(limit):
     error = f"MOE_EXT_CACHE_BYTES must be a number of bytes, got {limit}"
-    assert error in run_limited(limit).stderr
+    assert error in run_code(LIMITED, MOE_EXT_CACHE_BYTES=limit).stderr

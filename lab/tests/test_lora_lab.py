@@ -4,10 +4,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
 from moe_lab.benchmarks import cases, lora, measurement, transformers_experts
 from moe_lab.benchmarks.lora import FROZEN, OURS, PEER, PEFT, Problem
 from moe_lab.experiments.claims import NOT_DECIDED, as_change
@@ -15,8 +11,6 @@ from moe_lab.experiments.runs import difference, number_of
 from moe_lab.studies import lora as study
 from moe_lab.studies.table import run as run_study
 from tiny import rebuilds, shrink_models, shrink_probes
-
-pytest.importorskip("moe_ext.integrations.peft")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def tiny(monkeypatch):
     """Makes all models and the probes of the machine small."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("moe_ext.integrations.peft")
     modules = (transformers_experts, lora)
     shrink_models(monkeypatch, *modules, hidden_size=16, intermediate_size=24)
     shrink_probes(monkeypatch)

@@ -94,8 +94,9 @@ struct Thread {
 
 struct Warp {
   Barrier barrier{kWarp};
+  using Value = std::array<uint64_t, 3>;  // fits what a lane gives to mma
   // The values of the lanes in two consecutive exchanges. No lane can be two exchanges ahead.
-  std::array<std::array<uint64_t, kWarp>, 2> values;
+  std::array<std::array<Value, kWarp>, 2> values;
 };
 
 // The only multiprocessor, which runs one block at a time.
@@ -149,7 +150,7 @@ inline void wait(Barrier& barrier, const char* function) {
 // Returns the values of all lanes of a warp.
 template <typename T>
 std::array<T, kWarp> exchange(unsigned lanes, T value, const char* function) {
-  static_assert(sizeof(T) <= sizeof(uint64_t));
+  static_assert(sizeof(T) <= sizeof(Warp::Value));
   Warp& warp = machine().warp();
   if (lanes != kAllLanes || warp.barrier.num_threads != kWarp) {
     fail(std::string(function) + " without all lanes of the warp");

@@ -25,36 +25,29 @@ void load_matrices(uint32_t (&matrices)[4], const void* row) {
   }
 }
 
-// Returns the two numbers that each lane has in the register.
-template <typename scalar_t>
-std::array<std::array<float, 2>, emulation::kWarp> numbers(uint32_t mine) {
-  constexpr bool kIsBFloat16 = std::is_same_v<scalar_t, c10::BFloat16>;
-  const auto all =
-      emulation::exchange(emulation::kAllLanes, mine, kIsBFloat16 ? "mma.bf16" : "mma.f16");
-  std::array<std::array<float, 2>, emulation::kWarp> result;
-  for (unsigned lane = 0; lane < emulation::kWarp; ++lane) {
-    for (unsigned i = 0; i < 2; ++i) {
-      const auto bits = static_cast<uint16_t>(all[lane] >> 16 * i);
-      result[lane][i] = static_cast<float>(scalar_t(bits, scalar_t::from_bits()));
-    }
-  }
-  return result;
-}
-
 template <typename scalar_t>
 void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  const std::array left{numbers<scalar_t>(a[0]), numbers<scalar_t>(a[1]), numbers<scalar_t>(a[2]),
-                        numbers<scalar_t>(a[3])};
-  const std::array right{numbers<scalar_t>(b0), numbers<scalar_t>(b1)};
-  const unsigned lane = threadIdx.x % emulation::kWarp;
-  for (unsigned i = 0; i < 4; ++i) {
-    const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-    double total = sum[i];
+  constexpr bool kIsBFloat16 = std::is_same_v<scalar_t, c10::BFloat16>;
+  using Registers = std::array<uint32_t, 6>;  // a, then b; each holds two numbers
+  const auto all =
+      emulation::exchange(emulation::kAllLanes, Registers{a[0], a[1], a[2], a[3], b0, b1},
+                          kIsBFloat16 ? "mma.bf16" : "mma.f16");
+  // The numbers at [k] of one row of the left matrix, or of one column of the right one.
+  const auto numbers = [&](unsigned row, unsigned of_first_half, unsigned of_second_half) {
+    std::array<double, 16> result;
     for (unsigned k = 0; k < 16; ++k) {
-      const unsigned half = k / 8, of_four = k % 8 / 2, of_pair = k % 2;
-      total += double(left[row / 8 + 2 * half][row % 8 * 4 + of_four][of_pair]) *
-               right[half][column * 4 + of_four][of_pair];
+      const uint32_t pair = all[row * 4 + k % 8 / 2][k < 8 ? of_first_half : of_second_half];
+      const auto bits = static_cast<uint16_t>(pair >> 16 * (k % 2));
+      result[k] = static_cast<float>(scalar_t(bits, scalar_t::from_bits()));
     }
+    return result;
+  };
+  const unsigned lane = threadIdx.x % emulation::kWarp;
+  const std::array left{numbers(lane / 4, 0, 2), numbers(lane / 4, 1, 3)};
+  const std::array right{numbers(lane % 4 * 2, 4, 5), numbers(lane % 4 * 2 + 1, 4, 5)};
+  for (unsigned i = 0; i < 4; ++i) {
+    double total = sum[i];
+    for (unsigned k = 0; k < 16; ++k) total += left[i / 2][k] * right[i % 2][k];
     sum[i] = static_cast<float>(total);
   }
 }

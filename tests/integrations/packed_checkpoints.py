@@ -5,14 +5,15 @@ import re
 
 import gguf
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from optional import Optional
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_ext.formats import quantize
+
+compressors = Optional("compressed_tensors.compressors")
+quantization = Optional("compressed_tensors.quantization")
+mxfp4 = Optional("transformers.integrations.mxfp4")
 
 WIDE = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
 PROJECTIONS = re.compile(r"(experts\.\d+\.\w+|self_attn\.\w+_proj)\.weight$")
@@ -31,7 +32,7 @@ def write(folder, model_type, kind, **sizes):
             blocks = codes.unflatten(-1, (-1, 16))
             del files[name]
             files |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            floats[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            floats[name] = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             settings = {"quant_method": "mxfp4"}
         elif kind == "fp8" and PROJECTIONS.search(name):
             codes, scales = quantize(weight, "fp8")
@@ -40,7 +41,9 @@ def write(folder, model_type, kind, **sizes):
             floats[name] = codes.float() * blocks[: len(weight), : weight.shape[1]]
             settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         elif kind in SCHEMES and PROJECTIONS.search(name):
-            format, scheme = SCHEMES[kind]
+            format, weights = SCHEMES[kind]
+            weights = quantization.QuantizationArgs(**weights)
+            scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
             del files[name]
             packed, floats[name] = compressed(weight, format, scheme)
             files |= {f"{name.removesuffix('weight')}{key}": each for key, each in packed.items()}
@@ -70,26 +73,22 @@ def with_weights(model, state):
     return type(model).from_pretrained(None, config=model.config, state_dict=state).eval()
 
 
-def _scheme(**weights):
-    return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-
-
 SCHEMES = {
     "int4": (
         "pack-quantized",
-        _scheme(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True),
+        dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True),
     ),
     "int8": (
         "int-quantized",
-        _scheme(num_bits=8, type="int", strategy="channel", symmetric=True),
+        dict(num_bits=8, type="int", strategy="channel", symmetric=True),
     ),
     "compressed_mxfp4": (
         "mxfp4-pack-quantized",
-        _scheme(num_bits=4, type="float", strategy="group", group_size=32, symmetric=True),
+        dict(num_bits=4, type="float", strategy="group", group_size=32, symmetric=True),
     ),
     "compressed_fp8": (
         "float-quantized",
-        _scheme(num_bits=8, type="float", strategy="channel", symmetric=True),
+        dict(num_bits=8, type="float", strategy="channel", symmetric=True),
     ),
 }
 
@@ -101,8 +100,8 @@ def compressed(weight, format, scheme):
     if format == "mxfp4-pack-quantized":
         scales = quantize(weight, "mxfp4").scales.view(torch.float8_e8m0fnu).float()
     else:
-        scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
-    compressor = BaseCompressor.get_value_from_registry(format)
+        scales, _ = quantization.utils.calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    compressor = compressors.BaseCompressor.get_value_from_registry(format)
     packed = compressor.compress({"weight": weight, "weight_scale": scales}, scheme)
     return packed, compressor.decompress(dict(packed), scheme)["weight"].float()
 

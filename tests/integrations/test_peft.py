@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from assertions import assert_all_same_bits, assert_same_bits
+from optional import Optional
 from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -16,12 +17,17 @@ from moe_ext import FeedForwardExperts, add_lora, ops
 from moe_ext.integrations import transformers as integration
 from moe_ext.lora import disable_lora, lora_experts
 
-peft = pytest.importorskip("peft")
-integration_of_peft = pytest.importorskip("moe_ext.integrations.peft")
-load_adapter, save_adapter = integration_of_peft.load_adapter, integration_of_peft.save_adapter
+peft = Optional("peft")
+integration_of_peft = Optional("moe_ext.integrations.peft")
 
 LAYERS = ["gate_up_proj", "down_proj"]
 PREFIX = "base_model.model.model.layers"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugged():
+    """Makes PEFT call the operator, as the import does."""
+    pytest.importorskip("moe_ext.integrations.peft")
 
 
 def config(layers=LAYERS, **options):
@@ -383,14 +389,14 @@ def test_files_of_peft(model_type, options, packed, tmp_path):
     assert error(logits(model), logits(twin)) < 1e-5
     saved = adapted(twin, **options)
     saved.save_pretrained(tmp_path)
-    report = load_adapter(model, tmp_path, "theirs")
+    report = integration_of_peft.load_adapter(model, tmp_path, "theirs")
     assert report.experts == tuple(lora_experts(model)) and not report.skipped
     assert error(logits(model), logits(saved)) < 1e-5
     with disable_lora(model), saved.disable_adapter():
         assert error(logits(model), logits(saved)) < 1e-5
     assert error(logits(saved), logits(bridged(model_type, packed)[1])) > 1e-3
     # The file that we write has the same tensors.
-    save_adapter(model, tmp_path / "ours", "theirs", task_type="CAUSAL_LM")
+    integration_of_peft.save_adapter(model, tmp_path / "ours", "theirs", task_type="CAUSAL_LM")
     theirs, ours = (peft.utils.load_peft_weights(str(f)) for f in (tmp_path, tmp_path / "ours"))
     assert theirs.keys() == ours.keys()
     assert_all_same_bits([ours[name] for name in theirs], theirs.values())
@@ -404,12 +410,12 @@ def test_our_files_in_peft(model_type, options, tmp_path):
     for name, param in model.named_parameters():
         if ".adapters." in name:
             nn.init.normal_(param, std=0.3)
-    save_adapter(model, tmp_path)
+    integration_of_peft.save_adapter(model, tmp_path)
     loaded = peft.PeftModel.from_pretrained(twin, tmp_path)
     assert error(logits(loaded), logits(model)) < 1e-5
     assert error(logits(loaded), logits(bridged(model_type)[1])) > 1e-3
     again = bridged(model_type)[0]
-    load_adapter(again, tmp_path)
+    integration_of_peft.load_adapter(again, tmp_path)
     assert_same_bits(logits(again), logits(model))
 
 
@@ -420,8 +426,8 @@ def test_names_of_other_models(tmp_path):
     experts = nn.ModuleList([FeedForwardExperts(6, 32, [16], activation="swiglu") for _ in "ab"])
     places = {str(i): f"model.layers.{i}.mlp.experts" for i in range(2)}
     with pytest.raises(ValueError, match="^load_adapter: folder must have tensors of the experts"):
-        load_adapter(experts, tmp_path, names={"0": places["0"]}.get)
-    report = load_adapter(experts, tmp_path, names=places.get)
+        integration_of_peft.load_adapter(experts, tmp_path, names={"0": places["0"]}.get)
+    report = integration_of_peft.load_adapter(experts, tmp_path, names=places.get)
     assert report.experts == ("0", "1")
     wrapper = saved.base_model.model.model.layers[1].mlp.experts
     pair = experts[1].adapters["default"].pair(1)
@@ -451,7 +457,7 @@ def write(tmp_path, change):
 def test_files_that_do_not_fit(change, message, tmp_path):
     write(tmp_path, change)
     with pytest.raises(ValueError, match=f"^load_adapter: {message}"):
-        load_adapter(bridged("qwen3_moe")[0], tmp_path)
+        integration_of_peft.load_adapter(bridged("qwen3_moe")[0], tmp_path)
 
 
 def test_a_file_of_more_experts(tmp_path, monkeypatch):
@@ -460,7 +466,7 @@ def test_a_file_of_more_experts(tmp_path, monkeypatch):
     model = bridged("qwen3_moe")[0]
     before = list(model.state_dict())
     with pytest.raises(ValueError, match=r"A and B of shape \(12, 32\).* got '\(16, 32\)"):
-        load_adapter(model, tmp_path)
+        integration_of_peft.load_adapter(model, tmp_path)
     assert list(model.state_dict()) == before
 
 
@@ -472,26 +478,26 @@ def test_tensors_without_a_place(tmp_path):
     peft.get_peft_model(model, options).save_pretrained(tmp_path)
     rule = "must have tensors of the experts at model.layers.0.mlp.experts, "
     with pytest.raises(ValueError, match=rf"^load_adapter: folder {rule}.*self_attn.q_proj"):
-        load_adapter(bridged("qwen3_moe")[0], tmp_path)
+        integration_of_peft.load_adapter(bridged("qwen3_moe")[0], tmp_path)
 
 
 def test_adapters_that_peft_cannot_have(tmp_path):
     model, _ = bridged("qwen3_moe")
     with pytest.raises(ValueError, match="adapter must be one of the adapters of the model, which"):
-        save_adapter(model, tmp_path)
+        integration_of_peft.save_adapter(model, tmp_path)
     add_lora(model, 2, 2)
     first = next(iter(lora_experts(model).values()))
     first.add_adapter("other", 2, 2)
     with pytest.raises(ValueError, match="adapter must be one of default, other, got 'third'"):
-        save_adapter(model, tmp_path, "third")
+        integration_of_peft.save_adapter(model, tmp_path, "third")
     first.delete_adapter("default")
     first.add_adapter("default", 3, 2)
     with pytest.raises(ValueError, match="must have one rank, alpha and rslora in all layers"):
-        save_adapter(model, tmp_path)
+        integration_of_peft.save_adapter(model, tmp_path)
     with pytest.raises(ValueError, match=r"names must return a path for .*packed, got None"):
-        save_adapter(model, tmp_path, "default", names={}.get)
+        integration_of_peft.save_adapter(model, tmp_path, "default", names={}.get)
     one = nn.ModuleList([FeedForwardExperts(2, 4)])
     add_lora(one, 1, 1)
     with pytest.raises(ValueError, match="experts must have two layers"):
-        save_adapter(one, tmp_path)
+        integration_of_peft.save_adapter(one, tmp_path)
     assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()

@@ -597,11 +597,11 @@ def test_sequences_and_replay_compile(name, given):
 
 @pytest.mark.parametrize(
     "name",
-    ["top-k", "softmax", "balanced", "expert choice", "relu"]
+    ["top-k", "softmax", "hierarchical", "balanced", "balanced groups", "expert choice", "relu"]
     + ["capacity by position", "capacity by score", "zero computation", "shared expert"],
 )
 def test_export_leaves_the_batch_free(name):
-    """The package of test_compile.py has the other gates."""
+    """The package of test_compile.py has "noisy" and "router"."""
     layer, x = make_layer(name, dtype=torch.float32).eval(), make_x(9, dtype=torch.float32)
     free = ({0: torch.export.Dim("batch", min=2)},)
     program = torch.export.export(layer, (x,), dynamic_shapes=free)

@@ -59,17 +59,20 @@ def each(prop, rows=TABLE, count=None, in_turn=False, **dtypes):
     """Parametrizes a test by the operators with a property, and their samples.
 
     dtypes: the lists of samples, such as `typical`, with their dtypes. A function of the row can
-    return these. in_turn: each sample has one of the dtypes, not all.
+    return these. in_turn: each sample has one of the dtypes, not all. The emulation of CUDA is
+    slow: a sample has every other dtype there, and the next sample has the rest.
     """
 
     def cases_of(name, row):
         for kind, found in dtypes.items():
             of_row = found(row) if callable(found) else found
             for number, sizes in enumerate(getattr(row, kind)[:count]):
+                emulated = of_row[number % 2 :: 2] if len(of_row) > 1 else of_row
                 for dtype in [of_row[number % len(of_row)]] if in_turn else of_row:
                     values = [f"{key}={short(value)}" for key, value in sizes.items()]
                     text = "-".join([name, *values, str(dtype).removeprefix("torch.")])
-                    marks = pytest.mark.equation(*row.equations)
+                    marks = [pytest.mark.equation(*row.equations)]
+                    marks += [pytest.mark.emulated(False)] * (dtype not in emulated)
                     yield pytest.param(name, sizes, dtype, id=text, marks=marks)
 
     having = {name: row for name, row in rows.items() if prop not in row.lacks}
@@ -311,8 +314,13 @@ def narrow(arguments):
 @pytest.mark.emulated(False)  # what is registered does not depend on the device
 @each("opcheck", ROWS, in_turn=True, typical=[F32, BF16])
 def test_opcheck(device, name, sizes, dtype):
-    """float32 with contiguous tensors and int64 indices; bfloat16 with neither."""
+    """float32 with contiguous tensors and int64 indices; bfloat16 with neither.
+
+    AOT autograd takes most of the time; it traces two samples, one of each dtype.
+    """
     plain = dtype == F32
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    tests += ["test_aot_dispatch_dynamic"] * (sizes in ROWS[name].typical[:2])
     arguments = sample(name, device, dtype, **sizes)
     op, args = call_of(name, arguments if plain else narrow(arguments))
     differentiable = name in TABLE and ROWS[name].differentiable
@@ -321,7 +329,7 @@ def test_opcheck(device, name, sizes, dtype):
         x = x.contiguous() if plain else FORMS["transposed"](x)
         return x.requires_grad_() if differentiable and x.is_floating_point() else x
 
-    torch.library.opcheck(op, tuple(changed(leaf, args)))
+    torch.library.opcheck(op, tuple(changed(leaf, args)), test_utils=tests)
 
 
 @pytest.mark.emulated(False)  # the compiler does not see the device

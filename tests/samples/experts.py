@@ -250,7 +250,7 @@ TABLE = {
         + [dict(skewed=2600, E=5, widths=(8, 12, 4), bias=bias) for bias in (False, True)]
         + [dict(T=50, E=7, k=2, widths=(33, 257, 18), activation="swiglu", bias=True)]
         + [dict(T=150, E=5, k=2, widths=(64, 96, 33), ranks=(16, 5), activation="glu", bias=True)]
-        + [dict(skewed=2600, E=5, widths=(16, 32, 8), ranks=(16, 8))],
+        + [dict(skewed=700, E=5, widths=(16, 32, 8), ranks=(16, 8))],
         bad=[
             *wrong.numbers("activation", "rely", ", "),
             *(

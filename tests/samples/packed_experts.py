@@ -103,7 +103,7 @@ TABLE = {
             for format in FORMATS for width in [256 if format in WIDTHS else 96]
         ]
         + [
-            dict(T=301, E=37, k=3, widths=(width, 2 * width, 29), formats=format)
+            dict(T=43, E=7, k=3, widths=(width, 2 * width, 29), formats=format)
             for format, width in [("gguf_q8_0", 32), ("nf4", 64), ("fp8", 137)]
         ]
         + [

@@ -1,0 +1,16 @@
+"""Packages that are imported when a test needs them, not when tests are collected.
+
+They take seconds to import, and each test worker collects all tests.
+"""
+
+import pytest
+
+
+class Optional:
+    """A package; a test that uses it is skipped if it is missing."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, attribute):
+        return getattr(pytest.importorskip(self._name), attribute)
