@@ -66,31 +66,27 @@ from moe_lab.benchmarks.roofline import Work, experts_work
 from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
 from moe_lab.benchmarks.tables import (
     cell,
-    list_of_remarks,
+    list_section,
     memory_sections,
     number,
+    page_of_run,
     peak_table,
     percent_of_limit,
     plot,
+    remarks_of,
     spread_of,
     time_sections,
 )
+from moe_lab.experiments.report import Page
 from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 
 NAME = "transformers_experts"
 OURS = "moe_ext"  # the name in transformers' registry
-COMMAND = "moe-lab benchmark transformers-experts --models all --output docs/results"
 
 
 def run(args: Any) -> int:
-    return measurement.run_page(
-        args,
-        NAME,
-        _measure,
-        page_of,
-        lambda record, results: plot(results, record["environment"], _label),
-    )
+    return measurement.run_page(args, NAME, _measure, page_of)
 
 
 def _measure(args: Any) -> dict[str, Any]:
@@ -252,22 +248,15 @@ def _time_table(group: Sequence[Row]) -> str:
     return markdown_table([*header, *peers, "best / moe_ext"], lines)
 
 
-def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
-    """Formats the page of a run, or of several merged runs."""
-    spread = spread_of(results)
-    parts = [
-        "# The experts of transformers' models\n",
-        f"```\n{COMMAND}\n```\n",
-        f"{record['environment']}; {record['versions']}\n",
-        "`--help` has the sources of the sizes, and explains tasks and columns. "
-        f"Figures are {spread}. The time of another implementation is in ms; in brackets is this "
+def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
+    about = (
+        "`--help` has the sources of the sizes, and explains tasks and columns. Figures are "
+        f"{spread_of(results)}. The time of another implementation is in ms; in brackets is this "
         "time divided by the time of moe_ext. T·k/E is the mean number of rows of an expert. The "
-        "time of a decode task is that of 10 passes.\n",
-    ]
-    parts += time_sections(results, _time_table)
-    parts += memory_sections(results, peak_table)
-    if remarks := list_of_remarks(results):
-        parts += ["## Not timed\n", remarks]
-    if record["warnings"]:
-        parts += ["## Warnings\n", "".join(f"- {each}\n" for each in record["warnings"])]
-    return "\n".join(parts)
+        "time of a decode task is that of 10 passes."
+    )
+    sections = time_sections(results, _time_table) + memory_sections(results, peak_table)
+    sections += list_section("Not timed", remarks_of(results))
+    sections += list_section("Warnings", record["warnings"])
+    figure = plot(results, record["environment"], _label)
+    return page_of_run("The experts of transformers' models", record, about, figure, sections)

@@ -18,9 +18,10 @@ import torch
 from moe_lab.cli import exit_status
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, parse_arm
-from moe_lab.experiments.report import Command, Page
+from moe_lab.experiments.claims import HOW_COMPARED, HOW_DECIDED
+from moe_lab.experiments.report import Command, Page, page_of_template
 from moe_lab.experiments.results import Result, train_and_test
-from moe_lab.experiments.runs import commands_of
+from moe_lab.experiments.runs import commands_of, core_hours
 from moe_lab.experiments.store import Run, Store, Stored, run_missing, shared_options
 from moe_lab.training.config import AnyConfig
 from moe_lab.training.device import set_up_for
@@ -38,6 +39,7 @@ class Study(ABC):
 
     Attributes:
         name: the name of the store, the page and the plot.
+        given: words of the command that a user must adapt, such as data.corpus=CORPUS.
         models: the names of the models.
         usual: the arms of the study without ``--arms``.
         arm_settings: the attributes of `Arm` that ``--arms`` may change.
@@ -49,6 +51,7 @@ class Study(ABC):
     """
 
     name: str
+    given: Sequence[str] = ()
     models: Sequence[str] = ()
     usual: Sequence[str] = ()
     arm_settings: Sequence[str] = ()
@@ -95,6 +98,11 @@ class Study(ABC):
         """Returns the options of an arm that differ from the settings."""
         return {}
 
+    @classmethod
+    def start(cls, options: argparse.Namespace) -> Stored:
+        """Runs the study of the command's options and returns the stored runs."""
+        return cls(options).main()
+
     def main(self) -> Stored:
         """Runs what is missing unless ``--report`` is given, writes the page, returns the store."""
         if not self.options.report:
@@ -113,6 +121,28 @@ class Study(ABC):
     def commands(self, stored: Stored) -> Command:
         """Returns the commands of the stored runs."""
         return Command(commands_of(self.command(stored.settings), stored.runs, self.usual))
+
+    def program(self) -> list[str]:
+        """Returns the command of the study without changed options."""
+        stem = type(self).__module__.rpartition(".")[2]
+        return ["moe-lab", "study", stem.replace("_", "-"), *self.given]
+
+    def filled(self, stored: Stored, **fields: Any) -> Page:
+        """Makes the page from the Markdown file of the study, see `page_of_template`.
+
+        All pages have the settings, the commands and the time of the runs, and how models are
+        compared, in addition to the `fields`.
+        """
+        usual = {
+            "settings": stored.settings,
+            "how_compared": HOW_COMPARED,
+            "how_decided": HOW_DECIDED,
+            "core_hours": core_hours(stored.runs),
+            "commands": self.commands(stored),
+        }
+        file = sys.modules[type(self).__module__].__file__
+        assert file is not None
+        return page_of_template(file, **usual | fields)
 
     def _page(self, stored: Stored) -> Page | None:
         page = self.page(stored)
@@ -186,10 +216,6 @@ class TrainedStudy(Study):
             if settings[key] != value
         ]
         return [*self.program(), *changed]
-
-    @abstractmethod
-    def program(self) -> list[str]:
-        """Returns the command of the study without changed options."""
 
 
 def _run_at_once(study: type[Any], options: argparse.Namespace, number: int) -> None:

@@ -17,10 +17,10 @@ dense layer has as many operations as the largest mixture. An arm such as "moe-1
 of twice that size. One seed takes 3 minutes on an idle processor.
 """
 
-import argparse
 import math
 import statistics
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_lab.analysis.costs import moe_ops
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_percent, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.report import Claims, Page, Plot, new_figure
 from moe_lab.experiments.runs import difference, mean_of, number_of
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
@@ -109,7 +109,7 @@ class FactsStudy(Study):
             for name, value in settings.items()
             if value != usual[name]
         ]
-        return ["moe-lab", "study", "facts", *(word for pair in changed for word in pair)]
+        return [*self.program(), *chain.from_iterable(changed)]
 
     def page(self, stored: Stored) -> Page | None:
         runs, settings = stored.by_arm(), Settings(**stored.settings)
@@ -138,8 +138,8 @@ class FactsStudy(Study):
         ]  # fmt: skip
         claimed = claims(runs)
         parameters = [mean_of(runs[Arm(model)], num_parameters_of) for model in compared]
-        return page_of_template(
-            __file__,
+        return self.filled(
+            stored,
             plot=plot(runs),
             settings=settings,
             values=VALUES,
@@ -152,7 +152,6 @@ class FactsStudy(Study):
                 markdown_table(["claim", "compared", "value, 95%", "verdict"], claimed), claimed
             ),
             hours=sum(run["seconds"] for run in stored.runs) / 3600,
-            commands=self.commands(stored),
         )
 
 
@@ -371,6 +370,4 @@ def plot(runs: Runs) -> Plot:
     return Plot("bits stored against parameters", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return FactsStudy(options).main()
+run = FactsStudy.start

@@ -45,7 +45,7 @@ from moe_lab.data import AnyText
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, claims_of
-from moe_lab.experiments.report import Command, Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.report import Command, Page, Plot, new_figure
 from moe_lab.experiments.statistics import mean_difference
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import Study
@@ -71,6 +71,10 @@ class SpecialisationStudy(Study):
 
     name = "specialisation"
     models = usual = (MODEL,)
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        options.runs = options.output  # of the lock files
+        super().__init__(options)
 
     def settings(self) -> dict[str, Any]:
         """Loads the models and the texts.
@@ -120,10 +124,15 @@ class SpecialisationStudy(Study):
             if settings[key] != value
             for word in (f"--{key}", str(settings[key]))
         ]
-        return ["moe-lab", "study", "specialisation", *changed]
+        return [*self.program(), *changed]
+
+    def commands(self, stored: Stored) -> Command:
+        command = self.command(stored.settings)
+        command[3:3] = [run["run"] for run in stored.runs]
+        return Command(shlex.join(command))
 
     def page(self, stored: Stored) -> Page | None:
-        runs, settings = stored.runs, stored.settings
+        runs = stored.runs
         first = runs[0]
         rows = []
         for label in first["trained"]:
@@ -147,11 +156,8 @@ class SpecialisationStudy(Study):
         for how in dict.fromkeys(expert["how"] for expert in first["table"]):
             table = _contexts_table([e for e in first["table"] if e["how"] == how])
             tables.append(f"{how.capitalize()}:\n\n{table}")
-        command = self.command(settings)
-        command[3:3] = [run["run"] for run in runs]
-        return page_of_template(
-            __file__,
-            settings=settings,
+        return self.filled(
+            stored,
             first=first,
             plot=plot(runs),
             number=f"{len(runs)} run{'s' * (len(runs) > 1)}",
@@ -167,7 +173,6 @@ class SpecialisationStudy(Study):
                 high=math.inf,
             ),
             contexts="\n".join(tables),
-            command=Command(shlex.join(command)),
         )
 
 
@@ -310,7 +315,4 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Plot:
     return Plot("purity by label and by expert", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    options.runs = options.output  # of the lock files
-    return SpecialisationStudy(options).main()
+run = SpecialisationStudy.start
