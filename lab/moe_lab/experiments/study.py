@@ -40,6 +40,7 @@ class Study(ABC):
     Attributes:
         name: the name of the store, the page and the plot.
         given: words of the command that a user must adapt, such as data.corpus=CORPUS.
+        own: the options of the command that all runs share, with their usual values.
         models: the names of the models.
         usual: the arms of the study without ``--arms``.
         arm_settings: the attributes of `Arm` that ``--arms`` may change.
@@ -52,6 +53,7 @@ class Study(ABC):
 
     name: str
     given: Sequence[str] = ()
+    own: Mapping[str, Any] = {}
     models: Sequence[str] = ()
     usual: Sequence[str] = ()
     arm_settings: Sequence[str] = ()
@@ -84,9 +86,19 @@ class Study(ABC):
     def page(self, stored: Stored) -> Page | None:
         """Makes the page; None if there is nothing to report yet."""
 
-    @abstractmethod
+    def own_settings(self) -> dict[str, Any]:
+        """Returns the values of the options in `own`."""
+        return {name: getattr(self.options, name) for name in self.own}
+
     def command(self, settings: Mapping[str, Any]) -> list[str]:
         """Returns the command of the study with these settings."""
+        changed = [
+            word
+            for name, usual in self.own.items()
+            if settings[name] != usual
+            for word in (f"--{name.replace('_', '-')}", str(settings[name]))
+        ]
+        return [*self.program(), *changed]
 
     def planned(self) -> Iterator[tuple[Arm, int]]:
         """Yields the arm and the seed of each run, in the order in which to run them."""
@@ -215,7 +227,7 @@ class TrainedStudy(Study):
             for key, value in usual.items()
             if settings[key] != value
         ]
-        return [*self.program(), *changed]
+        return [*super().command(settings), *changed]
 
 
 def _run_at_once(study: type[Any], options: argparse.Namespace, number: int) -> None:

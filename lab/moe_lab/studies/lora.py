@@ -32,6 +32,7 @@ from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.models import AnyModel
 from moe_lab.studies.routing import RoutingStudy
+from moe_lab.studies.table import usual_options
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import AnyConfig
 from moe_lab.training.metrics import evaluate, perplexity
@@ -41,7 +42,7 @@ MODEL, FLOAT = "moe-32", "float32"
 FORMATS: dict[str, FormatName | None] = {FLOAT: None, "int4": "int4", "mxfp4": "mxfp4"}
 # Set before the runs of the page, after a first run with other seeds.
 MARGIN = math.log(1.01)  # of the loss of quality, in ln ppl
-STEPS, RANK, ALPHA, RATE = 600, 16, 32, 4e-3
+RANK, ALPHA, RATE = 16, 32, 4e-3
 TEST_SENTENCES = 2_000
 _SETTINGS = (
     "num_threads=1",
@@ -59,6 +60,7 @@ class LoRA(RoutingStudy):
     name = "lora"
     models = usual = (MODEL,)
     given = ()
+    own = usual_options("lora", "lora_steps")
     common = _SETTINGS
 
     def settings_of(self, config: AnyConfig) -> dict[str, Any]:
@@ -67,7 +69,7 @@ class LoRA(RoutingStudy):
         return super().settings_of(config) | {
             "target_train": self.target["train"].fingerprint(),
             "target_test": self.target["test"].fingerprint(),
-            "lora_steps": self.options.lora_steps,
+            **self.own_settings(),
         }
 
     target: Mapping[str, EncodedSentences]
@@ -88,11 +90,6 @@ class LoRA(RoutingStudy):
 
     def _test(self, model: AnyModel) -> float:
         return evaluate(model, self.target["test"], tokens_per_batch=10_000).nll
-
-    def command(self, settings: Mapping[str, Any]) -> list[str]:
-        steps = settings["lora_steps"]
-        own = [f"--lora-steps={steps}"] if steps != STEPS else []
-        return [*super().command(settings), *own]
 
     def page(self, stored: Stored) -> Page | None:
         runs = stored.by_arm()[Arm(MODEL)]

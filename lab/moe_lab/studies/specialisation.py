@@ -50,18 +50,13 @@ from moe_lab.experiments.statistics import mean_difference
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
-from moe_lab.studies.table import STUDIES
+from moe_lab.studies.table import usual_options
 from moe_lab.training.checkpoint import TrainedModel, load_run
 from moe_lab.training.config import config_differences
 from moe_lab.training.device import set_up_torch
 from moe_lab.training.text import load_part
 
 _SHOWN_EXPERTS = 3  # of the most specialised experts, and of the others, as in Table 9
-# The usual values of the options that all runs share.
-USUAL = {
-    name: STUDIES["specialisation"].options[f"--{name}"]["default"]
-    for name in ("part", "positions", "permutations", "layer")
-}
 MODEL = "trained"  # the only arm
 GATES = ("trained", "untrained")
 
@@ -70,6 +65,7 @@ class SpecialisationStudy(Study):
     """The study of finished runs of one model."""
 
     name = "specialisation"
+    own = usual_options("specialisation", "part", "positions", "permutations", "layer")
     models = usual = (MODEL,)
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -99,7 +95,7 @@ class SpecialisationStudy(Study):
         self.trained = dict(zip(seeds, zip(options.folders, trained, strict=True), strict=True))
         self.text = load_part(config.data, vocabulary, options.part)
         return {
-            **{key: getattr(options, key) for key in USUAL},
+            **self.own_settings(),
             "k": config.model.moe.experts_per_token,
             "steps": trained[0].step,
             "texts": [self.text.fingerprint()],
@@ -116,15 +112,6 @@ class SpecialisationStudy(Study):
         except ValueError as error:
             raise ConfigError(f"{folder}: {error}") from error
         return {"run": str(folder), **found}
-
-    def command(self, settings: Mapping[str, Any]) -> list[str]:
-        changed = [
-            word
-            for key, value in USUAL.items()
-            if settings[key] != value
-            for word in (f"--{key}", str(settings[key]))
-        ]
-        return [*self.program(), *changed]
 
     def commands(self, stored: Stored) -> Command:
         command = self.command(stored.settings)

@@ -123,6 +123,13 @@ STUDIES = {
 }  # fmt: skip
 
 
+def usual_options(name: str, *options: str) -> dict[str, Any]:
+    """Returns the defaults of some options of a study, without names those of all."""
+    of_study = STUDIES[name].options.items()
+    usual = {key.strip("-").replace("-", "_"): option["default"] for key, option in of_study}
+    return {key: usual[key] for key in options or usual}
+
+
 def file_of(name: str) -> Path:
     """Returns the file of the module of a study."""
     return Path(__file__).with_name(f"{name.replace('-', '_')}.py")
