@@ -42,7 +42,7 @@ from moe_ext import ops
 from moe_lab.benchmarks import measurement
 from moe_lab.benchmarks.harness import Quartiles, Row, pinned
 from moe_lab.benchmarks.measurement import Extra, Stacked
-from moe_lab.benchmarks.peers import random_routing
+from moe_lab.benchmarks.peers import Inputs
 from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
 from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
 from moe_lab.benchmarks.tables import (
@@ -100,15 +100,11 @@ class Problem:
         self.passes = {f"{each} rows": each * num_experts // model.k for each in rows}
         tokens = max(self.passes.values())
         self.shape = Shape(tokens, num_experts, model.k, model.hidden_size, model.intermediate_size)
-        self.inputs = {name: self._step(tokens) for name, tokens in self.passes.items()}
+        self.inputs = {
+            name: Inputs.draw(self.shape._replace(tokens=tokens), dtype)
+            for name, tokens in self.passes.items()
+        }
         self.used_experts = num_experts
-
-    def _step(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns x, the experts of each token, their gates and the gradient of y."""
-        shape = self.shape._replace(tokens=tokens)
-        x, upstream = (torch.randn(tokens, shape.d_model).to(self.dtype) for _ in range(2))
-        gates = torch.randn(tokens, shape.k).softmax(dim=-1).to(self.dtype)
-        return x.requires_grad_(), random_routing(shape), gates.requires_grad_(), upstream
 
     def _in_own_order(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Converts A [E · r, fan_in] and B [width, r · E] of PEFT for each layer.

@@ -55,13 +55,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_lab.benchmarks import measurement
 from moe_lab.benchmarks.harness import Quartiles, Row
 from moe_lab.benchmarks.measurement import Extra, Stacked, best_ratio
-from moe_lab.benchmarks.peers import hf_extra, random_routing
+from moe_lab.benchmarks.peers import Inputs, hf_extra
 from moe_lab.benchmarks.roofline import Work, experts_work
 from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
 from moe_lab.benchmarks.tables import (
@@ -126,19 +126,6 @@ TASKS = {
 }
 
 
-class Step(NamedTuple):
-    """The inputs of a pass: x [T, H], experts [T, k], gates [T, k] and the gradient of y [T, H]."""
-
-    x: Tensor
-    expert_index: Tensor
-    gates: Tensor
-    upstream: Tensor
-
-    @property
-    def used_experts(self) -> int:
-        return self.expert_index.unique().numel()
-
-
 def build_layer(name: str, num_experts: int, dtype: torch.dtype) -> nn.Module:
     """Builds transformers' experts layer of a model with random weights."""
     model = MODELS[name]
@@ -170,18 +157,15 @@ class Problem:
         self.activation, self.hidden, self.dtype = model.activation, model.intermediate_size, dtype
         self.layer = build_layer(name, num_experts, dtype)
         self.config: Any = self.layer.config
-        large = self._step(tokens)
+        large = Inputs.draw(self.shape, dtype)
         self.steps = {
-            name: [self._step(task.tokens) for _ in range(task.steps)] if task.tokens else [large]
+            name: [self._few(task.tokens) for _ in range(task.steps)] if task.tokens else [large]
             for name, task in TASKS.items()
         }
         self.used_experts = large.used_experts
 
-    def _step(self, tokens: int) -> Step:
-        shape = self.shape._replace(tokens=tokens)
-        x, upstream = (torch.randn(tokens, shape.d_model).to(self.dtype) for _ in range(2))
-        gates = torch.randn(tokens, shape.k).softmax(dim=-1).to(self.dtype)
-        return Step(x.requires_grad_(), random_routing(shape), gates.requires_grad_(), upstream)
+    def _few(self, tokens: int) -> Inputs:
+        return Inputs.draw(self.shape._replace(tokens=tokens), self.dtype)
 
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.layer.parameters())

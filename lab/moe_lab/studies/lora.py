@@ -27,7 +27,8 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
 from moe_lab.experiments.report import Page, Plot, new_figure
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import difference, mean_perplexity, number_of
+from moe_lab.experiments.runs import mean_perplexity, number_of
+from moe_lab.experiments.statistics import mean_difference
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.models import AnyModel
@@ -42,6 +43,7 @@ MODEL, FLOAT = "moe-32", "float32"
 FORMATS: dict[str, FormatName | None] = {FLOAT: None, "int4": "int4", "mxfp4": "mxfp4"}
 # Set before the runs of the page, after a first run with other seeds.
 MARGIN = math.log(1.01)  # of the loss of quality, in ln ppl
+CLAIM = "adapters around packed experts reach the perplexity of those around float32"
 RANK, ALPHA, RATE = 16, 32, 4e-3
 TEST_SENTENCES = 2_000
 _SETTINGS = (
@@ -98,18 +100,11 @@ class LoRA(RoutingStudy):
         rows = [["before", f"{mean_perplexity(runs, before):.2f}", ""]]
         claims = []
         for name, nll in tuned.items():
-            gap = difference(
-                {seed: {"value": nll(run)} for seed, run in runs.items()},
-                {seed: {"value": tuned[FLOAT](run)} for seed, run in runs.items()},
-                number_of("value"),
-            )
+            gap = mean_difference([nll(run) - tuned[FLOAT](run) for run in runs.values()])
             change = "" if name == FLOAT else as_change(gap)
             rows.append([f"adapters around {name}", f"{mean_perplexity(runs, nll):.2f}", change])
             if name != FLOAT:
-                claim = (
-                    "adapters around packed experts reach the perplexity of those around float32"
-                )
-                claims.append(Claim(claim, f"{name} against {FLOAT}, at most 1% above", gap))
+                claims.append(Claim(CLAIM, f"{name} against {FLOAT}, at most 1% above", gap))
         return self.filled(
             stored,
             rank=RANK,

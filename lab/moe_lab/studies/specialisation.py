@@ -29,18 +29,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from moe_lab.analysis import (
-    ExpertReport,
+from moe_lab.analysis.experts import ExpertReport, by_specialisation, expert_reports
+from moe_lab.analysis.routed_text import (
+    NEIGHBOURS,
     RoutedText,
-    by_specialisation,
-    expert_reports,
     find_moe_layer,
-    labels_of,
-    measure_specialisation,
     route_text,
     untrained_gates,
 )
-from moe_lab.analysis.routed_text import NEIGHBOURS
+from moe_lab.analysis.specialisation import labels_of, measure_specialisation
 from moe_lab.data import AnyText
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
