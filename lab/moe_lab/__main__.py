@@ -5,8 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 from moe_lab.benchmarks import cases
-from moe_lab.cli import exit_status, print_version
-from moe_lab.options import help_of
+from moe_lab.cli import exit_status, help_of, print_version
 from moe_lab.studies import table
 
 GROUPS = ("", "study", "benchmark")  # of commands

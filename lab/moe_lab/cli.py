@@ -1,10 +1,11 @@
-"""Parsers and exit statuses of the commands, without the import of torch."""
+"""Options, parsers and exit statuses of the commands, without the import of torch."""
 
 import argparse
+import ast
 import math
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ SEED_LIMIT = 2**62  # torch's generators take 64-bit seeds
 THREAD_LIMIT = 2**12  # of num_threads; more would end the process instead of an error
 CONFIG = "a TOML file, or a name such as small/moe-32"  # the help of the argument `config`
 DEFAULT_SEEDS = [1, 2, 3]  # of comparisons and studies
+Option = dict[str, Any]  # the settings of `add_argument`
 _LONGEST_ERROR = 1_000  # characters
 
 
@@ -108,74 +110,6 @@ class _Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Creates a parser whose help shows `description`, the docstring of a command."""
-    parser = _Parser(description=description, formatter_class=_Formatter)
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    return parser
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Adds the positional argument ``run``, which `require_checkpoint` checks."""
-    parser.add_argument("run", help="the folder of a training run")
-
-
-def require_checkpoint(run: str | Path) -> None:
-    """Checks that the folder of a run has checkpoints."""
-    if not any(Path(run, "checkpoints").glob("*")):
-        raise ConfigError(
-            f"there is no checkpoint in {run}; train first, or give the folder of a run"
-        )
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds the options --threads and --device."""
-    add_threads(parser)
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-
-
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Adds key=value overrides to a parser; call ``parse_intermixed_args`` to parse them."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],  # without it, argparse says that overrides are required
-        metavar="key=value",
-        help="options of the configuration to override",
-    )
-
-
-def add_seeds(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --seeds, the seeds of the runs, to a parser."""
-    parser.add_argument(
-        "--seeds",
-        type=at_least(0, SEED_LIMIT),
-        nargs="+",
-        default=DEFAULT_SEEDS,
-        help="seeds of the runs",
-    )
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the option ``--output`` of the studies."""
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs", "results"),
-        help="folder of the page and its data",
-    )
-
-
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --threads to the parser of a command without a configuration."""
-    parser.add_argument(
-        "--threads",
-        type=at_least(0, THREAD_LIMIT),
-        default=0,
-        help="number of threads; 0 is torch's number",
-    )
-
-
 def at_least(minimum: int, below: int | None = None) -> Callable[[str], int]:
     """Makes an argparse type for whole numbers of at least `minimum`, and less than `below`."""
 
@@ -213,3 +147,78 @@ def positive(*, finite: bool = True) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def one(parse: Callable[[str], Any], default: Any, help: str) -> Option:
+    return {"type": parse, "default": default, "help": help}
+
+
+def several(parse: Callable[[str], Any], default: Any, help: str) -> Option:
+    return one(parse, default, help) | {"nargs": "+"}
+
+
+def some_of(
+    choices: Sequence[str], default: Sequence[str], help: str, metavar: str | None = None
+) -> Option:
+    return several(str, [*default], help) | {"choices": choices, "metavar": metavar}
+
+
+def flag(help: str) -> Option:
+    return {"action": "store_true", "help": help}
+
+
+# Options of several commands.
+RUN: dict[str, Option] = {"run": {"help": "the folder of a training run"}}
+OVERRIDES: dict[str, Option] = {
+    "overrides": {
+        "nargs": "*",
+        "default": [],  # without it, argparse says that overrides are required
+        "metavar": "key=value",
+        "help": "options of the configuration to override",
+    }
+}
+SEEDS = {"--seeds": several(at_least(0, SEED_LIMIT), DEFAULT_SEEDS, "seeds of the runs")}
+THREADS = {"--threads": one(at_least(0, THREAD_LIMIT), 0, "number of threads; 0 is torch's number")}
+DEVICE = THREADS | {"--device": one(str, "cpu", "cpu, cuda or cuda:N")}
+REPORT = {"--report": flag("write the page of the stored runs, and run nothing")}
+
+
+def parse(
+    help: str | None,
+    options: Mapping[str, Option],
+    arguments: Sequence[str] | None = None,
+    *,
+    epilog: str | None = None,
+    alone: Collection[str] = (),
+    **defaults: Any,
+) -> Any:
+    """Parses the arguments of a command.
+
+    Args:
+        help: the docstring of the command.
+        options: the settings of each argument by name.
+        arguments: the arguments; None: those of the command line.
+        epilog: the end of the help.
+        alone: the options of which a user may give only one.
+        defaults: other defaults of options.
+    """
+    parser = _Parser(description=help, epilog=epilog, formatter_class=_Formatter)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    group = parser.add_mutually_exclusive_group() if alone else parser
+    for name, settings in options.items():
+        (group if name in alone else parser).add_argument(name, **settings)
+    parser.set_defaults(**defaults)
+    return parser.parse_intermixed_args(arguments)
+
+
+def help_of(file: Path) -> str:
+    """Returns the docstring of a module, which is the help of a command, without its import."""
+    return ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
+
+
+def require_checkpoint(run: str | Path) -> None:
+    """Checks that the folder of a run has checkpoints."""
+    if not any(Path(run, "checkpoints").glob("*")):
+        raise ConfigError(
+            f"there is no checkpoint in {run}; train first, or give the folder of a run"
+        )

@@ -29,6 +29,7 @@ __all__ = [
     "READ_ERRORS",
     "Locked",
     "atomic_file",
+    "existing_file",
     "file_fingerprint",
     "file_lock",
     "from_json",
@@ -53,6 +54,14 @@ MAX_LINE = 4 * 2**20  # bytes of a line; bounds the memory for a file without li
 MAX_JSON = 2**28  # bytes
 MAX_PADDING = 2**20  # zero bytes at the end of a compressed file
 _NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def existing_file(path: str | Path, rule: str) -> Path:
+    """Returns the path; raises FileNotFoundError with the rule if there is no file."""
+    if not Path(path).is_file():
+        kind = "is not a file" if Path(path).exists() else "does not exist"
+        raise FileNotFoundError(f"{rule}, got {path}, which {kind}")
+    return Path(path)
 
 
 def open_plain(file: Path) -> IO[bytes]:

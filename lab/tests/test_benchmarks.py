@@ -2,16 +2,23 @@
 
 import json
 import time
+from importlib import import_module
 
 import pytest
 import torch
 from moe_lab.benchmarks import cases, data, roofline
-from moe_lab.benchmarks.harness import Quartiles, environment
+from moe_lab.benchmarks.harness import Quartiles, Row, environment, table
 from moe_lab.cli import exit_status
 from moe_lab.errors import ConfigError
-from tiny import CONFIG, TINY
+from moe_lab.files import from_json
+from tiny import CONFIG, ROOT, TINY
 
 SHAPES = ["e33", "1,2,3,4", "0,2,3,4,5", "1,2,3,4,x", "1,2,1,4,5,often"]  # not for the layer
+TABLES = {  # the published pages with the rows of a benchmark
+    "cpp": "cpp", "data": "data", "hierarchical": "hierarchical", "ops": "operators",
+    "optim": "optimizers", "recompute": "recompute", "recurrent": "recurrent",
+    "softmax": "softmax", "translation": "translation_speed",
+}  # fmt: skip
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -122,6 +129,31 @@ def test_each_row_of_a_table_has_all_cells(case, arguments, rows, monkeypatch, t
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(found) == rows == len(lines) - 2
     assert len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize("case, page", TABLES.items())
+def test_published_tables_are_made_of_their_data(case, page):
+    """The text around the tables is written by hand."""
+    path = ROOT / "docs" / "results" / page
+    module = import_module(f"moe_lab.benchmarks.{cases.file_of(case).stem}")
+
+    def stored(value):
+        if isinstance(value, list) and len(value) == 3:
+            return Quartiles(*value)
+        return value
+
+    rows = from_json(path.with_suffix(".json").read_text())["rows"]
+    rows = [Row(**{key: stored(value) for key, value in row.items()}) for row in rows]
+    lines = table(module.HEADER, module.CELLS, rows).splitlines()
+    assert len(lines) == len(rows) + 2
+    assert set(lines) <= set(path.with_suffix(".md").read_text().splitlines())
+
+
+def test_the_tables_of_the_layer_are_made_of_their_data(capsys):
+    path = ROOT / "docs" / "results" / "experts.json"
+    assert cases.run("layer", ["--report", str(path)]) == 0
+    lines = {line for line in capsys.readouterr().out.splitlines() if line.startswith("|")}
+    assert len(lines) > 60 and lines <= set(path.with_suffix(".md").read_text().splitlines())
 
 
 def test_quartiles_as_text():

@@ -4,7 +4,8 @@ import math
 import sys
 
 import pytest
-from moe_lab.decoding import bleu, corpus_bleu
+from moe_lab.decoding import bleu
+from moe_lab.decoding.bleu import corpus_bleu
 
 BY_HAND = [  # translations, references, precisions, number of tokens, and of the references
     # "the" counts twice, not three times; "the cat" and "on mats" match, no 3-grams or 4-grams.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_lab.analysis import cost
+from moe_lab.analysis.costs import cost
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.store import Runs

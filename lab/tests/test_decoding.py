@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 from assertions import assert_exact, assert_same_bits
-from moe_lab.decoding import BeamSearch
-from moe_lab.decoding.beam_search import largest
+from moe_lab.decoding.beam_search import BeamSearch, largest
 from tiny import cases
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from browser import console, overflow, prefer, resize
-from moe_lab.analysis import ExpertPage, RoutedText, expert_reports, joined
-from moe_lab.analysis.routed_text import NO_WORD
+from moe_lab.analysis.experts import expert_reports
+from moe_lab.analysis.pages import ExpertPage
+from moe_lab.analysis.routed_text import NO_WORD, RoutedText, joined
 from moe_lab.data import Vocabulary
 
 HOSTILE = [

@@ -69,7 +69,7 @@ def test_sizes_and_operations_of_the_layers():
 
 
 def test_a_layer_learns_what_fits_and_a_longer_text_no_more():
-    settings = study.Settings(epochs=20)
+    settings = study.FactsStudy.own | {"epochs": 20}
     few, many = (study.run_of(Arm("moe-16", times=size), 1, settings) for size in (0.1, 1))
     # 8,832 parameters: 2 bits for each of them, 8 bits in a fact.
     assert many["parameters"] == 8832 and many["facts"] == 2208 and few["facts"] == 221
@@ -81,7 +81,9 @@ def test_a_layer_learns_what_fits_and_a_longer_text_no_more():
 
 def test_a_loss_that_is_not_finite_stops_the_run():
     with pytest.raises(FloatingPointError, match="moe-4-seed1: the loss is not finite"):
-        study.run_of(Arm("moe-4"), 1, study.Settings(bits=0.2, epochs=3, rate=1e38))
+        study.run_of(
+            Arm("moe-4"), 1, study.FactsStudy.own | {"bits": 0.2, "epochs": 3, "rate": 1e38}
+        )
 
 
 def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsys):

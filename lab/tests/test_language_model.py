@@ -6,7 +6,9 @@ import pytest
 import reference as ref
 import torch
 from assertions import assert_exact
-from moe_lab.analysis import ExpertReport, by_specialisation, cost, expert_reports, route_text
+from moe_lab.analysis.costs import cost
+from moe_lab.analysis.experts import ExpertReport, by_specialisation, expert_reports
+from moe_lab.analysis.routed_text import route_text
 from moe_lab.data import Batch, EncodedSentences, Vocabulary
 from moe_lab.models import (
     LSTM,

@@ -239,7 +239,7 @@ def test_any_text(tmp_path, capsys):
     with pytest.raises(ConfigError, match="data.corpus: there is no corpus at .*nowhere") as error:
         prepare("text", "--from", tmp_path / "nowhere", "--output", tmp_path / "out")
     assert isinstance(error.value.__cause__, CorpusError)
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="--from must be given for the corpus text"):
         prepare("text")
 
 

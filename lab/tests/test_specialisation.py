@@ -7,19 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
-from moe_lab.analysis import (
-    RoutedText,
-    expert_reports,
-    joined,
-    labels_of,
-    measure_specialisation,
-    route_text,
-    untrained_gates,
-)
-from moe_lab.analysis.routed_text import NO_WORD
+from moe_lab.analysis.experts import expert_reports
+from moe_lab.analysis.routed_text import NO_WORD, RoutedText, joined, route_text, untrained_gates
 from moe_lab.analysis.specialisation import (
     WORD_CLASSES,
     entropy,
+    labels_of,
+    measure_specialisation,
     mutual_information,
     piece_class,
     purity,

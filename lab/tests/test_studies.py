@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from moe_lab.benchmarks.cases import run as run_benchmark
 from moe_lab.commands import train
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
@@ -36,6 +37,11 @@ PAGES = {  # of the published pages that are made of a store: the study and its 
     "translation_captions_en-de": ("translation",),
     "translation_captions_en-fr": ("translation", "--pair", "en-fr"),
 }
+BENCHMARKS = {  # of the published pages that are made of measurements: the case and the page
+    "lora": "lora_speed",
+    "low-precision": "low_precision",
+    "transformers-experts": "transformers_experts",
+}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -48,6 +54,16 @@ def test_published_pages_are_made_of_their_data(name, tmp_path):
         file = f"{name}.{suffix}"
         assert (tmp_path / file).read_text() == (RESULTS / file).read_text()
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("case, name", BENCHMARKS.items())
+def test_published_benchmarks_are_made_of_their_data(case, name, tmp_path):
+    """The page has the command of the run and what was written about its figures."""
+    data = RESULTS / f"{name}.json"
+    assert run_benchmark(case, ["--report", str(data), f"--output={tmp_path}"]) == 0
+    for file in (f"{name}.md", data.name):
+        assert (tmp_path / file).read_text() == (RESULTS / file).read_text()
+    assert json.loads(data.read_text())["command"].startswith(f"moe-lab benchmark {case} ")
 
 
 def test_every_store_of_the_results_is_checked():

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from assertions import assert_exact
-from moe_lab.analysis import cost
+from moe_lab.analysis.costs import cost
 from moe_lab.data import Vocabulary
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.comparison import dense_counterpart

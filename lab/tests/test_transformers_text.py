@@ -10,8 +10,7 @@ import sys
 import pytest
 import torch
 from browser import console, overflow, resize
-from moe_lab.analysis import route_lines
-from moe_lab.analysis.transformers_text import _spelling
+from moe_lab.analysis.transformers_text import _spelling, route_lines
 from moe_lab.commands import inspect_experts
 from moe_lab.errors import ConfigError
 from safetensors.torch import load_file, save_file

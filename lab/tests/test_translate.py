@@ -12,8 +12,10 @@ import torch
 from moe_lab.benchmarks import cases
 from moe_lab.benchmarks.harness import environment
 from moe_lab.commands import train, translate
-from moe_lab.decoding import BeamSearch, Translation, corpus_bleu
 from moe_lab.decoding.attention_plot import attention_file, attention_plot
+from moe_lab.decoding.beam_search import BeamSearch
+from moe_lab.decoding.bleu import corpus_bleu
+from moe_lab.decoding.translator import Translation
 from moe_lab.errors import ConfigError
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.translation import make_translator

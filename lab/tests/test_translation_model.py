@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from assertions import assert_exact
-from moe_lab.analysis import cost
+from moe_lab.analysis.costs import cost
 from moe_lab.data import PairBatch
-from moe_lab.decoding import BeamSearch
+from moe_lab.decoding.beam_search import BeamSearch
 from moe_lab.models import (
     FeedForwardConfig,
     MoEConfig,

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_lab.analysis import cost
+from moe_lab.analysis.costs import cost
 from moe_lab.commands import evaluate as evaluate_command
 from moe_lab.commands import inspect_experts
 from moe_lab.data import PairBatches, Wordpieces
-from moe_lab.decoding import BeamSearch
+from moe_lab.decoding.beam_search import BeamSearch
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.comparison import dense_counterpart
 from moe_lab.models import TranslationModel

@@ -8,7 +8,8 @@ import pytest
 import torch
 from assertions import assert_exact
 from moe_lab.data import EncodedPairs, EncodedSentences, PairBatches, Wordpieces
-from moe_lab.decoding import BeamSearch, Translator
+from moe_lab.decoding.beam_search import BeamSearch
+from moe_lab.decoding.translator import Translator
 from moe_lab.models import MoEConfig, TranslationModel, TranslationModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +24,22 @@ from moe_lab.benchmarks.shapes import (
 )
 from moe_lab.cli import (
     CONFIG,
+    OVERRIDES,
     THREAD_LIMIT,
+    Option,
     at_least,
-    make_parser,
+    flag,
+    help_of,
+    one,
     plot_file,
     positive,
     require_checkpoint,
+    several,
+    some_of,
 )
+from moe_lab.cli import parse as parse_options
 from moe_lab.errors import ConfigError
 from moe_lab.names import configuration_file
-from moe_lab.options import Option, flag, help_of, one, several, some_of
 
 UNITS, GROUPS = ("rows", "tokens"), "groups"  # exchanges; groups is that of placement="groups"
 
@@ -269,9 +276,7 @@ CASES = {
     "step": Case(
         sizes={"steps": (3, "number of training steps")},
         check=lambda args: configuration_file(args.config),
-        options={"config": {"help": CONFIG},
-                 "overrides": {"nargs": "*", "metavar": "key=value",
-                               "help": "options of the configuration to override"}},
+        options={"config": {"help": CONFIG}, **OVERRIDES},
     ),
     "training-step": Case(
         rounds=5, threads=1,
@@ -317,7 +322,6 @@ def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
         ConfigError: arguments do not fit together, or a file does not exist.
     """
     case = CASES[name]
-    parser = make_parser(help_of(file_of(name)))
     options = dict(case.options)
     for size, value in case.sizes.items():
         default, help = value if isinstance(value, tuple) else (value, _MEANINGS[size])
@@ -333,9 +337,7 @@ def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
         help = "largest number of rounds" if "--seconds" in options else "number of rounds"
         options["--rounds"] = one(at_least(2), case.rounds, help)
     options["--json"] = one(Path, None, "also write the figures to this file")
-    for option, settings in options.items():
-        parser.add_argument(option, **settings)
-    args = parser.parse_intermixed_args(arguments)
+    args = parse_options(help_of(file_of(name)), options, arguments)
     for option in case.files:
         paths = getattr(args, option)
         for path in paths if isinstance(paths, list) else [paths]:
@@ -352,11 +354,15 @@ def run(name: str, arguments: Sequence[str] | None = None) -> Any:
         name: a key of `CASES`.
         arguments: the arguments after the name; None: those of the command line.
     """
-    args = parse(name, arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    args = parse(name, words)
     if CASES[name].ranks and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return _launch(name, sys.argv[1:] if arguments is None else arguments, args)
+        return _launch(name, words, args)
     harness: Any = import_module("moe_lab.benchmarks.harness")
-    return harness.run(import_module(f"moe_lab.benchmarks.{file_of(name).stem}"), args)
+    case = import_module(f"moe_lab.benchmarks.{file_of(name).stem}")
+    # The records and pages have no absolute paths of this machine.
+    shown = [re.sub(r"(^|=)/.*/", r"\1", word) for word in words]
+    return harness.run(case, args, shlex.join(["moe-lab", "benchmark", name, *shown]))
 
 
 def _launch(name: str, arguments: Sequence[str], args: Any) -> int:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_lab.benchmarks.harness import Quartiles, Row, interleaved, ratio
-from moe_lab.benchmarks.roofline import gemm_and_exp_limits, gemm_and_exp_probes
+from moe_lab.benchmarks.harness import Row
+from moe_lab.benchmarks.roofline import row_with_limit
 
 SHAPES = [(2_560, 128, 8_000), (2_560, 512, 32_000), (512, 2_048, 50_000)]
 TITLE = "{dtype}, {threads} threads"
@@ -61,14 +61,5 @@ def measure(args: Any) -> Iterator[Row]:
             loss(x, weight, target).backward()
 
         functions = {name: partial(gradients, loss) for name, loss in LOSSES.items()}
-        seconds = interleaved(gemm_and_exp_probes(dtype) | functions, args.rounds, warm_up=1)
-        ours, *torchs = (seconds[name] for name in LOSSES)
-        flops = 6 * num_tokens * width * num_classes
-        limits = gemm_and_exp_limits(seconds, flops, num_tokens * num_classes)
-        yield Row(
-            shape=f"{num_tokens}, {width}, {num_classes}",
-            **{name: Quartiles.of(seconds[name]).scaled(1e3) for name in LOSSES},  # ms
-            gflops=flops / Quartiles.of(ours).median / 1e9,
-            fraction=ratio(limits, ours),
-            speedup=ratio([min(each) for each in zip(*torchs, strict=True)], ours),
-        )
+        shape, logits = (num_tokens, width, num_classes), num_tokens * num_classes
+        yield row_with_limit(shape, functions, dtype, args.rounds, 6 * width * logits, logits)

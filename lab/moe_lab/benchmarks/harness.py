@@ -70,7 +70,7 @@ def environment(device: str = "cpu") -> str:
     return f"{cpu_name()}; torch {torch.__version__}, {blas_name()}, kernels {isa()}"
 
 
-def run(case: Any, args: Any) -> Any:
+def run(case: Any, args: Any, command: str) -> Any:
     """Measures a case and reports it; returns its rows, or the result of its own `run`.
 
     Args:
@@ -78,11 +78,12 @@ def run(case: Any, args: Any) -> Any:
             is called once for each number of threads. `HEADER` and `CELLS` are the columns of their
             table, and `TITLE` has the names of options in braces.
         args: the parsed arguments of the case.
+        command: the command as it was typed, for the page.
     """
     if "bfloat16" in getattr(args, "dtype", ""):
         avoid_missing_amx()
     torch.manual_seed(0)
-    args.arguments = options_as_text(args)
+    args.arguments, args.command = options_as_text(args), command
     if hasattr(case, "run"):
         return case.run(args)
     threads = getattr(args, "threads", None)

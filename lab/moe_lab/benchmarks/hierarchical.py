@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from moe_ext import HierarchicalMoE, MoE, cv_squared, ops
-from moe_lab.analysis import moe_ops
+from moe_lab.analysis.costs import moe_ops
 from moe_lab.benchmarks.harness import Row, interleaved, ratio
 from moe_lab.benchmarks.memory import peak_mib
 

@@ -42,24 +42,26 @@ from moe_ext import ops
 from moe_lab.benchmarks import measurement
 from moe_lab.benchmarks.harness import Quartiles, Row, pinned
 from moe_lab.benchmarks.measurement import Extra, Stacked
-from moe_lab.benchmarks.peers import random_routing
+from moe_lab.benchmarks.peers import Inputs
 from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
 from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
 from moe_lab.benchmarks.tables import (
     cell,
-    list_of_remarks,
+    list_section,
     memory_sections,
+    page_of_run,
     percent_of_limit,
     plot,
+    remarks_of,
     spread_of,
     time_sections,
 )
 from moe_lab.benchmarks.transformers_experts import build_layer
+from moe_lab.experiments.report import Page
 from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 
 NAME = "lora_speed"
-COMMAND = "moe-lab benchmark lora --output docs/results"
 MODEL = "qwen3_moe"
 OURS, FROZEN, PEFT, PEER = "ours", "frozen", "PEFT", "grouped_mm"
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -98,15 +100,11 @@ class Problem:
         self.passes = {f"{each} rows": each * num_experts // model.k for each in rows}
         tokens = max(self.passes.values())
         self.shape = Shape(tokens, num_experts, model.k, model.hidden_size, model.intermediate_size)
-        self.inputs = {name: self._step(tokens) for name, tokens in self.passes.items()}
+        self.inputs = {
+            name: Inputs.draw(self.shape._replace(tokens=tokens), dtype)
+            for name, tokens in self.passes.items()
+        }
         self.used_experts = num_experts
-
-    def _step(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns x, the experts of each token, their gates and the gradient of y."""
-        shape = self.shape._replace(tokens=tokens)
-        x, upstream = (torch.randn(tokens, shape.d_model).to(self.dtype) for _ in range(2))
-        gates = torch.randn(tokens, shape.k).softmax(dim=-1).to(self.dtype)
-        return x.requires_grad_(), random_routing(shape), gates.requires_grad_(), upstream
 
     def _in_own_order(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Converts A [E · r, fan_in] and B [width, r · E] of PEFT for each layer.
@@ -175,13 +173,7 @@ def _weights_of(wrapper: Any) -> list[Tensor]:
 
 
 def run(args: Any) -> int:
-    return measurement.run_page(
-        args,
-        NAME,
-        _measure,
-        page_of,
-        lambda record, results: plot(results, record["environment"], lambda result: result.name),
-    )
+    return measurement.run_page(args, NAME, _measure, page_of)
 
 
 def _measure(args: Any) -> dict[str, Any]:
@@ -245,19 +237,14 @@ def _memory_table(group: Sequence[Row]) -> str:
     return markdown_table(["rows of an expert", "moe_ext", FROZEN, PEFT, PEER, "on paper"], lines)
 
 
-def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
-    """Formats the page of a run, or of several merged runs."""
-    spread = spread_of(results)
-    parts = [
-        "# Adapters of frozen experts\n",
-        f"```\n{COMMAND}\n```\n",
-        f"{record['environment']}; {record['versions']}\n",
-        f"Forward and backward of the experts of Qwen3-30B-A3B with adapters of rank "
+def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
+    about = (
+        "Forward and backward of the experts of Qwen3-30B-A3B with adapters of rank "
         f"{results[0].rank}. `--help` explains the implementations and the columns. Figures are "
-        f"{spread}. In brackets after a time of PEFT is this time divided by that of moe_ext.\n",
-    ]
-    parts += time_sections(results, _table)
-    parts += memory_sections(results, _memory_table)
-    if remarks := list_of_remarks(results):
-        parts += ["## Not timed\n", remarks]
-    return "\n".join(parts)
+        f"{spread_of(results)}. In brackets after a time of PEFT is this time divided by that of "
+        "moe_ext."
+    )
+    sections = time_sections(results, _table) + memory_sections(results, _memory_table)
+    sections += list_section("Not timed", remarks_of(results))
+    figure = plot(results, record["environment"], lambda result: result.name)
+    return page_of_run("Adapters of frozen experts", record, about, figure, sections)

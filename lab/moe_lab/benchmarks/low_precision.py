@@ -64,16 +64,18 @@ from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
 from moe_lab.benchmarks.shapes import MODELS, PACKED_PEERS, Shape, experts_of_model
 from moe_lab.benchmarks.tables import (
     cell,
+    list_section,
     number,
+    page_of_run,
     percent_of_limit,
     plot,
     spread_of,
     time_sections,
 )
+from moe_lab.experiments.report import Page
 from moe_lab.markdown import markdown_table
 
 NAME = "low_precision"
-COMMAND = "moe-lab benchmark low-precision --output docs/results"
 OURS, FLOAT, INTEGER, REPACKED = "ours", "float-experts", "integer", "-repacked"
 FLOAT_PEERS = {FLOAT, "grouped_mm"}  # with dequantized weights
 TOLERANCE = 0.05  # of activations in 8 bits, in the norm of y
@@ -261,12 +263,7 @@ def grouped_mm(weights: Sequence[Tensor], x: Tensor, index: Tensor, gates: Tenso
 
 
 def run(args: Any) -> int:
-    return measurement.run_page(args, NAME, _measure, page_of, _figure)
-
-
-def _figure(record: dict[str, Any], results: list[Row]) -> Any:
-    first = [result for result in results if result.model == results[0].model]
-    return plot(first, record["environment"], lambda result: result.format)
+    return measurement.run_page(args, NAME, _measure, page_of)
 
 
 def _measure(args: Any) -> dict[str, Any]:
@@ -355,19 +352,15 @@ def _remarks(results: Sequence[Row]) -> list[str]:
     return lines
 
 
-def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
-    """Formats the page of a run, or of several merged runs."""
-    spread = spread_of(results)
-    parts = [
-        "# Experts in 4 and 8 bits: speed\n",
-        f"```\n{COMMAND}\n```\n",
-        f"{record['environment']}; {record['versions']}\n",
-        f"`--help` explains passes and columns. Figures are {spread} of one call. GB/s are those "
-        "of codes and scales. The time of another implementation is in ms. In brackets is this "
-        "time divided by the time of moe_ext. The last two columns compare with the faster of "
-        "ik_llama.cpp and llama.cpp.\n",
-    ]
-    parts += time_sections(results, _table, what="x in ")
-    if remarks := [*_remarks(results), *record["left_out"]]:
-        parts += ["## Not timed\n", "".join(f"- {each}\n" for each in remarks)]
-    return "\n".join(parts)
+def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
+    about = (
+        f"`--help` explains passes and columns. Figures are {spread_of(results)} of one call. GB/s "
+        "are those of codes and scales. The time of another implementation is in ms. In brackets "
+        "is this time divided by the time of moe_ext. The last two columns compare with the faster "
+        "of ik_llama.cpp and llama.cpp. The plot shows the first model."
+    )
+    sections = time_sections(results, _table, what="x in ")
+    sections += list_section("Not timed", [*_remarks(results), *record["left_out"]])
+    first = [result for result in results if result.model == results[0].model]
+    figure = plot(first, record["environment"], lambda result: result.format)
+    return page_of_run("Experts in 4 and 8 bits: speed", record, about, figure, sections)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_lab.benchmarks.harness import Quartiles, Row, interleaved, ratio
-from moe_lab.benchmarks.roofline import gemm_and_exp_limits, gemm_and_exp_probes
+from moe_lab.benchmarks.harness import Row
+from moe_lab.benchmarks.roofline import row_with_limit
 
 # Those of App. C.1 with a projection, and of configs/mt/small-moe-32.toml.
 SHAPES = [(64, 30, 512, 2_048, 512), (100, 25, 128, 256, 128)]
@@ -51,23 +51,14 @@ def gradients(function: Callable[[nn.LSTM, Tensor], Tensor], lstm: nn.LSTM, x: T
 def measure(args: Any) -> Iterator[Row]:
     dtype = getattr(torch, args.dtype)
     warnings.filterwarnings("ignore", message=".*projection.*")  # of oneDNN, in torch's LSTM
-    for num_sentences, num_tokens, d_input, units, width in args.shape or SHAPES:
+    for shape in args.shape or SHAPES:
+        num_sentences, num_tokens, d_input, units, width = shape
         lstm = nn.LSTM(d_input, units, proj_size=width, batch_first=True, dtype=dtype)
         x = torch.randn(num_sentences, num_tokens, d_input, dtype=dtype, requires_grad=True)
         functions = {
             "moe_ext": partial(gradients, of_moe_ext, lstm, x),
             "torch": partial(gradients, of_torch, lstm, x),
         }
-        seconds = interleaved(gemm_and_exp_probes(dtype) | functions, args.rounds, warm_up=1)
-        ours = Quartiles.of(seconds["moe_ext"])
         cells = num_sentences * num_tokens * units
         flops = 6 * cells * (4 * (d_input + width) + width)
-        limits = gemm_and_exp_limits(seconds, flops, EXPONENTIALS * cells)
-        yield Row(
-            shape=f"{num_sentences}, {num_tokens}, {d_input}, {units}, {width}",
-            moe_ext=ours.scaled(1e3),  # ms
-            torch=Quartiles.of(seconds["torch"]).scaled(1e3),
-            gflops=flops / ours.median / 1e9,
-            fraction=ratio(limits, seconds["moe_ext"]),
-            speedup=ratio(seconds["torch"], seconds["moe_ext"]),
-        )
+        yield row_with_limit(shape, functions, dtype, args.rounds, flops, EXPONENTIALS * cells)

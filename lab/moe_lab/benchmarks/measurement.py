@@ -25,7 +25,7 @@ from moe_lab.benchmarks.harness import (
 from moe_lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib
 from moe_lab.benchmarks.roofline import Probe, Work, gemm_probe, limit, stream_probe
 from moe_lab.benchmarks.shapes import Shape
-from moe_lab.experiments.report import write_report
+from moe_lab.experiments.report import Page, publish
 from moe_lab.files import from_json, write_json
 from moe_lab.progress import progress
 
@@ -277,6 +277,7 @@ def measure_all(
         keep_freed_memory()
     record: dict[str, Any] = {
         "environment": environment(args.device),
+        "command": args.command,
         "arguments": args.arguments,
         **{"results": [], "left_out": []},
         **more,
@@ -320,9 +321,13 @@ def read_merged(args: Any) -> dict[str, Any]:
         for key in ("memory", "routing", "left_out", "warnings")
         if key in records[0]
     }
-    environments = "; ".join(dict.fromkeys(record["environment"] for record in records))
+    texts = {
+        key: separator.join(dict.fromkeys(each[key] for each in records if key in each))
+        for key, separator in (("environment", "; "), ("command", "\n"), ("notes", "\n\n"))
+        if any(key in each for each in records)
+    }
     medians = [_over_occasions(found) for found in results.values()]
-    merged = records[0] | {"environment": environments, "results": medians} | lists
+    merged = records[0] | texts | {"results": medians} | lists
     if args.json:
         write_json(args.json, merged)
     return merged
@@ -365,17 +370,15 @@ def run_page(
     args: Any,
     name: str,
     measure: Callable[[Any], dict[str, Any]],
-    page_of: Callable[[dict[str, Any], list[Row]], str],
-    figure_of: Callable[[dict[str, Any], list[Row]], Any],
+    page_of: Callable[[dict[str, Any], list[Row]], Page],
 ) -> int:
-    """Measures or merges earlier runs; prints the page, or writes it, its data and its figure.
+    """Measures or merges earlier runs; prints the page, or writes it, its data and its plot.
 
     Args:
         args: the arguments of the command, with --output, --report and --json.
         name: the stem of the files of the page.
         measure: returns the record of a run.
         page_of: returns the page of a record and its results.
-        figure_of: returns the figure of a record and its results.
 
     Returns:
         The status of the command.
@@ -387,9 +390,9 @@ def run_page(
     results = results_of(record)
     page = page_of(record, results)
     if args.output is None:
-        print(page, end="")
+        print(page.as_markdown(name), end="")
     else:
-        write_report(args.output, name, page, record, figure_of(record, results))
+        publish(args.output, name, page, record)
     return report_wrong(results)
 
 

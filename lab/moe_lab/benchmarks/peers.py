@@ -42,6 +42,25 @@ def random_routing(shape: Shape, device: str = "cpu") -> Tensor:
     return (popularity + noise).topk(k).indices
 
 
+class Inputs(NamedTuple):
+    """The inputs of a pass: x [T, H], experts [T, k], gates [T, k] and the gradient of y [T, H]."""
+
+    x: Tensor
+    expert_index: Tensor
+    gates: Tensor
+    upstream: Tensor
+
+    @classmethod
+    def draw(cls, shape: Shape, dtype: torch.dtype) -> "Inputs":
+        x, upstream = (torch.randn(shape.tokens, shape.d_model).to(dtype) for _ in range(2))
+        gates = torch.randn(shape.tokens, shape.k).softmax(dim=-1).to(dtype)
+        return cls(x.requires_grad_(), random_routing(shape), gates.requires_grad_(), upstream)
+
+    @property
+    def used_experts(self) -> int:
+        return self.expert_index.unique().numel()
+
+
 @dataclass
 class Peer:
     """An implementation of Eq. 1.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ext import ops
+from moe_lab.benchmarks.harness import Quartiles, Row, interleaved, ratio
 
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of a square matrix
 STREAM_SIZE = {"cpu": 256, "cuda": 2048}  # MiB per vector
@@ -120,3 +121,27 @@ def gemm_and_exp_limits(
         gemm * flops / (2 * PEAK_SIZE**3) + exp * num_exponentials / (REPEATS * NUM_EXPONENTIALS)
         for gemm, exp in zip(seconds["peak"], seconds["exp"], strict=True)
     ]
+
+
+def row_with_limit(
+    shape: Sequence[int],
+    functions: Mapping[str, Callable[[], object]],
+    dtype: torch.dtype,
+    rounds: int,
+    flops: int,
+    num_exponentials: int,
+) -> Row:
+    """Times functions, the first of which is ours, against the limit of GEMMs and exponentials.
+
+    Returns the ms of each function by its name, gflops of ours, "fraction" (limit / ours) and
+    "speedup" (the fastest other function / ours).
+    """
+    seconds = interleaved(gemm_and_exp_probes(dtype) | {**functions}, rounds, warm_up=1)
+    ours, *others = (seconds[name] for name in functions)
+    return Row(
+        shape=", ".join(map(str, shape)),
+        **{name: Quartiles.of(seconds[name]).scaled(1e3) for name in functions},
+        gflops=flops / Quartiles.of(ours).median / 1e9,
+        fraction=ratio(gemm_and_exp_limits(seconds, flops, num_exponentials), ours),
+        speedup=ratio([min(each) for each in zip(*others, strict=True)], ours),
+    )

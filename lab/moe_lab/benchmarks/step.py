@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.analysis import cost, training_flops
+from moe_lab.analysis.costs import cost, training_flops
 from moe_lab.data import EncodedSentences, Vocabulary
 from moe_lab.files import write_json
 from moe_lab.models import LanguageModel

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lab.benchmarks.harness import Quartiles, Row
 from moe_lab.benchmarks.measurement import best_ratio, by
 from moe_lab.benchmarks.peers import BESIDE_PEERS, PASSES, PEERS
+from moe_lab.experiments.report import Command, Page, Plot
 from moe_lab.markdown import markdown_table
 
 if TYPE_CHECKING:
@@ -40,8 +41,13 @@ def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def list_of_remarks(results: Iterable[Row]) -> str:
-    """Returns a Markdown list of what is not timed, and why; "" if all is timed."""
+def list_section(title: str, items: Sequence[str]) -> list[str]:
+    """Returns a section with a list, or no section if the list is empty."""
+    return [f"## {title}", "\n".join(f"- {each}" for each in items)] if items else []
+
+
+def remarks_of(results: Iterable[Row]) -> list[str]:
+    """Says what is not timed, and why."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for peer, remarks in result.remarks.items():
@@ -49,9 +55,7 @@ def list_of_remarks(results: Iterable[Row]) -> str:
                 where = reasons.setdefault((peer, f"{which}: {reason}"), [])
                 if (problem := f"{result.name} {result.dtype}") not in where:
                     where.append(problem)
-    return "".join(
-        f"- {peer}, {reason} ({', '.join(places)})\n" for (peer, reason), places in reasons.items()
-    )
+    return [f"{peer}, {reason} ({', '.join(where)})" for (peer, reason), where in reasons.items()]
 
 
 def spread_of(results: Iterable[Row]) -> str:
@@ -69,8 +73,8 @@ def time_sections(
     for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
         gflops = max(result.gemm_gflops for result in group)
         gbytes = max(result.stream_gbytes for result in group)
-        peaks = f"GEMM peak {gflops:.0f} GF/s, stream {gbytes:.1f} GB/s.\n"
-        parts += [f"## {what}{dtype}, {place(threads)}\n", peaks, table(group)]
+        peaks = f"GEMM peak {gflops:.0f} GF/s, stream {gbytes:.1f} GB/s."
+        parts += [f"## {what}{dtype}, {place(threads)}", peaks, table(group)]
     return parts
 
 
@@ -79,8 +83,8 @@ def memory_sections(results: Iterable[Row], table: Callable[[Sequence[Row]], str
     parts = []
     for dtype, group in by(results, lambda result: result.dtype).items():
         first = [result for result in group if result.threads == group[0].threads]
-        what = "MiB without weights and inputs.\n"
-        parts += [f"## Peak memory, {dtype}\n", what, table(first)]
+        what = "MiB without weights and inputs."
+        parts += [f"## Peak memory, {dtype}", what, table(first)]
     return parts
 
 
@@ -140,8 +144,8 @@ def print_results(results: Sequence[Row]) -> None:
         if any(result.peak_mib for result in group):
             print(f"\nPeak memory in MiB without inputs and weights, {dtype}\n")
             print(peak_table(group), end="")
-    if remarks := list_of_remarks(results):
-        print(f"\nNot timed:\n{remarks}", end="")
+    if remarks := remarks_of(results):
+        print("\nNot timed:", *remarks, sep="\n- ")
 
 
 def print_routing(found: Sequence[dict[str, Any]]) -> None:
@@ -210,6 +214,19 @@ def print_report(record: dict[str, Any], results: Sequence[Row]) -> None:
         print_routing(record["routing"])
     if record["left_out"]:
         print("\nLeft out:", *record["left_out"], sep="\n- ")
+
+
+def page_of_run(
+    title: str, record: dict[str, Any], about: str, figure: "Figure", sections: Sequence[str]
+) -> Page:
+    """Makes the page of a run, or of several merged runs.
+
+    What somebody has written about the figures is in "notes" of the record, as Markdown. Add it to
+    the JSON file, and --report writes it into the page.
+    """
+    machine = f"{record['environment']}; {record['versions']}"
+    head = [Command(record["command"]), machine, about, record.get("notes", "")]
+    return Page(title, [*head, Plot("share of the limit", figure), *sections])
 
 
 def plot(results: Sequence[Row], machine: str, label: Callable[[Row], str]) -> "Figure":

@@ -55,42 +55,38 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_lab.benchmarks import measurement
 from moe_lab.benchmarks.harness import Quartiles, Row
 from moe_lab.benchmarks.measurement import Extra, Stacked, best_ratio
-from moe_lab.benchmarks.peers import hf_extra, random_routing
+from moe_lab.benchmarks.peers import Inputs, hf_extra
 from moe_lab.benchmarks.roofline import Work, experts_work
 from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
 from moe_lab.benchmarks.tables import (
     cell,
-    list_of_remarks,
+    list_section,
     memory_sections,
     number,
+    page_of_run,
     peak_table,
     percent_of_limit,
     plot,
+    remarks_of,
     spread_of,
     time_sections,
 )
+from moe_lab.experiments.report import Page
 from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 
 NAME = "transformers_experts"
 OURS = "moe_ext"  # the name in transformers' registry
-COMMAND = "moe-lab benchmark transformers-experts --models all --output docs/results"
 
 
 def run(args: Any) -> int:
-    return measurement.run_page(
-        args,
-        NAME,
-        _measure,
-        page_of,
-        lambda record, results: plot(results, record["environment"], _label),
-    )
+    return measurement.run_page(args, NAME, _measure, page_of)
 
 
 def _measure(args: Any) -> dict[str, Any]:
@@ -130,19 +126,6 @@ TASKS = {
 }
 
 
-class Step(NamedTuple):
-    """The inputs of a pass: x [T, H], experts [T, k], gates [T, k] and the gradient of y [T, H]."""
-
-    x: Tensor
-    expert_index: Tensor
-    gates: Tensor
-    upstream: Tensor
-
-    @property
-    def used_experts(self) -> int:
-        return self.expert_index.unique().numel()
-
-
 def build_layer(name: str, num_experts: int, dtype: torch.dtype) -> nn.Module:
     """Builds transformers' experts layer of a model with random weights."""
     model = MODELS[name]
@@ -174,18 +157,15 @@ class Problem:
         self.activation, self.hidden, self.dtype = model.activation, model.intermediate_size, dtype
         self.layer = build_layer(name, num_experts, dtype)
         self.config: Any = self.layer.config
-        large = self._step(tokens)
+        large = Inputs.draw(self.shape, dtype)
         self.steps = {
-            name: [self._step(task.tokens) for _ in range(task.steps)] if task.tokens else [large]
+            name: [self._few(task.tokens) for _ in range(task.steps)] if task.tokens else [large]
             for name, task in TASKS.items()
         }
         self.used_experts = large.used_experts
 
-    def _step(self, tokens: int) -> Step:
-        shape = self.shape._replace(tokens=tokens)
-        x, upstream = (torch.randn(tokens, shape.d_model).to(self.dtype) for _ in range(2))
-        gates = torch.randn(tokens, shape.k).softmax(dim=-1).to(self.dtype)
-        return Step(x.requires_grad_(), random_routing(shape), gates.requires_grad_(), upstream)
+    def _few(self, tokens: int) -> Inputs:
+        return Inputs.draw(self.shape._replace(tokens=tokens), self.dtype)
 
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.layer.parameters())
@@ -252,22 +232,15 @@ def _time_table(group: Sequence[Row]) -> str:
     return markdown_table([*header, *peers, "best / moe_ext"], lines)
 
 
-def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
-    """Formats the page of a run, or of several merged runs."""
-    spread = spread_of(results)
-    parts = [
-        "# The experts of transformers' models\n",
-        f"```\n{COMMAND}\n```\n",
-        f"{record['environment']}; {record['versions']}\n",
-        "`--help` has the sources of the sizes, and explains tasks and columns. "
-        f"Figures are {spread}. The time of another implementation is in ms; in brackets is this "
+def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
+    about = (
+        "`--help` has the sources of the sizes, and explains tasks and columns. Figures are "
+        f"{spread_of(results)}. The time of another implementation is in ms; in brackets is this "
         "time divided by the time of moe_ext. T·k/E is the mean number of rows of an expert. The "
-        "time of a decode task is that of 10 passes.\n",
-    ]
-    parts += time_sections(results, _time_table)
-    parts += memory_sections(results, peak_table)
-    if remarks := list_of_remarks(results):
-        parts += ["## Not timed\n", remarks]
-    if record["warnings"]:
-        parts += ["## Warnings\n", "".join(f"- {each}\n" for each in record["warnings"])]
-    return "\n".join(parts)
+        "time of a decode task is that of 10 passes."
+    )
+    sections = time_sections(results, _time_table) + memory_sections(results, peak_table)
+    sections += list_section("Not timed", remarks_of(results))
+    sections += list_section("Warnings", record["warnings"])
+    figure = plot(results, record["environment"], _label)
+    return page_of_run("The experts of transformers' models", record, about, figure, sections)

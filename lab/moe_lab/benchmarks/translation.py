@@ -27,7 +27,8 @@ from moe_lab.benchmarks.harness import (
     ratio,
     report,
 )
-from moe_lab.decoding import BeamSearch, Translation, Translator
+from moe_lab.decoding.beam_search import BeamSearch
+from moe_lab.decoding.translator import Translation, Translator
 from moe_lab.errors import ConfigError
 from moe_lab.files import open_plain, plain_lines
 from moe_lab.training.checkpoint import load_run

@@ -24,30 +24,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lab.cli import CONFIG, add_overrides, add_seeds, make_parser
+from moe_lab.cli import CONFIG, OVERRIDES, REPORT, SEEDS, Option, parse, several
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.arms import add_report
 
 if TYPE_CHECKING:
     from moe_lab.experiments.store import Stored
 
 
+OPTIONS: dict[str, Option] = {
+    "config": {"help": CONFIG},
+    **(OVERRIDES | SEEDS),
+    "--against": several(str, [], "options to change in the second model")
+    | {"metavar": "key=value"},
+    "--output": {"help": "folder of all runs (default: runs/NAME-compare)"},
+    **REPORT,
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> "Stored":
     """Runs the command and returns the stored runs."""
-    parser = make_parser(__doc__)
-    parser.add_argument("config", help=CONFIG)
-    add_overrides(parser)
-    add_seeds(parser)
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        default=[],
-        metavar="key=value",
-        help="options to change in the second model",
-    )
-    parser.add_argument("--output", help="folder of all runs (default: runs/NAME-compare)")
-    add_report(parser)
-    options = parser.parse_intermixed_args(arguments)
+    options = parse(__doc__, OPTIONS, arguments)
     if any(change.startswith("seed=") for change in [*options.overrides, *options.against]):
         raise ConfigError("seed must be omitted; give --seeds instead")
     if len(set(options.seeds)) != len(options.seeds):

@@ -19,36 +19,28 @@ translation.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moe_lab.cli import add_device, add_run, at_least, make_parser, require_checkpoint
+from moe_lab.cli import DEVICE, RUN, Option, at_least, flag, one, parse, require_checkpoint
 from moe_lab.names import PARTS_AND_ALL
 
 if TYPE_CHECKING:
     from moe_lab.training.metrics import Evaluation
 
 
+OPTIONS: dict[str, Option] = {
+    **RUN,
+    "--part": {"choices": PARTS_AND_ALL,
+               "help": "part of the corpus (default: test; all with --corpus)"},
+    "--corpus": {"help": '"builtin", "sources" or a path (default: the corpus of the run)'},
+    "--bleu": flag("also translate the sources and print BLEU"),
+    "--tokens-per-batch": one(at_least(1), 2_560, "approximate number of predictions in a batch; "
+                              "for pairs, of source wordpieces"),
+    **DEVICE,
+}  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> "Evaluation":
     """Runs the command and returns the evaluation."""
-    parser = make_parser(__doc__)
-    add_run(parser)
-    parser.add_argument(
-        "--part",
-        choices=PARTS_AND_ALL,
-        help="part of the corpus (default: test; all with --corpus)",
-    )
-    parser.add_argument(
-        "--corpus", help='"builtin", "sources" or a path (default: the corpus of the run)'
-    )
-    parser.add_argument(
-        "--bleu", action="store_true", help="also translate the sources and print BLEU"
-    )
-    parser.add_argument(
-        "--tokens-per-batch",
-        type=at_least(1),
-        default=2_560,
-        help="approximate number of predictions in a batch; for pairs, of source wordpieces",
-    )
-    add_device(parser)
-    options = parser.parse_args(arguments)
+    options = parse(__doc__, OPTIONS, arguments)
     part = options.part or ("all" if options.corpus else "test")
     require_checkpoint(options.run)
 

@@ -18,16 +18,14 @@ be exported: torch.export would unroll the layer's time steps and fix S.
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_lab.cli import add_run, make_parser, require_checkpoint
+from moe_lab.cli import RUN, parse, require_checkpoint
 from moe_lab.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    parser = make_parser(__doc__)
-    add_run(parser)
-    parser.add_argument("--output", type=Path, required=True, help="the package, a file *.pt2")
-    options = parser.parse_args(arguments)
+    output_option = {"type": Path, "required": True, "help": "the package, a file *.pt2"}
+    options = parse(__doc__, {**RUN, "--output": output_option}, arguments)
     output: Path = options.output
     if output.suffix != ".pt2":
         raise ConfigError(f"--output must end in .pt2, got {output}")

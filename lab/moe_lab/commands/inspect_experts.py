@@ -27,47 +27,30 @@ several layers is written, not printed.
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_lab.cli import add_device, at_least, make_parser, require_checkpoint
+from moe_lab.cli import DEVICE, Option, at_least, one, parse, require_checkpoint
 from moe_lab.errors import ConfigError
 from moe_lab.names import PARTS_AND_ALL
+
+OPTIONS: dict[str, Option] = {
+    "run": {"help": "folder of a training run; with --text, a transformers model"},
+    "--text": {"help": "text file for a transformers model to read"},
+    "--part": {"choices": PARTS_AND_ALL, "default": "train",
+               "help": "part of the run's corpus to read"},
+    "--positions": one(at_least(1), 200_000, "approximate number of tokens to read"),
+    "--layer": one(int, None, "index among the model's MoE layers (default: 0; with --text, all "
+                   "layers)"),
+    "--contexts": one(at_least(1), 10, "number of contexts for each expert"),
+    "--sentences": one(at_least(0), 200, "number of sentences in the explorer, divided over its "
+                       "layers"),
+    "--output": {"help": "path of the output files without .txt and .html (default: RUN/experts; "
+                         "with --text, experts)"},
+    **DEVICE,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    parser = make_parser(__doc__)
-    parser.add_argument("run", help="folder of a training run; with --text, a transformers model")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--text", help="text file for a transformers model to read")
-    source.add_argument(
-        "--part", choices=PARTS_AND_ALL, default="train", help="part of the run's corpus to read"
-    )
-    parser.add_argument(
-        "--positions",
-        type=at_least(1),
-        default=200_000,
-        help="approximate number of tokens to read",
-    )
-    parser.add_argument(
-        "--layer",
-        type=int,
-        help="index among the model's MoE layers (default: 0; with --text, all layers)",
-    )
-    parser.add_argument(
-        "--contexts", type=at_least(1), default=10, help="number of contexts for each expert"
-    )
-    parser.add_argument(
-        "--sentences",
-        type=at_least(0),
-        default=200,
-        help="number of sentences in the explorer, divided over its layers",
-    )
-    parser.add_argument(
-        "--output",
-        help="path of the output files without .txt and .html (default: RUN/experts; with --text, "
-        "experts)",
-    )
-    add_device(parser)
-    options = parser.parse_args(arguments)
+    options = parse(__doc__, OPTIONS, arguments, alone=("--text", "--part"))
     if options.text is None:
         require_checkpoint(options.run)
 

@@ -34,47 +34,28 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from moe_lab.cli import CONFIG, add_overrides, at_least, make_parser
+from moe_lab.cli import CONFIG, OVERRIDES, Option, at_least, flag, one, parse, several
 from moe_lab.errors import ConfigError
 
 EXCHANGES, PLACEMENTS = ("rows", "tokens"), ("experts", "groups")  # of moe_ext.distributed
 
 
+OPTIONS: dict[str, Option] = {
+    "config": {"type": Path, "help": f"{CONFIG}, of a language model"},
+    **OVERRIDES,
+    "--devices": several(at_least(1), [1, 2, 4], "numbers of devices"),
+    "--device": several(str, ["a100"], "a preset, values, or both") | {"metavar": "NAME|key=value"},
+    "--exchange": {"choices": EXCHANGES, "default": "rows", "help": "what the all-to-all sends"},
+    "--placement": {"choices": PLACEMENTS, "help": "what a device owns: experts, or groups with "
+                                                   "their gates (default: groups if any)"},
+    "--weak": flag("grow the experts in proportion to the devices"),
+    "--json": one(Path, None, "also write the cluster plans to this file"),
+}  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    parser = make_parser(__doc__)
-    parser.add_argument("config", type=Path, help=f"{CONFIG}, of a language model")
-    add_overrides(parser)
-    parser.add_argument(
-        "--devices",
-        type=at_least(1),
-        nargs="+",
-        default=[1, 2, 4],
-        help="numbers of devices",
-    )
-    parser.add_argument(
-        "--device",
-        nargs="+",
-        default=["a100"],
-        metavar="NAME|key=value",
-        help="a preset, values, or both",
-    )
-    parser.add_argument(
-        "--exchange",
-        choices=EXCHANGES,
-        default="rows",
-        help="what the all-to-all sends",
-    )
-    parser.add_argument(
-        "--placement",
-        choices=PLACEMENTS,
-        help="what a device owns: experts, or groups with their gates (default: groups if any)",
-    )
-    parser.add_argument(
-        "--weak", action="store_true", help="grow the experts in proportion to the devices"
-    )
-    parser.add_argument("--json", type=Path, help="also write the cluster plans to this file")
-    args = parser.parse_intermixed_args(arguments)
+    args = parse(__doc__, OPTIONS, arguments)
 
     from moe_lab.analysis.cluster import plan
     from moe_lab.analysis.cluster_table import grown, parse_device, table

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lab.cli import at_least, make_parser
+from moe_lab.cli import Option, at_least, one, parse, several
 from moe_lab.errors import ConfigError
 from moe_lab.names import PIECE_KINDS
 
@@ -37,50 +37,33 @@ PUBLIC = ("lm1b", "wikitext-103", "wikitext-2")  # have published sizes, and a g
 _OF_A_PATH = ("text", "languages")
 
 
+OPTIONS: dict[str, Option] = {
+    "name": {"choices": [*PUBLIC, *_OF_A_PATH], "help": "the corpus"},
+    "--from": one(Path, None, "local files to use instead of downloads") | {"dest": "source"},
+    "--output": one(Path, None, "folder of the results (default: data/NAME)"),
+    "--vocabulary": one(Path, None, "vocabulary file to use"),
+    "--vocab-size": one(at_least(3), None, "maximum vocabulary size, for text and languages only "
+                        "(default: 10000)"),
+    "--kind": {"choices": ["words", *PIECE_KINDS],
+               "help": "words, or wordpieces (default: bpe for languages, else words)"},
+    "--languages": several(str, ["fr", "de", "es", "pt", "ja", "ko"],
+                           "languages in addition to English, for languages only"),
+    "--sentences": one(at_least(1), 60_000, "maximum number of training sentences of each "
+                       "language"),
+    "--workers": one(at_least(0), os.cpu_count() or 1, "number of encoding processes"),
+}  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> "SentenceText":
     """Runs the command and returns the encoded text."""
-    parser = make_parser(__doc__)
-    parser.add_argument("name", choices=[*PUBLIC, *_OF_A_PATH], help="the corpus")
-    parser.add_argument(
-        "--from", dest="source", type=Path, help="local files to use instead of downloads"
-    )
-    parser.add_argument("--output", type=Path, help="folder of the results (default: data/NAME)")
-    parser.add_argument("--vocabulary", type=Path, help="vocabulary file to use")
-    parser.add_argument(
-        "--vocab-size",
-        type=at_least(3),
-        help="maximum vocabulary size, for text and languages only (default: 10000)",
-    )
-    parser.add_argument(
-        "--kind",
-        choices=["words", *PIECE_KINDS],
-        help="words, or wordpieces (default: bpe for languages, else words)",
-    )
-    parser.add_argument(
-        "--languages",
-        nargs="+",
-        default=["fr", "de", "es", "pt", "ja", "ko"],
-        help="languages in addition to English, for languages only",
-    )
-    parser.add_argument(
-        "--sentences",
-        type=at_least(1),
-        default=60_000,
-        help="maximum number of training sentences of each language",
-    )
-    parser.add_argument(
-        "--workers",
-        type=at_least(0),
-        default=os.cpu_count() or 1,
-        help="number of encoding processes",
-    )
-    options = parser.parse_args(arguments)
+    options = parse(__doc__, OPTIONS, arguments)
     if options.name in _OF_A_PATH and options.source is None:
-        parser.error(f"--from must be given for the corpus {options.name}")
+        raise ConfigError(f"--from must be given for the corpus {options.name}")
     if options.name not in _OF_A_PATH:
         for option, value in (("vocab-size", options.vocab_size), ("kind", options.kind)):
             if value is not None:
-                parser.error(f"--{option} must be omitted: {options.name} has a fixed vocabulary")
+                rule = f"must be omitted: {options.name} has a fixed vocabulary"
+                raise ConfigError(f"--{option} {rule}")
     if options.source and not options.source.exists() and options.name != "text":
         raise ConfigError(
             f"--from must be a file or folder, got {options.source}, which does not exist"

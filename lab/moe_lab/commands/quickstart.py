@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lab.cli import add_overrides, make_parser
+from moe_lab.cli import OVERRIDES, flag, parse
 
 if TYPE_CHECKING:
     from moe_lab.experiments.store import Run
@@ -57,11 +57,9 @@ _QUICK = [
 
 def main(arguments: Sequence[str] | None = None) -> "dict[str, Run]":
     """Runs the command and returns the runs by model."""
-    parser = make_parser(__doc__)
-    add_overrides(parser)
-    parser.add_argument("--quick", action="store_true", help="train tiny models for a few seconds")
-    parser.add_argument("--output", help="folder of the runs (default: runs/quickstart[-quick])")
-    options = parser.parse_intermixed_args(arguments)
+    quick, folder = "train tiny models for a few seconds", "runs/quickstart[-quick]"
+    own = {"--quick": flag(quick), "--output": {"help": f"folder of the runs (default: {folder})"}}
+    options = parse(__doc__, OVERRIDES | own, arguments)
     output = Path(options.output or f"runs/quickstart{'-quick' if options.quick else ''}")
     settings = [
         f"data.encoded={output / 'encoded'}",

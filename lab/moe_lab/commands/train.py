@@ -26,15 +26,12 @@ which.
 
 from collections.abc import Sequence
 
-from moe_lab.cli import CONFIG, add_overrides, make_parser
+from moe_lab.cli import CONFIG, OVERRIDES, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    parser = make_parser(__doc__)
-    parser.add_argument("config", help=CONFIG)
-    add_overrides(parser)
-    options = parser.parse_args(arguments)
+    options = parse(__doc__, {"config": {"help": CONFIG}, **OVERRIDES}, arguments)
 
     from moe_lab.training.config import read_config
     from moe_lab.training.device import set_up_for

@@ -23,71 +23,46 @@ wordpieces; stderr reports the number of cut lines and the speed.
 the first sentence, a .pdf has one page for each sentence.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_lab.cli import add_device, add_run, at_least, make_parser, plot_file, require_checkpoint
+from moe_lab.cli import (
+    DEVICE,
+    RUN,
+    Option,
+    at_least,
+    flag,
+    one,
+    parse,
+    plot_file,
+    require_checkpoint,
+)
 
-
-def _options_parser() -> argparse.ArgumentParser:
-    parser = make_parser(__doc__)
-    add_run(parser)
-    parser.add_argument(
-        "files", nargs="*", default=[], help='text files; "-" is stdin (default: stdin)'
-    )
-    parser.add_argument("--into", help="target language, for a model of several language pairs")
-    parser.add_argument(
-        "--beam",
-        type=at_least(1),
-        default=8,
-        help="beam width (default: %(default)s); a translation has at most 2 times as many "
-        "wordpieces as its source, or 10 if that is more; hypotheses more than 3 nats below the "
-        "best one are pruned",
-    )
-    parser.add_argument(
-        "--length-penalty",
-        type=float,
-        default=0.2,
-        help="in [0, 10]; larger values favour longer translations",
-    )
-    parser.add_argument(
-        "--coverage-penalty",
-        type=float,
-        default=0.2,
-        help="in [0, 10]; larger values favour translations of the whole source",
-    )
-    parser.add_argument("--greedy", action="store_true", help="a beam of 1, without penalties")
-    parser.add_argument(
-        "--n-best",
-        type=at_least(1),
-        default=1,
-        help="number of translations for each line",
-    )
-    parser.add_argument("--output", type=Path, help="file of the translations (default: stdout)")
-    parser.add_argument("--reference", help="file of reference translations; prints BLEU")
-    parser.add_argument(
-        "--attention", type=plot_file, help="plot the attention into this .png or .pdf"
-    )
-    parser.add_argument(
-        "--max-pieces",
-        type=at_least(1),
-        default=500,
-        help="wordpieces after which a line is cut",
-    )
-    parser.add_argument(
-        "--tokens-per-batch",
-        type=at_least(1),
-        default=2_560,
-        help="approximate number of source wordpieces in a batch",
-    )
-    add_device(parser)
-    return parser
+OPTIONS: dict[str, Option] = {
+    **RUN,
+    "files": {"nargs": "*", "default": [], "help": 'text files; "-" is stdin (default: stdin)'},
+    "--into": {"help": "target language, for a model of several language pairs"},
+    "--beam": one(at_least(1), 8, "beam width (default: %(default)s); a translation has at most 2 "
+                  "times as many wordpieces as its source, or 10 if that is more; hypotheses more "
+                  "than 3 nats below the best one are pruned"),
+    "--length-penalty": one(float, 0.2, "in [0, 10]; larger values favour longer translations"),
+    "--coverage-penalty": one(float, 0.2, "in [0, 10]; larger values favour translations of the "
+                              "whole source"),
+    "--greedy": flag("a beam of 1, without penalties"),
+    "--n-best": one(at_least(1), 1, "number of translations for each line"),
+    "--output": one(Path, None, "file of the translations (default: stdout)"),
+    "--reference": {"help": "file of reference translations; prints BLEU"},
+    "--attention": one(plot_file, None, "plot the attention into this .png or .pdf"),
+    "--max-pieces": one(at_least(1), 500, "wordpieces after which a line is cut"),
+    "--tokens-per-batch": one(at_least(1), 2_560, "approximate number of source wordpieces in a "
+                              "batch"),
+    **DEVICE,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    options = _options_parser().parse_intermixed_args(arguments)
+    options = parse(__doc__, OPTIONS, arguments)
     require_checkpoint(options.run)
 
     from moe_lab.training.device import set_up_torch

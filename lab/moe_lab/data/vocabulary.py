@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from moe_ext.checks import require_sizes
-from moe_lab.files import atomic_file, plain_lines
+from moe_lab.files import atomic_file, existing_file, plain_lines
 
 # Spellings of the two special entries in vocabulary files, ours first. One vocabulary file of the
 # 1-billion-word benchmark has <S> and </S>; another marks both ends of a sentence with <S>.
@@ -130,12 +130,7 @@ class Vocabulary:
         ``<S>`` becomes ``</s>``; otherwise ``<S>`` stays an entry that never occurs, so that ids
         and size (793,471) do not change.
         """
-        path = Path(path)
-        if not path.is_file():
-            kind = "is not a file" if path.exists() else "does not exist"
-            raise FileNotFoundError(
-                f"Vocabulary.load: path must be a vocabulary file, got {path}, which {kind}"
-            )
+        path = existing_file(path, "Vocabulary.load: path must be a vocabulary file")
         words: dict[str, int] = {}
         blank = 0  # the first of the blank lines before the current line
         with path.open("rb") as file:

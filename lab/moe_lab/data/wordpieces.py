@@ -12,7 +12,7 @@ from typing import Any, Self
 import sentencepiece
 
 from moe_ext.checks import given, require, require_one_of, require_sizes
-from moe_lab.files import atomic_file, read_file
+from moe_lab.files import atomic_file, existing_file, read_file
 from moe_lab.names import PIECE_KINDS
 
 _SPACE = "\u2581"  # marks the space before a word in a wordpiece
@@ -212,12 +212,7 @@ class Wordpieces:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a file written by `save` or by sentencepiece."""
-        path = Path(path)
-        if not path.is_file():
-            found = "is not a file" if path.exists() else "does not exist"
-            raise FileNotFoundError(
-                f"Wordpieces.load: path must be a sentencepiece model, got {path}, which {found}"
-            )
+        path = existing_file(path, "Wordpieces.load: path must be a sentencepiece model")
         content = read_file(path, _MAX_BYTES)
         try:
             return cls(content)

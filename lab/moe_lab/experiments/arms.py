@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lab.cli import add_seeds
+from moe_lab.cli import SEEDS, Option, one, several
 
 # The word in an arm's name, and the option of a configuration, by attribute.
 _OPTIONS = {
@@ -134,30 +134,24 @@ def _parsed(name: str) -> Arm:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_report(parser: argparse.ArgumentParser) -> None:
-    """Adds the option ``--report``: the page of what is stored, without further runs."""
-    parser.add_argument(
-        "--report", action="store_true", help="write the page of the stored runs, and run nothing"
-    )
+RUNS: dict[str, Option] = SEEDS | {
+    "--arms": several(_parsed, None, "run only these models") | {"metavar": "ARM"},
+}
 
 
-def add_runs(
-    parser: argparse.ArgumentParser, name: str, files: str, *, resumes: bool = True
-) -> None:
-    """Adds the seeds, the arms and the folder of the runs of a study.
+def runs_folder(name: str, resumes: bool) -> dict[str, Option]:
+    """Returns the option of the folder of the runs of a study."""
+    what = "folder of the runs" if resumes else "folder of the locks of the runs"
+    return {"--runs": one(str, f"runs/{name}", what)}
+
+
+def end_of_help(files: str, resumes: bool) -> str:
+    """Returns the end of the help of a study with arms.
 
     Args:
-        parser: the parser of the study.
-        name: the name of the study.
         files: the name of its page and of its data.
         resumes: whether an interrupted run continues from a checkpoint.
     """
-    add_seeds(parser)
-    parser.add_argument(
-        "--arms", nargs="+", type=_parsed, metavar="ARM", help="run only these models"
-    )
-    what = "folder of the runs" if resumes else "folder of the locks of the runs"
-    parser.add_argument("--runs", default=f"runs/{name}", help=what)
     if resumes:
         interrupted = "A run that is interrupted continues from its checkpoint in RUNS."
         stopped = "Ctrl-C or SIGTERM saves the current run and ends the command with status 130."
@@ -165,7 +159,7 @@ def add_runs(
     else:
         interrupted = "A run that is interrupted begins again."
         stopped = "Ctrl-C ends the command with status 130."
-    parser.epilog = "\n\n".join(
+    return "\n\n".join(
         textwrap.fill(text.format(files=files, interrupted=interrupted, stopped=stopped), 100)
         for text in (_FILES, _STATUS)
     )

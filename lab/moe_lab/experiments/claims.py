@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from moe_lab.experiments.report import Claims
 from moe_lab.experiments.statistics import PairedDifference
 from moe_lab.markdown import markdown_table
-from moe_lab.training.metrics import perplexity
 
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts
 
@@ -52,6 +51,11 @@ def verdict(difference: PairedDifference | None, low: float = -math.inf, high: f
     return CONTRADICTED if difference.low > high or difference.high < low else NOT_DECIDED
 
 
+def percent(difference: float) -> float:
+    """Converts a difference of ln ppl to a change of the perplexity in per cent."""
+    return 100 * math.expm1(difference)
+
+
 def as_change(difference: PairedDifference | None) -> str:
     """Formats a difference of ln ppl as a change of the perplexity in per cent, with its interval.
 
@@ -59,7 +63,7 @@ def as_change(difference: PairedDifference | None) -> str:
     """
     if difference is None:
         return ""
-    return difference.text(lambda value: f"{100 * (perplexity(value) - 1):+.2f}", "%")
+    return difference.text(lambda value: f"{percent(value):+.2f}", "%")
 
 
 def as_percent(difference: PairedDifference | None) -> str:

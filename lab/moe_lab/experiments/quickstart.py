@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from moe_lab.analysis import ExpertReport, by_specialisation, expert_reports, route_text
+from moe_lab.analysis.experts import ExpertReport, by_specialisation, expert_reports
+from moe_lab.analysis.routed_text import route_text
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.comparison import Comparison

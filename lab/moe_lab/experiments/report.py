@@ -106,22 +106,14 @@ def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
 
 
 def publish(folder: str | Path, name: str, page: Page, data: Any) -> None:
-    """Writes a page, its data and its plot, see `write_report`."""
-    plot = page.part(Plot)
-    write_report(folder, name, page.as_markdown(name), data, plot and plot.figure)
-
-
-def write_report(
-    folder: str | Path, name: str, page: str, data: Any, figure: "Figure | None" = None
-) -> None:
-    """Writes page, data and figure to FOLDER/NAME.md, NAME.json and NAME.png; prints the page."""
-    folder = Path(folder)
+    """Writes page, data and plot to FOLDER/NAME.md, NAME.json and NAME.png; prints the page."""
+    folder, text, plot = Path(folder), page.as_markdown(name), page.part(Plot)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"{name}.md", page)
+    write_text(folder / f"{name}.md", text)
     write_json(folder / f"{name}.json", data)
-    if figure is not None:
+    if plot is not None:
         with atomic_file(folder / f"{name}.png") as file:
-            figure.savefig(file, format="png")
-    print(page)
-    suffixes = ".md and .json" if figure is None else ".md, .json and .png"
+            plot.figure.savefig(file, format="png")
+    print(text)
+    suffixes = ".md and .json" if plot is None else ".md, .json and .png"
     print(f"written to {folder}/{name}{suffixes}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_lab.analysis import Cost, cost
+from moe_lab.analysis.costs import Cost, cost
 from moe_lab.errors import ConfigError
 from moe_lab.files import atomic_file, require_regular
 from moe_lab.training.config import AnyConfig

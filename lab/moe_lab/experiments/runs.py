@@ -80,7 +80,9 @@ def mean_curve(runs: Mapping[int, Run]) -> list[tuple[float, float]]:
 
 
 def core_hours(runs: Sequence[Run]) -> str:
-    """Says how long the runs took."""
+    """Says how long the runs took; "" if an old run does not have its time."""
+    if not all("seconds" in run for run in runs):
+        return ""
     hours = sum(run["seconds"] for run in runs) / 3600
     return (
         f"All runs took at least {hours:.2f} core-hours. "

@@ -18,9 +18,10 @@ import torch
 from moe_lab.cli import exit_status
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, parse_arm
-from moe_lab.experiments.report import Command, Page
+from moe_lab.experiments.claims import HOW_COMPARED, HOW_DECIDED
+from moe_lab.experiments.report import Command, Page, page_of_template
 from moe_lab.experiments.results import Result, train_and_test
-from moe_lab.experiments.runs import commands_of
+from moe_lab.experiments.runs import commands_of, core_hours
 from moe_lab.experiments.store import Run, Store, Stored, run_missing, shared_options
 from moe_lab.training.config import AnyConfig
 from moe_lab.training.device import set_up_for
@@ -38,6 +39,8 @@ class Study(ABC):
 
     Attributes:
         name: the name of the store, the page and the plot.
+        given: words of the command that a user must adapt, such as data.corpus=CORPUS.
+        own: the options of the command that all runs share, with their usual values.
         models: the names of the models.
         usual: the arms of the study without ``--arms``.
         arm_settings: the attributes of `Arm` that ``--arms`` may change.
@@ -49,6 +52,8 @@ class Study(ABC):
     """
 
     name: str
+    given: Sequence[str] = ()
+    own: Mapping[str, Any] = {}
     models: Sequence[str] = ()
     usual: Sequence[str] = ()
     arm_settings: Sequence[str] = ()
@@ -81,9 +86,19 @@ class Study(ABC):
     def page(self, stored: Stored) -> Page | None:
         """Makes the page; None if there is nothing to report yet."""
 
-    @abstractmethod
+    def own_settings(self) -> dict[str, Any]:
+        """Returns the values of the options in `own`."""
+        return {name: getattr(self.options, name) for name in self.own}
+
     def command(self, settings: Mapping[str, Any]) -> list[str]:
         """Returns the command of the study with these settings."""
+        changed = [
+            word
+            for name, usual in self.own.items()
+            if settings[name] != usual
+            for word in (f"--{name.replace('_', '-')}", str(settings[name]))
+        ]
+        return [*self.program(), *changed]
 
     def planned(self) -> Iterator[tuple[Arm, int]]:
         """Yields the arm and the seed of each run, in the order in which to run them."""
@@ -94,6 +109,11 @@ class Study(ABC):
     def options_of(self, arm: Arm, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the options of an arm that differ from the settings."""
         return {}
+
+    @classmethod
+    def start(cls, options: argparse.Namespace) -> Stored:
+        """Runs the study of the command's options and returns the stored runs."""
+        return cls(options).main()
 
     def main(self) -> Stored:
         """Runs what is missing unless ``--report`` is given, writes the page, returns the store."""
@@ -113,6 +133,28 @@ class Study(ABC):
     def commands(self, stored: Stored) -> Command:
         """Returns the commands of the stored runs."""
         return Command(commands_of(self.command(stored.settings), stored.runs, self.usual))
+
+    def program(self) -> list[str]:
+        """Returns the command of the study without changed options."""
+        stem = type(self).__module__.rpartition(".")[2]
+        return ["moe-lab", "study", stem.replace("_", "-"), *self.given]
+
+    def filled(self, stored: Stored, **fields: Any) -> Page:
+        """Makes the page from the Markdown file of the study, see `page_of_template`.
+
+        All pages have the settings, the commands and the time of the runs, and how models are
+        compared, in addition to the `fields`.
+        """
+        usual = {
+            "settings": stored.settings,
+            "how_compared": HOW_COMPARED,
+            "how_decided": HOW_DECIDED,
+            "core_hours": core_hours(stored.runs),
+            "commands": self.commands(stored),
+        }
+        file = sys.modules[type(self).__module__].__file__
+        assert file is not None
+        return page_of_template(file, **usual | fields)
 
     def _page(self, stored: Stored) -> Page | None:
         page = self.page(stored)
@@ -185,11 +227,7 @@ class TrainedStudy(Study):
             for key, value in usual.items()
             if settings[key] != value
         ]
-        return [*self.program(), *changed]
-
-    @abstractmethod
-    def program(self) -> list[str]:
-        """Returns the command of the study without changed options."""
+        return [*super().command(settings), *changed]
 
 
 def _run_at_once(study: type[Any], options: argparse.Namespace, number: int) -> None:

@@ -1,6 +1,7 @@
 """The paper's language models (App. C.1): embedding, LSTM, MoE, LSTM, softmax."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moe_ext import MoEAux, MoELSTM
-from moe_ext.checks import require, require_at_least, require_one_of
+from moe_ext.checks import require
 from moe_ext.ops import accumulation_dtype
 from moe_lab.data import Batch
 from moe_lab.models.lstm import LSTM
@@ -26,13 +27,18 @@ from moe_lab.models.parts import (
     word_embedding,
     word_softmax,
 )
+from moe_lab.rules import Count, Limit, Options, Share, must, one_of
 
 _LAYER_KINDS = ("lstm", "moe", "moe_lstm", "ffn")
+_KNOWN = must(
+    f"be a non-empty list of {', '.join(_LAYER_KINDS)}",
+    lambda kinds: len(kinds) > 0 and set(kinds) <= set(_LAYER_KINDS),
+)
 DTYPES = ("float32", "bfloat16")
 
 
 @dataclass
-class LanguageModelConfig:
+class LanguageModelConfig(Options):
     """Options of a language model: a stack of layers between embedding and softmax.
 
     Attributes:
@@ -57,29 +63,20 @@ class LanguageModelConfig:
         ffn: options of the "ffn" layers.
     """
 
-    d_model: int = 512
-    layers: list[str] = field(default_factory=lambda: ["lstm", "moe", "lstm"])
-    dropout: float = 0.1
+    d_model: Count = 512
+    layers: Annotated[list[str], _KNOWN] = field(default_factory=lambda: ["lstm", "moe", "lstm"])
+    dropout: Share = 0.1
     residual: bool = True
     lstm_units: int = 0
-    num_sampled: int = 0
-    memory_slots: int = 0
-    dtype: str = "float32"
+    num_sampled: Limit = 0
+    memory_slots: Limit = 0
+    dtype: Annotated[str, one_of(*DTYPES)] = "float32"
     moe: MoEConfig = field(default_factory=MoEConfig)
     ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(1, d_model=self.d_model)
-        require_at_least(0, num_sampled=self.num_sampled, memory_slots=self.memory_slots)
-        require(
-            len(self.layers) > 0 and set(self.layers) <= set(_LAYER_KINDS),
-            "layers",
-            f"be a non-empty list of {', '.join(_LAYER_KINDS)}",
-            self.layers,
-        )
-        require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
+        super().__post_init__()
         require_lstm_units(self.lstm_units, self.d_model)
-        require_one_of("dtype", DTYPES, self.dtype)
         if "moe_lstm" in self.layers:
             rule = "if layers contain moe_lstm"
             kinds = ("noisy_topk", "topk")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast, get_args
+from typing import Annotated, Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,19 @@ from moe_ext import (
     TopKGate,
     ZLoss,
 )
-from moe_ext.checks import require, require_at_least, require_one_of
+from moe_ext.checks import require
 from moe_ext.experts import uniform_
 from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, Activation, Score
 from moe_lab.models.sampled_softmax import SampledSoftmax
+from moe_lab.rules import Count, Limit, Options, Weight, Widths, must, one_of
 
 _GATE_KINDS = ("noisy_topk", "topk", "balanced", "expert_choice", "relu")
 _FLAT_KINDS = ("topk", "expert_choice", "relu")  # without groups
+_FLAT_NAMES = ", ".join(_FLAT_KINDS)
+
+_ActivationName = Annotated[
+    str, one_of(*(each for each in ACTIVATIONS if each not in CLAMPED_ACTIVATIONS))
+]
 
 # Options that only some mixtures support, and the values with which they have no effect.
 ONLY_OF_FLAT = {
@@ -46,16 +52,6 @@ ONLY_OF_FLAT = {
     "w_z": 0,
 }
 _ONLY_OF_TOPK = {"score": "softmax", "renormalize": True, "scale": 1.0, "bias_update_rate": 0.0}
-
-
-def _require_activation(name: str) -> None:
-    known = [each for each in ACTIVATIONS if each not in CLAMPED_ACTIVATIONS]
-    require_one_of("activation", known, name)
-
-
-def _require_positive(**sizes: list[int]) -> None:
-    for name, values in sizes.items():
-        require(min(values, default=1) >= 1, name, "be positive", values)
 
 
 def require_values(
@@ -75,16 +71,12 @@ def require_values(
 
 
 def require_lstm_units(lstm_units: int, d_model: int) -> None:
-    require(
-        lstm_units == 0 or lstm_units >= d_model,
-        "lstm_units",
-        f"be 0 or at least d_model = {d_model}",
-        lstm_units,
-    )
+    rule = f"be 0 or at least d_model = {d_model}"
+    require(lstm_units == 0 or lstm_units >= d_model, "lstm_units", rule, lstm_units)
 
 
 @dataclass
-class MoEConfig:
+class MoEConfig(Options):
     """Options of a mixture-of-experts layer.
 
     An option without a description is the argument of `moe_ext.MoE` with the same name.
@@ -109,48 +101,36 @@ class MoEConfig:
         shared_sizes: widths of the hidden layers of a `moe_ext.SharedExpert`; []: no shared expert.
     """
 
-    gate: str = "noisy_topk"
-    num_experts: int = 32
+    gate: Annotated[str, one_of(*_GATE_KINDS)] = "noisy_topk"
+    num_experts: Count = 32
     num_groups: int = 0
     k: int = 4
-    hidden_sizes: list[int] = field(default_factory=lambda: [1024])
-    activation: str = "relu"
-    w_importance: float = 0.1
-    w_load: float = 0.1
-    noise_epsilon: float = 1e-2
+    hidden_sizes: Widths = field(default_factory=lambda: [1024])
+    activation: _ActivationName = "relu"
+    w_importance: Weight = 0.1
+    w_load: Weight = 0.1
+    noise_epsilon: Weight = 1e-2
     recompute: bool = False
-    score: str = "softmax"
+    score: Annotated[str, one_of(*get_args(Score))] = "softmax"
     renormalize: bool = True
-    scale: float = 1.0
-    bias_update_rate: float = 0.0
-    w_switch: float = 0.0
-    w_switch_per_sequence: float = 0.0
-    w_z: float = 0.0
-    shared_sizes: list[int] = field(default_factory=list)
-    num_identity_experts: int = 0
-    num_null_experts: int = 0
-    capacity_factor: float = 0.0
-    drop: str = "position"
+    scale: Annotated[float, must("be above 0", lambda scale: scale > 0)] = 1.0
+    bias_update_rate: Weight = 0.0
+    w_switch: Weight = 0.0
+    w_switch_per_sequence: Weight = 0.0
+    w_z: Weight = 0.0
+    shared_sizes: Widths = field(default_factory=list)
+    num_identity_experts: Limit = 0
+    num_null_experts: Limit = 0
+    capacity_factor: Weight = 0.0
+    drop: Annotated[str, one_of(*get_args(Drop))] = "position"
 
     def __post_init__(self) -> None:
-        require_one_of("gate", _GATE_KINDS, self.gate)
-        require_at_least(1, num_experts=self.num_experts)
-        require(
-            self.num_groups >= 0 and (self.gate not in _FLAT_KINDS or self.num_groups == 0),
-            "num_groups",
-            f"be at least 0, and 0 with the gates {', '.join(_FLAT_KINDS)}",
-            self.num_groups,
-        )
-        require(
-            self.num_groups == 0 or self.num_experts % self.num_groups == 0,
-            "num_groups",
-            f"divide num_experts = {self.num_experts}",
-            self.num_groups,
-        )
-        require_at_least(0, num_identity_experts=self.num_identity_experts)
-        require_at_least(0, num_null_experts=self.num_null_experts)
-        require_at_least(0, capacity_factor=self.capacity_factor)
-        require_one_of("drop", get_args(Drop), self.drop)
+        super().__post_init__()
+        groups, rule = self.num_groups, f"be at least 0, and 0 with the gates {_FLAT_NAMES}"
+        known = groups >= 0 and (self.gate not in _FLAT_KINDS or groups == 0)
+        require(known, "num_groups", rule, groups)
+        rule = f"divide num_experts = {self.num_experts}"
+        require(groups == 0 or self.num_experts % groups == 0, "num_groups", rule, groups)
         if self.capacity_factor == 0:
             require_values(self, {"drop": "position"}, "with capacity_factor = 0")
         choices, rule = self.num_choices, "the number of experts"
@@ -159,23 +139,10 @@ class MoEConfig:
             choices = min(self.num_groups, self.num_experts // self.num_groups)
             rule = "min(num_groups, experts per group)"
         require(1 <= self.k <= choices, "k", f"be in [1, {rule} = {choices}]", self.k)
-        _require_positive(hidden_sizes=self.hidden_sizes, shared_sizes=self.shared_sizes)
-        _require_activation(self.activation)
-        require_at_least(0, w_importance=self.w_importance, w_load=self.w_load)
-        require_at_least(0, noise_epsilon=self.noise_epsilon)
-        require_at_least(0, w_switch=self.w_switch, w_z=self.w_z)
-        require_at_least(0, w_switch_per_sequence=self.w_switch_per_sequence)
-        require_at_least(0, bias_update_rate=self.bias_update_rate)
-        require_one_of("score", get_args(Score), self.score)
-        require(self.scale > 0, "scale", "be above 0", self.scale)
         if self.gate != "topk":
             require_values(self, _ONLY_OF_TOPK, f'with gate = "{self.gate}"')
-        require(
-            self.w_load == 0 or self.gate == "noisy_topk",
-            "w_load",
-            f'be 0 with gate = "{self.gate}", whose load has no gradient',
-            self.w_load,
-        )
+        rule = f'be 0 with gate = "{self.gate}", whose load has no gradient'
+        require(self.w_load == 0 or self.gate == "noisy_topk", "w_load", rule, self.w_load)
 
     @property
     def num_choices(self) -> int:
@@ -198,7 +165,7 @@ class MoEConfig:
 
 
 @dataclass
-class FeedForwardConfig:
+class FeedForwardConfig(Options):
     """Options of the dense layer that replaces a MoE layer: a single expert without a gate.
 
     Attributes:
@@ -206,12 +173,8 @@ class FeedForwardConfig:
         activation: see `moe_ext.FeedForwardExperts`.
     """
 
-    hidden_sizes: list[int] = field(default_factory=lambda: [4096])
-    activation: str = "relu"
-
-    def __post_init__(self) -> None:
-        _require_positive(hidden_sizes=self.hidden_sizes)
-        _require_activation(self.activation)
+    hidden_sizes: Widths = field(default_factory=lambda: [4096])
+    activation: _ActivationName = "relu"
 
 
 def word_embedding(vocab_size: int, d_model: int, dtype: torch.dtype | None = None) -> nn.Embedding:

@@ -1,7 +1,7 @@
 """The paper's translation models (App. E): LSTM encoder and decoder with a MoE layer in each."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moe_ext import MoEAux, ops
-from moe_ext.checks import require, require_at_least, require_one_of
+from moe_ext.checks import require
 from moe_ext.ops import accumulation_dtype
 from moe_lab.data import PairBatch
 from moe_lab.models.attention import ATTENTION_KINDS, Attention
@@ -25,13 +25,11 @@ from moe_lab.models.parts import (
     word_embedding,
     word_softmax,
 )
-
-_BETWEEN_KINDS = ("moe", "ffn", "none")
-_ENCODER_KINDS = ("parallel", "stacked")
+from moe_lab.rules import Count, Limit, Options, Share, one_of
 
 
 @dataclass
-class TranslationModelConfig:
+class TranslationModelConfig(Options):
     """Options of a translation model: three LSTMs in the encoder and two in the decoder.
 
     Attributes:
@@ -55,26 +53,21 @@ class TranslationModelConfig:
         ffn: options of the "ffn" layers.
     """
 
-    d_model: int = 512
+    d_model: Count = 512
     lstm_units: int = 2048
-    encoder: str = "parallel"
-    attention: str = "product"
-    attention_units: int = 0
+    encoder: Annotated[str, one_of("parallel", "stacked")] = "parallel"
+    attention: Annotated[str, one_of(*ATTENTION_KINDS)] = "product"
+    attention_units: Limit = 0
     attend_language: bool = True
-    between: str = "moe"
-    dropout: float = 0.4
+    between: Annotated[str, one_of("moe", "ffn", "none")] = "moe"
+    dropout: Share = 0.4
     shared_embedding: bool = True
     moe: MoEConfig = field(default_factory=MoEConfig)
     ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(1, d_model=self.d_model)
-        require_at_least(0, attention_units=self.attention_units)
+        super().__post_init__()
         require_lstm_units(self.lstm_units, self.d_model)
-        require_one_of("encoder", _ENCODER_KINDS, self.encoder)
-        require_one_of("attention", ATTENTION_KINDS, self.attention)
-        require_one_of("between", _BETWEEN_KINDS, self.between)
-        require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
         causal = self.moe.gate != "expert_choice"
         rule = 'not be "expert_choice", which cannot decode word by word'
         require(causal, "moe.gate", rule, self.moe.gate)

@@ -14,7 +14,6 @@ round(k·T/E) tokens of a training batch. The page has
 The page shows the first seed; the default is the single seed 1.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from moe_ext import MoE, MoEAux, batchwise_masks
 from moe_ext.gates import rows_per_expert
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.report import Page, Plot, new_figure, page_of_template, perplexity_axes
+from moe_lab.experiments.report import Page, Plot, new_figure, perplexity_axes
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.markdown import markdown_table
@@ -37,6 +36,7 @@ class Balanced(TrainedStudy):
     """The study of strictly balanced gates."""
 
     name = "balanced"
+    given = ("data.corpus=CORPUS",)
     models = usual = ("moe-32-balanced",)
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
@@ -50,9 +50,6 @@ class Balanced(TrainedStudy):
         if "moe" not in config.model.layers:
             raise ConfigError(f'model.layers must include "moe", got {config.model.layers}')
         return config
-
-    def program(self) -> list[str]:
-        return ["moe-lab", "study", "balanced", "data.corpus=CORPUS"]
 
     def run(self, arm: Arm, seed: int) -> Run:
         from moe_lab.training.loop import make_trainer  # imports FSDP, which takes a second
@@ -93,7 +90,7 @@ class Balanced(TrainedStudy):
         }
 
     def page(self, stored: Stored) -> Page | None:
-        settings, run = stored.settings, stored.runs[0]
+        run = stored.runs[0]
         final, test = run["final"], run["test"]
         rows = []
         for record in run["dev"]:
@@ -112,14 +109,12 @@ class Balanced(TrainedStudy):
             ["test perplexity, threshold mask", f"{test['perplexity']:.2f}", ""],
             ["test perplexity, batchwise mask", f"{test['perplexity_batchwise']:.2f}", ""],
         ]
-        return page_of_template(
-            __file__,
+        return self.filled(
+            stored,
             plot=plot(run["dev"], run["train"]),
-            settings=settings,
             run=run,
             steps=markdown_table(steps, rows),
             end=markdown_table(["after the last step", "value", "aim"], end),
-            commands=self.commands(stored),
         )
 
 
@@ -173,6 +168,4 @@ def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Plot:
     return Plot("perplexity and masks against steps", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return Balanced(options).main()
+run = Balanced.start

@@ -16,7 +16,6 @@ such models. The page compares each model at the options with the lowest dev per
 """
 
 import argparse
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,16 +25,9 @@ from typing import Any, NamedTuple
 from moe_lab.data import Wordpieces
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.claims import (
-    HOW_COMPARED,
-    HOW_DECIDED,
-    Claim,
-    as_change,
-    claims_of,
-)
-from moe_lab.experiments.report import Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.claims import Claim, as_change, claims_of, percent
+from moe_lab.experiments.report import Page, Plot, new_figure
 from moe_lab.experiments.runs import (
-    core_hours,
     dev_nll,
     difference,
     mean_curve,
@@ -111,6 +103,8 @@ class Capacity(TrainedStudy):
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.name = f"capacity_{options.text}"
+        corpus = [] if options.text == "sources" else ["data.corpus=CORPUS"]
+        self.given = ["--text", options.text, *corpus]
         super().__init__(options, options.text)
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
@@ -138,11 +132,6 @@ class Capacity(TrainedStudy):
             "test_bytes": bytes_of(test, wordpieces),
         } | super().settings_of(config)
 
-    def program(self) -> list[str]:
-        text = self.options.text
-        corpus = [] if text == "sources" else ["data.corpus=CORPUS"]
-        return ["moe-lab", "study", "capacity", "--text", text, *corpus]
-
     def page(self, stored: Stored) -> Page | None:
         runs = stored.by_arm()
         results = at_best(runs)
@@ -153,24 +142,19 @@ class Capacity(TrainedStudy):
         seen = settings["steps"] * settings["data.tokens_per_batch"]
         longer = "".join(f", with x{times:g} {times * seen:,.0f}" for times in lengths[1:])
         epochs = lengths[-1] * seen / settings["train_tokens"]
-        return page_of_template(
-            __file__,
+        return self.filled(
+            stored,
             **kind._asdict(),
             plot=plot(settings, runs),
             found=found(results),
             results=results_table(settings, runs),
-            settings=settings,
             seen=seen,
             longer=longer,
             epochs=epochs,
-            how_compared=HOW_COMPARED,
             spread=spread_sentence(results),
-            how_decided=HOW_DECIDED,
             usual=usual_options(settings),
             claims=claims_of(claims(results, runs)),
             search=search(settings, runs),
-            core_hours=core_hours(stored.runs),
-            commands=self.commands(stored),
         )
 
 
@@ -397,11 +381,6 @@ def results_table(settings: Mapping[str, Any], runs: Runs) -> str:
     return markdown_table(header, rows)
 
 
-def percent(difference: float) -> float:
-    """Converts a difference of ln(perplexity) to a change of the perplexity in percent."""
-    return 100 * math.expm1(difference)
-
-
 def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     """Plots the mean learning curves of the longest runs, and the perplexity with more experts."""
     results = at_best(runs)
@@ -449,6 +428,4 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     return Plot("learning curves, and perplexity with more experts", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return Capacity(options).main()
+run = Capacity.start

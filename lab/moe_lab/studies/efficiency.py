@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import MoE
-from moe_lab.analysis import training_flops
+from moe_lab.analysis.costs import training_flops
 from moe_lab.benchmarks.harness import (
     OutputOnly,
     Quartiles,

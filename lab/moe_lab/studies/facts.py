@@ -17,7 +17,6 @@ dense layer has as many operations as the largest mixture. An arm such as "moe-1
 of twice that size. One seed takes 3 minutes on an idle processor.
 """
 
-import argparse
 import math
 import statistics
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_lab.analysis.costs import moe_ops
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_percent, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.report import Claims, Page, Plot, new_figure
 from moe_lab.experiments.runs import difference, mean_of, number_of
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
@@ -39,7 +38,7 @@ from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
 from moe_lab.models.parts import evaluating
 from moe_lab.progress import progress
-from moe_lab.studies.table import STUDIES
+from moe_lab.studies.table import usual_options
 
 NUM_EXPERTS = (4, 16, 64, 256, 1024)
 DENSE, MIXTURES = "dense", tuple(f"moe-{number}" for number in NUM_EXPERTS)
@@ -63,56 +62,24 @@ MARGIN = 0.15  # of "proportional", set before the runs
 _AT_ONCE = 8_192  # facts in a batch of the evaluation
 
 
-_DEFAULTS = {
-    name.removeprefix("--").replace("-", "_"): option["default"]
-    for name, option in STUDIES["facts"].options.items()
-}
-
-
-class Settings(NamedTuple):
-    """Options that all runs share; the noise of the gates has the deviation 0.69 at the start.
-
-    Attributes:
-        bits: bits of the facts for each parameter of the layer.
-        epochs: number of epochs.
-        logit_std: standard deviation of the gates' logits at the start.
-        rate: peak learning rate of the mixtures.
-        dense_rate: peak learning rate of the dense layer.
-    """
-
-    bits: float = _DEFAULTS["bits"]
-    epochs: int = _DEFAULTS["epochs"]
-    logit_std: float = _DEFAULTS["logit_std"]
-    rate: float = _DEFAULTS["rate"]
-    dense_rate: float = _DEFAULTS["dense_rate"]
-
-
 class FactsStudy(Study):
     """The study of facts."""
 
     name = "facts"
+    own = usual_options("facts")
     models = MODELS
     usual = tuple(map(str, ARMS))
     arm_settings = ("times",)
 
     def settings(self) -> dict[str, Any]:
         torch.set_num_threads(1)
-        return {name: getattr(self.options, name) for name in Settings._fields}
+        return self.own_settings()
 
     def run(self, arm: Arm, seed: int) -> Run:
-        return run_of(arm, seed, Settings(**self.settings()))
-
-    def command(self, settings: Mapping[str, Any]) -> list[str]:
-        usual = Settings()._asdict()
-        changed = [
-            (f"--{name.replace('_', '-')}", f"{value:g}")
-            for name, value in settings.items()
-            if value != usual[name]
-        ]
-        return ["moe-lab", "study", "facts", *(word for pair in changed for word in pair)]
+        return run_of(arm, seed, self.own_settings())
 
     def page(self, stored: Stored) -> Page | None:
-        runs, settings = stored.by_arm(), Settings(**stored.settings)
+        runs = stored.by_arm()
         compared = compared_mixtures(runs)
         if not compared:
             return None
@@ -138,10 +105,9 @@ class FactsStudy(Study):
         ]  # fmt: skip
         claimed = claims(runs)
         parameters = [mean_of(runs[Arm(model)], num_parameters_of) for model in compared]
-        return page_of_template(
-            __file__,
+        return self.filled(
+            stored,
             plot=plot(runs),
-            settings=settings,
             values=VALUES,
             bits_of_fact=math.log2(VALUES),
             batches=BATCHES,
@@ -152,7 +118,6 @@ class FactsStudy(Study):
                 markdown_table(["claim", "compared", "value, 95%", "verdict"], claimed), claimed
             ),
             hours=sum(run["seconds"] for run in stored.runs) / 3600,
-            commands=self.commands(stored),
         )
 
 
@@ -179,7 +144,10 @@ def make_facts(number: int, seed: int) -> Facts:
 
 
 def make_layer(arm: str, logit_std: float) -> MoE | FeedForwardExperts:
-    """Creates the layer of an arm, with torch's default generator; see `Settings`."""
+    """Creates the layer of an arm, with torch's default generator.
+
+    The noise of the gates has the deviation 0.69 at the start.
+    """
     if arm == DENSE:
         return FeedForwardExperts(1, WIDTH, (DENSE_HIDDEN,))
     num_experts = int(arm.partition("-")[2])
@@ -221,19 +189,21 @@ def stored_bits(layer: MoE | FeedForwardExperts, facts: Facts) -> float:
     return max(0.0, (len(facts.keys) * math.log(VALUES) - nats) / math.log(2))
 
 
-def learn(layer: MoE | FeedForwardExperts, facts: Facts, settings: Settings, title: str) -> None:
+def learn(
+    layer: MoE | FeedForwardExperts, facts: Facts, settings: Mapping[str, Any], title: str
+) -> None:
     """Trains the layer with Adam; the rate falls linearly to 0 after the warmup.
 
     Raises:
         FloatingPointError: the loss is not finite.
     """
-    rate = settings.rate if isinstance(layer, MoE) else settings.dense_rate
+    rate = settings["rate" if isinstance(layer, MoE) else "dense_rate"]
     optimizer = torch.optim.Adam(layer.parameters(), lr=rate, betas=BETAS, fused=True)
-    steps = settings.epochs * BATCHES
+    steps = settings["epochs"] * BATCHES
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
     )
-    for _ in progress(range(settings.epochs), title, "epochs"):
+    for _ in progress(range(settings["epochs"]), title, "epochs"):
         for rows in torch.randperm(len(facts.keys)).chunk(BATCHES):
             logits, aux_loss = recalled(layer, facts.keys[rows], facts.vectors)
             loss = F.cross_entropy(logits, facts.values[rows]) + aux_loss
@@ -245,7 +215,7 @@ def learn(layer: MoE | FeedForwardExperts, facts: Facts, settings: Settings, tit
             raise FloatingPointError(f"{title}: the loss is not finite")
 
 
-def run_of(arm: Arm, seed: int, settings: Settings) -> Run:
+def run_of(arm: Arm, seed: int, settings: Mapping[str, Any]) -> Run:
     """Trains the layer of an arm on its facts and measures what it has stored.
 
     Args:
@@ -254,9 +224,9 @@ def run_of(arm: Arm, seed: int, settings: Settings) -> Run:
         settings: the options of the study.
     """
     torch.manual_seed(seed)
-    layer = make_layer(arm.model, settings.logit_std)
+    layer = make_layer(arm.model, settings["logit_std"])
     parameters = num_parameters(layer)
-    number = round(arm.times * settings.bits * parameters / math.log2(VALUES))
+    number = round(arm.times * settings["bits"] * parameters / math.log2(VALUES))
     facts = make_facts(number, seed)
     learn(layer, facts, settings, f"{arm}-seed{seed}")
     experts, gate = layer_ops(layer)
@@ -371,6 +341,4 @@ def plot(runs: Runs) -> Plot:
     return Plot("bits stored against parameters", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return FactsStudy(options).main()
+run = FactsStudy.start

@@ -10,7 +10,6 @@ and C++ code, around the experts in float32, int4 and MXFP4. All other parameter
 takes 5 minutes on one processor.
 """
 
-import argparse
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,17 +24,18 @@ from moe_ext.distributed import clip_grad_norm_
 from moe_ext.formats import FormatName
 from moe_lab.data import Batch, EncodedSentences, SentenceBatches, encode_sentences, load_corpus
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.claims import HOW_COMPARED, Claim, as_change, claims_of
-from moe_lab.experiments.report import Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.claims import Claim, as_change, claims_of
+from moe_lab.experiments.report import Page, Plot, new_figure
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import core_hours, difference, mean_perplexity, number_of
+from moe_lab.experiments.runs import mean_perplexity, number_of
+from moe_lab.experiments.statistics import mean_difference
 from moe_lab.experiments.store import Stored
-from moe_lab.experiments.study import TrainedStudy
 from moe_lab.markdown import markdown_table
 from moe_lab.models import AnyModel
-from moe_lab.studies.routing import size_of_run
+from moe_lab.studies.routing import RoutingStudy
+from moe_lab.studies.table import usual_options
 from moe_lab.training.checkpoint import load_run
-from moe_lab.training.config import AnyConfig, Config, read_config
+from moe_lab.training.config import AnyConfig
 from moe_lab.training.metrics import evaluate, perplexity
 from moe_lab.training.text import SentenceText
 
@@ -43,7 +43,8 @@ MODEL, FLOAT = "moe-32", "float32"
 FORMATS: dict[str, FormatName | None] = {FLOAT: None, "int4": "int4", "mxfp4": "mxfp4"}
 # Set before the runs of the page, after a first run with other seeds.
 MARGIN = math.log(1.01)  # of the loss of quality, in ln ppl
-STEPS, RANK, ALPHA, RATE = 600, 16, 32, 4e-3
+CLAIM = "adapters around packed experts reach the perplexity of those around float32"
+RANK, ALPHA, RATE = 16, 32, 4e-3
 TEST_SENTENCES = 2_000
 _SETTINGS = (
     "num_threads=1",
@@ -55,14 +56,14 @@ _SETTINGS = (
 )
 
 
-class LoRA(TrainedStudy):
+class LoRA(RoutingStudy):
     """The study of adapters around packed experts."""
 
     name = "lora"
     models = usual = (MODEL,)
-
-    def config(self, arm: Arm, overrides: Sequence[str]) -> AnyConfig:
-        return read_config("small/moe-32", [*_SETTINGS, *overrides, *arm.overrides], Config)
+    given = ()
+    own = usual_options("lora", "lora_steps")
+    common = _SETTINGS
 
     def settings_of(self, config: AnyConfig) -> dict[str, Any]:
         assert isinstance(self.text, SentenceText)
@@ -70,7 +71,7 @@ class LoRA(TrainedStudy):
         return super().settings_of(config) | {
             "target_train": self.target["train"].fingerprint(),
             "target_test": self.target["test"].fingerprint(),
-            "lora_steps": self.options.lora_steps,
+            **self.own_settings(),
         }
 
     target: Mapping[str, EncodedSentences]
@@ -92,49 +93,27 @@ class LoRA(TrainedStudy):
     def _test(self, model: AnyModel) -> float:
         return evaluate(model, self.target["test"], tokens_per_batch=10_000).nll
 
-    def program(self) -> list[str]:
-        return ["moe-lab", "study", self.name]
-
-    def command(self, settings: Mapping[str, Any]) -> list[str]:
-        steps = settings["lora_steps"]
-        own = [f"--lora-steps={steps}"] if steps != STEPS else []
-        return [*super().command(settings), *own]
-
     def page(self, stored: Stored) -> Page | None:
-        runs, settings = stored.by_arm()[Arm(MODEL)], stored.settings
+        runs = stored.by_arm()[Arm(MODEL)]
         tuned = {name: number_of("tuned", name) for name in FORMATS}
         before = number_of("before")
         rows = [["before", f"{mean_perplexity(runs, before):.2f}", ""]]
         claims = []
         for name, nll in tuned.items():
-            gap = difference(
-                {seed: {"value": nll(run)} for seed, run in runs.items()},
-                {seed: {"value": tuned[FLOAT](run)} for seed, run in runs.items()},
-                number_of("value"),
-            )
+            gap = mean_difference([nll(run) - tuned[FLOAT](run) for run in runs.values()])
             change = "" if name == FLOAT else as_change(gap)
             rows.append([f"adapters around {name}", f"{mean_perplexity(runs, nll):.2f}", change])
             if name != FLOAT:
-                claim = (
-                    "adapters around packed experts reach the perplexity of those around float32"
-                )
-                claims.append(Claim(claim, f"{name} against {FLOAT}, at most 1% above", gap))
-        return page_of_template(
-            __file__,
-            k=settings["model.moe.k"],
-            n=settings["model.moe.num_experts"],
+                claims.append(Claim(CLAIM, f"{name} against {FLOAT}, at most 1% above", gap))
+        return self.filled(
+            stored,
             rank=RANK,
             alpha=ALPHA,
-            steps=settings["lora_steps"],
             trained=next(iter(runs.values()))["trained"],
             plot=plot({name: [perplexity(nll(run)) for run in runs.values()]
                        for name, nll in {"before": before, **tuned}.items()}),
             models=markdown_table(["experts", "test ppl", f"change from {FLOAT}, 95%"], rows),
-            size_of_run=size_of_run(settings),
-            how_compared=HOW_COMPARED,
             claims=claims_of(claims, high=MARGIN),
-            core_hours=core_hours(stored.runs),
-            commands=self.commands(stored),
         )  # fmt: skip
 
 
@@ -193,6 +172,4 @@ def plot(perplexities: Mapping[str, Sequence[float]]) -> Plot:
     return Plot("perplexity of each run before and after the training of adapters", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return LoRA(options).main()
+run = LoRA.start

@@ -9,19 +9,18 @@ w_importance,w_load. The page has the perplexity, and the experts' load balance 
 training batches. A run takes 3 minutes on one processor.
 """
 
-import argparse
 import math
 from typing import ClassVar, NamedTuple
 
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.claims import HOW_COMPARED, as_change, claims_data, verdict
-from moe_lab.experiments.report import Claims, Page, page_of_template
+from moe_lab.experiments.claims import as_change, claims_data, verdict
+from moe_lab.experiments.report import Claims, Page
 from moe_lab.experiments.results import BALANCE_BATCHES
-from moe_lab.experiments.runs import core_hours, difference, mean_of, mean_perplexity, number_of
+from moe_lab.experiments.runs import difference, mean_of, mean_perplexity, number_of
 from moe_lab.experiments.statistics import PairedDifference
 from moe_lab.experiments.store import Runs, Stored
 from moe_lab.markdown import markdown_table
-from moe_lab.studies.routing import RoutingStudy, plot, size_of_run
+from moe_lab.studies.routing import RoutingStudy, plot
 
 NONE, USUAL = "0,0", "0.1,0.1"  # w_importance,w_load
 WEIGHTS = (NONE, "0.2,0", "0,0.2", USUAL, "0.01,0.01", "1,1")
@@ -64,21 +63,15 @@ class Losses(RoutingStudy):
         header = ["w_importance", "w_load", "seeds", "test ppl", f"change from {USUAL}, 95%"]
         n, k = settings["model.moe.num_experts"], settings["model.moe.k"]
         axis = {"xlabel": "max(Load) / mean(Load)", "xscale": "log"}
-        return page_of_template(
-            __file__,
-            k=k,
-            n=n,
+        return self.filled(
+            stored,
             plot=plot(runs, WEIGHTS, max_over_mean_load, "w_importance,w_load", **axis),
             weights=markdown_table([*header, *COLUMNS.values()], rows),
-            size_of_run=size_of_run(settings),
             batches=min(BALANCE_BATCHES, settings["steps"]),
             floor=math.sqrt((1 - k / n) / (settings["data.tokens_per_batch"] * k / n)),
             ceiling=math.sqrt(n / k - 1),
             ratio=n / k,
-            how_compared=HOW_COMPARED,
             claims=loss_claims(runs),
-            core_hours=core_hours(stored.runs),
-            commands=self.commands(stored),
         )
 
 
@@ -134,6 +127,4 @@ def loss_claims(runs: Runs) -> Claims:
     return Claims(markdown_table(header, rows), claims_data(found))
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return Losses(options).main()
+run = Losses.start

@@ -35,9 +35,9 @@ from moe_lab.data import EncodedPairs, PairBatch, batches_of
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import claims_data
-from moe_lab.experiments.report import Claims, Command, Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.report import Claims, Command, Page, Plot, new_figure
 from moe_lab.experiments.results import Result, train_and_test
-from moe_lab.experiments.runs import commands_of, core_hours, dev_nll, size_cells
+from moe_lab.experiments.runs import commands_of, dev_nll, size_cells
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.study import TrainedStudy
@@ -84,6 +84,7 @@ class Multilingual(TrainedStudy):
     """The study of one model for several language pairs."""
 
     name = "multilingual_captions"
+    given = ("data.corpus=CORPUS",)
     models = MODELS
     usual = USUAL
     arm_settings = ("attends_language", "rate", "dropout")
@@ -141,9 +142,6 @@ class Multilingual(TrainedStudy):
         extra |= {"steps": config.steps, "learning_rate": config.optimizer.learning_rate}
         return result.record() | extra
 
-    def program(self) -> list[str]:
-        return ["moe-lab", "study", "multilingual", "data.corpus=CORPUS"]
-
     def commands(self, stored: Stored) -> Command:
         # --arms names the models of single pairs without their pair.
         named: dict[tuple[str, int], Run] = {}
@@ -163,9 +161,8 @@ class Multilingual(TrainedStudy):
         signatures = sorted({f"`{name}`" for run in of_usual for name in run["signatures"]})
         tried = Runs({arm: of_arm for arm, of_arm in all_runs.items() if not arm.attends_language})
         decided, claimed = claims(comparisons(runs))
-        return page_of_template(
-            __file__,
-            settings=settings,
+        return self.filled(
+            stored,
             plot=plot(settings, runs),
             sizes=sizes_of_models(runs),
             pairs=table(settings["train_pairs"], runs),
@@ -182,8 +179,6 @@ class Multilingual(TrainedStudy):
             signatures=", ".join(signatures),
             trials=trials(settings, tried, (MIXTURE, DENSE)),
             attention=attention_table(all_runs),
-            core_hours=core_hours(stored.runs),
-            commands=self.commands(stored),
         )
 
 
@@ -424,6 +419,4 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     return Plot("dev perplexity against steps", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return Multilingual(options).main()
+run = Multilingual.start

@@ -8,10 +8,9 @@ of routers. Then the experts' weights are quantized in each format of `moe_ext.f
 standard rule, dequantized, and the test part is evaluated. A run takes 4 minutes on one processor.
 """
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +18,14 @@ from torch import Tensor
 from moe_ext import FeedForwardExperts
 from moe_ext.formats import FormatName, Packed, dequantize, quantize
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.report import Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.claims import percent
+from moe_lab.experiments.report import Page, Plot, new_figure
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import core_hours, mean_of, mean_perplexity, number_of, test_nll
+from moe_lab.experiments.runs import mean_of, mean_perplexity, number_of, test_nll
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
-from moe_lab.studies.routing import RoutingStudy, size_of_run
+from moe_lab.studies.routing import RoutingStudy
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.metrics import evaluate
 
@@ -48,7 +48,6 @@ class PackedExperts(RoutingStudy):
 
     name = "packed"
     models = usual = (MODEL,)
-    overrides: ClassVar = {MODEL: []}
 
     def measured(self, arm: Arm, result: Result) -> dict[str, Any]:
         model = load_run(result.run).model
@@ -73,7 +72,7 @@ class PackedExperts(RoutingStudy):
         return {"formats": found}
 
     def page(self, stored: Stored) -> Page | None:
-        runs, settings = stored.by_arm()[Arm(MODEL)], stored.settings
+        runs = stored.by_arm()[Arm(MODEL)]
         rows, points = [], {}
         for name in FORMATS:
             bits, error, nll = (number_of("formats", name, key) for key in ("bits", "error", "nll"))
@@ -86,21 +85,16 @@ class PackedExperts(RoutingStudy):
                     f"{mean_of(runs, bits):.2f}",
                     f"{100 * mean_of(runs, error):.2f}%",
                     f"{mean_perplexity(runs, nll):.2f}",
-                    change.text(lambda gap: f"{_percent(gap):+.3f}", "%"),
+                    change.text(lambda gap: f"{percent(gap):+.3f}", "%"),
                 ]
             )
         header = ["format", "bits for a weight", "error", "test ppl", "change, 95%"]
-        return page_of_template(
-            __file__,
-            k=settings["model.moe.k"],
-            n=settings["model.moe.num_experts"],
+        return self.filled(
+            stored,
             seeds=len(runs),
             perplexity=mean_perplexity(runs),
             plot=plot(points),
             formats=markdown_table(header, rows),
-            size_of_run=size_of_run(settings),
-            core_hours=core_hours(stored.runs),
-            commands=self.commands(stored),
         )
 
 
@@ -110,18 +104,13 @@ def plot(points: Mapping[str, tuple[float, PairedDifference]]) -> Plot:
     axes = figure.subplots()
     for name, (bits, change) in points.items():
         ends = [end for end in (change.low, change.high) if end is not None]
-        (line,) = axes.plot(bits, _percent(change.mean), "o", label=name)
-        axes.plot([bits] * len(ends), [*map(_percent, ends)], "_-", color=line.get_color())
+        (line,) = axes.plot(bits, percent(change.mean), "o", label=name)
+        axes.plot([bits] * len(ends), [*map(percent, ends)], "_-", color=line.get_color())
     axes.axhline(0, color="black", linewidth=0.8, linestyle="--")
     axes.set(xlabel="bits for a weight", ylabel="change of the test perplexity, %")
     axes.grid(alpha=0.3)
     axes.legend()
     return Plot("change of the perplexity over the bits for a weight", figure)
-
-
-def _percent(gap: float) -> float:
-    """Converts a difference of ln ppl to a change of the perplexity in per cent."""
-    return 100 * math.expm1(gap)
 
 
 def _bytes(packed: Packed) -> int:
@@ -132,6 +121,4 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return PackedExperts(options).main()
+run = PackedExperts.start

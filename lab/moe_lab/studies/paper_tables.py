@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.analysis import cost, training_flops
+from moe_lab.analysis.costs import cost, training_flops
 from moe_lab.analysis.paper import PUBLISHED, PUBLISHED_TRANSLATION, Published
 from moe_lab.experiments.report import Command, Page, page_of_template, publish
 from moe_lab.markdown import markdown_table

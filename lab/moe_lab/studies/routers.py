@@ -17,15 +17,13 @@ An arm such as "noisy rate 0.004" has another peak learning rate; --arms selects
 takes 3 minutes on one processor.
 """
 
-import argparse
 import statistics
 
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.claims import HOW_COMPARED, HOW_DECIDED, Claim, as_change, claims_of
-from moe_lab.experiments.report import Page, page_of_template
+from moe_lab.experiments.claims import Claim, as_change, claims_of
+from moe_lab.experiments.report import Page
 from moe_lab.experiments.results import BALANCE_BATCHES
 from moe_lab.experiments.runs import (
-    core_hours,
     difference,
     mean_of,
     mean_perplexity,
@@ -35,7 +33,7 @@ from moe_lab.experiments.runs import (
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.trials import trials
 from moe_lab.markdown import markdown_table
-from moe_lab.studies.routing import RoutingStudy, plot, size_of_run
+from moe_lab.studies.routing import RoutingStudy, plot
 
 PAPER, NOT_CAUSAL = "noisy", "expert_choice"
 _WITHOUT_LOSSES = ("model.moe.w_importance=0", "model.moe.w_load=0")
@@ -90,20 +88,14 @@ class Routers(RoutingStudy):
             "CV(tokens)", "max/mean tokens",
         ]  # fmt: skip
         options = [[name, " ".join(f"`{each}`" for each in ROUTERS[name])] for name in ROUTERS]
-        return page_of_template(
-            __file__,
-            settings=settings,
+        return self.filled(
+            stored,
             plot=plot(runs, [*ROUTERS], busiest, xlabel="tokens of the busiest expert / mean"),
             routers=markdown_table(header, rows),
-            size_of_run=size_of_run(settings),
             batches=BALANCE_BATCHES,
-            how_compared=HOW_COMPARED,
-            how_decided=HOW_DECIDED,
             claims=claims_of(router_claims(runs)),
             options=markdown_table(["router", "options"], options),
             trials=trials(settings, runs, ROUTERS),
-            core_hours=core_hours(stored.runs),
-            commands=self.commands(stored),
         )
 
 
@@ -130,6 +122,4 @@ def busiest(run: Run) -> float:
     return float(max(run["load"]) / statistics.fmean(run["load"]))
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return Routers(options).main()
+run = Routers.start

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.report import Plot, new_figure
+from moe_lab.experiments.report import Page, Plot, new_figure
 from moe_lab.experiments.results import BALANCE_BATCHES, Result
 from moe_lab.experiments.runs import Value, test_nll
-from moe_lab.experiments.store import Runs
+from moe_lab.experiments.store import Runs, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.logging import read_metrics
@@ -27,24 +27,28 @@ _SETTINGS = (
 
 
 class RoutingStudy(TrainedStudy):
-    """Trains small/moe-32 with several options of its MoE layer.
+    """Trains small/moe-32, by default with several options of its MoE layer.
 
     Attributes:
-        overrides: the options of each model.
+        common: the options of all models, which those of the command may override.
+        overrides: the options of a model in addition.
     """
 
-    overrides: ClassVar[Mapping[str, Sequence[str]]]
+    given: Sequence[str] = ("data.corpus=CORPUS",)
+    common: ClassVar[Sequence[str]] = _SETTINGS
+    overrides: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
-        options = [*_SETTINGS, *overrides, *self.overrides[arm.model], *arm.overrides]
+        of_model = self.overrides.get(arm.model, ())
+        options = [*self.common, *overrides, *of_model, *arm.overrides]
         return read_config("small/moe-32", options, Config)
 
     def measured(self, arm: Arm, result: Result) -> dict[str, Any]:
         (load,) = read_metrics(result.run, "train")[-1]["load"]  # of the only MoE layer
         return {"load": load}
 
-    def program(self) -> list[str]:
-        return ["moe-lab", "study", self.name, "data.corpus=CORPUS"]
+    def filled(self, stored: Stored, **fields: Any) -> Page:
+        return super().filled(stored, size_of_run=size_of_run(stored.settings), **fields)
 
 
 def size_of_run(settings: Mapping[str, Any]) -> str:

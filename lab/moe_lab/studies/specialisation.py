@@ -29,39 +29,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from moe_lab.analysis import (
-    ExpertReport,
+from moe_lab.analysis.experts import ExpertReport, by_specialisation, expert_reports
+from moe_lab.analysis.routed_text import (
+    NEIGHBOURS,
     RoutedText,
-    by_specialisation,
-    expert_reports,
     find_moe_layer,
-    labels_of,
-    measure_specialisation,
     route_text,
     untrained_gates,
 )
-from moe_lab.analysis.routed_text import NEIGHBOURS
+from moe_lab.analysis.specialisation import labels_of, measure_specialisation
 from moe_lab.data import AnyText
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, claims_of
-from moe_lab.experiments.report import Command, Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.report import Command, Page, Plot, new_figure
 from moe_lab.experiments.statistics import mean_difference
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
-from moe_lab.studies.table import STUDIES
+from moe_lab.studies.table import usual_options
 from moe_lab.training.checkpoint import TrainedModel, load_run
 from moe_lab.training.config import config_differences
 from moe_lab.training.device import set_up_torch
 from moe_lab.training.text import load_part
 
 _SHOWN_EXPERTS = 3  # of the most specialised experts, and of the others, as in Table 9
-# The usual values of the options that all runs share.
-USUAL = {
-    name: STUDIES["specialisation"].options[f"--{name}"]["default"]
-    for name in ("part", "positions", "permutations", "layer")
-}
 MODEL = "trained"  # the only arm
 GATES = ("trained", "untrained")
 
@@ -70,7 +62,12 @@ class SpecialisationStudy(Study):
     """The study of finished runs of one model."""
 
     name = "specialisation"
+    own = usual_options("specialisation", "part", "positions", "permutations", "layer")
     models = usual = (MODEL,)
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        options.runs = options.output  # of the lock files
+        super().__init__(options)
 
     def settings(self) -> dict[str, Any]:
         """Loads the models and the texts.
@@ -95,7 +92,7 @@ class SpecialisationStudy(Study):
         self.trained = dict(zip(seeds, zip(options.folders, trained, strict=True), strict=True))
         self.text = load_part(config.data, vocabulary, options.part)
         return {
-            **{key: getattr(options, key) for key in USUAL},
+            **self.own_settings(),
             "k": config.model.moe.experts_per_token,
             "steps": trained[0].step,
             "texts": [self.text.fingerprint()],
@@ -113,17 +110,13 @@ class SpecialisationStudy(Study):
             raise ConfigError(f"{folder}: {error}") from error
         return {"run": str(folder), **found}
 
-    def command(self, settings: Mapping[str, Any]) -> list[str]:
-        changed = [
-            word
-            for key, value in USUAL.items()
-            if settings[key] != value
-            for word in (f"--{key}", str(settings[key]))
-        ]
-        return ["moe-lab", "study", "specialisation", *changed]
+    def commands(self, stored: Stored) -> Command:
+        command = self.command(stored.settings)
+        command[3:3] = [run["run"] for run in stored.runs]
+        return Command(shlex.join(command))
 
     def page(self, stored: Stored) -> Page | None:
-        runs, settings = stored.runs, stored.settings
+        runs = stored.runs
         first = runs[0]
         rows = []
         for label in first["trained"]:
@@ -147,11 +140,8 @@ class SpecialisationStudy(Study):
         for how in dict.fromkeys(expert["how"] for expert in first["table"]):
             table = _contexts_table([e for e in first["table"] if e["how"] == how])
             tables.append(f"{how.capitalize()}:\n\n{table}")
-        command = self.command(settings)
-        command[3:3] = [run["run"] for run in runs]
-        return page_of_template(
-            __file__,
-            settings=settings,
+        return self.filled(
+            stored,
             first=first,
             plot=plot(runs),
             number=f"{len(runs)} run{'s' * (len(runs) > 1)}",
@@ -167,7 +157,6 @@ class SpecialisationStudy(Study):
                 high=math.inf,
             ),
             contexts="\n".join(tables),
-            command=Command(shlex.join(command)),
         )
 
 
@@ -310,7 +299,4 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Plot:
     return Plot("purity by label and by expert", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    options.runs = options.output  # of the lock files
-    return SpecialisationStudy(options).main()
+run = SpecialisationStudy.start

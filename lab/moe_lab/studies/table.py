@@ -8,17 +8,21 @@ from typing import Any, NamedTuple
 
 from moe_lab.cli import (
     CONFIG,
+    OVERRIDES,
+    REPORT,
     THREAD_LIMIT,
-    add_output,
+    Option,
     at_least,
-    make_parser,
+    help_of,
+    one,
     positive,
     require_checkpoint,
+    several,
 )
+from moe_lab.cli import parse as parse_options
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.arms import add_report, add_runs
+from moe_lab.experiments.arms import RUNS, end_of_help, runs_folder
 from moe_lab.names import PARTS_AND_ALL
-from moe_lab.options import Option, help_of, one, several
 
 
 class Entry(NamedTuple):
@@ -48,17 +52,10 @@ def _check_folders(options: Any) -> None:
         require_checkpoint(folder)
 
 
-_CONFIGURED: dict[str, Option] = {
-    "overrides": {
-        "nargs": "*",
-        "metavar": "key=value",
-        "help": "options of the configuration to override",
-    }
-}
 STUDIES = {
-    "balanced": Entry(_CONFIGURED, {"seeds": [1]}, arms=True),
+    "balanced": Entry(OVERRIDES, {"seeds": [1]}, arms=True),
     "capacity": Entry(
-        _CONFIGURED
+        OVERRIDES
         | {"--text": {"choices": ["sources", "prose"], "default": "sources", "help": "the corpus"}},
         arms=True,
         files="capacity_TEXT",
@@ -86,7 +83,7 @@ STUDIES = {
     "kneser-ney": Entry(
         {
             "config": {"help": f"{CONFIG}; only its [data] and num_threads are used"},
-            **_CONFIGURED,
+            **OVERRIDES,
             "--order": one(at_least(1), 5, "n of the longest n-grams"),
             "--discounts": {"type": int, "choices": (1, 3), "default": 3,
                             "help": "number for each order; 3 is modified Kneser-Ney"},
@@ -95,18 +92,18 @@ STUDIES = {
         report=False,
     ),
     "lora": Entry(
-        _CONFIGURED
+        OVERRIDES
         | {
             "--target": {"default": "sources", "help": "the corpus of the adapters"},
             "--lora-steps": one(at_least(1), 600, "training steps of the adapters"),
         },
         arms=True,
     ),
-    "losses": Entry(_CONFIGURED, arms=True),
-    "multilingual": Entry(_CONFIGURED, arms=True, files="multilingual_captions"),
-    "packed": Entry(_CONFIGURED, arms=True),
+    "losses": Entry(OVERRIDES, arms=True),
+    "multilingual": Entry(OVERRIDES, arms=True, files="multilingual_captions"),
+    "packed": Entry(OVERRIDES, arms=True),
     "paper-tables": Entry(report=False),
-    "routers": Entry(_CONFIGURED, arms=True),
+    "routers": Entry(OVERRIDES, arms=True),
     "specialisation": Entry(
         {
             "folders": {"nargs": "*", "metavar": "RUN", "help": "the folders of training runs"},
@@ -119,11 +116,18 @@ STUDIES = {
         check=_check_folders,
     ),
     "translation": Entry(
-        _CONFIGURED | {"--pair": {"default": "en-de", "help": "the language pair, such as en-de"}},
+        OVERRIDES | {"--pair": {"default": "en-de", "help": "the language pair, such as en-de"}},
         arms=True,
         files="translation_captions_PAIR",
     ),
 }  # fmt: skip
+
+
+def usual_options(name: str, *options: str) -> dict[str, Any]:
+    """Returns the defaults of some options of a study, without names those of all."""
+    of_study = STUDIES[name].options.items()
+    usual = {key.strip("-").replace("-", "_"): option.get("default") for key, option in of_study}
+    return {key: usual[key] for key in options or usual}
 
 
 def file_of(name: str) -> Path:
@@ -133,19 +137,17 @@ def file_of(name: str) -> Path:
 
 def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
     """Parses and checks the arguments of a study; None: those of the command line."""
-    entry, description = STUDIES[name], help_of(file_of(name))
-    parser = make_parser(description)
-    for option, settings in entry.options.items():
-        parser.add_argument(option, **settings)
+    entry, epilog = STUDIES[name], None
+    options = dict(entry.options)
     if entry.arms:
-        add_runs(parser, name, entry.files or name, resumes=entry.resumes)
-    add_output(parser)
-    if entry.report:
-        add_report(parser)
-    parser.set_defaults(**entry.defaults)
-    options = parser.parse_intermixed_args(arguments)
-    entry.check(options)
-    return options
+        options |= RUNS | runs_folder(name, entry.resumes)
+        epilog = end_of_help(entry.files or name, entry.resumes)
+    output = one(Path, Path("runs", "results"), "folder of the page and its data")
+    options |= {"--output": output} | (REPORT if entry.report else {})
+    help = help_of(file_of(name))
+    parsed = parse_options(help, options, arguments, epilog=epilog, **entry.defaults)
+    entry.check(parsed)
+    return parsed
 
 
 def run(name: str, arguments: Sequence[str] | None = None) -> Any:

@@ -32,11 +32,10 @@ import torch
 
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.claims import HOW_COMPARED, HOW_DECIDED, as_change, claims_data, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, new_figure, page_of_template
+from moe_lab.experiments.claims import HOW_DECIDED, as_change, claims_data, verdict
+from moe_lab.experiments.report import Claims, Page, Plot, new_figure
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import (
-    core_hours,
     dev_nll,
     difference,
     mean_curve,
@@ -79,6 +78,7 @@ class Translation(TrainedStudy):
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.name = f"translation_captions_{options.pair}"
+        self.given = ("--pair", options.pair, "data.corpus=CORPUS")
         super().__init__(options, self.name)
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> TranslationConfig:
@@ -114,18 +114,13 @@ class Translation(TrainedStudy):
     def measured(self, arm: Arm, result: Result) -> dict[str, Any]:
         return tested(result.run, self.options.pair, self.near)
 
-    def program(self) -> list[str]:
-        pair = ["--pair", self.options.pair]
-        return ["moe-lab", "study", "translation", *pair, "data.corpus=CORPUS"]
-
     def page(self, stored: Stored) -> Page | None:
         runs, settings = stored.by_arm(), stored.settings
         if not any(runs[Arm(model)] for model in MODELS):
             return None
         decided, claimed = claims(runs)
-        return page_of_template(
-            __file__,
-            settings=settings,
+        return self.filled(
+            stored,
             plot=plot(settings, runs),
             models=table(settings, runs),
             decided=decided,
@@ -135,15 +130,12 @@ class Translation(TrainedStudy):
             near=NEAR,
             convergence=convergence(runs, MODELS),
             crossover=crossover(settings, runs),
-            how_compared=HOW_COMPARED,
             bleu=BLEU,
             published=published(settings["data.pairs"][0]),
             signatures=", ".join(sorted({f"`{run['signature']}`" for run in stored.runs})),
             trials=trials(settings, runs, MODELS),
             balance=balance(runs),
             shown=shown(settings, runs),
-            core_hours=core_hours(stored.runs),
-            commands=self.commands(stored),
         )
 
 
@@ -385,6 +377,4 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     return Plot("dev perplexity against source words", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return Translation(options).main()
+run = Translation.start

@@ -16,21 +16,23 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
-from moe_ext.checks import require, require_at_least, require_one_of
+from moe_ext.checks import require
 from moe_lab.cli import SEED_LIMIT, THREAD_LIMIT
 from moe_lab.errors import ConfigError
 from moe_lab.files import read_file
 from moe_lab.models import LanguageModelConfig, TranslationModelConfig
 from moe_lab.names import PIECE_KINDS, configuration_file
+from moe_lab.rules import Count, Limit, Options, Positive, Share, Weight, at_least, must, one_of
 
 _MAX_BYTES = 2**20  # of a configuration file
-_LONGEST_TIMEOUT = 1e9  # seconds
+_THREADS = must(f"be in [0, {THREAD_LIMIT})", lambda number: 0 <= number < THREAD_LIMIT)
+_SECONDS = must("be in (0, 1e+09]", lambda seconds: 0 < seconds <= 1e9)
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Options):
     """Options of the text of a language model.
 
     Attributes:
@@ -55,28 +57,24 @@ class DataConfig:
     """
 
     corpus: str = "builtin"
-    kind: str = "words"
+    kind: Annotated[str, one_of("words", *PIECE_KINDS)] = "words"
     vocabulary: str = ""
-    vocab_size: int = 10_000
-    min_count: int = 1
+    vocab_size: Annotated[int, at_least(3)] = 10_000
+    min_count: Count = 1
     encoded: str = ""
-    num_workers: int = 0
-    tokens_per_batch: int = 2_560
-    max_length: int = 0
-    max_train_sentences: int = 0
+    num_workers: Limit = 0
+    tokens_per_batch: Count = 2_560
+    max_length: Limit = 0
+    max_train_sentences: Limit = 0
 
     def __post_init__(self) -> None:
-        require_one_of("kind", ("words", *PIECE_KINDS), self.kind)
-        require_at_least(3, vocab_size=self.vocab_size)
-        require_at_least(1, min_count=self.min_count, tokens_per_batch=self.tokens_per_batch)
+        super().__post_init__()
         no_minimum = self.kind == "words" or self.min_count == 1
         require(no_minimum, "min_count", f'be 1 with kind = "{self.kind}"', self.min_count)
-        require_at_least(0, num_workers=self.num_workers, max_length=self.max_length)
-        require_at_least(0, max_train_sentences=self.max_train_sentences)
 
 
 @dataclass
-class ParallelDataConfig:
+class ParallelDataConfig(Options):
     """Options of the parallel text of a translation model.
 
     Attributes:
@@ -105,38 +103,24 @@ class ParallelDataConfig:
     corpus: str = ""
     pairs: list[str] = field(default_factory=lambda: ["en-fr"])
     wordpieces: str = ""
-    vocab_size: int = 16_000
-    kind: str = "bpe"
+    vocab_size: Annotated[int, at_least(3)] = 16_000
+    kind: Annotated[str, one_of(*PIECE_KINDS)] = "bpe"
     drop: list[str] = field(default_factory=list)
-    max_train_pairs: int = 0
-    max_ratio: float = 0.0
+    max_train_pairs: Limit = 0
+    max_ratio: Annotated[float, must("be 0 or at least 1", lambda x: x == 0 or x >= 1)] = 0.0
     oversample: bool = False
     encoded: str = ""
-    num_workers: int = 0
-    tokens_per_batch: int = 5_120
-    max_length: int = 100
+    num_workers: Limit = 0
+    tokens_per_batch: Count = 5_120
+    max_length: Limit = 100
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(len(self.pairs) >= 1, "pairs", "contain at least one language pair", self.pairs)
+        rule = 'be pairs of two languages such as "en-fr"'
         for pair, (source, target) in zip(self.pairs, self.language_pairs, strict=True):
-            require(
-                bool(source and target) and source != target,
-                "pairs",
-                'be pairs of two languages such as "en-fr"',
-                pair,
-            )
+            require(bool(source and target) and source != target, "pairs", rule, pair)
         require(len(set(self.pairs)) == len(self.pairs), "pairs", "be distinct", self.pairs)
-        require_at_least(3, vocab_size=self.vocab_size)
-        require_one_of("kind", PIECE_KINDS, self.kind)
-        require_at_least(0, max_train_pairs=self.max_train_pairs)
-        require_at_least(0, num_workers=self.num_workers, max_length=self.max_length)
-        require(
-            self.max_ratio == 0 or self.max_ratio >= 1,
-            "max_ratio",
-            "be 0 or at least 1",
-            self.max_ratio,
-        )
-        require_at_least(1, tokens_per_batch=self.tokens_per_batch)
 
     @property
     def language_pairs(self) -> list[tuple[str, str]]:
@@ -151,7 +135,7 @@ class ParallelDataConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Options):
     """Options of Adam with the learning-rate schedules of App. C.1 and E.
 
     Attributes:
@@ -172,34 +156,22 @@ class OptimizerConfig:
             these batches, plus the token-weighted mean of the balancing losses of the batches.
     """
 
-    learning_rate: float = 1e-3
-    warmup_steps: int = 1_000
-    hold_steps: int = 0
-    beta1: float = 0.9
-    beta2: float = 0.98
-    eps: float = 1e-9
-    experts: str = "adam"
-    embedding: str = "adam"
-    expert_learning_rate: float = 0.0
-    threshold_learning_rate: float = 0.0
-    clip_norm: float = 0.0
-    accumulate: int = 1
-
-    def __post_init__(self) -> None:
-        require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
-        require_at_least(1, warmup_steps=self.warmup_steps, accumulate=self.accumulate)
-        require_at_least(0, hold_steps=self.hold_steps, clip_norm=self.clip_norm)
-        require_at_least(0, expert_learning_rate=self.expert_learning_rate)
-        require_at_least(0, threshold_learning_rate=self.threshold_learning_rate)
-        require(0 <= self.beta1 < 1, "beta1", "be in [0, 1)", self.beta1)
-        require(0 <= self.beta2 < 1, "beta2", "be in [0, 1)", self.beta2)
-        require(self.eps > 0, "eps", "be positive", self.eps)
-        for name in ("experts", "embedding"):
-            require_one_of(name, ("adam", "factored_adam"), getattr(self, name))
+    learning_rate: Positive = 1e-3
+    warmup_steps: Count = 1_000
+    hold_steps: Limit = 0
+    beta1: Share = 0.9
+    beta2: Share = 0.98
+    eps: Positive = 1e-9
+    experts: Annotated[str, one_of("adam", "factored_adam")] = "adam"
+    embedding: Annotated[str, one_of("adam", "factored_adam")] = "adam"
+    expert_learning_rate: Weight = 0.0
+    threshold_learning_rate: Weight = 0.0
+    clip_norm: Weight = 0.0
+    accumulate: Count = 1
 
 
 @dataclass
-class LogConfig:
+class LogConfig(Options):
     """Options of logs, evaluations and checkpoints.
 
     Attributes:
@@ -214,22 +186,17 @@ class LogConfig:
             every log_every steps.
     """
 
-    log_every: int = 50
-    eval_every: int = 500
-    eval_sentences: int = 0
-    save_every: int = 500
-    keep_checkpoints: int = 2
+    log_every: Count = 50
+    eval_every: Limit = 500
+    eval_sentences: Limit = 0
+    save_every: Limit = 500
+    keep_checkpoints: Count = 2
     tensorboard: bool = True
     progress: bool = True
 
-    def __post_init__(self) -> None:
-        require_at_least(1, log_every=self.log_every, keep_checkpoints=self.keep_checkpoints)
-        require_at_least(0, eval_every=self.eval_every, eval_sentences=self.eval_sentences)
-        require_at_least(0, save_every=self.save_every)
-
 
 @dataclass
-class RunConfig:
+class RunConfig(Options):
     """Options common to the training runs of language models and translation models.
 
     Attributes:
@@ -250,23 +217,14 @@ class RunConfig:
 
     output: str = ""
     resume: bool = False
-    seed: int = 1
-    steps: int = 2_000
+    seed: Annotated[int, must(f"be in [0, {SEED_LIMIT})", lambda n: 0 <= n < SEED_LIMIT)] = 1
+    steps: Count = 2_000
     device: str = "cpu"
-    num_threads: int = 0
-    timeout: float = 600.0
-    autocast: str = ""
+    num_threads: Annotated[int, _THREADS] = 0
+    timeout: Annotated[float, _SECONDS] = 600.0
+    autocast: Annotated[str, must('be "" or "bfloat16"', ("", "bfloat16").__contains__)] = ""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log: LogConfig = field(default_factory=LogConfig)
-
-    def __post_init__(self) -> None:
-        require(0 <= self.seed < SEED_LIMIT, "seed", f"be in [0, {SEED_LIMIT})", self.seed)
-        require_at_least(1, steps=self.steps)
-        threads, rule = self.num_threads, f"be in [0, {THREAD_LIMIT})"
-        require(0 <= threads < THREAD_LIMIT, "num_threads", rule, threads)
-        known, rule = 0 < self.timeout <= _LONGEST_TIMEOUT, f"be in (0, {_LONGEST_TIMEOUT:g}]"
-        require(known, "timeout", rule, self.timeout)
-        require(self.autocast in ("", "bfloat16"), "autocast", 'be "" or "bfloat16"', self.autocast)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moe_lab.data import EncodedPairs, EncodedSentences, Wordpieces
-from moe_lab.decoding import corpus_bleu
+from moe_lab.decoding.bleu import corpus_bleu
 from moe_lab.errors import ConfigError
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import ParallelDataConfig

@@ -1,9 +1,9 @@
 """Construction of a model from a configuration."""
 
 import re
+from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from moe_lab.errors import ConfigError
 from moe_lab.models import (
@@ -19,9 +19,8 @@ def make_model(
     config: LanguageModelConfig | TranslationModelConfig,
     vocab_size: int,
     *,
-    process_group: ProcessGroup | None = None,
-    noise_generator: torch.Generator | None = None,
     class_generator: torch.Generator | None = None,
+    **options: Any,
 ) -> AnyModel:
     """Creates a language model or a translation model with initialised weights.
 
@@ -30,16 +29,8 @@ def make_model(
     """
     try:
         if isinstance(config, TranslationModelConfig):
-            return TranslationModel(
-                config, vocab_size, process_group=process_group, noise_generator=noise_generator
-            )
-        return LanguageModel(
-            config,
-            vocab_size,
-            process_group=process_group,
-            noise_generator=noise_generator,
-            class_generator=class_generator,
-        )
+            return TranslationModel(config, vocab_size, **options)
+        return LanguageModel(config, vocab_size, class_generator=class_generator, **options)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
     except RuntimeError as error:

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_lab.analysis import cost
+from moe_lab.analysis.costs import cost
 from moe_lab.data import EncodedPairs, PairBatches
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.loop import Trainer

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from moe_lab.data import (
     AnyText,
@@ -99,25 +99,18 @@ def training_batches(
     text: Text, config: DataConfig | ParallelDataConfig, seed: int
 ) -> SentenceBatches | PairBatches:
     """Creates the shuffled batches of the training part of a text."""
+    options: dict[str, Any] = {
+        "tokens_per_batch": config.tokens_per_batch,
+        "max_length": config.max_length or None,
+        "shuffle": True,
+        "seed": seed,
+    }
     if isinstance(config, ParallelDataConfig):
         assert isinstance(text.train, EncodedPairs)
         with _config_errors():
-            return PairBatches(
-                text.train,
-                tokens_per_batch=config.tokens_per_batch,
-                max_length=config.max_length or None,
-                oversample=config.oversample,
-                shuffle=True,
-                seed=seed,
-            )
+            return PairBatches(text.train, oversample=config.oversample, **options)
     assert isinstance(text.train, EncodedSentences)
-    return SentenceBatches(
-        text.train,
-        tokens_per_batch=config.tokens_per_batch,
-        max_length=config.max_length or None,
-        shuffle=True,
-        seed=seed,
-    )
+    return SentenceBatches(text.train, **options)
 
 
 def _load_pairs(config: ParallelDataConfig) -> PairText:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from moe_lab.decoding import BeamSearch, Translation, corpus_bleu
+from moe_lab.decoding.beam_search import BeamSearch
+from moe_lab.decoding.bleu import corpus_bleu
+from moe_lab.decoding.translator import Translation
 from moe_lab.errors import ConfigError
 from moe_lab.files import READ_ERRORS, open_plain, output_file, plain_lines, reason_of
 from moe_lab.training.checkpoint import load_run

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.data import ParallelText, Wordpieces
-from moe_lab.decoding import BeamSearch, Bleu, Translator, corpus_bleu
+from moe_lab.decoding.beam_search import BeamSearch
+from moe_lab.decoding.bleu import Bleu, corpus_bleu
+from moe_lab.decoding.translator import Translator
 from moe_lab.errors import ConfigError
 from moe_lab.files import write_text
 from moe_lab.models import TranslationModel
