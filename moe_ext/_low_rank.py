@@ -18,7 +18,10 @@ def layer_sizes(weights: Sequence[Tensor | PackedWeight]) -> list[tuple[int, int
 
 
 def joined(
-    pairs: Sequence[ops.LoRA], dtype: torch.dtype, experts: slice = slice(None)
+    pairs: Sequence[ops.LoRA],
+    dtype: torch.dtype,
+    experts: slice = slice(None),
+    used: Tensor | None = None,
 ) -> ops.LoRA | None:
     """Returns one pair for the sum of several, whose ranks are concatenated; None without pairs.
 
@@ -26,8 +29,17 @@ def joined(
         pairs: A, B and the scale of each adapter of a layer.
         dtype: of the result.
         experts: the experts that the result has.
+        used: the indices of those whose values are needed, if there are no gradients; None: all.
     """
-    here = [ops.LoRA(p.a[experts].to(dtype), p.b[experts].to(dtype), p.scale) for p in pairs]
+
+    def cast(values: Tensor) -> Tensor:
+        own = values[experts]
+        if used is None or own.dtype == dtype:
+            return own.to(dtype)
+        # The cast of all experts would take longer than the products of a few rows.
+        return own.new_empty(own.shape, dtype=dtype).index_copy_(0, used, own[used].to(dtype))
+
+    here = [ops.LoRA(cast(p.a), cast(p.b), p.scale) for p in pairs]
     if len(here) <= 1:
         return here[0] if here else None
     a, b = torch.cat([p.a for p in here], 2), torch.cat([p.scale * p.b for p in here], 1)

@@ -381,25 +381,30 @@ class LoRAExperts(Experts):
                 weight.detach()[e].copy_(weight.detach()[e].to(dtype) + delta)
 
     def _pairs(
-        self, dtype: torch.dtype, experts: slice = slice(None)
+        self, dtype: torch.dtype, experts: slice = slice(None), used: Tensor | None = None
     ) -> list[ops.LoRA | None] | None:
-        """Returns A and B of each layer for some experts, in a dtype; None if no layer has any."""
+        """Returns A and B of each layer in a dtype, as `joined` does; None if no layer has any."""
         if self._disabled or self.merged:
             return None
         found: list[ops.LoRA | None] = []
         for i in range(self.base.num_layers):
             pairs = [adapter.pair(i) for adapter in self._adapters(self.active)]
-            found.append(joined([pair for pair in pairs if pair is not None], dtype, experts))
+            of_layer = [pair for pair in pairs if pair is not None]
+            found.append(joined(of_layer, dtype, experts, used))
         return found if any(found) else None
 
     def _pairs_for(
-        self, x: Tensor, inverse: Tensor | None = None, experts: slice = slice(None)
+        self,
+        x: Tensor,
+        offsets: Tensor | None,
+        inverse: Tensor | None = None,
+        experts: slice = slice(None),
     ) -> list[ops.LoRA | None] | None:
         """Returns A, B and the dropout masks for the rows of a call; see `_pairs`."""
         # The base refuses what is not a tensor of numbers.
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return None
-        pairs = self._pairs(x.dtype, experts)
+        pairs = self._pairs(x.dtype, experts, _used_experts(x, offsets, inverse))
         if pairs is None or not self.training:
             return pairs
         dropout, *others = {adapter.dropout for adapter in self._adapters(self.active)}
@@ -431,7 +436,7 @@ class LoRAExperts(Experts):
             gates=gates,
             token_offsets=token_offsets,
             recompute=recompute,
-            lora=self._pairs_for(x, inverse),
+            lora=self._pairs_for(x, offsets, inverse),
         )
 
     if TYPE_CHECKING:
@@ -446,7 +451,7 @@ class LoRAExperts(Experts):
 
         def part(base: Callable[..., Tensor], experts: slice) -> Callable[..., Tensor]:
             def forward(x: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:
-                lora = self._pairs_for(x, options.get("inverse"), experts)
+                lora = self._pairs_for(x, offsets, options.get("inverse"), experts)
                 return base(x, offsets, lora=lora, **options)
 
             return forward
@@ -471,6 +476,22 @@ class LoRAExperts(Experts):
         """Returns the arguments that the text of the module shows."""
         merged = ", merged=True" if self.merged else ""
         return f"active={list(self.active)}{merged}"
+
+
+def _used_experts(x: Tensor, offsets: Tensor | None, inverse: Tensor | None) -> Tensor | None:
+    """Returns the experts that have rows if they are few, as in generation; None: cast all.
+
+    Reading the offsets would synchronize a GPU and break a compiled graph.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    rows = x if inverse is None else inverse
+    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or not isinstance(rows, Tensor):
+        return None  # the operator refuses them
+    num_rows = len(rows) if inverse is None else rows.numel()
+    if num_rows + 1 >= len(offsets) or not offsets.is_cpu or is_fake(offsets):
+        return None
+    return offsets.diff().nonzero()[:, 0]
 
 
 def _first_tensor(base: _Base) -> Tensor:

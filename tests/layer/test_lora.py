@@ -10,6 +10,7 @@ import torch
 from assertions import assert_all_same_bits, assert_exact, assert_same_bits, gradients, tensors_of
 from layers import TABLE, D, copies_of, make_layer, make_x, total
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ext import (
     Experts,
@@ -288,6 +289,41 @@ def test_adapters_in_float32_around_experts_in_half_precision(kind, dtype):
     exact = copy.deepcopy(lora).double()
     error = (y.double() - formula(exact, x.double(), OFFSETS, ["default"])).abs().max()
     assert error < 0.05 * y.abs().max()
+
+
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("shared_a", [False, True])
+def test_generation_casts_the_adapters_of_the_chosen_experts_alone(kind, shared_a):
+    base = make_base(kind, num_experts=8, dtype=torch.bfloat16)
+    lora = shake(LoRAExperts(base, 3, 6, shared_a=shared_a))
+    x, gates = torch.randn(2, 32).bfloat16(), torch.rand(2, 2).bfloat16()
+    plan = ops.dispatch_plan(torch.tensor([[6, 1], [1, 3]]), 8)
+    rows = torch.randn(4, 32).bfloat16()
+    options = {"inverse": plan.inverse, "gates": gates}
+    expected = lora(rows, plan.offsets), lora(x, plan.offsets, **options)
+    with torch.no_grad(), CastNumbers() as cast:
+        assert_same_bits(lora(rows, plan.offsets), expected[0])
+        assert_same_bits(lora(x, plan.offsets, **options), expected[1])
+        assert_same_bits(lora.split([8])[0](rows, plan.offsets), expected[0])
+    # Three calls with three experts: 1, 3 and 6.
+    of_expert = sum(p[0].numel() for p in lora.adapters.parameters())
+    assert cast.numbers == 3 * 3 * of_expert
+    with torch.no_grad():  # as many rows as experts
+        x, offsets = torch.randn(8, 32).bfloat16(), torch.tensor([0, 4, 4, 4, 5, 5, 8, 8, 8])
+        assert_same_bits(lora(x, offsets), copy.deepcopy(lora).bfloat16()(x, offsets))
+
+
+class CastNumbers(TorchDispatchMode):
+    """Counts the numbers of adapters that are cast to bfloat16."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        is_cast = function is torch.ops.aten._to_copy.default
+        if is_cast and kwargs.get("dtype") == torch.bfloat16:
+            self.numbers += args[0].numel()
+        return function(*args, **kwargs)
 
 
 def test_autocast():
