@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.types import Device
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
@@ -254,6 +255,9 @@ class FeedForwardExperts(Experts):
         device = weights[0].device
         if device.type == "meta" or is_fake(weights[0]):
             return
+        if is_traceable_wrapper_subclass(weights[0]):
+            rule = "must be called before fully_shard, which has divided the weights"
+            raise RuntimeError(f"{type(self).__name__}: reset_parameters {rule}")
         seed = int(torch.randint(2**31, (), device="cpu"))
         generator = torch.Generator(device)
         for e in range(self.num_experts):

@@ -546,6 +546,8 @@ class MoE(FormerCapacity, nn.Module):
         local = self.dispatcher.local_experts
         choices = self.num_experts + self.num_identity_experts + self.num_null_experts
         share, copies = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
+        if self.sharding is not None and self.sharding.has_dtensors:
+            copies = Fraction(1)
         return [(self.experts.parameters(), share, copies)]
 
     def _options(self) -> dict[str, object]:

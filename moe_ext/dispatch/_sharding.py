@@ -109,10 +109,14 @@ class ExpertSharding:
             rank has all experts.
         group_exchange: computes the mixture by groups; None: the placement is not "groups", or
             this rank has all experts.
+        has_dtensors: whether the parameters of the experts are DTensors; see
+            `moe_ext.distributed.distribute_experts`.
 
     Raises:
         ValueError: the gate does not support the options.
     """
+
+    has_dtensors: bool = False
 
     def __init__(self, options: ExpertParallel, gate: Gate, num_experts: int) -> None:
         self.layout: Layout = Layout.of(options.process_group, "ExpertParallel")
@@ -213,6 +217,8 @@ class ExpertSharding:
 
     def require_whole(self, experts: nn.Module, gate: nn.Module) -> None:
         """Raises ValueError if fully_shard has mixed the experts of the ranks, or their gates."""
+        if self.has_dtensors:  # fully_shard does not take the parts of a DTensor for replicas
+            return
         names: tuple[str, ...] = ()
         if self.group_exchange is not None:
             names = cast(HierarchicalGate, uncompiled(gate)).secondary_parameters

@@ -6,6 +6,8 @@ layer and the tools to train a model that contains it::
     init_process_group  initializes torch.distributed, also after a restart by torchrun
     ExpertParallel      the options: placement, balance, exchange, num_chunks, a mesh with replicas
     parallelize         averages the gradients of the dense parameters; keeps experts sharded
+    distribute_experts  makes experts DTensors, which torch saves, gathers and clips by itself
+    ExpertParallelStyle  shards the layers of an existing model by parallelize_module of torch
     clip_grad_norm_     clips by the norm of the gradients of all ranks
     GradScaler          skips a step on all ranks if the gradients of one rank overflow
     expert_parameters   lists the sharded parameters and their shards
@@ -28,9 +30,11 @@ from moe_ext import files, ranks
 from moe_ext.dispatch import _sharding as sharding
 from moe_ext.dispatch._groups import GroupExchange
 from moe_ext.dispatch._sharding import Balance, ExpertParallel, ExpertSharding, Placement
+from moe_ext.distributed._dtensors import distribute_experts
 from moe_ext.distributed._parallelize import parallelize
 from moe_ext.distributed._parameters import ExpertParameter, expert_parameters
 from moe_ext.distributed._state import full_state_dict, load_full_state_dict
+from moe_ext.distributed._style import ExpertParallelStyle
 from moe_ext.distributed.checkpoint import CheckpointError, Checkpoints, Loaded
 from moe_ext.distributed.gradients import GradScaler, clip_grad_norm_
 from moe_ext.distributed.torchrun import init_process_group
@@ -58,6 +62,7 @@ __all__ = [
     "Exchange",
     "ExchangeUnit",
     "ExpertParallel",
+    "ExpertParallelStyle",
     "ExpertParameter",
     "ExpertPlacement",
     "ExpertSharding",
@@ -71,6 +76,7 @@ __all__ = [
     "block",
     "blocks",
     "clip_grad_norm_",
+    "distribute_experts",
     "expert_parameters",
     "full_state_dict",
     "init_process_group",

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, Work
 
+from moe_ext.checks import require
+from moe_ext.distributed._dtensors import local_part
 from moe_ext.ranks import Ranks
 
 BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel
@@ -33,7 +35,9 @@ def average_gradients(
             of the next one.
     """
     for param, copies in copied:
-        dist.broadcast(param.detach(), group_src=0, group=copies.group)
+        rule = "not be on the meta device if ranks average copies of it"
+        require(not param.is_meta, "parallelize: a parameter", rule, tuple(param.shape))
+        dist.broadcast(local_part(param.detach()), group_src=0, group=copies.group)
     due: set[int] = set()  # the running backward passes that will average
 
     def average(backward_pass: int) -> None:
@@ -66,12 +70,13 @@ def _average(copied: Iterable[tuple[nn.Parameter, Ranks]], dtype: torch.dtype | 
     for param, copies in copied:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        key = copies.group, param.grad.dtype, param.grad.device
+        grad = local_part(param.grad)
+        key = copies.group, grad.dtype, grad.device
         bucket = filling.get(key)
-        if bucket is None or bucket.num_bytes + param.grad.nbytes > BUCKET_BYTES:
+        if bucket is None or bucket.num_bytes + grad.nbytes > BUCKET_BYTES:
             bucket = filling[key] = _Bucket(copies)
             buckets.append(bucket)
-        bucket.grads.append(param.grad)
+        bucket.grads.append(grad)
     for bucket in buckets:
         bucket.start(dtype)
     for bucket in buckets:

@@ -1,6 +1,6 @@
 """Data parallelism for the dense part of a model with sharded experts (Sec. 3.1)."""
 
-from functools import partial
+from collections.abc import Iterable
 from itertools import chain
 from typing import Literal, get_args
 
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require, require_one_of
+from moe_ext.distributed._blocks import parameters_over_replicas, shard_blocks
+from moe_ext.distributed._dtensors import distribute_experts, local_part
 from moe_ext.distributed._gradient_averages import average_gradients, reduce_in
 from moe_ext.distributed._parameters import (
     expert_parameters,
@@ -35,6 +35,7 @@ def parallelize(
     process_group: ProcessGroup | DeviceMesh | None,
     *,
     dense: _Dense = "ddp",
+    blocks: Iterable[nn.Module] = (),
     find_unused_parameters: bool = False,
     reduce_dtype: torch.dtype | None = None,
 ) -> nn.Module:
@@ -51,8 +52,13 @@ def parallelize(
             mesh of the same ranks.
         process_group: all ranks that train, or their mesh; None: only this rank.
         dense: "ddp" replicates the dense parameters with ``DistributedDataParallel``. "fsdp" shards
-            them with ``fully_shard``, except the thresholds of strictly balanced gates. The
-            sharded parameters must have one dtype; a forward pass gathers all of them at once.
+            them with ``fully_shard``, except the thresholds of strictly balanced gates. Experts
+            that are DTensors (`distribute_experts`) are sharded over their replicas.
+        blocks: modules of the model, such as ``model.layers``, whose parameters "fsdp" gathers
+            together: at most one block is whole at a time. Experts become DTensors, which are
+            sharded over their replicas. The model may be on the meta device: call ``to_empty``
+            afterwards, then load a checkpoint. The dense parameters of a block must have one dtype,
+            and so must those outside the blocks. (): a forward pass gathers all dense parameters.
         find_unused_parameters: see `torch.nn.parallel.DistributedDataParallel`. Must be True if a
             dense parameter has no gradient in some step, such as W_noise in evaluation mode. "ddp"
             does not average the gradients of dense parameters that are frozen in this call.
@@ -66,12 +72,16 @@ def parallelize(
     Raises:
         ValueError: `dense` is unknown, or process_group does not have the ranks of a layer. Or
             ranks have layers with other options. Or a parameter or buffer of custom experts does
-            not have one row for each expert.
+            not have one row for each expert. Or the model is on the meta device and has parameters
+            that ranks average, such as thresholds. Or blocks do not fit the model.
     """
     require_one_of("parallelize: dense", get_args(_Dense), dense)
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         rule = "must be a floating-point dtype or None"
         raise TypeError(f"parallelize: reduce_dtype {rule}, got {reduce_dtype!r}")
+    blocks = list(blocks)
+    rule = 'be left out with dense="ddp"'
+    require(dense == "fsdp" or not blocks, "parallelize: blocks", rule, f"{len(blocks)} modules")
     world = Layout.of(process_group, "parallelize").world
     require_ranks("parallelize", model, world)
     if world.size == 1:
@@ -80,39 +90,26 @@ def parallelize(
     # In one group, all-reduces of gradients and transfers of the experts would need the same order
     # on all ranks. Ranks that use different parameters have different orders.
     own = duplicate(world)
-    experts = expert_parameters(model)
+    if blocks:
+        distribute_experts(model, process_group)
     copied = [
         (entry.param, entry.layout.replicas)
-        for entry in experts.values()
+        for entry in expert_parameters(model).values()
         if entry.layout.replicas.size > 1
     ]
     if dense == "fsdp":
-        mesh = process_group
-        if not isinstance(mesh, DeviceMesh):
-            kind = next(model.parameters()).device.type
-            assert world.group is not None  # there are several ranks
-            # The order of FSDP's collectives does not depend on the parameters that a rank uses.
-            mesh = DeviceMesh.from_group(world.group, kind)
-        elif mesh.ndim == 2:
-            mesh = mesh._flatten()
         # The first forward pass writes the thresholds in place, which FSDP would lose.
-        sharded = {entry.param for entry in experts.values()}
+        sharded = {entry.param for entry in expert_parameters(model).values()}
         thresholds = [p for p in split_parameters(model).thresholds if p not in sharded]
         copied += [(param, own) for param in thresholds]
-        whole = {*thresholds, *sharded}
-        dense_params = [p for p in model.parameters() if p not in whole and p.is_floating_point()]
-        dtypes = sorted({str(p.dtype) for p in dense_params})
-        rule = 'have dense parameters of one dtype with dense="fsdp"'
-        require(len(dtypes) <= 1, "parallelize: model", rule, dtypes)
         _start_from_the_first(model, own)
-        average_gradients(model, copied, reduce_dtype)
-        fully_shard(
-            model,
-            mesh=mesh,
-            ignored_params=whole,
-            shard_placement_fn=partial(_shard, world.size),
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
-        )
+        by_fsdp = parameters_over_replicas(model)
+        for param, copies in copied:
+            if param in by_fsdp and not param.is_meta:
+                dist.broadcast(local_part(param.detach()), group_src=0, group=copies.group)
+        averaged = [(param, copies) for param, copies in copied if param not in by_fsdp]
+        average_gradients(model, averaged, reduce_dtype)
+        shard_blocks(model, blocks, process_group, {*thresholds, *sharded}, reduce_dtype)
         return model
     expert_names = expert_tensors(model)
     if not any(p.requires_grad for n, p in model.named_parameters() if n not in expert_names):
@@ -131,18 +128,9 @@ def parallelize(
     return replica
 
 
-def _shard(num_ranks: int, param: nn.Parameter) -> Shard | None:
-    """Chooses the dimension that FSDP shards; None: the first.
-
-    The matrices [1, D, F] of a shared expert are divided between the ranks by rows.
-    """
-    by_rows = param.dim() == 3 and len(param) == 1 and param.shape[1] % num_ranks == 0
-    return Shard(1) if by_rows else None
-
-
 def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
     """Broadcasts the model from rank 0 of ranks, except parameters and buffers of the experts."""
     expert_names = expert_tensors(model)
     for name, value in chain(model.named_parameters(), model.named_buffers()):
-        if name not in expert_names:
+        if name not in expert_names and not value.is_meta:
             dist.broadcast(value.detach(), group_src=0, group=ranks.group)

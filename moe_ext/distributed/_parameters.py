@@ -29,7 +29,7 @@ class ExpertParameter(NamedTuple):
         param: the parameter of this rank.
         layout: how ranks divide the experts of the parameter's layer.
         bounds: (first, last, total), if param has the rows first <= r < last of a tensor
-            [total, ...] of a single process. None: param belongs to a single expert.
+            [total, ...] of a single process. None: param is a DTensor, or of a single expert.
     """
 
     name: str
@@ -43,7 +43,8 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
 
     Each parameter of `ModuleExperts` belongs to one expert. Parameters of `FeedForwardExperts` and
     of custom `Experts` are shards of a larger tensor. So are the secondary gates with
-    ``placement="groups"``. On a single rank, the result is empty.
+    ``placement="groups"``. After `distribute_experts` they are DTensors. On a single rank, the
+    result is empty.
 
     Raises:
         ValueError: a parameter or buffer of custom experts does not have one row for each expert.
@@ -79,7 +80,7 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
     # By the id of a tensor: its name in the layer, and its description with the whole name there.
     described: dict[int, tuple[str, ExpertParameter]] = {}
     for layer, sharding in spread_layers(model):
-        for name, entry in _entries(layer, sharding):
+        for name, entry in entries_of(layer, sharding):
             described[id(entry.param)] = name, entry
     found, lost = {}, dict(described)
     state = model.state_dict(keep_vars=True)
@@ -95,15 +96,20 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
     return found
 
 
-def _entries(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, ExpertParameter]]:
+def entries_of(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, ExpertParameter]]:
     """Yields the name and the description of each sharded entry of a layer's state_dict."""
     local, layout = sharding.local_experts, sharding.layout
     of_modules = isinstance(unwrapped_module(layer.experts), ModuleExperts)
     state = layer.experts.state_dict(keep_vars=True)
     for key, name in plain_names(layer.experts, state).items():
         value = state[key]
-        require(not isinstance(value, DTensor), f"MoE: experts.{name}", WHOLE, type(value).__name__)
-        if of_modules:
+        is_dtensor = isinstance(value, DTensor)
+        rule = "be a DTensor (add it before distribute_experts)" if sharding.has_dtensors else WHOLE
+        holds = is_dtensor == sharding.has_dtensors
+        require(holds, f"MoE: experts.{name}", rule, type(value).__name__)
+        if is_dtensor:
+            whole_name, bounds = name, None
+        elif of_modules:
             container, number, rest = name.split(".", 2)
             whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None
         else:
@@ -120,8 +126,10 @@ def _entries(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expert
     state = layer.gate.state_dict(keep_vars=True)
     for key, name in plain_names(layer.gate, state).items():
         if name.rsplit(".")[-1] in gate.secondary_parameters:
-            bounds = groups.start, groups.stop, gate.num_groups
-            yield f"gate.{name}", ExpertParameter(f"gate.{name}", state[key], layout, bounds)
+            value = state[key]
+            rows = groups.start, groups.stop, gate.num_groups
+            bounds = None if isinstance(value, DTensor) else rows
+            yield f"gate.{name}", ExpertParameter(f"gate.{name}", value, layout, bounds)
 
 
 def require_ranks(owner: str, model: nn.Module, ranks: Ranks) -> None:

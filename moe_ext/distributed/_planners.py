@@ -110,8 +110,8 @@ class LoadPlanner(DefaultLoadPlanner):
             num_elements[item.dest_index.fqn] += item.lengths.numel()
         values = self.state_dict | {name: block.value for name, block in self._blocks.items()}
         for name, value in values.items():
-            whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            if whole and num_elements[name] < value.numel():
+            part = value.to_local() if isinstance(value, DTensor) else value
+            if isinstance(part, torch.Tensor) and num_elements[name] < part.numel():
                 raise ValueError(f"the checkpoint does not have all elements of the tensor {name}")
         return plan
 

@@ -68,8 +68,9 @@ def full_state_dict(
     spread: dict[str, Part] = {}
     names = {entry.name for entry in expert_state(model).values()}
     for (_, name), part in model_parts(model).items():
-        value = part.value.full_tensor() if isinstance(part.value, DTensor) else part.value
-        if name in names:
+        is_dtensor = isinstance(part.value, DTensor)
+        value = part.value.full_tensor() if is_dtensor else part.value
+        if name in names and not is_dtensor:
             spread[name] = part._replace(value=value.cpu())
         elif ranks.rank == 0:
             state[name] = value.detach().to("cpu", copy=True)

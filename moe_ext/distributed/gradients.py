@@ -53,12 +53,12 @@ def clip_grad_norm_(
     norm_type = float(norm_type)  # accepts "inf"
     require(norm_type > 0, "clip_grad_norm_: norm_type", "be above 0", norm_type)
     experts = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
-    by_kind = defaultdict[tuple[bool, _Groups], list[nn.Parameter]](list)
+    by_kind = defaultdict[tuple[DeviceMesh | None, _Groups], list[nn.Parameter]](list)
     for _, sharding in spread_layers(model):  # the experts of this rank may have no parameters
-        by_kind[False, (sharding.layout.expert_parallel.group,)] = []
+        by_kind[None, (sharding.layout.expert_parallel.group,)] = []
     for param in model.parameters():
-        kind = isinstance(param, DTensor), _groups_of_shards(param, experts)
-        by_kind[kind].append(param)
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        by_kind[mesh, _groups_of_shards(param, experts)].append(param)
     first = next(model.parameters())
     norms = []
     for (_, groups), params in by_kind.items():
@@ -77,7 +77,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the gradient norm of order {norm_type} must be finite, "
             f"got {total.item()}"
         )
-    for params in by_kind.values():  # torch does not scale plain tensors and DTensors together
+    for params in by_kind.values():  # torch does not scale tensors of several meshes together
         clip_grads_with_norm_(params, max_norm, total)
     return total
 
@@ -87,7 +87,7 @@ def _groups_of_shards(
 ) -> _Groups:
     """Returns the groups whose ranks each have a part of a parameter: none if it is whole."""
     if isinstance(param, DTensor):
-        sharded = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
+        sharded = [dim for dim, each in enumerate(param.placements) if not each.is_replicate()]
         return tuple(param.device_mesh.get_group(dim) for dim in sharded)
     return (experts[param],) if param in experts else ()
 

@@ -232,9 +232,13 @@ class HierarchicalGate(Gate, ABC):
 
     def _sparse_parts(self) -> list[SparsePart]:
         """Returns the parameters that `count_parameters` counts in part."""
-        secondary = [self.get_parameter(name) for name in self.secondary_parameters]
         share = Fraction(self.k_of_levels[0], self.num_groups)
-        return [(secondary, share, Fraction(self.num_groups, max(len(self.groups), 1)))]
+        return [
+            # A DTensor has the rows of all groups.
+            ([param], share, Fraction(self.num_groups, max(len(param), 1)))
+            for name, param in self.named_parameters()
+            if name in self.secondary_parameters
+        ]
 
     def _rows_of(self, name: str, local: slice | None) -> Tensor:
         """Returns the rows of a secondary parameter for the groups of `local`; None: all here."""

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 
 from moe_ext.checks import require
@@ -11,6 +11,7 @@ from moe_ext.ranks.collectives import Ranks
 
 WHOLE = "be whole on this rank, not sharded by fully_shard (use parallelize)"
 _MARK = "_is_fsdp_managed_module"  # fully_shard sets it at its end, on each module
+_HAS_DTENSORS = "_has_dtensors"
 
 
 def is_mark(name: str) -> bool:
@@ -19,8 +20,17 @@ def is_mark(name: str) -> bool:
 
 
 def is_marked(module: object) -> bool:
-    """Returns whether fully_shard has divided a module, or left out its parameters."""
-    return _MARK in getattr(module, "__dict__", ())
+    """Returns whether fully_shard has divided a module, or left out its parameters.
+
+    Experts that are DTensors count as not divided: fully_shard knows that their parts differ.
+    """
+    names = getattr(module, "__dict__", ())
+    return _MARK in names and _HAS_DTENSORS not in names
+
+
+def mark_dtensors(experts: nn.Module) -> None:
+    """Tells `is_marked` that the parameters of experts are DTensors."""
+    vars(experts)[_HAS_DTENSORS] = True
 
 
 def require_whole(parameters: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:

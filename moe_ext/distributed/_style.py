@@ -1,0 +1,81 @@
+"""Shards the layers of an existing model by torch's parallelize_module."""
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from moe_ext._compiled import unwrapped_module
+from moe_ext.checks import require
+from moe_ext.dispatch import ExpertParallel
+from moe_ext.dispatch._dispatchers import make_dispatcher
+from moe_ext.dispatch._sharding import Balance, Placement
+from moe_ext.distributed._dtensors import distribute_experts
+from moe_ext.experts import FeedForwardExperts
+from moe_ext.moe import MoE
+from moe_ext.ranks import ExchangeUnit
+
+__all__ = ["ExpertParallelStyle"]
+
+
+class ExpertParallelStyle(ParallelStyle):
+    """Shards the experts of a `MoE` layer that exists, for torch's ``parallelize_module``.
+
+    The layer is made without a process group, so every rank has all of its experts, also on the
+    meta device. All ranks start with the values of the rank ``src_data_rank`` of the mesh. Then
+    each rank keeps its experts only, as DTensors; see `distribute_experts`. The gradients of all
+    other parameters must be averaged over the ranks, as `parallelize` does.
+
+    Args:
+        balance, exchange, num_chunks, placement: see `ExpertParallel`.
+
+    Raises:
+        TypeError: the module is not a `MoE` with `FeedForwardExperts`.
+        ValueError: the layer has a process group already, or an option does not fit the layer.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> style = ExpertParallelStyle(exchange="tokens")
+        >>> def shard(model, mesh):
+        ...     return parallelize_module(model, mesh, {"layers.*.moe": style})
+    """
+
+    def __init__(
+        self,
+        *,
+        balance: Balance = "global",
+        exchange: ExchangeUnit = "rows",
+        num_chunks: int = 1,
+        placement: Placement | None = None,
+    ) -> None:
+        super().__init__()
+        self._options = ExpertParallel(None, balance, exchange, num_chunks, placement)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Shards a layer over the ranks of a mesh of one dimension."""
+        owner = type(self).__name__
+        layer = unwrapped_module(module)
+        experts = unwrapped_module(layer.experts) if isinstance(layer, MoE) else None
+        if not isinstance(layer, MoE) or not isinstance(experts, FeedForwardExperts):
+            found = type(layer).__name__ + (f" with {type(experts).__name__}" if experts else "")
+            rule = "must be a MoE with FeedForwardExperts"
+            raise TypeError(f"{owner}: module {rule}, got {found}")
+        rule = "be made without a process group"
+        require(layer.sharding is None, f"{owner}: module", rule, layer.sharding)
+        options = ExpertParallel(**vars(self._options) | {"process_group": device_mesh})
+        group = device_mesh.get_group()
+        if self.src_data_rank is not None:
+            for value in (*layer.parameters(), *layer.buffers()):
+                if not value.is_meta:
+                    dist.broadcast(value.detach(), group_src=self.src_data_rank, group=group)
+        dispatcher = make_dispatcher(options, layer.gate, layer.num_experts)
+        assert dispatcher.sharding is not None  # the options have a mesh
+        dispatcher.sharding.require_experts(experts)
+        local = dispatcher.local_experts
+        for name, param in experts.named_parameters():
+            rows = param.detach()[local.start : local.stop].clone()
+            setattr(experts, name, nn.Parameter(rows, param.requires_grad))
+        experts.num_experts, experts.first_expert = len(local), local.start
+        layer.dispatcher = dispatcher
+        distribute_experts(layer, device_mesh)
+        return module
