@@ -48,15 +48,15 @@ def test_bytes_that_the_layer_sends(run):
         rows = 2 * TOKENS * number * 2 * WIDTH * 4
         assert forward["rows"] == backward["rows"] == rows
         gates = 2 * TOKENS * 2 * 4 if result["exchange"] == "tokens" else 0
-        assert (forward["gates"], backward["gates"]) == (gates, gates)
-        assert (forward["indices"], backward["indices"]) == (2 * gates, 0)
+        # An int32 index goes with each gate, and the gradient of the gate comes back.
+        assert (forward["slots"], backward["slots"]) == (2 * gates, gates)
         # The other rank receives an int64 count for each chunk and each expert; with chunks of
         # tokens, for each expert in each chunk.
         assert (forward["counts"], backward["counts"]) == (2 * counts * 8, 0)
         # All-reduce of importance and load: 2 ranks, 2 vectors, 4 experts, 4 bytes.
         assert forward["losses"] == backward["losses"] == 2 * 2 * 4 * 4
         for each in (forward, backward):
-            assert each["rows"] + each["gates"] + each["indices"] == each["minimum"]
+            assert each["rows"] + each["slots"] == each["minimum"]
 
 
 @pytest.mark.parametrize("exchange", ["rows", "tokens"])
@@ -66,7 +66,7 @@ def test_the_plan_of_a_cluster_has_the_same_bytes(run, exchange):
     config = config_from_dict({"model": model, "data": {"tokens_per_batch": TOKENS}})
     planned = plan(config, DEVICES["k40"], 2, exchange=exchange).exchange_bytes
     (result,) = (r for r in run if (r["exchange"], r["chunks"]) == (exchange, 1))
-    sent = sum(b["rows"] + b["gates"] + b["indices"] for b in result["bytes"].values())
+    sent = sum(b["rows"] + b["slots"] for b in result["bytes"].values())
     assert sent == 2 * planned
 
 
@@ -77,7 +77,7 @@ def test_bytes_of_a_hierarchical_layer(tmp_path):
     found = {r["exchange"]: r["bytes"] for r in results(tmp_path, arguments)}
     for passes in found.values():
         for each in (passes or {}).values():
-            assert each["rows"] + each["gates"] + each["indices"] == each["minimum"]
+            assert each["rows"] + each["slots"] == each["minimum"]
     for name in PASSES:
         assert 0 < found["groups"][name]["rows"] <= found["rows"][name]["rows"] / 1.2
 
@@ -115,7 +115,7 @@ def test_figures_worked_by_hand(capsys):
     assert two.bytes["forward"] == dict.fromkeys(BYTES, 0) | {"rows": 3, "counts": 20}
     print_results([single, one, two])
     out = capsys.readouterr().out
-    assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | 0.000 | – | 0.02 | 0.00 |" in out
+    assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | – | 0.02 | 0.00 |" in out
     assert "| 2 | rows | 2000.00 | 1500.00 | 0 | 1.500 (1.250 to 1.750) |" in out
     assert "| 50% | 50% (50% to 50%) |" in out
 

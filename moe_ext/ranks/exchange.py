@@ -226,6 +226,7 @@ class Exchange:
         *,
         fused: bool,
         recompute: bool = False,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Computes y [T, d_output] and tokens_per_expert [E] of this rank's tokens.
 
@@ -235,6 +236,7 @@ class Exchange:
             experts: the experts of this rank, an `Experts` or a callable with its arguments.
             fused: see `moe_ext.Experts`.
             recompute: see `moe_ext.ops.experts`.
+            meanwhile: see `run`.
         """
         if fused and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             # Send the dtype of the GEMMs.
@@ -257,7 +259,12 @@ class Exchange:
             return y, ()
 
         y, tokens_per_expert, _ = self.run(
-            x, routing.gates, routing.expert_index, routing.token_offsets, compute
+            x,
+            routing.gates,
+            routing.expert_index,
+            routing.token_offsets,
+            compute,
+            meanwhile=meanwhile,
         )
         return y, tokens_per_expert
 

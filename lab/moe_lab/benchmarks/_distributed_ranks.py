@@ -28,7 +28,7 @@ from moe_lab.benchmarks.cases import GROUPS
 from moe_lab.progress import progress
 
 PASSES = ("forward", "backward")
-BYTES = ("rows", "gates", "indices", "minimum", "counts", "losses")  # sent in a pass, by kind
+BYTES = ("rows", "slots", "minimum", "counts", "losses")  # sent in a pass, by kind
 
 
 class Key(NamedTuple):
@@ -61,10 +61,9 @@ class Call(NamedTuple):
     received: list[int]
 
     def kind(self, width: int) -> str:
-        """Returns "indices", "gates" (and their noise) or "rows", which have the width of x."""
-        if not self.dtype.is_floating_point:
-            return "indices"
-        return "rows" if self.shape == (width,) else "gates"
+        """Returns "rows", which have the width of x, or "slots": gates, their noise, indices."""
+        is_rows = self.dtype.is_floating_point and self.shape == (width,)
+        return "rows" if is_rows else "slots"
 
     def leaving(self, rank: int) -> int:
         """Returns the bytes that `rank` sends to other ranks in this call."""

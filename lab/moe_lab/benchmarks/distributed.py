@@ -15,7 +15,8 @@ number of rows at every world size (Sec. 3.1). The gate's gradients are not all-
 Bytes are what the layer passes to `all_to_all_single` for other ranks, summed over all ranks. The
 minimum for --exchanges rows is the number of (token, expert) assignments to other ranks times
 d_in + d_out elements, in forward and again in backward. The minimum for --exchanges tokens counts
-(token, rank) pairs instead, plus a gate and an index for each row, and the gate's gradient. With
+(token, rank) pairs instead, plus a gate and an index for each row ("slots"), and the gate's
+gradient. With
 --group-size, the layer is hierarchical and a token uses k groups and k experts of each. Its
 exchange "groups" is ``ExpertParallel(placement="groups")``. The bytes of the row counts ("counts")
 and those passed to `all_reduce` ("losses") are listed separately.
@@ -52,11 +53,11 @@ from moe_lab.benchmarks.memory import keep_freed_memory
 from moe_lab.files import write_json
 
 SENT = (
-    "ranks | exchange | chunks | pass | rows, MB | gates, MB | indices, MB | total / minimum | "
+    "ranks | exchange | chunks | pass | rows, MB | slots, MB | total / minimum | "
     "counts, kB | losses, kB"
 )
 SENT_CELLS = (
-    "{processes} | {exchange} | {chunks} | {name} | {rows:.3f} | {gates:.3f} | {indices:.3f} | "
+    "{processes} | {exchange} | {chunks} | {name} | {rows:.3f} | {slots:.3f} | "
     "{by_minimum:.4f} | {counts:.2f} | {losses:.2f}"
 )
 RAW = "ranks | exchange | transfers, ms | raw, ms | raw, MB/s | transfers / raw"
@@ -119,7 +120,7 @@ def results_of(everything: Sequence[Found], args: Any) -> Iterator[Row]:
         ]
         first = key._replace(chunks=1)
         passes = [p for f in everything for p in f.passes.get(first, {}).values()]
-        moved = sum(p[kind] for p in passes for kind in ("rows", "gates", "indices", "counts"))
+        moved = sum(p[kind] for p in passes for kind in ("rows", "slots", "counts"))
         result = Row(
             processes=size,
             exchange=key.exchange or None,
@@ -153,7 +154,7 @@ def print_results(results: Sequence[Row]) -> None:
     sent = []
     for r in results:
         for name, b in (r.bytes or {}).items():
-            moved = b["rows"] + b["gates"] + b["indices"]
+            moved = b["rows"] + b["slots"]
             ratio = moved / b["minimum"] if b["minimum"] else None
             sizes = {kind: size / 1e6 for kind, size in b.items()}  # MB
             sizes |= {kind: b[kind] / 1e3 for kind in ("counts", "losses")}
