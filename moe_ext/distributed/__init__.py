@@ -19,6 +19,7 @@ Building blocks, which `MoE` uses too::
     ExpertPlacement     assigns experts to ranks
     ExpertSharding      the experts of a layer, sharded over ranks
     Exchange            sends tokens to the owners of their experts and returns the outputs
+    NodeExchange        the same over nodes with a slow network between them
     GroupExchange       the same for groups of a hierarchical mixture with their secondary gates
 """
 
@@ -41,6 +42,7 @@ from moe_ext.ranks import (
     ExchangeUnit,
     ExpertPlacement,
     Layout,
+    NodeExchange,
     Ranks,
     Received,
     block,
@@ -65,6 +67,7 @@ __all__ = [
     "GroupExchange",
     "Layout",
     "Loaded",
+    "NodeExchange",
     "Placement",
     "Ranks",
     "Received",
