@@ -1,4 +1,4 @@
-"""What a layer computes while its tokens travel to other ranks."""
+"""What a layer computes while its tokens are sent to other ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from moe_ext.routing import Routing
 
 
 class Meanwhile:
-    """Holds what a layer computes while its tokens travel: nothing of it needs the experts.
+    """Computes what needs no experts, while the tokens of a layer are sent to other ranks.
 
     1. the shared expert
     2. importance and load, summed over the ranks

@@ -12,6 +12,7 @@ from moe_lab.analysis.cluster import DEVICES, plan
 from moe_lab.benchmarks import cases
 from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Found, Key
 from moe_lab.benchmarks.distributed import print_results, results_of
+from moe_lab.errors import ConfigError
 from moe_lab.training.config import config_from_dict
 
 from moe_ext.distributed import ExchangeUnit
@@ -34,7 +35,7 @@ def run(tmp_path_factory):
 
 
 def test_bytes_that_the_layer_sends(run):
-    assert get_args(ExchangeUnit) == cases.UNITS
+    assert (*get_args(ExchangeUnit), cases.NODES) == cases.UNITS
     steps = [result for result in run if result["exchange"]]
     assert [(r["exchange"], r["chunks"]) for r in steps] == [
         ("rows", 1), ("rows", 2), ("tokens", 1), ("tokens", 2)
@@ -115,7 +116,7 @@ def test_figures_worked_by_hand(capsys):
     assert two.bytes["forward"] == dict.fromkeys(BYTES, 0) | {"rows": 3, "counts": 20}
     print_results([single, one, two])
     out = capsys.readouterr().out
-    assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | – | 0.02 | 0.00 |" in out
+    assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | – | 0.02 | 0.00 | 0.000 |" in out
     assert "| 2 | rows | 2000.00 | 1500.00 | 0 | 1.500 (1.250 to 1.750) |" in out
     assert "| 50% | 50% (50% to 50%) |" in out
 
@@ -137,6 +138,24 @@ def test_a_limited_link(monkeypatch):
     program = ["--module", "moe_lab", "benchmark", "distributed"]
     assert command[-9:] == [*program, "--bandwidth", "200", "--processes", "1", "3"]
     assert env["OMP_NUM_THREADS"] == "1" and env["PATH"] == os.environ["PATH"]
+
+
+def test_two_nodes(monkeypatch):
+    """Checks only the command; two network namespaces need root."""
+    commands = []
+    monkeypatch.setattr(
+        cases.subprocess,
+        "run",
+        lambda command, env: (
+            commands.append((command, env)) or subprocess.CompletedProcess(command, 0)
+        ),
+    )
+    assert cases.run("distributed", ["--bandwidth", "200", "--processes", "4", "--nodes", "2"]) == 0
+    ((command, env),) = commands
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert "veth" in command[4] and "tbf rate 1600mbit" in env["LIMIT"]
+    with pytest.raises(ConfigError, match="--processes must be one multiple of --nodes = 2"):
+        cases.run("distributed", ["--processes", "3", "--nodes", "2"])
 
 
 @pytest.mark.long

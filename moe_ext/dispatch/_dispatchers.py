@@ -36,7 +36,7 @@ class Dispatcher(ABC):
         num_experts, sharding: the constructor arguments.
         local_experts: the indices of this rank's experts.
         balanced: the ranks that balance their tokens together; None: only this rank.
-        sends_tokens: whether tokens travel to other ranks. `__call__` then takes ``meanwhile``.
+        sends_tokens: whether tokens are sent to other ranks. `__call__` then takes ``meanwhile``.
     """
 
     sends_tokens: bool = False
@@ -94,7 +94,7 @@ class Dispatcher(ABC):
             experts: the experts of this rank.
             dtype: tokens are cast to it for the experts; None: no cast.
             how: fused, see `moe_ext.Experts`, and recompute, see `moe_ext.ops.experts`. With
-                sends_tokens also meanwhile, a function that is called while tokens travel.
+                sends_tokens also meanwhile, a function that is called while they are sent.
         """
 
 

@@ -15,7 +15,7 @@ from moe_ext.ranks.collectives import AllToAll, Ranks
 class PackedAllToAll:
     """Runs one differentiable, asynchronous all-to-all of several values of each row.
 
-    Values of different dtypes travel as their bytes. The backward pass sends the gradients of the
+    Values of different dtypes are sent as their bytes. The backward pass sends the gradients of the
     values that require them, also in one all-to-all.
 
     Args:

@@ -3,6 +3,7 @@
     moe-lab benchmark distributed                          # 1, 2, 4 ranks: 4 minutes
     moe-lab benchmark distributed --processes 2 --bandwidth 200      # MB/s; Linux, root
     moe-lab benchmark distributed --processes 2 --bandwidth 200 --compute-ms 200
+    moe-lab benchmark distributed --processes 4 --nodes 2 --bandwidth 200    # Linux, root
     moe-lab benchmark distributed --group-size 16 --experts 64 --k 2    # hierarchical
     moe-lab benchmark distributed --json distributed.json
     torchrun --nproc-per-node 8 -m moe_lab benchmark distributed --processes 1 8 --device cuda
@@ -37,8 +38,11 @@ that of the slowest rank. Figures are medians over the rounds, with quartiles in
                    computation, as a fraction of the possible overlap
 
 --bandwidth limits the loopback device that all ranks share, in a separate network namespace. With
---compute-ms, experts sleep for this time per step, a third of it in forward, and use no processor.
-This models an accelerator that computes while the processors send.
+--nodes 2, half of the ranks are in a second namespace, and --bandwidth limits each direction of the
+link between both. "between nodes" are the bytes on this link. The exchange "nodes" is
+``ExpertParallel(exchange="nodes")``; its bytes have no minimum here. With --compute-ms, experts
+sleep for this time per step, a third of it in forward, and use no processor. This models an
+accelerator that computes while the processors send.
 """
 
 import os
@@ -54,11 +58,12 @@ from moe_lab.files import write_json
 
 SENT = (
     "ranks | exchange | chunks | pass | rows, MB | slots, MB | total / minimum | "
-    "counts, kB | losses, kB"
+    "counts, kB | losses, kB | between nodes, MB"
 )
 SENT_CELLS = (
     "{processes} | {exchange} | {chunks} | {name} | {rows:.3f} | {slots:.3f} | "
-    "{by_minimum:.4f} | {counts:.2f} | {losses:.2f}"
+    "{by_minimum:.4f} | {counts:.2f} | {losses:.2f} | "
+    "{between:.3f}"
 )
 RAW = "ranks | exchange | transfers, ms | raw, ms | raw, MB/s | transfers / raw"
 RAW_CELLS = (
@@ -82,7 +87,8 @@ def run(args: Any) -> int:
     if rank > 0:
         return 0
     results = list(results_of(everything, args))
-    link = f"{args.bandwidth:g} MB/s shared by all ranks" if args.bandwidth else "not limited"
+    where = "between two nodes" if args.nodes > 1 else "shared by all ranks"
+    link = f"{args.bandwidth:g} MB/s {where}" if args.bandwidth else "not limited"
     title = (
         f"{environment()}; processors: {os.cpu_count()}, threads per rank: {args.threads}\n"
         f"T = {args.tokens} and E = {args.experts} per rank, k = {args.k}, D = {args.width}, "
