@@ -23,6 +23,7 @@ from moe_ext._capacity import Capacity
 from moe_ext._compiled import uncompiled
 from moe_ext._counting import SparsePart, count_parameters
 from moe_ext._former_capacity import FormerCapacity, takes_former_capacity
+from moe_ext._meanwhile import Meanwhile
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import (
     require,
@@ -412,16 +413,25 @@ class MoE(FormerCapacity, nn.Module):
         experts, fused, d_output = self.experts, self._fused, None
         if isinstance(experts, Experts):  # an adapter may have replaced them
             fused, d_output = experts.fused, experts.d_output
-        y, routing, tokens_per_expert = self.dispatcher(
-            tokens,
-            self._routed
-            if expert_index is None
-            else partial(self._routed, expert_index=expert_index),
-            experts,
-            fused=fused,
-            recompute=self.recompute,
-            dtype=self._dtype_of_experts(),
-        )
+        gate = self._routed
+        if expert_index is not None:
+            gate = partial(self._routed, expert_index=expert_index)
+        how = {"fused": fused, "recompute": self.recompute}
+        dtype = self._dtype_of_experts()
+        shared = None
+        if self.dispatcher.sends_tokens:
+            compute = None if self.shared_expert is None else partial(self._shared, tokens)
+            meanwhile = Meanwhile(gate, uncompiled(self.gate)._sums_later, compute)
+            y, routing, tokens_per_expert = self.dispatcher(
+                tokens, meanwhile.routed, experts, dtype=dtype, meanwhile=meanwhile, **how
+            )
+            routing, shared = meanwhile.completed(routing), meanwhile.shared
+        else:
+            y, routing, tokens_per_expert = self.dispatcher(
+                tokens, gate, experts, dtype=dtype, **how
+            )
+            if self.shared_expert is not None:
+                shared = self._shared(tokens)
         if d_output not in (None, y.shape[-1]):
             require(False, "MoE: experts", f"return [R, d_output = {d_output}]", y.shape[-1])
         if y.dtype != x.dtype:
@@ -433,8 +443,11 @@ class MoE(FormerCapacity, nn.Module):
         if not each_has_k or self.num_identity_experts > 0 or self.num_null_experts > 0:
             # Without an expert, the output of a token with NaN would be 0.
             y = y.masked_fill(~tokens.isfinite().all(1, keepdim=True), math.nan)
-        if self.shared_expert is not None:
-            y = y + self._shared(tokens, y.shape[-1]).to(y.dtype)
+        if shared is not None:
+            rule = f"return [T, d_output = {y.shape[-1]}]"
+            fits = shared.dim() == 2 and shared.shape[1] == y.shape[-1]
+            require(fits, "MoE: shared_expert", rule, [*shared.shape])
+            y = y + shared.to(y.dtype)
 
         if mask is not None:
             y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
@@ -506,13 +519,19 @@ class MoE(FormerCapacity, nn.Module):
         tokens: Tensor,
         ranks: Ranks | None,
         select: Callable[..., Any] | None = None,
+        *,
+        sums_later: bool = False,
         **given: Tensor,
     ) -> Routing:
-        """Calls the gate and drops slots beyond the capacity; see `HierarchicalGate.forward`."""
+        """Calls the gate and drops slots beyond the capacity; see `HierarchicalGate.forward`.
+
+        sums_later: the gate does not sum importance and load over the ranks.
+        """
+        of_gate = None if sums_later else ranks
         if select is not None:  # torch.compile would compile the gate again for each select
-            routing = uncompiled(self.gate)(tokens, ranks, select=select, **given)
+            routing = uncompiled(self.gate)(tokens, of_gate, select=select, **given)
         else:
-            routing = self.gate(tokens, ranks, **given)
+            routing = self.gate(tokens, of_gate, **given)
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
@@ -528,13 +547,11 @@ class MoE(FormerCapacity, nn.Module):
             routing = capacity.drop_slots(routing, self.num_experts, self.k, ranks)
         return routing
 
-    def _shared(self, tokens: Tensor, d_output: int) -> Tensor:
-        """Returns the output [T, d_output] of the shared expert."""
+    def _shared(self, tokens: Tensor) -> Tensor:
+        """Returns the output of the shared expert."""
         assert self.shared_expert is not None
         dtype = self._dtype_of_experts()
         y: Tensor = self.shared_expert(tokens if dtype is None else tokens.to(dtype))
-        rule = f"return [T, d_output = {d_output}]"
-        require(y.dim() == 2 and y.shape[1] == d_output, "MoE: shared_expert", rule, [*y.shape])
         return y
 
     def _dtype_of_experts(self) -> torch.dtype | None:

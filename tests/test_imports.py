@@ -41,7 +41,7 @@ LEVELS = [
     "experts losses",
     "gates",
     "shared optim quantized lora",
-    "_capacity dispatch",
+    "_capacity _meanwhile dispatch",
     "_former_capacity",
     "moe",
     "hierarchical presets recurrent",

@@ -74,7 +74,7 @@ def test_options_of_a_plan():
     # Each of 4 devices has 2 of 8 experts: a token uses one of them in 28 - 15 of 28 cases.
     tokens = plan(config(), DEVICE, 4, exchange="tokens")
     copies = 12 * 3 * 13 / 28
-    assert tokens.exchange_bytes == pytest.approx(2 * copies * 8 * 4 + 18 * (4 + 8 + 4))
+    assert tokens.exchange_bytes == pytest.approx(2 * copies * 8 * 4 + 18 * (4 + 4 + 4))
     # Factored moments of an expert: 4 + 6 and 6 + 4 numbers.
     factored = plan(config(optimizer={"experts": "factored_adam"}), DEVICE, 4)
     assert factored.optimizer_bytes == 4 * (2 * 154 + 2 * 20)
@@ -98,9 +98,9 @@ def test_secondary_gates_with_their_groups():
     assert everywhere.parameter_bytes - split.parameter_bytes == 4 * 3 * 16
     assert everywhere.reduce_bytes - split.reduce_bytes == 2 * 3 / 4 * 4 * 64
     # Each token has 2 of 4 groups, 3/4 of them remote: 18 pairs, each a copy of 4 + 4 numbers. In
-    # forward, a gate, an int64 index and 2 noises go, 2 gates and 2 int32 indices come back. In
+    # forward, a gate, an int32 index and 2 noises go, 2 gates and 2 int32 indices come back. In
     # backward, the gradients of 1 + 2 gates.
-    assert split.exchange_bytes == 2 * 18 * 8 * 4 + 18 * (4 + 8 + 2 * 4 + 2 * 8) + 18 * 3 * 4
+    assert split.exchange_bytes == 2 * 18 * 8 * 4 + 18 * (4 + 4 + 2 * 4 + 2 * 8) + 18 * 3 * 4
     assert everywhere.exchange_bytes == 2 * 36 * 8 * 4
 
 
@@ -110,10 +110,10 @@ def test_balanced_gates_with_their_groups():
     split = plan(config(moe), DEVICE, 4)
     # A secondary gate has 4 · 2 weights and 2 thresholds.
     assert everywhere.dense_parameters - split.dense_parameters == 4 * 10
-    # 18 pairs as above. A gate and an int64 index go; an int32 number, 2 gates and 2 int32 indices
+    # 18 pairs as above. A gate and an int32 index go; an int32 number, 2 gates and 2 int32 indices
     # come back. Of the scores, 3/4 are remote, each a float32 number; a byte comes back.
     masks = 12 * 3 / 4 * 5
-    sent = 2 * 18 * 8 * 4 + 18 * (4 + 8 + 4 + 2 * 8) + 18 * 3 * 4
+    sent = 2 * 18 * 8 * 4 + 18 * (4 + 4 + 4 + 2 * 8) + 18 * 3 * 4
     assert split.exchange_bytes == sent + masks * 4
     assert everywhere.exchange_bytes == 2 * 36 * 8 * 4 + masks * (4 + 2 * 2)
 

@@ -12,6 +12,7 @@ from moe_lab.analysis.cluster import DEVICES, plan
 from moe_lab.benchmarks import cases
 from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Found, Key
 from moe_lab.benchmarks.distributed import print_results, results_of
+from moe_lab.errors import ConfigError
 from moe_lab.training.config import config_from_dict
 
 from moe_ext.distributed import ExchangeUnit
@@ -34,7 +35,7 @@ def run(tmp_path_factory):
 
 
 def test_bytes_that_the_layer_sends(run):
-    assert get_args(ExchangeUnit) == cases.UNITS
+    assert (*get_args(ExchangeUnit), cases.NODES) == cases.UNITS
     steps = [result for result in run if result["exchange"]]
     assert [(r["exchange"], r["chunks"]) for r in steps] == [
         ("rows", 1), ("rows", 2), ("tokens", 1), ("tokens", 2)
@@ -48,15 +49,15 @@ def test_bytes_that_the_layer_sends(run):
         rows = 2 * TOKENS * number * 2 * WIDTH * 4
         assert forward["rows"] == backward["rows"] == rows
         gates = 2 * TOKENS * 2 * 4 if result["exchange"] == "tokens" else 0
-        assert (forward["gates"], backward["gates"]) == (gates, gates)
-        assert (forward["indices"], backward["indices"]) == (2 * gates, 0)
+        # An int32 index goes with each gate, and the gradient of the gate comes back.
+        assert (forward["slots"], backward["slots"]) == (2 * gates, gates)
         # The other rank receives an int64 count for each chunk and each expert; with chunks of
         # tokens, for each expert in each chunk.
         assert (forward["counts"], backward["counts"]) == (2 * counts * 8, 0)
         # All-reduce of importance and load: 2 ranks, 2 vectors, 4 experts, 4 bytes.
         assert forward["losses"] == backward["losses"] == 2 * 2 * 4 * 4
         for each in (forward, backward):
-            assert each["rows"] + each["gates"] + each["indices"] == each["minimum"]
+            assert each["rows"] + each["slots"] == each["minimum"]
 
 
 @pytest.mark.parametrize("exchange", ["rows", "tokens"])
@@ -66,7 +67,7 @@ def test_the_plan_of_a_cluster_has_the_same_bytes(run, exchange):
     config = config_from_dict({"model": model, "data": {"tokens_per_batch": TOKENS}})
     planned = plan(config, DEVICES["k40"], 2, exchange=exchange).exchange_bytes
     (result,) = (r for r in run if (r["exchange"], r["chunks"]) == (exchange, 1))
-    sent = sum(b["rows"] + b["gates"] + b["indices"] for b in result["bytes"].values())
+    sent = sum(b["rows"] + b["slots"] for b in result["bytes"].values())
     assert sent == 2 * planned
 
 
@@ -77,7 +78,7 @@ def test_bytes_of_a_hierarchical_layer(tmp_path):
     found = {r["exchange"]: r["bytes"] for r in results(tmp_path, arguments)}
     for passes in found.values():
         for each in (passes or {}).values():
-            assert each["rows"] + each["gates"] + each["indices"] == each["minimum"]
+            assert each["rows"] + each["slots"] == each["minimum"]
     for name in PASSES:
         assert 0 < found["groups"][name]["rows"] <= found["rows"][name]["rows"] / 1.2
 
@@ -115,7 +116,7 @@ def test_figures_worked_by_hand(capsys):
     assert two.bytes["forward"] == dict.fromkeys(BYTES, 0) | {"rows": 3, "counts": 20}
     print_results([single, one, two])
     out = capsys.readouterr().out
-    assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | 0.000 | – | 0.02 | 0.00 |" in out
+    assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | – | 0.02 | 0.00 | 0.000 |" in out
     assert "| 2 | rows | 2000.00 | 1500.00 | 0 | 1.500 (1.250 to 1.750) |" in out
     assert "| 50% | 50% (50% to 50%) |" in out
 
@@ -137,6 +138,24 @@ def test_a_limited_link(monkeypatch):
     program = ["--module", "moe_lab", "benchmark", "distributed"]
     assert command[-9:] == [*program, "--bandwidth", "200", "--processes", "1", "3"]
     assert env["OMP_NUM_THREADS"] == "1" and env["PATH"] == os.environ["PATH"]
+
+
+def test_two_nodes(monkeypatch):
+    """Checks only the command; two network namespaces need root."""
+    commands = []
+    monkeypatch.setattr(
+        cases.subprocess,
+        "run",
+        lambda command, env: (
+            commands.append((command, env)) or subprocess.CompletedProcess(command, 0)
+        ),
+    )
+    assert cases.run("distributed", ["--bandwidth", "200", "--processes", "4", "--nodes", "2"]) == 0
+    ((command, env),) = commands
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert "veth" in command[4] and "tbf rate 1600mbit" in env["LIMIT"]
+    with pytest.raises(ConfigError, match="--processes must be one multiple of --nodes = 2"):
+        cases.run("distributed", ["--processes", "3", "--nodes", "2"])
 
 
 @pytest.mark.long

@@ -36,8 +36,10 @@ class Dispatcher(ABC):
         num_experts, sharding: the constructor arguments.
         local_experts: the indices of this rank's experts.
         balanced: the ranks that balance their tokens together; None: only this rank.
+        sends_tokens: whether tokens are sent to other ranks. `__call__` then takes ``meanwhile``.
     """
 
+    sends_tokens: bool = False
     _agrees = True  # a dispatcher that exchanges tokens begins with False
 
     def __init__(self, num_experts: int, sharding: ExpertSharding | None = None) -> None:
@@ -80,7 +82,7 @@ class Dispatcher(ABC):
         experts: Callable[..., Tensor],
         *,
         dtype: torch.dtype | None = None,
-        **how: bool,
+        **how: Any,
     ) -> _Mixture:
         """Computes Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E].
 
@@ -91,7 +93,8 @@ class Dispatcher(ABC):
             gate: a function with the arguments of the gate's `forward`.
             experts: the experts of this rank.
             dtype: tokens are cast to it for the experts; None: no cast.
-            how: fused, see `moe_ext.Experts`, and recompute, see `moe_ext.ops.experts`.
+            how: fused, see `moe_ext.Experts`, and recompute, see `moe_ext.ops.experts`. With
+                sends_tokens also meanwhile, a function that is called while they are sent.
         """
 
 
@@ -105,7 +108,7 @@ class LocalDispatcher(Dispatcher):
         experts: Callable[..., Tensor],
         *,
         dtype: torch.dtype | None = None,
-        **how: bool,
+        **how: Any,
     ) -> _Mixture:
         """Routes the tokens first, then computes them; see `Dispatcher.__call__`."""
         routing = gate(x, self.balanced)
@@ -122,7 +125,7 @@ class LocalDispatcher(Dispatcher):
         return y, routing, tokens_per_expert
 
     def _mix(
-        self, x: Tensor, routing: Routing, experts: Callable[..., Tensor], **how: bool
+        self, x: Tensor, routing: Routing, experts: Callable[..., Tensor], **how: Any
     ) -> tuple[Tensor, Tensor]:
         """Returns the mixture of all slots, and tokens_per_expert."""
         plan = ops.dispatch_plan(routing.expert_index, self.num_experts)
@@ -134,13 +137,15 @@ class LocalDispatcher(Dispatcher):
 class _ExchangeDispatcher(LocalDispatcher):
     """Routes tokens on this rank and sends them to the owners of their experts."""
 
+    sends_tokens = True
+
     def __init__(self, num_experts: int, sharding: ExpertSharding, exchange: Exchange) -> None:
         super().__init__(num_experts, sharding)
         self._exchange = exchange
         self._agrees = False
 
     def _mix(
-        self, x: Tensor, routing: Routing, experts: Callable[..., Tensor], **how: bool
+        self, x: Tensor, routing: Routing, experts: Callable[..., Tensor], **how: Any
     ) -> tuple[Tensor, Tensor]:
         y, tokens_per_expert = self._exchange(x, routing, experts, **how)
         return _without_view(y), tokens_per_expert
@@ -152,6 +157,8 @@ class _GroupDispatcher(Dispatcher):
     The experts compute a token before its rank knows all of its routing decision. So the decision
     cannot drop slots.
     """
+
+    sends_tokens = True
 
     def __init__(self, num_experts: int, sharding: ExpertSharding, exchange: GroupExchange) -> None:
         super().__init__(num_experts, sharding)

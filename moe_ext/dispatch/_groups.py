@@ -13,7 +13,8 @@ from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of, select_segments
 from moe_ext.checks import require
 from moe_ext.gates import HierarchicalGate, PrimarySelection, SecondarySelection
-from moe_ext.ranks import AllToAll, Exchange, ExpertPlacement, Ranks, Received
+from moe_ext.ranks import Exchange, ExpertPlacement, Ranks, Received
+from moe_ext.ranks._packed import PackedAllToAll
 from moe_ext.ranks._rows import scale_grad
 from moe_ext.ranks._whole import is_marked, require_whole
 from moe_ext.routing import Routing
@@ -81,6 +82,7 @@ class GroupExchange:
         fused: bool,
         recompute: bool = False,
         dtype: torch.dtype | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Routing, Tensor]:
         """Computes y [T, d_output], the routing and tokens_per_expert [E] of this rank's tokens.
 
@@ -93,13 +95,14 @@ class GroupExchange:
             fused: see `moe_ext.Experts`.
             recompute: see `moe_ext.ops.experts`.
             dtype: tokens are cast to it for the experts; None: no cast.
+            meanwhile: see `Exchange.run`.
 
         Raises:
             ValueError: the gate does not call its argument `select`.
         """
         outputs: list[Tensor] = []
         mix = partial(mixture, fused=fused, recompute=recompute)
-        select = partial(self._select, outputs, experts, mix, dtype)
+        select = partial(self._select, outputs, experts, mix, dtype, meanwhile)
         routing = gate(x, ranks, select=select)
         rule = "pass select to HierarchicalGate.forward once, as shares_groups = True says"
         require(len(outputs) == 1, "MoE: gate", rule, f"{len(outputs)} calls")
@@ -113,6 +116,7 @@ class GroupExchange:
         experts: Callable[..., Tensor],
         mix: Callable[..., Tensor],
         dtype: torch.dtype | None,
+        meanwhile: Callable[[], None] | None,
         gate: HierarchicalGate,
         x: Tensor,
         primary: PrimarySelection,
@@ -123,7 +127,7 @@ class GroupExchange:
         Args:
             outputs: gets y [T, d_output].
             mix: `mixture` with its options.
-            experts, dtype: see `__call__`.
+            experts, dtype, meanwhile: see `__call__`.
             gate, x, primary, ranks: see `HierarchicalGate.forward`.
         """
         exchange, (_, k2), b = self.exchange, gate.k_of_levels, gate.experts_per_group
@@ -159,9 +163,8 @@ class GroupExchange:
             ragged.append(_Decisions(*decisions, selected.slot_offsets, num_slots))
             return y, (selected.slot_offsets.diff().to(torch.int32),)
 
-        y, _, values = exchange.run(
-            x, primary.gates, primary.group_index, primary.token_offsets, compute, primary.values
-        )
+        slots = primary.gates, primary.group_index, primary.token_offsets
+        y, _, values = exchange.run(x, *slots, compute, primary.values, meanwhile)
         outputs.append(y)
         if ragged:
             secondary = self._return(primary, values[0], ragged)
@@ -194,15 +197,13 @@ class GroupExchange:
         counts = torch.stack([torch.cat(sent), offsets[plan.offsets].diff()])
         num_sent, num_received = counts.view(2, len(decisions), ranks.size).tolist()
         transfers = [
-            [
-                AllToAll(value, ranks, num_sent[c], num_received[c])
-                for value in (chunk.gates, chunk.expert_in_group)
-            ]
+            PackedAllToAll(
+                [chunk.gates, chunk.expert_in_group], ranks, num_sent[c], num_received[c]
+            )
             for c, chunk in enumerate(decisions)
         ]
-        gates, expert_in_group = (
-            torch.cat([transfer.wait() for transfer in column])
-            for column in zip(*transfers, strict=True)
+        gates, expert_in_group = map(
+            torch.cat, zip(*(transfer.wait() for transfer in transfers), strict=True)
         )
         slot_offsets, source = select_segments(offsets, plan.inverse, len(gates))
         gates = self._unscaled(gates.index_select(0, source))

@@ -1,5 +1,6 @@
 """How the ranks of a process group share the experts of a layer (Sec. 3.1)."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,7 @@ from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.dispatch._groups import GroupExchange
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, HierarchicalGate
-from moe_ext.ranks import Exchange, ExchangeUnit, ExpertPlacement, Layout, Ranks
+from moe_ext.ranks import Exchange, ExchangeUnit, ExpertPlacement, Layout, NodeExchange, Ranks
 from moe_ext.ranks._membership import require_group
 from moe_ext.ranks._rows import scale_grad
 from moe_ext.ranks._whole import require_whole
@@ -41,7 +42,10 @@ class ExpertParallel:
         balance: "global" sums importance and load over the ranks before the losses. "local" lets
             every rank balance its own tokens. A strictly balanced gate requires "global"; otherwise
             its thresholds would differ between ranks.
-        exchange: the unit that is sent between ranks, "rows" or "tokens"; see `Exchange`.
+        exchange: the unit that is sent between ranks, "rows" or "tokens"; see `Exchange`. "nodes"
+            sends each token once to each node, then within the node; see `NodeExchange`.
+        ranks_per_node: with exchange="nodes", the number of ranks of each node, of those that share
+            the experts. Consecutive ranks are on the same node. None: LOCAL_WORLD_SIZE of torchrun.
         num_chunks: number of chunks of each rank's experts, of its groups, or with
             exchange="tokens" of its tokens. Each chunk is computed while rows of other chunks are
             sent; see `Exchange`.
@@ -57,20 +61,33 @@ class ExpertParallel:
 
     process_group: ProcessGroup | DeviceMesh | None
     balance: Balance = "global"
-    exchange: ExchangeUnit = "rows"
+    exchange: ExchangeUnit | Literal["nodes"] = "rows"
     num_chunks: int = 1
     placement: Placement | None = None
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         require_group("ExpertParallel: process_group", self.process_group)
         for name, names in (
             ("balance", get_args(Balance)),
-            ("exchange", get_args(ExchangeUnit)),
+            ("exchange", (*get_args(ExchangeUnit), "nodes")),
             ("placement", (*get_args(Placement), None)),
         ):
             require_one_of(f"ExpertParallel: {name}", names, getattr(self, name))
         (num_chunks,) = require_sizes("ExpertParallel", num_chunks=self.num_chunks)
         object.__setattr__(self, "num_chunks", num_chunks)  # an int
+        ranks_per_node, name = self.ranks_per_node, "ExpertParallel: ranks_per_node"
+        if self.exchange != "nodes":
+            require(
+                ranks_per_node is None, name, 'be None without exchange="nodes"', ranks_per_node
+            )
+            return
+        if ranks_per_node is None:
+            local = os.environ.get("LOCAL_WORLD_SIZE")
+            require(local is not None, name, "be given without LOCAL_WORLD_SIZE of torchrun", None)
+            ranks_per_node = int(local or 1)
+        (ranks_per_node,) = require_sizes("ExpertParallel", ranks_per_node=ranks_per_node)
+        object.__setattr__(self, "ranks_per_node", ranks_per_node)
 
 
 def parallel_options(
@@ -144,7 +161,12 @@ class ExpertSharding:
         require(not (local and by_groups), name, rule, options.placement)
         if options.placement is None:
             by_groups = gate.shares_groups and not local
+        by_nodes = options.exchange == "nodes"
+        rule = 'be "experts" with exchange="nodes"'
+        require(not (by_groups and by_nodes), name, rule, options.placement)
         sends = f"exchange={options.exchange!r}"
+        if options.ranks_per_node is not None:
+            sends += f", ranks_per_node={options.ranks_per_node}"
         if by_groups:
             sends = 'placement="groups"'
         # Text for the repr. A layer can be copied; a process group cannot.
@@ -153,7 +175,7 @@ class ExpertSharding:
             return
         _refuse_replicas()
         if not by_groups:
-            self.exchange = Exchange(self.placement, ranks, options.exchange, options.num_chunks)
+            self.exchange = _make_exchange(options, self.placement, ranks)
             return
         groups = ExpertPlacement(num_experts // gate.experts_per_group, ranks.size)
         replicas = self.layout.replicas
@@ -230,6 +252,17 @@ class ExpertSharding:
         local, total = self.local_experts, self.placement.num_experts
         experts = f"experts {local.start}-{local.stop - 1}" if local else "no experts"
         return f"{experts} of {total}, {self._options}"
+
+
+def _make_exchange(options: ExpertParallel, placement: ExpertPlacement, ranks: Ranks) -> Exchange:
+    """Makes the exchange of a layer whose ranks share single experts."""
+    unit, per_node = options.exchange, options.ranks_per_node
+    if unit == "nodes":
+        assert per_node is not None
+        if 1 < per_node < ranks.size:
+            return NodeExchange(placement, ranks, per_node, options.num_chunks)
+        unit = "tokens"  # a single node, or nodes of one rank
+    return Exchange(placement, ranks, unit, options.num_chunks)
 
 
 def _text_of(experts: nn.Module) -> str:

@@ -21,6 +21,7 @@ Building blocks, which `MoE` uses too::
     ExpertPlacement     assigns experts to ranks
     ExpertSharding      the experts of a layer, sharded over ranks
     Exchange            sends tokens to the owners of their experts and returns the outputs
+    NodeExchange        the same over nodes with a slow network between them
     GroupExchange       the same for groups of a hierarchical mixture with their secondary gates
 """
 
@@ -45,6 +46,7 @@ from moe_ext.ranks import (
     ExchangeUnit,
     ExpertPlacement,
     Layout,
+    NodeExchange,
     Ranks,
     Received,
     block,
@@ -70,6 +72,7 @@ __all__ = [
     "GroupExchange",
     "Layout",
     "Loaded",
+    "NodeExchange",
     "Placement",
     "Ranks",
     "Received",

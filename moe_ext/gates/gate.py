@@ -25,6 +25,8 @@ from moe_ext.routing import Routing
 
 __all__ = ["Gate", "Routing"]
 
+_TAKE_RANKS = {"forward", "make_routing"}
+
 
 class Gate(nn.Module):
     """Routes tokens to experts; the base class of all gates.
@@ -66,6 +68,8 @@ class Gate(nn.Module):
     routes_by_batch: ClassVar[bool] = False
     replays: ClassVar[bool] = False
     shares_groups: ClassVar[bool] = False
+    # Whether forward gives ranks only to make_routing. MoE then sums importance and load itself.
+    _sums_later: bool = False
     experts_per_group: int = 1
     generator: torch.Generator | None = None
     d_model: int
@@ -83,6 +87,8 @@ class Gate(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         """Declares replays for a class of an earlier version, by the arguments of its forward."""
         super().__init_subclass__(**options)
+        if "_sums_later" not in vars(cls) and not vars(cls).keys().isdisjoint(_TAKE_RANKS):
+            cls._sums_later = False  # its own functions may use the sums
         forward = vars(cls).get("forward")
         if "replays" in vars(cls) or not isinstance(forward, FunctionType):
             return

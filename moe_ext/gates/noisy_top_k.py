@@ -51,6 +51,7 @@ class NoisyTopKGate(NoisyGate):
     """
 
     replays: ClassVar[bool] = True
+    _sums_later: bool = True
 
     @explains_names
     def __init__(

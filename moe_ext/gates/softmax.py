@@ -116,6 +116,7 @@ class TopKGate(AdaptiveGate):
     """
 
     replays: ClassVar[bool] = True
+    _sums_later: bool = True
     selection_bias: Tensor | None
     renormalize: bool
     scale: float
@@ -144,6 +145,8 @@ class TopKGate(AdaptiveGate):
         adapts = bias_update_rate is not None
         num_counts = num_experts if adapts else 0
         super().__init__(d_model, num_experts, k, num_counts=num_counts, device=device)
+        if adapts:
+            self._sums_later = False  # forward counts the tokens of all ranks
         factory = self._factory(device, dtype)
         self.score: ops.Score = score
         self.renormalize, logit_bias = require_bool(

@@ -6,6 +6,7 @@ Contents::
     Layout              how the ranks that train divide the experts of a layer
     ExpertPlacement     assigns experts to ranks
     Exchange            sends tokens to the owners of their experts and returns the outputs
+    NodeExchange        the same, but each token is sent once to each node, then within the node
 
 `moe_ext.distributed` exports these names too.
 """
@@ -13,6 +14,7 @@ Contents::
 from moe_ext.ranks.collectives import AllToAll, Ranks, block, blocks
 from moe_ext.ranks.exchange import ChunksOf, Exchange, ExchangeUnit, Received
 from moe_ext.ranks.layout import Layout
+from moe_ext.ranks.nodes import NodeExchange
 from moe_ext.ranks.placement import ExpertPlacement
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "ExchangeUnit",
     "ExpertPlacement",
     "Layout",
+    "NodeExchange",
     "Ranks",
     "Received",
     "block",

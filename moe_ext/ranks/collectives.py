@@ -136,11 +136,23 @@ class AllToAll:
         num_sent: Sequence[int],
         num_received: Sequence[int],
     ) -> None:
+        self._prepare(ranks, num_sent, num_received)
+        # An empty tensor that connects start and wait in the autograd graph.
+        self._token: Tensor | None = _Start.apply(rows, self)
+
+    @classmethod
+    def prepared(
+        cls, ranks: Ranks, num_sent: Sequence[int], num_received: Sequence[int]
+    ) -> "AllToAll":
+        """Returns a transfer without rows: `start` and `finish` send them, without a gradient."""
+        transfer = cls.__new__(cls)
+        transfer._prepare(ranks, num_sent, num_received)
+        return transfer
+
+    def _prepare(self, ranks: Ranks, num_sent: Sequence[int], num_received: Sequence[int]) -> None:
         self._group = ranks.group
         self._num_sent = list(num_sent)
         self._num_received = list(num_received)
-        # An empty tensor that connects start and wait in the autograd graph.
-        self._token: Tensor | None = _Start.apply(rows, self)
 
     def wait(self) -> Tensor:
         """Returns the received rows [sum(num_received), ...] in rank order. Call it only once."""

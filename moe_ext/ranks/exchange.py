@@ -17,6 +17,7 @@ from moe_ext._compiled import eager
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import require_sizes
+from moe_ext.ranks._packed import PackedAllToAll
 from moe_ext.ranks._rows import columns_of, scale_grad, with_backward_of
 from moe_ext.ranks._whole import is_marked, require_whole
 from moe_ext.ranks.collectives import AllToAll, Ranks, blocks
@@ -29,7 +30,7 @@ ChunksOf = Literal["experts", "tokens"]
 ExchangeUnit = Literal["rows", "tokens"]
 _Reduction = Literal["mean", "sum"]
 _HOST = torch.device("cpu")
-_Sender = Callable[[int], AllToAll]  # starts the all-to-all of a chunk
+_Sender = Callable[[int], PackedAllToAll]  # starts the all-to-all of a chunk
 
 
 @runtime_checkable
@@ -43,16 +44,38 @@ class _Copies(NamedTuple):
     """Plans which token rows are sent, sorted by destination. A copy is one sent row.
 
     Attributes:
-        inverse, token_offsets: the positions of each token's copies, see `moe_ext.ops.dispatch`.
+        position: the copy of each slot, in the shape of the slots.
         num_copies: [destinations] int64, the number of copies for each destination.
-        copy_index: [R] int64, the copy that each row needs, counted from the first copy of its
-            destination. None: each row has its own copy.
+        is_first: [R] bool, whether a slot is the first one of its copy. None: each slot has its
+            own copy.
+        copy_index: [R] int32, the copy that each row needs, counted from the first copy of its
+            destination. None: each slot has its own copy.
     """
 
-    inverse: Tensor
-    token_offsets: Tensor | None
+    position: Tensor
     num_copies: Tensor
-    copy_index: Tensor | None
+    is_first: Tensor | None = None
+    copy_index: Tensor | None = None
+
+    def of_tokens(
+        self, slots_of_token: Tensor | None, number: int, k: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the arguments inverse and token_offsets of `moe_ext.ops.dispatch`.
+
+        Args:
+            slots_of_token: token_offsets of the slots; None: each token has k slots.
+            number: the sum of num_copies, which the caller knows. Reading it would synchronize.
+            k: the number of slots of each token; unused with slots_of_token.
+        """
+        if self.is_first is None:
+            return self.position, slots_of_token
+        first_slots = self.is_first.nonzero_static(size=number).squeeze(1)
+        copies_before = offsets_of(self.is_first)
+        if slots_of_token is None:
+            token_offsets = copies_before[::k].contiguous()
+        else:
+            token_offsets = copies_before[slots_of_token]
+        return self.position.reshape(-1)[first_slots], token_offsets
 
 
 class _Counts(NamedTuple):
@@ -203,6 +226,7 @@ class Exchange:
         *,
         fused: bool,
         recompute: bool = False,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Computes y [T, d_output] and tokens_per_expert [E] of this rank's tokens.
 
@@ -212,6 +236,7 @@ class Exchange:
             experts: the experts of this rank, an `Experts` or a callable with its arguments.
             fused: see `moe_ext.Experts`.
             recompute: see `moe_ext.ops.experts`.
+            meanwhile: see `run`.
         """
         if fused and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             # Send the dtype of the GEMMs.
@@ -234,7 +259,12 @@ class Exchange:
             return y, ()
 
         y, tokens_per_expert, _ = self.run(
-            x, routing.gates, routing.expert_index, routing.token_offsets, compute
+            x,
+            routing.gates,
+            routing.expert_index,
+            routing.token_offsets,
+            compute,
+            meanwhile=meanwhile,
         )
         return y, tokens_per_expert
 
@@ -266,6 +296,7 @@ class Exchange:
         token_offsets: Tensor | None,
         compute: _Compute,
         values: Sequence[Tensor] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """Sends the tokens to the owners of their experts, computes there and returns the sums.
 
@@ -276,6 +307,7 @@ class Exchange:
                 of the gated outputs of each copy, and values of each slot.
             values: [R, ...], more values of each slot that are sent with it. None: none, and
                 gates may stay on this rank.
+            meanwhile: called once, while the first tokens are sent.
 
         Returns:
             y [T, d_output]; tokens_per_expert [E] of this rank's tokens; the values of each slot
@@ -285,6 +317,7 @@ class Exchange:
         size, num_counts = self.ranks.size, sum(self.chunk_sizes) + self.num_chunks
         # From here to y, gradients are those that the experts need.
         x, gates = scale_grad(x, self.factor), scale_grad(gates, self.factor)
+        gates_need_gradient = gates.requires_grad
 
         number = self._number(expert_index, token_offsets)
         plan = ops.dispatch_plan(order.position[number], len(order.position))
@@ -299,27 +332,28 @@ class Exchange:
             self.message_sizes,
             [num_counts] * size,
         )
-        rows = ops.dispatch(x, copies.inverse, copies.token_offsets)
         incoming = (
             numbers.wait().view(size, num_counts).split([*self.chunk_sizes, self.num_chunks], 1)
         )
         counts = self._counts(plan.offsets[order.bounds].diff(), copies.num_copies, incoming)
 
-        senders = [self._sender(rows, counts.copies_out, counts.copies_in)]
+        num_copies, k = sum(map(sum, counts.copies_out)), number.shape[-1]
+        inverse, copies_of_token = copies.of_tokens(token_offsets, num_copies, k)
+        rows = ops.dispatch(x, inverse, copies_of_token)
+        senders = [self._sender([rows], counts.copies_out, counts.copies_in)]
         if copies.copy_index is not None:
             row_of_slot = plan.inverse.reshape(-1, 1)
-            row_values = [
-                ops.dispatch(v, row_of_slot) for v in (gates.reshape(-1, 1), *(values or ()))
-            ]
+            of_slots = gates.reshape(-1, 1), *(values or ())
+            of_rows = [ops.dispatch(value, row_of_slot) for value in of_slots]
             senders += [
-                self._sender(v, counts.rows_out, counts.rows_in)
-                for v in (copies.copy_index, *row_values)
+                self._sender([copies.copy_index, *of_rows], counts.rows_out, counts.rows_in)
             ]
-        has_backward = torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad)
-        y, *row_values = self._compute_chunks(senders, incoming, counts, compute, has_backward)
-        if copies.copy_index is not None:
-            gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
-        y = ops.combine(y, gates, copies.inverse, copies.token_offsets)
+            gates = torch.ones_like(inverse, dtype=gates.dtype)
+        has_backward = torch.is_grad_enabled() and (x.requires_grad or gates_need_gradient)
+        y, *row_values = self._compute_chunks(
+            senders, incoming, counts, compute, has_backward, meanwhile
+        )
+        y = ops.combine(y, gates, inverse, copies_of_token)
         slot_values = [value.index_select(0, plan.inverse.reshape(-1)) for value in row_values]
         y, *slot_values = (scale_grad(value, 1 / self.factor) for value in (y, *slot_values))
         return y, tokens_per_expert, slot_values
@@ -337,10 +371,16 @@ class Exchange:
         counts = torch.stack([rows_out, rows_in, copies_out, copies.T.reshape(-1)])
         return _Counts(*counts.view(4, self.num_chunks, self.ranks.size).tolist())
 
-    def _sender(self, values: Tensor, out: list[list[int]], into: list[list[int]]) -> _Sender:
-        # Backward of a split into one chunk would copy the gradient.
-        parts = [values] if self.num_chunks == 1 else values.split([sum(n) for n in out])
-        return lambda c: AllToAll(parts[c], self.ranks, out[c], into[c])
+    def _sender(
+        self, values: Sequence[Tensor], out: list[list[int]], into: list[list[int]]
+    ) -> _Sender:
+        """Returns what starts the transfer of a chunk of several values of each row."""
+        if self.num_chunks == 1:  # Backward of a split into one chunk would copy the gradient.
+            chunks: Sequence[tuple[Tensor, ...]] = [tuple(values)]
+        else:
+            sizes = [sum(numbers) for numbers in out]
+            chunks = [*zip(*(value.split(sizes) for value in values), strict=True)]
+        return lambda c: PackedAllToAll(chunks[c], self.ranks, out[c], into[c])
 
     def _compute_chunks(
         self,
@@ -349,14 +389,16 @@ class Exchange:
         counts: _Counts,
         compute: _Compute,
         has_backward: bool,
+        meanwhile: Callable[[], None] | None,
     ) -> Sequence[Tensor]:
         """Sends, computes and returns one chunk after the other.
 
         Args:
-            senders: one for the token copies, and one for each other tensor that is sent by row.
+            senders: one for the token copies, and one for the values of the rows if tokens are sent
+                once to each rank.
             incoming: see `_counts`.
             counts: the numbers of rows that this rank sends and receives.
-            compute: see `run`.
+            compute, meanwhile: see `run`.
             has_backward: whether a backward pass follows.
 
         Returns:
@@ -367,10 +409,12 @@ class Exchange:
         # The backward pass starts a transfer where forward waits, so the place of each wait matters
         # for both directions.
         coming = [send(0) for send in senders]
-        going: list[AllToAll] = []
+        if meanwhile is not None:
+            meanwhile()
+        going: list[PackedAllToAll] = []
         returned: list[list[Tensor]] = []
         for c, num_rows in enumerate(rows_by_chunk):
-            x, *row_values = (transfer.wait() for transfer in coming)
+            x, *row_values = chain.from_iterable(transfer.wait() for transfer in coming)
             if c + 1 < self.num_chunks:
                 coming = [send(c + 1) for send in senders]
             in_slots, by_copy = _slots(num_rows, num_copies[:, c], x, row_values)
@@ -378,20 +422,19 @@ class Exchange:
             if has_backward and x.requires_grad:
                 # The experts may not use x; the ranks that sent it wait for its gradient.
                 y = with_backward_of(y, x)
-            back = [y]
+            back: list[Tensor] = []
             if by_copy is not None:
-                back += [value.index_select(0, by_copy.inverse) for value in slot_values]
+                back = [value.index_select(0, by_copy.inverse) for value in slot_values]
             if has_backward:
-                for value in back:  # for frozen experts too: all ranks must run backward together
+                for value in (y, *back):  # for frozen experts too: all ranks run backward together
                     if value.is_floating_point():
                         value.requires_grad_()
             if going:
-                returned.append([transfer.wait() for transfer in going])
-            going = [AllToAll(y, self.ranks, counts.copies_in[c], counts.copies_out[c])]
-            going += [
-                AllToAll(v, self.ranks, counts.rows_in[c], counts.rows_out[c]) for v in back[1:]
-            ]
-        returned.append([transfer.wait() for transfer in going])
+                returned.append([*chain.from_iterable(transfer.wait() for transfer in going)])
+            going = [PackedAllToAll([y], self.ranks, counts.copies_in[c], counts.copies_out[c])]
+            if back:
+                going += [PackedAllToAll(back, self.ranks, counts.rows_in[c], counts.rows_out[c])]
+        returned.append([*chain.from_iterable(transfer.wait() for transfer in going)])
         return (
             returned[0] if self.num_chunks == 1 else [*map(torch.cat, zip(*returned, strict=True))]
         )
@@ -424,22 +467,25 @@ class Exchange:
         order: _Order,
     ) -> _Copies:
         if by_row:
-            return _Copies(plan.inverse, token_offsets, plan.offsets[order.bounds].diff(), None)
-        num_destinations = len(order.bounds) - 1
-        num_tokens = len(number) if token_offsets is None else len(token_offsets) - 1
+            return _Copies(plan.inverse, plan.offsets[order.bounds].diff())
         token = ops.token_index(number, token_offsets)
         destination = order.destination_of(number)
-        # Copies are numbered by token, then destination, and sent sorted by destination. The host
-        # synchronizes with the device, because it needs the number of copies.
-        pairs, copy = (token * num_destinations + destination).unique(return_inverse=True)
-        first_pairs = torch.arange(num_tokens + 1, device=pairs.device) * num_destinations
-        by_destination = ops.dispatch_plan(pairs % num_destinations, num_destinations)
-        place = by_destination.inverse[copy] - by_destination.offsets[destination]
+        # A stable counting sort: the slots of a copy follow each other. No size depends on values,
+        # so the host needs no synchronization with the device.
+        sorted_ = ops.dispatch_plan(destination, len(order.bounds) - 1)
+        pair = token * (len(order.bounds) - 1) + destination
+        pair = pair[sorted_.permutation]
+        starts = torch.ones_like(pair, dtype=torch.bool)
+        torch.ne(pair[1:], pair[:-1], out=starts[1:])
+        copies_before = offsets_of(starts)
+        position = copies_before[1:][sorted_.inverse] - 1
+        first_copies = copies_before[sorted_.offsets]
+        place = position - first_copies[destination]
         return _Copies(
-            by_destination.inverse,
-            torch.searchsorted(pairs, first_pairs),
-            by_destination.tokens_per_expert,
-            place[plan.permutation],
+            position,
+            first_copies.diff(),
+            starts[sorted_.inverse],
+            place[plan.permutation].to(torch.int32),
         )
 
 
@@ -461,6 +507,7 @@ def _slots(
         gates = torch.ones_like(index, dtype=torch.float32)
         return Received(x, index, gates, None, (), num_copies), None
     copy, *values = rows
+    copy = copy.long()
     index = columns_of(counts, len(copy))
     first, num_slots = num_copies.cumsum(0) - num_copies, counts.sum(1)
     copy = copy + first.repeat_interleave(num_slots, output_size=len(copy))

@@ -24,6 +24,7 @@ from moe_ext.ranks import Ranks
 
 # The numbers of tokens of each rank; in the last one, two replicas of the experts have two shards.
 RANKS = {"1": [9], "2": [5, 8], "3": [4, 0, 6], "2 x 2": [3, 7, 0, 5]}
+COUNTS = RANKS | {"4": [3, 7, 0, 5]}  # four ranks with one set of experts
 
 
 def mesh_of(copies, shares):
@@ -32,7 +33,7 @@ def mesh_of(copies, shares):
 
 def sharing(process_group, options):
     """Moves the options of `ExpertParallel` out of the layer's options."""
-    names = {"balance", "exchange", "num_chunks", "placement"} & options.keys()
+    names = {"balance", "exchange", "num_chunks", "placement", "ranks_per_node"} & options.keys()
     rest = {k: v for k, v in options.items() if k not in names}
     if process_group is None:
         return rest
@@ -102,7 +103,7 @@ def step(group, rank, ranks, make, call, x, noise=True):
     make: returns the layer for a process group, a mesh or None.
     call: takes the layer, a rank's tokens and their slice of all tokens; returns (y, aux).
     """
-    counts = RANKS[ranks]
+    counts = COUNTS[ranks]
     total, first = sum(counts), sum(counts[:rank])
     part = slice(0, total) if group is None else slice(first, first + counts[rank])
     layer = make(mesh_of(2, 2) if ranks == "2 x 2" and group is not None else group)
@@ -133,7 +134,7 @@ def assert_equals_one_process(workers, ranks, make, call, x, same_bits=False, **
 
     shared: options of the layer on ranks only. same_bits: the outputs are bitwise identical.
     """
-    number = len(RANKS[ranks])
+    number = len(COUNTS[ranks])
     one = step(None, 0, ranks, make, call, x)
     parts = workers.run(number, step, ranks, partial(make, **shared), call, x)
     expected, auxes = one["aux"], [part["aux"] for part in parts]

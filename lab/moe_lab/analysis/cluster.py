@@ -62,7 +62,7 @@ def exchange_bytes(
     """Counts the bytes that a layer sends to other ranks in forward and in backward (Sec. 3.2).
 
     Forward sends x to the experts and y back; backward sends the gradients of x and y. With
-    exchange="tokens", forward also sends the gates and an int64 index for each row, and backward
+    exchange="tokens", forward also sends the gates and an int32 index for each row, and backward
     sends the gradients of the gates.
 
     With placement="groups", the same holds for groups in place of experts. Forward also sends the
@@ -90,7 +90,7 @@ def exchange_bytes(
         return both, both
     both = copies * (d_input + d_output) * itemsize
     b, k2 = secondary or (0, 0)
-    forward = gate_itemsize + 8 + (4 if balanced else b * gate_itemsize) + k2 * (gate_itemsize + 4)
+    forward = gate_itemsize + 4 + (4 if balanced else b * gate_itemsize) + k2 * (gate_itemsize + 4)
     backward = gate_itemsize + k2 * gate_itemsize
     return both + rows * forward, both + rows * backward
 

@@ -17,18 +17,18 @@ from torch import Tensor
 from moe_ext import Experts, HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, MoEAux
 from moe_ext.distributed import (
     AllToAll,
-    ExchangeUnit,
     ExpertParallel,
     ExpertPlacement,
     Placement,
     Ranks,
 )
 from moe_lab.analysis.cluster import exchange_bytes
-from moe_lab.benchmarks.cases import GROUPS
+from moe_lab.benchmarks.cases import GROUPS, NODES, UNITS
 from moe_lab.progress import progress
 
 PASSES = ("forward", "backward")
-BYTES = ("rows", "gates", "indices", "minimum", "counts", "losses")  # sent in a pass, by kind
+# Sent in a pass, by kind. "between" are those of rows, slots and counts to ranks of other nodes.
+BYTES = ("rows", "slots", "minimum", "counts", "losses", "between")
 
 
 class Key(NamedTuple):
@@ -59,16 +59,20 @@ class Call(NamedTuple):
     shape: tuple[int, ...]  # of a row
     sent: list[int]
     received: list[int]
+    peers: Sequence[int]  # torch's numbers of the ranks of the group
 
     def kind(self, width: int) -> str:
-        """Returns "indices", "gates" (and their noise) or "rows", which have the width of x."""
-        if not self.dtype.is_floating_point:
-            return "indices"
-        return "rows" if self.shape == (width,) else "gates"
+        """Returns "counts" of rows, "rows" of the width of x, or "slots": gates, noise, indices."""
+        if self.dtype == torch.int64:
+            return "counts"
+        is_rows = self.dtype.is_floating_point and self.shape == (width,)
+        return "rows" if is_rows else "slots"
 
-    def leaving(self, rank: int) -> int:
-        """Returns the bytes that `rank` sends to other ranks in this call."""
-        number = sum(self.sent) - self.sent[rank]
+    def leaving(self, ranks_per_node: int = 1) -> int:
+        """Returns the bytes that this rank sends to ranks of other nodes in this call."""
+        node = dist.get_rank() // ranks_per_node
+        pairs = zip(self.sent, self.peers, strict=True)
+        number = sum(number for number, peer in pairs if peer // ranks_per_node != node)
         return number * self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
 
@@ -78,7 +82,8 @@ def recorded(calls: list[Call], sums: list[int]) -> Iterator[None]:
     all_to_all_single, all_reduce = dist.all_to_all_single, dist.all_reduce
 
     def note_call(output: Tensor, input: Tensor, received: Any, sent: Any, **options: Any) -> Any:
-        calls.append(Call(input.dtype, tuple(input.shape[1:]), list(sent), list(received)))
+        shape, peers = tuple(input.shape[1:]), dist.get_process_group_ranks(options.get("group"))
+        calls.append(Call(input.dtype, shape, list(sent), list(received), peers))
         return all_to_all_single(output, input, received, sent, **options)
 
     def note_sum(tensor: Tensor, *options: Any, **more: Any) -> Any:
@@ -138,7 +143,7 @@ def _make_layer(args: Any, group: dist.ProcessGroup | None, exchange: str, chunk
         rows = args.tokens * (k * k if b else k)
         options = {"experts": _Resting(args.experts, args.compute_ms / 1e3 / rows)}
     if group is not None:
-        unit: ExchangeUnit = "tokens" if exchange == "tokens" else "rows"
+        unit: Any = exchange if exchange in UNITS else "rows"
         placement: Placement = "groups" if exchange == GROUPS else "experts"
         options["parallel"] = ExpertParallel(
             group, exchange=unit, num_chunks=chunks, placement=placement
@@ -166,7 +171,7 @@ class _World:
                 layer = _make_layer(args, group, exchange, chunks)
                 calls = self.count(key, layer)
                 self.functions[key] = partial(self.step, layer)
-                if chunks == 1:
+                if chunks == 1 and exchange != NODES:
                     self.add_transfers(size, exchange, *calls)
 
     def backward(self, layer: MoE, y: Tensor, aux: MoEAux) -> None:
@@ -197,15 +202,17 @@ class _World:
         sizes = self.x.shape[1], y.shape[1], self.x.element_size()
         leaving = self.leaving(index, placement)
         of_gates = aux.gates.element_size()
-        least = exchange_bytes(*leaving, *sizes, key.exchange, of_gates, secondary)
+        least: Sequence[float] = 0, 0
+        if key.exchange != NODES:
+            least = exchange_bytes(*leaving, *sizes, key.exchange, of_gates, secondary)
+        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         self.passes[key] = {}
         for name, called, summed, minimum in zip(PASSES, calls, sums, least, strict=True):
             found: dict[str, float] = dict.fromkeys(BYTES, 0)
             found |= {"minimum": minimum, "losses": sum(summed)}
-            for number, call in enumerate(called):  # the first call sends the row counts
-                first = (name, number) == ("forward", 0)
-                kind = "counts" if first else call.kind(self.x.shape[1])
-                found[kind] += call.leaving(self.ranks.rank)
+            for call in called:
+                found[call.kind(self.x.shape[1])] += call.leaving()
+                found["between"] += call.leaving(per_node)
             self.passes[key][name] = found
         return calls
 

@@ -41,7 +41,9 @@ from moe_lab.cli import parse as parse_options
 from moe_lab.errors import ConfigError
 from moe_lab.names import configuration_file
 
-UNITS, GROUPS = ("rows", "tokens"), "groups"  # exchanges; groups is that of placement="groups"
+# Exchanges; groups is that of placement="groups".
+NODES, GROUPS = "nodes", "groups"
+UNITS = ("rows", "tokens", NODES)
 
 
 class Case(NamedTuple):
@@ -106,14 +108,22 @@ def _check_device(args: Any) -> None:
 
 
 def _check_distributed(args: Any) -> None:
-    size = args.group_size
+    size, nodes = args.group_size, args.nodes > 1
     if args.exchanges is None:
-        args.exchanges = [*UNITS, GROUPS] if size else [*UNITS]
+        args.exchanges = [
+            "rows",
+            "tokens",
+            *([GROUPS] if size else []),
+            *([NODES] if nodes else []),
+        ]
     if not size and GROUPS in args.exchanges:
         raise ConfigError("--exchanges groups must be used with --group-size, got no group size")
     if size and args.experts % size:
         rule = f"a multiple of --group-size = {size}"
         raise ConfigError(f"--experts must be {rule}, got {args.experts}")
+    if nodes and (len(args.processes) > 1 or args.processes[0] % args.nodes):
+        rule = f"one multiple of --nodes = {args.nodes}"
+        raise ConfigError(f"--processes must be {rule}, got {args.processes}")
     if 1 not in args.chunks:
         raise ConfigError(f"--chunks must include 1, got {args.chunks}")
 
@@ -164,7 +174,7 @@ CASES = {
             "--processes": several(at_least(1), [1, 2, 4], "numbers of ranks"),
             "--exchanges": {"nargs": "+", "choices": [*UNITS, GROUPS],
                             "help": "what the all-to-all sends (default: rows and tokens; with "
-                                    "--group-size also groups)"},
+                                    "--group-size also groups, with --nodes also nodes)"},
             "--group-size": one(at_least(0), 0,
                                 "experts in a group of a hierarchical layer; 0 is a flat layer"),
             "--chunks": several(at_least(1), [1, 2, 4], "numbers of chunks; must include 1"),
@@ -172,6 +182,8 @@ CASES = {
             "--device": {"choices": ["cpu", "cuda"], "default": "cpu", "help": "of the layer"},
             "--warm-up": one(at_least(0), 2, "number of untimed rounds at the start"),
             "--bandwidth": _BANDWIDTH,
+            "--nodes": {"type": int, "choices": [1, 2], "default": 1,
+                        "help": "number of network namespaces, with --bandwidth between them"},
             "--compute-ms": one(float, 0, "ms per step that experts sleep; at 0 they compute"),
         },
     ),
@@ -368,14 +380,38 @@ def run(name: str, arguments: Sequence[str] | None = None) -> Any:
 def _launch(name: str, arguments: Sequence[str], args: Any) -> int:
     """Runs a case under torchrun, on a link with --bandwidth; returns the exit status."""
     number = max(args.processes) if isinstance(args.processes, list) else args.processes
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "localhost", "--nproc-per-node", str(number)]
+    nodes = getattr(args, "nodes", 1)
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    if nodes == 1:
+        command += ["--standalone", "--local-addr", "localhost"]
+    else:
+        command += ["--nnodes", str(nodes), "--master-addr", "10.0.0.1"]
+    command += ["--nproc-per-node", str(number // nodes)]
     command += ["--module", "moe_lab", "benchmark", name, *arguments]
     environ = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
-    if args.bandwidth:
-        # A token bucket limits the rate; its queue is large enough that no packet is dropped.
-        limit = f"rate {8 * args.bandwidth:.0f}mbit burst 256kb limit 1gb"
-        set_up = f"ip link set lo up && tc qdisc add dev lo root tbf {limit}"
+    # A token bucket limits the rate; its queue is large enough that no packet is dropped.
+    limit = f"root tbf rate {8 * args.bandwidth:.0f}mbit burst 256kb limit 1gb"
+    if nodes > 1:
+        limited = f"tc qdisc add dev wire {limit}" if args.bandwidth else ":"
+        command = ["unshare", "--net", "sh", "-c", _TWO_NODES, "sh", *command]
+        environ |= {"GLOO_SOCKET_IFNAME": "wire", "LIMIT": limited}
+    elif args.bandwidth:
+        set_up = f"ip link set lo up && tc qdisc add dev lo {limit}"
         command = ["unshare", "--net", "sh", "-c", f'{set_up} && exec "$@"', "sh", *command]
         environ["GLOO_SOCKET_IFNAME"] = "lo"
     return subprocess.run(command, env=environ).returncode
+
+
+# Runs torchrun in this network namespace and in a second one, with a link between them.
+_TWO_NODES = """set -e
+unshare --net sleep infinity & second=$!
+trap 'kill $second' EXIT
+while [ "$(readlink /proc/$second/ns/net)" = "$(readlink /proc/self/ns/net)" ]; do sleep 0.1; done
+ip link add wire type veth peer name wire netns $second
+set_up() { $1 ip link set lo up; $1 ip addr add $2/24 dev wire; $1 ip link set wire up; $1 $LIMIT; }
+set_up "" 10.0.0.1
+set_up "nsenter --target $second --net" 10.0.0.2
+PET_NODE_RANK=1 nsenter --target $second --net "$@" > /dev/null & ranks=$!
+PET_NODE_RANK=0 "$@"
+wait $ranks
+"""

@@ -3,6 +3,7 @@
     moe-lab benchmark distributed                          # 1, 2, 4 ranks: 4 minutes
     moe-lab benchmark distributed --processes 2 --bandwidth 200      # MB/s; Linux, root
     moe-lab benchmark distributed --processes 2 --bandwidth 200 --compute-ms 200
+    moe-lab benchmark distributed --processes 4 --nodes 2 --bandwidth 200    # Linux, root
     moe-lab benchmark distributed --group-size 16 --experts 64 --k 2    # hierarchical
     moe-lab benchmark distributed --json distributed.json
     torchrun --nproc-per-node 8 -m moe_lab benchmark distributed --processes 1 8 --device cuda
@@ -15,7 +16,8 @@ number of rows at every world size (Sec. 3.1). The gate's gradients are not all-
 Bytes are what the layer passes to `all_to_all_single` for other ranks, summed over all ranks. The
 minimum for --exchanges rows is the number of (token, expert) assignments to other ranks times
 d_in + d_out elements, in forward and again in backward. The minimum for --exchanges tokens counts
-(token, rank) pairs instead, plus a gate and an index for each row, and the gate's gradient. With
+(token, rank) pairs instead, plus a gate and an index for each row ("slots"), and the gate's
+gradient. With
 --group-size, the layer is hierarchical and a token uses k groups and k experts of each. Its
 exchange "groups" is ``ExpertParallel(placement="groups")``. The bytes of the row counts ("counts")
 and those passed to `all_reduce` ("losses") are listed separately.
@@ -36,8 +38,11 @@ that of the slowest rank. Figures are medians over the rounds, with quartiles in
                    computation, as a fraction of the possible overlap
 
 --bandwidth limits the loopback device that all ranks share, in a separate network namespace. With
---compute-ms, experts sleep for this time per step, a third of it in forward, and use no processor.
-This models an accelerator that computes while the processors send.
+--nodes 2, half of the ranks are in a second namespace, and --bandwidth limits each direction of the
+link between both. "between nodes" are the bytes on this link. The exchange "nodes" is
+``ExpertParallel(exchange="nodes")``; its bytes have no minimum here. With --compute-ms, experts
+sleep for this time per step, a third of it in forward, and use no processor. This models an
+accelerator that computes while the processors send.
 """
 
 import os
@@ -52,12 +57,13 @@ from moe_lab.benchmarks.memory import keep_freed_memory
 from moe_lab.files import write_json
 
 SENT = (
-    "ranks | exchange | chunks | pass | rows, MB | gates, MB | indices, MB | total / minimum | "
-    "counts, kB | losses, kB"
+    "ranks | exchange | chunks | pass | rows, MB | slots, MB | total / minimum | "
+    "counts, kB | losses, kB | between nodes, MB"
 )
 SENT_CELLS = (
-    "{processes} | {exchange} | {chunks} | {name} | {rows:.3f} | {gates:.3f} | {indices:.3f} | "
-    "{by_minimum:.4f} | {counts:.2f} | {losses:.2f}"
+    "{processes} | {exchange} | {chunks} | {name} | {rows:.3f} | {slots:.3f} | "
+    "{by_minimum:.4f} | {counts:.2f} | {losses:.2f} | "
+    "{between:.3f}"
 )
 RAW = "ranks | exchange | transfers, ms | raw, ms | raw, MB/s | transfers / raw"
 RAW_CELLS = (
@@ -81,7 +87,8 @@ def run(args: Any) -> int:
     if rank > 0:
         return 0
     results = list(results_of(everything, args))
-    link = f"{args.bandwidth:g} MB/s shared by all ranks" if args.bandwidth else "not limited"
+    where = "between two nodes" if args.nodes > 1 else "shared by all ranks"
+    link = f"{args.bandwidth:g} MB/s {where}" if args.bandwidth else "not limited"
     title = (
         f"{environment()}; processors: {os.cpu_count()}, threads per rank: {args.threads}\n"
         f"T = {args.tokens} and E = {args.experts} per rank, k = {args.k}, D = {args.width}, "
@@ -119,7 +126,7 @@ def results_of(everything: Sequence[Found], args: Any) -> Iterator[Row]:
         ]
         first = key._replace(chunks=1)
         passes = [p for f in everything for p in f.passes.get(first, {}).values()]
-        moved = sum(p[kind] for p in passes for kind in ("rows", "gates", "indices", "counts"))
+        moved = sum(p[kind] for p in passes for kind in ("rows", "slots", "counts"))
         result = Row(
             processes=size,
             exchange=key.exchange or None,
@@ -153,7 +160,7 @@ def print_results(results: Sequence[Row]) -> None:
     sent = []
     for r in results:
         for name, b in (r.bytes or {}).items():
-            moved = b["rows"] + b["gates"] + b["indices"]
+            moved = b["rows"] + b["slots"]
             ratio = moved / b["minimum"] if b["minimum"] else None
             sizes = {kind: size / 1e6 for kind, size in b.items()}  # MB
             sizes |= {kind: b[kind] / 1e3 for kind in ("counts", "losses")}

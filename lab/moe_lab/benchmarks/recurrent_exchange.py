@@ -61,7 +61,7 @@ def _bytes_sent(step: Callable[[], object]) -> int:
     calls: list[Call] = []
     with recorded(calls, []):
         step()
-    return int(_over_ranks(sum(call.leaving(dist.get_rank()) for call in calls), "SUM"))
+    return int(_over_ranks(sum(call.leaving() for call in calls), "SUM"))
 
 
 def _over_ranks(value: float, how: str) -> float:

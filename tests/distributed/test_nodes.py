@@ -1,0 +1,126 @@
+"""Experts on the ranks of several nodes: each token is sent once to each node."""
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_process import COUNTS, D, assert_equals_one_process, draw_parameters, sharing, tokens_of
+from workers import on_ranks
+
+from moe_ext import HierarchicalMoE, MoE, TopKGate
+from moe_ext.distributed import ExpertParallel, NodeExchange
+
+NODES = {"exchange": "nodes", "ranks_per_node": 2}
+
+
+def layer_of(options, process_group=None, **shared):
+    torch.manual_seed(1)
+    given = {"num_experts": 7, "k": 3, "hidden_sizes": (5,)} | options
+    layer = MoE(D, **sharing(process_group, given | shared))
+    return draw_parameters(layer, but="experts.")
+
+
+def call(layer, x, part):
+    return layer(x)
+
+
+@pytest.mark.guarantee("Sharding does not change the result")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},  # 2, 2, 2 and 1 experts: 4 and 3 on a node
+        {"num_experts": 3, "k": 1},  # a rank without experts
+        {"num_experts": 8, "capacity": 0.6},  # tokens with different numbers of experts
+    ],
+)
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_equals_one_process(workers, options, num_chunks):
+    make, x = partial(layer_of, options), tokens_of(COUNTS["4"])
+    assert_equals_one_process(workers, "4", make, call, x, num_chunks=num_chunks, **NODES)
+
+
+def sent_between_nodes(call, rank):
+    """Returns the bytes of rows that this rank sends to ranks of the other node during a call."""
+    total, all_to_all_single = 0, dist.all_to_all_single
+
+    def note(output, rows, received, counts, group, **options):
+        nonlocal total
+        if rows.dim() == 2 and rows.shape[1] == D:
+            for number, other in zip(counts, dist.get_process_group_ranks(group), strict=True):
+                total += number * rows[:1].nbytes if other // 2 != rank // 2 else 0
+        return all_to_all_single(output, rows, received, counts, group=group, **options)
+
+    with patch.object(dist, "all_to_all_single", note):
+        call()
+    return total
+
+
+def sum_of(values):
+    """Sums values over the ranks."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+@on_ranks(4)
+def test_each_token_is_sent_once_to_each_node(group, rank):
+    """Counts the bytes of rows between the nodes, there and back."""
+    x = torch.randn(40, D, generator=torch.Generator().manual_seed(rank))
+    sent, results = {}, {}
+    for options in ({"exchange": "rows"}, {"exchange": "tokens"}, NODES):
+        torch.manual_seed(1)
+        parallel = ExpertParallel(group, **options)
+        layer = MoE(D, 8, 4, hidden_sizes=(5,), gate=TopKGate(D, 8, 4), parallel=parallel)
+        inputs, found = x.clone().requires_grad_(), []
+
+        def forward(layer=layer, inputs=inputs, found=found):
+            found += layer(inputs)
+
+        def backward(found=found):
+            found[0].sum().backward()
+
+        bytes_of_row = 2 * D * x.element_size()
+        both = [sent_between_nodes(run, rank) / bytes_of_row for run in (forward, backward)]
+        sent[options["exchange"]] = sum_of(both)
+        results[options["exchange"]] = found[0], inputs.grad
+    owners = [[e // 2 for e in experts] for experts in found[1].expert_index.tolist()]
+    elsewhere = [[owner for owner in each if owner // 2 != rank // 2] for each in owners]
+    rows = sum(map(len, elsewhere))
+    pairs = sum(len({*each}) for each in elsewhere)
+    nodes = sum(len({owner // 2 for owner in each}) for each in elsewhere)
+    for exchange, expected in (("rows", rows), ("tokens", pairs), ("nodes", nodes)):
+        assert sent[exchange] == sum_of([expected] * 2)
+    for exchange in ("tokens", "nodes"):
+        torch.testing.assert_close(results[exchange], results["rows"])
+
+
+@on_ranks(4)
+def test_layers_share_the_groups_of_nodes(group, rank):
+    parallel = ExpertParallel(group, **NODES)
+    first, second = (MoE(D, 4, 2, parallel=parallel).sharding.exchange for _ in range(2))
+    assert isinstance(first, NodeExchange)
+    assert first.between.ranks.group is second.between.ranks.group
+    assert dist.get_process_group_ranks(first.between.ranks.group) == [rank % 2, rank % 2 + 2]
+    assert dist.get_process_group_ranks(first.within.ranks.group) == [
+        rank // 2 * 2,
+        rank // 2 * 2 + 1,
+    ]
+
+
+@on_ranks(4)
+def test_options(group, rank):
+    with pytest.raises(ValueError, match="^ExpertParallel: ranks_per_node must be None without"):
+        ExpertParallel(group, ranks_per_node=2)
+    with pytest.raises(ValueError, match="^ExpertParallel: ranks_per_node must be given without"):
+        ExpertParallel(group, exchange="nodes")
+    with patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
+        assert ExpertParallel(group, exchange="nodes").ranks_per_node == 2
+    with pytest.raises(ValueError, match="^NodeExchange: ranks_per_node must divide .*4, got 3"):
+        MoE(D, 4, 2, parallel=ExpertParallel(group, exchange="nodes", ranks_per_node=3))
+    with pytest.raises(ValueError, match='placement must be "experts" with exchange="nodes"'):
+        HierarchicalMoE(D, 2, 2, 1, parallel=ExpertParallel(group, **NODES))
+    for number in (1, 4):  # every rank is a node, or all are one node: nothing is sent twice
+        parallel = ExpertParallel(group, exchange="nodes", ranks_per_node=number)
+        assert not isinstance(MoE(D, 4, 2, parallel=parallel).sharding.exchange, NodeExchange)
