@@ -1,9 +1,10 @@
 """Builds libmoe_ext_kernels.so, and libmoe_ext.so for the installed torch.
 
-The first has the kernels of the CPU and knows no torch. The second has the operators, and the modules
-of the C++ interface; it has the kernels of CUDA too, if torch and a CUDA toolkit support it. Neither
-has a Python symbol. CMakeLists.txt builds the same libraries. A wheel can have libmoe_ext.so for more
-releases of torch: MOE_EXT_LIBRARIES is a folder with them, which scripts/build_libraries.sh writes.
+The first has the kernels of the CPU and knows no torch. The second has the operators, and the
+modules of the C++ interface; it has the kernels of CUDA too, if torch and a CUDA toolkit support
+it. Neither has a Python symbol. CMakeLists.txt builds the same libraries. A wheel can have
+libmoe_ext.so for more releases of torch: MOE_EXT_LIBRARIES is a folder with them, which
+scripts/build_libraries.sh writes.
 
 CUDA is built if a GPU is found, for its architecture, or if TORCH_CUDA_ARCH_LIST or MOE_EXT_CUDA=1
 asks for it. MOE_EXT_CUDA=0 disables CUDA. MOE_EXT_CUDA=1 makes the build fail if CUDA is missing.

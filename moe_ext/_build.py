@@ -1,10 +1,9 @@
-"""Loads the library for the installed torch, explains failures, and tells the facts of the build."""
+"""Loads the library for the installed torch, explains failures, and returns facts of the build."""
 
 import ctypes
 import importlib.metadata
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -75,27 +74,27 @@ def load() -> None:
     built = cuda_version()
     if built and major(built) != major(torch.version.cuda or "none"):
         raise ImportError(
-            f"moe_ext was built for CUDA {built}, but torch for CUDA {torch.version.cuda}. {COMPILE}"
+            f"moe_ext was built for CUDA {built}, but torch for CUDA {torch.version.cuda}. "
+            f"{COMPILE}"
         )
-
-
-def _fact(name: str) -> Any:
-    return getattr(torch.ops.moe_ext_build, name)()
 
 
 def torch_version() -> str:
     """Returns the version of torch that the library was compiled for, such as "2.15.0"."""
-    return _fact("torch_version")
+    fact: str = torch.ops.moe_ext_build.torch_version()
+    return fact
 
 
 def cuda_version() -> str | None:
     """Returns the CUDA version that the library was compiled for; None without CUDA kernels."""
-    return _fact("cuda_version")
+    fact: str | None = torch.ops.moe_ext_build.cuda_version()
+    return fact
 
 
 def compiler() -> str:
     """Returns the version of the compiler, such as "12.2.0"."""
-    return _fact("compiler")
+    fact: str = torch.ops.moe_ext_build.compiler()
+    return fact
 
 
 def isa() -> str:
@@ -106,17 +105,18 @@ def isa() -> str:
     Raises:
         ValueError: MOE_EXT_ISA names no instruction set of this processor.
     """
-    return _fact("isa")
+    fact: str = torch.ops.moe_ext_build.isa()
+    return fact
 
 
 def products() -> dict[str, str]:
     """Returns the name of the GEMM micro-kernels on the CPU for each dtype."""
-    return dict(_fact("products"))
+    return dict(torch.ops.moe_ext_build.products())
 
 
 def empty_cache() -> None:
     """Returns the cached memory of freed CPU tensors to the operating system."""
-    _fact("empty_cache")
+    torch.ops.moe_ext_build.empty_cache()
 
 
 def cached_bytes() -> int:
@@ -124,7 +124,8 @@ def cached_bytes() -> int:
 
     torch's profiler counts them as freed. `moe_ext.empty_cache` returns them to the system.
     """
-    return _fact("cached_bytes")
+    fact: int = torch.ops.moe_ext_build.cached_bytes()
+    return fact
 
 
 def cache_limit() -> int:
@@ -136,4 +137,5 @@ def cache_limit() -> int:
     Raises:
         ValueError: MOE_EXT_CACHE_BYTES is not a number of bytes.
     """
-    return _fact("cache_limit")
+    fact: int = torch.ops.moe_ext_build.cache_limit()
+    return fact
