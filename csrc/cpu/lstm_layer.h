@@ -127,9 +127,12 @@ void transpose_rows(int64_t num_rows, int64_t width, const from_t* from, const R
     const int64_t end_j = std::min(width, j + kTile);
     for (int64_t r = 0; r < num_rows; r += kTile) {
       const int64_t end_r = std::min(num_rows, r + kTile);
-      for (int64_t row = r; row < end_r; ++row) {
-        const from_t* numbers = from + row_of(row) * width;
-        for (int64_t c = j; c < end_j; ++c) to[c * num_rows + row] = static_cast<to_t>(numbers[c]);
+      const from_t* rows[kTile];
+      for (int64_t row = r; row < end_r; ++row) rows[row - r] = from + row_of(row) * width;
+      for (int64_t c = j; c < end_j; ++c) {
+        for (int64_t row = r; row < end_r; ++row) {
+          to[c * num_rows + row] = static_cast<to_t>(rows[row - r][c]);
+        }
       }
     }
   }
