@@ -54,7 +54,8 @@ for name, y in (("compiled", compiled), ("exported", exported)):
     assert error < 1e-6
 END
   cp -r "$source/conftest.py" "$source/pyproject.toml" "$source/tests" .
-  "$python" -m pytest -q -p no:cacheprovider tests/ops -m "not emulator" --ignore tests/ops/test_emulation.py
+  "$python" -m pytest -q -p no:cacheprovider tests/ops -m "not emulator" \
+    --ignore tests/ops/test_emulation.py --ignore tests/ops/test_cuda.py  # they compile csrc/cuda
 fi
 
 if [ "$("$python" -c 'import platform; print(platform.machine())')" = "$(uname -m)" ]; then

@@ -65,7 +65,7 @@ struct Activations {
         if (!Network::kSame && z[l] != nullptr) {
           vectorized<ConvertRegion>(wide, region, columns, z[l]);
         }
-        network.activate(wide, region, width, out[l]);
+        network.function.activate(wide, region, width, out[l]);
       };
       network.linear(block, l, input(l), product, workspace,
                      {.run = activate, .next_b = network.weight(block.expert, l + 1)});

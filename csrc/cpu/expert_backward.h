@@ -169,7 +169,7 @@ class BlockBackward {
   void activate_input(int64_t l) const {
     const Region all{
         .row = 0, .num_rows = block_.num_rows, .column = 0, .num_columns = network_.columns(l - 1)};
-    network_.activate_rounded(a_.z[l - 1], all, network_.fan_in(l), a_.out[l - 1]);
+    network_.function.activate_rounded(a_.z[l - 1], all, network_.fan_in(l), a_.out[l - 1]);
   }
 
   // Takes dL/dZ of layer l, [num_rows, columns]. At l = 0, writes dL/dx. Otherwise returns dL/dZ'
@@ -191,7 +191,7 @@ class BlockBackward {
       if (grad_rows != nullptr) grad_a = grad_rows;
     }
     const auto in_z = [&](Region region) {  // the columns of z that complete the activations
-      if (network_.interleaved) {
+      if (network_.function.interleaved) {
         region.column *= 2;
         region.num_columns *= 2;
       } else {
@@ -201,17 +201,17 @@ class BlockBackward {
     };
     const auto prefetch = [&](const Region& region) {
       fetch(z, in_z(region), width_z);
-      if (width_z != width && !network_.interleaved) fetch(z, region, width_z);
+      if (width_z != width && !network_.function.interleaved) fetch(z, region, width_z);
     };
     const auto run = [&](const Region& region) {
-      if (!activated) network_.activate_rounded(z, in_z(region), width, a_.out[l - 1]);
+      if (!activated) network_.function.activate_rounded(z, in_z(region), width, a_.out[l - 1]);
       if (gated_sum) {
         vectorized<DotRegion>(static_cast<const acc_t*>(grad_a), a_.input(l), region, width,
                               space_.grad_gate);
         vectorized<ScaleRegion>(static_cast<const acc_t*>(space_.gate), region, width, grad_a);
       }
       if (l > 0) {
-        network_.activate_backward(z, grad_a, region, width, grad_before);
+        network_.function.activate_backward(z, grad_a, region, width, grad_before);
       } else if (!kSame && grad_rows != nullptr) {
         vectorized<ConvertRegion>(static_cast<const acc_t*>(grad_a), region, width, grad_rows);
       }

@@ -3,12 +3,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <type_traits>
 #include <vector>
 
 #include "../kernels/experts.h"
-#include "../math/activation.h"
+#include "activation_function.h"
 #include "arena.h"
 #include "elementwise.h"
 #include "gemm/gemm.h"
@@ -23,19 +22,8 @@ class ExpertNetwork {
   using acc_t = acc_type<scalar_t>;
   static constexpr bool kSame = std::is_same_v<scalar_t, acc_t>;
 
-  explicit ExpertNetwork(const ExpertLayers<scalar_t>& network) : network_(network) {
-    math::with_activation(network.activation, network.activation_args, [&](auto function) {
-      interleaved = function.kInterleaved;
-      const auto values = [function](const auto* z, Region region, int64_t width, scalar_t* out) {
-        vectorized<Activate>(function, z, region, width, out);
-      };
-      activate = values;
-      activate_rounded = values;
-      activate_backward = [function](const scalar_t* z, const acc_t* grad, Region region,
-                                     int64_t width, acc_t* grad_z) {
-        vectorized<ActivateBackward>(function, z, grad, region, width, grad_z);
-      };
-    });
+  explicit ExpertNetwork(const ExpertLayers<scalar_t>& network)
+      : function(network.activation, network.activation_args), network_(network) {
     for (const auto& layer : network.layers) {
       highest_rank_ = std::max(highest_rank_, layer.rank);
       has_mask_ |= layer.lora_mask != nullptr;
@@ -179,14 +167,7 @@ class ExpertNetwork {
     vectorized<Scale>(lora_scale(layer), block.num_rows * rank(layer), to);
   }
 
-  // Activate and ActivateBackward for the activation in use.
-  std::function<void(const acc_t* z, Region region, int64_t width, scalar_t* out)> activate;
-  std::function<void(const scalar_t* z, Region region, int64_t width, scalar_t* out)>
-      activate_rounded;
-  std::function<void(const scalar_t* z, const acc_t* grad, Region region, int64_t width,
-                     acc_t* grad_z)>
-      activate_backward;
-  bool interleaved = false;  // see math/activation.h
+  const ActivationFunction<scalar_t> function;
 
  private:
   static Operand<scalar_t> matrix_of(const ExpertMatrices<const scalar_t>& matrices, int64_t rows,

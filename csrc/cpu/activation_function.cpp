@@ -1,0 +1,31 @@
+#include "activation_function.h"
+
+#include "../math/activation.h"
+#include "elementwise.h"
+#include "vectorize.h"
+
+namespace moe_ext::cpu {
+
+template <typename scalar_t>
+ActivationFunction<scalar_t>::ActivationFunction(std::string_view name,
+                                                 std::span<const double> args) {
+  math::with_activation(name, args, [&](auto function) {
+    interleaved = function.kInterleaved;
+    const auto values = [function](const auto* z, Region region, int64_t width, scalar_t* out) {
+      vectorized<Activate>(function, z, region, width, out);
+    };
+    activate = values;
+    activate_rounded = values;
+    activate_backward = [function](const scalar_t* z, const acc_t* grad, Region region,
+                                   int64_t width, acc_t* grad_z) {
+      vectorized<ActivateBackward>(function, z, grad, region, width, grad_z);
+    };
+  });
+}
+
+template struct ActivationFunction<float>;
+template struct ActivationFunction<double>;
+template struct ActivationFunction<c10::Half>;
+template struct ActivationFunction<c10::BFloat16>;
+
+}  // namespace moe_ext::cpu

@@ -1,0 +1,98 @@
+// The backward pass of the experts on the CPU.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "../kernels/experts.h"
+#include "backward_schedule.h"
+#include "block_scheduler.h"
+#include "expert_backward.h"
+#include "expert_network.h"
+#include "expert_rows.h"
+#include "parameter_gradients.h"
+
+namespace moe_ext {
+namespace cpu {
+namespace {
+
+// The layers and then the first and the second matrices of their adapters.
+template <typename scalar_t>
+std::vector<typename ParameterGradients<scalar_t>::Layer> learned_layers(
+    const ExpertNetwork<scalar_t>& network,
+    std::span<const ExpertLayerGradients<scalar_t>> gradients) {
+  std::vector<typename ParameterGradients<scalar_t>::Layer> layers;
+  const int64_t num_layers = network.num_layers();
+  for (int64_t l = 0; l < num_layers; ++l) {
+    layers.push_back({.fan_in = network.fan_in(l),
+                      .columns = network.columns(l),
+                      .transposed = network.layer(l).weight.transposed,
+                      .weight = gradients[l].weight,
+                      .bias = gradients[l].bias});
+  }
+  if (network.highest_rank() == 0) return layers;
+  for (int64_t l = 0; l < num_layers; ++l) {
+    layers.push_back({.fan_in = network.fan_in(l),
+                      .columns = network.rank(l),
+                      .transposed = network.layer(l).lora_a.transposed,
+                      .weight = gradients[l].lora_a});
+  }
+  for (int64_t l = 0; l < num_layers; ++l) {
+    layers.push_back({.fan_in = network.rank(l),
+                      .columns = network.columns(l),
+                      .transposed = network.layer(l).lora_b.transposed,
+                      .weight = gradients[l].lora_b});
+  }
+  return layers;
+}
+
+// Returns the first layer with a gradient of its parameters; the number of layers if there is none.
+template <typename scalar_t>
+int64_t first_learned(std::span<const ExpertLayerGradients<scalar_t>> gradients) {
+  const auto is_learned = [](const auto& of) {
+    return of.weight != nullptr || of.bias != nullptr || of.lora_a != nullptr ||
+           of.lora_b != nullptr;
+  };
+  return std::find_if(gradients.begin(), gradients.end(), is_learned) - gradients.begin();
+}
+
+}  // namespace
+}  // namespace cpu
+using namespace cpu;
+
+template <typename scalar_t>
+void ExpertsBackward<scalar_t>::on_cpu() const {
+  using Backward = BlockBackward<scalar_t>;
+  const ExpertNetwork<scalar_t> network(this->network);
+  const ExpertRows<scalar_t> expert_rows(input, network.num_experts(), network.fan_in(0));
+  ParameterGradients<scalar_t> parameters(learned_layers(network, this->gradients),
+                                          network.num_experts());
+  const int64_t num_threads = num_threads_for(2 * expert_rows.count() * network.flops_per_row());
+  BackwardSchedule schedule(expert_rows.blocks(), parameters.num_parts(), num_threads);
+  parameters.reserve(schedule);
+  const Gradients<scalar_t> gradients{.network = network,
+                                      .rows = expert_rows,
+                                      .hidden = hidden,
+                                      .grad_out = grad,
+                                      .gates = gates,
+                                      .grad_gates = grad_gates,
+                                      .grad_rows = grad_rows,
+                                      .parameters = parameters,
+                                      .first_learned = first_learned(this->gradients)};
+  for_each_task(
+      schedule.num_tasks(), schedule.progress(), num_threads,
+      [&](Arena& arena) { return typename Backward::Workspace(arena, gradients); },
+      [&](int64_t task, const typename Backward::Workspace& workspace) {
+        schedule.run(
+            task,
+            [&](const Block& block, const SplitExpert* split) {
+              if (block.num_rows == 0) return parameters.write_zeros(block);
+              Backward(gradients, block, split, workspace).run();
+            },
+            [&](const SplitExpert& split, int64_t part) {
+              parameters.compute_part(split, part, workspace.parameters);
+            });
+      });
+}
+MOE_EXT_DEFINE_RUN(ExpertsBackward)
+
+}  // namespace moe_ext
