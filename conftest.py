@@ -7,11 +7,11 @@ import subprocess
 from pathlib import Path
 
 import emulated
+import marked
 import pytest
 import torch
 from browser import chromium, prefer, resize
 from locks import locked
-from marked import names_in
 from workers import Workers
 
 import moe_ext
@@ -56,15 +56,18 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", ["cpu", *gpu, *also], indirect=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k drops tests
 def pytest_collection_modifyitems(config, items):
     """Keeps only the tests of --equation and --guarantee; drops the long ones without --long."""
+    if {*config.getini("testpaths")} <= {*config.args}:
+        marked.note(items)
     wanted = {marker: config.getoption(f"--{marker}") for marker in ("equation", "guarantee")}
 
     def is_kept(item):
         if item.get_closest_marker("long") and not config.getoption("--long"):
             return False
         return all(
-            name is None or name in names_in(item, marker) for marker, name in wanted.items()
+            name is None or name in marked.names_in(item, marker) for marker, name in wanted.items()
         )
 
     config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])

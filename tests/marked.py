@@ -10,15 +10,13 @@ TESTS = Path(__file__).resolve().parent
 MARKED = ["ops", "layer", "distributed", "test_reference.py", "test_guarantees.py"]
 
 COLLECT = """
-import sys, pytest
-from marked import names_in
+import sys, marked, pytest
 
 class Names:
     def pytest_collection_modifyitems(self, items):
-        for item in items:
-            for marker in ("equation", "guarantee"):
-                for name in sorted(names_in(item, marker)):
-                    print(f"marked|{marker}|{item.path}|{name}")
+        marked.note(items)
+        for names in sorted(marked.seen):
+            print("marked", *names, sep="|")
 
 sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], [Names()]))
 """
@@ -29,9 +27,23 @@ def names_in(item, marker):
     return {name for mark in item.iter_markers(marker) for name in mark.args}
 
 
+seen = set()  # what `note` has noted
+
+
+def note(items):
+    """Notes the names of all tests, for a session that has collected all."""
+    for item in items:
+        for marker in ("equation", "guarantee"):
+            seen.update((marker, str(item.path), name) for name in names_in(item, marker))
+
+
 def marked(marker):
     """Returns (test file, name) of all marked tests, such as ("ops/test_load", "Eq. 8")."""
-    return {(file, name) for found, file, name in _collect() if found == marker}
+    return {
+        (str(Path(path).relative_to(TESTS).with_suffix("")), name)
+        for found, path, name in seen or _collect()
+        if found == marker
+    }
 
 
 @functools.cache
@@ -43,7 +55,4 @@ def _collect():
         text=True,
     )
     assert done.returncode == 0, done.stdout[-2000:]
-    return [
-        (marker, str(Path(path).relative_to(TESTS).with_suffix("")), name)
-        for marker, path, name in re.findall(r"^marked\|(.*)\|(.*)\|(.*)$", done.stdout, re.M)
-    ]
+    return re.findall(r"^marked\|(.*)\|(.*)\|(.*)$", done.stdout, re.M)

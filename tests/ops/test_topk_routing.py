@@ -6,6 +6,7 @@ import pytest
 import reference as ref
 import torch
 from assertions import assert_exact, assert_same_bits
+from pairwise import pairwise
 from samples.topk_routing import SCORES
 
 from moe_ext import ops
@@ -45,17 +46,18 @@ def test_groups_by_hand(device, score_k, chosen):
     assert index.tolist() == [chosen]
 
 
-@pytest.mark.parametrize("values", [(0, 1), (math.nan, math.inf, -math.inf, 0, 1, -1)], ids=str)
-@pytest.mark.parametrize(
-    "dtype, biased", [(torch.float32, False), (torch.bfloat16, False), (torch.float64, True)]
+@pairwise(
+    values=[(0, 1), (math.nan, math.inf, -math.inf, 0, 1, -1)],
+    kind=[(torch.float32, False), (torch.bfloat16, False), (torch.float64, True)],
+    score=SCORES,
+    groups=[(1, 1, 2), (4, 2, 1), (8, 3, 2), (3, 2, 5), (12, 5, 2)],
 )
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("groups", [(1, 1, 2), (4, 2, 1), (8, 3, 2), (3, 2, 5), (12, 5, 2)])
-def test_selection_of_few_values(device, groups, score, dtype, biased, values):
+def test_selection_of_few_values(device, groups, score, kind, values):
     """Ties of groups and of experts go to the lower index; more groups than a vector has lanes.
 
     NaN ranks last, and a group's score takes NaN for -inf.
     """
+    dtype, biased = kind
     logits = torch.tensor(values).to(dtype)[torch.randint(len(values), (30, 24))]
     logits[: len(values)] = torch.tensor(values).to(dtype)[:, None]
     bias = torch.linspace(-0.3, 0.3, 24).double() if biased else None
@@ -84,11 +86,13 @@ def test_underflowed_scores(device, score):
     assert logits.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("groups", [(1, 1, 2), (5, 3, 2)])
+@pairwise(
+    dtype=[torch.float32, torch.float64, torch.bfloat16],
+    score=SCORES,
+    renormalize=[False, True],
+    biased=[False, True],
+    groups=[(1, 1, 2), (5, 3, 2)],
+)
 def test_replay_is_bitwise_identical(device, groups, biased, renormalize, score, dtype):
     """Given experts have the gates and gradients of the selection, also without bias and groups.
 
