@@ -29,10 +29,10 @@ BY_HAND = [  # translations, references, precisions, number of tokens, and of th
 @pytest.mark.parametrize(("translations", "references", "precisions", "tokens", "of_them"), BY_HAND)
 def test_tokenized_bleu_by_hand(translations, references, precisions, tokens, of_them):
     found = corpus_bleu(translations, *references, tokenized=True)
-    assert found.precisions == pytest.approx(precisions, abs=1e-12)
-    assert (found.num_tokens, found.num_reference_tokens) == (tokens, of_them)
+    assert found.counts.precisions == pytest.approx(precisions, abs=1e-12)
+    assert (found.counts.sys_len, found.counts.ref_len) == (tokens, of_them)
     brevity = math.exp(min(0, 1 - of_them / tokens))
-    assert found.brevity_penalty == pytest.approx(brevity, abs=1e-12)
+    assert found.counts.bp == pytest.approx(brevity, abs=1e-12)
     assert found.score == pytest.approx(brevity * math.prod(precisions) ** 0.25, abs=1e-9)
 
 
@@ -49,8 +49,8 @@ def test_only_ascii_space_separates():
     assert set(map(ord, spaces - set(" \t\n\r\f\v"))) == set(bleu._NO_SPACES)
     for space in spaces:
         words = 2 if space in " \t\n\r\f\v" else 1
-        assert corpus_bleu([f"a{space}b"], ["a"], tokenized=True).num_tokens == words
-        assert corpus_bleu([f"a{space}"], ["a b"], tokenized=True).num_tokens == 1
+        assert corpus_bleu([f"a{space}b"], ["a"], tokenized=True).counts.sys_len == words
+        assert corpus_bleu([f"a{space}"], ["a b"], tokenized=True).counts.sys_len == 1
 
 
 def test_signatures():
@@ -59,7 +59,7 @@ def test_signatures():
     assert default.signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
     tokenized = corpus_bleu(["a b."], ["a b"], ["a c"], tokenized=True)
     assert tokenized.signature.startswith("nrefs:2|case:mixed|eff:no|tok:none|smooth:none|version:")
-    assert (default.num_tokens, tokenized.num_tokens) == (3, 2)
+    assert (default.counts.sys_len, tokenized.counts.sys_len) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def test_languages_without_spaces_are_cut_into_characters():
         found = corpus_bleu(translation, reference, language=language)
         assert f"tok:{tokenizer}" in found.signature
     found = corpus_bleu(translation, reference, language="ja")
-    assert (found.num_tokens, found.num_reference_tokens) == (7, 6)
-    assert found.precisions == pytest.approx([500 / 7, 300 / 6, 200 / 5, 100 / 4])
+    assert (found.counts.sys_len, found.counts.ref_len) == (7, 6)
+    assert found.counts.precisions == pytest.approx([500 / 7, 300 / 6, 200 / 5, 100 / 4])

@@ -52,7 +52,7 @@ def random_text(vocab_size, num_experts, k, num_sentences, length=9):
 
 def as_html(routed, reports, vocabulary, title, **options):
     """Makes the page of one layer."""
-    page = ExpertPage(vocabulary, title, **options)
+    page = ExpertPage(vocabulary.words, title, pieces=False, **options)
     page.add_layer("layer 0", routed, reports)
     return page.html()
 
@@ -70,7 +70,7 @@ def routed():
 @pytest.fixture(scope="module")
 def reports(routed, vocabulary):
     """Makes reports with all words and only two contexts of each expert."""
-    return expert_reports(routed, vocabulary, num_words=99, num_contexts=2)
+    return expert_reports(routed, vocabulary.words, num_words=99, num_contexts=2)
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +141,9 @@ def page_with(text, position):
     vocabulary = Vocabulary(["<unk>", "</s>", "".join(texts["word"].split())])
     routed = random_text(3, NUM_EXPERTS, K, num_sentences=4)
     routed = with_pairs(routed, texts["pair"])
-    page = ExpertPage(vocabulary, texts["title"])
+    page = ExpertPage(vocabulary.words, texts["title"], pieces=False)
     for name in (texts["layer"], "second"):
-        page.add_layer(name, routed, expert_reports(routed, vocabulary))
+        page.add_layer(name, routed, expert_reports(routed, vocabulary.words))
     return page.html()
 
 
@@ -175,7 +175,7 @@ def test_tokens_without_an_expert_are_shown(vocabulary):
     text = replace(
         text, position=text.position[kept], expert=text.expert[kept], gate=text.gate[kept]
     )
-    data = data_of(as_html(text, expert_reports(text, vocabulary), vocabulary, ""))
+    data = data_of(as_html(text, expert_reports(text, vocabulary.words), vocabulary, ""))
     assert [len(token) for token in data["sentences"][0]["tokens"]] == [7] * 4 + [1] + [7] * 4
 
 
@@ -376,7 +376,7 @@ def test_light_and_dark(page):
 
 def test_language_pairs(browser, routed, vocabulary, tmp_path):
     text = with_pairs(routed)
-    reports = expert_reports(text, vocabulary)
+    reports = expert_reports(text, vocabulary.words)
     path = tmp_path / "experts.html"
     path.write_text(as_html(text, reports, vocabulary, "pairs"), "utf-8")
     browser.get(path.as_uri())
@@ -396,7 +396,7 @@ def test_language_pairs(browser, routed, vocabulary, tmp_path):
 def test_gates_above_1_have_a_longer_axis(browser, routed, vocabulary, tmp_path):
     """DeepSeek-V3 multiplies the gates by routed_scaling_factor."""
     scaled = replace(routed, gate=2.4 * routed.gate / routed.gate.max())
-    html = as_html(scaled, expert_reports(scaled, vocabulary), vocabulary, "scaled")
+    html = as_html(scaled, expert_reports(scaled, vocabulary.words), vocabulary, "scaled")
     data = data_of(html)
     assert data["gate_end"] == 3
     total = [sum(column) for column in zip(*(e["gates"] for e in data["experts"]), strict=True)]
@@ -451,7 +451,7 @@ def test_thousands_of_experts(browser, tmp_path):
     words = [f"word{i}" for i in range(20_000)]
     vocabulary = Vocabulary(["<unk>", "</s>", *words])
     text = random_text(len(vocabulary), 4_096, 4, num_sentences=600, length=20)
-    page = as_html(text, expert_reports(text, vocabulary), vocabulary, "many")
+    page = as_html(text, expert_reports(text, vocabulary.words), vocabulary, "many")
     assert len(page) < 4 * 2**20
     path = tmp_path / "many.html"
     path.write_text(page, "utf-8")

@@ -459,7 +459,7 @@ def test_reports_have_identity_and_null_experts():
         torch.nn.init.normal_(weight)
     sentences = [[i, 1, 2 * i] for i in range(2, 22)]
     routed = route_text(model, EncodedSentences(sentences, vocabulary.eos_id))
-    reports = expert_reports(routed, vocabulary, num_words=VOCAB)
+    reports = expert_reports(routed, vocabulary.words, num_words=VOCAB)
     assert len(reports) == 7 and sum(report.share for report in reports) == pytest.approx(2)
     shares = [word.share for each in reports for word in each.words if word.word == "w1"]
     assert len(shares) > 2 and sum(shares) == pytest.approx(2)

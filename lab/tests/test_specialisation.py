@@ -176,7 +176,7 @@ def test_untrained_gates_reject_gates_with_thresholds():
 def test_words_that_occur_once_give_no_information():
     vocabulary = Vocabulary([*(f"w{i}" for i in range(8)), "<unk>", "</s>"])
     routed = routing_of([(i, i % 2, 1.0) for i in range(8)], 2, words=range(8))
-    for report in expert_reports(routed, vocabulary):
+    for report in expert_reports(routed, vocabulary.words):
         assert report.information == pytest.approx(0, abs=1e-12)  # ln 2, minus ln 2 by chance
 
 
@@ -279,7 +279,7 @@ def test_routing_of_a_translation_model(layer, wordpieces, pairs, model_by_class
 @pytest.mark.parametrize("layer", [0, 1])
 def test_experts_of_languages(layer, wordpieces, pairs, model_by_class):
     routed = route_text(model_by_class, pairs, layer=layer, num_positions=10**6)
-    reports = expert_reports(routed, wordpieces, num_words=99)
+    reports = expert_reports(routed, wordpieces.words, num_words=99)
     # Wordpieces by class and language pair.
     text = pairs.source if layer == 0 else pairs.target
     counts = torch.zeros(3, 3, dtype=torch.float64)
@@ -321,7 +321,7 @@ def test_one_language_pair_is_not_reported(wordpieces, pairs, model_by_class):
     routed = route_text(model_by_class, alone)
     assert routed.pair is None and joined([routed, routed]).pair is None
     assert "language pair" not in labels_of(routed, wordpieces)
-    for report in expert_reports(routed, wordpieces):
+    for report in expert_reports(routed, wordpieces.words):
         assert report.pairs == [] and report.pair_information == 0
 
 

@@ -133,7 +133,7 @@ def test_routing_is_that_of_each_line_alone(kind, options, implementation, token
     for index in range(LAYERS):
         layer = routed.layer(index)
         shown = [[*window] for window in layer.windows.tolist()]
-        words = routed.spelling.words
+        words = routed.spelling
         assert [tuple("" if i < 0 else words[i] for i in w) for w in shown] == around
         gates = dense_gates(layer)
         assert torch.equal(gates > 0, expected[index] > 0)

@@ -3,24 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_lab.analysis.routed_text import NEIGHBOURS, NO_WORD, RoutedText
 from moe_lab.analysis.specialisation import PURITY_POSITIONS, purity
-
-
-class Spelling(Protocol):
-    """The words of a text in the order of their ids: any vocabulary of the lab, or `TokenSpelling`.
-
-    Attributes:
-        words: the words in the order of their ids.
-    """
-
-    @property
-    def words(self) -> Sequence[str]: ...
 
 
 class Context(NamedTuple):
@@ -110,14 +99,13 @@ def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
 
 
 def expert_reports(
-    routed: RoutedText, vocabulary: Spelling, *, num_contexts: int = 10, num_words: int = 10
+    routed: RoutedText, spelling: Sequence[str], *, num_contexts: int = 10, num_words: int = 10
 ) -> list[ExpertReport]:
-    """Makes one report for each expert, in the order of the experts.
+    """Makes one report for each expert, in the order of the experts; `spelling` is by word id.
 
     The report of an expert without tokens has empty lists.
     """
-    num_experts, experts = routed.num_experts, routed.expert
-    spelling, vocab_size = vocabulary.words, len(vocabulary.words)
+    num_experts, experts, vocab_size = routed.num_experts, routed.expert, len(spelling)
     word_at = routed.words
     words = word_at[routed.position]
     order, load = routed.slots_by_gate()

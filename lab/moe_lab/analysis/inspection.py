@@ -1,16 +1,17 @@
 """Reads a text with a model, and writes what each of its experts sees."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from moe_lab.analysis.experts import Spelling, by_specialisation, expert_reports
+from moe_lab.analysis.experts import by_specialisation, expert_reports
 from moe_lab.analysis.pages import ExpertPage, as_text
 from moe_lab.analysis.routed_text import RoutedText, route_text
 from moe_lab.analysis.transformers_text import route_lines
+from moe_lab.data import Vocabulary
 from moe_lab.files import write_text
 from moe_lab.packages import require_transformers
 from moe_lab.training.checkpoint import load_run
@@ -24,13 +25,15 @@ class Routed(NamedTuple):
 
     Attributes:
         title: the names of the model and of its text.
-        spelling: the vocabulary of the text.
+        spelling: the words of the text in the order of their ids.
+        pieces: whether the words are wordpieces.
         num_layers: the number of layers.
         layers: the name and the routing of each layer. An iterator needs less memory than a list.
     """
 
     title: str
-    spelling: Spelling
+    spelling: Sequence[str]
+    pieces: bool
     num_layers: int
     layers: Iterable[tuple[str, RoutedText]]
 
@@ -40,7 +43,7 @@ def write_experts(routed: Routed, output: Path, *, num_contexts: int, num_senten
     output.parent.mkdir(parents=True, exist_ok=True)
     title = f"{routed.title}: what each expert sees"
     of_layer = math.ceil(num_sentences / routed.num_layers)
-    page = ExpertPage(routed.spelling, title, num_sentences=of_layer)
+    page = ExpertPage(routed.spelling, title, pieces=routed.pieces, num_sentences=of_layer)
     texts = []
     for name, layer in routed.layers:
         reports = expert_reports(layer, routed.spelling, num_contexts=num_contexts)
@@ -62,7 +65,8 @@ def route_run(run: str, part: str, num_positions: int, layer: int, device: str) 
     sentences = load_part(trained.config.data, trained.vocabulary, part)
     routed = route_text(trained.model, sentences, num_positions=num_positions, layer=layer)
     title = f"{Path(run).resolve().name}, step {trained.step:,}, layer {layer}"
-    return Routed(title, trained.vocabulary, 1, [(f"layer {layer}", routed)])
+    pieces = not isinstance(trained.vocabulary, Vocabulary)
+    return Routed(title, trained.vocabulary.words, pieces, 1, [(f"layer {layer}", routed)])
 
 
 def route_transformers(
@@ -88,6 +92,6 @@ def route_transformers(
     if layer is not None:
         of_layer = routed.layer(layer)
         name = routed.layers[layer]
-        return Routed(f"{title}, {name}", routed.spelling, 1, [(name, of_layer)])
+        return Routed(f"{title}, {name}", routed.spelling, True, 1, [(name, of_layer)])
     layers = ((name, routed.layer(index)) for index, name in enumerate(routed.layers))
-    return Routed(title, routed.spelling, len(routed.layers), layers)
+    return Routed(title, routed.spelling, True, len(routed.layers), layers)

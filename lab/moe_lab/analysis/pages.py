@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from moe_lab.analysis.experts import ExpertReport, Spelling
+from moe_lab.analysis.experts import ExpertReport
 from moe_lab.analysis.routed_text import RoutedText
-from moe_lab.data import Vocabulary
 from moe_lab.files import json_text
 
 _TEMPLATE = Path(__file__).with_name("explorer.html")
@@ -45,16 +44,19 @@ class ExpertPage:
     The page shows one MoE layer at a time.
 
     Args:
-        vocabulary: the vocabulary of the model.
+        spelling: the words of the text in the order of their ids.
         title: the heading of the page.
+        pieces: whether the words are wordpieces.
         num_sentences: the number of sentences for each layer, chosen at random. All layers of the
             same text have the same sentences.
     """
 
-    def __init__(self, vocabulary: Spelling, title: str, *, num_sentences: int = 200) -> None:
-        self._spelling = vocabulary.words
+    def __init__(
+        self, spelling: Sequence[str], title: str, *, pieces: bool, num_sentences: int = 200
+    ) -> None:
+        self._spelling = spelling
         self._title = title
-        self._has_pieces = not isinstance(vocabulary, Vocabulary)
+        self._has_pieces = pieces
         self._num_sentences = num_sentences
         self._layers: list[dict[str, Any]] = []
         self._index: dict[str, int] = {}

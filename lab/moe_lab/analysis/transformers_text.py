@@ -16,24 +16,15 @@ from moe_lab.progress import progress
 
 
 @dataclass(frozen=True)
-class TokenSpelling:
-    """The spellings of the tokens that occur in a text, by their index among these tokens.
+class RoutedLines:
+    """The routing of N tokens in the mixture layers of a transformers model.
 
-    Attributes:
-        words: the text of each token. A space is "▁"; a tab or another invisible character is
-            written as in a Python string. A token that is a part of a character has the spelling
-            of the tokenizer.
+    In the spelling of a token, a space is "▁"; a tab or another invisible character is written as
+    in a Python string. A token that is a part of a character has the spelling of the tokenizer.
     """
 
-    words: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class RoutedLines:
-    """The routing of N tokens in the mixture layers of a transformers model."""
-
     windows: Tensor  # [N, 5] int64, each token between its neighbours, as in `RoutedText`
-    spelling: TokenSpelling  # the spellings of the tokens
+    spelling: tuple[str, ...]  # the text of each token that occurs, by its index in windows
     _recorders: tuple["_Recorder", ...]
 
     @property
@@ -127,7 +118,7 @@ def route_lines(
         require(calls == len(windows), f"route_lines: {recorder.name} of the model", rule, calls)
     ids, index = torch.cat(windows).unique(return_inverse=True)  # the first id is NO_WORD
     words = tuple(_spelling(tokenizer, token) for token in ids[1:].tolist())
-    return RoutedLines(index - 1, TokenSpelling(words), ran)
+    return RoutedLines(index - 1, words, ran)
 
 
 def _split(

@@ -2,38 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from moe_ext.checks import require, require_sizes
-
-
-class StepState(Protocol):
-    """State of a translation model after the last token of each of N hypotheses."""
-
-    def select(self, index: Tensor) -> Self:
-        """Returns the state of the hypotheses in index [N'] int64; indices may repeat."""
-
-
-State = TypeVar("State", bound=StepState)
-
-
-class StepModel(Protocol[State]):
-    """A model that translates token by token."""
-
-    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
-        """Appends one token to each of N hypotheses and predicts the next token.
-
-        Args:
-            tokens: [N] int64, the appended tokens.
-            state: state of the N hypotheses.
-
-        Returns:
-            The log-probabilities [N, V] of the next token, the attention weights [N, S] over the
-            source (p_ij of step j, 0 at padding), and the next state.
-        """
+from moe_lab.models.translation import DecoderState, TranslationModel
 
 
 @dataclass(frozen=True)
@@ -183,8 +158,8 @@ class BeamSearch:
     @torch.no_grad()
     def __call__(
         self,
-        model: StepModel[State],
-        state: State,
+        model: TranslationModel,
+        state: DecoderState,
         source_mask: Tensor,
         eos_id: int,
         attended: Tensor | None = None,
@@ -192,7 +167,7 @@ class BeamSearch:
         """Translates B sources as a batch.
 
         Args:
-            model: the translation model.
+            model: the translation model, of which only `step` is called.
             state: state of the model before the first token, with one row for each source.
             source_mask: [B, S] bool, False at padding. Padding follows the tokens.
             eos_id: id of the end of sentence, which is also the first input of the model.

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.bleu import BLEU, BLEUScore
 
 from moe_ext.checks import require
 
@@ -19,26 +19,20 @@ _NO_SPACES = {
 }
 
 
-@dataclass(frozen=True)
-class Bleu:
-    """A BLEU score with the numbers that determine the score.
+class Bleu(NamedTuple):
+    """A BLEU score, and how it was computed.
 
     Attributes:
-        score: 100 BP (p_1 p_2 p_3 p_4)^(1/4).
-        precisions: 100 p_n for n = 1, ..., 4, percentages of the translations' n-grams that are in
-            a reference translation.
-        brevity_penalty: BP = min(1, exp(1 - r/c)).
-        num_tokens: c, number of tokens of the translations.
-        num_reference_tokens: r, number of tokens of the references closest in length.
+        score: 100 BP (p_1 p_2 p_3 p_4)^(1/4), where BP = min(1, exp(1 - r/c)).
         signature: sacreBLEU's signature of the computation; quote the signature with the score.
+        counts: sacreBLEU's result: 100 p_n (``precisions``), BP (``bp``), the numbers of tokens of
+            the translations, c (``sys_len``), and of the references closest in length, r
+            (``ref_len``).
     """
 
     score: float
-    precisions: tuple[float, ...]
-    brevity_penalty: float
-    num_tokens: int
-    num_reference_tokens: int
     signature: str
+    counts: BLEUScore
 
 
 # sacreBLEU's tokenizers of languages without spaces between words, by ISO 639 code.
@@ -94,14 +88,7 @@ def corpus_bleu(
         name = re.split("[-_]", language.lower())[0]  # without script and country
         bleu = BLEU(lowercase, tokenize=_TOKENIZERS.get(name, "13a"))
     found = bleu.corpus_score(translations, references)
-    return Bleu(
-        found.score,
-        tuple(found.precisions),
-        found.bp,
-        found.sys_len,
-        found.ref_len,
-        str(bleu.get_signature()),
-    )
+    return Bleu(found.score, str(bleu.get_signature()), found)
 
 
 def _as_bytes(sentences: Sequence[str]) -> list[str]:

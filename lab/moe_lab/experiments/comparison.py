@@ -149,12 +149,12 @@ class Comparison(TrainedStudy):
 
     def _row(self, a: Run, b: Run, lengths: torch.Tensor) -> list[object]:
         of_a, of_b = (torch.tensor(r["sentence_nll"], dtype=torch.float64) for r in (a, b))
-        interval, balance = bootstrap_difference(of_a, of_b, lengths), a["balance"]
+        (low, high), balance = bootstrap_difference(of_a, of_b, lengths), a["balance"]
         return [
             a["seed"],
             *(f"{perplexity(test_nll(run)):.2f}" for run in (a, b)),
             f"{test_nll(a) - test_nll(b):+.4f}",
-            f"[{interval.low:+.4f}, {interval.high:+.4f}]",
+            f"[{low:+.4f}, {high:+.4f}]",
             *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in _BALANCE),
             *(f"{run['words_per_second']:,.0f}" for run in (a, b)),
         ]

@@ -122,7 +122,7 @@ def train_and_report(options: argparse.Namespace) -> dict[str, Run]:
         "highest gates "
         f"(even share: {100 * k / num_experts:.1f}% of the tokens):"
     )
-    for report in by_specialisation(expert_reports(routed, study.text.vocabulary))[:3]:
+    for report in by_specialisation(expert_reports(routed, study.text.vocabulary.words))[:3]:
         print(describe(report))
     print(
         f"\n{output / 'quickstart.png'}: learning curves and load of the experts\n"

@@ -14,15 +14,6 @@ _BOOTSTRAP_SAMPLES = 2_000  # number of random samples of the test sentences
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A mean with its confidence interval [low, high]."""
-
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class PairedDifference:
     """The mean of paired differences and, with three seeds or more, its t interval.
 
@@ -70,8 +61,8 @@ def mean_difference(differences: Sequence[float]) -> PairedDifference | None:
     return PairedDifference(mean, num_seeds, mean - half, mean + half)
 
 
-def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> Interval:
-    """Computes (sum(a) - sum(b)) / sum(lengths) with a 95% bootstrap interval over sentences.
+def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> tuple[float, float]:
+    """Computes a 95% bootstrap interval of (sum(a) - sum(b)) / sum(lengths) over sentences.
 
     The percentile interval covers the choice of test sentences for two runs, not the choice of
     seeds.
@@ -89,4 +80,4 @@ def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> Interval:
         means.append(float(difference[drawn].sum() / lengths[drawn].sum()))
     tails = torch.tensor([(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2], dtype=torch.float64)
     low, high = torch.tensor(means, dtype=torch.float64).quantile(tails).tolist()
-    return Interval(float(difference.sum() / lengths.sum()), low, high)
+    return low, high

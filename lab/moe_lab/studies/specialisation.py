@@ -186,7 +186,7 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any], text: AnyText) -> d
     result: dict[str, Any] = {
         "positions": len(routed.windows),
         "num_experts": routed.num_experts,
-        "table": _table_9(expert_reports(routed, trained.vocabulary), seed),
+        "table": _table_9(expert_reports(routed, trained.vocabulary.words), seed),
         "trained": numbers(routed),
     }
     with untrained_gates(find_moe_layer(model, layer), seed):
