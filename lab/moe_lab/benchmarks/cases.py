@@ -19,6 +19,8 @@ from moe_lab.benchmarks.shapes import (
     PACKED_MODELS,
     PACKED_PEERS,
     PEER_NAMES,
+    WHOLE_FORMATS,
+    WHOLE_PEERS,
     experts_that_fit,
     parse_shape,
 )
@@ -256,6 +258,18 @@ CASES = {
     ),
     "optim": Case(
         rounds=11, threads=[1, 2], sizes={"experts": 256, "d_model": 512, "hidden": 1024}
+    ),
+    "packed-models": Case(
+        rounds=7, threads=[2], files=["report"],
+        sizes={"tokens": (512, "tokens of prefill and training"), "layers": (4, "layers"),
+               "experts": 64, "vocabulary": (32_000, "size of the vocabulary")},
+        options=_in_rounds(seconds=120.0) | {
+            "--formats": some_of(WHOLE_FORMATS, WHOLE_FORMATS[:1], "formats of the experts",
+                                 "FORMAT"),
+            "--peers": some_of(WHOLE_PEERS, WHOLE_PEERS, "other implementations", "PEER")
+            | {"nargs": "*"},
+            "--output": _OUTPUT,
+        },
     ),
     "recompute": Case(
         rounds=15, threads=[1, 2],

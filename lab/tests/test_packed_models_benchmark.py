@@ -1,0 +1,131 @@
+"""The benchmark of whole packed models: the file, results of every implementation, work, page."""
+
+import json
+
+import pytest
+import torch
+from moe_lab.benchmarks import llama, measurement, packed_models, roofline
+from moe_lab.benchmarks.cases import run
+from moe_lab.benchmarks.ggml import IK, LLAMA
+from moe_lab.benchmarks.packed_models import STEPS, Problem, Sizes
+from moe_lab.benchmarks.shapes import WHOLE_FORMATS, WHOLE_PEERS
+from tiny import shrink_models, shrink_probes
+
+pytest.importorskip("gguf")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = Sizes(layers=2, num_experts=8, vocabulary=512)
+FLOATS = ("eager", "grouped_mm")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """Makes the model and the probes of the machine small."""
+    shrink_models(monkeypatch, packed_models, hidden_size=256, intermediate_size=256)
+    shrink_probes(monkeypatch)
+    monkeypatch.setattr(roofline, "PEAK_SIZE", 64)
+    monkeypatch.setattr(packed_models, "HEAD", 8)
+
+
+def make_problem(path, format="gguf_q4_k"):
+    torch.manual_seed(0)
+    packed_models.write_model(path, format, SIZES)
+    return Problem(path, format, SIZES, 24)
+
+
+@pytest.mark.parametrize("format", WHOLE_FORMATS)
+def test_transformers_has_our_results(format, tmp_path):
+    problem = make_problem(tmp_path / "model.gguf", format)
+    assert {each.format for each in problem.weights()} == {format}
+    for which, sizes in {
+        "decode": [(512,)] * STEPS,
+        "prefill": [(512,)],
+        "training": [(1,)],
+    }.items():
+        (ours,) = problem.results("ours", which).values()
+        assert [each.shape for each in ours] == sizes and ours[0].isfinite().all()
+        for peer in FLOATS:
+            (found,) = problem.results(peer, which).values()
+            tolerance = 0.01 if which == "training" else problem.tolerances[peer]
+            measurement.check({"y": found}, {"y": ours}, tolerance)
+
+
+def test_a_pass_leaves_no_trace(tmp_path):
+    """Decoding again starts after the same prompt, and integer arithmetic is switched off."""
+    problem = make_problem(tmp_path / "model.gguf")
+    first = problem.results("ours", "decode")["logits"]
+    integer = problem.results("integer", "decode")["logits"]
+    again = problem.results("ours", "decode")["logits"]
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, integer))
+    measurement.check({"y": integer}, {"y": first}, problem.tolerances["integer"])
+    for name in ("ours", *FLOATS):
+        problem.results(name, "training")
+        own = problem.model(name, trained=True).parameters()
+        assert all(each.grad is None for each in own)
+    assert all(map(torch.equal, first, problem.results("ours", "decode")["logits"]))
+
+
+def test_decoding_is_that_of_the_whole_sequence(tmp_path):
+    problem = make_problem(tmp_path / "model.gguf")
+    decoded = torch.stack(list(problem.results("ours", "decode")["logits"]))
+    ids = torch.cat([problem.prompt, problem.next])[None]
+    with torch.no_grad():
+        whole = problem.model("ours")(input_ids=ids).logits[0, -STEPS:].float()
+    measurement.check({"y": decoded}, {"y": whole}, packed_models.TOLERANCE)
+
+
+@pytest.mark.parametrize("project", [LLAMA, IK])
+def test_llama_has_our_results(project, monkeypatch, tmp_path):
+    monkeypatch.setattr(packed_models, "BATCH", 16)  # of the 24 tokens of prefill
+    problem = make_problem(tmp_path / "model.gguf")
+    try:
+        problem.model(project)
+    except ImportError as error:
+        pytest.skip(str(error))
+    for which in ("decode", "prefill", "decode"):
+        ours, found = (problem.results(name, which)["logits"] for name in ("ours", project))
+        measurement.check({"y": found}, {"y": ours}, problem.tolerances[project])
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        problem.results(project, "training")
+
+
+def test_work_by_hand(tmp_path):
+    problem = make_problem(tmp_path / "model.gguf", "gguf_q8_0")
+    attention, expert, head = 256 * 8 * (2 * 32 + 2 * 4), 3 * 256 * 256, 256 * 512
+    of_token = 2 * (attention + 2 * expert)  # two layers, two experts of a token
+    packed = sum(each.panels.nbytes for each in problem.weights()) / 16
+    assert packed == pytest.approx(expert * 34 / 32, rel=0.01)
+    decode, prefill, training = map(problem.work, problem.passes)
+    assert decode.flops == 2 * STEPS * (of_token + head)
+    assert decode.bytes == STEPS * (2 * (2 * packed + 2 * attention) + 2 * head)
+    assert prefill.flops == 2 * (24 * of_token + head)
+    assert prefill.bytes == 2 * (8 * packed + 2 * attention) + 2 * head
+    assert training == (2 * 2 * 24 * (of_token + head), 2 * prefill.bytes)
+
+
+def test_page_plot_and_report(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(llama, "_MODULES", dict.fromkeys((LLAMA, IK), "not_a_package"))
+    arguments = "--layers 2 --experts 8 --vocabulary 512 --tokens 24 --threads 1 --rounds 2"
+    arguments += " --seconds 0 --output"
+    assert run("packed-models", [*arguments.split(), str(tmp_path)]) == 0
+    page = (tmp_path / "packed_models.md").read_text()
+    assert page in capsys.readouterr().out
+    for which in ("decode", "prefill", "training"):
+        assert page.count(f"| gguf_q4_k | {which} | ") == 2  # speeds, and shares of the time
+    for project in (LLAMA, IK):
+        assert f"- {project}, prefill: not installed: pip install " in page
+        assert f"- {project}, training: fails: no gradients (" in page
+    assert (tmp_path / "packed_models.png").read_bytes().startswith(b"\x89PNG")
+    path = tmp_path / "packed_models.json"
+    (result,) = json.loads(path.read_text())["results"]
+    assert {"ours", *FLOATS} <= {*result["figures"]} <= {"ours", *WHOLE_PEERS}
+    for shares in result["parts"].values():
+        assert sum(shares.values()) == pytest.approx(1)
+        assert min(shares.values()) >= 0 and shares["experts"] > 0
+    assert result["tokens"] == {"decode": STEPS, "prefill": 24, "training": 24}
+    assert run("packed-models", ["--report", str(path)]) == 0
+    assert capsys.readouterr().out == page
+    assert run("packed-models", ["--report", str(path), str(path)]) == 0
+    assert "medians over up to 2 runs" in capsys.readouterr().out
