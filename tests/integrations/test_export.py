@@ -681,9 +681,16 @@ def test_tokenizers_in_gguf(tokenizer, tmp_path, capsys):
     assert values == {
         key: each.contents() for key, each in fields.items() if key.startswith("tokenizer")
     }
-    assert (
-        llama_tokens(tmp_path / "model.gguf", TEXT + "<|end|>") == own(TEXT + "<|end|>").input_ids
-    )
+
+
+def test_llama_cpp_gives_the_tokens_of_the_tokenizer(tokenizer, tmp_path):
+    _, own = tokenizer
+    write(tmp_path / "model", "gpt_oss", "mxfp4", vocab_size=320)
+    own.save_pretrained(tmp_path / "model")
+    save(load(tmp_path / "model"), tmp_path / "model.gguf", "gguf")
+    text = f"{TEXT}<|end|>"
+    found = llama_tokens(tmp_path / "model.gguf", text)
+    assert found == own(text).input_ids and own.eos_token_id in found
 
 
 def test_gguf_needs_the_package(tmp_path, monkeypatch):
