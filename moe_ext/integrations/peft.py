@@ -5,7 +5,8 @@
 the matrices A and B of the adapters, and W + B A is never formed. Other models do not change. What
 the operator cannot compute is left to PEFT, with one warning for each reason.
 
-`save_adapter` and `load_adapter` exchange the adapters of `moe_ext.LoRAExperts` with PEFT's files.
+`save_adapter` and `load_adapter` exchange the adapters of `moe_ext.LoRAExperts` with PEFT's files,
+together with those of PEFT on linear layers of the same model.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from moe_ext.quantized import QuantizedExperts
 
 try:
     import peft
+    from peft.tuners.lora.layer import Linear as LinearLoRA
     from peft.tuners.lora.layer import ParamWrapper
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, load_peft_weights
     from safetensors.torch import save_file
@@ -149,10 +151,11 @@ def save_adapter(
 ) -> None:
     """Writes an adapter of a model's `moe_ext.LoRAExperts` as PEFT does, without its dropout.
 
+    PEFT's adapters of the same name on linear layers, such as those of attention, are written too.
     ``PeftModel.from_pretrained(model of transformers, folder)`` reads the files.
 
     Args:
-        model: a model on a single rank.
+        model: a model on a single rank, or a PeftModel of it.
         folder: where ``adapter_model.safetensors`` and ``adapter_config.json`` are written.
         adapter: the name of the adapter.
         names: a function from the path of the `LoRAExperts` to that of the experts module in the
@@ -161,10 +164,12 @@ def save_adapter(
         config: more options of PEFT's LoraConfig, such as ``task_type="CAUSAL_LM"``.
 
     Raises:
-        ValueError: there is no such adapter, or its options differ between the layers, or the
-            experts do not have two layers, or are sharded over ranks.
+        ValueError: there is no such adapter, or its options differ between the layers. Or the
+            experts do not have two layers, or are sharded over ranks. Or an adapter of PEFT is of
+            another kind.
     """
     owner = "save_adapter"
+    model = _without_peft(model)
     found = {p: e for p, e in lora_experts(model).items() if adapter in e.adapters}
     others = {name for each in lora_experts(model).values() for name in each.adapters}
     rule = f"be one of {', '.join(sorted(others)) or 'the adapters of the model, which has none'}"
@@ -185,12 +190,18 @@ def save_adapter(
             targets.append(f"{target}.{weights[i]}")
             for letter, value in zip("AB", _to_peft(pair), strict=True):
                 tensors[f"{_PREFIX}{target}.{prefix}lora_{letter}.weight"] = value
+    linear = _linear_layers(owner, model, adapter)
+    for path, layer in linear.items():
+        options.add((layer.r[adapter], layer.lora_alpha[adapter], layer.use_rslora[adapter]))
+        for letter in "AB":
+            weight = getattr(layer, f"lora_{letter}")[adapter].weight.detach().contiguous()
+            tensors[f"{_PREFIX}{path}.lora_{letter}.weight"] = weight
     rule = "have one rank, alpha and rslora in all layers"
     require(len(options) == 1, f"{owner}: adapter", rule, sorted(options))
     ((rank, alpha, rslora),) = options
     described = peft.LoraConfig(
         **({"r": rank, "lora_alpha": alpha, "use_rslora": rslora} | config),
-        target_modules=[],
+        target_modules=[*linear],
         target_parameters=targets,
         inference_mode=True,
     )
@@ -207,13 +218,15 @@ def load_adapter(
     names: _Names | None = None,
     dtype: torch.dtype | None = None,
 ) -> LoRAReport:
-    """Adds an adapter of PEFT's files to the experts of a model, and makes it the active one.
+    """Adds an adapter of PEFT's files to a model, and makes it the active one.
 
-    The experts that the files have become `moe_ext.LoRAExperts`, and parameters outside of them
-    stay as they are. With a process group, each rank reads the matrices of its experts.
+    The experts that the files have become `moe_ext.LoRAExperts`. The linear layers that they have,
+    such as those of attention, get adapters of PEFT. Other parameters stay as they are. With a
+    process group, each rank reads the matrices of its experts.
 
     Args:
-        model: a model with `moe_ext.FeedForwardExperts` or `moe_ext.QuantizedExperts`.
+        model: a model with `moe_ext.FeedForwardExperts` or `moe_ext.QuantizedExperts`, or a
+            PeftModel of it.
         folder: a folder, or a name on the Hugging Face hub, that PEFT's ``save_pretrained`` or
             `save_adapter` wrote.
         adapter: the name of the new adapter.
@@ -225,9 +238,10 @@ def load_adapter(
 
     Raises:
         ValueError: the files have an option that `moe_ext.LoRAExperts` do not have, or tensors that
-            belong to none of the model's experts, or that do not fit them.
+            belong to none of the model's experts or linear layers, or that do not fit them.
     """
     owner = "load_adapter"
+    model = _without_peft(model)
     config = peft.LoraConfig.from_pretrained(str(folder))
     _require_plain(owner, config)
     tensors = load_peft_weights(str(folder), device="cpu")
@@ -239,8 +253,14 @@ def load_adapter(
         by_target[target.removesuffix(".base_layer")][f"{prefix}lora_{rest}"] = value
     places = {path: path_of(path) for path in _paths_of_experts(model)}
     known = {target for target in places.values() if target is not None}
+    linear = {
+        target: by_target.pop(target)
+        for target in [*by_target]
+        if target not in known and _is_linear(model, target)
+    }
     unknown = sorted({*by_target} - known)
     rule = f"have tensors of the experts at {', '.join(sorted(known)) or 'no path'}"
+    rule += ", and of linear layers"
     require(not unknown, f"{owner}: folder", rule, ", ".join(unknown))
     layers = _layers_of(owner, config, {t: len(each) // 2 for t, each in by_target.items()})
     found = {
@@ -248,22 +268,101 @@ def load_adapter(
         for path, target in places.items()
         if target in by_target
     }
-    report = add_lora(
-        model,
-        config.r,
-        config.lora_alpha,
-        rslora=config.use_rslora,
-        layers=layers,
-        adapter=adapter,
-        dtype=dtype,
-        where=lambda path: path in found,
-        train_rest=True,
-    )
+    _check_linear(owner, model, linear, config.r, adapter)
+    _add_to_linear(model, linear, config, adapter, dtype)
+    try:
+        report = add_lora(
+            model,
+            config.r,
+            config.lora_alpha,
+            rslora=config.use_rslora,
+            layers=layers,
+            adapter=adapter,
+            dtype=dtype,
+            where=lambda path: path in found,
+            train_rest=True,
+        )
+    except Exception:
+        for path in linear:
+            cast(Any, model.get_submodule(path)).delete_adapter(adapter)
+        raise
     for path, pairs in found.items():
         made = cast(LoRAExperts, model.get_submodule(path)).adapters[adapter]
         for name, value in pairs.items():
             made.get_parameter(name).detach().copy_(value)
     return report
+
+
+def _without_peft(model: Any) -> nn.Module:
+    """Returns the model in a PeftModel, or the model itself."""
+    found: nn.Module = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    return found
+
+
+def _linear_layers(owner: str, model: nn.Module, adapter: str) -> dict[str, Any]:
+    """Returns PEFT's adapted layers by path, after a check that they are plain linear layers."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        names = getattr(module, "adapter_layer_names", ())
+        if not any(adapter in getattr(module, name, ()) for name in names):
+            continue
+        plain = isinstance(module, LinearLoRA) and isinstance(module.get_base_layer(), nn.Linear)
+        plain = plain and not module.lora_variant.get(adapter) and not module.lora_bias.get(adapter)
+        rule = "have LoRA of PEFT on a linear layer, without DoRA or a bias"
+        require(plain, f"{owner}: {path}", rule, type(module).__name__)
+        found[path] = module
+    return found
+
+
+def _is_linear(model: nn.Module, path: str) -> bool:
+    """Returns whether there is a linear layer at a path, with adapters or without."""
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return False
+    return isinstance(module, nn.Linear | LinearLoRA)
+
+
+def _check_linear(
+    owner: str,
+    model: nn.Module,
+    linear: Mapping[str, Mapping[str, Tensor]],
+    rank: int,
+    adapter: str,
+) -> None:
+    """Requires that the matrices of linear layers fit them, and that the adapter is new."""
+    for path, given in linear.items():
+        module: Any = model.get_submodule(path)
+        is_new = adapter not in getattr(module, "lora_A", ())
+        require(is_new, f"{owner}: adapter", "be a new name", adapter)
+        shapes = (rank, module.in_features), (module.out_features, rank)
+        sizes = tuple(tuple(given[f"lora_{letter}.weight"].shape) for letter in "AB")
+        rule = f"have A and B of shape {shapes[0]} and {shapes[1]}"
+        require(shapes == sizes, f"{owner}: {path}", rule, f"{sizes[0]} and {sizes[1]}")
+
+
+def _add_to_linear(
+    model: nn.Module,
+    linear: Mapping[str, Mapping[str, Tensor]],
+    config: Any,
+    adapter: str,
+    dtype: torch.dtype | None,
+) -> None:
+    """Adds adapters of PEFT to linear layers, and makes them the active ones."""
+    if not linear:
+        return
+    options = {"r": config.r, "lora_alpha": config.lora_alpha, "use_rslora": config.use_rslora}
+    trained = [(each, each.requires_grad) for each in model.parameters()]
+    described = peft.LoraConfig(target_modules=[*linear], **options)
+    peft.inject_adapter_in_model(described, model, adapter)
+    for parameter, was_trained in trained:  # PEFT freezes all others
+        parameter.requires_grad_(was_trained)
+    for path, given in linear.items():
+        module: Any = model.get_submodule(path)
+        module.set_adapter(adapter)
+        for letter in "AB":
+            layer = getattr(module, f"lora_{letter}")[adapter].to(dtype or torch.float32)
+            layer.weight.detach().copy_(given[f"lora_{letter}.weight"])
 
 
 def _matrices(

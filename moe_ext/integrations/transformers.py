@@ -41,6 +41,7 @@ try:
     from moe_ext.integrations._packed.experts import PackedExperts
     from moe_ext.integrations._packed.load import describe, load, quantize_experts
     from moe_ext.integrations._packed.memory_plan import MemoryPlan, memory_plan
+    from moe_ext.integrations._packed.perplexity import perplexity
     from moe_ext.integrations._packed.save import save
     from moe_ext.integrations._transformers_activation import activation_of
     from moe_ext.integrations._transformers_parallel import ExchangeParallel, UnevenShard
@@ -62,6 +63,7 @@ __all__ = [
     "experts_modules",
     "load",
     "memory_plan",
+    "perplexity",
     "quantize_experts",
     "save",
 ]

@@ -419,6 +419,87 @@ def test_our_files_in_peft(model_type, options, tmp_path):
     assert_same_bits(logits(again), logits(model))
 
 
+LINEAR = ["q_proj", "o_proj", "q_b_proj"]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_files_with_attention(model_type, options, tmp_path):
+    """PEFT's adapters of experts and of attention, loaded around packed experts and saved again."""
+    model, twin = bridged(model_type, packed=True)
+    names = [f"mlp.experts.{layer}" for layer in LAYERS]
+    options = {"r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
+    torch.manual_seed(4)
+    described = peft.LoraConfig(target_modules=LINEAR, target_parameters=names, **options)
+    saved = peft.get_peft_model(twin, described)
+    saved.save_pretrained(tmp_path / "theirs")
+    report = integration_of_peft.load_adapter(model, tmp_path / "theirs", "theirs")
+    assert error(logits(model), logits(saved)) < 1e-5
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert trained and all("lora_" in name or ".adapters." in name for name in trained)
+    linear = sum(each.numel() for name, each in saved.named_parameters() if "attn" in name)
+    linear -= sum(
+        each.numel() for name, each in bridged(model_type)[1].named_parameters() if "attn" in name
+    )
+    assert report.trained[""] == linear > 0
+    integration_of_peft.save_adapter(model, tmp_path / "ours", "theirs", task_type="CAUSAL_LM")
+    theirs, ours = (
+        peft.utils.load_peft_weights(str(tmp_path / name)) for name in ("theirs", "ours")
+    )
+    assert theirs.keys() == ours.keys()
+    assert_all_same_bits([ours[name] for name in theirs], theirs.values())
+    loaded = peft.PeftModel.from_pretrained(bridged(model_type, packed=True)[1], tmp_path / "ours")
+    assert error(logits(loaded), logits(saved)) < 1e-5
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_our_files_with_attention(wrap, tmp_path):
+    """`add_lora` on packed experts and PEFT on attention, with PEFT's wrapper and without."""
+    model, twin = bridged("qwen3_moe", packed=True)
+    described = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"])
+    whole = peft.get_peft_model(model, described) if wrap else model
+    if not wrap:
+        peft.inject_adapter_in_model(described, model)
+    add_lora(model, 3, 6, train_rest=True)
+    for name, param in model.named_parameters():
+        if ".adapters." in name or "lora_" in name:
+            nn.init.normal_(param, std=0.3)
+    integration_of_peft.save_adapter(whole, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(twin, tmp_path)
+    assert error(logits(loaded), logits(model)) < 1e-5
+    assert error(logits(loaded), logits(bridged("qwen3_moe", packed=True)[1])) > 1e-3
+    again = bridged("qwen3_moe", packed=True)[0]
+    integration_of_peft.load_adapter(again, tmp_path)
+    assert_same_bits(logits(again), logits(model))
+
+
+def test_adapters_of_linear_layers_that_do_not_fit(tmp_path):
+    def made(rank=2, **options):
+        model = bridged("qwen3_moe", packed=True)[0]
+        described = peft.LoraConfig(r=rank, lora_alpha=4, target_modules=["q_proj"], **options)
+        peft.inject_adapter_in_model(described, model)
+        add_lora(model, 2, 4)
+        return model
+
+    with pytest.raises(ValueError, match="must have one rank, alpha and rslora in all layers"):
+        integration_of_peft.save_adapter(made(3), tmp_path)
+    rule = "^save_adapter: model.layers.0.self_attn.q_proj must have LoRA of PEFT on a linear layer"
+    with pytest.raises(ValueError, match=rule):
+        integration_of_peft.save_adapter(made(use_dora=True), tmp_path)
+    integration_of_peft.save_adapter(made(), tmp_path)
+    wide = tiny("qwen3_moe", head_dim=16)
+    integration.quantize_experts(wide, "int8", quiet=True)
+    before = list(wide.state_dict())
+    rule = r"^load_adapter: model.layers.0.self_attn.q_proj must have A and B of shape \(2, 32\)"
+    with pytest.raises(ValueError, match=rule):
+        integration_of_peft.load_adapter(wide, tmp_path)
+    assert list(wide.state_dict()) == before
+    model = made()
+    with pytest.raises(ValueError, match="adapter must be a new name"):
+        integration_of_peft.load_adapter(model, tmp_path)
+    integration_of_peft.save_adapter(model, tmp_path / "again")
+
+
 def test_names_of_other_models(tmp_path):
     """A custom model has its experts in other places."""
     saved = adapted(tiny("qwen3_moe"))
@@ -474,10 +555,10 @@ def test_tensors_without_a_place(tmp_path):
     """None is left out silently."""
     model = tiny("qwen3_moe")
     names = [f"mlp.experts.{layer}" for layer in LAYERS]
-    options = peft.LoraConfig(target_modules=["q_proj"], target_parameters=names)
+    options = peft.LoraConfig(target_modules=["embed_tokens"], target_parameters=names)
     peft.get_peft_model(model, options).save_pretrained(tmp_path)
     rule = "must have tensors of the experts at model.layers.0.mlp.experts, "
-    with pytest.raises(ValueError, match=rf"^load_adapter: folder {rule}.*self_attn.q_proj"):
+    with pytest.raises(ValueError, match=rf"^load_adapter: folder {rule}.*model.embed_tokens"):
         integration_of_peft.load_adapter(bridged("qwen3_moe")[0], tmp_path)
 
 

@@ -13,14 +13,19 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from torch import nn
 
 from moe_ext.checks import require, require_one_of
-from moe_ext.integrations._packed.found_tensors import FoundTensors, Read, find_in_safetensors
+from moe_ext.integrations._packed.found_tensors import (
+    FoundTensors,
+    Place,
+    Read,
+    find_in_safetensors,
+)
 from moe_ext.integrations._packed.gguf import find_in_gguf, gguf_config
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
-from moe_ext.integrations._packed.stored_tensors import Stored, read_gguf, read_safetensors
+from moe_ext.integrations._packed.stored_tensors import read_gguf, read_safetensors
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_balance import experts_modules
 
-__all__ = ["Checkpoint", "ModuleTensors", "open_checkpoint"]
+__all__ = ["Checkpoint", "ModuleTensors", "open_checkpoint", "plain_config", "skeleton_of"]
 
 
 @dataclass
@@ -42,7 +47,8 @@ class Checkpoint:
         skeleton: the model of transformers on the meta device.
         experts: the tensors of each experts module that stays packed.
         dense: how to read each other tensor, by the name that transformers' loader takes.
-        weights: the weights of `dense` in safetensors files.
+        places: where the files have each weight of `dense`, and those of experts that are no packed
+            experts.
         fallbacks: the reason for each experts module that does not stay packed.
         unused: the weights of the files that the model does not have.
     """
@@ -53,7 +59,7 @@ class Checkpoint:
     skeleton: Any
     experts: dict[str, ModuleTensors] = field(default_factory=dict)
     dense: dict[str, Read] = field(default_factory=dict)
-    weights: dict[str, Stored] = field(default_factory=dict)
+    places: dict[str, list[Place]] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
 
@@ -79,12 +85,11 @@ def open_checkpoint(name_or_folder: str | Path, config: Any = None) -> Checkpoin
     if quantization is not None:
         _require_known(path, quantization)
         del config.quantization_config
-    checkpoint = Checkpoint(path, config, quantization, _skeleton(config))
+    checkpoint = Checkpoint(path, config, quantization, skeleton_of(config))
     if path.is_file():
         _assign(checkpoint, find_in_gguf(checkpoint.skeleton, metadata, stored))
     else:
         _assign(checkpoint, find_in_safetensors(checkpoint.skeleton, stored))
-        checkpoint.weights = {name: stored[name] for name in checkpoint.dense}
     return checkpoint
 
 
@@ -137,7 +142,15 @@ def _require_known(path: Path, quantization: Any) -> None:
         require_one_of(f"load: {path}: num_bits of {name}", widths, bits)
 
 
-def _skeleton(config: Any) -> Any:
+def plain_config(config: Any) -> Any:
+    """Returns a copy of a configuration without its quantization."""
+    copied = type(config).from_dict(config.to_dict())
+    if hasattr(copied, "quantization_config"):
+        del copied.quantization_config
+    return copied
+
+
+def skeleton_of(config: Any) -> Any:
     """Returns the model on the meta device."""
     auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
@@ -147,6 +160,7 @@ def _skeleton(config: Any) -> Any:
 def _assign(checkpoint: Checkpoint, found: FoundTensors) -> None:
     """Decides which experts stay packed, and fills the fields of a checkpoint."""
     checkpoint.dense, checkpoint.unused = found.dense, found.unused
+    checkpoint.places = found.places
     for name, module in experts_modules(checkpoint.skeleton).items():
         parameters = found.experts[name]
         names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
@@ -163,6 +177,7 @@ def _assign(checkpoint: Checkpoint, found: FoundTensors) -> None:
         checkpoint.experts[name] = ModuleTensors(layers[0], layers[1] or None)
         for each in found.names[name]:
             del checkpoint.dense[each]
+            del checkpoint.places[each]
 
 
 def _not_packable(module: nn.Module, weights: list[LayerTensors | None]) -> str | None:

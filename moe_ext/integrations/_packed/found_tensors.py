@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,21 @@ from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Stored
 from moe_ext.integrations._transformers_balance import experts_modules
 
-__all__ = ["FoundTensors", "Read", "expert_parameters", "find_in_safetensors"]
+__all__ = ["FoundTensors", "Place", "Read", "expert_parameters", "find_in_safetensors"]
 
 Read = Callable[[torch.dtype], Tensor]  # reads a tensor, and dequantizes it in a dtype
+
+
+class Place(NamedTuple):
+    """Where a file has a weight, or a part of it.
+
+    Attributes:
+        stored: the tensor of the file.
+        part: returns the values of the tensor, from those of the weight; None: it is the weight.
+    """
+
+    stored: Stored
+    part: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass
@@ -37,6 +49,7 @@ class FoundTensors:
             are not those of the parameter.
         dense: how to read each tensor, by the name that transformers' loader takes. Those of
             experts are there too.
+        places: where the files have each weight of `dense`. The names are those of `dense`.
         names: the names in `dense` of the tensors of each experts module.
         unused: the names of the weights that the model does not have.
     """
@@ -45,6 +58,7 @@ class FoundTensors:
         default_factory=lambda: defaultdict(dict)
     )
     dense: dict[str, Read] = field(default_factory=dict)
+    places: dict[str, list[Place]] = field(default_factory=dict)
     names: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     unused: list[str] = field(default_factory=list)
 
@@ -80,6 +94,7 @@ def find_in_safetensors(skeleton: Any, stored: dict[str, Stored]) -> FoundTensor
             found.unused.append(name)
             continue
         found.dense[name] = weight.read
+        found.places[name] = [Place(weight)]
         if target in owners:
             parts[owners[target]][pattern or ""].append(weight)
             found.names[owners[target][0]].append(name)

@@ -11,14 +11,22 @@ import transformers
 from torch import Tensor, nn
 
 from moe_ext.checks import require, require_one_of
-from moe_ext.integrations._packed.found_tensors import FoundTensors, expert_parameters
+from moe_ext.integrations._packed.found_tensors import FoundTensors, Place, expert_parameters
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Metadata, Stored
 
-__all__ = ["find_in_gguf", "gguf_config"]
+__all__ = [
+    "FIELDS",
+    "MODELS",
+    "YARN",
+    "find_in_gguf",
+    "gguf_config",
+    "names_of_experts",
+    "part_of_kv_b",
+]
 
-_MODELS = {"gpt-oss": "gpt_oss", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-_FIELDS = {
+MODELS = {"gpt-oss": "gpt_oss", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "max_position_embeddings": "context_length",
@@ -33,22 +41,23 @@ _FIELDS = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "sliding_window": "attention.sliding_window",
 }
-_ROPE = {
+YARN = {
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
     "factor": "rope.scaling.factor",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
-    "rope_theta": "rope.freq_base",
-    "rope_type": "rope.scaling.type",
 }
+_ROPE = {**YARN, "rope_theta": "rope.freq_base", "rope_type": "rope.scaling.type"}
 
 
 def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
     """Returns the configuration that the fields of a GGUF file describe."""
-    rule = f"be one of {', '.join(_MODELS)}, or pass config: a folder with config.json"
+    rule = f"be one of {', '.join(MODELS)}, or pass config: a folder with config.json"
     architecture = metadata.architecture
-    require(architecture in _MODELS, "load: the architecture of a GGUF file", rule, architecture)
-    model_type = _MODELS[architecture]
+    require(architecture in MODELS, "load: the architecture of a GGUF file", rule, architecture)
+    model_type = MODELS[architecture]
     usual = transformers.AutoConfig.for_model(model_type)
-    values = {name: metadata.get(key) for name, key in _FIELDS.items() if hasattr(usual, name)}
+    values = {name: metadata.get(key) for name, key in FIELDS.items() if hasattr(usual, name)}
     values["head_dim"] = metadata.get("attention.key_length")  # not all have a usual value
     if not hasattr(usual, "moe_intermediate_size"):
         values["intermediate_size"] = metadata.get("expert_feed_forward_length") or metadata.get(
@@ -56,7 +65,10 @@ def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
         )
     rope = {name: metadata.get(key) for name, key in _ROPE.items()}
     rope = {name: value for name, value in rope.items() if value not in (None, "none")}
-    values["rope_parameters"] = {**(usual.rope_parameters or {"rope_type": "default"}), **rope}
+    of_model = {"rope_type": "default"} | (usual.rope_parameters or {})
+    if "rope_type" not in rope:  # the file has no scaling, even if models of this type usually do
+        of_model = {"rope_type": "default", "rope_theta": of_model.get("rope_theta", 10000.0)}
+    values["rope_parameters"] = {**of_model, **rope}
     values["norm_topk_prob"] = True if model_type == "qwen3_moe" else None
     for name in ("bos", "eos", "pad"):
         values[f"{name}_token_id"] = metadata.token("padding" if name == "pad" else name)
@@ -71,7 +83,7 @@ def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
     )
 
 
-_KNOWN = (*_MODELS, "deepseek2")
+_KNOWN = (*MODELS, "deepseek2")
 
 
 def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -> FoundTensors:
@@ -83,7 +95,7 @@ def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -
     names = gguf.get_tensor_name_map(
         architectures[metadata.architecture], skeleton.config.num_hidden_layers
     )
-    found, used = FoundTensors(), set()
+    found, used, config = FoundTensors(), set(), skeleton.config
     experts = {f"{module}.{key}": (module, key) for module, key in expert_parameters(skeleton)}
     for name, tensor in skeleton.state_dict().items():
         if name in experts:
@@ -93,32 +105,46 @@ def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -
             if tensors is not None:
                 found.experts[module][key] = tensors
                 found.dense[name] = partial(_numbers, tensors, owner.is_transposed)
+                found.places[name] = [
+                    Place(stored[each], partial(_rows, tensors, i, owner.is_transposed))
+                    for i, each in enumerate(sources)
+                ]
                 found.names[module].append(name)
         else:
             sources = _gguf_names(names, name, stored)
             weights = [stored[each] for each in sources]
             if len(sources) == 1:
                 found.dense[name] = partial(_shaped, weights[0], tuple(tensor.shape))
+                found.places[name] = [Place(weights[0])]
             elif sources:
                 found.dense[name] = partial(_kv_b, weights[0], weights[1])
+                sizes = [config.qk_nope_head_dim, config.v_head_dim]
+                found.places[name] = [
+                    Place(each, partial(part_of_kv_b, i, sizes)) for i, each in enumerate(weights)
+                ]
         used |= {*sources}
     found.unused = sorted(stored.keys() - used)
     return found
 
 
-def _gguf_experts(
-    module: str, key: str, owner: nn.Module, stored: dict[str, Stored]
-) -> tuple[LayerTensors | None, list[str]]:
-    """Returns the tensors of a parameter of an experts module and their names."""
+def names_of_experts(module: str, key: str) -> list[str]:
+    """Returns the names in a GGUF file of the parts of a parameter of an experts module."""
     layer = re.search(r"\.(\d+)\.", module)
     require(layer is not None, f"load: {module}", "have the number of its layer", module)
     assert layer is not None
     suffix = "bias" if key.endswith("_bias") else "weight"
     kinds = {"gate_up_proj": ["gate", "up"], "up_proj": ["up"], "down_proj": ["down"]}
     parts = kinds[key.removesuffix("_bias")]
-    names = [f"blk.{layer[1]}.ffn_{part}_exps.{suffix}" for part in parts]
-    fused = f"blk.{layer[1]}.ffn_gate_up_exps.{suffix}"
-    if len(parts) == 2 and fused in stored and owner.is_concatenated:
+    return [f"blk.{layer[1]}.ffn_{part}_exps.{suffix}" for part in parts]
+
+
+def _gguf_experts(
+    module: str, key: str, owner: nn.Module, stored: dict[str, Stored]
+) -> tuple[LayerTensors | None, list[str]]:
+    """Returns the tensors of a parameter of an experts module and their names."""
+    names = names_of_experts(module, key)
+    fused = names[0].replace("ffn_gate_exps", "ffn_gate_up_exps")
+    if len(names) == 2 and fused in stored and owner.is_concatenated:
         names = [fused]
     if not {*names} <= {*stored}:
         return None, []
@@ -145,6 +171,11 @@ def _numbers(tensors: LayerTensors, transposed: bool, dtype: torch.dtype) -> Ten
     return numbers.mT if transposed and numbers.dim() == 3 else numbers
 
 
+def _rows(tensors: LayerTensors, part: int, transposed: bool, numbers: Tensor) -> Tensor:
+    """Returns the rows of a tensor; undoes `_numbers`."""
+    return tensors.own_rows(numbers.mT if transposed and numbers.dim() == 3 else numbers, part)
+
+
 def _shaped(weight: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Reads a weight; GGUF files leave out a first dimension of 1."""
     numbers = weight.read(dtype)
@@ -154,3 +185,10 @@ def _shaped(weight: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
 def _kv_b(k_b: Stored, v_b: Stored, dtype: torch.dtype) -> Tensor:
     """Reads kv_b_proj of DeepSeek, of which GGUF files have two parts."""
     return torch.cat([k_b.read(dtype).mT, v_b.read(dtype)], 1).flatten(0, 1)
+
+
+def part_of_kv_b(part: int, sizes: list[int], weight: Tensor) -> Tensor:
+    """Returns the part of keys [heads, rank, sizes[0]] or of values [heads, sizes[1], rank]."""
+    heads: Tensor = weight.unflatten(0, (-1, sum(sizes)))
+    own: Tensor = heads.split(sizes, 1)[part]
+    return own if part else own.mT

@@ -1,167 +1,149 @@
-"""Writes a model with packed experts in the files and formats of its checkpoint."""
+"""Writes a model with packed experts: unchanged, or with its adapters merged, or as GGUF."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
+from torch import nn
 
-from moe_ext.checks import require
-from moe_ext.files import atomic_file
+from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.integrations._packed.checkpoint import Checkpoint
-from moe_ext.integrations._packed.layer_tensors import LayerTensors
-from moe_ext.integrations._packed.stored_tensors import Bytes, Stored, safetensors_header
-from moe_ext.quantized import QuantizedExperts
+from moe_ext.integrations._packed.float_files import write_floats
+from moe_ext.integrations._packed.gguf_file import write_gguf_adapter, write_gguf_model
+from moe_ext.integrations._packed.merged import MergedModel
+from moe_ext.integrations._packed.rewrite import rewrite
 
-__all__ = ["save"]
+__all__ = ["SaveFormat", "save"]
+
+#: What `save` writes.
+SaveFormat = Literal[
+    "unchanged",
+    "merged",
+    "bfloat16",
+    "float16",
+    "float32",
+    "gguf",
+    "gguf_bf16",
+    "gguf_f16",
+    "gguf_f32",
+    "gguf_mxfp4",
+    "gguf_q4_0",
+    "gguf_q8_0",
+    "gguf_adapter",
+]
+_FLOATS = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 
 
-def save(model: nn.Module, folder: str | Path) -> None:
-    """Writes a model of `load` to a new folder, in the files and formats of its checkpoint.
+def save(
+    model: nn.Module,
+    path: str | Path,
+    format: SaveFormat = "unchanged",
+    *,
+    shard_size: int = 2 * 10**9,
+    quiet: bool = False,
+) -> None:
+    """Writes a model of `load` or `quantize_experts` to files.
 
-    The packed experts are written from memory, with the bytes that were loaded. A dense weight that
-    did not change is copied from the checkpoint, which must still exist. A dense weight of floats
-    that changed is written in the dtype of the checkpoint. So the files of a model that did not
-    change have the same bytes. Adapters are not written. The other files of the folder are copied
-    too, such as those of the tokenizer, but not its folders. The function reads and writes one
-    tensor at a time.
+    - "unchanged": the files of the checkpoint, without adapters. What did not change has the same
+      bytes. A dense weight of floats that changed is written in the dtype of the checkpoint.
+    - "merged": the files of the checkpoint, with the adapters merged. Weights that are packed in
+      the checkpoint are quantized again in its formats, by `moe_ext.formats.quantize`.
+    - "bfloat16", "float16", "float32": safetensors files that ``from_pretrained`` of transformers
+      loads, with the adapters merged.
+    - "gguf": a GGUF file that llama.cpp loads, with the adapters merged. The experts stay in MXFP4
+      or in their format of GGUF, and the other weights in their dtype.
+    - "gguf_bf16", "gguf_f16", "gguf_f32", "gguf_mxfp4", "gguf_q4_0", "gguf_q8_0": the same, with
+      all experts in this format.
+    - "gguf_adapter": a GGUF file with the active adapters alone, for ``--lora`` of llama.cpp.
+
+    Adapters are those of `moe_ext.add_lora` on experts and those of PEFT on linear layers. Only
+    active adapters are merged: each weight becomes W + scale A B, in float32, and is rounded once.
+    An expert whose adapters add nothing keeps its bytes. The model does not change.
+
+    The function reads and writes one tensor at a time, or the float weights of one layer. For
+    "unchanged" and "merged", the checkpoint of the model must still exist. The other files of its
+    folder are copied, such as those of the tokenizer, but not its folders; also for floats. At the
+    end, a line is printed to stderr.
 
     Args:
-        model: the model.
-        folder: the new folder.
+        model: the model, or a PeftModel of it.
+        path: a new folder, or for the formats of GGUF a file with the suffix .gguf.
+        format: what to write; see above.
+        shard_size: the largest size in bytes of a safetensors file of floats, unless one weight is
+            larger.
+        quiet: print nothing.
 
     Raises:
-        ValueError: the model is not from `load`, its checkpoint is a GGUF file, or a dense weight
+        ValueError: the format is unknown, or it cannot hold a weight or the configuration. With
+            "unchanged" and "merged": the model is not from `load`. With "unchanged": a dense weight
             that is packed in the checkpoint has changed.
+        ImportError: the package gguf is not installed.
     """
-    checkpoint = getattr(getattr(model, "hf_quantizer", None), "checkpoint", None)
-    require(checkpoint is not None, "save: model", "come from load", type(model).__name__)
-    assert checkpoint is not None
-    rule = "come from safetensors files; saving to GGUF is not supported"
-    require(not checkpoint.is_gguf, "save: model", rule, checkpoint.path.name)
-    source, target = checkpoint.path, Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    require(not target.samefile(source), "save: folder", "differ from the loaded one", str(target))
-    tensors = _Tensors(model, checkpoint)
-    for path in sorted(each for each in source.iterdir() if each.is_file()):
-        if path.suffix != ".safetensors":
+    require_one_of("save: format", get_args(SaveFormat), format)
+    require_sizes("save", shard_size=shard_size)
+    merged, target = MergedModel(model), Path(path)
+    checkpoint: Checkpoint | None
+    checkpoint = getattr(getattr(merged.model, "hf_quantizer", None), "checkpoint", None)
+    is_gguf = format.startswith("gguf")
+    rule = "have the suffix .gguf" if is_gguf else "be a folder, not end with .gguf"
+    require((target.suffix == ".gguf") == is_gguf, "save: path", rule, str(target))
+    source = None if checkpoint is None else checkpoint.path
+    folder = source if source is None or source.is_dir() else source.parent
+    note = ""
+    if is_gguf:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if format == "gguf_adapter":
+            write_gguf_adapter(merged, target)
+        else:
+            note = write_gguf_model(merged, target, format, source)
+        written = [target]
+    else:
+        target.mkdir(parents=True, exist_ok=True)
+        is_new = folder is None or not target.samefile(folder)
+        require(is_new, "save: folder", "differ from the loaded one", str(target))
+        if format in _FLOATS:
+            written = write_floats(merged, target, _FLOATS[format], shard_size)
+            copied = _copy_others(folder, target)
+            written += copied
+            note = f"copied: {', '.join(each.name for each in copied) or 'no other files'}"
+        else:
+            require(checkpoint is not None, "save: model", "come from load", type(model).__name__)
+            assert checkpoint is not None
+            written = rewrite(merged, checkpoint, target, format == "merged")
+    if not quiet:
+        print(_line(merged, target, format, written, note), file=sys.stderr)
+
+
+def _copy_others(folder: Path | None, target: Path) -> list[Path]:
+    """Copies the files of a folder that have no weights, unless `target` has them."""
+    copied = []
+    weights = (".safetensors", ".gguf", ".bin", ".pth", ".pt")
+    for path in sorted(folder.iterdir()) if folder is not None else ():
+        is_weight = path.suffix in weights or path.name.endswith(".index.json")
+        if path.is_file() and not is_weight and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)
-            continue
-        header, entries = safetensors_header(path)
-        with atomic_file(target / path.name) as file:
-            file.write(header)
-            for entry in sorted(entries.values(), key=lambda entry: entry.start):
-                if entry.nbytes == 0:
-                    continue
-                for part in tensors.of(entry):
-                    file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+            copied.append(target / path.name)
+    return copied
 
 
-_Start = tuple[Path, int]  # the file and the first byte of a tensor
-
-
-def _start(tensor: Bytes) -> _Start:
-    return tensor.path, tensor.start
-
-
-class _Place(NamedTuple):
-    """Where the values of a range of bytes are in a model."""
-
-    module: str  # of the experts
-    layer: int
-    tensors: LayerTensors
-    part: int  # of the rows of the layer
-    stored: Stored
-    expert: int | None  # None: all
-
-
-class _Tensors:
-    """The present values of the tensors of a checkpoint."""
-
-    def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
-        self._model = model
-        self._packed: dict[_Start, _Place] = {}
-        self._biases: dict[_Start, _Place] = {}
-        for name, own in checkpoint.experts.items():
-            for layer, tensors in enumerate(own.weights):
-                for place in _places(name, layer, tensors):
-                    self._packed[_start(place.stored.codes)] = place
-                    if place.stored.scales is not None:
-                        self._packed[_start(place.stored.scales)] = place
-            for layer, tensors in enumerate(own.biases or ()):
-                self._biases |= {_start(p.stored.codes): p for p in _places(name, layer, tensors)}
-        self._dense: dict[_Start, tuple[str, Stored]] = {}
-        for name, stored in checkpoint.weights.items():
-            for each in filter(None, (stored.codes, stored.scales)):
-                self._dense[_start(each)] = name, stored
-        experts = tuple(f"{name}.packed." for name in checkpoint.experts)
-        state = {
-            name: value
-            for name, value in model.state_dict().items()
-            if not name.startswith(experts or ".")
-        }
-        self._state: dict[str, Tensor] = revert_weight_conversion(model, state)
-        self._same: set[str] = set()  # the packed dense weights that did not change
-
-    def of(self, entry: Bytes) -> Iterator[Tensor]:
-        """Returns the tensor of a range of bytes, in one or more parts."""
-        start = _start(entry)
-        if start in self._packed:
-            place = self._packed[start]
-            weight = self._experts(place).weights[place.layer]
-            indices = range(len(weight.panels)) if place.expert is None else [place.expert]
-            for e in indices:
-                codes, scales = place.tensors.unpack(weight, place.part, e)
-                is_codes = start == _start(place.stored.codes)
-                yield codes if is_codes or scales is None else scales
-        elif start in self._biases:
-            place = self._biases[start]
-            biases = self._experts(place).biases
-            assert biases is not None
-            own = place.tensors.own_rows(biases[place.layer].detach(), place.part)
-            yield from _kept(own if place.expert is None else own[place.expert], place.stored)
-        elif start in self._dense:
-            name, stored = self._dense[start]
-            require(name in self._state, "save: model", f"have the weight {name}", "none")
-            if stored.format is None:
-                yield from _kept(self._state[name], stored)
-            else:
-                if name not in self._same:
-                    value = self._state[name]
-                    is_same = torch.equal(stored.read(value.dtype), value)
-                    rule = "be unchanged, because it is packed in the checkpoint"
-                    require(is_same, f"save: {name}", rule, "another value")
-                    self._same.add(name)
-                yield entry.read()
-        else:  # a tensor that the model does not have
-            yield entry.read()
-
-    def _experts(self, place: _Place) -> QuantizedExperts:
-        experts: QuantizedExperts | None = self._model.get_submodule(place.module).quantized
-        rule = "have packed experts as in the checkpoint"
-        require(experts is not None, f"save: {place.module}", rule, "other experts")
-        assert experts is not None
-        return experts
-
-
-def _places(module: str, layer: int, tensors: LayerTensors) -> Iterator[_Place]:
-    """Yields the place of each tensor of a layer."""
-    for p, part in enumerate(tensors.parts):
-        stack = part if isinstance(part, list) else [part]
-        for e, stored in enumerate(stack):
-            index = e if isinstance(part, list) else None
-            yield _Place(module, layer, tensors, p, stored, index)
-
-
-def _kept(value: Tensor, stored: Stored) -> Iterator[Tensor]:
-    """Yields the numbers of the file if the value is the same in its dtype, else the value."""
-    numbers = stored.codes.read()
-    shape = tuple(value.shape)
-    require(shape == numbers.shape, "save: a weight", f"have shape {tuple(numbers.shape)}", shape)
-    is_same = torch.equal(numbers.to(value.dtype), value)
-    yield numbers if is_same else value.detach().to(numbers.dtype)
+def _line(model: MergedModel, target: Path, format: str, written: list[Path], note: str) -> str:
+    """Returns what was written, in a line."""
+    experts = sum(each.is_adapted for each in model.experts.values())
+    adapters = f"{experts} modules of experts and {len(model.linear)} linear layers"
+    verb = {"unchanged": "not written", "gguf_adapter": "written"}.get(format, "merged")
+    size = sum(each.stat().st_size for each in written)
+    parts = [
+        f"{target}: {type(model.model).__name__} as {format}",
+        f"{len(written)} files with {size:,} bytes",
+        f"adapters {verb}: {adapters}",
+        *([note] if note else []),
+    ]
+    return "; ".join(parts)

@@ -18,7 +18,15 @@ from moe_ext.checks import require
 from moe_ext.formats import FormatName, dequantize
 from moe_ext.formats._layouts import LAYOUTS
 
-__all__ = ["Bytes", "Metadata", "Stored", "read_gguf", "read_safetensors", "safetensors_header"]
+__all__ = [
+    "DTYPES",
+    "Bytes",
+    "Metadata",
+    "Stored",
+    "read_gguf",
+    "read_safetensors",
+    "safetensors_header",
+]
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ class Stored:
 
 # safetensors
 
-_DTYPES = {
+DTYPES = {
     "BF16": torch.bfloat16,
     "BOOL": torch.bool,
     "F16": torch.float16,
@@ -157,8 +165,8 @@ def safetensors_header(path: Path) -> tuple[bytes, dict[str, Bytes]]:
     tensors = {}
     for name, entry in json.loads(header[8:]).items():
         if name != "__metadata__":
-            dtype = _DTYPES.get(entry["dtype"])
-            rule = f"have a dtype of {', '.join(_DTYPES)}"
+            dtype = DTYPES.get(entry["dtype"])
+            rule = f"have a dtype of {', '.join(DTYPES)}"
             require(dtype is not None, f"load: {path}: {name}", rule, entry["dtype"])
             assert dtype is not None
             start = len(header) + entry["data_offsets"][0]

@@ -1,0 +1,201 @@
+"""The weights of a model with its adapters merged, by the names that transformers gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from moe_ext import ops
+from moe_ext._low_rank import joined
+from moe_ext.checks import require
+from moe_ext.experts import FeedForwardExperts
+from moe_ext.formats import PackedWeight
+from moe_ext.integrations._packed.checkpoint import plain_config, skeleton_of
+from moe_ext.integrations._packed.experts import PackedExperts
+from moe_ext.integrations._transformers_balance import experts_modules
+from moe_ext.lora import LoRAExperts
+from moe_ext.quantized import QuantizedExperts
+
+__all__ = ["MergedExperts", "MergedModel"]
+
+_PAIRS = torch.float32  # the dtype in which adapters are added to weights
+
+
+class MergedExperts:
+    """The experts of a `PackedExperts` with their active adapters merged, one expert at a time.
+
+    Args:
+        path: the path of the module.
+        module: the module.
+        plain: the module that transformers has in its place, on the meta device.
+
+    Attributes:
+        names: the names of the weights in transformers: of each layer.
+        biases: the biases [E, out] of each layer; () without biases.
+    """
+
+    def __init__(self, path: str, module: PackedExperts, plain: nn.Module) -> None:
+        own = module.packed
+        self._lora: LoRAExperts | None = own if isinstance(own, LoRAExperts) else None
+        base = own.base if isinstance(own, LoRAExperts) else own
+        rule = "be QuantizedExperts or FeedForwardExperts, with adapters or without"
+        known = isinstance(base, QuantizedExperts | FeedForwardExperts)
+        require(known, f"save: {path}", rule, type(base).__name__)
+        self._weights: tuple[Tensor | PackedWeight, ...] = tuple(base.weights)
+        self.biases: tuple[Tensor, ...] = tuple(each.detach() for each in base.biases or ())
+        self.plain: Any = plain
+        self.num_experts: int = module.num_experts
+        self.names: list[str] = ["gate_up_proj" if self.plain.has_gate else "up_proj", "down_proj"]
+
+    @property
+    def num_layers(self) -> int:
+        """The number of weights of an expert."""
+        return len(self._weights)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether there is an active adapter."""
+        return any(self.pair(layer) is not None for layer in range(self.num_layers))
+
+    def packed(self, layer: int) -> PackedWeight | None:
+        """Returns the packed weights of a layer, without adapters; None if they are floats."""
+        weight = self._weights[layer]
+        return None if isinstance(weight, Tensor) else weight
+
+    def pair(self, layer: int, experts: slice = slice(None)) -> ops.LoRA | None:
+        """Returns A [E, in, r], B [E, r, out] and the scale of the sum of the active adapters."""
+        if self._lora is None or self._lora.merged:
+            return None
+        adapters: list[Any] = [self._lora.adapters[name] for name in self._lora.active]
+        pairs = [adapter.pair(layer) for adapter in adapters]
+        return joined([pair for pair in pairs if pair is not None], _PAIRS, experts)
+
+    def change(self, layer: int, expert: int) -> Tensor | None:
+        """Returns what the adapters add to the weight [out, in] of an expert; None if nothing."""
+        pair = self.pair(layer, slice(expert, expert + 1))
+        if pair is None:
+            return None
+        change = pair.scale * (pair.a[0].detach() @ pair.b[0].detach()).mT
+        return change if bool(change.any()) else None
+
+    def weight(self, layer: int, expert: int) -> Tensor:
+        """Returns the merged weight [out, in] of an expert in float32."""
+        weight, change = self._weights[layer], self.change(layer, expert)
+        if isinstance(weight, Tensor):
+            own = weight.detach()[expert].mT.float()
+        else:
+            panels = weight.panels[expert : expert + 1]
+            own = weight._replace(panels=panels).dequantize(torch.float32)[0]
+        return own if change is None else own + change
+
+    def parameter(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Returns a parameter of transformers' module in a dtype."""
+        if key.endswith("_bias"):
+            return self.biases[self.names.index(key.removesuffix("_bias"))].to(dtype)
+        layer = self.names.index(key)
+        whole = torch.empty(self.plain.get_parameter(key).shape, dtype=dtype)
+        for expert, target in enumerate(whole.mT if self.plain.is_transposed else whole):
+            target.copy_(self.weight(layer, expert))
+        return whole
+
+
+class MergedModel:
+    """A model of transformers, without the wrapper of PEFT.
+
+    Attributes:
+        model: the model.
+        config: its configuration, without a quantization.
+        skeleton: the model as transformers makes it, on the meta device.
+        tensors: its tensors on the meta device, by name; each tied tensor once.
+        experts: the packed experts, by the path of their module.
+        linear: the paths of the linear layers with active adapters of PEFT.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        rule = "be a model of transformers"
+        is_known = hasattr(self.model, "config") and hasattr(self.model, "generation_config")
+        require(is_known, "save: model", rule, type(model).__name__)
+        self.config: Any = plain_config(self.model.config)
+        self.skeleton: Any = skeleton_of(self.config)
+        self.experts: dict[str, MergedExperts] = {
+            path: MergedExperts(path, module, self.skeleton.get_submodule(path))
+            for path, module in experts_modules(self.model).items()
+            if isinstance(module, PackedExperts)
+        }
+        seen: set[int] = set()
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in self.skeleton.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                self.tensors[name] = tensor
+        self.linear: list[str] = [
+            path for path in dict.fromkeys(map(_path, self.tensors)) if self.pair(path) is not None
+        ]
+
+    def owner(self, name: str) -> MergedExperts | None:
+        """Returns the packed experts to which a tensor belongs; None for other tensors."""
+        return self.experts.get(_path(name))
+
+    def dense(self) -> Iterator[str]:
+        """Yields the names of the tensors outside packed experts."""
+        return (name for name in self.tensors if self.owner(name) is None)
+
+    def pair(self, path: str) -> ops.LoRA | None:
+        """Returns A [1, in, r], B [1, r, out] and the scale of a linear layer of PEFT."""
+        if path in self.experts:
+            return None
+        module: Any = self._module(path)
+        if not hasattr(module, "lora_A"):
+            return None
+        if module.merged or module.disable_adapters:
+            return None
+        names = [name for name in module.active_adapters if name in module.lora_A]
+        rule = "have LoRA of PEFT on a linear layer alone (call merge_and_unload before)"
+        plain = isinstance(module.get_base_layer(), nn.Linear)
+        variant = [
+            name for name in names if name in module.lora_variant or module.lora_bias.get(name)
+        ]
+        require(plain and not variant, f"save: {path}", rule, variant or type(module).__name__)
+        pairs = [
+            ops.LoRA(
+                module.lora_A[name].weight.detach().mT[None],
+                module.lora_B[name].weight.detach().mT[None],
+                module.scaling[name],
+            )
+            for name in names
+        ]
+        return joined(pairs, _PAIRS)
+
+    def weight(self, name: str, merge: bool = True) -> Tensor:
+        """Returns a tensor outside packed experts; in float32 if adapters are merged into it."""
+        path, _, key = name.rpartition(".")
+        module: Any = self._module(path)
+        module = module.get_base_layer() if hasattr(module, "lora_A") else module
+        value = getattr(module, key, None)
+        require(isinstance(value, Tensor), "save: model", f"have the weight {name}", "none")
+        assert isinstance(value, Tensor)
+        rule = "be a plain tensor"
+        plain = not is_traceable_wrapper_subclass(value)
+        require(plain, f"save: {name}", rule, type(value).__name__)
+        value = value.detach()
+        pair = self.pair(path) if merge and key == "weight" else None
+        if pair is None:
+            return value
+        return value.float() + pair.scale * (pair.a[0] @ pair.b[0]).mT
+
+    def _module(self, path: str) -> nn.Module:
+        try:
+            module: nn.Module = self.model.get_submodule(path)
+        except AttributeError:
+            rule = f"have the module {path}"
+            raise ValueError(f"save: model must {rule}, got {type(self.model).__name__}") from None
+        return module
+
+
+def _path(name: str) -> str:
+    return name.rpartition(".")[0]

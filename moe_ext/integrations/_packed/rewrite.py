@@ -1,0 +1,253 @@
+"""Writes a model in the files and formats of its checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from moe_ext.checks import require
+from moe_ext.files import atomic_file
+from moe_ext.formats import PackedWeight
+from moe_ext.integrations._packed.checkpoint import Checkpoint
+from moe_ext.integrations._packed.found_tensors import Place
+from moe_ext.integrations._packed.layer_tensors import LayerTensors
+from moe_ext.integrations._packed.merged import MergedExperts, MergedModel
+from moe_ext.integrations._packed.quantized_as import quantized_as
+from moe_ext.integrations._packed.stored_tensors import (
+    Bytes,
+    Stored,
+    read_gguf,
+    safetensors_header,
+)
+
+__all__ = ["rewrite"]
+
+
+def rewrite(model: MergedModel, checkpoint: Checkpoint, target: Path, merge: bool) -> list[Path]:
+    """Writes the files of a checkpoint again, with the present weights; see `save`.
+
+    Returns:
+        The files.
+    """
+    source = checkpoint.path
+    tensors = _Tensors(model, checkpoint, merge)
+    written = []
+    if checkpoint.is_gguf:
+        by_path: dict[Path, list[Bytes]] = {}
+        for stored in read_gguf(source)[1].values():
+            by_path.setdefault(stored.codes.path, []).append(stored.codes)
+    else:
+        others = sorted(each for each in source.iterdir() if each.is_file())
+        paths = [each for each in others if each.suffix == ".safetensors"]
+        by_path = {path: list(safetensors_header(path)[1].values()) for path in paths}
+        for path in others:
+            if path not in by_path:
+                shutil.copyfile(path, target / path.name)
+                written.append(target / path.name)
+    for path, entries in by_path.items():
+        written.append(target / path.name)
+        with path.open("rb") as old, atomic_file(target / path.name) as new:
+            for entry in sorted(entries, key=lambda entry: entry.start):
+                if entry.nbytes == 0:
+                    continue
+                _copy(old, new, entry.start)  # the header, or the padding
+                for part in tensors.of(entry):
+                    new.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+                old.seek(entry.start + entry.nbytes)
+            _copy(old, new)
+    return written
+
+
+def _copy(old: BinaryIO, new: BinaryIO, end: int | None = None) -> None:
+    """Copies the bytes of a file from its position up to another one."""
+    if end is None:
+        shutil.copyfileobj(old, new)
+    else:
+        new.write(old.read(end - old.tell()))
+
+
+_Start = tuple[Path, int]  # the file and the first byte of a tensor
+_Quantized = tuple[Tensor, Tensor | None]  # codes and scales
+
+
+def _start(tensor: Bytes) -> _Start:
+    return tensor.path, tensor.start
+
+
+class _OfExperts(NamedTuple):
+    """Where the values of a range of bytes are in packed experts."""
+
+    module: str  # of the experts
+    layer: int
+    tensors: LayerTensors
+    part: int  # of the rows of the layer
+    stored: Stored
+    expert: int | None  # None: all
+
+
+class _Tensors:
+    """The present values of the tensors of a checkpoint.
+
+    Args:
+        model: the model.
+        checkpoint: the checkpoint.
+        merge: whether adapters are merged, and changed weights are quantized again.
+    """
+
+    def __init__(self, model: MergedModel, checkpoint: Checkpoint, merge: bool) -> None:
+        self._model = model
+        self._merge = merge
+        self._packed: dict[_Start, _OfExperts] = {}
+        self._biases: dict[_Start, _OfExperts] = {}
+        for name, own in checkpoint.experts.items():
+            for layer, tensors in enumerate(own.weights):
+                for place in _places(name, layer, tensors):
+                    self._packed[_start(place.stored.codes)] = place
+                    if place.stored.scales is not None:
+                        self._packed[_start(place.stored.scales)] = place
+            for layer, tensors in enumerate(own.biases or ()):
+                self._biases |= {_start(p.stored.codes): p for p in _places(name, layer, tensors)}
+        self._dense: dict[_Start, tuple[str, Place]] = {}
+        for name, places in checkpoint.places.items():
+            for each in places:
+                for part in filter(None, (each.stored.codes, each.stored.scales)):
+                    self._dense[_start(part)] = name, each
+        self._state: dict[str, Tensor] = {}
+        self._merged: dict[str, str] = {}  # the names in the model of weights with adapters
+        self._read_state(checkpoint.is_gguf)
+        self._last: tuple[object, _Quantized | None] = None, None  # with the place of the weight
+
+    def _read_state(self, is_gguf: bool) -> None:
+        """Finds the present weights outside packed experts, by the names of the checkpoint."""
+        model = self._model
+        names = [name for name in model.skeleton.state_dict() if model.owner(name) is None]
+        adapted = {f"{path}.weight" for path in model.linear if self._merge}
+        state = {name: model.weight(name, merge=False) for name in names}
+        if is_gguf:
+            self._state, self._merged = state, {name: name for name in adapted}
+            return
+        self._state = revert_weight_conversion(model.model, state)
+        # A weight that the checkpoint has under another name is merged when it is written.
+        renamed = {value.data_ptr(): name for name, value in self._state.items()}
+        for name in adapted:
+            found = renamed.get(state[name].data_ptr())
+            rule = "be one tensor of the checkpoint, to merge its adapters"
+            whole = found is not None and self._state[found].shape == state[name].shape
+            require(whole, f"save: {name}", rule, "a part of another one")
+            assert found is not None
+            self._merged[found] = name
+
+    def of(self, entry: Bytes) -> Iterator[Tensor]:
+        """Returns the tensor of a range of bytes, in one or more parts."""
+        start = _start(entry)
+        if start in self._packed:
+            yield from self._of_experts(self._packed[start], start)
+        elif start in self._biases:
+            place = self._biases[start]
+            bias = self._experts(place).biases[place.layer]
+            own = place.tensors.own_rows(bias, place.part)
+            own = own if place.expert is None else own[place.expert]
+            yield _kept(f"the biases of {place.module}", own, place.stored)
+        elif start in self._dense:
+            name, part = self._dense[start]
+            yield from self._of_dense(name, part, entry)
+        else:  # a tensor that the model does not have
+            yield entry.read()
+
+    def _of_experts(self, place: _OfExperts, start: _Start) -> Iterator[Tensor]:
+        experts = self._experts(place)
+        weight = experts.packed(place.layer)
+        assert weight is not None
+        is_codes = start == _start(place.stored.codes)
+        for e in range(experts.num_experts) if place.expert is None else [place.expert]:
+            stored = place.stored.expert(e) if place.expert is None else place.stored
+            if self._merge and experts.change(place.layer, e) is not None:
+                make = partial(self._quantize_expert, experts, place, e, stored)
+                quantized = self._once((place.module, place.layer, place.part, e), make)
+                assert quantized is not None
+                codes, scales = quantized
+            else:
+                codes, scales = place.tensors.unpack(weight, place.part, e)
+            yield codes if is_codes or scales is None else scales
+
+    def _once(self, key: object, make: Callable[[], _Quantized | None]) -> _Quantized | None:
+        """Keeps the last result, because codes and scales are two tensors of a file."""
+        if self._last[0] != key:
+            self._last = key, make()
+        return self._last[1]
+
+    @staticmethod
+    def _quantize_expert(
+        experts: MergedExperts, place: _OfExperts, expert: int, stored: Stored
+    ) -> _Quantized:
+        whole = experts.weight(place.layer, expert)
+        rows = place.tensors.own_rows(whole[None], place.part)[0]
+        return quantized_as(place.module, rows, stored)
+
+    def _of_dense(self, name: str, place: Place, entry: Bytes) -> Iterator[Tensor]:
+        require(name in self._state, "save: model", f"have the weight {name}", "none")
+        stored, part = place
+        is_merged = name in self._merged
+
+        def value() -> Tensor:
+            whole = self._model.weight(self._merged[name]) if is_merged else self._state[name]
+            return whole if part is None else part(whole)
+
+        if stored.format is None and stored.other is None:
+            yield _kept(name, value(), stored)
+            return
+
+        def make() -> _Quantized | None:
+            present, same = value(), False
+            if not is_merged:
+                read = stored.read(present.dtype)
+                same = torch.equal(_fitting(present, tuple(read.shape)), read)
+            rule = "be unchanged, because it is packed in the checkpoint; format='merged' quantizes"
+            require(same or self._merge, f"save: {name}", rule, "another value")
+            return None if same else quantized_as(name, present.float(), stored)
+
+        start = _start(stored.codes)
+        quantized = self._once(start, make)
+        if quantized is None:
+            yield entry.read()
+        else:
+            codes, scales = quantized
+            yield codes if _start(entry) == start or scales is None else scales
+
+    def _experts(self, place: _OfExperts) -> MergedExperts:
+        experts = self._model.experts.get(place.module)
+        packed: PackedWeight | None = experts.packed(place.layer) if experts is not None else None
+        rule = "have packed experts as in the checkpoint"
+        require(packed is not None, f"save: {place.module}", rule, "other experts")
+        assert experts is not None
+        return experts
+
+
+def _places(module: str, layer: int, tensors: LayerTensors) -> Iterator[_OfExperts]:
+    """Yields the place of each tensor of a layer."""
+    for p, part in enumerate(tensors.parts):
+        stack = part if isinstance(part, list) else [part]
+        for e, stored in enumerate(stack):
+            index = e if isinstance(part, list) else None
+            yield _OfExperts(module, layer, tensors, p, stored, index)
+
+
+def _fitting(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns a value in the shape of a file, which may leave out a first dimension of 1."""
+    return value[0] if tuple(value.shape) == (1, *shape) else value
+
+
+def _kept(name: str, value: Tensor, stored: Stored) -> Tensor:
+    """Returns the numbers of the file if the value is the same in its dtype, else the value."""
+    numbers = stored.codes.read()
+    shape, value = tuple(numbers.shape), _fitting(value.detach(), tuple(numbers.shape))
+    require(tuple(value.shape) == shape, f"save: {name}", f"have shape {shape}", tuple(value.shape))
+    is_same = torch.equal(numbers.to(value.dtype), value)
+    return numbers if is_same else value.to(numbers.dtype)

@@ -1,0 +1,843 @@
+"""Exported models: merged as floats, in the format of the checkpoint, and as GGUF."""
+
+import filecmp
+import importlib
+import json
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from assertions import MIB, assert_same_bits, peak_mib
+
+from moe_ext import add_lora
+from moe_ext.formats import quantize
+from moe_ext.lora import lora_experts, merge_lora
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+peft = pytest.importorskip("peft")
+
+import gguf  # noqa: E402
+from llama import llama_logits, llama_tokens  # noqa: E402
+from packed_checkpoints import (  # noqa: E402
+    PROJECTIONS,
+    SCHEMES,
+    TYPES,
+    WIDE,
+    compressed,
+    write,
+    write_gguf,
+)
+from safetensors.torch import load_file, save_file  # noqa: E402
+from tiny_models import error, tiny, tokens  # noqa: E402
+
+plug = importlib.import_module("moe_ext.integrations.transformers")
+
+CHECKPOINTS = {
+    "fp8": ("qwen3_moe", "fp8", {}),
+    "fp8_in_whole_blocks": ("qwen3_moe", "fp8", {"hidden_size": 160, "moe_intermediate_size": 128}),
+    "fp8_of_deepseek": ("deepseek_v3", "fp8", {}),
+    "fp8_by_row": ("qwen3_moe", "compressed_fp8", {}),
+    "int4": ("olmoe", "int4", {"head_dim": 16}),
+    "int8": ("qwen3_moe", "int8", {}),
+    "mxfp4": ("gpt_oss", "mxfp4", {}),
+    "mxfp4_of_compressed_tensors": ("mixtral", "compressed_mxfp4", {}),
+}
+GGUF = {
+    "q8_0": ("qwen3_moe", TYPES.Q8_0, {}),
+    "q4_0_and_q8_0": (
+        "olmoe",
+        TYPES.Q4_0,
+        {"down": TYPES.Q8_0, "head_dim": 16, "num_key_value_heads": 4},
+    ),
+    "mxfp4": ("gpt_oss", TYPES.MXFP4, {}),
+    "shared_experts": ("qwen2_moe", TYPES.Q8_0, {"shared_expert_intermediate_size": 24}),
+    "deepseek": ("deepseek_v3", TYPES.Q8_0, {}),
+    "deepseek_with_two_parts_of_kv_b": ("deepseek_v3", TYPES.Q4_0, {"split_kv": True}),
+}
+# The sizes with which llama.cpp computes what transformers computes.
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+MODELS = {
+    "gpt_oss": ("gpt_oss", PLAIN_ROPE),
+    "olmoe": ("olmoe", {"head_dim": 16, "num_key_value_heads": 4}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"shared_expert_intermediate_size": 32, "num_experts": 6, "head_dim": 16},
+    ),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe_with_yarn": (
+        "qwen3_moe",
+        {
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            "first_k_dense_replace": 1,
+            "head_dim": 4,
+            "kv_lora_rank": 8,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 8,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+}
+LINEAR = ["q_proj", "o_proj", "q_b_proj"]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def load(path, **options):
+    return plug.load(path, **{"dtype": torch.float32, "quiet": True, **options})
+
+
+def save(model, path, *arguments, **options):
+    plug.save(model, path, *arguments, **{"quiet": True, **options})
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def adapted(model, *, linear=LINEAR, **options):
+    """Adds adapters to the experts and to linear layers, with random weights."""
+    torch.manual_seed(0)
+    add_lora(model, **{"rank": 4, "alpha": 8, **options})
+    if linear:
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=linear)
+        peft.inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        if ".b_" in name or ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def merged_experts(model):
+    """Returns the merged float weights [E, in, out] of each layer, by the path of the experts."""
+    found = {}
+    for path, experts in lora_experts(model).items():
+        own = experts.merged_experts(torch.float32)
+        found[path.removesuffix(".packed")] = [each.detach() for each in own.weights]
+    return found
+
+
+def merged_linear(model):
+    """Returns the merged weights of linear layers, as PEFT computes them, by their names."""
+    found = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = module.get_base_layer().weight.detach()
+            found[f"{path}.weight"] = weight + module.get_delta_weight("default").detach()
+    return found
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request, tmp_path_factory):
+    """Returns the folder of a checkpoint, and its model with adapters."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model_type, kind, sizes = CHECKPOINTS[request.param]
+    write(folder, model_type, kind, **sizes)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder, adapted(load(folder))
+
+
+# Floats
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_floats(checkpoint, dtype, tmp_path):
+    """The loader of transformers gives the logits of the model with its adapters."""
+    _, model = checkpoint
+    name = str(dtype).removeprefix("torch.")
+    save(model, tmp_path, name, shard_size=100_000)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert type(plain) is type(model) and not hasattr(plain, "hf_quantizer")
+    assert {each.dtype for each in plain.parameters()} >= {dtype}
+    difference = error(logits_of(plain.float()), logits_of(model))
+    assert difference < (1e-5 if dtype == torch.float32 else 0.1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == name and "quantization_config" not in config
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+
+
+def test_each_weight_of_floats_is_rounded_once(checkpoint, tmp_path):
+    _, model = checkpoint
+    save(model, tmp_path, "bfloat16")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for path, weights in merged_experts(model).items():
+        module = plain.get_submodule(path)
+        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+        for name, weight in zip(names, weights, strict=True):
+            found = module.get_parameter(name)
+            found = found if module.is_transposed else found.mT
+            assert torch.equal(found, weight.bfloat16())
+    for name, weight in merged_linear(model).items():
+        assert error(plain.get_parameter(name), weight) < 2**-8
+
+
+def test_floats_have_the_names_of_the_checkpoint(checkpoint, tmp_path):
+    folder, model = checkpoint
+    save(model, tmp_path, "bfloat16")
+    names = [*names_of(tmp_path)]
+    packed = {re.sub(r"(_packed|_blocks)$", "", name) for name in names_of(folder)}
+    packed = {name for name in packed if not re.search("_scale|_scales|_shape$", name)}
+    assert {*names} == packed
+
+
+def names_of(folder):
+    found = []
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        found += [name for name in header if name != "__metadata__"]
+    return sorted(found)
+
+
+def test_a_float_model_that_was_packed_in_memory(tmp_path):
+    model = tiny("qwen3_moe", **WIDE).eval()
+    plug.quantize_experts(model, "mxfp4", quiet=True)
+    save(adapted(model), tmp_path / "floats", "float32")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+    assert error(logits_of(plain), logits_of(model)) < 1e-5
+    for format in ("unchanged", "merged"):
+        with pytest.raises(ValueError, match="^save: model must come from load, got 'Qwen3MoeFor"):
+            save(model, tmp_path / "other", format)
+
+
+def test_models_in_a_peft_model_and_without_adapters(tmp_path):
+    write(tmp_path / "model", "qwen3_moe", "fp8")
+    model = load(tmp_path / "model")
+    save(model, tmp_path / "without", "float32")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "without")
+    assert error(logits_of(plain), logits_of(model)) < 1e-5
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config)
+    for format in ("float32", "merged"):
+        save(wrapped, tmp_path / format, format)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float32")
+    assert error(logits_of(plain), logits_of(wrapped)) < 1e-5
+    assert error(logits_of(load(tmp_path / "merged")), logits_of(wrapped)) < 0.1
+
+
+def test_merged_lora(tmp_path):
+    """Experts that merge_lora made are floats."""
+    write(tmp_path / "model", "gpt_oss", "mxfp4")
+    model = adapted(load(tmp_path / "model"), linear=None)
+    expected = logits_of(model)
+    merge_lora(model)
+    save(model, tmp_path / "floats", "float32")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+    assert error(logits_of(plain), expected) < 1e-5
+    with pytest.raises(ValueError, match="must have packed experts as in the checkpoint"):
+        save(model, tmp_path / "other", "merged")
+    rule = (
+        "must have a format of GGUF .pass format='gguf_mxfp4', 'gguf_q4_0', 'gguf_q8_0', .*floats"
+    )
+    with pytest.raises(ValueError, match=rule):
+        save(model, tmp_path / "model.gguf", "gguf")
+
+
+# In the format of the checkpoint
+
+
+def test_merged_in_the_format_of_the_checkpoint(checkpoint, request, tmp_path):
+    """Codes and scales are those of the reference package for the merged weight, bit for bit."""
+    folder, model = checkpoint
+    kind = CHECKPOINTS[request.node.callspec.params["checkpoint"]][1]
+    save(model, tmp_path / "merged", "merged")
+    save(model, tmp_path / "floats", "float32")
+    found, old = tensors_of(tmp_path / "merged"), tensors_of(folder)
+    assert files_of(tmp_path / "merged") == files_of(folder)
+    assert [*found] == [*old]
+    adapted = re.compile(rf"experts\..*|self_attn\.({'|'.join(LINEAR)})\.weight$")
+    expected = dict(old)
+    for name, weight in tensors_of(tmp_path / "floats").items():
+        if adapted.search(name) and "bias" not in name:
+            expected |= reference(name, weight, kind)
+    for name, each in expected.items():
+        assert_same_bits(found[name], each)
+    assert len(different(old, found)) > 8
+    model = load(tmp_path / "merged")
+    assert 0 < error(logits_of(model), logits_of(checkpoint[1])) < 0.3
+    save(model, tmp_path / "again")
+    assert different_files(tmp_path / "merged", tmp_path / "again") == []
+
+
+def reference(name, weight, kind):
+    """Returns the tensors of a weight in the format of a checkpoint, by the reference package."""
+    if kind == "mxfp4" and weight.dim() == 3:
+        codes, scales = quantize(weight.mT.contiguous(), "mxfp4")
+        return {f"{name}_blocks": codes.unflatten(-1, (-1, 16)), f"{name}_scales": scales}
+    if kind == "fp8" and PROJECTIONS.search(name):
+        codes, scales = quantize(weight, "fp8")
+        return {name: codes, f"{name}_scale_inv": scales}
+    if kind in SCHEMES and PROJECTIONS.search(name):
+        packed, _ = compressed(weight, *SCHEMES[kind])
+        return {f"{name.removesuffix('weight')}{key}": each for key, each in packed.items()}
+    return {name: weight}
+
+
+def different(old, new):
+    """Returns the names of the tensors with other bits."""
+
+    def bits(tensor):
+        return tensor.contiguous().view(-1).view(torch.uint8)
+
+    return {name for name in old if not torch.equal(bits(old[name]), bits(new[name]))}
+
+
+def tensors_of(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return dict(sorted(found.items()))
+
+
+def files_of(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def different_files(folder, other):
+    names = files_of(folder)
+    assert names == files_of(other)
+    return [name for name in names if not filecmp.cmp(folder / name, other / name, shallow=False)]
+
+
+def test_experts_without_a_change_keep_their_bytes(tmp_path):
+    write(tmp_path / "model", "qwen3_moe", "fp8")
+    model = adapted(load(tmp_path / "model"), linear=None)
+    for experts in lora_experts(model).values():
+        experts.adapters["default"].b_0.data[:4] = 0
+        experts.adapters["default"].b_1.data[1:] = 0
+    save(model, tmp_path / "merged", "merged")
+    old, new = tensors_of(tmp_path / "model"), tensors_of(tmp_path / "merged")
+    changed = different(old, new)
+    found = {tuple(re.search(r"experts\.(\d)\.(\w+)\.weight", name).groups()) for name in changed}
+    first = {(str(e), name) for e in (4, 5) for name in ("gate_proj", "up_proj")}
+    assert found == first | {("0", "down_proj")}
+    for experts in lora_experts(model).values():
+        experts.set_adapter()
+    save(model, tmp_path / "none", "merged")
+    assert different_files(tmp_path / "model", tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.bfloat16])
+def test_scales_of_fp8_keep_their_dtype(dtype, tmp_path):
+    """The codes are those of the weight divided by the rounded scales."""
+    write(tmp_path / "model", "qwen3_moe", "fp8", hidden_size=256, moe_intermediate_size=144)
+    for path in (tmp_path / "model").glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith("_scale_inv"):
+                tensors[name] = tensors[name].to(dtype)
+        save_file(tensors, path)
+    model = adapted(load(tmp_path / "model"))
+    save(model, tmp_path / "merged", "merged")
+    save(model, tmp_path / "floats", "float32")
+    found, floats = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "floats")
+    names = [name for name in found if name.endswith("_scale_inv") and ".experts." in name]
+    for name in names:
+        scales, weight = found[name], floats[name.removesuffix("_scale_inv")]
+        assert scales.dtype == dtype
+        wide = torch.kron(scales.float(), torch.ones(128, 128))[: len(weight), : weight.shape[1]]
+        codes = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(codes.float(), found[name.removesuffix("_scale_inv")].float())
+        largest = weight[:128, :128].abs().max()
+        assert largest / 448 <= scales[0, 0].float() * (1 + 2**-8) < 2.02 * largest / 448
+    assert len(names) == 36
+
+
+def test_one_scale_for_a_matrix(tmp_path):
+    """Some files in FP8 have one scale for each matrix."""
+    write(tmp_path / "model", "qwen3_moe", "compressed_fp8")
+    for path in (tmp_path / "model").glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith("weight_scale"):
+                tensors[name] = tensors[name].amax().view(1)
+        save_file(tensors, path)
+    model = adapted(load(tmp_path / "model"))
+    save(model, tmp_path / "merged", "merged")
+    save(model, tmp_path / "floats", "float32")
+    found, floats = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "floats")
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    scale = floats[name].abs().max() / 448
+    assert torch.equal(found[f"{name}_scale"], scale.view(1))
+    codes = (floats[name] / scale).to(torch.float8_e4m3fn)
+    assert torch.equal(codes.float(), found[name].float())
+
+
+def test_a_changed_packed_weight_is_quantized_again(tmp_path):
+    write(tmp_path / "model", "qwen3_moe", "fp8")
+    model = load(tmp_path / "model")
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    with torch.no_grad():
+        weight.mul_(1.7)
+    save(model, tmp_path / "merged", "merged")
+    old, new = tensors_of(tmp_path / "model"), tensors_of(tmp_path / "merged")
+    changed = different(old, new)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert changed <= {name, f"{name}_scale_inv"} and changed
+    assert torch.equal(new[name].float(), quantize(weight.detach(), "fp8").codes.float())
+
+
+# GGUF
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_merged_and_unchanged_in_the_file_of_gguf(name, tmp_path):
+    """Tensors with adapters are those of the package gguf for the merged weight, bit for bit."""
+    model_type, kind, options = GGUF[name]
+    (tmp_path / "old").mkdir()
+    path = tmp_path / "old" / "model.gguf"
+    config = write_gguf(path, model_type, kind, **options).config
+    config = config if model_type == "deepseek_v3" else None
+    for dtype in (torch.float32, torch.bfloat16):
+        save(load(path, config=config, dtype=dtype), tmp_path / str(dtype))
+        assert different_files(tmp_path / "old", tmp_path / str(dtype)) == []
+    model = adapted(load(path, config=config))
+    save(model, tmp_path / "merged", "merged")
+    save(model, tmp_path / "floats.gguf", "gguf_f32")
+    old, found = gguf_of(path), gguf_of(tmp_path / "merged" / "model.gguf")
+    floats = gguf_of(tmp_path / "floats.gguf")
+    changed = re.compile(r"_exps\.weight|attn_(q|q_b|output)\.weight")
+    assert [*old] == [*found]
+    for name, tensor in found.items():
+        expected = old[name].data
+        if changed.search(name):
+            expected = gguf.quantize(floats[name].data, tensor.tensor_type)
+            assert not np.array_equal(expected, old[name].data)
+        assert tensor.tensor_type == old[name].tensor_type
+        assert np.array_equal(tensor.data, expected), name
+    again = load(tmp_path / "merged" / "model.gguf", config=config)
+    assert error(logits_of(again), logits_of(model)) < 0.3
+
+
+def gguf_of(path):
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_experts_in_an_unknown_format_of_gguf_are_quantized_again(tmp_path):
+    (tmp_path / "old").mkdir()
+    path = tmp_path / "old" / "model.gguf"
+    write_gguf(path, "qwen3_moe", TYPES.Q8_0, down=TYPES.Q5_0)
+    model = load(path)
+    save(model, tmp_path / "same")
+    assert different_files(tmp_path / "old", tmp_path / "same") == []
+    experts = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        experts.down_proj.mul_(1.3)
+        experts.gate_up_proj[:, :32] *= 1.3
+    rule = r"^save: model.layers.1.mlp.experts.\w+ must be unchanged, because it is packed"
+    with pytest.raises(ValueError, match=rule):
+        save(model, tmp_path / "other")
+    save(model, tmp_path / "merged", "merged")
+    found = gguf_of(tmp_path / "merged" / "model.gguf")
+    expected = gguf.quantize(experts.down_proj.detach().numpy(), TYPES.Q5_0)
+    assert np.array_equal(found["blk.1.ffn_down_exps.weight"].data, expected)
+    expected = gguf.quantize(experts.gate_up_proj[:, :32].detach().numpy(), TYPES.Q8_0)
+    assert np.array_equal(found["blk.1.ffn_gate_exps.weight"].data, expected)
+    same = gguf_of(path)["blk.1.ffn_up_exps.weight"].data
+    assert np.array_equal(found["blk.1.ffn_up_exps.weight"].data, same)
+
+
+def test_gguf_in_several_files(tmp_path):
+    (tmp_path / "old").mkdir()
+    write_gguf(tmp_path / "old" / "model.gguf", "qwen3_moe", TYPES.Q8_0, num_tensors=10)
+    model = load(tmp_path / "old")
+    save(model, tmp_path / "same")
+    assert different_files(tmp_path / "old", tmp_path / "same") == []
+    adapted(model)
+    save(model, tmp_path / "merged", "merged")
+    assert error(logits_of(load(tmp_path / "merged")), logits_of(model)) < 0.1
+
+
+def small(name, format="gguf_q8_0"):
+    """Returns a model with packed experts, of the sizes of `MODELS`."""
+    model_type, sizes = MODELS[name]
+    model = tiny(model_type, **{**WIDE, **sizes}).eval()
+    plug.quantize_experts(model, format, quiet=True)
+    return model
+
+
+def config_for(model):
+    """Returns what `load` needs for a GGUF file, which describes all models but DeepSeek's."""
+    return model.config if "deepseek" in model.config.model_type else None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_gguf_gives_the_logits_of_the_model(name, dtype, tmp_path):
+    model = adapted(small(name)).to(dtype)
+    path = tmp_path / "model.gguf"
+    save(model, path, "gguf_f32")
+    found = load(path, config=config_for(model), dtype=dtype)
+    assert error(logits_of(found), logits_of(model)) < (1e-5 if dtype == torch.float32 else 0.1)
+    config = found.config
+    for key in ("hidden_size", "num_hidden_layers", "rms_norm_eps", "vocab_size"):
+        value = getattr(config, key)
+        assert value == pytest.approx(getattr(model.config, key)), key
+    types = {each.tensor_type.name for each in gguf_of(path).values()}
+    assert types == ({"F32"} if dtype == torch.float32 else {"F32", "BF16"})
+
+
+@pytest.mark.parametrize(
+    "format", ["gguf_q8_0", "gguf_q4_0", "gguf_mxfp4", "gguf_bf16", "gguf_f16"]
+)
+def test_the_format_of_experts_in_gguf(format, tmp_path):
+    """Codes are those of the package gguf for the merged weight, bit for bit."""
+    model = adapted(small("gpt_oss", "mxfp4"))
+    save(model, tmp_path / "floats.gguf", "gguf_f32")
+    save(model, tmp_path / "model.gguf", format)
+    floats, found = gguf_of(tmp_path / "floats.gguf"), gguf_of(tmp_path / "model.gguf")
+    kind = TYPES[format.removeprefix("gguf_").upper()]
+    experts = [name for name in found if name.endswith("_exps.weight")]
+    assert len(experts) == 6
+    for name in experts:
+        assert found[name].tensor_type == kind
+        expected = gguf.quantize(floats[name].data, kind)
+        assert np.array_equal(found[name].data.view(np.uint8), expected.view(np.uint8)), name
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "gguf_mxfp4", "gguf_q4_0", "gguf_q8_0"])
+def test_codes_in_gguf_stay_as_they_are(format, tmp_path):
+    """The values of experts without adapters do not change."""
+    model = small("gpt_oss", format)
+    save(model, tmp_path / "model.gguf", "gguf")
+    save(model, tmp_path / "floats.gguf", "gguf_f32")
+    floats = gguf_of(tmp_path / "floats.gguf")
+    for name, tensor in gguf_of(tmp_path / "model.gguf").items():
+        assert np.array_equal(gguf.dequantize(tensor.data, tensor.tensor_type), floats[name].data)
+    found = load(tmp_path / "model.gguf")
+    assert error(logits_of(found), logits_of(model)) < 1e-6
+    own = [each.packed.weights for each in plug.experts_modules(model).values()]
+    again = [each.packed.weights for each in plug.experts_modules(found).values()]
+    for mine, theirs in zip(own, again, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert b.format == {"mxfp4": "gguf_mxfp4"}.get(a.format, a.format)
+            assert torch.equal(a.dequantize(), b.dequantize())
+
+
+def test_gguf_of_a_packed_checkpoint(tmp_path):
+    write(tmp_path / "model", "gpt_oss", "mxfp4", **PLAIN_ROPE)
+    model = adapted(load(tmp_path / "model"))
+    save(model, tmp_path / "model.gguf", "gguf")
+    found = load(tmp_path / "model.gguf")
+    assert error(logits_of(found), logits_of(model)) < 0.3
+    save(found, tmp_path / "again.gguf", "gguf")
+    assert filecmp.cmp(tmp_path / "model.gguf", tmp_path / "again.gguf", shallow=False)
+
+
+def test_adapters_in_gguf(tmp_path):
+    """W + alpha / r (B A) of the file is the merged weight."""
+    for name in ("gpt_oss", "qwen3_moe"):
+        model = small(name)
+        save(model, tmp_path / "base.gguf", "gguf_f32")
+        add_lora(model, rank=2, alpha=3, adapter="second", rslora=True)
+        adapted(model)
+        for experts in lora_experts(model).values():
+            experts.set_adapter("second", "default")
+        save(model, tmp_path / "merged.gguf", "gguf_f32")
+        save(model, tmp_path / "adapter.gguf", "gguf_adapter")
+        reader = gguf.GGUFReader(tmp_path / "adapter.gguf")
+        values = {key: reader.fields[key].contents() for key in reader.fields}
+        assert values["general.type"] == "adapter" and values["adapter.type"] == "lora"
+        assert values["general.architecture"] == name.replace("_", "-" if "oss" in name else "")
+        base, merged = gguf_of(tmp_path / "base.gguf"), gguf_of(tmp_path / "merged.gguf")
+        adapter = gguf_of(tmp_path / "adapter.gguf")
+        names = {name.rpartition(".")[0] for name in adapter}
+        assert len(names) == 2 * (3 + 2)
+        for name in names:
+            a, b = (adapter[f"{name}.lora_{letter}"].data for letter in "ab")
+            assert a.ndim == b.ndim == (3 if "_exps" in name else 2)
+            scale = values["adapter.lora.alpha"] / b.shape[-1]
+            found = torch.from_numpy(base[name].data + scale * (b @ a))
+            assert error(found, torch.from_numpy(merged[name].data.copy())) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_gives_the_logits_of_the_model(name, tmp_path):
+    model = small(name)
+    save(model, tmp_path / "base.gguf", "gguf_f32")
+    assert error(llama_logits(tmp_path / "base.gguf", tokens()), logits_of(model)) < 1e-5
+    adapted(model, linear=["q_proj", "k_proj", "v_proj", "o_proj"])
+    expected = logits_of(model)
+    save(model, tmp_path / "merged.gguf", "gguf_f32")
+    assert error(llama_logits(tmp_path / "merged.gguf", tokens()), expected) < 1e-5
+    save(model, tmp_path / "adapter.gguf", "gguf_adapter")
+    found = llama_logits(tmp_path / "base.gguf", tokens(), tmp_path / "adapter.gguf")
+    assert error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("format", ["gguf_q8_0", "gguf_q4_0", "mxfp4"])
+def test_llama_cpp_reads_packed_experts(format, tmp_path):
+    """llama.cpp rounds the inputs of packed experts to 8 bits."""
+    model = adapted(small("gpt_oss", format))
+    save(model, tmp_path / "model.gguf", "gguf")
+    expected = logits_of(load(tmp_path / "model.gguf"))
+    assert error(llama_logits(tmp_path / "model.gguf", tokens()), expected) < 0.05
+
+
+TEXT = "The experts' answers: they've 1234 choices,\n\n  but only  two!\tÄpfel, CamelCase 中文."
+# The rules of splitting in the files of published models.
+SPLITS = {
+    "gpt-2": [],
+    "qwen2": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "gpt-4o": [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+        "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+}
+
+
+@pytest.fixture(params=SPLITS)
+def tokenizer(request):
+    """Returns the name of a rule of splitting, and a tokenizer with it."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[request.param]]
+    own = Tokenizer(models.BPE())
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)
+    own.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    own.train_from_iterator([TEXT] * 3, trainer)
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|end|>")
+    wrapped.chat_template = "{{ messages[0]['content'] }}"
+    return request.param, wrapped
+
+
+def test_a_tokenizer_that_splits_in_another_way(tokenizer, tmp_path):
+    name, own = tokenizer
+    write(tmp_path / "model", "gpt_oss", "mxfp4", vocab_size=320)
+    own.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    described = json.loads(path.read_text())
+    first = described["pre_tokenizer"]["pretokenizers"][0]
+    if name == "gpt-2":
+        first["use_regex"] = False
+    else:
+        first["pattern"]["Regex"] += "|x"
+    path.write_text(json.dumps(described))
+    message = "^save: the tokenizer for GGUF must split a text as gpt-2, qwen2, "
+    refused(message, load(tmp_path / "model"), tmp_path / "model.gguf", "gguf")
+
+
+def test_tokenizers_in_gguf(tokenizer, tmp_path, capsys):
+    name, own = tokenizer
+    write(tmp_path / "model", "gpt_oss", "mxfp4", vocab_size=320)
+    own.save_pretrained(tmp_path / "model")
+    plug.save(load(tmp_path / "model"), tmp_path / "model.gguf", "gguf")
+    count = len(own.get_vocab())
+    assert f"the tokenizer with {count} tokens ({name})" in capsys.readouterr().err
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    values = {key: each.contents() for key, each in fields.items() if key.startswith("tokenizer")}
+    texts = values["tokenizer.ggml.tokens"]
+    assert (
+        len(texts) == 320 and {text: i for i, text in enumerate(texts[:count])} == own.get_vocab()
+    )
+    assert values["tokenizer.ggml.token_type"][0] == gguf.TokenType.CONTROL
+    assert {*values["tokenizer.ggml.token_type"][count:]} == {gguf.TokenType.UNUSED}
+    assert values["tokenizer.ggml.eos_token_id"] == own.eos_token_id
+    assert values["tokenizer.chat_template"] == own.chat_template
+    save(load(tmp_path / "model.gguf"), tmp_path / "again.gguf", "gguf_q8_0")  # copies the fields
+    fields = gguf.GGUFReader(tmp_path / "again.gguf").fields
+    assert values == {
+        key: each.contents() for key, each in fields.items() if key.startswith("tokenizer")
+    }
+
+
+def test_llama_cpp_gives_the_tokens_of_the_tokenizer(tokenizer, tmp_path):
+    _, own = tokenizer
+    write(tmp_path / "model", "gpt_oss", "mxfp4", vocab_size=320)
+    own.save_pretrained(tmp_path / "model")
+    save(load(tmp_path / "model"), tmp_path / "model.gguf", "gguf")
+    text = f"{TEXT}<|end|>"
+    found = llama_tokens(tmp_path / "model.gguf", text)
+    assert found == own(text).input_ids and own.eos_token_id in found
+
+
+def test_gguf_needs_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for format in ("gguf", "gguf_adapter"):
+        with pytest.raises(ImportError, match="save: GGUF files need gguf .pip install gguf"):
+            save(adapted(small("gpt_oss")), tmp_path / "model.gguf", format)
+
+
+def test_gguf_without_a_tokenizer_says_so(tmp_path, capsys):
+    plug.save(small("gpt_oss"), tmp_path / "model.gguf", "gguf")
+    line = capsys.readouterr().err
+    assert "no tokenizer, because the checkpoint has no tokenizer.json" in line
+    assert "GptOssForCausalLM as gguf; 1 files with " in line
+
+
+# What a format cannot hold
+
+
+def refused(message, model, path, format):
+    with pytest.raises(ValueError, match=message):
+        save(model, path, format)
+    assert not path.exists() or path.is_dir()
+    assert not [*path.parent.glob(f".{path.name}*")]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob .* must be True for qwen3moe"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act .* must be silu for qwen3moe"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv .* must be None for olmoe"),
+        ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads must be 4 for olmoe"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "layer_types must alternate"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave .* must be True"),
+        (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type for GGUF must be one of default, linear, yarn, got 'dynamic'",
+        ),
+    ],
+)
+def test_configurations_that_llama_cpp_computes_otherwise(name, sizes, message, tmp_path):
+    model_type, own = MODELS[name]
+    model = tiny(model_type, **{**WIDE, **own, **sizes})
+    refused(message, model, tmp_path / "model.gguf", "gguf_f32")
+
+
+def test_what_a_format_cannot_hold(tmp_path):
+    path = tmp_path / "model.gguf"
+    write(tmp_path / "fp8", "qwen3_moe", "fp8", norm_topk_prob=True)
+    fp8 = load(tmp_path / "fp8")
+    refused("must have a format of GGUF .pass format=.*, got 'fp8'", fp8, path, "gguf")
+    refused("model must have active adapters, got 'none'", fp8, path, "gguf_adapter")
+    refused("^save: path must have the suffix .gguf, got ", fp8, tmp_path / "folder", "gguf")
+    refused("^save: path must be a folder, not end with .gguf", fp8, path, "bfloat16")
+    refused("^save: format must be one of unchanged, merged, ", fp8, path, "gguf_q4_k")
+    mixtral = tiny("mixtral", **WIDE)
+    refused(
+        "model_type for GGUF must be one of gpt_oss, .*, got 'mixtral'", mixtral, path, "gguf_f32"
+    )
+    narrow = tiny("qwen3_moe", norm_topk_prob=True)
+    plug.quantize_experts(narrow, "fp8", quiet=True)
+    refused("must have a multiple of 32 inputs for gguf_q8_0, got 16", narrow, path, "gguf_q8_0")
+
+
+def test_formats_without_a_rule_of_rounding(tmp_path):
+    """Q4_K stays as it is, and cannot have merged adapters."""
+    from moe_ext import QuantizedExperts
+    from moe_ext.formats import PackedWeight
+
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    model = tiny("qwen3_moe", **sizes).eval()
+    plug.quantize_experts(model, "gguf_q8_0", quiet=True)
+    for module in plug.experts_modules(model).values():
+        shapes = [(6, 512), (6, 256)]
+        weights = [
+            PackedWeight.pack(
+                torch.zeros(*shape, 144, dtype=torch.uint8).random_(0, 16), format="gguf_q4_k"
+            )
+            for shape in shapes
+        ]
+        module.packed = QuantizedExperts(weights, activation="swiglu")
+    path = tmp_path / "old" / "model.gguf"
+    save(model, path, "gguf")
+    found = load(path)
+    assert {each.packed.weights[0].format for each in plug.experts_modules(found).values()} == {
+        "gguf_q4_k"
+    }
+    assert error(logits_of(found), logits_of(model)) < 1e-5
+    adapted(found)
+    refused(
+        "must have no adapters, because gguf_q4_k has no rule", found, tmp_path / "a.gguf", "gguf"
+    )
+    message = "experts cannot be written in gguf_q4_k: format must be one of fp8, "
+    with pytest.raises(ValueError, match=message):
+        save(found, tmp_path / "merged", "merged")
+    save(found, tmp_path / "merged.gguf", "gguf_q8_0")
+    assert error(logits_of(load(tmp_path / "merged.gguf")), logits_of(found)) < 0.05
+
+
+def test_adapters_that_cannot_be_merged(tmp_path):
+    write(tmp_path / "model", "qwen3_moe", "fp8")
+    rule = "must have LoRA of PEFT on a linear layer alone"
+    for options in ({"use_dora": True}, {"lora_bias": True}):
+        model = load(tmp_path / "model")
+        config = peft.LoraConfig(target_modules=["lm_head"], **options)
+        peft.inject_adapter_in_model(config, model)
+        refused(rule, model, tmp_path / "other", "float32")
+    model = load(tmp_path / "model")
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["embed_tokens"]), model)
+    refused(rule, model, tmp_path / "other", "float32")
+    model = adapted(small("deepseek_v3"), linear=["kv_b_proj"])
+    refused(
+        "must be one tensor of GGUF, to have adapters", model, tmp_path / "a.gguf", "gguf_adapter"
+    )
+    model = adapted(small("deepseek_v3"), linear=["q_a_proj"])
+    refused("which llama.cpp would ignore there", model, tmp_path / "a.gguf", "gguf_adapter")
+
+
+# Perplexity
+
+
+def test_perplexity(tmp_path):
+    model = small("qwen3_moe")
+    model.config.output_router_logits = True  # then the loss of transformers has the routers' too
+    logits = logits_of(model).double().log_softmax(-1)[:, :-1]
+    losses = -logits.gather(-1, tokens()[:, 1:, None])
+    model.train()
+    assert plug.perplexity(model, tokens()) == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+    assert model.training
+    for wrong in (tokens()[0], tokens()[:, :1], tokens()[:0]):
+        with pytest.raises(ValueError, match="^perplexity: tokens must have the shape"):
+            plug.perplexity(model, wrong)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "merged", "gguf"])
+def test_peak_of_memory_while_saving(format, tmp_path):
+    """At most the float weights of one parameter of a layer are in memory."""
+    sizes = {"hidden_size": 512, "intermediate_size": 256, "num_local_experts": 12, **PLAIN_ROPE}
+    write(tmp_path / "model", "gpt_oss", "mxfp4", num_hidden_layers=4, **sizes)
+    model = adapted(load(tmp_path / "model", dtype=torch.bfloat16))
+    path = tmp_path / ("model.gguf" if format == "gguf" else "folder")
+    peak = peak_mib(lambda: save(model, path, format))
+    parameter = 12 * 512 * 512 * (2 if format == "bfloat16" else 17 / 32) / MIB
+    expert = 512 * 512 * 4 / MIB
+    assert peak < parameter + 12 * expert < 4 * 12 * 3 * 256 * 512 * 2 / MIB
