@@ -1,5 +1,7 @@
 """Shards the layers of an existing model by torch's parallelize_module."""
 
+from dataclasses import replace
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,11 +11,10 @@ from moe_ext._compiled import unwrapped_module
 from moe_ext.checks import require
 from moe_ext.dispatch import ExpertParallel
 from moe_ext.dispatch._dispatchers import make_dispatcher
-from moe_ext.dispatch._sharding import Balance, Placement
+from moe_ext.dispatch._sharding import parallel_options
 from moe_ext.distributed._dtensors import distribute_experts
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.moe import MoE
-from moe_ext.ranks import ExchangeUnit
 
 __all__ = ["ExpertParallelStyle"]
 
@@ -27,29 +28,29 @@ class ExpertParallelStyle(ParallelStyle):
     other parameters must be averaged over the ranks, as `parallelize` does.
 
     Args:
-        balance, exchange, num_chunks, placement: see `ExpertParallel`.
+        parallel: how ranks share the experts; its process_group is None, as the mesh of
+            ``parallelize_module`` takes its place. None: the defaults of `ExpertParallel`.
 
     Raises:
-        TypeError: the module is not a `MoE` with `FeedForwardExperts`.
-        ValueError: the layer has a process group already, or an option does not fit the layer.
+        TypeError: parallel has the wrong type, or the module is not a `MoE` with
+            `FeedForwardExperts`.
+        ValueError: parallel has a process_group, the layer has one already, or an option does not
+            fit the layer.
 
     Example:
         >>> from torch.distributed.tensor.parallel import parallelize_module
-        >>> style = ExpertParallelStyle(exchange="tokens")
+        >>> style = ExpertParallelStyle(ExpertParallel(None, exchange="tokens"))
         >>> def shard(model, mesh):
         ...     return parallelize_module(model, mesh, {"layers.*.moe": style})
     """
 
-    def __init__(
-        self,
-        *,
-        balance: Balance = "global",
-        exchange: ExchangeUnit = "rows",
-        num_chunks: int = 1,
-        placement: Placement | None = None,
-    ) -> None:
+    def __init__(self, parallel: ExpertParallel | None = None) -> None:
         super().__init__()
-        self._options = ExpertParallel(None, balance, exchange, num_chunks, placement)
+        owner = type(self).__name__
+        parallel = parallel_options(owner, None, parallel) or ExpertParallel(None)
+        group = parallel.process_group
+        require(group is None, f"{owner}: parallel", "have no process_group", type(group).__name__)
+        self._parallel: ExpertParallel = parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Shards a layer over the ranks of a mesh of one dimension."""
@@ -62,14 +63,14 @@ class ExpertParallelStyle(ParallelStyle):
             raise TypeError(f"{owner}: module {rule}, got {found}")
         rule = "be made without a process group"
         require(layer.sharding is None, f"{owner}: module", rule, layer.sharding)
-        options = ExpertParallel(**vars(self._options) | {"process_group": device_mesh})
+        options = replace(self._parallel, process_group=device_mesh)
         group = device_mesh.get_group()
         if self.src_data_rank is not None:
             for value in (*layer.parameters(), *layer.buffers()):
                 if not value.is_meta:
                     dist.broadcast(value.detach(), group_src=self.src_data_rank, group=group)
         dispatcher = make_dispatcher(options, layer.gate, layer.num_experts)
-        assert dispatcher.sharding is not None  # the options have a mesh
+        assert dispatcher.sharding is not None  # its options have a mesh
         dispatcher.sharding.require_experts(experts)
         local = dispatcher.local_experts
         for name, param in experts.named_parameters():

@@ -270,8 +270,8 @@ def test_one_block_is_whole_at_a_time(group, rank):
         patch.setattr(FSDPParamGroup, "unshard", begin)
         patch.setattr(FSDPParamGroup, "_to_sharded", end)
         backward(model, rank, [3, 4])
-    assert len(peaks) >= 8 and not gathered
-    assert 0.5 * max(sizes) < max(peaks) <= max(sizes)
+        assert len(peaks) >= 8 and not gathered
+        assert 0.5 * max(sizes) < max(peaks) <= max(sizes)
 
 
 @on_ranks(4)
@@ -372,14 +372,18 @@ def test_the_style_shards_an_existing_model(group, rank):
     mesh = init_device_mesh("cpu", (4,))
     alone, model = Model(), Model(seed=1 + rank)  # the values of rank 0 count
     styles = {
-        "blocks.0.layer": ExpertParallelStyle(exchange="tokens"),
+        "blocks.0.layer": ExpertParallelStyle(ExpertParallel(None, exchange="tokens")),
         "blocks.1.layer": ExpertParallelStyle(),
     }
     parallelize_module(model, mesh, styles)
     assert model.blocks[0].layer.experts.weight_0.shape == (1, D, 6)
     train_two_steps(model, parallelize(model, mesh), rank)
     assert count_parameters(model) == count_parameters(alone)
-    style = ExpertParallelStyle(num_chunks=2)
+    with pytest.raises(ValueError, match="^ExpertParallelStyle: parallel must have no process_gr"):
+        ExpertParallelStyle(ExpertParallel(group))
+    with pytest.raises(TypeError, match="^ExpertParallelStyle: parallel must be an ExpertParallel"):
+        ExpertParallelStyle("tokens")
+    style = ExpertParallelStyle()
     with pytest.raises(TypeError, match="^ExpertParallelStyle: module must be a MoE .*got Linear$"):
         parallelize_module(nn.Linear(D, D), mesh, style)
     with pytest.raises(ValueError, match="^ExpertParallelStyle: module must be made without a"):
