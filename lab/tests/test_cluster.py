@@ -5,14 +5,24 @@ import itertools
 import json
 import math
 import pathlib
+import re
 from typing import get_args
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from moe_lab.analysis.cluster import DEVICES, Device, exchange_bytes, leaving, mask_bytes, plan
-from moe_lab.analysis.cluster_table import grown, parse_device
+from moe_lab.analysis.cluster import (
+    DEVICES,
+    PAPER,
+    Device,
+    Efficiency,
+    exchange_bytes,
+    leaving,
+    mask_bytes,
+    plan,
+)
+from moe_lab.analysis.cluster_table import grown, parse_device, parse_efficiency
 from moe_lab.benchmarks.memory import saved_bytes
 from moe_lab.commands import plan_cluster
 from moe_lab.data import Batch
@@ -245,6 +255,60 @@ def test_a_trillion_parameters():
     assert copied.dense_parameters - large.dense_parameters == 2 * 512 * 2**20
 
 
+PUBLISHED = {
+    "/".join(path.parts[-2:]): (float(found[1]), int(found[2]))
+    for path in sorted(ROOT.glob("configs/*/moe-*.toml"))
+    if (found := re.search(r"([\d.]+) TFLOPS/GPU on (\d+) K40s", path.read_text()))
+    and "moe-1-" not in path.name  # a dense layer
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_efficiencies(name):
+    """Tables 7 and 8: the TFLOPS per device of the mixtures, within a factor of 1.3.
+
+    As in the tables, each GEMM counts once.
+    """
+    assert len(PUBLISHED) == 15
+    published, num_devices = PUBLISHED[name]
+    path = ROOT / "configs" / name
+    tokens = read_config(path).data.tokens_per_batch // num_devices
+    once = [f"data.tokens_per_batch={tokens}", "model.moe.recompute=false"]
+    p = plan(read_config(path, once), DEVICES["k40"], num_devices)
+    found = p.flops / p.expected_seconds(DEVICES["k40"], PAPER) / 1e12
+    assert 1 / 1.3 < found / published < 1.3
+
+
+def test_an_expected_step_worked_by_hand():
+    p = plan(config(), DEVICE, 3)  # 3, 3 and 2 of 8 experts; 12 tokens with 2 experts
+    assert (p.expert_rows, p.imbalance) == (3 * 12 * 2 / 8, 3 * 3 / 8)
+    assert p.expert_flops == 2 * 3 * 12 * 96
+    assert p.vocabulary_bytes == pytest.approx(2 * 2 / 3 * 4 * (40 + 50))
+    efficiency = Efficiency(dense=0.5, experts=0.8, half_rows=3)
+    experts = 9 / 8 * p.expert_flops / (0.8 * 9 / 12)
+    computed = ((p.flops - p.expert_flops) / 0.5 + experts) / 1e6
+    sent = (9 / 8 * p.exchange_bytes + 2 * 2 / 3 * 4 * 64) / 1e4
+    assert p.expected_seconds(DEVICE, efficiency) == pytest.approx(
+        computed + sent + p.optimizer_seconds
+    )
+    # At the peak, without waiting for a device with more experts.
+    p = plan(config(), DEVICE, 1)
+    assert p.expected_seconds(DEVICE, Efficiency()) == pytest.approx(p.step_seconds(overlap=False))
+
+
+def test_efficiency_of_the_command():
+    assert parse_efficiency(["paper"]) == PAPER
+    assert parse_efficiency(["paper", "dense=0.5"]) == dataclasses.replace(PAPER, dense=0.5)
+    for words, message in (
+        (["dense=fast"], "--efficiency: dense must be a number, got 'fast'"),
+        (["dense=2"], "--efficiency: Efficiency: dense must be in"),
+        (["all=1"], "--efficiency: .*all"),
+        (["half_rows=-1"], "half_rows must be at least 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_efficiency(words)
+
+
 def test_errors():
     with pytest.raises(ValueError, match="plan: num_devices must .*got 0"):
         plan(config(), DEVICE, 0)
@@ -282,9 +346,14 @@ def test_the_command(tmp_path, capsys):
     small = ["model.d_model=8", "model.moe.num_experts=4", "model.moe.k=2"]
     arguments = [str(ROOT / "configs/small/moe-32.toml"), *small, "--devices", "2", "4", "--weak"]
     plan_cluster.main([*arguments, "--device", "h200", "memory=1", "--json", str(path)])
+    assert "expected" not in capsys.readouterr().out
+    plan_cluster.main(
+        [*arguments, "--device", "h200", "memory=1", "--json", str(path), "--efficiency", "paper"]
+    )
     out = capsys.readouterr().out
     assert "| experts of a MoE layer | 4 | 8 |" in out
     assert "| fits | NO | NO |" in out
+    assert "| expected TFLOPS, each device | " in out
     record = json.loads(path.read_text())
     assert record["device"]["memory"] == 1
     two, four = record["plans"]

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.constants import default_pg_timeout
@@ -49,6 +50,9 @@ def init_process_group(
     Ranks that srun or mpirun starts find rank 0 by MASTER_ADDR and MASTER_PORT, which must be set.
     They get the variables RANK, WORLD_SIZE and LOCAL_RANK, as from torchrun.
 
+    With NCCL, the current device of torch becomes device_id, by default the GPU with the number
+    LOCAL_RANK. This has not run on a GPU yet.
+
     Args:
         backend, timeout: see `torch.distributed.init_process_group`.
         options: the other keyword arguments of `torch.distributed.init_process_group`, except
@@ -58,14 +62,21 @@ def init_process_group(
         The process group of all ranks, or None if this process was started alone.
 
     Raises:
-        ValueError: a launcher started several ranks, but a variable is missing.
+        ValueError: a launcher started several ranks, but a variable is missing. Or there are fewer
+            GPUs than ranks of a machine.
     """
     times: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if not dist.is_torchelastic_launched():
+    launched = dist.is_torchelastic_launched()
+    if not launched:
         variables = _variables(os.environ)
         if not variables:
             return None
         os.environ.update(variables)
+    if torch.cuda.is_available() and (backend is None or "nccl" in backend):
+        device = _own_device(os.environ, torch.cuda.device_count())
+        options = {"device_id": device} | options
+        torch.cuda.set_device(options["device_id"])
+    if not launched:
         dist.init_process_group(backend, **times, **options)
         return dist.group.WORLD
     store, rank, world_size = next(dist.rendezvous("env://", **times))
@@ -78,6 +89,18 @@ def init_process_group(
         **options,
     )
     return dist.group.WORLD
+
+
+def _own_device(environ: Mapping[str, str], num_devices: int) -> torch.device:
+    """Returns the GPU of this rank: the one with the number LOCAL_RANK, or the only visible one.
+
+    Raises:
+        ValueError: the rank has no GPU of its own.
+    """
+    local_rank = int(environ.get("LOCAL_RANK") or 0)
+    name, rule = "init_process_group: LOCAL_RANK", f"be below the number of GPUs, {num_devices}"
+    require(local_rank < num_devices or num_devices == 1, name, rule, local_rank)
+    return torch.device("cuda", local_rank if num_devices > 1 else 0)
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -472,19 +472,19 @@ class Exchange:
         destination = order.destination_of(number)
         # A stable counting sort: the slots of a copy follow each other. No size depends on values,
         # so the host needs no synchronization with the device.
-        sorted_ = ops.dispatch_plan(destination, len(order.bounds) - 1)
-        pair = token * (len(order.bounds) - 1) + destination
-        pair = pair[sorted_.permutation]
+        num_destinations = len(order.bounds) - 1
+        by_destination = ops.dispatch_plan(destination, num_destinations)
+        pair = (token * num_destinations + destination)[by_destination.permutation]
         starts = torch.ones_like(pair, dtype=torch.bool)
         torch.ne(pair[1:], pair[:-1], out=starts[1:])
         copies_before = offsets_of(starts)
-        position = copies_before[1:][sorted_.inverse] - 1
-        first_copies = copies_before[sorted_.offsets]
+        position = copies_before[1:][by_destination.inverse] - 1
+        first_copies = copies_before[by_destination.offsets]
         place = position - first_copies[destination]
         return _Copies(
             position,
             first_copies.diff(),
-            starts[sorted_.inverse],
+            starts[by_destination.inverse],
             place[plan.permutation].to(torch.int32),
         )
 

@@ -193,6 +193,24 @@ def test_local_balance_is_of_each_rank(group, rank, capacity):
         assert torch.equal(aux.kept, alone.kept) and not aux.kept.all()
 
 
+class SeeingGate(NoisyTopKGate):
+    replays = True
+
+    def forward(self, x, ranks=None, expert_index=None):
+        routing = super().forward(x, ranks, expert_index)
+        self.seen = routing.importance.detach(), routing.load.detach()
+        return routing
+
+
+@on_ranks(2)
+def test_a_gate_with_its_own_forward_sees_the_sums(group, rank):
+    """A layer sums importance and load after the gate only if nothing in the gate can need them."""
+    layer = make(SeeingGate(D, 4, 2), process_group=group)
+    aux = layer(torch.randn(5, D))[1]
+    assert_same_bits(layer.gate.seen[0], aux.importance.detach())
+    assert_same_bits(layer.gate.seen[1], aux.load.detach())
+
+
 class DroppingGate(HierarchicalNoisyTopKGate):
     def routing(self, *args):
         routing = super().routing(*args)

@@ -97,6 +97,16 @@ def test_each_token_is_sent_once_to_each_node(group, rank):
 
 
 @on_ranks(4)
+def test_a_rank_without_experts_runs_backward(group, rank):
+    """Also if only the gate needs a gradient, and the gates stay on the rank of the token."""
+    gate = TopKGate(D, 3, 1, renormalize=False)
+    parallel = ExpertParallel(group, **NODES)
+    layer = MoE(D, 3, 1, hidden_sizes=(5,), gate=gate, parallel=parallel)
+    layer(torch.randn(6, D))[0].sum().backward()
+    assert gate.w_gate.grad.count_nonzero() > 0
+
+
+@on_ranks(4)
 def test_layers_share_the_groups_of_nodes(group, rank):
     parallel = ExpertParallel(group, **NODES)
     first, second = (MoE(D, 4, 2, parallel=parallel).sharding.exchange for _ in range(2))

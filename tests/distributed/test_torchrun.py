@@ -115,3 +115,24 @@ def test_ranks_of_srun_connect(group, rank):
         assert (there.rank(), there.size()) == (rank, 2)
         dist.all_reduce(total := torch.ones(1))
         assert total == 2
+
+
+def test_each_rank_has_its_own_gpu(monkeypatch):
+    """Checks the arguments only: there is no GPU."""
+    calls, chosen = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append(options))
+    for name, value in (TORCH | ADDRESS).items():
+        monkeypatch.setenv(name, value)
+    other = torch.device("cuda", 0)
+    torchrun.init_process_group()
+    torchrun.init_process_group("cpu:gloo,cuda:nccl", device_id=other)
+    torchrun.init_process_group("gloo")
+    assert calls == [{"device_id": torch.device("cuda", 1)}, {"device_id": other}, {}]
+    assert chosen == [torch.device("cuda", 1), other]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="LOCAL_RANK must be below the number of GPUs, 2, got 2"):
+        torchrun.init_process_group()
+    assert torchrun._own_device({"LOCAL_RANK": "2"}, 1) == torch.device("cuda", 0)

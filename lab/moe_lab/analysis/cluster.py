@@ -2,7 +2,7 @@
 
 Every device has a replica of the dense parameters, a shard of the experts, and its own tokens. The
 counts of parameters, operations and bytes are exact if all experts get equally many tokens. The
-activation memory is an estimate. Times assume peak throughput.
+activation memory is an estimate. Times assume peak throughput, except those of an `Efficiency`.
 """
 
 import math
@@ -46,6 +46,33 @@ DEVICES = {
     "a100": Device(312e12, 80e9, 2.04e12, 25e9),
     "h200": Device(989e12, 141e9, 4.8e12, 50e9),
 }
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The fractions of a device's peak throughput that its GEMMs reach.
+
+    Attributes:
+        dense: the fraction outside the experts.
+        experts: the fraction in an expert with very many rows.
+        half_rows: the number of rows of an expert at which its GEMMs reach half of this fraction. A
+            GEMM with M rows reaches M / (M + half_rows) of it.
+    """
+
+    dense: float = 1.0
+    experts: float = 1.0
+    half_rows: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("dense", "experts"):
+            value = getattr(self, name)
+            require(0 < value <= 1, f"Efficiency: {name}", "be in (0, 1]", value)
+        require(self.half_rows >= 0, "Efficiency: half_rows", "be at least 0", self.half_rows)
+
+
+# Fitted to the TFLOPS per device of the 15 mixtures in Tables 7 and 8, on the device k40: the
+# largest ratio of predicted and published is 1.26.
+PAPER = Efficiency(dense=0.31, experts=0.71, half_rows=1360)
 
 
 def exchange_bytes(
@@ -156,6 +183,11 @@ class Plan:
         optimizer_seconds: time to read and write weights, gradients and optimizer state.
         network_seconds: (exchange_bytes + reduce_bytes) / link.
         flops_seconds: flops / peak.
+        expert_flops: the part of flops that the experts compute.
+        expert_rows: mean number of rows of an expert in one batch, from all devices.
+        imbalance: the experts of the device with the most experts, divided by the mean over the
+            devices. Above 1 if the number of devices does not divide the number of experts.
+        vocabulary_bytes: the part of reduce_bytes of embedding and softmax.
     """
 
     num_devices: int
@@ -176,6 +208,10 @@ class Plan:
     optimizer_seconds: float
     network_seconds: float
     flops_seconds: float
+    expert_flops: float
+    expert_rows: float
+    imbalance: float
+    vocabulary_bytes: float
 
     @property
     def memory_bytes(self) -> int:
@@ -187,6 +223,19 @@ class Plan:
         """Computes the seconds of a step; overlap=True sends data during the computation."""
         both = self.compute_seconds, self.network_seconds
         return (max(both) if overlap else sum(both)) + self.optimizer_seconds
+
+    def expected_seconds(self, device: Device, efficiency: Efficiency) -> float:
+        """Estimates the seconds of a step, without overlap, from the efficiency of GEMMs.
+
+        The step waits for the device with the most experts. The gradients of embedding and softmax
+        are not sent: as in the paper, few words of the vocabulary have one. Elementwise operations
+        count as a part of the GEMMs, so they need no time of their own.
+        """
+        filled = self.expert_rows / (self.expert_rows + efficiency.half_rows)
+        dense = (self.flops - self.expert_flops) / efficiency.dense
+        experts = self.imbalance * self.expert_flops / (efficiency.experts * filled)
+        sent = self.imbalance * self.exchange_bytes + self.reduce_bytes - self.vocabulary_bytes
+        return (dense + experts) / device.flops + sent / device.link + self.optimizer_seconds
 
     def efficiency(self, *, overlap: bool) -> float:
         """Computes the time of a step without network traffic, divided by the time of the step.
@@ -284,16 +333,18 @@ def plan(
         masked = mask_bytes((moe.num_groups or num_experts) + of_secondary, num_devices)
     travelling = k * (d_input + (d_output if exchange == "rows" else 0)) if num_devices > 1 else 0
     kept = _kept_of_token(config, model, group, travelling)
-    flops_of_token = training_flops(model).total
+    of_token = training_flops(model)
+    again = 0  # recomputed
     if moe.recompute:
-        flops_of_token += 2 * len(layers) * k * sum(weight[0].numel() for weight in weights[:-1])
+        again = 2 * len(layers) * k * sum(weight[0].numel() for weight in weights[:-1])
 
     tokens = batch * batches
-    flops = float(flops_of_token * tokens)
+    flops = float((of_token.total + again) * tokens)
     activation_bytes = itemsize * kept * batch
     bytes_moved = batches * (3 * local_bytes + 2 * activation_bytes)
     exchanged = len(layers) * (sum(sent) + masked) * tokens
     reduced = 2 * (1 - 1 / num_devices) * dense_bytes
+    words = (*model.embedding.parameters(), *model.softmax.parameters())
     return Plan(
         num_devices=num_devices,
         num_experts=num_experts,
@@ -313,6 +364,10 @@ def plan(
         optimizer_seconds=(3 * local_bytes + 2 * 4 * averages) / device.memory_bandwidth,
         network_seconds=(exchanged + reduced) / device.link,
         flops_seconds=flops / device.flops,
+        expert_flops=float((of_token.experts + again) * tokens),
+        expert_rows=batch * num_devices * k / num_experts,
+        imbalance=share * num_devices / num_experts,
+        vocabulary_bytes=2 * (1 - 1 / num_devices) * sum(p.nbytes for p in words),
     )
 
 

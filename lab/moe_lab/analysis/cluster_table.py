@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 
-from moe_lab.analysis.cluster import DEVICES, Device, Plan
+from moe_lab.analysis.cluster import DEVICES, PAPER, Device, Efficiency, Plan
 from moe_lab.errors import ConfigError
 from moe_lab.markdown import markdown_table
 from moe_lab.training.config import Config
@@ -35,6 +35,22 @@ def parse_device(words: Sequence[str]) -> Device:
         raise ConfigError(f"--device: {error}") from None
 
 
+def parse_efficiency(words: Sequence[str]) -> Efficiency:
+    """Parses --efficiency: paper, key=value arguments, or both."""
+    values = asdict(PAPER) if "paper" in words else {}
+    for word in words:
+        key, _, text = word.partition("=")
+        try:
+            if word != "paper":
+                values[key] = float(text)
+        except ValueError:
+            raise ConfigError(f"--efficiency: {key} must be a number, got {text!r}") from None
+    try:
+        return Efficiency(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--efficiency: {error}") from None
+
+
 def grown(config: Config, factor: int) -> Config:
     """Multiplies the numbers of experts and of groups of a configuration by `factor`."""
     moe = config.model.moe
@@ -42,8 +58,11 @@ def grown(config: Config, factor: int) -> Config:
     return replace(config, model=replace(config.model, moe=moe))
 
 
-def table(plans: Sequence[Plan], device: Device) -> str:
-    """Formats the cluster plans as a Markdown table, one column for each number of devices."""
+def table(plans: Sequence[Plan], device: Device, efficiency: Efficiency | None = None) -> str:
+    """Formats the cluster plans as a Markdown table, one column for each number of devices.
+
+    efficiency: adds the expected step and TFLOPS; None: leaves them out.
+    """
 
     def both(values: Iterable[float], form: str) -> str:
         return " / ".join(format(value, form) for value in values)
@@ -79,5 +98,13 @@ def table(plans: Sequence[Plan], device: Device) -> str:
         "efficiency": lambda p: both(of(p.efficiency), ".2f"),
         "share of peak": lambda p: both(of(p.share_of_peak), ".2f"),
     }  # fmt: skip
+    if efficiency is not None:
+        known = efficiency
+        lines |= {
+            "expected step, ms": lambda p: f"{1e3 * p.expected_seconds(device, known):,.2f}",
+            "expected TFLOPS, each device": lambda p: (
+                f"{p.flops / p.expected_seconds(device, known) / 1e12:,.2f}"
+            ),
+        }
     header, *rows = ([name, *map(value, plans)] for name, value in lines.items())
     return markdown_table(header, rows)

@@ -28,6 +28,10 @@ some values replaced. lab/moe_lab/analysis/cluster.py says which numbers are est
     efficiency   step time without network, divided by the step time; two values as above
     share of peak  flops of the model in a step, divided by the flops that the device can do in this
                  time; two values as above
+    expected     with --efficiency: the step without overlap, if GEMMs reach a part of the peak.
+                 dense=0.5 is the part outside the experts, experts=0.7 half_rows=1000 that of an
+                 expert: half of 0.7 with 1,000 rows. "paper" has the values that are fitted to the
+                 15 mixtures of Tables 7 and 8 on k40. Values for other devices are assumptions
 """
 
 from collections.abc import Sequence
@@ -48,6 +52,8 @@ OPTIONS: dict[str, Option] = {
     "--exchange": {"choices": EXCHANGES, "default": "rows", "help": "what the all-to-all sends"},
     "--placement": {"choices": PLACEMENTS, "help": "what a device owns: experts, or groups with "
                                                    "their gates (default: groups if any)"},
+    "--efficiency": several(str, None, "also print an expected step: efficiency of GEMMs outside "
+                                       "and in the experts") | {"metavar": "paper|key=value"},
     "--weak": flag("grow the experts in proportion to the devices"),
     "--json": one(Path, None, "also write the cluster plans to this file"),
 }  # fmt: skip
@@ -58,12 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(__doc__, OPTIONS, arguments)
 
     from moe_lab.analysis.cluster import plan
-    from moe_lab.analysis.cluster_table import grown, parse_device, table
+    from moe_lab.analysis.cluster_table import grown, parse_device, parse_efficiency, table
     from moe_lab.files import write_json
     from moe_lab.training.config import Config, read_config
 
     config = read_config(args.config, args.overrides, Config)
     device = parse_device(args.device)
+    efficiency = None if args.efficiency is None else parse_efficiency(args.efficiency)
     plans = []
     for number in args.devices:
         if args.weak and number % args.devices[0]:
@@ -74,6 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = {name: getattr(args, name) for name in ("exchange", "placement")}
         plans.append(plan(these, device, number, **options))
     values = ", ".join(f"{name} {value:.4g}" for name, value in asdict(device).items())
-    print(f"{args.config}, device: {values}\n\n{table(plans, device)}")
+    print(f"{args.config}, device: {values}\n\n{table(plans, device, efficiency)}")
     if args.json:
         write_json(args.json, {"device": asdict(device), "plans": [asdict(p) for p in plans]})
