@@ -58,17 +58,19 @@ from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
 from moe_lab.benchmarks.shapes import MODELS, WHOLE_PEERS, Shape
 from moe_lab.benchmarks.tables import (
     cell,
-    list_of_remarks,
+    list_section,
+    page_of_run,
     percent_of_limit,
     plot,
+    remarks_of,
     spread_of,
     time_sections,
 )
+from moe_lab.experiments.report import Page
 from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 
 NAME = "packed_models"
-COMMAND = "moe-lab benchmark packed-models --output docs/results"
 MODEL = "qwen3_moe"
 OURS, INTEGER, FLOAT = "ours", "integer", "float"
 PROMPT, STEPS, RANK = 128, 16, 16
@@ -331,13 +333,7 @@ def with_adapters(model: Any) -> Any:
 
 
 def run(args: Any) -> int:
-    return measurement.run_page(
-        args,
-        NAME,
-        _measure,
-        page_of,
-        lambda record, results: plot(results, record["environment"], lambda row: row.name),
-    )
+    return measurement.run_page(args, NAME, _measure, page_of)
 
 
 def _measure(args: Any) -> dict[str, Any]:
@@ -402,26 +398,21 @@ def _parts_table(group: Sequence[Row]) -> str:
     return markdown_table(["experts", "pass", "moe_ext, ms", *PARTS, "rest"], lines)
 
 
-def page_of(record: dict[str, Any], results: Sequence[Row]) -> str:
-    """Formats the page of a run, or of several merged runs."""
+def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
+    """Makes the page of a run, or of several merged runs."""
     shape = results[0].shape
     files = ", ".join(
         dict.fromkeys(f"{result.name}: {result.file_gb:.2f} GB" for result in results)
     )
-    layers = record["arguments"]["layers"]
-    parts = [
-        "# Whole models with packed experts: speed\n",
-        f"```\n{COMMAND}\n```\n",
-        f"{record['environment']}; {record['versions']}\n",
-        f"The model has {layers} layers of {shape.num_experts} experts, {shape.k} for each token, "
-        f"with the widths of Qwen3-30B-A3B and random weights ({files}). All matrices outside the "
-        "experts are in bfloat16. `--help` explains passes and columns. Figures are tokens/s, from "
-        f"{spread_of(results)} of the time. In brackets is the time of an implementation divided "
-        "by the time of moe_ext.\n",
-    ]
-    parts += time_sections(results, _time_table)
-    parts += ["## Shares of the time of moe_ext\n"]
-    parts += [_parts_table(results) + "\n"]
-    if remarks := list_of_remarks(results):
-        parts += ["## Not timed\n", remarks]
-    return "\n".join(parts)
+    about = (
+        f"The model has {record['arguments']['layers']} layers of {shape.num_experts} experts, "
+        f"{shape.k} for each token, with the widths of Qwen3-30B-A3B and random weights ({files}). "
+        "All matrices outside the experts are in bfloat16. `--help` explains passes and columns. "
+        f"Figures are tokens/s, from {spread_of(results)} of the time. In brackets is the time of "
+        "an implementation divided by the time of moe_ext."
+    )
+    sections = time_sections(results, _time_table)
+    sections += ["## Shares of the time of moe_ext", _parts_table(results)]
+    sections += list_section("Not timed", remarks_of(results))
+    figure = plot(results, record["environment"], lambda result: result.name)
+    return page_of_run("Whole models with packed experts: speed", record, about, figure, sections)
