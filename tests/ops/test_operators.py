@@ -66,8 +66,9 @@ def each(prop, rows=TABLE, count=None, in_turn=False, **dtypes):
     def cases_of(name, row):
         for kind, found in dtypes.items():
             of_row = found(row) if callable(found) else found
-            for number, sizes in enumerate(getattr(row, kind)[:count]):
-                emulated = of_row[number % 2 :: 2] if len(of_row) > 1 else of_row
+            samples = getattr(row, kind)[:count]
+            for number, sizes in enumerate(samples):
+                emulated = of_row[number % 2 :: 2] if len(of_row) > 1 < len(samples) else of_row
                 for dtype in [of_row[number % len(of_row)]] if in_turn else of_row:
                     values = [f"{key}={short(value)}" for key, value in sizes.items()]
                     text = "-".join([name, *values, str(dtype).removeprefix("torch.")])
