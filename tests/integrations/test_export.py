@@ -590,6 +590,16 @@ def test_llama_cpp_gives_the_logits_of_the_model(name, tmp_path):
     assert error(found, expected) < 1e-5
 
 
+def test_llama_cpp_rounds_the_limits_of_yarn(tmp_path):
+    """gpt-oss does not: truncate is False in its configuration."""
+    model = tiny("gpt_oss", **WIDE).eval()
+    assert model.config.rope_parameters["truncate"] is False
+    plug.quantize_experts(model, "gguf_q8_0", quiet=True)
+    save(model, tmp_path / "model.gguf", "gguf_f32")
+    assert error(llama_logits(tmp_path / "model.gguf", tokens()), logits_of(model)) < 1e-3
+    assert error(logits_of(load(tmp_path / "model.gguf")), logits_of(model)) < 1e-5
+
+
 @pytest.mark.parametrize("format", ["gguf_q8_0", "gguf_q4_0", "mxfp4"])
 def test_llama_cpp_reads_packed_experts(format, tmp_path):
     """llama.cpp rounds the inputs of packed experts to 8 bits."""
