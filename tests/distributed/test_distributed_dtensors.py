@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -272,6 +272,11 @@ def test_one_block_is_whole_at_a_time(group, rank):
         backward(model, rank, [3, 4])
         assert len(peaks) >= 8 and not gathered
         assert 0.5 * max(sizes) < max(peaks) <= max(sizes)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_modules_to_backward_prefetch([])  # torch's default: the next one
+        backward(model, rank, [3, 4])
+        assert max(peaks) > max(sizes)
 
 
 @on_ranks(4)
