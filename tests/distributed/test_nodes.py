@@ -9,7 +9,7 @@ import torch.distributed as dist
 from one_process import COUNTS, D, assert_equals_one_process, draw_parameters, sharing, tokens_of
 from workers import on_ranks
 
-from moe_ext import HierarchicalMoE, MoE, TopKGate
+from moe_ext import Experts, HierarchicalMoE, MoE, TopKGate
 from moe_ext.distributed import ExpertParallel, NodeExchange
 
 NODES = {"exchange": "nodes", "ranks_per_node": 2}
@@ -96,14 +96,26 @@ def test_each_token_is_sent_once_to_each_node(group, rank):
         torch.testing.assert_close(results[exchange], results["rows"])
 
 
+class IdleExperts(Experts):
+    """Its output has no gradient if there are no rows."""
+
+    def __init__(self):
+        super().__init__(1, D)
+        self.linear = torch.nn.Linear(D, D)
+
+    def forward(self, x, offsets):
+        return self.linear(x) if len(x) else x.new_zeros(0, D)
+
+
 @on_ranks(4)
-def test_a_rank_without_experts_runs_backward(group, rank):
+def test_ranks_without_tokens_run_backward(group, rank):
     """Also if only the gate needs a gradient, and the gates stay on the rank of the token."""
-    gate = TopKGate(D, 3, 1, renormalize=False)
-    parallel = ExpertParallel(group, **NODES)
-    layer = MoE(D, 3, 1, hidden_sizes=(5,), gate=gate, parallel=parallel)
+    gate = TopKGate(D, 4, 1, renormalize=False, logit_bias=True)
+    gate.b_gate.data[0] = 100
+    experts = IdleExperts()
+    layer = MoE(D, 4, 1, gate=gate, experts=experts, parallel=ExpertParallel(group, **NODES))
     layer(torch.randn(6, D))[0].sum().backward()
-    assert gate.w_gate.grad.count_nonzero() > 0
+    assert (experts.linear.weight.grad is not None) == (rank == 0)
 
 
 @on_ranks(4)
