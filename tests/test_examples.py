@@ -25,8 +25,9 @@ def output_of(monkeypatch, capsys, tmp_path):
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(name):
+    def run(name, *arguments):
         capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         output = capsys.readouterr().out
         assert_shown(name, output)
@@ -115,6 +116,19 @@ def test_transformers_finetune(output_of):
     assert len(losses) == 6 and losses[0] > 5 and losses[-1] < 3
     logit, difference = numbers(r"largest \w+ ([\d.]+)", output)
     assert difference < 2e-4 < logit
+
+
+@pytest.mark.parametrize("name", ["finetune_gpt_oss_20b", "finetune_qwen3_30b"])
+def test_packed_fine_tuning(name, output_of, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    output = output_of(name, *["--layers", "2", "--width", "128", "--tokens", "32", "--lr", "3e-3"])
+    written, largest = numbers(r"([\d.]+) GB,", output)[0], numbers(r"largest ([\d.]+)", output)[0]
+    (loaded,) = numbers(r"loaded ([\d.]+)", output)
+    assert 0 < largest <= written and abs(loaded - written) < 0.02
+    losses = numbers(r"step +\d+: loss ([\d.]+)", output)
+    assert len(losses) == 5 and losses[0] > 11 and losses[-1] < losses[0] - 0.8
+    assert min(numbers(r"([\d.]+) tokens/s", output)) > 0
+    assert not list(tmp_path.iterdir())  # the random weights are gone
 
 
 @pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
