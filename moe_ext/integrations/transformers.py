@@ -44,6 +44,7 @@ try:
     from moe_ext.integrations._packed.perplexity import perplexity
     from moe_ext.integrations._packed.save import save
     from moe_ext.integrations._transformers_activation import activation_of
+    from moe_ext.integrations._transformers_callback import CollapseCallback
     from moe_ext.integrations._transformers_parallel import ExchangeParallel, UnevenShard
 except ImportError as _error:
     raise ImportError(
@@ -53,6 +54,7 @@ except ImportError as _error:
 
 __all__ = [
     "TESTED_VERSIONS",
+    "CollapseCallback",
     "LayerBalance",
     "MemoryPlan",
     "ModelBalance",
