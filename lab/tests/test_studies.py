@@ -28,6 +28,7 @@ PAGES = {  # of the published pages that are made of a store: the study and its 
     "capacity_sources": ("capacity",),
     "efficiency": ("efficiency",),
     "facts": ("facts",),
+    "fine_tuning": ("fine-tuning",),
     "lora": ("lora",),
     "losses": ("losses",),
     "multilingual_captions": ("multilingual",),

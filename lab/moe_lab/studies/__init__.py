@@ -7,6 +7,7 @@ function `run` of its module. The text of its page is in a Markdown file of the 
 - `capacity`: more experts at equal operations (Figs. 2 and 3, Table 7).
 - `efficiency`: the training speed of sparse and of dense models (Sec. 5.1).
 - `facts`: how many bits of facts a layer stores with its parameters (Sec. 1).
+- `fine_tuning`: balancing losses while adapters of a model of transformers learn another text.
 - `kneser_ney`: the n-gram baseline (App. C.1).
 - `lora`: adapters of packed experts on another corpus.
 - `losses`: values of w_importance and w_load (Table 6).

@@ -80,6 +80,18 @@ STUDIES = {
         arms=True,
         resumes=False,
     ),
+    "fine-tuning": Entry(
+        {
+            "--corpus": {"default": "builtin", "help": "the corpus of the model"},
+            "--target": {"default": "sources", "help": "the corpus of the adapters"},
+            "--pieces": one(at_least(3), 2_000, "number of wordpieces"),
+            "--steps": one(at_least(2), 800, "training steps of the model"),
+            "--lora-steps": one(at_least(2), 400, "training steps of the adapters"),
+        },
+        arms=True,
+        files="fine_tuning",
+        resumes=False,
+    ),
     "kneser-ney": Entry(
         {
             "config": {"help": f"{CONFIG}; only its [data] and num_threads are used"},
