@@ -36,6 +36,9 @@ nitpick_ignore_regex = [
     ("py:obj", r"[a-z]\w*"),  # an argument in single backticks
     ("py:obj", r"moe_lab\..*"),  # the lab's modules are listed without pages of their own
     ("py:class", r".*\._\w+.*"),  # private types in signatures
+    # Base classes that have no page where they are defined.
+    ("py:class", r"torch\.distributed\.tensor\.parallel\.style\.\w+"),
+    ("py:class", r"transformers\.trainer_callback\.\w+"),
 ]
 nitpick_ignore_regex += [("cpp:identifier", r".*")]  # torch's C++ interface has no inventory here
 

@@ -36,7 +36,7 @@ class Dispatcher(ABC):
         num_experts, sharding: the constructor arguments.
         local_experts: the indices of this rank's experts.
         balanced: the ranks that balance their tokens together; None: only this rank.
-        sends_tokens: whether tokens are sent to other ranks. `__call__` then takes ``meanwhile``.
+        sends_tokens: whether tokens are sent to other ranks. A call then takes ``meanwhile``.
     """
 
     sends_tokens: bool = False

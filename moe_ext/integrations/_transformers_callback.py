@@ -40,7 +40,8 @@ class CollapseCallback(TrainerCallback):
         max_dead: the largest fraction of dead experts in a layer, from 0 to 1.
 
     Attributes:
-        max_share, max_dead: the constructor arguments.
+        max_share: the constructor argument.
+        max_dead: the constructor argument.
         measured: the balance since the last check; None outside the training.
 
     Example:

@@ -41,9 +41,7 @@ def write(folder, model_type, kind, **sizes):
             floats[name] = codes.float() * blocks[: len(weight), : weight.shape[1]]
             settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         elif kind in SCHEMES and PROJECTIONS.search(name):
-            format, weights = SCHEMES[kind]
-            weights = quantization.QuantizationArgs(**weights)
-            scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+            format, scheme = scheme_of(kind)
             del files[name]
             packed, floats[name] = compressed(weight, format, scheme)
             files |= {f"{name.removesuffix('weight')}{key}": each for key, each in packed.items()}
@@ -91,6 +89,13 @@ SCHEMES = {
         dict(num_bits=8, type="float", strategy="channel", symmetric=True),
     ),
 }
+
+
+def scheme_of(kind):
+    """Returns the format and the scheme of compressed-tensors."""
+    format, weights = SCHEMES[kind]
+    weights = quantization.QuantizationArgs(**weights)
+    return format, quantization.QuantizationScheme(targets=["Linear"], weights=weights)
 
 
 def compressed(weight, format, scheme):

@@ -27,6 +27,7 @@ from packed_checkpoints import (  # noqa: E402
     TYPES,
     WIDE,
     compressed,
+    scheme_of,
     write,
     write_gguf,
 )
@@ -293,7 +294,7 @@ def reference(name, weight, kind):
         codes, scales = quantize(weight, "fp8")
         return {name: codes, f"{name}_scale_inv": scales}
     if kind in SCHEMES and PROJECTIONS.search(name):
-        packed, _ = compressed(weight, *SCHEMES[kind])
+        packed, _ = compressed(weight, *scheme_of(kind))
         return {f"{name.removesuffix('weight')}{key}": each for key, each in packed.items()}
     return {name: weight}
 

@@ -183,7 +183,7 @@ OPTIONS = {
     "layer(experts=[Linear(D, 4) for _ in range(5)], num_identity_experts=1)(x)": (
         r"^MoE: experts must return \[T, d_model = 3\] with .*, got \[3, 4\]$"
     ),
-    "ExpertParallel(None, exchange='row')": "exchange must be one of rows, tokens, got 'row'$",
+    "ExpertParallel(None, exchange='row')": "must be one of rows, tokens, nodes, got 'row'$",
     "ExpertParallel(None, balance='all')": "^ExpertParallel: balance .*got 'all'$",
     "ModuleExperts([])": "modules must .*got",
     "layer(experts=[Linear(D, D)] * E)": "modules must have no module twice .*got .*Linear",
