@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("moe_ext.integrations.transformers")  # registers the experts
 
 from moe_lab.experiments.claims import NOT_DECIDED
 from moe_lab.studies import fine_tuning as study

@@ -5,8 +5,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import fake_device
+import pytest
 import torch
 from torch import nn
+from workers import Workers
 
 from moe_ext import (
     BalancedGate,
@@ -104,9 +106,17 @@ def rows_of_all_layers(group, rank):
     return rows
 
 
-def test_the_table_of_the_guide(workers):
+@pytest.fixture
+def own_workers():
+    """Provides processes for one test: a device stays in a process."""
+    processes = Workers()
+    yield processes
+    processes.close()
+
+
+def test_the_table_of_the_guide(own_workers):
     """A new collective, or a new synchronization, must be in the table; all ranks have the same."""
-    every = workers.run(4, rows_of_all_layers)
+    every = own_workers.run(4, rows_of_all_layers)
     assert all(rows == every[0] for rows in every)
     table = [f"| {text} | {' | '.join(row)} |" for text, row in every[0].items()]
     found = [line for line in GUIDE.read_text().splitlines() if re.match(r"\|.*all-to-all", line)]

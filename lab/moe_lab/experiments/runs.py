@@ -93,18 +93,24 @@ def core_hours(runs: Sequence[Run]) -> str:
 def commands_of(command: Sequence[str], runs: Sequence[Run], usual: Collection[str]) -> str:
     """Formats the commands of stored runs, one on each line.
 
-    The first command is that of the arms in `usual` with the usual seeds. Further seeds of these
-    arms follow, then the other arms; each command has the arms with the same seeds.
+    The first command is that of the arms in `usual` with the usual seeds, if an arm has these.
+    Other seeds of these arms follow, then the other arms; each command has the arms with the same
+    seeds.
     """
-    same: dict[tuple[bool, tuple[int, ...]], list[str]] = {}  # arms by their further seeds
-    for arm in dict.fromkeys(run["arm"] for run in runs):
+    seeds_of: dict[str, set[int]] = {}
+    for run in runs:
+        seeds_of.setdefault(run["arm"], set()).add(run["seed"])
+    default = {*DEFAULT_SEEDS}
+    same: dict[tuple[bool, tuple[int, ...]], list[str]] = {}  # arms by the seeds of a command
+    for arm, seeds in seeds_of.items():
         is_other = arm not in usual
-        seeds = {run["seed"] for run in runs if run["arm"] == arm}
-        further = tuple(sorted(seeds if is_other else seeds - {*DEFAULT_SEEDS}))
-        same.setdefault((is_other, further), []).append(arm)
+        further = seeds if is_other or not default <= seeds else seeds - default
+        same.setdefault((is_other, tuple(sorted(further))), []).append(arm)
     lines = [
-        [*command, "--seeds", *map(str, seeds), "--arms", *arms]
+        [*command, "--seeds", *map(str, seeds), *([] if {*arms} == {*usual} else ["--arms", *arms])]
         for (_, seeds), arms in sorted(same.items(), key=lambda item: item[0][0])
         if seeds
     ]
-    return "\n".join(map(shlex.join, [command, *lines]))
+    if any(arm in usual and default <= seeds for arm, seeds in seeds_of.items()):
+        lines.insert(0, [*command])
+    return "\n".join(map(shlex.join, lines))
