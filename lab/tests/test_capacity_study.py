@@ -88,7 +88,10 @@ def test_the_study_grows(corpus, tmp_path, capsys):
     assert f"| {math.exp(nats / settings['test_bytes']):.4f} |" in text
     command = "moe-lab study capacity --text sources steps=4 data.vocab_size=40 "
     command += "data.tokens_per_batch=200 model.d_model=8"
-    assert f"{command}\n" in text and f"{command} --seeds 1 --arms 'moe-4 x4' 'moe-16 x4'\n" in text
+    assert [line for line in text.splitlines() if line.startswith(command)] == [
+        f"{command} --seeds 1 --arms moe-4 moe-16 4xlstm",
+        f"{command} --seeds 1 --arms 'moe-4 x4' 'moe-16 x4'",
+    ]
     assert rebuilds("capacity", "capacity_sources", tmp_path / "results")
     for more, message in (
         (["steps=5", "--seeds=2"], "capacity_sources.json must hold runs with"),
