@@ -73,7 +73,8 @@ def _serve(rank, folder, pipe):
             result = inspect.unwrap(function)(dist.group.WORLD, rank, *arguments)
             dist.destroy_process_group()
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            text = traceback.format_exc()
+            pipe.send((False, NotConnected(text) if "connectFullMesh failed" in text else text))
         else:
             pipe.send((True, result))
 
@@ -105,7 +106,7 @@ class Workers:
         """
         try:
             return self._run(world, function, arguments, seconds)
-        except NotConnected:  # Gloo sometimes loses a connection while it connects
+        except NotConnected:  # Gloo sometimes loses a connection while a group connects
             return self._run(world, function, arguments, seconds)
 
     def _run(self, world, function, arguments, seconds):
