@@ -17,6 +17,17 @@ mxfp4 = Optional("transformers.integrations.mxfp4")
 
 WIDE = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
 PROJECTIONS = re.compile(r"(experts\.\d+\.\w+|self_attn\.\w+_proj)\.weight$")
+# Name: the architecture, the kind and the sizes that write() takes.
+CHECKPOINTS = {
+    "fp8": ("qwen3_moe", "fp8", {}),
+    "fp8_in_whole_blocks": ("qwen3_moe", "fp8", {"hidden_size": 160, "moe_intermediate_size": 128}),
+    "fp8_of_deepseek": ("deepseek_v3", "fp8", {}),
+    "fp8_by_row": ("qwen3_moe", "compressed_fp8", {}),
+    "int4": ("olmoe", "int4", {"head_dim": 16}),
+    "int8": ("qwen3_moe", "int8", {}),
+    "mxfp4": ("gpt_oss", "mxfp4", {}),
+    "mxfp4_of_compressed_tensors": ("mixtral", "compressed_mxfp4", {}),
+}
 
 
 def write(folder, model_type, kind, **sizes):

@@ -22,6 +22,7 @@ peft = pytest.importorskip("peft")
 import gguf  # noqa: E402
 from llama import llama_logits, llama_tokens  # noqa: E402
 from packed_checkpoints import (  # noqa: E402
+    CHECKPOINTS,
     PROJECTIONS,
     SCHEMES,
     TYPES,
@@ -36,16 +37,6 @@ from tiny_models import error, tiny, tokens  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
 
-CHECKPOINTS = {
-    "fp8": ("qwen3_moe", "fp8", {}),
-    "fp8_in_whole_blocks": ("qwen3_moe", "fp8", {"hidden_size": 160, "moe_intermediate_size": 128}),
-    "fp8_of_deepseek": ("deepseek_v3", "fp8", {}),
-    "fp8_by_row": ("qwen3_moe", "compressed_fp8", {}),
-    "int4": ("olmoe", "int4", {"head_dim": 16}),
-    "int8": ("qwen3_moe", "int8", {}),
-    "mxfp4": ("gpt_oss", "mxfp4", {}),
-    "mxfp4_of_compressed_tensors": ("mixtral", "compressed_mxfp4", {}),
-}
 GGUF = {
     "q8_0": ("qwen3_moe", TYPES.Q8_0, {}),
     "q4_0_and_q8_0": (
