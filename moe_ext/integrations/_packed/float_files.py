@@ -19,6 +19,7 @@ from moe_ext.integrations._packed.stored_tensors import DTYPES
 __all__ = ["write_floats"]
 
 _INDEX = "model.safetensors.index.json"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class _Group(NamedTuple):
@@ -83,9 +84,11 @@ def _write(model: MergedModel, path: Path, groups: list[_Group], dtype: torch.dt
     for group in groups:
         for name, tensor in group.files.items():
             start, end = end, end + tensor.nbytes
-            kind = {value: key for key, value in DTYPES.items()}[tensor.dtype]
-            offsets = [start, end]
-            header[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": offsets}
+            header[name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": [*tensor.shape],
+                "data_offsets": [start, end],
+            }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with atomic_file(path) as file:
