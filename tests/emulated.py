@@ -1,12 +1,14 @@
 """Runs the CUDA kernels of the operators on the CPU, to test them without a GPU.
 
-csrc/cuda is compiled as C++. The folder emulation/ replaces the CUDA headers. The result is the
-operators moe_ext_emulated::noisy_topk_gating, ... on CPU tensors. This tests the arithmetic of the
-kernels for any order of threads. It does not test speed, streams, graphs or synchronization.
+csrc/cuda is compiled as C++, and with it the host functions of csrc/cuda_host. The folder
+emulation/ replaces the CUDA headers. The result is the operators
+moe_ext_emulated::noisy_topk_gating, ... on CPU tensors. This tests the arithmetic of the kernels
+for any order of threads. It does not test speed, streams, graphs or synchronization.
 """
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import sys
@@ -20,7 +22,6 @@ from locks import locked
 ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "emulation"
 BUILD = ROOT / "build" / "emulation"
-NUM_UNITS = 2  # files to compile
 
 # Replacements for what is not C++, and for the registration of the kernels.
 CHANGES = [
@@ -30,8 +31,6 @@ CHANGES = [
         "unsigned char* const shared_space = emulation::shared_memory();",
     ),
     (r"TORCH_LIBRARY_IMPL\(moe_ext, CUDA, m\)", "TORCH_LIBRARY_IMPL(moe_ext_emulated, CPU, m)"),
-    (r"DispatchKey::AutocastCUDA", "DispatchKey::AutocastCPU"),
-    (r"at::kCUDA", "at::kCPU"),
 ]
 
 
@@ -43,33 +42,30 @@ def write_if_changed(path, text):
 
 
 def write_sources():
-    """Writes the changed csrc/cuda and its headers to BUILD; returns the files to compile.
+    """Writes the changed csrc/cuda, csrc/cuda_host and their headers to BUILD.
 
-    These are few and include all sources, because torch's headers take most of the time.
+    Returns two files to compile, which include the kernels and the host functions: headers take
+    most of the time.
     """
-    sources, used = [], set()
-    for path in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cu*")]:
+    units, used = {"cuda": [], "cuda_host": [EMULATION / "broken_kernels.cpp"]}, set()
+    sources = [ROOT.glob(f"csrc/{name}") for name in ("**/*.h", "cuda/*.cu*", "cuda_host/*.cpp")]
+    for path in itertools.chain(*sources):
         instead = EMULATION / path.name
         text = (instead if instead.exists() else path).read_text()
         to = BUILD / path.relative_to(ROOT)
-        if path.parent.name == "cuda":
+        if path.parent.name in units:
             for pattern, replacement in CHANGES:
                 text, count = re.subn(pattern, replacement, text)
                 if count:
                     used.add(pattern)
-        if path.suffix == ".cu":
-            to = to.with_suffix(".cpp")
-            sources.append(to)
+            if path.suffix in (".cu", ".cpp"):
+                units[path.parent.name].append(to)
         write_if_changed(to, text)
     assert used == {pattern for pattern, _ in CHANGES}, "csrc/cuda has changed"
-    sources.append(EMULATION / "operators.cpp")
-    sources.sort(key=lambda source: source.stat().st_size)
-    units = [BUILD / f"unit_{number}.cpp" for number in range(NUM_UNITS)]
-    for number, unit in enumerate(units):
-        write_if_changed(
-            unit, "".join(f'#include "{source}"\n' for source in sources[number::NUM_UNITS])
-        )
-    return [str(unit) for unit in units]
+    for name, included in units.items():
+        lines = "".join(f'#include "{source}"\n' for source in sorted(included))
+        write_if_changed(BUILD / f"{name}.cpp", lines)
+    return [str(BUILD / f"{name}.cpp") for name in units]
 
 
 CPU_ONLY = {"lstm", "_lstm_backward"}  # their rows in operators.py say why

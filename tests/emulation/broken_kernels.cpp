@@ -1,7 +1,6 @@
 // Operators that test the emulation. set_device selects the compute capability. broken_kernel runs
 // a kernel with or without a bug; the emulation must detect the bug.
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty_like.h>
 #include <cuda_pipeline.h>
 #include <torch/library.h>
@@ -79,6 +78,6 @@ Tensor run(const Tensor& in, const std::string& kernel, bool broken) {
 
 TORCH_LIBRARY_FRAGMENT(moe_ext_emulated, m) {
   m.def("set_device(int major) -> ()",
-        [](int64_t major) { at::cuda::device_properties.major = static_cast<int>(major); });
+        [](int64_t major) { emulation::machine().compute_capability = static_cast<int>(major); });
   m.def("broken_kernel(Tensor input, str kernel, bool broken) -> Tensor", &run);
 }
