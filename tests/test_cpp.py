@@ -77,7 +77,7 @@ def test_the_library_exports_its_headers_alone():
 
 
 kernels = pytest.mark.parametrize(
-    ("library", "device"),
+    ("library", "kind"),
     [
         pytest.param(KERNELS, "cpu", id="cpu"),
         pytest.param(
@@ -92,38 +92,38 @@ kernels = pytest.mark.parametrize(
 
 @needs_binutils
 @kernels
-def test_the_kernels_need_no_torch(library, device):
+def test_the_kernels_need_no_torch(library, kind):
     undefined = output_of("nm", "-D", "-C", "--undefined-only", library)
-    assert "cudaLaunchKernel" in undefined if device == "cuda" else "operator new" in undefined
+    assert "cudaLaunchKernel" in undefined if kind == "cuda" else "operator new" in undefined
     assert re.findall(r"\b(?:at|c10|torch|aoti_torch)\w*::?\w+|Py\w+", undefined) == []
     needed = re.findall(r"NEEDED\).*\[(.*)\]", output_of("readelf", "-d", library))
     assert [name for name in needed if "torch" in name or "c10" in name] == []
     of_cuda = [name for name in needed if "cu" in name]
-    assert [name.partition(".")[0] for name in of_cuda] == ["libcudart"] * (device == "cuda")
+    assert [name.partition(".")[0] for name in of_cuda] == ["libcudart"] * (kind == "cuda")
 
 
 @needs_binutils
 @kernels
-def test_the_kernels_export_what_the_other_library_calls(library, device):
+def test_the_kernels_export_what_the_other_library_calls(library, kind):
     lines = output_of("nm", "-D", "-C", "--defined-only", library).splitlines()
     symbols = [re.fullmatch(r"\w+ (\w) (.*)", line).groups() for line in lines]
     strong = {name.partition("(")[0] for kind, name in symbols if kind not in "wWvVu"}
-    assert {name.rpartition("::")[2] for name in strong} == exported_on(device)
+    assert {name.rpartition("::")[2] for name in strong} == exported_on(kind)
     called = output_of("nm", "-D", "-C", "--undefined-only", LIBRARY)
     assert all(f"{name}(" in called for name in strong)
 
 
-def exported_on(device):
-    """Returns the names of the functions that the headers declare for one device."""
+def exported_on(kind):
+    """Returns the names of the functions that the headers declare for one kind of device."""
     folder = ROOT / "csrc"
     declared = ""
     for header in [*folder.glob("kernels/*.h"), *folder.glob("cpu/*.h")]:
-        # A namespace of the other device.
-        other = "cuda" if device == "cpu" else "cpu"
+        # Leaves out the namespace of the other kind.
+        other = "cuda" if kind == "cpu" else "cpu"
         text = without_comments(header)
         declared += re.sub(rf"namespace moe_ext::{other} {{.*?\n}}(?!;)", "", text, flags=re.S)
     names = set(re.findall(r"MOE_EXT_KERNEL_API [\w *]+?\b(\w+)\(", declared))
-    return {name for name in names if name == f"run_on_{device}" or not name.startswith("run_on_")}
+    return {name for name in names if name == f"run_on_{kind}" or not name.startswith("run_on_")}
 
 
 @pytest.mark.parametrize("folder", ["cpu", "cuda", "kernels", "math"])
