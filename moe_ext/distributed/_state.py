@@ -62,7 +62,7 @@ def full_state_dict(
     Raises:
         ValueError: process_group does not have the ranks over which experts are sharded.
     """
-    ranks = Layout.of(process_group, "full_state_dict").world
+    ranks = Layout.from_group(process_group, "full_state_dict").world
     require_ranks("full_state_dict", model, ranks)
     state: dict[str, Tensor] = {}
     spread: dict[str, Part] = {}
@@ -105,7 +105,7 @@ def load_full_state_dict(
         ValueError: names or shapes do not match the model, or process_group does not have the ranks
             over which experts are sharded. The model is not changed.
     """
-    ranks = Layout.of(process_group, "load_full_state_dict").world
+    ranks = Layout.from_group(process_group, "load_full_state_dict").world
     require_ranks("load_full_state_dict", model, ranks)
     parts = model_parts(model)
     wanted = whole_shapes(parts, ranks)
@@ -254,7 +254,7 @@ def optimizer_options(
     ]
 
 
-def of_all_ranks(options: Sequence[tuple[str, Groups]], ranks: Ranks) -> list[tuple[str, Groups]]:
+def merged_options(options: Sequence[tuple[str, Groups]], ranks: Ranks) -> list[tuple[str, Groups]]:
     """Returns this rank's options of optimizers, with the names of all ranks' parameters."""
     names: dict[tuple[int, int], dict[str, None]] = {}
     for rank_names in ranks.gather_objects(_names_of(options)):

@@ -42,9 +42,9 @@ from moe_ext.distributed._state import (
     Part,
     flat,
     load_optimizers,
+    merged_options,
     model_parts,
     new_optimizer_parts,
-    of_all_ranks,
     optimizer_options,
     optimizer_parts,
     require_same_optimizers,
@@ -115,7 +115,7 @@ class Checkpoints:
     ) -> None:
         (keep,) = require_sizes("Checkpoints", keep=keep)
         self._folder = CheckpointFolder(Path(folder), keep)
-        self._ranks = Layout.of(process_group, "Checkpoints").world
+        self._ranks = Layout.from_group(process_group, "Checkpoints").world
         self._timeout = timeout
         self._background: tuple[ThreadPoolExecutor, Ranks] | None = None
         self._under_way: Future[None] | None = None
@@ -234,10 +234,10 @@ class Checkpoints:
         step, path = self._intact(self._same_step(step), fallback)
         together = partial(_together, self._ranks, f"loading {path}")
         parts, options = together(
-            lambda: ({}, []) if model is None else self._of_rank(model, optimizers)
+            lambda: ({}, []) if model is None else self._parts_and_options(model, optimizers)
         )
         shapes = whole_shapes(parts, self._ranks)
-        options = of_all_ranks(options, self._ranks)
+        options = merged_options(options, self._ranks)
         # No rank loads a tensor before all have checked what they will load.
         states, load = together(
             lambda: self._checked(path, model, optimizers, parts, shapes, options)
@@ -265,7 +265,7 @@ class Checkpoints:
 
         def collect() -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:
             self._require_group()
-            parts, options = self._of_rank(model, optimizers)
+            parts, options = self._parts_and_options(model, optimizers)
             parts |= optimizer_parts(model, optimizers)
             if copy:
                 stager = DefaultStager(StagingOptions(False, False, False, False))  # a plain copy
@@ -284,21 +284,21 @@ class Checkpoints:
             return files
 
         parts, options = together(collect)
-        options = of_all_ranks(options, self._ranks)
+        options = merged_options(options, self._ranks)
         return parts, together(other_files)
 
     def _same_step(self, step: T) -> T:
         """Checks the step on all ranks together, and returns it; None is allowed in `load`."""
         steps = self._ranks.gather_objects(step)
-        for each in steps:
-            if each is not None:
-                require_sizes("Checkpoints", 0, step=each)
-                require(each < MAX_STEP, "Checkpoints: step", f"be below {MAX_STEP:.0e}", each)
-        same = all(each == step for each in steps)
+        for number in steps:
+            if number is not None:
+                require_sizes("Checkpoints", 0, step=number)
+                require(number < MAX_STEP, "Checkpoints: step", f"be below {MAX_STEP:.0e}", number)
+        same = all(number == step for number in steps)
         require(same, "Checkpoints: step", "be equal on all ranks", steps)
         return step
 
-    def _of_rank(
+    def _parts_and_options(
         self, model: nn.Module, optimizers: Sequence[Optimizer]
     ) -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:
         """Returns this rank's parts of the model and the options of its optimizers."""
@@ -352,12 +352,12 @@ class Checkpoints:
         """
         ranks = self._ranks
         doing = f"loading from {self._folder.path}"
-        there = ranks.gather_objects(_together(ranks, doing, self._folder.checkpoints))[0]
-        if not there or step not in (None, *there):
+        present = ranks.gather_objects(_together(ranks, doing, self._folder.checkpoints))[0]
+        if not present or step not in (None, *present):
             wanted = "a checkpoint" if step is None else f"step {step}"
-            found = ", ".join(map(str, there)) or "none"
-            raise CheckpointError(f"{self._folder.path} must contain {wanted}, got {found}")
-        candidates = [item for item in there.items() if step is None or item[0] <= step]
+            listed = ", ".join(map(str, present)) or "none"
+            raise CheckpointError(f"{self._folder.path} must contain {wanted}, got {listed}")
+        candidates = [item for item in present.items() if step is None or item[0] <= step]
         while True:
             number, path = candidates.pop()
             check = partial(verify, path, ranks.rank, ranks.size)
@@ -426,8 +426,8 @@ class Checkpoints:
                 raise
             except Exception as error:  # a corrupted file raises almost any error
                 raise ValueError(f"the tensors in {path} cannot be read: {why(error)}") from error
-            of_keys = {key: values[".".join(key)] for key in parts}
-            load_optimizers(model, optimizers, of_keys, saved_options)
+            values_of_keys = {key: values[".".join(key)] for key in parts}
+            load_optimizers(model, optimizers, values_of_keys, saved_options)
 
         return states, load
 

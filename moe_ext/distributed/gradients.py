@@ -87,7 +87,7 @@ def _groups_of_shards(
 ) -> _Groups:
     """Returns the groups whose ranks each have a part of a parameter: none if it is whole."""
     if isinstance(param, DTensor):
-        sharded = [dim for dim, each in enumerate(param.placements) if not each.is_replicate()]
+        sharded = [dim for dim, p in enumerate(param.placements) if not p.is_replicate()]
         return tuple(param.device_mesh.get_group(dim) for dim in sharded)
     return (experts[param],) if param in experts else ()
 
@@ -121,7 +121,7 @@ class GradScaler(torch.amp.GradScaler):
         **options: Any,
     ) -> None:
         super().__init__(device, **options)
-        self._ranks = Layout.of(process_group, "GradScaler").world
+        self._ranks = Layout.from_group(process_group, "GradScaler").world
 
     def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:
         flags = super()._unscale_grads_(*arguments)

@@ -171,7 +171,7 @@ class Fields(NamedTuple):
     factors: Tensor | None = None  # [rows, blocks]
     factors_of_minima: Tensor | None = None  # [rows, blocks]
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> Fields:
+    def apply(self, function: Callable[[Tensor], Tensor]) -> Fields:
         """Applies a function to every tensor."""
         return Fields._make(None if field is None else function(field) for field in self)
 
@@ -404,11 +404,11 @@ def _gguf(
     """
 
     def split(codes: Tensor, _: Tensor | None) -> Fields:
-        return split_blocks(codes.unflatten(-1, (-1, block[1]))).each(lambda x: x.flatten(-2))
+        return split_blocks(codes.unflatten(-1, (-1, block[1]))).apply(lambda x: x.flatten(-2))
 
     def join(fields: Fields) -> Packed:
         num_blocks = fields.codes.shape[-1] // block[0]
-        blocks = join_blocks(fields.each(lambda x: x.unflatten(-1, (num_blocks, -1))))
+        blocks = join_blocks(fields.apply(lambda x: x.unflatten(-1, (num_blocks, -1))))
         return Packed(blocks.flatten(-2))
 
     return Layout(values, torch.uint8, block, split, join, encode, group)

@@ -1125,7 +1125,7 @@ def test_checkpoints_without_the_names_of_groups(tmp_path, monkeypatch):
         patch.setattr(state, "plain_names", lambda model, names: {name: name for name in names})
         patch.setattr(
             moe_ext.distributed.checkpoint,
-            "of_all_ranks",
+            "merged_options",
             lambda options, ranks: [
                 (kind, [{k: v for k, v in group.items() if k != "param_names"} for group in groups])
                 for kind, groups in options

@@ -31,7 +31,7 @@ class _Group(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The size of the tensors."""
-        return sum(each.nbytes for each in self.files.values())
+        return sum(file.nbytes for file in self.files.values())
 
 
 def write_floats(
@@ -52,7 +52,7 @@ def write_floats(
     """
     shards: list[list[_Group]] = [[]]
     for group in _groups(model, dtype):
-        size = sum(each.nbytes for each in shards[-1])
+        size = sum(g.nbytes for g in shards[-1])
         if shards[-1] and size + group.nbytes > shard_size:
             shards.append([])
         shards[-1].append(group)
@@ -62,7 +62,7 @@ def write_floats(
     for i, groups in enumerate(shards):
         name = f"model-{i + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
         _write(model, folder / name, groups, dtype)
-        index |= dict.fromkeys([each for group in groups for each in group.files], name)
+        index |= dict.fromkeys([file for group in groups for file in group.files], name)
         written.append(folder / name)
     if count > 1:
         total = sum(group.nbytes for groups in shards for group in groups)
@@ -128,4 +128,4 @@ def _dtype_of(model: MergedModel, name: str, dtype: torch.dtype) -> torch.dtype:
     if not own.is_floating_point:
         return own
     kept = model.skeleton._keep_in_fp32_modules_strict or ()
-    return torch.float32 if any(re.search(rf"\b{each}\b", name) for each in kept) else dtype
+    return torch.float32 if any(re.search(rf"\b{word}\b", name) for word in kept) else dtype

@@ -242,16 +242,16 @@ def _copy_tokenizer(writer: Any, source: Path) -> str:
 def _split_name(described: Any) -> str:
     """Returns the name of llama.cpp for the pre_tokenizer of a tokenizer.json."""
     parts = (described or {}).get("pretokenizers", [described or {}])
-    byte_level = [each for each in parts if each.get("type") == "ByteLevel"]
+    byte_level = [part for part in parts if part.get("type") == "ByteLevel"]
     rule = "split bytes (ByteLevel)"
-    found = [each.get("type") for each in parts]
-    require(len(byte_level) == 1, "save: the tokenizer for GGUF", rule, found)
+    types = [part.get("type") for part in parts]
+    require(len(byte_level) == 1, "save: the tokenizer for GGUF", rule, types)
     splits = tuple(
-        str(each.get("pattern", {}).get("Regex")).replace("\r", r"\r").replace("\n", r"\n")
-        for each in parts
-        if each is not byte_level[0]
+        str(part.get("pattern", {}).get("Regex")).replace("\r", r"\r").replace("\n", r"\n")
+        for part in parts
+        if part is not byte_level[0]
     )
     known = splits in _SPLITS and bool(splits) != bool(byte_level[0].get("use_regex", True))
     rule = f"split a text as {', '.join(_SPLITS.values())}"
-    require(known, "save: the tokenizer for GGUF", rule, splits or found)
+    require(known, "save: the tokenizer for GGUF", rule, splits or types)
     return _SPLITS[splits]
