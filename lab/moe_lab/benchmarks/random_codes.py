@@ -45,7 +45,7 @@ class RandomWeight(NamedTuple):
     blocks: Tensor | None = None
 
     @classmethod
-    def of(cls, format: str, num_experts: int, outputs: int, inputs: int) -> "RandomWeight":
+    def draw(cls, format: str, num_experts: int, outputs: int, inputs: int) -> "RandomWeight":
         block = BLOCKS[format]
         size = num_experts * outputs * inputs // block.inputs * block.bytes
         words = torch.empty(-(-size // 8), dtype=torch.int64).random_(-(2**63), None)
