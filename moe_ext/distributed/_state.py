@@ -230,7 +230,7 @@ def _room(param: Tensor, entry: ExpertParameter | None, saved: STORAGE_TYPES) ->
 # Options that decide which tensors an optimizer stores for a parameter.
 _DECISIVE = ("amsgrad", "centered", "factored", "momentum")
 # Options of the computation. A checkpoint of another machine does not change them.
-_OF_THIS_RUN = ("capturable", "differentiable", "foreach", "fused")
+_RUN_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
 
 Groups = list[dict[str, Any]]  # the options of an optimizer's groups, with "param_names"
 
@@ -342,7 +342,7 @@ def load_optimizers(
         }
         for group, saved in zip(groups, saved_groups, strict=True):
             for option, value in saved.items():
-                if option not in (*_OF_THIS_RUN, "param_names"):
+                if option not in (*_RUN_OPTIONS, "param_names"):
                     group[option] = _as_here(value, group.get(option))
         optimizer.load_state_dict(state_dict)
 

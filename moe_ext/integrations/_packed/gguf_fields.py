@@ -37,7 +37,7 @@ _FIXED: dict[str, dict[str, object]] = {
         "mlp_only_layers": [],
     },
 }
-_OF_DEEPSEEK = {
+_DEEPSEEK_FIELDS = {
     "first_k_dense_replace": "leading_dense_block_count",
     "kv_lora_rank": "attention.kv_lora_rank",
     "n_group": "expert_group_count",
@@ -117,7 +117,7 @@ def _head_size(config: Any) -> int:
 def _deepseek(config: Any) -> dict[str, Any]:
     """Returns the fields of latent attention and of the gate."""
     is_v3 = config.model_type == "deepseek_v3"
-    values = {key: getattr(config, name, None) for name, key in _OF_DEEPSEEK.items()}
+    values = {key: getattr(config, name, None) for name, key in _DEEPSEEK_FIELDS.items()}
     if not is_v3:
         rule = "be greedy for deepseek2 of GGUF"
         require(config.topk_method == "greedy", "save: topk_method", rule, config.topk_method)

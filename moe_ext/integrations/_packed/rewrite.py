@@ -81,7 +81,7 @@ def _start(tensor: Bytes) -> _Start:
     return tensor.path, tensor.start
 
 
-class _OfExperts(NamedTuple):
+class _ExpertPlace(NamedTuple):
     """Where the values of a range of bytes are in packed experts."""
 
     module: str  # of the experts
@@ -104,8 +104,8 @@ class _Tensors:
     def __init__(self, model: MergedModel, checkpoint: Checkpoint, merge: bool) -> None:
         self._model = model
         self._merge = merge
-        self._packed: dict[_Start, _OfExperts] = {}
-        self._biases: dict[_Start, _OfExperts] = {}
+        self._packed: dict[_Start, _ExpertPlace] = {}
+        self._biases: dict[_Start, _ExpertPlace] = {}
         for name, own in checkpoint.experts.items():
             for layer, tensors in enumerate(own.weights):
                 for place in _places(name, layer, tensors):
@@ -161,7 +161,7 @@ class _Tensors:
         else:  # a tensor that the model does not have
             yield entry.read()
 
-    def _expert_tensors(self, place: _OfExperts, start: _Start) -> Iterator[Tensor]:
+    def _expert_tensors(self, place: _ExpertPlace, start: _Start) -> Iterator[Tensor]:
         experts = self._experts(place)
         weight = experts.packed(place.layer)
         assert weight is not None
@@ -185,7 +185,7 @@ class _Tensors:
 
     @staticmethod
     def _quantize_expert(
-        experts: MergedExperts, place: _OfExperts, expert: int, stored: Stored
+        experts: MergedExperts, place: _ExpertPlace, expert: int, stored: Stored
     ) -> _Quantized:
         whole = experts.weight(place.layer, expert)
         rows = place.tensors.own_rows(whole[None], place.part)[0]
@@ -221,7 +221,7 @@ class _Tensors:
             codes, scales = quantized
             yield codes if _start(entry) == start or scales is None else scales
 
-    def _experts(self, place: _OfExperts) -> MergedExperts:
+    def _experts(self, place: _ExpertPlace) -> MergedExperts:
         experts = self._model.experts.get(place.module)
         packed: PackedWeight | None = experts.packed(place.layer) if experts is not None else None
         rule = "have packed experts as in the checkpoint"
@@ -230,13 +230,13 @@ class _Tensors:
         return experts
 
 
-def _places(module: str, layer: int, tensors: LayerTensors) -> Iterator[_OfExperts]:
+def _places(module: str, layer: int, tensors: LayerTensors) -> Iterator[_ExpertPlace]:
     """Yields the place of each tensor of a layer."""
     for p, part in enumerate(tensors.parts):
         stack = part if isinstance(part, list) else [part]
         for e, stored in enumerate(stack):
             index = e if isinstance(part, list) else None
-            yield _OfExperts(module, layer, tensors, p, stored, index)
+            yield _ExpertPlace(module, layer, tensors, p, stored, index)
 
 
 def _fitting(value: Tensor, shape: tuple[int, ...]) -> Tensor:

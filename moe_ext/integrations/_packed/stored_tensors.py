@@ -71,7 +71,7 @@ class Stored:
         codes: the codes, or the numbers of a weight that is not packed.
         scales: the scales of a format that has them in another tensor.
         format: the format of `moe_ext.formats`; None for numbers, and for other formats.
-        other: the name of a GGUF format that `moe_ext.formats` does not have.
+        ggml_type: the name of a GGUF format that `moe_ext.formats` does not have.
     """
 
     codes: Bytes
