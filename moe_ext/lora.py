@@ -45,7 +45,7 @@ __all__ = [
 _Base = FeedForwardExperts | QuantizedExperts
 
 
-class _Options(TypedDict, total=False):
+class _AdapterOptions(TypedDict, total=False):
     """The options of an adapter; see `LoRAExperts`."""
 
     rslora: bool
@@ -217,7 +217,7 @@ class LoRAExperts(Experts):
         alpha: float,
         *,
         adapter: str = "default",
-        **options: Unpack[_Options],
+        **options: Unpack[_AdapterOptions],
     ) -> None:
         if not isinstance(experts, _Base):
             kind = type(experts).__name__
@@ -258,7 +258,7 @@ class LoRAExperts(Experts):
         name: str,
         rank: int,
         alpha: float,
-        **options: Unpack[_Options],
+        **options: Unpack[_AdapterOptions],
     ) -> None:
         """Adds an adapter that is neither active nor trained; see `set_adapter`.
 
@@ -532,7 +532,7 @@ def add_lora(
     adapter: str = "default",
     where: Callable[[str], bool] | None = None,
     train_rest: bool = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_AdapterOptions],
 ) -> LoRAReport:
     """Replaces the experts in a layer or model by `LoRAExperts`, and freezes all other parameters.
 
@@ -605,7 +605,7 @@ def add_lora(
     return LoRAReport(tuple(place.path for place in chosen), skipped, _trained(model))
 
 
-class _Place(NamedTuple):
+class _Candidate(NamedTuple):
     parent: nn.Module
     name: str
     path: str
@@ -613,16 +613,16 @@ class _Place(NamedTuple):
     reason: str | None = None  # why the module can have no adapters
 
 
-def _experts_in(parent: nn.Module, prefix: str = "") -> Iterator[_Place]:
+def _experts_in(parent: nn.Module, prefix: str = "") -> Iterator[_Candidate]:
     """Yields the modules with experts below a module, each place of a shared one."""
     if isinstance(parent, LoRAExperts):
         if not prefix:
-            yield _Place(parent, "", "", parent)
+            yield _Candidate(parent, "", "", parent)
         return
     for name, child in parent._modules.items():
         if child is None:
             continue
-        place = _Place(parent, name, prefix + name, child)
+        place = _Candidate(parent, name, prefix + name, child)
         if isinstance(child, LoRAExperts):
             yield place
         elif isinstance(child, _Base):

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PRONOUNS = "each|both|others?|ours|theirs|mine|its|this|that|these|those|it|they|them|whose"
 ADVERBS = "here|there|found"
+PUBLIC = {("moe_ext/ranks/layout.py", "of")}  # `Layout.of`
 # A name may contain a preposition, as in `rows_of`, but not begin with "of".
 REJECTED = re.compile(rf"(?i:_*(?:(?:{PRONOUNS}|{ADVERBS}|of)_*|of_\w+))|_*Of[A-Z]\w*")
 
@@ -46,6 +47,7 @@ def test_names_are_nouns_or_verbs():
         f"{file}:{line}: {name}"
         for file in files
         for line, name in rejected((ROOT / file).read_text())
+        if (file, name) not in PUBLIC
     ]
     rule = "a name must not be a pronoun or adverb, or begin with `of_`; say what the thing is"
     assert len(files) > 400 and not names, f"{rule}:\n" + "\n".join(names)

@@ -136,7 +136,7 @@ class ExpertSharding:
     has_dtensors: bool = False
 
     def __init__(self, options: ExpertParallel, gate: Gate, num_experts: int) -> None:
-        self.layout: Layout = Layout.from_group(options.process_group, "ExpertParallel")
+        self.layout: Layout = Layout.of(options.process_group, "ExpertParallel")
         ranks = self.layout.expert_parallel
         self.placement: ExpertPlacement = ExpertPlacement(
             num_experts, ranks.size, gate.experts_per_group

@@ -47,7 +47,7 @@ def shard_blocks(
     every = [module for module in model.modules() if any(module is block for block in blocks)]
     rule = "be modules of the model"
     require(len(every) == len({*blocks}), "parallelize: blocks", rule, [*map(type, blocks)])
-    world = Layout.from_group(process_group, "parallelize").world
+    world = Layout.of(process_group, "parallelize").world
     device = next(model.parameters()).device
     mesh = mesh_of(world, process_group, device)
     shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))

@@ -50,7 +50,7 @@ def distribute_experts(
             Or process_group does not have the ranks of a layer.
     """
     owner = "distribute_experts"
-    require_ranks(owner, model, Layout.from_group(process_group, owner).world)
+    require_ranks(owner, model, Layout.of(process_group, owner).world)
     lstms = [module for module in model.modules() if isinstance(module, MoELSTM)]
     layers = [pair for pair in spread_layers(model) if not pair[1].has_dtensors]
     for layer, sharding in layers:  # no layer changes unless all can
@@ -93,7 +93,7 @@ def mesh_of(
     if isinstance(process_group, DeviceMesh):
         meshes = [process_group]
         if process_group.ndim > 1:
-            assert process_group.mesh_dim_names is not None  # `Layout.from_group` has checked it
+            assert process_group.mesh_dim_names is not None  # `Layout.of` has checked it
             meshes = [process_group[name] for name in reversed(process_group.mesh_dim_names)]
             meshes.append(process_group._flatten())
         for mesh in meshes:

@@ -82,7 +82,7 @@ def parallelize(
     blocks = list(blocks)
     rule = 'be left out with dense="ddp"'
     require(dense == "fsdp" or not blocks, "parallelize: blocks", rule, f"{len(blocks)} modules")
-    world = Layout.from_group(process_group, "parallelize").world
+    world = Layout.of(process_group, "parallelize").world
     require_ranks("parallelize", model, world)
     if world.size == 1:
         return model

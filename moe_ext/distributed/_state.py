@@ -62,7 +62,7 @@ def full_state_dict(
     Raises:
         ValueError: process_group does not have the ranks over which experts are sharded.
     """
-    ranks = Layout.from_group(process_group, "full_state_dict").world
+    ranks = Layout.of(process_group, "full_state_dict").world
     require_ranks("full_state_dict", model, ranks)
     state: dict[str, Tensor] = {}
     spread: dict[str, Part] = {}
@@ -105,7 +105,7 @@ def load_full_state_dict(
         ValueError: names or shapes do not match the model, or process_group does not have the ranks
             over which experts are sharded. The model is not changed.
     """
-    ranks = Layout.from_group(process_group, "load_full_state_dict").world
+    ranks = Layout.of(process_group, "load_full_state_dict").world
     require_ranks("load_full_state_dict", model, ranks)
     parts = model_parts(model)
     wanted = whole_shapes(parts, ranks)
@@ -232,12 +232,12 @@ _DECISIVE = ("amsgrad", "centered", "factored", "momentum")
 # Options of the computation. A checkpoint of another machine does not change them.
 _RUN_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
 
-Groups = list[dict[str, Any]]  # the options of an optimizer's groups, with "param_names"
+ParamGroups = list[dict[str, Any]]  # the options of an optimizer's groups, with "param_names"
 
 
 def optimizer_options(
     model: nn.Module, optimizers: Sequence[Optimizer]
-) -> list[tuple[str, Groups]]:
+) -> list[tuple[str, ParamGroups]]:
     """Returns, for each of optimizers, its class name and the options of its parameter groups.
 
     The option "param_names" has the names of this rank's parameters in the group.
@@ -254,7 +254,9 @@ def optimizer_options(
     ]
 
 
-def merged_options(options: Sequence[tuple[str, Groups]], ranks: Ranks) -> list[tuple[str, Groups]]:
+def merged_options(
+    options: Sequence[tuple[str, ParamGroups]], ranks: Ranks
+) -> list[tuple[str, ParamGroups]]:
     """Returns this rank's options of optimizers, with the names of all ranks' parameters."""
     names: dict[tuple[int, int], dict[str, None]] = {}
     for rank_names in ranks.gather_objects(_names_of(options)):
@@ -267,7 +269,7 @@ def merged_options(options: Sequence[tuple[str, Groups]], ranks: Ranks) -> list[
 
 
 def require_same_optimizers(
-    name: str, saved: Sequence[tuple[str, Groups]], current: Sequence[tuple[str, Groups]]
+    name: str, saved: Sequence[tuple[str, ParamGroups]], current: Sequence[tuple[str, ParamGroups]]
 ) -> None:
     """Raises ValueError, prefixed by name, unless the options of saved optimizers fit those here.
 
@@ -298,7 +300,7 @@ def require_same_optimizers(
         raise ValueError(f"{name} must {rule}, got {_listed(wrong)}")
 
 
-def _names_of(options: Sequence[tuple[str, Groups]]) -> dict[tuple[int, int], list[str]]:
+def _names_of(options: Sequence[tuple[str, ParamGroups]]) -> dict[tuple[int, int], list[str]]:
     """Returns the names of the parameters by optimizer and group, without groups that have none."""
     return {
         (i, j): group["param_names"]
@@ -309,7 +311,7 @@ def _names_of(options: Sequence[tuple[str, Groups]]) -> dict[tuple[int, int], li
 
 
 def _places(
-    options: Sequence[tuple[str, Groups]], names: Mapping[tuple[int, int], Sequence[str]]
+    options: Sequence[tuple[str, ParamGroups]], names: Mapping[tuple[int, int], Sequence[str]]
 ) -> dict[str, str]:
     """Describes, for each parameter, the optimizer and the group that it is in."""
     places = {}
@@ -325,7 +327,7 @@ def load_optimizers(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     values: Mapping[Key, Any],
-    options: Sequence[tuple[str, Groups]],
+    options: Sequence[tuple[str, ParamGroups]],
 ) -> None:
     """Loads the states in values and the options from `optimizer_options` into the optimizers."""
     states: dict[str, dict[str, Any]] = {}

@@ -37,8 +37,8 @@ from moe_ext.distributed._parameters import require_ranks
 from moe_ext.distributed._planners import LoadPlanner, SavePlanner
 from moe_ext.distributed._safe_files import pickled, read_metadata, unpickled, why
 from moe_ext.distributed._state import (
-    Groups,
     Key,
+    ParamGroups,
     Part,
     flat,
     load_optimizers,
@@ -115,7 +115,7 @@ class Checkpoints:
     ) -> None:
         (keep,) = require_sizes("Checkpoints", keep=keep)
         self._folder = CheckpointFolder(Path(folder), keep)
-        self._ranks = Layout.from_group(process_group, "Checkpoints").world
+        self._ranks = Layout.of(process_group, "Checkpoints").world
         self._timeout = timeout
         self._background: tuple[ThreadPoolExecutor, Ranks] | None = None
         self._under_way: Future[None] | None = None
@@ -263,7 +263,7 @@ class Checkpoints:
         optimizers = tuple(optimizers)
         together = partial(_together, self._ranks, self._saving(step))
 
-        def collect() -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:
+        def collect() -> tuple[dict[Key, Part], list[tuple[str, ParamGroups]]]:
             self._require_group()
             parts, options = self._parts_and_options(model, optimizers)
             parts |= optimizer_parts(model, optimizers)
@@ -300,7 +300,7 @@ class Checkpoints:
 
     def _parts_and_options(
         self, model: nn.Module, optimizers: Sequence[Optimizer]
-    ) -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:
+    ) -> tuple[dict[Key, Part], list[tuple[str, ParamGroups]]]:
         """Returns this rank's parts of the model and the options of its optimizers."""
         require_ranks("Checkpoints", model, self._ranks)
         return model_parts(model), optimizer_options(model, optimizers)
@@ -378,7 +378,7 @@ class Checkpoints:
         optimizers: Sequence[Optimizer],
         parts: dict[Key, Part],
         shapes: Mapping[str, torch.Size],
-        options: Sequence[tuple[str, Groups]],
+        options: Sequence[tuple[str, ParamGroups]],
     ) -> tuple[tuple[Any, Any], Callable[[], None]]:
         """Checks all of a checkpoint but the values of its tensors; changes nothing.
 
@@ -512,7 +512,7 @@ def _errors_of(rank: int) -> Iterator[None]:
                 raise failed.failures[rank][0] from None
 
 
-def _common_state(path: Path) -> tuple[Any, list[tuple[str, Groups]], str]:
+def _common_state(path: Path) -> tuple[Any, list[tuple[str, ParamGroups]], str]:
     """Reads the state, the options of the optimizers and the version of torch."""
     content = unpickled(path)
     match content:

@@ -166,7 +166,7 @@ def update_gates(model: nn.Module, process_group: ProcessGroup | DeviceMesh | No
     rule = "contain a gate that adapts: a ReLUGate, or a TopKGate with bias_update_rate"
     require(len(gates) > 0, "update_gates: model", rule, type(model).__name__)
     counts = [cast(Tensor, gate.tokens_since_update) for gate in gates]
-    totals = Layout.from_group(process_group, "update_gates").world.sum(*counts)
+    totals = Layout.of(process_group, "update_gates").world.sum(*counts)
     for gate, count, total in zip(gates, counts, totals, strict=True):
         gate.update(total)
         count.zero_()

@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     replicas: Ranks
 
     @classmethod
-    def from_group(cls, group: ProcessGroup | DeviceMesh | None, owner: str = "Layout") -> "Layout":
+    def of(cls, group: ProcessGroup | DeviceMesh | None, owner: str = "Layout") -> "Layout":
         """Makes the layout of a process group, or of a mesh [replicas, expert_parallel].
 
         All ranks of a process group or a one-dimensional mesh share one set of experts.
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
             return cls(ranks, ranks, Ranks())
         require(group.ndim <= 2, name, "be a mesh of 1 or 2 dimensions", group.ndim)
         if group.ndim == 1:
-            return cls.from_group(group.get_group(), owner)
+            return cls.of(group.get_group(), owner)
         names = group.mesh_dim_names
         require(names is not None, name, "be a mesh with mesh_dim_names", names)
         world = _group_of_all(group, name)

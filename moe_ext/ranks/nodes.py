@@ -25,7 +25,7 @@ _groups: WeakKeyDictionary[ProcessGroup, dict[int, tuple[Ranks, Ranks]]] = WeakK
 
 
 @dataclass(frozen=True)
-class _Blocks(ExpertPlacement):
+class _BlockPlacement(ExpertPlacement):
     """Assigns the given blocks of experts to ranks, or to nodes."""
 
     blocks: tuple[range, ...] = ()
@@ -71,14 +71,14 @@ class NodeExchange(Exchange):
         own = [range(e.start - nodes[node].start, e.stop - nodes[node].start) for e in node_blocks]
         between, within = _groups_of_nodes(ranks, ranks_per_node)
         self.between: Exchange = Exchange(
-            _Blocks(placement.num_experts, len(nodes), blocks=tuple(nodes)),
+            _BlockPlacement(placement.num_experts, len(nodes), blocks=tuple(nodes)),
             between,
             "tokens",
             num_chunks,
             "sum",
         )
         self.within: Exchange = Exchange(
-            _Blocks(len(nodes[node]), ranks_per_node, blocks=tuple(own)),
+            _BlockPlacement(len(nodes[node]), ranks_per_node, blocks=tuple(own)),
             within,
             "tokens",
             reduction="sum",

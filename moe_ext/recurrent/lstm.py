@@ -115,7 +115,7 @@ class MoELSTMCell(nn.Module):
         width = d_input + d_hidden
         local = range(num_experts)
         if parallel is not None:
-            ranks = Layout.from_group(parallel.process_group).expert_parallel
+            ranks = Layout.of(parallel.process_group).expert_parallel
             together = 1 if gate is None else gate.experts_per_group
             local = ExpertPlacement(num_experts, ranks.size, together).experts_of(ranks.rank)
         self.moe: MoE = MoE(
@@ -294,7 +294,7 @@ class MoELSTM(nn.Module):
             rule = "route each row on its own if ranks share the experts (routes_by_batch = False)"
             require(not by_batch, "MoELSTM: gate", rule, gate)
             if parallel.balance == "global":
-                self.ranks = Layout.from_group(parallel.process_group).world
+                self.ranks = Layout.of(parallel.process_group).world
             # The losses cover whole sequences, so a time step sums nothing over the ranks.
             parallel = replace(parallel, balance="local")
         self.cell: MoELSTMCell = MoELSTMCell(

@@ -43,7 +43,7 @@ FORMATS: dict[str, tuple[FormatName, int | None]] = {  # by name: a format and i
 }
 
 
-class PackedExperts(RoutingStudy):
+class PackedFormats(RoutingStudy):
     """The study of packed formats."""
 
     name = "packed"
@@ -121,4 +121,4 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
 
 
-run = PackedExperts.start
+run = PackedFormats.start

@@ -23,7 +23,7 @@ from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Stored
 from moe_ext.integrations._transformers_balance import experts_modules
 
-__all__ = ["FoundTensors", "Place", "Read", "expert_parameters", "find_in_safetensors"]
+__all__ = ["FoundTensors", "Place", "Read", "expert_keys", "find_in_safetensors"]
 
 Read = Callable[[torch.dtype], Tensor]  # reads a tensor, and dequantizes it in a dtype
 
@@ -63,7 +63,7 @@ class FoundTensors:
     unused: list[str] = field(default_factory=list)
 
 
-def expert_parameters(skeleton: Any) -> list[tuple[str, str]]:
+def expert_keys(skeleton: Any) -> list[tuple[str, str]]:
     """Returns the module and the name of each weight and bias of experts."""
     keys = ("gate_up_proj", "up_proj", "down_proj")
     return [
@@ -81,7 +81,7 @@ def find_in_safetensors(skeleton: Any, stored: dict[str, Stored]) -> FoundTensor
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     order = [pattern for converter in converters for pattern in converter.source_patterns]
     state = skeleton.state_dict()
-    owners = {f"{module}.{key}": (module, key) for module, key in expert_parameters(skeleton)}
+    owners = {f"{module}.{key}": (module, key) for module, key in expert_keys(skeleton)}
     parts: dict[tuple[str, str], dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
     found_tensors = FoundTensors()
     for name, weight in sorted(stored.items(), key=lambda item: dot_natural_key(item[0])):

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from moe_ext.checks import require, require_one_of
-from moe_ext.integrations._packed.found_tensors import FoundTensors, Place, expert_parameters
+from moe_ext.integrations._packed.found_tensors import FoundTensors, Place, expert_keys
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Metadata, Stored
 
@@ -96,7 +96,7 @@ def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -
         architectures[metadata.architecture], skeleton.config.num_hidden_layers
     )
     found_tensors, used, config = FoundTensors(), set(), skeleton.config
-    experts = {f"{module}.{key}": (module, key) for module, key in expert_parameters(skeleton)}
+    experts = {f"{module}.{key}": (module, key) for module, key in expert_keys(skeleton)}
     for name, tensor in skeleton.state_dict().items():
         if name in experts:
             module, key = experts[name]

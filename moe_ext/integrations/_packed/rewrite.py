@@ -37,7 +37,7 @@ def rewrite(model: MergedModel, checkpoint: Checkpoint, target: Path, merge: boo
         The files.
     """
     source = checkpoint.path
-    tensors = _Tensors(model, checkpoint, merge)
+    tensors = _SourceTensors(model, checkpoint, merge)
     written = []
     if checkpoint.is_gguf:
         by_path: dict[Path, list[Bytes]] = {}
@@ -73,11 +73,11 @@ def _copy(old: BinaryIO, new: BinaryIO, end: int | None = None) -> None:
         new.write(old.read(end - old.tell()))
 
 
-_Start = tuple[Path, int]  # the file and the first byte of a tensor
+_Position = tuple[Path, int]  # the file and the first byte of a tensor
 _Quantized = tuple[Tensor, Tensor | None]  # codes and scales
 
 
-def _start(tensor: Bytes) -> _Start:
+def _start(tensor: Bytes) -> _Position:
     return tensor.path, tensor.start
 
 
@@ -92,7 +92,7 @@ class _ExpertPlace(NamedTuple):
     expert: int | None  # None: all
 
 
-class _Tensors:
+class _SourceTensors:
     """The present values of the tensors of a checkpoint.
 
     Args:
@@ -104,8 +104,8 @@ class _Tensors:
     def __init__(self, model: MergedModel, checkpoint: Checkpoint, merge: bool) -> None:
         self._model = model
         self._merge = merge
-        self._packed: dict[_Start, _ExpertPlace] = {}
-        self._biases: dict[_Start, _ExpertPlace] = {}
+        self._packed: dict[_Position, _ExpertPlace] = {}
+        self._biases: dict[_Position, _ExpertPlace] = {}
         for name, own in checkpoint.experts.items():
             for layer, tensors in enumerate(own.weights):
                 for place in _places(name, layer, tensors):
@@ -114,7 +114,7 @@ class _Tensors:
                         self._packed[_start(place.stored.scales)] = place
             for layer, tensors in enumerate(own.biases or ()):
                 self._biases |= {_start(p.stored.codes): p for p in _places(name, layer, tensors)}
-        self._dense: dict[_Start, tuple[str, Place]] = {}
+        self._dense: dict[_Position, tuple[str, Place]] = {}
         for name, places in checkpoint.places.items():
             for stored_place in places:
                 for part in filter(None, (stored_place.stored.codes, stored_place.stored.scales)):
@@ -161,7 +161,7 @@ class _Tensors:
         else:  # a tensor that the model does not have
             yield entry.read()
 
-    def _expert_tensors(self, place: _ExpertPlace, start: _Start) -> Iterator[Tensor]:
+    def _expert_tensors(self, place: _ExpertPlace, start: _Position) -> Iterator[Tensor]:
         experts = self._experts(place)
         weight = experts.packed(place.layer)
         assert weight is not None
