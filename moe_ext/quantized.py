@@ -341,7 +341,7 @@ def _quantized(name: str, weight: Tensor, format: FormatName, group: int | None)
         # A format may read the scales of a single row in another way than those of several.
         rows = torch.zeros(min(outputs, 2), inputs, dtype=dtype, device="cpu")
         layout = packed(rows)._replace(outputs=outputs)
-        panels = weight.new_empty(layout.shape(num_experts), dtype=torch.uint8)
+        panels = layout.empty_panels(num_experts, weight.device)
         for e in range(0 if weight.is_meta else num_experts):
             first = 0
             for rows in weight[e].mT.split(_ROWS):  # so that what is in between is small

@@ -126,7 +126,7 @@ def test_packed_fine_tuning(name, output_of, monkeypatch, tmp_path):
     (loaded,) = numbers(r"loaded ([\d.]+)", output)
     assert 0 < largest <= written and abs(loaded - written) < 0.02
     losses = numbers(r"step +\d+: loss ([\d.]+)", output)
-    assert len(losses) == 5 and losses[0] > 11 and losses[-1] < losses[0] - 0.8
+    assert len(losses) == 4 and losses[0] > 11 and losses[-1] < losses[0] - 0.3
     assert min(numbers(r"([\d.]+) tokens/s", output)) > 0
     assert not list(tmp_path.iterdir())  # the random weights are gone
 

@@ -68,7 +68,7 @@ class LayerTensors:
         """Reads and packs the weight, one expert at a time."""
         layout = self.layout()
         format, num_experts = layout.format, self.num_experts()[0]
-        panels = torch.empty(layout.shape(num_experts), dtype=torch.uint8)
+        panels = layout.empty_panels(num_experts)
         for e in range(num_experts):
             codes, scales = self._expert(e)
             own = None if scales is None else scales[None]
