@@ -166,7 +166,7 @@ def routing_times(shape: tuple[int, int, int], args: Any) -> dict[str, Any]:
     least = {"training": 4 * 4 * T * E + slots, "evaluation": 4 * T * E + slots}
     return {
         "shape": shape,
-        "ms": {name: Quartiles.from_values(1e3 * s for s in s) for name, s in seconds.items()},
+        "ms": {name: Quartiles.from_values(1e3 * t for t in s) for name, s in seconds.items()},
         "limit_ms": {name: 1e3 * bytes / bandwidth for name, bytes in least.items()},
     }
 
