@@ -48,7 +48,7 @@ def without_numbers(lines):
 
 def numbers(pattern, text):
     """Returns the group of each match as a number."""
-    return [float(found.replace(",", "")) for found in re.findall(pattern, text)]
+    return [float(number.replace(",", "")) for number in re.findall(pattern, text)]
 
 
 def test_transformer_block(output_of):

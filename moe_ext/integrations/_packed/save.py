@@ -120,8 +120,8 @@ def save(
             else:
                 written = rewrite(merged, checkpoint, target, format == "merged")
     except OSError as error:
-        place = next(each for each in target.absolute().parents if each.exists())
-        free = shutil.disk_usage(place).free
+        folders = target.absolute().parents
+        free = shutil.disk_usage(next(parent for parent in folders if parent.exists())).free
         error.add_note(f"save: {target} is incomplete; its disk has {free:,} bytes free")
         raise
     if not quiet:
@@ -142,10 +142,10 @@ def _copy_others(folder: Path | None, target: Path) -> list[Path]:
 
 def _line(model: MergedModel, target: Path, format: str, written: list[Path], note: str) -> str:
     """Returns what was written, in a line."""
-    experts = sum(each.is_adapted for each in model.experts.values())
+    experts = sum(expert.is_adapted for expert in model.experts.values())
     adapters = f"{experts} modules of experts and {len(model.linear)} linear layers"
     verb = {"unchanged": "not written", "gguf_adapter": "written"}.get(format, "merged")
-    size = sum(each.stat().st_size for each in written)
+    size = sum(path.stat().st_size for path in written)
     parts = [
         f"{target}: {type(model.model).__name__} as {format}",
         f"{len(written)} files with {size:,} bytes",
