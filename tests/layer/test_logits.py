@@ -31,7 +31,7 @@ def rows_of_groups():
 
 
 def all_gradients(function, x, weights, *, used, **rows):
-    """Returns the gradients of x and weights; x is also used beside the logits."""
+    """Returns the gradients of x and weights; the loss has another term of x."""
     products = function(x, *weights, **rows)
     loss = sum((products[i] * (i + 0.3)).sin().sum() for i in used) + (x * x / 3).sum()
     return torch.autograd.grad(loss, [x, *weights], allow_unused=True)
