@@ -27,13 +27,13 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
-HERE = Path(__file__).parent
-HEADERS = HERE / "moe_ext" / "include"
+ROOT = Path(__file__).parent
+HEADERS = ROOT / "moe_ext" / "include"
 KERNELS = "moe_ext.lib.libmoe_ext_kernels"
 KERNELS_CUDA = "moe_ext.lib.libmoe_ext_kernels_cuda"
 LIBRARY = "moe_ext.lib.libmoe_ext"
 # The environment that built the library in this folder, and the folder, in two lines.
-BUILT_BY = HERE / "moe_ext" / "lib" / "built_by.txt"
+BUILT_BY = ROOT / "moe_ext" / "lib" / "built_by.txt"
 # The folders whose files are compiled as one file, because torch's headers take most of the time.
 # The kernels stay apart: they include few of these headers, and the speed of a loop may depend on
 # the rest of its file. CMakeLists.txt has the same folders.
@@ -73,7 +73,7 @@ FILES = {
     LIBRARY: library_of(RELEASE),
 }
 # The libraries for other releases of torch, in the folder MOE_EXT_LIBRARIES, by release.
-OTHERS = {
+LIBRARIES = {
     file.parent.name.removeprefix("torch"): file
     for file in Path(os.environ.get("MOE_EXT_LIBRARIES", os.devnull)).glob("torch*/libmoe_ext.so")
     if file.parent.name != f"torch{RELEASE}"
@@ -107,8 +107,8 @@ def architectures() -> str:
     if os.environ.get("MOE_EXT_CUDA") != "1" and torch.cuda.is_available():
         return "{}.{}".format(*torch.cuda.get_device_capability())
     has = ask_nvcc("--list-gpu-arch").split()
-    ours = [name for name in CUDA_ARCHITECTURES if f"compute_{name.replace('.', '')}" in has]
-    return ";".join(name + "+PTX" * (name in (ours[0], ours[-1])) for name in ours)
+    known = [name for name in CUDA_ARCHITECTURES if f"compute_{name.replace('.', '')}" in has]
+    return ";".join(name + "+PTX" * (name in (known[0], known[-1])) for name in known)
 
 
 def wants_cuda(has_sources: bool) -> bool:
@@ -144,7 +144,7 @@ def use_compiler() -> None:
     words = shlex.split(os.environ.get("CXX", ""))
     if len(words) < 2:
         return
-    program = HERE / "build" / "cxx"
+    program = ROOT / "build" / "cxx"
     program.parent.mkdir(exist_ok=True)
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     program.chmod(0o755)
@@ -156,7 +156,7 @@ def flags(compiler: str) -> list[str]:
 
     -ffp-contract=off and -fmad=false: no compiler must add fused multiply-adds to the source.
     """
-    return ["-std=c++20", *(HERE / "csrc" / f"{compiler}_flags.txt").read_text().split()]
+    return ["-std=c++20", *(ROOT / "csrc" / f"{compiler}_flags.txt").read_text().split()]
 
 
 def version() -> str:
@@ -173,7 +173,7 @@ def together(sources: list[str]) -> list[str]:
         (folders.setdefault(folder, []) if folder in TOGETHER else alone).append(source)
     for folder, files in folders.items():
         unit = Path("build", "together", f"{folder.replace('/', '_')}.cpp")
-        text = "".join(f'#include "{(HERE / file).resolve()}"\n' for file in files)
+        text = "".join(f'#include "{(ROOT / file).resolve()}"\n' for file in files)
         if not unit.exists() or unit.read_text() != text:  # ninja looks at its time
             unit.parent.mkdir(parents=True, exist_ok=True)
             unit.write_text(text)
@@ -189,20 +189,20 @@ def link_args(name: str, *rpath: str) -> list[str]:
 
 def extensions() -> list[setuptools.Extension]:
     """Returns the libraries, which have every source in csrc. The last one links the others."""
-    cpp = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/**/*.cpp"))
-    cuda = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/cuda/*.cu"))
+    cpp = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp"))
+    cuda = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))
     has_cuda = wants_cuda(bool(cuda))
     cxx = [*flags("cxx"), "-g0"]
-    of_kernels = [source for source in cpp if source.startswith("csrc/cpu/")]
-    of_library = [
+    kernel_sources = [source for source in cpp if source.startswith("csrc/cpu/")]
+    library_sources = [
         source
         for source in cpp
-        if source not in of_kernels and (has_cuda or not source.startswith("csrc/cuda_host/"))
+        if source not in kernel_sources and (has_cuda or not source.startswith("csrc/cuda_host/"))
     ]
     built = [
         setuptools.Extension(
             KERNELS,
-            of_kernels,
+            kernel_sources,
             include_dirs=include_paths(),  # of torch, the types of numbers
             language="c++",
             extra_compile_args={"cxx": cxx},
@@ -224,7 +224,7 @@ def extensions() -> list[setuptools.Extension]:
         built.append(kernels)
     library = CppExtension(
         LIBRARY,
-        of_library,
+        library_sources,
         include_dirs=[str(HEADERS)],
         extra_compile_args={"cxx": [*cxx, "-DMOE_EXT_CUDA"] if has_cuda else cxx},
         extra_link_args=link_args("libmoe_ext.so", "..", "../../../torch/lib"),
@@ -235,7 +235,7 @@ def extensions() -> list[setuptools.Extension]:
 
 def requirement() -> str:
     """Returns the releases of torch that have a library."""
-    releases = sorted(tuple(map(int, release.split("."))) for release in (RELEASE, *OTHERS))
+    releases = sorted(tuple(map(int, release.split("."))) for release in (RELEASE, *LIBRARIES))
     (first_major, first), (major, last) = releases[0], releases[-1]
     return f"torch>={first_major}.{first},<{major}.{last + 1}"
 
@@ -246,7 +246,7 @@ def require_own_library() -> None:
         return
     environment, folder = map(Path, BUILT_BY.read_text().splitlines())
     # No environment uses the library of a copied folder.
-    if folder != HERE.resolve() or not (environment / "bin").exists():
+    if folder != ROOT.resolve() or not (environment / "bin").exists():
         return
     own = Path(sys.prefix).resolve()
     if environment != own:
@@ -273,7 +273,7 @@ class Build(BuildExtension):
     def finalize_options(self) -> None:
         """Keeps the objects in build/objects, and leaves to ninja what to compile again."""
         super().finalize_options()
-        self.build_temp = str(HERE / "build" / "objects")  # kept, so that later builds are short
+        self.build_temp = str(ROOT / "build" / "objects")  # kept, so that later builds are short
         self.force = True  # ninja knows what has changed; setuptools does not compare headers
 
     def run(self) -> None:
@@ -281,7 +281,7 @@ class Build(BuildExtension):
         if self.inplace:
             require_own_library()
         super().run()
-        for release, file in OTHERS.items():
+        for release, file in LIBRARIES.items():
             to = Path(self.build_lib, library_of(release))
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, to)
@@ -306,11 +306,11 @@ class Build(BuildExtension):
             file = Path(built).relative_to(self.build_lib)
             file.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(built, file)
-        BUILT_BY.write_text(f"{Path(sys.prefix).resolve()}\n{HERE.resolve()}\n")
+        BUILT_BY.write_text(f"{Path(sys.prefix).resolve()}\n{ROOT.resolve()}\n")
 
     def get_outputs(self) -> list[str]:
         """Returns the files that are built."""
-        return [str(Path(self.build_lib, FILES[each.name])) for each in self.extensions]
+        return [str(Path(self.build_lib, FILES[library.name])) for library in self.extensions]
 
     def get_output_mapping(self) -> dict[str, str]:
         """Returns the path in moe_ext/ of each file that is built; empty without inplace."""

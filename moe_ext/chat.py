@@ -49,22 +49,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _use_integers(model)
         tokenizer = _tokenizer(model.name_or_path)
     except (ImportError, OSError, ValueError) as error:
-        print(f"moe-ext chat: {error}", file=sys.stderr)
+        notes = getattr(error, "__notes__", [])
+        print("\n".join([f"moe-ext chat: {error}", *notes]), file=sys.stderr)
         return 2
     messages: list[dict[str, str]] = []
-    while (line := _read()) is not None:
-        messages.append({"role": "user", "content": line})
-        answer = _answer(model, tokenizer, messages, options.tokens, options.temperature)
-        messages.append({"role": "assistant", "content": answer})
+    try:
+        while (line := _read()) is not None:
+            messages.append({"role": "user", "content": line})
+            answer = _answer(model, tokenizer, messages, options.tokens, options.temperature)
+            messages.append({"role": "assistant", "content": answer})
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     return 0
 
 
 def _use_integers(model: Any) -> None:
     """Chooses integer arithmetic for the packed experts whose formats have it."""
-    modules = [each for each in model.modules() if isinstance(each, QuantizedExperts)]
-    chosen = [each for each in modules if all(w.format not in _NO_INTEGERS for w in each.weights)]
-    for each in chosen:
-        each.arithmetic = "integer"
+    modules = [m for m in model.modules() if isinstance(m, QuantizedExperts)]
+    chosen = [m for m in modules if all(w.format not in _NO_INTEGERS for w in m.weights)]
+    for experts in chosen:
+        experts.arithmetic = "integer"
     print(f"integer arithmetic: {len(chosen)} of {len(modules)} packed layers", file=sys.stderr)
 
 

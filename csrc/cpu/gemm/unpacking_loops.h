@@ -32,15 +32,14 @@ namespace {
 // prefetched much earlier, because it takes long to translate the address of a new page.
 class Ahead {
  public:
-  // What is prefetched is this far behind the panel that is read.
-  static constexpr int64_t kLinesAhead = 8 << 10;
-
   // Prefetches nothing but a panel that is read again.
   explicit Ahead(const uint8_t* panel) : next_(panel), end_(panel), step_(0) {}
 
-  // `end` is that of the panels; prefetch() is called num_steps times.
-  Ahead(const uint8_t* panel, const uint8_t* end, int64_t panel_bytes, int64_t num_steps)
-      : next_(std::min(panel + panel_bytes + kLinesAhead, end)),
+  // What is prefetched is some bytes behind the panel that is read, up to `end`, that of all
+  // panels; prefetch() is called num_steps times.
+  Ahead(const uint8_t* panel, const uint8_t* end, int64_t panel_bytes, int64_t num_steps,
+        int64_t bytes_ahead)
+      : next_(std::min(panel + panel_bytes + bytes_ahead, end)),
         end_(end),
         step_((panel_bytes + num_steps - 1) / num_steps) {}
 
@@ -538,6 +537,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
   using Loops = typename Panel::Loops;
   using Vector = typename Loops::Vector;
   constexpr int kVectors = Loops::kVectors, kNumbers = Simd::kPairs ? 2 : 1;
+  constexpr int64_t kBytesAhead = 8 << 10;
   // What is prefetched with a unit of each panel: codes, and at most one line of scales.
   constexpr int kLines = (kPanels * kBytesOfUnit<codes> + 63) / 64 + 1;
   float table alignas(64)[16];
@@ -549,7 +549,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
     row[r] = a + std::min<int64_t>(r, num_rows - 1) * lda;
   }
   Ahead ahead(panels, end, kPanels * panel_bytes,
-              (layout.inputs + kPackedInputs - 1) / kPackedInputs);
+              (layout.inputs + kPackedInputs - 1) / kPackedInputs, kBytesAhead);
   for (int64_t first_input = 0; first_input < layout.inputs; first_input += kc, add = true) {
     const int64_t num_inputs = std::min(kc, layout.inputs - first_input);
     MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
