@@ -1,11 +1,12 @@
 #include "selection.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace moe_ext::cpu {
 namespace {
 
-constexpr int64_t kFew = 10;
+constexpr int64_t kFew = kMaxFewRows;
 constexpr unsigned kFloats = kFloat64 | kFloat32, kAll = kFloats | kBFloat16 | kFloat16;
 
 // With few rows of A, reading B takes most of the time, and packing B would double that. Widened
@@ -51,6 +52,10 @@ constexpr GemmRule kRules[] = {
     {kFloats, Isa::kDefault, Vendor::kAny, 1, kFew, Layout::kAlongK, Reading::kDotxf, "portable"},
     {kAll, Isa::kDefault, Vendor::kAny, 1, kAnyRows, Layout::kAny, Reading::kPacks, "portable"},
 };
+
+static_assert(std::all_of(std::begin(kRules), std::end(kRules), [](const GemmRule& rule) {
+  return rule.reading == Reading::kPacks || rule.last_rows <= kMaxFewRows;
+}));
 
 }  // namespace
 

@@ -26,6 +26,7 @@ enum class Layout { kAny, kAlongN, kAlongK };
 // How B is read: it is packed into micro-panels, or the kernels axpyf and dotxf read it in place.
 enum class Reading { kPacks, kAxpyf, kDotxf };
 
+constexpr int kMaxFewRows = 10;  // of A for axpyf and dotxf
 constexpr int64_t kAnyRows = std::numeric_limits<int64_t>::max();
 
 struct GemmRule {

@@ -52,8 +52,6 @@ using GemmKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b, 
 // has these kernels at level 1f: axpyf adds multiples of the rows of B to C, dotxf computes dot
 // products with the columns of B.
 
-constexpr int kMaxFewRows = 10;
-
 // C [rows, num_columns] = A B; adds to C unless `starts`. B is read in place, K-group by K-group;
 // the rows of a pair are joined in registers. At the same time, the rows at `prefetch_b`, ldb
 // apart, are prefetched in the same order. ldb counts elements of type acc_t, num_columns counts
