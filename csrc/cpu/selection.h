@@ -23,7 +23,8 @@ enum Types : unsigned { kFloat64 = 1, kFloat32 = 2, kBFloat16 = 4, kFloat16 = 8 
 // How B [K, N] of C = A B lies in memory: its rows are contiguous along N, or its columns along K.
 enum class Layout { kAny, kAlongN, kAlongK };
 
-// How B is read: it is packed into micro-panels, or the kernels axpyf and dotxf read it in place.
+// How B is read. kPacks: the tiles of C read it from packed micro-panels, or in place if that is
+// possible and faster. kAxpyf, kDotxf: these kernels read it in place.
 enum class Reading { kPacks, kAxpyf, kDotxf };
 
 constexpr int kMaxFewRows = 10;  // of A for axpyf and dotxf
