@@ -60,8 +60,8 @@ int64_t index_in(const char* const (&names)[size], const std::string& argument,
 }
 
 cpu::Isa isa_of(const std::string& name) {
-  const auto isa = cpu::isa_named(name.c_str());
-  TORCH_CHECK_VALUE(isa, "isa must be a known name, got ", name);
+  const cpu::Isa* isa = cpu::isa_named(name.c_str());
+  TORCH_CHECK_VALUE(isa != nullptr, "isa must be a known name, got ", name);
   return *isa;
 }
 

@@ -30,8 +30,8 @@ Isa choose() {
   const auto refuse = [&](const char* rule) {
     throw std::invalid_argument(std::string("MOE_EXT_ISA must ") + rule + ", got " + forced);
   };
-  const auto isa = isa_named(forced);
-  if (!isa) refuse("be default, avx2, avx512, avx512_bf16, amx, neon or neon_bf16");
+  const Isa* isa = isa_named(forced);
+  if (isa == nullptr) refuse("be default, avx2, avx512, avx512_bf16, amx, neon or neon_bf16");
   if (!includes(processor.highest, *isa)) refuse("name an instruction set of this processor");
   return *isa;
 }
@@ -51,11 +51,11 @@ const char* name_of(Isa isa) {
       ->text;
 }
 
-std::optional<Isa> isa_named(const char* text) {
+const Isa* isa_named(const char* text) {
   for (const Name& name : kNames) {
-    if (std::strcmp(name.text, text) == 0) return name.isa;
+    if (std::strcmp(name.text, text) == 0) return &name.isa;
   }
-  return std::nullopt;
+  return nullptr;
 }
 
 }  // namespace moe_ext::cpu

@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <limits>
-#include <optional>
 #include <span>
 
 #include "../kernels/export.h"
@@ -41,9 +40,9 @@ struct GemmRule {
   const char* kernels;
 };
 
-// The names of MOE_EXT_ISA.
+// The names of MOE_EXT_ISA. isa_named returns null for an unknown name.
 MOE_EXT_KERNEL_API const char* name_of(Isa isa);
-MOE_EXT_KERNEL_API std::optional<Isa> isa_named(const char* name);
+MOE_EXT_KERNEL_API const Isa* isa_named(const char* name);
 
 // All rules, from best to worst: the first one that applies is used. GEMMs whose sizes are no
 // multiples of a vector pack B with the same instructions instead of reading it in place.
