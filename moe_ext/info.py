@@ -65,8 +65,8 @@ def cpu_name() -> str:
 
 def blas_name() -> str:
     """Returns the BLAS library that torch was built with, such as "BLAS mkl"."""
-    found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    return f"BLAS {found[1] if found else 'unknown'}"
+    match = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return f"BLAS {match[1] if match else 'unknown'}"
 
 
 def products() -> str:
