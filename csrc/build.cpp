@@ -54,9 +54,9 @@ constexpr const char* kReadings[] = {"packs", "axpyf", "dotxf"};
 template <size_t size>
 int64_t index_in(const char* const (&names)[size], const std::string& argument,
                  const std::string& name) {
-  const auto* const found = std::find(std::begin(names), std::end(names), name);
-  TORCH_CHECK_VALUE(found != std::end(names), argument, " must be a known name, got ", name);
-  return found - names;
+  const auto* const place = std::find(std::begin(names), std::end(names), name);
+  TORCH_CHECK_VALUE(place != std::end(names), argument, " must be a known name, got ", name);
+  return place - names;
 }
 
 cpu::Isa isa_of(const std::string& name) {
@@ -85,13 +85,14 @@ std::vector<std::string> gemm_rules() {
 int64_t gemm_rule(const std::string& isa, const std::string& type, int64_t rows,
                   const std::string& layout) {
   const auto types = static_cast<cpu::Types>(1U << index_in(kTypes, "type", type));
-  const auto of_b = static_cast<cpu::Layout>(index_in(kLayouts, "layout", layout));
-  return &cpu::gemm_rule(isa_of(isa), types, rows, of_b) - cpu::gemm_rules().data();
+  const auto layout_of_b = static_cast<cpu::Layout>(index_in(kLayouts, "layout", layout));
+  return &cpu::gemm_rule(isa_of(isa), types, rows, layout_of_b) - cpu::gemm_rules().data();
 }
 
 std::string preferred_isa(const std::string& vendor, const std::string& highest) {
-  const auto of_processor = static_cast<cpu::Vendor>(index_in(kVendors, "vendor", vendor));
-  return cpu::name_of(cpu::preferred_isa({.vendor = of_processor, .highest = isa_of(highest)}));
+  const auto vendor_of_processor = static_cast<cpu::Vendor>(index_in(kVendors, "vendor", vendor));
+  return cpu::name_of(
+      cpu::preferred_isa({.vendor = vendor_of_processor, .highest = isa_of(highest)}));
 }
 
 }  // namespace

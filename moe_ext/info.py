@@ -52,14 +52,14 @@ def cpu_name() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-    found = re.findall(r"^([\w ]+?)\s*:\s*(.*?)\s*$", text, re.M)
-    line = dict(reversed(found))  # of the first processor
-    flags = (line.get("flags") or line.get("Features", "")).split()
+    lines = re.findall(r"^([\w ]+?)\s*:\s*(.*?)\s*$", text, re.M)
+    facts = dict(reversed(lines))  # of the first processor
+    flags = (facts.get("flags") or facts.get("Features", "")).split()
     vectors = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # asimd is NEON
     known = [flag for flag in vectors if flag in flags]
     numbers = ("cpu family", "model", "CPU implementer", "CPU part")
-    described = [f"{name.split()[-1]} {line[name]}" for name in numbers if name in line]
-    name = " ".join([line.get("model name", platform.machine()), *described])
+    identity = [f"{name.split()[-1]} {facts[name]}" for name in numbers if name in facts]
+    name = " ".join([facts.get("model name", platform.machine()), *identity])
     return f"{name} ({', '.join(known) or 'no vector flags'})"
 
 

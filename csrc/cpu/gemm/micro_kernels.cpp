@@ -23,8 +23,8 @@ constexpr Types kTypeOf = std::is_same_v<scalar_t, double>          ? kFloat64
 // Returns the instruction set of the GEMMs of a type.
 template <typename scalar_t>
 Isa isa_of() {
-  static const Isa found = gemm_rule(isa(), kTypeOf<scalar_t>, kAnyRows, Layout::kAny).isa;
-  return found;
+  static const Isa isa_of_type = gemm_rule(isa(), kTypeOf<scalar_t>, kAnyRows, Layout::kAny).isa;
+  return isa_of_type;
 }
 
 }  // namespace
@@ -64,7 +64,7 @@ const WidenedKernels<half_t>* widened_kernels() {
 template <typename scalar_t>
 Reading reading_of(int64_t rows, Layout layout) {
   // gemm_rule searches the table, and a GEMM with one row may take less than a microsecond.
-  static const auto found = [] {
+  static const auto table = [] {
     std::array<std::array<Reading, kMaxFewRows + 1>, 2> readings;
     for (const Layout layout : {Layout::kAlongN, Layout::kAlongK}) {
       for (int64_t rows = 1; rows <= kMaxFewRows + 1; ++rows) {
@@ -74,7 +74,7 @@ Reading reading_of(int64_t rows, Layout layout) {
     }
     return readings;
   }();
-  return found[layout == Layout::kAlongK][std::min<int64_t>(rows - 1, kMaxFewRows)];
+  return table[layout == Layout::kAlongK][std::min<int64_t>(rows - 1, kMaxFewRows)];
 }
 
 const CodeKernels& code_kernels(const PackedFormat& format, [[maybe_unused]] bool pairs) {
