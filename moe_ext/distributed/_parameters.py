@@ -132,20 +132,28 @@ def entries_of(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expe
             yield f"gate.{name}", ExpertParameter(f"gate.{name}", value, layout, bounds)
 
 
-def require_ranks(owner: str, model: nn.Module, ranks: Ranks) -> None:
-    """Raises ValueError unless every layer with sharded experts has these ranks."""
+def require_ranks(owner: str, model: nn.Module, ranks: Ranks, stages: Ranks | None = None) -> None:
+    """Raises ValueError unless every layer with sharded experts has these ranks.
+
+    stages: the ranks of a pipeline, one of each stage. Layers have the ranks of this stage.
+    """
+    here, others = set(_members(ranks)), set[int]()
+    if stages is not None and stages.group is not None:
+        others = {*_members(stages)} - {dist.get_rank()}
     for _, sharding in spread_layers(model):
-        there, here = (
-            [] if each.group is None else dist.get_process_group_ranks(each.group)
-            for each in (sharding.layout.world, ranks)
-        )
+        there = set(_members(sharding.layout.world))
+        fits = there <= here - others and len(there) * (1 + len(others)) == len(here)
         require(
-            sorted(there) == sorted(here),
+            fits,
             f"{owner}: process_group",
-            f"have the ranks {there} of the layers whose experts are sharded (experts in several "
-            "copies need layers with a DeviceMesh [replicas, shards])",
-            here or None,
+            f"have the ranks {sorted(there)} of the layers whose experts are sharded (experts in "
+            "several copies need layers with a DeviceMesh [replicas, shards])",
+            sorted(here) or None,
         )
+
+
+def _members(ranks: Ranks) -> list[int]:
+    return [] if ranks.group is None else dist.get_process_group_ranks(ranks.group)
 
 
 def require_same_layers(owner: str, model: nn.Module, ranks: Ranks) -> None:
