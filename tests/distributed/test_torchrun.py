@@ -123,14 +123,18 @@ def test_each_rank_has_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append(options))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *args, **options: calls.append((args, options))
+    )
     for name, value in (TORCH | ADDRESS).items():
         monkeypatch.setenv(name, value)
     other = torch.device("cuda", 0)
     torchrun.init_process_group()
     torchrun.init_process_group("cpu:gloo,cuda:nccl", device_id=other)
     torchrun.init_process_group("gloo")
-    assert calls == [{"device_id": torch.device("cuda", 1)}, {"device_id": other}, {}]
+    both = ("cpu:gloo,cuda:nccl",)  # gloo sends objects
+    expected = [(both, {"device_id": torch.device("cuda", 1)}), (both, {"device_id": other})]
+    assert calls == [*expected, (("gloo",), {})]
     assert chosen == [torch.device("cuda", 1), other]
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="LOCAL_RANK must be below the number of GPUs, 2, got 2"):
