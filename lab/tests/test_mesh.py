@@ -72,9 +72,9 @@ def test_more_of_everything_costs_more():
 
 def test_every_mesh_has_all_devices():
     model, device = TRANSFORMERS["kimi-k2"], ACCELERATORS["gb300"]
-    found = list(meshes(model, device, 1152, 4608))
-    assert found
-    for mesh in found:
+    listed = list(meshes(model, device, 1152, 4608))
+    assert listed
+    for mesh in listed:
         assert mesh.pp * mesh.tp * mesh.dp == 1152 == mesh.pp * mesh.ep * mesh.efsdp
 
 

@@ -95,9 +95,9 @@ def train_stage(group, rank, sizes, schedule, dense, folder):
         if stage == 0:
             run.step(x[replica])
         elif stage == sizes[0] - 1:
-            of_step = []
-            run.step(target=target[replica], losses=of_step)
-            losses += [loss.item() for loss in of_step]
+            step_losses = []
+            run.step(target=target[replica], losses=step_losses)
+            losses += [loss.item() for loss in step_losses]
         else:
             run.step()
         norms.append(clip_grad_norm_(model, 0.1, stages=stages))
@@ -117,14 +117,14 @@ def test_a_pipeline_trains_as_one_process(workers, tmp_path, sizes, schedule, de
     stages, replicas = sizes[0], sizes[1] * sizes[2]
     losses, norms, model = train_alone(replicas)
     results = workers.run(stages * replicas, train_stage, sizes, schedule, dense, tmp_path)
-    for _, found in results:
-        assert_exact(torch.stack(found), torch.stack(norms))
-    of_last = torch.tensor([found for found, _ in results[-replicas:]], dtype=torch.float64)
-    assert_exact(of_last.mean(0), torch.tensor(losses, dtype=torch.float64))
+    for _, actual in results:
+        assert_exact(torch.stack(actual), torch.stack(norms))
+    last_losses = torch.tensor([actual for actual, _ in results[-replicas:]], dtype=torch.float64)
+    assert_exact(last_losses.mean(0), torch.tensor(losses, dtype=torch.float64))
     loaded = part_of_model(range(NUM_MODULES))
     Checkpoints(tmp_path).load(loaded)
-    for found, expected in zip(loaded.parameters(), model.parameters(), strict=True):
-        assert_exact(found, expected)
+    for actual, expected in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert_exact(actual, expected)
 
 
 def save_alone(folder):

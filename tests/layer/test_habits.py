@@ -85,10 +85,10 @@ def test_dtype(name, dtype):
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        found = MODULES[name]()
+        instance = MODULES[name]()
     finally:
         torch.set_default_dtype(default)
-    for a, b in zip(found.parameters(), expected.parameters(), strict=True):
+    for a, b in zip(instance.parameters(), expected.parameters(), strict=True):
         assert_same_bits(a, b)
 
 
@@ -140,7 +140,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name, given", [(n, each) for n, all_ in NAMES.items() for each in all_])
+@pytest.mark.parametrize("name, given", [(n, alias) for n, all_ in NAMES.items() for alias in all_])
 def test_activations_as_modules_and_functions(name, given):
     experts = FeedForwardExperts(1, D, 5, activation=given)
     assert experts.activation == name
@@ -250,9 +250,9 @@ def test_an_added_loss_has_its_gradient(call):
 
     with_loss = call(run, x)
     assert_exact(with_loss, y)
-    (of_y,) = torch.autograd.grad(y.square().sum(), layer.gate.w_gate, retain_graph=True)
+    (grad_of_y,) = torch.autograd.grad(y.square().sum(), layer.gate.w_gate, retain_graph=True)
     assert_same_gradients(layer, with_loss.square().sum(), y.square().sum() + loss)
-    assert not torch.allclose(layer.gate.w_gate.grad, of_y)  # the loss has a gradient
+    assert not torch.allclose(layer.gate.w_gate.grad, grad_of_y)  # the loss has a gradient
 
 
 def test_keep_aux_adds_the_loss():

@@ -56,13 +56,13 @@ def running(folder, processes, steps, restarts, *options):
 
 def ranks_of(launcher):
     """Lists the process ids of the ranks that the torchrun process `launcher` started."""
-    found = []
+    ranks = []
     with suppress(FileNotFoundError, ProcessLookupError):  # a process may end at any moment
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         for pid in children:
             if PROGRAM.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(int(pid))
-    return found
+                ranks.append(int(pid))
+    return ranks
 
 
 def last_step(folder):
@@ -109,11 +109,11 @@ def resize(options, draw, root):
             break
     with running(alone, 1, options.steps, 0, *arguments) as run:
         run.wait()
-    found, expected = losses(killed), losses(alone)
-    difference = max(abs(a - b) for a, b in zip(found, expected, strict=False))
-    report = {"kind": options.kind, "kills": kills, "sizes": sizes[1:], "steps": len(found)}
+    disturbed, expected = losses(killed), losses(alone)
+    difference = max(abs(a - b) for a, b in zip(disturbed, expected, strict=False))
+    report = {"kind": options.kind, "kills": kills, "sizes": sizes[1:], "steps": len(disturbed)}
     print(json.dumps(report | {"of": options.steps, "largest_difference": difference}))
-    same = len(found) == len(expected) == options.steps and difference <= 2e-15
+    same = len(disturbed) == len(expected) == options.steps and difference <= 2e-15
     if not same:
         print(killed.with_suffix(".log").read_text()[-3000:], file=sys.stderr)
     return 0 if same else 1
@@ -154,10 +154,10 @@ def main(arguments=None):
                     print(f"kill {done} of {options.kills}", file=sys.stderr)
             status = run.wait()
         with running(undisturbed, options.processes, steps, 0) as run:
-            other = run.wait()
-        same = status == other == 0 and losses(killed) == losses(undisturbed)
+            status_undisturbed = run.wait()
+        same = status == status_undisturbed == 0 and losses(killed) == losses(undisturbed)
         report = {"kills": done, "steps": last_step(killed), "of": steps, "same_losses": same}
-        print(json.dumps(report | {"status": status, "status_undisturbed": other}))
+        print(json.dumps(report | {"status": status, "status_undisturbed": status_undisturbed}))
         if not same:
             print(killed.with_suffix(".log").read_text()[-3000:], file=sys.stderr)
     return 0 if same and done == options.kills else 1

@@ -93,10 +93,8 @@ class Transformer:
     @property
     def in_layers(self) -> float:
         """The other parameters of the layers."""
-        of_mixture = 3 * self.shared + self.num_experts
-        ffn = (
-            self.layers - self.dense_layers
-        ) * of_mixture + self.dense_layers * 3 * self.dense_hidden
+        widths = 3 * self.shared + self.num_experts
+        ffn = (self.layers - self.dense_layers) * widths + self.dense_layers * 3 * self.dense_hidden
         return self.layers * self.attention + self.d_model * ffn
 
     def flops(self, sequence: int) -> tuple[float, float]:
@@ -178,7 +176,7 @@ def estimate(
     """
     pp, tp, dp, ep = mesh.pp, mesh.tp, mesh.dp, mesh.ep
     batch = mesh.sequences * sequence  # the tokens of a micro-batch on tp devices
-    here = batch / tp
+    own_tokens = batch / tp
     micro_batches = tokens / (dp * batch)
     d, passes = model.d_model, 3 + mesh.recompute
     layers, mixtures = model.layers / pp, (model.layers - model.dense_layers) / pp
@@ -188,10 +186,12 @@ def estimate(
         peak = GEMM * device.flops
         return flops / peak * (1 + peak / device.bandwidth / rows)
 
-    of_dense, of_experts = (passes * here / pp * flops for flops in model.flops(sequence))
-    rows = here * ep * model.k / model.num_experts
+    dense_flops, expert_flops = (
+        passes * own_tokens / pp * flops for flops in model.flops(sequence)
+    )
+    rows = own_tokens * ep * model.k / model.num_experts
     saved = 2 * (4 * d + model.heads + model.k * (d + 3 * model.hidden) + 3 * model.shared)
-    elementwise = MOVES * passes * here * layers * saved / device.bandwidth
+    elementwise = MOVES * passes * own_tokens * layers * saved / device.bandwidth
 
     # All-to-all: each token once to each domain, then once to each device.
     inside = min(ep, device.domain)
@@ -200,13 +200,13 @@ def estimate(
     sent = copies / device.domain_link + between / device.link
     slowest = device.latency if ep > inside else device.domain_latency
     transfers = mixtures * (4 + 2 * mesh.recompute) if ep > 1 else 0
-    exchange = transfers * (imbalance * here * 2 * d * sent + slowest)
+    exchange = transfers * (imbalance * own_tokens * 2 * d * sent + slowest)
 
     # Attention and other matrices are split over tp: gather tokens before, scatter sums after.
     blocks = 2 * layers if model.shared or model.dense_layers else layers
     scattered = batch * 2 * d * (tp - 1) / tp / device.domain_link + device.domain_latency
     tensor = blocks * (4 + 2 * mesh.recompute) * scattered if tp > 1 else 0
-    stages = 2 * mesh.vp * (here * 2 * d / device.link + device.latency) if pp > 1 else 0
+    stages = 2 * mesh.vp * (own_tokens * 2 * d / device.link + device.latency) if pp > 1 else 0
 
     # Replicas: reduce-scatter of float32 gradients, gathers of bfloat16 weights.
     def replicated(parameters: float, size: int, members: int) -> float:
@@ -224,8 +224,8 @@ def estimate(
     replicas += replicated(experts, mesh.efsdp, max(device.domain // ep, 1))
 
     one = {
-        "GEMMs, dense": gemms(of_dense, batch),
-        "GEMMs, experts": imbalance * gemms(of_experts, rows),
+        "GEMMs, dense": gemms(dense_flops, batch),
+        "GEMMs, experts": imbalance * gemms(expert_flops, rows),
         "elementwise": elementwise,
         "all-to-all": exchange,
         "tensor parallel": tensor,
@@ -240,9 +240,9 @@ def estimate(
     state += 6 * experts / by_experts + 12 * experts / mesh.efsdp
     gathered = 2 * (dense + experts) / layers if mesh.sharded else 0
     in_flight = pp if mesh.vp == 1 else pp + (pp - 1) / mesh.vp
-    of_layers = here * layers * in_flight * (2 * d if mesh.recompute else saved)
-    logits = 6 * here * model.vocabulary
-    memory = state + gathered + of_layers + (here * saved if mesh.recompute else 0) + logits
+    activations = own_tokens * layers * in_flight * (2 * d if mesh.recompute else saved)
+    logits = 6 * own_tokens * model.vocabulary
+    memory = state + gathered + activations + (own_tokens * saved if mesh.recompute else 0) + logits
     return Step(memory, seconds)
 
 

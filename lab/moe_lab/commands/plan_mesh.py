@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = dict(word.partition("=")[::2] for word in args.mesh)
     tokens = args.batch * args.length
     flops = 3 * tokens * sum(model.flops(args.length))  # without recomputing
-    found: dict[tuple[int, ...], tuple[Step, Mesh]] = {}
+    best_of_place: dict[tuple[int, ...], tuple[Step, Mesh]] = {}
     for mesh in meshes(model, device, args.devices, args.batch):
         sizes = asdict(mesh) | {"efsdp": mesh.efsdp}
         if any(key not in sizes or str(int(sizes[key])) != wanted[key] for key in wanted):
@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         step = estimate(model, device, mesh, tokens, args.length, args.imbalance)
         place = mesh.pp, mesh.tp, mesh.dp, mesh.ep
         fits = step.memory <= 0.9 * device.memory
-        if fits and (place not in found or step.total < found[place][0].total):
-            found[place] = step, mesh
-    if not found:
+        if fits and (place not in best_of_place or step.total < best_of_place[place][0].total):
+            best_of_place[place] = step, mesh
+    if not best_of_place:
         raise ConfigError("--mesh, --devices and --batch must allow a mesh that fits, got none")
 
     def row(step: Step, mesh: Mesh) -> list[str]:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{largest}, {step.seconds[largest] / step.total:.0%}",
         ]
 
-    best = sorted(found.values(), key=lambda pair: pair[0].total)[:5]
+    best = sorted(best_of_place.values(), key=lambda pair: pair[0].total)[:5]
     header = ["pp", "tp", "dp", "ep", "efsdp", "options", "memory, GB", "days", "device-hours"]
     parameters = (model.dense + model.experts) / 1e9
     print(f"{args.model}: {parameters:,.0f} billion parameters, {args.devices} {args.device}\n")
