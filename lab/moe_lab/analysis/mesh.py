@@ -186,9 +186,7 @@ def estimate(
         peak = GEMM * device.flops
         return flops / peak * (1 + peak / device.bandwidth / rows)
 
-    dense_flops, expert_flops = (
-        passes * own_tokens / pp * flops for flops in model.flops(sequence)
-    )
+    dense_flops, expert_flops = (passes * own_tokens / pp * f for f in model.flops(sequence))
     rows = own_tokens * ep * model.k / model.num_experts
     saved = 2 * (4 * d + model.heads + model.k * (d + 3 * model.hidden) + 3 * model.shared)
     elementwise = MOVES * passes * own_tokens * layers * saved / device.bandwidth
@@ -210,13 +208,10 @@ def estimate(
 
     # Replicas: reduce-scatter of float32 gradients, gathers of bfloat16 weights.
     def replicated(parameters: float, size: int, members: int) -> float:
-        link = (
-            device.domain_link
-            if size <= members
-            else min(device.domain_link, members * device.link)
-        )
+        fast, slow = device.domain_link, min(device.domain_link, members * device.link)
+        link, latency = (fast, device.domain_latency) if size <= members else (slow, device.latency)
         times, bytes_ = (micro_batches, 8) if mesh.sharded else (1, 6)
-        wait = math.log2(size) * (device.domain_latency if size <= members else device.latency)
+        wait = math.log2(size) * latency
         return times * ((size - 1) / size * bytes_ * parameters / link + layers * wait)
 
     dense, experts = model.dense / (pp * tp), model.experts / (pp * ep)
