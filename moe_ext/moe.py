@@ -622,7 +622,7 @@ class KeepAux(nn.Module):
     def __init__(self, layer: nn.Module, *, adds_loss: bool = False) -> None:
         super().__init__()
         self.layer = layer
-        (self.adds_loss,) = require_bool("KeepAux", adds_loss=adds_loss)
+        self.adds_loss: bool = require_bool("KeepAux", adds_loss=adds_loss)[0]
         self.aux: MoEAux | None = None
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
