@@ -631,6 +631,8 @@ class KeepAux(nn.Module):
         y, aux = self.layer(*args, **options)
         if self.adds_loss:
             y = add_loss(y, aux.loss)
+            if not y.is_nested:  # no autograd view, as `MoE` itself
+                y = torch.ops.aten._unsafe_view(y, y.shape)
             aux = tree_map_only(Tensor, Tensor.detach, aux)
         self.aux = aux
         return y

@@ -320,6 +320,8 @@ class Checkpoints:
         self, together: Callable[[Callable[[], None]], None], parts: Mapping[Key, Part]
     ) -> None:
         """Raises CheckpointError on all ranks if two stages have a tensor of the same name."""
+        if self._stages.size == 1:
+            return
         names = [name for kind, name, *_ in parts if kind == "model"]
         number = Counter(chain.from_iterable(self._stages.gather_objects(names)))
         twice = sorted(name for name in number if number[name] > 1)

@@ -266,6 +266,7 @@ def test_keep_aux_adds_the_loss():
     assert not (kept.loss.requires_grad or kept.gates.requires_grad)
     with torch.no_grad():
         assert_exact(model(x), y)
+    assert not model(x)._is_view()  # fully_shard warns about views
     with pytest.raises(TypeError, match="^KeepAux: adds_loss must be True or False, got 1$"):
         KeepAux(layer, adds_loss=1)
 
