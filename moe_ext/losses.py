@@ -90,7 +90,7 @@ def add_loss(y: Tensor, loss: Tensor) -> Tensor:
     activation checkpointing, in a model of transformers. The value of the training loss stays
     without `loss`. The gradient of `loss` is 1, so scale `loss` as you scale the training loss:
     pass ``aux.loss / n`` to accumulate n micro-batches, ``scaler.scale(aux.loss)`` with a
-    `GradScaler`. If the training loss does not depend on y, `loss` has no effect.
+    `torch.amp.GradScaler`. If the training loss does not depend on y, `loss` has no effect.
 
     Args:
         y: the output of a layer, floating point.
