@@ -22,6 +22,13 @@ EMULATION = ROOT / "tests" / "emulation"
 BUILD = ROOT / "build" / "emulation"
 NUM_UNITS = 2  # files to compile
 
+
+def names_in(declaration):
+    """Returns the names of the variables in a declaration, as "a, b" for "T a[2][3], b[4]"."""
+    declarators = re.sub(r"\[.*?\]", "", declaration).split(",")
+    return ", ".join(declarator.split()[-1] for declarator in declarators)
+
+
 # Replacements for what is not C++, and for the registration of the kernels.
 CHANGES = [
     (r"kernel<<<(.*)>>>\(", r"emulation::launch<Parameters...>(kernel, \1, "),
@@ -29,6 +36,7 @@ CHANGES = [
         r"extern __shared__ __align__\(\d+\) unsigned char shared_space\[\];",
         "unsigned char* const shared_space = emulation::shared_memory();",
     ),
+    (r"__shared__ ([^;]+);", lambda found: f"{found[0]} emulation::enter({names_in(found[1])});"),
     (r"TORCH_LIBRARY_IMPL\(moe_ext, CUDA, m\)", "TORCH_LIBRARY_IMPL(moe_ext_emulated, CPU, m)"),
     (r"DispatchKey::AutocastCUDA", "DispatchKey::AutocastCPU"),
     (r"at::kCUDA", "at::kCPU"),
@@ -48,22 +56,24 @@ def write_sources():
     These are few and include all sources, because torch's headers take most of the time.
     """
     sources, used = [], set()
-    for path in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cu*")]:
+    # In the order of setup.py, so that the same files are compiled together.
+    kernels = sorted(ROOT.glob("csrc/cuda/*.cu*"), key=lambda path: path.stat().st_size)
+    kernels.append(EMULATION / "operators.cpp")
+    for path in [*ROOT.glob("csrc/**/*.h"), *kernels]:
         instead = EMULATION / path.name
         text = (instead if instead.exists() else path).read_text()
         to = BUILD / path.relative_to(ROOT)
-        if path.parent.name == "cuda":
+        if path in kernels:
             for pattern, replacement in CHANGES:
                 text, count = re.subn(pattern, replacement, text)
                 if count:
                     used.add(pattern)
         if path.suffix == ".cu":
             to = to.with_suffix(".cpp")
+        if to.suffix == ".cpp":
             sources.append(to)
         write_if_changed(to, text)
     assert used == {pattern for pattern, _ in CHANGES}, "csrc/cuda has changed"
-    sources.append(EMULATION / "operators.cpp")
-    sources.sort(key=lambda source: source.stat().st_size)
     units = [BUILD / f"unit_{number}.cpp" for number in range(NUM_UNITS)]
     for number, unit in enumerate(units):
         write_if_changed(
