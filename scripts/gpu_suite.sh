@@ -3,29 +3,29 @@
 #
 #   scripts/gpu_suite.sh OUTPUT [STEP] [PYTHON]
 #
-# STEP      what it runs                                                          at most
-# first     build, self-test, probes, the tests of the operators              9.5 minutes
-# second    memcheck, racecheck and synccheck on five tests, GEMM rates,        7 minutes
-#           a profile
-# third     the layer benchmark in bfloat16 against other implementations       7 minutes
-# all       first with all tests, second, third, the benchmark in float32 (the default)
+# The steps, with the time that they take at most:
 #
-# A part of them is a step too: build (7 minutes), probe (2), test (7), sanitize (4.5), rates (1.5),
-# profile (2) and benchmark (11). Where a machine is lent for 15 minutes, with 10 minutes a command,
-# these fit together: `first`, then `test` for what the limit cut off; `build`, then `second`; or
-# `build`, then `third`. On 16 cores the build takes about 5 minutes; a build that was stopped
-# continues where it was. `second` and `third` need no build where `cp -r OUTPUT/lib moe_ext/` brings
-# an earlier one of the same hardware and software.
+#     first   9.5 minutes  build, self-test, probes, the tests of the operators
+#     second  7 minutes    memcheck, racecheck and synccheck on five tests, GEMM rates, a profile
+#     third   7 minutes    the layer benchmark in bfloat16 against other implementations
+#     all                  first with all tests, second, third, the benchmark in float32; the default
+#
+# Their parts are steps too: build (7 minutes), probe (2), test (7, or TEST_SECONDS), sanitize
+# (4.5), rates (1.5), profile (2) and benchmark (11). Where a machine is lent for 15 minutes, with
+# 10 minutes a command, these fit together: `first`, then `test` with TEST_SECONDS=180; `build`,
+# then `second`; `build`, then `third`. On 16 cores the build takes about 5 minutes. A build that
+# was stopped continues where it was. `second` and `third` need no build where
+# `cp -r OUTPUT/lib moe_ext/` brings an earlier build of the same hardware and software.
 #
 # PYTHON (default python3) must have torch with CUDA and pytest. The script downloads nothing and
 # continues if other packages are missing; tools.txt says which.
 #
 # The script writes device.txt, tools.txt, build.log, info.txt, probes.log, tests.log, rates.md,
 # sanitizer logs and profiles to OUTPUT, and with CMake examples.log. For each dtype, the benchmark
-# writes a log, a JSON file, tables in Markdown and a profile of our kernels. The JSON file is updated
-# after every problem, so a stopped step keeps its results. At the end the script packs OUTPUT into
-# OUTPUT.tar.gz. The exit status is nonzero if the build, a probe, the memory checks or the tests
-# failed. OUTPUT also contains the built libraries.
+# writes a log, a JSON file, tables in Markdown and a profile of our kernels. The JSON file is
+# updated after every problem, so a stopped step keeps its results. At the end the script packs
+# OUTPUT into OUTPUT.tar.gz. The exit status is nonzero if the build, a probe, the memory checks or
+# the tests failed. OUTPUT also contains the built libraries.
 set -uo pipefail
 
 usage() { sed -n '4s/^#  *//p' "$0" >&2; exit 2; }
@@ -61,7 +61,7 @@ END
 # Says what this machine lacks, and what is not done without it.
 tools() {
   local each module name
-  "$python" - << 'END' || echo "no setuptools 77: no build (put one on PYTHONPATH: pip install --target)"
+  "$python" - << 'END' || echo "no setuptools 77: no build (PYTHONPATH may name a folder with it)"
 import setuptools
 assert int(setuptools.__version__.split(".")[0]) >= 77
 END
@@ -193,7 +193,7 @@ profile() {
   fi
   timeout -k 5 45 ncu --kernel-name regex:tensor_core --launch-count 3 --set basic \
     "$python" scripts/gpu_probes.py gemm-rates --rows 2048 > "$output/ncu.txt" 2>&1 ||
-    { echo "ncu failed (it may need rights on the performance counters):"; tail -n 5 "$output/ncu.txt"; }
+    { echo "ncu failed (it may need more rights):"; tail -n 5 "$output/ncu.txt"; }
 }
 
 # Compares with other implementations: benchmark DTYPE MINUTES.
@@ -226,7 +226,7 @@ case $step in build | first | all) build || exit 1 ;; *) require_build ;; esac
 case $step in probe | test | first | all) probe || status=1 ;; esac
 case $step in
   first) tests $((540 - SECONDS > 60 ? 540 - SECONDS : 60)) tests/ops || status=1 ;;
-  test | all) tests 420 "${all_tests[@]}" || status=1 ;;
+  test | all) tests "${TEST_SECONDS:-420}" "${all_tests[@]}" || status=1 ;;
 esac
 case $step in sanitize | second | all) sanitize || status=1 ;; esac
 case $step in rates | second | all) rates || status=1 ;; esac

@@ -93,6 +93,18 @@ def operators_of_the_cpu():
     return sorted(on_cpu - CPU_ONLY)
 
 
+# Whether the kernels can count the bytes that they read and write; it makes them slower, and must
+# be set before the first use.
+counts_traffic = False
+# gcc then calls a function of emulation/traffic.cpp before each access to memory. If it optimized,
+# it would leave out the call of a write after a read.
+COUNTING = [
+    *("-O0", "-fsanitize=kernel-address"),
+    *("--param=asan-instrumentation-with-call-threshold=0", "--param=asan-stack=0"),
+    *("--param=asan-globals=0", "-DNDEBUG"),  # with NDEBUG, classes are as in torch's libraries
+]
+
+
 @functools.cache
 def operators():
     """Builds the emulated kernels and returns the names of the operators."""
@@ -105,20 +117,22 @@ def operators():
         library.define(schema.removeprefix("moe_ext::"))
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     operators.library = library  # the operators exist as long as this object
-    (BUILD / "objects").mkdir(parents=True, exist_ok=True)
+    objects = BUILD / ("counting" if counts_traffic else "objects")
+    objects.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     # ninja is installed next to this Python.
     with locked(BUILD), mock.patch.dict(os.environ, PATH=path):
         load(
             "moe_ext_emulated",
-            write_sources(),
+            write_sources() + [str(EMULATION / "traffic.cpp")] * counts_traffic,
             extra_cflags=[
                 *("-std=c++20", "-O2", "-g0", "-ffp-contract=off", "-Wno-unknown-pragmas"),
                 "-U_FORTIFY_SOURCE",  # the fortified longjmp must not jump to another stack
                 *("-include", str(EMULATION / "emulation.h")),
+                *(COUNTING if counts_traffic else []),
             ],
             extra_include_paths=[str(EMULATION), str(EMULATION / "include")],
-            build_directory=str(BUILD / "objects"),
+            build_directory=str(objects),
             is_python_module=False,
         )
     return names

@@ -112,6 +112,9 @@ struct Machine {
   size_t most_shared = emulation::most_shared(8);  // of a block, if its kernel set a maximum
   std::map<const void*, size_t> most_dynamic;      // shared memory by kernel, if it set a maximum
 
+  // If set, called before a launch with the kernel, and after it with null.
+  void (*on_launch)(const void* kernel) = nullptr;
+
   const std::function<void()>* kernel = nullptr;
   std::vector<Thread> threads = std::vector<Thread>(kMostThreads);
   std::vector<Warp> warps;
@@ -297,6 +300,7 @@ void launch(void (*kernel)(Parameters...), dim3 blocks, unsigned num_threads, si
   m.kernel = &body;
   gridDim = blocks;
   blockDim = dim3(num_threads);
+  if (m.on_launch != nullptr) m.on_launch(reinterpret_cast<const void*>(kernel));
   for (unsigned z = 0; z < blocks.z; ++z) {
     for (unsigned y = 0; y < blocks.y; ++y) {
       for (unsigned x = 0; x < blocks.x; ++x) {
@@ -305,6 +309,7 @@ void launch(void (*kernel)(Parameters...), dim3 blocks, unsigned num_threads, si
       }
     }
   }
+  if (m.on_launch != nullptr) m.on_launch(nullptr);
 }
 
 }  // namespace emulation

@@ -1,6 +1,6 @@
-// Operators that test the emulation. set_device selects the compute capability. broken_kernel runs
-// a kernel with or without a bug; the emulation must detect the bug. use_shared_memory runs a
-// kernel with 1 KiB of static and some dynamic shared memory.
+// Operators that test the emulation: set_device selects the compute capability. A kernel of
+// broken_kernel may have a bug, which the emulation must detect. The kernel of use_shared_memory
+// has 1 KiB of static and some dynamic shared memory.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty_like.h>
