@@ -159,7 +159,7 @@ def browser(_chromium):
 def children():
     """Returns a function that lists the processes started by the test, without `workers`."""
     before = set(multiprocessing.active_children())
-    return lambda: [each for each in multiprocessing.active_children() if each not in before]
+    return lambda: [p for p in multiprocessing.active_children() if p not in before]
 
 
 @pytest.fixture

@@ -27,12 +27,12 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
-HERE = Path(__file__).parent
-HEADERS = HERE / "moe_ext" / "include"
+ROOT = Path(__file__).parent
+HEADERS = ROOT / "moe_ext" / "include"
 KERNELS = "moe_ext.lib.libmoe_ext_kernels"
 LIBRARY = "moe_ext.lib.libmoe_ext"
 # The environment that built the library in this folder, and the folder, in two lines.
-BUILT_BY = HERE / "moe_ext" / "lib" / "built_by.txt"
+BUILT_BY = ROOT / "moe_ext" / "lib" / "built_by.txt"
 # The number of files that the files of a folder are compiled as, because torch's headers take most
 # of the time. The files of csrc/cpu stay apart, because the speed of a loop may depend on the rest
 # of its file; nvcc optimizes each kernel by itself. CMakeLists.txt has the same folders, without
@@ -69,7 +69,7 @@ RELEASE = release_of(torch.__version__)
 # The files that are built.
 FILES = {KERNELS: "moe_ext/lib/libmoe_ext_kernels.so", LIBRARY: library_of(RELEASE)}
 # The libraries for other releases of torch, in the folder MOE_EXT_LIBRARIES, by release.
-OTHERS = {
+LIBRARIES = {
     file.parent.name.removeprefix("torch"): file
     for file in Path(os.environ.get("MOE_EXT_LIBRARIES", os.devnull)).glob("torch*/libmoe_ext.so")
     if file.parent.name != f"torch{RELEASE}"
@@ -103,8 +103,8 @@ def architectures() -> str:
     if os.environ.get("MOE_EXT_CUDA") != "1" and torch.cuda.is_available():
         return "{}.{}".format(*torch.cuda.get_device_capability())
     has = ask_nvcc("--list-gpu-arch").split()
-    ours = [name for name in CUDA_ARCHITECTURES if f"compute_{name.replace('.', '')}" in has]
-    return ";".join(name + "+PTX" * (name in (ours[0], ours[-1])) for name in ours)
+    known = [name for name in CUDA_ARCHITECTURES if f"compute_{name.replace('.', '')}" in has]
+    return ";".join(name + "+PTX" * (name in (known[0], known[-1])) for name in known)
 
 
 def wants_cuda(has_sources: bool) -> bool:
@@ -140,7 +140,7 @@ def use_compiler() -> None:
     words = shlex.split(os.environ.get("CXX", ""))
     if len(words) < 2:
         return
-    program = HERE / "build" / "cxx"
+    program = ROOT / "build" / "cxx"
     program.parent.mkdir(exist_ok=True)
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     program.chmod(0o755)
@@ -152,7 +152,7 @@ def flags(compiler: str) -> list[str]:
 
     -ffp-contract=off and -fmad=false: no compiler must add fused multiply-adds to the source.
     """
-    return ["-std=c++20", *(HERE / "csrc" / f"{compiler}_flags.txt").read_text().split()]
+    return ["-std=c++20", *(ROOT / "csrc" / f"{compiler}_flags.txt").read_text().split()]
 
 
 def version() -> str:
@@ -168,11 +168,11 @@ def together(sources: list[str]) -> list[str]:
         folder, _, _ = source.rpartition("/")
         (folders.setdefault(folder, []) if folder in TOGETHER else alone).append(source)
     for folder, files in folders.items():
-        files.sort(key=lambda file: (HERE / file).stat().st_size)
+        files.sort(key=lambda file: (ROOT / file).stat().st_size)
         for number in range(TOGETHER[folder]):
             name = f"{folder.replace('/', '_')}_{number}{Path(files[0]).suffix}"
             unit = Path("build", "together", name)
-            lines = [f'#include "{(HERE / file).resolve()}"\n' for file in files]
+            lines = [f'#include "{(ROOT / file).resolve()}"\n' for file in files]
             text = "".join(lines[number :: TOGETHER[folder]])
             if not unit.exists() or unit.read_text() != text:  # ninja looks at its time
                 unit.parent.mkdir(parents=True, exist_ok=True)
@@ -189,14 +189,14 @@ def link_args(name: str, *rpath: str) -> list[str]:
 
 def extensions() -> list[setuptools.Extension]:
     """Returns the libraries, which have every source in csrc."""
-    cpp = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/**/*.cpp"))
-    cuda = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/cuda/*.cu"))
+    cpp = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp"))
+    cuda = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))
     cxx = [*flags("cxx"), "-g0"]
-    of_kernels = [source for source in cpp if source.startswith("csrc/cpu/")]
-    cpp = [source for source in cpp if source not in of_kernels]
+    kernel_sources = [source for source in cpp if source.startswith("csrc/cpu/")]
+    cpp = [source for source in cpp if source not in kernel_sources]
     kernels = setuptools.Extension(
         KERNELS,
-        of_kernels,
+        kernel_sources,
         include_dirs=include_paths(),  # of torch, the types of numbers
         language="c++",
         extra_compile_args={"cxx": cxx},
@@ -222,7 +222,7 @@ def extensions() -> list[setuptools.Extension]:
 
 def requirement() -> str:
     """Returns the releases of torch that have a library."""
-    releases = sorted(tuple(map(int, release.split("."))) for release in (RELEASE, *OTHERS))
+    releases = sorted(tuple(map(int, release.split("."))) for release in (RELEASE, *LIBRARIES))
     (first_major, first), (major, last) = releases[0], releases[-1]
     return f"torch>={first_major}.{first},<{major}.{last + 1}"
 
@@ -233,7 +233,7 @@ def require_own_library() -> None:
         return
     environment, folder = map(Path, BUILT_BY.read_text().splitlines())
     # No environment uses the library of a copied folder.
-    if folder != HERE.resolve() or not (environment / "bin").exists():
+    if folder != ROOT.resolve() or not (environment / "bin").exists():
         return
     own = Path(sys.prefix).resolve()
     if environment != own:
@@ -260,7 +260,7 @@ class Build(BuildExtension):
     def finalize_options(self) -> None:
         """Keeps the objects in build/objects, and leaves to ninja what to compile again."""
         super().finalize_options()
-        self.build_temp = str(HERE / "build" / "objects")  # kept, so that later builds are short
+        self.build_temp = str(ROOT / "build" / "objects")  # kept, so that later builds are short
         self.force = True  # ninja knows what has changed; setuptools does not compare headers
 
     def run(self) -> None:
@@ -268,7 +268,7 @@ class Build(BuildExtension):
         if self.inplace:
             require_own_library()
         super().run()
-        for release, file in OTHERS.items():
+        for release, file in LIBRARIES.items():
             to = Path(self.build_lib, library_of(release))
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, to)
@@ -292,7 +292,7 @@ class Build(BuildExtension):
         for file in FILES.values():
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(Path(self.build_lib, file), file)
-        BUILT_BY.write_text(f"{Path(sys.prefix).resolve()}\n{HERE.resolve()}\n")
+        BUILT_BY.write_text(f"{Path(sys.prefix).resolve()}\n{ROOT.resolve()}\n")
 
     def get_outputs(self) -> list[str]:
         """Returns the files that are built."""

@@ -120,13 +120,7 @@ struct PackedLayout {
   constexpr int64_t bytes_of_unit() const {
     return format->codes == Codes::kInt8 || format->codes == Codes::kE4M3 ? 128 : 64;
   }
-
- private:
-  constexpr int64_t units() const { return (inputs + kPackedInputs - 1) / kPackedInputs; }
-  constexpr int64_t num_blocks() const {
-    const int64_t size = groups_of_block();
-    return size == 0 ? 0 : (num_groups() + size - 1) / size;
-  }
+  // The bytes of the scales of a group.
   constexpr int64_t row_of_scales() const {
     switch (format->scales) {
       case Scales::kFloat32:
@@ -136,6 +130,13 @@ struct PackedLayout {
       default:
         return 16;
     }
+  }
+
+ private:
+  constexpr int64_t units() const { return (inputs + kPackedInputs - 1) / kPackedInputs; }
+  constexpr int64_t num_blocks() const {
+    const int64_t size = groups_of_block();
+    return size == 0 ? 0 : (num_groups() + size - 1) / size;
   }
 };
 

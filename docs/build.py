@@ -42,11 +42,11 @@ class Page(HTMLParser):
 def problems(root: Path) -> list[str]:
     """A line for each broken link and for each address on the network."""
     pages = {path: Page(path) for path in sorted(root.rglob("*.html"))}
-    found = []
+    broken = []
     for path, page in pages.items():
         where = path.relative_to(root)
         remote = [link for link in page.loaded if urlsplit(link).netloc]
-        found += [f"{where}: loads {link} from the network" for link in remote]
+        broken += [f"{where}: loads {link} from the network" for link in remote]
         for link in [*page.links, *page.loaded]:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -54,14 +54,14 @@ def problems(root: Path) -> list[str]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             ids = pages[target].ids if target in pages else {unquote(parts.fragment)}
             if not target.is_file():
-                found.append(f"{where}: {link} does not exist")
+                broken.append(f"{where}: {link} does not exist")
             elif parts.fragment and unquote(parts.fragment) not in ids:
-                found.append(f"{where}: {link} has no such anchor")
+                broken.append(f"{where}: {link} has no such anchor")
     for style in root.rglob("*.css"):
         text = style.read_text(encoding="utf-8")
         if "url(http" in text or "url(//" in text or "@import" in text:
-            found.append(f"{style.relative_to(root)}: loads from the network")
-    return found
+            broken.append(f"{style.relative_to(root)}: loads from the network")
+    return broken
 
 
 def main(arguments: list[str]) -> int:
@@ -70,9 +70,9 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore", RemovedInSphinx10Warning)  # of an extension
     shutil.rmtree(DOCS / "api" / "generated", ignore_errors=True)  # stubs of former names
     status = sphinx([*OPTIONS, str(DOCS), str(folder)])
-    found = problems(folder)
-    print("\n".join(found), end="\n" if found else "")
-    return status or bool(found)
+    broken = problems(folder)
+    print("\n".join(broken), end="\n" if broken else "")
+    return status or bool(broken)
 
 
 if __name__ == "__main__":

@@ -166,11 +166,11 @@ def cpp_texts(source: str) -> Iterator[Text]:
 
 def hash_texts(source: str) -> Iterator[Text]:
     """Yields the comments of shell scripts and configurations."""
-    found = [
+    matches = [
         (number, re.match(r"\s*#(?!!) ?(.*)$", line))
         for number, line in enumerate(source.splitlines(), 1)
     ]
-    yield from comment_blocks([(number, match[1]) for number, match in found if match])
+    yield from comment_blocks([(number, match[1]) for number, match in matches if match])
 
 
 def texts_of(path: Path) -> Iterator[Text]:
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paths = [str(Path(path).resolve()) for path in parser.parse_args(arguments).paths]
     rules = tomllib.loads(RULES.read_text())
     exceptions = rules.get("exceptions", [])
-    found, unused = 0, exceptions
+    num_findings, unused = 0, exceptions
     for file in tracked(paths):
         name = str(file.relative_to(ROOT))
         for finding in findings(texts_of(file), rules["terms"]):
@@ -230,14 +230,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ]
             unused = [exception for exception in unused if exception not in excepted]
             if not excepted:
-                found += 1
+                num_findings += 1
                 shown = finding.text if len(finding.text) < 300 else finding.text[:300] + " ..."
                 print(f"{name}:{finding.line}: {finding.message}: {shown}")
     if not paths:
         for exception in unused:
-            found += 1
+            num_findings += 1
             print(f"docs/prose.toml: unused exception: {exception}")
-    return int(found > 0)
+    return int(num_findings > 0)
 
 
 if __name__ == "__main__":

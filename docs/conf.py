@@ -85,8 +85,8 @@ def resolve_short_name(
     if node.get("refdomain") != "py":
         return None
     domain = env.domains.python_domain
-    found = domain.find_obj(env, "", "", node["reftarget"], "obj", searchmode=1)
-    own = [name for name, entry in found if not entry.aliased]
+    matches = domain.find_obj(env, "", "", node["reftarget"], "obj", searchmode=1)
+    own = [name for name, entry in matches if not entry.aliased]
     if len(own) != 1:
         return None
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", own[0], node, content)

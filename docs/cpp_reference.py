@@ -62,8 +62,8 @@ def entries(source: str) -> Iterator[Entry]:
         elif line == "#pragma once":
             yield Entry(comment)
             comment = []
-        elif found := re.match(r"namespace (\S+) {", line):
-            namespace = found[1]
+        elif match := re.match(r"namespace (\S+) {", line):
+            namespace = match[1]
         elif not line:
             comment = []
         elif not re.match(r"#|}|TORCH_MODULE|using \S+;", line):

@@ -14,13 +14,12 @@ This small model of the same kind prints:
     wrote 3 files in 10 s: 0.11 GB, the largest 0.10 GB
     loaded 0.11 GB in 10 s; peak memory 0.99 GB
     trained parameters: 966,656
-    step  1: loss 12.35
-    step  5: loss 11.33
-    step 10: loss 11.56
-    step 15: loss 11.14
-    step 20: loss 11.23
-    trained 19.3 tokens/s; peak memory 1.13 GB
-    generated 3.43 tokens/s; peak memory 1.13 GB
+    step  5: loss 11.76, the mean of 5 steps
+    step 10: loss 11.44, the mean of 5 steps
+    step 15: loss 11.54, the mean of 5 steps
+    step 20: loss 11.39, the mean of 5 steps
+    trained 24.5 tokens/s; peak memory 1.13 GB
+    generated 3.03 tokens/s; peak memory 1.13 GB
 """
 
 import torch

@@ -14,13 +14,12 @@ This small model of the same kind prints:
     wrote 3 files in 2 s: 0.08 GB, the largest 0.08 GB
     loaded 0.08 GB in 1 s; peak memory 0.97 GB
     trained parameters: 2,647,040
-    step  1: loss 11.93
-    step  5: loss 10.92
-    step 10: loss 11.61
-    step 15: loss 10.63
-    step 20: loss 10.30
-    trained 201.0 tokens/s; peak memory 1.11 GB
-    generated 47.53 tokens/s; peak memory 1.11 GB
+    step  5: loss 11.44, the mean of 5 steps
+    step 10: loss 11.22, the mean of 5 steps
+    step 15: loss 10.91, the mean of 5 steps
+    step 20: loss 10.92, the mean of 5 steps
+    trained 29.4 tokens/s; peak memory 1.11 GB
+    generated 5.07 tokens/s; peak memory 1.11 GB
 """
 
 import torch

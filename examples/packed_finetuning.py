@@ -160,7 +160,7 @@ def fine_tune(name: str, args: argparse.Namespace) -> None:
     text = tokenizer(args.text.read_text(), return_tensors="pt", verbose=False).input_ids[0]
     optimizer = FactoredAdam(trained, lr=args.lr)
     model.train()
-    start = time.perf_counter()
+    start, losses = time.perf_counter(), list[float]()  # since the last report
     for step in range(1, args.steps + 1):
         first = int(torch.randint(len(text) - args.tokens, ()))
         ids = text[None, first : first + args.tokens]
@@ -168,8 +168,11 @@ def fine_tune(name: str, args: argparse.Namespace) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 1 or step % 5 == 0:
-            print(f"step {step:2}: loss {loss.item():.2f}", flush=True)
+        losses.append(loss.item())
+        if step % 5 == 0 or step == args.steps:  # the steps have different parts of the text
+            mean = sum(losses) / len(losses)
+            print(f"step {step:2}: loss {mean:.2f}, the mean of {len(losses)} steps", flush=True)
+            losses.clear()
     speed = args.steps * args.tokens / (time.perf_counter() - start)
     print(f"trained {speed:.1f} tokens/s; {peak()}")
 

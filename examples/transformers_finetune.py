@@ -100,12 +100,12 @@ def main() -> None:
     identical = all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     print(f"weights are identical: {identical}")
     with torch.no_grad():
-        logits, plain_logits = (each(input_ids=ids).logits for each in (model, plain))
+        logits, plain_logits = (m(input_ids=ids).logits for m in (model, plain))
     difference = (logits - plain_logits).abs().max()
     print(f"largest logit {logits.abs().max():.2f}, largest difference {difference:.4f}")
     prompt = tokenizer("def main(", add_special_tokens=False, return_tensors="pt")
     first, second = (
-        each.generate(**prompt, max_new_tokens=32, do_sample=False) for each in (model, plain)
+        m.generate(**prompt, max_new_tokens=32, do_sample=False) for m in (model, plain)
     )
     print(f"greedy continuations are identical: {torch.equal(first, second)}")
 

@@ -80,7 +80,7 @@ def _with_k(owner: str, options: Any) -> Any:
 
 def _meant(name: str, known: Sequence[str]) -> str | None:
     """Returns the known argument that another library calls `name`, or whose name is similar."""
-    for ours, theirs in _ELSEWHERE.items():
-        if ours in known and name in theirs.split():
-            return ours
+    for argument, aliases in _ELSEWHERE.items():
+        if argument in known and name in aliases.split():
+            return argument
     return next(iter(get_close_matches(name, known, n=1)), None)

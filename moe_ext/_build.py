@@ -34,8 +34,8 @@ def major(version: str) -> str:
 
 def libraries() -> dict[str, Path]:
     """Returns the library for each release of torch that has one, the oldest first."""
-    found = (Path(__file__).parent / "lib").glob("torch*/libmoe_ext.so")
-    by_release = {path.parent.name.removeprefix("torch"): path for path in found}
+    paths = (Path(__file__).parent / "lib").glob("torch*/libmoe_ext.so")
+    by_release = {path.parent.name.removeprefix("torch"): path for path in paths}
     return dict(sorted(by_release.items(), key=lambda item: [*map(int, item[0].split("."))]))
 
 

@@ -12,8 +12,8 @@ from moe_ext.formats import PackedWeight
 def layer_sizes(weights: Sequence[Tensor | PackedWeight]) -> list[tuple[int, int]]:
     """Returns fan_in and width of each layer."""
     return [
-        (each.shape[1], each.shape[2]) if isinstance(each, Tensor) else (each.inputs, each.outputs)
-        for each in weights
+        (w.shape[1], w.shape[2]) if isinstance(w, Tensor) else (w.inputs, w.outputs)
+        for w in weights
     ]
 
 
@@ -39,10 +39,10 @@ def joined(
         # The cast of all experts would take longer than the products of a few rows.
         return own.new_empty(own.shape, dtype=dtype).index_copy_(0, used, own[used].to(dtype))
 
-    here = [ops.LoRA(cast(p.a), cast(p.b), p.scale) for p in pairs]
-    if len(here) <= 1:
-        return here[0] if here else None
-    a, b = torch.cat([p.a for p in here], 2), torch.cat([p.scale * p.b for p in here], 1)
+    loras = [ops.LoRA(cast(p.a), cast(p.b), p.scale) for p in pairs]
+    if len(loras) <= 1:
+        return loras[0] if loras else None
+    a, b = torch.cat([p.a for p in loras], 2), torch.cat([p.scale * p.b for p in loras], 1)
     return ops.LoRA(a, b, 1.0)
 
 

@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _use_integers(model: Any) -> None:
     """Chooses integer arithmetic for the packed experts whose formats have it."""
-    modules = [each for each in model.modules() if isinstance(each, QuantizedExperts)]
-    chosen = [each for each in modules if all(w.format not in _NO_INTEGERS for w in each.weights)]
-    for each in chosen:
-        each.arithmetic = "integer"
+    modules = [m for m in model.modules() if isinstance(m, QuantizedExperts)]
+    chosen = [m for m in modules if all(w.format not in _NO_INTEGERS for w in m.weights)]
+    for experts in chosen:
+        experts.arithmetic = "integer"
     print(f"integer arithmetic: {len(chosen)} of {len(modules)} packed layers", file=sys.stderr)
 
 

@@ -211,8 +211,8 @@ def require_k_of_levels(
 def require_shape(owner: str, shape: tuple[int, ...], **values: Tensor) -> None:
     """Raises ValueError, prefixed by owner, if a tensor in values does not have the shape."""
     for name, value in values.items():
-        found = tuple(value.shape)
-        require(found == shape, f"{owner}: {name}", f"have shape {shape}", found)
+        actual = tuple(value.shape)
+        require(actual == shape, f"{owner}: {name}", f"have shape {shape}", actual)
 
 
 def require_floating(owner: str, x: Tensor) -> None:

@@ -46,8 +46,8 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     name = re.search(r"model name\s*:\s*(.*)", text)
-    found = re.search(r"(?:flags|Features)\s*:\s*(.*)", text)
-    flags = set(found[1].split()) if found else set()
+    match = re.search(r"(?:flags|Features)\s*:\s*(.*)", text)
+    flags = set(match[1].split()) if match else set()
     vectors = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # asimd is NEON
     known = [flag for flag in vectors if flag in flags]
     return f"{name[1] if name else platform.machine()} ({', '.join(known) or 'no vector flags'})"
@@ -55,8 +55,8 @@ def cpu_name() -> str:
 
 def blas_name() -> str:
     """Returns the BLAS library that torch was built with, such as "BLAS mkl"."""
-    found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    return f"BLAS {found[1] if found else 'unknown'}"
+    match = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return f"BLAS {match[1] if match else 'unknown'}"
 
 
 def products() -> str:

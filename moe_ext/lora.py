@@ -45,7 +45,7 @@ __all__ = [
 _Base = FeedForwardExperts | QuantizedExperts
 
 
-class _Options(TypedDict, total=False):
+class _AdapterOptions(TypedDict, total=False):
     """The options of an adapter; see `LoRAExperts`."""
 
     rslora: bool
@@ -217,7 +217,7 @@ class LoRAExperts(Experts):
         alpha: float,
         *,
         adapter: str = "default",
-        **options: Unpack[_Options],
+        **options: Unpack[_AdapterOptions],
     ) -> None:
         if not isinstance(experts, _Base):
             kind = type(experts).__name__
@@ -258,7 +258,7 @@ class LoRAExperts(Experts):
         name: str,
         rank: int,
         alpha: float,
-        **options: Unpack[_Options],
+        **options: Unpack[_AdapterOptions],
     ) -> None:
         """Adds an adapter that is neither active nor trained; see `set_adapter`.
 
@@ -286,7 +286,7 @@ class LoRAExperts(Experts):
         """
         self._require_names(name)
         self._require_unmerged("delete_adapter")
-        self.active = tuple(each for each in self.active if each != name)
+        self.active = tuple(active for active in self.active if active != name)
         del self.adapters[name]
 
     def set_adapter(self, *names: str) -> None:
@@ -386,12 +386,12 @@ class LoRAExperts(Experts):
         """Returns A and B of each layer in a dtype, as `joined` does; None if no layer has any."""
         if self._disabled or self.merged:
             return None
-        found: list[ops.LoRA | None] = []
+        joined_pairs: list[ops.LoRA | None] = []
         for i in range(self.base.num_layers):
             pairs = [adapter.pair(i) for adapter in self._adapters(self.active)]
-            of_layer = [pair for pair in pairs if pair is not None]
-            found.append(joined(of_layer, dtype, experts, used))
-        return found if any(found) else None
+            layer_pairs = [pair for pair in pairs if pair is not None]
+            joined_pairs.append(joined(layer_pairs, dtype, experts, used))
+        return joined_pairs if any(joined_pairs) else None
 
     def _pairs_for(
         self,
@@ -407,9 +407,9 @@ class LoRAExperts(Experts):
         pairs = self._pairs(x.dtype, experts, _used_experts(x, offsets, inverse))
         if pairs is None or not self.training:
             return pairs
-        dropout, *others = {adapter.dropout for adapter in self._adapters(self.active)}
+        dropout, *rates = {adapter.dropout for adapter in self._adapters(self.active)}
         rule = "be equal for all active adapters"
-        require(not others, "LoRAExperts: dropout", rule, sorted([dropout, *others]))
+        require(not rates, "LoRAExperts: dropout", rule, sorted([dropout, *rates]))
         if dropout == 0:
             return pairs
         num_rows = x.shape[0] if inverse is None else inverse.numel()
@@ -532,7 +532,7 @@ def add_lora(
     adapter: str = "default",
     where: Callable[[str], bool] | None = None,
     train_rest: bool = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_AdapterOptions],
 ) -> LoRAReport:
     """Replaces the experts in a layer or model by `LoRAExperts`, and freezes all other parameters.
 
@@ -567,24 +567,24 @@ def add_lora(
           experts: 12,288
     """
     (train_rest,) = require_bool("add_lora", train_rest=train_rest)
-    found = [each for each in _experts_in(model) if where is None or where(each.path)]
-    skipped = {each.path: each.reason for each in found if each.reason is not None}
-    chosen = [each for each in found if each.reason is None]
+    places = [place for place in _experts_in(model) if where is None or where(place.path)]
+    skipped = {place.path: place.reason for place in places if place.reason is not None}
+    chosen = [place for place in places if place.reason is None]
     rule = "contain FeedForwardExperts or QuantizedExperts (for experts alone, use LoRAExperts)"
     require(bool(chosen), "add_lora: model", rule, skipped or type(model).__name__)
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     made: dict[nn.Module, LoRAExperts] = {}
     try:
-        for each in chosen:
-            if each.module in made:
+        for place in chosen:
+            if place.module in made:
                 continue
-            if isinstance(each.module, LoRAExperts):
-                each.module.add_adapter(adapter, rank, alpha, **options)
-                made[each.module] = each.module
+            if isinstance(place.module, LoRAExperts):
+                place.module.add_adapter(adapter, rank, alpha, **options)
+                made[place.module] = place.module
             else:
-                assert isinstance(each.module, _Base)
-                args = each.module, rank, alpha
-                made[each.module] = LoRAExperts(*args, adapter=adapter, **options)
+                assert isinstance(place.module, _Base)
+                args = place.module, rank, alpha
+                made[place.module] = LoRAExperts(*args, adapter=adapter, **options)
     except Exception:
         for parameter, trained in frozen:
             parameter.requires_grad_(trained)
@@ -594,18 +594,18 @@ def add_lora(
         raise
     if not train_rest:
         model.requires_grad_(False)
-    for each in chosen:
-        experts = made[each.module]
+    for place in chosen:
+        experts = made[place.module]
         experts.set_adapter(adapter)
-        if experts is not each.module:
-            setattr(each.parent, each.name, experts.train(each.module.training))
+        if experts is not place.module:
+            setattr(place.parent, place.name, experts.train(place.module.training))
     if skipped:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in skipped.items())
         warnings.warn(f"add_lora: no adapters in {reasons}", stacklevel=2)
-    return LoRAReport(tuple(each.path for each in chosen), skipped, _trained(model))
+    return LoRAReport(tuple(place.path for place in chosen), skipped, _trained(model))
 
 
-class _Place(NamedTuple):
+class _Candidate(NamedTuple):
     parent: nn.Module
     name: str
     path: str
@@ -613,16 +613,16 @@ class _Place(NamedTuple):
     reason: str | None = None  # why the module can have no adapters
 
 
-def _experts_in(parent: nn.Module, prefix: str = "") -> Iterator[_Place]:
+def _experts_in(parent: nn.Module, prefix: str = "") -> Iterator[_Candidate]:
     """Yields the modules with experts below a module, each place of a shared one."""
     if isinstance(parent, LoRAExperts):
         if not prefix:
-            yield _Place(parent, "", "", parent)
+            yield _Candidate(parent, "", "", parent)
         return
     for name, child in parent._modules.items():
         if child is None:
             continue
-        place = _Place(parent, name, prefix + name, child)
+        place = _Candidate(parent, name, prefix + name, child)
         if isinstance(child, LoRAExperts):
             yield place
         elif isinstance(child, _Base):
@@ -649,9 +649,9 @@ def _trained(model: nn.Module) -> dict[str, int]:
         seen.update(new)
         return sum(p.numel() for p in new)
 
-    found = {path: count(module) for path, module in lora_experts(model).items()}
+    counts = {path: count(module) for path, module in lora_experts(model).items()}
     rest = count(model)
-    return found | ({"": rest} if rest else {})
+    return counts | ({"": rest} if rest else {})
 
 
 def lora_experts(model: nn.Module) -> dict[str, LoRAExperts]:
@@ -675,15 +675,15 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     The adapters are then gone, and packed experts are in floating point. The new weights are
     frozen.
     """
-    places = [each for each in _experts_in(model) if isinstance(each.module, LoRAExperts)]
+    places = [place for place in _experts_in(model) if isinstance(place.module, LoRAExperts)]
     rule = "contain LoRAExperts, and not be one"
     require(bool(places) and places[0].path != "", "merge_lora: model", rule, type(model).__name__)
     made: dict[nn.Module, FeedForwardExperts] = {}
-    for each in places:
-        assert isinstance(each.module, LoRAExperts)
-        if each.module not in made:
-            made[each.module] = each.module.merged_experts(dtype)
-        setattr(each.parent, each.name, made[each.module])
+    for place in places:
+        assert isinstance(place.module, LoRAExperts)
+        if place.module not in made:
+            made[place.module] = place.module.merged_experts(dtype)
+        setattr(place.parent, place.name, made[place.module])
 
 
 def lora_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, Tensor]:
@@ -695,14 +695,14 @@ def lora_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, Ten
         ValueError: no experts of the model have such an adapter.
     """
     experts = lora_experts(model)
-    names = {name for each in experts.values() for name in each.adapters}
+    names = {name for module in experts.values() for name in module.adapters}
     rule = f"be one of {', '.join(sorted(names)) or 'the adapters of the model, which has none'}"
     require(adapter in names, "lora_state_dict: adapter", rule, adapter)
     owned = {
         p
-        for each in experts.values()
-        if adapter in each.adapters
-        for p in each.adapters[adapter].parameters()
+        for module in experts.values()
+        if adapter in module.adapters
+        for p in module.adapters[adapter].parameters()
     }
     state = model.state_dict(keep_vars=True)
     return {name: value.detach() for name, value in state.items() if value in owned}

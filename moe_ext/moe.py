@@ -527,11 +527,11 @@ class MoE(FormerCapacity, nn.Module):
 
         sums_later: the gate does not sum importance and load over the ranks.
         """
-        of_gate = None if sums_later else ranks
+        gate_ranks = None if sums_later else ranks
         if select is not None:  # torch.compile would compile the gate again for each select
-            routing = uncompiled(self.gate)(tokens, of_gate, select=select, **given)
+            routing = uncompiled(self.gate)(tokens, gate_ranks, select=select, **given)
         else:
-            routing = self.gate(tokens, of_gate, **given)
+            routing = self.gate(tokens, gate_ranks, **given)
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")

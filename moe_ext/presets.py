@@ -44,7 +44,7 @@ from moe_ext.shared import SharedExpert
 __all__ = ["deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"]
 
 
-class _Options(_CommonOptions, total=False):
+class _LayerOptions(_CommonOptions, total=False):
     """The options of `MoE` that the model does not decide."""
 
     capacity: Capacity | float | None
@@ -55,7 +55,7 @@ class _Factory(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-def _factory(options: _Options) -> _Factory:
+def _factory(options: _LayerOptions) -> _Factory:
     """Returns the options with which parameters are made."""
     return {"device": options.get("device"), "dtype": options.get("dtype")}
 
@@ -63,13 +63,13 @@ def _factory(options: _Options) -> _Factory:
 def _layer(
     gate: TopKGate,
     d_hidden: int,
-    options: _Options,
+    options: _LayerOptions,
     activation: Activation = "swiglu",
     activation_args: Sequence[float] | None = None,
     bias: bool = False,
     shared_expert: SharedExpert | None = None,
 ) -> MoE:
-    weights: _Options = {"w_importance": 0.0, "w_load": 0.0}
+    weights: _LayerOptions = {"w_importance": 0.0, "w_load": 0.0}
     return MoE(
         gate.d_model,
         gate.num_experts,
@@ -96,7 +96,7 @@ def deepseek_v3(
     groups_per_token: int = 4,
     scale: float = 2.5,
     bias_update_rate: float = 1e-3,
-    **options: Unpack[_Options],
+    **options: Unpack[_LayerOptions],
 ) -> MoE:
     """Makes the layer of DeepSeek-V3 (arXiv 2412.19437).
 
@@ -145,7 +145,7 @@ def mixtral(
     d_hidden: int = 14336,
     num_experts: int = 8,
     k: int = 2,
-    **options: Unpack[_Options],
+    **options: Unpack[_LayerOptions],
 ) -> MoE:
     """Makes the layer of Mixtral 8x7B (arXiv 2401.04088).
 
@@ -167,7 +167,7 @@ def qwen3_moe(
     d_hidden: int = 768,
     num_experts: int = 128,
     k: int = 8,
-    **options: Unpack[_Options],
+    **options: Unpack[_LayerOptions],
 ) -> MoE:
     """Makes the layer of Qwen3-30B-A3B (arXiv 2505.09388).
 
@@ -190,7 +190,7 @@ def olmoe(
     d_hidden: int = 1024,
     num_experts: int = 64,
     k: int = 8,
-    **options: Unpack[_Options],
+    **options: Unpack[_LayerOptions],
 ) -> MoE:
     """Makes the layer of OLMoE-1B-7B (arXiv 2409.02060).
 
@@ -218,7 +218,7 @@ def gpt_oss(
     *,
     limit: float = 7.0,
     alpha: float = 1.702,
-    **options: Unpack[_Options],
+    **options: Unpack[_LayerOptions],
 ) -> MoE:
     """Makes the layer of gpt-oss-120b (arXiv 2508.10925); gpt-oss-20b has num_experts=32.
 

@@ -139,12 +139,12 @@ class QuantizedExperts(Experts):
         formats = [format] * len(weights) if isinstance(format, str) else list(format)
         rule = f"be a name, or one name for each of {len(weights)} layers"
         require(len(formats) == len(weights), f"{name}: format", rule, format)
-        for each in formats:
-            require_one_of(f"{name}: format", FORMATS, each)
-        free = [LAYOUTS[each].group is None for each in formats]
+        for layer_format in formats:
+            require_one_of(f"{name}: format", FORMATS, layer_format)
+        free = [LAYOUTS[layer_format].group is None for layer_format in formats]
         rule = "be None without a layer in int4, int8 or fp8"
         require(group is None or any(free), f"{name}: group", rule, group)
-        groups = [group if each else None for each in free]
+        groups = [group if is_free else None for is_free in free]
         layers = enumerate(zip(weights, formats, groups, strict=True))
         return cls(
             [_quantized(f"{name}: weight_{i}", w.detach(), f, g) for i, (w, f, g) in layers],
@@ -171,8 +171,8 @@ class QuantizedExperts(Experts):
         weights: dict[int, PackedWeight] = {}
         biases: dict[int, Tensor] = {}
         for key, value in state_dict.items():
-            if found := re.fullmatch(r"bias_(\d+)", key):
-                biases[int(found[1])] = value
+            if match := re.fullmatch(r"bias_(\d+)", key):
+                biases[int(match[1])] = value
             elif (parsed := _parsed(key, value)) is not None:
                 weights[parsed[0]] = parsed[1]
             else:
@@ -198,7 +198,7 @@ class QuantizedExperts(Experts):
         """The packed weights of all layers; ``unpack()`` of each returns the bytes of a file."""
         panels = [getattr(self, name) for name in self._names()]
         pairs = zip(self._layouts, panels, strict=True)
-        return tuple([layout._replace(panels=each) for layout, each in pairs])
+        return tuple([layout._replace(panels=part) for layout, part in pairs])
 
     @property
     def biases(self) -> tuple[nn.Parameter, ...] | None:
@@ -279,11 +279,11 @@ class QuantizedExperts(Experts):
 
     def split(self, sizes: Sequence[int]) -> list[Callable[..., Tensor]]:
         """Splits the experts into consecutive blocks without copies; see `Experts.split`."""
-        of_layers = [
+        layer_parts = [
             [weight._replace(panels=panels) for panels in weight.panels.split(sizes)]
             for weight in self.weights
         ]
-        weights = zip(*of_layers, strict=True)
+        weights = zip(*layer_parts, strict=True)
         biases = zip(*(bias.split(sizes) for bias in self.biases or ()), strict=True)
 
         def part(
@@ -341,7 +341,7 @@ def _quantized(name: str, weight: Tensor, format: FormatName, group: int | None)
         # A format may read the scales of a single row in another way than those of several.
         rows = torch.zeros(min(outputs, 2), inputs, dtype=dtype, device="cpu")
         layout = packed(rows)._replace(outputs=outputs)
-        panels = weight.new_empty(layout.shape(num_experts), dtype=torch.uint8)
+        panels = layout.empty_panels(num_experts, weight.device)
         for e in range(0 if weight.is_meta else num_experts):
             first = 0
             for rows in weight[e].mT.split(_ROWS):  # so that what is in between is small
@@ -357,7 +357,7 @@ def _checked_weights(name: str, weights: Sequence[PackedWeight], activation: str
     """Checks that the layers fit together; returns the number of experts."""
     wrong: list[object] = [weights]
     if isinstance(weights, Sequence) and not isinstance(weights, PackedWeight):
-        wrong = [each for each in weights if not isinstance(each, PackedWeight)]
+        wrong = [weight for weight in weights if not isinstance(weight, PackedWeight)]
     if wrong:
         kind = type(wrong[0]).__name__
         raise TypeError(f"{name}: weights must be a sequence of PackedWeight, got {kind}")
@@ -369,8 +369,8 @@ def _checked_weights(name: str, weights: Sequence[PackedWeight], activation: str
         panels = weight.panels
         if panels.dtype != torch.uint8:
             raise TypeError(f"{owner}.panels must have dtype torch.uint8, got {panels.dtype}")
-        shape, found = weight.shape(num_experts), tuple(panels.shape)
-        require(found == shape, f"{owner}.panels", f"have shape {shape}", found)
+        shape, actual = weight.shape(num_experts), tuple(panels.shape)
+        require(actual == shape, f"{owner}.panels", f"have shape {shape}", actual)
     factor = 2 if activation in GATED_ACTIVATIONS else 1
     for i, (weight, following) in enumerate(pairwise(weights)):
         rule = f"be {factor} x {following.inputs}, for {activation} and weights[{i + 1}]"
@@ -415,11 +415,11 @@ def _name(layer: int, weight: PackedWeight) -> str:
 
 def _parsed(name: str, panels: Tensor) -> tuple[int, PackedWeight] | None:
     """Undoes `_name`; None for other names."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    layer, name, outputs, inputs, group, scales, blocks = found.groups()
-    format = next(each for each in FORMATS if each == name)
+    layer, name, outputs, inputs, group, scales, blocks = match.groups()
+    format = next(known for known in FORMATS if known == name)
     sizes = int(inputs), int(outputs), int(group)
     dtype = None if scales is None else _DTYPES[scales]
     return int(layer), PackedWeight(panels, format, *sizes, dtype, blocks is not None)

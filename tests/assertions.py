@@ -130,11 +130,11 @@ def assert_equal_runs(run_1, run_2, compare=assert_same_bits):
 def gradients(outputs, inputs, cotangents, **options):
     """Returns the gradients of sum(output · cotangent); zeros where there is no gradient."""
     pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if y.requires_grad]
-    found = [None] * len(inputs)
+    grads = [None] * len(inputs)
     if pairs:
         outputs, cotangents = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+        grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)]
 
 
 def peak_mib(function):
@@ -163,9 +163,9 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
-        for each in tree_leaves(results):
-            if isinstance(each, torch.Tensor) and each.is_floating_point():
-                self.size = max(self.size, each.numel())
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                self.size = max(self.size, leaf.numel())
         return results
 
 

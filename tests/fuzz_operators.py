@@ -137,7 +137,7 @@ ALL_DTYPES = [
     torch.complex64, torch.complex128, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
 # with_change makes these: any other value; the memory of another argument; another list.
-OTHERS = ["replaced", "shared", "list"]
+REPLACEMENTS = ["replaced", "shared", "list"]
 
 # What replaces an argument that is no tensor.
 WHOLE = [-1, 0, 1, 2, 3, 7, 1000, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63)]
@@ -205,7 +205,7 @@ def call_of_seed(seed, number):
     """Draws a call of a batch, independently of the calls before it."""
     draw = random.Random(f"{seed} {number}")
     name = draw.choice(sorted(ROWS))
-    kinds = [*CHANGES, *OTHERS]
+    kinds = [*CHANGES, *REPLACEMENTS]
 
     def change():
         return Change(draw.choice(arguments_of(name)), draw.choice(kinds), draw.randrange(10_000))
@@ -255,8 +255,8 @@ def with_change(arguments, change):
         i = place % len(value)
         return [*value[:i], with_change({change.argument: value[i]}, change), *value[i + 1 :]]
     if isinstance(value, PackedWeight):
-        of_panels = change.kind in CHANGES or change.kind == "shared"
-        field = "panels" if of_panels else value._fields[place % len(value)]
+        changes_panels = change.kind in CHANGES or change.kind == "shared"
+        field = "panels" if changes_panels else value._fields[place % len(value)]
         fresh = with_change(
             arguments | {field: getattr(value, field)}, dataclasses.replace(change, argument=field)
         )
@@ -265,17 +265,17 @@ def with_change(arguments, change):
         values = HOSTILE.get(type(value), ANYTHING)
         return values[place % len(values)]
     if change.kind == "shared":
-        others = tensors_in(list(arguments.values()))
-        return in_memory_of(others[place % len(others)], value)
+        tensors = tensors_in(list(arguments.values()))
+        return in_memory_of(tensors[place % len(tensors)], value)
     if change.kind not in CHANGES or not is_plain(value):  # such as a fake tensor
         return value
     return CHANGES[change.kind](value, place)
 
 
-def in_memory_of(other, x):
+def in_memory_of(base, x):
     """Returns another tensor in the shape of x if it is large enough, else as it is."""
-    fits = is_plain(other) and other.is_contiguous() and x.numel() <= other.numel()
-    return other.flatten()[: x.numel()].view(x.shape) if fits else other
+    fits = is_plain(base) and base.is_contiguous() and x.numel() <= base.numel()
+    return base.flatten()[: x.numel()].view(x.shape) if fits else base
 
 
 def made(call):
@@ -426,10 +426,10 @@ def assert_message(call, arguments, error):
         return
     rows = {call.operator, ROWS[call.operator].backward or call.operator}
     operators = "|".join(rows | {TORCH_NAMES[name] for name in rows})
-    names = [a.name for each in rows for a in schema(each).arguments]
+    names = [a.name for row in rows for a in schema(row).arguments]
     assert error.exception in ("ValueError", "TypeError", "IndexError"), text
     assert re.match(rf"({operators}): .* must .*, got ", error.message, re.DOTALL), text
-    assert any(each in error.message for each in names), text
+    assert any(name in error.message for name in names), text
 
 
 def shapes_of(returned):
@@ -565,14 +565,14 @@ def main():
         return
     counts, failures = collections.Counter(), []
     for seed in range(options.seed, options.seed + options.batches):
-        of_batch, failed = run_batch(seed)
-        counts += of_batch
+        batch_counts, failed = run_batch(seed)
+        counts += batch_counts
         failures += failed
         print(*failed, sep="\n", flush=True)
     results = ["returned", "raised", "not made", "failed"]
-    print(f"{'operator':36}" + "".join(f"{each:>10}" for each in results))
+    print(f"{'operator':36}" + "".join(f"{result:>10}" for result in results))
     for name in sorted(ROWS):
-        print(f"{name:36}" + "".join(f"{counts[name, each]:10,}" for each in results))
+        print(f"{name:36}" + "".join(f"{counts[name, result]:10,}" for result in results))
     sys.exit(bool(failures))
 
 

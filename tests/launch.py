@@ -38,9 +38,9 @@ def run_code(code, **environment):
 def launch(script, arguments=(), *, folder=".", seconds=300, ranks=None, max_restarts=0):
     """Runs a script in a folder; with `ranks`, under the agent of torchrun, which restarts them."""
     with tempfile.TemporaryDirectory() as outputs:
-        there = str(Path(folder).resolve()), outputs, str(script), [*map(str, arguments)]
+        call = str(Path(folder).resolve()), outputs, str(script), [*map(str, arguments)]
         target, options = (_run, ()) if ranks is None else (_launch, (ranks, max_restarts))
-        process = forkserver().Process(target=target, args=(*options, *there))
+        process = forkserver().Process(target=target, args=(*options, *call))
         process.start()
         process.join(seconds)
         status = process.exitcode

@@ -10,8 +10,8 @@ def cpu_info(name):
     """Returns a line of the system's description of the processor; "" if there is none."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    found = re.search(rf"^{name}\s*:(.*)$", text, re.M)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{name}\s*:(.*)$", text, re.M)
+    return match[1].strip() if match else ""
 
 
 def instruction_sets():

@@ -41,8 +41,8 @@ def marked(marker):
     """Returns (test file, name) of all marked tests, such as ("ops/test_load", "Eq. 8")."""
     return {
         (str(Path(path).relative_to(TESTS).with_suffix("")), name)
-        for found, path, name in seen or _collect()
-        if found == marker
+        for mark, path, name in seen or _collect()
+        if mark == marker
     }
 
 

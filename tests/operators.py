@@ -156,8 +156,8 @@ def call_of(name, arguments):
     row = ROWS[name]
     with recorded_ops() as calls:
         evaluate(row, arguments)
-    called = {each: (op, args) for each, op, args, kwargs in calls}
-    assert set(called) == {TORCH_NAMES[name] for name, other in ROWS.items() if other is row}
+    called = {called_name: (op, args) for called_name, op, args, kwargs in calls}
+    assert set(called) == {TORCH_NAMES[name] for name, r in ROWS.items() if r is row}
     op, args = called[TORCH_NAMES[name]]
     return op, changed(torch.Tensor.detach, list(args))
 

@@ -70,10 +70,10 @@ def G(h, k):
 
 def kth_excluding(v, k, i):
     """App. A: the k-th highest component of v without component i; -inf if there is none."""
-    others = [v[j] for j in range(len(v)) if j != i]
-    if k > len(others):
+    rest = [v[j] for j in range(len(v)) if j != i]
+    if k > len(rest):
         return torch.full_like(v[i], -math.inf)
-    return others[top_k(others, k)[-1]]
+    return rest[top_k(rest, k)[-1]]
 
 
 def P(c, s, h, k, i):
@@ -477,13 +477,13 @@ def best_groups(biased, num_groups, per_token, score_k):
     A group's score is the sum of its score_k largest biased scores, where NaN counts as -inf.
     """
     size = len(biased) // num_groups
-    of_groups = []
+    group_scores = []
     for g in range(num_groups):
         group = [
             -math.inf if math.isnan(v) else float(v) for v in biased[g * size : (g + 1) * size]
         ]
-        of_groups.append(sum(group[i] for i in top_k(group, score_k)))
-    return sorted(top_k(of_groups, per_token))
+        group_scores.append(sum(group[i] for i in top_k(group, score_k)))
+    return sorted(top_k(group_scores, per_token))
 
 
 def route(logits, k, b, score, num_groups, per_token, score_k):

@@ -71,8 +71,8 @@ def test_the_library_exports_its_headers_alone():
     strong = [name for kind, name in symbols if kind not in "wWvVu"]
     assert any(name.startswith("moe_ext::ops::experts(") for name in strong)
     for name in strong:
-        found = re.match(r"(?:.* (?:for|to) )?moe_ext::(?:\w+::)*~?(\w+)", name)
-        assert found and found[1] in declared, name
+        match = re.match(r"(?:.* (?:for|to) )?moe_ext::(?:\w+::)*~?(\w+)", name)
+        assert match and match[1] in declared, name
     assert [name for _, name in symbols if "moe_ext::cpu" in name] == []
 
 
@@ -147,39 +147,39 @@ def parsed(argument):
 def members(struct):
     """Returns the members of a struct of ops.h."""
     body = re.search(rf"struct {struct} {{(.*?)\n}};", without_comments("ops.h"), re.S)[1]
-    return [parsed(" ".join(each.split())) for each in body.split(";") if each.strip()]
+    return [parsed(" ".join(line.split())) for line in body.split(";") if line.strip()]
 
 
 def declarations():
     """Returns {name: (result, arguments)} of the functions of ops.h, with members of options."""
-    found = {}
+    functions = {}
     pattern = r"MOE_EXT_API\s+([\w:]+)\s+(\w+)\(([^;]*)\);"
     for result, name, arguments in re.findall(pattern, without_comments("ops.h")):
         flat = []
-        for each in " ".join(arguments.split()).split(", "):
-            kind, argument, default = parsed(each)
+        for text in " ".join(arguments.split()).split(", "):
+            kind, argument, default = parsed(text)
             struct = re.search(r"\w+Options", kind)
-            flat += members(struct[0]) if argument == "options" else [parsed(each)]
-        found[name] = result, flat
-    return found
+            flat += members(struct[0]) if argument == "options" else [parsed(text)]
+        functions[name] = result, flat
+    return functions
 
 
 def schemas():
     """Returns {name: (arguments, results)} of the public operators, from the text of schemas."""
-    found = {}
+    by_name = {}
     for schema in map(str, torch._C._jit_get_all_schemas()):
         match = re.fullmatch(r"moe_ext::([a-z]\w*)\((.*)\) -> (.*)", schema)
         if match:
-            results = [each.split(" ")[-1] for each in match[3].strip("()").split(", ")]
-            found[match[1]] = [parsed_schema(each) for each in match[2].split(", ")], results
+            results = [text.split(" ")[-1] for text in match[3].strip("()").split(", ")]
+            by_name[match[1]] = [parsed_schema(text) for text in match[2].split(", ")], results
     # Structs of C++ stand for several arguments. packed_experts calls the operator experts.
-    arguments, results = found["experts"]
-    kept = [each for each in arguments if not each[1].startswith("lora_")]
+    arguments, results = by_name["experts"]
+    kept = [a for a in arguments if not a[1].startswith("lora_")]
     kept.append(("LoRA[]", "lora", None))
     packed = ("formats", "groups", "columns", "arithmetic")
-    found["experts"] = [each for each in kept if each[1] not in packed], results
+    by_name["experts"] = [a for a in kept if a[1] not in packed], results
     kinds = {"weights": "PackedWeight[]"}
-    found["packed_experts"] = (
+    by_name["packed_experts"] = (
         [
             (kinds.get(name, kind), name, default)
             for kind, name, default in kept
@@ -187,7 +187,7 @@ def schemas():
         ],
         results,
     )
-    return found
+    return by_name
 
 
 def parsed_schema(argument):
@@ -212,9 +212,9 @@ def test_functions_have_the_arguments_of_the_schema(name):
     result, declared = declarations()[name]
     if name in ("experts", "packed_experts", "linear_cross_entropy"):
         kept = ("keep_hidden", "keep_gradients")
-        arguments = [("bool", "recompute", ...) if each[1] in kept else each
-                     for each in arguments]  # fmt: skip
-        arguments.sort(key=lambda each: [other for _, other, _ in declared].index(each[1]))
+        arguments = [("bool", "recompute", ...) if a[1] in kept else a
+                     for a in arguments]  # fmt: skip
+        arguments.sort(key=lambda a: [kind for _, kind, _ in declared].index(a[1]))
         results = [""]
     if name == "lstm":
         results = results[:3]
@@ -235,9 +235,9 @@ def test_functions_have_the_defaults_of_python(name):
     if name in ops.__all__:
         parameters = inspect.signature(getattr(ops, name)).parameters.values()
         expected = [
-            (each.name, ... if each.default is each.empty else each.default)
-            for each in parameters
-            if (name, each.name) != ("load", "detach_threshold")
+            (p.name, ... if p.default is p.empty else p.default)
+            for p in parameters
+            if (name, p.name) != ("load", "detach_threshold")
         ]
     else:
         expected = [(argument, default) for _, argument, default in schemas()[name][0]]
@@ -283,25 +283,25 @@ OTHER_DEFAULTS = {("Experts", "d_output")}  # always given in C++
 def python_classes():
     """Returns the public classes of the layer by name."""
     named = {name: getattr(module, name) for module in (moe_ext, gates) for name in module.__all__}
-    return {name: each for name, each in named.items() if inspect.isclass(each)}
+    return {name: value for name, value in named.items() if inspect.isclass(value)}
 
 
 def options_of_python(cls):
     """Returns {name: default} of the arguments of a class, with those of `**options`."""
-    found = {}
-    for each in inspect.signature(cls).parameters.values():
-        if each.kind is each.VAR_KEYWORD:
+    options = {}
+    for p in inspect.signature(cls).parameters.values():
+        if p.kind is p.VAR_KEYWORD:
             defaults = options_of_python(cls.__base__)
-            found |= {name: defaults[name] for name in get_args(each.annotation)[0].__annotations__}
+            options |= {name: defaults[name] for name in get_args(p.annotation)[0].__annotations__}
         else:
-            found[each.name] = ... if each.default is each.empty else each.default
-    return found
+            options[p.name] = ... if p.default is p.empty else p.default
+    return options
 
 
 def arguments(text):
     """Returns {name: default} of the arguments of a constructor."""
-    each = re.split(r", (?![^<]*>)", " ".join(text.split()))  # not within std::array<int64_t, 2>
-    return {name: default for _, name, default in map(parsed, each)}
+    parts = re.split(r", (?![^<]*>)", " ".join(text.split()))  # not within std::array<int64_t, 2>
+    return {name: default for _, name, default in map(parsed, parts)}
 
 
 def options_of_cpp(name):
@@ -311,14 +311,14 @@ def options_of_cpp(name):
     if options := re.search(rf"struct MOE_EXT_API {name}Options {{(.*?)\n}};", header, re.S):
         required = arguments(re.search(constructor % "Options", options[1])[1])
         fields = re.findall(r"TORCH_ARG\((.*), (\w+)\)( = .*)?;", options[1])
-        found = dict(parsed(f"{kind} {field}{default}")[1:] for kind, field, default in fields)
-        assert list(required) == [field for field, default in found.items() if default is ...]
-        return found
+        defaults = dict(parsed(f"{kind} {field}{default}")[1:] for kind, field, default in fields)
+        assert list(required) == [field for field, default in defaults.items() if default is ...]
+        return defaults
     if struct := re.search(rf"struct MOE_EXT_API {name} {{(.*?)\n}};", header, re.S):
         lines = re.findall(r"^  ([^()\n]+);", struct[1], re.M)
         return dict(parsed(line)[1:] for line in lines)
-    found = re.search(constructor % "(?:Impl)?", header)
-    return found and arguments(found[1])
+    defaults = re.search(constructor % "(?:Impl)?", header)
+    return defaults and arguments(defaults[1])
 
 
 def test_cpp_has_the_classes_of_python():
@@ -412,20 +412,20 @@ def test_find_package_with_the_torch_of_the_build(configure):
 
 @needs_cmake
 @pytest.mark.parametrize(
-    "asked, found",
+    "asked, selected",
     [
         ("0.1", True), ("{version} EXACT", True), ("0.0.1...0.0.9", False),
         ("0.1...0.9", True), ("0.0.1...{version}", True), ("0.0.1...<{version}", False),
         ("{version}...<0.9", True), ("0.8...0.9", False), ("99", False),
     ],
 )  # fmt: skip
-def test_find_package_looks_at_both_ends_of_a_range(configure, tmp_path, asked, found):
+def test_find_package_looks_at_both_ends_of_a_range(configure, tmp_path, asked, selected):
     header = (PACKAGE / "include" / "moe_ext" / "version.h").read_text()
     version = re.search(r'MOE_EXT_VERSION "([\d.]+)', header)[1]
     project = PROJECT.replace("moe_ext 0.1", f"moe_ext {asked.format(version=version)}")
     (tmp_path / "user" / "CMakeLists.txt").write_text(project)
     code, _ = configure(torch.utils.cmake_prefix_path)
-    assert (code == 0) == found
+    assert (code == 0) == selected
 
 
 @needs_cmake
@@ -433,8 +433,8 @@ def test_find_package_with_another_torch_names_both(configure, other_torch):
     folder, version = other_torch
     code, error = configure(folder)
     assert code != 0
-    ours = ", ".join(_build.libraries())
-    assert f"moe_ext was built for torch {ours}, but {folder} has torch {version}" in error
+    known = ", ".join(_build.libraries())
+    assert f"moe_ext was built for torch {known}, but {folder} has torch {version}" in error
     assert error.count("CMake Error") == 1
     # The remedy that the message names.
     assert configure(torch.utils.cmake_prefix_path) == (0, "")

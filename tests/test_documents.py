@@ -157,8 +157,8 @@ def test_code_blocks_run(page, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_code_blocks_are_of_a_known_kind(page):
-    found = re.findall(r"^ *```+(.*)\n(?:.*\n)*? *```+$", page.read_text(), re.M)
-    assert {name for name in found if not name.startswith("{")} <= LANGUAGES
+    languages = re.findall(r"^ *```+(.*)\n(?:.*\n)*? *```+$", page.read_text(), re.M)
+    assert {name for name in languages if not name.startswith("{")} <= LANGUAGES
 
 
 def test_the_readme_has_examples():
@@ -185,9 +185,9 @@ def commands_that_are_shown():
             text = re.sub(r"\\+\n[\s#]*", "", file.read_text())
             program = r"(?:[A-Z_]+=\S+ )*(?:moe-lab|torchrun(?: --\S+)* -m moe_lab)"
             command = r"(?:(?:study|benchmark) [\w-]+|(?!study |benchmark )[\w-]+)"
-            of_line = rf"^[\s#]*{program} ({command} [^`\n|#<]+)"
+            pattern = rf"^[\s#]*{program} ({command} [^`\n|#<]+)"
             within_text = rf"`moe-lab ({command} [^`<]+)`"
-            for arguments in re.findall(of_line, text, re.M) + re.findall(within_text, text):
+            for arguments in re.findall(pattern, text, re.M) + re.findall(within_text, text):
                 yield file.relative_to(ROOT), shlex.split(arguments)
 
 
@@ -227,11 +227,11 @@ def test_claims_have_the_figures_and_verdicts_of_their_pages():
         text = (results / page).read_text()
         # The verdict is the next one after the figure; else it stands before it, or is part of it:
         # "(one seed, not decided)".
-        found = [
+        figures = [
             re.search("supported|contradicted|not decided", after + before + figure)
             for before, after in re.findall(rf"(.*){re.escape(figure)}(.*)", text)
         ]
-        assert verdict in {each[0] for each in found if each}, (page, figure, verdict)
+        assert verdict in {row[0] for row in figures if row}, (page, figure, verdict)
 
 
 def test_the_reference_of_the_lab_lists_all_its_modules():

@@ -13,9 +13,9 @@ def rows():
     """Returns the cells of the first table."""
     text = (ROOT / "docs" / "equations.md").read_text().split("\n## ")[0]
     lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
-    found = [[cell.strip() for cell in line] for line in lines[2:]]
-    assert len(found) > 30 and {len(row) for row in found} == {6}
-    return found
+    cells = [[cell.strip() for cell in line] for line in lines[2:]]
+    assert len(cells) > 30 and {len(row) for row in cells} == {6}
+    return cells
 
 
 def names(cell):

@@ -48,7 +48,7 @@ def without_numbers(lines):
 
 def numbers(pattern, text):
     """Returns the group of each match as a number."""
-    return [float(found.replace(",", "")) for found in re.findall(pattern, text)]
+    return [float(number.replace(",", "")) for number in re.findall(pattern, text)]
 
 
 def test_transformer_block(output_of):
@@ -126,7 +126,7 @@ def test_packed_fine_tuning(name, output_of, monkeypatch, tmp_path):
     (loaded,) = numbers(r"loaded ([\d.]+)", output)
     assert 0 < largest <= written and abs(loaded - written) < 0.02
     losses = numbers(r"step +\d+: loss ([\d.]+)", output)
-    assert len(losses) == 5 and losses[0] > 11 and losses[-1] < losses[0] - 0.8
+    assert len(losses) == 4 and losses[0] > 11 and losses[-1] < losses[0] - 0.3
     assert min(numbers(r"([\d.]+) tokens/s", output)) > 0
     assert not list(tmp_path.iterdir())  # the random weights are gone
 

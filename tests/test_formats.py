@@ -4,6 +4,7 @@
 """
 
 import itertools
+import sys
 
 import gguf
 import pytest
@@ -376,6 +377,13 @@ def test_packed_weights_with_an_odd_number_of_inputs(format, inputs):
     codes, scales = quantize(weight, format)
     restored = PackedWeight.pack(codes, scales, format=format).unpack()
     assert equal_bytes(restored.codes, codes) and equal_bytes(restored.scales, scales)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages of Linux")
+def test_large_packed_weights_are_in_huge_pages():
+    codes = torch.zeros(2, 2048, 4096, dtype=torch.int8)
+    weight = PackedWeight.pack(codes, torch.ones(2, 2048, 1), format="int8")
+    assert weight.panels.nbytes > 16e6 and weight.panels.data_ptr() % (2 << 20) == 0
 
 
 @pytest.mark.parametrize("format", FORMATS)

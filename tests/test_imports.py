@@ -95,9 +95,9 @@ def is_public(module, name):
 def run(code):
     """Runs the code in a new process with the tested package."""
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'lab')!r}]\n{code}"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def part_of(module, name=""):
@@ -120,14 +120,14 @@ LAZY = r"import gguf|from matplotlib\..*"
 def test_a_module_of_the_layer(file):
     """It imports what stands above it, in no function, and does not mention the repository."""
     part, imports = name_of(file).split(".")[1:2], [*imports_of(file)]
-    assert [each for each in imports if in_lab(*each)] == []
+    assert [name for name in imports if in_lab(*name)] == []
     order = [*ORDER[:-1], "the public names of moe_ext", ORDER[-1]]
     below = order[: order.index(part[0]) + 1] if part else order
-    assert {part_of(*each) for each in imports} <= {*below}
+    assert {part_of(*name) for name in imports} <= {*below}
     nodes = [*ast.walk(tree_of(file))]
     inner = [n for f in nodes if isinstance(f, FUNCTIONS) for n in ast.walk(f)]
     lazy = [ast.unparse(n) for n in inner if isinstance(n, ast.Import | ast.ImportFrom)]
-    assert [each for each in lazy if not re.fullmatch(LAZY, each)] == []
+    assert [name for name in lazy if not re.fullmatch(LAZY, name)] == []
     values = [node.value for node in nodes if isinstance(node, ast.Constant)]
     text = "\n".join(value for value in values if isinstance(value, str))
     assert re.findall(r"\b(?:scripts|configs|docs|tests|lab)/|\bmoe_lab\b", text) == []
@@ -147,8 +147,8 @@ def test_former_places_of_modules(former):
 
 @pytest.mark.parametrize("file", LAB, ids=name_of)
 def test_the_lab_imports_public_names(file):
-    found = [each for each in imports_of(file) if not in_lab(*each)]
-    assert [each for each in found if not is_public(*each)] == []
+    names = [name for name in imports_of(file) if not in_lab(*name)]
+    assert [name for name in names if not is_public(*name)] == []
 
 
 PACKAGES = [name_of(file) for file in LAB if file.name == "__init__.py"]
@@ -174,7 +174,7 @@ def optional_packages():
     lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
     optional = [*layer["project"]["optional-dependencies"].values()]
     optional += [*layer["dependency-groups"].values(), *lab["optional-dependencies"].values()]
-    packages = [each for group in [*optional, lab["dependencies"]] for each in group]
+    packages = [requirement for group in [*optional, lab["dependencies"]] for requirement in group]
     assert len(packages) > 10
     names = {re.match(r"[\w-]+", package)[0].replace("-", "_") for package in packages}
     return sorted(names - {"moe_ext", "setuptools"})

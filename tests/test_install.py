@@ -262,8 +262,12 @@ def test_a_build_in_place_keeps_the_library_of_another_environment(
     with pytest.raises(SystemExit, match=f"^moe_ext: the environment {other_environment} uses"):
         command.run()
     # These builds are allowed.
-    for of in [(environment, folder), (other_environment, tmp_path), (tmp_path / "gone", folder)]:
-        record(*of)
+    for owner in [
+        (environment, folder),
+        (other_environment, tmp_path),
+        (tmp_path / "gone", folder),
+    ]:
+        record(*owner)
         names["require_own_library"]()
     built_by.unlink()
     names["require_own_library"]()
@@ -290,8 +294,8 @@ def test_set_up_keeps_the_library_of_another_environment(owner, other_environmen
     )
     python.chmod(0o755)
     if owner != "none":
-        of = {"this": environment.resolve(), "other": other_environment}[owner]
-        (folder / "moe_ext" / "lib" / "built_by.txt").write_text(f"{of}\n{folder}\n")
+        built_environment = {"this": environment.resolve(), "other": other_environment}[owner]
+        (folder / "moe_ext" / "lib" / "built_by.txt").write_text(f"{built_environment}\n{folder}\n")
 
     def set_up(script, compiler="env g++"):  # a compiler with a launcher
         options = {"PYTHON": sys.executable, "MOE_EXT_VENV": str(environment), "CXX": compiler}
@@ -405,12 +409,12 @@ def test_import_of_a_library_that_does_not_load_says_why(libraries):
 
 
 def test_a_given_library_replaces_the_one_of_the_package(libraries, monkeypatch, tmp_path):
-    ours = _build.libraries()
+    known = _build.libraries()
     monkeypatch.setenv("MOE_EXT_LIBRARY", str(tmp_path / "missing.so"))
     with pytest.raises(ImportError, match=r"missing\.so does not load"):
         _build.load()
     monkeypatch.undo()
-    assert ours == {}
+    assert known == {}
     monkeypatch.setenv(
         "MOE_EXT_LIBRARY", str(_build.libraries()[_build.release(torch.__version__)])
     )

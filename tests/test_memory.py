@@ -186,8 +186,8 @@ def test_recomputation_keeps_the_rows_of_one_expert(dtype, num_experts):
     num_rows = 640 * 12
     more = backward_mib(2 * num_rows) - backward_mib(num_rows)
     grad_x = num_rows * D * dtype.itemsize
-    of_layer = num_rows // num_experts * D * (dtype.itemsize + 4)  # gradients are float32
-    assert more == pytest.approx((grad_x + 2 * of_layer) / MIB, rel=0.1)
+    layer_bytes = num_rows // num_experts * D * (dtype.itemsize + 4)  # gradients are float32
+    assert more == pytest.approx((grad_x + 2 * layer_bytes) / MIB, rel=0.1)
 
 
 def test_nothing_is_kept_that_nobody_differentiates():

@@ -65,7 +65,7 @@ def test_sentences(prose, text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "pronouns"),
     [
         ("None: that of the dimension before the last of x.", True),
         ("None: m_t is what it would multiply.", True),
@@ -80,9 +80,9 @@ def test_sentences(prose, text, expected):
         ("Outputs are bitwise identical to those of a single rank.", False),
     ],
 )
-def test_pronouns_without_a_noun_are_found(prose, text, found):
+def test_pronouns_without_a_noun_are_found(prose, text, pronouns):
     terms = tomllib.loads(prose.RULES.read_text())["terms"]
-    assert bool(list(prose.findings(iter([prose.Text(1, text)]), terms))) == found
+    assert bool(list(prose.findings(iter([prose.Text(1, text)]), terms))) == pronouns
 
 
 def test_code_numbers_and_formulas_are_not_words(prose):

@@ -47,7 +47,7 @@ def value_of(path):
 def test_the_reference_has_each_public_name_once():
     values = [id(value_of(path)) for path in referenced()]
     assert len(values) > 80 and len(set(values)) == len(values)
-    public = {f"{name}.{each}" for name in public_modules() for each in module_names(name)}
+    public = {f"{name}.{member}" for name in public_modules() for member in module_names(name)}
     missing = sorted(path for path in public if id(value_of(path)) not in values)
     assert not missing, "docs/api lacks these names"
 
@@ -55,7 +55,7 @@ def test_the_reference_has_each_public_name_once():
 def module_names(name):
     """Returns the public names of a module, without its submodules."""
     module = importlib.import_module(name)
-    return [each for each in module.__all__ if not inspect.ismodule(getattr(module, each))]
+    return [member for member in module.__all__ if not inspect.ismodule(getattr(module, member))]
 
 
 def test_each_operator_says_that_cuda_is_experimental():
@@ -91,15 +91,15 @@ def test_a_hierarchical_layer_takes_the_options_of_a_layer():
     hints = typing.get_type_hints(HierarchicalMoE.__init__)
     (options,) = typing.get_args(hints["options"])
     own = {"gate", "noise_epsilon", "generator"}
-    of_flat_gates = {"num_identity_experts", "num_null_experts", "capacity"}
+    flat_options = {"num_identity_experts", "num_null_experts", "capacity"}
     keywords = {
         parameter.name
         for parameter in inspect.signature(MoE).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    assert set(typing.get_type_hints(options)) == keywords - own - of_flat_gates
-    of_layer = typing.get_type_hints(MoE.__init__)
-    assert all(kind == of_layer[key] for key, kind in typing.get_type_hints(options).items())
+    assert set(typing.get_type_hints(options)) == keywords - own - flat_options
+    layer_hints = typing.get_type_hints(MoE.__init__)
+    assert all(kind == layer_hints[key] for key, kind in typing.get_type_hints(options).items())
 
 
 @pytest.mark.parametrize("name", public_modules())

@@ -233,8 +233,8 @@ def test_hierarchy_by_hand():
     secondary = [vec(0, math.log(4))[None], vec(0, 0)[None]]
 
     def gates(k1, k2):
-        of_levels = ref.hierarchical_gates(X, primary, None, secondary, None, None, None, k1, k2)
-        return torch.stack([ref.G_H(*row) for row in zip(*of_levels[:2], strict=True)])
+        level_gates = ref.hierarchical_gates(X, primary, None, secondary, None, None, None, k1, k2)
+        return torch.stack([ref.G_H(*row) for row in zip(*level_gates[:2], strict=True)])
 
     # primary gates 3/4, 1/4 and 1/4, 3/4; in group 0 1/5, 4/5 and 4/5, 1/5; in group 1 1/2
     expected = torch.stack([vec(0.15, 0.6, 0.125, 0.125), vec(0.2, 0.05, 0.375, 0.375)])

@@ -29,14 +29,14 @@ def on_ranks(world):
     """
 
     def decorate(function):
-        of_pytest = list(inspect.signature(function).parameters.values())[2:]
+        fixtures = list(inspect.signature(function).parameters.values())[2:]
 
         @functools.wraps(function)
         def test(workers, **arguments):
-            workers.run(world, test, *(arguments[each.name] for each in of_pytest))
+            workers.run(world, test, *(arguments[p.name] for p in fixtures))
 
         fixture = inspect.Parameter("workers", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        test.__signature__ = inspect.Signature([fixture, *of_pytest])
+        test.__signature__ = inspect.Signature([fixture, *fixtures])
         return test
 
     return decorate
@@ -83,11 +83,11 @@ class Workers:
         self._folder = tempfile.TemporaryDirectory()
         context = forkserver()
         for rank in range(MAX_WORLD):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._folder.name, there))
+            connection, worker_end = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self._folder.name, worker_end))
             process.start()
-            there.close()
-            self._pipes.append(here)
+            worker_end.close()
+            self._pipes.append(connection)
             self._processes.append(process)
 
     def run(self, world, function, *arguments, seconds=ANSWER_SECONDS):

@@ -106,11 +106,11 @@ def json_text(data: Any, **layout: Any) -> str:
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: finite(each) for key, each in value.items()}
+            return {key: finite(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [finite(each) for each in value]
-        other = isinstance(value, float) and not math.isfinite(value)
-        return json.dumps(value) if other else value
+            return [finite(item) for item in value]
+        infinite = isinstance(value, float) and not math.isfinite(value)
+        return json.dumps(value) if infinite else value
 
     return json.dumps(finite(data), allow_nan=False, **layout)
 
@@ -120,9 +120,9 @@ def from_json(text: str) -> Any:
 
     def number(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: number(each) for key, each in value.items()}
+            return {key: number(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [number(each) for each in value]
+            return [number(item) for item in value]
         return _NOT_IN_JSON.get(value, value) if isinstance(value, str) else value
 
     return number(json.loads(text))

@@ -53,11 +53,11 @@ def parallel_corpus(tmp_path_factory):
             lines = []
             for _ in range(number // share):
                 words = [draw.choice(syllables) for _ in range(draw.randint(1, 7))]
-                there = [f"{language}{word}" for word in words]
+                translated = [f"{language}{word}" for word in words]
                 if language == "de":
-                    there.reverse()
+                    translated.reverse()
                 source = " ".join(f"n{word}" for word in words)
-                lines.append(f"made\t{source}\t{' '.join(there)}\n")
+                lines.append(f"made\t{source}\t{' '.join(translated)}\n")
             if (part, language) == ("train", "fr"):
                 lines.insert(3, "made\tnba nda\t \n")
             (folder / f"{part}.en-{language}.tsv").write_text("".join(lines))

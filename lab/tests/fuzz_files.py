@@ -78,8 +78,8 @@ def flipped(draw, content, _):
 
 
 def with_number(draw, content, _):
-    found = draw.choice([*re.finditer(rb"\d+", content), re.match(b"", content)])
-    return content[: found.start()] + draw.choice(NUMBERS).encode() + content[found.end() :]
+    match = draw.choice([*re.finditer(rb"\d+", content), re.match(b"", content)])
+    return content[: match.start()] + draw.choice(NUMBERS).encode() + content[match.end() :]
 
 
 def with_other_lines(draw, content, _):
@@ -208,7 +208,7 @@ def write(folder, name, line="{0}\n"):
     """Writes the parts of a corpus as files such as train.txt."""
     folder.mkdir(exist_ok=True)
     for part, number in (("train", 60), ("dev", 5), ("test", 5)):
-        lines = "".join(line.format(each, each[::-1]) for each in sentences(number))
+        lines = "".join(line.format(sentence, sentence[::-1]) for sentence in sentences(number))
         (folder / f"{part}.{name}").write_text(lines, "utf-8")
 
 
@@ -227,12 +227,12 @@ def check_vocabulary(vocabulary):
 def check(text):
     """Asserts that a text is valid."""
     for part in (text.train, text.dev, text.test):
-        of_pairs = isinstance(part, EncodedPairs)
-        for side in (part.source, part.target) if of_pairs else (part,):
+        has_pairs = isinstance(part, EncodedPairs)
+        for side in (part.source, part.target) if has_pairs else (part,):
             assert int(side.stream.min()) >= 0 and int(side.stream.max()) < len(text.vocabulary)
             assert int(side.lengths.sum()) == side.num_tokens
             assert all(side.eos_id not in sentence for sentence in side)
-        if of_pairs:
+        if has_pairs:
             assert len(part.source) == len(part.target) == len(part.pair)
             assert len(part.report().splitlines()) == len(part.names) == 1
     if isinstance(text.vocabulary, Vocabulary):
@@ -319,8 +319,8 @@ def sign(file):
     sums = file.parent / SUMS
     if sums.is_file() and file != sums:
         names = sorted(path.name for path in file.parent.iterdir() if path != sums)
-        found = sums_of(file.parent, names)
-        sums.write_text("".join(f"{found[name]}  {name}\n" for name in names))
+        sums_of_files = sums_of(file.parent, names)
+        sums.write_text("".join(f"{sums_of_files[name]}  {name}\n" for name in names))
 
 
 def load_checkpoint(folder, file):
@@ -329,8 +329,8 @@ def load_checkpoint(folder, file):
     assert trained.step >= 0
     with torch.device("meta"):
         expected = make_model(trained.config.model, len(trained.vocabulary)).state_dict()
-    found = trained.model.state_dict()
-    assert {name: found[name].shape for name in found} == {
+    state = trained.model.state_dict()
+    assert {name: state[name].shape for name in state} == {
         name: expected[name].shape for name in expected
     }
 
@@ -455,10 +455,10 @@ def judge(kind, folder, file, how):
             return "failed", f"the loader changed the folder: {error}"
         if status == 0:
             return ("failed", f"a warning: {error}") if error else ("accepted", "")
-        found = wrong(status, error, folder)
+        failure = wrong(status, error, folder)
     except BaseException:
         return "failed", traceback.format_exc(limit=-6)
-    return ("failed", found) if found else ("refused", error)
+    return ("failed", failure) if failure else ("refused", error)
 
 
 # --- processes ----------------------------------------------------------------------------------
@@ -516,13 +516,13 @@ def fuzz(kind, numbers):
         (place / "files").rename(place / "intact")  # the files contain their first path
         numbers = list(numbers)
         while numbers:
-            here, there = fork.Pipe(duplex=False)
-            child = fork.Process(target=judge_all, args=(kind, numbers, place, there))
+            receiver, sender = fork.Pipe(duplex=False)
+            child = fork.Process(target=judge_all, args=(kind, numbers, place, sender))
             child.start()
-            there.close()
+            sender.close()
             with contextlib.suppress(EOFError):
-                while numbers and here.poll(SECONDS):
-                    yield here.recv()
+                while numbers and receiver.poll(SECONDS):
+                    yield receiver.recv()
                     numbers.pop(0)
             child.kill()
             child.join()
@@ -553,12 +553,12 @@ def main(arguments=None):
     print(f"{'kind':12}{'files':>8}{'accepted':>10}{'refused':>9}{'failed':>8}", flush=True)
     for name in options.kinds:
         counts = Counter()
-        for each in fuzz(KINDS[name], numbers):
-            counts[each.result] += 1
-            if each.result == "failed":
-                print(replay(name, each), flush=True)
+        for result in fuzz(KINDS[name], numbers):
+            counts[result.result] += 1
+            if result.result == "failed":
+                print(replay(name, result), flush=True)
             elif options.only is not None:
-                print(f"{each.file}: {each.how}: {each.result} {each.message}")
+                print(f"{result.file}: {result.how}: {result.result} {result.message}")
         row = (counts.total(), counts["accepted"], counts["refused"], counts["failed"])
         print(f"{name:12}{row[0]:>8,}{row[1]:>10,}{row[2]:>9,}{row[3]:>8,}", flush=True)
         failed += counts["failed"]

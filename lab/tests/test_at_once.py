@@ -94,9 +94,9 @@ def test_threads_are_divided(threads):
     two = [Config(), Config()]
     threads(4)
     assert concurrent_runs(two, 2) == (2, ["num_threads=2"])
-    assert concurrent_runs([replace(each, num_threads=2) for each in two], 2) == (2, [])
-    assert concurrent_runs([replace(each, num_threads=3) for each in two], 2) == (1, [])
+    assert concurrent_runs([replace(run, num_threads=2) for run in two], 2) == (2, [])
+    assert concurrent_runs([replace(run, num_threads=3) for run in two], 2) == (1, [])
     assert concurrent_runs(two, 1) == (1, [])
-    assert concurrent_runs([replace(each, device="cuda") for each in two], 2) == (1, [])
+    assert concurrent_runs([replace(run, device="cuda") for run in two], 2) == (1, [])
     threads(1)
     assert concurrent_runs(two, 2) == (1, [])

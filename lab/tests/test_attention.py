@@ -46,16 +46,16 @@ def test_equals_the_double_loop(attention):
     cotangents = torch.randn_like(context), torch.randn_like(weights)
     actual = torch.autograd.grad([context, weights], leaves, cotangents)
     expected = torch.autograd.grad([expected_context, expected_weights], leaves, cotangents)
-    for grad, of_loop in zip(actual, expected, strict=True):
-        assert_exact(grad, of_loop)
+    for grad, loop_grad in zip(actual, expected, strict=True):
+        assert_exact(grad, loop_grad)
 
 
 def test_masked_steps_do_not_exist(attention):
     """Masked source positions have no effect; with one token, the context is that token."""
     source, target, mask = inputs()
     context, weights = attend(attention, source, target, mask)
-    other = torch.where(mask[:, :, None], source, 1e3)
-    assert torch.equal(attend(attention, other, target, mask)[0], context)
+    changed = torch.where(mask[:, :, None], source, 1e3)
+    assert torch.equal(attend(attention, changed, target, mask)[0], context)
     assert weights.masked_select(~mask[:, None]).count_nonzero() == 0
     assert_exact(weights.sum(2), torch.ones(B, T, dtype=torch.float64))
     assert_exact(context[1], source[1, :1].expand(T, -1))

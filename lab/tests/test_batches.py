@@ -52,8 +52,8 @@ def make(text, tokens_per_batch=200, shuffle=True, seed=3, **options):
 
 def sides(batch):
     """Returns the ids and the mask of inputs, targets and, of pairs, sources."""
-    both = [(batch.inputs, batch.mask), (batch.targets, batch.mask)]
-    return [*both, (batch.source, batch.source_mask)] if hasattr(batch, "source") else both
+    pairs = [(batch.inputs, batch.mask), (batch.targets, batch.mask)]
+    return [*pairs, (batch.source, batch.source_mask)] if hasattr(batch, "source") else pairs
 
 
 def rows(batches):
@@ -63,10 +63,10 @@ def rows(batches):
             yield index, *(ids[i][mask[i]].tolist() for ids, mask in sides(batch))
 
 
-def equal(one, other):
-    return len(one) == len(other) and all(
+def equal(one, second):
+    return len(one) == len(second) and all(
         torch.equal(getattr(a, field.name), getattr(b, field.name))
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(one, second, strict=True)
         for field in fields(a)
     )
 
@@ -76,17 +76,17 @@ def equal(one, other):
 def test_every_row_is_there_exactly_once(numbered, shuffle, tokens_per_batch):
     text = numbered()
     batches = make(text, tokens_per_batch, shuffle)
-    found = list(batches.epoch(1))
+    made = list(batches.epoch(1))
     expected = []
     for i in range(len(text)):
         source, words = text[i] if isinstance(text, EncodedPairs) else (None, text[i])
         row = (i, [EOS, *words], [*words, EOS])
         expected.append(row if source is None else (*row, [*source, EOS]))
-    assert sorted(rows(found)) == expected
-    assert len(found) == batches.num_batches
-    assert sum(batch.num_tokens for batch in found) == batches.num_tokens == text.num_tokens
+    assert sorted(rows(made)) == expected
+    assert len(made) == batches.num_batches
+    assert sum(batch.num_tokens for batch in made) == batches.num_tokens == text.num_tokens
     if isinstance(text, EncodedPairs):
-        source_tokens = sum(batch.num_source_tokens for batch in found)
+        source_tokens = sum(batch.num_source_tokens for batch in made)
         assert source_tokens == batches.num_source_tokens == text.num_source_tokens
         assert batches.num_pairs == len(text)
 
@@ -111,10 +111,10 @@ def test_batches_hold_about_the_tokens_asked_for_and_little_padding(
 ):
     batches = make(NUMBERED[kind](6_000), tokens_per_batch=500, shuffle=shuffle)
     for epoch in (0, 1):
-        found = list(batches.epoch(epoch))
-        of_batch = [{mask for _, mask in sides(batch)[1:]} for batch in found]
-        sizes = [sum(int(mask.sum()) for mask in masks) for masks in of_batch]
-        positions = sum(mask.numel() for masks in of_batch for mask in masks)
+        made = list(batches.epoch(epoch))
+        masks_of_batches = [{mask for _, mask in sides(batch)[1:]} for batch in made]
+        sizes = [sum(int(mask.sum()) for mask in masks) for masks in masks_of_batches]
+        positions = sum(mask.numel() for masks in masks_of_batches for mask in masks)
         # Batches have equal shares of the tokens in every epoch.
         share = sum(sizes) / len(sizes)
         assert abs(share - 500) < 500 / len(sizes)
@@ -149,8 +149,8 @@ def test_order_depends_on_seed_and_epoch_only(numbered):
     torch.set_rng_state(state)
     list(make(text).epoch(5))
     assert torch.equal(torch.get_rng_state(), state)  # the global generator is not used
-    for other in (make(text).epoch(1), make(text, seed=4).epoch(0)):
-        assert not equal(list(other), first)
+    for reordered in (make(text).epoch(1), make(text, seed=4).epoch(0)):
+        assert not equal(list(reordered), first)
     in_order = batches_of(text, tokens_per_batch=200, shuffle=False)
     assert equal(list(in_order.epoch(0)), list(in_order.epoch(1)))
     targets = [batch.mask.shape[1] for batch in in_order.epoch(0)]
@@ -191,10 +191,12 @@ def test_max_length_cuts_long_sentences_without_losing_a_word():
     long = numbered_sentences()
     batches = make(long, max_length=5)
     assert max(batch.mask.shape[1] for batch in batches.epoch(0)) == 5
-    found = {i: [] for i in range(len(long))}
+    targets_of_sentences = {i: [] for i in range(len(long))}
     for index, _, targets in rows(batches.epoch(0)):
-        found[index] += targets
-    assert all(sorted(found[i]) == sorted([*words, EOS]) for i, words in enumerate(long))
+        targets_of_sentences[index] += targets
+    assert all(
+        sorted(targets_of_sentences[i]) == sorted([*words, EOS]) for i, words in enumerate(long)
+    )
 
 
 def test_oversampling_raises_every_language_pair_to_the_largest():
@@ -203,9 +205,9 @@ def test_oversampling_raises_every_language_pair_to_the_largest():
     assert as_it_is.num_pairs == 500 and batches.num_pairs == 900
     missing = []
     for epoch in (0, 1):
-        found = list(batches.epoch(epoch))
-        assert len(found) == batches.num_batches > as_it_is.num_batches
-        index = torch.cat([batch.sentence_index for batch in found])
+        made = list(batches.epoch(epoch))
+        assert len(made) == batches.num_batches > as_it_is.num_batches
+        index = torch.cat([batch.sentence_index for batch in made])
         assert encoded.pair[index].bincount().tolist() == [300, 300, 300]
         times = index.bincount(minlength=500)
         # 300 = 2 · 140 + 20 = 5 · 60: all pairs equally often, and 20 random pairs once more.
@@ -214,8 +216,8 @@ def test_oversampling_raises_every_language_pair_to_the_largest():
         assert Counter(times[440:].tolist()) == {5: 60}
         missing.append(times)
         if epoch == 0:
-            assert sum(batch.num_tokens for batch in found) == batches.num_tokens
-            assert sum(batch.num_source_tokens for batch in found) == batches.num_source_tokens
+            assert sum(batch.num_tokens for batch in made) == batches.num_tokens
+            assert sum(batch.num_source_tokens for batch in made) == batches.num_source_tokens
     assert not torch.equal(*missing)  # another random choice in each epoch
     # Batches mix the language pairs.
     for batch in make(encoded, tokens_per_batch=2000, oversample=True).epoch(0):

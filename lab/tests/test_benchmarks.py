@@ -33,11 +33,11 @@ def run(case, arguments, json_file):
 
 def test_optim_compares_steps_and_states(tmp_path, capsys):
     sizes = "--experts 3 --d-model 8 --hidden 16 --rounds 2 --threads 1"
-    ours, *others = run("optim", sizes, tmp_path / "rows.json")
-    assert ours.step == "FactoredAdam" and ours.ratio == (1, 1, 1)
-    assert 4 * (8 + 16) / (8 * 16) < ours.state_bytes < 4 * (8 + 16) / (8 * 16) + 0.1
-    assert all(row.ms > 0 and [*row.ratio] == sorted(row.ratio) for row in others)
-    adam = [row.state_bytes for row in others if "Adam(" in row.step]
+    factored, *peers = run("optim", sizes, tmp_path / "rows.json")
+    assert factored.step == "FactoredAdam" and factored.ratio == (1, 1, 1)
+    assert 4 * (8 + 16) / (8 * 16) < factored.state_bytes < 4 * (8 + 16) / (8 * 16) + 0.1
+    assert all(row.ms > 0 and [*row.ratio] == sorted(row.ratio) for row in peers)
+    adam = [row.state_bytes for row in peers if "Adam(" in row.step]
     assert len(adam) == 2 and min(adam) >= 8
     assert capsys.readouterr().out.count("| 1 |") == 5
 
@@ -57,10 +57,10 @@ def test_step(tmp_path, capsys):
     tensors = 4 * 2 + 2 + 2 + 3
     assert record["optimizer_bytes"] == 4 * (196 + 2 * (1024 + 128 + 64 + 512) + tensors)
     assert len(record["steps"]) == 2
-    for each in record["steps"]:
-        assert 200 <= each["tokens"] <= 260 and each["tokens"] % 26 == 0
-        flops = each["tokens"] * record["flops_of_token"]
-        assert each["gflops"] == pytest.approx(flops / each["seconds"] / 1e9)
+    for step in record["steps"]:
+        assert 200 <= step["tokens"] <= 260 and step["tokens"] % 26 == 0
+        flops = step["tokens"] * record["flops_of_token"]
+        assert step["gflops"] == pytest.approx(flops / step["seconds"] / 1e9)
     out = capsys.readouterr().out
     assert "step 2  " in out and "memory  weights 0.000 GB" in out
     with pytest.raises(ConfigError, match="optimizer.experts must"):
@@ -125,9 +125,9 @@ def test_each_row_of_a_table_has_all_cells(case, arguments, rows, monkeypatch, t
         pytest.skip("needs torch 2.13")
     monkeypatch.setattr(roofline, "PEAK_SIZE", 64)
     monkeypatch.setattr(roofline, "STREAM_SIZE", {"cpu": 1})
-    found = run(case, f"{arguments} --rounds 2", tmp_path / "rows.json")
+    rows_of_table = run(case, f"{arguments} --rounds 2", tmp_path / "rows.json")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(found) == rows == len(lines) - 2
+    assert len(rows_of_table) == rows == len(lines) - 2
     assert len({line.count("|") for line in lines}) == 1
 
 
@@ -157,7 +157,7 @@ def test_the_tables_of_the_layer_are_made_of_their_data(capsys):
 
 
 def test_quartiles_as_text():
-    quartiles = Quartiles.of([1, 2, 3, 4, 5])
+    quartiles = Quartiles.from_values([1, 2, 3, 4, 5])
     assert f"{quartiles:.1f}" == "3.0 (2.0-4.0)" and f"{quartiles:.0f|}" == "3 | 2-4"
     assert f"{quartiles.scaled(-1):.0f~}" == "-3 (-2 to -4)"
 

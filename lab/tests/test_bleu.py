@@ -26,21 +26,23 @@ BY_HAND = [  # translations, references, precisions, number of tokens, and of th
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("translations", "references", "precisions", "tokens", "of_them"), BY_HAND)
-def test_tokenized_bleu_by_hand(translations, references, precisions, tokens, of_them):
-    found = corpus_bleu(translations, *references, tokenized=True)
-    assert found.counts.precisions == pytest.approx(precisions, abs=1e-12)
-    assert (found.counts.sys_len, found.counts.ref_len) == (tokens, of_them)
-    brevity = math.exp(min(0, 1 - of_them / tokens))
-    assert found.counts.bp == pytest.approx(brevity, abs=1e-12)
-    assert found.score == pytest.approx(brevity * math.prod(precisions) ** 0.25, abs=1e-9)
+@pytest.mark.parametrize(
+    ("translations", "references", "precisions", "tokens", "ref_tokens"), BY_HAND
+)
+def test_tokenized_bleu_by_hand(translations, references, precisions, tokens, ref_tokens):
+    bleu = corpus_bleu(translations, *references, tokenized=True)
+    assert bleu.counts.precisions == pytest.approx(precisions, abs=1e-12)
+    assert (bleu.counts.sys_len, bleu.counts.ref_len) == (tokens, ref_tokens)
+    brevity = math.exp(min(0, 1 - ref_tokens / tokens))
+    assert bleu.counts.bp == pytest.approx(brevity, abs=1e-12)
+    assert bleu.score == pytest.approx(brevity * math.prod(precisions) ** 0.25, abs=1e-9)
 
 
 @pytest.mark.parametrize("tokenized", [True, False])
 def test_lowercase(tokenized):
     upper, lower = ["The end of THE line."], ["the end of the Line."]
-    found = corpus_bleu(upper, lower, tokenized=tokenized, lowercase=True)
-    assert found.score == pytest.approx(100) and "case:lc" in found.signature
+    bleu = corpus_bleu(upper, lower, tokenized=tokenized, lowercase=True)
+    assert bleu.score == pytest.approx(100) and "case:lc" in bleu.signature
     assert corpus_bleu(upper, lower, tokenized=tokenized).score < 50
 
 
@@ -83,8 +85,8 @@ def test_languages_without_spaces_are_cut_into_characters():
     assert corpus_bleu(translation, reference).score < 20
     signatures = {"jpn": "char", "zh_Hans-CN": "zh", "ja": "char", "ko": "13a"}
     for language, tokenizer in signatures.items():
-        found = corpus_bleu(translation, reference, language=language)
-        assert f"tok:{tokenizer}" in found.signature
-    found = corpus_bleu(translation, reference, language="ja")
-    assert (found.counts.sys_len, found.counts.ref_len) == (7, 6)
-    assert found.counts.precisions == pytest.approx([500 / 7, 300 / 6, 200 / 5, 100 / 4])
+        bleu = corpus_bleu(translation, reference, language=language)
+        assert f"tok:{tokenizer}" in bleu.signature
+    bleu = corpus_bleu(translation, reference, language="ja")
+    assert (bleu.counts.sys_len, bleu.counts.ref_len) == (7, 6)
+    assert bleu.counts.precisions == pytest.approx([500 / 7, 300 / 6, 200 / 5, 100 / 4])

@@ -155,7 +155,7 @@ def bytes_of_balanced_step(group, rank):
     owner = layer.sharding.group_exchange.exchange.placement.owner
     token = ops.token_index(primary.group_index, primary.token_offsets).tolist()
     owners = [owner(group_index) for group_index in primary.group_index.tolist()]
-    slots = sum(there != rank for there in owners)
+    slots = sum(owner != rank for owner in owners)
     copies = len({pair for pair in zip(token, owners, strict=True) if pair[1] != rank})
     experts = sum(owner(expert // 3) != rank for expert in aux.expert_index.tolist())
     return sum(forward), sum(backward), slots, copies, experts
@@ -256,9 +256,9 @@ def test_a_trillion_parameters():
 
 
 PUBLISHED = {
-    "/".join(path.parts[-2:]): (float(found[1]), int(found[2]))
+    "/".join(path.parts[-2:]): (float(match[1]), int(match[2]))
     for path in sorted(ROOT.glob("configs/*/moe-*.toml"))
-    if (found := re.search(r"([\d.]+) TFLOPS/GPU on (\d+) K40s", path.read_text()))
+    if (match := re.search(r"([\d.]+) TFLOPS/GPU on (\d+) K40s", path.read_text()))
     and "moe-1-" not in path.name  # a dense layer
 }
 
@@ -275,8 +275,8 @@ def test_published_efficiencies(name):
     tokens = read_config(path).data.tokens_per_batch // num_devices
     once = [f"data.tokens_per_batch={tokens}", "model.moe.recompute=false"]
     p = plan(read_config(path, once), DEVICES["k40"], num_devices)
-    found = p.flops / p.expected_seconds(DEVICES["k40"], PAPER) / 1e12
-    assert 1 / 1.3 < found / published < 1.3
+    tflops = p.flops / p.expected_seconds(DEVICES["k40"], PAPER) / 1e12
+    assert 1 / 1.3 < tflops / published < 1.3
 
 
 def test_an_expected_step_worked_by_hand():

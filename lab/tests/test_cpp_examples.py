@@ -115,8 +115,10 @@ def test_train_lm(program, text, tmp_path):
         again = torch.load(tmp_path / number.name / "checkpoint.pt")
         assert everything.keys() == again.keys()
         assert all(torch.equal(again[name], value) for name, value in everything.items())
-    other = subprocess.run([*map(str, command), "k=1"], env=ENVIRONMENT, stderr=subprocess.PIPE)
-    assert other.returncode == 1 and b"text and options must be those of the run" in other.stderr
+    changed = subprocess.run([*map(str, command), "k=1"], env=ENVIRONMENT, stderr=subprocess.PIPE)
+    assert (
+        changed.returncode == 1 and b"text and options must be those of the run" in changed.stderr
+    )
 
     # Weights from Python: a step that changes nothing gives the perplexity of Python.
     torch.save(dict(model), tmp_path / "weights.pt")

@@ -95,7 +95,7 @@ def score_of(search, log_prob, attention):
 
 def all_translations(search, model, source, limit):
     """Lists (score, tokens, log_prob, attention) of all unpruned translations, best score first."""
-    found = []
+    finished = []
 
     def extend(tokens, log_prob, attention, last, state):
         log_probs, weights, state = model.step(torch.tensor([last]), state)
@@ -107,13 +107,13 @@ def all_translations(search, model, source, limit):
                 continue
             if token == EOS:
                 score = score_of(search, log_prob + value, attention)
-                found.append((score, [*tokens, token], log_prob + value, attention))
+                finished.append((score, [*tokens, token], log_prob + value, attention))
             else:
                 extend([*tokens, token], log_prob + value, attention, token, state)
 
     extend([], 0.0, [], EOS, model.start([source])[0])
-    found.sort(key=lambda one: -one[0])
-    return [one for one in found if one[0] >= found[0][0] - search.window]
+    finished.sort(key=lambda one: -one[0])
+    return [one for one in finished if one[0] >= finished[0][0] - search.window]
 
 
 # Scores
@@ -149,10 +149,10 @@ def test_equals_exhaustive_search(a, b, window):
     for seed in range(6):
         model = TableModel(4, seed)
         sources = [(seed, 3), (seed + 7, 1), (seed + 20, 5)]
-        for source, found in zip(sources, translate(search, model, sources), strict=True):
+        for source, hypotheses in zip(sources, translate(search, model, sources), strict=True):
             expected = all_translations(search, model, source, 4)[:6]
-            assert [h.tokens for h in found] == [tokens for _, tokens, _, _ in expected]
-            for h, (score, _, log_prob, attention) in zip(found, expected, strict=True):
+            assert [h.tokens for h in hypotheses] == [tokens for _, tokens, _, _ in expected]
+            for h, (score, _, log_prob, attention) in zip(hypotheses, expected, strict=True):
                 assert h.score == pytest.approx(score, abs=1e-12)
                 assert h.log_prob == pytest.approx(log_prob, abs=1e-12)
                 assert_exact(h.attention, torch.tensor(attention, dtype=torch.float64))
@@ -204,9 +204,9 @@ BY_HAND = [  # probabilities, search, number of sources, translations, rows of t
 @pytest.mark.parametrize(("probs", "search", "number", "translations", "num_rows"), BY_HAND)
 def test_translations_and_steps_by_hand(probs, search, number, translations, num_rows):
     model = PrefixModel(probs)
-    found = translate(search, model, [9] * number)
-    found = [[h.tokens for h in hypotheses] for hypotheses in found]
-    assert translations in (None, found)
+    actual = translate(search, model, [9] * number)
+    actual = [[h.tokens for h in hypotheses] for hypotheses in actual]
+    assert translations in (None, actual)
     assert model.num_rows[: len(num_rows)] == num_rows
     assert len(model.num_rows) == len(num_rows) or probs in (near, garden_path)
 
@@ -228,12 +228,12 @@ def greedy_by_hand(model, source, limit):
 def test_greedy():
     model = TableModel(9, seed=1, sharpness=0.5)
     sources = [(key, 1 + key % 6) for key in range(40)]
-    for (found,), source in zip(
+    for (hypothesis,), source in zip(
         translate(BeamSearch.greedy(), model, sources), sources, strict=True
     ):
         tokens, log_prob = greedy_by_hand(model, source, max(10, 2 * source[1]))
-        assert found.tokens == tokens
-        assert found.log_prob == found.score == pytest.approx(log_prob, abs=1e-12)
+        assert hypothesis.tokens == tokens
+        assert hypothesis.log_prob == hypothesis.score == pytest.approx(log_prob, abs=1e-12)
 
 
 @pytest.mark.parametrize("beam", [1, 2, 8])
@@ -243,9 +243,9 @@ def test_not_below_greedy(beam):
     for a, b, window in [(0.0, 0.0, INF), (0.2, 0.2, 3.0), (1.0, 1.0, 0.5), (0.2, 0.2, 0.0)]:
         search = BeamSearch(beam, a, b, window)
         model = TableModel(20, seed=3, sharpness=1.5)
-        found = translate(search, model, sources)
+        searched = translate(search, model, sources)
         for (best,), (greedy,) in zip(
-            found, translate(BeamSearch.greedy(), model, sources), strict=True
+            searched, translate(BeamSearch.greedy(), model, sources), strict=True
         ):
             score = score_of(search, greedy.log_prob, greedy.attention.tolist())
             assert best.score >= score - 1e-12
@@ -256,8 +256,8 @@ def test_equal_probabilities_go_by_id():
     model = PrefixModel(lambda source, prefix: [0.01, *([0.99 / 59] * 59)])
     ((greedy,),) = translate(BeamSearch.greedy(), model, [2])
     assert greedy.tokens == [1] * 9 + [0]
-    found = translate(BeamSearch(num_best=8), model, [2])[0]
-    assert found[0].score >= score_of(BeamSearch(), greedy.log_prob, greedy.attention.tolist())
+    hypotheses = translate(BeamSearch(num_best=8), model, [2])[0]
+    assert hypotheses[0].score >= score_of(BeamSearch(), greedy.log_prob, greedy.attention.tolist())
     ((best,),) = translate(BeamSearch(beam=1), model, [2])
     assert best.tokens == greedy.tokens
 
@@ -302,8 +302,8 @@ def test_same_alone_and_in_any_company(device, dtype):
     for order in (range(24), reversed(range(24)), [3, 3, 17, 0], range(0, 24, 5)):
         order = list(order)
         together = translate(search, model, [sources[i] for i in order])
-        for i, found in zip(order, together, strict=True):
-            assert_same_hypotheses(found, alone[i], device)
+        for i, hypotheses in zip(order, together, strict=True):
+            assert_same_hypotheses(hypotheses, alone[i], device)
 
 
 # Lengths
@@ -313,10 +313,10 @@ def test_limit_ends_what_has_no_end():
     """The end has probability 0: the smallest number replaces it at the limit max(5, 2 tokens)."""
     model = PrefixModel(lambda source, prefix: [0, 0.6, 0.4], dtype=torch.float32)
     search = BeamSearch(beam=3, length_penalty=0.0, coverage_penalty=0.0, min_length_limit=5)
-    found = translate(search, model, [1, 4, 2])
-    assert [h[0].tokens for h in found] == [[1] * 4 + [0], [1] * 7 + [0], [1] * 4 + [0]]
+    hypotheses = translate(search, model, [1, 4, 2])
+    assert [h[0].tokens for h in hypotheses] == [[1] * 4 + [0], [1] * 7 + [0], [1] * 4 + [0]]
     end = math.log(torch.finfo(torch.float32).tiny)
-    assert found[1][0].log_prob == pytest.approx(7 * math.log(0.6) + end, rel=1e-6)
+    assert hypotheses[1][0].log_prob == pytest.approx(7 * math.log(0.6) + end, rel=1e-6)
 
 
 def test_low_precision_is_summed_in_float32():
@@ -326,10 +326,10 @@ def test_low_precision_is_summed_in_float32():
         lambda source, prefix: [0.9, 0.1],
         dtype=torch.bfloat16,
     )
-    ((found,),) = translate(BeamSearch(min_length_limit=50), model, [2])
-    assert found.tokens == [1] * (tokens - 1) + [0]
+    ((hypothesis,),) = translate(BeamSearch(min_length_limit=50), model, [2])
+    assert hypothesis.tokens == [1] * (tokens - 1) + [0]
     value = torch.tensor(0.999).log().bfloat16().item()
-    assert found.log_prob == pytest.approx(value * (tokens - 1), rel=1e-6)
+    assert hypothesis.log_prob == pytest.approx(value * (tokens - 1), rel=1e-6)
 
 
 # Errors

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from moe_lab.analysis.cluster import DEVICES, plan
 from moe_lab.benchmarks import cases
-from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Found, Key
+from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Key, RankTimes
 from moe_lab.benchmarks.distributed import print_results, results_of
 from moe_lab.errors import ConfigError
 from moe_lab.training.config import config_from_dict
@@ -56,8 +56,8 @@ def test_bytes_that_the_layer_sends(run):
         assert (forward["counts"], backward["counts"]) == (2 * counts * 8, 0)
         # All-reduce of importance and load: 2 ranks, 2 vectors, 4 experts, 4 bytes.
         assert forward["losses"] == backward["losses"] == 2 * 2 * 4 * 4
-        for each in (forward, backward):
-            assert each["rows"] + each["slots"] == each["minimum"]
+        for counted in (forward, backward):
+            assert counted["rows"] + counted["slots"] == counted["minimum"]
 
 
 @pytest.mark.parametrize("exchange", ["rows", "tokens"])
@@ -75,12 +75,16 @@ def test_the_plan_of_a_cluster_has_the_same_bytes(run, exchange):
 def test_bytes_of_a_hierarchical_layer(tmp_path):
     """With k1 = 2, a token that leaves twice needs two rows, of its k1 · k2 = 4 otherwise."""
     arguments = "--chunks 1 --tokens 6 --experts 8 --group-size 4 --k 2 --width 12"
-    found = {r["exchange"]: r["bytes"] for r in results(tmp_path, arguments)}
-    for passes in found.values():
-        for each in (passes or {}).values():
-            assert each["rows"] + each["slots"] == each["minimum"]
+    passes_of_exchange = {r["exchange"]: r["bytes"] for r in results(tmp_path, arguments)}
+    for passes in passes_of_exchange.values():
+        for counted in (passes or {}).values():
+            assert counted["rows"] + counted["slots"] == counted["minimum"]
     for name in PASSES:
-        assert 0 < found["groups"][name]["rows"] <= found["rows"][name]["rows"] / 1.2
+        assert (
+            0
+            < passes_of_exchange["groups"][name]["rows"]
+            <= passes_of_exchange["rows"][name]["rows"] / 1.2
+        )
 
 
 def test_figures_worked_by_hand(capsys):
@@ -96,11 +100,11 @@ def test_figures_worked_by_hand(capsys):
     }
     everything = []
     for rank in (0, 1):
-        of_rank = {key: each[rank] for key, each in seconds.items() if each[rank]}
-        waited = {key: [0.5 * s for s in each] for key, each in of_rank.items()}
+        rank_seconds = {key: samples[rank] for key, samples in seconds.items() if samples[rank]}
+        waited = {key: [0.5 * s for s in samples] for key, samples in rank_seconds.items()}
         counted = dict.fromkeys(PASSES, dict.fromkeys(BYTES, 0) | {"rows": rank + 1, "counts": 10})
-        passes = {key: counted for key in of_rank if key.what == "step"}
-        everything.append(Found(of_rank, waited, passes, 1.0))
+        passes = {key: counted for key in rank_seconds if key.what == "step"}
+        everything.append(RankTimes(rank_seconds, waited, passes, 1.0))
     single, one, two = results_of(everything, SimpleNamespace(tokens=10))
     assert (single.processes, single.exchange, single.efficiency) == (1, None, 1.0)
     assert single.by_raw is single.hidden is None

@@ -83,10 +83,10 @@ def test_the_curve_of_one_process(
     config.model.num_sampled = num_sampled  # all ranks sample the same classes
     config.optimizer.accumulate = accumulate
     train(config)
-    there = replace(config, output=str(tmp_path / "ranks"))
-    assert workers.run(world, train_on_rank, there) == [True] * world
-    assert_same_curve(curve(there), curve(config))
-    assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
+    run_config = replace(config, output=str(tmp_path / "ranks"))
+    assert workers.run(world, train_on_rank, run_config) == [True] * world
+    assert_same_curve(curve(run_config), curve(config))
+    assert balance(run_config) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("middle", ["moe", "moe_lstm", "ffn"])
@@ -95,12 +95,12 @@ def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
     config.model.layers = ["lstm", middle, "lstm"]
     config.model.moe.w_importance = 5.0
     config.data.tokens_per_batch = 9
-    there = replace(config, output=str(tmp_path / "there"))
+    run_config = replace(config, output=str(tmp_path / "there"))
     train(config)
-    workers.run(4, train_on_rank, there)
-    assert_same_curve(curve(there), curve(config))
+    workers.run(4, train_on_rank, run_config)
+    assert_same_curve(curve(run_config), curve(config))
     if middle != "ffn":
-        assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
+        assert balance(run_config) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
 
 
 def selection_bias(config):
@@ -151,15 +151,15 @@ def test_every_process_draws_for_itself(workers, config):
 def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
     train(config)
     for worlds in ((4, 1, 3), (1, 2, 4)):
-        there = replace(config, output=str(tmp_path / f"run-{worlds}"))
+        run_config = replace(config, output=str(tmp_path / f"run-{worlds}"))
         for number, world in enumerate(worlds):
-            part = replace(there, steps=2 * (number + 1), resume=number > 0)
+            part = replace(run_config, steps=2 * (number + 1), resume=number > 0)
             if world == 1:
                 train(part)
             else:
                 workers.run(world, train_on_rank, part)
         assert_same_curve(
-            [record for record in curve(there) if record[0] == "train"],
+            [record for record in curve(run_config) if record[0] == "train"],
             [record for record in curve(config) if record[0] == "train"],
         )
 
@@ -185,8 +185,8 @@ def test_perplexity_does_not_depend_on_batches_or_processes(workers, config, gat
     expected = perplexities(None, 0, config)
     assert expected == pytest.approx(expected[:1] * 3, rel=1e-12)
     for world in (2, 3):
-        for found in workers.run(world, perplexities, config):
-            assert found == pytest.approx(expected, rel=1e-12)
+        for perplexity in workers.run(world, perplexities, config):
+            assert perplexity == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -259,12 +259,12 @@ class Run:
 def test_killed_processes_resume(config, tmp_path):
     config = replace(config, steps=8)
     train(config)
-    there = replace(config, output=str(tmp_path / "killed"))
-    run = Run(there, tmp_path, restarts=1)
+    run_config = replace(config, output=str(tmp_path / "killed"))
+    run = Run(run_config, tmp_path, restarts=1)
     os.kill(int(run.until("step 5 1")[0]), signal.SIGKILL)
     status, _ = run.end(120)
     assert status == 0, run.output
-    assert_same_curve(curve(there), curve(config))
+    assert_same_curve(curve(run_config), curve(config))
 
 
 def wait_alone(group, rank):

@@ -104,8 +104,8 @@ def test_mapped_sentences_are_those_in_memory(text, tmp_path, vocabulary, num_wo
     (folder,) = (tmp_path / "ids").glob("train-*")
     again = EncodedSentences.open(folder)
     assert_same_sentences(again, expected)
-    other = pickle.loads(pickle.dumps(again))  # pickled by path
-    assert_same_sentences(other, expected)
+    unpickled = pickle.loads(pickle.dumps(again))  # pickled by path
+    assert_same_sentences(unpickled, expected)
     assert len(pickle.dumps(again)) < 1000
     options = {"tokens_per_batch": 50, "shuffle": True, "seed": 4}
     for max_length in (None, 5):
@@ -132,8 +132,8 @@ def test_the_first_sentences_and_builtin_lines_too(text, tmp_path, vocabulary):
 def test_fingerprints_tell_texts_apart(number):
     ids = torch.randint(2, 100, (number + 1,), dtype=torch.int32)
     starts = torch.tensor([0, number // 2, number])
-    same, *others = (
-        EncodedSentences.of_tensors(changed, where, eos_id=1)
+    same, *different = (
+        EncodedSentences.from_tensors(changed, where, eos_id=1)
         for changed, where in (
             (ids.clone(), starts),
             (ids.flip(0), starts),
@@ -141,24 +141,24 @@ def test_fingerprints_tell_texts_apart(number):
             (ids, torch.tensor([0, number])),
         )
     )
-    found = EncodedSentences.of_tensors(ids, starts, eos_id=1).fingerprint()
-    assert same.fingerprint() == found
-    assert len({found, *(other.fingerprint() for other in others)}) == 4
+    fingerprint = EncodedSentences.from_tensors(ids, starts, eos_id=1).fingerprint()
+    assert same.fingerprint() == fingerprint
+    assert len({fingerprint, *(text.fingerprint() for text in different)}) == 4
     for place in (0, -1):
         changed = ids.clone()
         changed[place] += 1
-        assert EncodedSentences.of_tensors(changed, starts, eos_id=1).fingerprint() != found
+        assert EncodedSentences.from_tensors(changed, starts, eos_id=1).fingerprint() != fingerprint
 
 
 def test_the_hashed_blocks_do_not_depend_on_the_processor():
     number = 5_000_000
     ids = torch.arange(number + 1, dtype=torch.int32)
-    text = EncodedSentences.of_tensors(ids, torch.tensor([0, number]), eos_id=1)
-    found = hashlib.sha256(f"1 {number}".encode())
+    text = EncodedSentences.from_tensors(ids, torch.tensor([0, number]), eos_id=1)
+    digest = hashlib.sha256(f"1 {number}".encode())
     for block in range(1024):
         start = block * (number + 1 - 4096) // 1023
-        found.update(ids[start : start + 4096].numpy().tobytes())
-    assert text.fingerprint() == found.hexdigest()
+        digest.update(ids[start : start + 4096].numpy().tobytes())
+    assert text.fingerprint() == digest.hexdigest()
 
 
 def test_encoded_once(text, tmp_path, vocabulary):
@@ -340,8 +340,8 @@ def test_work_can_be_pickled(text, tmp_path, vocabulary):
     made = encode_to_files(train, vocabulary, tmp_path, name="train")
     for max_length in (None, 5):
         batches = SentenceBatches(made, tokens_per_batch=9, max_length=max_length, shuffle=True)
-        there = pickle.loads(pickle.dumps(batches))
-        for batch, expected in zip(there.epoch(0), batches.epoch(0), strict=True):
+        unpickled = pickle.loads(pickle.dumps(batches))
+        for batch, expected in zip(unpickled.epoch(0), batches.epoch(0), strict=True):
             assert torch.equal(batch.inputs, expected.inputs)
 
 

@@ -115,8 +115,8 @@ def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
     records = [record(i, 2 * i + 2) for i in range(60)]
     monkeypatch.setattr(results_module, "read_metrics", lambda *_: records)
     text = load_text(config.data)
-    found = train_and_test(replace(config, steps=1), text)
-    assert found.balance == {key: 47.5 + at for at, key in enumerate(keys)}
+    result = train_and_test(replace(config, steps=1), text)
+    assert result.balance == {key: 47.5 + at for at, key in enumerate(keys)}
     records.append(record(60, 121))
     again = train_and_test(replace(config, steps=1, output=config.output + "-odd"), text)
     mean = (2 * 25 * 47 + 60) / 51 + 0.5
@@ -124,18 +124,18 @@ def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
 
 
 def test_verdicts():
-    def found(low, high):
+    def interval(low, high):
         return PairedDifference((low + high) / 2, 3, low, high)
 
-    assert verdict(found(-3, -1)) == "supported"
-    assert verdict(found(-3, 1)) == verdict(found(-1, 3)) == verdict(None) == "not decided"
-    assert verdict(found(1, 3)) == "contradicted"
+    assert verdict(interval(-3, -1)) == "supported"
+    assert verdict(interval(-3, 1)) == verdict(interval(-1, 3)) == verdict(None) == "not decided"
+    assert verdict(interval(1, 3)) == "contradicted"
     similar = partial(verdict, low=-losses.MARGIN, high=losses.MARGIN)
-    assert similar(found(-0.004, 0.004)) == "supported"
-    assert similar(found(-0.004, 0.006)) == similar(None) == "not decided"
-    assert similar(found(0.01, 0.03)) == similar(found(-0.03, -0.01)) == "contradicted"
+    assert similar(interval(-0.004, 0.004)) == "supported"
+    assert similar(interval(-0.004, 0.006)) == similar(None) == "not decided"
+    assert similar(interval(0.01, 0.03)) == similar(interval(-0.03, -0.01)) == "contradicted"
     positive = partial(verdict, low=0, high=math.inf)
-    assert positive(found(1, 3)) == "supported" and positive(found(-3, -1)) == "contradicted"
+    assert positive(interval(1, 3)) == "supported" and positive(interval(-3, -1)) == "contradicted"
     change = PairedDifference(math.log(0.9), 3, math.log(0.8), 0.0)
     assert as_change(change) == "-10.00% [-20.00, +0.00]" and as_change(None) == ""
     table = markdown_table(["a", "b"], [[1, "x"], [2, ""]])

@@ -119,8 +119,8 @@ def test_sentences_show_the_routing(html, routed):
     assert len(data["sentences"]) == 40
     for sentence in data["sentences"]:
         tokens = sentence["tokens"]
-        found = expected.pop(tuple(spelling[word] for word, *_ in tokens))  # no duplicates
-        for (_, *choices), slots in zip(tokens, found, strict=True):
+        expected_slots = expected.pop(tuple(spelling[word] for word, *_ in tokens))  # no duplicates
+        for (_, *choices), slots in zip(tokens, expected_slots, strict=True):
             assert choices[1::2] == sorted(choices[1::2], reverse=True)
             assert sorted(choices[::2]) == [expert for expert, _ in slots]
             assert dict(zip(choices[::2], choices[1::2], strict=True)) == pytest.approx(
@@ -160,11 +160,11 @@ def test_no_text_is_part_of_the_page(position):
         return data, before + after
 
     template = parts("harmless")[1]
-    assert not any(each in template for each in LOADS)
+    assert not any(load in template for load in LOADS)
     assert "://" not in template.replace("http://www.w3.org/2000/svg", "")
     for text in (*HOSTILE, TITLE, "`", "'", '"', "-->", "</SCRIPT >", "{{data}}"):
-        data, found = parts(text)
-        assert found == template and data.isascii() and not set("<>&") & set(data)
+        data, page = parts(text)
+        assert page == template and data.isascii() and not set("<>&") & set(data)
         shown = "".join(text.split()) if position == "word" else text
         assert json.dumps(shown) in json.dumps(json.loads(data))
 
@@ -241,19 +241,19 @@ def test_hostile_text_is_not_run(page):
 
 def test_search_finds_experts_and_sentences(page):
     paris = WORDS.index("Paris")
-    of_paris = {(paris + i) % NUM_EXPERTS for i in range(K)}
-    found = search_for(page, "PARIS")
-    assert of_paris <= set(found) and len(found) < NUM_EXPERTS
-    assert page.find_element("id", "found").text == f"{len(found)} experts of {NUM_EXPERTS}"
+    paris_experts = {(paris + i) % NUM_EXPERTS for i in range(K)}
+    experts_shown = search_for(page, "PARIS")
+    assert paris_experts <= set(experts_shown) and len(experts_shown) < NUM_EXPERTS
+    assert page.find_element("id", "found").text == f"{len(experts_shown)} experts of {NUM_EXPERTS}"
     assert {mark.text for mark in page.find_elements("tag name", "mark")} == {"Paris"}
     lines = page.find_elements("css selector", "#lines li")
     assert lines and all("Paris" in line.text for line in lines)
     # The selected expert is one of the matches.
-    assert int(page.find_element("id", "expert-title").text.split()[1]) in found
+    assert int(page.find_element("id", "expert-title").text.split()[1]) in experts_shown
     everywhere = search_for(page, "the")
     exact = search_for(page, '"the"')
     assert set(exact) < set(everywhere)  # without quotes, "the" also matches "other"
-    assert set(search_for(page, '"the" paris')) == set(exact) & set(found)
+    assert set(search_for(page, '"the" paris')) == set(exact) & set(experts_shown)
     assert search_for(page, "nowhere") == []
     assert page.find_element("id", "found").text == f"0 experts of {NUM_EXPERTS}"
     assert 7 in search_for(page, "7")
@@ -274,7 +274,7 @@ def test_columns_sort_the_experts(page, html):
         (information, "information", True),
     ):
         head.find_element("tag name", "button").click()
-        values = [experts[each][name] for each in expert_numbers(page)]
+        values = [experts[number][name] for number in expert_numbers(page)]
         assert values == sorted(values, reverse=descending) and len(values) == NUM_EXPERTS
         assert head.get_attribute("aria-sort") == ("descending" if descending else "ascending")
     assert len(page.find_elements("css selector", "[aria-sort]")) == 1
@@ -343,9 +343,9 @@ def test_a_click_goes_to_the_expert(page, html):
     assert page.current_url.endswith(f"#expert-{expert}")
     top = page.execute_script("return find('#expert').getBoundingClientRect().top")
     assert 0 <= top < 800
-    other = next(e for e in expert_numbers(page) if e != expert)
-    page.find_element("css selector", f"#rows tr[data-expert='{other}'] td").click()
-    becomes(other)
+    next_expert = next(e for e in expert_numbers(page) if e != expert)
+    page.find_element("css selector", f"#rows tr[data-expert='{next_expert}'] td").click()
+    becomes(next_expert)
     page.back()
     becomes(expert)
     # A search selects another expert and does not change the address.
@@ -404,7 +404,7 @@ def test_gates_above_1_have_a_longer_axis(browser, routed, vocabulary, tmp_path)
     (tmp_path / "experts.html").write_text(html, "utf-8")
     browser.get((tmp_path / "experts.html").as_uri())
     ends = browser.find_elements("css selector", "#gates .along span")
-    assert [each.text for each in ends] == ["0", "1.5", "3"]
+    assert [end.text for end in ends] == ["0", "1.5", "3"]
     assert not browser.find_element("id", "layer").is_displayed()
 
 
@@ -467,6 +467,6 @@ def test_thousands_of_experts(browser, tmp_path):
         "box.dispatchEvent(new Event('input'))",
         f'"{word}"',
     )
-    found = expert_numbers(browser)
-    assert 2_345 in found and len(found) < 100
+    numbers = expert_numbers(browser)
+    assert 2_345 in numbers and len(numbers) < 100
     assert console(browser) == []

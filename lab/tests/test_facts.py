@@ -32,8 +32,8 @@ def test_facts_depend_on_seed_and_number_only():
     a, b = study.make_facts(50, 1), study.make_facts(50, 1)
     torch.manual_seed(99)
     assert all(map(torch.equal, a, b)) and all(map(torch.equal, a, study.make_facts(50, 1)))
-    other = study.make_facts(50, 2)
-    assert not torch.equal(a.keys, other.keys) and not torch.equal(a.values, other.values)
+    reseeded = study.make_facts(50, 2)
+    assert not torch.equal(a.keys, reseeded.keys) and not torch.equal(a.values, reseeded.values)
     assert a.keys.shape == (50, 16) and a.vectors.shape == (256, 16)
     assert a.values.min() >= 0 and a.values.max() < 256
     assert len(a.keys.unique(dim=0)) == 50

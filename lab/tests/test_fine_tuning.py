@@ -26,10 +26,10 @@ def test_the_study_is_reported(corpus, tmp_path, monkeypatch):
     options = [f"--corpus={corpus}", f"--target={target}", "--pieces=45", "--steps=3"]
     (run,) = run_study("fine-tuning", [*options, "--lora-steps=4", "--seeds=1", *places]).runs
     assert run["tuned"].keys() == study.LOSSES.keys()
-    found = [run["before"], *run["tuned"].values()]
-    assert len({each["nll"] for each in found}) == len(found)
-    for each in found:
-        assert 0 <= each["idle"] <= each["dead"] <= 4 * 8 and 1 <= each["busiest"] <= 2
+    results = [run["before"], *run["tuned"].values()]
+    assert len({result["nll"] for result in results}) == len(results)
+    for result in results:
+        assert 0 <= result["idle"] <= result["dead"] <= 4 * 8 and 1 <= result["busiest"] <= 2
     adapters = 4 * 8 * 16 * (32 + 64 + 32 + 32)
     assert run["trained"] == adapters + 4 * 8 * 32
     page = (tmp_path / "results" / "fine_tuning.md").read_text()

@@ -19,9 +19,9 @@ all_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kin
 @pytest.mark.parametrize("number", [FILES, pytest.param(10_000, marks=pytest.mark.long)])
 def test_corrupted_files(kind, number):
     results = list(fuzz(kind, range(number)))
-    assert [each.number for each in results] == list(range(number))
-    assert {"accepted", "refused"} & {each.result for each in results}
-    failed = [replay(kind.name, each) for each in results if each.result == "failed"]
+    assert [result.number for result in results] == list(range(number))
+    assert {"accepted", "refused"} & {result.result for result in results}
+    failed = [replay(kind.name, result) for result in results if result.result == "failed"]
     assert failed == [], "\n".join(failed)
 
 
@@ -32,7 +32,7 @@ def test_intact_files_are_accepted(kind, monkeypatch):
         return files[number % len(files)], "intact"
 
     monkeypatch.setattr(fuzz_files, "corrupt", intact)
-    assert [each.result for each in fuzz(kind, range(3))] == ["accepted"] * 3
+    assert [result.result for result in fuzz(kind, range(3))] == ["accepted"] * 3
 
 
 def test_the_script_prints_the_numbers(capfd):
@@ -81,5 +81,5 @@ def test_a_wrong_loader_is_noticed(monkeypatch, load, what):
         (folder / "file").write_bytes(b"abc")
 
     monkeypatch.setattr(fuzz_files, "WHOLE", {"empty": fuzz_files.WHOLE["empty"]})
-    (found,) = fuzz(Kind("broken", make, ["file"], load), range(1))
-    assert found.result == ("failed" if what else "refused") and (what or "") in found.message
+    (result,) = fuzz(Kind("broken", make, ["file"], load), range(1))
+    assert result.result == ("failed" if what else "refused") and (what or "") in result.message

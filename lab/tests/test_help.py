@@ -15,7 +15,7 @@ from moe_lab.training.config import DataConfig
 COMMANDS = [(group, name) for group in command.GROUPS for name in command.commands(group)]
 STUDIES = [name for name, entry in table.STUDIES.items() if entry.arms]
 # Options of other programs that the help of a command shows.
-OTHERS = {
+OTHER_NAMES = {
     "--cmake-prefix", "--build", "--target", "--standalone", "--nproc-per-node", "--max-restarts",
     "--logdir",
 }  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_help_names_only_options_that_exist(parser_of, group, name):
     known = {option for action in parser._actions for option in action.option_strings}
     texts = [parser.description, parser.epilog or "", *(a.help or "" for a in parser._actions)]
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", " ".join(texts)))
-    assert named - OTHERS <= known
+    assert named - OTHER_NAMES <= known
 
 
 @pytest.mark.parametrize("name", STUDIES)

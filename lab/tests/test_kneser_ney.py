@@ -57,8 +57,8 @@ class Reference:
         y = t[1] / (t[1] + 2 * t[2])
         if not modified:
             return [0, y, y, y]
-        found = [0] + [j - (j + 1) * y * t[j + 1] / t[j] for j in (1, 2, 3)]
-        return found if all(0 <= d <= j for j, d in enumerate(found)) else fallback
+        discounts = [0] + [j - (j + 1) * y * t[j + 1] / t[j] for j in (1, 2, 3)]
+        return discounts if all(0 <= d <= j for j, d in enumerate(discounts)) else fallback
 
     def removed(self, ngram):
         return self.discount[len(ngram)][min(self.count[ngram], 3)]

@@ -140,8 +140,8 @@ def test_lstm_is_that_of_its_equations(units):
     actual, exact = (
         torch.autograd.grad(y.square().sum(), list(lstm.parameters())) for y in (lstm(x), expected)
     )
-    for grad, of_equations in zip(actual, exact, strict=True):
-        assert_exact(grad, of_equations)
+    for grad, exact_grad in zip(actual, exact, strict=True):
+        assert_exact(grad, exact_grad)
 
 
 @pytest.mark.parametrize("middle", ["moe", "moe_lstm", "ffn", "lstm"])
@@ -313,8 +313,8 @@ def test_configuration_errors():
         for options in several:
             with pytest.raises(ValueError, match=f"moe.{option} must .*got"):
                 small_config(layers=["moe_lstm"], moe=MoEConfig(**options))
-    others = {"dropout": 1.0, "memory_slots": -1, "lstm_units": 4}
-    for option, value in [*others.items(), ("layers", ["lstm", "mlp"]), ("layers", [])]:
+    unused = {"dropout": 1.0, "memory_slots": -1, "lstm_units": 4}
+    for option, value in [*unused.items(), ("layers", ["lstm", "mlp"]), ("layers", [])]:
         with pytest.raises(ValueError, match=f"{option} must .*got"):
             small_config(**{option: value})
     with pytest.raises(ValueError, match="activation must .*got .rely"):
@@ -323,9 +323,9 @@ def test_configuration_errors():
 
 @pytest.mark.parametrize("num_groups", [0, 2])
 def test_options_reach_the_layers(num_groups):
-    of_layer = {"w_importance": 0.3, "w_load": 0.7}
+    layer_options = {"w_importance": 0.3, "w_load": 0.7}
     more = {"activation": "tanh", "noise_epsilon": 0.05, "recompute": True, "hidden_sizes": [6, 5]}
-    moe = MoEConfig(num_experts=4, num_groups=num_groups, k=2, **of_layer, **more)
+    moe = MoEConfig(num_experts=4, num_groups=num_groups, k=2, **layer_options, **more)
     ffn = FeedForwardConfig(hidden_sizes=[7], activation="silu")
     model = build(layers=["moe", "moe_lstm", "ffn"], memory_slots=3, moe=moe, ffn=ffn)
     mixture, recurrent, dense = model.layers
@@ -338,15 +338,20 @@ def test_options_reach_the_layers(num_groups):
 
 
 def test_options_of_later_routers_reach_the_layer():
-    of_gate = {"score": "sigmoid", "renormalize": False, "scale": 2.5, "bias_update_rate": 0.01}
-    of_layer = {"num_identity_experts": 2, "num_null_experts": 1}
+    gate_options = {
+        "score": "sigmoid",
+        "renormalize": False,
+        "scale": 2.5,
+        "bias_update_rate": 0.01,
+    }
+    zero_experts = {"num_identity_experts": 2, "num_null_experts": 1}
     capacity = {"capacity_factor": 1.5, "drop": "score"}
     losses = {"w_switch": 0.1, "w_switch_per_sequence": 0.2, "w_z": 0.3}
     more = {"num_experts": 4, "k": 2, "hidden_sizes": [6], "shared_sizes": [5]}
-    moe = MoEConfig(**TOPK, **of_gate, **of_layer, **capacity, **losses, **more)
+    moe = MoEConfig(**TOPK, **gate_options, **zero_experts, **capacity, **losses, **more)
     layer = build(layers=["moe"], moe=moe).layers[0]
-    assert {name: getattr(layer.gate, name) for name in of_gate} == of_gate
-    assert {name: getattr(layer, name) for name in of_layer} == of_layer
+    assert {name: getattr(layer.gate, name) for name in gate_options} == gate_options
+    assert {name: getattr(layer, name) for name in zero_experts} == zero_experts
     assert layer.capacity == Capacity(1.5, "score")
     assert layer.gate.num_experts == 7 and layer.num_experts == 4
     assert layer.gate.selection_bias is not None
@@ -404,12 +409,12 @@ def test_large_matrices_in_bfloat16(middle, num_sampled):
     wide.load_state_dict(model.state_dict())
     batch = random_batch([5, 3, 4])
     losses = []
-    for each in (model, wide):
-        each.train()
+    for module in (model, wide):
+        module.train()
         torch.manual_seed(3)
-        if each.softmax.sampler is not None:
-            each.softmax.sampler.generator = torch.Generator().manual_seed(3)
-        losses.append(each.loss(batch).nll_sum)
+        if module.softmax.sampler is not None:
+            module.softmax.sampler.generator = torch.Generator().manual_seed(3)
+        losses.append(module.loss(batch).nll_sum)
         losses[-1].backward()
     assert losses[0].dtype == torch.float32
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-3)
@@ -453,15 +458,15 @@ def test_routed_text_is_without_dropped_slots():
 
 def test_reports_have_identity_and_null_experts():
     vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
-    of_no_weights = {"num_identity_experts": 2, "num_null_experts": 1}
-    model = build(moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[8], **of_no_weights))
+    zero_experts = {"num_identity_experts": 2, "num_null_experts": 1}
+    model = build(moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[8], **zero_experts))
     for weight in (model.layers[1].gate.w_gate, *model.layers[0].parameters()):
         torch.nn.init.normal_(weight)
     sentences = [[i, 1, 2 * i] for i in range(2, 22)]
     routed = route_text(model, EncodedSentences(sentences, vocabulary.eos_id))
     reports = expert_reports(routed, vocabulary.words, num_words=VOCAB)
     assert len(reports) == 7 and sum(report.share for report in reports) == pytest.approx(2)
-    shares = [word.share for each in reports for word in each.words if word.word == "w1"]
+    shares = [word.share for report in reports for word in report.words if word.word == "w1"]
     assert len(shares) > 2 and sum(shares) == pytest.approx(2)
 
 

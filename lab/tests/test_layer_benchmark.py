@@ -11,7 +11,7 @@ from moe_lab.benchmarks.cases import run
 from moe_lab.benchmarks.harness import Row, clock_of, host_seconds
 from moe_lab.benchmarks.measurement import GEMM, STREAM
 from moe_lab.benchmarks.memory import peak_allocated_mib
-from moe_lab.benchmarks.peers import BOTH, FORWARD, PASSES, PEERS, Kind, Peer, Problem
+from moe_lab.benchmarks.peers import FORWARD, PASSES, PEERS, TRAINING, Kind, Peer, Problem
 from moe_lab.benchmarks.roofline import Work, experts_work, limit
 from moe_lab.benchmarks.shapes import GPU_SHAPES, PEER_NAMES, Shape
 from tiny import shrink_probes
@@ -50,13 +50,13 @@ def test_routing_follows_the_popularity_and_repeats_no_expert():
 def test_work_by_hand():
     # 2 tokens, 3 rows, 2 of 4 experts are used. An expert 5 -> 7 -> 5 has 70 weights and as many
     # multiply-adds per row.
-    forward, both = experts_work(2, 3, 2, 4, 5, 7, gated=False, itemsize=4)
+    forward, training = experts_work(2, 3, 2, 4, 5, 7, gated=False, itemsize=4)
     assert forward == (2 * 3 * 70, 4 * (10 + 2 * 70 + 10))
     backward_bytes = 4 * (10 + 10 + 2 * 70 + 3 * 7 + 10 + 4 * 70)
-    assert both == (3 * forward.flops, forward.bytes + backward_bytes)
-    forward, both = experts_work(2, 3, 2, 4, 5, 7, gated=True, itemsize=2)
+    assert training == (3 * forward.flops, forward.bytes + backward_bytes)
+    forward, training = experts_work(2, 3, 2, 4, 5, 7, gated=True, itemsize=2)
     assert forward == (2 * 3 * 105, 2 * (10 + 2 * 105 + 10))
-    assert both.bytes == forward.bytes + 2 * (30 + 2 * 105 + 3 * 14 + 4 * 105)
+    assert training.bytes == forward.bytes + 2 * (30 + 2 * 105 + 3 * 14 + 4 * 105)
     assert limit(Work(600, 50), 100, 10) == 6 and limit(Work(600, 90), 100, 10) == 9
 
 
@@ -76,20 +76,20 @@ def test_peers_have_our_results_and_gradients(name, dtype, device):
     kind = PEERS[name]
     problem = Problem(SHAPE._replace(routing="zipf"), dtype, kind.activation, device)
     problem.expert_index[problem.expert_index == 3] = 4  # 3 has no tokens, some have 4 twice
-    expected, found = (problem.results(each, BOTH) for each in ("ours", name))
-    assert set(found) == {"y", "dx", "dgates", "dW1", "dW2"} and tuple(PEERS) == PEER_NAMES
-    measurement.check(found, expected)
+    expected, actual = (problem.results(kind, TRAINING) for kind in ("ours", name))
+    assert set(actual) == {"y", "dx", "dgates", "dW1", "dW2"} and tuple(PEERS) == PEER_NAMES
+    measurement.check(actual, expected)
 
 
 def wrong_gradient(problem):
     """Builds a peer that doubles the gradient of the last expert's second matrix."""
-    right = peers.ours(problem)
-    twice = lambda found: [found[0], [*found[1][:-1], 2 * found[1][-1]]]  # noqa: E731
+    right = peers.build_moe_ext(problem)
+    twice = lambda results: [results[0], [*results[1][:-1], 2 * results[1][-1]]]  # noqa: E731
     return Peer(right.parameters, right.forward, twice)
 
 
 def not_a_number(problem):
-    right = peers.ours(problem)
+    right = peers.build_moe_ext(problem)
     return Peer(right.parameters, lambda x, gates: right.forward(x, gates) * torch.nan)
 
 
@@ -108,7 +108,9 @@ def test_wrong_or_missing_peers_are_not_timed(monkeypatch):
         "missing": Kind("relu", missing),
         "large": Kind("relu", missing, lambda problem, backward: peers.Extra(memory=2**31)),
         "slow": Kind("relu", missing, lambda problem, backward: peers.Extra(flops=2e13)),
-        "half": Kind("relu", peers.ours, lambda p, backward: peers.Extra(bytes=2e12 * backward)),
+        "half": Kind(
+            "relu", peers.build_moe_ext, lambda p, backward: peers.Extra(bytes=2e12 * backward)
+        ),
         "refuses": Kind("relu", raises(RuntimeError("no more than 1024 groups\nat line 7"))),
         "full": Kind("relu", raises(torch.OutOfMemoryError("tried to allocate"))),
     }
@@ -119,7 +121,7 @@ def test_wrong_or_missing_peers_are_not_timed(monkeypatch):
     )
     assert peak_mib == {}  # only measured on a GPU
     timed = {(name, which) for name in ("ours", "experts", "dense", "half") for which in PASSES}
-    assert set(seconds) == set(functions) == timed - {("half", BOTH)}
+    assert set(seconds) == set(functions) == timed - {("half", TRAINING)}
     for name, text in {
         "wrong": "WRONG: dW2 differs from moe_ext by",
         "nan": "WRONG: y differs from moe_ext by nan",
@@ -130,24 +132,24 @@ def test_wrong_or_missing_peers_are_not_timed(monkeypatch):
         "full": "out of memory",
     }.items():
         assert all(remarks[name, which].startswith(text) for which in PASSES)
-    assert remarks["half", BOTH] == "would take 20 s more" and ("half", FORWARD) not in remarks
+    assert remarks["half", TRAINING] == "would take 20 s more" and ("half", FORWARD) not in remarks
 
 
 def test_figures_from_given_seconds():
     """The peaks are 100 FLOP/s and 10 bytes/s; in the second round half of these."""
-    work = {FORWARD: Work(200, 10), BOTH: Work(200, 60)}  # limits 2 and 6 s; then 4 and 12 s
+    work = {FORWARD: Work(200, 10), TRAINING: Work(200, 60)}  # limits 2 and 6 s; then 4 and 12 s
     work |= {"gemm": Work(1000, 0), "stream": Work(0, 100)}
     rounds = torch.tensor([1.0, 2.0, 1.0])
     seconds = {GEMM: 10 * rounds, STREAM: 10 * rounds}
-    seconds |= {("ours", FORWARD): 4 * rounds, ("ours", BOTH): 12 * rounds}
-    seconds |= {("peer", FORWARD): 6 * rounds, ("peer", BOTH): 18 * rounds}
+    seconds |= {("ours", FORWARD): 4 * rounds, ("ours", TRAINING): 12 * rounds}
+    seconds |= {("peer", FORWARD): 6 * rounds, ("peer", TRAINING): 18 * rounds}
     seconds |= {("seldom", FORWARD): torch.tensor([40.0])}
-    seconds = {key: each.tolist() for key, each in seconds.items()}
+    seconds = {key: samples.tolist() for key, samples in seconds.items()}
     limits, figures = measurement.figures_of(seconds, work)
-    assert limits == {FORWARD: 2000, BOTH: 6000} and set(figures) == {"ours", "peer", "seldom"}
+    assert limits == {FORWARD: 2000, TRAINING: 6000} and set(figures) == {"ours", "peer", "seldom"}
     for which in PASSES:
-        ours, peer = figures["ours"][which], figures["peer"][which]
-        assert ours["share_of_limit"] == (0.5, 0.5, 0.5) and ours["ratio_to_ours"] == (1, 1, 1)
+        base, peer = figures["ours"][which], figures["peer"][which]
+        assert base["share_of_limit"] == (0.5, 0.5, 0.5) and base["ratio_to_ours"] == (1, 1, 1)
         assert peer["ratio_to_ours"] == (1.5, 1.5, 1.5) and peer["rounds"] == 3
     assert figures["ours"][FORWARD]["ms"] == (4000, 4000, 6000)
     assert figures["ours"][FORWARD]["gflops"] == pytest.approx(200 / 4 / 1e9)
@@ -165,13 +167,13 @@ def test_rounds_fit_into_the_time_without_slow_peers(monkeypatch):
         now[0] += seconds
 
     first = {"ours": 1.0, "close": 2.0, "far": 2.75}
-    functions = {(n, FORWARD): functools.partial(takes, n, each) for n, each in first.items()}
+    functions = {(n, FORWARD): functools.partial(takes, n, seconds) for n, seconds in first.items()}
     machine = {GEMM: functools.partial(takes, "gemm", 0.25)}
 
     def rounds(seconds, most=21):
-        found = {GEMM: [0.5]} | {(name, FORWARD): [each] for name, each in first.items()}
-        measurement.add_rounds(found, machine, functions, options(seconds=seconds, rounds=most))
-        return list(found.values())
+        samples = {GEMM: [0.5]} | {(name, FORWARD): [s] for name, s in first.items()}
+        measurement.add_rounds(samples, machine, functions, options(seconds=seconds, rounds=most))
+        return list(samples.values())
 
     # A round takes 4 · 0.25 + 2 · 3 = 7 s.
     assert rounds(30.0) == [[0.5] + [0.25] * 4, [1.0] * 5, [2.0] * 5, [2.75]]
@@ -202,10 +204,12 @@ def test_a_run_reports_and_writes(monkeypatch, capsys, tmp_path):
     for result in record["results"]:
         assert set(result["figures"]) == {"ours", "experts", "dense", *NAMES}
         assert not result["remarks"]
-        for figures in (each[which] for each in result["figures"].values() for which in PASSES):
+        for figures in (
+            by_pass[which] for by_pass in result["figures"].values() for which in PASSES
+        ):
             low, middle, high = figures["ms"]
             assert 0 < low <= middle <= high and figures["rounds"] == 2
-        assert result["gemm_gflops"] > 0 and result["limit_ms"][BOTH] > 0
+        assert result["gemm_gflops"] > 0 and result["limit_ms"][TRAINING] > 0
     # The report of the JSON file has the tables of the run.
     assert run("layer", ["--report", str(path)]) == 0
     assert capsys.readouterr().out == out
@@ -217,13 +221,13 @@ def test_reports_of_several_occasions_are_medians(capsys, tmp_path):
         return {"rounds": 1, "ms": [ms - 1, ms, ms + 1], "gflops": 8 / ms} | more
 
     paths = []
-    for number, (ours, peer) in enumerate([(10, 12), (14, None), (11, 22)]):
-        found = {"ours": {which: figures(ours) for which in PASSES}}
-        found |= {"mask loop": {BOTH: figures(peer)}} if peer else {}
+    for number, (base, peer) in enumerate([(10, 12), (14, None), (11, 22)]):
+        entries = {"ours": {which: figures(base) for which in PASSES}}
+        entries |= {"mask loop": {TRAINING: figures(peer)}} if peer else {}
         result = {
             "name": "e4", "shape": [8, 4, 1, 2, 2, "uniform"], "activation": "relu", "hidden": 2,
             "used_experts": 4, "dtype": "float32", "threads": 1, "gemm_gflops": 100 + number,
-            "stream_gbytes": 10 - number, "figures": found, "remarks": {}, "peak_mib": {},
+            "stream_gbytes": 10 - number, "figures": entries, "remarks": {}, "peak_mib": {},
             "limit_ms": dict.fromkeys(PASSES, number),
         }  # fmt: skip
         record = {"environment": f"machine {number // 2}", "versions": "", "arguments": {}}
@@ -246,8 +250,8 @@ def test_reports_of_several_occasions_are_medians(capsys, tmp_path):
     assert result["limit_ms"] == dict.fromkeys(PASSES, 1) and result["occasions"] == 3
     spread = {"share_of_limit": [0.5 / 14, 0.5 / 11, 0.05], "ratio_to_ours": [1, 1.1, 1.4]}
     medians = {"rounds": 3, "ms": [10, 11, 14], "gflops": 8 / 11} | spread
-    assert result["figures"]["ours"][BOTH] == medians
-    assert result["figures"]["mask loop"][BOTH]["ms"] == [12, 17, 22]
+    assert result["figures"]["ours"][TRAINING] == medians
+    assert result["figures"]["mask loop"][TRAINING]["ms"] == [12, 17, 22]
     # The merged file gives the same report as its parts.
     assert run("layer", ["--report", str(path)]) == 0
     assert capsys.readouterr().out == out
@@ -278,10 +282,10 @@ def test_tables_of_a_gpu(monkeypatch, capsys):
     assert Problem(Shape(4, 2, 1, 8, 1536), torch.float32, "swiglu").hidden == 1024
     problem = Problem(SHAPE, torch.float32)
     problem.has_peak = True
-    (found,) = measurement.measure("small", problem, ["sort + split"], options(threads=[None]))
-    result = Row(**found)
+    (row,) = measurement.measure("small", problem, ["sort + split"], options(threads=[None]))
+    result = Row(**row)
     assert result.threads is None and set(result.figures) == set(result.peak_mib)
-    assert 0 < result.peak_mib["ours"][FORWARD] <= result.peak_mib["ours"][BOTH]
+    assert 0 < result.peak_mib["ours"][FORWARD] <= result.peak_mib["ours"][TRAINING]
     tables.print_results([result])
     out = capsys.readouterr().out
     assert "float32, GPU, GEMM peak" in out and "TF/s" in out and "Peak memory" in out
@@ -315,11 +319,11 @@ def test_ours_saves_x_and_the_hidden_layer_for_backward(capsys, tmp_path):
     arguments = ["--shapes", "512,4,2,64,128", "--peers", "sort + slices", "--check-memory"]
     assert run("layer", [*arguments, "--json", str(path)]) == 0
     assert "by x + hidden" in capsys.readouterr().out
-    (found,) = json.loads(path.read_text())["memory"]
-    assert found["x"] == 512 * 64 * 4 and found["hidden"] == 512 * 2 * 128 * 4
-    ours = found["kept"]["ours"] - found["x"] - found["hidden"]
-    assert 0 <= ours < 512 * 2 * 32  # for gates and indices
-    assert found["kept"]["sort + slices"] > 1.5 * found["kept"]["ours"]
+    (memory,) = json.loads(path.read_text())["memory"]
+    assert memory["x"] == 512 * 64 * 4 and memory["hidden"] == 512 * 2 * 128 * 4
+    saved = memory["kept"]["ours"] - memory["x"] - memory["hidden"]
+    assert 0 <= saved < 512 * 2 * 32  # for gates and indices
+    assert memory["kept"]["sort + slices"] > 1.5 * memory["kept"]["ours"]
 
 
 def test_a_run_fails_where_a_peer_is_wrong(monkeypatch, capsys):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from moe_lab.benchmarks import cases, lora, measurement, transformers_experts
-from moe_lab.benchmarks.lora import FROZEN, OURS, PEER, PEFT, Problem
+from moe_lab.benchmarks.lora import FROZEN, MOE_EXT, PEER, PEFT, Problem
 from moe_lab.experiments.claims import NOT_DECIDED, as_change
 from moe_lab.experiments.runs import difference, number_of
 from moe_lab.studies import lora as study
@@ -32,7 +32,7 @@ def test_work_and_memory_by_hand(tiny):
     problem = Problem(8, torch.float32, [3, 5], rank=2)
     assert problem.passes == {"3 rows": 12, "5 rows": 20}
     weights, thin = 3 * 16 * 24, 2 * (16 + 48 + 24 + 16)
-    assert sum(each.numel() for each in problem.own) == 8 * thin
+    assert sum(weight.numel() for weight in problem.own) == 8 * thin
     work = problem.work("5 rows")
     assert work.flops == 2 * 40 * (2 * weights + 3 * thin)
     assert work.bytes == 4 * 2 * 8 * (weights + thin)
@@ -44,12 +44,14 @@ def test_work_and_memory_by_hand(tiny):
 def test_implementations_have_our_results(tiny, dtype):
     torch.manual_seed(0)
     problem = Problem(8, dtype, [4], rank=2)
-    ours, frozen, *peers = (problem.results(name, "4 rows") for name in (OURS, FROZEN, PEFT, PEER))
-    assert len(ours) == 3 + 4 and len(frozen) == 3
+    base, frozen, *peers = (
+        problem.results(name, "4 rows") for name in (MOE_EXT, FROZEN, PEFT, PEER)
+    )
+    assert len(base) == 3 + 4 and len(frozen) == 3
     for peer in peers:
-        measurement.check(peer, ours)
+        measurement.check(peer, base)
     with pytest.raises(measurement.WrongResult, match="y differs"):  # the adapters are in use
-        measurement.check(frozen, ours)
+        measurement.check(frozen, base)
 
 
 def test_run(tiny, tmp_path, capsys):
@@ -59,7 +61,7 @@ def test_run(tiny, tmp_path, capsys):
     assert "with adapters of rank 2." in page
     assert "moe-lab benchmark lora --rows 2 3 --rank=2" in page
     (result,) = json.loads((tmp_path / "lora_speed.json").read_text())["results"]
-    assert result["peak_mib"].keys() == result["figures"].keys() == {OURS, FROZEN, PEFT, PEER}
+    assert result["peak_mib"].keys() == result["figures"].keys() == {MOE_EXT, FROZEN, PEFT, PEER}
     before = (tmp_path / "lora_speed.md").read_bytes()
     report = [f"--report={tmp_path / 'lora_speed.json'}", f"--output={tmp_path / 'again'}"]
     assert cases.run("lora", report) == 0

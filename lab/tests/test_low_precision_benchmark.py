@@ -44,16 +44,16 @@ def make_problem(format, dtype=torch.float32, libraries=None):
 @pytest.mark.parametrize("format", PACKED_FORMATS)
 def test_random_weights_are_finite_and_have_the_variance_of_their_width(format):
     torch.manual_seed(0)
-    packed, blocks = RandomWeight.of(format, 2, 144, 512)
+    packed, blocks = RandomWeight.draw(format, 2, 144, 512)
     weight = dequantize(*packed, format=format)
     assert weight.shape == (2, 144, 512) and weight.isfinite().all()
     # Scales have the factors 0.5 to 1.5, whose mean square is 1.08.
     assert 0.9 < weight.std() * 512**0.5 < 1.2
     assert abs(weight.mean()) < 0.12 * weight.std()
-    of_gguf = {"mxfp4": "gguf_mxfp4"}.get(format, format)
-    assert (blocks is None) == (not of_gguf.startswith("gguf"))
+    gguf_name = {"mxfp4": "gguf_mxfp4"}.get(format, format)
+    assert (blocks is None) == (not gguf_name.startswith("gguf"))
     if blocks is not None:
-        assert torch.equal(dequantize(blocks, format=of_gguf), weight)
+        assert torch.equal(dequantize(blocks, format=gguf_name), weight)
 
 
 def test_calls_with_one_token_use_all_experts_in_turn():
@@ -70,20 +70,20 @@ def test_work_by_hand():
     weights, used = 3 * 256 * 256, problem.experts_of["prefill"][0].unique().numel()
     assert problem.work("decode T = 1") == (5 * 2 * 2 * weights, 5 * 2 * weights * 18 / 32)
     assert problem.work("prefill") == (2 * 12 * 2 * weights, used * weights * 18 / 32)
-    both, used = problem.work("forward + dX"), problem.used_experts
-    assert both == (2 * 2 * 12 * 2 * weights, 2 * used * weights * 18 / 32)
+    training, used = problem.work("forward + dX"), problem.used_experts
+    assert training == (2 * 2 * 12 * 2 * weights, 2 * used * weights * 18 / 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format", PACKED_FORMATS)
 def test_float_implementations_have_our_results(format, dtype):
     problem = make_problem(format, dtype)
-    for name, each in PASSES.items():
-        ours = problem.results("ours", name)
-        assert [*ours] == (["y", "dx"] if each.backward else ["y"])
-        assert len(ours["y"]) == each.calls and ours["y"][0].norm() > 0.1
+    for name, work in PASSES.items():
+        base = problem.results("ours", name)
+        assert [*base] == (["y", "dx"] if work.backward else ["y"])
+        assert len(base["y"]) == work.calls and base["y"][0].norm() > 0.1
         for implementation in ("float-experts", "grouped_mm"):
-            measurement.check(problem.results(implementation, name), ours)
+            measurement.check(problem.results(implementation, name), base)
 
 
 @pytest.mark.parametrize("implementation", PACKED_PEERS[3:])
@@ -98,8 +98,8 @@ def test_ggml_has_our_results(format, implementation):
     except NotImplementedError as error:
         pytest.skip(f"{implementation}: {error}")
     for name in ("decode T = 1", "prefill"):
-        ours, found = problem.results("ours", name), problem.results(implementation, name)
-        measurement.check(found, ours, problem.tolerances[implementation])
+        base, actual = problem.results("ours", name), problem.results(implementation, name)
+        measurement.check(actual, base, problem.tolerances[implementation])
     with pytest.raises(NotImplementedError, match="forward only"):
         problem.results(implementation, "forward + dX")
 
@@ -112,9 +112,9 @@ def test_integer_arithmetic_is_near_to_our_results(format):
             problem.results("integer", "prefill")
         return
     for name in ("decode T = 1", "prefill"):
-        ours, found = problem.results("ours", name), problem.results("integer", name)
-        measurement.check(found, ours, problem.tolerances["integer"])
-        assert not torch.equal(found["y"][0], ours["y"][0])
+        base, actual = problem.results("ours", name), problem.results("integer", name)
+        measurement.check(actual, base, problem.tolerances["integer"])
+        assert not torch.equal(actual["y"][0], base["y"][0])
     with pytest.raises(ValueError, match="arithmetic"):
         problem.results("integer", "forward + dX")
 
@@ -159,8 +159,8 @@ def test_page_plot_and_report(monkeypatch, capsys, tmp_path):
     for result in results:
         assert list(result["limit_ms"]) == passes
         assert {"ours", "float-experts", "grouped_mm"} <= set(result["figures"])
-        for found in result["figures"]["ours"].values():
-            assert found["rounds"] == 2 and found["gbytes"] > 0
+        for figures in result["figures"]["ours"].values():
+            assert figures["rounds"] == 2 and figures["gbytes"] > 0
     assert run("low-precision", ["--report", str(path)]) == 0
     assert capsys.readouterr().out == page
     assert run("low-precision", ["--report", str(path), str(path)]) == 0
@@ -180,7 +180,7 @@ def test_times_and_bytes_are_those_of_one_call():
 
     args.clock = clock
     (result,) = measurement.measure("q8", problem, [], args)
-    result = low_precision.of_one_call(result, problem)
+    result = low_precision.per_call(result, problem)
     figures = result["figures"]["ours"]
     assert figures["decode T = 1"]["ms"].median == pytest.approx(2)  # of five calls
     assert figures["decode T = 1"]["gbytes"] == pytest.approx(2 * 3 * 256 * 256 * 34 / 32 / 2e6)

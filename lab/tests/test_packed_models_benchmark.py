@@ -37,18 +37,18 @@ def make_problem(path, format="gguf_q4_k"):
 @pytest.mark.parametrize("format", WHOLE_FORMATS)
 def test_transformers_has_our_results(format, tmp_path):
     problem = make_problem(tmp_path / "model.gguf", format)
-    assert {each.format for each in problem.weights()} == {format}
+    assert {weight.format for weight in problem.weights()} == {format}
     for which, sizes in {
         "decode": [(512,)] * STEPS,
         "prefill": [(512,)],
         "training": [(1,)],
     }.items():
-        (ours,) = problem.results("ours", which).values()
-        assert [each.shape for each in ours] == sizes and ours[0].isfinite().all()
+        (base,) = problem.results("ours", which).values()
+        assert [tensor.shape for tensor in base] == sizes and base[0].isfinite().all()
         for peer in FLOATS:
-            (found,) = problem.results(peer, which).values()
+            (actual,) = problem.results(peer, which).values()
             tolerance = 0.01 if which == "training" else problem.tolerances[peer]
-            measurement.check({"y": found}, {"y": ours}, tolerance)
+            measurement.check({"y": actual}, {"y": base}, tolerance)
 
 
 def test_a_pass_leaves_no_trace(tmp_path):
@@ -63,7 +63,7 @@ def test_a_pass_leaves_no_trace(tmp_path):
     for name in ("ours", *FLOATS):
         problem.results(name, "training")
         own = problem.model(name, trained=True).parameters()
-        assert all(each.grad is None for each in own)
+        assert all(weight.grad is None for weight in own)
     assert all(map(torch.equal, first, problem.results("ours", "decode")["logits"]))
 
 
@@ -85,8 +85,8 @@ def test_llama_has_our_results(project, monkeypatch, tmp_path):
     except ImportError as error:
         pytest.skip(str(error))
     for which in ("decode", "prefill", "decode"):
-        ours, found = (problem.results(name, which)["logits"] for name in ("ours", project))
-        measurement.check({"y": found}, {"y": ours}, problem.tolerances[project])
+        base, actual = (problem.results(name, which)["logits"] for name in ("ours", project))
+        measurement.check({"y": actual}, {"y": base}, problem.tolerances[project])
     with pytest.raises(NotImplementedError, match="no gradients"):
         problem.results(project, "training")
 
@@ -94,15 +94,15 @@ def test_llama_has_our_results(project, monkeypatch, tmp_path):
 def test_work_by_hand(tmp_path):
     problem = make_problem(tmp_path / "model.gguf", "gguf_q8_0")
     attention, expert, head = 256 * 8 * (2 * 32 + 2 * 4), 3 * 256 * 256, 256 * 512
-    of_token = 2 * (attention + 2 * expert)  # two layers, two experts of a token
-    packed = sum(each.panels.nbytes for each in problem.weights()) / 16
+    token_flops = 2 * (attention + 2 * expert)  # two layers, two experts of a token
+    packed = sum(weight.panels.nbytes for weight in problem.weights()) / 16
     assert packed == pytest.approx(expert * 34 / 32, rel=0.01)
     decode, prefill, training = map(problem.work, problem.passes)
-    assert decode.flops == 2 * STEPS * (of_token + head)
+    assert decode.flops == 2 * STEPS * (token_flops + head)
     assert decode.bytes == STEPS * (2 * (2 * packed + 2 * attention) + 2 * head)
-    assert prefill.flops == 2 * (24 * of_token + head)
+    assert prefill.flops == 2 * (24 * token_flops + head)
     assert prefill.bytes == 2 * (8 * packed + 2 * attention) + 2 * head
-    assert training == (2 * 2 * 24 * (of_token + head), 2 * prefill.bytes)
+    assert training == (2 * 2 * 24 * (token_flops + head), 2 * prefill.bytes)
 
 
 def test_page_plot_and_report(monkeypatch, capsys, tmp_path):

@@ -45,12 +45,12 @@ def train_texts(folder, **options):
     ]
 
 
-def assert_same_pairs(one, other):
+def assert_same_pairs(one, second):
     for side in ("source", "target"):
-        assert torch.equal(getattr(one, side).stream, getattr(other, side).stream)
-        assert torch.equal(getattr(one, side).starts, getattr(other, side).starts)
-    assert torch.equal(one.pair, other.pair) and one.pair.dtype == torch.int64
-    assert (one.names, one.counts, one.eos_id) == (other.names, other.counts, other.eos_id)
+        assert torch.equal(getattr(one, side).stream, getattr(second, side).stream)
+        assert torch.equal(getattr(one, side).starts, getattr(second, side).starts)
+    assert torch.equal(one.pair, second.pair) and one.pair.dtype == torch.int64
+    assert (one.names, one.counts, one.eos_id) == (second.names, second.counts, second.eos_id)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -105,9 +105,9 @@ def test_mapped_pairs_are_those_in_memory(folder, wordpieces, tmp_path, num_work
     assert_same_pairs(EncodedPairs.open(place), expected)
     assert_same_pairs(pickle.loads(pickle.dumps(made)), expected)
     assert len(pickle.dumps(made.source)) < 1000  # pickled by path
-    both = (PairBatches(each, tokens_per_batch=200, shuffle=True) for each in (made, expected))
-    for one, other in zip(*(batches.epoch(0) for batches in both), strict=True):
-        torch.testing.assert_close(asdict(one), asdict(other), rtol=0, atol=0)
+    epochs = (PairBatches(text, tokens_per_batch=200, shuffle=True) for text in (made, expected))
+    for one, second in zip(*(batches.epoch(0) for batches in epochs), strict=True):
+        torch.testing.assert_close(asdict(one), asdict(second), rtol=0, atol=0)
 
 
 def test_pairs_are_encoded_once_for_each_text_and_choice(folder, wordpieces, tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ def test_every_row_has_a_file(configs):
     assert {name for name in configs if not name.startswith("small/")} == names
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: each.config)
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda row: row.config)
 def test_files_are_as_the_paper_says(configs, published):
     """The sizes of the layers follow from the published numbers of parameters and operations."""
     name = published.config

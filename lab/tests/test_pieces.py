@@ -19,7 +19,7 @@ from moe_lab.data import (
     load_parallel,
 )
 from moe_lab.data import mixed as mixed_module
-from moe_lab.data.mixed import of_languages, of_sources
+from moe_lab.data.mixed import mix_languages, mix_sources
 from moe_lab.data.sentences import place_of
 from moe_lab.errors import ConfigError
 from moe_lab.names import PARTS
@@ -142,7 +142,7 @@ def sides(folder, language, part):
 
 
 def test_languages_are_mixed(parallel_corpus):
-    parts = of_languages(parallel_corpus, ["fr", "de"], 1000)
+    parts = mix_languages(parallel_corpus, ["fr", "de"], 1000)
     for part in PARTS:
         english = {s for xx in ("fr", "de") for s, _ in sides(parallel_corpus, xx, part)}
         foreign = [{t for _, t in sides(parallel_corpus, xx, part)} for xx in ("fr", "de")]
@@ -150,14 +150,14 @@ def test_languages_are_mixed(parallel_corpus):
         held_out |= set(parts["dev"]) if part == "train" else set()
         assert len(parts[part]) == len(set(parts[part])) and not held_out & set(parts[part])
         assert set(parts[part]) == english.union(*foreign) - held_out
-    few = of_languages(parallel_corpus, ["fr", "de"], 10)
+    few = mix_languages(parallel_corpus, ["fr", "de"], 10)
     kinds = Counter(line[:1] for line in few["train"])  # n, f and d begin the words of a language
     assert kinds == {"n": 10, "f": 10, "d": 10}
     assert few["train"] != sorted(few["train"], key=lambda line: line[0])  # shuffled
-    assert few == of_languages(parallel_corpus, ["fr", "de"], 10)
+    assert few == mix_languages(parallel_corpus, ["fr", "de"], 10)
     assert few["dev"] == parts["dev"]
     with pytest.raises(CorpusError):
-        of_languages(parallel_corpus, ["xx"], 10)
+        mix_languages(parallel_corpus, ["xx"], 10)
 
 
 @pytest.fixture
@@ -182,10 +182,12 @@ def sources(tmp_path, monkeypatch):
 
 
 def test_sources_are_mixed(sources):
-    parts = of_sources(1000)
-    found = {part: Counter(line.split()[0] for line in lines) for part, lines in parts.items()}
-    assert all(found[part].keys() >= {"import", "int", "def", "Sentence"} for part in PARTS)
-    assert sum(found[part]["import"] for part in PARTS) == 200
+    parts = mix_sources(1000)
+    first_words = {
+        part: Counter(line.split()[0] for line in lines) for part, lines in parts.items()
+    }
+    assert all(first_words[part].keys() >= {"import", "int", "def", "Sentence"} for part in PARTS)
+    assert sum(first_words[part]["import"] for part in PARTS) == 200
     # A file is in one part: its function is where its import is.
     for lines in parts.values():
         numbers = {line.split()[1][1:] for line in lines if line.startswith("import")}
@@ -193,20 +195,20 @@ def test_sources_are_mixed(sources):
         assert numbers == functions and all(f"def f{n}(x): return x" in lines for n in numbers)
     longest = max(len(line.split()) for lines in parts.values() for line in lines)
     assert longest == 64
-    assert parts == of_sources(1000)
-    few = Counter(line.split()[0] for line in of_sources(20)["train"])
+    assert parts == mix_sources(1000)
+    few = Counter(line.split()[0] for line in mix_sources(20)["train"])
     assert few["import"] + few["def"] == few["Sentence"] == 20 and few.total() == 60
 
 
 def test_the_corpus_of_sources_is_mixed_once(sources, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    mixed = of_sources(60_000)
+    mixed = mix_sources(60_000)
     for _ in range(2):
         corpus = load_corpus("sources")
         for part in PARTS:
             assert [" ".join(words) for words in getattr(corpus, part)] == mixed[part]
         assert len([*corpus.all]) == sum(map(len, mixed.values()))
-        monkeypatch.setattr(mixed_module, "of_sources", None)  # the second call reads the cache
+        monkeypatch.setattr(mixed_module, "mix_sources", None)  # the second call reads the cache
     (cached,) = (tmp_path / "cache" / "moe_ext").iterdir()
     assert cached.name.startswith("sources-python")
     (sources / "include" / "new.h").write_text("int h;\n")
@@ -217,20 +219,20 @@ def test_the_corpus_of_sources_is_mixed_once(sources, tmp_path, monkeypatch):
 @pytest.mark.parametrize("part, low, high", [("test", 0, 0.05), ("dev", 0.05, 0.1)])
 def test_no_file_dominates_dev_or_test(sources, part, low, high):
     names = (f"generated{number}.h" for number in range(1000))
-    name = next(each for each in names if low <= place_of(("include", each)) < high)
+    name = next(name for name in names if low <= place_of(("include", name)) < high)
     lines = [f"generated line {number}" for number in range(500)]
     (sources / "include" / name).write_text("\n\n".join(lines))
-    parts = of_sources(10_000)
-    found = {each: set(lines) & set(parts[each]) for each in PARTS}
-    assert len(found[part]) == 20 and sum(map(len, found.values())) == 20
-    assert found[part] != set(lines[:20])  # drawn from the whole file
+    parts = mix_sources(10_000)
+    lines_of_file = {name: set(lines) & set(parts[name]) for name in PARTS}
+    assert len(lines_of_file[part]) == 20 and sum(map(len, lines_of_file.values())) == 20
+    assert lines_of_file[part] != set(lines[:20])  # drawn from the whole file
 
 
 def test_sources_need_headers(sources):
     for header in (sources / "include").iterdir():
         header.unlink()
     with pytest.raises(CorpusError, match="torch must be installed with its headers, got none"):
-        of_sources(10)
+        mix_sources(10)
 
 
 def prepare(*arguments):

@@ -200,8 +200,8 @@ def test_local_files_in_place_of_the_network(server, lm1b, tmp_path):
 
 
 def test_a_text_with_other_sizes_than_published_is_refused(lm1b, tmp_path, monkeypatch):
-    other = replace(lm1b, vocab_size=7, expected={"test": {"predictions": 9}})
-    monkeypatch.setitem(downloads.SETS, "lm1b", other)
+    changed = replace(lm1b, vocab_size=7, expected={"test": {"predictions": 9}})
+    monkeypatch.setitem(downloads.SETS, "lm1b", changed)
     message = (
         "the vocabulary size must be 7, got 6; the number of predictions in test must be 9, got 8"
     )

@@ -58,9 +58,9 @@ def test_serve(program, exported, corpus, capsys):
         numbers = r"perplexity [\d.]+  \([\d.]+ nats per word, "
         assert re.search(numbers, done.stderr)[0] == re.search(numbers, report)[0]
         lengths = torch.tensor([len(line.split()) + 1 for line in lines])
-        each = (expected.sentence_nll / lengths).exp()
+        perplexities = (expected.sentence_nll / lengths).exp()
         printed = torch.tensor([float(line) for line in done.stdout.split()], dtype=torch.float64)
-        torch.testing.assert_close(printed, each, rtol=1e-5, atol=6e-4)
+        torch.testing.assert_close(printed, perplexities, rtol=1e-5, atol=6e-4)
 
     trained = load_run(run)
     beginnings = [*(" ".join(line.split()[:3]) for line in lines[:20]), ""]

@@ -44,9 +44,9 @@ def one_expert_each(experts, num_experts):
 def test_purity():
     labels = torch.tensor([4, 4, 0, 4, 1, 0])
     positions = torch.tensor([[0, 1, 2, 3], [2, 5, 4, -1], [5, -1, -1, -1], [-1] * 4])
-    found = purity(labels, positions)
-    assert found[:3].tolist() == [3 / 4, 2 / 3, 1.0]
-    assert found[3].isnan()
+    purities = purity(labels, positions)
+    assert purities[:3].tolist() == [3 / 4, 2 / 3, 1.0]
+    assert purities[3].isnan()
 
 
 def test_information_by_hand():
@@ -68,31 +68,31 @@ def test_positions_of_the_experts():
     # Position 1 has no expert. The first of equal gates counts as the highest.
     position, expert = routed.first_choice()
     assert position.tolist() == [0, 2, 3] and expert.tolist() == [1, 2, 1]
-    both = joined([routed, routed])
-    assert both.highest(3)[0].tolist() == [3, 7, -1]
-    assert len(both.windows) == 8 and both.first_choice()[0].tolist() == [0, 2, 3, 4, 6, 7]
+    twice = joined([routed, routed])
+    assert twice.highest(3)[0].tolist() == [3, 7, -1]
+    assert len(twice.windows) == 8 and twice.first_choice()[0].tolist() == [0, 2, 3, 4, 6, 7]
 
 
 def test_experts_that_follow_the_label():
     labels = torch.arange(4).repeat(100)
-    found = measure_specialisation(
+    measured = measure_specialisation(
         one_expert_each(labels.tolist(), 4), {"label": labels}, num_permutations=99
     )["label"]
-    assert found.purity.tolist() == [1.0] * 4
-    assert found.information == pytest.approx(math.log(4), abs=1e-12) == found.entropy
-    bias = float(found.permuted_information.mean())
-    assert found.share == pytest.approx(1 - bias / math.log(4), abs=1e-12)
-    assert found.p_purity == found.p_information == 1 / 100
+    assert measured.purity.tolist() == [1.0] * 4
+    assert measured.information == pytest.approx(math.log(4), abs=1e-12) == measured.entropy
+    bias = float(measured.permuted_information.mean())
+    assert measured.share == pytest.approx(1 - bias / math.log(4), abs=1e-12)
+    assert measured.p_purity == measured.p_information == 1 / 100
 
 
 def test_information_uses_the_expert_with_the_highest_gate():
     """The expert with the lower gate, always 3, has no effect."""
     labels = torch.arange(3).repeat(4)
     slots = [slot for i, e in enumerate(labels.tolist()) for slot in ((i, 3, 0.25), (i, e, 0.75))]
-    found = measure_specialisation(routing_of(slots, 4), {"label": labels}, num_permutations=1)[
+    measured = measure_specialisation(routing_of(slots, 4), {"label": labels}, num_permutations=1)[
         "label"
     ]
-    assert found.information == pytest.approx(math.log(3), abs=1e-12) == found.entropy
+    assert measured.information == pytest.approx(math.log(3), abs=1e-12) == measured.entropy
 
 
 def test_permutations_are_uniform():
@@ -103,12 +103,12 @@ def test_permutations_are_uniform():
         most = [max(map(part.count, part)) / len(part) for part in (order[:4], order[4:])]
         purities.append(statistics.fmean(most))
         mutual.append(mutual_information(torch.tensor(experts), torch.tensor(order)))
-    found = measure_specialisation(
+    measured = measure_specialisation(
         one_expert_each(experts, 2), {"label": torch.tensor(labels)}, num_permutations=2_000
     )["label"]
     for shuffled, exact in (
-        (found.permuted_purity.mean(1), purities),
-        (found.permuted_information, mutual),
+        (measured.permuted_purity.mean(1), purities),
+        (measured.permuted_information, mutual),
     ):
         error = statistics.pstdev(exact) / math.sqrt(2_000)
         assert abs(float(shuffled.mean()) - statistics.fmean(exact)) < 5 * error
@@ -116,11 +116,11 @@ def test_permutations_are_uniform():
 
 def test_summary():
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
-    found = measure_specialisation(
+    measured = measure_specialisation(
         one_expert_each([0, 0, 1, 1, 1, 1], 3), {"a": labels, "b": labels}, num_permutations=50
     )
-    assert found["a"].summary() == found["b"].summary()  # both use the same shuffles
-    summary = found["a"].summary()
+    assert measured["a"].summary() == measured["b"].summary()  # both use the same shuffles
+    summary = measured["a"].summary()
     assert summary["expert_purity"] == [1.0, 0.5]  # the third has no tokens
     assert summary["purity"] == 0.75
     assert summary["information"] == pytest.approx(entropy(torch.tensor([0, 0, 1, 1, 1, 1])))
@@ -183,7 +183,7 @@ def test_words_that_occur_once_give_no_information():
 # Translation models
 
 FIRST, SECOND = "acegik", "bdfhjl"  # letters of two languages
-SPECIAL, OF_FIRST, OF_SECOND = range(3)  # classes of wordpieces
+SPECIAL, FIRST_CLASS, SECOND_CLASS = range(3)  # classes of wordpieces
 PAIRS = ("xx-yy", "yy-xx", "yy-yy")
 SIZES = (10, 20, 30)  # sentences of each pair
 
@@ -191,7 +191,7 @@ SIZES = (10, 20, 30)  # sentences of each pair
 def class_of(piece):
     if piece.startswith("<") or piece == "▁":
         return SPECIAL
-    return OF_FIRST if piece.removeprefix("▁") in FIRST else OF_SECOND
+    return FIRST_CLASS if piece.removeprefix("▁") in FIRST else SECOND_CLASS
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +199,9 @@ def wordpieces():
     """A wordpiece is one letter, inside a word or at its beginning."""
     letters = FIRST + SECOND
     text = [" ".join(f"{a}{b}" for b in letters) for a in letters]
-    found = Wordpieces.train(text, 5 + 24, target_tokens=["xx", "yy"], character_coverage=1.0)
-    assert {len(piece.removeprefix("▁")) for piece in found.pieces(range(5, 29))} <= {0, 1}
-    return found
+    learned = Wordpieces.train(text, 5 + 24, target_tokens=["xx", "yy"], character_coverage=1.0)
+    assert {len(piece.removeprefix("▁")) for piece in learned.pieces(range(5, 29))} <= {0, 1}
+    return learned
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +219,10 @@ def pairs(wordpieces):
 
     source, target = [], []
     for name, size in zip(PAIRS, SIZES, strict=True):
-        one, other = name.split("-")
-        token = wordpieces.target_token_id(other)
+        one, target_language = name.split("-")
+        token = wordpieces.target_token_id(target_language)
         source += [[token, *wordpieces.encode(text(one))] for _ in range(size)]
-        target += [wordpieces.encode(text(other)) for _ in range(size)]
+        target += [wordpieces.encode(text(target_language)) for _ in range(size)]
     pair = torch.arange(3).repeat_interleave(torch.tensor(SIZES))
     sides = (EncodedSentences(side, wordpieces.eos_id) for side in (source, target))
     return EncodedPairs(*sides, pair, PAIRS)
@@ -265,15 +265,15 @@ def test_routing_of_a_translation_model(layer, wordpieces, pairs, model_by_class
         padded = [NO_WORD] * 2 + seen + [NO_WORD] * 2
         for place in range(len([target, source][layer == 0])):
             expected[(int(pairs.pair[index]), *padded[place : place + 5])] += 1
-    found = torch.cat([routed.pair.unsqueeze(1), routed.windows], 1)
-    assert Counter(map(tuple, found.tolist())) == expected
+    rows = torch.cat([routed.pair.unsqueeze(1), routed.windows], 1)
+    assert Counter(map(tuple, rows.tolist())) == expected
     assert routed.pair_names == PAIRS
 
     classes = [class_of(piece) for piece in wordpieces.pieces(routed.words.tolist())]
     assert routed.expert.tolist() == classes
     assert routed.position.tolist() == list(range(len(classes)))
-    both = joined([routed, routed])
-    assert both.pair.tolist() == 2 * routed.pair.tolist() and both.pair_names == PAIRS
+    twice = joined([routed, routed])
+    assert twice.pair.tolist() == 2 * routed.pair.tolist() and twice.pair_names == PAIRS
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -300,20 +300,20 @@ def test_experts_of_languages(layer, wordpieces, pairs, model_by_class):
         assert report.information == pytest.approx(-math.log(report.share), rel=0.2)
     # Words of the first language occur in sources of the first pair and in targets of the second.
     alone = float(expected[layer])
-    assert reports[OF_FIRST].pairs[layer].share == 1
-    assert reports[OF_FIRST].pair_information == pytest.approx(-math.log(alone))
-    assert reports[OF_SECOND].pairs[layer].share == 0
-    assert reports[OF_SECOND].pair_information == pytest.approx(-math.log(1 - alone), rel=0.1)
+    assert reports[FIRST_CLASS].pairs[layer].share == 1
+    assert reports[FIRST_CLASS].pair_information == pytest.approx(-math.log(alone))
+    assert reports[SECOND_CLASS].pairs[layer].share == 0
+    assert reports[SECOND_CLASS].pair_information == pytest.approx(-math.log(1 - alone), rel=0.1)
     assert reports[SPECIAL].pair_information < 0.1
-    assert any(context.words[1].startswith("▁") for context in reports[OF_FIRST].contexts)
+    assert any(context.words[1].startswith("▁") for context in reports[FIRST_CLASS].contexts)
 
     routed = route_text(model_by_class, pairs, layer=layer, num_positions=10**6)
     labels = labels_of(routed, wordpieces)
-    found = mutual_information(routed.expert, labels["language pair"])
+    information = mutual_information(routed.expert, labels["language pair"])
     mean = sum(report.share * report.pair_information for report in reports)
-    assert found == pytest.approx(mean, abs=1e-12)
-    of_pair = measure_specialisation(routed, labels, num_permutations=9)["language pair"]
-    assert of_pair.information == pytest.approx(found, abs=1e-12)
+    assert information == pytest.approx(mean, abs=1e-12)
+    pair_measures = measure_specialisation(routed, labels, num_permutations=9)["language pair"]
+    assert pair_measures.information == pytest.approx(information, abs=1e-12)
 
 
 def test_one_language_pair_is_not_reported(wordpieces, pairs, model_by_class):

@@ -26,7 +26,7 @@ def call(store, run, locks, *keys, **options):
     run_missing(store, SETTINGS, [(*key, options) for key in keys], run, locks)
 
 
-def found(store):
+def arms_and_seeds(store):
     return [(r["arm"], r["seed"]) for r in store.read(SETTINGS).runs]
 
 
@@ -43,7 +43,7 @@ def test_runs_are_stored_one_by_one(store, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         call(store, run, tmp_path, (A, 2), (B, 2), (A, 1), (A, 3))
     # The file is in the order of the arms; what was finished before the interrupt stays.
-    assert found(store) == [("b", 2), ("a", 1), ("a", 2)]
+    assert arms_and_seeds(store) == [("b", 2), ("a", 1), ("a", 2)]
     with FileLock(tmp_path / ".a-seed5.lock"):  # another process runs it
         call(store, run, tmp_path, (A, 2), (B, 1), (A, 1), (A, 5))
     assert calls == [(A, 2), (B, 2), (A, 1), (A, 3), (B, 1)]

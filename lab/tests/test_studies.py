@@ -104,11 +104,11 @@ def test_packed_formats_are_reported(corpus, tmp_path):
     """A format with smaller errors costs less; codes and scales count as bits."""
     sizes = ("model.d_model=128", "model.moe.hidden_sizes=[128]", "model.moe.num_experts=4")
     (run,) = tiny_study("packed", corpus, tmp_path, *sizes, "--seeds=1").runs
-    found = run["formats"]
-    assert found["nf4"]["bits"] == 4.5 and found["int8, a scale for each row"]["bits"] == 8.25
-    assert 0.003 < found["gguf_q8_0"]["error"] < 0.01 < found["mxfp4"]["error"] < 0.2
-    assert all(each["nll"] == pytest.approx(run["test_nll"], rel=1e-2) for each in found.values())
-    assert found["mxfp4"]["nll"] != run["test_nll"]
+    formats = run["formats"]
+    assert formats["nf4"]["bits"] == 4.5 and formats["int8, a scale for each row"]["bits"] == 8.25
+    assert 0.003 < formats["gguf_q8_0"]["error"] < 0.01 < formats["mxfp4"]["error"] < 0.2
+    assert all(f["nll"] == pytest.approx(run["test_nll"], rel=1e-2) for f in formats.values())
+    assert formats["mxfp4"]["nll"] != run["test_nll"]
     assert rebuilds("packed", "packed", tmp_path / "results")
 
 
@@ -178,8 +178,8 @@ def test_an_unequal_load_stops_the_run():
 
 def test_efficiency_compares_equal_operations(tmp_path):
     options = ["--width=8", "--tokens", "64", "--rounds=2", f"--output={tmp_path}"]
-    found = run_study("efficiency", options)["rows"]
-    rows = [efficiency.Row(**row) for row in found]
+    stored_rows = run_study("efficiency", options)["rows"]
+    rows = [efficiency.Row(**row) for row in stored_rows]
     steps = {row.name: row for row in rows if row.part == "training step"}
     expected = {*efficiency.DENSE, *efficiency.MIXTURES}
     assert steps.keys() == {*expected, efficiency.PEAK}
@@ -232,12 +232,15 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "results" / "specialisation.png").read_bytes().startswith(b"\x89PNG")
     claims = json.loads((tmp_path / "results" / "specialisation.json").read_text())["claims"]
     assert len(claims) == 3 * 4 and page.count("| experts specialise |") == 6
-    for found in stored.runs:
-        assert [e["how"] for e in found["table"]] == [*["most specialised"] * 3, "drawn at random"]
-        assert len({e["expert"] for e in found["table"]}) == 4
+    for entry in stored.runs:
+        assert [e["how"] for e in entry["table"]] == [
+            *["most specialised"] * 3,
+            "drawn at random",
+        ]
+        assert len({e["expert"] for e in entry["table"]}) == 4
         for gate in ("trained", "untrained"):
-            assert list(found[gate]) == ["current word", "previous word", "word class"]
-        assert found["trained"] != found["untrained"]
+            assert list(entry[gate]) == ["current word", "previous word", "word class"]
+        assert entry["trained"] != entry["untrained"]
     # The difference in a claim is the mean of the differences of the runs.
     gaps = [r["trained"]["word class"]["purity"] - r["untrained"]["word class"]["purity"]
             for r in stored.runs]  # fmt: skip
@@ -254,16 +257,16 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
 
 
 def test_specialisation_rejects_arguments(run, corpus, tmp_path, capsys):
-    other = tmp_path / "other"
-    options = [*TINY, f"data.corpus={corpus}", f"output={other}", "steps=1", "model.moe.k=1"]
+    second = tmp_path / "other"
+    options = [*TINY, f"data.corpus={corpus}", f"output={second}", "steps=1", "model.moe.k=1"]
     train.main([str(CONFIG), *options, "log.progress=false"])
     for arguments, message in (
-        ([run, other], "must differ from the first run only in its seed, but ['steps', 'model."),
+        ([run, second], "must differ from the first run only in its seed, but ['steps', 'model."),
         ([run, run], "distinct seeds, got [1, 1]"),
         ([run, "--layer", "1"], "layer must"),
         ([], "the folder of a run must be given, or --report instead"),
         ([run, "--report"], "the folder of a run must be given, or --report instead"),
     ):
         arguments += ["--output", tmp_path / "results"]
-        found = status_and_error(capsys, "specialisation", *arguments)
-        assert found[0] == 2 and message in found[1] and found[1].count("\n") == 1
+        outcome = status_and_error(capsys, "specialisation", *arguments)
+        assert outcome[0] == 2 and message in outcome[1] and outcome[1].count("\n") == 1

@@ -434,14 +434,14 @@ def test_a_run_is_never_overwritten(table):
 
 
 def test_resuming_with_another_vocabulary_is_refused(table, tmp_path, corpus):
-    mine = tmp_path / "text"
-    mine.mkdir()
+    text_folder = tmp_path / "text"
+    text_folder.mkdir()
     for part in ("train", "dev", "test"):
-        (mine / f"{part}.txt").write_text((corpus / f"{part}.txt").read_text())
-    config = merged(table, steps=2, data={"corpus": str(mine)})
+        (text_folder / f"{part}.txt").write_text((corpus / f"{part}.txt").read_text())
+    config = merged(table, steps=2, data={"corpus": str(text_folder)})
     folder = train(config).folder
     before = snapshot(folder)
-    with (mine / "train.txt").open("a") as file:
+    with (text_folder / "train.txt").open("a") as file:
         file.write("entirely new words\n")
     with pytest.raises(ConfigError, match="must be the vocabulary of the run .* new run"):
         make_trainer(replace(config, resume=True, steps=4))
@@ -580,13 +580,13 @@ def test_a_run_goes_on_with_the_text_it_began_with(table, corpus, tmp_path):
     shutil.copytree(corpus, moved)
     config = train(merged(table, steps=2)).config
     (pathlib.Path(config.output) / "vocabulary.txt").unlink()
-    there = {**table["data"], "corpus": str(moved)}
-    assert train(merged(table, steps=4, data=there, resume=True)).step == 4
+    data = {**table["data"], "corpus": str(moved)}
+    assert train(merged(table, steps=4, data=data, resume=True)).step == 4
     assert load_run(config.output).step == 4  # the vocabulary is written again
     lines = (moved / "train.txt").read_text().splitlines(keepends=True)
     (moved / "train.txt").write_text("".join(reversed(lines)))
     with pytest.raises(ConfigError, match="^the training text of .*moved must be the text of"):
-        make_trainer(merged(table, steps=6, data=there, resume=True))
+        make_trainer(merged(table, steps=6, data=data, resume=True))
 
 
 def test_options_that_do_not_fit_the_vocabulary(table):
@@ -624,8 +624,8 @@ def test_metrics_are_strict_json_also_if_they_are_not_finite(tmp_path):
         log.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     written = [json.loads(line, parse_constant=refuse) for line in lines]
-    assert [each["perplexity"] for each in written] == ["Infinity"] * 2
-    assert [each["load"] for each in written] == [[[1.0, "NaN"], ["-Infinity", 2]]] * 2
+    assert [row["perplexity"] for row in written] == ["Infinity"] * 2
+    assert [row["load"] for row in written] == [[[1.0, "NaN"], ["-Infinity", 2]]] * 2
     for number, record in enumerate(read_metrics(tmp_path), start=1):
         assert repr(record) == repr({"kind": "dev", "step": number, **values})
     write_json(tmp_path / "study.json", values)

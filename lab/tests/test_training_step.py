@@ -25,24 +25,24 @@ def steps(dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_models_have_the_same_cross_entropy(dtype):
-    ours, plain = steps(dtype)
-    check(ours, plain)
+    step, plain = steps(dtype)
+    check(step, plain)
     with torch.no_grad():
         plain.model.feed_forward[1].down.mul_(1.1 if dtype == torch.float32 else 3)
     with pytest.raises(AssertionError):
-        check(ours, plain)
+        check(step, plain)
 
 
 def test_both_models_have_the_same_gradients():
-    ours, plain = (step.model for step in steps())
-    for layer in ours.modules():
+    fused, plain = (step.model for step in steps())
+    for layer in fused.modules():
         if isinstance(layer, MoE):
             layer.w_importance = layer.w_load = 0.0
     tokens, target = torch.randint(50, (2, 8)), torch.randint(50, (16,))
-    for model in (ours, plain):
+    for model in (fused, plain):
         model(tokens, target).backward()
-    found, expected = (sorted(p.grad.norm().item() for p in m.parameters()) for m in (ours, plain))
-    assert found == pytest.approx(expected, rel=1e-4)
+    norms, expected = (sorted(p.grad.norm().item() for p in m.parameters()) for m in (fused, plain))
+    assert norms == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_run_writes_all_parts(monkeypatch, tmp_path, capsys):

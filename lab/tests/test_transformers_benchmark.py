@@ -58,14 +58,14 @@ def test_implementations_have_our_results(tiny, name, dtype):
     torch.manual_seed(0)
     problem = Problem(name, 8, dtype, tokens=12)
     biases = 2 * (name == "gpt_oss")
-    ours = {task: problem.results("ours", task) for task in TASKS}
-    for task, each in TASKS.items():
-        assert len(ours[task]["y"]) == each.steps
-        assert len(ours[task]) == (5 + biases if each.backward else 1)
+    base = {task: problem.results("ours", task) for task in TASKS}
+    for task, task_options in TASKS.items():
+        assert len(base[task]["y"]) == task_options.steps
+        assert len(base[task]) == (5 + biases if task_options.backward else 1)
         for implementation in IMPLEMENTATIONS:
-            measurement.check(problem.results(implementation, task), ours[task])
-    for recomputed, again in ours["recompute"].items():
-        assert all(map(torch.equal, again, ours["training"][recomputed])), recomputed
+            measurement.check(problem.results(implementation, task), base[task])
+    for recomputed, again in base["recompute"].items():
+        assert all(map(torch.equal, again, base["training"][recomputed])), recomputed
 
 
 def test_extra_costs_by_hand(tiny):
@@ -99,9 +99,9 @@ def test_page_plot_and_report(tiny, capsys, tmp_path):
     for result in results:
         assert set(result["figures"]) == {"ours", *IMPLEMENTATIONS}
         assert list(result["limit_ms"]) == list(TASKS)
-        for found in result["figures"].values():
-            assert set(found) == set(TASKS)
-            assert all(each["ms"][0] > 0 and each["rounds"] == 2 for each in found.values())
+        for by_task in result["figures"].values():
+            assert set(by_task) == set(TASKS)
+            assert all(f["ms"][0] > 0 and f["rounds"] == 2 for f in by_task.values())
         # The gradients of all weights, 4 · 4608 bytes, are a part of the peak.
         assert result["peak_mib"]["ours"]["training"] > 4 * 4608 / 2**20
         assert result["peak_mib"]["ours"]["prefill"] < result["peak_mib"]["ours"]["training"]

@@ -85,23 +85,23 @@ def parts_of(tokenizer, length=512):
 def recompute(model, parts):
     """Runs each part on its own; returns [(gates [S, E], 0 for other experts), ...] by layer."""
     routers = [m for name, m in model.named_modules() if re.search(r"\.(router|gate)$", name)]
-    found = [[] for _ in routers]
+    recorded = [[] for _ in routers]
 
     def record(gates, _, arguments, output):
         dense = torch.zeros(len(output[1]), E)
         gates.append(dense.scatter_(1, output[2], output[1].float()))
 
     hooks = [
-        router.register_forward_hook(lambda *each, gates=gates: record(gates, *each))
-        for router, gates in zip(routers, found, strict=True)
+        router.register_forward_hook(lambda *arguments, gates=gates: record(gates, *arguments))
+        for router, gates in zip(routers, recorded, strict=True)
     ]
     with torch.no_grad():
         for ids in parts:
             model(torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
-    assert len(found) == LAYERS
-    return [torch.cat(gates) for gates in found]
+    assert len(recorded) == LAYERS
+    return [torch.cat(gates) for gates in recorded]
 
 
 def dense_gates(routed):
@@ -114,7 +114,7 @@ def dense_gates(routed):
 def words_around(parts, words):
     """Returns the five words around each token; "" beyond the ends of its part."""
     padded = [["", "", *(words[i] for i in ids), "", ""] for ids in parts]
-    return [tuple(each[i : i + 5]) for each in padded for i in range(len(each) - 4)]
+    return [tuple(row[i : i + 5]) for row in padded for i in range(len(row) - 4)]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "moe_ext"])
@@ -148,18 +148,21 @@ def test_only_the_first_tokens_are_read(model, tokenizer):
     whole = route_lines(model, tokenizer, LINES)
     routed = route_lines(model, tokenizer, text(), num_positions=30)
     assert len(routed.windows) == 30
-    recorded = [each for r in routed._recorders for each in (*r.experts, *r.gates)]
-    assert sum(each.nbytes for each in recorded) == 30 * LAYERS * K * 6
+    recorded = [gate for r in routed._recorders for gate in (*r.experts, *r.gates)]
+    assert sum(tensor.nbytes for tensor in recorded) == 30 * LAYERS * K * 6
     expected, actual = dense_gates(whole.layer(1))[:29], dense_gates(routed.layer(1))[:29]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_tokens_have_readable_spellings(tokenizer):
     ids = tokenizer("the café 日 \t")["input_ids"]
-    found = [_spelling(tokenizer, i) for i in ids]
-    assert found[:2] == ["<s>", "▁the"] and "\\t" in found
-    assert not set("\ufffd\t ") & set("".join(found))
-    assert "日".encode() not in "".join(found).encode() and "æ" in found[found.index("▁") + 1]
+    spellings = [_spelling(tokenizer, i) for i in ids]
+    assert spellings[:2] == ["<s>", "▁the"] and "\\t" in spellings
+    assert not set("\ufffd\t ") & set("".join(spellings))
+    assert (
+        "日".encode() not in "".join(spellings).encode()
+        and "æ" in spellings[spellings.index("▁") + 1]
+    )
 
 
 def test_sentencepiece_tokens_keep_their_space():
@@ -211,7 +214,7 @@ def test_errors_name_the_argument_and_the_value(model, tokenizer):
     with pytest.raises(ValueError, match="run at least one experts module, got 0"):
         route_lines(idle, tokenizer, LINES)
     router = dict(model.named_modules())["model.layers.0.mlp.gate"]
-    hook = router.register_forward_hook(lambda m, a, output: [each[:5] for each in output])
+    hook = router.register_forward_hook(lambda m, a, output: [tensor[:5] for tensor in output])
     try:
         rule = "route_lines: model.layers.0.mlp.experts of the model must receive the"
         with pytest.raises(ValueError, match=f"{rule} .* tokens of a batch, got 5"):
@@ -313,14 +316,16 @@ def test_packed_checkpoints(folder, tmp_path):
     config["quantization_config"] = {"quant_method": "fp8"}
     (packed / "config.json").write_text(json.dumps(config))
     pages = []
-    for each in (packed, floats):
-        output = each / "page"
+    for checkpoint in (packed, floats):
+        output = checkpoint / "page"
         text = str(folder / "text.txt")
-        inspect_experts.main([str(each), "--text", text, "--output", str(output)])
+        inspect_experts.main([str(checkpoint), "--text", text, "--output", str(output)])
         pages.append(data_of(output)["layers"])
-    assert [each["name"] for each in pages[0]] == [each["name"] for each in pages[1]]
-    for found, expected in zip(*pages, strict=True):
-        shares = [[expert["share"] for expert in layer["experts"]] for layer in (found, expected)]
+    assert [expert_page["name"] for expert_page in pages[0]] == [page["name"] for page in pages[1]]
+    for layer_page, expected in zip(*pages, strict=True):
+        shares = [
+            [expert["share"] for expert in layer["experts"]] for layer in (layer_page, expected)
+        ]
         assert shares[0] == pytest.approx(shares[1])
 
 
@@ -354,14 +359,14 @@ def test_page_in_a_browser_shows_one_layer_at_a_time(browser, output):
         return sorted(f"{100 * expert['share']:.2f}%" for expert in layer["experts"])
 
     options = browser.find_elements("css selector", "#layer option")
-    assert [each.text for each in options] == [layer["name"] for layer in data["layers"]]
+    assert [option.text for option in options] == [layer["name"] for layer in data["layers"]]
     assert loads() == expected(data["layers"][0])
     options[2].click()
     assert loads() == expected(data["layers"][2]) != expected(data["layers"][0])
     number = int(browser.find_element("id", "expert-title").text.split()[1])
     (expert,) = (e for e in data["layers"][2]["experts"] if e["number"] == number)
     gates = browser.find_elements("css selector", ".contexts tbody td:first-child")
-    assert [each.text for each in gates] == [f"{gate:.2f}" for gate, *_ in expert["contexts"]]
+    assert [element.text for element in gates] == [f"{gate:.2f}" for gate, *_ in expert["contexts"]]
     token = data["layers"][2]["sentences"][0]["tokens"][0]
     word = browser.find_element("css selector", "#lines a")
     assert word.get_property("hash") == f"#expert-{token[1]}"

@@ -45,8 +45,8 @@ def make_run(tmp_path_factory):
             lines = []
             for _ in range(number):
                 words = draw.choices(["one", "two", "three", "four"], k=draw.randint(1, 5))
-                there = " ".join(language + word for word in words)
-                lines.append(f"{' '.join(words)}\t{there}\n")
+                translated = " ".join(language + word for word in words)
+                lines.append(f"{' '.join(words)}\t{translated}\n")
             (folder / f"{part}.en-{language}.tsv").write_text("".join(lines))
 
     def make(*pairs):
@@ -83,7 +83,7 @@ def translated(run, search=None, into=None):
 def main(capsys, *arguments):
     """Runs translate.py; returns its stdout and stderr."""
     capsys.readouterr()
-    translate.main([str(each) for each in arguments])
+    translate.main([str(argument) for argument in arguments])
     return capsys.readouterr()
 
 
@@ -93,13 +93,13 @@ def test_from_stdin_to_stdout(multilingual, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
     printed = main(capsys, multilingual, "--into=fr")
     assert re.fullmatch(r"7 sentences in [\d.]+ s, [\d.]+ per second\n", printed.err)
-    *lines, of_bytes = printed.out.removesuffix("\n").split("\n")
-    assert lines == [found[0].text for found in translated(multilingual, into="fr")]
-    assert lines[1] == lines[3] == "" and lines[0] and of_bytes
+    *lines, bytes_line = printed.out.removesuffix("\n").split("\n")
+    assert lines == [hypotheses[0].text for hypotheses in translated(multilingual, into="fr")]
+    assert lines[1] == lines[3] == "" and lines[0] and bytes_line
 
 
 def test_files_and_options_of_the_search(run, file, capsys):
-    expected = [found[0].text for found in translated(run)]
+    expected = [hypotheses[0].text for hypotheses in translated(run)]
     assert main(capsys, run, file).out.splitlines() == expected
     twice = main(capsys, run, "--tokens-per-batch", 1, file, file).out.splitlines()
     assert twice == expected * 2
@@ -107,15 +107,20 @@ def test_files_and_options_of_the_search(run, file, capsys):
         (["--greedy"], BeamSearch.greedy()),
         (["--beam=2", "--length-penalty=1", "--coverage-penalty=0"], BeamSearch(2, 1.0, 0.0)),
     ):
-        found = main(capsys, run, file, *options).out.splitlines()
-        assert found == [each[0].text for each in translated(run, search)]
+        lines = main(capsys, run, file, *options).out.splitlines()
+        assert lines == [hypotheses[0].text for hypotheses in translated(run, search)]
 
 
 def test_several_translations_of_each_line(run, file, capsys):
     expected = [
-        [str(number), each.text, f"logP= {each.log_prob:.4f}", f"{each.score:.4f}"]
-        for number, found in enumerate(translated(run, BeamSearch(num_best=3)))
-        for each in found
+        [
+            str(number),
+            hypothesis.text,
+            f"logP= {hypothesis.log_prob:.4f}",
+            f"{hypothesis.score:.4f}",
+        ]
+        for number, hypotheses in enumerate(translated(run, BeamSearch(num_best=3)))
+        for hypothesis in hypotheses
     ]
     lines = main(capsys, run, file, "--n-best=3").out.splitlines()
     assert [line.split(" ||| ") for line in lines] == expected
@@ -123,7 +128,7 @@ def test_several_translations_of_each_line(run, file, capsys):
 
 
 def test_output_and_references(run, file, tmp_path, capsys):
-    best = [found[0].text for found in translated(run)]
+    best = [hypotheses[0].text for hypotheses in translated(run)]
     output, references = tmp_path / "text.fr", tmp_path / "reference.fr"
     references.write_text("".join(f"{text} frone\n" for text in best))
     printed = main(capsys, run, file, "--output", output, "--reference", references)
@@ -142,18 +147,18 @@ def test_attention_plots(run, file, tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(begins)
     main(capsys, run, file, "--attention", tmp_path / "b.PDF")
     assert (tmp_path / "b.PDF").read_bytes().count(b"/Type /Page ") == 4  # nonblank lines
-    found = translated(run)[2][0]
-    figure = attention_plot(found)
+    translation = translated(run)[2][0]
+    figure = attention_plot(translation)
     assert figure.get_size_inches().max() < 10
     (axes,) = figure.axes
-    assert axes.images[0].get_array().shape == (len(found.pieces), len(found.source))
-    assert [label.get_text() for label in axes.get_xticklabels()] == found.source
-    assert [label.get_text() for label in axes.get_yticklabels()] == found.pieces
+    assert axes.images[0].get_array().shape == (len(translation.pieces), len(translation.source))
+    assert [label.get_text() for label in axes.get_xticklabels()] == translation.source
+    assert [label.get_text() for label in axes.get_yticklabels()] == translation.pieces
 
 
 def test_attention_of_a_long_line_fits_a_page():
-    found = Translation("", 0.0, 0.0, ["a"] * 200, ["b"] * 400, torch.zeros(400, 200))
-    figure = attention_plot(found)
+    translation = Translation("", 0.0, 0.0, ["a"] * 200, ["b"] * 400, torch.zeros(400, 200))
+    figure = attention_plot(translation)
     assert max(figure.get_size_inches()) <= 40
     assert len(figure.axes[0].get_yticklabels()) == 400
 
@@ -161,12 +166,12 @@ def test_attention_of_a_long_line_fits_a_page():
 @pytest.mark.filterwarnings("error")
 def test_attention_reports_missing_glyphs(tmp_path, capsys):
     """No font has these two noncharacters; two plots in a file give one message."""
-    found = Translation("", 0.0, 0.0, ["\ufdd0"], ["\ufdd1", "a"], torch.ones(2, 1))
+    translation = Translation("", 0.0, 0.0, ["\ufdd0"], ["\ufdd1", "a"], torch.ones(2, 1))
     for name in ("a.png", "a.pdf"):
         with warnings.catch_warnings(), attention_file(tmp_path / name) as plot:
             warnings.simplefilter("default")
-            plot(found)
-            plot(found)
+            plot(translation)
+            plot(translation)
         error = capsys.readouterr().err
         assert error == f"{tmp_path / name} shows boxes for characters that no installed font has\n"
 
@@ -188,7 +193,7 @@ def test_output_may_be_the_input_file(run, tmp_path, monkeypatch, capsys):
     with same.open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         main(capsys, run, "--output", tmp_path / "link")
-    assert same.read_text().splitlines() == [found[0].text for found in translated(run)]
+    assert same.read_text().splitlines() == [hypotheses[0].text for hypotheses in translated(run)]
     assert (tmp_path / "link").is_symlink()
 
 
@@ -250,10 +255,10 @@ def test_benchmark(run, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| batches | 1 | 4 |" in printed and "| one by one | 1 | 3 |" in printed
     assert "3 of the 3 lines have the same translation" in printed
-    found = json.loads(figures.read_text())
-    assert found["environment"] == environment()
-    assert [row["sentences"] for row in found["rows"]] == [4, 3]
-    assert found["ratios"]["seconds"]["median"] > 0
+    record = json.loads(figures.read_text())
+    assert record["environment"] == environment()
+    assert [row["sentences"] for row in record["rows"]] == [4, 3]
+    assert record["ratios"]["seconds"]["median"] > 0
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="must hold at least one sentence"):
         cases.run("translation", [str(run), str(tmp_path / "empty")])

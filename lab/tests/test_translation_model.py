@@ -236,7 +236,7 @@ def test_the_decoder_sees_no_future():
     changed = copy.deepcopy(batch)
     changed.inputs[:, 3:] = (batch.inputs[:, 3:] + 1) % VOCAB
     for training in (True, False):
-        before, after = (run(build().train(training), each)[0] for each in (batch, changed))
+        before, after = (run(build().train(training), inputs)[0] for inputs in (batch, changed))
         assert torch.equal(before[:, :3], after[:, :3])
         assert (before[:, 3:] != after[:, 3:]).any(2).all()
     # The decoder sees the whole source: each token changes every step.

@@ -156,10 +156,10 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
     moe = tmp_path / "runs" / "captions" / "moe-seed1"
     stored = {run["arm"]: run for run in data["runs"]}
     assert stored["moe"]["pairs"]["en-de"]["bleu"] == bleu_of_test(moe)["en-de"].score
-    nll = {arm: {p: each["nll"] for p, each in run["pairs"].items()} for arm, run in stored.items()}
+    nll = {arm: {p: r["nll"] for p, r in run["pairs"].items()} for arm, run in stored.items()}
     assert nll["single en-fr"]["en-fr"] == pytest.approx(stored["single en-fr"]["test_nll"])
     french, german = (nll["moe"][p] - nll[f"single {p}"][p] for p in several)
-    compared = {each["compared"]: each for each in data["claims"]}["moe against single"]
+    compared = {claim["compared"]: claim for claim in data["claims"]}["moe against single"]
     assert compared["difference"]["mean"] == pytest.approx((french + german) / 2, abs=1e-12)
     assert compared["num_pairs"] == 2
     assert compared["lower_perplexity"] == (french < 0) + (german < 0)

@@ -132,9 +132,9 @@ def test_both_directions_of_a_language_pair(table):
     pieces = text.vocabulary
     number = SIZES["train"]
     for index in (0, 50, number - 1):
-        there, back = text.train[index], text.train[number + index]
-        assert there[0] == [pieces.target_token_id("fr"), *back[1]]
-        assert back[0] == [pieces.target_token_id("en"), *there[1]]
+        forth, back = text.train[index], text.train[number + index]
+        assert forth[0] == [pieces.target_token_id("fr"), *back[1]]
+        assert back[0] == [pieces.target_token_id("en"), *forth[1]]
 
 
 def test_wordpieces_and_ids_are_made_once(table, tmp_path, monkeypatch):
@@ -223,14 +223,14 @@ def test_training_learns_and_logs_each_language_pair(table):
     assert rates[4] == rates[6] == 0.02 and rates[8] == pytest.approx(0.02 * math.sqrt(7 / 8))
 
     dev = read_metrics(trainer.folder, "dev")[-1]
-    found = evaluate(trainer.model, trainer.text.dev, tokens_per_batch=40, title=None)
-    assert dev["perplexity"] == pytest.approx(found.perplexity, rel=1e-5)
-    parts = by_language_pair(found.sentence_nll, trainer.text.dev)
+    result = evaluate(trainer.model, trainer.text.dev, tokens_per_batch=40, title=None)
+    assert dev["perplexity"] == pytest.approx(result.perplexity, rel=1e-5)
+    parts = by_language_pair(result.sentence_nll, trainer.text.dev)
     assert [*parts] == ["en-fr", "en-de"]
     for name, part in parts.items():
         assert dev[f"perplexity/{name}"] == pytest.approx(part.perplexity, rel=1e-5)
-    assert sum(part.num_tokens for part in parts.values()) == found.num_tokens
-    assert found.num_tokens == trainer.text.dev.num_tokens
+    assert sum(part.num_tokens for part in parts.values()) == result.num_tokens
+    assert result.num_tokens == trainer.text.dev.num_tokens
 
 
 def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path):
@@ -249,9 +249,9 @@ def test_the_curve_of_one_process(workers, table, tmp_path):
     config = merged(table, steps=4, model={"dropout": 0.0}, log={"log_every": 1, "eval_every": 2})
     train(config)
     for world in (2, 3):
-        there = replace(config, output=str(tmp_path / f"run-{world}"))
-        assert workers.run(world, train_on_rank, there) == [True] * world
-        assert_same_curve(curve(there), curve(config))
+        run_config = replace(config, output=str(tmp_path / f"run-{world}"))
+        assert workers.run(world, train_on_rank, run_config) == [True] * world
+        assert_same_curve(curve(run_config), curve(config))
 
 
 def test_overlong_pairs_are_left_out_by_default(table, tmp_path):
@@ -365,9 +365,9 @@ def test_the_dense_counterpart_has_the_same_operations(table):
     config = merged(table)
     dense = dense_counterpart(config)
     assert dense.model.between == "ffn" and dense.model.ffn.hidden_sizes == [32]
-    moe, other = (cost(make_model(each.model, 70)) for each in (config, dense))
+    moe, dense_cost = (cost(make_model(c.model, 70)) for c in (config, dense))
     gates = 2 * 16 * 4
-    assert moe.ops_per_timestep - other.ops_per_timestep == gates
+    assert moe.ops_per_timestep - dense_cost.ops_per_timestep == gates
     with pytest.raises(ConfigError, match="model must"):
         dense_counterpart(dense)
 
@@ -403,8 +403,8 @@ def test_files_are_as_the_paper_says(name):
     assert (optimizer.learning_rate, *constants) == (1e-3, 0.9, 0.98, 1e-9, 0)
     several = name == "multilingual"
     assert (model.dropout, data.oversample) == ((0, True) if several else (0.4, False))
-    others = ("fr", "de", "ja", "ko", "pt", "es")
-    both_ways = {pair for other in others for pair in (f"en-{other}", f"{other}-en")}
+    languages = ("fr", "de", "ja", "ko", "pt", "es")
+    both_ways = {pair for language in languages for pair in (f"en-{language}", f"{language}-en")}
     assert set(data.pairs) == (both_ways if several else {name[6:11]})
     assert model.between == ("moe" if FILES[name] else "none")
     if FILES[name]:

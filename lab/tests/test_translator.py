@@ -83,7 +83,7 @@ def test_each_line_has_its_own_in_whatever_company(translator):
     lines = sentences(30, seed=2, longest=9)
     search = BeamSearch(num_best=3)
     alone = [next(translator(search)([line])) for line in lines]
-    assert len({found[0].text for found in alone}) > 10
+    assert len({hypotheses[0].text for hypotheses in alone}) > 10
     for options in ({}, {"tokens_per_batch": 30}, {"lines_at_a_time": 7}):
         together = translator(search, **options)(lines)
         for actual, expected in zip(together, alone, strict=True):
@@ -115,23 +115,25 @@ def test_a_hidden_token_needs_no_coverage(wordpieces):
 def test_several_translations_of_a_sentence(translator, wordpieces, model):
     """Each translation has the score that the model gives to it as a whole."""
     search = BeamSearch(num_best=8)
-    (found,) = translator(search)(["the  river\thas\nno leaf"])
-    assert len({tuple(each.pieces) for each in found}) == len(found) > 3
-    scores = [each.score for each in found]
+    (hypotheses,) = translator(search)(["the  river\thas\nno leaf"])
+    assert len({tuple(hypothesis.pieces) for hypothesis in hypotheses}) == len(hypotheses) > 3
+    scores = [hypothesis.score for hypothesis in hypotheses]
     assert scores == sorted(scores, reverse=True)
     id_of = {piece: index for index, piece in enumerate(wordpieces.pieces(range(len(wordpieces))))}
     source = ["<2zz>", *wordpieces.pieces(wordpieces.encode("the river has no leaf")), "</s>"]
-    for each in found:
-        assert each.source == source
-        assert "".join(each.pieces) == "▁" + each.text.replace(" ", "▁") + "</s>"
-        assert each.attention.shape == (len(each.pieces), len(source))
-        assert_exact(each.attention.sum(1), torch.ones(len(each.pieces), dtype=torch.float64))
-        ids = [id_of[piece] for piece in each.pieces]
+    for hypothesis in hypotheses:
+        assert hypothesis.source == source
+        assert "".join(hypothesis.pieces) == "▁" + hypothesis.text.replace(" ", "▁") + "</s>"
+        assert hypothesis.attention.shape == (len(hypothesis.pieces), len(source))
+        assert_exact(
+            hypothesis.attention.sum(1), torch.ones(len(hypothesis.pieces), dtype=torch.float64)
+        )
+        ids = [id_of[piece] for piece in hypothesis.pieces]
         sides = [[id_of[piece] for piece in source[:-1]]], [ids[:-1]]
         pairs = EncodedPairs(*(EncodedSentences(side, wordpieces.eos_id) for side in sides))
         (batch,) = PairBatches(pairs, tokens_per_batch=100, shuffle=False).epoch(0)
-        assert each.log_prob == pytest.approx(-float(model.token_nll(batch).sum()), rel=1e-10)
-        assert each.score == pytest.approx(score_of(search, each), rel=1e-10)
+        assert hypothesis.log_prob == pytest.approx(-float(model.token_nll(batch).sum()), rel=1e-10)
+        assert hypothesis.score == pytest.approx(score_of(search, hypothesis), rel=1e-10)
 
 
 def test_only_the_beginning_of_a_long_line_is_translated(translator, wordpieces):
@@ -145,10 +147,10 @@ def test_only_the_beginning_of_a_long_line_is_translated(translator, wordpieces)
 
 
 def test_characters_that_were_never_seen(translator):
-    ((found,),) = translator()(["the \u4e2d\u6587 \x00 \ufeff tree \U0001f333 </s> <2aa>"])
-    assert "<unk>" in found.source
-    assert found.source.count("</s>") == found.source.count("<2zz>") == 1
-    assert "<2aa>" not in found.source
+    ((translation,),) = translator()(["the \u4e2d\u6587 \x00 \ufeff tree \U0001f333 </s> <2aa>"])
+    assert "<unk>" in translation.source
+    assert translation.source.count("</s>") == translation.source.count("<2zz>") == 1
+    assert "<2aa>" not in translation.source
 
 
 def test_translations_come_while_lines_do(translator):

@@ -100,8 +100,8 @@ def test_training_is_deterministic(kind):
     first, again = train(kind=kind), train(kind=kind)
     assert first.fingerprint() == again.fingerprint()
     assert train(kind=kind, vocab_size=165).fingerprint() != first.fingerprint()
-    other = Wordpieces.train(TEXT[::-1], 160, kind=kind)
-    assert other.target_tokens == []
+    reversed_text = Wordpieces.train(TEXT[::-1], 160, kind=kind)
+    assert reversed_text.target_tokens == []
 
 
 def test_a_sample_of_a_long_text_is_of_all_its_parts(monkeypatch):
@@ -124,13 +124,15 @@ def test_a_sample_of_a_long_text_is_of_all_its_parts(monkeypatch):
 def test_files(wordpieces, tmp_path, monkeypatch):
     path = tmp_path / "wordpieces.model"
     wordpieces.save(path)
-    for other in (Wordpieces.load(path), pickle.loads(pickle.dumps(wordpieces))):
-        assert other.fingerprint() == wordpieces.fingerprint()
-        assert len(other) == len(wordpieces)
-        assert other.encode(TEXT[0]) == wordpieces.encode(TEXT[0])
-        assert other.decode(other.encode("a Ж")) == "a ⁇"
+    for loaded in (Wordpieces.load(path), pickle.loads(pickle.dumps(wordpieces))):
+        assert loaded.fingerprint() == wordpieces.fingerprint()
+        assert len(loaded) == len(wordpieces)
+        assert loaded.encode(TEXT[0]) == wordpieces.encode(TEXT[0])
+        assert loaded.decode(loaded.encode("a Ж")) == "a ⁇"
         assert (
-            repr(other) == repr(wordpieces) == f"Wordpieces(170 pieces, {other.fingerprint()[:12]})"
+            repr(loaded)
+            == repr(wordpieces)
+            == f"Wordpieces(170 pieces, {loaded.fingerprint()[:12]})"
         )
 
     def full(handle):

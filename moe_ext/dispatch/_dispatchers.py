@@ -67,12 +67,12 @@ class Dispatcher(ABC):
     def _compare(self, x: Tensor, options: Callable[[], Mapping[str, object]]) -> None:
         assert self.sharding is not None
         has_gradients = torch.is_grad_enabled()
-        of_call = {
+        call_options = {
             "the dtype of x": x.dtype,
             "the gradient mode": has_gradients,
             "x.requires_grad": has_gradients and x.requires_grad,
         }
-        require_same("MoE", {**options(), **of_call}, self.sharding.layout.expert_parallel)
+        require_same("MoE", {**options(), **call_options}, self.sharding.layout.expert_parallel)
 
     @abstractmethod
     def __call__(

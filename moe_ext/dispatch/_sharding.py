@@ -293,11 +293,11 @@ def _refuse_replicas() -> None:
             sharding = getattr(layer, "sharding", None)
             if not isinstance(sharding, ExpertSharding) or sharding.exchange is None:
                 continue
-            others = {*dist.get_process_group_ranks(sharding.layout.expert_parallel.group)}
+            sharded = {*dist.get_process_group_ranks(sharding.layout.expert_parallel.group)}
             experts = layer.get_submodule("experts")
             replicated = [names[p] for p in experts.parameters() if p in names]
             require(
-                len(group & others) == 1 or not replicated,
+                len(group & sharded) == 1 or not replicated,
                 "DistributedDataParallel: module",
                 "have no experts that are sharded over its ranks, which it would overwrite by "
                 "those of one rank (use moe_ext.distributed.parallelize)",

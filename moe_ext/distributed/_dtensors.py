@@ -100,7 +100,7 @@ def mesh_of(
             if mesh.mesh.tolist() == dist.get_process_group_ranks(ranks.group):
                 return mesh
     assert ranks.group is not None  # there are several ranks
-    kinds = [each.type for each in ranks.group._device_types]
+    kinds = [device.type for device in ranks.group._device_types]
     kind = device.type if device.type in kinds else kinds[0]
     return DeviceMesh.from_group(ranks.group, kind, mesh_dim_names=("ranks",))
 

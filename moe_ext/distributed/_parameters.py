@@ -82,24 +82,24 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
     for layer, sharding in spread_layers(model):
         for name, entry in entries_of(layer, sharding):
             described[id(entry.param)] = name, entry
-    found, lost = {}, dict(described)
+    entries, lost = {}, dict(described)
     state = model.state_dict(keep_vars=True)
     plain = plain_names(model, state)
     for key, value in state.items():
         if id(value) in described:
             (in_layer, entry), name = described[id(value)], plain[key]
             require(name.endswith(in_layer), "model: state_dict", f"end with {in_layer}", name)
-            found[key] = entry._replace(name=name.removesuffix(in_layer) + entry.name)
+            entries[key] = entry._replace(name=name.removesuffix(in_layer) + entry.name)
             lost.pop(id(value), None)
     names = [name for name, _ in lost.values()]
     require(not names, "model: state_dict", "contain all parameters of sharded experts", names)
-    return found
+    return entries
 
 
 def entries_of(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, ExpertParameter]]:
     """Yields the name and the description of each sharded entry of a layer's state_dict."""
     local, layout = sharding.local_experts, sharding.layout
-    of_modules = isinstance(unwrapped_module(layer.experts), ModuleExperts)
+    has_modules = isinstance(unwrapped_module(layer.experts), ModuleExperts)
     state = layer.experts.state_dict(keep_vars=True)
     for key, name in plain_names(layer.experts, state).items():
         value = state[key]
@@ -109,7 +109,7 @@ def entries_of(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expe
         require(holds, f"MoE: experts.{name}", rule, type(value).__name__)
         if is_dtensor:
             whole_name, bounds = name, None
-        elif of_modules:
+        elif has_modules:
             container, number, rest = name.split(".", 2)
             whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None
         else:
@@ -135,16 +135,16 @@ def entries_of(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expe
 def require_ranks(owner: str, model: nn.Module, ranks: Ranks) -> None:
     """Raises ValueError unless every layer with sharded experts has these ranks."""
     for _, sharding in spread_layers(model):
-        there, here = (
-            [] if each.group is None else dist.get_process_group_ranks(each.group)
-            for each in (sharding.layout.world, ranks)
+        sharded, given = (
+            [] if group_ranks.group is None else dist.get_process_group_ranks(group_ranks.group)
+            for group_ranks in (sharding.layout.world, ranks)
         )
         require(
-            sorted(there) == sorted(here),
+            sorted(sharded) == sorted(given),
             f"{owner}: process_group",
-            f"have the ranks {there} of the layers whose experts are sharded (experts in several "
+            f"have the ranks {sharded} of the layers whose experts are sharded (experts in several "
             "copies need layers with a DeviceMesh [replicas, shards])",
-            here or None,
+            given or None,
         )
 
 

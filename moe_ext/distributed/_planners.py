@@ -64,9 +64,9 @@ class SavePlanner(DefaultSavePlanner):
                 size[name] = data.size.numel()
                 num_elements[name] += data.chunk.sizes.numel()
         parts = [name for name in sorted(size) if num_elements[name] < size[name]]
-        of_model = [name for name in parts if name.startswith("model.")]
+        model_parts = [name for name in parts if name.startswith("model.")]
         rule = "have all elements of its tensors on the ranks that save it"
-        require(not of_model, "model", rule, f"a part of {', '.join(of_model)}")
+        require(not model_parts, "model", rule, f"a part of {', '.join(model_parts)}")
         rule = "have the same states for all experts of a layer: freeze or train all of them"
         require(not parts, "optimizer", rule, f"a part of {', '.join(parts)}")
         return super().create_global_plan(all_plans)
@@ -98,8 +98,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        others = {k: value for k, value in self.state_dict.items() if k not in self._blocks}
-        plan = create_default_local_load_plan(others, self.metadata)
+        plain = {k: value for k, value in self.state_dict.items() if k not in self._blocks}
+        plan = create_default_local_load_plan(plain, self.metadata)
         for name, block in self._blocks.items():
             if len(block.value):
                 saved = self.metadata.state_dict_metadata[name]

@@ -37,10 +37,10 @@ _NAMES = {
 }
 
 
-def _memory_format(of: type, name: str) -> _MEM_FORMAT_ENCODING:
+def _memory_format(cls: type, name: str) -> _MEM_FORMAT_ENCODING:
     """Returns the member of the enumeration; takes the place of getattr."""
-    if of is not _MEM_FORMAT_ENCODING:
-        raise ValueError(f"it must not name an attribute of {of!r:.100}")
+    if cls is not _MEM_FORMAT_ENCODING:
+        raise ValueError(f"it must not name an attribute of {cls!r:.100}")
     return _MEM_FORMAT_ENCODING[name]
 
 
@@ -91,7 +91,7 @@ def _check(metadata: Any, names: Collection[str]) -> None:
         if not isinstance(key, tuple) or len(key) < 2 or not all(isinstance(k, str) for k in key):
             raise ValueError(f"the key of {name!r} must be texts, got {key!r:.100}")
         if isinstance(entry, TensorStorageMetadata):
-            sizes = [entry.size, *(each for c in entry.chunks for each in (c.offsets, c.sizes))]
+            sizes = [entry.size, *(size for c in entry.chunks for size in (c.offsets, c.sizes))]
             known = all(isinstance(size, torch.Size) for size in sizes)
             if not known or not isinstance(entry.properties.dtype, torch.dtype):
                 raise ValueError(f"{name!r} must have a size and a dtype, got {entry!r:.100}")
@@ -123,8 +123,8 @@ def unpickled(path: Path) -> Any:
 
 def why(error: Exception) -> str:
     """Returns in a few words why a file of torch cannot be read."""
-    if found := re.search(r"(?i)unsupported .*?(?= was not| whose|\n|$)", str(error)):
-        return found[0]  # torch's advice to trust the file is left out
+    if match := re.search(r"(?i)unsupported .*?(?= was not| whose|\n|$)", str(error)):
+        return match[0]  # torch's advice to trust the file is left out
     if isinstance(error, ValueError | RuntimeError):
         return str(error).partition("\n")[0].partition(". ")[0]
     return "it is corrupted"

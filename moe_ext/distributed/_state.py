@@ -230,14 +230,14 @@ def _room(param: Tensor, entry: ExpertParameter | None, saved: STORAGE_TYPES) ->
 # Options that decide which tensors an optimizer stores for a parameter.
 _DECISIVE = ("amsgrad", "centered", "factored", "momentum")
 # Options of the computation. A checkpoint of another machine does not change them.
-_OF_THIS_RUN = ("capturable", "differentiable", "foreach", "fused")
+_RUN_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
 
-Groups = list[dict[str, Any]]  # the options of an optimizer's groups, with "param_names"
+ParamGroups = list[dict[str, Any]]  # the options of an optimizer's groups, with "param_names"
 
 
 def optimizer_options(
     model: nn.Module, optimizers: Sequence[Optimizer]
-) -> list[tuple[str, Groups]]:
+) -> list[tuple[str, ParamGroups]]:
     """Returns, for each of optimizers, its class name and the options of its parameter groups.
 
     The option "param_names" has the names of this rank's parameters in the group.
@@ -254,7 +254,9 @@ def optimizer_options(
     ]
 
 
-def of_all_ranks(options: Sequence[tuple[str, Groups]], ranks: Ranks) -> list[tuple[str, Groups]]:
+def merged_options(
+    options: Sequence[tuple[str, ParamGroups]], ranks: Ranks
+) -> list[tuple[str, ParamGroups]]:
     """Returns this rank's options of optimizers, with the names of all ranks' parameters."""
     names: dict[tuple[int, int], dict[str, None]] = {}
     for rank_names in ranks.gather_objects(_names_of(options)):
@@ -267,7 +269,7 @@ def of_all_ranks(options: Sequence[tuple[str, Groups]], ranks: Ranks) -> list[tu
 
 
 def require_same_optimizers(
-    name: str, saved: Sequence[tuple[str, Groups]], current: Sequence[tuple[str, Groups]]
+    name: str, saved: Sequence[tuple[str, ParamGroups]], current: Sequence[tuple[str, ParamGroups]]
 ) -> None:
     """Raises ValueError, prefixed by name, unless the options of saved optimizers fit those here.
 
@@ -298,7 +300,7 @@ def require_same_optimizers(
         raise ValueError(f"{name} must {rule}, got {_listed(wrong)}")
 
 
-def _names_of(options: Sequence[tuple[str, Groups]]) -> dict[tuple[int, int], list[str]]:
+def _names_of(options: Sequence[tuple[str, ParamGroups]]) -> dict[tuple[int, int], list[str]]:
     """Returns the names of the parameters by optimizer and group, without groups that have none."""
     return {
         (i, j): group["param_names"]
@@ -309,7 +311,7 @@ def _names_of(options: Sequence[tuple[str, Groups]]) -> dict[tuple[int, int], li
 
 
 def _places(
-    options: Sequence[tuple[str, Groups]], names: Mapping[tuple[int, int], Sequence[str]]
+    options: Sequence[tuple[str, ParamGroups]], names: Mapping[tuple[int, int], Sequence[str]]
 ) -> dict[str, str]:
     """Describes, for each parameter, the optimizer and the group that it is in."""
     places = {}
@@ -325,7 +327,7 @@ def load_optimizers(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     values: Mapping[Key, Any],
-    options: Sequence[tuple[str, Groups]],
+    options: Sequence[tuple[str, ParamGroups]],
 ) -> None:
     """Loads the states in values and the options from `optimizer_options` into the optimizers."""
     states: dict[str, dict[str, Any]] = {}
@@ -342,7 +344,7 @@ def load_optimizers(
         }
         for group, saved in zip(groups, saved_groups, strict=True):
             for option, value in saved.items():
-                if option not in (*_OF_THIS_RUN, "param_names"):
+                if option not in (*_RUN_OPTIONS, "param_names"):
                     group[option] = _as_here(value, group.get(option))
         optimizer.load_state_dict(state_dict)
 

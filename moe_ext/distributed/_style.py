@@ -58,9 +58,9 @@ class ExpertParallelStyle(ParallelStyle):
         layer = unwrapped_module(module)
         experts = unwrapped_module(layer.experts) if isinstance(layer, MoE) else None
         if not isinstance(layer, MoE) or not isinstance(experts, FeedForwardExperts):
-            found = type(layer).__name__ + (f" with {type(experts).__name__}" if experts else "")
+            kind = type(layer).__name__ + (f" with {type(experts).__name__}" if experts else "")
             rule = "must be a MoE with FeedForwardExperts"
-            raise TypeError(f"{owner}: module {rule}, got {found}")
+            raise TypeError(f"{owner}: module {rule}, got {kind}")
         rule = "be made without a process group"
         require(layer.sharding is None, f"{owner}: module", rule, layer.sharding)
         options = replace(self._parallel, process_group=device_mesh)

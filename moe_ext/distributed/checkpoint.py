@@ -37,14 +37,14 @@ from moe_ext.distributed._parameters import require_ranks
 from moe_ext.distributed._planners import LoadPlanner, SavePlanner
 from moe_ext.distributed._safe_files import pickled, read_metadata, unpickled, why
 from moe_ext.distributed._state import (
-    Groups,
     Key,
+    ParamGroups,
     Part,
     flat,
     load_optimizers,
+    merged_options,
     model_parts,
     new_optimizer_parts,
-    of_all_ranks,
     optimizer_options,
     optimizer_parts,
     require_same_optimizers,
@@ -234,10 +234,10 @@ class Checkpoints:
         step, path = self._intact(self._same_step(step), fallback)
         together = partial(_together, self._ranks, f"loading {path}")
         parts, options = together(
-            lambda: ({}, []) if model is None else self._of_rank(model, optimizers)
+            lambda: ({}, []) if model is None else self._parts_and_options(model, optimizers)
         )
         shapes = whole_shapes(parts, self._ranks)
-        options = of_all_ranks(options, self._ranks)
+        options = merged_options(options, self._ranks)
         # No rank loads a tensor before all have checked what they will load.
         states, load = together(
             lambda: self._checked(path, model, optimizers, parts, shapes, options)
@@ -263,9 +263,9 @@ class Checkpoints:
         optimizers = tuple(optimizers)
         together = partial(_together, self._ranks, self._saving(step))
 
-        def collect() -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:
+        def collect() -> tuple[dict[Key, Part], list[tuple[str, ParamGroups]]]:
             self._require_group()
-            parts, options = self._of_rank(model, optimizers)
+            parts, options = self._parts_and_options(model, optimizers)
             parts |= optimizer_parts(model, optimizers)
             if copy:
                 stager = DefaultStager(StagingOptions(False, False, False, False))  # a plain copy
@@ -284,23 +284,23 @@ class Checkpoints:
             return files
 
         parts, options = together(collect)
-        options = of_all_ranks(options, self._ranks)
+        options = merged_options(options, self._ranks)
         return parts, together(other_files)
 
     def _same_step(self, step: T) -> T:
         """Checks the step on all ranks together, and returns it; None is allowed in `load`."""
         steps = self._ranks.gather_objects(step)
-        for each in steps:
-            if each is not None:
-                require_sizes("Checkpoints", 0, step=each)
-                require(each < MAX_STEP, "Checkpoints: step", f"be below {MAX_STEP:.0e}", each)
-        same = all(each == step for each in steps)
+        for number in steps:
+            if number is not None:
+                require_sizes("Checkpoints", 0, step=number)
+                require(number < MAX_STEP, "Checkpoints: step", f"be below {MAX_STEP:.0e}", number)
+        same = all(number == step for number in steps)
         require(same, "Checkpoints: step", "be equal on all ranks", steps)
         return step
 
-    def _of_rank(
+    def _parts_and_options(
         self, model: nn.Module, optimizers: Sequence[Optimizer]
-    ) -> tuple[dict[Key, Part], list[tuple[str, Groups]]]:
+    ) -> tuple[dict[Key, Part], list[tuple[str, ParamGroups]]]:
         """Returns this rank's parts of the model and the options of its optimizers."""
         require_ranks("Checkpoints", model, self._ranks)
         return model_parts(model), optimizer_options(model, optimizers)
@@ -352,12 +352,12 @@ class Checkpoints:
         """
         ranks = self._ranks
         doing = f"loading from {self._folder.path}"
-        there = ranks.gather_objects(_together(ranks, doing, self._folder.checkpoints))[0]
-        if not there or step not in (None, *there):
+        present = ranks.gather_objects(_together(ranks, doing, self._folder.checkpoints))[0]
+        if not present or step not in (None, *present):
             wanted = "a checkpoint" if step is None else f"step {step}"
-            found = ", ".join(map(str, there)) or "none"
-            raise CheckpointError(f"{self._folder.path} must contain {wanted}, got {found}")
-        candidates = [item for item in there.items() if step is None or item[0] <= step]
+            listed = ", ".join(map(str, present)) or "none"
+            raise CheckpointError(f"{self._folder.path} must contain {wanted}, got {listed}")
+        candidates = [item for item in present.items() if step is None or item[0] <= step]
         while True:
             number, path = candidates.pop()
             check = partial(verify, path, ranks.rank, ranks.size)
@@ -378,7 +378,7 @@ class Checkpoints:
         optimizers: Sequence[Optimizer],
         parts: dict[Key, Part],
         shapes: Mapping[str, torch.Size],
-        options: Sequence[tuple[str, Groups]],
+        options: Sequence[tuple[str, ParamGroups]],
     ) -> tuple[tuple[Any, Any], Callable[[], None]]:
         """Checks all of a checkpoint but the values of its tensors; changes nothing.
 
@@ -426,8 +426,8 @@ class Checkpoints:
                 raise
             except Exception as error:  # a corrupted file raises almost any error
                 raise ValueError(f"the tensors in {path} cannot be read: {why(error)}") from error
-            of_keys = {key: values[".".join(key)] for key in parts}
-            load_optimizers(model, optimizers, of_keys, saved_options)
+            values_of_keys = {key: values[".".join(key)] for key in parts}
+            load_optimizers(model, optimizers, values_of_keys, saved_options)
 
         return states, load
 
@@ -512,7 +512,7 @@ def _errors_of(rank: int) -> Iterator[None]:
                 raise failed.failures[rank][0] from None
 
 
-def _common_state(path: Path) -> tuple[Any, list[tuple[str, Groups]], str]:
+def _common_state(path: Path) -> tuple[Any, list[tuple[str, ParamGroups]], str]:
     """Reads the state, the options of the optimizers and the version of torch."""
     content = unpickled(path)
     match content:

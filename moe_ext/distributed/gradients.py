@@ -21,7 +21,7 @@ from moe_ext.ranks import Layout
 
 __all__ = ["GradScaler", "clip_grad_norm_"]
 
-_Groups = tuple[ProcessGroup | None, ...]
+_ProcessGroups = tuple[ProcessGroup | None, ...]
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)  # accepts "inf"
     require(norm_type > 0, "clip_grad_norm_: norm_type", "be above 0", norm_type)
     experts = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
-    by_kind = defaultdict[tuple[DeviceMesh | None, _Groups], list[nn.Parameter]](list)
+    by_kind = defaultdict[tuple[DeviceMesh | None, _ProcessGroups], list[nn.Parameter]](list)
     for _, sharding in spread_layers(model):  # the experts of this rank may have no parameters
         by_kind[None, (sharding.layout.expert_parallel.group,)] = []
     for param in model.parameters():
@@ -84,10 +84,10 @@ def clip_grad_norm_(
 
 def _groups_of_shards(
     param: nn.Parameter, experts: Mapping[nn.Parameter, ProcessGroup | None]
-) -> _Groups:
+) -> _ProcessGroups:
     """Returns the groups whose ranks each have a part of a parameter: none if it is whole."""
     if isinstance(param, DTensor):
-        sharded = [dim for dim, each in enumerate(param.placements) if not each.is_replicate()]
+        sharded = [dim for dim, p in enumerate(param.placements) if not p.is_replicate()]
         return tuple(param.device_mesh.get_group(dim) for dim in sharded)
     return (experts[param],) if param in experts else ()
 

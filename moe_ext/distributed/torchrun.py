@@ -115,8 +115,8 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
             missing = ", ".join(sorted(needed - environ.keys()))
             rule = f"be set for the {environ[names.world_size]} ranks of {launcher}"
             require(not missing, f"init_process_group: {missing}", rule, None)
-            found = zip(_TORCH, names, strict=True)
-            return {name: environ[other] for name, other in found if other in environ}
+            pairs = zip(_TORCH, names, strict=True)
+            return {name: environ[source] for name, source in pairs if source in environ}
     return {}
 
 
@@ -129,8 +129,8 @@ def _new_prefix(store: Store, rank: int, world_size: int, timeout: timedelta | N
     if rank == 0:
         prefix = f"moe_ext/{uuid4()}"
         store.set(_PREFIX, prefix)
-        for other in range(1, world_size):
-            nonce = store.get(f"{prefix}/{other}").decode()
+        for peer in range(1, world_size):
+            nonce = store.get(f"{prefix}/{peer}").decode()
             store.set(f"{prefix}/{nonce}", "")
         return prefix
     end = time.monotonic() + (timeout or default_pg_timeout).total_seconds()

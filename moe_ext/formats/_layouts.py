@@ -171,7 +171,7 @@ class Fields(NamedTuple):
     factors: Tensor | None = None  # [rows, blocks]
     factors_of_minima: Tensor | None = None  # [rows, blocks]
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> Fields:
+    def apply(self, function: Callable[[Tensor], Tensor]) -> Fields:
         """Applies a function to every tensor."""
         return Fields._make(None if field is None else function(field) for field in self)
 
@@ -191,7 +191,7 @@ def _over_groups(numbers: Tensor, inputs: int, blocked: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FormatLayout:
     """One format: how its files hold codes and scales."""
 
     values: tuple[float, ...]  # of each code
@@ -397,21 +397,21 @@ def _gguf(
     split_blocks: Callable[[Tensor], Fields],
     join_blocks: Callable[[Fields], Tensor],
     encode: Callable[[Tensor, int | None], Packed] | None = None,
-) -> Layout:
+) -> FormatLayout:
     """Returns the layout of blocks of bytes [..., block[1]].
 
     The function split_blocks returns the fields [..., n] of blocks, and join_blocks takes them.
     """
 
     def split(codes: Tensor, _: Tensor | None) -> Fields:
-        return split_blocks(codes.unflatten(-1, (-1, block[1]))).each(lambda x: x.flatten(-2))
+        return split_blocks(codes.unflatten(-1, (-1, block[1]))).apply(lambda x: x.flatten(-2))
 
     def join(fields: Fields) -> Packed:
         num_blocks = fields.codes.shape[-1] // block[0]
-        blocks = join_blocks(fields.each(lambda x: x.unflatten(-1, (num_blocks, -1))))
+        blocks = join_blocks(fields.apply(lambda x: x.unflatten(-1, (num_blocks, -1))))
         return Packed(blocks.flatten(-2))
 
-    return Layout(values, torch.uint8, block, split, join, encode, group)
+    return FormatLayout(values, torch.uint8, block, split, join, encode, group)
 
 
 def _halves(nibbles: Tensor) -> Tensor:
@@ -560,8 +560,8 @@ def _values(dtype: torch.dtype) -> tuple[float, ...]:
     return tuple(_BYTES.view(dtype).float().tolist())
 
 
-LAYOUTS: dict[str, Layout] = {
-    "fp8": Layout(
+LAYOUTS: dict[str, FormatLayout] = {
+    "fp8": FormatLayout(
         values=_values(torch.float8_e4m3fn),
         dtype=torch.float8_e4m3fn,
         block=(1, 1),
@@ -569,7 +569,7 @@ LAYOUTS: dict[str, Layout] = {
         encode=_encode_fp8,
         scales=(*_FLOATS, torch.float8_e8m0fnu),
     ),
-    "int4": Layout(
+    "int4": FormatLayout(
         values=_offset(4, 8),
         dtype=torch.int32,
         block=(8, 1),
@@ -577,7 +577,7 @@ LAYOUTS: dict[str, Layout] = {
         encode=partial(_encode_integers, bits=4),
         scales=_FLOATS,
     ),
-    "int8": Layout(
+    "int8": FormatLayout(
         values=_values(torch.int8),
         dtype=torch.int8,
         block=(1, 1),
@@ -585,7 +585,7 @@ LAYOUTS: dict[str, Layout] = {
         encode=partial(_encode_integers, bits=8),
         scales=_FLOATS,
     ),
-    "mxfp4": Layout(
+    "mxfp4": FormatLayout(
         values=(*_E2M1, *(-value for value in _E2M1)),
         dtype=torch.uint8,
         block=(2, 1),
@@ -594,7 +594,7 @@ LAYOUTS: dict[str, Layout] = {
         group=32,
         scales=(torch.uint8, torch.float8_e8m0fnu),
     ),
-    "nf4": Layout(
+    "nf4": FormatLayout(
         values=_NF4,
         dtype=torch.uint8,
         block=(2, 1),

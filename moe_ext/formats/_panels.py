@@ -60,13 +60,20 @@ class PackedWeight(NamedTuple):
         """
         weight = cls._layout(codes, scales, format)
         layout, blocked, shape = LAYOUTS[format], weight.blocked, codes.shape
-        panels = codes.new_empty(weight.shape(shape[0]), dtype=torch.uint8)
+        panels = weight.empty_panels(shape[0], codes.device)
         for e in range(shape[0]):
             own = None if scales is None else scales[e]
             if own is not None and blocked:
                 own = own.repeat_interleave(_BLOCK, 0)[: shape[1]]
             panels[e] = weight._join(layout.split(codes[e].contiguous(), own))
         return weight._replace(panels=panels)
+
+    def empty_panels(self, num_experts: int, device: torch.device | None = None) -> Tensor:
+        """Returns uninitialized panels of this layout; on a CPU, large ones are in huge pages."""
+        _, *rest = self.shape(num_experts)
+        none = torch.empty(0, *rest, dtype=torch.uint8, device=device)
+        panels: Tensor = torch.ops.moe_ext._empty_rows(none, num_experts)
+        return panels
 
     @classmethod
     def _layout(cls, codes: Tensor, scales: Tensor | None, format: FormatName) -> PackedWeight:

@@ -35,15 +35,15 @@ def mask_over_ranks(
         mth_score = scores.new_full((num_groups, num_experts), torch.inf)
         return torch.zeros_like(scores, dtype=torch.bool), mth_score
     columns = [len(block) for block in blocks(range(num_experts), ranks.size)]
-    mine, first = columns[ranks.rank], sum(columns[: ranks.rank])
+    num_columns, first = columns[ranks.rank], sum(columns[: ranks.rank])
     num_sent = [num_rows * number for number in columns]
-    num_received = [rows * mine for rows in rows_of]
+    num_received = [rows * num_columns for rows in rows_of]
 
     sent = torch.cat([part.reshape(-1) for part in scores.split(columns, 1)])
-    received = AllToAll(sent, ranks, num_sent, num_received).wait().view(sum(rows_of), mine)
+    received = AllToAll(sent, ranks, num_sent, num_received).wait().view(sum(rows_of), num_columns)
     # Received rows are sorted by rank, then group.
     plan = ops.dispatch_plan(columns_of(sizes, len(received)), num_groups)
-    by_group = received[plan.permutation].view(num_groups, sum(rows_of) // num_groups, mine)
+    by_group = received[plan.permutation].view(num_groups, sum(rows_of) // num_groups, num_columns)
     m = rows_per_expert(k, by_group.shape[1], num_experts)
     first_expert = first_group * num_experts + first
     row_index, mth_score = ops.batchwise_topm(by_group, m, first_expert, num_experts)
@@ -51,7 +51,7 @@ def mask_over_ranks(
     back = mask.view_as(received)[plan.inverse].reshape(-1)
     parts = AllToAll(back, ranks, num_received, num_sent).wait().split(num_sent)
     all_scores = scores.new_zeros(num_groups, num_experts)
-    all_scores[:, first : first + mine] = mth_score
+    all_scores[:, first : first + num_columns] = mth_score
     (all_scores,) = ranks.sum(all_scores)
     own_mask = [part.view(num_rows, n) for part, n in zip(parts, columns, strict=True)]
     return torch.cat(own_mask, 1), all_scores

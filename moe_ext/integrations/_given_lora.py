@@ -53,8 +53,8 @@ def given_pairs(module: nn.Module, parameters: Sequence[str]) -> list[ops.LoRA |
 def formed_lora(module: nn.Module) -> Iterator[None]:
     """Forms W + A B of the given adapters within the context."""
     with ExitStack() as stack:
-        for each in _given(module).values():
-            stack.enter_context(each.form())
+        for lora in _given(module).values():
+            stack.enter_context(lora.form())
         yield
 
 
@@ -64,5 +64,5 @@ def forms_needlessly(module: nn.Module) -> bool:
         return False
     lists = module.get_submodule("parametrizations").children()
     return any(
-        type(each).__module__.startswith("peft.") for one in lists for each in one.children()
+        type(child).__module__.startswith("peft.") for one in lists for child in one.children()
     )

@@ -35,7 +35,7 @@ def _read_flags() -> dict[str, object]:
             "them: pip install 'transformers>=5.23'"
         )
     known = {"experts_class", "experts_interface", *_KNOWN_FLAGS}
-    return {name: each.default for name, each in parameters.items() if name not in known}
+    return {name: parameter.default for name, parameter in parameters.items() if name not in known}
 
 
 _UNKNOWN_FLAGS = _read_flags()
@@ -108,8 +108,8 @@ def _recognise(module: nn.Module) -> KnownActivation | str:
         except Exception as error:  # the code of the module may raise any error
             return f"its activation fails on float64 numbers: {error}"
         for activation in _candidates(bool(module.has_gate), args):
-            found = _activate(activation, probe)
-            if torch.allclose(found, expected, rtol=1e-6, atol=1e-9):
+            actual = _activate(activation, probe)
+            if torch.allclose(actual, expected, rtol=1e-6, atol=1e-9):
                 return activation
     return f"its activation is none of {', '.join(ops.ACTIVATIONS)}"
 
@@ -144,7 +144,7 @@ def _clamp_args(
     limit, alpha, offset = (above - below) / (2 * s), math.log(s / (1 - s)), at_zero / s
     if not 1 <= limit <= 1e3:  # the probe must have larger numbers
         return None
-    limit, alpha, offset = (float(f"{each:.12g}") for each in (limit, alpha, offset))
+    limit, alpha, offset = (float(f"{value:.12g}") for value in (limit, alpha, offset))
     return limit, alpha, offset
 
 

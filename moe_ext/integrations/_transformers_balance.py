@@ -31,10 +31,10 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: the model has no such module.
     """
-    found = {name: module for name, module in model.named_modules() if is_of_transformers(module)}
+    modules = {name: module for name, module in model.named_modules() if is_of_transformers(module)}
     rule = "have a module with the experts interface of transformers"
-    require(bool(found), "experts_modules: model", rule, type(model).__name__)
-    return found
+    require(bool(modules), "experts_modules: model", rule, type(model).__name__)
+    return modules
 
 
 def balance(model: nn.Module, w_importance: float = 0.0) -> "ModelBalance":
@@ -394,5 +394,5 @@ def _row(layer: LayerBalance) -> list[str]:
 
 def _aligned(row: list[str], widths: list[int]) -> list[str]:
     """Pads the cells of a row: the first to the left, the others to the right."""
-    first, *others = map(str.rjust, row, widths)
-    return [first.strip().ljust(widths[0]), *others]
+    first, *numbers = map(str.rjust, row, widths)
+    return [first.strip().ljust(widths[0]), *numbers]

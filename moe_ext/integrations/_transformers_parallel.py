@@ -46,7 +46,7 @@ class ExchangeParallel(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         parameters = list(experts.parameters(recurse=False))
         require(
-            all(isinstance(each, DTensor) and each.device_mesh == ep_mesh for each in parameters),
+            all(isinstance(p, DTensor) and p.device_mesh == ep_mesh for p in parameters),
             "ep_implementation='moe_ext': ep_plan",
             "shard each parameter of the experts, with 'grouped_gemm' or 'moe_ext_experts'",
             type(experts).__name__,
@@ -65,7 +65,7 @@ class ExchangeParallel(EPImplementation):
             top_k_weights: [T, K].
         """
         x, expert_index, gates = (
-            self._slice(each) for each in (hidden_states, top_k_index, top_k_weights)
+            self._slice(tensor) for tensor in (hidden_states, top_k_index, top_k_weights)
         )
         unused = gates.new_empty(0)  # the exchange reads neither importance nor load
         routing = Routing(gates, expert_index.long(), importance=unused, load=unused)
@@ -94,7 +94,7 @@ class ExchangeParallel(EPImplementation):
         if self.num_local_experts == 0:  # the parameters, without elements, still need a gradient
             parameters = self._module.parameters(recurse=False)
             # The factor gives a contiguous gradient. For another, torch 2.11 waits for all ranks.
-            return rows + sum((1.0 * each).sum() for each in parameters)
+            return rows + sum((1.0 * parameter).sum() for parameter in parameters)
         num_rows = len(rows)
         index = columns_of(offsets.diff()[None], num_rows)
         if num_rows == 0:

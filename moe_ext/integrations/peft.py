@@ -170,16 +170,16 @@ def save_adapter(
     """
     owner = "save_adapter"
     model = _without_peft(model)
-    found = {p: e for p, e in lora_experts(model).items() if adapter in e.adapters}
-    others = {name for each in lora_experts(model).values() for name in each.adapters}
-    rule = f"be one of {', '.join(sorted(others)) or 'the adapters of the model, which has none'}"
-    require(bool(found), f"{owner}: adapter", rule, adapter)
+    chosen = {p: e for p, e in lora_experts(model).items() if adapter in e.adapters}
+    adapters = {name for module in lora_experts(model).values() for name in module.adapters}
+    rule = f"be one of {', '.join(sorted(adapters)) or 'the adapters of the model, which has none'}"
+    require(bool(chosen), f"{owner}: adapter", rule, adapter)
     rule = "have all experts on one rank"
     require(not expert_parameters(model), f"{owner}: model", rule, "experts of several ranks")
     path_of = names or _default_names(model)
     tensors, targets = {}, []
     options = set()
-    for path, experts in found.items():
+    for path, experts in chosen.items():
         made = cast(LoRAAdapter, experts.adapters[adapter])
         options.add((made.rank, made.alpha, made.rslora))
         target, weights = path_of(path), _weights_of(owner, experts)
@@ -262,8 +262,8 @@ def load_adapter(
     rule = f"have tensors of the experts at {', '.join(sorted(known)) or 'no path'}"
     rule += ", and of linear layers"
     require(not unknown, f"{owner}: folder", rule, ", ".join(unknown))
-    layers = _layers_of(owner, config, {t: len(each) // 2 for t, each in by_target.items()})
-    found = {
+    layers = _layers_of(owner, config, {t: len(tensors) // 2 for t, tensors in by_target.items()})
+    pairs_of_path = {
         path: _matrices(f"{owner}: {target}", model, path, by_target[target], layers, config.r)
         for path, target in places.items()
         if target in by_target
@@ -279,14 +279,14 @@ def load_adapter(
             layers=layers,
             adapter=adapter,
             dtype=dtype,
-            where=lambda path: path in found,
+            where=lambda path: path in pairs_of_path,
             train_rest=True,
         )
     except Exception:
         for path in linear:
             cast(Any, model.get_submodule(path)).delete_adapter(adapter)
         raise
-    for path, pairs in found.items():
+    for path, pairs in pairs_of_path.items():
         made = cast(LoRAExperts, model.get_submodule(path)).adapters[adapter]
         for name, value in pairs.items():
             made.get_parameter(name).detach().copy_(value)
@@ -295,13 +295,13 @@ def load_adapter(
 
 def _without_peft(model: Any) -> nn.Module:
     """Returns the model in a PeftModel, or the model itself."""
-    found: nn.Module = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    return found
+    base: nn.Module = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    return base
 
 
 def _linear_layers(owner: str, model: nn.Module, adapter: str) -> dict[str, Any]:
     """Returns PEFT's adapted layers by path, after a check that they are plain linear layers."""
-    found: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     for path, module in model.named_modules():
         names = getattr(module, "adapter_layer_names", ())
         if not any(adapter in getattr(module, name, ()) for name in names):
@@ -310,8 +310,8 @@ def _linear_layers(owner: str, model: nn.Module, adapter: str) -> dict[str, Any]
         plain = plain and not module.lora_variant.get(adapter) and not module.lora_bias.get(adapter)
         rule = "have LoRA of PEFT on a linear layer, without DoRA or a bias"
         require(plain, f"{owner}: {path}", rule, type(module).__name__)
-        found[path] = module
-    return found
+        layers[path] = module
+    return layers
 
 
 def _is_linear(model: nn.Module, path: str) -> bool:
@@ -352,7 +352,7 @@ def _add_to_linear(
     if not linear:
         return
     options = {"r": config.r, "lora_alpha": config.lora_alpha, "use_rslora": config.use_rslora}
-    trained = [(each, each.requires_grad) for each in model.parameters()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     described = peft.LoraConfig(target_modules=[*linear], **options)
     peft.inject_adapter_in_model(described, model, adapter)
     for parameter, was_trained in trained:  # PEFT freezes all others
@@ -390,7 +390,7 @@ def _matrices(
         if name.startswith(f"{path}.") and entry.bounds is not None:
             bounds = entry.bounds
     first, last, total = bounds
-    found = {}
+    matrices = {}
     for layer, prefix in zip(layers, _wrappers(len(layers)), strict=True):
         fan_in, width = layer_sizes(base.weights)[layer]
         a, b = (given[f"{prefix}lora_{letter}.weight"] for letter in "AB")
@@ -399,8 +399,8 @@ def _matrices(
         rule = f"have A and B of shape {shapes[0]} and {shapes[1]}"
         require(shapes == sizes, owner, rule, f"{sizes[0]} and {sizes[1]}")
         for letter, value in zip("ab", _from_peft(a, b, total), strict=True):
-            found[f"{letter}_{layer}"] = value[first:last]
-    return found
+            matrices[f"{letter}_{layer}"] = value[first:last]
+    return matrices
 
 
 def _require_plain(owner: str, config: Any) -> None:
@@ -422,10 +422,10 @@ def _require_plain(owner: str, config: Any) -> None:
 
 def _layers_of(owner: str, config: Any, sizes: Mapping[str, int]) -> list[int]:
     """Returns the layers that all experts in the files have; sizes: the number of each target's."""
-    found = {name.rpartition(".")[2] for name in config.target_parameters}
+    kinds = {name.rpartition(".")[2] for name in config.target_parameters}
     rule = f"name {', '.join(_WEIGHTS)}"
-    require(found <= {*_WEIGHTS}, f"{owner}: target_parameters", rule, sorted(found))
-    layers = sorted({int(name == "down_proj") for name in found})
+    require(kinds <= {*_WEIGHTS}, f"{owner}: target_parameters", rule, sorted(kinds))
+    layers = sorted({int(name == "down_proj") for name in kinds})
     rule = f"have {len(layers)} adapted parameters for all experts"
     require({*sizes.values()} <= {len(layers)}, f"{owner}: folder", rule, dict(sizes))
     return layers
@@ -458,5 +458,5 @@ def _paths_of_experts(model: nn.Module) -> list[str]:
     """Returns the paths of the experts that have adapters or can have them."""
     adapted = lora_experts(model)
     kinds = FeedForwardExperts | QuantizedExperts
-    others = [path for path, module in model.named_modules() if isinstance(module, kinds)]
-    return [*adapted, *(path for path in others if path.rpartition(".")[0] not in adapted)]
+    paths = [path for path, module in model.named_modules() if isinstance(module, kinds)]
+    return [*adapted, *(path for path in paths if path.rpartition(".")[0] not in adapted)]

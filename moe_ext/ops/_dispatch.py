@@ -77,8 +77,8 @@ def token_index(expert_index: Tensor, token_offsets: Tensor | None = None) -> Te
         ValueError: expert_index has another number of dimensions.
     """
     wanted = 2 if token_offsets is None else 1
-    found = expert_index.dim()
-    require(found == wanted, "token_index: expert_index", f"have {wanted} dimensions", found)
+    num_dims = expert_index.dim()
+    require(num_dims == wanted, "token_index: expert_index", f"have {wanted} dimensions", num_dims)
     if token_offsets is None:
         num_tokens, k = expert_index.shape
         return torch.arange(num_tokens, device=expert_index.device).repeat_interleave(k)

@@ -115,14 +115,14 @@ def _experts_backward(
     return 2 * num_rows * products
 
 
-def _of_classes(input: Shape, linear_weight: Shape, num_products: int) -> int:
+def _class_flops(input: Shape, linear_weight: Shape, num_products: int) -> int:
     return 2 * num_products * prod(input) * linear_weight[0]
 
 
 @_formula(torch.ops.moe_ext.linear_cross_entropy)
 def _linear_cross_entropy(input: Shape, linear_weight: Shape, *rest: Any, **out: Any) -> int:
     *_, keep_gradients = rest
-    return _of_classes(input, linear_weight, 1 + sum(keep_gradients[:2]))
+    return _class_flops(input, linear_weight, 1 + sum(keep_gradients[:2]))
 
 
 @_formula(torch.ops.moe_ext._linear_cross_entropy_backward)
@@ -131,7 +131,7 @@ def _linear_cross_entropy_backward(
 ) -> int:
     """Counts the recomputed logits and the gradients; scaling kept gradients needs no GEMM."""
     *_, gradients, needs = rest
-    return 0 if gradients else _of_classes(input, linear_weight, 1 + sum(needs[:2]))
+    return 0 if gradients else _class_flops(input, linear_weight, 1 + sum(needs[:2]))
 
 
 def _lstm_products(x: Shape, weight_recurrent: Shape, projection: Shape | None) -> list[int]:
@@ -169,9 +169,9 @@ def _lstm_backward(
     """Counts the GEMMs of the time steps and of the gradients that are needed."""
     by_input, by_recurrent, by_projection = _lstm_products(x, weight_recurrent, projection)
     needs: Sequence[bool] = rest[-1]
-    of_x, of_input, of_recurrent, _, of_projection, *_ = needs
+    needs_x, needs_input, needs_recurrent, _, needs_projection, *_ = needs
     return 2 * (
-        (of_x + of_input) * by_input
-        + (1 + of_recurrent) * by_recurrent
-        + (1 + of_projection) * by_projection
+        (needs_x + needs_input) * by_input
+        + (1 + needs_recurrent) * by_recurrent
+        + (1 + needs_projection) * by_projection
     )

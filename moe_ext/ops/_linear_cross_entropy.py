@@ -75,6 +75,6 @@ def linear_cross_entropy(
         label_smoothing,
         z_loss,
         softcap,
-        [keeps and needs_gradient(each) for each in (input, linear_weight, linear_bias)],
+        [keeps and needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)],
     )
     return loss

@@ -45,12 +45,12 @@ class _Factored(Optimizer):
             if lr.device.type == "cpu":  # reading a learning rate on a GPU would synchronize
                 require(bool(lr >= 0), f"{name}: lr", "be at least 0", lr)
         (eps,) = require_positive(name, eps=options["eps"])
-        names = [each for each in ("mean_of_roots", "capturable", "factored") if each in options]
-        bools = require_bool(name, **{each: options[each] for each in names})
-        for other in ("weight_decay", "maximize"):  # a group of a torch optimizer may have them
-            value = options.get(other, 0)
+        names = [key for key in ("mean_of_roots", "capturable", "factored") if key in options]
+        bools = require_bool(name, **{key: options[key] for key in names})
+        for option in ("weight_decay", "maximize"):  # a group of a torch optimizer may have them
+            value = options.get(option, 0)
             require(
-                not value, f"{name}: {other}", "be left out, because it is not supported", value
+                not value, f"{name}: {option}", "be left out, because it is not supported", value
             )
         return options | {"lr": lr, "eps": eps} | dict(zip(names, bools, strict=True))
 

@@ -24,10 +24,10 @@ def require_same(owner: str, values: Mapping[str, object], ranks: Ranks) -> None
     own = {name: _ADDRESS.sub("", str(value)) for name, value in values.items()}
     texts = ranks.gather_objects(own)
     for name in dict.fromkeys(chain.from_iterable(texts)):
-        first, *others = (of_rank.get(name, "nothing") for of_rank in texts)
-        for rank, other in enumerate(others, 1):
-            if other != first:
+        first, *texts_of_others = (text.get(name, "nothing") for text in texts)
+        for rank, text in enumerate(texts_of_others, 1):
+            if text != first:
                 raise ValueError(
                     f"{owner}: {name} must be equal on all ranks, "
-                    f"got {first} on rank 0 and {other} on rank {rank}"
+                    f"got {first} on rank 0 and {text} on rank {rank}"
                 )

@@ -18,8 +18,8 @@ def require_group(
         inside = group.get_coordinate() is not None
     else:
         # new_group returns NON_GROUP_MEMBER, a number, to the ranks that are not in the group.
-        other = dist.GroupMember.NON_GROUP_MEMBER
-        inside = not (dist.is_initialized() and type(group) is type(other) and group == other)
+        absent = dist.GroupMember.NON_GROUP_MEMBER
+        inside = not (dist.is_initialized() and type(group) is type(absent) and group == absent)
     if not inside:
         raise ValueError(
             f"{name} must contain this rank, got a group without rank {dist.get_rank()}; "

@@ -41,14 +41,14 @@ class PackedAllToAll:
             return
         self._transfer = AllToAll.prepared(ranks, num_sent, num_received)
         # An empty tensor that connects start and wait in the autograd graph.
-        self._token: Tensor | None = _Start.apply(self, *values)
+        self._token: Tensor | None = _PackedStart.apply(self, *values)
 
     def wait(self) -> tuple[Tensor, ...]:
         """Returns the received rows of each value, in rank order. Call it only once."""
         if self._single:
             return (self._transfer.wait(),)
         token, self._token = self._token, None  # avoids a reference cycle with the graph
-        received: tuple[Tensor, ...] = _Wait.apply(token, self)
+        received: tuple[Tensor, ...] = _PackedWait.apply(token, self)
         return received
 
     def start(self, values: Sequence[Tensor], back: bool = False) -> None:
@@ -74,7 +74,7 @@ def _bytes_of(value: Tensor) -> Tensor:
     return value.reshape(len(value), math.prod(value.shape[1:])).contiguous().view(torch.uint8)
 
 
-class _Start(Function):
+class _PackedStart(Function):
     @staticmethod
     def forward(ctx: Any, transfer: PackedAllToAll, *values: Tensor) -> Tensor:
         ctx.transfer, ctx.number = transfer, len(values)
@@ -90,7 +90,7 @@ class _Start(Function):
         return None, *grads
 
 
-class _Wait(Function):
+class _PackedWait(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, transfer: PackedAllToAll) -> tuple[Tensor, ...]:
         ctx.transfer, ctx.dtype = transfer, token.dtype

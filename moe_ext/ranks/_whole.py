@@ -46,8 +46,8 @@ def require_whole(parameters: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Non
         ValueError: a parameter is divided over these ranks.
     """
     dtensor = sys.modules["torch.distributed.tensor"].DTensor  # imported by fully_shard
-    others = set() if ranks.group is None else {*get_process_group_ranks(ranks.group)}
+    group_ranks = set() if ranks.group is None else {*get_process_group_ranks(ranks.group)}
     for name, param in parameters:
         if isinstance(param, dtensor):
-            shared = others.intersection(param.device_mesh.mesh.flatten().tolist())
+            shared = group_ranks.intersection(param.device_mesh.mesh.flatten().tolist())
             require(len(shared) <= 1, f"MoE: {name}", WHOLE, type(param).__name__)

@@ -57,7 +57,7 @@ class _Copies(NamedTuple):
     is_first: Tensor | None = None
     copy_index: Tensor | None = None
 
-    def of_tokens(
+    def dispatch_arguments(
         self, slots_of_token: Tensor | None, number: int, k: int
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the arguments inverse and token_offsets of `moe_ext.ops.dispatch`.
@@ -338,15 +338,15 @@ class Exchange:
         counts = self._counts(plan.offsets[order.bounds].diff(), copies.num_copies, incoming)
 
         num_copies, k = sum(map(sum, counts.copies_out)), number.shape[-1]
-        inverse, copies_of_token = copies.of_tokens(token_offsets, num_copies, k)
+        inverse, copies_of_token = copies.dispatch_arguments(token_offsets, num_copies, k)
         rows = ops.dispatch(x, inverse, copies_of_token)
         senders = [self._sender([rows], counts.copies_out, counts.copies_in)]
         if copies.copy_index is not None:
             row_of_slot = plan.inverse.reshape(-1, 1)
-            of_slots = gates.reshape(-1, 1), *(values or ())
-            of_rows = [ops.dispatch(value, row_of_slot) for value in of_slots]
+            sent_values = gates.reshape(-1, 1), *(values or ())
+            sent_rows = [ops.dispatch(value, row_of_slot) for value in sent_values]
             senders += [
-                self._sender([copies.copy_index, *of_rows], counts.rows_out, counts.rows_in)
+                self._sender([copies.copy_index, *sent_rows], counts.rows_out, counts.rows_in)
             ]
             gates = torch.ones_like(inverse, dtype=gates.dtype)
         has_backward = torch.is_grad_enabled() and (x.requires_grad or gates_need_gradient)

@@ -25,13 +25,13 @@ _groups: WeakKeyDictionary[ProcessGroup, dict[int, tuple[Ranks, Ranks]]] = WeakK
 
 
 @dataclass(frozen=True)
-class _Blocks(ExpertPlacement):
+class _BlockPlacement(ExpertPlacement):
     """Assigns the given blocks of experts to ranks, or to nodes."""
 
-    of_ranks: tuple[range, ...] = ()
+    blocks: tuple[range, ...] = ()
 
     def experts_of(self, rank: int) -> range:
-        return self.of_ranks[rank]
+        return self.blocks[rank]
 
 
 class NodeExchange(Exchange):
@@ -67,18 +67,18 @@ class NodeExchange(Exchange):
         firsts = range(0, ranks.size, ranks_per_node)
         nodes = [range(owned[r].start, owned[r + ranks_per_node - 1].stop) for r in firsts]
         node = ranks.rank // ranks_per_node
-        here = owned[node * ranks_per_node :][:ranks_per_node]
-        own = [range(e.start - nodes[node].start, e.stop - nodes[node].start) for e in here]
+        node_blocks = owned[node * ranks_per_node :][:ranks_per_node]
+        own = [range(e.start - nodes[node].start, e.stop - nodes[node].start) for e in node_blocks]
         between, within = _groups_of_nodes(ranks, ranks_per_node)
         self.between: Exchange = Exchange(
-            _Blocks(placement.num_experts, len(nodes), of_ranks=tuple(nodes)),
+            _BlockPlacement(placement.num_experts, len(nodes), blocks=tuple(nodes)),
             between,
             "tokens",
             num_chunks,
             "sum",
         )
         self.within: Exchange = Exchange(
-            _Blocks(len(nodes[node]), ranks_per_node, of_ranks=tuple(own)),
+            _BlockPlacement(len(nodes[node]), ranks_per_node, blocks=tuple(own)),
             within,
             "tokens",
             reduction="sum",
@@ -105,7 +105,7 @@ class NodeExchange(Exchange):
                 # The gates stayed on the token's rank. All ranks must run backward together.
                 gates = gates.detach().requires_grad_()
             slots = gates, received.expert_index, received.token_offsets
-            y, _, _ = self.within.run(received.x, *slots, lambda _, found: compute(chunk, found))
+            y, _, _ = self.within.run(received.x, *slots, lambda _, local: compute(chunk, local))
             return y, ()
 
         # From here to y, gradients are those that the experts need.
@@ -121,19 +121,19 @@ def _groups_of_nodes(ranks: Ranks, ranks_per_node: int) -> tuple[Ranks, Ranks]:
     All ranks must call this function together. Layers share the groups.
     """
     assert ranks.group is not None
-    found = _groups.setdefault(ranks.group, {})
-    if ranks_per_node not in found:
+    groups_of_size = _groups.setdefault(ranks.group, {})
+    if ranks_per_node not in groups_of_size:
         members = dist.get_process_group_ranks(ranks.group)
         node, place = divmod(ranks.rank, ranks_per_node)
-        both = (
+        members_of_groups = (
             members[place::ranks_per_node],
             members[node * ranks_per_node : (node + 1) * ranks_per_node],
         )
         backend = dist.get_backend_config(ranks.group)
         groups = []
-        for numbers in both:
+        for numbers in members_of_groups:
             group = dist.new_group(numbers, backend=backend, use_local_synchronization=True)
             assert isinstance(group, ProcessGroup)  # this rank is a member
             groups.append(Ranks(group))
-        found[ranks_per_node] = groups[0], groups[1]
-    return found[ranks_per_node]
+        groups_of_size[ranks_per_node] = groups[0], groups[1]
+    return groups_of_size[ranks_per_node]

@@ -57,7 +57,7 @@ class ExpertPlacement:
         require(0 <= expert < self.num_experts, "ExpertPlacement.owner: expert", rule, expert)
         group, num_groups = (n // self.experts_per_group for n in (expert, self.num_experts))
         share, rest = divmod(num_groups, self.num_ranks)
-        of_longer = rest * (share + 1)  # the groups of the first ranks, which have one more each
-        if group < of_longer:
+        boundary = rest * (share + 1)  # the groups of the first ranks, which have one more each
+        if group < boundary:
             return group // (share + 1)
-        return rest + (group - of_longer) // share
+        return rest + (group - boundary) // share

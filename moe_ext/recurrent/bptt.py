@@ -193,7 +193,7 @@ class _Plan(NamedTuple):
         return tuple(tensors[:p]), tuple(tensors[p : p + x]), tuple(tensors[p + x :])
 
 
-class _Stored(NamedTuple):
+class _StoredState(NamedTuple):
     """Holds the state and the RNG states before the step at a position, for recomputation."""
 
     position: int
@@ -221,7 +221,7 @@ class _StoredStates(torch.autograd.Function):
 
         def visit(t: int, state: _Tensors) -> None:
             if t in positions:
-                stored.append(_Stored(t, state, [g.get_state() for g in generators]))
+                stored.append(_StoredState(t, state, [g.get_state() for g in generators]))
 
         versions = [parameter._version for parameter in parameters]
         outputs, state = _run(plan.step, parameters, inputs, state, visit)
@@ -255,7 +255,7 @@ class _StoredStates(torch.autograd.Function):
         needed = plan.split(ctx.needs_input_grad[1:])
         parameters = _leaves(parameters, needed[0])
         # A second backward pass (retain_graph) has only the first state.
-        stored = [_Stored(0, state, ctx.random_state), *ctx.stored]
+        stored = [_StoredState(0, state, ctx.random_state), *ctx.stored]
         ctx.stored = []
         # Restore autocast only for the evaluations. Gradients use the autocast state of backward.
         autocast = [
@@ -277,7 +277,7 @@ class _StoredStates(torch.autograd.Function):
                     for i in range(start, t):
                         if i in positions:
                             values = [generator.get_state() for generator in ctx.generators]
-                            stored.append(_Stored(i, state, values))
+                            stored.append(_StoredState(i, state, values))
                         state, _ = _call(plan.step, parameters, tuple(x[i] for x in inputs), state)
                 if start == t:
                     stored.pop()

@@ -73,7 +73,7 @@ def operator_cases() -> Tensors:
                 arguments["scores"] = arguments["scores"][None]  # only Python takes one batch
             outputs, grads = evaluate(row, arguments)
             leaves = named({key: arguments.get(key) for key in row.differentiable}, "")
-            leaves = [each for each in leaves if not re.fullmatch(r"lora/\d/[23]", each)]
+            leaves = [leaf for leaf in leaves if not re.fullmatch(r"lora/\d/[23]", leaf)]
             cases[f"{name} {number}"] = dict(
                 arguments=arguments,
                 outputs=outputs,
@@ -140,15 +140,15 @@ def call(module: nn.Module, inputs: Tensors) -> Tensors:
     given = {"expert_index": inputs["expert_index"]} if "expert_index" in inputs else {}
     y, aux = module(inputs["x"], inputs.get("mask"), **given)
     assert isinstance(aux, MoEAux)
-    found = dict(y=y)
+    results = dict(y=y)
     for name, value in aux._asdict().items():
         if isinstance(value, Tensor):
-            found[name] = value
+            results[name] = value
         elif isinstance(value, dict):
-            found |= {f"{name}/{key}": x for key, x in value.items()}
+            results |= {f"{name}/{key}": x for key, x in value.items()}
         elif isinstance(value, tuple):
-            found |= {f"{name}/{i}": x for i, x in enumerate(value)}
-    return found
+            results |= {f"{name}/{i}": x for i, x in enumerate(value)}
+    return results
 
 
 def inputs_of(tokens: int, masked: bool) -> Tensors:

@@ -130,9 +130,9 @@ def device():
 def counted():
     """Yields the numbers of collectives and synchronizations of the block, by name."""
     global _noted
-    _noted = found = Counter()
+    _noted = counts = Counter()
     try:
-        yield found
+        yield counts
     finally:
         _noted = None
 
@@ -142,8 +142,8 @@ def moved(module):
     done = {}
 
     def move(tensor):
-        found = tensor if isinstance(tensor, Far) else Far(tensor.detach())
-        return done.setdefault(id(tensor), (found, tensor))[0]  # keeps the tensor, so its id
+        far = tensor if isinstance(tensor, Far) else Far(tensor.detach())
+        return done.setdefault(id(tensor), (far, tensor))[0]  # keeps the tensor, so its id
 
     swaps = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)

@@ -207,9 +207,9 @@ def assert_step_of_fully_sharded(layer, twin, x, group):
     assert_same_bits(y, expected)
     (y.square().sum() + aux.loss).backward()
     (expected.square().sum() + expected_aux.loss).backward()
-    for (name, param), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), name
-        if other.grad is not None:
-            dist.all_reduce(other.grad, group=group)
-            assert_exact(param.grad.full_tensor(), other.grad / 2)
+    for (name, param), twin_param in zip(layer.named_parameters(), twin.parameters(), strict=True):
+        assert (param.grad is None) == (twin_param.grad is None), name
+        if twin_param.grad is not None:
+            dist.all_reduce(twin_param.grad, group=group)
+            assert_exact(param.grad.full_tensor(), twin_param.grad / 2)
     assert count_parameters(layer) == count_parameters(twin)

@@ -76,21 +76,21 @@ def step(layer, x):
     """Returns the collectives of forward and backward, and the synchronizations of both."""
     passes, waits = [], 0
     for function in ("forward", "backward"):
-        with fake_device.counted() as found:
+        with fake_device.counted() as counts:
             if function == "forward":
                 y, aux = layer(x)
                 loss = y.float().square().sum() + aux.loss
             else:
                 loss.backward()
-        waits += found.pop("synchronization", 0)
-        passes.append(", ".join(f"{number} {name}" for name, number in sorted(found.items())))
+        waits += counts.pop("synchronization", 0)
+        passes.append(", ".join(f"{number} {name}" for name, number in sorted(counts.items())))
     return [*passes, str(waits)]
 
 
 def rows_of_all_layers(group, rank):
     rows = {}
-    for text, (kind, options, of_ranks) in LAYERS.items():
-        parallel = ExpertParallel(group, **of_ranks)
+    for text, (kind, options, parallel_options) in LAYERS.items():
+        parallel = ExpertParallel(group, **parallel_options)
         sizes = (E, K) if kind is MoE else (4, 2, (2, 1))
         layer = kind(D, *sizes, parallel=parallel, **({"hidden_sizes": [8]} | options()))
         x = torch.randn(5 * rank, D)
@@ -100,9 +100,9 @@ def rows_of_all_layers(group, rank):
             for _ in range(2):  # the first step moves constants to the device
                 layer.zero_grad()
                 rows[text] = step(layer, fake_device.Far(x.clone()).requires_grad_())
-            with fake_device.counted() as found:
+            with fake_device.counted() as counts:
                 clip_grad_norm_(layer, 1.0)
-        assert found == {"all-reduce": 1}, text
+        assert counts == {"all-reduce": 1}, text
     return rows
 
 
@@ -119,5 +119,5 @@ def test_the_table_of_the_guide(own_workers):
     every = own_workers.run(4, rows_of_all_layers)
     assert all(rows == every[0] for rows in every)
     table = [f"| {text} | {' | '.join(row)} |" for text, row in every[0].items()]
-    found = [line for line in GUIDE.read_text().splitlines() if re.match(r"\|.*all-to-all", line)]
-    assert found == table, "the table should be\n" + "\n".join(table)
+    lines = [line for line in GUIDE.read_text().splitlines() if re.match(r"\|.*all-to-all", line)]
+    assert lines == table, "the table should be\n" + "\n".join(table)

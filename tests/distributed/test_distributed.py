@@ -278,15 +278,15 @@ def test_compiled_layers(group, rank, kind):
     layer = layer_of(kind, group)
     compiled = torch.compile(layer, backend="eager")
     x = torch.randn(5, D, dtype=torch.float64)
-    found = []
+    passes = []
     for call in (layer, compiled, compiled):
         torch.manual_seed(rank)
         layer.zero_grad()
         y, aux = call(x)
         (y.square().sum() + aux.loss).backward()
-        found.append([y, aux.loss, *(p.grad for p in layer.parameters() if p.grad is not None)])
-    for result in found[1:]:
-        for a, b in zip(result, found[0], strict=True):
+        passes.append([y, aux.loss, *(p.grad for p in layer.parameters() if p.grad is not None)])
+    for result in passes[1:]:
+        for a, b in zip(result, passes[0], strict=True):
             assert_same_bits(a, b)
 
 
@@ -300,7 +300,7 @@ def balanced_steps(group, rank, counts, num_chunks, mesh, ties):
     gate, x = layer.gate, tokens_of(counts)
     if group is not None:
         x = x.split(counts)[rank]
-    here = slice(gate.groups.start, gate.groups.stop)
+    rows = slice(gate.groups.start, gate.groups.stop)
     whole = torch.zeros(gate.num_groups, D, gate.experts_per_group, dtype=torch.float64)
     if not ties:
         nn.init.normal_(whole, generator=torch.Generator().manual_seed(7))
@@ -311,23 +311,23 @@ def balanced_steps(group, rank, counts, num_chunks, mesh, ties):
     nn.init.zeros_(gate.threshold_secondary)
     moved = torch.randn(whole.shape[::2], generator=torch.Generator().manual_seed(8)) * 0.05
 
-    found = []
+    passes = []
     for name in ("broken", "start", "moved", "batchwise", "thresholds", "no tokens"):
-        gate.w_gate_secondary.data.copy_((broken if name == "broken" else whole)[here])
+        gate.w_gate_secondary.data.copy_((broken if name == "broken" else whole)[rows])
         if name == "moved":
-            gate.threshold_secondary.data.add_(moved[here])
+            gate.threshold_secondary.data.add_(moved[rows])
         layer.train(name not in ("batchwise", "thresholds"))
         gate.batchwise = name == "batchwise"
         y, aux = layer(x if name != "no tokens" else x[:0])
-        of_tokens = y.detach(), aux.gates.detach(), aux.expert_index, aux.token_offsets.diff()
+        token_values = y.detach(), aux.gates.detach(), aux.expert_index, aux.token_offsets.diff()
         metrics = [
             aux.gate_metrics.get(key) for key in ("share_without_expert", "mask_disagreement")
         ]
-        of_all = [aux.loss, aux.importance, aux.load, *metrics]
-        of_all = [value.detach().double() for value in of_all if value is not None]
+        sums = [aux.loss, aux.importance, aux.load, *metrics]
+        sums = [value.detach().double() for value in sums if value is not None]
         state = gate.threshold_secondary.detach().clone(), bool(gate.initialized_secondary)
-        found.append((of_tokens, of_all, *state))
-    return found, here
+        passes.append((token_values, sums, *state))
+    return passes, rows
 
 
 @pytest.mark.equation("App. B", "App. F")
@@ -346,18 +346,18 @@ def test_balanced_groups_equal_one_process(workers, counts, num_chunks, mesh, ti
     expected, _ = balanced_steps(None, 0, counts, 1, False, ties)
     assert [started for *_, started in expected] == [False] + 5 * [True]
     parts = workers.run(len(counts), balanced_steps, counts, num_chunks, mesh, ties)
-    for step, (of_tokens, of_all, threshold, started) in enumerate(expected):
-        found = [passes[step] for passes, _ in parts]
-        y, gates, *decisions = map(torch.cat, zip(*(part[0] for part in found), strict=True))
-        assert_exact(y, of_tokens[0], nan=True)
-        assert_exact(gates, of_tokens[1], nan=True)
-        for decision, wanted in zip(decisions, of_tokens[2:], strict=True):
+    for step, (token_values, sums, threshold, started) in enumerate(expected):
+        rank_passes = [passes[step] for passes, _ in parts]
+        y, gates, *decisions = map(torch.cat, zip(*(part[0] for part in rank_passes), strict=True))
+        assert_exact(y, token_values[0], nan=True)
+        assert_exact(gates, token_values[1], nan=True)
+        for decision, wanted in zip(decisions, token_values[2:], strict=True):
             assert torch.equal(decision, wanted)
-        for (_, values, threshold_here, started_here), (_, here) in zip(found, parts, strict=True):
-            for value, wanted in zip(values, of_all, strict=True):
+        for (_, values, own_threshold, own_start), (_, own) in zip(rank_passes, parts, strict=True):
+            for value, wanted in zip(values, sums, strict=True):
                 assert_exact(value, wanted, nan=True)
-            assert_exact(threshold_here, threshold[here])
-            assert started_here == started
+            assert_exact(own_threshold, threshold[own])
+            assert own_start == started
     assert ties or expected[4][0][3].unique().numel() > 2  # thresholds select differently many
 
 
@@ -419,8 +419,8 @@ def test_placement(num_experts, num_ranks, experts_per_group, counts):
     owners = [placement.owner(expert) for expert in range(num_experts)]
     assert owners == sorted(owners)
     for rank in range(num_ranks):
-        mine = [expert for expert in range(num_experts) if owners[expert] == rank]
-        assert mine == list(placement.experts_of(rank))
+        owned = [expert for expert in range(num_experts) if owners[expert] == rank]
+        assert owned == list(placement.experts_of(rank))
     for wrong in (-1, num_experts):
         rule = rf"expert must be in \[0, {num_experts}\), got {wrong}"
         with pytest.raises(ValueError, match=rule):
@@ -461,10 +461,10 @@ def test_experts_start_the_same_wherever_they_are(workers):
         parts = workers.run(world, initial_values, 7)
         assert_same_bits(torch.cat([part for part, _, _ in parts]), whole)
         assert parts[0][1] == ExpertPlacement(7, world).counts
-        assert all(torch.equal(here, after) for _, _, here in parts)
+        assert all(torch.equal(actual, after) for _, _, actual in parts)
 
 
-class OfRows(Experts):
+class RowExperts(Experts):
     """Experts with a parameter that does not have one row for each expert."""
 
     def __init__(self, num_experts):
@@ -486,7 +486,7 @@ REFUSED = [
     ({"experts": [nn.Identity()] * 4}, {}, "MoE: experts.num_experts .*1.*got 4"),
     ({"gate": nn.Identity()}, {}, "MoE: gate must .*moe_ext.Gate, got Identity"),
     ({"experts": [nn.Identity()]}, {"num_chunks": 2}, "MoE: num_experts .*8.*got 4"),
-    ({"experts": OfRows(1)}, {"num_chunks": 2}, "ExpertParallel: num_chunks .*1"),
+    ({"experts": RowExperts(1)}, {"num_chunks": 2}, "ExpertParallel: num_chunks .*1"),
     (
         {"experts": [nn.Identity()], "gate": HierarchicalNoisyTopKGate(D, 4, 1, (2, 1))},
         {"num_chunks": 2},
@@ -512,8 +512,8 @@ REFUSED = [
 
 @on_ranks(4)
 def test_options_out_of_range(group, rank):
-    both = {"process_group": group}, {}, "MoE: parallel must be None"
-    for options, shared, words in (*REFUSED, both):
+    given_twice = {"process_group": group}, {}, "MoE: parallel must be None"
+    for options, shared, words in (*REFUSED, given_twice):
         with pytest.raises((ValueError, TypeError), match=words):
             MoE(D, 4, 2, parallel=ExpertParallel(group, **shared), **options)
     with pytest.raises(ValueError, match="process_group must be a mesh with mesh_dim_names"):
@@ -599,9 +599,9 @@ def test_groups_in_bfloat16_equal_one_process(workers, kind, expert_dtype):
     y, expert_index = groups_under_autocast(None, 0, kind, expert_dtype)
     parts = workers.run(2, groups_under_autocast, kind, expert_dtype)
     assert torch.equal(torch.cat([index for _, index in parts]), expert_index)
-    found = torch.cat([y for y, _ in parts])
+    actual = torch.cat([y for y, _ in parts])
     eps = torch.finfo(torch.bfloat16).eps
-    torch.testing.assert_close(found, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
+    torch.testing.assert_close(actual, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
 
 
 @on_ranks(2)

@@ -45,7 +45,7 @@ def train(group, rank, state, accumulation, recompute, balance="global"):
     layer = make_layer(state, group, balance)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     draw = torch.Generator().manual_seed(3)
-    found = {"counts": [], "states": [], "losses": []}
+    history = {"counts": [], "states": [], "losses": []}
     for _ in range(STEPS):
         optimizer.zero_grad()
         x = torch.randn(T, D, dtype=torch.float64, generator=draw) + 0.5
@@ -64,16 +64,16 @@ def train(group, rank, state, accumulation, recompute, balance="global"):
         if group is not None:
             average_gradients(layer, group)
             dist.all_reduce(losses, group=group)
-        found["losses"].append(losses / size)
+        history["losses"].append(losses / size)
         optimizer.step()
-        found["counts"].append(layer.gate.tokens_since_update.clone())
+        history["counts"].append(layer.gate.tokens_since_update.clone())
         # With a global balance, the ranks have summed already: another sum changes nothing.
         by_rank = group is None or balance == "local"
         update_gates(layer, group if by_rank else DeviceMesh.from_group(group, "cpu"))
-        found["states"].append(getattr(layer.gate, state).clone())
+        history["states"].append(getattr(layer.gate, state).clone())
     grads = {name: param.grad for name, param in layer.named_parameters()}
     bounds = {name: entry.bounds[:2] for name, entry in expert_parameters(layer).items()}
-    return found, grads, bounds
+    return history, grads, bounds
 
 
 @pairwise(state=GATES, size=[1, 2, 3], accumulation=[1, 3], recompute=RECOMPUTED)
@@ -84,11 +84,11 @@ def test_equals_one_process_without_recomputation(workers, state, size, accumula
     assert expected["counts"][0].tolist() == at_once["counts"][0].tolist()
     assert expected["counts"][0].sum() == T * K or expected["counts"][0][E] == T
     assert (expected["states"][-1] != getattr(GATES[state](), state)).any()
-    for found, grads, bounds in workers.run(size, train, state, accumulation, recompute):
-        for actual, right in zip(found["counts"], expected["counts"], strict=True):
+    for history, grads, bounds in workers.run(size, train, state, accumulation, recompute):
+        for actual, right in zip(history["counts"], expected["counts"], strict=True):
             assert actual.tolist() == right.tolist()
         for name in ("states", "losses"):
-            assert_exact(torch.stack(found[name]), torch.stack(expected[name]))
+            assert_exact(torch.stack(history[name]), torch.stack(expected[name]))
         for name, grad in grads.items():
             first, last = bounds.get(name, (0, None))
             assert_exact(grad, expected_grads[name][first:last])

@@ -93,11 +93,11 @@ class Model(nn.Module):
             6, group, gate=HierarchicalBalancedGate(D, 3, 2, (2, 1)), hidden_sizes=(3,)
         )
         modules = [Expert(hidden) for hidden in range(3, 3 + num_experts)]
-        mine = range(num_experts) if group is None else self.flat.sharding.local_experts
+        owned = range(num_experts) if group is None else self.flat.sharding.local_experts
         self.modules_layer = self._layer(
-            num_experts, group, experts=modules[mine.start : mine.stop]
+            num_experts, group, experts=modules[owned.start : owned.stop]
         )
-        self.stacked = self._layer(num_experts, group, experts=Stacked(mine))
+        self.stacked = self._layer(num_experts, group, experts=Stacked(owned))
         groups = self.groups.gate.groups
         for name, param in self.named_parameters():
             if name.endswith("_secondary"):  # of this rank's groups
@@ -183,10 +183,10 @@ def contents(folder, step=2):
 
 
 def assert_same_contents(actual, expected):
-    for values, others in zip(actual, expected, strict=True):
-        assert values.keys() == others.keys()
+    for values, wanted in zip(actual, expected, strict=True):
+        assert values.keys() == wanted.keys()
         for name in values:
-            assert_same_bits(values[name], others[name])
+            assert_same_bits(values[name], wanted[name])
 
 
 @pytest.mark.guarantee("Crashes do not corrupt checkpoints")
@@ -254,8 +254,8 @@ def full_round_trip(group, rank, state, dense):
 @pytest.mark.parametrize("world, dense", [(1, "ddp"), (2, "ddp"), (4, "ddp"), (3, "fsdp")])
 def test_state_dict_of_one_process(workers, world, dense):
     state = Model().state_dict()
-    (back, message), *others = workers.run(world, full_round_trip, state, dense)
-    assert back.keys() == state.keys() and all(part == ({}, message) for part in others)
+    (back, message), *remaining = workers.run(world, full_round_trip, state, dense)
+    assert back.keys() == state.keys() and all(part == ({}, message) for part in remaining)
     for name in state:
         assert_same_bits(back[name], state[name])
     assert message == (
@@ -280,10 +280,10 @@ def sharded_dense(group, rank, folder):
         state = full_state_dict(model, group)
     else:
         state = full_state_dict(model, group)
-        other = parallelize(Model(group, seed=8), group, dense="fsdp")
-        others = optimizers_of("sgd", other)
-        checkpoints.load(other, others)
-        checkpoints.save(2, other, others)
+        target = parallelize(Model(group, seed=8), group, dense="fsdp")
+        target_optimizers = optimizers_of("sgd", target)
+        checkpoints.load(target, target_optimizers)
+        checkpoints.save(2, target, target_optimizers)
     checkpoints.wait()
     return state
 
@@ -305,10 +305,10 @@ def copies_of_experts(group, rank, folder):
     (y.square().mean() + loss).backward()
     optimizers[0].step()
     Checkpoints(folder / "mesh", mesh).save(2, model, optimizers)
-    other = Model(mesh, seed=rank + 2)
-    others = optimizers_of("adam", other)
-    Checkpoints(folder / "mesh", mesh).load(other, others)
-    Checkpoints(folder / "again", mesh).save(2, other, others)
+    target = Model(mesh, seed=rank + 2)
+    target_optimizers = optimizers_of("adam", target)
+    Checkpoints(folder / "mesh", mesh).load(target, target_optimizers)
+    Checkpoints(folder / "again", mesh).save(2, target, target_optimizers)
 
 
 def test_experts_with_copies(workers, tmp_path):
@@ -530,11 +530,11 @@ def test_what_does_not_fit_is_named(tmp_path):
         (4, r"\[5, 4, 6\] instead of \[4, 4, 6\]"),
         (6, "no tensor instead of"),
     ):
-        other = Model(num_experts=number)
-        before = other.dense.weight.clone()
+        changed = Model(num_experts=number)
+        before = changed.dense.weight.clone()
         with pytest.raises(CheckpointError, match=f"state must have the names .*, got .*{experts}"):
-            checkpoints.load(other)
-        assert_same_bits(other.dense.weight, before)
+            checkpoints.load(changed)
+        assert_same_bits(changed.dense.weight, before)
     with pytest.raises(CheckpointError) as raised:
         checkpoints.load(model, optimizers_of("adam", model))
     assert str(raised.value) == (
@@ -552,7 +552,7 @@ def test_what_does_not_fit_is_named(tmp_path):
 
 
 def numbers_of(model, optimizer):
-    states = [state for of_param in optimizer.state.values() for state in of_param.values()]
+    states = [state for param_state in optimizer.state.values() for state in param_state.values()]
     return [*model.state_dict().values(), *states]
 
 
@@ -566,11 +566,11 @@ def parts(kind_of_experts, kind_of_rest, **options):
     return make
 
 
-def of_all(kind, **options):
+def one_group(kind, **options):
     return lambda model: [kind(model.parameters(), **options)]
 
 
-def of_groups(*names):
+def split_groups(*names):
     def make(model):
         split = split_parameters(model)
         return [FactoredAdam([{"params": getattr(split, name)} for name in names])]
@@ -593,39 +593,39 @@ OTHER_OPTIMIZERS = {
         f"experts.weight_0: FactoredAdam (factored), {FIRST} instead of Adam, {SECOND}",
     ),
     "groups": (
-        of_groups("experts", "rest"),
-        of_groups("rest", "experts"),
+        split_groups("experts", "rest"),
+        split_groups("rest", "experts"),
         "experts.weight_0: FactoredAdam (factored), group 0 of optimizer 0 instead of "
         "FactoredAdam (factored), group 1 of optimizer 0",
     ),
     "fewer": (
-        of_groups("experts"),
-        of_all(FACTORED),
+        split_groups("experts"),
+        one_group(FACTORED),
         f"gate.w_gate: no optimizer instead of FactoredAdam (factored), {FIRST}",
     ),
     "more": (
-        of_all(FACTORED),
-        of_groups("experts"),
+        one_group(FACTORED),
+        split_groups("experts"),
         f"gate.w_gate: FactoredAdam (factored), {FIRST} instead of no optimizer",
     ),
     "amsgrad": (
-        of_all(ADAM),
-        of_all(ADAM, amsgrad=True),
+        one_group(ADAM),
+        one_group(ADAM, amsgrad=True),
         f"gate.w_gate: Adam, {FIRST} instead of Adam (amsgrad), {FIRST}",
     ),
     "momentum": (
-        of_all(SGD, momentum=0.9),
-        of_all(SGD),
+        one_group(SGD, momentum=0.9),
+        one_group(SGD),
         f"gate.w_gate: SGD (momentum), {FIRST} instead of SGD, {FIRST}",
     ),
     "centered": (
-        of_all(torch.optim.RMSprop),
-        of_all(torch.optim.RMSprop, centered=True),
+        one_group(torch.optim.RMSprop),
+        one_group(torch.optim.RMSprop, centered=True),
         f"gate.w_gate: RMSprop, {FIRST} instead of RMSprop (centered), {FIRST}",
     ),
     "factored": (
-        of_all(FactoredAdagrad, factored=False),
-        of_all(FactoredAdagrad),
+        one_group(FactoredAdagrad, factored=False),
+        one_group(FactoredAdagrad),
         f"gate.w_gate: FactoredAdagrad, {FIRST} instead of FactoredAdagrad (factored), {FIRST}",
     ),
 }
@@ -645,10 +645,10 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path, case):
 
     Checkpoints(tmp_path).save(1, *trained(make_saved))
     model, optimizers = trained(make_here)
-    before = [value.clone() for each in optimizers for value in numbers_of(model, each)]
+    before = [value.clone() for optimizer in optimizers for value in numbers_of(model, optimizer)]
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Checkpoints(tmp_path).load(model, optimizers)
-    after = [value for each in optimizers for value in numbers_of(model, each)]
+    after = [value for optimizer in optimizers for value in numbers_of(model, optimizer)]
     for value, unchanged in zip(after, before, strict=True):
         assert_same_bits(value, unchanged)
 
@@ -673,14 +673,14 @@ def test_a_shared_expert_of_fsdp_in_another_optimizer(workers, tmp_path):
 def test_options_of_the_computation_stay(tmp_path):
     """Another machine may have written the checkpoint, for example without a GPU."""
     layer = MoE(D, 4, 2)
-    Checkpoints(tmp_path).save(1, layer, of_all(FACTORED, lr=0.25)(layer))
+    Checkpoints(tmp_path).save(1, layer, one_group(FACTORED, lr=0.25)(layer))
     lr = torch.tensor(1.0)
-    (optimizer,) = of_all(FACTORED, lr=lr, capturable=True)(layer)
+    (optimizer,) = one_group(FACTORED, lr=lr, capturable=True)(layer)
     Checkpoints(tmp_path).load(layer, [optimizer])
     group = optimizer.param_groups[0]
     assert group["capturable"] and isinstance(group["lr"], torch.Tensor) and group["lr"] == 0.25
     Checkpoints(tmp_path).save(2, layer, [optimizer])
-    (optimizer,) = of_all(FACTORED)(layer)
+    (optimizer,) = one_group(FACTORED)(layer)
     Checkpoints(tmp_path).load(layer, [optimizer])
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert isinstance(optimizer.param_groups[0]["lr"], float)
@@ -724,27 +724,27 @@ def check_plain_names(group, rank, folder):
         optimizer.step()
         return optimizer
 
-    def assert_same(model, optimizer, other, others):
-        for param, there in zip(model.parameters(), other.parameters(), strict=True):
-            assert_same_bits(param.detach(), there.detach())
+    def assert_same(model, optimizer, plain, plain_optimizer):
+        for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_same_bits(param.detach(), twin.detach())
             for key, value in optimizer.state[param].items():
-                assert_same_bits(value, others.state[there][key])
+                assert_same_bits(value, plain_optimizer.state[twin][key])
 
-    model, other = wrap(Wrapped(group), group), Wrapped(group)
+    model, plain = wrap(Wrapped(group), group), Wrapped(group)
     state = full_state_dict(model, group)
-    assert state.keys() == full_state_dict(other, group).keys()
-    optimizer, others = adam_of(model), torch.optim.Adam(other.parameters())
+    assert state.keys() == full_state_dict(plain, group).keys()
+    optimizer, plain_optimizer = adam_of(model), torch.optim.Adam(plain.parameters())
     Checkpoints(folder / "wrapped", group).save(1, model, [optimizer])
-    Checkpoints(folder / "wrapped", group).load(other, [others])
-    assert_same(model, optimizer, other, others)
-    others = adam_of(other)
-    Checkpoints(folder / "plain", group).save(1, other, [others])
+    Checkpoints(folder / "wrapped", group).load(plain, [plain_optimizer])
+    assert_same(model, optimizer, plain, plain_optimizer)
+    plain_optimizer = adam_of(plain)
+    Checkpoints(folder / "plain", group).save(1, plain, [plain_optimizer])
     Checkpoints(folder / "plain", group).load(model, [optimizer])
-    assert_same(model, optimizer, other, others)
+    assert_same(model, optimizer, plain, plain_optimizer)
     state = Ranks(group).gather_objects(state)[0]
-    for each in (model, other):
-        load_full_state_dict(each, state, group)
-    assert_same(model, optimizer, other, others)
+    for m in (model, plain):
+        load_full_state_dict(m, state, group)
+    assert_same(model, optimizer, plain, plain_optimizer)
 
 
 def test_names_are_those_of_the_model_without_wrappers(workers, tmp_path):
@@ -786,8 +786,8 @@ def signed(folder):
     (folder / "SHA256SUMS").write_text("".join(f"{sums[name]}  {name}\n" for name in names))
 
 
-@pytest.mark.parametrize("of", [_MEM_FORMAT_ENCODING, os])
-def test_metadata_may_use_getattr_only_for_memory_formats(of, monkeypatch, saved):
+@pytest.mark.parametrize("cls", [_MEM_FORMAT_ENCODING, os])
+def test_metadata_may_use_getattr_only_for_memory_formats(cls, monkeypatch, saved):
     """Python 3.11.0 to 3.11.3 write a member of an enumeration as getattr(class, name)."""
     folder = saved[-1]
     metadata = read_metadata(folder)
@@ -795,11 +795,11 @@ def test_metadata_may_use_getattr_only_for_memory_formats(of, monkeypatch, saved
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda *_: reduced)
     content = pickle.dumps(metadata, protocol=3)  # names as texts
     assert b"getattr" in content
-    if of is os:
+    if cls is os:
         named = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
         content = content.replace(named, b"ctorch\nSize\n")
     (folder / ".metadata").write_bytes(content)
-    if of is os:
+    if cls is os:
         with pytest.raises(ValueError, match="must not name an attribute of"):
             read_metadata(folder)
     else:
@@ -1097,8 +1097,8 @@ class Former(nn.Module):
     def __init__(self, layer):
         super().__init__()
         self.gate, self.experts = layer.gate, nn.Module()
-        self.experts.weights = nn.ParameterList(each.detach() for each in layer.experts.weights)
-        self.experts.biases = nn.ParameterList(each.detach() for each in layer.experts.biases)
+        self.experts.weights = nn.ParameterList(weight.detach() for weight in layer.experts.weights)
+        self.experts.biases = nn.ParameterList(bias.detach() for bias in layer.experts.biases)
 
 
 def read_former(group, rank, folder):
@@ -1125,7 +1125,7 @@ def test_checkpoints_without_the_names_of_groups(tmp_path, monkeypatch):
         patch.setattr(state, "plain_names", lambda model, names: {name: name for name in names})
         patch.setattr(
             moe_ext.distributed.checkpoint,
-            "of_all_ranks",
+            "merged_options",
             lambda options, ranks: [
                 (kind, [{k: v for k, v in group.items() if k != "param_names"} for group in groups])
                 for kind, groups in options
@@ -1133,13 +1133,13 @@ def test_checkpoints_without_the_names_of_groups(tmp_path, monkeypatch):
         )
         Checkpoints(tmp_path).save(1, layer, [optimizer])
     assert "_orig_mod" in next(iter(contents(tmp_path, 1)[0]))
-    other = nn.ModuleDict({"moe": layer_with_biases()})
-    others = torch.optim.Adam(other.parameters(), amsgrad=True)
-    Checkpoints(tmp_path).load(other, [others])
-    for value, there in zip(numbers_of(other, others), numbers_of(layer, optimizer), strict=True):
-        assert_same_bits(value, there)
+    loaded = nn.ModuleDict({"moe": layer_with_biases()})
+    adam = torch.optim.Adam(loaded.parameters(), amsgrad=True)
+    Checkpoints(tmp_path).load(loaded, [adam])
+    for value, wanted in zip(numbers_of(loaded, adam), numbers_of(layer, optimizer), strict=True):
+        assert_same_bits(value, wanted)
     with pytest.raises(CheckpointError, match=r"Adam \(amsgrad\), .* instead of Adam, group 0"):
-        Checkpoints(tmp_path).load(other, [torch.optim.Adam(other.parameters())])
+        Checkpoints(tmp_path).load(loaded, [torch.optim.Adam(loaded.parameters())])
 
 
 @pytest.mark.parametrize("world", [1, 2])

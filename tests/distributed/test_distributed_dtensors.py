@@ -103,10 +103,10 @@ def assert_state(state, expected):
 
 
 def assert_gradients(model, alone):
-    for (name, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), name
-        if other.grad is not None:
-            assert_exact(whole(param.grad), other.grad)
+    for (name, param), twin in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert (param.grad is None) == (twin.grad is None), name
+        if twin.grad is not None:
+            assert_exact(whole(param.grad), twin.grad)
 
 
 def by_blocks(model, ranks):
@@ -116,7 +116,7 @@ def by_blocks(model, ranks):
 def train_two_steps(model, wrapped, rank):
     """Trains a model and its twin of one process; compares gradients, norms and states."""
     alone = Model()
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, alone)]
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, alone)]
     for _ in range(2):
         backward(wrapped, rank)
         backward(alone)
@@ -242,8 +242,8 @@ def test_chunks_of_experts(group, rank):
     assert_same_bits(y, expected)
     (y.square().sum() + aux.loss).backward()
     (expected.square().sum() + expected_aux.loss).backward()
-    for param, other in zip(layer.experts.parameters(), twin.experts.parameters(), strict=True):
-        assert_same_bits(param.grad.to_local(), other.grad)
+    for param, wanted in zip(layer.experts.parameters(), twin.experts.parameters(), strict=True):
+        assert_same_bits(param.grad.to_local(), wanted.grad)
 
 
 @on_ranks(2)
@@ -338,8 +338,8 @@ def test_what_distribute_experts_refuses(group, rank):
         layer = MoE(D, num_experts, 2, process_group=group, experts=experts, **options)
         distribute_experts(layer, group)
 
-    of_two = MoE(D, 2, 1).experts
-    packed = QuantizedExperts.from_experts(of_two, "int8")
+    two_experts = MoE(D, 2, 1).experts
+    packed = QuantizedExperts.from_experts(two_experts, "int8")
     for refused, wrong in {
         "experts must have parameters with one row for each expert, got 'ModuleExperts'": (
             lambda: prepare([nn.Linear(D, D) for _ in range(2)])
@@ -359,7 +359,7 @@ def test_what_distribute_experts_refuses(group, rank):
     }.items():
         with pytest.raises(ValueError, match=f"^distribute_experts: .*{refused}"):
             wrong()
-    layer = MoE(D, 4, 2, process_group=group, experts=LoRAExperts(of_two, rank=2, alpha=4))
+    layer = MoE(D, 4, 2, process_group=group, experts=LoRAExperts(two_experts, rank=2, alpha=4))
     distribute_experts(layer, group)
     adapters = layer.experts.adapters["default"]._parameters
     assert all(param.shape[0] == 4 for param in adapters.values())

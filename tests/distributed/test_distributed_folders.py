@@ -187,8 +187,8 @@ def test_two_runs_in_one_folder(tmp_path, monkeypatch):
     """The second one would delete the checkpoints of the first, as those of an abandoned run."""
     model, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path)
     command = [sys.executable, "-c", HOLDS_THE_LOCK, tmp_path / ".lock"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as second:
+        second.stdout.readline()
         checkpoints._folder.temporary(1).mkdir()  # the other run saves the same step
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint_folder, "PATIENCE", NEVER)
@@ -197,7 +197,7 @@ def test_two_runs_in_one_folder(tmp_path, monkeypatch):
             ):
                 checkpoints.save(1, model)
         assert checkpoints._folder.temporary(1).exists()
-        threading.Timer(0.2, other.stdin.close).start()  # as a run that is about to end
+        threading.Timer(0.2, second.stdin.close).start()  # as a run that is about to end
         checkpoints.save(1, model)
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert Checkpoints(tmp_path).load(model).step == 1  # without the lock

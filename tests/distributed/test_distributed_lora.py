@@ -68,8 +68,8 @@ def call(layer, x, part):
 def test_equals_one_process(workers, ranks, exchange, num_chunks, recompute, packed):
     shared = {"exchange": exchange, "num_chunks": num_chunks, "recompute": recompute}
     x = tokens_of({"1": [9], "2": [13], "3": [10], "2 x 2": [15]}[ranks])
-    each = partial(make, packed=packed)
-    assert_equals_one_process(workers, ranks, each, call, x, exchange == "rows", **shared)
+    make_layer = partial(make, packed=packed)
+    assert_equals_one_process(workers, ranks, make_layer, call, x, exchange == "rows", **shared)
 
 
 @on_ranks(3)
@@ -123,9 +123,9 @@ def train(group, rank, dense, packed, rest):
 def test_training_equals_one_process(workers, dense, packed, rest):
     """The base of the experts does not change; with rest = False, only an adapter is trained."""
     expected, norms = train(None, 0, dense, packed, rest)
-    (state, found), (_, others) = workers.run(2, train, dense, packed, rest)
-    assert found == others
-    torch.testing.assert_close(torch.stack(found), torch.stack(norms), rtol=1e-9, atol=0)
+    (state, losses), (_, peer_losses) = workers.run(2, train, dense, packed, rest)
+    assert losses == peer_losses
+    torch.testing.assert_close(torch.stack(losses), torch.stack(norms), rtol=1e-9, atol=0)
     before = Model(None, packed, rest).state_dict()
     assert state.keys() == expected.keys() == before.keys()
     for name, value in expected.items():
@@ -184,8 +184,8 @@ def test_parameters_are_counted_on_every_rank(group, rank, num_experts):
     layer, whole = (
         MoE(D, num_experts, 1, hidden_sizes=[7], process_group=ranks) for ranks in (group, None)
     )
-    for each in (layer, whole):
-        add_lora(each, 2, 2)
+    for m in (layer, whole):
+        add_lora(m, 2, 2)
     assert count_parameters(layer) == count_parameters(whole)
     y, _ = layer(torch.randn(4, D))
     y.sum().backward()  # a rank without experts takes part

@@ -44,8 +44,8 @@ from moe_ext.ranks import Ranks
 
 
 def assert_same_on_all_ranks(value, group):
-    for other in Ranks(group).gather_objects(value):
-        assert_same_bits(other, value)
+    for peer in Ranks(group).gather_objects(value):
+        assert_same_bits(peer, value)
 
 
 class ThreeLayers(nn.Module):
@@ -128,7 +128,7 @@ def test_training_equals_one_process(workers, layout, optimizer, recompute, norm
     _, counts = LAYOUTS[layout]
     steps, make = OPTIMIZERS[optimizer]
     model = ThreeLayers()
-    of_all = make(model.parameters())
+    optimizer_of_all = make(model.parameters())
     norms = []
     for batch in batches_of(counts, steps):
         y, loss = model(batch)
@@ -138,8 +138,8 @@ def test_training_equals_one_process(workers, layout, optimizer, recompute, norm
         ]
         (sum(losses) / len(counts)).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type))
-        of_all.step()
-        of_all.zero_grad()
+        optimizer_of_all.step()
+        optimizer_of_all.zero_grad()
 
     parts = workers.run(len(counts), train_process, layout, optimizer, recompute, norm_type)
     for params, bounds, norms_here in parts:
@@ -160,8 +160,8 @@ def test_clipping_if_experts_of_a_rank_have_no_parameters(group, rank):
     layer = MoE(D, 4, 2, experts=experts, process_group=group)
     for param in layer.parameters():
         param.grad = torch.ones_like(param)
-    of_gate, of_experts = 2 * D * 4, 2 * (D * D + D)
-    norm = torch.tensor((of_gate + of_experts) ** 0.5)
+    gate_bytes, expert_bytes = 2 * D * 4, 2 * (D * D + D)
+    norm = torch.tensor((gate_bytes + expert_bytes) ** 0.5)
     torch.testing.assert_close(clip_grad_norm_(layer, 1.0), norm)
 
 
@@ -308,8 +308,8 @@ def test_the_group_of_parallelize_has_the_timeout_of_the_ranks(group, rank):
     model = parallelize(MoE(D, 4, 2, process_group=group), group)
     assert isinstance(model, DistributedDataParallel) and model.process_group is not group
     timeouts = [
-        each._get_backend(torch.device("cpu")).options._timeout
-        for each in (group, model.process_group)
+        group_._get_backend(torch.device("cpu")).options._timeout
+        for group_ in (group, model.process_group)
     ]
     assert timeouts[0] == timeouts[1] == TIMEOUT
 
@@ -416,9 +416,9 @@ class Blocks(nn.Module):
             for layer in self.layers:
                 layer.experts = checkpoint_wrapper(layer.experts)
         if wrap == "expert":
-            of_modules = self.layers[1].experts.experts
-            for number, expert in enumerate(of_modules):
-                of_modules[number] = checkpoint_wrapper(expert)
+            modules = self.layers[1].experts.experts
+            for number, expert in enumerate(modules):
+                modules[number] = checkpoint_wrapper(expert)
 
     def forward(self, x):
         for layer in self.layers:
@@ -432,11 +432,11 @@ def checkpointed(group, rank, wrap, folder):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parallelize(model, group)
     after = model.state_dict()
-    of_experts = [name for name in before if "experts" in name]
-    assert len(of_experts) == 2 + 4
-    for name in of_experts:
+    expert_names = [name for name in before if "experts" in name]
+    assert len(expert_names) == 2 + 4
+    for name in expert_names:
         assert_same_bits(after[name], before[name])
-    assert len(expert_parameters(model)) == len(of_experts)
+    assert len(expert_parameters(model)) == len(expert_names)
     full = full_state_dict(model, group)
     Checkpoints(folder, group).save(1, model)
     loaded = Blocks(group, wrap)
@@ -473,12 +473,12 @@ def gradients_of_blocks(group, rank, wrap):
 def test_gradients_of_a_model_in_the_wrapper_of_activation_checkpointing(workers):
     """DistributedDataParallel does not average the gradients of the experts."""
     wrapped, plain = (workers.run(2, gradients_of_blocks, wrap) for wrap in (True, False))
-    for of_rank, expected in zip(wrapped, plain, strict=True):
-        for grad, value in zip(of_rank, expected, strict=True):
+    for wrapped_grad, expected in zip(wrapped, plain, strict=True):
+        for grad, value in zip(wrapped_grad, expected, strict=True):
             assert_same_bits(grad, value)
 
 
-class OfRows(Experts):
+class RowExperts(Experts):
     """Experts with a parameter that does not have one row for each expert."""
 
     def __init__(self):
@@ -496,7 +496,7 @@ def test_what_parallelize_refuses(group, rank):
     with pytest.raises(
         ValueError, match=rf"experts\.weight must have one row for .*1.*, got \({D}"
     ):
-        parallelize(layer(group, experts=OfRows()), group)
+        parallelize(layer(group, experts=RowExperts()), group)
     with pytest.raises(ValueError, match=r"^parallelize: process_group must have the ranks \[0, 1"):
         parallelize(layer(group), None)
     mixed = nn.ModuleList([layer(group), nn.Linear(D, D).bfloat16()])

@@ -92,9 +92,9 @@ def train(group, rank, dense):
 def test_training_equals_one_process(workers, dense):
     """The panels do not change."""
     expected, norms = train(None, 0, dense)
-    (state, found), (_, others) = workers.run(2, train, dense)
-    assert found == others
-    assert_exact(torch.stack(found), torch.stack(norms))
+    (state, losses), (_, peer_losses) = workers.run(2, train, dense)
+    assert losses == peer_losses
+    assert_exact(torch.stack(losses), torch.stack(norms))
     before = Model().state_dict()
     assert state.keys() == expected.keys() == before.keys()
     for name, value in expected.items():
@@ -117,15 +117,15 @@ def test_checkpoints(workers, tmp_path, worlds):
 @on_ranks(2)
 def test_states_of_another_format_are_refused(group, rank, tmp_path):
     """The panels of int8 and fp8 have the same shapes here."""
-    other, model = Model(group, ["int8", "int8"]), Model(group)
-    shapes, others = ([w.panels.shape for w in m.layer.experts.weights] for m in (model, other))
-    assert shapes == others
-    Checkpoints(tmp_path, group).save(1, other)
+    wanted, model = Model(group, ["int8", "int8"]), Model(group)
+    shapes, expected = ([w.panels.shape for w in m.layer.experts.weights] for m in (model, wanted))
+    assert shapes == expected
+    Checkpoints(tmp_path, group).save(1, wanted)
     before = copy.deepcopy(model.state_dict())
     message = r"weight_1_fp8_5x7_g128_float32_blocks: no tensor instead of \[5, 1, "
     with pytest.raises(CheckpointError, match=message):
         Checkpoints(tmp_path, group).load(model)
-    state = Ranks(group).gather_objects(full_state_dict(other, group))[0]
+    state = Ranks(group).gather_objects(full_state_dict(wanted, group))[0]
     with pytest.raises(ValueError, match=message):
         load_full_state_dict(model, state, group)
     assert_all_same_bits(model.state_dict().values(), before.values())

@@ -51,7 +51,7 @@ def test_float16_does_not_overflow(group, rank):
 def test_gradients_share_all_reduces(group, rank):
     """A gradient that is larger than a bucket has its own; other dtypes have other buckets."""
     model = Scaled(3, 5, 90, 4, 2)
-    model.other = Scaled(7, dtype=torch.float64)
+    model.second = Scaled(7, dtype=torch.float64)
     copied = [(param, Ranks(group)) for param in model.parameters()]
     averages.average_gradients(model, copied)
     with pytest.MonkeyPatch.context() as patch:
@@ -59,11 +59,11 @@ def test_gradients_share_all_reduces(group, rank):
         sizes = record(patch)
         for _ in range(2):
             model.zero_grad()
-            (model(torch.tensor(rank + 1.0)) + model.other(torch.tensor(rank + 3.0))).backward()
+            (model(torch.tensor(rank + 1.0)) + model.second(torch.tensor(rank + 3.0))).backward()
         assert sizes == 2 * [3 + 5, 90, 4 + 2, 7]
     for param in model.scales:
         assert_exact(param.grad, torch.full_like(param, 1.5))
-    assert_exact(model.other.scales[0].grad, torch.full((7,), 3.5, dtype=torch.float64))
+    assert_exact(model.second.scales[0].grad, torch.full((7,), 3.5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dense", ["ddp", "fsdp", "replicas"])
@@ -114,7 +114,7 @@ def test_replicas_within_no_sync(group, rank):
         assert sum(size >= layer.experts.weight_0.numel() for size in sizes) == 1
         grads.append([param.grad for param in layer.parameters() if param.grad is not None])
         for grad in grads[-1]:
-            for other in Ranks(group).gather_objects(grad):
-                assert_same_bits(other, grad)
+            for peer in Ranks(group).gather_objects(grad):
+                assert_same_bits(peer, grad)
     for grad, expected in zip(*grads, strict=True):
         assert_exact(grad, expected)

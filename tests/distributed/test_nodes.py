@@ -48,8 +48,8 @@ def sent_between_nodes(call, rank):
     def note(output, rows, received, counts, group, **options):
         nonlocal total
         if rows.dim() == 2 and rows.shape[1] == D:
-            for number, other in zip(counts, dist.get_process_group_ranks(group), strict=True):
-                total += number * rows[:1].nbytes if other // 2 != rank // 2 else 0
+            for number, target in zip(counts, dist.get_process_group_ranks(group), strict=True):
+                total += number * rows[:1].nbytes if target // 2 != rank // 2 else 0
         return all_to_all_single(output, rows, received, counts, group=group, **options)
 
     with patch.object(dist, "all_to_all_single", note):
@@ -73,23 +73,23 @@ def test_each_token_is_sent_once_to_each_node(group, rank):
         torch.manual_seed(1)
         parallel = ExpertParallel(group, **options)
         layer = MoE(D, 8, 4, hidden_sizes=(5,), gate=TopKGate(D, 8, 4), parallel=parallel)
-        inputs, found = x.clone().requires_grad_(), []
+        inputs, outputs = x.clone().requires_grad_(), []
 
-        def forward(layer=layer, inputs=inputs, found=found):
-            found += layer(inputs)
+        def forward(layer=layer, inputs=inputs, outputs=outputs):
+            outputs += layer(inputs)
 
-        def backward(found=found):
-            found[0].sum().backward()
+        def backward(outputs=outputs):
+            outputs[0].sum().backward()
 
         bytes_of_row = 2 * D * x.element_size()
-        both = [sent_between_nodes(run, rank) / bytes_of_row for run in (forward, backward)]
-        sent[options["exchange"]] = sum_of(both)
-        results[options["exchange"]] = found[0], inputs.grad
-    owners = [[e // 2 for e in experts] for experts in found[1].expert_index.tolist()]
-    elsewhere = [[owner for owner in each if owner // 2 != rank // 2] for each in owners]
+        rows_sent = [sent_between_nodes(run, rank) / bytes_of_row for run in (forward, backward)]
+        sent[options["exchange"]] = sum_of(rows_sent)
+        results[options["exchange"]] = outputs[0], inputs.grad
+    owners = [[e // 2 for e in experts] for experts in outputs[1].expert_index.tolist()]
+    elsewhere = [[owner for owner in experts if owner // 2 != rank // 2] for experts in owners]
     rows = sum(map(len, elsewhere))
-    pairs = sum(len({*each}) for each in elsewhere)
-    nodes = sum(len({owner // 2 for owner in each}) for each in elsewhere)
+    pairs = sum(len({*ranks}) for ranks in elsewhere)
+    nodes = sum(len({owner // 2 for owner in ranks}) for ranks in elsewhere)
     for exchange, expected in (("rows", rows), ("tokens", pairs), ("nodes", nodes)):
         assert sent[exchange] == sum_of([expected] * 2)
     for exchange in ("tokens", "nodes"):

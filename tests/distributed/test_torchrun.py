@@ -41,8 +41,8 @@ def connected_twice(group, rank, port):
         for restarts in (0, 1):
             dist.destroy_process_group()
             patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts * rank))
-            there = torchrun.init_process_group("gloo", timeout=timedelta(seconds=20))
-            assert there.rank() == rank
+            gloo = torchrun.init_process_group("gloo", timeout=timedelta(seconds=20))
+            assert gloo.rank() == rank
             dist.all_reduce(total := torch.ones(1))
             assert total == 2
 
@@ -111,8 +111,8 @@ def test_ranks_of_srun_connect(group, rank):
             patch.delenv(name)
         for name, value in environ.items():
             patch.setenv(name, value)
-        there = torchrun.init_process_group("gloo", timeout=timedelta(seconds=20))
-        assert (there.rank(), there.size()) == (rank, 2)
+        gloo = torchrun.init_process_group("gloo", timeout=timedelta(seconds=20))
+        assert (gloo.rank(), gloo.size()) == (rank, 2)
         dist.all_reduce(total := torch.ones(1))
         assert total == 2
 
@@ -126,12 +126,12 @@ def test_each_rank_has_its_own_gpu(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append(options))
     for name, value in (TORCH | ADDRESS).items():
         monkeypatch.setenv(name, value)
-    other = torch.device("cuda", 0)
+    first_gpu = torch.device("cuda", 0)
     torchrun.init_process_group()
-    torchrun.init_process_group("cpu:gloo,cuda:nccl", device_id=other)
+    torchrun.init_process_group("cpu:gloo,cuda:nccl", device_id=first_gpu)
     torchrun.init_process_group("gloo")
-    assert calls == [{"device_id": torch.device("cuda", 1)}, {"device_id": other}, {}]
-    assert chosen == [torch.device("cuda", 1), other]
+    assert calls == [{"device_id": torch.device("cuda", 1)}, {"device_id": first_gpu}, {}]
+    assert chosen == [torch.device("cuda", 1), first_gpu]
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="LOCAL_RANK must be below the number of GPUs, 2, got 2"):
         torchrun.init_process_group()

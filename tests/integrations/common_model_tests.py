@@ -93,8 +93,8 @@ def import_tests(folder):
     package = sys.modules[PACKAGE] = types.ModuleType(PACKAGE)
     package.__path__ = [str(folder)]
     for name, mixin in ABSENT.items():
-        for each in (name.partition(".")[0], name):
-            sys.modules[f"{PACKAGE}.{each}"] = types.ModuleType(each)
+        for module in (name.partition(".")[0], name):
+            sys.modules[f"{PACKAGE}.{module}"] = types.ModuleType(module)
         setattr(sys.modules[f"{PACKAGE}.{name}"], mixin, type(mixin, (), {}))
     return importlib.import_module(f"{PACKAGE}.test_modeling_common")
 
@@ -145,10 +145,10 @@ def packed(class_):
 
         @classmethod
         def from_pretrained(cls, *args, **options):
-            found = super().from_pretrained(*args, **options)
-            model = found[0] if isinstance(found, tuple) else found
+            pretrained = super().from_pretrained(*args, **options)
+            model = pretrained[0] if isinstance(pretrained, tuple) else pretrained
             plug.quantize_experts(model, "mxfp4", quiet=True)
-            return found
+            return pretrained
 
         def save_pretrained(self, *args, **options):
             dequantized(self, class_).save_pretrained(*args, **options)
@@ -205,13 +205,13 @@ def failures(common, model_type, experts, names=None):
 
     bases = common.ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase
     case = type("CommonTest", bases, {"setUp": setUp, "all_model_classes": tuple(classes)})
-    found = unittest.defaultTestLoader.getTestCaseNames(case)
+    test_names = unittest.defaultTestLoader.getTestCaseNames(case)
     result = unittest.TestResult()
     implementation = "moe_ext" if experts == "packed" else experts
     with default_experts(implementation), warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.filterwarnings("error", "experts_implementation='moe_ext'")  # a module falls back
-        unittest.TestSuite(map(case, found if names is None else names)).run(result)
+        unittest.TestSuite(map(case, test_names if names is None else names)).run(result)
     errors = {
         getattr(test, "test_case", test).id().rpartition(".")[2]: text.strip().splitlines()[-1]
         for test, text in [*result.failures, *result.errors]

@@ -73,9 +73,9 @@ def llama_tokens(path, text):
     llama = _library()
     model = _model(llama, path)
     vocabulary, data = llama.llama_model_get_vocab(model), text.encode()
-    found = (llama.llama_token * (len(data) + 8))()
-    count = llama.llama_tokenize(vocabulary, data, len(data), found, len(found), False, True)
+    buffer = (llama.llama_token * (len(data) + 8))()
+    count = llama.llama_tokenize(vocabulary, data, len(data), buffer, len(buffer), False, True)
     assert count >= 0
-    tokens = [*found[:count]]
+    tokens = [*buffer[:count]]
     llama.llama_model_free(model)
     return tokens

@@ -55,7 +55,7 @@ def write(folder, model_type, kind, **sizes):
             format, scheme = scheme_of(kind)
             del files[name]
             packed, floats[name] = compressed(weight, format, scheme)
-            files |= {f"{name.removesuffix('weight')}{key}": each for key, each in packed.items()}
+            files |= {f"{name.removesuffix('weight')}{key}": part for key, part in packed.items()}
             group = scheme.model_dump(mode="json")
             settings = {"quant_method": "compressed-tensors", "format": format}
             settings |= {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
@@ -206,13 +206,13 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, num_tensors=0,
             add(f"{kv.replace('kv_b', 'v_b')}.weight", v, TYPES.F32)
             floats[name] = weight
         else:
-            found = names.get_name(base) or names.get_name(name) or names.get_name(name[:-5])
+            target = names.get_name(base) or names.get_name(name) or names.get_name(name[:-5])
             suffix = (
                 suffix if names.get_name(base) else "bias" if suffix.endswith("bias") else "weight"
             )
             type = TYPES.Q8_0 if base.endswith("q_proj") and suffix == "weight" else TYPES.F32
             flat = weight.flatten() if base.endswith("shared_expert_gate") else weight
-            floats[name] = add(f"{found}.{suffix}", flat, type).view(weight.shape)
+            floats[name] = add(f"{target}.{suffix}", flat, type).view(weight.shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

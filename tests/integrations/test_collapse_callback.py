@@ -39,7 +39,7 @@ def trained(model, folder, callback, num_rows=32, **options):
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    data = [{"input_ids": each, "labels": each} for each in rows]
+    data = [{"input_ids": ids, "labels": ids} for ids in rows]
     trainer = transformers.Trainer(
         model,
         transformers.TrainingArguments(str(folder), **usual | options),
@@ -50,14 +50,14 @@ def trained(model, folder, callback, num_rows=32, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
-    texts = [str(each.message) for each in caught]
+    texts = [str(w.message) for w in caught]
     return [text for text in texts if text.startswith("CollapseCallback: ")]
 
 
 def test_a_balanced_model_has_no_warning(tmp_path):
     model = tiny("mixtral")
     assert trained(model, tmp_path, CollapseCallback()) == []
-    assert not any(each._forward_pre_hooks for each in experts_modules(model).values())
+    assert not any(module._forward_pre_hooks for module in experts_modules(model).values())
 
 
 def test_warnings_name_layer_rule_and_values(tmp_path):
@@ -65,10 +65,10 @@ def test_warnings_name_layer_rule_and_values(tmp_path):
     with torch.no_grad(), balance(model) as measured:
         model(tokens())
     busiest = int(measured.layers[1].load.argmax())
-    found = trained(model, tmp_path, CollapseCallback(), max_steps=2)
+    messages = trained(model, tmp_path, CollapseCallback(), max_steps=2)
     share = f"the share of the busiest expert must be at most 0.667, got 1.00 (expert {busiest})"
     dead = "the fraction of dead experts must be at most 0.25, got 0.67 (4 of 6)"
-    assert found == [
+    assert messages == [
         f"{NAME}: {text}; step {step}"
         for step in (1, 2)
         for text in (
@@ -88,8 +88,8 @@ def test_limits(limits, number, tmp_path):
 
 def test_few_tokens_are_collected(tmp_path):
     """A step has 36 tokens with 2 experts each; a check needs 192."""
-    found = trained(collapsed(), tmp_path, CollapseCallback(), num_rows=4)
-    assert [text.rpartition("; ")[2] for text in found] == ["step 3", "step 3"]
+    messages = trained(collapsed(), tmp_path, CollapseCallback(), num_rows=4)
+    assert [text.rpartition("; ")[2] for text in messages] == ["step 3", "step 3"]
 
 
 def test_an_evaluation_does_not_count(tmp_path):
@@ -102,7 +102,7 @@ def test_a_second_training_measures_again(tmp_path):
     callback.on_train_begin(None, None, None, model=model)  # as before an error in the training
     assert len(trained(model, tmp_path, callback)) == 6
     assert callback.measured is None
-    assert not any(each._forward_pre_hooks for each in experts_modules(model).values())
+    assert not any(module._forward_pre_hooks for module in experts_modules(model).values())
 
 
 @pytest.mark.parametrize(

@@ -126,21 +126,21 @@ def adapted(model, *, linear=LINEAR, **options):
 
 def merged_experts(model):
     """Returns the merged float weights [E, in, out] of each layer, by the path of the experts."""
-    found = {}
+    weights = {}
     for path, experts in lora_experts(model).items():
         own = experts.merged_experts(torch.float32)
-        found[path.removesuffix(".packed")] = [each.detach() for each in own.weights]
-    return found
+        weights[path.removesuffix(".packed")] = [weight.detach() for weight in own.weights]
+    return weights
 
 
 def merged_linear(model):
     """Returns the merged weights of linear layers, as PEFT computes them, by their names."""
-    found = {}
+    weights = {}
     for path, module in model.named_modules():
         if hasattr(module, "get_delta_weight"):
             weight = module.get_base_layer().weight.detach()
-            found[f"{path}.weight"] = weight + module.get_delta_weight("default").detach()
-    return found
+            weights[f"{path}.weight"] = weight + module.get_delta_weight("default").detach()
+    return weights
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
@@ -164,7 +164,7 @@ def test_floats(checkpoint, dtype, tmp_path):
     save(model, tmp_path, name, shard_size=100_000)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     assert type(plain) is type(model) and not hasattr(plain, "hf_quantizer")
-    assert {each.dtype for each in plain.parameters()} >= {dtype}
+    assert {p.dtype for p in plain.parameters()} >= {dtype}
     difference = error(logits_of(plain.float()), logits_of(model))
     assert difference < (1e-5 if dtype == torch.float32 else 0.1)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -181,9 +181,9 @@ def test_each_weight_of_floats_is_rounded_once(checkpoint, tmp_path):
         module = plain.get_submodule(path)
         names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
         for name, weight in zip(names, weights, strict=True):
-            found = module.get_parameter(name)
-            found = found if module.is_transposed else found.mT
-            assert torch.equal(found, weight.bfloat16())
+            actual = module.get_parameter(name)
+            actual = actual if module.is_transposed else actual.mT
+            assert torch.equal(actual, weight.bfloat16())
     for name, weight in merged_linear(model).items():
         assert error(plain.get_parameter(name), weight) < 2**-8
 
@@ -198,12 +198,12 @@ def test_floats_have_the_names_of_the_checkpoint(checkpoint, tmp_path):
 
 
 def names_of(folder):
-    found = []
+    names = []
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        found += [name for name in header if name != "__metadata__"]
-    return sorted(found)
+        names += [name for name in header if name != "__metadata__"]
+    return sorted(names)
 
 
 def test_a_float_model_that_was_packed_in_memory(tmp_path):
@@ -259,17 +259,17 @@ def test_merged_in_the_format_of_the_checkpoint(checkpoint, request, tmp_path):
     kind = CHECKPOINTS[request.node.callspec.params["checkpoint"]][1]
     save(model, tmp_path / "merged", "merged")
     save(model, tmp_path / "floats", "float32")
-    found, old = tensors_of(tmp_path / "merged"), tensors_of(folder)
+    actual, old = tensors_of(tmp_path / "merged"), tensors_of(folder)
     assert files_of(tmp_path / "merged") == files_of(folder)
-    assert [*found] == [*old]
+    assert [*actual] == [*old]
     adapted = re.compile(rf"experts\..*|self_attn\.({'|'.join(LINEAR)})\.weight$")
     expected = dict(old)
     for name, weight in tensors_of(tmp_path / "floats").items():
         if adapted.search(name) and "bias" not in name:
             expected |= reference(name, weight, kind)
-    for name, each in expected.items():
-        assert_same_bits(found[name], each)
-    assert len(different(old, found)) > 8
+    for name, value in expected.items():
+        assert_same_bits(actual[name], value)
+    assert len(different(old, actual)) > 8
     model = load(tmp_path / "merged")
     assert 0 < error(logits_of(model), logits_of(checkpoint[1])) < 0.3
     save(model, tmp_path / "again")
@@ -286,7 +286,7 @@ def reference(name, weight, kind):
         return {name: codes, f"{name}_scale_inv": scales}
     if kind in SCHEMES and PROJECTIONS.search(name):
         packed, _ = compressed(weight, *scheme_of(kind))
-        return {f"{name.removesuffix('weight')}{key}": each for key, each in packed.items()}
+        return {f"{name.removesuffix('weight')}{key}": tensor for key, tensor in packed.items()}
     return {name: weight}
 
 
@@ -300,20 +300,20 @@ def different(old, new):
 
 
 def tensors_of(folder):
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return dict(sorted(found.items()))
+        tensors |= load_file(path)
+    return dict(sorted(tensors.items()))
 
 
 def files_of(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def different_files(folder, other):
+def different_files(folder, second):
     names = files_of(folder)
-    assert names == files_of(other)
-    return [name for name in names if not filecmp.cmp(folder / name, other / name, shallow=False)]
+    assert names == files_of(second)
+    return [name for name in names if not filecmp.cmp(folder / name, second / name, shallow=False)]
 
 
 def test_experts_without_a_change_keep_their_bytes(tmp_path):
@@ -325,9 +325,9 @@ def test_experts_without_a_change_keep_their_bytes(tmp_path):
     save(model, tmp_path / "merged", "merged")
     old, new = tensors_of(tmp_path / "model"), tensors_of(tmp_path / "merged")
     changed = different(old, new)
-    found = {tuple(re.search(r"experts\.(\d)\.(\w+)\.weight", name).groups()) for name in changed}
+    touched = {tuple(re.search(r"experts\.(\d)\.(\w+)\.weight", name).groups()) for name in changed}
     first = {(str(e), name) for e in (4, 5) for name in ("gate_proj", "up_proj")}
-    assert found == first | {("0", "down_proj")}
+    assert touched == first | {("0", "down_proj")}
     for experts in lora_experts(model).values():
         experts.set_adapter()
     save(model, tmp_path / "none", "merged")
@@ -347,14 +347,14 @@ def test_scales_of_fp8_keep_their_dtype(dtype, tmp_path):
     model = adapted(load(tmp_path / "model"))
     save(model, tmp_path / "merged", "merged")
     save(model, tmp_path / "floats", "float32")
-    found, floats = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "floats")
-    names = [name for name in found if name.endswith("_scale_inv") and ".experts." in name]
+    actual, floats = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "floats")
+    names = [name for name in actual if name.endswith("_scale_inv") and ".experts." in name]
     for name in names:
-        scales, weight = found[name], floats[name.removesuffix("_scale_inv")]
+        scales, weight = actual[name], floats[name.removesuffix("_scale_inv")]
         assert scales.dtype == dtype
         wide = torch.kron(scales.float(), torch.ones(128, 128))[: len(weight), : weight.shape[1]]
         codes = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
-        assert torch.equal(codes.float(), found[name.removesuffix("_scale_inv")].float())
+        assert torch.equal(codes.float(), actual[name.removesuffix("_scale_inv")].float())
         largest = weight[:128, :128].abs().max()
         assert largest / 448 <= scales[0, 0].float() * (1 + 2**-8) < 2.02 * largest / 448
     assert len(names) == 36
@@ -372,12 +372,12 @@ def test_one_scale_for_a_matrix(tmp_path):
     model = adapted(load(tmp_path / "model"))
     save(model, tmp_path / "merged", "merged")
     save(model, tmp_path / "floats", "float32")
-    found, floats = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "floats")
+    actual, floats = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "floats")
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
     scale = floats[name].abs().max() / 448
-    assert torch.equal(found[f"{name}_scale"], scale.view(1))
+    assert torch.equal(actual[f"{name}_scale"], scale.view(1))
     codes = (floats[name] / scale).to(torch.float8_e4m3fn)
-    assert torch.equal(codes.float(), found[name].float())
+    assert torch.equal(codes.float(), actual[name].float())
 
 
 def test_a_changed_packed_weight_is_quantized_again(tmp_path):
@@ -411,11 +411,11 @@ def test_merged_and_unchanged_in_the_file_of_gguf(name, tmp_path):
     model = adapted(load(path, config=config))
     save(model, tmp_path / "merged", "merged")
     save(model, tmp_path / "floats.gguf", "gguf_f32")
-    old, found = gguf_of(path), gguf_of(tmp_path / "merged" / "model.gguf")
+    old, actual = gguf_of(path), gguf_of(tmp_path / "merged" / "model.gguf")
     floats = gguf_of(tmp_path / "floats.gguf")
     changed = re.compile(r"_exps\.weight|attn_(q|q_b|output)\.weight")
-    assert [*old] == [*found]
-    for name, tensor in found.items():
+    assert [*old] == [*actual]
+    for name, tensor in actual.items():
         expected = old[name].data
         if changed.search(name):
             expected = gguf.quantize(floats[name].data, tensor.tensor_type)
@@ -445,13 +445,13 @@ def test_experts_in_an_unknown_format_of_gguf_are_quantized_again(tmp_path):
     with pytest.raises(ValueError, match=rule):
         save(model, tmp_path / "other")
     save(model, tmp_path / "merged", "merged")
-    found = gguf_of(tmp_path / "merged" / "model.gguf")
+    tensors = gguf_of(tmp_path / "merged" / "model.gguf")
     expected = gguf.quantize(experts.down_proj.detach().numpy(), TYPES.Q5_0)
-    assert np.array_equal(found["blk.1.ffn_down_exps.weight"].data, expected)
+    assert np.array_equal(tensors["blk.1.ffn_down_exps.weight"].data, expected)
     expected = gguf.quantize(experts.gate_up_proj[:, :32].detach().numpy(), TYPES.Q8_0)
-    assert np.array_equal(found["blk.1.ffn_gate_exps.weight"].data, expected)
+    assert np.array_equal(tensors["blk.1.ffn_gate_exps.weight"].data, expected)
     same = gguf_of(path)["blk.1.ffn_up_exps.weight"].data
-    assert np.array_equal(found["blk.1.ffn_up_exps.weight"].data, same)
+    assert np.array_equal(tensors["blk.1.ffn_up_exps.weight"].data, same)
 
 
 def test_gguf_in_several_files(tmp_path):
@@ -484,13 +484,13 @@ def test_gguf_gives_the_logits_of_the_model(name, dtype, tmp_path):
     model = adapted(small(name)).to(dtype)
     path = tmp_path / "model.gguf"
     save(model, path, "gguf_f32")
-    found = load(path, config=config_for(model), dtype=dtype)
-    assert error(logits_of(found), logits_of(model)) < (1e-5 if dtype == torch.float32 else 0.1)
-    config = found.config
+    loaded = load(path, config=config_for(model), dtype=dtype)
+    assert error(logits_of(loaded), logits_of(model)) < (1e-5 if dtype == torch.float32 else 0.1)
+    config = loaded.config
     for key in ("hidden_size", "num_hidden_layers", "rms_norm_eps", "vocab_size"):
         value = getattr(config, key)
         assert value == pytest.approx(getattr(model.config, key)), key
-    types = {each.tensor_type.name for each in gguf_of(path).values()}
+    types = {tensor.tensor_type.name for tensor in gguf_of(path).values()}
     assert types == ({"F32"} if dtype == torch.float32 else {"F32", "BF16"})
 
 
@@ -502,14 +502,14 @@ def test_the_format_of_experts_in_gguf(format, tmp_path):
     model = adapted(small("gpt_oss", "mxfp4"))
     save(model, tmp_path / "floats.gguf", "gguf_f32")
     save(model, tmp_path / "model.gguf", format)
-    floats, found = gguf_of(tmp_path / "floats.gguf"), gguf_of(tmp_path / "model.gguf")
+    floats, actual = gguf_of(tmp_path / "floats.gguf"), gguf_of(tmp_path / "model.gguf")
     kind = TYPES[format.removeprefix("gguf_").upper()]
-    experts = [name for name in found if name.endswith("_exps.weight")]
+    experts = [name for name in actual if name.endswith("_exps.weight")]
     assert len(experts) == 6
     for name in experts:
-        assert found[name].tensor_type == kind
+        assert actual[name].tensor_type == kind
         expected = gguf.quantize(floats[name].data, kind)
-        assert np.array_equal(found[name].data.view(np.uint8), expected.view(np.uint8)), name
+        assert np.array_equal(actual[name].data.view(np.uint8), expected.view(np.uint8)), name
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "gguf_mxfp4", "gguf_q4_0", "gguf_q8_0"])
@@ -521,12 +521,12 @@ def test_codes_in_gguf_stay_as_they_are(format, tmp_path):
     floats = gguf_of(tmp_path / "floats.gguf")
     for name, tensor in gguf_of(tmp_path / "model.gguf").items():
         assert np.array_equal(gguf.dequantize(tensor.data, tensor.tensor_type), floats[name].data)
-    found = load(tmp_path / "model.gguf")
-    assert error(logits_of(found), logits_of(model)) < 1e-6
-    own = [each.packed.weights for each in plug.experts_modules(model).values()]
-    again = [each.packed.weights for each in plug.experts_modules(found).values()]
-    for mine, theirs in zip(own, again, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
+    loaded = load(tmp_path / "model.gguf")
+    assert error(logits_of(loaded), logits_of(model)) < 1e-6
+    own = [module.packed.weights for module in plug.experts_modules(model).values()]
+    again = [module.packed.weights for module in plug.experts_modules(loaded).values()]
+    for value, expected in zip(own, again, strict=True):
+        for a, b in zip(value, expected, strict=True):
             assert b.format == {"mxfp4": "gguf_mxfp4"}.get(a.format, a.format)
             assert torch.equal(a.dequantize(), b.dequantize())
 
@@ -535,9 +535,9 @@ def test_gguf_of_a_packed_checkpoint(tmp_path):
     write(tmp_path / "model", "gpt_oss", "mxfp4", **PLAIN_ROPE)
     model = adapted(load(tmp_path / "model"))
     save(model, tmp_path / "model.gguf", "gguf")
-    found = load(tmp_path / "model.gguf")
-    assert error(logits_of(found), logits_of(model)) < 0.3
-    save(found, tmp_path / "again.gguf", "gguf")
+    loaded = load(tmp_path / "model.gguf")
+    assert error(logits_of(loaded), logits_of(model)) < 0.3
+    save(loaded, tmp_path / "again.gguf", "gguf")
     assert filecmp.cmp(tmp_path / "model.gguf", tmp_path / "again.gguf", shallow=False)
 
 
@@ -564,8 +564,8 @@ def test_adapters_in_gguf(tmp_path):
             a, b = (adapter[f"{name}.lora_{letter}"].data for letter in "ab")
             assert a.ndim == b.ndim == (3 if "_exps" in name else 2)
             scale = values["adapter.lora.alpha"] / b.shape[-1]
-            found = torch.from_numpy(base[name].data + scale * (b @ a))
-            assert error(found, torch.from_numpy(merged[name].data.copy())) < 1e-5
+            actual = torch.from_numpy(base[name].data + scale * (b @ a))
+            assert error(actual, torch.from_numpy(merged[name].data.copy())) < 1e-5
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -578,8 +578,8 @@ def test_llama_cpp_gives_the_logits_of_the_model(name, tmp_path):
     save(model, tmp_path / "merged.gguf", "gguf_f32")
     assert error(llama_logits(tmp_path / "merged.gguf", tokens()), expected) < 1e-5
     save(model, tmp_path / "adapter.gguf", "gguf_adapter")
-    found = llama_logits(tmp_path / "base.gguf", tokens(), tmp_path / "adapter.gguf")
-    assert error(found, expected) < 1e-5
+    actual = llama_logits(tmp_path / "base.gguf", tokens(), tmp_path / "adapter.gguf")
+    assert error(actual, expected) < 1e-5
 
 
 def test_llama_cpp_rounds_the_limits_of_yarn(tmp_path):
@@ -631,7 +631,7 @@ def tokenizer(request):
     """Returns the name of a rule of splitting, and a tokenizer with it."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[request.param]]
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[request.param]]
     own = Tokenizer(models.BPE())
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)
     own.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
@@ -669,7 +669,7 @@ def test_tokenizers_in_gguf(tokenizer, tmp_path, capsys):
     count = len(own.get_vocab())
     assert f"the tokenizer with {count} tokens ({name})" in capsys.readouterr().err
     fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
-    values = {key: each.contents() for key, each in fields.items() if key.startswith("tokenizer")}
+    values = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer")}
     texts = values["tokenizer.ggml.tokens"]
     assert (
         len(texts) == 320 and {text: i for i, text in enumerate(texts[:count])} == own.get_vocab()
@@ -681,7 +681,7 @@ def test_tokenizers_in_gguf(tokenizer, tmp_path, capsys):
     save(load(tmp_path / "model.gguf"), tmp_path / "again.gguf", "gguf_q8_0")  # copies the fields
     fields = gguf.GGUFReader(tmp_path / "again.gguf").fields
     assert values == {
-        key: each.contents() for key, each in fields.items() if key.startswith("tokenizer")
+        key: field.contents() for key, field in fields.items() if key.startswith("tokenizer")
     }
 
 
@@ -691,8 +691,8 @@ def test_llama_cpp_gives_the_tokens_of_the_tokenizer(tokenizer, tmp_path):
     own.save_pretrained(tmp_path / "model")
     save(load(tmp_path / "model"), tmp_path / "model.gguf", "gguf")
     text = f"{TEXT}<|end|>"
-    found = llama_tokens(tmp_path / "model.gguf", text)
-    assert found == own(text).input_ids and own.eos_token_id in found
+    actual = llama_tokens(tmp_path / "model.gguf", text)
+    assert actual == own(text).input_ids and own.eos_token_id in actual
 
 
 def test_gguf_needs_the_package(tmp_path, monkeypatch):
@@ -778,20 +778,20 @@ def test_formats_without_a_rule_of_rounding(tmp_path):
         module.packed = QuantizedExperts(weights, activation="swiglu")
     path = tmp_path / "old" / "model.gguf"
     save(model, path, "gguf")
-    found = load(path)
-    assert {each.packed.weights[0].format for each in plug.experts_modules(found).values()} == {
+    loaded = load(path)
+    assert {m.packed.weights[0].format for m in plug.experts_modules(loaded).values()} == {
         "gguf_q4_k"
     }
-    assert error(logits_of(found), logits_of(model)) < 1e-5
-    adapted(found)
+    assert error(logits_of(loaded), logits_of(model)) < 1e-5
+    adapted(loaded)
     refused(
-        "must have no adapters, because gguf_q4_k has no rule", found, tmp_path / "a.gguf", "gguf"
+        "must have no adapters, because gguf_q4_k has no rule", loaded, tmp_path / "a.gguf", "gguf"
     )
     message = "experts cannot be written in gguf_q4_k: format must be one of fp8, "
     with pytest.raises(ValueError, match=message):
-        save(found, tmp_path / "merged", "merged")
-    save(found, tmp_path / "merged.gguf", "gguf_q8_0")
-    assert error(logits_of(load(tmp_path / "merged.gguf")), logits_of(found)) < 0.05
+        save(loaded, tmp_path / "merged", "merged")
+    save(loaded, tmp_path / "merged.gguf", "gguf_q8_0")
+    assert error(logits_of(load(tmp_path / "merged.gguf")), logits_of(loaded)) < 0.05
 
 
 def test_adapters_that_cannot_be_merged(tmp_path):

@@ -63,19 +63,19 @@ def load(path, **options):
 
 
 def packed_experts(model):
-    return [each.packed for each in plug.experts_modules(model).values()]
+    return [module.packed for module in plug.experts_modules(model).values()]
 
 
-def same_files(folder, other):
+def same_files(folder, second):
     names = sorted(path.name for path in folder.iterdir())
-    assert names == sorted(path.name for path in other.iterdir())
-    return [name for name in names if not filecmp.cmp(folder / name, other / name, shallow=False)]
+    assert names == sorted(path.name for path in second.iterdir())
+    return [name for name in names if not filecmp.cmp(folder / name, second / name, shallow=False)]
 
 
 def test_logits_are_those_of_the_dequantized_model(checkpoint):
     folder, expected = checkpoint
     model = load(folder)
-    assert all(isinstance(each, QuantizedExperts) for each in packed_experts(model))
+    assert all(isinstance(experts, QuantizedExperts) for experts in packed_experts(model))
     assert error(logits_of(model), logits_of(expected)) < 1e-5
     assert count_parameters(model) == count_parameters(expected)
 
@@ -94,7 +94,7 @@ def test_gguf(name, tmp_path):
     expected = write_gguf(tmp_path / "model.gguf", model_type, kind, **options)
     config = expected.config if model_type == "deepseek_v3" else None
     model = load(tmp_path, config=config)
-    assert all(isinstance(each, QuantizedExperts) for each in packed_experts(model))
+    assert all(isinstance(experts, QuantizedExperts) for experts in packed_experts(model))
     assert error(logits_of(model), logits_of(expected)) < 1e-5
 
 
@@ -130,7 +130,7 @@ def test_biases_have_the_dtype_of_the_model(dtype, tmp_path):
     """Autocast gives the experts other rows than the dtype of their biases."""
     expected = write(tmp_path, "gpt_oss", "mxfp4")
     model = load(tmp_path, dtype=dtype)
-    assert {bias.dtype for each in packed_experts(model) for bias in each.biases} == {dtype}
+    assert {bias.dtype for experts in packed_experts(model) for bias in experts.biases} == {dtype}
     assert error(logits_of(model), logits_of(expected)) < (1e-5 if dtype == torch.float32 else 0.1)
     with torch.autocast("cpu", torch.bfloat16):
         assert error(logits_of(model), logits_of(expected)) < 0.1
@@ -190,7 +190,7 @@ def test_the_line_says_what_happened(fp8, tmp_path, capsys):
         "; not packed: none; not used: 27 tensors of the checkpoint, such as model.layers.1."
         in (line)
     )
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert f"; trained: {trained:,} parameters;" in line
 
 
@@ -200,13 +200,13 @@ def test_quantize_experts(model_type, capsys):
     model = tiny(model_type, **sizes).eval()
     plug.quantize_experts(model, "mxfp4")
     assert "packed: 2 in mxfp4 (" in capsys.readouterr().err
-    found = logits_of(model)
+    actual = logits_of(model)
     dequantized = copy.deepcopy(model)
     for module in plug.experts_modules(dequantized).values():
         module.packed = module.packed.dequantize()
-    assert torch.equal(found, logits_of(dequantized))
+    assert torch.equal(actual, logits_of(dequantized))
     float_logits = logits_of(tiny(model_type, **sizes).eval())
-    assert 1e-4 < error(found, float_logits) < 0.5
+    assert 1e-4 < error(actual, float_logits) < 0.5
 
 
 def test_models_of_the_hub(fp8, tmp_path, monkeypatch):
@@ -266,9 +266,9 @@ def test_balance_counts_the_tokens_of_packed_experts(fp8):
 def test_gradients_reach_the_dense_weights(fp8):
     folder, expected = fp8
     model = load(folder)
-    for each in (model, expected):
-        each.zero_grad()
-        each(tokens(), labels=tokens()).loss.backward()
+    for m in (model, expected):
+        m.zero_grad()
+        m(tokens(), labels=tokens()).loss.backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert error(parameter.grad, expected.get_parameter(name).grad) < 1e-4, name
@@ -282,15 +282,15 @@ def test_adapters(name, tmp_path):
     model, dequantized = load(tmp_path / "model"), load(tmp_path / "model")
     for module in plug.experts_modules(dequantized).values():
         module.packed = module.packed.dequantize()
-    for each in (model, dequantized):
+    for m in (model, dequantized):
         torch.manual_seed(0)
-        report = add_lora(each, rank=4, alpha=8)
-        for name, parameter in each.named_parameters():
+        report = add_lora(m, rank=4, alpha=8)
+        for name, parameter in m.named_parameters():
             if ".b_" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
-        each(tokens(), labels=tokens()).loss.backward()
+        m(tokens(), labels=tokens()).loss.backward()
     assert len(report.experts) == len(plug.experts_modules(model)) and not report.skipped
-    own = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+    own = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert f"trained: {sum(map(torch.numel, own.values())):,} parameters" in plug.describe(model)
     for name, gradient in own.items():
         assert error(gradient, dequantized.get_parameter(name).grad) < 1e-4, name
@@ -329,7 +329,7 @@ def peak_of_load(folder):
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak
     model = load(folder, dtype=torch.bfloat16)
-    size = sum(each.nbytes for each in model.parameters())
+    size = sum(p.nbytes for p in model.parameters())
     return size, resident_bytes("VmHWM") - resident
 
 
@@ -365,7 +365,7 @@ def test_peak_of_memory_of_quantize_experts():
         models.append(model)
 
     peak = peak_mib(quantized) * MIB
-    packed = [sum(p.nbytes for p in each.parameters()) for each in packed_experts(models[1])]
+    packed = [sum(p.nbytes for p in experts.parameters()) for experts in packed_experts(models[1])]
     assert peak < without + packed[0] + MIB < without + sum(packed)
 
 
@@ -374,7 +374,7 @@ def test_peak_of_memory_of_save(tmp_path):
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 24}
     write(tmp_path / "model", "qwen3_moe", "fp8", **sizes)
     model = load(tmp_path / "model", dtype=torch.bfloat16)
-    assert sum(each.nbytes for each in model.parameters()) > 18 * MIB
+    assert sum(p.nbytes for p in model.parameters()) > 18 * MIB
     assert peak_mib(lambda: plug.save(model, tmp_path / "saved")) < 2
 
 
@@ -385,9 +385,9 @@ def test_memory_plan(name, tmp_path):
     write(tmp_path, model_type, kind, **sizes)
     model = load(tmp_path)
     plan = plug.memory_plan(tmp_path, batch=2, tokens=9, dtype=torch.float32)
-    experts = sum(each.nbytes for own in packed_experts(model) for each in own.parameters())
+    experts = sum(p.nbytes for own in packed_experts(model) for p in own.parameters())
     assert plan.experts == experts
-    assert plan.dense == sum(each.nbytes for each in model.parameters()) - experts
+    assert plan.dense == sum(p.nbytes for p in model.parameters()) - experts
     with torch.no_grad():
         cache = model(tokens(), use_cache=True).past_key_values
     assert plan.kv_cache == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -466,7 +466,7 @@ HOSTILE = {
     ),
     "an expert of another shape": (
         lambda tensors: tensors.update(
-            {name: each[:16].clone() for name, each in tensors.items() if name == EXPERT}
+            {name: tensor[:16].clone() for name, tensor in tensors.items() if name == EXPERT}
         ),
         "load: model.layers.1.mlp.experts.gate_up_proj must have experts of one shape, got",
     ),
@@ -478,7 +478,7 @@ HOSTILE = {
     ),
     "a dense weight of another shape": (
         lambda tensors: tensors.update(
-            {name: each[:16].clone() for name, each in tensors.items() if name == DENSE}
+            {name: tensor[:16].clone() for name, tensor in tensors.items() if name == DENSE}
         ),
         f"load: {DENSE} must have shape (64,), got (16,)",
     ),
@@ -637,7 +637,7 @@ def test_integer_arithmetic(fp8, tmp_path, capsys):
         load(folder, arithmetic="integer")
     write(tmp_path, "gpt_oss", "mxfp4")
     model, exact = load(tmp_path, arithmetic="integer"), load(tmp_path)
-    assert {each.arithmetic for each in packed_experts(model)} == {"integer"}
+    assert {experts.arithmetic for experts in packed_experts(model)} == {"integer"}
     difference = error(logits_of(model), logits_of(exact))
     assert 0 < difference < 0.05
     chat._use_integers(exact)

@@ -50,15 +50,15 @@ def logits(model):
 @pytest.fixture
 def formed(monkeypatch):
     """Records the parameters that PEFT parametrizes: those whose W + B A it forms."""
-    found = []
+    formed_weights = []
     register = nn.utils.parametrize.register_parametrization
 
     def record(module, name, *arguments, **options):
-        found.append(name)
+        formed_weights.append(name)
         return register(module, name, *arguments, **options)
 
     monkeypatch.setattr(nn.utils.parametrize, "register_parametrization", record)
-    return found
+    return formed_weights
 
 
 def compare(make, formed, tolerance=1e-5):
@@ -69,7 +69,7 @@ def compare(make, formed, tolerance=1e-5):
         results.append(losses_of(make(implementation)))
         assert bool(formed) == (implementation == "grouped_mm")
     assert_close(*results, tolerance)
-    assert sum(each is not None for each in results[0].values()) > 1
+    assert sum(value is not None for value in results[0].values()) > 1
     return results[0]
 
 
@@ -78,8 +78,8 @@ def compare(make, formed, tolerance=1e-5):
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_equals_peft(model_type, formed):
-    found = compare(lambda name: adapted(tiny(model_type, name)), formed)
-    assert error(found["logits"], losses_of(tiny(model_type))["logits"]) > 1e-3  # they are in use
+    actual = compare(lambda name: adapted(tiny(model_type, name)), formed)
+    assert error(actual["logits"], losses_of(tiny(model_type))["logits"]) > 1e-3  # they are in use
 
 
 @pytest.mark.parametrize(
@@ -108,35 +108,35 @@ def test_trained_weights(formed):
 
     def make(name):
         model = adapted(tiny("qwen3_moe", name))
-        for each in model.parameters():
-            each.requires_grad_()
+        for p in model.parameters():
+            p.requires_grad_()
         return model
 
-    found = compare(make, formed)
-    assert any(name.endswith("gate_up_proj") and each is not None for name, each in found.items())
+    actual = compare(make, formed)
+    assert any(name.endswith("gate_up_proj") and v is not None for name, v in actual.items())
 
 
 def test_half_precision(formed):
     """PEFT keeps the adapters of a model in bfloat16 in float32, and computes in bfloat16."""
     models = [adapted(tiny("qwen3_moe", name).bfloat16()) for name in ("moe_ext", "grouped_mm")]
     assert {p.dtype for n, p in models[0].named_parameters() if "lora" in n} == {torch.float32}
-    found, expected = map(losses_of, models)
+    actual, expected = map(losses_of, models)
     exact = losses_of(adapted(tiny("qwen3_moe", "eager")).double())
-    assert found.keys() == expected.keys()
-    for name, each in found.items():
-        if each is not None and each.numel():
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        if value is not None and value.numel():
             wanted = exact[name]
-            assert error(each, wanted) < max(2 * error(expected[name], wanted), 0.02), name
+            assert error(value, wanted) < max(2 * error(expected[name], wanted), 0.02), name
 
 
 def test_autocast(formed):
-    found = []
+    losses = []
     for name in ("moe_ext", "grouped_mm"):
         model = adapted(tiny("qwen3_moe", name))
         exact = logits(model)
         with torch.autocast("cpu", torch.bfloat16):
-            found.append(error(logits(model), exact))
-    assert 0 < found[0] < 2 * found[1]
+            losses.append(error(logits(model), exact))
+    assert 0 < losses[0] < 2 * losses[1]
 
 
 def test_disabled_and_merged_adapters(formed):
@@ -182,9 +182,9 @@ def losses_of_rank(group, rank):
 
 def test_fsdp2(workers):
     expected = losses_of(adapted(tiny("qwen3_moe", "grouped_mm")))
-    for found in workers.run(2, losses_of_rank):
-        assert len(found) == 8
-        assert_close(found, {name: expected[name] for name in found})
+    for losses in workers.run(2, losses_of_rank):
+        assert len(losses) == 8
+        assert_close(losses, {name: expected[name] for name in losses})
 
 
 # Training
@@ -220,8 +220,8 @@ def test_training_equals_peft(model_type, tmp_path, formed):
     for name, model in models.items():
         model.eval().save_pretrained(tmp_path / name)
         expected = logits(model)
-        for other in models:
-            base = tiny(model_type, other).eval()
+        for implementation in models:
+            base = tiny(model_type, implementation).eval()
             loaded = peft.PeftModel.from_pretrained(base, tmp_path / name)
             assert error(logits(loaded), expected) < 1e-5
         assert error(expected, logits(tiny(model_type).eval())) > 1e-2
@@ -243,12 +243,12 @@ def test_adapters_of_a_bias(fresh_warnings, formed):
 
     message = "PEFT forms W . B A of gate_up_proj_bias in GptOssExperts: the operator has adapters"
     with pytest.warns(UserWarning, match=message):
-        found = losses_of(make("moe_ext"))
+        actual = losses_of(make("moe_ext"))
     assert {*formed} == {"gate_up_proj_bias"}
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error", UserWarning)
         logits(make("moe_ext"))
-    assert_close(found, losses_of(make("grouped_mm")))
+    assert_close(actual, losses_of(make("grouped_mm")))
 
 
 @pytest.mark.parametrize("reason", ["variant", "dropout"])
@@ -282,9 +282,9 @@ def test_a_weight_with_another_parametrization(fresh_warnings, formed):
         models.append(model)
     formed.clear()
     with pytest.warns(UserWarning, match="of down_proj in .*Qwen3MoeExperts: it has another"):
-        found = logits(models[0])
+        actual = logits(models[0])
     assert {*formed} == {"down_proj"}
-    assert error(found, logits(models[1])) < 1e-5
+    assert error(actual, logits(models[1])) < 1e-5
 
 
 class Sine(nn.Module):
@@ -300,9 +300,9 @@ def test_an_experts_module_that_the_operator_cannot_compute(fresh_warnings, form
             if module.__class__.__name__ == "Qwen3MoeExperts":
                 module.act_fn = Sine()
     with pytest.warns(UserWarning, match="uses 'grouped_mm': its activation is none of"):
-        found = logits(models[0])
+        actual = logits(models[0])
     assert {*formed} == {*LAYERS}
-    assert_same_bits(found, logits(models[1]))
+    assert_same_bits(actual, logits(models[1]))
 
 
 def test_without_the_import(fresh_warnings, formed, monkeypatch):
@@ -367,10 +367,10 @@ def bridged(model_type, packed=False):
     model, twin = (tiny(model_type).eval().requires_grad_(False) for _ in range(2))
     if packed:
         integration.quantize_experts(model, "int8", quiet=True)
-    for layer, other in zip(model.model.layers, twin.model.layers, strict=True):
+    for layer, twin_layer in zip(model.model.layers, twin.model.layers, strict=True):
         if not hasattr(layer.mlp, "experts"):  # a dense layer
             continue
-        last = other.mlp.experts
+        last = twin_layer.mlp.experts
         if not packed:
             layer.mlp.experts = Bridge(layer.mlp.experts)
         else:
@@ -397,9 +397,9 @@ def test_files_of_peft(model_type, options, packed, tmp_path):
     assert error(logits(saved), logits(bridged(model_type, packed)[1])) > 1e-3
     # The file that we write has the same tensors.
     integration_of_peft.save_adapter(model, tmp_path / "ours", "theirs", task_type="CAUSAL_LM")
-    theirs, ours = (peft.utils.load_peft_weights(str(f)) for f in (tmp_path, tmp_path / "ours"))
-    assert theirs.keys() == ours.keys()
-    assert_all_same_bits([ours[name] for name in theirs], theirs.values())
+    peer, own = (peft.utils.load_peft_weights(str(f)) for f in (tmp_path, tmp_path / "ours"))
+    assert peer.keys() == own.keys()
+    assert_all_same_bits([own[name] for name in peer], peer.values())
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": [0]}, {"rslora": True, "shared_a": True}])
@@ -435,19 +435,17 @@ def test_files_with_attention(model_type, options, tmp_path):
     saved.save_pretrained(tmp_path / "theirs")
     report = integration_of_peft.load_adapter(model, tmp_path / "theirs", "theirs")
     assert error(logits(model), logits(saved)) < 1e-5
-    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name or ".adapters." in name for name in trained)
-    linear = sum(each.numel() for name, each in saved.named_parameters() if "attn" in name)
+    linear = sum(p.numel() for name, p in saved.named_parameters() if "attn" in name)
     linear -= sum(
-        each.numel() for name, each in bridged(model_type)[1].named_parameters() if "attn" in name
+        p.numel() for name, p in bridged(model_type)[1].named_parameters() if "attn" in name
     )
     assert report.trained[""] == linear > 0
     integration_of_peft.save_adapter(model, tmp_path / "ours", "theirs", task_type="CAUSAL_LM")
-    theirs, ours = (
-        peft.utils.load_peft_weights(str(tmp_path / name)) for name in ("theirs", "ours")
-    )
-    assert theirs.keys() == ours.keys()
-    assert_all_same_bits([ours[name] for name in theirs], theirs.values())
+    peer, own = (peft.utils.load_peft_weights(str(tmp_path / name)) for name in ("theirs", "ours"))
+    assert peer.keys() == own.keys()
+    assert_all_same_bits([own[name] for name in peer], peer.values())
     loaded = peft.PeftModel.from_pretrained(bridged(model_type, packed=True)[1], tmp_path / "ours")
     assert error(logits(loaded), logits(saved)) < 1e-5
 

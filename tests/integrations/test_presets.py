@@ -62,28 +62,28 @@ def peer_of(name):
     return peer
 
 
-def state_of(peer, of=lambda parameter: parameter):
-    """Returns our state dict; `of` returns the weight or the gradient of a parameter."""
+def state_of(peer, value_of=lambda parameter: parameter):
+    """Returns our state dict; `value_of` returns the weight or the gradient of a parameter."""
     router = peer.router if hasattr(peer, "router") else peer.gate
     router_weight = router.classifier.weight if hasattr(router, "classifier") else router.weight
     # LongCat-Flash allocates unused weights for the identity experts too.
-    weights = of(peer.experts.gate_up_proj)[:E], of(peer.experts.down_proj)
-    state = {"gate.w_gate": of(router_weight).T}
+    weights = value_of(peer.experts.gate_up_proj)[:E], value_of(peer.experts.down_proj)
+    state = {"gate.w_gate": value_of(router_weight).T}
     for i, weight in enumerate(weights):
         state[f"experts.weight_{i}"] = weight if hasattr(router, "bias") else weight.mT
     if hasattr(router, "bias"):  # gpt-oss
-        state["gate.b_gate"] = of(router.bias)
-        state["experts.bias_0"] = of(peer.experts.gate_up_proj_bias)
-        state["experts.bias_1"] = of(peer.experts.down_proj_bias)
+        state["gate.b_gate"] = value_of(router.bias)
+        state["experts.bias_0"] = value_of(peer.experts.gate_up_proj_bias)
+        state["experts.bias_1"] = value_of(peer.experts.down_proj_bias)
     if hasattr(router, "e_score_correction_bias"):
         state["gate.selection_bias"] = router.e_score_correction_bias
     shared = getattr(peer, "shared_experts", getattr(peer, "shared_expert", None))
     if shared is not None:
-        columns = torch.cat([of(shared.gate_proj.weight), of(shared.up_proj.weight)])
+        columns = torch.cat([value_of(shared.gate_proj.weight), value_of(shared.up_proj.weight)])
         state["shared_expert.expert.weight_0"] = columns.T[None]
-        state["shared_expert.expert.weight_1"] = of(shared.down_proj.weight).T[None]
+        state["shared_expert.expert.weight_1"] = value_of(shared.down_proj.weight).T[None]
     if hasattr(peer, "shared_expert_gate"):
-        state["shared_expert.w_gate"] = of(peer.shared_expert_gate.weight).T
+        state["shared_expert.w_gate"] = value_of(peer.shared_expert_gate.weight).T
     return state
 
 
@@ -98,8 +98,8 @@ def test_equals_transformers(name):
     peer, layer = peer_of(name), LAYERS[name]().double()
     layer.load_state_dict(state_of(peer))
     x = torch.randn(1, T, D, dtype=torch.float64)
-    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
-    (y, aux), expected = layer(mine), peer(theirs)
+    x_own, x_peer = (x.clone().requires_grad_() for _ in range(2))
+    (y, aux), expected = layer(x_own), peer(x_peer)
     expected = expected[0] if isinstance(expected, tuple) else expected
     tolerance = dict(rtol=0, atol=1e-10) if name == "gpt_oss" else dict(rtol=1e-5, atol=5e-6)
     assert aux.tokens_per_expert.min() > 0
@@ -107,7 +107,7 @@ def test_equals_transformers(name):
     weight = torch.randn_like(y)
     (y * weight).sum().backward()
     (expected * weight).sum().backward()
-    torch.testing.assert_close(mine.grad, theirs.grad, **tolerance)
+    torch.testing.assert_close(x_own.grad, x_peer.grad, **tolerance)
     gradients = state_of(peer, lambda parameter: parameter.grad)
     for key, parameter in layer.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[key], **tolerance)

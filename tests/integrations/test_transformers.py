@@ -46,16 +46,16 @@ NOT_BUILT = {"Dots3NoteExperts": "is a per-layer attribute"}
 
 def registry():
     """Finds (module, class) of each class with the decorator use_experts_implementation."""
-    found = []
+    classes = []
     for file in sorted(MODELS.glob("*/modeling_*.py")):
         if "use_experts_implementation" in (source := file.read_text()):
-            found += [
+            classes += [
                 (f"transformers.models.{file.parent.name}.{file.stem}", node.name)
                 for node in ast.parse(source).body
                 if isinstance(node, ast.ClassDef)
-                and any("use_experts_impl" in ast.unparse(each) for each in node.decorator_list)
+                and any("use_experts_impl" in ast.unparse(d) for d in node.decorator_list)
             ]
-    return found
+    return classes
 
 
 REGISTRY = registry()
@@ -107,8 +107,8 @@ class InFloat64(TorchFunctionMode):
 
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        args = tuple(widen(each) for each in args)
-        return func(*args, **{key: widen(each) for key, each in (kwargs or {}).items()})
+        args = tuple(widen(arg) for arg in args)
+        return func(*args, **{key: widen(value) for key, value in (kwargs or {}).items()})
 
 
 def inputs(experts, num_tokens=7, dtype=torch.float64):
@@ -135,11 +135,11 @@ def results(experts, implementation, x, index, gates):
 def assert_equal_to_eager(experts, x, index, gates, tolerance=1e-10):
     with InFloat64():
         expected = results(experts, "eager", x, index, gates)
-        found = results(experts, "moe_ext", x, index, gates)
-    assert found.keys() == expected.keys()
+        actual = results(experts, "moe_ext", x, index, gates)
+    assert actual.keys() == expected.keys()
     for name in expected:
-        assert found[name].dtype == expected[name].dtype
-        assert error(found[name], expected[name]) < tolerance, name
+        assert actual[name].dtype == expected[name].dtype
+        assert error(actual[name], expected[name]) < tolerance, name
 
 
 @pytest.fixture(autouse=True)
@@ -156,14 +156,14 @@ def test_the_registry_is_found():
     assert {"MixtralExperts", "GptOssExperts", "AriaExperts"} <= {name for _, name in REGISTRY}
 
 
-BUILT = [each for each in REGISTRY if each[1] not in NOT_BUILT]
+BUILT = [row for row in REGISTRY if row[1] not in NOT_BUILT]
 each_class = pytest.mark.parametrize(("module", "name"), BUILT, ids=[name for _, name in BUILT])
 
 
 def cast(arguments, dtype):
     return [
-        each.detach().to(dtype).requires_grad_() if each.is_floating_point() else each
-        for each in arguments
+        value.detach().to(dtype).requires_grad_() if value.is_floating_point() else value
+        for value in arguments
     ]
 
 
@@ -178,21 +178,21 @@ def test_each_class_equals_eager(module, name):
         with InFloat64():
             exact = copy.deepcopy(experts).double(), "eager", *cast(narrow, torch.float64)
             expected = results(*exact)
-        eager, ours = (results(experts, each, *narrow) for each in ("eager", "moe_ext"))
+        eager, fused = (results(experts, name, *narrow) for name in ("eager", "moe_ext"))
         # The gradient of a bias sums about 25 rows in float32.
         rounding = max(torch.finfo(dtype).eps / 2, 4 * torch.finfo(torch.float32).eps)
         for key in expected:
             bound = 2 * max(error(eager[key], expected[key]), rounding)
-            assert error(ours[key], expected[key]) <= bound, (key, dtype)
+            assert error(fused[key], expected[key]) <= bound, (key, dtype)
 
 
 def test_only_classes_with_other_activations_fall_back():
-    found = {
+    classes = {
         name
         for module, name in BUILT
         if isinstance(activations.activation_of(build(module, name)), str)
     }
-    assert found == set(FALL_BACKS) & {name for _, name in BUILT}
+    assert classes == set(FALL_BACKS) & {name for _, name in BUILT}
 
 
 MIXTRAL = ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
@@ -212,8 +212,8 @@ def test_activations_are_recognised(function, name, has_gate):
     experts.act_fn = transformers.activations.ACT2FN[function]
     gated = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "sigmoid": "glu"}
     expected = gated.get(name) if has_gate else name
-    found = activations.activation_of(experts)
-    assert isinstance(found, str) if expected is None else found.name == expected
+    actual = activations.activation_of(experts)
+    assert isinstance(actual, str) if expected is None else actual.name == expected
     assert_equal_to_eager(experts, *inputs(experts))
 
 
@@ -259,8 +259,8 @@ def test_a_cold_export_contains_the_operator():
         program = torch.export.export(model, (), arguments, strict=False)
     called = [node for node in program.graph.nodes if "moe_ext.experts" in str(node.target)]
     assert len(called) == len(plug.experts_modules(model))
-    found = activations.activation_of(next(iter(plug.experts_modules(model).values())))
-    assert found == activations.KnownActivation("swiglu")
+    actual = activations.activation_of(next(iter(plug.experts_modules(model).values())))
+    assert actual == activations.KnownActivation("swiglu")
 
 
 class Wrapped(torch.Tensor):
@@ -316,8 +316,8 @@ def test_fp8_models_fall_back(monkeypatch):
         monkeypatch.setitem(fp8.ALL_FP8_EXPERTS_FUNCTIONS._local_mapping, name, called)
         x = torch.randn(3, 4)
         with pytest.warns(UserWarning, match=f"FP8Experts uses '{name}': its parameters are FP8"):
-            found = experts(x, torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1))
-        assert torch.equal(found, x + 1)
+            y = experts(x, torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1))
+        assert torch.equal(y, x + 1)
 
 
 @pytest.mark.parametrize("function", ["relu6", "gelu_10", "leaky_relu", "mish", "prelu"])
@@ -335,7 +335,7 @@ def test_a_fall_back_warns_once_and_says_why():
         warnings.simplefilter("always")
         for _ in range(2):
             results(experts, "moe_ext", *inputs(experts))
-    (message,) = [str(each.message) for each in caught]
+    (message,) = [str(w.message) for w in caught]
     assert "NemotronHExperts uses 'eager': its activation is none of" in message
 
 
@@ -350,7 +350,7 @@ def test_decoding_under_autocast_warns_once():
             warnings.simplefilter("always")
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 model(ids), model(ids)
-        return [str(each.message) for each in caught]
+        return [str(w.message) for w in caught]
 
     (message,) = warnings_of(model, step)
     assert re.search(r"all experts of Qwen3MoeExperts .* model.to\(torch.bfloat16\)", message)
@@ -385,12 +385,12 @@ def test_expert_parallelism_skips_the_experts_of_other_ranks(class_):
     index = index.masked_fill(index == 2, NUM_EXPERTS)
     expected = results(experts, "eager", x, index, gates)
     experts._is_expert_parallel = True
-    found = results(experts, "moe_ext", x, index, gates)
+    actual = results(experts, "moe_ext", x, index, gates)
     for name in expected:
-        assert error(found[name], expected[name]) < (1e-6 if class_ is MUSE_SPARK else 1e-10), name
-    assert (found["gates"][index == NUM_EXPERTS] == 0).all()
+        assert error(actual[name], expected[name]) < (1e-6 if class_ is MUSE_SPARK else 1e-10), name
+    assert (actual["gates"][index == NUM_EXPERTS] == 0).all()
     nothing = results(experts, "moe_ext", x, torch.full_like(index, NUM_EXPERTS), gates)
-    assert all((each == 0).all() for each in nothing.values())
+    assert all((value == 0).all() for value in nothing.values())
 
 
 def test_x_is_converted_to_the_dtype_of_the_parameters():
@@ -416,8 +416,8 @@ def test_gradient_checkpointing(use_reentrant):
     expected = losses_of(model)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.train()
-    found = losses_of(model)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    losses = losses_of(model)
+    assert all(torch.equal(losses[name], expected[name]) for name in expected)
 
 
 def test_copies_of_a_model():

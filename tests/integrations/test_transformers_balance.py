@@ -46,11 +46,11 @@ def ids(*shape):
 
 def routers(model):
     """Returns the routers by the name of the experts module next to them."""
-    found = {}
+    modules = {}
     for name in experts_modules(model):
         block = model.get_submodule(name.rpartition(".")[0])
-        found[name] = block.router if hasattr(block, "router") else block.gate
-    return found
+        modules[name] = block.router if hasattr(block, "router") else block.gate
+    return modules
 
 
 class Recorded:
@@ -225,8 +225,8 @@ def test_losses_and_gradients_equal_the_formula(kind, tolerance, checkpointing):
             losses = measured.losses()
             actual = gradients(model, task_loss + measured.loss())
     assert losses.keys() == direct.keys()
-    for each, loss in losses.items():
-        torch.testing.assert_close(loss, direct[each], rtol=1e-12, atol=0)
+    for part, loss in losses.items():
+        torch.testing.assert_close(loss, direct[part], rtol=1e-12, atol=0)
     assert_same_gradients(actual, expected, tolerance)
 
 
@@ -268,15 +268,17 @@ def test_compiled_models(checkpointing, w_importance, fullgraph):
         with balance(model, w_importance) as measured:
             for _ in range(2):
                 loss = forward(tokens, labels=tokens, use_cache=False).loss
-                found = gradients(model, loss + (measured.loss() if w_importance else 0))
-        return measured.layers, found
+                grads = gradients(model, loss + (measured.loss() if w_importance else 0))
+        return measured.layers, grads
 
     expected, expected_gradients = run(model)
     compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
     actual, actual_gradients = run(compiled)
-    for mine, other in zip(actual, expected, strict=True):
-        assert mine.load.tolist() == other.load.tolist() and mine.num_tokens == 2 * tokens.numel()
-        torch.testing.assert_close(mine.importance, other.importance, rtol=1e-5, atol=1e-5)
+    for stats, wanted in zip(actual, expected, strict=True):
+        assert (
+            stats.load.tolist() == wanted.load.tolist() and stats.num_tokens == 2 * tokens.numel()
+        )
+        torch.testing.assert_close(stats.importance, wanted.importance, rtol=1e-5, atol=1e-5)
     assert_same_gradients(actual_gradients, expected_gradients, 1e-4)
 
 
@@ -290,8 +292,8 @@ def test_names_and_counts_of_compiled_modules():
     with balance(torch.compile(model, backend="eager")) as measured_again:
         model(tokens)
     assert [layer.name for layer in measured_again.layers] == names
-    for layer, other in zip(measured_again.layers, measured.layers, strict=True):
-        assert layer.load.tolist() == other.load.tolist()
+    for layer, wanted in zip(measured_again.layers, measured.layers, strict=True):
+        assert layer.load.tolist() == wanted.load.tolist()
 
 
 class OwnExperts(torch.nn.Module):

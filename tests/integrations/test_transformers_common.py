@@ -47,10 +47,10 @@ def quiet():
 
 
 def failed_with_ours_alone(common, model_type, experts):
-    found, num_passed = failures(common, model_type, experts)
+    failed, num_passed = failures(common, model_type, experts)
     assert num_passed > 70
-    of_eager, _ = failures(common, model_type, "eager", found)
-    return {name: error for name, error in found.items() if name not in of_eager}
+    eager_failed, _ = failures(common, model_type, "eager", failed)
+    return {name: error for name, error in failed.items() if name not in eager_failed}
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -60,8 +60,8 @@ def test_float_experts(common, model_type):
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_packed_experts(common, model_type):
-    found = failed_with_ours_alone(common, model_type, "packed")
-    expected = {name for name in found if name.startswith(tuple(PACKED))}
-    assert {name: found[name] for name in found.keys() - expected} == {}
+    failed = failed_with_ours_alone(common, model_type, "packed")
+    expected = {name for name in failed if name.startswith(tuple(PACKED))}
+    assert {name: failed[name] for name in failed.keys() - expected} == {}
     if model_type == "qwen3_moe":  # each line of the list is needed
         assert all(any(name.startswith(line) for name in expected) for line in PACKED)

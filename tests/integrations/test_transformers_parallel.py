@@ -88,8 +88,8 @@ def check_experts(results, counts, num_experts, shared):
         close(torch.cat([result[name] for result in results]), parameter.grad)
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def refusals_of_process(group, rank, folder):
 
 def test_refuses(workers, tmp_path):
     save_model(tmp_path, 5)
-    for uneven, other, whole in workers.run(2, refusals_of_process, str(tmp_path)):
+    for uneven, second, whole in workers.run(2, refusals_of_process, str(tmp_path)):
         assert uneven.startswith("Cannot evenly shard 5 experts across 2")
-        assert "ep_implementation must be 'moe_ext', got 'all_to_all'" in other
+        assert "ep_implementation must be 'moe_ext', got 'all_to_all'" in second
         assert whole.startswith("ep_implementation='moe_ext': ep_plan must shard each parameter")
 
 

@@ -28,7 +28,7 @@ STEPS = 4
 LAYERS = 2
 
 
-def both(run, *arguments):
+def twice(run, *arguments):
     """Returns run("moe_ext", ...) and run("eager", ...), each after the same seed."""
     results = []
     for implementation in ("moe_ext", "eager"):
@@ -44,19 +44,19 @@ def load(folder, implementation, **options):
     )
 
 
-def assert_within_twice_eager(found, eager, exact):
+def assert_within_twice_eager(actual, eager, exact):
     """Asserts that the errors of bfloat16 are at most twice those of eager."""
-    for name, each in exact.items():
-        bound = 2 * max(error(eager[name], each), 2**-9)
-        assert error(found[name], each) <= bound, name
+    for name, value in exact.items():
+        bound = 2 * max(error(eager[name], value), 2**-9)
+        assert error(actual[name], value) <= bound, name
 
 
 def backward_calls(model):
     """Returns (needs_x, needs_parameters) of each backward call of the operator."""
     with torch.profiler.profile(record_shapes=True) as profile:
         model(tokens(), labels=tokens()).loss.backward()
-    calls = [each for each in profile.events() if each.name == "moe_ext::_experts_backward"]
-    return [each.concrete_inputs[10:12] for each in calls]
+    calls = [event for event in profile.events() if event.name == "moe_ext::_experts_backward"]
+    return [call.concrete_inputs[10:12] for call in calls]
 
 
 # transformers.Trainer
@@ -79,14 +79,14 @@ def trainer(model, folder, **options):
     return transformers.Trainer(
         model,
         transformers.TrainingArguments(str(folder), **(arguments | options)),
-        train_dataset=[{"input_ids": each, "labels": each} for each in ids],
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
     )
 
 
 def history(trained):
     """Returns the losses and the norms of the gradient, one value a step."""
-    logs = [each for each in trained.state.log_history if "loss" in each]
-    return {key: torch.tensor([each[key] for each in logs]) for key in ("loss", "grad_norm")}
+    logs = [entry for entry in trained.state.log_history if "loss" in entry]
+    return {key: torch.tensor([entry[key] for entry in logs]) for key in ("loss", "grad_norm")}
 
 
 def run_trainer(implementation, folder, model_type, options):
@@ -111,16 +111,16 @@ def checkpointing(use_reentrant):
     ],
 )
 def test_trainer(tmp_path, model_type, options):
-    found, expected = both(run_trainer, tmp_path, model_type, options)
-    assert len(found["loss"]) == STEPS
-    assert_close(found, expected, 1e-4)
+    actual, expected = twice(run_trainer, tmp_path, model_type, options)
+    assert len(actual["loss"]) == STEPS
+    assert_close(actual, expected, 1e-4)
 
 
 def test_trainer_with_autocast(tmp_path):
     exact = run_trainer("eager", tmp_path, "mixtral", {})
-    found, eager = both(run_trainer, tmp_path, "mixtral", {"bf16": True})
-    assert_within_twice_eager(found, eager, exact)
-    assert not torch.equal(found["loss"], exact["loss"])
+    actual, eager = twice(run_trainer, tmp_path, "mixtral", {"bf16": True})
+    assert_within_twice_eager(actual, eager, exact)
+    assert not torch.equal(actual["loss"], exact["loss"])
 
 
 def test_trainer_resumes_from_a_checkpoint(tmp_path):
@@ -133,8 +133,8 @@ def test_trainer_resumes_from_a_checkpoint(tmp_path):
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert torch.equal(history(resumed)["loss"], history(expected)["loss"])
     weights = expected.model.state_dict()
-    for name, each in resumed.model.state_dict().items():
-        assert torch.equal(each, weights[name]), name
+    for name, value in resumed.model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
 
 
 # Loops
@@ -160,15 +160,15 @@ def run_with_router_losses(implementation, model_type):
     output = model(tokens(), labels=tokens())
     output.loss.backward()
     assert output.aux_loss > 0
-    gradients = {name: each.grad for name, each in model.named_parameters()}
-    logits = {f"router_logits {i}": each for i, each in enumerate(output.router_logits)}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    logits = {f"router_logits {i}": logits for i, logits in enumerate(output.router_logits)}
     return {"loss": output.loss, "aux_loss": output.aux_loss, **logits, **gradients}
 
 
 @pytest.mark.parametrize("run", [run_loop, run_with_router_losses])
 @each_model
 def test_loops_equal_eager(model_type, run):
-    assert_close(*both(run, model_type))
+    assert_close(*twice(run, model_type))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_compiled_training_step(model_type):
     compiled = torch.compile(model, fullgraph=ONE_GRAPH, backend="aot_eager")
     output = compiled(tokens(), labels=tokens())
     output.loss.backward()
-    gradients = {name: each.grad for name, each in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
     expected = losses_of(tiny(model_type, "eager").train())
     assert_close({"logits": output.logits.detach(), **gradients}, expected)
 
@@ -195,9 +195,9 @@ def test_bfloat16(model_type, autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return losses_of(model if autocast else model.bfloat16())
 
-    found, eager = both(run)
-    assert found["logits"].dtype == torch.bfloat16
-    assert_within_twice_eager(found, eager, exact)
+    actual, eager = twice(run)
+    assert actual["logits"].dtype == torch.bfloat16
+    assert_within_twice_eager(actual, eager, exact)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_frozen_experts(model_type, trained):
                 parameter.requires_grad_(any(f".{weight}" in name for weight in trained))
         return model
 
-    assert_close(*both(lambda name: losses_of(make(name))))
+    assert_close(*twice(lambda name: losses_of(make(name))))
     weights = [weight in trained for weight in ("gate_up_proj", "down_proj")]
     needed = weights + (weights if model_type == "gpt_oss" else [])  # the biases
     assert backward_calls(make("moe_ext")) == [[True, needed]] * LAYERS
@@ -243,18 +243,18 @@ EXPERTS = {
 
 def lora_losses(implementation, model_type, options):
     """Returns the logits and the gradients that exist."""
-    found = losses_of(lora(tiny(model_type, implementation), **options))
-    return {name: each for name, each in found.items() if each is not None}
+    values = losses_of(lora(tiny(model_type, implementation), **options))
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @pytest.mark.parametrize("options", [ATTENTION, EXPERTS], ids=["attention", "experts"])
 @each_model
 def test_lora(model_type, options):
-    found, expected = both(lora_losses, model_type, options)
-    assert len(found) == 1 + LAYERS * 4
-    assert_close(found, expected)
+    actual, expected = twice(lora_losses, model_type, options)
+    assert len(actual) == 1 + LAYERS * 4
+    assert_close(actual, expected)
     plain = losses_of(tiny(model_type))["logits"]
-    assert error(found["logits"], plain) > 1e-3  # the adapters are in use
+    assert error(actual["logits"], plain) > 1e-3  # the adapters are in use
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
@@ -279,9 +279,7 @@ def sharded(model, dtype):
     fully_shard(model, **options)
     for layer in model.model.layers:
         layer.mlp.experts.register_forward_pre_hook(
-            lambda module, _: contiguous.extend(
-                each.is_contiguous() for each in module.parameters()
-            )
+            lambda module, _: contiguous.extend(p.is_contiguous() for p in module.parameters())
         )
     return contiguous
 
@@ -298,8 +296,8 @@ def losses_of_rank(group, rank, model_type, implementation, wrapper, dtype=None)
     loss = loss.detach().clone()
     dist.all_reduce(loss)
     gradients = {
-        name: each.grad.full_tensor() if wrapper == "fsdp" else each.grad
-        for name, each in model.named_parameters()
+        name: p.grad.full_tensor() if wrapper == "fsdp" else p.grad
+        for name, p in model.named_parameters()
     }
     return {"loss": loss / group.size(), **gradients}
 
@@ -317,14 +315,16 @@ def one_process(model_type):
 )
 def test_ranks_equal_one_process(workers, wrapper, model_type):
     expected = one_process(model_type)
-    for found in workers.run(2, losses_of_rank, model_type, "moe_ext", wrapper):
-        assert_close(found, expected)
+    for losses in workers.run(2, losses_of_rank, model_type, "moe_ext", wrapper):
+        assert_close(losses, expected)
 
 
 def test_fsdp2_with_mixed_precision(workers):
     arguments = "fsdp", torch.bfloat16
-    found, eager = both(lambda name: workers.run(2, losses_of_rank, "gpt_oss", name, *arguments)[0])
-    assert_within_twice_eager(found, eager, one_process("gpt_oss"))
+    actual, eager = twice(
+        lambda name: workers.run(2, losses_of_rank, "gpt_oss", name, *arguments)[0]
+    )
+    assert_within_twice_eager(actual, eager, one_process("gpt_oss"))
 
 
 # Loading, saving and generation
@@ -341,7 +341,7 @@ def saved(folder, model_type, implementation="eager"):
 def test_device_map(tmp_path, model_type, device_map):
     pytest.importorskip("accelerate")
     folder = saved(tmp_path, model_type)
-    assert_close(*both(lambda name: losses_of(load(folder, name, device_map=device_map))))
+    assert_close(*twice(lambda name: losses_of(load(folder, name, device_map=device_map))))
 
 
 def test_experts_on_the_disk(tmp_path):
@@ -358,14 +358,14 @@ def test_experts_on_the_disk(tmp_path):
 
 @each_model
 def test_saved_files_have_the_same_bytes(tmp_path, model_type):
-    ours, eager = saved(tmp_path, model_type, "moe_ext"), saved(tmp_path, model_type, "eager")
-    names = {each.name for each in eager.iterdir()}
-    assert names == {each.name for each in ours.iterdir()} >= {"model.safetensors", "config.json"}
+    fused, eager = saved(tmp_path, model_type, "moe_ext"), saved(tmp_path, model_type, "eager")
+    names = {file.name for file in eager.iterdir()}
+    assert names == {file.name for file in fused.iterdir()} >= {"model.safetensors", "config.json"}
     for name in names:
-        assert (ours / name).read_bytes() == (eager / name).read_bytes(), name
+        assert (fused / name).read_bytes() == (eager / name).read_bytes(), name
     with torch.no_grad():
         expected = tiny(model_type)(tokens()).logits
-        assert error(load(ours, "eager")(tokens()).logits, expected) < 1e-5
+        assert error(load(fused, "eager")(tokens()).logits, expected) < 1e-5
         loaded = load(eager, "moe_ext")
         assert loaded.get_experts_implementation() == {"": "moe_ext"}
         assert torch.equal(loaded(tokens()).logits, expected)
@@ -389,10 +389,10 @@ def test_generated_tokens_equal_those_of_eager(model_type, options):
 
     def run(implementation):
         model = tiny(model_type, implementation).eval()
-        found = model.generate(**arguments)
+        tokens = model.generate(**arguments)
         assert model.get_experts_implementation() == {"": implementation}
-        return found
+        return tokens
 
-    found, expected = both(run)
-    assert found.shape[1] > arguments["input_ids"].shape[1]
-    assert torch.equal(found, expected)
+    actual, expected = twice(run)
+    assert actual.shape[1] > arguments["input_ids"].shape[1]
+    assert torch.equal(actual, expected)

@@ -57,18 +57,18 @@ def losses_of(model):
     model.zero_grad()
     output = model(tokens(), labels=tokens())
     output.loss.backward()
-    gradients = {name: each.grad for name, each in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
     return {"logits": output.logits.detach(), **gradients}
 
 
-def assert_close(found, expected, tolerance=1e-5):
-    for name, each in expected.items():
-        assert (found[name] is None) == (each is None), name
-        if each is not None:
-            assert error(found[name], each) < tolerance, name
+def assert_close(actual, expected, tolerance=1e-5):
+    for name, wanted in expected.items():
+        assert (actual[name] is None) == (wanted is None), name
+        if wanted is not None:
+            assert error(actual[name], wanted) < tolerance, name
 
 
-def error(found, expected):
+def error(actual, expected):
     """Returns the largest difference, relative to the largest value expected."""
     scale = expected.double().abs().max().clamp(min=1e-30)
-    return float((found.double() - expected.double()).abs().max() / scale)
+    return float((actual.double() - expected.double()).abs().max() / scale)

@@ -57,7 +57,7 @@ RAGGED = {
     "replay": "the gate does not take expert_index",
 }
 NO_REPLAY = {"replay": RAGGED["replay"]}
-OF_BATCH = {"independent": "the experts of a token depend on the batch"}
+BY_BATCH = {"independent": "the experts of a token depend on the batch"}
 ROUTER = dict(score="sigmoid", num_groups=3, groups_per_token=2, scale=2.5, logit_bias=True)
 SHARED = dict(activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25), bias=True, gated=True)
 
@@ -83,20 +83,20 @@ TABLE = {
         RAGGED,
     ),
     "expert choice": Row(
-        lambda: ExpertChoiceGate(D, E, K), ("arXiv 2202.09368",), lacks=RAGGED | OF_BATCH
+        lambda: ExpertChoiceGate(D, E, K), ("arXiv 2202.09368",), lacks=RAGGED | BY_BATCH
     ),
     "relu": Row(lambda: ReLUGate(D, E, K, l1_weight=0.1), ("arXiv 2412.14711",), lacks=RAGGED),
     "capacity by position": Row(
         lambda: TopKGate(D, E, K),
         ("arXiv 2101.03961",),
         lambda: dict(capacity=Capacity(0.7)),
-        OF_BATCH,
+        BY_BATCH,
     ),
     "capacity by score": Row(
         lambda: TopKGate(D, E, 3, renormalize=False),
         ("arXiv 2101.03961",),
         lambda: dict(capacity=Capacity(0.7, "score")),
-        OF_BATCH,
+        BY_BATCH,
     ),
     "zero computation": Row(
         lambda: TopKGate(D, E + 3, K, renormalize=False),
@@ -257,8 +257,7 @@ def _hierarchical(gate, w, X, noise, given):
     )
     rows, b = [*zip(primary, secondary, strict=True)], gate.experts_per_group
     chosen = [
-        [i * b + j for i in ref.top_k(g, k1) for j in ref.top_k(of_groups[i], k2)]
-        for g, of_groups in rows
+        [i * b + j for i in ref.top_k(g, k1) for j in ref.top_k(group[i], k2)] for g, group in rows
     ]
     G_X = torch.stack([ref.G_H(*row) for row in rows])
     return Gating(G_X, ref.Load_H(*factors).reshape(-1) if noise else None, chosen=chosen)
@@ -308,7 +307,7 @@ def gating_by_reference(gate, x, noise=(), given=None, leaves=None):
     """Returns the `Gating` of the rows x. given: the experts of each row, for a replay."""
     leaves = dict(gate.named_parameters()) if leaves is None else leaves
     weights = {name: leaf.cpu() for name, leaf in leaves.items()}
-    return REFERENCES[type(gate)](gate, weights, x.cpu(), [each.cpu() for each in noise], given)
+    return REFERENCES[type(gate)](gate, weights, x.cpu(), [draw.cpu() for draw in noise], given)
 
 
 class Results(NamedTuple):
@@ -331,12 +330,12 @@ def by_reference(layer, x, noise=(), given=None):
     for leaf in leaves.values():
         leaf.requires_grad_()
 
-    def of(part):
+    def part_of(part):
         prefix = f"{part}."
         return {n.removeprefix(prefix): leaf for n, leaf in leaves.items() if n.startswith(prefix)}
 
     X, gate = leaves["x"], layer.gate
-    gating = gating_by_reference(gate, X, noise, given, of("gate"))
+    gating = gating_by_reference(gate, X, noise, given, part_of("gate"))
     G_X, (T, n) = gating.G_X, gating.G_X.shape
     chosen = [[i for i in range(n) if g[i] != 0] for g in G_X]
     every = torch.zeros(T, n, dtype=torch.bool)
@@ -346,25 +345,25 @@ def by_reference(layer, x, noise=(), given=None):
     if layer.capacity is not None:
         how = layer.capacity.factor, layer.capacity.drop
         kept = torch.tensor(ref.kept_by_capacity(G_X, chosen, layer.k, *how)).reshape(T, n)
-    experts = _networks(layer.experts, of("experts"))
+    experts = _networks(layer.experts, part_of("experts"))
     rows = zip(X, G_X * kept, strict=True)
     y = torch.stack(
         [ref.zero_computation(x, g, experts, layer.num_identity_experts) for x, g in rows]
     )
     if layer.shared_expert is not None:
-        y = y + torch.stack([_shared(layer.shared_expert, of("shared_expert"), x) for x in X])
+        y = y + torch.stack([_shared(layer.shared_expert, part_of("shared_expert"), x) for x in X])
 
     importance = ref.Importance(G_X)
     load = every.double().sum(0) if gating.load is None else gating.load
     loss = ref.L_importance(importance, layer.w_importance) + ref.L_load(load, layer.w_load)
     losses = {}
-    for each in layer.losses:
-        if isinstance(each, ZLoss):
+    for router_loss in layer.losses:
+        if isinstance(router_loss, ZLoss):
             value = ref.L_z(gating.logits)
         else:
             P_X = gating.P_X or [ref.Softmax(row) for row in gating.logits]
             value = ref.L_switch(P_X, chosen)
-        losses[each.name], loss = value, loss + each.weight * value
+        losses[router_loss.name], loss = value, loss + router_loss.weight * value
     return Results(y, gating, kept, importance, load, loss + gating.loss, losses, leaves)
 
 
@@ -386,8 +385,8 @@ def _networks(experts, w):
 
 
 def _shared(shared, w, x):
-    of_expert = {name.removeprefix("expert."): leaf for name, leaf in w.items()}
-    (network,) = _networks(shared.expert, of_expert)
+    expert_weights = {name.removeprefix("expert."): leaf for name, leaf in w.items()}
+    (network,) = _networks(shared.expert, expert_weights)
     return network(x) * (1 if shared.w_gate is None else torch.sigmoid(x @ w["w_gate"][:, 0]))
 
 

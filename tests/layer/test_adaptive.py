@@ -111,15 +111,15 @@ def test_the_state_is_saved_and_loaded(state):
     torch.save(gate.state_dict(), file)
     file.seek(0)
     assert gate.state_dict().keys() == {"w_gate", state}
-    other = GATES[state]()
-    other.load_state_dict(torch.load(file))
-    assert_same_bits(getattr(other, state), getattr(gate, state))
+    second = GATES[state]()
+    second.load_state_dict(torch.load(file))
+    assert_same_bits(getattr(second, state), getattr(gate, state))
     half = {name: value.bfloat16() for name, value in gate.state_dict().items()}
-    other.load_state_dict(half, assign=True)
-    assert other.w_gate.dtype == torch.bfloat16
-    assert_same_bits(getattr(other, state), half[state].float())
-    other.load_state_dict(gate.state_dict(), assign=True)
-    assert (getattr(other, state) != start).any()
+    second.load_state_dict(half, assign=True)
+    assert second.w_gate.dtype == torch.bfloat16
+    assert_same_bits(getattr(second, state), half[state].float())
+    second.load_state_dict(gate.state_dict(), assign=True)
+    assert (getattr(second, state) != start).any()
     assert TopKGate(D, E, K).state_dict().keys() == {"w_gate"}
 
 
@@ -143,10 +143,10 @@ def test_the_state_stays_precise(state, dtype):
 def test_from_the_meta_device(state):
     """The counts follow to_empty, and load_state_dict(assign=True)."""
     with torch.device("meta"):
-        gate, other = GATES[state](), GATES[state]()
-    other.load_state_dict(GATES[state]().state_dict(), assign=True)
+        gate, loaded = GATES[state](), GATES[state]()
+    loaded.load_state_dict(GATES[state]().state_dict(), assign=True)
     x = torch.randn(9, D)
-    assert counts_of(state, other(x), 9).tolist() == other.tokens_since_update.tolist()
+    assert counts_of(state, loaded(x), 9).tolist() == loaded.tokens_since_update.tolist()
     gate = gate.to_empty(device="cpu")
     assert gate.tokens_since_update.count_nonzero() == 0
     gate.reset_parameters()
@@ -159,7 +159,7 @@ def test_compiled_step_equals_eager(state):
     """One graph serves any number of tokens, also after as many tokens as counts."""
     torch._dynamo.reset()
     layer = make_layer(state)
-    other = copy.deepcopy(layer)
+    compiled_layer = copy.deepcopy(layer)
 
     def step(layer, x):
         layer(x)
@@ -176,9 +176,9 @@ def test_compiled_step_equals_eager(state):
         x = torch.randn(num_tokens, D)
         with torch.no_grad():
             step(layer, x)
-            compiled(other, x)
-        assert_same_bits(layer.gate.get_buffer(state), other.gate.get_buffer(state))
-        assert other.gate.tokens_since_update.count_nonzero() == 0
+            compiled(compiled_layer, x)
+        assert_same_bits(layer.gate.get_buffer(state), compiled_layer.gate.get_buffer(state))
+        assert compiled_layer.gate.tokens_since_update.count_nonzero() == 0
     assert len(graphs) == 1
 
 

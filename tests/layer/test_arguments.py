@@ -61,12 +61,12 @@ class Narrow(Experts):
         return x[:, :2]
 
 
-class OfTokens(Gate):
+class RowGate(Gate):
     def forward(self, x):
         raise AssertionError("never called")
 
 
-class OfPairs(Gate):
+class PairGate(Gate):
     def forward(self, x, ranks=None):
         return x, x
 
@@ -269,8 +269,8 @@ TYPES = {
     "layer(losses=[0.1])": "losses must be a sequence of moe_ext.RouterLoss, got float$",
     "layer(losses=(loss for loss in [ZLoss(1.0)]))": "losses must be a .*, got generator$",
     "layer(gate=Linear(D, E))": "^MoE: gate must derive from moe_ext",
-    "layer(gate=OfTokens(D, E, K))(x)": r"OfTokens.forward\(\) takes 2 positional .* 3 were given",
-    "layer(gate=OfPairs(D, E, K))(x)": "^MoE: gate must return a moe_ext.Routing, got tuple$",
+    "layer(gate=RowGate(D, E, K))(x)": r"RowGate.forward\(\) takes 2 positional .* 3 were given",
+    "layer(gate=PairGate(D, E, K))(x)": "^MoE: gate must return a moe_ext.Routing, got tuple$",
     "layer(experts=Linear(D, D))": "^MoE: experts must derive from moe_ext",
     "layer(parallel='global')": "MoE: parallel must be an ExpertParallel, got str",
     "layer(process_group='gloo')": "ExpertParallel: process_group must .*, got str",
@@ -379,7 +379,7 @@ def test_what_a_recurrent_layer_would_count_in_each_time_step():
             changed(steps)
 
 
-OF_OTHER_LIBRARIES = [
+FOREIGN_CALLS = [
     "MoE(numpy.int64(D), numpy.int32(E), numpy.uint8(K), hidden_sizes=[numpy.int64(4)])",
     "MoE(D, E, K, num_null_experts=numpy.int64(1), num_identity_experts=numpy.int64(1))",
     "MoE(D, E, K, recompute=numpy.True_, bias=numpy.bool_(False))",
@@ -394,7 +394,7 @@ OF_OTHER_LIBRARIES = [
 ]
 
 
-@pytest.mark.parametrize("call", OF_OTHER_LIBRARIES)
+@pytest.mark.parametrize("call", FOREIGN_CALLS)
 def test_numbers_of_other_libraries(call):
     """They become plain numbers, which can be saved and compiled."""
     made = eval(call, NAMES | dict(Fraction=Fraction, Decimal=Decimal))

@@ -56,11 +56,11 @@ def test_export_keeps_the_ops(device):
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
-    other = make_x(14, device=device, dtype=torch.float32)
+    x_new = make_x(14, device=device, dtype=torch.float32)
     for loaded in (program, torch.export.load(file)):
-        y, aux = loaded.module()(other)
+        y, aux = loaded.module()(x_new)
         assert isinstance(aux, MoEAux)
-        assert_same_bits(y, layer(other)[0])
+        assert_same_bits(y, layer(x_new)[0])
 
 
 def test_export_of_a_recurrent_layer_leaves_the_batch_free():
@@ -143,8 +143,8 @@ def test_a_package_equals_eager(tmp_path, names):
         x = make_x(*shape, dtype=torch.float32)
         with torch.no_grad():
             expected = model(x)
-        for found, eager in zip(compiled(x), expected, strict=True):
-            assert_equals_eager(*found, *eager)
+        for y, eager in zip(compiled(x), expected, strict=True):
+            assert_equals_eager(*y, *eager)
 
 
 def assert_equals_eager(y, aux, expected, expected_aux):

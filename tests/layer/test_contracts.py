@@ -133,10 +133,10 @@ def test_a_module_around_the_experts(experts):
 @pytest.mark.parametrize("first, second", [(None, ScaleExperts(E, D)), (ScaleExperts(E, D), None)])
 def test_experts_can_be_replaced(first, second):
     """Replaces the experts by others of the same number, fused or not."""
-    layer, other = MoE(D, E, K, experts=first).eval(), MoE(D, E, K, experts=second).eval()
+    layer, second_layer = MoE(D, E, K, experts=first).eval(), MoE(D, E, K, experts=second).eval()
     x = torch.randn(4, D)
-    layer.experts = other.experts
-    assert_same_bits(layer(x)[0], other(x)[0])
+    layer.experts = second_layer.experts
+    assert_same_bits(layer(x)[0], second_layer(x)[0])
 
 
 def test_compiled_parts():
@@ -162,15 +162,15 @@ def test_parametrised_weights():
 
 
 def test_state_dicts_of_former_versions():
-    layer, other = MoE(D, E, K, bias=True), MoE(D, E, K, bias=True)
+    layer, loaded = MoE(D, E, K, bias=True), MoE(D, E, K, bias=True)
     former = {
         name.replace("weight_", "weights.").replace("bias_", "biases."): value
         for name, value in layer.state_dict().items()
     }
     assert "experts.weights.0" in former and "experts.biases.1" in former
-    other.load_state_dict(former)
+    loaded.load_state_dict(former)
     for name, value in layer.state_dict().items():
-        assert_same_bits(other.state_dict()[name], value)
+        assert_same_bits(loaded.state_dict()[name], value)
 
 
 def test_the_repr_shows_what_was_set():

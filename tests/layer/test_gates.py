@@ -31,7 +31,7 @@ def test_a_gate_of_one_expert_per_token_warns_that_it_has_no_gradient():
         TopKGate(D, E, 1, score="sigmoid")
     with pytest.warns(UserWarning, match="^Hier") as warned:
         HierarchicalNoisyTopKGate(D, A, B, 1)
-    assert ["first level" in str(each.message) for each in warned] == [True, False]
+    assert ["first level" in str(w.message) for w in warned] == [True, False]
     with warnings.catch_warnings(action="error"):
         NoisyTopKGate(D, E, 2), NoisyTopKGate(D, 1, 1), TopKGate(D, E, 1, renormalize=False)
 

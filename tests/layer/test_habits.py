@@ -83,10 +83,10 @@ def test_dtype(name, dtype):
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        found = MODULES[name]()
+        instance = MODULES[name]()
     finally:
         torch.set_default_dtype(default)
-    for a, b in zip(found.parameters(), expected.parameters(), strict=True):
+    for a, b in zip(instance.parameters(), expected.parameters(), strict=True):
         assert_same_bits(a, b)
 
 
@@ -138,7 +138,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name, given", [(n, each) for n, all_ in NAMES.items() for each in all_])
+@pytest.mark.parametrize("name, given", [(n, alias) for n, all_ in NAMES.items() for alias in all_])
 def test_activations_as_modules_and_functions(name, given):
     experts = FeedForwardExperts(1, D, 5, activation=given)
     assert experts.activation == name

@@ -68,7 +68,7 @@ def having(prop):
     return PROPERTIES[prop]
 
 
-def each(prop):
+def layers_with(prop):
     """Parametrizes a test by the layers that have a property."""
     return pytest.mark.parametrize(
         "name",
@@ -95,7 +95,7 @@ emulated = pytest.mark.emulated
 
 @emulated
 @pytest.mark.guarantee("The paper's equations")
-@each("equations")
+@layers_with("equations")
 @in_both_modes
 def test_equals_reference(device, name, training):
     """Compares outputs, routing, statistics, losses and every gradient."""
@@ -107,14 +107,14 @@ def test_equals_reference(device, name, training):
 
 def case(gate, *sizes, T=9, options_of_gate=None, **options):
     """Makes a case of the next test: a gate, a number of tokens and the options of the layer."""
-    of_gate = options_of_gate or {}
+    given = options_of_gate or {}
     shown = [
         gate.__name__,
         *sizes,
-        *(f"{key}={value}" for key, value in (of_gate | options).items()),
+        *(f"{key}={value}" for key, value in (given | options).items()),
     ]
     return pytest.param(
-        partial(gate, D, *sizes, **of_gate), T, options, id=f"T={T}-{'-'.join(map(str, shown))}"
+        partial(gate, D, *sizes, **given), T, options, id=f"T={T}-{'-'.join(map(str, shown))}"
     )
 
 
@@ -180,7 +180,7 @@ def test_other_sizes_and_options_equal_reference(device, gate, T, options):
     assert_equals_reference(layer, make_x(T, device=device))
 
 
-@each("replay")
+@layers_with("replay")
 @in_both_modes
 def test_replay_of_any_experts_equals_reference(device, name, training):
     """The gates are those of the given experts, whatever the gate would select."""
@@ -194,7 +194,7 @@ def test_replay_of_any_experts_equals_reference(device, name, training):
 
 @emulated
 @pytest.mark.equation("Sec. 3.1")
-@each("padding")
+@layers_with("padding")
 @in_both_modes
 def test_padding_changes_nothing(device, name, training):
     """Results are bitwise identical to those without the padding rows, which contain NaN."""
@@ -206,7 +206,7 @@ def test_padding_changes_nothing(device, name, training):
     x[~mask] = math.nan
     cotangent = torch.randn_like(x)
     cotangent[~mask] = 1  # the loss may use padding rows, the layer must not
-    found = []
+    padded_results = []
     for padded in (True, False):
         torch.manual_seed(5)
         leaf = (x if padded else x[mask]).clone().requires_grad_()
@@ -217,19 +217,19 @@ def test_padding_changes_nothing(device, name, training):
             assert torch.count_nonzero(y[~mask]) == 0
             assert torch.count_nonzero(grad_x[~mask]) == 0
             y, grad_x = y[mask], grad_x[mask]
-        found.append([y, *tensors_of(aux), grad_x, *grads])
-    assert_all_same_bits(*found)
+        padded_results.append([y, *tensors_of(aux), grad_x, *grads])
+    assert_all_same_bits(*padded_results)
     torch.manual_seed(5)
     rows = [row[kept] for row, kept in zip(x, mask, strict=True)]
     y, aux = layer(torch.nested.nested_tensor(rows, layout=torch.jagged))
     nested = [y.values(), *tensors_of(aux)]
-    assert_all_same_bits(nested, found[1][: len(nested)])
+    assert_all_same_bits(nested, padded_results[1][: len(nested)])
     counts = aux.expert_index.flatten().bincount(minlength=layer.gate.num_experts)
     assert_same_bits(counts, aux.tokens_per_expert)
 
 
 @emulated
-@each("no tokens")
+@layers_with("no tokens")
 @in_both_modes
 def test_no_tokens(device, name, training):
     """Used parameters get zero gradients, thresholds are not set, and the next call works."""
@@ -239,8 +239,8 @@ def test_no_tokens(device, name, training):
         y, aux = layer(*inputs)
         assert y.shape == inputs[0].shape and torch.count_nonzero(y) == 0 and aux.loss == 0
         assert aux.importance.tolist() == aux.load.tolist() == [0] * layer.gate.num_experts
-        of_slots = (0, layer.k) if "k slots" not in TABLE[name].lacks else (0,)
-        assert aux.gates.shape == aux.expert_index.shape == of_slots
+        slot_shape = (0, layer.k) if "k slots" not in TABLE[name].lacks else (0,)
+        assert aux.gates.shape == aux.expert_index.shape == slot_shape
         assert not any(value for key, value in aux.metrics().items() if key != "l1_weight")
         layer.zero_grad()
         (grad_x,) = torch.autograd.grad(y.sum() + aux.loss, x, retain_graph=True)
@@ -278,7 +278,7 @@ def test_nan_reaches_the_output(device, name, training):
 # Other tokens
 
 
-@each("independent")
+@layers_with("independent")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_token_does_not_depend_on_other_tokens(name, dtype):
     """In evaluation, the order and the number of other tokens do not change a token's bits."""
@@ -315,7 +315,7 @@ def test_all_tokens_reach_the_same_experts(device, name, training):
 # Random numbers
 
 
-@each("evaluation")
+@layers_with("evaluation")
 def test_evaluation_draws_nothing_and_repeats(device, name):
     generators = [None, torch.Generator(device).manual_seed(3)] if name in NOISY else [None]
     for generator in generators:
@@ -340,10 +340,10 @@ def test_own_generator(device, name):
     x, generator = make_x(9, device=device), torch.Generator(device)
     gate = make_gate(name, device, generator=generator)
     before = torch.get_rng_state()
-    found = [tensors_of(gate(x)) for seed in (1, 1, 2) if generator.manual_seed(seed)]
+    values = [tensors_of(gate(x)) for seed in (1, 1, 2) if generator.manual_seed(seed)]
     assert torch.equal(torch.get_rng_state(), before)
-    assert_all_same_bits(found[1], found[0])
-    assert not torch.equal(found[0][0], found[2][0])
+    assert_all_same_bits(values[1], values[0])
+    assert not torch.equal(values[0][0], values[2][0])
 
 
 # Derivatives and dtypes
@@ -351,25 +351,25 @@ def test_own_generator(device, name):
 
 @emulated
 @pytest.mark.guarantee("It works with PyTorch's tools")
-@each("autocast")
+@layers_with("autocast")
 @in_both_modes
 def test_autocast_leaves_the_gate_in_float32(device, name, training):
     """Routing, losses and their gradients are bitwise identical; y has the dtype of x."""
     layer = make_layer(name, device, torch.float32).train(training)
-    x, found, outputs = make_x(50, device=device, dtype=torch.float32), [], []
+    x, gates, outputs = make_x(50, device=device, dtype=torch.float32), [], []
     for enabled in (False, True):
         torch.manual_seed(0)
         with torch.autocast(device, torch.bfloat16, enabled=enabled):
             y, aux = layer(x)
         loss = aux.gates.square().sum() + aux.importance.square().sum() + aux.loss
-        of_gate = gradients([loss], list(layer.gate.parameters()), [None], retain_graph=True)
-        assert all(grad.dtype == torch.float32 for grad in of_gate)
-        found.append([*tensors_of(aux), *of_gate])
-        of_layer = gradients([y.square().sum()], list(layer.parameters()), [None])
-        assert all(g.dtype == torch.float32 and g.isfinite().all() for g in of_layer)
+        gate_grads = gradients([loss], list(layer.gate.parameters()), [None], retain_graph=True)
+        assert all(grad.dtype == torch.float32 for grad in gate_grads)
+        gates.append([*tensors_of(aux), *gate_grads])
+        layer_grads = gradients([y.square().sum()], list(layer.parameters()), [None])
+        assert all(g.dtype == torch.float32 and g.isfinite().all() for g in layer_grads)
         assert y.dtype == torch.float32
         outputs.append(y.detach())
-    assert_all_same_bits(found[1], found[0])
+    assert_all_same_bits(gates[1], gates[0])
     error = (outputs[1] - outputs[0]).abs().max()  # some rounding errors of 8-bit mantissas
     assert 0 < error <= 16 * torch.finfo(torch.bfloat16).eps * outputs[0].abs().max()
     x = x.bfloat16().requires_grad_()
@@ -380,7 +380,7 @@ def test_autocast_leaves_the_gate_in_float32(device, name, training):
 
 
 @emulated
-@each("half precision")
+@layers_with("half precision")
 @pytest.mark.parametrize("training, dtype", [(True, torch.bfloat16), (False, torch.float16)])
 def test_gates_are_computed_in_float32(device, name, training, dtype):
     """From half-precision inputs, the logits are float32, as from widened inputs and weights.
@@ -409,7 +409,7 @@ def test_gates_are_computed_in_float32(device, name, training, dtype):
 # Replay, recomputation and copies
 
 
-@each("replay")
+@layers_with("replay")
 @in_both_modes
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_replay_of_itself_is_bitwise_identical(device, name, training, dtype):
@@ -436,7 +436,7 @@ def test_gates_that_cannot_replay(name):
 
 
 @pytest.mark.guarantee("It works with PyTorch's tools")
-@each("checkpointing")
+@layers_with("checkpointing")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(device, name, reentrant):
     """Recomputation replays the noise and does not initialize thresholds again.
@@ -444,7 +444,7 @@ def test_activation_checkpointing(device, name, reentrant):
     Routing, gradients and parameters are bitwise identical, and the loss is added once.
     """
     start, x = make_layer(name, device, started=False), make_x(30, device=device)
-    routes, found = [], []
+    routes, results = [], []
     start.experts.register_forward_pre_hook(
         lambda module, *given: routes.append([t.detach().clone() for t in tensors_of(given)]),
         with_kwargs=True,
@@ -464,23 +464,23 @@ def test_activation_checkpointing(device, name, reentrant):
             y, loss, *report = forward(leaf)
         loss.backward()
         parameters = list(layer.parameters())
-        found.append([y, *report, leaf.grad, *parameters, *(p.grad for p in parameters)])
-    assert_all_same_bits(found[1], found[0])
+        results.append([y, *report, leaf.grad, *parameters, *(p.grad for p in parameters)])
+    assert_all_same_bits(results[1], results[0])
     assert len(routes) == 3
     for route in routes:
         assert_all_same_bits(route, routes[0])
 
 
-@each("recomputation")
+@layers_with("recomputation")
 def test_recomputed_experts_have_the_same_gradients(device, name):
-    x, found = make_x(9, device=device), []
+    x, recorded = make_x(9, device=device), []
     for recompute in (False, True):
         torch.manual_seed(0)
-        found.append(results(make_layer(name, device, recompute=recompute), x))
-    assert_all_same_bits(found[1], found[0])
+        recorded.append(results(make_layer(name, device, recompute=recompute), x))
+    assert_all_same_bits(recorded[1], recorded[0])
 
 
-@each("copies")
+@layers_with("copies")
 def test_copies_pickles_and_states(device, name):
     """Copies, pickles and states include the thresholds and their flags. A call adds no state."""
     options = all_losses(name)
@@ -501,7 +501,7 @@ def test_copies_pickles_and_states(device, name):
         assert_all_same_bits(tensors_of(twin.eval()(x)), expected)
 
 
-@each("reset")
+@layers_with("reset")
 def test_reset_parameters(name):
     """What starts with constants has these again, such as zeros; the rest is drawn again."""
     first, second = (
@@ -606,8 +606,8 @@ def test_export_leaves_the_batch_free(name):
     free = ({0: torch.export.Dim("batch", min=2)},)
     program = torch.export.export(layer, (x,), dynamic_shapes=free)
     for batch in (2, 14):
-        other = make_x(batch, dtype=torch.float32)
-        (y, aux), (expected, expected_aux) = program.module()(other), layer(other)
+        x_new = make_x(batch, dtype=torch.float32)
+        (y, aux), (expected, expected_aux) = program.module()(x_new), layer(x_new)
         torch.testing.assert_close(y, expected)
         assert torch.equal(aux.expert_index, expected_aux.expert_index)
 

@@ -139,17 +139,15 @@ def test_layers_equal_layers_of_merged_experts(name, recompute):
     assert not lora_experts(twin)
     mask = torch.rand(11) > 0.2
     for given in (None, mask):
-        found = []
+        passes = []
         x = make_x(11)
-        for each in (layer, twin):
+        for m in (layer, twin):
             torch.manual_seed(1)
             leaf = x.detach().clone().requires_grad_()
-            y, aux = each(leaf, given)
-            rest = [
-                p for n, p in each.named_parameters() if p.requires_grad and "adapters" not in n
-            ]
-            found.append([y, *tensors_of(aux), *gradients([total(y, aux)], [leaf, *rest], [None])])
-        for a, b in zip(*found, strict=True):
+            y, aux = m(leaf, given)
+            rest = [p for n, p in m.named_parameters() if p.requires_grad and "adapters" not in n]
+            passes.append([y, *tensors_of(aux), *gradients([total(y, aux)], [leaf, *rest], [None])])
+        for a, b in zip(*passes, strict=True):
             assert_exact(a, b, nan=True)
 
 
@@ -220,19 +218,19 @@ def test_a_disabled_adapter_gives_the_base(kind):
     assert (lora(x, OFFSETS) - lora.base(x, OFFSETS)).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("of_tokens", [False, True])
-def test_dropout(of_tokens):
+@pytest.mark.parametrize("by_token", [False, True])
+def test_dropout(by_token):
     """A sees zeros at random places of each row, in training alone."""
     lora = make_lora(dtype=torch.float64, dropout=0.25)
-    x = torch.randn(10 if of_tokens else 20, 32, dtype=torch.float64)
+    x = torch.randn(10 if by_token else 20, 32, dtype=torch.float64)
     plan = ops.dispatch_plan(torch.rand(10, 4).topk(2).indices, 4)
-    options = {"inverse": plan.inverse} if of_tokens else {}
-    offsets = plan.offsets if of_tokens else OFFSETS
+    options = {"inverse": plan.inverse} if by_token else {}
+    offsets = plan.offsets if by_token else OFFSETS
     torch.manual_seed(5)
     y = lora(x, offsets, **options)
     torch.manual_seed(5)
     masks = [torch.empty(20, n, dtype=torch.bool).bernoulli_(0.75) for n in (32, 64)]
-    rows = ops.dispatch(x, plan.inverse) if of_tokens else x
+    rows = ops.dispatch(x, plan.inverse) if by_token else x
     lora.adapters["default"].scale /= 0.75
     assert_exact(y, formula(lora, rows, offsets, ["default"], masks))
     lora.adapters["default"].scale *= 0.75
@@ -265,11 +263,11 @@ def test_the_base_may_be_trained_too():
     lora.base.requires_grad_()
     x = torch.randn(20, 32, dtype=torch.float64)
     leaves = list(lora.parameters())
-    found, expected = (
+    grads, expected = (
         torch.autograd.grad(y.square().sum(), leaves)
         for y in (lora(x, OFFSETS), formula(lora, x, OFFSETS, ["default"]))
     )
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(grads, expected, strict=True):
         assert_exact(a, b)
 
 
@@ -306,8 +304,8 @@ def test_generation_casts_the_adapters_of_the_chosen_experts_alone(kind, shared_
         assert_same_bits(lora(x, plan.offsets, **options), expected[1])
         assert_same_bits(lora.split([8])[0](rows, plan.offsets), expected[0])
     # Three calls with three experts: 1, 3 and 6.
-    of_expert = sum(p[0].numel() for p in lora.adapters.parameters())
-    assert cast.numbers == 3 * 3 * of_expert
+    expert_size = sum(p[0].numel() for p in lora.adapters.parameters())
+    assert cast.numbers == 3 * 3 * expert_size
     with torch.no_grad():  # as many rows as experts
         x, offsets = torch.randn(8, 32).bfloat16(), torch.tensor([0, 4, 4, 4, 5, 5, 8, 8, 8])
         assert_same_bits(lora(x, offsets), copy.deepcopy(lora).bfloat16()(x, offsets))
@@ -416,9 +414,9 @@ def test_packed_weights_are_not_merged_in_place():
 
 
 def assert_same(actual, expected):
-    state, other = actual.state_dict(), expected.state_dict()
-    assert state.keys() == other.keys()
-    assert_all_same_bits(state.values(), other.values())
+    state, wanted = actual.state_dict(), expected.state_dict()
+    assert state.keys() == wanted.keys()
+    assert_all_same_bits(state.values(), wanted.values())
     assert actual.active == expected.active
     x = torch.randn(20, 32)
     assert_same_bits(actual(x, OFFSETS), expected(x, OFFSETS))
@@ -435,13 +433,13 @@ def test_copies_and_files(kind, shared_a):
     lora.add_adapter("second", 2, 4, layers=[0])
     for twin in copies_of(lora):
         assert_same(twin, lora)
-    other = make_lora(kind, shared_a=shared_a)
-    other.add_adapter("second", 2, 4, layers=[0])
-    other.load_state_dict(lora.state_dict())
-    assert_same(other, lora)
-    other = LoRAExperts(make_base(kind), 1, 1)
+    loaded = make_lora(kind, shared_a=shared_a)
+    loaded.add_adapter("second", 2, 4, layers=[0])
+    loaded.load_state_dict(lora.state_dict())
+    assert_same(loaded, lora)
+    loaded = LoRAExperts(make_base(kind), 1, 1)
     with pytest.raises(RuntimeError, match="adapters"):
-        other.load_state_dict(lora.state_dict())
+        loaded.load_state_dict(lora.state_dict())
 
 
 @pytest.mark.parametrize("kind", BASES)
@@ -466,14 +464,14 @@ def test_the_state_of_one_adapter():
         for adapter in ("first", "second"):
             add_lora(model, 2, 2, adapter=adapter)
         layers.append(model)
-    one, other = layers
+    one, second = layers
     shake(one)
     state = lora_state_dict(one, "second")
     assert len(state) == 8 and all(".adapters.second." in name for name in state)
-    missing, unexpected = other.load_state_dict(state, strict=False)
+    missing, unexpected = second.load_state_dict(state, strict=False)
     assert not unexpected and not any(".second." in name for name in missing)
-    assert_all_same_bits(lora_state_dict(other, "second").values(), state.values())
-    for name, value in lora_state_dict(other, "first").items():
+    assert_all_same_bits(lora_state_dict(second, "second").values(), state.values())
+    for name, value in lora_state_dict(second, "first").items():
         assert not torch.equal(value, one.state_dict()[name])
     with pytest.raises(ValueError, match="lora_state_dict: adapter must be one of first, second, "):
         lora_state_dict(one, "third")
@@ -492,7 +490,7 @@ def test_optimizers_train_the_adapters_alone(make, kind):
     split = split_parameters(layer)
     assert sum(map(len, split)) == len(before)
     adapters = {name for name in before if ".adapters." in name}
-    owned = {name for name, p in layer.named_parameters() if any(p is each for each in split.rest)}
+    owned = {name for name, p in layer.named_parameters() if any(p is r for r in split.rest)}
     assert adapters <= owned
     options = {"weight_decay": 0.1} if make is torch.optim.AdamW else {}
     optimizer = make(layer.parameters(), lr=0.01, **options)
@@ -571,11 +569,11 @@ def test_add_lora_to_a_model():
     assert sum(report.trained.values()) == sum(trained.values())
     text = str(report)
     assert text.startswith(f"LoRA on 3 modules; {sum(trained.values()):,} trained parameters")
-    assert not any(each.training for each in lora_experts(model).values())
+    assert not any(experts.training for experts in lora_experts(model).values())
     more = add_lora(model, 3, 3, adapter="second", layers=[1])
     assert more.experts == names
-    for each in lora_experts(model).values():
-        assert [*each.adapters] == ["default", "second"] and each.active == ("second",)
+    for experts in lora_experts(model).values():
+        assert [*experts.adapters] == ["default", "second"] and experts.active == ("second",)
 
 
 def test_some_experts_of_a_model():

@@ -80,8 +80,8 @@ def test_the_losses_of_the_paper_in_both_spellings(make):
             assert_exact(value, cv_squared(statistics[name]).detach())
         assert set(aux.losses) == {loss.name for loss in options.get("losses", ())}
     for result in results[1:]:
-        for found, expected in zip(result, results[0], strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        for actual, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
     assert results[0][1].count_nonzero()
 
 
@@ -118,7 +118,7 @@ def test_loss_of_each_sequence_equals_reference(device, name, how):
     for row in rows:
         if len(row):
             gating = gating_by_reference(layer.gate.eval(), row)
-            P_X = gating.P_X or [ref.Softmax(each) for each in gating.logits]
+            P_X = gating.P_X or [ref.Softmax(logits) for logits in gating.logits]
             losses.append(ref.L_switch(P_X, [next(chosen) for _ in row]).detach())
     assert_exact(aux.losses["switch_loss_per_sequence"], sum(losses) / len(losses))
 
@@ -133,9 +133,9 @@ def test_transformers_loss_is_k_times_ours(masked):
     mask = torch.rand(3, 8) < 0.6 if masked else None
     _, aux = layer(x, mask)
     logits = (x @ layer.gate.w_gate.detach()).flatten(0, 1)
-    theirs = modeling.load_balancing_loss_func((logits,), E, K, mask)
+    expected = modeling.load_balancing_loss_func((logits,), E, K, mask)
     # Their sums are in float32.
-    assert float(aux.losses["switch_loss"]) == pytest.approx(float(theirs) / K, rel=1e-6)
+    assert float(aux.losses["switch_loss"]) == pytest.approx(float(expected) / K, rel=1e-6)
 
 
 def test_accumulated_losses():
@@ -147,9 +147,9 @@ def test_accumulated_losses():
     assert_exact(parts.detach(), whole.detach())
     expected, actual = (torch.autograd.grad(v, layer.gate.w_gate)[0] for v in (whole, parts))
     assert_exact(actual, expected)
-    of_batch = layer_with(SwitchLoss(0.3))
-    of_parts = sum(of_batch(part)[1].loss for part in x.chunk(3)) / 3
-    assert abs(of_parts - of_batch(x)[1].loss) > 1e-4
+    batch_layer = layer_with(SwitchLoss(0.3))
+    part_loss = sum(batch_layer(part)[1].loss for part in x.chunk(3)) / 3
+    assert abs(part_loss - batch_layer(x)[1].loss) > 1e-4
 
 
 def test_losses_add_to_those_of_the_paper():

@@ -67,8 +67,8 @@ def test_any_shape_and_layout(device):
         grad_x, *grads = all_gradients(y.sum() + aux.loss, moved, layer)
         results.append([y.reshape(-1, D), *tensors_of(aux), grad_x.reshape(-1, D), *grads])
     assert not moved.is_contiguous()
-    for others in results[1:]:
-        assert_all_same_bits(others, results[0])
+    for result in results[1:]:
+        assert_all_same_bits(result, results[0])
     row = x[:1].expand(3, 4, D)
     assert_same_bits(layer(row)[0], layer(row.clone())[0])
 
@@ -170,15 +170,15 @@ def test_statistics(device):
 
 
 def test_total_and_active_parameters():
-    per_expert, of_gate = 2 * D * 7, 2 * D * 5
+    per_expert, gate_size = 2 * D * 7, 2 * D * 5
     layer = MoE(D, 5, 2, hidden_sizes=[7])
-    assert count_parameters(layer) == (5 * per_expert + of_gate, 2 * per_expert + of_gate)
-    assert f"parameters={5 * per_expert + of_gate}, active_parameters=" in repr(layer)
+    assert count_parameters(layer) == (5 * per_expert + gate_size, 2 * per_expert + gate_size)
+    assert f"parameters={5 * per_expert + gate_size}, active_parameters=" in repr(layer)
 
     one = SharedExpert(D, [3])  # of both layers, so it counts once
     model = torch.nn.Sequential(*(MoE(D, 5, 2, hidden_sizes=[7], shared_expert=one) for _ in "ab"))
     model.append(torch.nn.Linear(D, 1))
-    dense = 2 * D * 3 + D + 1 + 2 * of_gate
+    dense = 2 * D * 3 + D + 1 + 2 * gate_size
     assert count_parameters(model) == (10 * per_expert + dense, 4 * per_expert + dense)
 
     with torch.device("meta"):  # the secondary gates of 2 of 3 groups, 2 of 12 experts

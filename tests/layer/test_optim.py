@@ -130,14 +130,14 @@ def test_unfactored_is_torchs(shape):
             lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.3),
         ),
     ):
-        ours, theirs = parameter(*shape), parameter(*shape)
-        theirs.data.copy_(ours.data)
+        factored, adam = parameter(*shape), parameter(*shape)
+        adam.data.copy_(factored.data)
         gradients = [torch.randn(shape).double() for _ in range(8)]
-        optimizer = make([ours])
-        run(optimizer, ours, gradients)
-        run(full([theirs]), theirs, gradients)
-        assert_exact(ours.detach(), theirs.detach())
-        assert set(optimizer.state[ours]) == {"step", "second_moment"}
+        optimizer = make([factored])
+        run(optimizer, factored, gradients)
+        run(full([adam]), adam, gradients)
+        assert_exact(factored.detach(), adam.detach())
+        assert set(optimizer.state[factored]) == {"step", "second_moment"}
 
 
 def test_tiny_gradients_keep_their_direction():
@@ -285,9 +285,9 @@ def test_autograd_notices_a_step(mode):
         loss.backward()
 
 
-def sharing(name, other):
+def sharing(name, second):
     """Lets one argument be a view of the other's memory."""
-    return lambda call: {name: call[other].view(-1)[: call[name].numel()].view_as(call[name])}
+    return lambda call: {name: call[second].view(-1)[: call[name].numel()].view_as(call[name])}
 
 
 REFUSED = [
@@ -390,18 +390,18 @@ def test_state_goes_on_to_the_same_bits(optimizer_class, dtype, way, tmp_path):
 def test_capturable_keeps_the_step_with_the_parameter(optimizer_class):
     """Gives the same numbers without reading the step count, and compiles to one graph."""
     params = [[parameter(3, 6, 4), parameter(5)] for _ in range(3)]
-    for others in params[1:]:
-        for a, b in zip(params[0], others, strict=True):
+    for twins in params[1:]:
+        for a, b in zip(params[0], twins, strict=True):
             b.data.copy_(a.data)
     plain = optimizer_class(params[0], lr=0.1)
     captured, compiled = (
-        optimizer_class(each, lr=number(0.1), capturable=True) for each in params[1:]
+        optimizer_class(twins, lr=number(0.1), capturable=True) for twins in params[1:]
     )
     step = torch.compile(compiled.step, fullgraph=True, backend="aot_eager")
     for _ in range(4):
-        for each in zip(*params, strict=True):
-            grad = torch.randn_like(each[0])
-            for param in each:
+        for replicas in zip(*params, strict=True):
+            grad = torch.randn_like(replicas[0])
+            for param in replicas:
                 param.grad = grad.clone()
         plain.step(), captured.step(), step()
     for a, b, c in zip(*params, strict=True):
@@ -515,14 +515,14 @@ def test_parameters_are_split_by_what_they_are():
     strict = MoE(4, 3, 2, gate=BalancedGate(4, 3, 2), w_load=0)
     strict_on_two = MoE(4, 6, 1, gate=HierarchicalBalancedGate(4, 2, 3, 1), w_load=0)
     two_levels = HierarchicalMoE(4, 2, 3, 1, hidden_sizes=[5])
-    others = MoE(4, 2, 1, experts=ModuleExperts([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    modules = MoE(4, 2, 1, experts=ModuleExperts([nn.Linear(4, 4), nn.Linear(4, 4)]))
     elsewhere = nn.Threshold(0.1, 20)
     elsewhere.threshold_weight = nn.Parameter(torch.zeros(2))
-    model = nn.ModuleList([layer, strict, layer, two_levels, others, strict_on_two, elsewhere])
+    model = nn.ModuleList([layer, strict, layer, two_levels, modules, strict_on_two, elsewhere])
     split = split_parameters(model)
 
-    def same(found, expected):
-        assert [id(param) for param in found] == [id(param) for param in expected]
+    def same(actual, expected):
+        assert [id(param) for param in actual] == [id(param) for param in expected]
 
     same(
         split.experts,
@@ -530,8 +530,8 @@ def test_parameters_are_split_by_what_they_are():
     )
     two = strict_on_two.gate
     same(split.thresholds, [strict.gate.threshold, two.threshold, two.threshold_secondary])
-    of_others = {id(param) for param in (*split.experts, *split.thresholds)}
-    same(split.rest, [param for param in model.parameters() if id(param) not in of_others])
+    expert_ids = {id(param) for param in (*split.experts, *split.thresholds)}
+    same(split.rest, [param for param in model.parameters() if id(param) not in expert_ids])
     assert {id(bias) for bias in layer.experts.biases} <= {id(param) for param in split.rest}
     same(split_parameters(FeedForwardExperts(1, 4)).rest, [])
 

@@ -264,9 +264,9 @@ def test_export():
 
 def assert_same_experts(actual, expected):
     """Compares types, names, panels and outputs."""
-    state, other = actual.state_dict(), expected.state_dict()
-    assert state.keys() == other.keys()
-    assert_all_same_bits(state.values(), other.values())
+    state, wanted = actual.state_dict(), expected.state_dict()
+    assert state.keys() == wanted.keys()
+    assert_all_same_bits(state.values(), wanted.values())
     assert [weight[1:] for weight in actual.weights] == [weight[1:] for weight in expected.weights]
     x = torch.randn(12, expected.d_model)
     assert_same_bits(actual(x, None), expected(x, None))
@@ -294,13 +294,13 @@ def test_copies_and_files(format, tmp_path):
 
 
 def test_safetensors_of_a_layer(tmp_path):
-    layer, other = (
+    layer, loaded = (
         MoE(64, 4, 2, experts=make_quantized(**SWIGLU), gate=TopKGate(64, 4, 2)) for _ in "ab"
     )
     save_model(layer, tmp_path / "layer.safetensors")
-    load_model(other, tmp_path / "layer.safetensors")
+    load_model(loaded, tmp_path / "layer.safetensors")
     x = torch.randn(9, 64)
-    assert_same_bits(other(x)[0], layer(x)[0])
+    assert_same_bits(loaded(x)[0], layer(x)[0])
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -349,21 +349,21 @@ OTHER_FORMATS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHER_FORMATS)
-def test_a_state_of_another_format_is_refused(other):
+@pytest.mark.parametrize("saved_format", OTHER_FORMATS)
+def test_a_state_of_another_format_is_refused(saved_format):
     """Panels of int4 with groups of 64 have the shape of those of nf4."""
     experts = make_experts()
     quantized = QuantizedExperts.from_experts(experts, "int4", group=64)
-    state = OTHER_FORMATS[other](experts).state_dict()
+    state = OTHER_FORMATS[saved_format](experts).state_dict()
     before = [weight.panels.clone() for weight in quantized.weights]
     with pytest.raises(RuntimeError, match=r"Missing.*weight_0_int4_128x64_g64_float32"):
         quantized.load_state_dict(state)
     assert_all_same_bits([weight.panels for weight in quantized.weights], before)
-    if other == "nf4":
-        shapes, here = (
-            [each.shape for each in some.values()] for some in (state, quantized.state_dict())
+    if saved_format == "nf4":
+        shapes, own_shapes = (
+            [tensor.shape for tensor in some.values()] for some in (state, quantized.state_dict())
         )
-        assert shapes == here
+        assert shapes == own_shapes
 
 
 # Memory
@@ -405,15 +405,15 @@ def test_no_weight_is_written_to_memory(large):
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, FactoredAdam])
-@pytest.mark.parametrize("of", ["parameters", "split"])
-def test_optimizers_leave_the_panels(make, of):
+@pytest.mark.parametrize("parameters", ["parameters", "split"])
+def test_optimizers_leave_the_panels(make, parameters):
     torch.manual_seed(0)
     layer = MoE(64, 4, 2, gate=TopKGate(64, 4, 2), experts=make_quantized(**SWIGLU))
     layer.experts.bias_1.requires_grad_()
     before = {name: param.detach().clone() for name, param in layer.named_parameters()}
     split = split_parameters(layer)
     assert not split.experts and len(split.rest) == len(before)
-    optimizer = make(layer.parameters() if of == "parameters" else split.rest, lr=0.1)
+    optimizer = make(layer.parameters() if parameters == "parameters" else split.rest, lr=0.1)
     y, aux = layer(torch.randn(20, 64))
     (y.square().mean() + aux.loss).backward()
     norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
@@ -464,8 +464,8 @@ def test_no_experts():
     """A rank may have none."""
     for format in ("mxfp4", "int4", "fp8", "gguf_q8_0"):
         quantized = QuantizedExperts.from_experts(make_experts(num_experts=0, bias=True), format)
-        other = QuantizedExperts.from_experts(make_experts(bias=True), format)
-        assert quantized.state_dict().keys() == other.state_dict().keys()
+        empty = QuantizedExperts.from_experts(make_experts(bias=True), format)
+        assert quantized.state_dict().keys() == empty.state_dict().keys()
         assert quantized(torch.randn(0, 64), torch.zeros(1, dtype=torch.int64)).shape == (0, 64)
         assert quantized.dequantize().weights[0].shape == (0, 64, 128)
 

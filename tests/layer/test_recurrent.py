@@ -134,11 +134,11 @@ def test_hierarchical_load_is_of_all_steps(slots):
 # Few stored states
 
 
-OF_LEVELS = dict(num_groups=2, experts_per_group=2, k=(1, 2))
+LEVELS = dict(num_groups=2, experts_per_group=2, k=(1, 2))
 GATES = {
     "default": lambda generator: None,
     "noisy": lambda generator: NoisyTopKGate(D + U, E, K, generator=generator),
-    "hierarchical": lambda g: HierarchicalNoisyTopKGate(D + U, **OF_LEVELS, generator=g),
+    "hierarchical": lambda g: HierarchicalNoisyTopKGate(D + U, **LEVELS, generator=g),
     "softmax": lambda generator: SoftmaxGate(D + U, E),
 }
 
@@ -161,16 +161,16 @@ def test_slots_do_not_change_a_bit(device, kind, masked, dtype, autocast):
     generator = torch.Generator(device)
     gate = GATES[kind](generator)
     layer = make_layer(device, dtype, K if gate is None else gate.k, gate=gate, dropout=0.3)
-    args, found = make_inputs(device, dtype), []
+    args, results = make_inputs(device, dtype), []
     options = {"mask": lengths_mask(5, 2, 4, device=device)} if masked else {}
     for slots in (None, 1, 2, S - 1, S, S + 1):
         layer.memory_slots = slots
         generator.manual_seed(4)
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            found.append((*run(layer, *args, **options), generator.get_state()))
-    for again in found[1:]:
-        assert_all_same_bits(again, found[0])
-    y, h, c = found[0][:3]
+            results.append((*run(layer, *args, **options), generator.get_state()))
+    for again in results[1:]:
+        assert_all_same_bits(again, results[0])
+    y, h, c = results[0][:3]
     assert y.dtype == h.dtype == c.dtype == dtype
 
 
@@ -276,11 +276,11 @@ def test_a_state_of_another_dtype_is_converted(dtype, masked):
     layer = make_layer()
     x, state = make_inputs()
     mask = torch.rand(B, S) < 0.6 if masked else None
-    other = tuple(s.to(dtype) for s in state)
+    cast_state = tuple(s.to(dtype) for s in state)
     torch.manual_seed(0)
-    y, last, _ = layer(x, other, mask=mask)
+    y, last, _ = layer(x, cast_state, mask=mask)
     torch.manual_seed(0)
-    expected_y, expected, _ = layer(x, tuple(s.to(x.dtype) for s in other), mask=mask)
+    expected_y, expected, _ = layer(x, tuple(s.to(x.dtype) for s in cast_state), mask=mask)
     assert_all_same_bits((y, *last), (expected_y, *expected))
 
 

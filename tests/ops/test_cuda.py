@@ -217,7 +217,7 @@ def test_float32_is_float32(equal):
     torch.set_float32_matmul_precision("high")
     try:
         y = ops.experts(x, [w], offsets=offsets)
-        found = y, *torch.autograd.grad(y, [x, w], dy)
+        results = y, *torch.autograd.grad(y, [x, w], dy)
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -225,7 +225,7 @@ def test_float32_is_float32(equal):
     parts = leaves[0].split(sizes.tolist())
     y = torch.cat([part @ matrix for part, matrix in zip(parts, leaves[1], strict=True)])
     for actual, expected in zip(
-        found, (y, *torch.autograd.grad(y, leaves, dy.double())), strict=True
+        results, (y, *torch.autograd.grad(y, leaves, dy.double())), strict=True
     ):
         assert (actual - expected).abs().max() < 1e-3
 

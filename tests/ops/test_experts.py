@@ -172,10 +172,10 @@ def test_frozen_parameters_get_an_empty_gradient(device, activation):
     with recorded_ops() as calls:
         ops.experts(x, weights, biases, activation, **options).sum().backward()
     ((op, args),) = [(op, args) for name, op, args, _ in calls if name == "_experts_backward"]
-    _, _, *found = op(*args)
-    assert_same_bits(found[1], learned.grad)
+    _, _, *grads = op(*args)
+    assert_same_bits(grads[1], learned.grad)
     assert_same_products(learned.grad, leaves[1].grad)
-    assert [gradient.shape == (0,) for gradient in found] == [True, False, True, True]
+    assert [gradient.shape == (0,) for gradient in grads] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -134,10 +134,10 @@ def test_tensors_that_cannot_be_read_are_refused(name, surroundings):
             wrong = replaced(args, path, change(at(args, path)))
         except RuntimeError:  # torch cannot make this tensor
             continue
-        for (_, form), other in product(BESIDE.items(), paths):
+        for (_, form), beside_path in product(BESIDE.items(), paths):
             beside = wrong
-            if other != path and at(args, other).is_floating_point():
-                beside = replaced(wrong, other, form(at(args, other)))
+            if beside_path != path and at(args, beside_path).is_floating_point():
+                beside = replaced(wrong, beside_path, form(at(args, beside_path)))
             message = "storage of at least" if kind in ("no memory", "a byte short") else ""
             with where(), pytest.raises((TypeError, ValueError, RuntimeError), match=message):
                 op(*beside)
@@ -149,11 +149,11 @@ def test_tensors_that_cannot_be_read_are_refused(name, surroundings):
 def test_two_tensors_that_cannot_be_read(name):
     op, args, paths = arguments_of(name)
     kinds = [UNREADABLE[kind] for kind in ("sparse", "mkldnn", "no memory", "short, negative")]
-    for one, other in combinations(paths, 2):
+    for one, second_path in combinations(paths, 2):
         for first, second in product(kinds, kinds):
             try:
                 wrong = replaced(args, one, first(at(args, one)))
-                wrong = replaced(wrong, other, second(at(args, other)))
+                wrong = replaced(wrong, second_path, second(at(args, second_path)))
             except RuntimeError:
                 continue
             with pytest.raises((TypeError, ValueError, RuntimeError)):

@@ -76,19 +76,19 @@ def test_instruction_sets(one_thread):
     context, pipes = forkserver(), {}
     for isa in names:
         if isa != _build.isa():
-            pipes[isa], there = context.Pipe(duplex=False)
-            context.Process(target=send_results, args=(isa, there)).start()
-            there.close()
-    found = {_build.isa(): results()}
+            pipes[isa], sender = context.Pipe(duplex=False)
+            context.Process(target=send_results, args=(isa, sender)).start()
+            sender.close()
+    results_of_isa = {_build.isa(): results()}
     for isa, pipe in pipes.items():
         try:
-            found[isa] = pipe.recv()
+            results_of_isa[isa] = pipe.recv()
         except EOFError:
             pytest.fail(f"{isa} failed; its error is above")
-    expected, differing = found[names[1]], []
+    expected, differing = results_of_isa[names[1]], []
     for isa in names:
-        assert found[isa].keys() == expected.keys()
-        for line, bits in found[isa].items():
+        assert results_of_isa[isa].keys() == expected.keys()
+        for line, bits in results_of_isa[isa].items():
             rounds = isa == "default" or (isa in MULTIPLY_BFLOAT16 and "bfloat16" in line)
             rounds &= "integers" not in line
             if bits != expected[line] and not (operators.ROWS[line.split()[0]].products and rounds):

@@ -41,15 +41,15 @@ def test_an_ignored_token_is_not_read(device, value, options, dtype):
     """Its NaN reaches no gradient: all results are bitwise identical to those without NaN."""
     W, b = torch.randn(7, 5).to(device, dtype), torch.randn(7, device=device)
     clean, target = torch.randn(6, 5).to(device, dtype), torch.tensor([1, 2, -100, 3, -100, 0])
-    found = []
+    results = []
     for x in (clean, clean.clone()):
         x[[2, 4]] = 0 if x is clean else value
-        leaves = [each.clone().requires_grad_() for each in (x, W, b)]
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, W, b)]
         args = *leaves[:2], target.to(device)
         loss = ops.linear_cross_entropy(*args, linear_bias=leaves[2], **options)
-        found.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
-        assert all(each.isfinite().all() for each in found[-1])
-    for actual, expected in zip(*found, strict=True):
+        results.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
+        assert all(value.isfinite().all() for value in results[-1])
+    for actual, expected in zip(*results, strict=True):
         assert_same_bits(actual, expected)
 
 
@@ -117,8 +117,8 @@ def test_a_backward_pass_within_autocast(device, options):
     loss = ops.linear_cross_entropy(X, W, torch.arange(5, device=device), **options).sum()
     expected = torch.autograd.grad(loss, (X, W), retain_graph=True)
     with torch.autocast(device, torch.bfloat16):
-        found = torch.autograd.grad(loss, (X, W))
-    assert_all_same_bits(found, expected)
+        grads = torch.autograd.grad(loss, (X, W))
+    assert_all_same_bits(grads, expected)
 
 
 def test_targets_that_are_no_class(device, request):

@@ -56,8 +56,8 @@ def test_gating_and_load_equal_reference(device, sizes, detach_threshold):
     leaves = [x.to(device).requires_grad_() for x in (clean, raw)]
     actual = load_of(*leaves, noise.to(device), k, detach_threshold)
     assert_exact(actual.detach(), expected.detach())
-    found = gradients([actual], leaves, [cotangent.to(device)])
-    for a, e in zip(found, gradients([expected], expected_leaves, [cotangent]), strict=True):
+    grads = gradients([actual], leaves, [cotangent.to(device)])
+    for a, e in zip(grads, gradients([expected], expected_leaves, [cotangent]), strict=True):
         assert_exact(a, e)
 
 
@@ -81,11 +81,11 @@ def test_gradient_below_the_least_noise(device):
     actual = ops.load(*leaves, index)
     at_least = ops.load(clean, torch.full_like(stddev, 1e-6), threshold, index)
     weight = torch.randn_like(actual)
-    of_clean, of_stddev, of_threshold = torch.autograd.grad(actual, leaves, weight)
-    assert torch.count_nonzero(of_stddev) == 0 and torch.count_nonzero(of_clean) > 6
+    grad_clean, grad_stddev, grad_threshold = torch.autograd.grad(actual, leaves, weight)
+    assert torch.count_nonzero(grad_stddev) == 0 and torch.count_nonzero(grad_clean) > 6
     expected = torch.autograd.grad(at_least, (clean, threshold), weight)
-    assert_same_bits(of_clean, expected[0])
-    assert_same_bits(of_threshold, expected[1])
+    assert_same_bits(grad_clean, expected[0])
+    assert_same_bits(grad_threshold, expected[1])
 
 
 def test_lower_tail_keeps_its_digits(device):

@@ -21,7 +21,7 @@ def weights_of(lstm):
 
 def draw(num_sentences, units=70, width=24, dtype=torch.float32):
     lstm = nn.LSTM(16, units, proj_size=width, dtype=dtype)
-    weights = [each.detach().requires_grad_() for each in weights_of(lstm)]
+    weights = [weight.detach().requires_grad_() for weight in weights_of(lstm)]
     return torch.randn(num_sentences, 9, 16).to(dtype), weights
 
 
@@ -32,15 +32,15 @@ def test_a_sentence_does_not_depend_on_the_others(dtype, reverse, padded):
     x, weights = draw(40, dtype=dtype)
     lengths = torch.randint(10, (40,)) if padded else torch.full((40,), 9)
 
-    def of(chosen):
+    def results_of(chosen):
         part = x[chosen].requires_grad_()
         out = ops.lstm(part, *weights, lengths=lengths[chosen], reverse=reverse)
-        grad = torch.autograd.grad(sum(each.float().square().sum() for each in out), part)
-        return [*(each.detach() for each in out), *grad]
+        grad = torch.autograd.grad(sum(value.float().square().sum() for value in out), part)
+        return [*(value.detach() for value in out), *grad]
 
-    whole = of(slice(0, 40))
+    whole = results_of(slice(0, 40))
     for chosen in (slice(0, 1), slice(3, 12), slice(10, 39), slice(39, 40)):
-        for part, all_sentences in zip(of(chosen), whole, strict=True):
+        for part, all_sentences in zip(results_of(chosen), whole, strict=True):
             assert_same_bits(part, all_sentences[chosen])
 
 
@@ -49,7 +49,7 @@ def test_padding_changes_nothing():
     x, weights = draw(6)
     lengths = torch.tensor([3, 5, 0, 2, 5, 1])
 
-    def of(inputs):
+    def results_of(inputs):
         leaf = inputs.clone().requires_grad_()
         out = ops.lstm(leaf, *weights, lengths=lengths)
         loss = out.m.square().sum() + out.c_n.sum()
@@ -58,8 +58,8 @@ def test_padding_changes_nothing():
     changed = x.clone()
     for sentence, length in zip(changed, lengths, strict=True):
         sentence[length:] = torch.nan
-    expected = of(x)
-    for actual in (of(changed), of(changed[:, :5])):
+    expected = results_of(x)
+    for actual in (results_of(changed), results_of(changed[:, :5])):
         for a, e in zip(actual, expected, strict=True):
             assert_same_bits(a, e[:, : a.shape[1]] if a.dim() == 3 else e)
     for sentence, grad, length in zip(expected[0], expected[3], lengths, strict=True):

@@ -26,8 +26,8 @@ def mixture(device, dtype=torch.float64, widths=(4, 6, 3), **options):
 
 def assert_same(actual, expected, same=assert_same_bits):
     """Compares outputs and gradients in the form that `evaluate` returns."""
-    for each, wanted in zip(actual, expected, strict=True):
-        for a, e in zip(each, wanted, strict=True):
+    for value, wanted in zip(actual, expected, strict=True):
+        for a, e in zip(value, wanted, strict=True):
             same(a, e)
 
 
@@ -97,8 +97,8 @@ def test_frozen_inputs(device, learned):
     _, grads = evaluate(ROW, call)
     owners = [name for name in ROW.differentiable for _ in tensors_in(call[name])]
     expected = [dx for name, dx in zip(owners, grads, strict=True) if name in learned]
-    _, found = evaluate(replace(ROW, differentiable=learned), call)
-    assert_all_same_bits(found, expected)
+    _, frozen_grads = evaluate(replace(ROW, differentiable=learned), call)
+    assert_all_same_bits(frozen_grads, expected)
 
 
 def saved_bytes(function, excluded):

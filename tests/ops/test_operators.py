@@ -55,7 +55,7 @@ def short(value):
     return value if len(str(value)) < 60 else f"{len(value)} numbers"
 
 
-def each(prop, rows=TABLE, count=None, in_turn=False, **dtypes):
+def operators_with(prop, rows=TABLE, count=None, in_turn=False, **dtypes):
     """Parametrizes a test by the operators with a property, and their samples.
 
     dtypes: the lists of samples, such as `typical`, with their dtypes. A function of the row can
@@ -64,12 +64,12 @@ def each(prop, rows=TABLE, count=None, in_turn=False, **dtypes):
     """
 
     def cases_of(name, row):
-        for kind, found in dtypes.items():
-            of_row = found(row) if callable(found) else found
+        for kind, choice in dtypes.items():
+            types = choice(row) if callable(choice) else choice
             samples = getattr(row, kind)[:count]
             for number, sizes in enumerate(samples):
-                emulated = of_row[number % 2 :: 2] if len(of_row) > 1 < len(samples) else of_row
-                for dtype in [of_row[number % len(of_row)]] if in_turn else of_row:
+                emulated = types[number % 2 :: 2] if len(types) > 1 < len(samples) else types
+                for dtype in [types[number % len(types)]] if in_turn else types:
                     values = [f"{key}={short(value)}" for key, value in sizes.items()]
                     text = "-".join([name, *values, str(dtype).removeprefix("torch.")])
                     marks = [pytest.mark.equation(*row.equations)]
@@ -78,7 +78,7 @@ def each(prop, rows=TABLE, count=None, in_turn=False, **dtypes):
 
     having = {name: row for name, row in rows.items() if prop not in row.lacks}
     cases = {name: [*cases_of(name, row)] for name, row in having.items()}
-    CASES[prop] = {name: len(found) for name, found in cases.items()}
+    CASES[prop] = {name: len(params) for name, params in cases.items()}
     assert all(cases.values()), f"each operator must have samples for {prop}, got {CASES[prop]}"
     return pytest.mark.parametrize("name, sizes, dtype", sum(cases.values(), []))
 
@@ -110,7 +110,7 @@ def test_the_table_is_complete():
         assert all(row.lacks.values())
     print(f"\n{'':32}" + "".join(f"{prop:>15}" for prop in CASES))
     for name in ROWS:
-        print(f"{name:32}" + "".join(f"{found.get(name, '-'):>15}" for found in CASES.values()))
+        print(f"{name:32}" + "".join(f"{counts.get(name, '-'):>15}" for counts in CASES.values()))
 
 
 # Values and gradients
@@ -123,7 +123,7 @@ def precisions(row):
 
 
 @pytest.mark.guarantee("The paper's equations")
-@each("values", samples=[F64], precise=precisions)
+@operators_with("values", samples=[F64], precise=precisions)
 def test_values(device, name, sizes, dtype):
     """Outputs, and gradients of all outputs together and of each alone.
 
@@ -159,7 +159,7 @@ def test_values(device, name, sizes, dtype):
             assert_same_bits(a, e)
 
 
-@each("limits", limits=[F64])
+@operators_with("limits", limits=[F64])
 def test_limits(device, name, sizes, dtype):
     """No counter in a kernel is too narrow, in forward and in backward."""
     row, arguments = ROWS[name], sample(name, device, **sizes)
@@ -167,7 +167,7 @@ def test_limits(device, name, sizes, dtype):
     assert_equal(sum(actual, []), sum(expected, []))
 
 
-@each("derivatives", typical=[F64])
+@operators_with("derivatives", typical=[F64])
 def test_derivatives(device, name, sizes, dtype):
     """Numerical ones agree. A second derivative does too, or it raises an error."""
     row = ROWS[name]
@@ -192,7 +192,7 @@ def test_derivatives(device, name, sizes, dtype):
         )
 
 
-@each("nan", typical=[F32, BF16])
+@operators_with("nan", typical=[F32, BF16])
 def test_nan_stays_where_it_is(device, name, sizes, dtype):
     """NaN in one number reaches at most what it reaches in plain torch; other bits stay."""
     row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
@@ -201,16 +201,16 @@ def test_nan_stays_where_it_is(device, name, sizes, dtype):
         for place in {x.numel() // 2, x.numel() - 1} if x.is_floating_point() and x.numel() else ():
             number = x.view(-1)[place].item()
             x.view(-1)[place] = math.nan
-            found, plain = (
+            results, plain = (
                 sum(evaluate(row, arguments, function), []) for function in (None, row.plain)
             )
             x.view(-1)[place] = number
-            for y, p, e in zip(found, plain, clean, strict=True):
+            for y, p, e in zip(results, plain, clean, strict=True):
                 assert not (y.isnan() & ~p.isnan()).any()
                 assert_bits(name, [y[~y.isnan()]], [e[~y.isnan()]])
 
 
-@each("needed", typical=[F32, BF16])
+@operators_with("needed", typical=[F32, BF16])
 def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
     """Gradients of one tensor or of some arguments are bitwise identical to the full gradients.
 
@@ -224,12 +224,12 @@ def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
         for key in row.differentiable
         if key in arguments
     ]
-    some = [sum(each, []) for n in range(1, len(owned)) for each in combinations(owned, n)]
+    some = [sum(indices, []) for n in range(1, len(owned)) for indices in combinations(owned, n)]
     for needed in [*([one] for one in range(len(expected))), *some]:
         frozen, leaves = with_leaves(arguments, row.differentiable, needed)
         floats = [y for y in as_tuple(row.function(**frozen)) if y.is_floating_point()]
-        found = gradients(floats, [leaves[i] for i in needed], upstream_of(floats))
-        assert_bits(name, found, [expected[i] for i in needed])
+        grads = gradients(floats, [leaves[i] for i in needed], upstream_of(floats))
+        assert_bits(name, grads, [expected[i] for i in needed])
     constants = {
         key: x.detach().clone().requires_grad_()
         for key, x in arguments.items()
@@ -240,7 +240,7 @@ def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
     assert all(x.grad is None for x in constants.values())
 
 
-@each("autocast", typical=[F32, BF16])
+@operators_with("autocast", typical=[F32, BF16])
 def test_autocast(device, name, sizes, dtype):
     """Gates run in float32, experts in the lower precision; other operators are unchanged."""
     row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
@@ -258,7 +258,7 @@ def test_autocast(device, name, sizes, dtype):
 
 
 @pytest.mark.guarantee("Determinism")
-@each("deterministic", large=[F32, BF16])
+@operators_with("deterministic", large=[F32, BF16])
 def test_deterministic(threads, name, sizes, dtype):
     """Identical on one thread and on two, and in every run, gradients included."""
     row, arguments = ROWS[name], sample(name, dtype=dtype, **sizes)
@@ -268,7 +268,7 @@ def test_deterministic(threads, name, sizes, dtype):
 # What callers, the dispatcher and the compiler rely on, for the backward operators too
 
 
-@each("contract", ROWS, typical=[F64, F32, BF16])
+@operators_with("contract", ROWS, typical=[F64, F32, BF16])
 def test_contract(device, name, sizes, dtype):
     """Results depend on the values of the arguments alone, and have memory of their own."""
     op, args = call_of(name, sample(name, device, dtype, **sizes))
@@ -285,10 +285,10 @@ def test_contract(device, name, sizes, dtype):
         assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride())
 
     for name_of_form, form in FORMS.items():
-        found = run(op, changed(form, args))
-        assert_bits(name, found, results)
+        changed_results = run(op, changed(form, args))
+        assert_bits(name, changed_results, results)
         # Only weights pass their layout on, and only if they are transposed.
-        assert name_of_form == "transposed" or all(x.is_contiguous() for x in found)
+        assert name_of_form == "transposed" or all(x.is_contiguous() for x in changed_results)
     for i, x in enumerate(args):  # one index as int32 among others as int64
         if isinstance(x, torch.Tensor) and not x.is_floating_point():
             assert_bits(name, run(op, [*args[:i], x.int(), *args[i + 1 :]]), results)
@@ -313,7 +313,7 @@ def narrow(arguments):
 
 
 @pytest.mark.emulated(False)  # what is registered does not depend on the device
-@each("opcheck", ROWS, in_turn=True, typical=[F32, BF16])
+@operators_with("opcheck", ROWS, in_turn=True, typical=[F32, BF16])
 def test_opcheck(device, name, sizes, dtype):
     """float32 with contiguous tensors and int64 indices; bfloat16 with neither.
 
@@ -334,7 +334,7 @@ def test_opcheck(device, name, sizes, dtype):
 
 
 @pytest.mark.emulated(False)  # the compiler does not see the device
-@each("compile", typical=[F32], count=1)
+@operators_with("compile", typical=[F32], count=1)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_to_a_whole_graph(device, name, sizes, dtype, dynamic):
     """With int64 indices and static shapes, and with int32 indices and dynamic shapes."""

@@ -55,7 +55,7 @@ def test_results_are_those_of_experts(format, dtype, T):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("format", "group"), [*((each, None) for each in INTEGER), ("int4", 64), ("int8", 24)]
+    ("format", "group"), [*((format_, None) for format_ in INTEGER), ("int4", 64), ("int8", 24)]
 )
 def test_error_of_integer_arithmetic(format, group, dtype):
     """At most the bound of the documentation; each row by itself."""

@@ -109,8 +109,8 @@ def make_layer(expert_index, E, widths, activation, dtype):
 
 def draw_experts(T, E, k):
     """Returns the experts of each token, without expert 1."""
-    others = torch.tensor([0, *range(2, E)])
-    return others[torch.rand(T, E - 1).argsort(1)[:, :k]]
+    used = torch.tensor([0, *range(2, E)])
+    return used[torch.rand(T, E - 1).argsort(1)[:, :k]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -184,9 +184,9 @@ def test_what_is_not_finite_stays_where_it_is(dtype, value, where):
     assert not reached[touched].isfinite().any()
     for actual, expected in zip(spoilt, clean, strict=True):
         assert_same_bits(actual[~touched], expected[~touched])
-    others = torch.arange(E) != 3
+    unspoilt = torch.arange(E) != 3
     for actual, expected in zip(spoilt_grads, clean_grads, strict=True):
-        assert_same_bits(actual[others], expected[others])
+        assert_same_bits(actual[unspoilt], expected[unspoilt])
     assert not spoilt_grads[1][3].isfinite().all()
 
 
@@ -218,8 +218,8 @@ def test_rows_do_not_depend_on_each_other(dtype, k, widths, threads):
         some = dict(x=call["x"][chosen], gates=call["gates"][chosen])
         some |= dict(inverse=plan.inverse, offsets=plan.offsets)
         results, _ = run_layer(call | some, dy[chosen])
-        for actual, each in zip(results, expected, strict=True):
-            assert_same_bits(actual, each[chosen])
+        for actual, alone in zip(results, expected, strict=True):
+            assert_same_bits(actual, alone[chosen])
 
 
 # Depths of a GEMM: every depth up to 70, and some around vectors and K-blocks above that.

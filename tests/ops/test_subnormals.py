@@ -77,8 +77,8 @@ def test_probabilities_that_are_subnormal_are_zero():
     )
     probabilities = x.detach().double().softmax(1)
     tiny = torch.finfo(torch.float32).tiny
-    others = torch.ones(40, 600).bool().scatter(1, target[:, None], False)
-    rounded_to_zero = others & (probabilities < tiny) & (probabilities > 0)
+    wrong = torch.ones(40, 600).bool().scatter(1, target[:, None], False)
+    rounded_to_zero = wrong & (probabilities < tiny) & (probabilities > 0)
     assert rounded_to_zero.sum() > 1000
     assert not ((grad != 0) & (grad.abs() < tiny)).any()
     assert grad[rounded_to_zero].abs().max() <= 2 * tiny

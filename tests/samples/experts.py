@@ -117,7 +117,7 @@ def reference_expert(rows, W, b, activation, args=None, lora=()):
         a = adapter.a if adapter.mask is None else adapter.a * adapter.mask[r][:, None]
         return w + adapter.scale * a @ adapter.b
 
-    adapted = [[with_adapter(*each, r) for each in zip_longest(W, lora)] for r in range(len(rows))]
+    adapted = [[with_adapter(*pair, r) for pair in zip_longest(W, lora)] for r in range(len(rows))]
     out = [ref.E_i(x, W_r, b, activation, args) for x, W_r in zip(rows, adapted, strict=True)]
     if out:
         return torch.stack(out)

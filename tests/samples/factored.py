@@ -50,7 +50,7 @@ def reference_step(param, grad, row, column, lr, decay, mean_of_roots, **rest):
         else:
             rule = "diet" if mean_of_roots else "paper"
             results.append(ref.FactoredAdam(w, g, vr, vc, 2, lr, decay, rest["eps"], rule))
-    w, vr, vc = (torch.stack(each) for each in zip(*results, strict=True))
+    w, vr, vc = (torch.stack(values) for values in zip(*results, strict=True))
     return w.view_as(param), vr.view_as(row), vc.view_as(column)
 
 

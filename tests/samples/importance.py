@@ -22,10 +22,10 @@ def dense(gates, expert_index, num_experts):
 
 def plain_importance_and_load(gates, expert_index, num_experts):
     ones = torch.ones_like(gates.detach())
-    return tuple(dense(each, expert_index, num_experts).sum(0) for each in (gates, ones))
+    return tuple(dense(values, expert_index, num_experts).sum(0) for values in (gates, ones))
 
 
-OF_IMPORTANCE = dict(
+IMPORTANCE = dict(
     make=make_importance,
     equations=("Eq. 6",),
     differentiable=("gates",),
@@ -49,11 +49,11 @@ TABLE = {
         function=ops.importance,
         reference=lambda **arguments: ref.Importance(dense(**arguments)),
         plain=lambda **arguments: dense(**arguments).sum(0),
-        **OF_IMPORTANCE,
+        **IMPORTANCE,
     ),
     "importance_and_load": Operator(
         function=ops.importance_and_load, constant=(1,),
         reference=plain_importance_and_load, plain=plain_importance_and_load,
-        **OF_IMPORTANCE,
+        **IMPORTANCE,
     ),
 }

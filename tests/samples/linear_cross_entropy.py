@@ -32,11 +32,11 @@ def loss_by(losses):
     ):  # fmt: skip
         kept = target != ignore_index
         options = label_smoothing, z_loss
-        each = losses(input, linear_weight, target, linear_bias, softcap, kept, *options)
-        each = each.to(draw.wide(each.dtype))
+        nll = losses(input, linear_weight, target, linear_bias, softcap, kept, *options)
+        nll = nll.to(draw.wide(nll.dtype))
         if reduction == "none":
-            return each
-        return each.sum() / (kept.sum() if reduction == "mean" else 1)
+            return nll
+        return nll.sum() / (kept.sum() if reduction == "mean" else 1)
 
     return loss
 
@@ -82,7 +82,7 @@ TABLE = {
             ]
             for reduction in ("none", "mean") for recompute in (False, True) for ignored in (0, 2)
         ]
-        + [dict(T=0, D=3, V=4, bias=True, reduction=each) for each in ("none", "sum")]
+        + [dict(T=0, D=3, V=4, bias=True, reduction=reduction) for reduction in ("none", "sum")]
         + [dict(T=3, D=0, V=4, bias=True), dict(T=3, D=2, V=4, reduction="sum", ignored=3)],
         typical=[
             dict(T=T, D=3, V=E, bias=True, reduction="none", label_smoothing=0.1),
@@ -99,8 +99,8 @@ TABLE = {
             )
         ]
         + [dict(T=n, D=2, V=3, bias=True) for n in draw.MANY]
-        + [dict(T=3, D=2, V=V, reduction=each) for V in (511, 512, 513, 1025, 65_537)
-           for each in ("none", "mean")],
+        + [dict(T=3, D=2, V=V, reduction=reduction) for V in (511, 512, 513, 1025, 65_537)
+           for reduction in ("none", "mean")],
         large=[dict(T=500, D=24, V=1200, bias=True, reduction=reduction, recompute=recompute)
                for reduction, recompute in (("none", False), ("mean", False), ("sum", True))],
         precise=[

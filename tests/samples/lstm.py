@@ -45,15 +45,15 @@ def reference_lstm(
     m_0, c_0, lengths = state_of(x, weight_input, weight_recurrent, m_0, c_0, lengths)
     b = weight_input.new_zeros(len(weight_input)) if bias is None else bias
     weights = [weight_input, weight_recurrent, b, *([] if projection is None else [projection])]
-    none = 0 * sum(each.sum() for each in (x, m_0, c_0, *weights))  # differentiable even if empty
+    none = 0 * sum(v.sum() for v in (x, m_0, c_0, *weights))  # differentiable even if empty
     y, last_m, last_c = x.new_zeros(*x.shape[:2], m_0.shape[1]) + none, m_0 + none, c_0 + none
     for n, length in enumerate(lengths.tolist()):
         tokens = [*range(length)][::-1] if reverse else range(length)
         outputs, m, c = ref.LSTM(x[n, [*tokens]], *weights[:3], projection, m_0[n], c_0[n])
-        here, index = torch.tensor(n), torch.tensor([*tokens], dtype=torch.int64)
+        position, index = torch.tensor(n), torch.tensor([*tokens], dtype=torch.int64)
         if length:
-            y = y.index_put((here, index), torch.stack(outputs))
-        last_m, last_c = last_m.index_put((here,), m), last_c.index_put((here,), c)
+            y = y.index_put((position, index), torch.stack(outputs))
+        last_m, last_c = last_m.index_put((position,), m), last_c.index_put((position,), c)
     return y, last_m, last_c
 
 
@@ -69,9 +69,9 @@ def plain_lstm(
         next_c = f.sigmoid() * c + i.sigmoid() * j.tanh()
         r = o.sigmoid() * next_c.tanh()
         next_m = r if projection is None else linear(r, projection)
-        here = (t < lengths)[:, None]
-        m, c = torch.where(here, next_m, m), torch.where(here, next_c, c)
-        outputs[t] = m * here
+        active = (t < lengths)[:, None]
+        m, c = torch.where(active, next_m, m), torch.where(active, next_c, c)
+        outputs[t] = m * active
     return torch.stack([outputs[t] for t in steps], 1), m, c
 
 
@@ -89,7 +89,7 @@ def reference_cell(gates, c_0):
         ref.LSTM(z[None], W, zeros, c_0.new_zeros(4 * U), None, c_0.new_zeros(U), c)[1:]
         for z, c in zip(gates, c_0, strict=True)
     ]
-    return tuple(torch.stack(each) for each in zip(*rows, strict=True))
+    return tuple(torch.stack(values) for values in zip(*rows, strict=True))
 
 
 def plain_cell(gates, c_0):

@@ -32,12 +32,12 @@ class Node:
     """A network and mount namespace; commands run in it.
 
     Args:
-        here: the address of this node.
-        there: the address of the other node.
+        address: the address of this node.
+        peer_address: the address of the other node.
     """
 
-    def __init__(self, here: str, there: str) -> None:
-        self.address = here
+    def __init__(self, address: str, peer_address: str) -> None:
+        self.address = address
         # cat ends with this process, because the pipe then closes.
         self._holder = subprocess.Popen(
             ["unshare", "--net", "--mount", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
@@ -45,15 +45,15 @@ class Node:
         space = Path(f"/proc/{self._holder.pid}/ns/net")
         while os.readlink(space) == os.readlink("/proc/self/ns/net"):
             time.sleep(0.01)  # until unshare has made the namespaces
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            descriptor = str(theirs.fileno())
+        receiver, sender = socket.socketpair()
+        with receiver, sender:
+            descriptor = str(sender.fileno())
             subprocess.run(
-                self.command(sys.executable, "-c", _OPEN_DEVICE, descriptor, here, there),
-                pass_fds=[theirs.fileno()],
+                self.command(sys.executable, "-c", _OPEN_DEVICE, descriptor, address, peer_address),
+                pass_fds=[sender.fileno()],
                 check=True,
             )
-            _, (self.device,), _, _ = socket.recv_fds(ours, 16, 1)
+            _, (self.device,), _, _ = socket.recv_fds(receiver, 16, 1)
 
     def command(self, *command: str) -> list[str]:
         """Returns the command line that runs a command in this node."""
@@ -77,7 +77,7 @@ class Link:
         self.loss = 0.0
         self.delay = 0.0
         self._draw = random.Random(seed)
-        self._other = {first.device: second.device, second.device: first.device}
+        self._peer = {first.device: second.device, second.device: first.device}
         self._closing = False
         self._thread = threading.Thread(target=self._forward, daemon=True)
         self._thread.start()
@@ -91,12 +91,12 @@ class Link:
                 _, _, device, packet = heapq.heappop(waiting)
                 os.write(device, packet)
             pause = min(0.1, waiting[0][0] - now) if waiting else 0.1
-            for device in select.select([*self._other], [], [], max(pause, 0))[0]:
+            for device in select.select([*self._peer], [], [], max(pause, 0))[0]:
                 packet = os.read(device, 65536)
                 if self._draw.random() >= self.loss:
                     number += 1
                     due = time.monotonic() + self.delay
-                    heapq.heappush(waiting, (due, number, self._other[device], packet))
+                    heapq.heappush(waiting, (due, number, self._peer[device], packet))
 
     def close(self) -> None:
         self._closing = True

@@ -46,13 +46,13 @@ def running(folder, processes, steps, restarts):
 
 def ranks_of(launcher):
     """Lists the process ids of the ranks that the torchrun process `launcher` started."""
-    found = []
+    ranks = []
     with suppress(FileNotFoundError, ProcessLookupError):  # a process may end at any moment
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         for pid in children:
             if PROGRAM.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(int(pid))
-    return found
+                ranks.append(int(pid))
+    return ranks
 
 
 def last_step(folder):
@@ -96,10 +96,10 @@ def main(arguments=None):
                         print(f"kill {done} of {options.kills}", file=sys.stderr)
             status = run.wait()
         with running(undisturbed, options.processes, steps, 0) as run:
-            other = run.wait()
-        same = status == other == 0 and losses(killed) == losses(undisturbed)
+            status_undisturbed = run.wait()
+        same = status == status_undisturbed == 0 and losses(killed) == losses(undisturbed)
         report = {"kills": done, "steps": last_step(killed), "of": steps, "same_losses": same}
-        print(json.dumps(report | {"status": status, "status_undisturbed": other}))
+        print(json.dumps(report | {"status": status, "status_undisturbed": status_undisturbed}))
         if not same:
             print(killed.with_suffix(".log").read_text()[-3000:], file=sys.stderr)
     return 0 if same and done == options.kills else 1

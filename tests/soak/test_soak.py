@@ -29,7 +29,7 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-class Both(torch.nn.Module):
+class TwoLayers(torch.nn.Module):
     """A flat and a hierarchical layer."""
 
     def __init__(self, group):
@@ -48,7 +48,7 @@ class Both(torch.nn.Module):
 def train(group, rank):
     """Returns the mean resident set of this rank in each quarter of the steps."""
     draw = torch.Generator().manual_seed(rank)
-    model = parallelize(Both(group), group)
+    model = parallelize(TwoLayers(group), group)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     quarters = [[], [], [], []]
     for step in range(STEPS):
@@ -79,9 +79,9 @@ def python_path(monkeypatch):
 @pytest.mark.usefixtures("python_path")
 def test_killed_ranks_continue(capsys):
     assert restarts.main(["--kills", "3"]) == 0, capsys.readouterr()
-    found = json.loads(capsys.readouterr().out)
-    assert found.pop("status") == found.pop("status_undisturbed") == 0
-    assert found == {"kills": 3, "steps": 28, "of": 28, "same_losses": True}
+    report = json.loads(capsys.readouterr().out)
+    assert report.pop("status") == report.pop("status_undisturbed") == 0
+    assert report == {"kills": 3, "steps": 28, "of": 28, "same_losses": True}
 
 
 @pytest.fixture
@@ -111,9 +111,9 @@ def test_a_killed_rank_and_a_flipped_bit(capsys):
         ["kill", "1", "0", "1", "0"],
         ["bit", "1", "0", "1", "0"],
     ]
-    found = json.loads(printed.splitlines()[-1])
-    assert found.pop("steps") > 0
-    assert found == {"faults": 2, "hung": 0, "same_losses": True}
+    report = json.loads(printed.splitlines()[-1])
+    assert report.pop("steps") > 0
+    assert report == {"faults": 2, "hung": 0, "same_losses": True}
     # The rank that was not killed says why it ended.
     (message,) = [line for line in printed.splitlines() if line.startswith("- kill, 1 times: ")]
     assert "error: " in message

@@ -130,7 +130,10 @@ void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64
     if (!view.k_contiguous && unpack != nullptr && width % kPanelOutputs == 0 &&
         depth % kPackedInputs == 0 && num_groups * (pairs ? 2 : 1) == depth) {
       for (int64_t i = 0; i < num_columns; i += kPanelOutputs) {
-        unpack(layout, panel_of(j + i), p, depth, to + i, width);
+        const PanelInputs inputs{.panel = panel_of(j + i), .first = p, .size = depth};
+        PanelInputs next = inputs;
+        next.panel += layout.panel_bytes();
+        unpack(layout, inputs, next, to + i, width);
       }
       return;
     }
@@ -152,11 +155,14 @@ void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64
     const int64_t num_outputs = view.k_contiguous ? depth_of_tile : num_columns;
     const int64_t first_input = input / kPackedInputs * kPackedInputs;
     const int64_t first_output = output / kPanelOutputs * kPanelOutputs;
-    const int64_t num_rows =
-        input + (view.k_contiguous ? num_columns : depth_of_tile) - first_input;
+    const int64_t num_inputs = view.k_contiguous ? num_columns : depth_of_tile;
+    const int64_t num_rows = input + num_inputs - first_input;
     for (int64_t o = 0; first_output + o < output + num_outputs; o += kPanelOutputs) {
-      unpack(layout, panel_of(first_output + o), first_input, num_rows,
-             rounds ? static_cast<void*>(rounded + o) : tile + o, kSize);
+      const PanelInputs inputs{
+          .panel = panel_of(first_output + o), .first = first_input, .size = num_rows};
+      PanelInputs next = inputs;  // of the next tile, or if B = W^T of the next micro-panel
+      next.first += num_inputs;
+      unpack(layout, inputs, next, rounds ? static_cast<void*>(rounded + o) : tile + o, kSize);
     }
     const auto pack = [&](const auto* numbers) {
       const View<std::decay_t<decltype(*numbers)>> part{

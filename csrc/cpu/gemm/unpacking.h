@@ -15,10 +15,17 @@ enum class Unpacked { kFloats, kRounded, kPairs };
 // The largest number of inputs of a K-block, and of those that an UnpackKernel writes.
 constexpr int64_t kMaxInputs = 512;
 
-// Writes w [num_inputs, 16] of a panel from first_input, a multiple of 8; `to` has rows ld elements
-// apart and space for a multiple of 8 inputs. A row of pairs, which are floats, has two inputs.
-using UnpackKernel = void (*)(const PackedLayout& layout, const uint8_t* panel, int64_t first_input,
-                              int64_t num_inputs, void* to, int64_t ld);
+// Inputs of a panel, from one that is a multiple of 8.
+struct PanelInputs {
+  const uint8_t* panel;
+  int64_t first, size;
+};
+
+// Writes w [inputs.size, 16]; `to` has rows ld elements apart and space for a multiple of 8 inputs.
+// A row of pairs, which are floats, has two inputs. `next`, of the same size, is prefetched; it may
+// not exist.
+using UnpackKernel = void (*)(const PackedLayout& layout, const PanelInputs& inputs,
+                              const PanelInputs& next, void* to, int64_t ld);
 
 // C [num_rows, 16 num_panels] = A W, or C += A W with `add`. The rows of A are K-groups, lda apart.
 // The chains are those of a GemmKernel for each K-block of kc inputs.

@@ -32,15 +32,14 @@ namespace {
 // prefetched much earlier, because it takes long to translate the address of a new page.
 class Ahead {
  public:
-  // What is prefetched is this far behind the panel that is read.
-  static constexpr int64_t kLinesAhead = 8 << 10;
-
   // Prefetches nothing but a panel that is read again.
   explicit Ahead(const uint8_t* panel) : next_(panel), end_(panel), step_(0) {}
 
-  // `end` is that of the panels; prefetch() is called num_steps times.
-  Ahead(const uint8_t* panel, const uint8_t* end, int64_t panel_bytes, int64_t num_steps)
-      : next_(std::min(panel + panel_bytes + kLinesAhead, end)),
+  // What is prefetched is some bytes behind the panel that is read, up to `end`, that of all
+  // panels; prefetch() is called num_steps times.
+  Ahead(const uint8_t* panel, const uint8_t* end, int64_t panel_bytes, int64_t num_steps,
+        int64_t bytes_ahead)
+      : next_(std::min(panel + panel_bytes + bytes_ahead, end)),
         end_(end),
         step_((panel_bytes + num_steps - 1) / num_steps) {}
 
@@ -466,24 +465,50 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void for_units(const PackedLayout& layout, int64_t
   }
 }
 
+// Prefetches the codes of a unit.
+template <Codes codes>
+MOE_EXT_TARGET MOE_EXT_KERNEL void prefetch_unit(const PackedLayout& layout, const uint8_t* panel,
+                                                 int64_t unit) {
+  constexpr bool kHighBits = codes == Codes::kSixBits;
+  constexpr int64_t kBytes = kHighBits ? 64 : kBytesOfUnit<codes>;
+  MOE_EXT_UNROLL for (int64_t byte = 0; byte < kBytes; byte += 64) {
+    __builtin_prefetch(panel + unit * kBytes + byte, 0, 2);
+  }
+  if (kHighBits && unit % 2 == 0) {
+    __builtin_prefetch(panel + layout.high_bits() + unit / 2 * 64, 0, 2);
+  }
+}
+
+// Prefetches the scales of inputs.
+MOE_EXT_TARGET inline void prefetch_scales(const PackedLayout& layout, const PanelInputs& inputs) {
+  const auto lines = [](const uint8_t* from, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+  };
+  const int64_t group = inputs.first / layout.group;
+  const int64_t num_groups = inputs.size / layout.group + 1, row = layout.row_of_scales();
+  lines(inputs.panel + layout.scales() + group * row, num_groups * row);
+  if (layout.has_minima()) lines(inputs.panel + layout.minima() + group * row, num_groups * row);
+}
+
 // An UnpackKernel.
 template <typename Simd, Codes codes, bool has_minima, Unpacked unpacked>
-MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const uint8_t* panel,
-                                  int64_t first_input, int64_t num_inputs, void* to, int64_t ld) {
+MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const PanelInputs& inputs,
+                                  const PanelInputs& next, void* to, int64_t ld) {
   using Panel = Panel<Simd, codes, has_minima>;
   using Loops = typename Panel::Loops;
   constexpr int kStep = unpacked == Unpacked::kPairs ? 2 : 1;
   constexpr int64_t kSize = unpacked == Unpacked::kRounded ? 2 : 4;  // of a number in bytes
-  constexpr int64_t kBytesAhead = 1024;
   float table alignas(64)[16];
   std::copy_n(layout.format->values, 16, table);
   Panel source;
-  source.start(layout, panel, first_input, num_inputs);
+  source.start(layout, inputs.panel, inputs.first, inputs.size);
+  prefetch_scales(layout, next);
+  const int64_t units_ahead = (next.first - inputs.first) / kPackedInputs;
   auto* row = static_cast<uint8_t*>(to);
   for_units(
-      layout, first_input, num_inputs,
+      layout, inputs.first, inputs.size,
       [&](int64_t group, int64_t unit, int64_t) __attribute__((always_inline)) MOE_EXT_TARGET {
-        __builtin_prefetch(panel + unit * layout.bytes_of_unit() + kBytesAhead);
+        prefetch_unit<codes>(layout, next.panel, unit + units_ahead);
         MOE_EXT_UNROLL for (int v = 0; v < Loops::kVectors; ++v) {
           typename Loops::Vector w[kPackedInputs];
           source.weights(table, group, unit, v, w);
@@ -512,6 +537,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
   using Loops = typename Panel::Loops;
   using Vector = typename Loops::Vector;
   constexpr int kVectors = Loops::kVectors, kNumbers = Simd::kPairs ? 2 : 1;
+  constexpr int64_t kBytesAhead = 8 << 10;
   // What is prefetched with a unit of each panel: codes, and at most one line of scales.
   constexpr int kLines = (kPanels * kBytesOfUnit<codes> + 63) / 64 + 1;
   float table alignas(64)[16];
@@ -523,7 +549,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
     row[r] = a + std::min<int64_t>(r, num_rows - 1) * lda;
   }
   Ahead ahead(panels, end, kPanels * panel_bytes,
-              (layout.inputs + kPackedInputs - 1) / kPackedInputs);
+              (layout.inputs + kPackedInputs - 1) / kPackedInputs, kBytesAhead);
   for (int64_t first_input = 0; first_input < layout.inputs; first_input += kc, add = true) {
     const int64_t num_inputs = std::min(kc, layout.inputs - first_input);
     MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {

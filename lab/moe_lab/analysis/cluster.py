@@ -113,13 +113,13 @@ def exchange_bytes(
         The bytes in forward, and the bytes in backward.
     """
     if exchange == "rows" and secondary is None:
-        both = rows * (d_input + d_output) * itemsize
-        return both, both
-    both = copies * (d_input + d_output) * itemsize
+        round_trip = rows * (d_input + d_output) * itemsize
+        return round_trip, round_trip
+    round_trip = copies * (d_input + d_output) * itemsize
     b, k2 = secondary or (0, 0)
     forward = gate_itemsize + 4 + (4 if balanced else b * gate_itemsize) + k2 * (gate_itemsize + 4)
     backward = gate_itemsize + k2 * gate_itemsize
-    return both + rows * forward, both + rows * backward
+    return round_trip + rows * forward, round_trip + rows * backward
 
 
 def mask_bytes(scores: float, num_devices: int, itemsize: int = 4) -> float:
@@ -221,8 +221,8 @@ class Plan:
 
     def step_seconds(self, *, overlap: bool) -> float:
         """Computes the seconds of a step; overlap=True sends data during the computation."""
-        both = self.compute_seconds, self.network_seconds
-        return (max(both) if overlap else sum(both)) + self.optimizer_seconds
+        parts = self.compute_seconds, self.network_seconds
+        return (max(parts) if overlap else sum(parts)) + self.optimizer_seconds
 
     def expected_seconds(self, device: Device, efficiency: Efficiency) -> float:
         """Estimates the seconds of a step, without overlap, from the efficiency of GEMMs.
@@ -284,7 +284,7 @@ def plan(
     layers = [layer for layer in model.layers if isinstance(layer, MoE)]  # all alike
     moe = config.model.moe
     off = {"num_identity_experts": 0, "num_null_experts": 0}
-    require_values(moe, off, of="plan: config.model.moe.")
+    require_values(moe, off, prefix="plan: config.model.moe.")
     weights = list(layers[0].experts.parameters())
     d_input, d_output = weights[0].shape[1], weights[-1].shape[2]
     num_experts, k = moe.num_experts, moe.experts_per_token
@@ -295,10 +295,10 @@ def plan(
 
     # Numbers of parameters and of elements of the optimizer state.
     group = num_experts // moe.num_groups if moe.num_groups else 1
-    of_experts = ExpertPlacement(num_experts, num_devices, group)
+    expert_placement = ExpertPlacement(num_experts, num_devices, group)
     by_groups = placement != "experts" and layers[0].gate.shares_groups
     balanced = isinstance(layers[0].gate, StrictlyBalancedGate)
-    share = max(of_experts.counts)
+    share = max(expert_placement.counts)
     expert = sum(weight[0].numel() for weight in weights)
     gate_parameters = layers[0].gate.named_parameters()
     secondary = sum(p.numel() for name, p in gate_parameters if name.endswith("_secondary"))
@@ -313,10 +313,10 @@ def plan(
 
     # Cost of each token; activations of experts are on the ranks of the experts.
     if by_groups:
-        exchange, of_rows = "tokens", ExpertPlacement(moe.num_groups, num_devices)
+        exchange, row_placement = "tokens", ExpertPlacement(moe.num_groups, num_devices)
     else:
-        of_rows = of_experts
-    rows, copies = leaving(of_rows, moe.k)
+        row_placement = expert_placement
+    rows, copies = leaving(row_placement, moe.k)
     sent = exchange_bytes(
         rows,
         copies,
@@ -329,17 +329,17 @@ def plan(
     )
     masked = 0.0
     if balanced:
-        of_secondary = moe.k * group if moe.num_groups and not by_groups else 0
-        masked = mask_bytes((moe.num_groups or num_experts) + of_secondary, num_devices)
+        num_secondary = moe.k * group if moe.num_groups and not by_groups else 0
+        masked = mask_bytes((moe.num_groups or num_experts) + num_secondary, num_devices)
     travelling = k * (d_input + (d_output if exchange == "rows" else 0)) if num_devices > 1 else 0
     kept = _kept_of_token(config, model, group, travelling)
-    of_token = training_flops(model)
+    token_flops = training_flops(model)
     again = 0  # recomputed
     if moe.recompute:
         again = 2 * len(layers) * k * sum(weight[0].numel() for weight in weights[:-1])
 
     tokens = batch * batches
-    flops = float((of_token.total + again) * tokens)
+    flops = float((token_flops.total + again) * tokens)
     activation_bytes = itemsize * kept * batch
     bytes_moved = batches * (3 * local_bytes + 2 * activation_bytes)
     exchanged = len(layers) * (sum(sent) + masked) * tokens
@@ -364,7 +364,7 @@ def plan(
         optimizer_seconds=(3 * local_bytes + 2 * 4 * averages) / device.memory_bandwidth,
         network_seconds=(exchanged + reduced) / device.link,
         flops_seconds=flops / device.flops,
-        expert_flops=float((of_token.experts + again) * tokens),
+        expert_flops=float((token_flops.experts + again) * tokens),
         expert_rows=batch * num_devices * k / num_experts,
         imbalance=share * num_devices / num_experts,
         vocabulary_bytes=2 * (1 - 1 / num_devices) * sum(p.nbytes for p in words),

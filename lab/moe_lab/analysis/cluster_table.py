@@ -64,10 +64,10 @@ def table(plans: Sequence[Plan], device: Device, efficiency: Efficiency | None =
     efficiency: adds the expected step and TFLOPS; None: leaves them out.
     """
 
-    def both(values: Iterable[float], form: str) -> str:
+    def pair_cell(values: Iterable[float], form: str) -> str:
         return " / ".join(format(value, form) for value in values)
 
-    def of(function: Callable[..., float]) -> tuple[float, float]:
+    def bounds(function: Callable[..., float]) -> tuple[float, float]:
         return function(overlap=False), function(overlap=True)
 
     lines = {
@@ -83,20 +83,20 @@ def table(plans: Sequence[Plan], device: Device, efficiency: Efficiency | None =
         "fits": lambda p: "yes" if p.memory_bytes <= device.memory else "NO",
         "wire: exchange, MB": lambda p: f"{p.exchange_bytes / 1e6:,.3f}",
         "wire: dense gradients, MB": lambda p: f"{p.reduce_bytes / 1e6:,.3f}",
-        "intensity, expert / device": lambda p: both(
+        "intensity, expert / device": lambda p: pair_cell(
             (p.expert_intensity, p.device_intensity), ",.0f"
         ),
         "compute, ms": lambda p: f"{1e3 * p.compute_seconds:,.2f}",
         "optimizer, ms": lambda p: f"{1e3 * p.optimizer_seconds:,.2f}",
         "network, ms": lambda p: f"{1e3 * p.network_seconds:,.2f}",
-        "step, sum / max, ms": lambda p: both(
-            tuple(1e3 * seconds for seconds in of(p.step_seconds)), ",.2f"
+        "step, sum / max, ms": lambda p: pair_cell(
+            tuple(1e3 * seconds for seconds in bounds(p.step_seconds)), ",.2f"
         ),
-        "tokens/s, all devices": lambda p: both(
-            tuple(p.num_devices * p.tokens / seconds for seconds in of(p.step_seconds)), ",.0f"
+        "tokens/s, all devices": lambda p: pair_cell(
+            tuple(p.num_devices * p.tokens / seconds for seconds in bounds(p.step_seconds)), ",.0f"
         ),
-        "efficiency": lambda p: both(of(p.efficiency), ".2f"),
-        "share of peak": lambda p: both(of(p.share_of_peak), ".2f"),
+        "efficiency": lambda p: pair_cell(bounds(p.efficiency), ".2f"),
+        "share of peak": lambda p: pair_cell(bounds(p.share_of_peak), ".2f"),
     }  # fmt: skip
     if efficiency is not None:
         known = efficiency

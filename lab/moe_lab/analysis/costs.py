@@ -103,10 +103,10 @@ def moe_ops(layer: MoE) -> MoEOps:
     ops = sum(size for name, size in matrices.items() if not name.endswith("_secondary"))
     if isinstance(gate, HierarchicalGate):
         ops += (sum(matrices.values()) - ops) * gate.k_of_levels[0] // gate.num_groups
-    of_experts = _weights(layer.experts.parameters()) * layer.k // layer.gate.num_experts
+    expert_ops = _weights(layer.experts.parameters()) * layer.k // layer.gate.num_experts
     if layer.shared_expert is not None:
-        of_experts += _weights(layer.shared_expert.parameters())
-    return MoEOps(ops, of_experts)
+        expert_ops += _weights(layer.shared_expert.parameters())
+    return MoEOps(ops, expert_ops)
 
 
 class _Count(NamedTuple):
@@ -121,9 +121,9 @@ def _count(model: AnyModel) -> _Count:
     for layer in model.layers:
         if isinstance(layer, (MoE, MoELSTM)):
             moe = layer if isinstance(layer, MoE) else layer.cell.moe
-            of_gate, of_experts = moe_ops(moe)
-            ops += of_gate
-            expert_ops += of_experts
+            gate_ops, layer_expert_ops = moe_ops(moe)
+            ops += gate_ops
+            expert_ops += layer_expert_ops
             for part in (moe.gate, moe.experts, moe.shared_expert):
                 parameters += 0 if part is None else _weights(part.parameters())
         elif isinstance(layer, FeedForwardExperts):

@@ -181,8 +181,8 @@ def _pair_shares(routed: RoutedText) -> list[list[PairShare]]:
     number = torch.bincount(keys, minlength=num_experts * num_pairs).view(num_experts, num_pairs)
     expected = (number.sum(0).double() / number.sum()).tolist()
     return [
-        list(map(PairShare, routed.pair_names, (mine / mine.sum()).tolist(), expected))
-        if mine.any()
+        list(map(PairShare, routed.pair_names, (row / row.sum()).tolist(), expected))
+        if row.any()
         else []
-        for mine in number.double()
+        for row in number.double()
     ]

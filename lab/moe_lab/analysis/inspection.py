@@ -42,15 +42,15 @@ def write_experts(routed: Routed, output: Path, *, num_contexts: int, num_senten
     """Writes OUTPUT.txt and OUTPUT.html, and prints the text of a single layer."""
     output.parent.mkdir(parents=True, exist_ok=True)
     title = f"{routed.title}: what each expert sees"
-    of_layer = math.ceil(num_sentences / routed.num_layers)
-    page = ExpertPage(routed.spelling, title, pieces=routed.pieces, num_sentences=of_layer)
+    per_layer = math.ceil(num_sentences / routed.num_layers)
+    page = ExpertPage(routed.spelling, title, pieces=routed.pieces, num_sentences=per_layer)
     texts = []
     for name, layer in routed.layers:
         reports = expert_reports(layer, routed.spelling, num_contexts=num_contexts)
         reports = by_specialisation(reports)
         page.add_layer(name, layer, reports)
         texts.append((name, as_text(reports)))
-    text = "\n".join(f"{name}\n\n{each}" for name, each in texts)
+    text = "\n".join(f"{name}\n\n{text}" for name, text in texts)
     if len(texts) == 1:
         text = texts[0][1]
         print(text)
@@ -90,8 +90,8 @@ def route_transformers(
         routed = route_lines(model, tokenizer, pieces, num_positions=num_positions)
     title = f"{Path(name).name}, {Path(text).name}"
     if layer is not None:
-        of_layer = routed.layer(layer)
+        routed_layer = routed.layer(layer)
         name = routed.layers[layer]
-        return Routed(f"{title}, {name}", routed.spelling, True, 1, [(name, of_layer)])
+        return Routed(f"{title}, {name}", routed.spelling, True, 1, [(name, routed_layer)])
     layers = ((name, routed.layer(index)) for index, name in enumerate(routed.layers))
     return Routed(title, routed.spelling, True, len(routed.layers), layers)

@@ -141,9 +141,9 @@ def route_text(
         tokens_per_batch: the size of a batch. The size affects the choice of sentences, not their
             routing.
     """
-    found = find_moe_layer(model, layer)
+    module = find_moe_layer(model, layer)
     # The experts of the gate: those without weights too.
-    num_experts = (found.cell.moe if isinstance(found, MoELSTM) else found).gate.num_experts
+    num_experts = (module.cell.moe if isinstance(module, MoELSTM) else module).gate.num_experts
     device = model.embedding.weight.device
     language_pair: Tensor | None = None
     names: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ def route_text(
             ids, mask, after = batch.inputs, batch.mask, text.eos_id
             if isinstance(batch, PairBatch) and layer == 0:  # sources include their end tokens
                 ids, mask, after = batch.source, batch.source_mask, NO_WORD
-            _, aux = model.of_batch(batch.to(device))
+            _, aux = model.hidden_states(batch.to(device))
             pair = None
             if language_pair is not None:
                 pair = language_pair[batch.sentence_index].repeat_interleave(mask.sum(1))

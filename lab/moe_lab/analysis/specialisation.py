@@ -165,8 +165,8 @@ class Specialisation:
         }
 
 
-def _p_value(found: float, shuffled: Tensor) -> float:
-    return (1 + int((shuffled >= found).sum())) / (1 + len(shuffled))
+def _p_value(measured: float, shuffled: Tensor) -> float:
+    return (1 + int((shuffled >= measured).sum())) / (1 + len(shuffled))
 
 
 def measure_specialisation(

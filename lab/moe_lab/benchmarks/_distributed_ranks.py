@@ -40,7 +40,7 @@ class Key(NamedTuple):
     chunks: int = 1
 
 
-class Found(NamedTuple):
+class RankTimes(NamedTuple):
     """The measurements of one rank: seconds and waiting seconds of each round, and bytes by pass.
 
     peak_mib is the largest resident set of the process (Linux), all layers included.
@@ -201,26 +201,26 @@ class _World:
             placement = groups.exchange.placement
         sizes = self.x.shape[1], y.shape[1], self.x.element_size()
         leaving = self.leaving(index, placement)
-        of_gates = aux.gates.element_size()
+        gate_bytes = aux.gates.element_size()
         least: Sequence[float] = 0, 0
         if key.exchange != NODES:
-            least = exchange_bytes(*leaving, *sizes, key.exchange, of_gates, secondary)
+            least = exchange_bytes(*leaving, *sizes, key.exchange, gate_bytes, secondary)
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         self.passes[key] = {}
         for name, called, summed, minimum in zip(PASSES, calls, sums, least, strict=True):
-            found: dict[str, float] = dict.fromkeys(BYTES, 0)
-            found |= {"minimum": minimum, "losses": sum(summed)}
+            counted: dict[str, float] = dict.fromkeys(BYTES, 0)
+            counted |= {"minimum": minimum, "losses": sum(summed)}
             for call in called:
-                found[call.kind(self.x.shape[1])] += call.leaving()
-                found["between"] += call.leaving(per_node)
-            self.passes[key][name] = found
+                counted[call.kind(self.x.shape[1])] += call.leaving()
+                counted["between"] += call.leaving(per_node)
+            self.passes[key][name] = counted
         return calls
 
     def leaving(self, expert_index: Tensor, placement: ExpertPlacement) -> tuple[int, int]:
         """Returns the numbers of rows and of (token, rank) pairs that leave this rank."""
         owners = [[placement.owner(e) for e in experts] for experts in expert_index.tolist()]
-        others = [[owner for owner in each if owner != self.ranks.rank] for each in owners]
-        return sum(map(len, others)), sum(len(set(each)) for each in others)
+        remote_owners = [[owner for owner in ranks if owner != self.ranks.rank] for ranks in owners]
+        return sum(map(len, remote_owners)), sum(len(set(ranks)) for ranks in remote_owners)
 
     def add_transfers(
         self, size: int, exchange: str, forward: list[Call], backward: list[Call]
@@ -272,7 +272,7 @@ class _Waiting:
         patch.object(AllToAll, "finish", timed).start()
 
 
-def measure(args: Any) -> list[Found]:
+def measure(args: Any) -> list[RankTimes]:
     """Runs the benchmark; returns the measurements of all ranks, on every rank."""
     rank = dist.get_rank()
     if args.device == "cuda":
@@ -281,7 +281,7 @@ def measure(args: Any) -> list[Found]:
     torch.manual_seed(rank)
     waiting = _Waiting()
     keys: list[Key] = []
-    found = Found({}, {}, {}, 0.0)
+    times = RankTimes({}, {}, {}, 0.0)
     functions: dict[Key, Callable[[], object]] = {}
     for number in args.processes:
         group = dist.new_group(range(number)) if number > 1 else None
@@ -289,7 +289,7 @@ def measure(args: Any) -> list[Found]:
         if rank < number and group != dist.GroupMember.NON_GROUP_MEMBER:
             world = _World(group, args)
             functions |= world.functions
-            found.passes.update(world.passes)
+            times.passes.update(world.passes)
             names = [list(world.functions)]
         dist.broadcast_object_list(names)  # rank 0 is in every group
         keys += names[0]
@@ -305,9 +305,9 @@ def measure(args: Any) -> list[Found]:
             functions[key]()
             synchronize()
             if number >= 0:
-                found.seconds.setdefault(key, []).append(time.perf_counter() - start)
-                found.waited.setdefault(key, []).append(waiting.seconds)
-    found = found._replace(peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+                times.seconds.setdefault(key, []).append(time.perf_counter() - start)
+                times.waited.setdefault(key, []).append(waiting.seconds)
+    times = times._replace(peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, found)
+    dist.all_gather_object(everything, times)
     return everything

@@ -97,9 +97,9 @@ def _in_rounds(seconds: float) -> dict[str, Option]:
 
 def _against_peers(seconds: float, memory: float | None, patience: float) -> dict[str, Option]:
     """Returns these options with the limits of a peer, and these defaults."""
-    of_device = " (default: 6, or 40 on a GPU)" if memory is None else ""
+    device_default = " (default: 6, or 40 on a GPU)" if memory is None else ""
     return _in_rounds(seconds) | {
-        "--memory": one(_ANY, memory, f"GiB that a peer may take{of_device}"),
+        "--memory": one(_ANY, memory, f"GiB that a peer may take{device_default}"),
         "--patience": one(_ANY, patience, "seconds of a peer in addition to those of the GEMMs"),
     }
 

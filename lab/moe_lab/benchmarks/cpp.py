@@ -103,11 +103,11 @@ def measure(args: Any) -> list[Row]:
     with pinned(1), tempfile.TemporaryDirectory() as folder:
         times = _times(args, Path(folder))
     kernel, rows = median(times["kernel"]), []
-    for name, each in times.items():
-        us, what = Quartiles.of(each), name.split(",")[0]
+    for name, samples in times.items():
+        us, what = Quartiles.from_values(samples), name.split(",")[0]
         above = us.median - kernel if what == "experts" else None
-        cpp = next((t for n, t in times.items() if n.startswith(f"{what}, C++")), each)
-        by_cpp = ratio(each, cpp) if "Python" in name else None
+        cpp = next((t for n, t in times.items() if n.startswith(f"{what}, C++")), samples)
+        by_cpp = ratio(samples, cpp) if "Python" in name else None
         rows.append(Row(call=name, us=us, above_kernel_us=above, ratio=by_cpp))
     return rows
 

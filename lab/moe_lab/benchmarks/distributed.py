@@ -51,7 +51,7 @@ from statistics import mean, median
 from typing import Any
 
 from moe_lab.benchmarks import _distributed_ranks as ranks
-from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Found, Key
+from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Key, RankTimes
 from moe_lab.benchmarks.harness import Quartiles, Row, environment, ratio, table
 from moe_lab.benchmarks.memory import keep_freed_memory
 from moe_lab.files import write_json
@@ -106,20 +106,20 @@ def run(args: Any) -> int:
     return 0
 
 
-def results_of(everything: Sequence[Found], args: Any) -> Iterator[Row]:
+def results_of(everything: Sequence[RankTimes], args: Any) -> Iterator[Row]:
     """Yields a result for each number of ranks, exchange and number of chunks."""
     seconds: dict[Key, list[float]] = {}
     for key in everything[0].seconds:
-        of_each = [found.seconds[key] for found in everything if key in found.seconds]
-        seconds[key] = [max(each) for each in zip(*of_each, strict=True)]
+        rank_seconds = [times.seconds[key] for times in everything if key in times.seconds]
+        seconds[key] = [max(samples) for samples in zip(*rank_seconds, strict=True)]
     single = seconds.get(Key(1, "alone"))
-    for key, each in seconds.items():
+    for key, samples in seconds.items():
         if key.what != "step" and key != Key(1, "alone"):
             continue
         size = key.processes
         alone = seconds[Key(size, "alone")]
         transfers, raw = (seconds.get(Key(size, w, key.exchange)) for w in ("transfers", "raw"))
-        members = [found for found in everything if key in found.waited]
+        members = [times for times in everything if key in times.waited]
         waits = [
             median(w / s for w, s in zip(f.waited[key], f.seconds[key], strict=True))
             for f in members
@@ -131,10 +131,10 @@ def results_of(everything: Sequence[Found], args: Any) -> Iterator[Row]:
             processes=size,
             exchange=key.exchange or None,
             chunks=key.chunks,
-            step_ms=Quartiles.of(1e3 * s for s in each),
-            tokens_per_second=size * args.tokens / median(each),
-            efficiency=ratio(single, each).median if single else None,
-            by_alone=ratio(alone, each),
+            step_ms=Quartiles.from_values(1e3 * s for s in samples),
+            tokens_per_second=size * args.tokens / median(samples),
+            efficiency=ratio(single, samples).median if single else None,
+            by_alone=ratio(alone, samples),
             waits=mean(waits),
             alone_ms=1e3 * median(alone),
             **dict.fromkeys(("transfers_ms", "raw_ms", "by_raw", "raw_mb_per_second", "hidden")),
@@ -151,7 +151,7 @@ def results_of(everything: Sequence[Found], args: Any) -> Iterator[Row]:
             result.raw_mb_per_second = moved / median(raw) / 1e6
             if key.chunks > 1:
                 could = [min(pair) for pair in zip(transfers, alone, strict=True)]
-                gain = [a - b for a, b in zip(seconds[first], each, strict=True)]
+                gain = [a - b for a, b in zip(seconds[first], samples, strict=True)]
                 result.hidden = ratio(gain, could)
         yield result
 

@@ -89,8 +89,8 @@ def _measured(shape: Sequence[int], num_tokens: int, rounds: int) -> Row:
     swiglu = partial(MoE, d_model, num_experts, k, activation="swiglu")
     gate = TopKGate(d_model, num_experts, k)
     gated = swiglu(hidden_sizes=[gated_width(hidden)], gate=gate).eval()
-    for each in (layer, training):
-        nn.init.normal_(each.gate.get_parameter("w_gate"))
+    for module in (layer, training):
+        nn.init.normal_(module.gate.get_parameter("w_gate"))
     inputs = [torch.randn(num_tokens, d_model) for _ in range(16)]
     torch.testing.assert_close(layer(inputs[0])[0], loop(layer, inputs[0]), rtol=1e-4, atol=1e-4)
     once = interleaved({"": partial(calls, layer, inputs, False)}, 3)[""]
@@ -116,9 +116,9 @@ def _measured(shape: Sequence[int], num_tokens: int, rounds: int) -> Row:
     return Row(
         shape=", ".join(map(str, shape)),
         tokens=num_tokens,
-        moe_ext=Quartiles.of(seconds["moe_ext"]).scaled(microseconds),
+        moe_ext=Quartiles.from_values(seconds["moe_ext"]).scaled(microseconds),
         limit=ratio(limits, seconds["moe_ext"]),
         loop=ratio(seconds["loop"], seconds["moe_ext"]),
-        training=Quartiles.of(seconds["training"]).scaled(microseconds),
+        training=Quartiles.from_values(seconds["training"]).scaled(microseconds),
         transformers={name: ratio(seconds[name], seconds["gated"]) for name in IMPLEMENTATIONS},
     )

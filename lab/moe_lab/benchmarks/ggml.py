@@ -58,12 +58,12 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_tensor_set": (None, [_P, _P, c_size_t, c_size_t]),
     "ggml_backend_alloc_ctx_tensors_from_buft": (_P, [_P, _P]),
 }
-_OF_IK: dict[str, tuple[Any, list[Any]]] = {
+_IK_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     _FUSED: (_P, [_P, _P, _P, _P, _P, c_int]),
     "iqk_repack_tensor": (ctypes.c_bool, [_P]),
 }
 _Log = ctypes.CFUNCTYPE(None, c_int, c_char_p, _P)
-_OF_LLAMA: dict[str, tuple[Any, list[Any]]] = {
+_LLAMA_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_log_set": (None, [_Log, _P]),
     "ggml_backend_cpu_reg": (_P, []),
     "ggml_backend_reg_dev_get": (_P, [_P, c_size_t]),
@@ -88,7 +88,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self.project = IK if hasattr(library, _FUSED) else LLAMA
-        own = _OF_IK if self.project == IK else _OF_LLAMA
+        own = _IK_FUNCTIONS if self.project == IK else _LLAMA_FUNCTIONS
         for name, (result, arguments) in (_FUNCTIONS | own).items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -107,11 +107,11 @@ class Library:
 
     def context(self, owner: object, size: int, *, no_alloc: bool = False) -> int:
         """Creates a context that lives as long as its owner; no_alloc: of tensors without data."""
-        found: int | None = self.functions.ggml_init(_Parameters(size, None, no_alloc))
-        if found is None:
+        created: int | None = self.functions.ggml_init(_Parameters(size, None, no_alloc))
+        if created is None:
             raise MemoryError(f"{self.project}: ggml_init: no memory for {size} bytes")
-        weakref.finalize(owner, self.functions.ggml_free, found)
-        return found
+        weakref.finalize(owner, self.functions.ggml_free, created)
+        return created
 
     def compute(self, graph: int) -> None:
         """Computes a graph with as many threads as torch."""
@@ -128,11 +128,11 @@ class Library:
         name = b"ggml_backend_dev_get_extra_bufts"
         address = ggml.ggml_backend_reg_get_proc_address(registry, name)
         types = ctypes.CFUNCTYPE(_PP, _P)(address)(device) if address else []
-        for each in types:
-            if each is None:  # the end of the array
+        for kind in types:
+            if kind is None:  # the end of the array
                 break
-            if ggml.ggml_backend_buft_name(each) == b"CPU_REPACK":
-                return device, each
+            if ggml.ggml_backend_buft_name(kind) == b"CPU_REPACK":
+                return device, kind
         raise NotImplementedError("this build has no buffer type CPU_REPACK")
 
 
@@ -142,7 +142,7 @@ def find_libraries(folders: Sequence[Path]) -> dict[str, Library]:
     Raises:
         ConfigError: a folder has no libggml that can be loaded.
     """
-    found: dict[str, Library] = {}
+    libraries: dict[str, Library] = {}
     for folder in folders:
         paths = sorted(folder.rglob("libggml.so"))
         try:
@@ -151,13 +151,13 @@ def find_libraries(folders: Sequence[Path]) -> dict[str, Library]:
             problem = f"{error}" if paths else "none"
             rule = "be folders with a libggml.so of llama.cpp or ik_llama.cpp"
             raise ConfigError(f"--ggml must {rule}, got {folder} ({problem})") from error
-        found.setdefault(library.project, library)
+        libraries.setdefault(library.project, library)
     for project, (package, _) in PACKAGES.items():
-        spec = None if project in found else importlib.util.find_spec(package)
+        spec = None if project in libraries else importlib.util.find_spec(package)
         for place in spec.submodule_search_locations or () if spec else ():
             for path in Path(place).rglob("libggml.so"):
-                found.setdefault(project, Library(path))
-    return found
+                libraries.setdefault(project, Library(path))
+    return libraries
 
 
 class Graph(NamedTuple):
@@ -193,17 +193,17 @@ class Layer:
         self.graphs: dict[tuple[int, int], Graph] = {}
         context = library.context(self, 8 * ggml.ggml_tensor_overhead(), no_alloc=True)
         self.weights = [
-            ggml.ggml_new_tensor_3d(context, TYPES[format], inputs, each.shape[1], len(each))
-            for each, inputs in zip(codes, (self.width, self.width, hidden), strict=True)
+            ggml.ggml_new_tensor_3d(context, TYPES[format], inputs, code.shape[1], len(code))
+            for code, inputs in zip(codes, (self.width, self.width, hidden), strict=True)
         ]
         if repacked and library.project == LLAMA:
             self._set_repacked(context, format, codes)
             return
-        self.codes = [each.clone() for each in codes] if repacked else codes  # kept alive
-        for weight, each in zip(self.weights, self.codes, strict=True):
-            buffer = ggml.ggml_backend_cpu_buffer_from_ptr(each.data_ptr(), each.nbytes)
+        self.codes = [code.clone() for code in codes] if repacked else codes  # kept alive
+        for weight, code in zip(self.weights, self.codes, strict=True):
+            buffer = ggml.ggml_backend_cpu_buffer_from_ptr(code.data_ptr(), code.nbytes)
             weakref.finalize(self, ggml.ggml_backend_buffer_free, buffer)
-            ggml.ggml_backend_tensor_alloc(buffer, weight, each.data_ptr())
+            ggml.ggml_backend_tensor_alloc(buffer, weight, code.data_ptr())
             if repacked and not ggml.iqk_repack_tensor(weight):
                 raise NotImplementedError(f"iqk_repack_tensor has no layout for {format}")
 
@@ -214,8 +214,8 @@ class Layer:
         weakref.finalize(self, ggml.ggml_backend_buffer_free, buffer)
         if not ggml.ggml_backend_dev_supports_op(device, self.graph(1, 1).first):
             raise NotImplementedError(f"CPU_REPACK has no layout for {format}")
-        for weight, each in zip(self.weights, codes, strict=True):
-            ggml.ggml_backend_tensor_set(weight, each.data_ptr(), 0, each.nbytes)
+        for weight, code in zip(self.weights, codes, strict=True):
+            ggml.ggml_backend_tensor_set(weight, code.data_ptr(), 0, code.nbytes)
 
     def graph(self, num_tokens: int, k: int) -> Graph:
         """Returns the computation for a number of tokens with k experts each."""

@@ -39,7 +39,7 @@ class Quartiles(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Self:
+    def from_values(cls, values: Iterable[float]) -> Self:
         """Computes the quartiles of at least 2 values."""
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
@@ -194,7 +194,7 @@ def interleaved(
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:
     """Returns the quartiles of numerator / denominator over the rounds; needs 2 or more."""
-    return Quartiles.of(a / b for a, b in zip(numerator, denominator, strict=True))
+    return Quartiles.from_values(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
 class OutputOnly(nn.Module):

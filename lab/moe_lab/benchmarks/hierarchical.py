@@ -56,7 +56,7 @@ def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
     with torch.no_grad():
         chosen = layer.gate(x)
     gates, expert_index = chosen.gates.requires_grad_(), chosen.expert_index
-    found = ops.dispatch_plan(expert_index, layer.num_experts)
+    routed = ops.dispatch_plan(expert_index, layer.num_experts)
 
     def clear() -> None:
         layer.zero_grad()
@@ -77,7 +77,7 @@ def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
         ops.dispatch_plan(expert_index, layer.num_experts)
 
     def experts() -> None:
-        layer.experts(x, found.offsets, inverse=found.inverse, gates=gates).backward(upstream)
+        layer.experts(x, routed.offsets, inverse=routed.inverse, gates=gates).backward(upstream)
         clear()
 
     return {"step": step, "gate": gate, "plan": plan, "experts": experts}
@@ -110,9 +110,9 @@ def measure(args: Any) -> Iterator[Row]:
     functions: dict[tuple[str, str], Callable[[], None]] = {}
     mib: dict[str, float] = {}
     for name, (_, layer) in layers.items():
-        of_layer = _functions_of(layer, args.tokens)
-        mib[name] = peak_mib(of_layer["step"])
-        functions |= {(what, name): function for what, function in of_layer.items()}
+        layer_functions = _functions_of(layer, args.tokens)
+        mib[name] = peak_mib(layer_functions["step"])
+        functions |= {(what, name): function for what, function in layer_functions.items()}
     seconds = interleaved(functions, args.rounds)
     for name, (size, layer) in layers.items():
         ops_of_layer = moe_ops(layer)

@@ -66,7 +66,7 @@ from moe_ext import ops
 from moe_lab.benchmarks import measurement, tables
 from moe_lab.benchmarks.harness import Quartiles, Row, clock_of, interleaved
 from moe_lab.benchmarks.memory import saved_bytes
-from moe_lab.benchmarks.peers import BOTH, FORWARD, PEERS, Problem
+from moe_lab.benchmarks.peers import FORWARD, PEERS, TRAINING, Problem
 from moe_lab.benchmarks.roofline import stream_probe
 from moe_lab.benchmarks.shapes import GPU_SHAPES, SHAPES
 from moe_lab.files import atomic_file
@@ -166,7 +166,7 @@ def routing_times(shape: tuple[int, int, int], args: Any) -> dict[str, Any]:
     least = {"training": 4 * 4 * T * E + slots, "evaluation": 4 * T * E + slots}
     return {
         "shape": shape,
-        "ms": {name: Quartiles.of(1e3 * s for s in found) for name, found in seconds.items()},
+        "ms": {name: Quartiles.from_values(1e3 * t for t in s) for name, s in seconds.items()},
         "limit_ms": {name: 1e3 * bytes / bandwidth for name, bytes in least.items()},
     }
 
@@ -176,8 +176,8 @@ def _profile(problem: Problem, args: Any) -> str:
     on_gpu = problem.device != "cpu"
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
-    found = ""
-    for which in (BOTH, FORWARD):
+    tables = ""
+    for which in (TRAINING, FORWARD):
         function = problem.call("ours", which)
         function()
         with torch.profiler.profile(activities=activities) as profile:
@@ -185,8 +185,8 @@ def _profile(problem: Problem, args: Any) -> str:
                 args.clock(function)
         order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         rows = profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
-        found += f"{which}, 3 calls\n{rows}\n"
-    return found
+        tables += f"{which}, 3 calls\n{rows}\n"
+    return tables
 
 
 def _kept_memory(problem: Problem, peers: list[str], args: Any) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _kept_memory(problem: Problem, peers: list[str], args: Any) -> dict[str, Any
     inputs = (2 if problem.activation == "swiglu" else 1) * problem.hidden
     kept = {}
     for name in ("ours", *peers):
-        if problem.extra(name, BOTH).memory > args.memory * 2**30:
+        if problem.extra(name, TRAINING).memory > args.memory * 2**30:
             continue
         try:
             peer, _ = problem.peer(name)
@@ -213,10 +213,10 @@ def _kept_memory(problem: Problem, peers: list[str], args: Any) -> dict[str, Any
 
 def versions() -> str:
     """Returns the versions of the packages with other implementations."""
-    found = []
+    lines = []
     for package in ("transformers", "mixture-of-experts", "st-moe-pytorch", "scattermoe"):
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            lines.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {package}")
-    return ", ".join(found)
+            lines.append(f"no {package}")
+    return ", ".join(lines)

@@ -63,7 +63,7 @@ from moe_lab.packages import require_transformers
 
 NAME = "lora_speed"
 MODEL = "qwen3_moe"
-OURS, FROZEN, PEFT, PEER = "ours", "frozen", "PEFT", "grouped_mm"
+MOE_EXT, FROZEN, PEFT, PEER = "ours", "frozen", "PEFT", "grouped_mm"
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -94,10 +94,10 @@ class Problem:
         adapted = peft.get_peft_model(holder, lora, autocast_adapter_dtype=False)
         self.adapted: Any = adapted.base_model.model.experts
         wrappers = [self.adapted.base_layer, self.adapted]
-        self.of_peft = [w for each in wrappers for w in _weights_of(each)]
-        self.own = [each.requires_grad_() for each in self._in_own_order(self.of_peft)]
+        self.peft_weights = [w for wrapper in wrappers for w in _weights_of(wrapper)]
+        self.own = [weight.requires_grad_() for weight in self._in_own_order(self.peft_weights)]
         self.scale: float = self.adapted.scaling["default"]
-        self.passes = {f"{each} rows": each * num_experts // model.k for each in rows}
+        self.passes = {f"{count} rows": count * num_experts // model.k for count in rows}
         tokens = max(self.passes.values())
         self.shape = Shape(tokens, num_experts, model.k, model.hidden_size, model.intermediate_size)
         self.inputs = {
@@ -117,13 +117,13 @@ class Problem:
             (a.detach().view(count, rank, -1).mT, b.detach().view(-1, rank, count).permute(2, 1, 0))
             for a, b in zip(first, second, strict=True)
         ]
-        return [each.contiguous() for pair in pairs for each in pair]
+        return [weight.contiguous() for pair in pairs for weight in pair]
 
     def work(self, which: str) -> Work:
         """Returns the work of a pass: W twice, A and B three times for each row."""
         rows = self.passes[which] * self.shape.k
         weights = 3 * self.shape.d_model * self.hidden
-        thin = sum(each.numel() for each in self.own) / self.shape.num_experts
+        thin = sum(weight.numel() for weight in self.own) / self.shape.num_experts
         moved = self.dtype.itemsize * 2 * self.shape.num_experts * (weights + thin)
         return Work(2 * rows * (2 * weights + 3 * thin), moved)
 
@@ -131,11 +131,11 @@ class Problem:
         """Returns the memory of the tensors that the help lists."""
         (_, _, k, width, hidden, _), tokens = self.shape, self.passes[which]
         rows = tokens * k * (2 * hidden + width)
-        adapters = sum(each.numel() for each in self.own)
+        adapters = sum(weight.numel() for weight in self.own)
         return self.dtype.itemsize * (rows + 2 * tokens * width + adapters) / 2**20
 
     def extra(self, implementation: str, which: str) -> Extra:
-        weights = sum(each.nbytes for each in self.layer.parameters())
+        weights = sum(parameter.nbytes for parameter in self.layer.parameters())
         return Extra(memory=3 * weights if implementation == PEER else 0)
 
     def call(self, implementation: str, which: str) -> Callable[[], object]:
@@ -154,11 +154,11 @@ class Problem:
         adapters: list[Tensor] = []
         if implementation in (PEFT, PEER):
             self.config._experts_implementation = "moe_ext" if implementation == PEFT else PEER
-            y, adapters = self.adapted(x, index, gates), self.of_peft
+            y, adapters = self.adapted(x, index, gates), self.peft_weights
         else:
             plan = ops.dispatch_plan(index, self.shape.num_experts)
             lora = None
-            if implementation == OURS:
+            if implementation == MOE_EXT:
                 adapters = self.own
                 pairs = zip(adapters[0::2], adapters[1::2], strict=True)
                 lora = [ops.LoRA(a, b, self.scale) for a, b in pairs]
@@ -169,7 +169,7 @@ class Problem:
 
 
 def _weights_of(wrapper: Any) -> list[Tensor]:
-    return [each["default"].weight for each in (wrapper.lora_A, wrapper.lora_B)]
+    return [layer["default"].weight for layer in (wrapper.lora_A, wrapper.lora_B)]
 
 
 def run(args: Any) -> int:
@@ -208,14 +208,14 @@ def _table(group: Sequence[Row]) -> str:
     lines = []
     for result in group:
         for which, limit_ms in result.limit_ms.items():
-            ours, frozen = (result.figures[name][which] for name in (OURS, FROZEN))
+            lora, frozen = (result.figures[name][which] for name in (MOE_EXT, FROZEN))
             lines.append(
                 [
                     *(experts_of_model(result.shape, MODEL), which),
-                    *(f"{Quartiles(*ours['ms']):.4g}", f"{limit_ms:.4g}", percent_of_limit(ours)),
+                    *(f"{Quartiles(*lora['ms']):.4g}", f"{limit_ms:.4g}", percent_of_limit(lora)),
                     f"{frozen['ms'][1]:.4g} ({1 / frozen['ratio_to_ours'][1]:.2f})",
                     *(
-                        cell(result, peer, which, lambda found: f"{found['ms'][1]:.4g}")
+                        cell(result, peer, which, lambda figures: f"{figures['ms'][1]:.4g}")
                         for peer in (PEFT, PEER)
                     ),
                 ]
@@ -227,12 +227,12 @@ def _table(group: Sequence[Row]) -> str:
 
 
 def _memory_table(group: Sequence[Row]) -> str:
-    names = (OURS, FROZEN, PEFT, PEER)
+    names = (MOE_EXT, FROZEN, PEFT, PEER)
     lines = []
     for result in group:
         for which, paper in result.paper_mib.items():
-            found = [result.peak_mib.get(name, {}).get(which) for name in names]
-            sizes = ["–" if size is None else f"{size:,.0f}" for size in found]
+            peaks = [result.peak_mib.get(name, {}).get(which) for name in names]
+            sizes = ["–" if size is None else f"{size:,.0f}" for size in peaks]
             lines.append([which, *sizes, f"{paper:,.0f}"])
     return markdown_table(["rows of an expert", "moe_ext", FROZEN, PEFT, PEER, "on paper"], lines)
 

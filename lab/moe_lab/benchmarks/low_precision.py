@@ -76,7 +76,7 @@ from moe_lab.experiments.report import Page
 from moe_lab.markdown import markdown_table
 
 NAME = "low_precision"
-OURS, FLOAT, INTEGER, REPACKED = "ours", "float-experts", "integer", "-repacked"
+MOE_EXT, FLOAT, INTEGER, REPACKED = "ours", "float-experts", "integer", "-repacked"
 FLOAT_PEERS = {FLOAT, "grouped_mm"}  # with dequantized weights
 TOLERANCE = 0.05  # of activations in 8 bits, in the norm of y
 PLACE = ("model", "format", "dtype")  # of a result
@@ -101,8 +101,8 @@ class Pass(NamedTuple):
 
 def passes_of(args: Any) -> dict[str, Pass]:
     decode = {f"decode T = {T}": Pass(T, calls=max(2, 16 // T)) for T in args.decode}
-    both = {"prefill": Pass(args.tokens), "forward + dX": Pass(args.tokens, backward=True)}
-    return decode | both
+    prompt = {"prefill": Pass(args.tokens), "forward + dX": Pass(args.tokens, backward=True)}
+    return decode | prompt
 
 
 def draw_experts(shape: Shape, calls: int) -> list[Tensor]:
@@ -146,7 +146,7 @@ class Problem:
     ) -> None:
         H, _, self.hidden, k, *_ = MODELS[model]
         self.format, self.dtype, self.passes, self.libraries = format, dtype, passes, libraries
-        tokens = max(each.tokens for each in passes.values())
+        tokens = max(work.tokens for work in passes.values())
         self.shape = Shape(tokens, num_experts, k, H, self.hidden)
         self.layers: dict[str, ggml.Layer] = {}
         self.weights: list[PackedWeight] = []
@@ -154,8 +154,8 @@ class Problem:
         self.blocks: list[Tensor] = []  # of W_gate, W_up and W_down
         self.expert_bytes = 0.0
         for outputs, inputs, parts in ((2 * self.hidden, H, 2), (H, self.hidden, 1)):
-            packed, blocks = RandomWeight.of(format, num_experts, outputs, inputs)
-            self.expert_bytes += sum(each.nbytes for each in packed if each is not None)
+            packed, blocks = RandomWeight.draw(format, num_experts, outputs, inputs)
+            self.expert_bytes += sum(weight.nbytes for weight in packed if weight is not None)
             self.weights.append(PackedWeight.pack(*packed, format=format))
             if floats:
                 self.floats.append(dequantize(*packed, format=format, dtype=dtype).mT)
@@ -165,8 +165,8 @@ class Problem:
         self.x, self.upstream = (torch.randn(tokens, H).to(dtype) for _ in range(2))
         self.gates = torch.randn(tokens, k).softmax(dim=-1).to(dtype)
         self.experts_of = {
-            name: draw_experts(self.shape._replace(tokens=each.tokens), each.calls)
-            for name, each in passes.items()
+            name: draw_experts(self.shape._replace(tokens=work.tokens), work.calls)
+            for name, work in passes.items()
         }
         self.used_experts = _used(self.experts_of[list(passes)[-1]][0])
 
@@ -192,8 +192,8 @@ class Problem:
         ys: list[Tensor] = []
         grads: list[Tensor] = []
         for index in self.experts_of[which]:
-            found = function(index)
-            y, *dx = found if backward else [found]
+            outputs = function(index)
+            y, *dx = outputs if backward else [outputs]
             ys.append((y * gates[..., None]).sum(1) if y.dim() == 3 else y)  # ggml has no gates
             grads += dx
         return {"y": ys} | ({"dx": grads} if backward else {})
@@ -203,7 +203,7 @@ class Problem:
         tokens, _, backward = self.passes[which]
         x = self.x[:tokens].requires_grad_(backward)
         gates, upstream = self.gates[:tokens], self.upstream[:tokens]
-        if implementation not in (OURS, INTEGER, *FLOAT_PEERS):
+        if implementation not in (MOE_EXT, INTEGER, *FLOAT_PEERS):
             if backward:
                 raise NotImplementedError("forward only")
             return partial(self.layer(implementation), x)
@@ -288,22 +288,22 @@ def _measure(args: Any) -> dict[str, Any]:
             gemm = faster([probe(problem.dtype) for probe in (gemm_probe, experts_probe)])
         for result in measurement.measure(name, problem, args.peers, args, gemm):
             result["model"], result["format"] = name.split(", ")
-            record["results"].append(of_one_call(result, problem))
+            record["results"].append(per_call(result, problem))
 
-    found = [library.version for library in libraries.values()]
-    versions = "; ".join(found or ["no ggml"])
+    present = [library.version for library in libraries.values()]
+    versions = "; ".join(present or ["no ggml"])
     return measurement.measure_all(todo, examine, args, versions=versions, left_out=impossible)
 
 
-def of_one_call(result: dict[str, Any], problem: Problem) -> dict[str, Any]:
+def per_call(result: dict[str, Any], problem: Problem) -> dict[str, Any]:
     """Divides the times of a pass by its number of calls; adds GB/s of codes and scales."""
     for which, (_, calls, _) in problem.passes.items():
         result["limit_ms"][which] /= calls
         gigabytes = problem.work(which).bytes / calls / 1e9
         for figures in result["figures"].values():
-            if found := figures.get(which):
-                found["ms"] = found["ms"].scaled(1 / calls)
-                found["gbytes"] = 1e3 * gigabytes / found["ms"].median
+            if entry := figures.get(which):
+                entry["ms"] = entry["ms"].scaled(1 / calls)
+                entry["gbytes"] = 1e3 * gigabytes / entry["ms"].median
     return result
 
 
@@ -314,18 +314,18 @@ def _table(group: Sequence[Row]) -> str:
     for result in group:
         experts = experts_of_model(result.shape, result.model)
         for which, limit_ms in result.limit_ms.items():
-            ours = result.figures[OURS][which]
+            figures = result.figures[MOE_EXT][which]
             best = best_ratio(result, which, (*FLOAT_PEERS, INTEGER))
             integer = result.figures.get(INTEGER, {}).get(which)
             faster = best / integer["ratio_to_ours"][1] if best and integer else None
             lines.append(
                 [
                     *(result.model, experts, result.format, which),
-                    f"{Quartiles(*ours['ms']):.4g}",
-                    *(f"{ours['gflops']:.4g}", f"{ours['gbytes']:.3g}", f"{limit_ms:.4g}"),
-                    percent_of_limit(ours),
+                    f"{Quartiles(*figures['ms']):.4g}",
+                    *(f"{figures['gflops']:.4g}", f"{figures['gbytes']:.3g}", f"{limit_ms:.4g}"),
+                    percent_of_limit(figures),
                     *(cell(result, peer, which, lambda f: f"{f['ms'][1]:.4g}") for peer in peers),
-                    *(number(each, ".2f") for each in (best, faster)),
+                    *(number(value, ".2f") for value in (best, faster)),
                 ]
             )
     header = ["model", "E", "format", "pass", "moe_ext, ms", "GF/s", "GB/s", "limit, ms"]
@@ -335,17 +335,17 @@ def _table(group: Sequence[Row]) -> str:
 
 def _remarks(results: Sequence[Row]) -> list[str]:
     """Returns each reason why something is not timed, with the peers, and where it holds."""
-    found: dict[str, dict[str, dict[str, None]]] = {}  # dicts are sets that keep their order
+    reasons: dict[str, dict[str, dict[str, None]]] = {}  # dicts are sets that keep their order
     for result in results:
         for peer, remarks in result.remarks.items():
             for which, reason in remarks.items():
                 place_of = {"peer": peer, "pass": which, **{k: getattr(result, k) for k in PLACE}}
                 for key, name in place_of.items():
-                    found.setdefault(reason, {}).setdefault(key, {})[name] = None
+                    reasons.setdefault(reason, {}).setdefault(key, {})[name] = None
     everywhere = {key: {getattr(result, key) for result in results} for key in PLACE}
     everywhere["pass"] = set(results[0].limit_ms) if results else set()
     lines = []
-    for reason, places in found.items():
+    for reason, places in reasons.items():
         peers = ", ".join(places.pop("peer"))
         names = [", ".join(own) for key, own in places.items() if own.keys() != everywhere[key]]
         lines.append(f"{peers}: {reason}" + (f" ({'; '.join(names)})" if names else ""))

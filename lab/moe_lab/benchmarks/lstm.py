@@ -34,13 +34,13 @@ CELLS = (
 )
 
 
-def of_moe_ext(lstm: nn.LSTM, x: Tensor) -> Tensor:
+def run_moe_ext(lstm: nn.LSTM, x: Tensor) -> Tensor:
     w = dict(lstm.named_parameters())
     bias = w["bias_ih_l0"] + w["bias_hh_l0"]
     return ops.lstm(x, w["weight_ih_l0"], w["weight_hh_l0"], bias, w["weight_hr_l0"]).m
 
 
-def of_torch(lstm: nn.LSTM, x: Tensor) -> Tensor:
+def run_torch(lstm: nn.LSTM, x: Tensor) -> Tensor:
     return lstm(x)[0]
 
 
@@ -56,8 +56,8 @@ def measure(args: Any) -> Iterator[Row]:
         lstm = nn.LSTM(d_input, units, proj_size=width, batch_first=True, dtype=dtype)
         x = torch.randn(num_sentences, num_tokens, d_input, dtype=dtype, requires_grad=True)
         functions = {
-            "moe_ext": partial(gradients, of_moe_ext, lstm, x),
-            "torch": partial(gradients, of_torch, lstm, x),
+            "moe_ext": partial(gradients, run_moe_ext, lstm, x),
+            "torch": partial(gradients, run_torch, lstm, x),
         }
         cells = num_sentences * num_tokens * units
         flops = 6 * cells * (4 * (d_input + width) + width)

@@ -52,11 +52,11 @@ class WrongResult(AssertionError):
 
 
 def check(
-    found: Mapping[str, Iterable[Tensor]],
+    results: Mapping[str, Iterable[Tensor]],
     expected: Mapping[str, Iterable[Tensor]],
     tolerance: float | None = None,
 ) -> None:
-    """Checks that the results `found` and `expected` agree up to rounding.
+    """Checks that the tensors `results` and `expected` agree up to rounding.
 
     Compares norms: the rounding of a sum near zero can switch a hidden unit on or off. This
     changes a few numbers by more than rounding.
@@ -66,7 +66,7 @@ def check(
     Raises:
         WrongResult: a result differs from the expected result.
     """
-    for name, tensors in found.items():
+    for name, tensors in results.items():
         pairs = list(zip(tensors, expected[name], strict=True))
         error = torch.stack([(a - b).float().norm() for a, b in pairs]).norm().item()
         size = torch.stack([b.float().norm() for _, b in pairs]).norm().item()
@@ -164,19 +164,19 @@ def measure(
     work = {which: problem.work(which) for which in problem.passes}
     work |= {what: probe.work for what, probe in probes.items()}
     chosen: Candidates | None = None
-    found = []
+    records = []
     for threads in args.threads:  # None on a GPU
         with pinned(threads):
-            seconds = _of_machine(machine, args)
+            seconds = _machine_seconds(machine, args)
             if chosen is None:
-                rates = {key: max(work[key[1]]) / each[0] for key, each in seconds.items()}
+                rates = {key: max(work[key[1]]) / samples[0] for key, samples in seconds.items()}
                 chosen = candidates(problem, peers, rates, args)
                 seconds |= chosen.seconds
             else:
                 seconds |= interleaved(chosen.functions, 1, 0, twice=True, clock=args.clock)
             add_rounds(seconds, machine, chosen.functions, args)
         limit_ms, figures = figures_of(seconds, work)
-        found.append(
+        records.append(
             {
                 "name": name,
                 "shape": problem.shape,
@@ -192,16 +192,16 @@ def measure(
                 "occasions": 1,
             }
         )
-    return found
+    return records
 
 
-def _of_machine(machine: Functions, args: Any) -> dict[Key, list[float]]:
+def _machine_seconds(machine: Functions, args: Any) -> dict[Key, list[float]]:
     seconds = interleaved(machine, 3, 1, clock=args.clock)
-    return {key: [median(each)] for key, each in seconds.items()}
+    return {key: [median(samples)] for key, samples in seconds.items()}
 
 
 def add_rounds(
-    found: dict[Key, list[float]], machine: Functions, functions: Functions, args: Any
+    seconds: dict[Key, list[float]], machine: Functions, functions: Functions, args: Any
 ) -> None:
     """Measures at least one more round, and as many as fit into the time limit.
 
@@ -210,17 +210,17 @@ def add_rounds(
     often = {
         (name, which): function
         for (name, which), function in functions.items()
-        if found[name, which][0] < max(2.5 * found["ours", which][0], args.long)
+        if seconds[name, which][0] < max(2.5 * seconds["ours", which][0], args.long)
     }
     start = time.perf_counter()
     for rounds in range(1, args.rounds):
         took = time.perf_counter() - start
         if rounds > 1 and took * rounds / (rounds - 1) > args.seconds:
             break
-        more = _of_machine(machine, args)
+        more = _machine_seconds(machine, args)
         more |= interleaved(often, 1, 0, twice=True, clock=args.clock)
-        for key, each in more.items():
-            found[key] += each
+        for key, samples in more.items():
+            seconds[key] += samples
 
 
 def figures_of(
@@ -233,28 +233,28 @@ def figures_of(
             functions have only one round.
         work: the work of each pass, and of "gemm" and "stream".
     """
-    gemm = [work["gemm"].flops / each for each in seconds[GEMM]]
-    stream = [work["stream"].bytes / each for each in seconds[STREAM]]
+    gemm = [work["gemm"].flops / second for second in seconds[GEMM]]
+    stream = [work["stream"].bytes / second for second in seconds[STREAM]]
     limits = {
         which: [limit(work[which], *rates) for rates in zip(gemm, stream, strict=True)]
         for which in work
         if ("machine", which) not in seconds
     }
     figures = {}
-    for (name, which), each in seconds.items():
+    for (name, which), samples in seconds.items():
         if name == "machine":
             continue
-        ideal, mine = limits[which], seconds["ours", which]
-        if len(each) == 1:  # only the first round; quartiles need at least two values
-            ideal, mine, each = ([other[0]] * 2 for other in (ideal, mine, each))
+        ideal, base = limits[which], seconds["ours", which]
+        if len(samples) == 1:  # only the first round; quartiles need at least two values
+            ideal, base, samples = ([values[0]] * 2 for values in (ideal, base, samples))
         figures[name, which] = {
             "rounds": len(seconds[name, which]),
-            "ms": Quartiles.of(1e3 * s for s in each),
-            "gflops": work[which].flops / median(each) / 1e9,
-            "share_of_limit": ratio(ideal, each),
-            "ratio_to_ours": ratio(each, mine),
+            "ms": Quartiles.from_values(1e3 * s for s in samples),
+            "gflops": work[which].flops / median(samples) / 1e9,
+            "share_of_limit": ratio(ideal, samples),
+            "ratio_to_ours": ratio(samples, base),
         }
-    return {which: 1e3 * median(each) for which, each in limits.items()}, by_pass(figures)
+    return {which: 1e3 * median(samples) for which, samples in limits.items()}, by_pass(figures)
 
 
 def measure_all(
@@ -300,33 +300,33 @@ def measure_all(
 
 
 def results_of(record: Mapping[str, Any]) -> list[Row]:
-    return [Row(**each | {"shape": Shape(*each["shape"])}) for each in record["results"]]
+    return [Row(**row | {"shape": Shape(*row["shape"])}) for row in record["results"]]
 
 
 def best_ratio(result: Row, which: str, beside: Sequence[str] = ()) -> float | None:
     """Returns the least time of another implementation / the time of moe_ext, in a pass."""
-    others = [each for name, each in result.figures.items() if name not in ("ours", *beside)]
-    return min((each[which]["ratio_to_ours"][1] for each in others if which in each), default=None)
+    peers = [f for name, f in result.figures.items() if name not in ("ours", *beside)]
+    return min((f[which]["ratio_to_ours"][1] for f in peers if which in f), default=None)
 
 
 def read_merged(args: Any) -> dict[str, Any]:
     """Merges the records of the runs of --report into one, which --json writes."""
     records = [from_json(path.read_text("utf-8")) for path in args.report]
     results = by(
-        [{**each, "occasions": each.get("occasions", 1)} for r in records for each in r["results"]],
+        [{**row, "occasions": row.get("occasions", 1)} for r in records for row in r["results"]],
         lambda r: (r["name"], r["activation"], r["dtype"], r["threads"]),
     )
     lists = {
-        key: [each for record in records for each in record.get(key, [])]
+        key: [row for record in records for row in record.get(key, [])]
         for key in ("memory", "routing", "left_out", "warnings")
         if key in records[0]
     }
     texts = {
-        key: separator.join(dict.fromkeys(each[key] for each in records if key in each))
+        key: separator.join(dict.fromkeys(record[key] for record in records if key in record))
         for key, separator in (("environment", "; "), ("command", "\n"), ("notes", "\n\n"))
-        if any(key in each for each in records)
+        if any(key in record for record in records)
     }
-    medians = [_over_occasions(found) for found in results.values()]
+    medians = [_over_occasions(rows) for rows in results.values()]
     merged = records[0] | texts | {"results": medians} | lists
     if args.json:
         write_json(args.json, merged)
@@ -338,24 +338,24 @@ def _over_occasions(occasions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(occasions) == 1:
         return occasions[0]
     keys = ("gemm_gflops", "stream_gbytes", "limit_ms", "figures", "occasions")
-    return occasions[0] | {key: _median([each[key] for each in occasions], key) for key in keys}
+    return occasions[0] | {key: _median([row[key] for row in occasions], key) for key in keys}
 
 
-def _median(each: Sequence[Any], key: str) -> Any:
+def _median(values: Sequence[Any], key: str) -> Any:
     """Merges the values of a key: medians with minimum and maximum, and sums of numbers of runs."""
-    if isinstance(each[0], dict):
-        names = dict.fromkeys(name for found in each for name in found)
-        return {n: _median([found[n] for found in each if n in found], n) for n in names}
-    if isinstance(each[0], list):
-        medians = [middle for _, middle, _ in each]
+    if isinstance(values[0], dict):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {n: _median([value[n] for value in values if n in value], n) for n in names}
+    if isinstance(values[0], list):
+        medians = [middle for _, middle, _ in values]
         return [min(medians), median(medians), max(medians)]
-    return sum(each) if key in ("rounds", "occasions") else median(each)
+    return sum(values) if key in ("rounds", "occasions") else median(values)
 
 
-def by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
+def by_pass(figures: Mapping[Key, T]) -> dict[str, dict[str, T]]:
     """Nests the figures by implementation, then by pass."""
-    names = dict.fromkeys(name for name, _ in found)
-    return {name: {w: each for (n, w), each in found.items() if n == name} for name in names}
+    names = dict.fromkeys(name for name, _ in figures)
+    return {name: {w: figure for (n, w), figure in figures.items() if n == name} for name in names}
 
 
 def by(results: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:

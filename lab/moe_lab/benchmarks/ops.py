@@ -33,7 +33,7 @@ CELLS = (
 
 def measure(args: Any) -> Iterator[Row]:
     T, E, k, D = sizes = args.tokens, args.experts, args.k, args.width
-    for operation, ours, peers in (
+    for operation, moe_ext, peers in (
         ("gating + load, fwd + bwd", *_gating_and_load(T, E, k)),
         (f"routing, k = {args.routing_k}, fwd + bwd", *_routing(T, E, args.routing_k)),
         ("batchwise mask", *_batchwise_mask(T, E, k)),
@@ -41,8 +41,8 @@ def measure(args: Any) -> Iterator[Row]:
         ("dispatch + combine, fwd + bwd", *_dispatch_and_combine(*sizes)),
     ):
         for name, peer in peers.items():
-            seconds = interleaved({"ours": ours, "peer": peer}, args.rounds)
-            ms = {which: 1e3 * median(each) for which, each in seconds.items()}
+            seconds = interleaved({"ours": moe_ext, "peer": peer}, args.rounds)
+            ms = {which: 1e3 * median(samples) for which, samples in seconds.items()}
             yield Row(
                 threads=args.threads,
                 operation=operation,
@@ -50,7 +50,7 @@ def measure(args: Any) -> Iterator[Row]:
                 peer=name,
                 peer_ms=ms["peer"],
                 ratio=ratio(seconds["peer"], seconds["ours"]),
-                ours_mib=peak_mib(ours),
+                ours_mib=peak_mib(moe_ext),
                 peer_mib=peak_mib(peer),
             )
     unit = 4 * T / 2**20
@@ -66,7 +66,7 @@ def _gating_and_load(T: int, E: int, k: int) -> tuple[Function, dict[str, Functi
     clean.requires_grad_(), raw.requires_grad_()
     upstream = torch.randn(T, k)
 
-    def ours() -> None:
+    def moe_ext() -> None:
         kept = ops.noisy_topk_gating(clean, raw, noise, k)
         importance = ops.importance(kept.gates, kept.expert_index, E)
         load = ops.load(clean, kept.noise_stddev, kept.threshold, kept.expert_index)
@@ -85,7 +85,7 @@ def _gating_and_load(T: int, E: int, k: int) -> tuple[Function, dict[str, Functi
         loss = (gates * upstream).sum() + cv_squared(importance) + cv_squared(load)
         torch.autograd.grad(loss, [clean, raw])
 
-    return ours, {"plain torch": plain}
+    return moe_ext, {"plain torch": plain}
 
 
 def _routing(T: int, E: int, k: int) -> tuple[Function, dict[str, Function]]:
@@ -97,7 +97,7 @@ def _routing(T: int, E: int, k: int) -> tuple[Function, dict[str, Function]]:
     bias, upstream = torch.randn(E) / 100, torch.randn(T, k)
     num_groups, groups_per_token, scale = 8, 4, 2.5
 
-    def ours() -> None:
+    def moe_ext() -> None:
         gates, _ = ops.topk_routing(
             logits, k, bias, "sigmoid", True, scale, num_groups, groups_per_token
         )
@@ -107,16 +107,16 @@ def _routing(T: int, E: int, k: int) -> tuple[Function, dict[str, Function]]:
         scores = logits.sigmoid()
         with torch.no_grad():
             biased = (scores + bias).view(T, num_groups, -1)
-            of_groups = biased.topk(2, dim=-1).values.sum(-1)
-            chosen = of_groups.topk(groups_per_token, dim=-1, sorted=False).indices
-            kept = torch.zeros_like(of_groups).scatter_(1, chosen, 1).bool()
+            group_scores = biased.topk(2, dim=-1).values.sum(-1)
+            chosen = group_scores.topk(groups_per_token, dim=-1, sorted=False).indices
+            kept = torch.zeros_like(group_scores).scatter_(1, chosen, 1).bool()
             biased = biased.masked_fill(~kept[..., None], float("-inf")).view(T, E)
             index = biased.topk(k, dim=-1, sorted=False).indices
         gates = scores.gather(1, index)
         gates = gates / (gates.sum(-1, keepdim=True) + 1e-20) * scale
         torch.autograd.grad(gates, [logits], upstream)
 
-    return ours, {"plain torch": plain}
+    return moe_ext, {"plain torch": plain}
 
 
 def _batchwise_mask(T: int, E: int, k: int) -> tuple[Function, dict[str, Function]]:
@@ -149,7 +149,7 @@ def _dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Function, dic
     plan = ops.dispatch_plan(_random_choices(T, E, k), E)
     token = plan.permutation // k
 
-    def ours() -> None:
+    def moe_ext() -> None:
         y = ops.combine(ops.dispatch(x, plan.inverse), gates, plan.inverse)
         torch.autograd.grad(y, [x, gates], grad_y)
 
@@ -170,7 +170,7 @@ def _dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Function, dic
             target.copy_(source)
         large.sum()  # the remaining k reads
 
-    return ours, {
+    return moe_ext, {
         "index_select + index_add": plain,
         "copy, fresh memory": lambda: copy_to([torch.empty_like(target) for target in touched]),
         "copy, touched memory": lambda: copy_to(touched),

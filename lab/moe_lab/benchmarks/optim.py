@@ -33,7 +33,7 @@ def measure(args: Any) -> Iterator[Row]:
     params = [nn.Parameter(torch.randn(E, D, F)), nn.Parameter(torch.randn(E, F, D))]
     for param in params:
         param.grad = torch.randn_like(param)
-    ours = FactoredAdam(params, lr=1e-6)
+    factored = FactoredAdam(params, lr=1e-6)
     # Both modes of Adam share one object: their states are equal and large.
     adam = torch.optim.Adam(params, lr=1e-6)
     adafactor = torch.optim.Adafactor(params, lr=1e-6)
@@ -49,7 +49,7 @@ def measure(args: Any) -> Iterator[Row]:
             param.add_(param.grad, alpha=-1e-6)
 
     steps: dict[str, tuple[Callable[[], object], torch.optim.Optimizer | None]] = {
-        "FactoredAdam": (ours.step, ours),
+        "FactoredAdam": (factored.step, factored),
         "torch Adam(foreach=True)": (partial(adam_step, "foreach"), adam),
         "torch Adam(fused=True)": (partial(adam_step, "fused"), adam),
         "torch Adafactor": (adafactor.step, adafactor),

@@ -72,7 +72,7 @@ from moe_lab.packages import require_transformers
 
 NAME = "packed_models"
 MODEL = "qwen3_moe"
-OURS, INTEGER, FLOAT = "ours", "integer", "float"
+MOE_EXT, INTEGER, FLOAT = "ours", "integer", "float"
 PROMPT, STEPS, RANK = 128, 16, 16
 HEADS, KV_HEADS, HEAD = 32, 4, 128
 TOLERANCE = 0.15  # of the logits, in norm
@@ -141,7 +141,7 @@ def write_model(path: Path, format: str, sizes: Sizes) -> None:
             ("up", hidden, width),
             ("down", width, hidden),
         ):
-            _, blocks = RandomWeight.of(format, sizes.num_experts, *shape)
+            _, blocks = RandomWeight.draw(format, sizes.num_experts, *shape)
             assert blocks is not None
             writer.add_tensor(f"{layer}.ffn_{name}_exps.weight", blocks.numpy(), raw_dtype=type)
     writer.write_header_to_file()
@@ -152,7 +152,7 @@ def write_model(path: Path, format: str, sizes: Sizes) -> None:
 
 def with_shared_weights(model: Any) -> Any:
     """Returns a copy of a model with the same parameters."""
-    return copy.deepcopy(model, {id(each): each for each in model.parameters()})
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def dequantized(model: Any) -> Any:
@@ -164,7 +164,7 @@ def dequantized(model: Any) -> Any:
         del config.quantization_config
     with torch.device("meta"):
         plain = type(model)._from_config(config, dtype=torch.bfloat16)
-    state = {name: each for name, each in model.state_dict().items() if ".packed." not in name}
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".packed." not in name}
     for name, module in model.named_modules():
         if isinstance(module, PackedExperts):
             gate_up, down = module.packed.weights
@@ -201,7 +201,7 @@ class Problem:
         self.prompt, self.next, self.text = (
             torch.randint(sizes.vocabulary, (size,)) for size in (PROMPT, STEPS, tokens)
         )
-        self.models: dict[str, Any] = {OURS: load(path, quiet=True).requires_grad_(False)}
+        self.models: dict[str, Any] = {MOE_EXT: load(path, quiet=True).requires_grad_(False)}
         self.caches: dict[str, Any] = {}
 
     # The work
@@ -216,7 +216,7 @@ class Problem:
         heads = 1 if which == "prefill" else tokens
         active = layers * (attention + model.k * expert)
         flops = 2 * (tokens * active + heads * head) * (2 if which == "training" else 1)
-        packed = sum(each.panels.nbytes for each in self.weights()) / (layers * num_experts)
+        packed = sum(weight.panels.nbytes for weight in self.weights()) / (layers * num_experts)
         # A token of decode reads its own experts; the other passes read all experts once.
         used, times = (model.k, STEPS) if which == "decode" else (num_experts, 1)
         read = times * (layers * (used * packed + 2 * attention) + 2 * head)
@@ -225,10 +225,8 @@ class Problem:
     def weights(self) -> list[Any]:
         from moe_ext import QuantizedExperts
 
-        modules = [
-            each for each in self.models[OURS].modules() if isinstance(each, QuantizedExperts)
-        ]
-        return [weight for each in modules for weight in each.weights]
+        modules = [m for m in self.models[MOE_EXT].modules() if isinstance(m, QuantizedExperts)]
+        return [weight for module in modules for weight in module.weights]
 
     def extra(self, implementation: str, which: str) -> Extra:
         return Extra()
@@ -237,7 +235,7 @@ class Problem:
 
     def model(self, implementation: str, *, trained: bool = False) -> Any:
         """Returns the model of an implementation, with adapters if it is trained."""
-        name = OURS if implementation == INTEGER else implementation
+        name = MOE_EXT if implementation == INTEGER else implementation
         key = f"{name}, trained" if trained else name
         if key in self.models:
             return self.models[key]
@@ -248,7 +246,7 @@ class Problem:
             self.models[key] = with_adapters(with_shared_weights(self.model(name)))
         else:
             if FLOAT not in self.models:
-                self.models[FLOAT] = dequantized(self.models[OURS])
+                self.models[FLOAT] = dequantized(self.models[MOE_EXT])
             self.models[key] = with_shared_weights(self.models[FLOAT])
             self.models[key].set_experts_implementation(name)
         return self.models[key]
@@ -269,20 +267,20 @@ class Problem:
             return {"loss": [loss.detach()[None]]}
         model = self.model(implementation)
         if isinstance(model, LlamaModel):
-            return {"logits": self.of_llama(model, which)}
-        for each in model.modules() if implementation in (OURS, INTEGER) else ():
-            if hasattr(each, "arithmetic"):
-                each.arithmetic = "integer" if implementation == INTEGER else "exact"
+            return {"logits": self.run_llama(model, which)}
+        for module in model.modules() if implementation in (MOE_EXT, INTEGER) else ():
+            if hasattr(module, "arithmetic"):
+                module.arithmetic = "integer" if implementation == INTEGER else "exact"
         with torch.inference_mode():
-            return {"logits": self.of_transformers(implementation, model, which)}
+            return {"logits": self.run_transformers(implementation, model, which)}
 
-    def of_transformers(self, implementation: str, model: Any, which: str) -> list[Tensor]:
+    def run_transformers(self, implementation: str, model: Any, which: str) -> list[Tensor]:
         if which == "prefill":
             output = model(input_ids=self.text[None], use_cache=False, logits_to_keep=1)
             return [output.logits[0, -1].float()]
         if implementation not in self.caches:
-            found = model(input_ids=self.prompt[None], use_cache=True, logits_to_keep=1)
-            self.caches[implementation] = found.past_key_values
+            outputs = model(input_ids=self.prompt[None], use_cache=True, logits_to_keep=1)
+            self.caches[implementation] = outputs.past_key_values
         cache, logits = self.caches[implementation], []
         for token in self.next:
             output = model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
@@ -290,7 +288,7 @@ class Problem:
         cache.crop(-STEPS)
         return logits
 
-    def of_llama(self, model: LlamaModel, which: str) -> list[Tensor]:
+    def run_llama(self, model: LlamaModel, which: str) -> list[Tensor]:
         if which == "prefill":
             model.cut(0)
             return [model(part.tolist()) for part in self.text.split(BATCH)][-1:]
@@ -303,13 +301,13 @@ class Problem:
 
     def parts(self, which: str) -> dict[str, float]:
         """Returns the share of each of `PARTS` in the time of a pass of moe_ext."""
-        self.results(OURS, which)
-        with profile(activities=[ProfilerActivity.CPU]) as found:
-            self.results(OURS, which)
-        events = found.events() or []
+        self.results(MOE_EXT, which)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            self.results(MOE_EXT, which)
+        events = profiler.events() or []
         total = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
         shares = dict.fromkeys(PARTS, 0.0)
-        for event in found.key_averages():
+        for event in profiler.key_averages():
             for part, names in PARTS.items():
                 if any(name in event.key for name in names):
                     shares[part] += event.self_cpu_time_total / total
@@ -324,7 +322,7 @@ def with_adapters(model: Any) -> Any:
     from moe_ext import add_lora
     from moe_ext.integrations.transformers import PackedExperts
 
-    if any(isinstance(each, PackedExperts) for each in model.modules()):
+    if any(isinstance(module, PackedExperts) for module in model.modules()):
         add_lora(model, rank=RANK, alpha=RANK)
         return model
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -371,15 +369,15 @@ def _time_table(group: Sequence[Row]) -> str:
     lines = []
     for result in group:
         for which, limit_ms in result.limit_ms.items():
-            tokens, ours = result.tokens[which], result.figures[OURS][which]
+            tokens, figures = result.tokens[which], result.figures[MOE_EXT][which]
 
-            def speed(found: dict[str, Any], tokens: int = tokens) -> str:
-                return f"{1e3 * tokens / found['ms'][1]:.3g}"
+            def speed(entry: dict[str, Any], tokens: int = tokens) -> str:
+                return f"{1e3 * tokens / entry['ms'][1]:.3g}"
 
             lines.append(
                 [
-                    *(result.name, which, speed(ours), f"{1e3 * tokens / limit_ms:.3g}"),
-                    percent_of_limit(ours),
+                    *(result.name, which, speed(figures), f"{1e3 * tokens / limit_ms:.3g}"),
+                    percent_of_limit(figures),
                     *(cell(result, peer, which, speed) for peer in peers),
                 ]
             )
@@ -390,7 +388,7 @@ def _time_table(group: Sequence[Row]) -> str:
 def _parts_table(group: Sequence[Row]) -> str:
     """Formats the shares of the time of moe_ext."""
     lines = [
-        [result.name, which, f"{Quartiles(*result.figures[OURS][which]['ms']).median:.4g}"]
+        [result.name, which, f"{Quartiles(*result.figures[MOE_EXT][which]['ms']).median:.4g}"]
         + [f"{share:.0%}" for share in shares.values()]
         for result in group
         for which, shares in result.parts.items()

@@ -21,7 +21,7 @@ from moe_lab.benchmarks.roofline import Work, experts_work
 from moe_lab.benchmarks.shapes import Shape
 from moe_lab.packages import require_transformers
 
-FORWARD, BOTH = PASSES = ("forward", "forward+backward")  # what is timed
+FORWARD, TRAINING = PASSES = ("forward", "forward+backward")  # what is timed
 BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
 
 
@@ -126,7 +126,7 @@ class Problem:
         return [weight.transpose(1, 2).contiguous() for weight in self.weights]
 
     @cached_property
-    def of_rows(self) -> "Problem":
+    def row_problem(self) -> "Problem":
         """A problem with R tokens and one expert, which has as many operations."""
         shape = self.shape._replace(tokens=self.rows, num_experts=1, k=1, routing="uniform")
         return Problem(shape, self.dtype, self.activation, self.device)
@@ -138,7 +138,7 @@ class Problem:
         return experts_work(*sizes, gated=gated, itemsize=itemsize)[PASSES.index(which)]
 
     def extra(self, name: str, which: str) -> Extra:
-        return PEERS[name].extra(self, which == BOTH) if name in PEERS else Extra()
+        return PEERS[name].extra(self, which == TRAINING) if name in PEERS else Extra()
 
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights)
@@ -147,22 +147,25 @@ class Problem:
         """Builds an implementation; returns it and the problem whose tokens it computes."""
         if name not in self.built:
             if name in BESIDE_PEERS:
-                peer = dense(self.of_rows) if name == "dense" else experts_alone(self)
-                self.built[name] = peer, self.of_rows
+                peer = dense(self.row_problem) if name == "dense" else experts_alone(self)
+                self.built[name] = peer, self.row_problem
             else:
-                self.built[name] = (ours if name == "ours" else PEERS[name].build)(self), self
+                self.built[name] = (
+                    (build_moe_ext if name == "ours" else PEERS[name].build)(self),
+                    self,
+                )
         return self.built[name]
 
     def call(self, name: str, which: str) -> Callable[[], object]:
         peer, problem = self.peer(name)
-        return partial(gradients if which == BOTH else _output, peer, problem)
+        return partial(gradients if which == TRAINING else _output, peer, problem)
 
     def results(self, name: str, which: str) -> Mapping[str, Stacked]:
         """Returns y, or y and all gradients; weight gradients are by expert."""
         peer, problem = self.peer(name)
         if which == FORWARD:
             return {"y": [_output(peer, problem)]}
-        y, dx, dgates, *weights = (each.detach() for each in gradients(peer, problem))
+        y, dx, dgates, *weights = (gradient.detach() for gradient in gradients(peer, problem))
         first, second = peer.by_expert(weights)
         return {"y": [y], "dx": [dx], "dgates": [dgates], "dW1": first, "dW2": second}
 
@@ -183,7 +186,7 @@ def _leaf(weight: Tensor) -> Tensor:
     return weight.detach().requires_grad_()
 
 
-def ours(problem: Problem) -> Peer:
+def build_moe_ext(problem: Problem) -> Peer:
     weights = [_leaf(weight) for weight in problem.weights]
 
     def forward(x: Tensor, gates: Tensor) -> Tensor:
@@ -300,7 +303,7 @@ def _hf(implementation: str, problem: Problem) -> Peer:
     return Peer(
         parameters,
         lambda x, gates: layer(x, problem.expert_index, gates),
-        lambda found: [gradient.transpose(1, 2) for gradient in found],
+        lambda grads: [gradient.transpose(1, 2) for gradient in grads],
     )
 
 
@@ -317,7 +320,7 @@ def _scattermoe(name: str, problem: Problem) -> Peer:
     return Peer(
         [layer.experts.weight, layer.output_experts.weight],
         lambda x, gates: layer(x, gates, problem.expert_index),
-        lambda found: [found[0].roll(-shift, dims=1).transpose(1, 2), found[1].transpose(1, 2)],
+        lambda grads: [grads[0].roll(-shift, dims=1).transpose(1, 2), grads[1].transpose(1, 2)],
     )
 
 
@@ -345,14 +348,14 @@ def _groups(problem: Problem) -> tuple[int, int, int]:
     group for each expert, drops no token.
     """
     T, E, _, d, _, _ = problem.shape
-    found = []
+    candidates = []
     for size in [T >> n for n in range(8) if T % (1 << n) == 0 and T >> n >= 32] or [T]:
         group = torch.arange(T, device=problem.device).div(size, rounding_mode="floor")
         counts = (group[:, None] * E + problem.expert_index).flatten().bincount()
         capacity = int(counts.max())
         places = T // size * E * capacity
-        found.append((places * 4 * d * (size + problem.hidden), size, capacity))
-    return min(found)
+        candidates.append((places * 4 * d * (size + problem.hidden), size, capacity))
+    return min(candidates)
 
 
 def _one_hot_extra(problem: Problem, backward: bool) -> Extra:
@@ -427,7 +430,7 @@ def st_moe_pytorch(problem: Problem) -> Peer:
     return Peer(
         [*first, *second],
         _in_layer(problem, layer, losses=2),
-        lambda found: [[g.t() for g in found[:E]], [g.t() for g in found[E:]]],
+        lambda grads: [[g.t() for g in grads[:E]], [g.t() for g in grads[E:]]],
     )
 
 

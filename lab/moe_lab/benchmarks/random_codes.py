@@ -10,7 +10,7 @@ from moe_ext.formats import Packed
 FP8_BLOCK = 128  # the rows and the columns with one scale
 
 
-class Block(NamedTuple):
+class BlockFormat(NamedTuple):
     """How a format holds numbers: a block has some inputs in some bytes.
 
     The standard deviation is that of random codes whose scale is 1.
@@ -22,14 +22,14 @@ class Block(NamedTuple):
 
 
 BLOCKS = {
-    "mxfp4": Block(32, 17, 2.9),
-    "gguf_q4_0": Block(32, 18, 4.6),
-    "gguf_q8_0": Block(32, 34, 74),
-    "gguf_q4_k": Block(256, 144, 258),
-    "gguf_q6_k": Block(256, 210, 1370),
-    "fp8": Block(1, 1, 114),
-    "int4": Block(32, 16, 4.6),
-    "nf4": Block(64, 32, 0.52),
+    "mxfp4": BlockFormat(32, 17, 2.9),
+    "gguf_q4_0": BlockFormat(32, 18, 4.6),
+    "gguf_q8_0": BlockFormat(32, 34, 74),
+    "gguf_q4_k": BlockFormat(256, 144, 258),
+    "gguf_q6_k": BlockFormat(256, 210, 1370),
+    "fp8": BlockFormat(1, 1, 114),
+    "int4": BlockFormat(32, 16, 4.6),
+    "nf4": BlockFormat(64, 32, 0.52),
 }
 
 
@@ -45,7 +45,7 @@ class RandomWeight(NamedTuple):
     blocks: Tensor | None = None
 
     @classmethod
-    def of(cls, format: str, num_experts: int, outputs: int, inputs: int) -> "RandomWeight":
+    def draw(cls, format: str, num_experts: int, outputs: int, inputs: int) -> "RandomWeight":
         block = BLOCKS[format]
         size = num_experts * outputs * inputs // block.inputs * block.bytes
         words = torch.empty(-(-size // 8), dtype=torch.int64).random_(-(2**63), None)

@@ -105,7 +105,7 @@ def _measure(args: Any, batch: int) -> Iterator[Row]:
             sent_mb=sent[way] / 1e6,
             predicted=predicted[gathered],
             predicted_mb=predicted[gathered] / 1e6,
-            ms=Quartiles.of(seconds[way]).scaled(1e3),
+            ms=Quartiles.from_values(seconds[way]).scaled(1e3),
             chosen=chosen,
             mark="yes" if chosen else "",
         )

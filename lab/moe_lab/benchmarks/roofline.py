@@ -137,11 +137,11 @@ def row_with_limit(
     "speedup" (the fastest other function / ours).
     """
     seconds = interleaved(gemm_and_exp_probes(dtype) | {**functions}, rounds, warm_up=1)
-    ours, *others = (seconds[name] for name in functions)
+    base, *peers = (seconds[name] for name in functions)
     return Row(
         shape=", ".join(map(str, shape)),
-        **{name: Quartiles.of(seconds[name]).scaled(1e3) for name in functions},
-        gflops=flops / Quartiles.of(ours).median / 1e9,
-        fraction=ratio(gemm_and_exp_limits(seconds, flops, num_exponentials), ours),
-        speedup=ratio([min(each) for each in zip(*others, strict=True)], ours),
+        **{name: Quartiles.from_values(seconds[name]).scaled(1e3) for name in functions},
+        gflops=flops / Quartiles.from_values(base).median / 1e9,
+        fraction=ratio(gemm_and_exp_limits(seconds, flops, num_exponentials), base),
+        speedup=ratio([min(times) for times in zip(*peers, strict=True)], base),
     )

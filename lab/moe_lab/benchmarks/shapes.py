@@ -108,8 +108,8 @@ PACKED_MODELS = ("qwen3_moe", "gpt_oss", "olmoe", "mixtral")
 
 def experts_of_model(shape: Shape, model: str) -> str:
     """Formats the number of experts, and that of the model if it has more."""
-    num_experts, of_model = shape.num_experts, MODELS[model].num_experts
-    return f"{num_experts}" if num_experts == of_model else f"{num_experts} of {of_model}"
+    num_experts, model_experts = shape.num_experts, MODELS[model].num_experts
+    return f"{num_experts}" if num_experts == model_experts else f"{num_experts} of {model_experts}"
 
 
 def experts_that_fit(name: str, gib: float) -> int:

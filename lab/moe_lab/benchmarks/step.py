@@ -105,7 +105,7 @@ def _measure(config: Config, steps: int) -> dict[str, Any]:
             f"peak memory {step['peak_bytes'] / 1e9:.2f} GB",
             flush=True,
         )
-    states = [state for each in trainer.optimizers for state in each.state.values()]
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     record["optimizer_bytes"] = sum(x.nbytes for state in states for x in state.values())
     weights, optimizer = weight_bytes / 1e9, record["optimizer_bytes"] / 1e9
     print(f"memory  weights {weights:.3f} GB, gradients {weights:.3f}, optimizer {optimizer:.3f}")

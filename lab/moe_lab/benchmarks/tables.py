@@ -26,15 +26,15 @@ def unit_of(threads: int | None) -> tuple[str, float]:
 
 def cell(result: Row, name: str, which: str, form: Callable[[dict[str, Any]], str]) -> str:
     """Formats a figure of an implementation, and its time divided by the time of moe_ext."""
-    found = result.figures.get(name, {}).get(which)
-    if found is None:
+    figures = result.figures.get(name, {}).get(which)
+    if figures is None:
         return "–"
-    once = "~" if found["rounds"] == 1 else ""
-    return f"{once}{form(found)} ({found['ratio_to_ours'][1]:.2f})"
+    once = "~" if figures["rounds"] == 1 else ""
+    return f"{once}{form(figures)} ({figures['ratio_to_ours'][1]:.2f})"
 
 
-def percent_of_limit(found: dict[str, Any]) -> str:
-    return f"{Quartiles(*found['share_of_limit']).scaled(100):.0f}"
+def percent_of_limit(figures: dict[str, Any]) -> str:
+    return f"{Quartiles(*figures['share_of_limit']).scaled(100):.0f}"
 
 
 def number(value: float | None, form: str) -> str:
@@ -43,7 +43,7 @@ def number(value: float | None, form: str) -> str:
 
 def list_section(title: str, items: Sequence[str]) -> list[str]:
     """Returns a section with a list, or no section if the list is empty."""
-    return [f"## {title}", "\n".join(f"- {each}" for each in items)] if items else []
+    return [f"## {title}", "\n".join(f"- {item}" for item in items)] if items else []
 
 
 def remarks_of(results: Iterable[Row]) -> list[str]:
@@ -94,8 +94,8 @@ def peak_table(group: Sequence[Row]) -> str:
     lines = []
     for result in group:
         for which in result.limit_ms:
-            found = [result.peak_mib.get(name, {}).get(which) for name in names]
-            sizes = [number(size, ".0f") for size in found]
+            peaks = [result.peak_mib.get(name, {}).get(which) for name in names]
+            sizes = [number(size, ".0f") for size in peaks]
             lines.append([result.name, result.activation, which, *sizes])
     return markdown_table(["shape", "activation", "pass", *names], lines)
 
@@ -105,26 +105,26 @@ def _speed_table(group: Sequence[Row], which: str) -> str:
     unit, gflops = unit_of(group[0].threads)
     head, lines = ["shape"], []
     peers = {}
-    for activation, found in by(group, lambda result: result.activation).items():
+    for activation, rows in by(group, lambda result: result.activation).items():
         peers[activation] = [
-            name for name in (*BESIDE_PEERS, *PEERS) if any(name in r.figures for r in found)
+            name for name in (*BESIDE_PEERS, *PEERS) if any(name in r.figures for r in rows)
         ]
         head += [f"ours, {activation}: ms", unit, "limit, ms", "% of limit", *peers[activation]]
 
-    def speed(found: dict[str, Any]) -> str:
-        return f"{found['gflops'] / gflops:.3g}"
+    def speed(figures: dict[str, Any]) -> str:
+        return f"{figures['gflops'] / gflops:.3g}"
 
     for name, results in by(group, lambda result: result.name).items():
         line = [name]
         for result in results:
-            mine = result.figures["ours"][which]
+            base = result.figures["ours"][which]
             line += [
-                *(f"{Quartiles(*mine['ms']):.4g}", speed(mine), f"{result.limit_ms[which]:.4g}"),
-                percent_of_limit(mine),
+                *(f"{Quartiles(*base['ms']):.4g}", speed(base), f"{result.limit_ms[which]:.4g}"),
+                percent_of_limit(base),
                 *(cell(result, peer, which, speed) for peer in peers[result.activation]),
             ]
         best = [best_ratio(result, which, BESIDE_PEERS) for result in results]
-        least = min((each for each in best if each is not None), default=None)
+        least = min((ratio for ratio in best if ratio is not None), default=None)
         lines.append([*line, number(least, ".2f")])
     return markdown_table([*head, "best peer"], lines)
 
@@ -148,13 +148,13 @@ def print_results(results: Sequence[Row]) -> None:
         print("\nNot timed:", *remarks, sep="\n- ")
 
 
-def print_routing(found: Sequence[dict[str, Any]]) -> None:
-    names, limits = list(found[0]["ms"]), list(found[0]["limit_ms"])
+def print_routing(rows: Sequence[dict[str, Any]]) -> None:
+    names, limits = list(rows[0]["ms"]), list(rows[0]["limit_ms"])
     lines = [
-        [", ".join(map(str, each["shape"]))]
-        + [f"{Quartiles(*each['ms'][name]):.4g}" for name in names]
-        + [f"{each['limit_ms'][name]:.4g}" for name in limits]
-        for each in found
+        [", ".join(map(str, row["shape"]))]
+        + [f"{Quartiles(*row['ms'][name]):.4g}" for name in names]
+        + [f"{row['limit_ms'][name]:.4g}" for name in limits]
+        for row in rows
     ]
     print("\nRouting: time in ms from the gate's logits to the dispatch plan\n")
     header = ["T, E, k", *names, *(f"limit, {name}" for name in limits)]
@@ -182,14 +182,14 @@ def _print_speed_up(results: Sequence[Row], field: str) -> None:
         print(markdown_table(["shape", "activation", "type", "on", *PASSES], lines), end="")
 
 
-def _print_memory(found: Sequence[dict[str, Any]]) -> None:
-    names = list(dict.fromkeys(name for each in found for name in each["kept"]))
+def _print_memory(rows: Sequence[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row["kept"]))
     lines = []
-    for each in found:
-        x, hidden = each["x"], each["hidden"]
-        kept = [each["kept"].get(name) for name in names]
+    for row in rows:
+        x, hidden = row["x"], row["hidden"]
+        kept = [row["kept"].get(name) for name in names]
         lines.append(
-            [*(each[key] for key in ("name", "dtype", "activation"))]
+            [*(row[key] for key in ("name", "dtype", "activation"))]
             + [f"{size / 2**20:.1f}" for size in (x, hidden)]
             + [number(size and size / (x + hidden), ".2f") for size in kept]
         )
@@ -250,7 +250,7 @@ def plot(results: Sequence[Row], machine: str, label: Callable[[Row], str]) -> "
     for axes, which in zip(figure.subplots(len(passes), sharex=True), passes, strict=True):
         for index, name in enumerate(("ours", *peers)):
             figures = [r.figures.get(name, {}).get(which) for r in chosen]
-            shares = [100 * each["share_of_limit"][1] if each else math.nan for each in figures]
+            shares = [100 * f["share_of_limit"][1] if f else math.nan for f in figures]
             at = [group + (index + 0.5) * width - 0.42 for group in range(len(chosen))]
             grey = str(0.35 + 0.5 * (index - 1) / max(1, len(peers) - 1))
             color, legend = ("#0b5fff", "moe_ext") if name == "ours" else (grey, name)

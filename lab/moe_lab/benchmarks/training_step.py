@@ -75,7 +75,7 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(a) * b), 0.0
 
 
-class Ours(nn.Module):
+class FusedMoE(nn.Module):
     def __init__(self, sizes: Any) -> None:
         super().__init__()
         shape = sizes.d_model, sizes.num_experts, sizes.k
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         self.attention = nn.ModuleList(Attention(d) for _ in range(sizes.layers))
         # A dense layer has as many operations for a token as k experts.
         self.feed_forward = nn.ModuleList(
-            Ours(sizes) if layer % 2 else SwiGLU(d, sizes.k * sizes.hidden)
+            FusedMoE(sizes) if layer % 2 else SwiGLU(d, sizes.k * sizes.hidden)
             for layer in range(sizes.layers)
         )
         self.norms = nn.ModuleList(nn.RMSNorm(d) for _ in range(2 * sizes.layers + 1))
@@ -159,12 +159,12 @@ class Transformer(nn.Module):
 
     def plain(self) -> "Transformer":
         """Returns a copy that uses no operator of moe_ext."""
-        other = copy.deepcopy(self)
+        step = copy.deepcopy(self)
         for i, layer in enumerate(self.feed_forward):
-            if isinstance(layer, Ours):
-                other.feed_forward[i] = PlainMoE(layer.layer)
-        other.cross_entropy = cross_entropy_of_torch
-        return other
+            if isinstance(layer, FusedMoE):
+                step.feed_forward[i] = PlainMoE(layer.layer)
+        step.cross_entropy = cross_entropy_of_torch
+        return step
 
 
 class Step:
@@ -174,8 +174,8 @@ class Step:
         self.model = model.to(dtype)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(0)
-        of_text = sizes.sequences, sizes.length + 1
-        text = torch.randint(sizes.vocabulary, of_text, generator=generator)
+        text_shape = sizes.sequences, sizes.length + 1
+        text = torch.randint(sizes.vocabulary, text_shape, generator=generator)
         self.tokens, self.target = text[:, :-1], text[:, 1:].flatten()
         shape = 2, sizes.sequences, sizes.length, sizes.d_model
         x, self.upstream = torch.randn(shape, generator=generator).to(dtype)
@@ -214,17 +214,17 @@ class Step:
 
 
 @torch.no_grad()
-def check(ours: Step, plain: Step) -> None:
+def check(step: Step, plain: Step) -> None:
     """Raises an error if the cross-entropies of both models differ."""
-    layers = [layer for layer in ours.model.modules() if isinstance(layer, MoE)]
+    layers = [layer for layer in step.model.modules() if isinstance(layer, MoE)]
     for layer in layers:
         layer.w_importance = layer.w_load = 0.0
-    found = ours.model(ours.tokens, ours.target)
+    actual = step.model(step.tokens, step.target)
     for layer in layers:
         layer.w_importance = layer.w_load = 0.1
-    tolerance = 1e-4 if ours.x.dtype == torch.float32 else 2e-2
-    expected = plain.model(plain.tokens, plain.target).to(found.dtype)
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    tolerance = 1e-4 if step.x.dtype == torch.float32 else 2e-2
+    expected = plain.model(plain.tokens, plain.target).to(actual.dtype)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def measure(args: Any) -> list[Row]:
@@ -245,14 +245,14 @@ def measure(args: Any) -> list[Row]:
     least = {}
     for part, flops in flops_of(args).items():
         exponentials = args.sequences * args.length * args.vocabulary if part == "loss" else 0
-        least[part] = Quartiles.of(gemm_and_exp_limits(rates, flops, exponentials)).median
+        least[part] = Quartiles.from_values(gemm_and_exp_limits(rates, flops, exponentials)).median
     least["step"] = sum(least.values())
     rows = []
     for part in dict.fromkeys(part for part, _ in functions):
-        of = {name: Quartiles.of(each) for (p, name), each in seconds.items() if p == part}
-        ours, limit = of["moe_ext"].median, least.get(part)  # without a limit if it has no GEMM
-        share = limit / ours if limit else None
-        x = {name: of[name].median / ours if name in of else None for name in NAMES}
-        ms = of["moe_ext"].scaled(1e3)
-        rows.append(Row(part=part, seconds=of, limit=limit, share_of_limit=share, x=x, ms=ms))
+        times = {name: Quartiles.from_values(s) for (p, name), s in seconds.items() if p == part}
+        base, limit = times["moe_ext"].median, least.get(part)  # without a limit if it has no GEMM
+        share = limit / base if limit else None
+        x = {name: times[name].median / base if name in times else None for name in NAMES}
+        ms = times["moe_ext"].scaled(1e3)
+        rows.append(Row(part=part, seconds=times, limit=limit, share_of_limit=share, x=x, ms=ms))
     return rows

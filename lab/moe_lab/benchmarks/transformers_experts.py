@@ -82,7 +82,7 @@ from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 
 NAME = "transformers_experts"
-OURS = "moe_ext"  # the name in transformers' registry
+MOE_EXT = "moe_ext"  # the name in transformers' registry
 
 
 def run(args: Any) -> int:
@@ -101,7 +101,7 @@ def _measure(args: Any) -> dict[str, Any]:
 
     def examine(name: str, problem: "Problem", record: dict[str, Any]) -> None:
         record["results"] += measurement.measure(name, problem, args.implementations, args)
-        record["warnings"] = list(dict.fromkeys(str(each.message) for each in caught))
+        record["warnings"] = list(dict.fromkeys(str(warning.message) for warning in caught))
 
     version = f"transformers {importlib.metadata.version('transformers')}"
     with warnings.catch_warnings(record=True) as caught:  # a warning says what moe_ext cannot run
@@ -176,10 +176,10 @@ class Problem:
         for step in self.steps[task_name]:
             tokens, rows, used = len(step.x), step.expert_index.numel(), step.used_experts
             sizes = (tokens, rows, used, self.shape.num_experts, d, self.hidden)
-            of_step = experts_work(*sizes, gated=True, itemsize=itemsize)[task.backward]
+            step_work = experts_work(*sizes, gated=True, itemsize=itemsize)[task.backward]
             weights = 2 * d * self.hidden if task.recompute else 0
-            flops += of_step.flops + 2 * rows * weights
-            moved += of_step.bytes + itemsize * (tokens * d * task.recompute + used * weights)
+            flops += step_work.flops + 2 * rows * weights
+            moved += step_work.bytes + itemsize * (tokens * d * task.recompute + used * weights)
         return Work(flops, moved)
 
     def extra(self, implementation: str, task_name: str) -> Extra:
@@ -192,7 +192,9 @@ class Problem:
     def results(self, implementation: str, task_name: str) -> Mapping[str, Stacked]:
         """Runs a task with an implementation; returns outputs and gradients by name."""
         task, steps = TASKS[task_name], self.steps[task_name]
-        self.config._experts_implementation = OURS if implementation == "ours" else implementation
+        self.config._experts_implementation = (
+            MOE_EXT if implementation == "ours" else implementation
+        )
         if not task.backward:
             with torch.no_grad():
                 return {"y": [self.layer(*step[:3]) for step in steps]}
@@ -218,12 +220,12 @@ def _time_table(group: Sequence[Row]) -> str:
     for result in group:
         for task, limit_ms in result.limit_ms.items():
             rows = (TASKS[task].tokens or result.shape.tokens) * result.shape.k
-            ours = result.figures["ours"][task]
+            base = result.figures["ours"][task]
             lines.append(
                 [
                     *(result.name, experts_of_model(result.shape, result.name), task),
                     f"{rows / result.shape.num_experts:.3g}",
-                    *(f"{Quartiles(*ours['ms']):.4g}", f"{limit_ms:.4g}", percent_of_limit(ours)),
+                    *(f"{Quartiles(*base['ms']):.4g}", f"{limit_ms:.4g}", percent_of_limit(base)),
                     *(cell(result, peer, task, lambda f: f"{f['ms'][1]:.4g}") for peer in peers),
                     number(best_ratio(result, task), ".2f"),
                 ]

@@ -56,14 +56,14 @@ def compare(
 
     The ratios are by clock. Only the lines in `alone` are compared.
     """
-    found: dict[str, dict[str, list[Translation]]] = {"batches": {}, "one by one": {}}
+    translated: dict[str, dict[str, list[Translation]]] = {"batches": {}, "one by one": {}}
 
     def batches() -> None:
-        found["batches"].update(zip(lines, translator(lines, title=None), strict=True))
+        translated["batches"].update(zip(lines, translator(lines, title=None), strict=True))
 
     def one_by_one() -> None:
         for line in alone:
-            found["one by one"][line] = next(translator([line], title=None))
+            translated["one by one"][line] = next(translator([line], title=None))
 
     def clocks(function: Callable[[], None]) -> list[float]:
         start = [now() for now in CLOCKS.values()]
@@ -73,16 +73,16 @@ def compare(
     list(translator(alone[:2], title=None))  # warm-up: the first calls take longer
     ways = {"batches": batches, "one by one": one_by_one}
     times, rows = interleaved(ways, rounds, warm_up=0, clock=clocks), []
-    of_sentence: dict[tuple[str, str], list[float]] = {}
+    latency: dict[tuple[str, str], list[float]] = {}
     for way, number in (("batches", len(lines)), ("one by one", len(alone))):
-        for clock, each in zip(CLOCKS, zip(*times[way], strict=True), strict=True):
-            of_sentence[way, clock] = [seconds / number for seconds in each]
-        medians = {clock: median(of_sentence[way, clock]) for clock in CLOCKS}
+        for clock, clock_times in zip(CLOCKS, zip(*times[way], strict=True), strict=True):
+            latency[way, clock] = [seconds / number for seconds in clock_times]
+        medians = {clock: median(latency[way, clock]) for clock in CLOCKS}
         speeds = {f"sentences_per_{clock.removesuffix('s')}": 1 / s for clock, s in medians.items()}
         threads = torch.get_num_threads()
         rows.append(Row(way=way, threads=threads, sentences=number, **medians, **speeds))
-    ratios = {c: ratio(of_sentence["one by one", c], of_sentence["batches", c]) for c in CLOCKS}
-    texts = [{line: each[line][0].text for line in alone} for each in found.values()]
+    ratios = {c: ratio(latency["one by one", c], latency["batches", c]) for c in CLOCKS}
+    texts = [{line: by_line[line][0].text for line in alone} for by_line in translated.values()]
     return rows, ratios, sum(texts[0][line] == texts[1][line] for line in alone)
 
 
@@ -105,8 +105,8 @@ def _run(args: Any) -> list[Row]:
         f"beam {args.beam}, float32; {environment()}\n"
     )
     rows, ratios, same = compare(translator, lines, alone, args.rounds)
-    by_clock = " | ".join(f"{each:.1f}" for each in ratios.values())
-    more = {"ratios": {name: each._asdict() for name, each in ratios.items()}, "same": same}
+    by_clock = " | ".join(f"{r:.1f}" for r in ratios.values())
+    more = {"ratios": {name: r._asdict() for name, r in ratios.items()}, "same": same}
     report(rows, HEADER, CELLS, args.json, f"x |  |  | {by_clock}", **more)
     print(f"{same} of the {len(alone)} lines have the same translation in a batch and alone")
     return rows

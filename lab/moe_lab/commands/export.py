@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained = load_run(options.run)
     model, vocabulary = trained.model, trained.vocabulary
     if not isinstance(model, LanguageModel) or not isinstance(vocabulary, Vocabulary):
-        found = "wordpieces" if isinstance(model, LanguageModel) else "a translation model"
-        raise ConfigError(f"{options.run} must be a run of a language model of words, got {found}")
+        kind = "wordpieces" if isinstance(model, LanguageModel) else "a translation model"
+        raise ConfigError(f"{options.run} must be a run of a language model of words, got {kind}")
     if "moe_lstm" in model.config.layers:
         raise ConfigError(f"{options.run}: a model with moe_lstm layers cannot be exported")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -77,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(
                 f"--devices must be multiples of the first value with --weak, got {number}"
             )
-        these = grown(config, number // args.devices[0]) if args.weak else config
+        scaled = grown(config, number // args.devices[0]) if args.weak else config
         options = {name: getattr(args, name) for name in ("exchange", "placement")}
-        plans.append(plan(these, device, number, **options))
+        plans.append(plan(scaled, device, number, **options))
     values = ", ".join(f"{name} {value:.4g}" for name, value in asdict(device).items())
     print(f"{args.config}, device: {values}\n\n{table(plans, device, efficiency)}")
     if args.json:

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from moe_lab.training.text import SentenceText
 
 PUBLIC = ("lm1b", "wikitext-103", "wikitext-2")  # have published sizes, and a given vocabulary
-_OF_A_PATH = ("text", "languages")
+_PATH_CORPORA = ("text", "languages")
 
 
 OPTIONS: dict[str, Option] = {
-    "name": {"choices": [*PUBLIC, *_OF_A_PATH], "help": "the corpus"},
+    "name": {"choices": [*PUBLIC, *_PATH_CORPORA], "help": "the corpus"},
     "--from": one(Path, None, "local files to use instead of downloads") | {"dest": "source"},
     "--output": one(Path, None, "folder of the results (default: data/NAME)"),
     "--vocabulary": one(Path, None, "vocabulary file to use"),
@@ -57,9 +57,9 @@ OPTIONS: dict[str, Option] = {
 def main(arguments: Sequence[str] | None = None) -> "SentenceText":
     """Runs the command and returns the encoded text."""
     options = parse(__doc__, OPTIONS, arguments)
-    if options.name in _OF_A_PATH and options.source is None:
+    if options.name in _PATH_CORPORA and options.source is None:
         raise ConfigError(f"--from must be given for the corpus {options.name}")
-    if options.name not in _OF_A_PATH:
+    if options.name not in _PATH_CORPORA:
         for option, value in (("vocab-size", options.vocab_size), ("kind", options.kind)):
             if value is not None:
                 rule = f"must be omitted: {options.name} has a fixed vocabulary"

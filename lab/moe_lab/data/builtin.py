@@ -110,8 +110,8 @@ def source_files() -> list[Path]:
     files = []
     for root in roots:
         module = root.with_name(f"{root.name}.py")
-        found = [module] if module.is_file() else root.rglob("*.py")
-        for file in sorted(found):
+        paths = [module] if module.is_file() else root.rglob("*.py")
+        for file in sorted(paths):
             if _SKIPPED_FOLDERS.isdisjoint(file.relative_to(root.parent).parts):
                 files.append(file)
     return files

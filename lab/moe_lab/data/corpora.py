@@ -80,7 +80,7 @@ def load_corpus(
     elif (path / _LM1B_TRAIN).is_dir():
         corpus = _lm1b(path)
     elif (path / "wiki.train.tokens").is_file():
-        corpus = _of_parts(*([path / f"wiki.{part}.tokens"] for part in ("train", "valid", "test")))
+        corpus = _corpus(*([path / f"wiki.{part}.tokens"] for part in ("train", "valid", "test")))
     elif path.is_file():
         corpus = hash_split(shards_of([path]))
     elif path.is_dir():
@@ -116,7 +116,7 @@ def load_corpus(
     return corpus
 
 
-def _of_parts(train: Sequence[Path], dev: Sequence[Path], test: Sequence[Path]) -> Corpus:
+def _corpus(train: Sequence[Path], dev: Sequence[Path], test: Sequence[Path]) -> Corpus:
     """Makes a corpus of the files of each part."""
     for file in (*train, *dev, *test):
         if not file.is_file():
@@ -142,29 +142,29 @@ def _lm1b(folder: Path) -> Corpus:
             f"{folder / _LM1B_TRAIN} holds {len(shards)} of the 99 training shards", stacklevel=3
         )
     heldout = [folder / _LM1B_HELDOUT / f"news.en.heldout-0000{i}-of-00050" for i in (0, 1)]
-    return _of_parts(shards, heldout[1:], heldout[:1])
+    return _corpus(shards, heldout[1:], heldout[:1])
 
 
 def _given_parts(path: Path, separator: str) -> Corpus:
     files = []
     for names in (("train",), ("dev", "valid"), ("test",)):
-        found = [_variant(Path(f"{path}{separator}{name}")) for name in names]
-        part = next((part for part in found if part), None)
+        variants = [_variant(Path(f"{path}{separator}{name}")) for name in names]
+        part = next((part for part in variants if part), None)
         if part is None:
             raise CorpusError(
                 f"{path}{separator}{names[0]}.txt is missing, but the corpus has a training text; "
                 "add the file (.txt, .txt.gz or .txt.xz) or a folder of such files"
             )
         files.append(part)
-    return _of_parts(*files)
+    return _corpus(*files)
 
 
 def _text_files(folder: Path) -> list[Path]:
     files = sorted(
         file for file in visible(folder.iterdir(), folder) if file.name.endswith(_SUFFIXES)
     )
-    if other := next((file for file in files if not file.is_file()), None):
-        raise CorpusError(f"{folder} must hold text files, got {other}, which is not a file")
+    if entry := next((file for file in files if not file.is_file()), None):
+        raise CorpusError(f"{folder} must hold text files, got {entry}, which is not a file")
     if not files:
         raise CorpusError(
             f"{folder} must hold text files ({', '.join(_SUFFIXES)}), got none; "

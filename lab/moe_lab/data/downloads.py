@@ -105,7 +105,7 @@ def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
             continue
         if (folder / data_set.corpus).is_dir():
             return folder / data_set.corpus
-    downloads = [each.name for each in (data_set.archive, data_set.vocabulary) if each]
+    downloads = [file.name for file in (data_set.archive, data_set.vocabulary) if file]
     if source and source.is_dir() and not any((source / name).is_file() for name in downloads):
         if source.name == data_set.corpus:
             return source
@@ -157,12 +157,12 @@ def file_of(download: Download, output: Path, source: Path | None) -> Path:
 
 def _fetch(url: str, part: Path) -> None:
     """Downloads the part of `url` that is missing in the file `part`."""
-    there = part.stat().st_size if part.is_file() else 0
-    headers = {"User-Agent": "moe_lab", **({"Range": f"bytes={there}-"} if there else {})}
+    size = part.stat().st_size if part.is_file() else 0
+    headers = {"User-Agent": "moe_lab", **({"Range": f"bytes={size}-"} if size else {})}
     try:
         response = urlopen(Request(url, headers=headers), timeout=60)
     except HTTPError as error:
-        if error.code == 416 and there:  # nothing is missing; the checksum is verified later
+        if error.code == 416 and size:  # nothing is missing; the checksum is verified later
             return
         raise
     with response, part.open("ab" if response.status == 206 else "wb") as file:
@@ -181,10 +181,10 @@ def _verify(file: Path, sha256: str) -> None:
     if not sha256:
         return
     with file.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if found != sha256:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != sha256:
         raise ConfigError(
-            f"{file} must have the SHA-256 {sha256}, got {found}; download the file again"
+            f"{file} must have the SHA-256 {sha256}, got {digest}; download the file again"
         )
 
 

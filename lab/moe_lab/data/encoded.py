@@ -51,7 +51,7 @@ class EncodedSentences:
         self._folder: Path | None = None
 
     @classmethod
-    def of_tensors(cls, stream: Tensor, starts: Tensor, eos_id: int) -> Self:
+    def from_tensors(cls, stream: Tensor, starts: Tensor, eos_id: int) -> Self:
         """Creates EncodedSentences from stream, starts and eos_id, without copying the tensors."""
         self = cls.__new__(cls)
         self.stream, self.starts, self.eos_id, self._folder = stream, starts, eos_id, None
@@ -75,8 +75,8 @@ class EncodedSentences:
             num_tokens, num_sentences, eos_id = (_count(about, key) for key in keys)
             sizes = {_STREAM: 4 * (num_tokens + 1), _STARTS: 8 * (num_sentences + 1)}
             for name, size in sizes.items():
-                found = require_regular(folder / name)
-                require(found == size, str(folder / name), f"have {size:,} bytes", found)
+                num_bytes = require_regular(folder / name)
+                require(num_bytes == size, str(folder / name), f"have {size:,} bytes", num_bytes)
             stream, starts = (
                 torch.from_file(str(folder / name), size=sizes[name] // dtype.itemsize, dtype=dtype)
                 for name, dtype in ((_STREAM, torch.int32), (_STARTS, torch.int64))
@@ -86,7 +86,7 @@ class EncodedSentences:
                 f"{folder} must hold encoded sentences, got an error: {error}; delete the folder, "
                 "so that the text is encoded again"
             ) from error
-        self = cls.of_tensors(stream, starts, eos_id)
+        self = cls.from_tensors(stream, starts, eos_id)
         self._folder = folder
         if num_ids is not None and (wrong := self._wrong(num_ids)):
             raise CorpusError(
@@ -139,20 +139,20 @@ class EncodedSentences:
         Of more than 4,194,304 ids, only 1,024 evenly spaced blocks of 4,096 ids are hashed.
         """
         place, places = 4096, 1024
-        found = hashlib.sha256(f"{len(self)} {self.num_tokens}".encode())
+        digest = hashlib.sha256(f"{len(self)} {self.num_tokens}".encode())
         if len(self.stream) <= place * places:
             starts = [0]
             place = len(self.stream)
         else:
             starts = [i * (len(self.stream) - place) // (places - 1) for i in range(places)]
         for start in starts:
-            found.update(self.stream[start : start + place].numpy().tobytes())
-        return found.hexdigest()
+            digest.update(self.stream[start : start + place].numpy().tobytes())
+        return digest.hexdigest()
 
     def first(self, number: int) -> "EncodedSentences":
         """Returns the first `number` sentences, or all if there are fewer, without copying them."""
         starts = self.starts[: number + 1]
-        return self.of_tensors(self.stream[: int(starts[-1]) + 1], starts, self.eos_id)
+        return self.from_tensors(self.stream[: int(starts[-1]) + 1], starts, self.eos_id)
 
     def __getitem__(self, index: int) -> list[int]:
         """Returns the word ids of sentence `index`, without ``</s>``."""

@@ -1,10 +1,10 @@
 """Mixed corpora: text of many kinds, which needs more capacity than text of one kind.
 
-`of_languages` mixes the sentences of the languages of a parallel corpus. `of_sources` mixes Python
-code, C++ headers and documentation, which are installed wherever torch runs. Both return the
+`mix_languages` mixes the sentences of the languages of a parallel corpus. `mix_sources` mixes
+Python code, C++ headers and documentation, which are installed wherever torch runs. Both return the
 sentences of each part; every kind has the same maximum number of training sentences. A sentence has
 spaces between its words, so line ends and indentation of code are lost. `sources` is a fixed corpus
-of `of_sources`.
+of `mix_sources`.
 """
 
 import random
@@ -21,31 +21,31 @@ from moe_lab.files import write_text
 from moe_lab.names import PARTS
 from moe_lab.progress import progress
 
-_OF_EACH_KIND = 60_000  # training sentences at most, in `sources`
+_KIND_SENTENCES = 60_000  # training sentences at most, in `sources`
 _HELD_OUT = 2_000  # sentences of each kind at most, in dev and in test
 _CODE_WORDS = 64  # words at most in a sentence of code
 
 # A file of code is in the first part whose number exceeds the hash of the file's name. Dev and test
 # need few sentences of many files, because a generated file has thousands of similar sentences.
 _PART_ENDS = {"test": 0.05, "dev": 0.1, "train": 1.0}
-_OF_A_FILE = 20  # sentences of a file at most, in dev and in test
+_FILE_SENTENCES = 20  # sentences of a file at most, in dev and in test
 
 Kind = dict[str, Iterable[str]]  # the sentences of one kind of text in each of PARTS
 Parts = dict[str, list[str]]  # the sentences of a mixed corpus in each of PARTS
 
 
-def of_languages(folder: Path, languages: Iterable[str], max_sentences: int) -> Parts:
+def mix_languages(folder: Path, languages: Iterable[str], max_sentences: int) -> Parts:
     """Mixes English and other languages, each side of a parallel corpus as text of its own.
 
     A training sentence of a language occurs once, and is in neither dev nor test.
     """
     corpora = [load_parallel(folder, source="en", target=language) for language in languages]
-    of_language: dict[str, dict[str, list[ParallelText]]] = {"en": {part: [] for part in PARTS}}
+    by_language: dict[str, dict[str, list[ParallelText]]] = {"en": {part: [] for part in PARTS}}
     for corpus in corpora:
-        of_language[corpus.train.target] = {part: [getattr(corpus, part)] for part in PARTS}
+        by_language[corpus.train.target] = {part: [getattr(corpus, part)] for part in PARTS}
         for part in PARTS:
-            of_language["en"][part].append(getattr(corpus, part))
-    kinds = progress(of_language.items(), "reading the languages", "languages", len(of_language))
+            by_language["en"][part].append(getattr(corpus, part))
+    kinds = progress(by_language.items(), "reading the languages", "languages", len(by_language))
     sides: Iterable[Kind] = (
         {part: _sides(texts, 0 if language == "en" else 1) for part, texts in parts.items()}
         for language, parts in kinds
@@ -53,7 +53,7 @@ def of_languages(folder: Path, languages: Iterable[str], max_sentences: int) -> 
     return _mixed(sides, max_sentences)
 
 
-def of_sources(max_sentences: int) -> Parts:
+def mix_sources(max_sentences: int) -> Parts:
     """Mixes Python code, C++ headers and the documentation of Python and torch.
 
     The Python code is that of the standard library and of torch, without tests; the headers are
@@ -66,14 +66,14 @@ def of_sources(max_sentences: int) -> Parts:
 
 
 def sources() -> Parts:
-    """Returns the corpus "sources": `of_sources` with 60,000 sentences of each kind.
+    """Returns the corpus "sources": `mix_sources` with 60,000 sentences of each kind.
 
     The corpus is fixed for given versions of Python and torch. The first call takes about a minute
     and caches the sentences; see `cached_lines`.
     """
 
     def made() -> Iterator[str]:
-        for sentences in of_sources(_OF_EACH_KIND).values():
+        for sentences in mix_sources(_KIND_SENTENCES).values():
             yield from sentences
             yield ""  # between two parts
 
@@ -96,7 +96,7 @@ def _mixed(kinds: Iterable[Kind], max_sentences: int) -> Parts:
     for kind in kinds:
         held_out: set[str] = set()
         for part in ("test", "dev", "train"):
-            new = dict.fromkeys(each for each in kind[part] if each not in held_out)
+            new = dict.fromkeys(sentence for sentence in kind[part] if sentence not in held_out)
             if part != "train":
                 held_out.update(new)
             most = max_sentences if part == "train" else _HELD_OUT
@@ -114,7 +114,7 @@ def _headers() -> list[Path]:
     """Lists the C++ headers of torch in a fixed order."""
     headers = sorted((torch_folder() / "include").rglob("*.h"))
     if not headers:
-        raise CorpusError("of_sources: torch must be installed with its headers, got none")
+        raise CorpusError("mix_sources: torch must be installed with its headers, got none")
     return headers
 
 
@@ -125,7 +125,7 @@ def _code(files: Iterable[Path]) -> Kind:
         place = place_of(file.parts[-2:])
         part = next(part for part, end in _PART_ENDS.items() if place < end)
         sentences = _sentences_of_code(file.read_text("utf-8", errors="ignore"))
-        code[part] += sentences if part == "train" else uniform_sample(sentences, _OF_A_FILE)
+        code[part] += sentences if part == "train" else uniform_sample(sentences, _FILE_SENTENCES)
     return {**code}
 
 
@@ -133,11 +133,11 @@ def _sentences_of_code(text: str) -> Iterator[str]:
     """Joins the lines of code up to a blank line, or up to about 64 words."""
     words: list[str] = []
     for line in [*text.splitlines(), ""]:
-        found = line.split()
-        if words and (not found or len(words) + len(found) > _CODE_WORDS):
+        line_words = line.split()
+        if words and (not line_words or len(words) + len(line_words) > _CODE_WORDS):
             yield " ".join(words)
             words = []
-        words += found
+        words += line_words
         while len(words) > _CODE_WORDS:
             yield " ".join(words[:_CODE_WORDS])
             words = words[_CODE_WORDS:]

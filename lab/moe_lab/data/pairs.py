@@ -242,13 +242,13 @@ def _in_memory(
     encoded: Iterable[tuple[_Side, _Side]], eos_id: int
 ) -> tuple[EncodedSentences, EncodedSentences]:
     sides = flatten([], eos_id), flatten([], eos_id)
-    for both in encoded:
-        for (stream, starts), (more_stream, more_starts) in zip(sides, both, strict=True):
+    for chunk in encoded:
+        for (stream, starts), (more_stream, more_starts) in zip(sides, chunk, strict=True):
             end = starts[-1]
             stream.extend(more_stream[1:])
             starts.extend(end + start for start in more_starts[1:])
     source, target = (
-        EncodedSentences.of_tensors(
+        EncodedSentences.from_tensors(
             torch.frombuffer(stream, dtype=torch.int32),
             torch.frombuffer(starts, dtype=torch.int64),
             eos_id,

@@ -222,13 +222,13 @@ def load_parallel(
     require_parts("load_parallel", parts)
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
     require_sizes("load_parallel", **given(max_train_pairs=max_train_pairs))
-    found: dict[str, list[AlignedFiles | TableFile]]
+    files: dict[str, list[AlignedFiles | TableFile]]
     if Path(place).is_dir():
-        found = _in_folder(Path(place), source, target)
+        files = _in_folder(Path(place), source, target)
     else:
-        found = {"train": [_single_table(Path(place), source, target)]}
+        files = {"train": [_single_table(Path(place), source, target)]}
     corpus = ParallelCorpus(
-        **{part: ParallelText(source, target, tuple(found.get(part, ()))) for part in PARTS}
+        **{part: ParallelText(source, target, tuple(files.get(part, ()))) for part in PARTS}
     )
     train = replace(corpus.train, drop=tuple(drop), limit=max_train_pairs)
     corpus = replace(corpus, train=train)
@@ -240,7 +240,7 @@ def load_parallel(
             continue
         if text.places:
             got = f"none in {text}: {describe(counts)}"
-        elif "dev" not in found:  # not a folder
+        elif "dev" not in files:  # not a folder
             got = "only a training part"
         else:
             got = (
@@ -261,9 +261,9 @@ def _single_table(file: Path, source: str, target: str) -> TableFile:
             f"train.{target} or with train.{source}-{target}.tsv, or give the .tsv file"
         )
     languages = languages_of(file, source, target)
-    if languages is None and (other := _any_languages_of(file)):
+    if languages is None and (named := _any_languages_of(file)):
         raise CorpusError(
-            f"{file} must be a table of {source} and {target}, got {other} in the file name"
+            f"{file} must be a table of {source} and {target}, got {named} in the file name"
         )
     return _table(file, languages or (source, target), source, target, file.name)
 
@@ -301,17 +301,17 @@ def _in_folder(folder: Path, source: str, target: str) -> dict[str, list[Aligned
             places[name] = _table(file, languages, source, target, name)
 
     def last_word(name: str) -> str:
-        both = {f"{source}-{target}", f"{target}-{source}"}
-        words = [word for word in name.split(".") if word not in both]
+        directions = {f"{source}-{target}", f"{target}-{source}"}
+        words = [word for word in name.split(".") if word not in directions]
         return words[-1] if words else name
 
     def named(name: str, patterns: Iterable[str]) -> bool:
         return any(fnmatchcase(last_word(name), pattern) for pattern in patterns)
 
-    def of_part(patterns: Sequence[str]) -> list[str]:
+    def files_of(patterns: Sequence[str]) -> list[str]:
         return [name for name in places if named(name, patterns) and not named(name, _OLD)]
 
-    names = {"dev": of_part(_DEV), "test": of_part(_TEST)}
+    names = {"dev": files_of(_DEV), "test": files_of(_TEST)}
     held_out = {*names["dev"], *names["test"]}
     training = [name for name in places if name not in held_out and not named(name, _HELD_OUT)]
     names["train"] = [name for name in training if named(name, ["train*"])] or training
@@ -320,16 +320,16 @@ def _in_folder(folder: Path, source: str, target: str) -> dict[str, list[Aligned
 
 def _by_name(files: Iterable[Path], pattern: str) -> dict[str, Path]:
     """Finds the files whose names match a pattern; the keys are the first group of the match."""
-    found: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     for file in files:
         if match := re.fullmatch(pattern, file.name):
-            if (name := match[1]) in found:
+            if (name := match[1]) in by_name:
                 raise CorpusError(
-                    f"a folder must hold each text once, got {found[name]} and {file}; give the "
+                    f"a folder must hold each text once, got {by_name[name]} and {file}; give the "
                     "folder of one of them"
                 )
-            found[name] = file
-    return found
+            by_name[name] = file
+    return by_name
 
 
 def languages_of(table: Path, source: str, target: str) -> tuple[str, str] | None:

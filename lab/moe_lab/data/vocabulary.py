@@ -54,7 +54,7 @@ class Vocabulary:
 
         ``</s>`` counts once per sentence, ``<unk>`` once per occurrence of an excluded word.
         """
-        return cls.of_counts(cls.count(sentences), max_size, min_count)
+        return cls.from_counts(cls.count(sentences), max_size, min_count)
 
     @classmethod
     def count(cls, sentences: Iterable[Sequence[str]]) -> Counter[str]:
@@ -73,7 +73,7 @@ class Vocabulary:
         return counts
 
     @classmethod
-    def of_counts(cls, counts: Counter[str], max_size: int, min_count: int = 1) -> Self:
+    def from_counts(cls, counts: Counter[str], max_size: int, min_count: int = 1) -> Self:
         """Builds a vocabulary from the counts that `count` returns; see `build`."""
         require_sizes("Vocabulary.of_counts", 3, max_size=max_size)  # <unk>, </s> and a word
         require_sizes("Vocabulary.of_counts", min_count=min_count)
@@ -157,12 +157,12 @@ class Vocabulary:
                 words[word] = number
         renamed = {}
         for spellings in (_UNK_SPELLINGS, _EOS_SPELLINGS):
-            found = next((spelling for spelling in spellings if spelling in words), None)
-            if found is None:
+            spelling = next((spelling for spelling in spellings if spelling in words), None)
+            if spelling is None:
                 raise ValueError(
                     f"Vocabulary.load: {path} must have a line {spellings[0]}, got none"
                 )
-            renamed[found] = spellings[0]
+            renamed[spelling] = spellings[0]
         if len(words) == len(renamed):
             raise ValueError(f"Vocabulary.load: {path} must have at least one word, got none")
         return cls(renamed.get(word, word) for word in words)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from moe_lab.errors import ConfigError
 
 # torch's errors when a tensor cannot be moved to shared memory.
-_OF_SHARED_MEMORY = re.compile(r"/torch_\d|shared memory")
+_SHARED_MEMORY = re.compile(r"/torch_\d|shared memory")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -95,7 +95,7 @@ def _pickled(value: Any) -> bytes:
     try:
         return bytes(ForkingPickler.dumps(value))
     except (OSError, RuntimeError) as error:
-        if isinstance(error, OSError) or _OF_SHARED_MEMORY.search(str(error)):
+        if isinstance(error, OSError) or _SHARED_MEMORY.search(str(error)):
             raise _shared_memory_error(error) from error
         raise
 

@@ -309,10 +309,10 @@ class BeamSearch:
         new = _Finished(
             score, candidates.log_prob, torch.full_like(candidates.row, length), candidates.row
         )
-        both = _Finished(*(torch.cat(pair, 1) for pair in zip(finished, new, strict=True)))
+        merged = _Finished(*(torch.cat(pair, 1) for pair in zip(finished, new, strict=True)))
         # The sort is stable, so earlier hypotheses win ties.
-        order = both.score.sort(dim=1, descending=True, stable=True).indices[:, : self.num_best]
-        return _Finished(*(x.gather(1, order) for x in both))
+        order = merged.score.sort(dim=1, descending=True, stable=True).indices[:, : self.num_best]
+        return _Finished(*(x.gather(1, order) for x in merged))
 
     def _go_on(
         self, finished: _Finished, candidates: _Candidates, ends: Tensor, limit: Tensor
@@ -337,12 +337,12 @@ class BeamSearch:
         tokens = length.new_full(size, eos_id)
         attention = steps[0].attention.new_zeros(*size, source_mask.shape[1])
         for j, step in reversed(list(enumerate(steps))):
-            there = (length > j).nonzero()[:, 0]
-            rows = row[there]
-            attention[there, j] = step.attention[rows]
+            longer = (length > j).nonzero()[:, 0]
+            rows = row[longer]
+            attention[longer, j] = step.attention[rows]
             if j:
-                tokens[there, j - 1] = step.token[rows]
-            row[there] = step.parent[rows]
+                tokens[longer, j - 1] = step.token[rows]
+            row[longer] = step.parent[rows]
 
         results: list[list[Hypothesis]] = [[] for _ in source_mask]
         attention, mask = attention.cpu(), source_mask.cpu()

@@ -87,8 +87,8 @@ def corpus_bleu(
     else:
         name = re.split("[-_]", language.lower())[0]  # without script and country
         bleu = BLEU(lowercase, tokenize=_TOKENIZERS.get(name, "13a"))
-    found = bleu.corpus_score(translations, references)
-    return Bleu(found.score, str(bleu.get_signature()), found)
+    result = bleu.corpus_score(translations, references)
+    return Bleu(result.score, str(bleu.get_signature()), result)
 
 
 def _as_bytes(sentences: Sequence[str]) -> list[str]:

@@ -147,11 +147,11 @@ class Translator:
         batch = batch.to(next(model.parameters()).device)
         with evaluating(model):
             encoded = model.encode(batch.source, batch.source_mask)
-            found = self.search(
+            beams = self.search(
                 model, model.start(encoded), batch.source_mask, wordpieces.eos_id, encoded.mask
             )
         results = []
-        for hypotheses, ids, mask in zip(found, batch.source, batch.source_mask, strict=True):
+        for hypotheses, ids, mask in zip(beams, batch.source, batch.source_mask, strict=True):
             source = wordpieces.pieces(ids[mask].tolist())
             results.append(
                 [

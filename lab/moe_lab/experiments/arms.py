@@ -92,8 +92,8 @@ class Arm:
     @property
     def overrides(self) -> list[str]:
         """The options of the configuration that the arm changes, as key=value."""
-        found = ["model.attend_language=true"] if self.attends_language else []
-        return found + [
+        options = ["model.attend_language=true"] if self.attends_language else []
+        return options + [
             f"{option}={getattr(self, name)}"
             for name, (_, option) in _OPTIONS.items()
             if getattr(self, name) is not None
@@ -102,10 +102,10 @@ class Arm:
 
 def parse_arm(name: str) -> Arm:
     """Reads the name of an arm; raises ValueError for another text."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         raise ValueError(f"an arm must be a model with settings, such as 'moe-4 x4', got {name!r}")
-    values: dict[str, Any] = {key: text for key, text in found.groupdict().items() if text}
+    values: dict[str, Any] = {key: text for key, text in match.groupdict().items() if text}
     for key in values.keys() & {"times", *_OPTIONS}:
         values[key] = float(values[key])
         if not (math.isfinite(values[key]) and values[key] >= 0) or values.get("times") == 0:

@@ -81,8 +81,8 @@ class Comparison(TrainedStudy):
         if self.options.against:
             changed = config_differences(first, second)
             titles = [
-                ", ".join(f"{key.rpartition('.')[2]}={config_value(each, key)}" for key in changed)
-                for each in (first, second)
+                ", ".join(f"{key.rpartition('.')[2]}={config_value(c, key)}" for key in changed)
+                for c in (first, second)
             ]
         return super().settings_of(config) | {
             "corpus": config.data.corpus,
@@ -117,8 +117,8 @@ class Comparison(TrainedStudy):
             )
         lengths = torch.tensor(settings["sentence_tokens"])
         sizes = [
-            [title, *size_cells(of_arm), f"{_total(of_arm) / 1e6:.2f}M"]
-            for title, of_arm in zip(titles, (first, second), strict=True)
+            [title, *size_cells(costs), f"{_total(costs) / 1e6:.2f}M"]
+            for title, costs in zip(titles, (first, second), strict=True)
         ]
         rows = [self._row(first[seed], second[seed], lengths) for seed in seeds]
         header = ["seed", *(f"{title}: test ppl" for title in titles), "difference in ln ppl"]
@@ -148,8 +148,8 @@ class Comparison(TrainedStudy):
         )
 
     def _row(self, a: Run, b: Run, lengths: torch.Tensor) -> list[object]:
-        of_a, of_b = (torch.tensor(r["sentence_nll"], dtype=torch.float64) for r in (a, b))
-        (low, high), balance = bootstrap_difference(of_a, of_b, lengths), a["balance"]
+        nll_a, nll_b = (torch.tensor(r["sentence_nll"], dtype=torch.float64) for r in (a, b))
+        (low, high), balance = bootstrap_difference(nll_a, nll_b, lengths), a["balance"]
         return [
             a["seed"],
             *(f"{perplexity(test_nll(run)):.2f}" for run in (a, b)),
@@ -187,10 +187,10 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
         "num_null_experts": model.moe.num_null_experts,
         "shared_sizes": len(model.moe.shared_sizes) > 1,
     }
-    if found := [name for name, value in without.items() if value]:
+    if options := [name for name, value in without.items() if value]:
         raise ConfigError(
             "model must have a dense counterpart of equal operations, got one with "
-            f"{', '.join(found)}"
+            f"{', '.join(options)}"
         )
     width = model.moe.experts_per_token * model.moe.hidden_sizes[0] + sum(model.moe.shared_sizes)
     wide = replace(

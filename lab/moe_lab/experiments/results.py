@@ -63,7 +63,7 @@ class Result:
             "earlier_nll": {str(share): nll for share, nll in self.earlier_nll.items()},
             "words_per_second": self.words_per_second,
             "balance": self.balance,
-            "dev": [[each["tokens"], each["nll"]] for each in read_metrics(self.run, "dev")],
+            "dev": [[row["tokens"], row["nll"]] for row in read_metrics(self.run, "dev")],
         }
 
 
@@ -160,8 +160,8 @@ def read_test(run: Path, steps: int, text: Text) -> Tensor:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{path} cannot be read: {reason}; delete the file") from error
     if not isinstance(nll, Tensor) or nll.dtype != torch.float64 or nll.shape != (number,):
-        found = f"{nll.dtype} {list(nll.shape)}" if isinstance(nll, Tensor) else type(nll).__name__
-        raise ConfigError(f"{path} must hold float64 [{number}], got {found}; delete the file")
+        kind = f"{nll.dtype} {list(nll.shape)}" if isinstance(nll, Tensor) else type(nll).__name__
+        raise ConfigError(f"{path} must hold float64 [{number}], got {kind}; delete the file")
     return nll
 
 

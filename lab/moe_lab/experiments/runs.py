@@ -23,10 +23,10 @@ def number_of(*keys: str | int) -> Value:
     """Returns the function from a run to one of its numbers, by the keys of the number."""
 
     def value(run: Run) -> float:
-        found: Any = run
+        entry: Any = run
         for key in keys:
-            found = found[key]
-        return float(found)
+            entry = entry[key]
+        return float(entry)
 
     return value
 

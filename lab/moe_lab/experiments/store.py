@@ -54,10 +54,10 @@ class Stored:
 
     def by_arm(self) -> Runs:
         """Returns the finished runs by arm and seed."""
-        found = Runs()
+        by_arm_and_seed = Runs()
         for run in self.runs:
-            found.setdefault(parse_arm(run["arm"]), {})[run["seed"]] = run
-        return found
+            by_arm_and_seed.setdefault(parse_arm(run["arm"]), {})[run["seed"]] = run
+        return by_arm_and_seed
 
     def find(self, arm: Arm, seed: int) -> Run | None:
         """Returns the run of an arm and a seed if it is finished or has diverged."""
@@ -108,11 +108,11 @@ class Store:
             self._require_same(f"{self.path} must hold runs", stored.settings, settings)
         return stored
 
-    def _require_same(self, what: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    def _require_same(self, what: str, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         # The path of the corpus may differ; the contents of the corpus are compared.
-        keys = sorted((found.keys() | wanted.keys()) - {"corpus"})
-        if different := [key for key in keys if found.get(key) != wanted.get(key)]:
-            a, b = ({key: each.get(key) for key in different} for each in (wanted, found))
+        keys = sorted((given.keys() | wanted.keys()) - {"corpus"})
+        if different := [key for key in keys if given.get(key) != wanted.get(key)]:
+            a, b = ({key: options.get(key) for key in different} for options in (wanted, given))
             raise ConfigError(f"{what} with {a}, got {b}; {_HINT}")
 
     def holds(
@@ -132,7 +132,7 @@ class Store:
             if stored.find(arm, seed) is None:
                 (stored.diverged if diverged else stored.runs).append(run)
             key = by_settings(self.bases)
-            stored.runs.sort(key=lambda each: (key(parse_arm(each["arm"])), each["seed"]))
+            stored.runs.sort(key=lambda run: (key(parse_arm(run["arm"])), run["seed"]))
             write_json(self.path, stored.data())
 
     def page(self, stored: Stored, page_of: Callable[[Stored], Page | None]) -> Page | None:
@@ -147,9 +147,9 @@ class Store:
         except ConfigError:
             raise
         except _WRONG_RESULTS as error:
-            found = f"no {error}" if isinstance(error, KeyError) else str(error)
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             rule = f"{self.path} must hold the results of this study"
-            raise ConfigError(f"{rule}, got {found}; {_HINT}") from error
+            raise ConfigError(f"{rule}, got {reason}; {_HINT}") from error
 
     def report(self, page_of: Callable[[Stored], Page | None]) -> Stored:
         """Writes the page of the stored runs and its plot, and the claims into the file."""

@@ -124,7 +124,7 @@ class Study(ABC):
     def run_missing(self, settings: Mapping[str, Any]) -> None:
         """Runs what the store lacks; with ``options.at_once``, each in a process of its own."""
         planned = [(*key, self.options_of(key[0], settings)) for key in self.planned()]
-        missing = sum(not self.store.holds(settings, *each) for each in planned)
+        missing = sum(not self.store.holds(settings, *trial) for trial in planned)
         if (number := min(getattr(self.options, "at_once", 1), missing)) > 1:
             alone = argparse.Namespace(**vars(self.options) | {"at_once": 1})
             _run_at_once(type(self), alone, number)

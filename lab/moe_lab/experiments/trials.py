@@ -35,12 +35,12 @@ def tried(runs: Runs, models: Iterable[Arm]) -> dict[Arm, Tried]:
     compared = {}
     for model in models:
         same = sorted((arm for arm in runs if arm.usual == model), key=by_settings([model.base]))
-        of_arm = {arm.trial: runs[arm] for arm in same}
-        while of_arm and not (seeds := set.intersection(*map(set, of_arm.values()))):
-            del of_arm[min(reversed(of_arm), key=lambda trial: len(of_arm[trial]))]
+        by_trial = {arm.trial: runs[arm] for arm in same}
+        while by_trial and not (seeds := set.intersection(*map(set, by_trial.values()))):
+            del by_trial[min(reversed(by_trial), key=lambda trial: len(by_trial[trial]))]
         nll = {
-            trial: statistics.fmean(dev_nll(found[seed]) for seed in seeds)
-            for trial, found in of_arm.items()
+            trial: statistics.fmean(dev_nll(arm_runs[seed]) for seed in seeds)
+            for trial, arm_runs in by_trial.items()
         }
         compared[model] = Tried(len(seeds) if nll else 0, nll)
     return compared
@@ -74,9 +74,9 @@ def trials(settings: Mapping[str, Any], runs: Runs, models: Iterable[str]) -> st
     """
     usual = usual_options(settings)
     compared = {
-        model: of_model
-        for model, of_model in tried(runs, map(Arm, models)).items()
-        if of_model.nll.keys() - {""}
+        model: result
+        for model, result in tried(runs, map(Arm, models)).items()
+        if result.nll.keys() - {""}
     }
     if not compared:
         return ""

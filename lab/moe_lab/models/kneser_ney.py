@@ -124,14 +124,14 @@ def fit_kneser_ney(
         inside = context != _NONE
         if not inside.any():
             break  # all sentences are shorter than n
-        found, inverse, count = torch.unique(
+        ngrams, inverse, count = torch.unique(
             context[inside] * vocab_size + words[inside], return_inverse=True, return_counts=True
         )
-        suffix = torch.empty_like(found)
+        suffix = torch.empty_like(ngrams)
         suffix[inverse] = index[inside]  # equal at all occurrences of the n-gram
         index = torch.full_like(index, _NONE)
         index[inside] = inverse
-        keys.append(found)
+        keys.append(ngrams)
         counts.append(count)
         suffixes.append(suffix)
     for n, suffix in enumerate(suffixes, start=1):
@@ -195,11 +195,11 @@ def _discounts(counts: Tensor, modified: bool) -> Tensor:
     """Computes D(0), D(1), D(2), D(3 and more): [4] float64."""
     _, t1, t2, t3, t4, _ = _count(counts.clamp(max=5), 6).double().unbind()
     y = t1 / (t1 + 2 * t2)
-    found, fallback = [0 * y, y, y, y], [0.0, 0.5, 0.5, 0.5]
+    estimates, fallback = [0 * y, y, y, y], [0.0, 0.5, 0.5, 0.5]
     if modified:
-        found = [0 * y, 1 - 2 * y * t2 / t1, 2 - 3 * y * t3 / t2, 3 - 4 * y * t4 / t3]
+        estimates = [0 * y, 1 - 2 * y * t2 / t1, 2 - 3 * y * t3 / t2, 3 - 4 * y * t4 / t3]
         fallback = [0.0, 0.5, 1.0, 1.5]
-    discounts = torch.stack(found)
+    discounts = torch.stack(estimates)
     largest = torch.arange(4, dtype=torch.float64)
     valid = (discounts >= 0) & (discounts <= largest)  # False for 0 / 0
     if y > 0 and valid.all():

@@ -83,7 +83,7 @@ class LanguageModelConfig(Options):
             gate = self.moe.gate
             require(gate in kinds, "moe.gate", f"be {' or '.join(kinds)} {rule}", gate)
             off: dict[str, object] = {"bias_update_rate": 0, **ONLY_OF_FLAT, "shared_sizes": []}
-            require_values(self.moe, off, rule, of="moe.")
+            require_values(self.moe, off, rule, prefix="moe.")
 
 
 class LanguageModel(WordModel):
@@ -206,5 +206,5 @@ class LanguageModel(WordModel):
         table = self.embedding(words)
         return F.embedding(place, table.to(accumulation_dtype(table)))
 
-    def of_batch(self, batch: Batch) -> tuple[Tensor, tuple[MoEAux, ...]]:
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, tuple[MoEAux, ...]]:
         return self(batch.inputs, batch.mask)

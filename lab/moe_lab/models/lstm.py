@@ -88,10 +88,10 @@ class LSTM(nn.Module):
             weights = self.input_weight, self.recurrent_weight, self.bias, self.output_projection
             return ops.lstm(x, *weights, lengths=lengths, reverse=reverse).m
         if not reverse:
-            return self._of_torch(x)
+            return self._run_torch(x)
         if mask is None:
-            return self._of_torch(x.flip(1)).flip(1)
-        return reversed_sentences(self._of_torch(reversed_sentences(x, mask)), mask)
+            return self._run_torch(x.flip(1)).flip(1)
+        return reversed_sentences(self._run_torch(reversed_sentences(x, mask)), mask)
 
     def _has_kernel_of_torch(self) -> bool:
         """Returns whether torch has a fast kernel on this CPU: oneDNN's, without projection.
@@ -102,7 +102,7 @@ class LSTM(nn.Module):
         supported = in_float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return self.output_projection is None and supported
 
-    def _of_torch(self, x: Tensor) -> Tensor:
+    def _run_torch(self, x: Tensor) -> Tensor:
         """Computes the output with torch's LSTM."""
         if self.projection is None:
             return self.lstm(x)[0]

@@ -39,7 +39,7 @@ _FLAT_KINDS = ("topk", "expert_choice", "relu")  # without groups
 _FLAT_NAMES = ", ".join(_FLAT_KINDS)
 
 _ActivationName = Annotated[
-    str, one_of(*(each for each in ACTIVATIONS if each not in CLAMPED_ACTIVATIONS))
+    str, one_of(*(name for name in ACTIVATIONS if name not in CLAMPED_ACTIVATIONS))
 ]
 
 # Options that only some mixtures support, and the values with which they have no effect.
@@ -55,7 +55,7 @@ _ONLY_OF_TOPK = {"score": "softmax", "renormalize": True, "scale": 1.0, "bias_up
 
 
 def require_values(
-    config: object, values: Mapping[str, object], when: str = "", of: str = ""
+    config: object, values: Mapping[str, object], when: str = "", prefix: str = ""
 ) -> None:
     """Requires that options have their only supported values.
 
@@ -67,7 +67,7 @@ def require_values(
     """
     for name, value in values.items():
         given = getattr(config, name)
-        require(given == value, f"{of}{name}", f"be {value} {when}".rstrip(), given)
+        require(given == value, f"{prefix}{name}", f"be {value} {when}".rstrip(), given)
 
 
 def require_lstm_units(lstm_units: int, d_model: int) -> None:
@@ -156,12 +156,12 @@ class MoEConfig(Options):
 
     def losses(self) -> tuple[RouterLoss, ...]:
         """Creates the losses whose weights are not 0."""
-        each = (
+        losses = (
             SwitchLoss(self.w_switch),
             SwitchLoss(self.w_switch_per_sequence, per_sequence=True),
             ZLoss(self.w_z),
         )
-        return tuple(loss for loss in each if loss.weight)
+        return tuple(loss for loss in losses if loss.weight)
 
 
 @dataclass
@@ -322,13 +322,13 @@ class WordModel(nn.Module):
 
     softmax: SampledSoftmax
 
-    def of_batch(self, batch: Any) -> tuple[Tensor, tuple[MoEAux, ...]]:
+    def hidden_states(self, batch: Any) -> tuple[Tensor, tuple[MoEAux, ...]]:
         """Computes the vectors before the softmax layer, and the `MoEAux` of each MoE layer."""
-        raise NotImplementedError(f"{type(self).__name__} must implement of_batch(batch)")
+        raise NotImplementedError(f"{type(self).__name__} must implement hidden_states(batch)")
 
     def loss(self, batch: Any) -> LossParts:
         """Computes the parts of the training objective; the softmax skips padding."""
-        h, aux = self.of_batch(batch)
+        h, aux = self.hidden_states(batch)
         targets = batch.targets[batch.mask]
         nll_sum = self.softmax.loss(h[batch.mask], targets)
         aux_loss = sum((report.loss for report in aux), start=nll_sum.new_zeros(()))
@@ -341,7 +341,7 @@ class WordModel(nn.Module):
         Returns:
             [T], nats, in the order of the rows of the batch.
         """
-        h, _ = self.of_batch(batch)
+        h, _ = self.hidden_states(batch)
         return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])
 
 

@@ -118,12 +118,12 @@ def sampled_cross_entropy(
     full = accumulation_dtype(hidden)
     # A class can be the target of many tokens. Its gradients are summed in the dtype of this copy.
     used, place = torch.cat([classes, targets]).unique(return_inverse=True)
-    of_class, of_target = place.split([len(classes), len(targets)])
+    class_place, target_place = place.split([len(classes), len(targets)])
     rows, biases = F.embedding(used, weight).to(full), bias[used].to(full)
-    class_weight = F.embedding(of_class, rows)
-    class_bias = biases[of_class] - log_expected_class.to(full)
-    target_bias = biases[of_target] - log_expected_target.to(full)
-    target_logit = (hidden.to(full) * F.embedding(of_target, rows)).sum(1) + target_bias
+    class_weight = F.embedding(class_place, rows)
+    class_bias = biases[class_place] - log_expected_class.to(full)
+    target_bias = biases[target_place] - log_expected_target.to(full)
+    target_logit = (hidden.to(full) * F.embedding(target_place, rows)).sum(1) + target_bias
 
     # A sampled class of each token: its target if that was sampled.
     column = torch.searchsorted(classes, targets).clamp_(max=len(classes) - 1)

@@ -125,13 +125,13 @@ class AttentionLSTM(nn.Module):
     def forward(self, x: Tensor, encoded: Encoded) -> Tensor:
         """Computes the output m [B, T, D] for x [B, T, D], with attention over the sources."""
         # The contribution of x does not depend on the previous step: one GEMM for all steps.
-        of_x, of_context = self._input_weights()
-        steps = F.linear(x.transpose(0, 1), of_x, self.lstm.bias)
+        x_weight, context_weight = self._input_weights()
+        steps = F.linear(x.transpose(0, 1), x_weight, self.lstm.bias)
         state = self.lstm.start(len(x))
         outputs = []
         for gates in steps.unbind():
             context, _ = self._attend(state.m.unsqueeze(1), encoded)
-            state = self._step(gates, context.squeeze(1), of_context, state)
+            state = self._step(gates, context.squeeze(1), context_weight, state)
             outputs.append(state.m)
         return torch.stack(outputs, 1)
 
@@ -155,9 +155,9 @@ class AttentionLSTM(nn.Module):
         m = state.m.new_zeros(len(counts), max(counts, default=0), state.m.shape[1])
         m[source, place] = state.m
         context, weights = (y[source, place] for y in self._attend(m, encoded))
-        of_x, of_context = self._input_weights()
-        gates = F.linear(x, of_x, self.lstm.bias)
-        return self._step(gates, context, of_context, state), weights
+        x_weight, context_weight = self._input_weights()
+        gates = F.linear(x, x_weight, self.lstm.bias)
+        return self._step(gates, context, context_weight, state), weights
 
     def _attend(self, m: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Computes contexts [B, T, D] and weights [B, T, S] for the queries m [B, T, D]."""
@@ -165,14 +165,14 @@ class AttentionLSTM(nn.Module):
 
     def _input_weights(self) -> tuple[Tensor, Tensor]:
         """Returns the columns of W that multiply x_t, and those that multiply a_t."""
-        of_x, of_context = self.lstm.input_weight.chunk(2, 1)
-        return of_x, of_context
+        x_weight, context_weight = self.lstm.input_weight.chunk(2, 1)
+        return x_weight, context_weight
 
     def _step(
-        self, gates: Tensor, context: Tensor, of_context: Tensor, state: LSTMState
+        self, gates: Tensor, context: Tensor, context_weight: Tensor, state: LSTMState
     ) -> LSTMState:
         """Computes the next state from W_x x_t + b [N, 4 · units] and a_t [N, D]."""
-        gates = torch.addmm(gates, context, of_context.t())
+        gates = torch.addmm(gates, context, context_weight.t())
         gates = torch.addmm(gates, state.m, self.lstm.recurrent_weight.t())
         return self.lstm.cell(gates, state.c)
 
@@ -273,7 +273,7 @@ class TranslationModel(WordModel):
         h = h + self.dropout(self.decoder_top(h, mask))
         return h, aux + more
 
-    def of_batch(self, batch: PairBatch) -> tuple[Tensor, tuple[MoEAux, ...]]:
+    def hidden_states(self, batch: PairBatch) -> tuple[Tensor, tuple[MoEAux, ...]]:
         return self(batch.source, batch.source_mask, batch.inputs, batch.mask)
 
     @torch.no_grad()

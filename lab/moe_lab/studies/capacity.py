@@ -71,7 +71,7 @@ SETTINGS = (
     "log.tensorboard=false",
 )
 # Four experts of a mixture, and the layer of MoE-1-Wide, have 768 hidden units.
-_OF_MODEL = dict.fromkeys(MIXTURES, ["model.moe.hidden_sizes=[192]"]) | {
+_MODEL_OPTIONS = dict.fromkeys(MIXTURES, ["model.moe.hidden_sizes=[192]"]) | {
     "moe-1-wide": ["model.ffn.hidden_sizes=[768]"],
     "moe-1-deep": ["model.ffn.hidden_sizes=[192, 192, 192, 192]"],
     "4xlstm": [],
@@ -109,7 +109,7 @@ class Capacity(TrainedStudy):
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
         encoded = f"data.encoded={self.runs_folder / 'encoded'}"
-        options = [encoded, *SETTINGS, *_OF_MODEL[arm.model], *overrides, *arm.overrides]
+        options = [encoded, *SETTINGS, *_MODEL_OPTIONS[arm.model], *overrides, *arm.overrides]
         config = read_config(f"small/{_FILES.get(arm.model, arm.model)}", options, Config)
         return replace(config, steps=round(config.steps * arm.times))
 
@@ -146,7 +146,7 @@ class Capacity(TrainedStudy):
             stored,
             **kind._asdict(),
             plot=plot(settings, runs),
-            found=found(results),
+            summary=summary(results),
             results=results_table(settings, runs),
             seen=seen,
             longer=longer,
@@ -175,7 +175,7 @@ def at_best(runs: Runs) -> Runs:
     return Runs({model: runs[arm] for model, arm in best_arms(runs).items()})
 
 
-def of_length(results: Runs, times: float) -> dict[str, dict[int, Run]]:
+def runs_of_length(results: Runs, times: float) -> dict[str, dict[int, Run]]:
     """Returns the runs with one number of training steps, by model."""
     return {model: results[Arm(model, times=times)] for model in MODELS}
 
@@ -190,12 +190,12 @@ def lengths_of(results: Runs) -> list[float]:
 
     A mixture and another model have runs with each of them.
     """
-    found = []
+    lengths = []
     for times in all_lengths(results):
-        same = of_length(results, times)
+        same = runs_of_length(results, times)
         if any(same[mixture] for mixture in MIXTURES) and sum(map(bool, same.values())) > 1:
-            found.append(times)
-    return found
+            lengths.append(times)
+    return lengths
 
 
 def slope(same: Mapping[str, Mapping[int, Run]]) -> PairedDifference | None:
@@ -222,9 +222,9 @@ def gain(results: Runs, model: str, short: float, long: float) -> PairedDifferen
     Negative: the longer training increases the advantage of the model over FIRST. The unit is
     ln(ppl), paired over the seeds that all four runs have.
     """
-    runs = [results[Arm(each, times=times)] for times in (long, short) for each in (model, FIRST)]
+    runs = [results[Arm(name, times=times)] for times in (long, short) for name in (model, FIRST)]
     seeds = set.intersection(*map(set, runs))
-    values = [[test_nll(each[seed]) for each in runs] for seed in sorted(seeds)]
+    values = [[test_nll(arm_runs[seed]) for arm_runs in runs] for seed in sorted(seeds)]
     return mean_difference([(a - b) - (c - d) for a, b, c, d in values])
 
 
@@ -241,13 +241,13 @@ def claims(results: Runs, usual: Runs) -> list[Claim]:
             learning rate changes the beginning of the training more than its end.
     """
     lengths = reversed(lengths_of(results))
-    of_lengths = [claims_of_length(results, usual, times) for times in lengths]
+    claims_of_lengths = [claims_of_length(results, usual, times) for times in lengths]
     rows = [
         max(rows, key=lambda row: (is_interval(row.difference), row.difference is not None))
-        for rows in zip(*of_lengths, strict=True)
+        for rows in zip(*claims_of_lengths, strict=True)
     ]
     for model in [*MIXTURES][1:]:
-        both = [
+        lengths_of_text = [
             times
             for times in all_lengths(usual)
             if usual[Arm(model, times=times)].keys() & usual[Arm(FIRST, times=times)].keys()
@@ -259,7 +259,7 @@ def claims(results: Runs, usual: Runs) -> list[Claim]:
                 + (f"with x{short:g}" if short != 1 else "without it"),
                 gain(usual, model, short, long),
             )
-            for short, long in pairwise(both)
+            for short, long in pairwise(lengths_of_text)
         ]
     return [row for row in rows if row.difference is not None]
 
@@ -271,7 +271,7 @@ def is_interval(difference: PairedDifference | None) -> bool:
 
 def claims_of_length(results: Runs, usual: Runs, times: float) -> list[Claim]:
     """Returns the claims about models with the same number of training steps, see `claims`."""
-    same, same_usual = of_length(results, times), of_length(usual, times)
+    same, same_usual = runs_of_length(results, times), runs_of_length(usual, times)
     names = {model: str(Arm(model, times=times)) for model in MODELS}
 
     def row(claim: str, a: str, b: str) -> Claim:
@@ -279,8 +279,8 @@ def claims_of_length(results: Runs, usual: Runs, times: float) -> list[Claim]:
 
     more = [*MIXTURES][1:]
     rows = [row("more experts lower the perplexity at equal operations", a, FIRST) for a in more]
-    each = "each increase in the number of experts lowers the perplexity"
-    rows += [row(each, a, b) for b, a in pairwise(more)]
+    stepwise = "each increase in the number of experts lowers the perplexity"
+    rows += [row(stepwise, a, b) for b, a in pairwise(more)]
     what = f"{names[FIRST]} to {names[more[-1]]}: change for each doubling of the experts"
     rows.append(Claim("the perplexity falls with the number of experts", what, slope(same)))
     claim = "a mixture has a lower perplexity than an equally costly dense model"
@@ -303,11 +303,11 @@ def spread_sentence(results: Runs) -> str:
 
     It is the root of the mean variance over the models with two seeds or more.
     """
-    some = [of_arm.values() for of_arm in results.values() if len(of_arm) > 1]
+    some = [arm_runs.values() for arm_runs in results.values() if len(arm_runs) > 1]
     if not some:
         return ""
     test, dev = (
-        statistics.fmean(statistics.variance(map(nll, of_arm)) for of_arm in some) ** 0.5
+        statistics.fmean(statistics.variance(map(nll, arm_runs)) for arm_runs in some) ** 0.5
         for nll in (test_nll, dev_nll)
     )
     return (
@@ -316,7 +316,7 @@ def spread_sentence(results: Runs) -> str:
     )
 
 
-def found(results: Runs) -> str:
+def summary(results: Runs) -> str:
     """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
     arms = [Arm(mixture, times=times) for times in lengths_of(results) for mixture in MIXTURES]
     arms = [arm for arm in arms if results[arm]]
@@ -341,7 +341,7 @@ def search(settings: Mapping[str, Any], runs: Runs) -> str:
     lengths = all_lengths(runs)
     compared = tried(runs, [Arm(m, times=times) for m, times in product(MODELS, lengths)])
     usual = usual_options(settings)
-    if all(len(of_model.nll) < 2 for of_model in compared.values()):
+    if all(len(tried.nll) < 2 for tried in compared.values()):
         return f"Every run has {usual}; nothing was selected by the dev part."
     return (
         "The options of each model, and of each number of steps, are those with the lowest dev "
@@ -357,20 +357,20 @@ def results_table(settings: Mapping[str, Any], runs: Runs) -> str:
     per_byte = settings["test_tokens"] / settings["test_bytes"]
     rows = []
     for times, model in product(lengths_of(results), MODELS):
-        same = of_length(results, times)
-        if not (of_arm := same[model]):
+        same = runs_of_length(results, times)
+        if not (arm_runs := same[model]):
             continue
         arm = Arm(model, times=times)
-        changes = [as_change(difference(of_arm, same[b])) if b != model else "" for b in BASES]
+        changes = [as_change(difference(arm_runs, same[b])) if b != model else "" for b in BASES]
         rows.append(
             [
                 arm,
                 best[arm].trial or usual_options(settings),
-                *size_cells(of_arm),
-                len(of_arm),
-                f"{mean_perplexity(of_arm, nll_after(QUARTER)):.2f}",
-                f"{mean_perplexity(of_arm):.2f}",
-                f"{perplexity(mean_of(of_arm, test_nll) * per_byte):.4f}",
+                *size_cells(arm_runs),
+                len(arm_runs),
+                f"{mean_perplexity(arm_runs, nll_after(QUARTER)):.2f}",
+                f"{mean_perplexity(arm_runs):.2f}",
+                f"{perplexity(mean_of(arm_runs, test_nll) * per_byte):.4f}",
                 *changes,
             ]
         )
@@ -387,8 +387,8 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     lengths = lengths_of(results)
     figure = new_figure(10, 4.2)
     learning, capacity = figure.subplots(1, 2)
-    for model, of_arm in of_length(results, lengths[-1]).items():
-        if points := [(tokens / 1e6, ppl) for tokens, ppl in mean_curve(of_arm)]:
+    for model, arm_runs in runs_of_length(results, lengths[-1]).items():
+        if points := [(tokens / 1e6, ppl) for tokens, ppl in mean_curve(arm_runs)]:
             learning.plot(*zip(*points, strict=True), marker=".", label=model)
     learning.set(xlabel="training wordpieces (millions)", ylabel="dev perplexity", yscale="log")
     learning.yaxis.set_minor_formatter("{x:g}")
@@ -396,7 +396,7 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     with_first = [times for times in lengths if results[Arm(FIRST, times=times)]]
     for times in with_first:
         seen = settings["steps"] * settings["data.tokens_per_batch"] * times
-        same = of_length(results, times)
+        same = runs_of_length(results, times)
         gaps = [(n, difference(same[model], same[FIRST])) for model, n in MIXTURES.items()]
         known = [(n, gap) for n, gap in gaps if gap]
         means = [percent(gap.mean) for _, gap in known]
@@ -411,7 +411,7 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
             capacity.fill_between(*zip(*ends, strict=True), color=line.get_color(), alpha=0.2, lw=0)
     where = capacity.get_yaxis_transform()
     for times, (place, dense) in product(with_first[-1:], enumerate(DENSE)):
-        same = of_length(results, times)
+        same = runs_of_length(results, times)
         if gap := difference(same[dense], same[FIRST]):
             level = percent(gap.mean)
             capacity.axhline(level, lw=0.8, ls="--", color="grey")

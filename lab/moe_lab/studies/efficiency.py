@@ -169,8 +169,8 @@ def _layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> l
         gate = 6.0 * tokens * 2 * width * num_experts
         flops = {DENSE_LAYER: products, name: products + gate}
         per_expert = {name: k * tokens / num_experts}
-        found = _rows_of("layer", seconds, flops, DENSE_LAYER, tokens, per_expert)
-        rows += found if num_experts == k else found[1:]
+        measured = _rows_of("layer", seconds, flops, DENSE_LAYER, tokens, per_expert)
+        rows += measured if num_experts == k else measured[1:]
         num_experts *= 4
     return rows
 
@@ -253,17 +253,17 @@ def verdict_of(rows: Sequence[Row]) -> str:
     )
 
 
-def page_of(found: Mapping[str, Any]) -> Page:
+def page_of(results: Mapping[str, Any]) -> Page:
     """Makes the page: a table for each part, the verdict on the claim, and the plot.
 
     Args:
-        found: the result of `measure`. Its note is a sentence about the command.
+        results: the result of `measure`. Its note is a sentence about the command.
     """
-    rows, width = [Row(**row) for row in found["rows"]], found["width"]
+    rows, width = [Row(**row) for row in results["rows"]], results["width"]
     return page_of_template(
         __file__,
-        found=found,
-        command=Command(found["command"]),
+        results=results,
+        command=Command(results["command"]),
         steps=speed_table(rows, "training step", *DENSE),
         verdict=verdict_of(rows),
         hidden=2 * width,
@@ -291,6 +291,6 @@ def plot(rows: Sequence[Row]) -> Plot:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the study and returns the measurements as data for JSON."""
     path = options.output / "efficiency.json"
-    found = read_json(path) if options.report else measure(options)
-    publish(options.output, "efficiency", page_of(found), found)
-    return found
+    results = read_json(path) if options.report else measure(options)
+    publish(options.output, "efficiency", page_of(results), results)
+    return results

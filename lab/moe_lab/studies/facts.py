@@ -83,20 +83,20 @@ class FactsStudy(Study):
         compared = compared_mixtures(runs)
         if not compared:
             return None
-        of_mean = deviations(runs)
+        model_deviations = deviations(runs)
         rows = []
-        for arm, of_arm in runs.items():
-            first, bits = next(iter(of_arm.values())), mean_of(of_arm, bits_of)
+        for arm, arm_runs in runs.items():
+            first, bits = next(iter(arm_runs.values())), mean_of(arm_runs, bits_of)
             rows.append(
                 [
                     arm,
                     f"{first['ops_of_experts']:,} + {first['ops_of_gate']:,}",
                     f"{first['parameters']:,}",
                     f"{first['facts']:,}",
-                    len(of_arm),
+                    len(arm_runs),
                     f"{bits:,.0f}",
                     f"{bits / first['parameters']:.3f}",
-                    as_percent(of_mean.get(str(arm))),
+                    as_percent(model_deviations.get(str(arm))),
                 ]
             )
         header = [
@@ -253,17 +253,17 @@ def deviations(runs: Runs) -> dict[str, PairedDifference | None]:
         By model, the relative deviation as a fraction, over the seeds that all these mixtures have
         and with which they have stored anything.
     """
-    of_models = {model: runs[Arm(model)] for model in compared_mixtures(runs)}
-    seeds = sorted(set.intersection(*map(set, of_models.values()))) if of_models else []
+    runs_of_models = {model: runs[Arm(model)] for model in compared_mixtures(runs)}
+    seeds = sorted(set.intersection(*map(set, runs_of_models.values()))) if runs_of_models else []
     density = {
-        model: {seed: bits_of(of_arm[seed]) / num_parameters_of(of_arm[seed]) for seed in seeds}
-        for model, of_arm in of_models.items()
+        model: {seed: bits_of(arm_runs[seed]) / num_parameters_of(arm_runs[seed]) for seed in seeds}
+        for model, arm_runs in runs_of_models.items()
     }
-    means = {seed: statistics.fmean(each[seed] for each in density.values()) for seed in seeds}
+    means = {seed: statistics.fmean(bits[seed] for bits in density.values()) for seed in seeds}
     known = [seed for seed, mean in means.items() if mean]
     return {
-        model: mean_difference([each[seed] / means[seed] - 1 for seed in known])
-        for model, each in density.items()
+        model: mean_difference([bits[seed] / means[seed] - 1 for seed in known])
+        for model, bits in density.items()
     }
 
 
@@ -301,12 +301,12 @@ def plot(runs: Runs) -> Plot:
     figure = new_figure(10, 4.2)
     capacity, saturation = figure.subplots(1, 2)
     sizes = {  # parameters and bits of the layers
-        arm.model: (mean_of(of_arm, num_parameters_of), mean_of(of_arm, bits_of))
-        for arm, of_arm in runs.items()
+        arm.model: (mean_of(arm_runs, num_parameters_of), mean_of(arm_runs, bits_of))
+        for arm, arm_runs in runs.items()
         if arm.times == 1
     }
-    found = [model for model in MIXTURES if model in sizes]
-    parameters, bits = zip(*(sizes[model] for model in found), strict=True)
+    models = [model for model in MIXTURES if model in sizes]
+    parameters, bits = zip(*(sizes[model] for model in models), strict=True)
     density = statistics.fmean(sizes[m][1] / sizes[m][0] for m in compared_mixtures(runs))
     line = [density * p for p in parameters]
     capacity.plot(parameters, line, "--", color="grey", label=f"{density:.2f} bits per parameter")
@@ -319,7 +319,7 @@ def plot(runs: Runs) -> Plot:
         label=f"within {100 * MARGIN:.0f}%",
     )
     capacity.plot(parameters, bits, "o", label="4 to 1,024 experts")
-    for arm, p, b in zip(found, parameters, bits, strict=True):
+    for arm, p, b in zip(models, parameters, bits, strict=True):
         capacity.annotate(arm, (p, b), xytext=(4, -10), textcoords="offset points", fontsize=7)
     if DENSE in sizes:
         capacity.plot(*sizes[DENSE], "s", label="dense")
@@ -327,8 +327,8 @@ def plot(runs: Runs) -> Plot:
     capacity.set_title("at most the dense layer's operations")
     capacity.legend()
     points = sorted(
-        (mean_of(of_arm, number_of("facts")) * math.log2(VALUES), mean_of(of_arm, bits_of))
-        for arm, of_arm in runs.items()
+        (mean_of(arm_runs, number_of("facts")) * math.log2(VALUES), mean_of(arm_runs, bits_of))
+        for arm, arm_runs in runs.items()
         if arm.model == SATURATION
     )
     if points:

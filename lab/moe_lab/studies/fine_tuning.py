@@ -122,7 +122,7 @@ class FineTuning(Study):
         base = make_model(self.options.pieces)
         learn(base, self.train, self.options.steps, BASE_RATE, Loss(pooled=BASE_WEIGHT), seed)
         quantize_experts(base, "mxfp4", quiet=True)
-        found: dict[str, Any] = {"before": test(base, self.target["test"]), "tuned": {}}
+        results: dict[str, Any] = {"before": test(base, self.target["test"]), "tuned": {}}
         for name, loss in LOSSES.items():
             model = copy.deepcopy(base)
             torch.manual_seed(seed)  # equal adapters for all losses
@@ -130,9 +130,9 @@ class FineTuning(Study):
             for parameter in routers(model):
                 parameter.requires_grad_()
             learn(model, self.target["train"], self.options.lora_steps, RATE, loss, seed)
-            found["tuned"][name] = test(model, self.target["test"])
-            found["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return found
+            results["tuned"][name] = test(model, self.target["test"])
+            results["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return results
 
     def command(self, settings: Mapping[str, Any]) -> list[str]:
         options = STUDIES["fine-tuning"].options
@@ -216,11 +216,11 @@ def learn(model: Any, rows: Tensor, steps: int, rate: float, loss: Loss, seed: i
     with balance(model, loss.layers) if loss.layers else nullcontext() as measured:
         for _ in progress(range(steps), f"training, seed {seed}", "steps"):
             ids = rows[torch.randint(len(rows), (BATCH,), generator=generator)]
-            found = model(ids, labels=ids, output_router_logits=loss.pooled > 0).loss
+            loss_value = model(ids, labels=ids, output_router_logits=loss.pooled > 0).loss
             if measured is not None:
-                found = found + measured.loss()
+                loss_value = loss_value + measured.loss()
             optimizer.zero_grad()
-            found.backward()
+            loss_value.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             schedule.step()
@@ -253,13 +253,13 @@ def _cells(runs: Mapping[int, Run], *keys: str) -> list[str]:
 
 def _gap(runs: Mapping[int, Run], a: str, b: str, key: str) -> PairedDifference | None:
     """Computes the difference of a number between two losses, over the seeds."""
-    of_a, of_b = number_of("tuned", a, key), number_of("tuned", b, key)
-    return mean_difference([of_a(run) - of_b(run) for run in runs.values()])
+    value_a, value_b = number_of("tuned", a, key), number_of("tuned", b, key)
+    return mean_difference([value_a(run) - value_b(run) for run in runs.values()])
 
 
 def loss_claims(runs: Mapping[int, Run]) -> Claims:
     """Makes the part of the page with the claims."""
-    found = []
+    comparisons = []
     for key, what in (("nll", "perplexity"), ("dead", "number of dead experts")):
         for a, b in ((LAYERS, NONE), (POOLED, NONE), (LAYERS, POOLED)):
             gap = _gap(runs, a, b, key)
@@ -267,10 +267,10 @@ def loss_claims(runs: Mapping[int, Run]) -> Claims:
             claim = f"a balancing loss lowers the {what}"
             if b != NONE:
                 claim = f"a loss of each layer lowers the {what} more than the pooled loss"
-            found.append(Comparison(claim, f"{a} against {b}", gap, shown, verdict(gap)))
-    rows = [[each.claim, each.compared, each.shown, each.verdict] for each in found]
+            comparisons.append(Comparison(claim, f"{a} against {b}", gap, shown, verdict(gap)))
+    rows = [[c.claim, c.compared, c.shown, c.verdict] for c in comparisons]
     header = ["claim", "compared", "difference, 95%", "verdict"]
-    return Claims(markdown_table(header, rows), claims_data(found))
+    return Claims(markdown_table(header, rows), claims_data(comparisons))
 
 
 def plot(runs: Sequence[Run]) -> Plot:
@@ -278,9 +278,9 @@ def plot(runs: Sequence[Run]) -> Plot:
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
     for name in LOSSES:
-        found = [run["tuned"][name] for run in runs]
-        ppl = [perplexity(each["nll"]) for each in found]
-        axes.plot([each["dead"] for each in found], ppl, "o", label=name)
+        tuned = [run["tuned"][name] for run in runs]
+        ppl = [perplexity(result["nll"]) for result in tuned]
+        axes.plot([result["dead"] for result in tuned], ppl, "o", label=name)
     axes.set(xlabel="dead experts", ylabel="test perplexity on the new text")
     axes.grid(alpha=0.3)
     axes.legend(title="balancing loss")

@@ -78,7 +78,7 @@ class LoRA(RoutingStudy):
 
     def measured(self, arm: Arm, result: Result) -> dict[str, Any]:
         trained = load_run(result.run).model
-        found: dict[str, Any] = {"before": self._test(trained), "tuned": {}, "trained": 0}
+        results: dict[str, Any] = {"before": self._test(trained), "tuned": {}, "trained": 0}
         for name, format in FORMATS.items():
             model = copy.deepcopy(trained)
             if format is not None:
@@ -86,9 +86,9 @@ class LoRA(RoutingStudy):
             torch.manual_seed(result.seed)  # equal adapters, dropout and noise for all formats
             report = add_lora(model, RANK, ALPHA)
             tune(model, self.target["train"], self.options.lora_steps, result.seed)
-            found["tuned"][name] = self._test(model)
-            found["trained"] = sum(report.trained.values())
-        return found
+            results["tuned"][name] = self._test(model)
+            results["trained"] = sum(report.trained.values())
+        return results
 
     def _test(self, model: AnyModel) -> float:
         return evaluate(model, self.target["test"], tokens_per_batch=10_000).nll
@@ -120,10 +120,10 @@ class LoRA(RoutingStudy):
 def target_text(text: SentenceText, corpus: str, target: str) -> dict[str, EncodedSentences]:
     """Encodes the sentences of a corpus that another one lacks, in the wordpieces of the latter."""
     known = {" ".join(sentence) for sentence in load_corpus(corpus).all}
-    found = load_corpus(target)
+    loaded = load_corpus(target)
 
     def new(part: str) -> Iterator[list[str]]:
-        return (each for each in getattr(found, part) if " ".join(each) not in known)
+        return (words for words in getattr(loaded, part) if " ".join(words) not in known)
 
     return {
         "train": encode_sentences(new("train"), text.vocabulary),

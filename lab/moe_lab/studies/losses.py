@@ -40,11 +40,11 @@ class Losses(RoutingStudy):
     name = "losses"
     models = usual = WEIGHTS
     overrides: ClassVar = {
-        each: [
-            f"model.moe.w_importance={each.partition(',')[0]}",
-            f"model.moe.w_load={each.partition(',')[2]}",
+        weights: [
+            f"model.moe.w_importance={weights.partition(',')[0]}",
+            f"model.moe.w_load={weights.partition(',')[2]}",
         ]
-        for each in WEIGHTS
+        for weights in WEIGHTS
     }
 
     def page(self, stored: Stored) -> Page | None:
@@ -54,12 +54,12 @@ class Losses(RoutingStudy):
             return None
         rows = []
         for name in WEIGHTS:
-            if not (of_arm := runs[Arm(name)]):
+            if not (arm_runs := runs[Arm(name)]):
                 continue
-            gap = "" if name == USUAL else as_change(difference(of_arm, usual))
-            balance = [f"{mean_of(of_arm, number_of('balance', key)):.3f}" for key in COLUMNS]
-            ppl = f"{mean_perplexity(of_arm):.2f}"
-            rows.append([*name.split(","), len(of_arm), ppl, gap, *balance])
+            gap = "" if name == USUAL else as_change(difference(arm_runs, usual))
+            balance = [f"{mean_of(arm_runs, number_of('balance', key)):.3f}" for key in COLUMNS]
+            ppl = f"{mean_perplexity(arm_runs):.2f}"
+            rows.append([*name.split(","), len(arm_runs), ppl, gap, *balance])
         header = ["w_importance", "w_load", "seeds", "test ppl", f"change from {USUAL}, 95%"]
         n, k = settings["model.moe.num_experts"], settings["model.moe.k"]
         axis = {"xlabel": "max(Load) / mean(Load)", "xscale": "log"}
@@ -97,16 +97,16 @@ def comparisons(runs: Runs) -> list[Comparison]:
     """Returns the paper's claims, but not those about models without runs, and their verdicts."""
     rows = []
 
-    def of_quality(claim: str, a: str, b: str, within: str = "", **limits: float) -> None:
+    def compare_quality(claim: str, a: str, b: str, within: str = "", **limits: float) -> None:
         gap = difference(runs[Arm(a)], runs[Arm(b)])
         judged = verdict(gap, **limits)
         rows.append(Comparison(claim, f"{a} against {b}{within}", gap, as_change(gap), judged))
 
-    of_quality("the balancing losses lower the perplexity", USUAL, NONE)
+    compare_quality("the balancing losses lower the perplexity", USUAL, NONE)
     for name in WEIGHTS:
         if name not in (NONE, USUAL):
             claim = "all nonzero settings give a similar perplexity"
-            of_quality(claim, name, USUAL, ", within 0.5%", low=-MARGIN, high=MARGIN)
+            compare_quality(claim, name, USUAL, ", within 0.5%", low=-MARGIN, high=MARGIN)
     for claim, less, more in (
         ("a larger w_load lowers max/mean Load", NONE, "0,0.2"),
         ("larger weights lower max/mean Load", "0.01,0.01", USUAL),
@@ -121,10 +121,10 @@ def comparisons(runs: Runs) -> list[Comparison]:
 
 def loss_claims(runs: Runs) -> Claims:
     """Makes the part of the page with the paper's claims."""
-    found = comparisons(runs)
-    rows = [[each.claim, each.compared, each.shown, each.verdict] for each in found]
+    compared = comparisons(runs)
+    rows = [[c.claim, c.compared, c.shown, c.verdict] for c in compared]
     header = ["claim", "compared", "difference, 95%", "verdict"]
-    return Claims(markdown_table(header, rows), claims_data(found))
+    return Claims(markdown_table(header, rows), claims_data(compared))
 
 
 run = Losses.start

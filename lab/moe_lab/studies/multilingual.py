@@ -71,7 +71,7 @@ SETTINGS = (
     'data.pairs=["en-de","de-en","en-fr","fr-en"]', "data.vocab_size=6000",
     "steps=5000", "log.eval_every=500", "model.attend_language=false",
 )  # fmt: skip
-OF_SINGLE = {
+SINGLE_OPTIONS = {
     SINGLE: ("steps=2500", "optimizer.warmup_steps=150", "model.attend_language=true"),
     SHORT: (
         "steps=1250", "optimizer.warmup_steps=75", "model.attend_language=true",
@@ -96,7 +96,7 @@ class Multilingual(TrainedStudy):
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> TranslationConfig:
         options = ["num_threads=1", f"data.encoded={self.runs_folder / 'encoded'}", *SETTINGS]
-        options += [*OF_SINGLE.get(arm.model, ()), *overrides, *arm.overrides]
+        options += [*SINGLE_OPTIONS.get(arm.model, ()), *overrides, *arm.overrides]
         options += [f'data.pairs=["{arm.pair}"]'] if arm.pair else []
         file = "moe-32" if arm.model == MIXTURE else "dense"
         return read_config(f"mt/small-{file}", options, TranslationConfig)
@@ -120,9 +120,9 @@ class Multilingual(TrainedStudy):
         name = f"wordpieces-{text.vocabulary.fingerprint()[:12]}.model"
         self.wordpieces = self.runs_folder / name
         text.vocabulary.save(self.wordpieces)
-        found = super().settings_of(config)
-        del found["train_tokens"]
-        return {"train_pairs": self.train_pairs, **found}
+        settings = super().settings_of(config)
+        del settings["train_tokens"]
+        return {"train_pairs": self.train_pairs, **settings}
 
     def planned(self) -> Iterator[tuple[Arm, int]]:
         """Yields the runs; a separate model of each language pair is an arm."""
@@ -157,9 +157,9 @@ class Multilingual(TrainedStudy):
         if not runs:
             return None
         models = {arm.model for arm in runs}
-        of_usual = [run for of_arm in runs.values() for run in of_arm.values()]
-        signatures = sorted({f"`{name}`" for run in of_usual for name in run["signatures"]})
-        tried = Runs({arm: of_arm for arm, of_arm in all_runs.items() if not arm.attends_language})
+        usual_runs = [run for arm_runs in runs.values() for run in arm_runs.values()]
+        signatures = sorted({f"`{name}`" for run in usual_runs for name in run["signatures"]})
+        tried = Runs({arm: r for arm, r in all_runs.items() if not arm.attends_language})
         decided, claimed = claims(comparisons(runs))
         return self.filled(
             stored,
@@ -190,17 +190,13 @@ def tested(result: Result, text: PairText, least: Sequence[str]) -> dict[str, An
     from moe_lab.training.translation import bleu_of_test  # imports FSDP
 
     bleu = bleu_of_test(result.run)
-    nll = {
-        name: each.nll for name, each in by_language_pair(result.sentence_nll, text.test).items()
-    }
+    nll = {name: r.nll for name, r in by_language_pair(result.sentence_nll, text.test).items()}
     dev = read_metrics(result.run, "dev")
     return {
         "pairs": {name: {"nll": nll[name], "bleu": bleu[name].score} for name in nll},
-        "signatures": sorted({each.signature for each in bleu.values()}),
+        "signatures": sorted({score.signature for score in bleu.values()}),
         "perplexity": {
-            name: [
-                [each["step"], each.get(f"perplexity/{name}", each["perplexity"])] for each in dev
-            ]
+            name: [[row["step"], row.get(f"perplexity/{name}", row["perplexity"])] for row in dev]
             for name in least
             if name in nll
         },
@@ -241,7 +237,7 @@ class Figures(NamedTuple):
     bleu: float
 
 
-OfPairs = Mapping[str, Mapping[int, Figures]]  # of a model, by language pair and seed
+PairFigures = Mapping[str, Mapping[int, Figures]]  # of a model, by language pair and seed
 
 
 class Comparison(NamedTuple):
@@ -269,7 +265,7 @@ class Comparison(NamedTuple):
 
 def attention_table(runs: Runs) -> str:
     """Compares the attention on ``<2xx>`` with the dev perplexity; "" if no run attends to it."""
-    several = {arm: of_arm for arm, of_arm in runs.items() if not arm.pair}
+    several = {arm: arm_runs for arm, arm_runs in runs.items() if not arm.pair}
     if not any(arm.attends_language for arm in several):
         return ""
 
@@ -281,7 +277,7 @@ def attention_table(runs: Runs) -> str:
         return f"{perplexity(dev_nll(run)):.2f} ({shown})"
 
     seeds = sorted(set().union(*several.values()))
-    rows = [[arm, *(cell(of_arm.get(s)) for s in seeds)] for arm, of_arm in several.items()]
+    rows = [[arm, *(cell(arm_runs.get(s)) for s in seeds)] for arm, arm_runs in several.items()]
     return (
         "In a model of several languages, each source begins with the token `<2xx>` of its target "
         "language. Where the attention sees this token, it can get stuck on it, and the perplexity "
@@ -294,17 +290,17 @@ def attention_table(runs: Runs) -> str:
 
 def figures(runs: Runs) -> dict[str, dict[str, dict[int, Figures]]]:
     """Collects the results of finished runs by model, language pair and seed."""
-    found: dict[str, dict[str, dict[int, Figures]]] = {model: {} for model in MODELS}
-    for arm, of_arm in runs.items():
-        for seed, run in of_arm.items():
+    collected: dict[str, dict[str, dict[int, Figures]]] = {model: {} for model in MODELS}
+    for arm, arm_runs in runs.items():
+        for seed, run in arm_runs.items():
             for languages, values in run["pairs"].items():
-                found[arm.model].setdefault(languages, {})[seed] = Figures(**values)
-    return found
+                collected[arm.model].setdefault(languages, {})[seed] = Figures(**values)
+    return collected
 
 
-def means(of_seeds: Mapping[int, Figures]) -> Figures:
+def means(figures_of_seeds: Mapping[int, Figures]) -> Figures:
     """Returns the means over the seeds."""
-    return Figures(*map(statistics.fmean, zip(*of_seeds.values(), strict=True)))
+    return Figures(*map(statistics.fmean, zip(*figures_of_seeds.values(), strict=True)))
 
 
 _CLAIMS = (  # in the mean over the language pairs
@@ -315,54 +311,54 @@ _CLAIMS = (  # in the mean over the language pairs
 
 
 def comparison(
-    found: Mapping[str, OfPairs], model: str, other: str, claim: str
+    results: Mapping[str, PairFigures], model: str, baseline: str, claim: str
 ) -> Comparison | None:
     """Compares two models over the language pairs and seeds that both have; None without any."""
-    both = []  # the results of the two models for a language pair and the same seeds
-    for languages, ours in found[model].items():
-        theirs = found[other].get(languages, {})
-        if seeds := sorted(ours.keys() & theirs.keys()):
-            both.append([{seed: each[seed] for seed in seeds} for each in (ours, theirs)])
-    if not both:
+    pairs = []  # the results of the two models for a language pair and the same seeds
+    for languages, figures in results[model].items():
+        base_figures = results[baseline].get(languages, {})
+        if seeds := sorted(figures.keys() & base_figures.keys()):
+            pairs.append([{seed: side[seed] for seed in seeds} for side in (figures, base_figures)])
+    if not pairs:
         return None
-    of_all_pairs = sorted(set.intersection(*(set(ours) for ours, _ in both)))
-    compared = [(means(ours), means(theirs)) for ours, theirs in both]
+    common_seeds = sorted(set.intersection(*(set(a) for a, _ in pairs)))
+    compared = [(means(a), means(b)) for a, b in pairs]
 
     def mean_over_pairs(value: Callable[[Figures], float]) -> PairedDifference | None:
         return mean_difference(
             [
-                statistics.fmean(value(ours[seed]) - value(theirs[seed]) for ours, theirs in both)
-                for seed in of_all_pairs
+                statistics.fmean(value(a[seed]) - value(b[seed]) for a, b in pairs)
+                for seed in common_seeds
             ]
         )
 
     return Comparison(
         claim,
-        f"{model} against {other}",
-        mean_over_pairs(lambda each: each.nll),
-        mean_over_pairs(lambda each: each.bleu),
-        len(both),
-        sum(ours.nll < theirs.nll for ours, theirs in compared),
-        sum(ours.bleu > theirs.bleu for ours, theirs in compared),
+        f"{model} against {baseline}",
+        mean_over_pairs(lambda mean: mean.nll),
+        mean_over_pairs(lambda mean: mean.bleu),
+        len(pairs),
+        sum(a.nll < b.nll for a, b in compared),
+        sum(a.bleu > b.bleu for a, b in compared),
     )
 
 
 def comparisons(runs: Runs) -> list[Comparison]:
     """Tests the claims about arms that both have runs."""
-    found = figures(runs)
-    compared = (comparison(found, *claim) for claim in _CLAIMS)
-    return [each for each in compared if each is not None]
+    results = figures(runs)
+    compared = (comparison(results, *claim) for claim in _CLAIMS)
+    return [result for result in compared if result is not None]
 
 
 def claims(compared: Sequence[Comparison]) -> tuple[str, Claims]:
     """Makes the parts of the page with the claims, and the language pairs that support them."""
     rows = [
         [
-            *claim_cells(each.claim, each.compared, each.difference, each.bleu),
-            f"{each.lower_perplexity} of {each.num_pairs}",
-            f"{each.higher_bleu} of {each.num_pairs}",
+            *claim_cells(result.claim, result.compared, result.difference, result.bleu),
+            f"{result.lower_perplexity} of {result.num_pairs}",
+            f"{result.higher_bleu} of {result.num_pairs}",
         ]
-        for each in compared
+        for result in compared
     ]
     table = markdown_table([*CLAIM_HEADER, "lower perplexity", "higher BLEU"], rows)
     how = (
@@ -374,29 +370,29 @@ def claims(compared: Sequence[Comparison]) -> tuple[str, Claims]:
 
 def table(train_pairs: Mapping[str, int], runs: Runs) -> str:
     """Formats perplexity and BLEU of each model, one row for each language pair."""
-    found = {model: of_pairs for model, of_pairs in figures(runs).items() if of_pairs}
+    by_model = {model: pairs for model, pairs in figures(runs).items() if pairs}
     rows = []
     for languages, size in train_pairs.items():
         cells = [languages, f"{size:,}"]
-        for of_pairs in found.values():
-            mean = means(of_pairs[languages]) if languages in of_pairs else None
+        for pairs in by_model.values():
+            mean = means(pairs[languages]) if languages in pairs else None
             cells += [f"{perplexity(mean.nll):.2f}", f"{mean.bleu:.1f}"] if mean else ["", ""]
         rows.append(cells)
-    header = [cell for model in found for cell in (f"{model}: ppl", "BLEU")]
+    header = [cell for model in by_model for cell in (f"{model}: ppl", "BLEU")]
     return markdown_table(["languages", "training pairs", *header], rows)
 
 
 def sizes_of_models(runs: Runs) -> str:
     """Formats the size and the training of the models, one row for each kind of model."""
     rows = {}
-    for arm, of_arm in runs.items():
-        last = [*of_arm.values()][-1]
+    for arm, arm_runs in runs.items():
+        last = [*arm_runs.values()][-1]
         rows[arm.model] = [
             arm.model,
-            *size_cells(of_arm),
+            *size_cells(arm_runs),
             f"{last['steps']:,}",
             f"{last['learning_rate']:g}",
-            len({seed for other in runs if other.model == arm.model for seed in runs[other]}),
+            len({seed for a in runs if a.model == arm.model for seed in runs[a]}),
         ]
     header = ["model", "ops/timestep", "parameters", "steps", "peak learning rate", "seeds"]
     return markdown_table(header, [*rows.values()])
@@ -409,8 +405,8 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     axes = figure.subplots(1, len(panels), squeeze=False)
     for panel, languages in zip(axes[0], panels, strict=True):
         curves = {}  # of the first seed of each model
-        for arm, of_arm in runs.items():
-            if curve := next(iter(of_arm.values()))["perplexity"].get(languages):
+        for arm, arm_runs in runs.items():
+            if curve := next(iter(arm_runs.values()))["perplexity"].get(languages):
                 curves[arm.model] = curve
         for model in (model for model in MODELS if model in curves):
             panel.plot(*zip(*curves[model], strict=True), label=model, lw=1.2)

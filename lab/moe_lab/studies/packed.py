@@ -43,7 +43,7 @@ FORMATS: dict[str, tuple[FormatName, int | None]] = {  # by name: a format and i
 }
 
 
-class PackedExperts(RoutingStudy):
+class PackedFormats(RoutingStudy):
     """The study of packed formats."""
 
     name = "packed"
@@ -51,25 +51,25 @@ class PackedExperts(RoutingStudy):
 
     def measured(self, arm: Arm, result: Result) -> dict[str, Any]:
         model = load_run(result.run).model
-        [experts] = (each for each in model.modules() if isinstance(each, FeedForwardExperts))
+        [experts] = (module for module in model.modules() if isinstance(module, FeedForwardExperts))
         trained = [weight.detach().clone() for weight in experts.weights]
         size = sum(weight.numel() for weight in trained)
         length = _norm(trained)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name, (format, group) in FORMATS.items():
             packed = [quantize(weight.mT, format, group) for weight in trained]
-            rounded = [dequantize(*each, format=format).mT for each in packed]
+            rounded = [dequantize(*weight, format=format).mT for weight in packed]
             with torch.no_grad():
                 for weight, values in zip(experts.weights, rounded, strict=True):
                     weight.copy_(values)
             test = evaluate(model, self.text.test, tokens_per_batch=10_000)
             errors = [a - b for a, b in zip(rounded, trained, strict=True)]
-            found[name] = {
+            results[name] = {
                 "bits": 8 * sum(map(_bytes, packed)) / size,
                 "error": _norm(errors) / length,
                 "nll": test.nll,
             }
-        return {"formats": found}
+        return {"formats": results}
 
     def page(self, stored: Stored) -> Page | None:
         runs = stored.by_arm()[Arm(MODEL)]
@@ -121,4 +121,4 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
 
 
-run = PackedExperts.start
+run = PackedFormats.start

@@ -66,15 +66,15 @@ def count(published: Published) -> dict[str, Any]:
             "match": f"{value:.1f}" == f"{printed:.1f}",
         }
     flops = [training_flops(model) for model in models]
-    of_batch = config.data.tokens_per_batch * config.optimizer.accumulate * flops[0].total
+    batch_flops = config.data.tokens_per_batch * config.optimizer.accumulate * flops[0].total
     seconds = None
     if published.tflops and published.gpus:
-        seconds = of_batch / (published.gpus * published.tflops * 1e12)
+        seconds = batch_flops / (published.gpus * published.tflops * 1e12)
     k = config.model.moe.experts_per_token if "moe" in config.model.layers else 1
     return row | {
         "gpus": published.gpus,
         "tflops": published.tflops,
-        "flops_of_batch": of_batch,
+        "flops_of_batch": batch_flops,
         "step_seconds": seconds,
         "hours": None if seconds is None else config.steps * seconds / 3600,
         "hours_published": published.hours,
@@ -149,7 +149,7 @@ def page_of(report: Mapping[str, Any]) -> Page:
             for row in rows
         ],
     )
-    of_translation = markdown_table(
+    translation_table = markdown_table(
         ["model", "ops/timestep, M", "counted", "total, B", "counted"],
         [
             [
@@ -172,7 +172,7 @@ def page_of(report: Mapping[str, Any]) -> Page:
         notes="\n".join(notes),
         sampled=_SAMPLED[0],
         times=times,
-        translation=of_translation,
+        translation=translation_table,
     )
 
 

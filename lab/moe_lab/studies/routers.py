@@ -70,24 +70,24 @@ class Routers(RoutingStudy):
             return None
         rows = []
         for name in ROUTERS:
-            if not (of_arm := runs[Arm(name)]):
+            if not (arm_runs := runs[Arm(name)]):
                 continue
             rows.append(
                 [
                     f"{name} (not causal)" if name == NOT_CAUSAL else name,
-                    size_cells(of_arm)[0],
-                    len(of_arm),
-                    f"{mean_perplexity(of_arm):.2f}",
-                    "" if name == PAPER else as_change(difference(of_arm, paper)),
-                    f"{mean_of(of_arm, number_of('balance', 'cv_tokens')):.3f}",
-                    f"{mean_of(of_arm, busiest):.2f}",
+                    size_cells(arm_runs)[0],
+                    len(arm_runs),
+                    f"{mean_perplexity(arm_runs):.2f}",
+                    "" if name == PAPER else as_change(difference(arm_runs, paper)),
+                    f"{mean_of(arm_runs, number_of('balance', 'cv_tokens')):.3f}",
+                    f"{mean_of(arm_runs, busiest):.2f}",
                 ]
             )
         header = [
             "router", "ops/timestep", "seeds", "test ppl", f"change from {PAPER}, 95%",
             "CV(tokens)", "max/mean tokens",
         ]  # fmt: skip
-        options = [[name, " ".join(f"`{each}`" for each in ROUTERS[name])] for name in ROUTERS]
+        options = [[name, " ".join(f"`{option}`" for option in ROUTERS[name])] for name in ROUTERS]
         return self.filled(
             stored,
             plot=plot(runs, [*ROUTERS], busiest, xlabel="tokens of the busiest expert / mean"),

@@ -39,8 +39,8 @@ class RoutingStudy(TrainedStudy):
     overrides: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
-        of_model = self.overrides.get(arm.model, ())
-        options = [*self.common, *overrides, *of_model, *arm.overrides]
+        model_overrides = self.overrides.get(arm.model, ())
+        options = [*self.common, *overrides, *model_overrides, *arm.overrides]
         return read_config("small/moe-32", options, Config)
 
     def measured(self, arm: Arm, result: Result) -> dict[str, Any]:
@@ -74,9 +74,9 @@ def plot(
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
     for model in models:
-        of_arm = runs[Arm(model)].values()
-        ppl = [perplexity(test_nll(run)) for run in of_arm]
-        axes.plot([*map(balance, of_arm)], ppl, "o", label=model)
+        arm_runs = runs[Arm(model)].values()
+        ppl = [perplexity(test_nll(run)) for run in arm_runs]
+        axes.plot([*map(balance, arm_runs)], ppl, "o", label=model)
     axes.set(ylabel="test perplexity", **axis)
     axes.legend(title=title)
     return Plot("perplexity and balance", figure)

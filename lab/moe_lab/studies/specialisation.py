@@ -79,8 +79,8 @@ class SpecialisationStudy(Study):
         set_up_torch("cpu", options.threads)
         trained = [load_run(folder) for folder in options.folders]
         config, vocabulary = trained[0].config, trained[0].vocabulary
-        for folder, other in zip(options.folders, trained, strict=True):
-            changed = [key for key in config_differences(config, other.config) if key != "seed"]
+        for folder, model in zip(options.folders, trained, strict=True):
+            changed = [key for key in config_differences(config, model.config) if key != "seed"]
             if changed:
                 raise ConfigError(
                     f"{folder} must differ from the first run only in its seed, but {changed} "
@@ -105,10 +105,10 @@ class SpecialisationStudy(Study):
         folder, trained = self.trained[seed]
         print(f"measuring {folder}", flush=True)
         try:
-            found = measure(trained, vars(self.options), self.text)
+            measured = measure(trained, vars(self.options), self.text)
         except ValueError as error:
             raise ConfigError(f"{folder}: {error}") from error
-        return {"run": str(folder), **found}
+        return {"run": str(folder), **measured}
 
     def commands(self, stored: Stored) -> Command:
         command = self.command(stored.settings)
@@ -174,13 +174,13 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any], text: AnyText) -> d
         return route_text(model, text, num_positions=asked["positions"], layer=layer)
 
     def numbers(routed: RoutedText) -> dict[str, Any]:
-        found = measure_specialisation(
+        results = measure_specialisation(
             routed,
             labels_of(routed, trained.vocabulary),
             num_permutations=asked["permutations"],
             seed=seed,
         )
-        return {name: result.summary() for name, result in found.items()}
+        return {name: result.summary() for name, result in results.items()}
 
     routed = route()
     result: dict[str, Any] = {
@@ -197,8 +197,8 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any], text: AnyText) -> d
 def _table_9(reports: Sequence[ExpertReport], seed: int) -> list[dict[str, Any]]:
     """Picks the three most specialised and three other random experts, as JSON values."""
     ranked = by_specialisation(reports)
-    chosen, others = ranked[:_SHOWN_EXPERTS], ranked[_SHOWN_EXPERTS:]
-    drawn = random.Random(seed).sample(others, min(_SHOWN_EXPERTS, len(others)))
+    chosen, remaining = ranked[:_SHOWN_EXPERTS], ranked[_SHOWN_EXPERTS:]
+    drawn = random.Random(seed).sample(remaining, min(_SHOWN_EXPERTS, len(remaining)))
     return [
         {"how": how, **asdict(report)}
         for how, some in (("most specialised", chosen), ("drawn at random", drawn))
@@ -277,10 +277,10 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Plot:
         ("trained", "permuted_purity", "labels shuffled"),
     )
     for number, (gate, key, title) in enumerate(bars):
-        found = [values(runs, gate, label, key) for label in labels]
+        purities = [values(runs, gate, label, key) for label in labels]
         place = [index + 0.27 * (number - 1) for index in range(len(labels))]
-        left.bar(place, [sum(v) / len(v) for v in found], width=0.25, label=title)
-        for x, v in zip(place, found, strict=True):
+        left.bar(place, [sum(v) / len(v) for v in purities], width=0.25, label=title)
+        for x, v in zip(place, purities, strict=True):
             left.plot([x] * len(v), v, ".", color="black", markersize=4)
     left.set_xticks(range(len(labels)), labels)
     left.set(ylabel="purity, mean over experts", ylim=(0, 1.12), title="each dot is a run")
@@ -289,8 +289,8 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Plot:
     label = "current word"
     for gate, colour in (("trained", "C0"), ("untrained", "C1")):
         for run in runs:
-            found = run[gate][label]["expert_purity"]
-            right.plot(range(1, len(found) + 1), found, color=colour, linewidth=1)
+            purities = run[gate][label]["expert_purity"]
+            right.plot(range(1, len(purities) + 1), purities, color=colour, linewidth=1)
     chance = max(run["trained"][label]["permuted_expert_purity_97.5%"] for run in runs)
     right.axhline(chance, color="C2", linestyle="--", linewidth=1)
     right.set(xlabel="experts, sorted by purity", ylabel=f"purity of the {label}", ylim=(0, 1.02))

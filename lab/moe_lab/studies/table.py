@@ -137,8 +137,10 @@ STUDIES = {
 
 def usual_options(name: str, *options: str) -> dict[str, Any]:
     """Returns the defaults of some options of a study, without names those of all."""
-    of_study = STUDIES[name].options.items()
-    usual = {key.strip("-").replace("-", "_"): option.get("default") for key, option in of_study}
+    named_options = STUDIES[name].options.items()
+    usual = {
+        key.strip("-").replace("-", "_"): option.get("default") for key, option in named_options
+    }
     return {key: usual[key] for key in options or usual}
 
 

@@ -217,11 +217,11 @@ def comparisons(runs: Runs) -> list[Comparison]:
     return [
         Comparison(
             claim,
-            f"{arm} against {other}",
-            difference(runs[Arm(arm)], runs[Arm(other)]),
-            difference(runs[Arm(arm)], runs[Arm(other)], number_of("bleu")),
+            f"{arm} against {baseline}",
+            difference(runs[Arm(arm)], runs[Arm(baseline)]),
+            difference(runs[Arm(arm)], runs[Arm(baseline)], number_of("bleu")),
         )
-        for claim, other in (
+        for claim, baseline in (
             ("mixtures translate better than a model without them", NONE),
             ("mixtures translate better than dense layers with equal operations", DENSE),
         )
@@ -233,14 +233,14 @@ def claim_cells(
     claim: str, compared: str, difference: PairedDifference | None, bleu: PairedDifference | None
 ) -> list[str]:
     """Formats a claim with its verdicts by perplexity and by BLEU, for a table."""
-    of_bleu = ["" if bleu is None else f"{bleu:+.2f}", verdict(bleu, 0.0, math.inf)]
-    return [claim, compared, as_change(difference), verdict(difference), *of_bleu]
+    bleu_cells = ["" if bleu is None else f"{bleu:+.2f}", verdict(bleu, 0.0, math.inf)]
+    return [claim, compared, as_change(difference), verdict(difference), *bleu_cells]
 
 
 def claims(runs: Runs) -> tuple[str, Claims]:
     """Makes the parts of the page with the claims about models that have runs."""
     compared = comparisons(runs)
-    rows = [claim_cells(*each) for each in compared if each.difference is not None]
+    rows = [claim_cells(*c) for c in compared if c.difference is not None]
     table = markdown_table(CLAIM_HEADER, rows) if rows else ""
     return DECIDED if rows else "", Claims(table, claims_data(compared))
 
@@ -255,16 +255,16 @@ def table(settings: Mapping[str, Any], runs: Runs) -> str:
         scores["distinct_bleu"] = "BLEU without near duplicates"
     rows = []
     for name in MODELS:
-        if not (of_arm := runs[Arm(name)]):
+        if not (arm_runs := runs[Arm(name)]):
             continue
-        bleu = [[run[key] for run in of_arm.values()] for key in scores]
+        bleu = [[run[key] for run in arm_runs.values()] for key in scores]
         rows.append(
             [
                 name,
-                *size_cells(of_arm),
-                len(of_arm),
-                f"{mean_perplexity(of_arm):.3f}",
-                as_change(difference(of_arm, runs[Arm(NONE)])) if name != NONE else "",
+                *size_cells(arm_runs),
+                len(arm_runs),
+                f"{mean_perplexity(arm_runs):.3f}",
+                as_change(difference(arm_runs, runs[Arm(NONE)])) if name != NONE else "",
                 *("" if None in values else f"{statistics.fmean(values):.2f}" for values in bleu),
             ]
         )
@@ -328,31 +328,31 @@ def crossover(settings: Mapping[str, Any], runs: Runs) -> str:
 
     The curves are means over the seeds that both models have.
     """
-    found = []
+    sentences = []
     for name in (MIXTURE, BALANCED):
-        ours, theirs = runs[Arm(name)], runs[Arm(DENSE)]
-        if not (both := ours.keys() & theirs.keys()):
+        mixture, dense = runs[Arm(name)], runs[Arm(DENSE)]
+        if not (seeds := mixture.keys() & dense.keys()):
             continue
-        curves = (mean_curve({seed: of_arm[seed] for seed in both}) for of_arm in (ours, theirs))
+        curves = (mean_curve({seed: r[seed] for seed in seeds}) for r in (mixture, dense))
         first = None  # tokens of training at the first evaluation after which the mixture is ahead
         for (tokens, our_ppl), (_, their_ppl) in zip(*curves, strict=True):
             if our_ppl >= their_ppl:
                 first = None
             elif first is None:
                 first = tokens
-        found.append(
+        sentences.append(
             f"At the end, {name} does not have a lower dev perplexity than {DENSE}."
             if first is None
             else f"From epoch {first / settings['train_tokens']:.1f} on, {name} has a lower dev "
             f"perplexity than {DENSE}."
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def shown(settings: Mapping[str, Any], runs: Runs) -> str:
     """Formats ten evenly spaced sentences of the test part and their translations."""
     first: dict[str, Run] = {  # by model; runs are in the order of seeds
-        name: next(iter(of_arm.values())) for name in MODELS if (of_arm := runs[Arm(name)])
+        name: next(iter(arm_runs.values())) for name in MODELS if (arm_runs := runs[Arm(name)])
     }
     width = max(map(len, ["reference", *first]))
     blocks = []

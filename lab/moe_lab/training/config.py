@@ -283,7 +283,7 @@ def read_config(
     """
     path = configuration_file(path)
     table = _read_table(path)
-    of_file = copy.deepcopy(table)
+    file_table = copy.deepcopy(table)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -292,7 +292,7 @@ def read_config(
     try:
         config = config_from_dict(table)
     except ConfigError:
-        config_from_file(of_file, path)  # names the file, unless an override is wrong
+        config_from_file(file_table, path)  # names the file, unless an override is wrong
         raise
     if kind is not None and not isinstance(config, kind):
         raise ConfigError(
@@ -352,8 +352,8 @@ def config_differences(a: AnyConfig, b: AnyConfig) -> list[str]:
     """Returns the dotted keys in which a and b differ and which change the results of a run."""
     if a.task != b.task:
         return ["task"]
-    of_b = options_of_results(b)
-    return [key for key, value in options_of_results(a).items() if value != of_b[key]]
+    options_b = options_of_results(b)
+    return [key for key, value in options_of_results(a).items() if value != options_b[key]]
 
 
 def config_value(config: AnyConfig, key: str) -> Any:

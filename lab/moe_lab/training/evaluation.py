@@ -46,10 +46,10 @@ def evaluate_run(
             f"  perplexity per byte {perplexity(nats / num_bytes):.4f}  ({num_bytes:,} bytes)"
         )
     if isinstance(text, EncodedPairs) and len(text.names) > 1:
-        for name, each in by_language_pair(result.sentence_nll, text).items():
+        for name, pair in by_language_pair(result.sentence_nll, text).items():
             print(
-                f"  {name}  {each.perplexity:.3f}  ({each.num_tokens:,} pieces and ends of "
-                f"{len(each.sentence_nll):,} sentences)"
+                f"  {name}  {pair.perplexity:.3f}  ({pair.num_tokens:,} pieces and ends of "
+                f"{len(pair.sentence_nll):,} sentences)"
             )
     if isinstance(text, EncodedPairs):
         for line in text.report().splitlines():
@@ -58,6 +58,6 @@ def evaluate_run(
         assert isinstance(data, ParallelDataConfig)
         for pairs in parallel_text(data, part):
             targets = [target for _, target in pairs]
-            found = corpus_bleu(translations_of(trained, pairs), targets, language=pairs.target)
-            print(f"  {pairs.source}-{pairs.target}  BLEU {found.score:.2f}  ({found.signature})")
+            scored = corpus_bleu(translations_of(trained, pairs), targets, language=pairs.target)
+            print(f"  {pairs.source}-{pairs.target}  BLEU {scored.score:.2f}  ({scored.signature})")
     return result

@@ -45,9 +45,11 @@ class RunFolder:
         self.path = Path(config.output)
         if not config.output:
             raise ConfigError("output must be the folder of the run, got ''; give output=runs/NAME")
-        there = next(path for path in (self.path, *self.path.parents) if path.exists())
-        if not there.is_dir():
-            raise ConfigError(f"output must be a folder, got the file {there}; give another folder")
+        parent = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not parent.is_dir():
+            raise ConfigError(
+                f"output must be a folder, got the file {parent}; give another folder"
+            )
         if config.resume:
             self._check_run()
         # A run that is killed at its start leaves at most a hidden temporary file.

@@ -183,9 +183,9 @@ class Trainer:
             self.interrupted = stopped()
         return self.step >= steps
 
-    def _any(self, here: bool) -> bool:
-        """Returns on all ranks whether `here` is True on any rank."""
-        (number,) = self.ranks.sum(torch.tensor(int(here)))
+    def _any(self, on_rank: bool) -> bool:
+        """Returns on all ranks whether `on_rank` is True on any rank."""
+        (number,) = self.ranks.sum(torch.tensor(int(on_rank)))
         return bool(number)
 
     def train_step(self, batches: Sequence[Batch], window: Window | None = None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moe_lab.data import EncodedSentences, Vocabulary
 from moe_lab.data.downloads import SETS, DataSet, corpus_of, file_of
-from moe_lab.data.mixed import of_languages, write_parts
+from moe_lab.data.mixed import mix_languages, write_parts
 from moe_lab.data.sentences import CorpusError
 from moe_lab.errors import ConfigError
 from moe_lab.markdown import markdown_table
@@ -32,7 +32,7 @@ def prepare(options: Namespace) -> SentenceText:
     vocabulary = options.vocabulary
     if options.name not in SETS:
         expected = None
-        corpus = options.source if options.name == "text" else _of_languages(options, output)
+        corpus = options.source if options.name == "text" else _write_languages(options, output)
         config = DataConfig(
             vocab_size=options.vocab_size or DataConfig.vocab_size,
             kind=options.kind or ("bpe" if options.name == "languages" else "words"),
@@ -59,18 +59,18 @@ def prepare(options: Namespace) -> SentenceText:
     values = {"corpus": corpus, "vocabulary": vocabulary, "encoded": config.encoded}
     if config.kind != "words":
         values["kind"] = config.kind
-    found = shlex.join(f"data.{option}={value}" for option, value in values.items())
-    print(f"moe-lab train CONFIG data.num_workers=1 \\\n    {found}")
+    arguments = shlex.join(f"data.{option}={value}" for option, value in values.items())
+    print(f"moe-lab train CONFIG data.num_workers=1 \\\n    {arguments}")
     return text
 
 
-def _of_languages(options: Namespace, output: Path) -> Path:
+def _write_languages(options: Namespace, output: Path) -> Path:
     """Mixes languages in a subfolder of `output`, once for each choice of languages."""
     name = "-".join([*options.languages, f"{options.sentences}-sentences"])
     corpus = output / name
     if not corpus.is_dir():
         try:
-            parts = of_languages(options.source, options.languages, options.sentences)
+            parts = mix_languages(options.source, options.languages, options.sentences)
         except CorpusError as error:
             raise ConfigError(f"--from: {error}") from error
         output.mkdir(parents=True, exist_ok=True)
@@ -84,10 +84,10 @@ def check(text: SentenceText, expected: DataSet | None) -> None:
     """Prints the sizes of the vocabulary and of the parts of the corpus."""
     wrong = []
 
-    def row(what: str, found: int, published: int | None) -> str:
-        if published not in (None, found):
-            wrong.append(f"{what} must be {published:,}, got {found:,}")
-        return f"{found:,}"
+    def row(what: str, number: int, published: int | None) -> str:
+        if published not in (None, number):
+            wrong.append(f"{what} must be {published:,}, got {number:,}")
+        return f"{number:,}"
 
     size = row(
         "the vocabulary size", len(text.vocabulary), expected.vocab_size if expected else None
@@ -104,8 +104,8 @@ def check(text: SentenceText, expected: DataSet | None) -> None:
         }
         published = expected.expected.get(part, {}) if expected else {}
         cells = [
-            row(f"the number of {what} in {part}", found, published.get(what))
-            for what, found in numbers.items()
+            row(f"the number of {what} in {part}", number, published.get(what))
+            for what, number in numbers.items()
         ]
         rows.append([part, *cells])
     print(markdown_table(["part", "sentences", unit, "predictions"], rows))

@@ -180,7 +180,7 @@ def _made_vocabulary(train: Sentences, config: DataConfig) -> AnyVocabulary:
     """Makes the vocabulary of the words or the wordpieces of a training part."""
     if config.kind == "words":
         counts = _count_words(train, config.num_workers)
-        return Vocabulary.of_counts(counts, config.vocab_size, config.min_count)
+        return Vocabulary.from_counts(counts, config.vocab_size, config.min_count)
     return _trained_wordpieces(lambda: map(" ".join, train), train.fingerprint, config)
 
 
@@ -200,7 +200,7 @@ def _trained_wordpieces(
     """
     languages = list(languages)
 
-    def found() -> Wordpieces:
+    def train() -> Wordpieces:
         try:
             return Wordpieces.train(
                 progress(sentences(), "training wordpieces", "sentences"),
@@ -215,10 +215,10 @@ def _trained_wordpieces(
             raise ConfigError(f"data.{str(error).removeprefix('Wordpieces.train: ')}") from error
 
     if not config.encoded:
-        return found()
+        return train()
 
     def make(made: Path) -> None:
-        found().save(made / "wordpieces.model")
+        train().save(made / "wordpieces.model")
 
     recipe = f"wordpieces 1 {config.vocab_size} {config.kind} {languages}"
     made = made_once(Path(config.encoded), "wordpieces", recipe, fingerprint, make)

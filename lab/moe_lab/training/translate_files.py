@@ -37,8 +37,7 @@ def as_text(number: int, translations: Sequence[Translation], n_best: int) -> st
     if n_best == 1:
         return translations[0].text
     return "\n".join(
-        f"{number} ||| {each.text} ||| logP= {each.log_prob:.4f} ||| {each.score:.4f}"
-        for each in translations
+        f"{number} ||| {t.text} ||| logP= {t.log_prob:.4f} ||| {t.score:.4f}" for t in translations
     )
 
 

@@ -77,7 +77,7 @@ def bleu_of_test(
         lowercase: whether upper and lower case count as equal.
     """
     config = read_config(Path(run) / "config.toml", [], TranslationConfig)
-    found = {}
+    scores = {}
     for text, (languages, translations) in zip(
         parallel_text(config.data, "test"), translated_test(run).items(), strict=True
     ):
@@ -86,7 +86,7 @@ def bleu_of_test(
             translations, references = (
                 list(compress(side, keep)) for side in (translations, references)
             )
-        found[languages] = corpus_bleu(
+        scores[languages] = corpus_bleu(
             translations, references, language=text.target, lowercase=lowercase
         )
-    return found
+    return scores

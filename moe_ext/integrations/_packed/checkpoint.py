@@ -103,18 +103,18 @@ def _local(name: str | Path) -> Path:
         files = sorted(path.glob("*.gguf"))
         if any(path.glob("*.safetensors")) or not files:
             return path
-        whole = [each for each in files if not re.search(r"-(?!00001)\d{5}-of-\d{5}$", each.stem)]
+        whole = [file for file in files if not re.search(r"-(?!00001)\d{5}-of-\d{5}$", file.stem)]
         rule = "have safetensors files or one GGUF file; or pass the file"
-        require(len(whole) == 1, f"load: {path}", rule, [each.name for each in whole])
+        require(len(whole) == 1, f"load: {path}", rule, [file.name for file in whole])
         return whole[0]
     rule = "be a folder, a GGUF file, or a name of the hub: owner/model or owner/model/file.gguf"
-    found = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", str(name))
-    require(found is not None, "load: name_or_folder", rule, str(name))
-    assert found is not None
-    if found[2]:
-        return Path(hf_hub_download(found[1], found[2]))
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", str(name))
+    require(match is not None, "load: name_or_folder", rule, str(name))
+    assert match is not None
+    if match[2]:
+        return Path(hf_hub_download(match[1], match[2]))
     # Folders have other formats of the same weights, and GGUF files come in many formats.
-    return _local(snapshot_download(found[1], ignore_patterns=["*/*", "*.gguf", "*.bin", "*.pth"]))
+    return _local(snapshot_download(match[1], ignore_patterns=["*/*", "*.gguf", "*.bin", "*.pth"]))
 
 
 def _config(path: Path, config: Any) -> Any:
@@ -157,27 +157,27 @@ def skeleton_of(config: Any) -> Any:
         return auto.from_config(config, experts_implementation="moe_ext")
 
 
-def _assign(checkpoint: Checkpoint, found: FoundTensors) -> None:
+def _assign(checkpoint: Checkpoint, found_tensors: FoundTensors) -> None:
     """Decides which experts stay packed, and fills the fields of a checkpoint."""
-    checkpoint.dense, checkpoint.unused = found.dense, found.unused
-    checkpoint.places = found.places
+    checkpoint.dense, checkpoint.unused = found_tensors.dense, found_tensors.unused
+    checkpoint.places = found_tensors.places
     for name, module in experts_modules(checkpoint.skeleton).items():
-        parameters = found.experts[name]
+        parameters = found_tensors.experts[name]
         names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
-        biases = [f"{each}_bias" for each in names] if module.has_bias else []
+        biases = [f"{weight_name}_bias" for weight_name in names] if module.has_bias else []
         for key in [*names, *biases]:
             require(key in parameters, f"load: {name}", f"have tensors of {key}", [*parameters])
         reason = _not_packable(module, [parameters[key] for key in names])
         if reason is not None:
             checkpoint.fallbacks[name] = reason
             continue
-        tensors = {key: each for key, each in parameters.items() if each is not None}
+        tensors = {key: tensor for key, tensor in parameters.items() if tensor is not None}
         _require_shapes(name, module, {key: tensors[key] for key in names})
         layers = [[tensors[key] for key in keys] for keys in (names, biases)]
         checkpoint.experts[name] = ModuleTensors(layers[0], layers[1] or None)
-        for each in found.names[name]:
-            del checkpoint.dense[each]
-            del checkpoint.places[each]
+        for tensor_name in found_tensors.names[name]:
+            del checkpoint.dense[tensor_name]
+            del checkpoint.places[tensor_name]
 
 
 def _not_packable(module: nn.Module, weights: list[LayerTensors | None]) -> str | None:
@@ -204,11 +204,11 @@ def _require_shapes(name: str, module: nn.Module, weights: dict[str, LayerTensor
         rule = f"have {expected} experts"
         require({*counts} == {expected}, f"load: {name}.{key}", rule, counts)
         for part in tensors.parts:
-            shapes = sorted({each.codes.shape for each in part}) if isinstance(part, list) else []
+            shapes = sorted({w.codes.shape for w in part}) if isinstance(part, list) else []
             require(len(shapes) <= 1, f"load: {name}.{key}", "have experts of one shape", shapes)
         shape = tuple(getattr(module, key).shape[1:])
         outputs, inputs = reversed(shape) if module.is_transposed else shape
         layout = tensors.layout()
-        found = layout.outputs, layout.inputs
+        actual = layout.outputs, layout.inputs
         rule = f"have {outputs} x {inputs} values for each expert"
-        require(found == (outputs, inputs), f"load: {name}.{key}", rule, found)
+        require(actual == (outputs, inputs), f"load: {name}.{key}", rule, actual)

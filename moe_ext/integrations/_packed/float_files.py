@@ -22,7 +22,7 @@ _INDEX = "model.safetensors.index.json"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class _Group(NamedTuple):
+class _FileGroup(NamedTuple):
     """Tensors of a model that are written together, and their tensors in files."""
 
     names: list[str]
@@ -31,7 +31,7 @@ class _Group(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The size of the tensors."""
-        return sum(each.nbytes for each in self.files.values())
+        return sum(file.nbytes for file in self.files.values())
 
 
 def write_floats(
@@ -50,9 +50,9 @@ def write_floats(
     Returns:
         The files.
     """
-    shards: list[list[_Group]] = [[]]
+    shards: list[list[_FileGroup]] = [[]]
     for group in _groups(model, dtype):
-        size = sum(each.nbytes for each in shards[-1])
+        size = sum(g.nbytes for g in shards[-1])
         if shards[-1] and size + group.nbytes > shard_size:
             shards.append([])
         shards[-1].append(group)
@@ -62,7 +62,7 @@ def write_floats(
     for i, groups in enumerate(shards):
         name = f"model-{i + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
         _write(model, folder / name, groups, dtype)
-        index |= dict.fromkeys([each for group in groups for each in group.files], name)
+        index |= dict.fromkeys([file for group in groups for file in group.files], name)
         written.append(folder / name)
     if count > 1:
         total = sum(group.nbytes for groups in shards for group in groups)
@@ -77,7 +77,7 @@ def write_floats(
     return [*written, folder / "config.json", folder / "generation_config.json"]
 
 
-def _write(model: MergedModel, path: Path, groups: list[_Group], dtype: torch.dtype) -> None:
+def _write(model: MergedModel, path: Path, groups: list[_FileGroup], dtype: torch.dtype) -> None:
     """Writes one safetensors file."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -101,7 +101,7 @@ def _write(model: MergedModel, path: Path, groups: list[_Group], dtype: torch.dt
                 file.write(files.pop(name).contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def _groups(model: MergedModel, dtype: torch.dtype) -> Iterator[_Group]:
+def _groups(model: MergedModel, dtype: torch.dtype) -> Iterator[_FileGroup]:
     """Groups the tensors whose conversions to those of files do not depend on others."""
     groups: dict[str, list[str]] = {}
     for name in model.tensors:
@@ -112,7 +112,7 @@ def _groups(model: MergedModel, dtype: torch.dtype) -> Iterator[_Group]:
         state = {
             name: model.tensors[name].detach().to(_dtype_of(model, name, dtype)) for name in names
         }
-        yield _Group(names, revert_weight_conversion(model.skeleton, state))
+        yield _FileGroup(names, revert_weight_conversion(model.skeleton, state))
 
 
 def _value(model: MergedModel, name: str, dtype: torch.dtype) -> Tensor:
@@ -128,4 +128,4 @@ def _dtype_of(model: MergedModel, name: str, dtype: torch.dtype) -> torch.dtype:
     if not own.is_floating_point:
         return own
     kept = model.skeleton._keep_in_fp32_modules_strict or ()
-    return torch.float32 if any(re.search(rf"\b{each}\b", name) for each in kept) else dtype
+    return torch.float32 if any(re.search(rf"\b{word}\b", name) for word in kept) else dtype

@@ -23,7 +23,7 @@ from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Stored
 from moe_ext.integrations._transformers_balance import experts_modules
 
-__all__ = ["FoundTensors", "Place", "Read", "expert_parameters", "find_in_safetensors"]
+__all__ = ["FoundTensors", "Place", "Read", "expert_keys", "find_in_safetensors"]
 
 Read = Callable[[torch.dtype], Tensor]  # reads a tensor, and dequantizes it in a dtype
 
@@ -63,7 +63,7 @@ class FoundTensors:
     unused: list[str] = field(default_factory=list)
 
 
-def expert_parameters(skeleton: Any) -> list[tuple[str, str]]:
+def expert_keys(skeleton: Any) -> list[tuple[str, str]]:
     """Returns the module and the name of each weight and bias of experts."""
     keys = ("gate_up_proj", "up_proj", "down_proj")
     return [
@@ -77,13 +77,13 @@ def expert_parameters(skeleton: Any) -> list[tuple[str, str]]:
 def find_in_safetensors(skeleton: Any, stored: dict[str, Stored]) -> FoundTensors:
     """Finds out what each weight of safetensors files belongs to."""
     mapping = get_model_conversion_mapping(skeleton)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    order = [pattern for each in converters for pattern in each.source_patterns]
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    order = [pattern for converter in converters for pattern in converter.source_patterns]
     state = skeleton.state_dict()
-    owners = {f"{module}.{key}": (module, key) for module, key in expert_parameters(skeleton)}
+    owners = {f"{module}.{key}": (module, key) for module, key in expert_keys(skeleton)}
     parts: dict[tuple[str, str], dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
-    found = FoundTensors()
+    found_tensors = FoundTensors()
     for name, weight in sorted(stored.items(), key=lambda item: dot_natural_key(item[0])):
         target, pattern = rename_source_key(
             name, renamings, converters, skeleton.base_model_prefix, state
@@ -91,13 +91,13 @@ def find_in_safetensors(skeleton: Any, stored: dict[str, Stored]) -> FoundTensor
         if target not in state and name in state:
             target, pattern = name, None
         if target not in state:
-            found.unused.append(name)
+            found_tensors.unused.append(name)
             continue
-        found.dense[name] = weight.read
-        found.places[name] = [Place(weight)]
+        found_tensors.dense[name] = weight.read
+        found_tensors.places[name] = [Place(weight)]
         if target in owners:
             parts[owners[target]][pattern or ""].append(weight)
-            found.names[owners[target][0]].append(name)
+            found_tensors.names[owners[target][0]].append(name)
     for (module, key), by_pattern in parts.items():
         tensors = None
         if "" in by_pattern:
@@ -106,15 +106,15 @@ def find_in_safetensors(skeleton: Any, stored: dict[str, Stored]) -> FoundTensor
             tensors = LayerTensors(
                 tuple(by_pattern[p] for p in sorted(by_pattern, key=order.index))
             )
-        found.experts[module][key] = tensors
-    return found
+        found_tensors.experts[module][key] = tensors
+    return found_tensors
 
 
 def _keeps_rows(pattern: str, converters: list[WeightConverter]) -> bool:
     """Returns whether a converter only stacks matrices and joins their rows."""
-    (converter,) = [each for each in converters if pattern in each.source_patterns]
+    (converter,) = [converter for converter in converters if pattern in converter.source_patterns]
     return all(
-        isinstance(each, MergeModulelist | Concatenate)
-        and each.dim == (0 if isinstance(each, MergeModulelist) else 1)
-        for each in converter.operations
+        isinstance(operation, MergeModulelist | Concatenate)
+        and operation.dim == (0 if isinstance(operation, MergeModulelist) else 1)
+        for operation in converter.operations
     )

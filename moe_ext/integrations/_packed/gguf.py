@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from moe_ext.checks import require, require_one_of
-from moe_ext.integrations._packed.found_tensors import FoundTensors, Place, expert_parameters
+from moe_ext.integrations._packed.found_tensors import FoundTensors, Place, expert_keys
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Metadata, Stored
 
@@ -65,10 +65,10 @@ def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
         )
     rope = {name: metadata.get(key) for name, key in _ROPE.items()}
     rope = {name: value for name, value in rope.items() if value not in (None, "none")}
-    of_model = {"rope_type": "default"} | (usual.rope_parameters or {})
+    defaults = {"rope_type": "default"} | (usual.rope_parameters or {})
     if "rope_type" not in rope:  # the file has no scaling, even if models of this type usually do
-        of_model = {"rope_type": "default", "rope_theta": of_model.get("rope_theta", 10000.0)}
-    values["rope_parameters"] = {**of_model, **rope}
+        defaults = {"rope_type": "default", "rope_theta": defaults.get("rope_theta", 10000.0)}
+    values["rope_parameters"] = {**defaults, **rope}
     values["norm_topk_prob"] = True if model_type == "qwen3_moe" else None
     for name in ("bos", "eos", "pad"):
         values[f"{name}_token_id"] = metadata.token("padding" if name == "pad" else name)
@@ -95,36 +95,36 @@ def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -
     names = gguf.get_tensor_name_map(
         architectures[metadata.architecture], skeleton.config.num_hidden_layers
     )
-    found, used, config = FoundTensors(), set(), skeleton.config
-    experts = {f"{module}.{key}": (module, key) for module, key in expert_parameters(skeleton)}
+    found_tensors, used, config = FoundTensors(), set(), skeleton.config
+    experts = {f"{module}.{key}": (module, key) for module, key in expert_keys(skeleton)}
     for name, tensor in skeleton.state_dict().items():
         if name in experts:
             module, key = experts[name]
             owner = skeleton.get_submodule(module)
             tensors, sources = _gguf_experts(module, key, owner, stored)
             if tensors is not None:
-                found.experts[module][key] = tensors
-                found.dense[name] = partial(_numbers, tensors, owner.is_transposed)
-                found.places[name] = [
-                    Place(stored[each], partial(_rows, tensors, i, owner.is_transposed))
-                    for i, each in enumerate(sources)
+                found_tensors.experts[module][key] = tensors
+                found_tensors.dense[name] = partial(_numbers, tensors, owner.is_transposed)
+                found_tensors.places[name] = [
+                    Place(stored[source], partial(_rows, tensors, i, owner.is_transposed))
+                    for i, source in enumerate(sources)
                 ]
-                found.names[module].append(name)
+                found_tensors.names[module].append(name)
         else:
             sources = _gguf_names(names, name, stored)
-            weights = [stored[each] for each in sources]
+            weights = [stored[source] for source in sources]
             if len(sources) == 1:
-                found.dense[name] = partial(_shaped, weights[0], tuple(tensor.shape))
-                found.places[name] = [Place(weights[0])]
+                found_tensors.dense[name] = partial(_shaped, weights[0], tuple(tensor.shape))
+                found_tensors.places[name] = [Place(weights[0])]
             elif sources:
-                found.dense[name] = partial(_kv_b, weights[0], weights[1])
+                found_tensors.dense[name] = partial(_kv_b, weights[0], weights[1])
                 sizes = [config.qk_nope_head_dim, config.v_head_dim]
-                found.places[name] = [
-                    Place(each, partial(part_of_kv_b, i, sizes)) for i, each in enumerate(weights)
+                found_tensors.places[name] = [
+                    Place(w, partial(part_of_kv_b, i, sizes)) for i, w in enumerate(weights)
                 ]
         used |= {*sources}
-    found.unused = sorted(stored.keys() - used)
-    return found
+    found_tensors.unused = sorted(stored.keys() - used)
+    return found_tensors
 
 
 def names_of_experts(module: str, key: str) -> list[str]:
@@ -148,19 +148,19 @@ def _gguf_experts(
         names = [fused]
     if not {*names} <= {*stored}:
         return None, []
-    return LayerTensors(tuple(stored[each] for each in names), not owner.is_concatenated), names
+    return LayerTensors(tuple(stored[source] for source in names), not owner.is_concatenated), names
 
 
 def _gguf_names(names: Any, name: str, stored: dict[str, Stored]) -> list[str]:
     """Returns the names in a GGUF file of the tensors that form a parameter of transformers."""
     base, _, last = name.rpartition(".")
     for key, suffix in ((base, last), (name, "weight"), (name.removesuffix("_bias"), "bias")):
-        found = f"{names.get_name(key)}.{suffix}"
-        if found in stored:
-            return [found]
+        stored_name = f"{names.get_name(key)}.{suffix}"
+        if stored_name in stored:
+            return [stored_name]
     if last == "weight" and base.endswith("kv_b_proj"):
         kv = str(names.get_name(base))
-        halves = [f"{kv.replace('kv_b', each)}.weight" for each in ("k_b", "v_b")]
+        halves = [f"{kv.replace('kv_b', half)}.weight" for half in ("k_b", "v_b")]
         return halves if {*halves} <= {*stored} else []
     return []
 

@@ -37,7 +37,7 @@ _FIXED: dict[str, dict[str, object]] = {
         "mlp_only_layers": [],
     },
 }
-_OF_DEEPSEEK = {
+_DEEPSEEK_FIELDS = {
     "first_k_dense_replace": "leading_dense_block_count",
     "kv_lora_rank": "attention.kv_lora_rank",
     "n_group": "expert_group_count",
@@ -117,7 +117,7 @@ def _head_size(config: Any) -> int:
 def _deepseek(config: Any) -> dict[str, Any]:
     """Returns the fields of latent attention and of the gate."""
     is_v3 = config.model_type == "deepseek_v3"
-    values = {key: getattr(config, name, None) for name, key in _OF_DEEPSEEK.items()}
+    values = {key: getattr(config, name, None) for name, key in _DEEPSEEK_FIELDS.items()}
     if not is_v3:
         rule = "be greedy for deepseek2 of GGUF"
         require(config.topk_method == "greedy", "save: topk_method", rule, config.topk_method)
@@ -242,16 +242,16 @@ def _copy_tokenizer(writer: Any, source: Path) -> str:
 def _split_name(described: Any) -> str:
     """Returns the name of llama.cpp for the pre_tokenizer of a tokenizer.json."""
     parts = (described or {}).get("pretokenizers", [described or {}])
-    byte_level = [each for each in parts if each.get("type") == "ByteLevel"]
+    byte_level = [part for part in parts if part.get("type") == "ByteLevel"]
     rule = "split bytes (ByteLevel)"
-    found = [each.get("type") for each in parts]
-    require(len(byte_level) == 1, "save: the tokenizer for GGUF", rule, found)
+    types = [part.get("type") for part in parts]
+    require(len(byte_level) == 1, "save: the tokenizer for GGUF", rule, types)
     splits = tuple(
-        str(each.get("pattern", {}).get("Regex")).replace("\r", r"\r").replace("\n", r"\n")
-        for each in parts
-        if each is not byte_level[0]
+        str(part.get("pattern", {}).get("Regex")).replace("\r", r"\r").replace("\n", r"\n")
+        for part in parts
+        if part is not byte_level[0]
     )
     known = splits in _SPLITS and bool(splits) != bool(byte_level[0].get("use_regex", True))
     rule = f"split a text as {', '.join(_SPLITS.values())}"
-    require(known, "save: the tokenizer for GGUF", rule, splits or found)
+    require(known, "save: the tokenizer for GGUF", rule, splits or types)
     return _SPLITS[splits]

@@ -139,9 +139,9 @@ def _entries(model: MergedModel, architecture: str, format: str) -> Iterator[_En
         owner = model.owner(name)
         if owner is not None:
             path, _, key = name.rpartition(".")
-            yield from _of_experts(path, key, owner, format)
+            yield from _packed_entries(path, key, owner, format)
             continue
-        for target, part in names.of(name):
+        for target, part in names.targets_of(name):
             value = part(tensor)
             shape, own = tuple(value.shape), model.weight(name, merge=False).dtype
             flat = len(shape) == 1 or name.endswith("bias") or ".ffn_gate_inp." in target
@@ -164,27 +164,27 @@ class _Names:
         self._map = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
         self._architecture = architecture
 
-    def of(self, name: str) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+    def targets_of(self, name: str) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
         """Returns the name of each tensor of GGUF that a weight becomes, and its part."""
         base, _, last = name.rpartition(".")
         plain: Any = self._model.skeleton.get_submodule(base)
         if hasattr(plain, "is_concatenated"):  # experts in floating point
             parts = names_of_experts(base, last)
-            return [(each, partial(_rows_of, plain, i, len(parts))) for i, each in enumerate(parts)]
+            return [(part, partial(_rows_of, plain, i, len(parts))) for i, part in enumerate(parts)]
         if base.endswith("kv_b_proj") and last == "weight":
             config, kv = self._model.config, str(self._map.get_name(base))
             sizes = [config.qk_nope_head_dim, config.v_head_dim]
             return [
-                (f"{kv.replace('kv_b', each)}.weight", partial(part_of_kv_b, i, sizes))
-                for i, each in enumerate(("k_b", "v_b"))
+                (f"{kv.replace('kv_b', half)}.weight", partial(part_of_kv_b, i, sizes))
+                for i, half in enumerate(("k_b", "v_b"))
             ]
         keys = [(name, "weight"), (name.removesuffix("_bias"), "bias")]
         if last in ("weight", "bias"):
             keys.insert(0, (base, last))
         for key, suffix in keys:
-            found = self._map.get_name(key)
-            if found is not None:
-                return [(f"{found}.{suffix}", _without_first)]
+            target = self._map.get_name(key)
+            if target is not None:
+                return [(f"{target}.{suffix}", _without_first)]
         rule = f"have a name in {self._architecture} of GGUF"
         raise ValueError(f"save: {name} must {rule}, got none")
 
@@ -208,7 +208,7 @@ def _own_rows(value: Tensor, plain: Any, part: int, parts: int) -> Tensor:
     return value.chunk(parts, 1)[part] if plain.is_concatenated else value[:, part::parts]
 
 
-def _of_experts(path: str, key: str, owner: MergedExperts, format: str) -> Iterator[_Entry]:
+def _packed_entries(path: str, key: str, owner: MergedExperts, format: str) -> Iterator[_Entry]:
     """Yields the tensors of a parameter of packed experts."""
     names, plain = names_of_experts(path, key), owner.plain
     for part, target in enumerate(names):
@@ -307,12 +307,12 @@ def _pairs(model: MergedModel, architecture: str) -> Iterator[tuple[str, ops.LoR
                 rows = _own_rows(pair.b.mT, owner.plain, part, len(targets))
                 yield target, ops.LoRA(pair.a.detach(), rows.mT.detach(), pair.scale)
     for path in model.linear:
-        found = names.of(f"{path}.weight")
+        entries = names.targets_of(f"{path}.weight")
         rule = "be one tensor of GGUF, to have adapters there (merge them: format='gguf')"
-        require(len(found) == 1, f"save: {path}", rule, [name for name, _ in found])
+        require(len(entries) == 1, f"save: {path}", rule, [name for name, _ in entries])
         pair = model.pair(path)
         assert pair is not None
-        target = found[0][0]
+        target = entries[0][0]
         ignored = [name for name in _WITHOUT_ADAPTERS.get(architecture, ()) if name in target]
         rule = "have no adapters, which llama.cpp would ignore there (merge them: format='gguf')"
         require(not ignored, f"save: {path}", rule, "adapters")

@@ -35,18 +35,18 @@ class LayerTensors:
     def stored(self) -> list[Stored]:
         """All tensors."""
         return [
-            each for part in self.parts for each in (part if isinstance(part, list) else [part])
+            tensor for part in self.parts for tensor in (part if isinstance(part, list) else [part])
         ]
 
     @property
     def kind(self) -> str:
         """The formats of the tensors, or their dtypes."""
-        return " and ".join(sorted({each.kind for each in self.stored}))
+        return " and ".join(sorted({tensor.kind for tensor in self.stored}))
 
     @property
     def format(self) -> FormatName | None:
         """The format, if all tensors have the same."""
-        formats = {each.format for each in self.stored}
+        formats = {tensor.format for tensor in self.stored}
         return formats.pop() if len(formats) == 1 else None
 
     def num_experts(self) -> list[int]:
@@ -68,7 +68,7 @@ class LayerTensors:
         """Reads and packs the weight, one expert at a time."""
         layout = self.layout()
         format, num_experts = layout.format, self.num_experts()[0]
-        panels = torch.empty(layout.shape(num_experts), dtype=torch.uint8)
+        panels = layout.empty_panels(num_experts)
         for e in range(num_experts):
             codes, scales = self._expert(e)
             own = None if scales is None else scales[None]
@@ -78,7 +78,7 @@ class LayerTensors:
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Reads the weight [E, out, in] or bias [E, out] and dequantizes it."""
         whole = [
-            torch.stack([each.read(dtype) for each in part])
+            torch.stack([tensor.read(dtype) for tensor in part])
             if isinstance(part, list)
             else part.read(dtype)
             for part in self.parts
@@ -88,10 +88,10 @@ class LayerTensors:
     def _expert(self, index: int, meta: bool = False) -> tuple[Tensor, Tensor | None]:
         """Returns codes [out, n] and scales of an expert."""
         own = [p[index] if isinstance(p, list) else p.expert(index) for p in self.parts]
-        codes, scales = zip(*(each.packed(meta) for each in own), strict=True)
+        codes, scales = zip(*(tensor.packed(meta) for tensor in own), strict=True)
         if scales[0] is None:
             return self._join(codes, 0), None
-        rows = [len(each) for each in codes]
+        rows = [len(code) for code in codes]
         blocked = any(len(s) != n for s, n in zip(scales, rows, strict=True))
         if blocked and len(rows) > 1 and (self.interleaved or any(n % _BLOCK for n in rows[:-1])):
             # A block of the joined rows would have rows of several parts.

@@ -68,7 +68,7 @@ def load(
             quantization is unknown.
     """
     checkpoint = open_checkpoint(name_or_folder, config)
-    formats = {each.format for own in checkpoint.experts.values() for each in own.weights}
+    formats = {weight.format for own in checkpoint.experts.values() for weight in own.weights}
     possible = arithmetic == "exact" or "fp8" not in formats
     require(possible, "load: arithmetic", "be exact for experts in fp8", arithmetic)
     model, info = type(checkpoint.skeleton).from_pretrained(
@@ -84,8 +84,8 @@ def load(
     )
     missing = sorted(info["missing_keys"])
     require(not missing, f"load: {checkpoint.path}", "have all weights", f"no {missing}")
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        require(False, f"load: {name}", f"have shape {tuple(expected)}", tuple(found))
+    for name, actual, expected in sorted(info["mismatched_keys"]):
+        require(False, f"load: {name}", f"have shape {tuple(expected)}", tuple(actual))
     for name, tensors in checkpoint.experts.items():
         skeleton = checkpoint.skeleton.get_submodule(name)
         try:
@@ -114,9 +114,9 @@ def _pack(
     """Reads and packs the experts of a module."""
     activation = activation_of(module)
     assert not isinstance(activation, str)
-    biases = [each.numbers(dtype).to(dtype) for each in tensors.biases or ()]
+    biases = [bias.numbers(dtype).to(dtype) for bias in tensors.biases or ()]
     return QuantizedExperts(
-        [each.pack() for each in tensors.weights],
+        [weight.pack() for weight in tensors.weights],
         biases or None,
         activation=activation.name,
         activation_args=activation.args,
@@ -219,7 +219,7 @@ def quantize_experts(
             fallbacks[name] = activation
             continue
         keys = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
-        weights = [getattr(module, each).detach() for each in keys]
+        weights = [getattr(module, key).detach() for key in keys]
         if not module.is_transposed:
             weights = [weight.mT for weight in weights]
         with torch.device("meta"):
@@ -257,14 +257,14 @@ def describe(model: nn.Module) -> str:
     """
     modules = experts_modules(model)
     owners = [module for module in modules.values() if isinstance(module, PackedExperts)]
-    packed = [each.quantized for each in owners if each.quantized is not None]
+    packed = [owner.quantized for owner in owners if owner.quantized is not None]
     counts = " or ".join(sorted({str(module.num_experts) for module in modules.values()}))
-    formats = Counter("/".join({w.format: 0 for w in each.weights}) for each in packed)
-    panels = {id(weight.panels): weight.panels for each in packed for weight in each.weights}
-    others = [each for each in model.parameters() if id(each) not in panels]
-    num_bytes = sum(each.nbytes for each in panels.values())
-    dtypes = Counter(str(each.dtype).removeprefix("torch.") for each in others)
-    trained = sum(each.numel() for each in others if each.requires_grad)
+    formats = Counter("/".join({w.format: 0 for w in module.weights}) for module in packed)
+    panels = {id(weight.panels): weight.panels for module in packed for weight in module.weights}
+    plain = [p for p in model.parameters() if id(p) not in panels]
+    num_bytes = sum(panel.nbytes for panel in panels.values())
+    dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in plain)
+    trained = sum(p.numel() for p in plain if p.requires_grad)
     quantizer = getattr(model, "hf_quantizer", None)
     fallbacks = getattr(quantizer, "fallbacks", {})
     unused = getattr(quantizer, "unused", [])
@@ -272,7 +272,7 @@ def describe(model: nn.Module) -> str:
         f"{len(modules)} layer{'s' * (len(modules) > 1)} of {counts} experts",
         f"packed: {', '.join(f'{n} in {name}' for name, n in formats.items()) or 'none'}"
         f" ({num_bytes:,} bytes)",
-        f"other weights: {sum(each.nbytes for each in others):,} bytes in {' and '.join(dtypes)}",
+        f"other weights: {sum(p.nbytes for p in plain):,} bytes in {' and '.join(dtypes)}",
         f"trained: {trained:,} parameters",
         f"not packed: {_grouped(fallbacks) or 'none'}",
     ]

@@ -46,10 +46,10 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """The sum."""
-        return sum(getattr(self, each.name) for each in fields(self) if each.name != "advice")
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "advice")
 
     def __str__(self) -> str:
-        rows = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        rows = [(field.name, getattr(self, field.name)) for field in fields(self)]
         sizes = [(name, size) for name, size in rows if name != "advice"]
         lines = [
             f"{name:<12}{size / 1e9:9.2f} GB" for name, size in [*sizes, ("total", self.total)]
@@ -103,7 +103,7 @@ def memory_plan(
         return with_usage(**values).total <= memory
 
     largest = {
-        name: _largest(value, lambda each, name=name: fits(**{name: each}))  # type: ignore[misc]
+        name: _largest(value, lambda number, name=name: fits(**{name: number}))  # type: ignore[misc]
         for name, value in {"batch": batch, "tokens": tokens, "lora_rank": lora_rank}.items()
     }
     choices = [f"{name}={value}" for name, value in largest.items() if value > 0]
@@ -126,15 +126,15 @@ def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, int]:
     skeleton = checkpoint.skeleton
     experts = 0
     for name, tensors in checkpoint.experts.items():
-        weights = [each.layout().shape(each.num_experts()[0]) for each in tensors.weights]
+        weights = [weight.layout().shape(weight.num_experts()[0]) for weight in tensors.weights]
         experts += sum(prod(shape) for shape in weights)
         module = skeleton.get_submodule(name)
-        biases = [each for key, each in module.named_parameters() if key.endswith("_bias")]
-        experts += sum(each.numel() * dtype.itemsize for each in biases)
+        biases = [p for key, p in module.named_parameters() if key.endswith("_bias")]
+        experts += sum(bias.numel() * dtype.itemsize for bias in biases)
     packed = tuple(f"{name}." for name in checkpoint.experts)
     dense = {
-        id(each): each.numel() * dtype.itemsize
-        for name, each in skeleton.named_parameters()
+        id(parameter): parameter.numel() * dtype.itemsize
+        for name, parameter in skeleton.named_parameters()
         if not packed or not name.startswith(packed)
     }
     return experts, sum(dense.values())
@@ -160,7 +160,7 @@ def _cached_numbers(skeleton: Any, tokens: int) -> int:
         size = 2 * heads * _head_dim(config)
     layers = getattr(config, "layer_types", None) or ["full"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) or tokens
-    lengths = [min(tokens, window) if "sliding" in each else tokens for each in layers]
+    lengths = [min(tokens, window) if "sliding" in kind else tokens for kind in layers]
     return sum(lengths) * int(size)
 
 
@@ -177,8 +177,8 @@ def _lora_numbers(skeleton: Any, rank: int) -> int:
         if isinstance(module, nn.Linear) and "attn" in name
     )
     for module in experts_modules(skeleton).values():
-        weights = [each for each in module.parameters(recurse=False) if each.dim() == 3]
-        sizes += sum(len(each) * (each.shape[1] + each.shape[2]) for each in weights)
+        weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        sizes += sum(len(weight) * (weight.shape[1] + weight.shape[2]) for weight in weights)
     return rank * sizes
 
 
@@ -187,7 +187,7 @@ def _activations(skeleton: Any, batch: int, tokens: int, trains: bool, dtype: to
     rows, d = batch * tokens, config.hidden_size
     k = getattr(config, "num_experts_per_tok", 1)
     widths = [
-        sum(each.shape[1] + each.shape[2] for each in module.parameters() if each.dim() == 3)
+        sum(p.shape[1] + p.shape[2] for p in module.parameters() if p.dim() == 3)
         for module in experts_modules(skeleton).values()
     ]
     attention = 4 * config.num_attention_heads * _head_dim(config)

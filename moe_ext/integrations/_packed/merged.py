@@ -46,7 +46,7 @@ class MergedExperts:
         known = isinstance(base, QuantizedExperts | FeedForwardExperts)
         require(known, f"save: {path}", rule, type(base).__name__)
         self._weights: tuple[Tensor | PackedWeight, ...] = tuple(base.weights)
-        self.biases: tuple[Tensor, ...] = tuple(each.detach() for each in base.biases or ())
+        self.biases: tuple[Tensor, ...] = tuple(bias.detach() for bias in base.biases or ())
         self.plain: Any = plain
         self.num_experts: int = module.num_experts
         self.names: list[str] = ["gate_up_proj" if self.plain.has_gate else "up_proj", "down_proj"]

@@ -37,8 +37,8 @@ def quantized_as(name: str, weight: Tensor, stored: Stored) -> tuple[Tensor, Ten
 def _quantized(weight: Tensor, stored: Stored) -> tuple[Tensor, Tensor | None]:
     format = stored.format
     if format is None:
-        assert stored.other is not None
-        return _by_gguf(weight, stored.other), None
+        assert stored.ggml_type is not None
+        return _by_gguf(weight, stored.ggml_type), None
     own, scales = stored.packed(meta=True)
     if scales is None or format == "mxfp4":
         return quantize(weight, format)

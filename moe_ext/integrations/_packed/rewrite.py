@@ -37,17 +37,17 @@ def rewrite(model: MergedModel, checkpoint: Checkpoint, target: Path, merge: boo
         The files.
     """
     source = checkpoint.path
-    tensors = _Tensors(model, checkpoint, merge)
+    tensors = _SourceTensors(model, checkpoint, merge)
     written = []
     if checkpoint.is_gguf:
         by_path: dict[Path, list[Bytes]] = {}
         for stored in read_gguf(source)[1].values():
             by_path.setdefault(stored.codes.path, []).append(stored.codes)
     else:
-        others = sorted(each for each in source.iterdir() if each.is_file())
-        paths = [each for each in others if each.suffix == ".safetensors"]
+        files = sorted(path for path in source.iterdir() if path.is_file())
+        paths = [path for path in files if path.suffix == ".safetensors"]
         by_path = {path: list(safetensors_header(path)[1].values()) for path in paths}
-        for path in others:
+        for path in files:
             if path not in by_path:
                 shutil.copyfile(path, target / path.name)
                 written.append(target / path.name)
@@ -58,7 +58,7 @@ def rewrite(model: MergedModel, checkpoint: Checkpoint, target: Path, merge: boo
                 if entry.nbytes == 0:
                     continue
                 _copy(old, new, entry.start)  # the header, or the padding
-                for part in tensors.of(entry):
+                for part in tensors.tensors_at(entry):
                     new.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
                 old.seek(entry.start + entry.nbytes)
             _copy(old, new)
@@ -73,15 +73,15 @@ def _copy(old: BinaryIO, new: BinaryIO, end: int | None = None) -> None:
         new.write(old.read(end - old.tell()))
 
 
-_Start = tuple[Path, int]  # the file and the first byte of a tensor
+_Position = tuple[Path, int]  # the file and the first byte of a tensor
 _Quantized = tuple[Tensor, Tensor | None]  # codes and scales
 
 
-def _start(tensor: Bytes) -> _Start:
+def _start(tensor: Bytes) -> _Position:
     return tensor.path, tensor.start
 
 
-class _OfExperts(NamedTuple):
+class _ExpertPlace(NamedTuple):
     """Where the values of a range of bytes are in packed experts."""
 
     module: str  # of the experts
@@ -92,7 +92,7 @@ class _OfExperts(NamedTuple):
     expert: int | None  # None: all
 
 
-class _Tensors:
+class _SourceTensors:
     """The present values of the tensors of a checkpoint.
 
     Args:
@@ -104,8 +104,8 @@ class _Tensors:
     def __init__(self, model: MergedModel, checkpoint: Checkpoint, merge: bool) -> None:
         self._model = model
         self._merge = merge
-        self._packed: dict[_Start, _OfExperts] = {}
-        self._biases: dict[_Start, _OfExperts] = {}
+        self._packed: dict[_Position, _ExpertPlace] = {}
+        self._biases: dict[_Position, _ExpertPlace] = {}
         for name, own in checkpoint.experts.items():
             for layer, tensors in enumerate(own.weights):
                 for place in _places(name, layer, tensors):
@@ -114,11 +114,11 @@ class _Tensors:
                         self._packed[_start(place.stored.scales)] = place
             for layer, tensors in enumerate(own.biases or ()):
                 self._biases |= {_start(p.stored.codes): p for p in _places(name, layer, tensors)}
-        self._dense: dict[_Start, tuple[str, Place]] = {}
+        self._dense: dict[_Position, tuple[str, Place]] = {}
         for name, places in checkpoint.places.items():
-            for each in places:
-                for part in filter(None, (each.stored.codes, each.stored.scales)):
-                    self._dense[_start(part)] = name, each
+            for stored_place in places:
+                for part in filter(None, (stored_place.stored.codes, stored_place.stored.scales)):
+                    self._dense[_start(part)] = name, stored_place
         self._state: dict[str, Tensor] = {}
         self._merged: dict[str, str] = {}  # the names in the model of weights with adapters
         self._read_state(checkpoint.is_gguf)
@@ -137,18 +137,18 @@ class _Tensors:
         # A weight that the checkpoint has under another name is merged when it is written.
         renamed = {value.data_ptr(): name for name, value in self._state.items()}
         for name in adapted:
-            found = renamed.get(state[name].data_ptr())
+            renamed_to = renamed.get(state[name].data_ptr())
             rule = "be one tensor of the checkpoint, to merge its adapters"
-            whole = found is not None and self._state[found].shape == state[name].shape
+            whole = renamed_to is not None and self._state[renamed_to].shape == state[name].shape
             require(whole, f"save: {name}", rule, "a part of another one")
-            assert found is not None
-            self._merged[found] = name
+            assert renamed_to is not None
+            self._merged[renamed_to] = name
 
-    def of(self, entry: Bytes) -> Iterator[Tensor]:
+    def tensors_at(self, entry: Bytes) -> Iterator[Tensor]:
         """Returns the tensor of a range of bytes, in one or more parts."""
         start = _start(entry)
         if start in self._packed:
-            yield from self._of_experts(self._packed[start], start)
+            yield from self._expert_tensors(self._packed[start], start)
         elif start in self._biases:
             place = self._biases[start]
             bias = self._experts(place).biases[place.layer]
@@ -157,11 +157,11 @@ class _Tensors:
             yield _kept(f"the biases of {place.module}", own, place.stored)
         elif start in self._dense:
             name, part = self._dense[start]
-            yield from self._of_dense(name, part, entry)
+            yield from self._dense_tensors(name, part, entry)
         else:  # a tensor that the model does not have
             yield entry.read()
 
-    def _of_experts(self, place: _OfExperts, start: _Start) -> Iterator[Tensor]:
+    def _expert_tensors(self, place: _ExpertPlace, start: _Position) -> Iterator[Tensor]:
         experts = self._experts(place)
         weight = experts.packed(place.layer)
         assert weight is not None
@@ -185,13 +185,13 @@ class _Tensors:
 
     @staticmethod
     def _quantize_expert(
-        experts: MergedExperts, place: _OfExperts, expert: int, stored: Stored
+        experts: MergedExperts, place: _ExpertPlace, expert: int, stored: Stored
     ) -> _Quantized:
         whole = experts.weight(place.layer, expert)
         rows = place.tensors.own_rows(whole[None], place.part)[0]
         return quantized_as(place.module, rows, stored)
 
-    def _of_dense(self, name: str, place: Place, entry: Bytes) -> Iterator[Tensor]:
+    def _dense_tensors(self, name: str, place: Place, entry: Bytes) -> Iterator[Tensor]:
         require(name in self._state, "save: model", f"have the weight {name}", "none")
         stored, part = place
         is_merged = name in self._merged
@@ -200,7 +200,7 @@ class _Tensors:
             whole = self._model.weight(self._merged[name]) if is_merged else self._state[name]
             return whole if part is None else part(whole)
 
-        if stored.format is None and stored.other is None:
+        if stored.format is None and stored.ggml_type is None:
             yield _kept(name, value(), stored)
             return
 
@@ -221,7 +221,7 @@ class _Tensors:
             codes, scales = quantized
             yield codes if _start(entry) == start or scales is None else scales
 
-    def _experts(self, place: _OfExperts) -> MergedExperts:
+    def _experts(self, place: _ExpertPlace) -> MergedExperts:
         experts = self._model.experts.get(place.module)
         packed: PackedWeight | None = experts.packed(place.layer) if experts is not None else None
         rule = "have packed experts as in the checkpoint"
@@ -230,13 +230,13 @@ class _Tensors:
         return experts
 
 
-def _places(module: str, layer: int, tensors: LayerTensors) -> Iterator[_OfExperts]:
+def _places(module: str, layer: int, tensors: LayerTensors) -> Iterator[_ExpertPlace]:
     """Yields the place of each tensor of a layer."""
     for p, part in enumerate(tensors.parts):
         stack = part if isinstance(part, list) else [part]
         for e, stored in enumerate(stack):
             index = e if isinstance(part, list) else None
-            yield _OfExperts(module, layer, tensors, p, stored, index)
+            yield _ExpertPlace(module, layer, tensors, p, stored, index)
 
 
 def _fitting(value: Tensor, shape: tuple[int, ...]) -> Tensor:

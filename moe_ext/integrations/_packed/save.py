@@ -113,7 +113,7 @@ def save(
             written = write_floats(merged, target, _FLOATS[format], shard_size)
             copied = _copy_others(folder, target)
             written += copied
-            note = f"copied: {', '.join(each.name for each in copied) or 'no other files'}"
+            note = f"copied: {', '.join(file.name for file in copied) or 'no other files'}"
         else:
             require(checkpoint is not None, "save: model", "come from load", type(model).__name__)
             assert checkpoint is not None
@@ -136,10 +136,10 @@ def _copy_others(folder: Path | None, target: Path) -> list[Path]:
 
 def _line(model: MergedModel, target: Path, format: str, written: list[Path], note: str) -> str:
     """Returns what was written, in a line."""
-    experts = sum(each.is_adapted for each in model.experts.values())
+    experts = sum(expert.is_adapted for expert in model.experts.values())
     adapters = f"{experts} modules of experts and {len(model.linear)} linear layers"
     verb = {"unchanged": "not written", "gguf_adapter": "written"}.get(format, "merged")
-    size = sum(each.stat().st_size for each in written)
+    size = sum(path.stat().st_size for path in written)
     parts = [
         f"{target}: {type(model.model).__name__} as {format}",
         f"{len(written)} files with {size:,} bytes",

@@ -48,9 +48,9 @@ class Bytes:
         data = torch.empty(self.nbytes, dtype=torch.uint8)
         with self.path.open("rb") as file:
             file.seek(self.start)
-            found = file.readinto(data.numpy().data)
+            num_read = file.readinto(data.numpy().data)
         rule = f"have {self.nbytes:,} bytes from byte {self.start:,} on"
-        require(found == self.nbytes, f"load: {self.path}", rule, found)
+        require(num_read == self.nbytes, f"load: {self.path}", rule, num_read)
         return data.view(self.dtype).view(self.shape)
 
     def expert(self, index: int) -> Bytes:
@@ -71,18 +71,18 @@ class Stored:
         codes: the codes, or the numbers of a weight that is not packed.
         scales: the scales of a format that has them in another tensor.
         format: the format of `moe_ext.formats`; None for numbers, and for other formats.
-        other: the name of a GGUF format that `moe_ext.formats` does not have.
+        ggml_type: the name of a GGUF format that `moe_ext.formats` does not have.
     """
 
     codes: Bytes
     scales: Bytes | None = None
     format: FormatName | None = None
-    other: str | None = None
+    ggml_type: str | None = None
 
     @property
     def kind(self) -> str:
         """The format or the dtype, as in messages."""
-        return self.format or self.other or str(self.codes.dtype).removeprefix("torch.")
+        return self.format or self.ggml_type or str(self.codes.dtype).removeprefix("torch.")
 
     @property
     def _in_blocks(self) -> bool:
@@ -124,10 +124,12 @@ class Stored:
         if self.format is not None:
             codes, scales = self.packed()
             return dequantize(codes, scales, format=self.format, dtype=dtype)
-        if self.other is not None:
+        if self.ggml_type is not None:
             import gguf
 
-            data = gguf.dequantize(self.codes.read().numpy(), gguf.GGMLQuantizationType[self.other])
+            data = gguf.dequantize(
+                self.codes.read().numpy(), gguf.GGMLQuantizationType[self.ggml_type]
+            )
             return torch.from_numpy(data).to(dtype)
         return self.codes.read()
 
@@ -217,10 +219,10 @@ def _weights(tensors: dict[str, Bytes]) -> Iterator[tuple[str, Stored]]:
     used: set[str] = set()
 
     def scales_of(name: str, *names: str) -> Bytes:
-        found = [each for each in names if each in tensors]
-        require(bool(found), f"load: {name}", "have scales", f"no tensor {' or '.join(names)}")
-        used.add(found[0])
-        return tensors[found[0]]
+        present = [candidate for candidate in names if candidate in tensors]
+        require(bool(present), f"load: {name}", "have scales", f"no tensor {' or '.join(names)}")
+        used.add(present[0])
+        return tensors[present[0]]
 
     weights: dict[str, Stored] = {}
     for name, codes in tensors.items():
@@ -288,10 +290,10 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
         import gguf
     except ImportError as error:
         raise ImportError(f"load: GGUF files need gguf (pip install gguf), got: {error}") from error
-    found = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
     parts = [path]
-    if found:
-        names = [f"{found[1]}-{i + 1:05}-of-{found[2]}.gguf" for i in range(int(found[2]))]
+    if match:
+        names = [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))]
         parts = [path.with_name(name) for name in names]
     weights: dict[str, Stored] = {}
     metadata = None
@@ -309,8 +311,8 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
                 size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
                 shape = (*shape[:-1], shape[-1] // size * num_bytes)
             format = _FORMATS.get(kind)
-            other = None if format or kind in _NUMBERS else kind
+            ggml_type = None if format or kind in _NUMBERS else kind
             codes = Bytes(part, int(tensor.data_offset), dtype, shape)
-            weights[tensor.name] = Stored(codes, None, format, other)
+            weights[tensor.name] = Stored(codes, None, format, ggml_type)
     assert metadata is not None
     return metadata, weights
