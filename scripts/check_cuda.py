@@ -77,21 +77,23 @@ def parse(report: str, ptx: str = "") -> list[Kernel]:
 
 def registers_of_block(kernel: Kernel, default_threads: int) -> int:
     """Returns the registers that a block takes."""
-    of_warp = -(-kernel.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
-    return -(-(kernel.threads or default_threads) // WARP) * of_warp
+    warp_registers = -(-kernel.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
+    return -(-(kernel.threads or default_threads) // WARP) * warp_registers
 
 
-def faults(kernel: Kernel, default_threads: int) -> list[str]:
+def faults_of(kernel: Kernel, default_threads: int) -> list[str]:
     """Returns what is wrong with a kernel, as sentences without the subject."""
-    found = []
+    faults = []
     allowed = max((size for name, size in SPILLS.items() if name in kernel.name), default=0)
     if kernel.spilled_bytes > allowed:
-        found.append(f"spills {kernel.spilled_bytes} bytes")
+        faults.append(f"spills {kernel.spilled_bytes} bytes")
     if kernel.shared_bytes > MOST_STATIC:
-        found.append(f"has {kernel.shared_bytes:,} bytes of shared memory, at most {MOST_STATIC:,}")
+        faults.append(
+            f"has {kernel.shared_bytes:,} bytes of shared memory, at most {MOST_STATIC:,}"
+        )
     if (registers := registers_of_block(kernel, default_threads)) > MOST_REGISTERS:
-        found.append(f"has {registers:,} registers in a block, at most {MOST_REGISTERS:,}")
-    return found
+        faults.append(f"has {registers:,} registers in a block, at most {MOST_REGISTERS:,}")
+    return faults
 
 
 def default_threads() -> int:
@@ -166,7 +168,7 @@ def main() -> int:
             row = [source.name, str(len(kernels)), *most]
             print(f"| {' | '.join(row)} |", flush=True)
             for kernel, name in zip(kernels, readable([k.name for k in kernels]), strict=True):
-                for fault in faults(kernel, threads):
+                for fault in faults_of(kernel, threads):
                     wrong.append(f"{source.name}: {name} {fault}")
     print(f"\n{args.architecture}: {count} kernels, {len(wrong)} faults")
     print(*wrong, sep="\n")

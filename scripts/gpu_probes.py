@@ -54,12 +54,12 @@ def probe_grouped_mm(device: str) -> bool:
         }
         for part, (a, b, expected_of) in parts.items():
             print(f"grouped GEMM, {part}, experts without rows: {name} ...", end=" ", flush=True)
-            found = torch._grouped_mm(a, b, ends).float().cpu()
-            fine &= agrees(found, a.float().cpu(), b.float().cpu(), counts, expected_of)
+            result = torch._grouped_mm(a, b, ends).float().cpu()
+            fine &= agrees(result, a.float().cpu(), b.float().cpu(), counts, expected_of)
     return fine
 
 
-def agrees(found: Tensor, a: Tensor, b: Tensor, counts: list[int], expected_of: Callable) -> bool:
+def agrees(result: Tensor, a: Tensor, b: Tensor, counts: list[int], expected_of: Callable) -> bool:
     """Compares the part of each expert with float32, and prints the result.
 
     The gradient of W of an expert without rows may have any value: moe_ext writes the zeros.
@@ -69,9 +69,9 @@ def agrees(found: Tensor, a: Tensor, b: Tensor, counts: list[int], expected_of: 
     for expert, (begin, end) in enumerate(pairwise(offsets)):
         rows = slice(begin, end)
         if b.dim() == 3:  # the rows of an expert, and its matrix
-            expected, actual = a[rows] @ b[expert], found[rows]
+            expected, actual = a[rows] @ b[expert], result[rows]
         else:
-            expected, actual = a[:, rows] @ b[rows], found[expert]
+            expected, actual = a[:, rows] @ b[rows], result[expert]
         if begin == end:
             unwritten += [expert] * (not torch.equal(actual, expected))
         elif not torch.allclose(actual, expected, rtol=0.02, atol=0.1):
@@ -114,7 +114,7 @@ def print_gemm_rates(device: str, experts: int, width: int, rows_of_expert: list
         "bfloat16, equal sizes": (torch.bfloat16, False, False),
     }
 
-    def both(forward: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> None:
+    def run_both_passes(forward: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> None:
         torch.autograd.grad(forward(), leaves, dy)
 
     print("| rows of an expert | GEMM | forward | forward + backward |")
@@ -135,8 +135,8 @@ def print_gemm_rates(device: str, experts: int, width: int, rows_of_expert: list
             calls = 3 if dtype == torch.float32 else 10
             with torch.no_grad():
                 seconds = seconds_of(forward, device, calls)
-            of_both = seconds_of(partial(both, forward, [x, w], dy), device, calls)
-            rates = [f"{flops / seconds / 1e12:.3g}", f"{3 * flops / of_both / 1e12:.3g}"]
+            both_seconds = seconds_of(partial(run_both_passes, forward, [x, w], dy), device, calls)
+            rates = [f"{flops / seconds / 1e12:.3g}", f"{3 * flops / both_seconds / 1e12:.3g}"]
             print(f"| {rows} | {name} | {' | '.join(rates)} |", flush=True)
     return True
 
@@ -148,10 +148,12 @@ def main() -> int:
     )
     parser.add_argument("probe", choices=["device", "grouped-mm", "gemm-rates"])
     parser.add_argument("--device", default="cuda")
-    of_rates = parser.add_argument_group("gemm-rates")
-    of_rates.add_argument("--experts", type=int, default=64, help="an even number (default: 64)")
-    of_rates.add_argument("--width", type=int, default=2048, help="default: 2048")
-    of_rates.add_argument("--rows", type=int, nargs="+", default=[16, 128, 2048])
+    rate_options = parser.add_argument_group("gemm-rates")
+    rate_options.add_argument(
+        "--experts", type=int, default=64, help="an even number (default: 64)"
+    )
+    rate_options.add_argument("--width", type=int, default=2048, help="default: 2048")
+    rate_options.add_argument("--rows", type=int, nargs="+", default=[16, 128, 2048])
     args = parser.parse_args()
     probes = {
         "device": partial(use_device, args.device),

@@ -69,8 +69,8 @@ def names_of_kernels():
     """Returns the names of the functions of the emulation by their places in the library."""
     library = emulated.BUILD / "counting" / "moe_ext_emulated.so"
     lines = subprocess.check_output(["nm", "-C", library], text=True).splitlines()
-    found = (re.match(r"(\w+) [tTW] (.*)", line) for line in lines)
-    return {int(line[1], 16): line[2] for line in found if line}
+    matches = (re.match(r"(\w+) [tTW] (.*)", line) for line in lines)
+    return {int(line[1], 16): line[2] for line in matches if line}
 
 
 def short(name):
@@ -166,7 +166,7 @@ def rows_of_passes():
         measured = [steps_of(sizes, names) for sizes in LAYERS]
     rows = {}
     for which in measured[0]:
-        sequences = [each[which] for each in measured]
+        sequences = [passes[which] for passes in measured]
         if len({tuple(step.name for step in steps) for steps in sequences}) > 1:
             raise ValueError(f"{which}: the layers have different kernels: {sequences}")
         rows[which] = [
@@ -190,8 +190,8 @@ def table(rows, sizes):
         for row in steps:
             giga = [f"{formula(sizes) / 1e9:.3f}" for formula in (row.read, row.written)]
             text += f"| `{row.name}` | {row.read} | {row.written} | {' | '.join(giga)} |\n"
-        for name, ours in (("launches of moe_ext", True), ("calls of torch", False)):
-            chosen = [row for row in steps if row.is_ours == ours]
+        for name, is_ours in (("launches of moe_ext", True), ("calls of torch", False)):
+            chosen = [row for row in steps if row.is_ours == is_ours]
             giga = [
                 sum(formula(sizes) for formula in formulas) / 1e9
                 for formulas in ([row.read for row in chosen], [row.written for row in chosen])

@@ -36,7 +36,7 @@ CHANGES = [
         r"extern __shared__ __align__\(\d+\) unsigned char shared_space\[\];",
         "unsigned char* const shared_space = emulation::shared_memory();",
     ),
-    (r"__shared__ ([^;]+);", lambda found: f"{found[0]} emulation::enter({names_in(found[1])});"),
+    (r"__shared__ ([^;]+);", lambda match: f"{match[0]} emulation::enter({names_in(match[1])});"),
     (r"TORCH_LIBRARY_IMPL\(moe_ext, CUDA, m\)", "TORCH_LIBRARY_IMPL(moe_ext_emulated, CPU, m)"),
     (r"DispatchKey::AutocastCUDA", "DispatchKey::AutocastCPU"),
     (r"at::kCUDA", "at::kCPU"),

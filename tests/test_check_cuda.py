@@ -44,7 +44,7 @@ def report(stores=0, loads=0, registers=64, shared=1024):
 
 
 def faults_of(kernels):
-    return [check_cuda.faults(kernel, 256) for kernel in kernels]
+    return [check_cuda.faults_of(kernel, 256) for kernel in kernels]
 
 
 def test_the_report_of_ptxas():
@@ -78,16 +78,16 @@ def test_faults(sizes, message):
 def test_a_spill_with_a_reason_may_not_grow():
     first, _ = report(stores=8, loads=8)
     allowed = first._replace(name="_Z11topm_kernelIfEvPf")
-    assert check_cuda.faults(allowed, 256) == []
+    assert check_cuda.faults_of(allowed, 256) == []
     larger = allowed._replace(spilled_bytes=20)
-    assert check_cuda.faults(larger, 256) == ["spills 20 bytes"]
+    assert check_cuda.faults_of(larger, 256) == ["spills 20 bytes"]
 
 
 def test_a_kernel_without_launch_bounds_has_the_default_threads():
     (_, second) = report()
     assert check_cuda.registers_of_block(second, check_cuda.default_threads()) == 256 * 16
-    assert check_cuda.faults(second._replace(registers=255), 512) != []
-    assert check_cuda.faults(second._replace(registers=255), 256) == []
+    assert check_cuda.faults_of(second._replace(registers=255), 512) != []
+    assert check_cuda.faults_of(second._replace(registers=255), 256) == []
 
 
 NVCC = shutil.which(f"{CUDA_HOME}/bin/nvcc") if CUDA_HOME else None
@@ -107,10 +107,10 @@ def test_a_file_of_two_kernels(tmp_path):
     )
     kernels = check_cuda.compile_file(source, "9.0", NVCC, [])
     names = check_cuda.readable([kernel.name for kernel in kernels])
-    found = dict(zip(names, kernels, strict=True))
-    assert {*found} == {"bounded", "plain"}
-    assert (found["bounded"].shared_bytes, found["bounded"].threads) == (1200, 128)
-    assert (found["plain"].shared_bytes, found["plain"].threads) == (0, None)
+    named = dict(zip(names, kernels, strict=True))
+    assert {*named} == {"bounded", "plain"}
+    assert (named["bounded"].shared_bytes, named["bounded"].threads) == (1200, 128)
+    assert (named["plain"].shared_bytes, named["plain"].threads) == (0, None)
     assert all(kernel.spilled_bytes == 0 for kernel in kernels)
 
 

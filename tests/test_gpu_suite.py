@@ -100,7 +100,7 @@ def test_first_builds_then_probes_then_tests(suite):
         calls(commands, "python", "scripts/gpu_probes.py", "grouped-mm"),
         calls(commands, "python", "pytest", "cuda", "tests/ops"),
     ]
-    assert [len(found) for found in steps] == [1] * 5
+    assert [len(places) for places in steps] == [1] * 5
     assert steps == sorted(steps)
     (probe,) = calls(commands, "timeout", "grouped-mm")
     assert "30" in commands[probe]
