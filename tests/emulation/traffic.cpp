@@ -87,9 +87,11 @@ std::unique_ptr<at::ObserverContext> begin_call(const at::RecordFunction& functi
 void end_call(const at::RecordFunction& function, at::ObserverContext* context) {
   if (context == nullptr || --num_calls > 0) return;
   const auto* call = static_cast<Call*>(context);
+  const bool in_place = std::string_view(function.name()).back() == '_';
   int64_t num_written = 0;
   for (const c10::IValue& value : function.outputs()) {
-    if (!value.isTensor() || call->storages.count(value.toTensor().storage().data()) > 0) continue;
+    if (!value.isTensor()) continue;
+    if (!in_place && call->storages.count(value.toTensor().storage().data()) > 0) continue;
     num_written += static_cast<int64_t>(value.toTensor().nbytes());
   }
   const bool is_empty = std::string_view(function.name()).substr(0, 11) == "aten::empty";
