@@ -66,7 +66,7 @@ def entries(source: str) -> Iterator[Entry]:
             namespace = match[1]
         elif not line:
             comment = []
-        elif not re.match(r"#|}|TORCH_MODULE|using \S+;", line):
+        elif not re.match(r"#|}|\s|TORCH_MODULE|using \S+;", line):
             code = line
         bare = re.sub(r"\s*//.*", "", code)
         if bare.endswith(";") and bare.count("{") == bare.count("}"):

@@ -313,7 +313,8 @@ def options_of_cpp(name):
         fields = re.findall(r"TORCH_ARG\((.*), (\w+)\)( = .*)?;", options[1])
         defaults = dict(parsed(f"{kind} {field}{default}")[1:] for kind, field, default in fields)
         assert list(required) == [field for field, default in defaults.items() if default is ...]
-        return defaults
+        shared = re.findall(r"MOE_EXT_LAYER_ARG\((\w+)\)", options[1])
+        return defaults | {name: options_of_cpp("MoE")[name] for name in shared}
     if struct := re.search(rf"struct MOE_EXT_API {name} {{(.*?)\n}};", header, re.S):
         lines = re.findall(r"^  ([^()\n]+);", struct[1], re.M)
         return dict(parsed(line)[1:] for line in lines)
@@ -339,7 +340,7 @@ def test_classes_have_the_options_of_python(name):
 
 
 def test_hierarchical_options_are_those_of_the_flat_layer():
-    """TORCH_ARG returns the struct that declares an option, so both structs declare them."""
+    """A setter returns the struct that declares it, so the hierarchical one names all options."""
     flat, hierarchical = options_of_cpp("MoE"), options_of_cpp("HierarchicalMoE")
     sizes = {"d_model", "num_experts", "k", "num_groups", "experts_per_group"}
     assert {name: value for name, value in flat.items() if name not in sizes} == {

@@ -112,35 +112,6 @@ void print(std::ostream& stream, const char* name, const MoEOptions& options) {
   stream << ")";
 }
 
-// The options of the MoE that a hierarchical one is.
-MoEOptions flat(const HierarchicalMoEOptions& options) {
-  const int64_t num_experts =
-      num_experts_of_levels("HierarchicalMoE", options.d_model(), options.num_groups(),
-                            options.experts_per_group(), options.k());
-  auto result = MoEOptions(options.d_model(), num_experts, options.k()[0] * options.k()[1])
-                    .hidden_sizes(options.hidden_sizes())
-                    .activation(options.activation())
-                    .activation_args(options.activation_args())
-                    .bias(options.bias())
-                    .recompute(options.recompute())
-                    .expert_dtype(options.expert_dtype())
-                    .w_importance(options.w_importance())
-                    .w_load(options.w_load())
-                    .losses(options.losses())
-                    .experts(options.experts())
-                    .shared_expert(options.shared_expert());
-  if (options.gate()) {
-    return result.gate(options.gate())
-        .noise_epsilon(options.noise_epsilon())
-        .generator(options.generator());
-  }
-  return result.gate(std::make_shared<HierarchicalNoisyTopKGateImpl>(
-      HierarchicalNoisyTopKGateOptions(options.d_model(), options.num_groups(),
-                                       options.experts_per_group(), options.k())
-          .noise_epsilon(options.noise_epsilon())
-          .generator(options.generator())));
-}
-
 // Returns the offsets [S + 1] of the sequences of x [..., T, D] among its real tokens. mask: [...,
 // T] bool, true at real tokens; absent: all tokens are real.
 Tensor sequence_offsets_of(const Tensor& x, const OptionalTensor& mask) {
@@ -280,11 +251,11 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
   std::map<std::string, Tensor> losses;
   if (!options.losses().empty()) {
     const auto sequence_offsets = sequence_offsets_of(x, mask);
-    for (const auto& each : options.losses()) {
-      const auto sums = each->sums(routing, plan.tokens_per_expert, sequence_offsets);
-      const auto value = each->value(sums);
-      loss = loss + value * each->weight;
-      losses[each->name()] = value.detach();
+    for (const auto& router_loss : options.losses()) {
+      const auto sums = router_loss->sums(routing, plan.tokens_per_expert, sequence_offsets);
+      const auto value = router_loss->value(sums);
+      loss = loss + value * router_loss->weight;
+      losses[router_loss->name()] = value.detach();
     }
   }
   auto shape = x.sizes().vec();
@@ -350,10 +321,30 @@ Tensor MoEImpl::mixture(const Tensor& x, const Routing& routing,
 
 HierarchicalMoEOptions::HierarchicalMoEOptions(int64_t d_model, int64_t num_groups,
                                                int64_t experts_per_group, std::array<int64_t, 2> k)
-    : d_model_(d_model), num_groups_(num_groups), experts_per_group_(experts_per_group), k_(k) {}
+    : d_model_(d_model),
+      num_groups_(num_groups),
+      experts_per_group_(experts_per_group),
+      k_(k),
+      layer_(0, 0, 0) {}
+
+MoEOptions HierarchicalMoEOptions::flat() const {
+  const int64_t num_experts =
+      num_experts_of_levels("HierarchicalMoE", d_model_, num_groups_, experts_per_group_, k_);
+  auto options = layer_;
+  options.d_model(d_model_).num_experts(num_experts).k(k_[0] * k_[1]);
+  if (!options.gate()) {
+    options.gate(std::make_shared<HierarchicalNoisyTopKGateImpl>(
+        HierarchicalNoisyTopKGateOptions(d_model_, num_groups_, experts_per_group_, k_)
+            .noise_epsilon(options.noise_epsilon())
+            .generator(options.generator())));
+    const MoEOptions defaults(0, 0, 0);  // MoE takes no gate with options of the noise
+    options.noise_epsilon(defaults.noise_epsilon()).generator(defaults.generator());
+  }
+  return options;
+}
 
 HierarchicalMoEImpl::HierarchicalMoEImpl(const HierarchicalMoEOptions& options)
-    : MoEImpl(flat(options)) {}
+    : MoEImpl(options.flat()) {}
 
 void HierarchicalMoEImpl::pretty_print(std::ostream& stream) const {
   print(stream, "moe_ext::nn::HierarchicalMoE", options);

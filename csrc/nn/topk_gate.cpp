@@ -150,14 +150,14 @@ void TopKGateImpl::update() {
 }
 
 void update_gates(torch::nn::Module& module) {
-  bool found = false;
-  module.apply([&](torch::nn::Module& each) {
-    auto* gate = dynamic_cast<TopKGateImpl*>(&each);
+  bool has_gate = false;
+  module.apply([&](torch::nn::Module& child) {
+    auto* gate = dynamic_cast<TopKGateImpl*>(&child);
     if (gate == nullptr || !gate->selection_bias.defined()) return;
     gate->update();
-    found = true;
+    has_gate = true;
   });
-  TORCH_CHECK_VALUE(found,
+  TORCH_CHECK_VALUE(has_gate,
                     "update_gates: module must contain a TopKGate with bias_update_rate, got '",
                     class_of(module), "'");
 }

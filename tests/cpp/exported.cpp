@@ -9,35 +9,35 @@ Tree Tree::file(const std::string& name) {
 }
 
 std::map<std::string, Tree> Tree::branches() const {
-  std::map<std::string, Tree> found;
+  std::map<std::string, Tree> branches;
   for (const auto& [path, tensor] : tensors_) {
     const auto slash = path.find('/');
-    auto& branch = found.try_emplace(path.substr(0, slash), Tree(StateDict())).first->second;
+    auto& branch = branches.try_emplace(path.substr(0, slash), Tree(StateDict())).first->second;
     if (slash != std::string::npos) branch.tensors_[path.substr(slash + 1)] = tensor;
   }
-  return found;
+  return branches;
 }
 
 Tree Tree::operator/(const std::string& part) const {
-  Tree found{StateDict()};
-  for (auto each = tensors_.lower_bound(part + "/");
-       each != tensors_.end() && each->first.starts_with(part + "/"); ++each) {
-    found.tensors_[each->first.substr(part.size() + 1)] = each->second;
+  Tree branch{StateDict()};
+  for (auto entry = tensors_.lower_bound(part + "/");
+       entry != tensors_.end() && entry->first.starts_with(part + "/"); ++entry) {
+    branch.tensors_[entry->first.substr(part.size() + 1)] = entry->second;
   }
-  return found;
+  return branch;
 }
 
 std::optional<Tensor> Tree::find(const std::string& name) const {
-  const auto found = tensors_.find(name);
-  return found == tensors_.end() ? std::nullopt : std::optional(found->second);
+  const auto entry = tensors_.find(name);
+  return entry == tensors_.end() ? std::nullopt : std::optional(entry->second);
 }
 
 std::vector<Tensor> Tree::list(const std::string& name) const {
-  std::vector<Tensor> found;
-  while (const auto tensor = find(name + "/" + std::to_string(found.size()))) {
-    found.push_back(*tensor);
+  std::vector<Tensor> tensors;
+  while (const auto tensor = find(name + "/" + std::to_string(tensors.size()))) {
+    tensors.push_back(*tensor);
   }
-  return found;
+  return tensors;
 }
 
 std::string Tree::text(const std::string& name) const {
@@ -64,11 +64,11 @@ testing::AssertionResult same_bits(const Tensor& actual, const Tensor& expected)
 
 void expect_same_bits(const StateDict& actual, const StateDict& expected) {
   for (const auto& [name, tensor] : expected) {
-    const auto found = actual.find(name);
-    if (found == actual.end()) {
+    const auto entry = actual.find(name);
+    if (entry == actual.end()) {
       ADD_FAILURE() << name << " is missing";
     } else {
-      EXPECT_TRUE(same_bits(found->second, tensor)) << name;
+      EXPECT_TRUE(same_bits(entry->second, tensor)) << name;
     }
   }
   for (const auto& [name, tensor] : actual) {

@@ -53,9 +53,9 @@ TEST(InferenceMode, RunsLayers) {
       expected = call(*layer, inputs);
     }
     c10::InferenceMode mode;
-    const auto found = call(*layer, inputs);
-    EXPECT_TRUE(found.at("y").is_inference());
-    expect_same_bits(found, expected);
+    const auto actual = call(*layer, inputs);
+    EXPECT_TRUE(actual.at("y").is_inference());
+    expect_same_bits(actual, expected);
   }
 }
 

@@ -35,7 +35,7 @@ MoEOptions with_gate(GateHolder gate) {
 inline std::map<std::string, Maker> make_layers() {
   const std::vector<double> clamped = {0.75, 1.5, 0.25};
   const auto pair = [](int64_t first, int64_t second) { return std::array{first, second}; };
-  std::map<std::string, Maker> found = {
+  std::map<std::string, Maker> makers = {
       {"layer()", [] { return layer(MoEOptions(D, 6, 2)); }},
       {"layer(hidden_sizes=(5,), activation='swiglu', bias=True, recompute=True, w_importance=0.3, "
        "w_load=0, noise_epsilon=0.1)",
@@ -171,13 +171,13 @@ inline std::map<std::string, Maker> make_layers() {
   for (const std::string name : {"relu", "relu_squared", "gelu", "gelu_tanh", "silu", "tanh",
                                  "sigmoid", "identity", "swiglu", "geglu", "reglu", "glu",
                                  "geglu_tanh", "clamped_swiglu", "interleaved_clamped_swiglu"}) {
-    found["activation " + name] = [=] {
+    makers["activation " + name] = [=] {
       auto options = MoEOptions(D, 6, 2).hidden_sizes({5, 6}).activation(name).bias(true);
       if (name.ends_with("clamped_swiglu")) options.activation_args(clamped);
       return layer(options);
     };
   }
-  return found;
+  return makers;
 }
 inline const std::map<std::string, Maker> layers = make_layers();
 
@@ -226,13 +226,13 @@ inline std::pair<StateDict, StateDict> step(torch::nn::Module& module, Tree inpu
     gradients.push_back(gradient);
   }
   if (!outputs.empty()) torch::autograd::backward(outputs, gradients);
-  StateDict found;
+  StateDict grads;
   const auto add = [&](const std::string& name, const Tensor& leaf) {
-    if (leaf.grad().defined()) found[name] = leaf.grad();
+    if (leaf.grad().defined()) grads[name] = leaf.grad();
   };
   for (const auto& parameter : module.named_parameters()) add(parameter.key(), parameter.value());
   add("x", x);
-  return {results, found};
+  return {results, grads};
 }
 
 }  // namespace exported

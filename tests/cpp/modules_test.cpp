@@ -16,8 +16,8 @@ using moe_ext::state_dict;
 using moe_ext::write_state_dict;
 
 const std::map<std::string, Tree>& cases() {
-  static const auto found = Tree::file("modules").branches();
-  return found;
+  static const auto branches = Tree::file("modules").branches();
+  return branches;
 }
 
 TEST(TableOfLayers, IsThatOfPython) { EXPECT_EQ(names_of(layers), names_of(cases())); }
@@ -221,8 +221,8 @@ TEST(YourOwn, Loss) {
   EXPECT_NEAR(aux.loss.item<double>(), 0.5 * h + 0.25 * h * h, 1e-6);
   EXPECT_EQ(aux.metrics().at("router_entropy"), aux.losses.at("router_entropy").item<double>());
   entropy->weight = 0;
-  const auto [other, without] = layer->forward(torch::randn({7, D}));
-  EXPECT_NEAR(without.loss.item<double>(), 0.25 * h * h, 1e-6);
+  const auto [next_y, next_aux] = layer->forward(torch::randn({7, D}));
+  EXPECT_NEAR(next_aux.loss.item<double>(), 0.25 * h * h, 1e-6);
 }
 
 // A step of 1e-3 from 1 would be lost in bfloat16.

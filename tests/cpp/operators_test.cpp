@@ -35,9 +35,9 @@ TEST_P(Operators, HaveThePythonBits) {
       upstream_of_these.push_back(gradient);
     }
     if (leaves.empty()) continue;
-    const auto found = torch::autograd::grad(differentiable, leaves, upstream_of_these, {},
+    const auto grads = torch::autograd::grad(differentiable, leaves, upstream_of_these, {},
                                              /*create_graph=*/false, /*allow_unused=*/true);
-    auto actual = found.begin();
+    auto actual = grads.begin();
     for (const auto& [path, gradient] : gradients) {
       const auto& dx = *actual++;
       EXPECT_TRUE(same_bits(dx.defined() ? dx : torch::zeros_like(gradient), gradient)) << path;

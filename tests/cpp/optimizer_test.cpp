@@ -67,9 +67,9 @@ TEST_P(Optimizer, ContinuesFromACheckpoint) {
   torch::save(optimizer, file);
 
   auto resumed = weights_after(2);
-  FactoredAdam other(resumed, FactoredAdamOptions(123));  // the file has the options
-  torch::load(other, file);
-  run(other, resumed, 3, 5);
+  FactoredAdam loaded(resumed, FactoredAdamOptions(123));  // the file has the options
+  torch::load(loaded, file);
+  run(loaded, resumed, 3, 5);
 }
 
 TEST(Groups, HaveTheirOwnOptions) {

@@ -68,7 +68,7 @@ TEST_P(Threads, RunEveryTaskOnce) {
   for (const int64_t num_tasks : {0, 1, 7, 1000}) {
     std::vector<std::atomic<int>> calls(num_tasks);
     run_tasks(num_tasks, nullptr, kNoTask, [&](int64_t task) { ++calls[task]; });
-    for (const auto& each : calls) EXPECT_EQ(each, 1);
+    for (const auto& number : calls) EXPECT_EQ(number, 1);
   }
 }
 

@@ -25,19 +25,19 @@ TEST(Threads, MayShareALayerInEvaluation) {
     call(*module, inputs);  // sets the thresholds of balanced gates
     module->eval();
     const auto expected = call(*module, inputs);
-    std::vector<StateDict> found(8);
+    std::vector<StateDict> results(8);
     std::vector<std::thread> threads;
-    for (auto& each : found) {
+    for (auto& result : results) {
       threads.emplace_back([&, &layer = module] {
         torch::NoGradGuard own_guard;  // a guard acts on one thread
         for (int i = 0; i < 20; ++i) {
-          each = call(*layer, inputs);
-          if (!same_bits(each.at("y"), expected.at("y"))) return;
+          result = call(*layer, inputs);
+          if (!same_bits(result.at("y"), expected.at("y"))) return;
         }
       });
     }
     for (auto& thread : threads) thread.join();
-    for (const auto& each : found) expect_same_bits(each, expected);
+    for (const auto& result : results) expect_same_bits(result, expected);
   }
   at::set_num_threads(before);
 }

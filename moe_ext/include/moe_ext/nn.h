@@ -31,6 +31,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -748,6 +749,16 @@ class MOE_EXT_API MoEImpl : public torch::nn::Cloneable<MoEImpl> {
 };
 TORCH_MODULE(MoE);
 
+// Declares the setter and the getters of an option of layer_, as TORCH_ARG does for a member.
+#define MOE_EXT_LAYER_ARG(name)                                                      \
+  template <typename T = std::decay_t<decltype(std::declval<MoEOptions&>().name())>> \
+  HierarchicalMoEOptions& name(T&& value) {                                          \
+    layer_.name(std::forward<T>(value));                                             \
+    return *this;                                                                    \
+  }                                                                                  \
+  const auto& name() const noexcept { return layer_.name(); }                        \
+  auto& name() noexcept { return layer_.name(); }
+
 // The options of HierarchicalMoE: the sizes, and the options of MoE.
 struct MOE_EXT_API HierarchicalMoEOptions {
   // k: (k1, k2).
@@ -760,41 +771,40 @@ struct MOE_EXT_API HierarchicalMoEOptions {
   TORCH_ARG(int64_t, experts_per_group);
   using Levels = std::array<int64_t, 2>;
   TORCH_ARG(Levels, k);
-  // See MoEOptions. gate: null means a HierarchicalNoisyTopKGate with noise_epsilon and
-  // generator.
-  TORCH_ARG(std::optional<std::vector<int64_t>>, hidden_sizes) = std::nullopt;
-  TORCH_ARG(std::string, activation) = "relu";
-  TORCH_ARG(std::vector<double>, activation_args) = {};
-  TORCH_ARG(bool, bias) = false;
-  TORCH_ARG(bool, recompute) = false;
-  TORCH_ARG(std::optional<torch::Dtype>, expert_dtype) = std::nullopt;
-  TORCH_ARG(std::optional<double>, w_importance) = std::nullopt;
-  TORCH_ARG(std::optional<double>, w_load) = std::nullopt;
-  TORCH_ARG(std::vector<std::shared_ptr<RouterLoss>>, losses) = {};
-  TORCH_ARG(double, noise_epsilon) = 1e-2;
-  TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
-  TORCH_ARG(std::shared_ptr<torch::nn::Module>, gate) = nullptr;
-  TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
-  TORCH_ARG(torch::nn::AnyModule, shared_expert) = {};
 
  public:
-  // For hidden_sizes({1024}), which does not convert to std::optional.
+  // See MoEOptions. gate: null means a HierarchicalNoisyTopKGate with noise_epsilon and
+  // generator.
+  MOE_EXT_LAYER_ARG(hidden_sizes)
+  MOE_EXT_LAYER_ARG(activation)
+  MOE_EXT_LAYER_ARG(activation_args)
+  MOE_EXT_LAYER_ARG(bias)
+  MOE_EXT_LAYER_ARG(recompute)
+  MOE_EXT_LAYER_ARG(expert_dtype)
+  MOE_EXT_LAYER_ARG(w_importance)
+  MOE_EXT_LAYER_ARG(w_load)
+  MOE_EXT_LAYER_ARG(losses)
+  MOE_EXT_LAYER_ARG(noise_epsilon)
+  MOE_EXT_LAYER_ARG(generator)
+  MOE_EXT_LAYER_ARG(gate)
+  MOE_EXT_LAYER_ARG(experts)
+  MOE_EXT_LAYER_ARG(shared_expert)
+
+  // For hidden_sizes({1024}), whose type the setter cannot know.
   HierarchicalMoEOptions& hidden_sizes(std::initializer_list<int64_t> sizes) {
-    return hidden_sizes(std::vector<int64_t>(sizes));
+    layer_.hidden_sizes(sizes);
+    return *this;
   }
-  template <typename M>
-  HierarchicalMoEOptions& gate(const torch::nn::ModuleHolder<M>& holder) {
-    return gate(holder.ptr());
-  }
-  template <typename M>
-  HierarchicalMoEOptions& experts(const torch::nn::ModuleHolder<M>& holder) {
-    return experts(holder.ptr());
-  }
-  template <typename M>
-  HierarchicalMoEOptions& shared_expert(const torch::nn::ModuleHolder<M>& holder) {
-    return shared_expert(torch::nn::AnyModule(holder));
-  }
+
+ private:
+  friend class HierarchicalMoEImpl;
+
+  // Returns the options of the MoE that the layer is, with num_experts and k of both levels.
+  MoEOptions flat() const;
+
+  MoEOptions layer_;  // without sizes
 };
+#undef MOE_EXT_LAYER_ARG
 
 // MoE with a two-level gate over a groups of b experts (Appendix B, Eq. 12). The layer has
 // num_experts = a * b and k = k1 * k2; expert j of group i has the index i * b + j.
