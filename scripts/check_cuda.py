@@ -29,8 +29,11 @@ MOST_STATIC = 48 << 10  # bytes of shared memory of a block
 MOST_REGISTERS = 1 << 16  # of a block
 REGISTER_UNIT = 256  # A warp gets a multiple of it.
 WARP = 32
-# Kernels that may spill some bytes, with the reason.
-SPILLS = {"topm_kernel": 16}  # 1,024 threads leave 64 registers for each
+# The kernels that may spill, with their bytes.
+SPILLS = {
+    "topm_kernel": 16,  # 1,024 threads leave 64 registers for each.
+    "rows_times_rows_kernel": 8,  # In float32 for 12.0.
+}
 
 
 class Kernel(NamedTuple):
