@@ -123,7 +123,8 @@ def name_of(page):
     return str(page.relative_to(ROOT))
 
 
-# The page on C++ compiles for a minute; tests/cpp and examples/cpp compile the same names.
+# The page on C++ compiles for a minute; tests/cpp and examples/cpp compile the same names, also
+# those of C++ blocks of other pages.
 LONG = [ROOT / "docs" / "guides" / "cpp.md"]
 
 
@@ -134,7 +135,7 @@ LONG = [ROOT / "docs" / "guides" / "cpp.md"]
         for page in PAGES
     ],
 )
-def test_code_blocks_run(page, monkeypatch, tmp_path):
+def test_code_blocks_run(page, pytestconfig, monkeypatch, tmp_path):
     has_cmake = shutil.which("cmake") and shutil.which("ninja")
     if "```cmake" in page.read_text() and not has_cmake:
         pytest.skip("the commands of this page need cmake and ninja")
@@ -150,7 +151,7 @@ def test_code_blocks_run(page, monkeypatch, tmp_path):
     torch.manual_seed(0)
     for example in document.examples():
         example.evaluate()
-    if cpp and has_cmake:
+    if cpp and has_cmake and pytestconfig.getoption("--long"):
         failed = run_cpp(cpp)
         assert not failed, failed
 
