@@ -8,7 +8,6 @@ for any order of threads. It does not test speed, streams, graphs or synchroniza
 
 import contextlib
 import functools
-import itertools
 import os
 import re
 import sys
@@ -23,6 +22,13 @@ ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "emulation"
 BUILD = ROOT / "build" / "emulation"
 
+
+def names_in(declaration):
+    """Returns the names of the variables in a declaration, as "a, b" for "T a[2][3], b[4]"."""
+    declarators = re.sub(r"\[.*?\]", "", declaration).split(",")
+    return ", ".join(declarator.split()[-1] for declarator in declarators)
+
+
 # Replacements for what is not C++, and for the registration of the kernels.
 CHANGES = [
     (r"kernel<<<(.*)>>>\(", r"emulation::launch<Parameters...>(kernel, \1, "),
@@ -30,6 +36,7 @@ CHANGES = [
         r"extern __shared__ __align__\(\d+\) unsigned char shared_space\[\];",
         "unsigned char* const shared_space = emulation::shared_memory();",
     ),
+    (r"__shared__ ([^;]+);", lambda match: f"{match[0]} emulation::enter({names_in(match[1])});"),
     (r"TORCH_LIBRARY_IMPL\(moe_ext, CUDA, m\)", "TORCH_LIBRARY_IMPL(moe_ext_emulated, CPU, m)"),
 ]
 
@@ -47,25 +54,26 @@ def write_sources():
     Returns two files to compile, which include the kernels and the host functions: headers take
     most of the time.
     """
-    units, used = {"cuda": [], "cuda_host": [EMULATION / "broken_kernels.cpp"]}, set()
-    sources = [ROOT.glob(f"csrc/{name}") for name in ("**/*.h", "cuda/*.cu*", "cuda_host/*.cpp")]
-    for path in itertools.chain(*sources):
+    paths = [*ROOT.glob("csrc/**/*.h"), EMULATION / "broken_kernels.cpp"]
+    paths += [*ROOT.glob("csrc/cuda/*.cu*"), *ROOT.glob("csrc/cuda_host/*.cpp")]
+    units, used = {".cu": [], ".cpp": []}, set()
+    for path in paths:
         instead = EMULATION / path.name
         text = (instead if instead.exists() else path).read_text()
         to = BUILD / path.relative_to(ROOT)
-        if path.parent.name in units:
+        if path.suffix != ".h":
             for pattern, replacement in CHANGES:
                 text, count = re.subn(pattern, replacement, text)
                 if count:
                     used.add(pattern)
-            if path.suffix in (".cu", ".cpp"):
-                units[path.parent.name].append(to)
+        if path.suffix in units:
+            units[path.suffix].append(to)
         write_if_changed(to, text)
     assert used == {pattern for pattern, _ in CHANGES}, "csrc/cuda has changed"
-    for name, included in units.items():
+    for suffix, included in units.items():
         lines = "".join(f'#include "{source}"\n' for source in sorted(included))
-        write_if_changed(BUILD / f"{name}.cpp", lines)
-    return [str(BUILD / f"{name}.cpp") for name in units]
+        write_if_changed(BUILD / f"unit_{suffix[1:]}.cpp", lines)
+    return [str(BUILD / f"unit_{suffix[1:]}.cpp") for suffix in units]
 
 
 CPU_ONLY = {"lstm", "_lstm_backward"}  # their rows in operators.py say why
@@ -77,6 +85,18 @@ def operators_of_the_cpu():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_ext::")]
     on_cpu = {name.removeprefix("moe_ext::") for name in names if has_kernel(name, "CPU")}
     return sorted(on_cpu - CPU_ONLY)
+
+
+# Whether the kernels can count the bytes that they read and write; it makes them slower, and must
+# be set before the first use.
+counts_traffic = False
+# gcc then calls a function of emulation/traffic.cpp before each access to memory. If it optimized,
+# it would leave out the call of a write after a read.
+COUNTING = [
+    *("-O0", "-fsanitize=kernel-address"),
+    *("--param=asan-instrumentation-with-call-threshold=0", "--param=asan-stack=0"),
+    *("--param=asan-globals=0", "-DNDEBUG"),  # with NDEBUG, classes are as in torch's libraries
+]
 
 
 @functools.cache
@@ -91,20 +111,22 @@ def operators():
         library.define(schema.removeprefix("moe_ext::"))
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     operators.library = library  # the operators exist as long as this object
-    (BUILD / "objects").mkdir(parents=True, exist_ok=True)
+    objects = BUILD / ("counting" if counts_traffic else "objects")
+    objects.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     # ninja is installed next to this Python.
     with locked(BUILD), mock.patch.dict(os.environ, PATH=path):
         load(
             "moe_ext_emulated",
-            write_sources(),
+            write_sources() + [str(EMULATION / "traffic.cpp")] * counts_traffic,
             extra_cflags=[
                 *("-std=c++20", "-O2", "-g0", "-ffp-contract=off", "-Wno-unknown-pragmas"),
                 "-U_FORTIFY_SOURCE",  # the fortified longjmp must not jump to another stack
                 *("-include", str(EMULATION / "emulation.h")),
+                *(COUNTING if counts_traffic else []),
             ],
             extra_include_paths=[str(EMULATION), str(EMULATION / "include")],
-            build_directory=str(BUILD / "objects"),
+            build_directory=str(objects),
             is_python_module=False,
         )
     return names

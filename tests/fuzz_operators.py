@@ -22,7 +22,6 @@ import math
 import random
 import re
 import resource
-import subprocess
 import sys
 import traceback
 import warnings
@@ -32,6 +31,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the first call would import it, which takes seconds and memory
 from assertions import assert_own_memory, assert_same_bits
+from launch import launch
 from operators import (
     DTYPES,
     FORMS,
@@ -536,15 +536,14 @@ def make_batch(seed, calls):
 
 def run_batch(seed, calls=BATCH):
     """Runs a batch in another process; returns the numbers of results, and the failures."""
-    command = [sys.executable, __file__, "--seed", str(seed), "--in-this-process", str(calls)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = launch(__file__, ["--seed", seed, "--in-this-process", calls], seconds=60 * SECONDS)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     counts = collections.Counter((operator, result) for _, operator, result, _ in lines[1::2])
     failures = [(number, text) for number, _, result, text in lines[1::2] if result == "failed"]
-    if done.returncode:
+    if done.status:
         number, operator = lines[-1][:2] if lines else (0, "")
         counts[operator, "failed"] += 1
-        failures.append((number, f"exit status {done.returncode}\n{done.stderr[-4000:]}"))
+        failures.append((number, f"exit status {done.status}\n{done.stderr[-4000:]}"))
     replay = f"python tests/fuzz_operators.py --seed {seed} --call"
     return counts, [f"{replay} {number}\n{text}" for number, text in failures]
 

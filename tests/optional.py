@@ -13,4 +13,6 @@ class Optional:
         self._name = name
 
     def __getattr__(self, attribute):
+        if attribute.startswith("__"):  # pytest asks each name of a file whether it is a test
+            raise AttributeError(attribute)
         return getattr(pytest.importorskip(self._name), attribute)

@@ -133,12 +133,6 @@ def test_a_module_of_the_layer(file):
     assert re.findall(r"\b(?:scripts|configs|docs|tests|lab)/|\bmoe_lab\b", text) == []
 
 
-def test_the_layer_loads_without_the_lab_and_what_knows_models():
-    slow = ("moe_lab", "moe_ext.distributed", "sympy", "torch.distributed.tensor", "torch._dynamo")
-    code = f"from moe_ext import MoE; print(*(m for m in sys.modules if m.startswith({slow})))"
-    assert run(code) == "\n"
-
-
 @pytest.mark.parametrize("former", ["exchange", "files", "placement", "ranks", "sharding"])
 def test_former_places_of_modules(former):
     module = importlib.import_module(f"moe_ext.distributed.{former}")
@@ -180,17 +174,14 @@ def optional_packages():
     return sorted(names - {"moe_ext", "setuptools"})
 
 
-def run_without_optional_packages(code, needed=()):
-    missing = [package for package in optional_packages() if package not in needed]
-    run(f"sys.modules.update(dict.fromkeys({missing}))\n{code}")
-
-
-def test_the_layer_runs_without_optional_packages():
-    run_without_optional_packages(
-        """
+LOADED = """
 import torch
+before = {{*sys.modules}}
 from moe_ext import MoE
-import sys, moe_ext.distributed, moe_ext.gates, moe_ext.info, moe_ext.optim, moe_ext.recurrent
+new = [name for name in sys.modules if name not in before and name.partition(".")[0] in {optional}]
+print(*new, *(name for name in sys.modules if name.startswith({slow})))
+sys.modules.update(dict.fromkeys({optional}))
+import moe_ext.distributed, moe_ext.gates, moe_ext.info, moe_ext.optim, moe_ext.recurrent
 assert "moe_ext.presets" not in sys.modules
 import moe_ext.presets, moe_ext.integrations._transformers_balance
 x = torch.randn(6, 8, requires_grad=True)
@@ -198,12 +189,21 @@ layer = MoE(8, 4, 2, hidden_sizes=[16])
 y, aux = layer(x)
 (y.sum() + aux.loss).backward()
 assert x.grad.isfinite().all() and all(p.grad is not None for p in layer.parameters())
+for name in {needed}:
+    del sys.modules[name]
+import {lab}
 """
-    )
 
 
-def test_the_packages_of_the_lab_load_without_optional_packages():
-    """Modules import the package of an extra only when they use it."""
+def test_packages_load_without_what_is_optional():
+    """The layer loads no optional package, and no module that is slow or knows models.
+
+    Without the optional packages it trains. The lab loads with the packages that it requires:
+    modules import the package of an extra only when they use it.
+    """
     lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
-    needed = lab["dependencies"]
-    run_without_optional_packages(f"import {', '.join(PACKAGES)}", needed)
+    slow = ("moe_lab", "moe_ext.distributed", "sympy", "torch.distributed.tensor", "torch._dynamo")
+    optional = optional_packages()
+    needed = sorted({*lab["dependencies"]} & {*optional})
+    code = LOADED.format(slow=slow, optional=optional, needed=needed, lab=", ".join(PACKAGES))
+    assert run(code) == "\n"

@@ -467,7 +467,11 @@ print(moe_ext.MoE is not MoE, moe_ext.MoE(4, 2, 1)(torch.randn(3, 4))[0].shape)
 @pytest.fixture(scope="module")
 def imported():
     """Returns what a process prints that imports and uses the layer, and imports it again."""
-    return lines_of(IMPORTED)[-4:]
+    environment = {name: value for name, value in os.environ.items() if name != "MOE_EXT_ISA"}
+    command = [sys.executable, "-c", IMPORTED]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-4:]
 
 
 def test_threads_are_of_torchs_openmp_alone(imported):
@@ -513,15 +517,6 @@ print(moe_ext.info.isa())
 """
 
 
-def lines_of(code):
-    environment = {name: value for name, value in os.environ.items() if name != "MOE_EXT_ISA"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
-
-
 def preferred_instruction_sets():
     """avx512_bf16 multiplies faster than avx512 only on AMD processors."""
     amd = "amd" in cpu_info("vendor_id").lower()
@@ -544,7 +539,9 @@ def test_the_best_instruction_set_is_chosen(imported):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="AMX is used on Linux only")
 def test_instruction_sets_that_are_missing():
-    unknown, missing, chosen = lines_of(WITHOUT_AMX)
+    done = run_code(WITHOUT_AMX, MOE_EXT_ISA=None)
+    assert done.status == 0, done.stderr
+    unknown, missing, chosen = done.stdout.splitlines()
     assert unknown == (
         "MOE_EXT_ISA must be default, avx2, avx512, avx512_bf16, amx, neon or neon_bf16, got mmx"
     )

@@ -57,9 +57,9 @@ __device__ __forceinline__ Operand<scalar_t, kTransposed> operand_of_weight(cons
 
 template <bool kTransposed, typename scalar_t>
 __global__ void __launch_bounds__(simt::kBlockThreads)
-    gemm_simt_kernel(const scalar_t* __restrict__ a, const scalar_t* __restrict__ weight,
-                     const scalar_t* __restrict__ bias, RowGroups experts, int64_t k, int64_t n,
-                     int64_t column_tiles, scalar_t* __restrict__ out) {
+    rows_times_weights_kernel(const scalar_t* __restrict__ a, const scalar_t* __restrict__ weight,
+                              const scalar_t* __restrict__ bias, RowGroups experts, int64_t k,
+                              int64_t n, int64_t column_tiles, scalar_t* __restrict__ out) {
   using acc_t = acc_type<scalar_t>;
   const RowTile<simt::kBlockTile> tile(experts, blockIdx.x / column_tiles);
   if (tile.num_rows <= 0) return;  // uniform over the block
@@ -79,9 +79,11 @@ __global__ void __launch_bounds__(simt::kBlockThreads)
 
 template <bool kTransposed, typename scalar_t>
 __global__ void __launch_bounds__(tensor_core::kBlockThreads)
-    gemm_tensor_core_kernel(const scalar_t* __restrict__ a, const scalar_t* __restrict__ weight,
-                            const scalar_t* __restrict__ bias, RowGroups experts, int64_t k,
-                            int64_t n, int64_t column_tiles, scalar_t* __restrict__ out) {
+    rows_times_weights_tensor_core_kernel(const scalar_t* __restrict__ a,
+                                          const scalar_t* __restrict__ weight,
+                                          const scalar_t* __restrict__ bias, RowGroups experts,
+                                          int64_t k, int64_t n, int64_t column_tiles,
+                                          scalar_t* __restrict__ out) {
   extern __shared__ __align__(128) unsigned char shared_space[];
   const RowTile<tensor_core::kBlockTile> tile(experts, blockIdx.x / column_tiles);
   if (tile.num_rows <= 0) return;  // uniform over the block
@@ -106,9 +108,9 @@ struct GradientTile {
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(simt::kBlockThreads)
-    weight_gradient_simt_kernel(const scalar_t* __restrict__ a, const scalar_t* __restrict__ b,
-                                RowGroups experts, int64_t m, int64_t n,
-                                GradientTile<simt::kBlockTile> tile, scalar_t* __restrict__ out) {
+    rows_times_rows_kernel(const scalar_t* __restrict__ a, const scalar_t* __restrict__ b,
+                           RowGroups experts, int64_t m, int64_t n,
+                           GradientTile<simt::kBlockTile> tile, scalar_t* __restrict__ out) {
   using acc_t = acc_type<scalar_t>;
   const int64_t expert = tile.expert(), begin = experts.bounds[expert];
   const int64_t first_row = tile.first_row(), first_column = tile.first_column();
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(simt::kBlockThreads)
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(tensor_core::kBlockThreads)
-    weight_gradient_tensor_core_kernel(const scalar_t* __restrict__ a,
+    rows_times_rows_tensor_core_kernel(const scalar_t* __restrict__ a,
                                        const scalar_t* __restrict__ b, RowGroups experts, int64_t m,
                                        int64_t n, GradientTile<tensor_core::kBlockTile> tile,
                                        scalar_t* __restrict__ out) {
@@ -142,8 +144,8 @@ __global__ void __launch_bounds__(tensor_core::kBlockThreads)
 // Writes zeros to out [E, size_of_expert] for the experts without rows. Each expert has several
 // blocks.
 template <typename Vec>
-__global__ void zeros_kernel(RowGroups experts, int64_t size_of_expert, int64_t blocks_of_expert,
-                             Vec* __restrict__ out) {
+__global__ void zero_unused_kernel(RowGroups experts, int64_t size_of_expert,
+                                   int64_t blocks_of_expert, Vec* __restrict__ out) {
   const int64_t expert = blockIdx.x / blocks_of_expert;
   if (experts.bounds[expert] != experts.bounds[expert + 1]) return;  // uniform over the block
   for (int64_t i = blockIdx.x % blocks_of_expert * blockDim.x + threadIdx.x; i < size_of_expert;
@@ -180,13 +182,15 @@ void GroupedGemm<scalar_t>::on_cuda(const CudaStream& stream) const {
       const auto start_on_tensor_cores = [&](auto kernel, int64_t shared_bytes) {
         start(kernel, row_tiles, tensor_core::kBlockTile, tensor_core::kBlockThreads, shared_bytes);
       };
-      return weight.transposed ? start_on_tensor_cores(gemm_tensor_core_kernel<true, scalar_t>,
-                                                       tensor_core::kSharedBytes<true, true>)
-                               : start_on_tensor_cores(gemm_tensor_core_kernel<false, scalar_t>,
-                                                       tensor_core::kSharedBytes<true, false>);
+      return weight.transposed
+                 ? start_on_tensor_cores(rows_times_weights_tensor_core_kernel<true, scalar_t>,
+                                         tensor_core::kSharedBytes<true, true>)
+                 : start_on_tensor_cores(rows_times_weights_tensor_core_kernel<false, scalar_t>,
+                                         tensor_core::kSharedBytes<true, false>);
     }
   }
-  start(weight.transposed ? gemm_simt_kernel<true, scalar_t> : gemm_simt_kernel<false, scalar_t>,
+  start(weight.transposed ? rows_times_weights_kernel<true, scalar_t>
+                          : rows_times_weights_kernel<false, scalar_t>,
         RowTile<simt::kBlockTile>::count(experts), simt::kBlockTile, simt::kBlockThreads, 0);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(GroupedGemm)
@@ -204,11 +208,11 @@ void GroupedWeightGradient<scalar_t>::on_cuda(const CudaStream& stream) const {
   };
   if constexpr (sizeof(scalar_t) == 2) {
     if (fits_tensor_cores({a, b}, {m, n})) {
-      return start(weight_gradient_tensor_core_kernel<scalar_t>, tensor_core::kBlockThreads,
+      return start(rows_times_rows_tensor_core_kernel<scalar_t>, tensor_core::kBlockThreads,
                    tensor_core::kSharedBytes<false, false>);
     }
   }
-  start(weight_gradient_simt_kernel<scalar_t>, simt::kBlockThreads, 0);
+  start(rows_times_rows_kernel<scalar_t>, simt::kBlockThreads, 0);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(GroupedWeightGradient)
 
@@ -218,7 +222,7 @@ void ZerosOfUnusedExperts::on_cuda(const CudaStream& stream) const {
   constexpr int64_t kMostBlocks = 64, kVectors = 4;  // per expert; per thread
   const int64_t size = num_bytes / static_cast<int64_t>(sizeof(Vec));
   const int64_t blocks_of_expert = std::min(kMostBlocks, ceil_div(size, kVectors * kThreads));
-  launch(stream, zeros_kernel<Vec>, grid(experts.num_groups * blocks_of_expert), kThreads, 0,
+  launch(stream, zero_unused_kernel<Vec>, grid(experts.num_groups * blocks_of_expert), kThreads, 0,
          experts, size, blocks_of_expert, static_cast<Vec*>(out));
 }
 MOE_EXT_DEFINE_ON_CUDA(ZerosOfUnusedExperts)

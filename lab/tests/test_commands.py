@@ -11,7 +11,7 @@ import time
 
 import pytest
 from moe_lab.cli import exit_status
-from moe_lab.commands import compare, evaluate, inspect_experts, train
+from moe_lab.commands import compare, evaluate, inspect_experts, prepare_data, train
 from moe_lab.errors import ConfigError
 from moe_lab.studies.table import run as run_study
 from moe_lab.training.checkpoint import checkpoints_of
@@ -179,21 +179,20 @@ def test_training_and_evaluation_with_closed_or_full_streams(run, corpus, tmp_pa
         assert error == (f"error: {stream}: No space left on device\n" if stream else "")
 
 
-def test_paths_that_are_not_utf8(run, corpus, tmp_path):
-    options = " ".join([*TINY, f"data.corpus={corpus}", "steps=1"])
-    for option in ("output", "data.corpus"):
-        line = f"$lab train {CONFIG} {options} output=run {option}=$'runs-\\xe9'"
-        status, error = shell(line, tmp_path)
-        assert (
-            status == 2 and error == f"error: option {option} must be UTF-8, got 'runs-\\udce9'\n"
-        )
+def test_paths_that_are_not_utf8(run, corpus, capsys, tmp_path):
+    options = [CONFIG, *TINY, f"data.corpus={corpus}", "steps=1", f"output={tmp_path / 'run'}"]
+    for command, option, arguments in (
+        (train, "option output", [*options, "output=runs-\udce9"]),
+        (train, "option data.corpus", [*options, "data.corpus=runs-\udce9"]),
+        (prepare_data, "--output", ["text", "--from", corpus, "--output", "runs-\udce9"]),
+    ):
+        status, error = status_and_error(capsys, command, *arguments)
+        assert status == 2 and error == f"error: {option} must be UTF-8, got 'runs-\\udce9'\n"
     assert not list(tmp_path.iterdir())
     shutil.copytree(run, tmp_path / "run-\udce9")
     shutil.copy(corpus / "test.txt", tmp_path / "text-\udce9.txt")
     assert shell("$lab evaluate $'run-\\xe9' --corpus $'text-\\xe9.txt' >out", tmp_path) == (0, "")
     assert "ends of 70 sentences" in (tmp_path / "out").read_text()
-    status, error = shell(f"$lab prepare-data text --from {corpus} --output $'a-\\xe9'", tmp_path)
-    assert status == 2 and error == "error: --output must be UTF-8, got 'a-\\udce9'\n"
 
 
 def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):

@@ -6,8 +6,10 @@ import os
 import subprocess
 from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import patch
 
 import pytest
+from launch import launch
 from moe_lab.analysis.cluster import DEVICES, plan
 from moe_lab.benchmarks import cases
 from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Key, RankTimes
@@ -30,8 +32,18 @@ def results(folder, arguments):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    """Runs the ranks in processes that have imported the layer; the long tests use torchrun."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    script = folder / "benchmark.py"
+    script.write_text("import sys\nfrom moe_lab.__main__ import main\nsys.exit(main())\n")
+
+    def start(command, env):
+        done = launch(script, command[command.index("moe_lab") + 1 :], ranks=2)
+        return subprocess.CompletedProcess(command, done.status)
+
     arguments = f"--chunks 1 2 --tokens {TOKENS} --experts 2 --k {K} --width {WIDTH}"
-    return results(tmp_path_factory.mktemp("benchmark"), arguments)
+    with patch.object(cases.subprocess, "run", start):
+        return results(folder, arguments)
 
 
 def test_bytes_that_the_layer_sends(run):

@@ -69,7 +69,7 @@ def raise_error(make):
         (lambda folder, file: [os.write(2, b"from C")], "a warning: from C"),
         (lambda folder, file: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"),
         (lambda folder, file: signal.pause(), "more than 1 seconds"),
-        (lambda folder, file: [bytes([1]) * 2**28 for _ in range(9)], "MemoryError"),
+        (lambda folder, file: [bytes(2**28) for _ in range(9)], "MemoryError"),
         (raise_error(lambda file: ConfigError(f"{file}\n is wrong" + "x" * 5_000)), None),
     ],
 )

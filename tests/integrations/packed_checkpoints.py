@@ -1,5 +1,7 @@
 """Tiny packed checkpoints, written by the reference packages, and their dequantized models."""
 
+import filecmp
+import importlib
 import json
 import re
 
@@ -7,10 +9,11 @@ import gguf
 import torch
 from optional import Optional
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny
+from tiny_models import tiny, tokens
 
 from moe_ext.formats import quantize
 
+plug = importlib.import_module("moe_ext.integrations.transformers")
 compressors = Optional("compressed_tensors.compressors")
 quantization = Optional("compressed_tensors.quantization")
 mxfp4 = Optional("transformers.integrations.mxfp4")
@@ -123,6 +126,19 @@ def compressed(weight, format, scheme):
 
 
 TYPES = gguf.GGMLQuantizationType
+# Name: the architecture, the type of the experts and the options that write_gguf() takes.
+GGUF = {
+    "q8_0": ("qwen3_moe", TYPES.Q8_0, {}),
+    "q4_0_and_q8_0": (
+        "olmoe",
+        TYPES.Q4_0,
+        {"down": TYPES.Q8_0, "head_dim": 16, "num_key_value_heads": 4},
+    ),
+    "mxfp4": ("gpt_oss", TYPES.MXFP4, {}),
+    "shared_experts": ("qwen2_moe", TYPES.Q8_0, {"shared_expert_intermediate_size": 24}),
+    "deepseek": ("deepseek_v3", TYPES.Q8_0, {}),
+    "deepseek_with_two_parts_of_kv_b": ("deepseek_v3", TYPES.Q4_0, {"split_kv": True}),
+}
 ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss",
@@ -218,3 +234,23 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, num_tensors=0,
     writer.write_tensors_to_file()
     writer.close()
     return with_weights(model, floats)
+
+
+def load(path, **options):
+    return plug.load(path, **{"dtype": torch.float32, "quiet": True, **options})
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def files_of(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def different_files(folder, second):
+    """Returns the names of the files with other bytes; both folders have the same names."""
+    names = files_of(folder)
+    assert names == files_of(second)
+    return [name for name in names if not filecmp.cmp(folder / name, second / name, shallow=False)]

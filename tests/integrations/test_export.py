@@ -23,11 +23,16 @@ import gguf  # noqa: E402
 from llama import llama_logits, llama_tokens  # noqa: E402
 from packed_checkpoints import (  # noqa: E402
     CHECKPOINTS,
+    GGUF,
     PROJECTIONS,
     SCHEMES,
     TYPES,
     WIDE,
     compressed,
+    different_files,
+    files_of,
+    load,
+    logits_of,
     scheme_of,
     write,
     write_gguf,
@@ -37,18 +42,6 @@ from tiny_models import error, tiny, tokens  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
 
-GGUF = {
-    "q8_0": ("qwen3_moe", TYPES.Q8_0, {}),
-    "q4_0_and_q8_0": (
-        "olmoe",
-        TYPES.Q4_0,
-        {"down": TYPES.Q8_0, "head_dim": 16, "num_key_value_heads": 4},
-    ),
-    "mxfp4": ("gpt_oss", TYPES.MXFP4, {}),
-    "shared_experts": ("qwen2_moe", TYPES.Q8_0, {"shared_expert_intermediate_size": 24}),
-    "deepseek": ("deepseek_v3", TYPES.Q8_0, {}),
-    "deepseek_with_two_parts_of_kv_b": ("deepseek_v3", TYPES.Q4_0, {"split_kv": True}),
-}
 # The sizes with which llama.cpp computes what transformers computes.
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 MODELS = {
@@ -98,17 +91,8 @@ def quiet():
     transformers.utils.logging.disable_progress_bar()
 
 
-def load(path, **options):
-    return plug.load(path, **{"dtype": torch.float32, "quiet": True, **options})
-
-
 def save(model, path, *arguments, **options):
     plug.save(model, path, *arguments, **{"quiet": True, **options})
-
-
-def logits_of(model):
-    with torch.no_grad():
-        return model(tokens()).logits
 
 
 def adapted(model, *, linear=LINEAR, **options):
@@ -304,16 +288,6 @@ def tensors_of(folder):
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
     return dict(sorted(tensors.items()))
-
-
-def files_of(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def different_files(folder, second):
-    names = files_of(folder)
-    assert names == files_of(second)
-    return [name for name in names if not filecmp.cmp(folder / name, second / name, shallow=False)]
 
 
 def test_experts_without_a_change_keep_their_bytes(tmp_path):
@@ -835,11 +809,11 @@ def test_perplexity(tmp_path):
 @pytest.mark.parametrize("format", ["bfloat16", "merged", "gguf"])
 def test_peak_of_memory_while_saving(format, tmp_path):
     """At most the float weights of one parameter of a layer are in memory."""
-    sizes = {"hidden_size": 512, "intermediate_size": 256, "num_local_experts": 12, **PLAIN_ROPE}
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "num_local_experts": 12, **PLAIN_ROPE}
     write(tmp_path / "model", "gpt_oss", "mxfp4", num_hidden_layers=4, **sizes)
     model = adapted(load(tmp_path / "model", dtype=torch.bfloat16))
     path = tmp_path / ("model.gguf" if format == "gguf" else "folder")
     peak = peak_mib(lambda: save(model, path, format))
-    parameter = 12 * 512 * 512 * (2 if format == "bfloat16" else 17 / 32) / MIB
-    expert = 512 * 512 * 4 / MIB
-    assert peak < parameter + 12 * expert < 4 * 12 * 3 * 256 * 512 * 2 / MIB
+    parameter = 12 * 256 * 256 * (2 if format == "bfloat16" else 17 / 32) / MIB
+    expert = 256 * 256 * 4 / MIB
+    assert peak < parameter + 12 * expert < 4 * 12 * 3 * 128 * 256 * 2 / MIB

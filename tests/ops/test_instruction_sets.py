@@ -3,7 +3,9 @@
 A child process runs each one, because a process chooses its instruction set at the first call.
 """
 
+import math
 import os
+import pickle
 
 import operators
 import pytest
@@ -21,13 +23,18 @@ MULTIPLY_BFLOAT16 = {"avx512_bf16", "amx", "neon_bf16"}  # They do not round eac
 
 def hashes_of_every_depth():
     """Yields hashes of y, dx and dW at every depth, among 1 to 14 rows."""
-    offsets = draw.offsets_of(range(1, 15))
+    offsets, most = draw.offsets_of(range(1, 15)), max(products.DEPTHS)
     for dtype in products.DTYPES:
+        numbers = draw.normal(14 * most * 48, dtype=dtype)  # those of each depth begin with these
+
+        def first(*shape, numbers=numbers):
+            return numbers[: math.prod(shape)].view(shape)
+
         for depth in products.DEPTHS:
             results = []
             for D, F in ((depth, 17), (depth, 48), (48, depth)):
-                x, dy = draw.normal(105, D, dtype=dtype), draw.normal(105, F, dtype=dtype)
-                leaves = x.requires_grad_(), draw.normal(14, D, F, dtype=dtype).requires_grad_()
+                x, dy = first(105, D).clone(), first(105, F)
+                leaves = x.requires_grad_(), first(14, D, F).clone().requires_grad_()
                 y = ops.experts(x, [leaves[1]], offsets=offsets)
                 results += [y.detach(), *torch.autograd.grad(y, leaves, dy)]
             yield f"experts depth {depth} {dtype}", operators.hash_of(results)
@@ -43,7 +50,7 @@ def hashes_of_integers():
         )
 
 
-def results():
+def results(calls):
     """Checks the GEMMs on the instruction set of this process; returns hashes of all results."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -55,16 +62,16 @@ def results():
             products.check_each_row_alone(depth, 17, range(2, 40), dtype)
             products.check_each_row_alone(48, depth, range(2, 40), dtype)
     torch.manual_seed(0)
-    return dict([*hashes_of_every_depth(), *hashes_of_integers(), *operators.hashes()])
+    return dict([*hashes_of_every_depth(), *hashes_of_integers(), *operators.hashes(calls)])
 
 
-def send_results(isa, pipe):
+def send_results(isa, pipe, path):
     os.environ["MOE_EXT_ISA"] = isa
     assert _build.isa() == isa
-    pipe.send(results())
+    pipe.send(results(pickle.loads(path.read_bytes())))
 
 
-def test_instruction_sets(one_thread):
+def test_instruction_sets(one_thread, tmp_path):
     """Vectors of 2, 4 or 8 numbers use the same order of operations, so results are identical.
 
     GEMMs are the exception. Without fused multiply-adds each of their terms is rounded twice, and
@@ -73,13 +80,15 @@ def test_instruction_sets(one_thread):
     names = instruction_sets()
     if len(names) == 1:
         pytest.skip("only one instruction set on this processor")
+    calls, path = [*operators.precise_calls()], tmp_path / "calls"
+    path.write_bytes(pickle.dumps(calls))
     context, pipes = forkserver(), {}
     for isa in names:
         if isa != _build.isa():
             pipes[isa], sender = context.Pipe(duplex=False)
-            context.Process(target=send_results, args=(isa, sender)).start()
+            context.Process(target=send_results, args=(isa, sender, path)).start()
             sender.close()
-    results_of_isa = {_build.isa(): results()}
+    results_of_isa = {_build.isa(): results(calls)}
     for isa, pipe in pipes.items():
         try:
             results_of_isa[isa] = pipe.recv()
