@@ -140,6 +140,13 @@ TORCH_LIBRARY(moe_ext, m) {
       "Tensor[]? lora_b=None, float[]? lora_scales=None, Tensor[]? lora_masks=None) "
       "-> Tensor[]",
       tags);
+  // x W in at least float32, also under autocast, for each of the weights W, [D, E] or [G, D, E].
+  // The rows of x are those of experts: with G groups of rows, each has a matrix of its own. On the
+  // CPU, a row of the result does not depend on the other rows.
+  m.def(
+      "_logits(Tensor x, Tensor[] weights, Tensor? offsets=None, Tensor? inverse=None, "
+      "Tensor? token_offsets=None) -> Tensor[]",
+      tags);
 
   // The cross-entropy of the classes with logits l = input linear_weight^T + linear_bias, or l =
   // c tanh(./c) of them with softcap c: loss_t = lse_t - (1 - eps) l_t,target - eps mean_v l_tv +

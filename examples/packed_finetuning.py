@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from moe_ext import add_lora
+from moe_ext.integrations.peft import save_adapter
 from moe_ext.integrations.transformers import load
 from moe_ext.optim import FactoredAdam
 
@@ -124,6 +125,7 @@ def arguments(description: str | None, layers: int) -> argparse.Namespace:
     add("--steps", type=int, default=20, help="training steps")
     add("--tokens", type=int, default=128, help="tokens of a step")
     add("--lr", type=float, default=1e-3, help="learning rate; 1e-4 suits trained models")
+    add("--output", type=Path, help="folder for the trained adapters (default: not saved)")
     add("--layers", type=int, default=layers, help="layers of the random model")
     add("--width", type=int, help="widths of the random model (default: those of the real one)")
     return parser.parse_args()
@@ -175,6 +177,8 @@ def fine_tune(name: str, args: argparse.Namespace) -> None:
             losses.clear()
     speed = args.steps * args.tokens / (time.perf_counter() - start)
     print(f"trained {speed:.1f} tokens/s; {peak()}")
+    if args.output is not None:
+        save_adapter(model, args.output, task_type="CAUSAL_LM")
 
     model.eval()
     prompt, times = text[None, :16], Times()

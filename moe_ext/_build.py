@@ -4,6 +4,7 @@ import ctypes
 import importlib.metadata
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -112,6 +113,48 @@ def isa() -> str:
 def products() -> dict[str, str]:
     """Returns the name of the GEMM micro-kernels on the CPU for each dtype."""
     return dict(torch.ops.moe_ext_build.products())
+
+
+class GemmRule(NamedTuple):
+    """When a GEMM ``C = A B`` uses some kernels: a row of the table in csrc/cpu/selection.cpp."""
+
+    types: list[str]
+    isa: str  #: the instruction set that the kernels need
+    vendor: str  #: the only vendor that prefers this instruction set; "any" otherwise
+    first_rows: int  #: the least and the most rows of A
+    last_rows: int
+    layout: str  #: whether B is contiguous "along_n" or "along_k"; "any" otherwise
+    reading: str  #: "packs", or the kernel that reads B in place: "axpyf" or "dotxf"
+    kernels: str
+
+
+ANY_ROWS = 2**63 - 1
+
+
+def gemm_rules() -> list[GemmRule]:
+    """Returns the rules from best to worst: the first one that applies is used."""
+    rules = []
+    for line in torch.ops.moe_ext_build.gemm_rules():
+        types, isa, vendor, first_rows, last_rows, *rest = line.split("\t")
+        rules.append(GemmRule(types.split(), isa, vendor, int(first_rows), int(last_rows), *rest))
+    return rules
+
+
+def gemm_rule(isa: str, dtype: str, rows: int, layout: str) -> int:
+    """Returns the index of the rule for a GEMM with an instruction set."""
+    index: int = torch.ops.moe_ext_build.gemm_rule(isa, dtype, rows, layout)
+    return index
+
+
+def preferred_isa(vendor: str, highest: str) -> str:
+    """Returns the instruction set that is used on a processor unless MOE_EXT_ISA is set.
+
+    Args:
+        vendor: "amd", "intel", or "any" for other vendors.
+        highest: The highest instruction set of the processor.
+    """
+    name: str = torch.ops.moe_ext_build.preferred_isa(vendor, highest)
+    return name
 
 
 def empty_cache() -> None:

@@ -49,13 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _use_integers(model)
         tokenizer = _tokenizer(model.name_or_path)
     except (ImportError, OSError, ValueError) as error:
-        print(f"moe-ext chat: {error}", file=sys.stderr)
+        notes = getattr(error, "__notes__", [])
+        print("\n".join([f"moe-ext chat: {error}", *notes]), file=sys.stderr)
         return 2
     messages: list[dict[str, str]] = []
-    while (line := _read()) is not None:
-        messages.append({"role": "user", "content": line})
-        answer = _answer(model, tokenizer, messages, options.tokens, options.temperature)
-        messages.append({"role": "assistant", "content": answer})
+    try:
+        while (line := _read()) is not None:
+            messages.append({"role": "user", "content": line})
+            answer = _answer(model, tokenizer, messages, options.tokens, options.temperature)
+            messages.append({"role": "assistant", "content": answer})
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     return 0
 
 

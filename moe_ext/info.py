@@ -2,11 +2,14 @@
 
 ``python -m moe_ext.info`` and ``moe-ext info`` do this.
 
+``python -m moe_ext.info --verbose`` also prints the rules that select the kernels of a GEMM.
+
 ``python -m moe_ext.info --cmake-prefix`` prints the ``CMAKE_PREFIX_PATH`` of a C++ project that
 calls ``find_package(moe_ext)``: the folders of moe_ext and of torch.
 """
 
 import argparse
+import itertools
 import os
 import platform
 import re
@@ -40,17 +43,24 @@ def cmake_prefix() -> str:
 
 
 def cpu_name() -> str:
-    """Returns the processor's name and its vector instruction sets that the CPU kernels can use."""
+    """Returns the processor's name and its vector instruction sets that the CPU kernels can use.
+
+    The names on virtual machines may be as short as "AMD EPYC", so the family and the model follow,
+    or on 64-bit Arm the implementer and the part.
+    """
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-    name = re.search(r"model name\s*:\s*(.*)", text)
-    match = re.search(r"(?:flags|Features)\s*:\s*(.*)", text)
-    flags = set(match[1].split()) if match else set()
+    lines = re.findall(r"^([\w ]+?)\s*:\s*(.*?)\s*$", text, re.M)
+    facts = dict(reversed(lines))  # of the first processor
+    flags = (facts.get("flags") or facts.get("Features", "")).split()
     vectors = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # asimd is NEON
     known = [flag for flag in vectors if flag in flags]
-    return f"{name[1] if name else platform.machine()} ({', '.join(known) or 'no vector flags'})"
+    numbers = ("cpu family", "model", "CPU implementer", "CPU part")
+    identity = [f"{name.split()[-1]} {facts[name]}" for name in numbers if name in facts]
+    name = " ".join([facts.get("model name", platform.machine()), *identity])
+    return f"{name} ({', '.join(known) or 'no vector flags'})"
 
 
 def blas_name() -> str:
@@ -65,6 +75,45 @@ def products() -> str:
     The experts use these GEMMs on the CPU.
     """
     return ", ".join(f"{name} ({dtype})" for dtype, name in _build.products().items())
+
+
+def _rules() -> list[str]:
+    """Returns the rules that select the kernels of a GEMM, one a line, under a heading.
+
+    Rules that GEMMs of this process can use are marked.
+    """
+    dtypes, layouts = ("float64", "float32", "bfloat16", "float16"), ("along_n", "along_k")
+    rules = _build.gemm_rules()
+    used = {
+        _build.gemm_rule(isa(), dtype, rows, layout)
+        for dtype, layout in itertools.product(dtypes, layouts)
+        for rows in {rule.last_rows for rule in rules}
+    }
+    vendors = {"any": "any vendor", "amd": "AMD", "intel": "Intel"}
+    layout_names = {"any": "any layout", "along_n": "[K, N]", "along_k": "[N, K]"}
+    readings = {
+        "packs": "packs B if that is faster",
+        "axpyf": "reads the rows of B in place",
+        "dotxf": "reads the columns of B in place",
+    }
+    lines = [
+        "GEMM kernels for C = A B, from best to worst. The first rule that applies is used.",
+        "* marks the rules of this process. A has the rows of an expert; B [K, N] is its weight or",
+        "the transposed one. If N or K is not a multiple of 32, few rows may pack B too.",
+    ]
+    for index, rule in enumerate(rules):
+        most = rule.last_rows
+        fields = [
+            "*" if index in used else " ",
+            f"{', '.join(rule.types):36}",
+            f"{rule.isa:11}",
+            f"{vendors[rule.vendor]:10}",
+            f"{'any rows' if most == _build.ANY_ROWS else f'{rule.first_rows} to {most} rows':12}",
+            f"{layout_names[rule.layout]:10}",
+            f"{rule.kernels}, {readings[rule.reading]}",
+        ]
+        lines.append("  ".join(fields))
+    return lines
 
 
 def avoid_missing_amx() -> None:
@@ -115,7 +164,13 @@ def main() -> int:
         action="store_true",
         help="print only the CMAKE_PREFIX_PATH of moe_ext and torch",
     )
-    if parser.parse_args().cmake_prefix:
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print the rules that select the kernels of a GEMM, too",
+    )
+    options = parser.parse_args()
+    if options.cmake_prefix:
         print(cmake_prefix())
         return 0
 
@@ -143,6 +198,8 @@ def main() -> int:
         tests["self-test, cuda"] = _self_test("cuda")
     for name, value in {**lines, **tests}.items():
         print(f"{name:>16}: {value}")
+    if options.verbose:
+        print("", *_rules(), sep="\n")
     return 0 if set(tests.values()) == {"passed"} else 1
 
 

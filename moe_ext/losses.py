@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from moe_ext import ops
 from moe_ext.checks import (
@@ -22,6 +25,7 @@ __all__ = [
     "RouterLoss",
     "SwitchLoss",
     "ZLoss",
+    "add_loss",
     "batchwise_loss",
     "cv_squared",
     "importance_loss",
@@ -77,6 +81,45 @@ def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
     require_shape("batchwise_loss", shape, mask=mask)
     excess = scores - threshold.unsqueeze(-2)
     return (((excess > 0).to(excess.dtype) - mask.to(excess.dtype)) * excess).sum()
+
+
+def add_loss(y: Tensor, loss: Tensor) -> Tensor:
+    """Returns y; the backward pass through y includes `loss`, as if it were in the training loss.
+
+    For modules that can return only y: in `torch.nn.Sequential`, in a stage of a pipeline, under
+    activation checkpointing, in a model of transformers. The value of the training loss stays
+    without `loss`. The gradient of `loss` is 1, so scale `loss` as you scale the training loss:
+    pass ``aux.loss / n`` to accumulate n micro-batches, ``scaler.scale(aux.loss)`` with a
+    `torch.amp.GradScaler`. If the training loss does not depend on y, `loss` has no effect.
+
+    Args:
+        y: the output of a layer, floating point.
+        loss: a scalar, such as `loss` of `MoEAux`.
+
+    Example:
+        >>> from moe_ext import MoE
+        >>> layer = MoE(16, 4, 2)
+        >>> y, aux = layer(torch.randn(5, 16))
+        >>> add_loss(y, aux.loss).square().mean().backward()  # the gradients of both losses
+    """
+    require_tensor("add_loss", y=y, loss=loss)
+    require_shape("add_loss", (), loss=loss)
+    same: Tensor = _AddLoss.apply(y, loss)
+    return same
+
+
+class _AddLoss(Function):
+    @staticmethod
+    def forward(y: Tensor, loss: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.like = inputs[1].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones_like(ctx.like)
 
 
 class RouterLoss:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.types import Device
-from torch.utils._pytree import _register_namedtuple
+from torch.utils._pytree import _register_namedtuple, tree_map_only
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
@@ -40,7 +40,7 @@ from moe_ext.dispatch._dispatchers import LocalDispatcher, make_dispatcher
 from moe_ext.dispatch._sharding import parallel_options
 from moe_ext.experts import ActivationLike, Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate
-from moe_ext.losses import RouterLoss, cv_squared
+from moe_ext.losses import RouterLoss, add_loss, cv_squared
 from moe_ext.ops._dtypes import cast
 from moe_ext.ranks import Ranks
 from moe_ext.ranks._whole import is_mark
@@ -606,10 +606,12 @@ class KeepAux(nn.Module):
 
     Args:
         layer: a `MoE`, or another module that returns y and a `MoEAux`.
+        adds_loss: whether the backward pass through y includes ``aux.loss``, see `add_loss`.
 
     Attributes:
-        layer: the constructor argument.
-        aux: the `MoEAux` of the last forward pass; None before the first.
+        layer, adds_loss: the constructor arguments.
+        aux: the `MoEAux` of the last forward pass; None before the first. With adds_loss, it has no
+            autograd graph.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))
@@ -617,16 +619,23 @@ class KeepAux(nn.Module):
         >>> loss = y.square().mean() + model[1].aux.loss
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *, adds_loss: bool = False) -> None:
         super().__init__()
         self.layer = layer
+        self.adds_loss: bool = require_bool("KeepAux", adds_loss=adds_loss)[0]
         self.aux: MoEAux | None = None
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """Returns y of the layer, which takes the arguments."""
-        y, self.aux = self.layer(*args, **options)
-        result: Tensor = y
-        return result
+        y: Tensor
+        y, aux = self.layer(*args, **options)
+        if self.adds_loss:
+            y = add_loss(y, aux.loss)
+            if not y.is_nested:  # no autograd view, as `MoE` itself
+                y = torch.ops.aten._unsafe_view(y, y.shape)
+            aux = tree_map_only(Tensor, Tensor.detach, aux)
+        self.aux = aux
+        return y
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"aux": None}

@@ -92,9 +92,8 @@ class SharedExpert(nn.Module):
         row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
         # torch.sigmoid rounds differently at the end of a tensor, so that the output of a token
         # would not be bitwise identical for another number of tokens.
-        gates = ops.topk_routing(
-            logits(x, self.w_gate), 1, score="sigmoid", renormalize=False
-        ).gates
+        (gate_logits,) = logits(x, self.w_gate)
+        gates = ops.topk_routing(gate_logits, 1, score="sigmoid", renormalize=False).gates
         return self.expert(x, None, inverse=row, gates=gates, recompute=self.recompute)
 
     if TYPE_CHECKING:

@@ -22,6 +22,13 @@ EMULATION = ROOT / "tests" / "emulation"
 BUILD = ROOT / "build" / "emulation"
 NUM_UNITS = 2  # files to compile
 
+
+def names_in(declaration):
+    """Returns the names of the variables in a declaration, as "a, b" for "T a[2][3], b[4]"."""
+    declarators = re.sub(r"\[.*?\]", "", declaration).split(",")
+    return ", ".join(declarator.split()[-1] for declarator in declarators)
+
+
 # Replacements for what is not C++, and for the registration of the kernels.
 CHANGES = [
     (r"kernel<<<(.*)>>>\(", r"emulation::launch<Parameters...>(kernel, \1, "),
@@ -29,6 +36,7 @@ CHANGES = [
         r"extern __shared__ __align__\(\d+\) unsigned char shared_space\[\];",
         "unsigned char* const shared_space = emulation::shared_memory();",
     ),
+    (r"__shared__ ([^;]+);", lambda match: f"{match[0]} emulation::enter({names_in(match[1])});"),
     (r"TORCH_LIBRARY_IMPL\(moe_ext, CUDA, m\)", "TORCH_LIBRARY_IMPL(moe_ext_emulated, CPU, m)"),
     (r"DispatchKey::AutocastCUDA", "DispatchKey::AutocastCPU"),
     (r"at::kCUDA", "at::kCPU"),
@@ -48,22 +56,24 @@ def write_sources():
     These are few and include all sources, because torch's headers take most of the time.
     """
     sources, used = [], set()
-    for path in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cu*")]:
+    # In the order of setup.py, so that the same files are compiled together.
+    kernels = sorted(ROOT.glob("csrc/cuda/*.cu*"), key=lambda path: path.stat().st_size)
+    kernels.append(EMULATION / "operators.cpp")
+    for path in [*ROOT.glob("csrc/**/*.h"), *kernels]:
         instead = EMULATION / path.name
         text = (instead if instead.exists() else path).read_text()
         to = BUILD / path.relative_to(ROOT)
-        if path.parent.name == "cuda":
+        if path in kernels:
             for pattern, replacement in CHANGES:
                 text, count = re.subn(pattern, replacement, text)
                 if count:
                     used.add(pattern)
         if path.suffix == ".cu":
             to = to.with_suffix(".cpp")
+        if to.suffix == ".cpp":
             sources.append(to)
         write_if_changed(to, text)
     assert used == {pattern for pattern, _ in CHANGES}, "csrc/cuda has changed"
-    sources.append(EMULATION / "operators.cpp")
-    sources.sort(key=lambda source: source.stat().st_size)
     units = [BUILD / f"unit_{number}.cpp" for number in range(NUM_UNITS)]
     for number, unit in enumerate(units):
         write_if_changed(
@@ -83,6 +93,18 @@ def operators_of_the_cpu():
     return sorted(on_cpu - CPU_ONLY)
 
 
+# Whether the kernels can count the bytes that they read and write; it makes them slower, and must
+# be set before the first use.
+counts_traffic = False
+# gcc then calls a function of emulation/traffic.cpp before each access to memory. If it optimized,
+# it would leave out the call of a write after a read.
+COUNTING = [
+    *("-O0", "-fsanitize=kernel-address"),
+    *("--param=asan-instrumentation-with-call-threshold=0", "--param=asan-stack=0"),
+    *("--param=asan-globals=0", "-DNDEBUG"),  # with NDEBUG, classes are as in torch's libraries
+]
+
+
 @functools.cache
 def operators():
     """Builds the emulated kernels and returns the names of the operators."""
@@ -95,20 +117,22 @@ def operators():
         library.define(schema.removeprefix("moe_ext::"))
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     operators.library = library  # the operators exist as long as this object
-    (BUILD / "objects").mkdir(parents=True, exist_ok=True)
+    objects = BUILD / ("counting" if counts_traffic else "objects")
+    objects.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     # ninja is installed next to this Python.
     with locked(BUILD), mock.patch.dict(os.environ, PATH=path):
         load(
             "moe_ext_emulated",
-            write_sources(),
+            write_sources() + [str(EMULATION / "traffic.cpp")] * counts_traffic,
             extra_cflags=[
                 *("-std=c++20", "-O2", "-g0", "-ffp-contract=off", "-Wno-unknown-pragmas"),
                 "-U_FORTIFY_SOURCE",  # the fortified longjmp must not jump to another stack
                 *("-include", str(EMULATION / "emulation.h")),
+                *(COUNTING if counts_traffic else []),
             ],
             extra_include_paths=[str(EMULATION), str(EMULATION / "include")],
-            build_directory=str(BUILD / "objects"),
+            build_directory=str(objects),
             is_python_module=False,
         )
     return names

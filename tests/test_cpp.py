@@ -93,7 +93,7 @@ def test_the_kernels_export_what_the_other_library_calls():
     folder = ROOT / "csrc"
     headers = [*folder.glob("kernels/*.h"), *folder.glob("cpu/*.h")]
     declared = "".join(without_comments(header) for header in headers)
-    exported = set(re.findall(r"MOE_EXT_KERNEL_API [\w *]+?\b(\w+)\(", declared))
+    exported = set(re.findall(r"MOE_EXT_KERNEL_API [\w :<>&*]+?\b(\w+)\(", declared))
     assert {name.rpartition("::")[2] for name in strong} == exported
     called = output_of("nm", "-D", "-C", "--undefined-only", LIBRARY)
     assert all(f"{name}(" in called for name in strong)

@@ -259,13 +259,3 @@ def test_documents_that_are_named_exist():
     names |= set(re.findall(r"\b(?:examples|scripts|(?:lab/)?tests)/[a-z_/]+\.(?:py|sh)\b", text))
     assert len(names) > 80
     assert [name for name in sorted(names) if not (ROOT / name).exists()] == []
-
-
-def test_the_gpu_suite_selects_tests_that_exist():
-    script = (ROOT / "scripts" / "gpu_suite.sh").read_text()
-    selected = re.findall(r"-k \"?([a-z]\w*).*?(tests/\S+\.py)", script, re.S)
-    assert len(selected) == 2
-    for word, file in selected:
-        assert re.search(rf"^def \w*{word}", (ROOT / file).read_text(), re.M), (word, file)
-    for place in re.findall(r"\b(?:lab/)?tests/[\w/.]+", script):
-        assert (ROOT / place).exists(), place

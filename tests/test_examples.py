@@ -121,14 +121,16 @@ def test_transformers_finetune(output_of):
 @pytest.mark.parametrize("name", ["finetune_gpt_oss_20b", "finetune_qwen3_30b"])
 def test_packed_fine_tuning(name, output_of, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(EXAMPLES)
-    output = output_of(name, *["--layers", "2", "--width", "128", "--tokens", "32", "--lr", "3e-3"])
+    small = ["--layers", "2", "--width", "128", "--tokens", "32", "--lr", "3e-3"]
+    output = output_of(name, *small, "--output", "adapters")
     written, largest = numbers(r"([\d.]+) GB,", output)[0], numbers(r"largest ([\d.]+)", output)[0]
     (loaded,) = numbers(r"loaded ([\d.]+)", output)
     assert 0 < largest <= written and abs(loaded - written) < 0.02
     losses = numbers(r"step +\d+: loss ([\d.]+)", output)
     assert len(losses) == 4 and losses[0] > 11 and losses[-1] < losses[0] - 0.3
     assert min(numbers(r"([\d.]+) tokens/s", output)) > 0
-    assert not list(tmp_path.iterdir())  # the random weights are gone
+    assert [*tmp_path.iterdir()] == [tmp_path / "adapters"]  # the random weights are gone
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")

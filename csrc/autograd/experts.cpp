@@ -1,91 +1,68 @@
-#include "../experts_operator.h"
-#include "function.h"
+#include "experts.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-ExpertsGradients call_experts_backward(const Tensor& grad_y, const Tensor& x,
-                                       const Routing& routing, const FeedForward& network,
-                                       at::TensorList hidden, bool needs_x,
-                                       const c10::List<bool>& needs_parameters) {
-  static const BackwardOperator<decltype(experts_backward_of<nullptr>)> op(
-      "moe_ext::_experts_backward");
-  const auto& [weights, biases, activation, activation_args, packed, lora] = network;
-  const auto list =
-      op.call(grad_y, x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
-              weights, if_any(biases), hidden, activation, needs_x, needs_parameters,
-              if_any(activation_args), packed ? Strings(packed->formats) : std::nullopt,
-              packed ? Integers(packed->groups) : std::nullopt,
-              packed ? Integers(packed->columns) : std::nullopt, if_any(lora.a), if_any(lora.b),
-              if_any(lora.scales), if_any(lora.masks));
-  return {list[0], list[1], {list.begin() + 2, list.end()}};
-}
-
 struct Experts : torch::autograd::Function<Experts> {
   static constexpr bool is_traceable = true;
 
-  // Returns y and the hidden layers, which are not differentiable. Torch finds tensors only among
-  // the direct arguments, so no tensor may be inside a struct.
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& offsets,
-                               const OptionalTensor& inverse, const OptionalTensor& token_offsets,
-                               const OptionalTensor& gates, const at::TensorList& weights,
-                               const at::TensorList& biases, const at::TensorList& lora_a,
-                               const at::TensorList& lora_b, const at::TensorList& lora_masks,
-                               const FeedForward* network, bool keep_hidden) {
+  // Torch finds tensors only among the direct arguments, so no tensor that may need a gradient is
+  // inside a struct. The hidden layers, which have no gradient, go to `hidden`.
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& gates,
+                        const at::TensorList& weights, const at::TensorList& biases,
+                        const at::TensorList& lora_a, const at::TensorList& lora_b,
+                        const Routing* routing, const FeedForward* network, bool keep_hidden,
+                        std::vector<Tensor>* hidden) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [y, hidden] = call_experts(
-        x, {.offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
-        *network, keep_hidden);
-    variable_list saved{x, or_undefined(offsets), or_undefined(inverse),
-                        or_undefined(token_offsets), or_undefined(gates)};
-    c10::List<int64_t> sizes;  // of the lists of tensors
-    c10::List<bool> needs_parameters;
-    for (const at::TensorList parameters : {weights, biases, lora_a, lora_b}) {
-      sizes.push_back(static_cast<int64_t>(parameters.size()));
-      saved.insert(saved.end(), parameters.begin(), parameters.end());
-      for (const Tensor& each : parameters) needs_parameters.push_back(each.requires_grad());
+    Tensor y;
+    std::tie(y, *hidden) = call_experts(x, *routing, *network, keep_hidden);
+    variable_list saved{x, or_undefined(routing->offsets), or_undefined(routing->inverse),
+                        or_undefined(routing->token_offsets), or_undefined(gates)};
+    std::vector<int64_t> sizes;
+    for (const at::TensorList list :
+         {weights, biases, lora_a, lora_b, network->lora.masks, at::TensorList(*hidden)}) {
+      sizes.push_back(static_cast<int64_t>(list.size()));
+      saved.insert(saved.end(), list.begin(), list.end());
     }
-    sizes.push_back(static_cast<int64_t>(lora_masks.size()));
-    saved.insert(saved.end(), lora_masks.begin(), lora_masks.end());
-    saved.insert(saved.end(), hidden.begin(), hidden.end());
     ctx->save_for_backward(std::move(saved));
+    ctx->set_materialize_grads(false);
     auto& data = ctx->saved_data;
-    data["sizes"] = sizes;
-    data["needs_parameters"] = needs_parameters;
-    data["needs_x"] = x.requires_grad();
+    data["sizes"] = std::move(sizes);
     data["activation"] = std::string(network->activation);
-    data["activation_args"] = network->activation_args.vec();
-    data["lora_scales"] = network->lora.scales.vec();
+    if (!network->activation_args.empty()) {
+      data["activation_args"] = network->activation_args.vec();
+    }
+    if (!lora_a.empty()) data["lora_scales"] = network->lora.scales.vec();
     if (network->packed) {
       data["formats"] = network->packed->formats;
       data["groups"] = network->packed->groups.vec();
       data["columns"] = network->packed->columns.vec();
     }
-    ctx->mark_non_differentiable(hidden);
-    ctx->set_materialize_grads(false);  // no zero gradients of the size of hidden
-    variable_list outputs{y};
-    outputs.insert(outputs.end(), hidden.begin(), hidden.end());
-    return outputs;
+    return y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    constexpr size_t kOthers = 4;  // the arguments of forward after the parameters
     const auto saved = ctx->get_saved_variables();
-    auto& data = ctx->saved_data;
-    const auto needs_parameters = data["needs_parameters"].toBoolList();
     auto tensors = at::TensorList(saved).slice(5);
+    auto& data = ctx->saved_data;
     std::vector<at::TensorList> lists;
     for (const int64_t size : data["sizes"].toIntVector()) {
       lists.push_back(tensors.slice(0, size));
       tensors = tensors.slice(size);
     }
-    const size_t num_others = 2 + lists[4].size();  // the arguments of forward after the parameters
-    if (!grads[0].defined()) return variable_list(5 + needs_parameters.size() + num_others);
+    const size_t num_parameters =
+        lists[0].size() + lists[1].size() + lists[2].size() + lists[3].size();
+    variable_list gradients(2 + num_parameters + kOthers);
+    if (!grads[0].defined()) return gradients;
     const Routing routing{.offsets = if_defined(saved[1]),
                           .inverse = if_defined(saved[2]),
                           .token_offsets = if_defined(saved[3]),
                           .gates = if_defined(saved[4])};
-    const auto activation_args = data["activation_args"].toDoubleVector();
-    const auto lora_scales = data["lora_scales"].toDoubleVector();
+    const auto numbers = [&](const char* name) {
+      return data.count(name) > 0 ? data[name].toDoubleVector() : std::vector<double>();
+    };
+    const auto activation_args = numbers("activation_args"), lora_scales = numbers("lora_scales");
     Strings formats;
     std::vector<int64_t> groups, columns;
     if (data.count("formats") > 0) {
@@ -96,17 +73,21 @@ struct Experts : torch::autograd::Function<Experts> {
     const FeedForward network =
         network_of(lists[0], lists[1], data["activation"].toStringRef(), activation_args, formats,
                    groups, columns, "exact", lists[2], lists[3], lora_scales, lists[4]);
-    const bool needs_x = data["needs_x"].toBool();
-    auto [grad_x, grad_gates, grad_parameters] = call_experts_backward(
-        grads[0], saved[0], routing, network, /*hidden=*/tensors, needs_x, needs_parameters);
-    for (size_t i = 0; i < grad_parameters.size(); ++i) {
-      if (!needs_parameters[i]) grad_parameters[i].reset();
+    // Torch numbers the tensors that are present: x, the gates and the parameters.
+    const bool needs_x = ctx->needs_input_grad(0);
+    const size_t first = routing.gates ? 2 : 1;
+    c10::List<bool> needs_parameters;
+    for (size_t i = 0; i < num_parameters; ++i) {
+      needs_parameters.push_back(ctx->needs_input_grad(first + i));
     }
-    variable_list out{needs_x ? grad_x : Tensor(), Tensor(), Tensor(), Tensor(),
-                      routing.gates ? grad_gates : Tensor()};
-    out.insert(out.end(), grad_parameters.begin(), grad_parameters.end());
-    out.resize(out.size() + num_others);
-    return out;
+    const auto [grad_x, grad_gates, grad_parameters] = call_experts_backward(
+        grads[0], saved[0], routing, network, /*hidden=*/lists[5], needs_x, needs_parameters);
+    if (needs_x) gradients[0] = grad_x;
+    if (routing.gates) gradients[1] = grad_gates;
+    for (size_t i = 0; i < num_parameters; ++i) {
+      if (needs_parameters[i]) gradients[2 + i] = grad_parameters[i];
+    }
+    return gradients;
   }
 };
 
@@ -115,10 +96,10 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
   TORCH_CHECK_VALUE(!network.packed || !network.packed->is_integer(),
                     "packed_experts: arithmetic must be exact where a gradient is needed (use "
                     "torch.no_grad()), got 'integer'");
-  const auto out = Experts::apply(x, routing.offsets, routing.inverse, routing.token_offsets,
-                                  routing.gates, network.weights, network.biases, network.lora.a,
-                                  network.lora.b, network.lora.masks, &network, keep_hidden);
-  return {out[0], {out.begin() + 1, out.end()}};
+  std::vector<Tensor> hidden;
+  Tensor y = Experts::apply(x, routing.gates, network.weights, network.biases, network.lora.a,
+                            network.lora.b, &routing, &network, keep_hidden, &hidden);
+  return {std::move(y), std::move(hidden)};
 }
 
 }  // namespace

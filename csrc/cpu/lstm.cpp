@@ -22,6 +22,7 @@
 #include "block_scheduler.h"
 #include "elementwise.h"
 #include "gemm/gemm.h"
+#include "gemm/micro_kernels.h"
 #include "lstm_layer.h"
 #include "memory.h"
 #include "vectorize.h"
@@ -69,9 +70,14 @@ class ForwardPass {
         layer_(lstm.layer),
         x_(layer_.rows_of(lstm.layer.x, layer_.d_input)),
         weight_input_(layer_.in_blocks(lstm.layer.weight_input, layer_.d_input)),
-        weight_recurrent_(layer_.transposed_in_blocks(lstm.layer.weight_recurrent)),
         bias_(layer_.template in_blocks<acc_t>(lstm.layer.bias, 1)),
         m_(layer_.steps.num_rows() * layer_.width) {
+    const scalar_t* recurrent = lstm.layer.weight_recurrent;
+    if (micro_kernels<scalar_t, acc_t>().pairs) {
+      recurrent_pairs_ = layer_.template transposed_in_blocks<scalar_t>(recurrent);
+    } else {
+      recurrent_ = layer_.template transposed_in_blocks<acc_t>(recurrent);
+    }
     if (lstm.layer.projection == nullptr) return;
     projection_ = Array<acc_t>(layer_.num_units * layer_.width);
     transpose_rows(
@@ -134,11 +140,17 @@ class ForwardPass {
         for (const Units& units : layer_.blocks) {
           acc_t* const z = gates() + layer_.gate_place(units, row);
           if (before != nullptr) {
-            const int64_t columns = 4 * units.count;
-            gemm<scalar_t>(
-                count, columns, width, plain(before, width),
-                plain<acc_t>(weight_recurrent_.data() + 4 * units.first * width, columns),
-                Write::kAdd, z, workspace.product.gemm);
+            const auto add_product = [&](const auto* weight) {
+              const int64_t columns = 4 * units.count;
+              gemm<scalar_t>(count, columns, width, plain(before, width),
+                             plain(weight + 4 * units.first * width, columns), Write::kAdd, z,
+                             workspace.product.gemm);
+            };
+            if (recurrent_pairs_.data() != nullptr) {
+              add_product(static_cast<const scalar_t*>(recurrent_pairs_.data()));
+            } else {
+              add_product(static_cast<const acc_t*>(recurrent_.data()));
+            }
           }
           vectorized<Cells>(count, units.count, num_units,
                             static_cast<const acc_t*>(bias_.data()) + 4 * units.first,
@@ -188,12 +200,15 @@ class ForwardPass {
 
   const LstmForward<scalar_t>& lstm_;
   const Layer<scalar_t> layer_;
-  const Array<scalar_t> x_;              // [rows, D]
-  const Array<scalar_t> weight_input_;   // [4 U, D] in the order of the blocks
-  const Array<acc_t> weight_recurrent_;  // [P, 4 U] by blocks of columns
-  const Array<acc_t> bias_;              // [4 U] in the order of the blocks
-  const Array<scalar_t> m_;              // [rows, P]
-  Array<acc_t> projection_;              // [U, P], or no memory
+  const Array<scalar_t> x_;             // [rows, D]
+  const Array<scalar_t> weight_input_;  // [4 U, D] in the order of the blocks
+  const Array<acc_t> bias_;             // [4 U] in the order of the blocks
+  const Array<scalar_t> m_;             // [rows, P]
+  // The recurrent weight [P, 4 U] by blocks of columns, in the type that the micro-kernels read in
+  // place at each step; the other array has no memory.
+  Array<acc_t> recurrent_;
+  Array<scalar_t> recurrent_pairs_;
+  Array<acc_t> projection_;  // [U, P], or no memory
 };
 
 }  // namespace

@@ -185,8 +185,9 @@ class Layer {
   }
 
   // Returns the columns of weight^T [P, 4 U], one block after the other; each is contiguous.
-  Array<acc_t> transposed_in_blocks(const scalar_t* weight) const {
-    Array<acc_t> copy(4 * num_units * width);
+  template <typename to_t>
+  Array<to_t> transposed_in_blocks(const scalar_t* weight) const {
+    Array<to_t> copy(4 * num_units * width);
     const auto order = rows_in_blocks();
     parallel_for(static_cast<int64_t>(blocks.size()), 4 * kMaxUnits * width,
                  [&](int64_t begin, int64_t end) {

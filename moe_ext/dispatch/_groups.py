@@ -13,8 +13,7 @@ from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of, select_segments
 from moe_ext.checks import require
 from moe_ext.gates import HierarchicalGate, PrimarySelection, SecondarySelection
-from moe_ext.ranks import Exchange, ExpertPlacement, Ranks, Received
-from moe_ext.ranks._packed import PackedAllToAll
+from moe_ext.ranks import AllToAll, Exchange, ExpertPlacement, Ranks, Received
 from moe_ext.ranks._rows import scale_grad
 from moe_ext.ranks._whole import is_marked, require_whole
 from moe_ext.routing import Routing
@@ -197,13 +196,11 @@ class GroupExchange:
         counts = torch.stack([torch.cat(sent), offsets[plan.offsets].diff()])
         num_sent, num_received = counts.view(2, len(decisions), ranks.size).tolist()
         transfers = [
-            PackedAllToAll(
-                [chunk.gates, chunk.expert_in_group], ranks, num_sent[c], num_received[c]
-            )
+            AllToAll([chunk.gates, chunk.expert_in_group], ranks, num_sent[c], num_received[c])
             for c, chunk in enumerate(decisions)
         ]
         gates, expert_in_group = map(
-            torch.cat, zip(*(transfer.wait() for transfer in transfers), strict=True)
+            torch.cat, zip(*(transfer.wait_all() for transfer in transfers), strict=True)
         )
         slot_offsets, source = select_segments(offsets, plan.inverse, len(gates))
         gates = self._unscaled(gates.index_select(0, source))

@@ -132,20 +132,28 @@ def entries_of(layer: MoE, sharding: ExpertSharding) -> Iterator[tuple[str, Expe
             yield f"gate.{name}", ExpertParameter(f"gate.{name}", value, layout, bounds)
 
 
-def require_ranks(owner: str, model: nn.Module, ranks: Ranks) -> None:
-    """Raises ValueError unless every layer with sharded experts has these ranks."""
+def require_ranks(owner: str, model: nn.Module, ranks: Ranks, stages: Ranks | None = None) -> None:
+    """Raises ValueError unless every layer with sharded experts has these ranks.
+
+    stages: the ranks of a pipeline, one of each stage. Layers have the ranks of this stage.
+    """
+    members, elsewhere = set(_members(ranks)), set[int]()  # elsewhere: in other stages
+    if stages is not None and stages.group is not None:
+        elsewhere = {*_members(stages)} - {dist.get_rank()}
     for _, sharding in spread_layers(model):
-        sharded, given = (
-            [] if group_ranks.group is None else dist.get_process_group_ranks(group_ranks.group)
-            for group_ranks in (sharding.layout.world, ranks)
-        )
+        sharing = set(_members(sharding.layout.world))
+        num_expected = len(sharing) * (1 + len(elsewhere))
         require(
-            sorted(sharded) == sorted(given),
+            sharing <= members - elsewhere and len(members) == num_expected,
             f"{owner}: process_group",
-            f"have the ranks {sharded} of the layers whose experts are sharded (experts in several "
-            "copies need layers with a DeviceMesh [replicas, shards])",
-            given or None,
+            f"have the ranks {sorted(sharing)} of the layers whose experts are sharded (experts in "
+            "several copies need layers with a DeviceMesh [replicas, shards])",
+            sorted(members) or None,
         )
+
+
+def _members(ranks: Ranks) -> list[int]:
+    return [] if ranks.group is None else dist.get_process_group_ranks(ranks.group)
 
 
 def require_same_layers(owner: str, model: nn.Module, ranks: Ranks) -> None:

@@ -71,21 +71,48 @@ def full_state_dict(
         is_dtensor = isinstance(part.value, DTensor)
         value = part.value.full_tensor() if is_dtensor else part.value
         if name in names and not is_dtensor:
-            spread[name] = part._replace(value=value.cpu())
+            spread[name] = part
         elif ranks.rank == 0:
             state[name] = value.detach().to("cpu", copy=True)
-    gathered: list[dict[str, Part]] | None = [spread]
-    if ranks.size > 1:
-        gathered = [{}] * ranks.size if ranks.rank == 0 else None
-        dist.gather_object(spread, gathered, group=ranks.group, group_dst=0)
-    for parts in gathered or ():
-        for name, part in parts.items():
-            if part.size is None:
-                state[name] = part.value
-            elif len(part.value):
-                whole = state.setdefault(name, part.value.new_empty(part.shape))
-                whole.narrow(0, part.first, len(part.value)).copy_(part.value)
-    return state
+    return state | _gathered(spread, ranks)
+
+
+def _gathered(spread: Mapping[str, Part], ranks: Ranks) -> dict[str, Tensor]:
+    """Returns the whole tensors of all ranks' parts on rank 0, the other ranks an empty dict.
+
+    Each part is sent alone, so that a rank needs memory for one more part only.
+    """
+    devices = [torch.device("cpu")] if ranks.group is None else ranks.group._device_types
+    device = torch.device("cpu") if torch.device("cpu") in devices else devices[0]
+    whole: dict[str, Tensor] = {}
+    seen: set[tuple[str, int]] = set()
+    described = {
+        name: (part.shape, part.value.shape, part.value.dtype, part.first)
+        for name, part in spread.items()
+    }
+    for sender, parts in enumerate(ranks.gather_objects(described)):
+        for name, (shape, part_shape, dtype, first) in parts.items():
+            if ranks.rank == 0 and name not in whole:
+                whole[name] = torch.empty(shape, dtype=dtype)
+            if (name, first) in seen or 0 in part_shape:
+                continue
+            seen.add((name, first))
+            if ranks.rank == sender:
+                value = spread[name].value.detach().to(device).contiguous()
+                if sender != 0:
+                    dist.send(_bytes(value), group=ranks.group, group_dst=0)
+            elif ranks.rank == 0:
+                value = torch.empty(part_shape, dtype=dtype, device=device)
+                dist.recv(_bytes(value), group=ranks.group, group_src=sender)
+            if ranks.rank == 0:
+                rows = slice(first, first + part_shape[0]) if part_shape else ...
+                whole[name][rows] = value
+    return whole
+
+
+def _bytes(value: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor as bytes: not every backend sends every dtype."""
+    return value.view(-1).view(torch.uint8)
 
 
 def load_full_state_dict(

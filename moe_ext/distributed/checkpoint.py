@@ -7,13 +7,14 @@ of an expert tensor [E, …]. Each rank reads the block that it needs, even if s
 import atexit
 import shutil
 import warnings
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -54,6 +55,7 @@ from moe_ext.distributed._state import (
 from moe_ext.files import atomic_file
 from moe_ext.ranks import Layout, Ranks
 from moe_ext.ranks._groups import duplicate
+from moe_ext.ranks._membership import require_group
 
 __all__ = ["CheckpointError", "Checkpoints", "Loaded"]
 
@@ -89,10 +91,14 @@ class Checkpoints:
         folder: a folder that all ranks can access; the first save creates it.
         process_group: all ranks that train, or their mesh; None: only this rank.
         keep: number of the newest checkpoints to keep.
+        stages: the ranks of a pipeline, one of each stage. The models to save and load are then the
+            stages of the ranks. Their tensors have the names of the whole model, and process_group
+            has the ranks of all stages. None: the models are whole.
         timeout: time that a rank waits for other ranks in `async_save`; None: torch's default.
             `save` and `load` use the timeout of the process group.
 
     Raises:
+        TypeError: stages is not a process group.
         ValueError: keep is not a whole number of at least 1.
 
     Example:
@@ -111,11 +117,14 @@ class Checkpoints:
         process_group: ProcessGroup | DeviceMesh | None = None,
         *,
         keep: int = 3,
+        stages: ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         (keep,) = require_sizes("Checkpoints", keep=keep)
         self._folder = CheckpointFolder(Path(folder), keep)
         self._ranks = Layout.of(process_group, "Checkpoints").world
+        require_group("Checkpoints: stages", stages, (ProcessGroup,))
+        self._stages = Ranks(stages)
         self._timeout = timeout
         self._background: tuple[ThreadPoolExecutor, Ranks] | None = None
         self._under_way: Future[None] | None = None
@@ -236,6 +245,7 @@ class Checkpoints:
         parts, options = together(
             lambda: ({}, []) if model is None else self._parts_and_options(model, optimizers)
         )
+        self._require_different_stages(together, parts)
         shapes = whole_shapes(parts, self._ranks)
         options = merged_options(options, self._ranks)
         # No rank loads a tensor before all have checked what they will load.
@@ -284,6 +294,7 @@ class Checkpoints:
             return files
 
         parts, options = together(collect)
+        self._require_different_stages(together, parts)
         options = merged_options(options, self._ranks)
         return parts, together(other_files)
 
@@ -302,8 +313,20 @@ class Checkpoints:
         self, model: nn.Module, optimizers: Sequence[Optimizer]
     ) -> tuple[dict[Key, Part], list[tuple[str, ParamGroups]]]:
         """Returns this rank's parts of the model and the options of its optimizers."""
-        require_ranks("Checkpoints", model, self._ranks)
+        require_ranks("Checkpoints", model, self._ranks, self._stages)
         return model_parts(model), optimizer_options(model, optimizers)
+
+    def _require_different_stages(
+        self, together: Callable[[Callable[[], None]], None], parts: Mapping[Key, Part]
+    ) -> None:
+        """Raises CheckpointError on all ranks if two stages have a tensor of the same name."""
+        if self._stages.size == 1:
+            return
+        names = [name for kind, name, *_ in parts if kind == "model"]
+        number = Counter(chain.from_iterable(self._stages.gather_objects(names)))
+        twice = sorted(name for name in number if number[name] > 1)
+        rule = "have other names of tensors in each stage: those of the whole model"
+        together(lambda: require(not twice, "Checkpoints: model", rule, twice[:8]))
 
     def _require_group(self) -> None:
         """Raises ValueError if the ranks' process group was destroyed: torch would save alone."""

@@ -18,6 +18,7 @@ from moe_ext.checks import require
 from moe_ext.distributed._parameters import expert_parameters, spread_layers
 from moe_ext.ops import accumulation_dtype
 from moe_ext.ranks import Layout
+from moe_ext.ranks._membership import require_group
 
 __all__ = ["GradScaler", "clip_grad_norm_"]
 
@@ -30,6 +31,8 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    stages: ProcessGroup | None = None,
 ) -> Tensor:
     """Clips as torch's function of this name, but takes a model and covers all of its ranks.
 
@@ -43,8 +46,11 @@ def clip_grad_norm_(
         max_norm: the maximum total norm.
         norm_type: p of the p-norm, above 0; may be infinity.
         error_if_nonfinite: whether all ranks raise if the norm is infinite or NaN.
+        stages: the ranks of a pipeline, one of each stage; model is then the stage of this rank.
+            None: model is whole.
 
     Raises:
+        TypeError: stages is not a process group.
         ValueError: max_norm is negative or not a number, or norm_type is not above 0.
         RuntimeError: error_if_nonfinite is set and the norm is infinite or NaN.
     """
@@ -52,6 +58,7 @@ def clip_grad_norm_(
     require(holds, "clip_grad_norm_: max_norm", "be a number, at least 0", max_norm)
     norm_type = float(norm_type)  # accepts "inf"
     require(norm_type > 0, "clip_grad_norm_: norm_type", "be above 0", norm_type)
+    require_group("clip_grad_norm_: stages", stages, (ProcessGroup,))
     experts = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
     by_kind = defaultdict[tuple[DeviceMesh | None, _ProcessGroups], list[nn.Parameter]](list)
     for _, sharding in spread_layers(model):  # the experts of this rank may have no parameters
@@ -64,14 +71,12 @@ def clip_grad_norm_(
     for (_, groups), params in by_kind.items():
         norm = _norm(params, norm_type).to(first.device)
         for group in groups:
-            if math.isinf(norm_type):
-                dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-            else:
-                norm = norm.pow(norm_type)
-                dist.all_reduce(norm, group=group)
-                norm = norm.pow(1 / norm_type)
-        norms.append(norm.to(accumulation_dtype(first)))
+            norm = _norm_of_ranks(norm, norm_type, group)
+        norms.append(norm)
     total = get_total_norm(norms, norm_type)
+    if stages is not None:
+        total = _norm_of_ranks(total, norm_type, stages)
+    total = total.to(accumulation_dtype(first))
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the gradient norm of order {norm_type} must be finite, "
@@ -100,6 +105,16 @@ def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
     norm = get_total_norm([part for part in parts if part.numel()], norm_type)
     # norm ** p would overflow in half precision. The dtype must agree on all ranks.
     return norm.double()
+
+
+def _norm_of_ranks(norm: Tensor, norm_type: float, group: ProcessGroup | None) -> Tensor:
+    """Returns the norm of order norm_type of the norms of all ranks."""
+    if math.isinf(norm_type):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        return norm
+    norm = norm.pow(norm_type)
+    dist.all_reduce(norm, group=group)
+    return norm.pow(1 / norm_type)
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -51,10 +51,12 @@ def init_process_group(
     They get the variables RANK, WORLD_SIZE and LOCAL_RANK, as from torchrun.
 
     With NCCL, the current device of torch becomes device_id, by default the GPU with the number
-    LOCAL_RANK. This has not run on a GPU yet.
+    LOCAL_RANK. Objects and checkpoints are then sent over gloo. This has not run on a GPU yet.
 
     Args:
-        backend, timeout: see `torch.distributed.init_process_group`.
+        backend: see `torch.distributed.init_process_group`; None: "cpu:gloo,cuda:nccl" if there are
+            GPUs, else gloo.
+        timeout: see `torch.distributed.init_process_group`.
         options: the other keyword arguments of `torch.distributed.init_process_group`, except
             store, rank and world_size.
 
@@ -72,7 +74,9 @@ def init_process_group(
         if not variables:
             return None
         os.environ.update(variables)
-    if torch.cuda.is_available() and (backend is None or "nccl" in backend):
+    if backend is None and torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"  # torch would take NCCL alone, and send objects over it
+    if torch.cuda.is_available() and backend is not None and "nccl" in backend:
         device = _own_device(os.environ, torch.cuda.device_count())
         options = {"device_id": device} | options
         torch.cuda.set_device(options["device_id"])

@@ -5,9 +5,6 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from moe_ext import ops
-from moe_ext.ops._dtypes import cast
-
 
 def widened(x: Tensor) -> Tensor:
     """Converts x to at least float32; a gate calls this once for all its matrices."""
@@ -16,13 +13,12 @@ def widened(x: Tensor) -> Tensor:
 
 def logits(
     x: Tensor,
-    weight: Tensor,
-    *,
+    *weights: Tensor,
     offsets: Tensor | None = None,
     inverse: Tensor | None = None,
     token_offsets: Tensor | None = None,
-) -> Tensor:
-    """Computes x · weight in at least float32, also under autocast.
+) -> list[Tensor]:
+    """Computes x · weight for each of the weights, in at least float32, also under autocast.
 
     `moe_ext.ops.load` subtracts a threshold from a logit, which cancels in lower precision.
 
@@ -31,20 +27,11 @@ def logits(
 
     Args:
         x: [T, D].
-        weight: [D, E], or [G, D, E] with one matrix for each group of rows.
+        weights: [D, E], or [G, D, E] with one matrix for each group of rows.
         offsets, inverse, token_offsets: the rows of each group; see `moe_ext.ops.experts`.
     """
-    device = x.device.type
-    # The meta device does not support autocast.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return logits(x, weight, offsets=offsets, inverse=inverse, token_offsets=token_offsets)
-    x = widened(x)
-    if x.dtype != weight.dtype:
-        wide = torch.promote_types(x.dtype, weight.dtype)
-        x, weight = cast(x, wide), cast(weight, wide)
-    weights = [weight if weight.dim() == 3 else weight.unsqueeze(0)]
-    return ops.experts(x, weights, offsets=offsets, inverse=inverse, token_offsets=token_offsets)
+    products: list[Tensor] = torch.ops.moe_ext._logits(x, weights, offsets, inverse, token_offsets)
+    return products
 
 
 def only_given(logits: Tensor, expert_index: Tensor) -> Tensor:

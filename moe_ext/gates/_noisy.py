@@ -83,13 +83,13 @@ class NoisyGate(Gate):
                 "inverse": plan.inverse,
                 "token_offsets": token_offsets,
             }
-        clean_logits = logits(x, w_gate, **rows)
-        raw_noise_stddev = None
-        if self.training:
-            raw_noise_stddev = logits(x, w_noise, **rows)
-            noise = self.draw_noise(clean_logits) if noise is None else noise
-            if plan is not None:
-                noise = ops.dispatch(noise, plan.inverse.reshape(-1, 1))
+        if not self.training:
+            (clean_logits,) = logits(x, w_gate, **rows)
+            return clean_logits, None, noise
+        clean_logits, raw_noise_stddev = logits(x, w_gate, w_noise, **rows)
+        noise = self.draw_noise(clean_logits) if noise is None else noise
+        if plan is not None:
+            noise = ops.dispatch(noise, plan.inverse.reshape(-1, 1))
         return clean_logits, raw_noise_stddev, noise
 
     def _load(

@@ -367,7 +367,7 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         # The rows of X^(1), X^(2), …: one for each slot.
         plan = ops.dispatch_plan(primary.group_index, len(groups))
         equal = batchwise and ranks is None and len(groups) > 0
-        gate_logits = logits(
+        (gate_logits,) = logits(
             x,
             w_gate,
             offsets=None if equal else plan.offsets,

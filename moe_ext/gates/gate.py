@@ -135,7 +135,8 @@ class Gate(nn.Module):
             depend on the number of rows.
         """
         self._require_tokens(x)
-        return logits(x, weight)
+        (product,) = logits(x, weight)
+        return product
 
     def _require_tokens(self, x: Tensor) -> None:
         """Requires that x is a floating-point tensor [T, D]."""

@@ -11,7 +11,7 @@ from torch.types import Device
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
 from moe_ext.gates._constant import warn_if_untrained
-from moe_ext.gates._logits import only_given, widened
+from moe_ext.gates._logits import only_given
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.ranks import Ranks
 from moe_ext.routing import Routing
@@ -84,7 +84,7 @@ class NoisyTopKGate(NoisyGate):
         itself selects. See `Gate.forward` for ranks and expert_index.
         """
         self._require_tokens(x)
-        clean_logits, raw, noise = self._noisy_logits(widened(x), self.w_gate, self.w_noise)
+        clean_logits, raw, noise = self._noisy_logits(x, self.w_gate, self.w_noise)
         settings = raw, noise, self.k, self.noise_epsilon
         given = clean_logits if expert_index is None else only_given(clean_logits, expert_index)
         own = kept = ops.noisy_topk_gating(given, *settings)

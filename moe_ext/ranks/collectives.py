@@ -1,5 +1,6 @@
 """The ranks of a process group, and the differentiable collectives between them."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,12 +119,15 @@ class _Sum(Function):
 class AllToAll:
     """Runs a differentiable, asynchronous all-to-all of rows.
 
-    The constructor starts the transfer and `wait` returns the received rows. Computation in between
-    overlaps with the transfer. The backward pass sends the gradients back: it starts the transfer
-    at the backward of `wait` and waits at the backward of the constructor.
+    The constructor starts the transfer; `wait` or `wait_all` returns the received rows. Computation
+    in between overlaps with the transfer. The backward pass sends the gradients back: it starts the
+    transfer at the backward of `wait` and waits at the backward of the constructor.
+
+    Several values of each row are sent together, as their bytes if they have different dtypes. So
+    are the gradients of the values that require them.
 
     Args:
-        rows: [sum(num_sent), ...], sorted by destination rank.
+        rows: [sum(num_sent), ...], sorted by destination rank; or several such tensors.
         ranks: the ranks that take part in the all-to-all.
         num_sent: number of rows to each rank.
         num_received: number of rows from each rank.
@@ -131,40 +135,40 @@ class AllToAll:
 
     def __init__(
         self,
-        rows: Tensor,
+        rows: Tensor | Sequence[Tensor],
         ranks: Ranks,
         num_sent: Sequence[int],
         num_received: Sequence[int],
     ) -> None:
-        self._prepare(ranks, num_sent, num_received)
-        # An empty tensor that connects start and wait in the autograd graph.
-        self._token: Tensor | None = _Start.apply(rows, self)
-
-    @classmethod
-    def prepared(
-        cls, ranks: Ranks, num_sent: Sequence[int], num_received: Sequence[int]
-    ) -> "AllToAll":
-        """Returns a transfer without rows: `start` and `finish` send them, without a gradient."""
-        transfer = cls.__new__(cls)
-        transfer._prepare(ranks, num_sent, num_received)
-        return transfer
-
-    def _prepare(self, ranks: Ranks, num_sent: Sequence[int], num_received: Sequence[int]) -> None:
+        values = [rows] if isinstance(rows, Tensor) else rows
         self._group = ranks.group
         self._num_sent = list(num_sent)
         self._num_received = list(num_received)
+        self._kinds = [(value.dtype, value.shape[1:]) for value in values]
+        grads = torch.is_grad_enabled()
+        self._with_grad: list[int] = [
+            n for n, value in enumerate(values) if grads and value.requires_grad
+        ]
+        # An empty tensor that connects start and wait in the autograd graph.
+        self._token: Tensor | None = _Start.apply(self, *values)
 
     def wait(self) -> Tensor:
         """Returns the received rows [sum(num_received), ...] in rank order. Call it only once."""
+        (rows,) = self.wait_all()
+        return rows
+
+    def wait_all(self) -> tuple[Tensor, ...]:
+        """Returns the received rows of each tensor that was sent; see `wait`."""
         token, self._token = self._token, None  # avoids a reference cycle with the graph
-        received: Tensor = _Wait.apply(token, self)
+        received: tuple[Tensor, ...] = _Wait.apply(self, token)
         return received
 
-    def start(self, rows: Tensor, back: bool = False) -> None:
-        """Starts to send rows; back: from the ranks that received them to the senders."""
+    def start(self, values: Sequence[Tensor], back: bool = False) -> None:
+        """Starts to send values; back: gradients, from the ranks that received the values."""
         sent, received = self._num_sent, self._num_received
         if back:
             sent, received = received, sent
+        rows = values[0] if len(values) == 1 else torch.cat([*map(_bytes_of, values)], 1)
         rows = rows.contiguous()  # _under_way keeps it alive until the transfer ends
         buffer: Tensor = torch.ops.moe_ext._empty_rows(rows, sum(received))
         work = dist.all_to_all_single(
@@ -173,35 +177,54 @@ class AllToAll:
         assert work is not None  # this rank is in the group
         self._under_way = buffer, rows, work
 
-    def finish(self) -> Tensor:
-        """Waits for the end of the transfer and returns the received rows."""
-        buffer, _, work = self._under_way
+    def finish(self, back: bool = False) -> list[Tensor]:
+        """Waits for the end of the transfer; returns the received values, or gradients."""
+        rows, _, work = self._under_way
         del self._under_way
         work.wait()
-        return buffer
+        kinds = [self._kinds[n] for n in self._with_grad] if back else self._kinds
+        if len(kinds) == 1:
+            return [rows]
+        sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in kinds]
+        return [
+            part.clone(memory_format=torch.contiguous_format).view(dtype).view(len(rows), *shape)
+            for part, (dtype, shape) in zip(rows.split(sizes, 1), kinds, strict=True)
+        ]
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    """Returns the bytes [R, ...] of each row."""
+    rows = value.reshape(len(value), math.prod(value.shape[1:]))
+    # Not `contiguous`: a column of an expanded gradient counts as contiguous, but has no bytes.
+    return rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, transfer: AllToAll) -> Tensor:
-        ctx.transfer = transfer
-        transfer.start(rows)
-        return rows.new_empty(0)
+    def forward(ctx: Any, transfer: AllToAll, *values: Tensor) -> Tensor:
+        ctx.transfer, ctx.number = transfer, len(values)
+        transfer.start(values)
+        return values[next(iter(transfer._with_grad), 0)].new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.transfer.finish(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        received = dict(zip(ctx.transfer._with_grad, ctx.transfer.finish(back=True), strict=True))
+        return None, *(received.get(n) for n in range(ctx.number))
 
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, transfer: AllToAll) -> Tensor:
+    def forward(ctx: Any, transfer: AllToAll, token: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer
-        return transfer.finish()
+        values = transfer.finish()
+        without = (v for n, v in enumerate(values) if n not in transfer._with_grad)
+        ctx.mark_non_differentiable(*without)
+        return tuple(values)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.transfer.start(grad, back=True)
-        return grad.new_empty(0), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        sent = [grads[n] for n in ctx.transfer._with_grad]
+        ctx.transfer.start(sent, back=True)
+        return None, sent[0].new_empty(0)

@@ -17,7 +17,6 @@ from moe_ext._compiled import eager
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import require_sizes
-from moe_ext.ranks._packed import PackedAllToAll
 from moe_ext.ranks._rows import columns_of, scale_grad, with_backward_of
 from moe_ext.ranks._whole import is_marked, require_whole
 from moe_ext.ranks.collectives import AllToAll, Ranks, blocks
@@ -30,7 +29,7 @@ ChunksOf = Literal["experts", "tokens"]
 ExchangeUnit = Literal["rows", "tokens"]
 _Reduction = Literal["mean", "sum"]
 _HOST = torch.device("cpu")
-_Sender = Callable[[int], PackedAllToAll]  # starts the all-to-all of a chunk
+_Sender = Callable[[int], AllToAll]  # starts the all-to-all of a chunk
 
 
 @runtime_checkable
@@ -380,7 +379,7 @@ class Exchange:
         else:
             sizes = [sum(numbers) for numbers in out]
             chunks = [*zip(*(value.split(sizes) for value in values), strict=True)]
-        return lambda c: PackedAllToAll(chunks[c], self.ranks, out[c], into[c])
+        return lambda c: AllToAll(chunks[c], self.ranks, out[c], into[c])
 
     def _compute_chunks(
         self,
@@ -411,10 +410,10 @@ class Exchange:
         coming = [send(0) for send in senders]
         if meanwhile is not None:
             meanwhile()
-        going: list[PackedAllToAll] = []
+        going: list[AllToAll] = []
         returned: list[list[Tensor]] = []
         for c, num_rows in enumerate(rows_by_chunk):
-            x, *row_values = chain.from_iterable(transfer.wait() for transfer in coming)
+            x, *row_values = chain.from_iterable(transfer.wait_all() for transfer in coming)
             if c + 1 < self.num_chunks:
                 coming = [send(c + 1) for send in senders]
             in_slots, by_copy = _slots(num_rows, num_copies[:, c], x, row_values)
@@ -430,11 +429,11 @@ class Exchange:
                     if value.is_floating_point():
                         value.requires_grad_()
             if going:
-                returned.append([*chain.from_iterable(transfer.wait() for transfer in going)])
-            going = [PackedAllToAll([y], self.ranks, counts.copies_in[c], counts.copies_out[c])]
+                returned.append([*chain.from_iterable(transfer.wait_all() for transfer in going)])
+            going = [AllToAll([y], self.ranks, counts.copies_in[c], counts.copies_out[c])]
             if back:
-                going += [PackedAllToAll(back, self.ranks, counts.rows_in[c], counts.rows_out[c])]
-        returned.append([*chain.from_iterable(transfer.wait() for transfer in going)])
+                going += [AllToAll(back, self.ranks, counts.rows_in[c], counts.rows_out[c])]
+        returned.append([*chain.from_iterable(transfer.wait_all() for transfer in going)])
         return (
             returned[0] if self.num_chunks == 1 else [*map(torch.cat, zip(*returned, strict=True))]
         )

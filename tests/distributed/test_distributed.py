@@ -38,7 +38,7 @@ from moe_ext import (
     TopKGate,
     ZLoss,
 )
-from moe_ext.distributed import Exchange, ExpertParallel, ExpertPlacement, Ranks
+from moe_ext.distributed import AllToAll, Exchange, ExpertParallel, ExpertPlacement, Ranks
 from moe_ext.gates import HierarchicalGate
 
 KINDS = {
@@ -626,3 +626,29 @@ def test_layers_made_on_the_meta_device(group, rank):
         assert y.isfinite().all() and aux.loss.isfinite()
         gate = layer.gate.named_parameters()
         assert not any(param.any() for name, param in gate if name.startswith("w_"))
+
+
+@on_ranks(2)
+def test_values_of_a_row_are_sent_together(group, rank):
+    """One all-to-all sends several values, and one the gradients of those that have any."""
+    counts = [[1, 3], [0, 2]]  # the rows from each rank to each rank
+    num_sent, num_received = counts[rank], [row[rank] for row in counts]
+    draw = torch.Generator().manual_seed(rank)
+    total, ranks = sum(num_sent), Ranks(group)
+    values = [
+        torch.randint(99, (total,), generator=draw, dtype=torch.int32),
+        torch.randn(total, 3, generator=draw, dtype=torch.float64).requires_grad_(),
+        torch.randn(total, 2, 2, generator=draw).half(),
+        torch.randn(total, 1, generator=draw).requires_grad_(),
+    ]
+    received = AllToAll(values, ranks, num_sent, num_received).wait_all()
+    for value, arrived in zip(values, received, strict=True):
+        assert_same_bits(arrived, AllToAll(value, ranks, num_sent, num_received).wait())
+        assert arrived.requires_grad == value.requires_grad
+    ((rank + 1) * (received[1].sum() + 10 * received[3].double().sum())).backward()
+    receiver = torch.tensor([1.0, 2.0]).repeat_interleave(torch.tensor(num_sent))[:, None]
+    assert_same_bits(values[1].grad, receiver.double().expand(total, 3))
+    assert_same_bits(values[3].grad, 10 * receiver)
+    with torch.no_grad():
+        (alone,) = AllToAll([values[1]], ranks, num_sent, num_received).wait_all()
+    assert_same_bits(alone, received[1])

@@ -14,7 +14,7 @@ from moe_ext.distributed import torchrun
 
 
 def connected_twice(group, rank, port):
-    """Connects two ranks to the store of torchrun, twice, as after a restart of both.
+    """Connects two ranks to the store of torchrun, twice, as after a restart of backends.
 
     torchrun counts a restart on the machine of the dead rank only. Rank 1 is first at each step: it
     finds the texts and the addresses of the dead rank 0 in the store. The ranks reach no other port
@@ -123,14 +123,21 @@ def test_each_rank_has_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append(options))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *args, **options: calls.append((args, options))
+    )
     for name, value in (TORCH | ADDRESS).items():
         monkeypatch.setenv(name, value)
     first_gpu = torch.device("cuda", 0)
     torchrun.init_process_group()
     torchrun.init_process_group("cpu:gloo,cuda:nccl", device_id=first_gpu)
     torchrun.init_process_group("gloo")
-    assert calls == [{"device_id": torch.device("cuda", 1)}, {"device_id": first_gpu}, {}]
+    backends = ("cpu:gloo,cuda:nccl",)  # gloo sends objects
+    expected = [
+        (backends, {"device_id": torch.device("cuda", 1)}),
+        (backends, {"device_id": first_gpu}),
+    ]
+    assert calls == [*expected, (("gloo",), {})]
     assert chosen == [torch.device("cuda", 1), first_gpu]
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="LOCAL_RANK must be below the number of GPUs, 2, got 2"):

@@ -52,9 +52,15 @@ namespace emulation {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr unsigned kMostThreads = 1024;
-constexpr size_t kMostShared = 227 << 10;  // the limit of a block on an H200
-constexpr size_t kMostSharedByDefault = 48 << 10;
+constexpr size_t kMostSharedByDefault = 48 << 10;  // of a block, also of its static variables
+constexpr size_t kMostShared = 227 << 10;          // on any architecture
 constexpr size_t kStackBytes = 64 << 10;
+
+// The most shared memory of a block by the major number of the compute capability: the limit of its
+// smallest architecture. 8.6, 8.9 and 12.0 have 99 KiB, 8.0 has 163 KiB.
+constexpr size_t most_shared(int major) {
+  return major == 8 || major == 12 ? 99 << 10 : kMostShared;
+}
 
 // Reports an operation that is undefined on a GPU or would hang it.
 [[noreturn]] inline void fail(const std::string& what) {
@@ -76,7 +82,10 @@ struct Copy {
   size_t num_bytes, num_zeros;
 
   void run() const {
-    std::memcpy(to, from, num_bytes);
+    // Not memcpy, whose accesses are not counted; see traffic.cpp.
+    for (size_t i = 0; i < num_bytes; ++i) {
+      static_cast<char*>(to)[i] = static_cast<const char*>(from)[i];
+    }
     std::memset(static_cast<char*>(to) + num_bytes, 0, num_zeros);
   }
 };
@@ -103,14 +112,20 @@ struct Warp {
 struct Machine {
   std::mutex mutex;  // serializes launches
   std::minstd_rand random;
-  std::map<const void*, size_t> most_shared;  // by kernel, if it set a maximum
+  size_t most_shared = emulation::most_shared(8);  // of a block, if its kernel set a maximum
+  std::map<const void*, size_t> most_dynamic;      // shared memory by kernel, if it set a maximum
+
+  // If set, called before a launch with the kernel, and after it with null.
+  void (*on_launch)(const void* kernel) = nullptr;
 
   const std::function<void()>* kernel = nullptr;
   std::vector<Thread> threads = std::vector<Thread>(kMostThreads);
   std::vector<Warp> warps;
   Barrier barrier;
   std::vector<char> votes;  // the result of each __syncthreads_or
-  alignas(128) std::array<unsigned char, kMostShared> shared;
+  alignas(128) std::array<unsigned char, kMostShared> shared;  // the dynamic part
+  std::vector<const void*> variables;  // the static part that the block has entered
+  size_t static_bytes, dynamic_bytes, most_bytes;
 
   unsigned current = 0;  // index of the running thread
   jmp_buf scheduler;
@@ -126,6 +141,25 @@ inline Machine& machine() {
 }
 
 inline unsigned char* shared_memory() { return machine().shared.data(); }
+
+inline void poison(void* memory, size_t num_bytes) { std::memset(memory, 0xFF, num_bytes); }  // NaN
+
+// Enters the scope of static shared variables; they have no values when a block enters it first.
+template <typename... T>
+void enter(T&... variables) {
+  Machine& m = machine();
+  const auto enter_one = [&](void* variable, size_t num_bytes) {
+    if (std::find(m.variables.begin(), m.variables.end(), variable) != m.variables.end()) return;
+    m.variables.push_back(variable);
+    poison(variable, num_bytes);
+    m.static_bytes += num_bytes;
+    if (m.static_bytes > kMostSharedByDefault || m.static_bytes + m.dynamic_bytes > m.most_bytes) {
+      fail("a block must not use " + std::to_string(m.static_bytes) + " bytes of static and " +
+           std::to_string(m.dynamic_bytes) + " bytes of dynamic shared memory");
+    }
+  };
+  (enter_one(&variables, sizeof(T)), ...);
+}
 
 inline void end_turn(Thread& thread) {
   if (_setjmp(thread.turn) == 0) _longjmp(machine().scheduler, 1);
@@ -223,7 +257,10 @@ inline void run_block(unsigned num_threads, size_t shared_bytes) {
   m.barrier = Barrier{num_threads};
   m.warps.assign(num_threads / kWarp, Warp());
   m.votes.clear();
-  std::fill_n(m.shared.data(), shared_bytes, 0xFF);  // NaN
+  poison(m.shared.data(), shared_bytes);
+  m.variables.clear();
+  m.static_bytes = 0;
+  m.dynamic_bytes = shared_bytes;
   for (unsigned t = 0; t < num_threads; ++t) {
     Thread& thread = m.threads[t];
     thread.alive = true;
@@ -250,10 +287,12 @@ void launch(void (*kernel)(Parameters...), dim3 blocks, unsigned num_threads, si
             cudaStream_t, Parameters... arguments) {
   Machine& m = machine();
   const std::lock_guard lock(m.mutex);
-  const auto set = m.most_shared.find(reinterpret_cast<const void*>(kernel));
-  if (shared_bytes > (set == m.most_shared.end() ? kMostSharedByDefault : set->second)) {
+  const auto set = m.most_dynamic.find(reinterpret_cast<const void*>(kernel));
+  const bool is_set = set != m.most_dynamic.end();
+  if (shared_bytes > (is_set ? set->second : kMostSharedByDefault)) {
     fail("a block must not use " + std::to_string(shared_bytes) + " bytes of shared memory");
   }
+  m.most_bytes = is_set ? m.most_shared : kMostSharedByDefault;
   if (num_threads == 0 || num_threads > kMostThreads || num_threads % kWarp != 0) {
     fail("a block must have a multiple of 32 threads, at most 1024, got " +
          std::to_string(num_threads));
@@ -264,6 +303,7 @@ void launch(void (*kernel)(Parameters...), dim3 blocks, unsigned num_threads, si
   m.kernel = &body;
   gridDim = blocks;
   blockDim = dim3(num_threads);
+  if (m.on_launch != nullptr) m.on_launch(reinterpret_cast<const void*>(kernel));
   for (unsigned z = 0; z < blocks.z; ++z) {
     for (unsigned y = 0; y < blocks.y; ++y) {
       for (unsigned x = 0; x < blocks.x; ++x) {
@@ -272,6 +312,7 @@ void launch(void (*kernel)(Parameters...), dim3 blocks, unsigned num_threads, si
       }
     }
   }
+  if (m.on_launch != nullptr) m.on_launch(nullptr);
 }
 
 }  // namespace emulation
@@ -280,10 +321,10 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
 template <typename... Parameters>
 cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribute, int value) {
-  if (value < 0 || static_cast<size_t>(value) > emulation::kMostShared) {
+  if (value < 0 || static_cast<size_t>(value) > emulation::machine().most_shared) {
     return cudaErrorInvalidValue;
   }
-  emulation::machine().most_shared[reinterpret_cast<const void*>(kernel)] = value;
+  emulation::machine().most_dynamic[reinterpret_cast<const void*>(kernel)] = value;
   return cudaSuccess;
 }
 

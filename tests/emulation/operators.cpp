@@ -1,8 +1,10 @@
-// Operators that test the emulation. set_device selects the compute capability. broken_kernel runs
-// a kernel with or without a bug; the emulation must detect the bug.
+// Operators that test the emulation: set_device selects the compute capability. A kernel of
+// broken_kernel may have a bug, which the emulation must detect. The kernel of use_shared_memory
+// has 1 KiB of static and some dynamic shared memory.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAException.h>
 #include <cuda_pipeline.h>
 #include <torch/library.h>
 
@@ -20,6 +22,13 @@ __global__ void barrier_kernel(const float* in, float* out) {
   values[threadIdx.x] = in[threadIdx.x];
   if (!kBroken) __syncthreads();
   out[threadIdx.x] = values[kThreads - 1 - threadIdx.x];
+}
+
+template <bool kBroken>
+__global__ void unset_kernel(const float* in, float* out) {
+  __shared__ float values[kThreads];
+  if (!kBroken) values[threadIdx.x] = 0;
+  out[threadIdx.x] = in[threadIdx.x] + values[threadIdx.x];
 }
 
 // If broken, a thread that is ahead overwrites values that other threads have not added yet.
@@ -63,6 +72,7 @@ __global__ void branch_kernel(const float* in, float* out) {
 Tensor run(const Tensor& in, const std::string& kernel, bool broken) {
   const std::map<std::string, std::array<void (*)(const float*, float*), 2>> kernels{
       {"barrier", {barrier_kernel<false>, barrier_kernel<true>}},
+      {"unset", {unset_kernel<false>, unset_kernel<true>}},
       {"reuse", {reuse_kernel<false>, reuse_kernel<true>}},
       {"copy", {copy_kernel<false>, copy_kernel<true>}},
       {"lanes", {lanes_kernel<false>, lanes_kernel<true>}},
@@ -75,10 +85,27 @@ Tensor run(const Tensor& in, const std::string& kernel, bool broken) {
   return out;
 }
 
+__global__ void static_kernel() {
+  __shared__ float values[kThreads];
+  values[threadIdx.x] = 0;
+}
+
+void use_shared_memory(int64_t dynamic_bytes) {
+  emulation::machine().most_dynamic.erase(reinterpret_cast<const void*>(static_kernel));
+  if (static_cast<size_t>(dynamic_bytes) > emulation::kMostSharedByDefault) {
+    C10_CUDA_CHECK(cudaFuncSetAttribute(static_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(dynamic_bytes)));
+  }
+  emulation::launch<>(static_kernel, 1, kThreads, dynamic_bytes, nullptr);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moe_ext_emulated, m) {
-  m.def("set_device(int major) -> ()",
-        [](int64_t major) { at::cuda::device_properties.major = static_cast<int>(major); });
+  m.def("set_device(int major) -> ()", [](int64_t major) {
+    at::cuda::device_properties.major = static_cast<int>(major);
+    emulation::machine().most_shared = emulation::most_shared(static_cast<int>(major));
+  });
+  m.def("use_shared_memory(int dynamic_bytes) -> ()", &use_shared_memory);
   m.def("broken_kernel(Tensor input, str kernel, bool broken) -> Tensor", &run);
 }

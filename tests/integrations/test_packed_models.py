@@ -1,6 +1,7 @@
 """Packed checkpoints of transformers: logits of the dequantized model, bytes, memory, errors."""
 
 import copy
+import errno
 import importlib
 import io
 import json
@@ -145,6 +146,24 @@ def test_what_cannot_be_saved(fp8, tmp_path):
         model.save_pretrained(tmp_path / "saved")
 
 
+@pytest.mark.parametrize("format", ["unchanged", "bfloat16", "gguf_q8_0"])
+def test_the_error_of_a_full_disk_has_the_free_bytes(format, fp8, tmp_path, monkeypatch):
+    files = importlib.import_module("moe_ext.integrations._packed.save")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("rewrite", "write_floats", "write_gguf_model"):
+        monkeypatch.setattr(files, name, fail)
+    path = tmp_path / ("saved.gguf" if format == "gguf_q8_0" else "saved")
+    with pytest.raises(OSError, match="No space left") as raised:
+        plug.save(load(fp8[0]), path, format)
+    (note,) = raised.value.__notes__
+    assert re.fullmatch(
+        rf"save: {re.escape(str(path))} is incomplete; its disk has [\d,]+ bytes free", note
+    )
+
+
 def test_an_unknown_format_of_gguf_falls_back(tmp_path, capsys):
     expected = write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0, down=TYPES.Q5_0)
     model = load(tmp_path / "model.gguf", quiet=False)
@@ -207,6 +226,29 @@ def test_models_of_the_hub(fp8, tmp_path, monkeypatch):
     write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0)
     load("owner/model/Q8_0/model.gguf")
     assert calls == [("owner/model",), ("owner/model", "Q8_0/model.gguf")]
+
+
+def test_a_missing_folder_that_looks_like_a_name_of_the_hub(monkeypatch):
+    files = importlib.import_module("moe_ext.integrations._packed.checkpoint")
+
+    def download(*_, **__):
+        raise FileNotFoundError("no connection")
+
+    monkeypatch.setattr(files, "snapshot_download", download)
+    with pytest.raises(FileNotFoundError, match="no connection") as raised:
+        load("models/tuned")
+    assert raised.value.__notes__ == [
+        "load: models/tuned is no file or folder here, but a name of the hub"
+    ]
+
+
+def test_a_dense_model(fp8, tmp_path):
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=32)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    dense.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^load: .* must be a mixture of experts .*LlamaForC"):
+        load(tmp_path)
 
 
 def test_exponents_as_scales_of_fp8(fp8, tmp_path):
@@ -563,6 +605,13 @@ def test_gguf_of_an_unknown_architecture(tmp_path):
     write_gguf(path, "qwen3_moe", TYPES.Q8_0)
     path.write_bytes(path.read_bytes().replace(b"qwen3moe", b"qwen4moe"))
     with pytest.raises(ValueError, match="architecture of a GGUF file must be one of gpt-oss, "):
+        load(path)
+
+
+def test_gguf_of_deepseek_needs_a_configuration(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "deepseek_v3", TYPES.Q8_0)
+    with pytest.raises(ValueError, match=r"^load: config must be .* for GGUF files of deepseek2"):
         load(path)
 
 

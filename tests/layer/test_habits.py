@@ -5,9 +5,10 @@ import pickle
 
 import pytest
 import torch
-from assertions import assert_same_bits
+from assertions import assert_exact, assert_same_bits
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from moe_ext import (
     BalancedGate,
@@ -25,6 +26,7 @@ from moe_ext import (
     SharedExpert,
     SoftmaxGate,
     TopKGate,
+    add_loss,
     presets,
 )
 
@@ -199,3 +201,83 @@ def test_keep_aux():
         assert_same_bits(twin(x), model(x))
     masked = KeepAux(layer)(torch.randn(2, 3, D), torch.zeros(2, 3, dtype=torch.bool))
     assert masked.count_nonzero() == 0
+
+
+def block(layer, x):
+    """Returns the output of a block with a residual connection, and the loss of its layer."""
+    y, aux = layer(x)
+    return x + y, aux.loss
+
+
+def random_layer():
+    layer = MoE(D, E, K, gate=TopKGate(D, E, K)).double()
+    nn.init.normal_(layer.gate.w_gate)
+    return layer
+
+
+def gradients_of(module, loss):
+    """Returns the gradient of each parameter, by name."""
+    module.zero_grad()
+    loss.backward()
+    return {name: param.grad.clone() for name, param in module.named_parameters()}
+
+
+def assert_same_gradients(module, loss, expected):
+    """Compares the gradients of two training losses."""
+    expected = gradients_of(module, expected)
+    assert expected
+    for name, grad in gradients_of(module, loss).items():
+        assert_exact(grad, expected[name])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda run, x: run(x),
+        lambda run, x: checkpoint(run, x, use_reentrant=False),
+        lambda run, x: checkpoint(run, x.requires_grad_(), use_reentrant=True),
+        lambda run, x: torch.compile(run, backend="aot_eager")(x),
+    ],
+    ids=["plain", "checkpoint", "reentrant", "compile"],
+)
+def test_an_added_loss_has_its_gradient(call):
+    layer = random_layer()
+    x = torch.randn(7, D, dtype=torch.float64)
+    y, loss = block(layer, x)
+
+    def run(x):
+        return add_loss(*block(layer, x))
+
+    with_loss = call(run, x)
+    assert_exact(with_loss, y)
+    (grad_of_y,) = torch.autograd.grad(y.square().sum(), layer.gate.w_gate, retain_graph=True)
+    assert_same_gradients(layer, with_loss.square().sum(), y.square().sum() + loss)
+    assert not torch.allclose(layer.gate.w_gate.grad, grad_of_y)  # the loss has a gradient
+
+
+def test_keep_aux_adds_the_loss():
+    layer = random_layer()
+    model = nn.Sequential(nn.Linear(D, D).double(), KeepAux(layer, adds_loss=True))
+    x = torch.randn(7, D, dtype=torch.float64)
+    y, aux = layer(model[0](x))
+    assert_same_gradients(model, model(x).square().sum(), y.square().sum() + aux.loss)
+    kept = model[1].aux
+    assert_exact(kept.loss, aux.loss)
+    assert not (kept.loss.requires_grad or kept.gates.requires_grad)
+    with torch.no_grad():
+        assert_exact(model(x), y)
+    assert not model(x)._is_view()  # fully_shard warns about views
+    with pytest.raises(TypeError, match="^KeepAux: adds_loss must be True or False, got 1$"):
+        KeepAux(layer, adds_loss=1)
+
+
+def test_an_added_loss_is_scaled_as_given():
+    y, loss = torch.zeros(2, requires_grad=True), torch.ones((), requires_grad=True)
+    (5 * add_loss(y, loss * 3)).sum().backward()
+    assert (y.grad.tolist(), loss.grad.item()) == ([5, 5], 3)
+    twice = torch.func.grad(lambda loss: add_loss(loss * y.detach(), loss).sum())
+    assert twice(loss.detach()) == 1  # the sum of y is 0
+    with pytest.raises(ValueError, match=r"^add_loss: loss must have shape \(\), got \(1,\)$"):
+        add_loss(y, loss[None])
+    with pytest.raises(TypeError, match="^add_loss: loss must be a tensor, got float$"):
+        add_loss(y, 0.0)

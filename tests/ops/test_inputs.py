@@ -87,6 +87,7 @@ BESIDE = {"": lambda x: x, "negative": torch._neg_view, "conjugate": conjugate}
 PRIVATE = {
     "_count_tokens_": [torch.zeros(3, dtype=torch.int64), torch.ones(3)],
     "_empty_rows": [torch.ones(3, 4), 5],
+    "_logits": [torch.ones(3, 4), [torch.ones(4, 2), torch.ones(1, 4, 5)]],
 }
 
 

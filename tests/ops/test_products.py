@@ -229,15 +229,18 @@ DEPTHS += [301, 383, 387, 449, 511, 512, 513]
 WHOLE_AND_PART = [1, 16, 17, 48]
 
 
-def check_each_row_alone(D, F, counts, dtype):
+def check_each_row_alone(D, F, counts, dtype, *, transposed=False, bias=False):
     """Compares y and dx of the first 1, 2, ... rows with those of each row alone."""
     num_rows = max(counts)
     rows = torch.cat([torch.arange(num_rows), *(torch.arange(count) for count in counts)])
     offsets = offsets_of([*[1] * num_rows, *counts])
     x, dy = normal(num_rows, D, dtype=dtype)[rows], normal(num_rows, F, dtype=dtype)[rows]
-    weight = normal(1, D, F, dtype=dtype).expand(len(offsets) - 1, D, F)
+    E = len(offsets) - 1
+    weight = normal(1, D, F, dtype=dtype)
+    weight = weight.mT.repeat(E, 1, 1).mT if transposed else weight.expand(E, D, F)
+    biases = [normal(1, F, dtype=dtype).expand(E, F)] if bias else None
     x.requires_grad_()
-    y = ops.experts(x, [weight], offsets=offsets)
+    y = ops.experts(x, [weight], biases, offsets=offsets)
     (dx,) = torch.autograd.grad(y, x, dy)
     for result in (y.detach(), dx):
         alone, batches = result.split([num_rows, sum(counts)])
@@ -252,6 +255,15 @@ def test_a_row_has_the_bits_that_it_has_alone(dtype, width):
         counts = [*range(2, 21), *range(21 + i % 20, 101, 20)]
         check_each_row_alone(depth, width, counts, dtype)
         check_each_row_alone(width, depth, counts, dtype)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize == 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_row_in_half_precision_has_the_bits_that_it_has_alone(dtype, transposed):
+    """Few rows read the weight in place: in one or two K-blocks, and columns in two parts."""
+    for D, F in [(32, 64), (512, 96), (544, 1056)]:
+        for bias in (False, True):
+            check_each_row_alone(D, F, range(2, 14), dtype, transposed=transposed, bias=bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,6 +7,12 @@ ends a random rank at a random moment, and torchrun restarts the run. The run wr
 every second step, so some kills happen during a write. The losses of both runs must be bitwise
 identical. Status 0: the losses are identical. Status 1: the losses differ, or the run with kills
 did not finish.
+
+    python tests/soak/restarts.py --kind mesh --steps 150
+
+With --kind, each kill ends torchrun, and the next run has another number of ranks, from 1 to 4. The
+losses must be those of one rank without kills, up to rounding: a relative difference of at most
+2e-15.
 """
 
 import argparse
@@ -21,20 +27,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import soak_training
+from soak_training import KINDS
+
 from moe_ext.distributed import Checkpoints
 
-PROGRAM = Path(__file__).with_name("soak_training.py")
+PROGRAM = Path(soak_training.__file__)
+TIMEOUT = 120  # seconds that a rank waits for the others, with --kind
 
 
 @contextmanager
-def running(folder, processes, steps, restarts):
+def running(folder, processes, steps, restarts, *options):
     """Runs the training under torchrun, at most until the end of the body.
 
-    The file FOLDER.log gets its stderr.
+    The file FOLDER.log gets its stderr. options: other arguments of the training.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     command += ["--monitor-interval=0.1", str(PROGRAM), str(folder), f"--steps={steps}"]
+    command += options
     with folder.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         try:
@@ -65,6 +76,50 @@ def losses(folder):
     return Checkpoints(folder).load().state
 
 
+def kill_one(launcher, draw):
+    """Kills a rank of a torchrun process; returns whether there was one."""
+    with suppress(ProcessLookupError):
+        if pids := ranks_of(launcher.pid):
+            os.kill(draw.choice(pids), signal.SIGKILL)
+            return True
+    return False
+
+
+def wait_for(folder, step, run):
+    """Waits until the training has saved a step, or has ended."""
+    while last_step(folder) < step and run.poll() is None:
+        time.sleep(0.02)
+
+
+def resize(options, draw, root):
+    """Runs the training on changing numbers of ranks; returns the exit status."""
+    killed, alone = Path(root, "killed"), Path(root, "alone")
+    arguments = f"--kind={options.kind}", f"--timeout={TIMEOUT}"
+    kills, sizes = 0, [0]
+    while last_step(killed) < options.steps:
+        sizes.append(draw.choice([size for size in range(1, 5) if size != sizes[-1]]))
+        with running(killed, sizes[-1], options.steps, 0, *arguments) as run:
+            start = last_step(killed)
+            wait_for(killed, start + draw.randint(1, options.steps_between), run)
+            time.sleep(draw.uniform(0, 0.1))
+            if last_step(killed) < options.steps:
+                kills += kill_one(run, draw)
+            run.wait(TIMEOUT + 60)  # raises an error if a rank hangs
+        print(f"step {last_step(killed)}, {sizes[-1]} ranks", file=sys.stderr)
+        if last_step(killed) == start:
+            break
+    with running(alone, 1, options.steps, 0, *arguments) as run:
+        run.wait()
+    disturbed, expected = losses(killed), losses(alone)
+    difference = max(abs(a / b - 1) for a, b in zip(disturbed, expected, strict=False))
+    report = {"kind": options.kind, "kills": kills, "sizes": sizes[1:], "steps": len(disturbed)}
+    print(json.dumps(report | {"of": options.steps, "largest_difference": difference}))
+    same = len(disturbed) == len(expected) == options.steps and difference <= 2e-15
+    if not same:
+        print(killed.with_suffix(".log").read_text()[-3000:], file=sys.stderr)
+    return 0 if same else 1
+
+
 def main(arguments=None):
     """Kills ranks, prints what happened, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -73,8 +128,15 @@ def main(arguments=None):
     help = "maximum number of steps from one kill to the next (%(default)s)"
     parser.add_argument("--steps-between", type=int, default=6, help=help)
     parser.add_argument("--seed", type=int, default=1, help="seed of the kills (%(default)s)")
+    help = "change the number of ranks after each kill, with a model that is parallel in this way"
+    parser.add_argument("--kind", choices=KINDS, help=help)
+    help = "number of steps with --kind (%(default)s)"
+    parser.add_argument("--steps", type=int, default=150, help=help)
     options = parser.parse_args(arguments)
     draw = random.Random(options.seed)
+    if options.kind:
+        with TemporaryDirectory() as root:
+            return resize(options, draw, root)
     steps = options.kills * options.steps_between + 10
 
     with TemporaryDirectory() as root:
@@ -84,16 +146,13 @@ def main(arguments=None):
             while done < options.kills:
                 # The step is later than that of the last kill, so the run makes progress.
                 target = last_step(killed) + draw.randint(1, options.steps_between)
-                while last_step(killed) < min(target, steps - 1) and run.poll() is None:
-                    time.sleep(0.02)
+                wait_for(killed, min(target, steps - 1), run)
                 time.sleep(draw.uniform(0, 0.1))
                 if run.poll() is not None:
                     break
-                if pids := ranks_of(run.pid):
-                    with suppress(ProcessLookupError):
-                        os.kill(draw.choice(pids), signal.SIGKILL)
-                        done += 1
-                        print(f"kill {done} of {options.kills}", file=sys.stderr)
+                if kill_one(run, draw):
+                    done += 1
+                    print(f"kill {done} of {options.kills}", file=sys.stderr)
             status = run.wait()
         with running(undisturbed, options.processes, steps, 0) as run:
             status_undisturbed = run.wait()

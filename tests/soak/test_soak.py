@@ -84,6 +84,15 @@ def test_killed_ranks_continue(capsys):
     assert report == {"kills": 3, "steps": 28, "of": 28, "same_losses": True}
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("python_path")
+def test_killed_ranks_continue_in_other_numbers(capsys):
+    arguments = ["--kind", "mesh", "--steps", "20", "--steps-between", "10"]
+    assert restarts.main(arguments) == 0, capsys.readouterr()
+    report = json.loads(capsys.readouterr().out)
+    assert report["kills"] > 0 and report["steps"] == 20 and len({*report["sizes"]}) > 1
+
+
 @pytest.fixture
 def namespaces():
     """Skips the test if this process cannot make nodes."""

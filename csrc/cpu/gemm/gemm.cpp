@@ -17,12 +17,13 @@ void multiply(Product& product, Write write, acc_t* c) {
   if constexpr (std::is_same_v<acc_t, float>) {
     if (product.few_rows_of_codes != nullptr) return FewRowsOfCodes(product).run(write, c);
   }
-  // With few rows of A, reading B takes most of the time, and packing B would double that.
-  const bool few_rows = product.m <= kMaxFewRows;
-  // B is contiguous along K, as in dA = dC W^T: each element of C is a dot product of two rows.
-  if (few_rows && product.dots_rows) return Dotxf(product).run(write, c);
-  // B is contiguous along N, as in C = A W: B is read in memory order.
-  if (few_rows && product.adds_rows) return Axpyf(product).run(write, c);
+  if (product.reading == Reading::kDotxf) {
+    if (product.dots_rows) return Dotxf(product).run(write, c);
+    if (product.dots_widened) return FewRowsWidened(product).run(write, c);
+  } else if (product.reading == Reading::kAxpyf) {
+    if (product.adds_rows) return Axpyf(product).run(write, c);
+    if (product.adds_widened) return FewRowsWidened(product).run(write, c);
+  }
   // C is large and not read again soon, such as a weight gradient, so it should not evict A and B.
   if (write == Write::kStream && product.writes_once(/*rounded=*/false)) {
     return WriteOnce<Product, acc_t>(product).run(/*non_temporal=*/true, c);

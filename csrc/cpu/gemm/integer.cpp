@@ -157,7 +157,7 @@ void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, 
   for (int64_t r = 0; r < m; ++r) {
     const int64_t place = r * num_segments;
     const int64_t num_bytes =
-        r == 0 ? std::min(layout.panel_bytes() + Ahead::kLinesAhead, layout.bytes()) : 0;
+        r == 0 ? std::min(layout.panel_bytes() + kIntegerBytesAhead, layout.bytes()) : 0;
     vectorized<RoundRow>(a + r * k, k, segment, &codes, panels, num_bytes, numbers + r * ld,
                          scales + place, offsets + place, totals + place);
   }

@@ -128,6 +128,9 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   }
 }
 
+// How far the integer kernels prefetch behind the panel that they read.
+constexpr int64_t kIntegerBytesAhead = 16 << 10;
+
 // An IntegerKernel.
 template <typename Simd, Codes codes, bool looks_up, bool has_minima>
 MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCodes& integers,
@@ -136,7 +139,6 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
                                    int64_t ldc) {
   using Loops = Unpacking<Simd>;
   constexpr bool kWide = Loops::kVectors == 1;  // has 32 registers
-  constexpr int64_t kBytesAhead = 16 << 10;
   const int64_t panel_bytes = layout.panel_bytes();
   const uint8_t* end = panels + num_panels * panel_bytes;
   const int64_t num_groups = layout.num_groups();
@@ -144,7 +146,7 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
     const uint8_t* panel = panels + p * panel_bytes;
     Loops::template read_scales<codes, has_minima>(layout, panel, 0, num_groups, scales,
                                                    scales + num_groups * kPanelOutputs);
-    Ahead ahead(panel, end, panel_bytes, a.num_segments, kBytesAhead);
+    Ahead ahead(panel, end, panel_bytes, a.num_segments, kIntegerBytesAhead);
     int64_t row = 0;
     const auto multiply = [&](auto rows) __attribute__((always_inline)) MOE_EXT_TARGET {
       for (; row + rows() <= num_rows; row += rows()) {

@@ -239,16 +239,34 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void load_pieces(const acc_t* row, int64_t stride,
   }
 }
 
-// A DotxfKernel. Transposes B in registers, in blocks with as many columns as a vector has lanes. A
-// block has one cache line, or a part of one, of each column.
+// Loads a block of B, whose columns are contiguous: as many columns as a vector has lanes, with one
+// cache line, or a part of one, of each column. Transposes it in registers: block[s][q] is K-group
+// s * kSquare + q of every column. Prefetches as many elements.
+template <typename acc_t, int kBytes, int kSquares, int kSquare>
+MOE_EXT_TARGET MOE_EXT_KERNEL void load_block(
+    const acc_t* row, int64_t ldb, const acc_t*& prefetch_b,
+    typename Vector<acc_t, kBytes>::Aligned (&block)[kSquares][kSquare]) {
+  constexpr int kLanes = kSquares * kSquare;
+  MOE_EXT_UNROLL for (int i = 0; i < kSquare; ++i, row += ldb) {
+    asm("" : "+r"(row));  // otherwise gcc 12 holds a pointer to every column, and they spill
+    MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s, prefetch_b += kLanes) {
+      __builtin_prefetch(prefetch_b, 0, 2);
+      load_pieces<acc_t, kBytes>(row + s * kSquare, kSquare * ldb, block[s][i]);
+    }
+  }
+  MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s) {
+    Groups<kBytes, acc_t>::template transpose<kSquare>(block[s]);
+  }
+}
+
+// A DotxfKernel.
 template <typename acc_t, typename Simd, int kRows>
 MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, const acc_t* b,
                                  int64_t ldb, const acc_t* prefetch_b, bool starts, acc_t* c,
                                  int64_t ldc) {
   using Aligned = typename Vector<acc_t, Simd::kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, Simd::kBytes>::Unaligned;
-  using Groups = Groups<Simd::kBytes, acc_t>;
-  constexpr int kLanes = Groups::kLanes;
+  constexpr int kLanes = Simd::kBytes / sizeof(acc_t);
   constexpr int kSquare = 16 / sizeof(acc_t), kSquares = kLanes / kSquare;  // of 16 bytes
   const auto multiply_add = [](const acc_t& a, const Aligned& b, Aligned& sum)
       __attribute__((always_inline)) MOE_EXT_TARGET {
@@ -261,16 +279,8 @@ MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, con
   Aligned sum[kRows] = {};
   for (int64_t p = 0; p < depth; p += kLanes) {
     Aligned block[kSquares][kSquare];
-    const acc_t* row = b + p;
-    MOE_EXT_UNROLL for (int i = 0; i < kSquare; ++i, row += ldb) {
-      asm("" : "+r"(row));  // otherwise gcc 12 holds a pointer to every column, and they spill
-      MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s, prefetch_b += kLanes) {
-        __builtin_prefetch(prefetch_b, 0, 2);
-        load_pieces<acc_t, Simd::kBytes>(row + s * kSquare, kSquare * ldb, block[s][i]);
-      }
-    }
+    load_block<acc_t, Simd::kBytes>(b + p, ldb, prefetch_b, block);
     MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s) {
-      Groups::template transpose<kSquare>(block[s]);
       MOE_EXT_UNROLL for (int q = 0; q < kSquare; ++q) {
         MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
           multiply_add(a[r * lda + p + s * kSquare + q], block[s][q], sum[r]);

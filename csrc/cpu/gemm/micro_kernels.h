@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "../../kernels/types.h"
+#include "../selection.h"
 
 namespace moe_ext::cpu {
 
@@ -51,8 +52,6 @@ using GemmKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b, 
 // has these kernels at level 1f: axpyf adds multiples of the rows of B to C, dotxf computes dot
 // products with the columns of B.
 
-constexpr int kMaxFewRows = 10;
-
 // C [rows, num_columns] = A B; adds to C unless `starts`. B is read in place, K-group by K-group;
 // the rows of a pair are joined in registers. At the same time, the rows at `prefetch_b`, ldb
 // apart, are prefetched in the same order. ldb counts elements of type acc_t, num_columns counts
@@ -69,6 +68,29 @@ template <typename acc_t>
 using DotxfKernel = void (*)(int64_t depth, const acc_t* a, int64_t lda, const acc_t* b,
                              int64_t ldb, const acc_t* prefetch_b, bool starts, acc_t* c,
                              int64_t ldc);
+
+// The same kernels for a B in half precision, whose numbers they convert to floats. A has a row of
+// floats for each number along K; ldb counts numbers. The kernels add to C unless `starts`.
+
+// The depth of an axpyf; the depth of a dotxf is a multiple of it.
+constexpr int64_t kWidenedDepth = 32;
+
+// num_columns is a multiple of 32. The rows at prefetch_b are prefetched in the order of B's.
+template <typename half_t>
+using WidenedAxpyf = void (*)(const float* a, const half_t* b, int64_t ldb, int64_t num_columns,
+                              const half_t* prefetch_b, bool starts, float* c, int64_t ldc);
+
+// The kernel prefetches from `prefetch_b` as many numbers as it reads from B.
+template <typename half_t>
+using WidenedDotxf = void (*)(int64_t depth, const float* a, const half_t* b, int64_t ldb,
+                              const half_t* prefetch_b, bool starts, float* c, int64_t ldc);
+
+template <typename half_t>
+struct WidenedKernels {
+  bool rounds_a;                                 // whether A is rounded to half_t
+  WidenedAxpyf<half_t> axpyf[kMaxFewRows] = {};  // [rows - 1]
+  WidenedDotxf<half_t> dotxf[kMaxFewRows] = {};  // [rows - 1]; computes a vector of columns
+};
 
 // The micro-kernels of an instruction set for a type.
 template <typename acc_t>
@@ -90,10 +112,20 @@ struct MicroKernels {
   void (*end)() = nullptr;                     // called after a thread's last tile, if not null
 };
 
-// Returns the best micro-kernels for operands of scalar_t that MOE_EXT_ISA allows; acc_t is the
-// type of the sums.
+// Returns the micro-kernels that selection.h selects for operands of scalar_t; acc_t is the type of
+// the sums.
 template <typename scalar_t, typename acc_t>
 const MicroKernels<acc_t>& micro_kernels();
+
+// Returns the kernels for few rows of A and a B of half_t. Their sums are bitwise those of
+// micro_kernels<half_t>(). Null if those have their own axpyf and dotxf for half_t, or if there are
+// none.
+template <typename half_t>
+const WidenedKernels<half_t>* widened_kernels();
+
+// Returns how selection.h reads B for this number of rows.
+template <typename scalar_t>
+Reading reading_of(int64_t rows, Layout layout);
 
 // The micro-kernels of each instruction set, for acc_t float and double.
 template <typename acc_t>
@@ -107,5 +139,11 @@ const MicroKernels<float>& amx_micro_kernels();
 template <typename acc_t>
 const MicroKernels<acc_t>& neon_micro_kernels();
 const MicroKernels<float>& neon_bf16_micro_kernels();
+
+template <typename half_t>
+const WidenedKernels<half_t>& avx2_widened_kernels();
+template <typename half_t>
+const WidenedKernels<half_t>& avx512_widened_kernels();
+const WidenedKernels<c10::BFloat16>& amx_widened_kernels();
 
 }  // namespace moe_ext::cpu

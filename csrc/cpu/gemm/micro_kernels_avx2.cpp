@@ -7,6 +7,7 @@
 #define MOE_EXT_TARGET MOE_EXT_TARGET_AVX2
 #include "micro_kernel_loops.h"
 #include "unpacking_loops.h"
+#include "widened_loops.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -38,8 +39,15 @@ const MicroKernels<acc_t>& avx2_micro_kernels() {
   return kKernels;
 }
 
+template <typename half_t>
+const WidenedKernels<half_t>& avx2_widened_kernels() {
+  return widened_kernels_of<half_t, Avx2<float>, Order::kChain>();
+}
+
 template const MicroKernels<float>& avx2_micro_kernels<float>();
 template const MicroKernels<double>& avx2_micro_kernels<double>();
+template const WidenedKernels<c10::Half>& avx2_widened_kernels<c10::Half>();
+template const WidenedKernels<c10::BFloat16>& avx2_widened_kernels<c10::BFloat16>();
 
 }  // namespace moe_ext::cpu
 #endif

@@ -214,7 +214,29 @@ struct PackMicroPanel {
   MOE_EXT_KERNEL void run(const from_t* from, int64_t stride, bool depth_contiguous,
                           int64_t num_columns, int64_t depth, int64_t num_groups, int64_t width,
                           bool by_columns, acc_t* to) {
-    for (int64_t i = 0; i < num_columns; i += kLanes) {
+    int64_t i = 0;
+    if constexpr (kNumbers == 2 && sizeof(from_t) == 2) {
+      // A cache line of each of two rows at a time.
+      for (; !depth_contiguous && !by_columns && i + 2 * kLanes <= num_columns; i += 2 * kLanes) {
+        const from_t* row = from + i;
+        int64_t q = 0;
+        for (; q < depth / kNumbers; ++q, row += kNumbers * stride) {
+          Vector rows[kNumbers];
+          std::memcpy(&rows[0], row, sizeof(Vector));
+          std::memcpy(&rows[1], row + stride, sizeof(Vector));
+          groups_t::join_rows(rows);
+          std::memcpy(to + q * width + i, rows, sizeof(rows));
+        }
+        for (; q < num_groups; ++q, row += kNumbers * stride) {
+          for (int64_t half = 0; half < kNumbers; ++half) {
+            Vector groups;
+            load_row(row + half * kLanes, stride, kLanes, depth - q * kNumbers, groups);
+            std::memcpy(to + q * width + i + half * kLanes, &groups, sizeof(Vector));
+          }
+        }
+      }
+    }
+    for (; i < num_columns; i += kLanes) {
       if (!depth_contiguous && !by_columns) {
         const int64_t whole = num_columns - i >= kLanes ? depth / kNumbers : 0;
         for (int64_t q = 0; q < num_groups; ++q) {

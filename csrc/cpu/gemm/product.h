@@ -314,6 +314,14 @@ class Product {
   const bool dots_rows = has_groups && kernels.dotxf[0] != nullptr && a.k_contiguous &&
                          b.k_contiguous && n % kernels.lanes == 0 &&
                          k % (kernels.lanes * group_size) == 0;
+  // The same for a B of half precision whose numbers are converted. These kernels read A by rows.
+  const WidenedKernels<b_t>* widened = kernels_of_widened();
+  const bool adds_widened = widened != nullptr && !b.k_contiguous && n % kWidenedDepth == 0;
+  const bool dots_widened =
+      widened != nullptr && b.k_contiguous && n % kernels.lanes == 0 && b.ld % 2 == 0;
+  // How B is read if it can be read in place.
+  const Reading reading =
+      reading_of<scalar_t>(m, b.k_contiguous ? Layout::kAlongK : Layout::kAlongN);
   // The kernel for the rows of A and the codes of B; null if there is none.
   const FewRowsKernel few_rows_of_codes = kernel_of_few_rows();
   std::span<const KBlock> k_blocks;  // the packed K-blocks of A
@@ -339,6 +347,13 @@ class Product {
     if (!std::is_same_v<acc_t, float> || !rounds) return nullptr;
     for (int i = 0; i < kNumFewRows; ++i) {
       if (m <= int64_t{1} << i) return of_codes.few_rows[i];
+    }
+    return nullptr;
+  }
+
+  const WidenedKernels<b_t>* kernels_of_widened() const {
+    if constexpr (sizeof(scalar_t) == 2 && std::is_same_v<b_t, scalar_t>) {
+      if (!b_packed && a.k_contiguous && k % kWidenedDepth == 0) return widened_kernels<b_t>();
     }
     return nullptr;
   }

@@ -1,4 +1,4 @@
-// The five traversals of a GEMM. Each is a type with a method `run`, which writes C; all have the
+// The six traversals of a GEMM. Each is a type with a method `run`, which writes C; all have the
 // same constructor. gemm.cpp selects one.
 //
 // Every traversal computes the same sum for an element of C: one chain of multiply-adds along K for
@@ -299,6 +299,97 @@ class Dotxf {
   }
 
  private:
+  Product& in_;
+};
+
+// Writes the columns of A [m, k] as rows of floats, rounded to half_t if A `rounds`.
+template <typename half_t>
+struct ColumnsOfFloats {
+  template <typename a_t>
+  MOE_EXT_KERNEL void run(const a_t* a, int64_t ld, int64_t m, int64_t k, bool rounds, float* to) {
+    for (int64_t r = 0; r < m; ++r) {
+      for (int64_t p = 0; p < k; ++p) {
+        const auto number = static_cast<float>(a[r * ld + p]);
+        to[p * m + r] = rounds ? static_cast<float>(half_t(number)) : number;
+      }
+    }
+  }
+};
+
+// Computes all of C with the kernels for few rows of A and a B whose numbers are converted, in the
+// order of Axpyf or Dotxf.
+template <typename Product>
+class FewRowsWidened {
+ public:
+  using acc_t = typename Product::acc_t;
+  using b_t = typename Product::b_type;
+
+  explicit FewRowsWidened(Product& product) : in_(product) {}
+
+  void run(Write write, acc_t* c) {
+    if constexpr (sizeof(b_t) == 2) {
+      vectorized<ColumnsOfFloats<b_t>>(in_.a.data, in_.a.ld, in_.m, in_.k, in_.widened->rounds_a,
+                                       in_.workspace.few_rows_a);
+      in_.b.k_contiguous ? dot_columns(write, c) : add_rows(write, c);
+    }
+  }
+
+ private:
+  // A has one row of floats for each number along K.
+  const acc_t* a(int64_t p) const { return in_.workspace.few_rows_a + p * in_.m; }
+
+  void add_rows(Write write, acc_t* c) {
+    for (int64_t p = 0; p < in_.k; p += in_.kc, write = Write::kAdd) {
+      const int64_t end = std::min(in_.k, p + in_.kc);
+      const bool apart = write == Write::kAdd;  // as in Axpyf
+      for (int64_t j = 0; j < in_.n; j += kMaxColumns) {
+        const int64_t num_columns = std::min(in_.n - j, kMaxColumns);
+        acc_t* sums = apart ? in_.workspace.rows : c + j;
+        const int64_t ld = apart ? num_columns : in_.n;
+        for (int64_t q = p; q < end; q += kWidenedDepth) {
+          const b_t* ahead =
+              q + kWidenedDepth < end ? in_.b.at(j, q + kWidenedDepth) : after(p, end, j);
+          in_.widened->axpyf[in_.m - 1](a(q), in_.b.at(j, q), in_.b.ld, num_columns, ahead, q == p,
+                                        sums, ld);
+        }
+        for (int64_t r = 0; apart && r < in_.m; ++r) {
+          vectorized<Add>(static_cast<const acc_t*>(sums + r * ld), num_columns, c + r * in_.n + j);
+        }
+        if (end == in_.k) finish(j, num_columns);
+      }
+    }
+  }
+
+  void dot_columns(Write write, acc_t* c) {
+    const int64_t lanes = in_.kernels.lanes;
+    for (int64_t begin = 0; begin < in_.n; begin += kMaxColumns) {
+      const int64_t end = std::min(in_.n, begin + kMaxColumns);
+      for (int64_t j = begin; j < end; j += lanes) {
+        const b_t* ahead = j + lanes < in_.n ? in_.b.at(j + lanes, 0) : in_.next_b.data;
+        if (ahead == nullptr) ahead = in_.b.at(j, 0);
+        for (int64_t p = 0; p < in_.k; p += in_.kc) {
+          in_.widened->dotxf[in_.m - 1](std::min(in_.k - p, in_.kc), a(p), in_.b.at(j, p), in_.b.ld,
+                                        ahead + p * lanes, p == 0 && write != Write::kAdd, c + j,
+                                        in_.n);
+        }
+      }
+      finish(begin, end - begin);
+    }
+  }
+
+  // Runs the epilogue; with bfloat16 pairs, it runs afterwards.
+  void finish(int64_t column, int64_t num_columns) const {
+    if (in_.kernels.pairs || !in_.epilogue.run) return;
+    in_.epilogue.run({in_.first_row, in_.m, column, num_columns});
+  }
+
+  // The rows of B that are read after the columns at j of a K-block.
+  const b_t* after(int64_t p, int64_t end, int64_t j) const {
+    if (j + kMaxColumns < in_.n) return in_.b.at(j + kMaxColumns, p);
+    if (end < in_.k) return in_.b.at(0, end);
+    return in_.next_b.data == nullptr ? in_.b.at(j, p) : in_.next_b.at(0, 0);
+  }
+
   Product& in_;
 };
 

@@ -71,7 +71,11 @@ class Checkpoint:
 
 def open_checkpoint(name_or_folder: str | Path, config: Any = None) -> Checkpoint:
     """Reads the headers of a checkpoint; see `moe_ext.integrations.transformers.load`."""
-    path = _local(name_or_folder)
+    try:
+        path = _local(name_or_folder)
+    except OSError as error:
+        error.add_note(f"load: {name_or_folder} is no file or folder here, but a name of the hub")
+        raise
     if path.is_file():
         metadata, stored = read_gguf(path)
         config = _config(path, config) or gguf_config(metadata, stored)
@@ -86,6 +90,7 @@ def open_checkpoint(name_or_folder: str | Path, config: Any = None) -> Checkpoin
         _require_known(path, quantization)
         del config.quantization_config
     checkpoint = Checkpoint(path, config, quantization, skeleton_of(config))
+    _require_mixture(path, checkpoint.skeleton)
     if path.is_file():
         _assign(checkpoint, find_in_gguf(checkpoint.skeleton, metadata, stored))
     else:
@@ -140,6 +145,17 @@ def _require_known(path: Path, quantization: Any) -> None:
         packed = "pack" in (group.get("format") or values.get("format") or "")
         widths = (4,) if packed else (4, 8)
         require_one_of(f"load: {path}: num_bits of {name}", widths, bits)
+
+
+def _require_mixture(path: Path, skeleton: nn.Module) -> None:
+    """Requires that a model has experts."""
+    try:
+        experts_modules(skeleton)
+    except ValueError as error:
+        raise ValueError(
+            f"load: {path} must be a mixture of experts with the experts interface of "
+            f"transformers, got {type(skeleton).__name__}; from_pretrained loads other models"
+        ) from error
 
 
 def plain_config(config: Any) -> Any:

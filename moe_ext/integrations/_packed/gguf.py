@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 MODELS = {"gpt-oss": "gpt_oss", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+_KNOWN = (*MODELS, "deepseek2")  # its configuration is not in the fields of the file
 FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -52,9 +53,10 @@ _ROPE = {**YARN, "rope_theta": "rope.freq_base", "rope_type": "rope.scaling.type
 
 def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
     """Returns the configuration that the fields of a GGUF file describe."""
-    rule = f"be one of {', '.join(MODELS)}, or pass config: a folder with config.json"
     architecture = metadata.architecture
-    require(architecture in MODELS, "load: the architecture of a GGUF file", rule, architecture)
+    require_one_of("load: the architecture of a GGUF file", _KNOWN, architecture)
+    rule = f"be a folder with the config.json of the model for GGUF files of {architecture}"
+    require(architecture in MODELS, "load: config", rule, None)
     model_type = MODELS[architecture]
     usual = transformers.AutoConfig.for_model(model_type)
     values = {name: metadata.get(key) for name, key in FIELDS.items() if hasattr(usual, name)}
@@ -81,9 +83,6 @@ def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
         tie_word_embeddings="output.weight" not in stored,
         **{name: value for name, value in values.items() if value is not None},
     )
-
-
-_KNOWN = (*MODELS, "deepseek2")
 
 
 def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -> FoundTensors:

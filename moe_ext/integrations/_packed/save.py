@@ -95,29 +95,35 @@ def save(
     is_gguf = format.startswith("gguf")
     rule = "have the suffix .gguf" if is_gguf else "be a folder, not end with .gguf"
     require((target.suffix == ".gguf") == is_gguf, "save: path", rule, str(target))
+    from_load = checkpoint is not None or is_gguf or format in _FLOATS
+    require(from_load, "save: model", "come from load", type(model).__name__)
     source = None if checkpoint is None else checkpoint.path
     folder = source if source is None or source.is_dir() else source.parent
     note = ""
-    if is_gguf:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if format == "gguf_adapter":
-            write_gguf_adapter(merged, target)
+    try:
+        if is_gguf:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if format == "gguf_adapter":
+                write_gguf_adapter(merged, target)
+            else:
+                note = write_gguf_model(merged, target, format, source)
+            written = [target]
         else:
-            note = write_gguf_model(merged, target, format, source)
-        written = [target]
-    else:
-        target.mkdir(parents=True, exist_ok=True)
-        is_new = folder is None or not target.samefile(folder)
-        require(is_new, "save: folder", "differ from the loaded one", str(target))
-        if format in _FLOATS:
-            written = write_floats(merged, target, _FLOATS[format], shard_size)
-            copied = _copy_others(folder, target)
-            written += copied
-            note = f"copied: {', '.join(file.name for file in copied) or 'no other files'}"
-        else:
-            require(checkpoint is not None, "save: model", "come from load", type(model).__name__)
-            assert checkpoint is not None
-            written = rewrite(merged, checkpoint, target, format == "merged")
+            target.mkdir(parents=True, exist_ok=True)
+            is_new = folder is None or not target.samefile(folder)
+            require(is_new, "save: folder", "differ from the loaded one", str(target))
+            if checkpoint is None or format in _FLOATS:
+                written = write_floats(merged, target, _FLOATS[format], shard_size)
+                copied = _copy_others(folder, target)
+                written += copied
+                note = f"copied: {', '.join(file.name for file in copied) or 'no other files'}"
+            else:
+                written = rewrite(merged, checkpoint, target, format == "merged")
+    except OSError as error:
+        folders = target.absolute().parents
+        free = shutil.disk_usage(next(parent for parent in folders if parent.exists())).free
+        error.add_note(f"save: {target} is incomplete; its disk has {free:,} bytes free")
+        raise
     if not quiet:
         print(_line(merged, target, format, written, note), file=sys.stderr)
 

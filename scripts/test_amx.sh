@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Tests the AMX kernels on an x86-64 processor without AMX: emulates their tile instructions.
+#
+#   scripts/test_amx.sh                      the tests of GEMMs, and of operators that use GEMMs
+#   scripts/test_amx.sh tests/ops -k experts  what pytest finds with these arguments
+#
+# The processor needs AVX512-BF16. PYTHON is an interpreter with torch and moe_ext (default
+# .venv/bin/python). The library is in build/amx.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$(realpath -s "${PYTHON:-.venv/bin/python}")
+export PATH="$(dirname "$python"):$PATH"  # cmake and ninja may be next to PYTHON
+cmake -S . -B build/amx -G Ninja -DCMAKE_PREFIX_PATH="$("$python" -m moe_ext.info --cmake-prefix)" \
+  -DCMAKE_CXX_FLAGS="-include $PWD/tests/cpp/emulated_amx.h"
+cmake --build build/amx --target moe_ext_kernels
+# Loaded first, it takes the place of the library with the same name.
+export LD_PRELOAD=$PWD/build/amx/lib/libmoe_ext_kernels.so
+isa=$("$python" -c 'import moe_ext.info; print(moe_ext.info.isa())')
+[ "$isa" = amx ] || { echo "$0: expected the instruction set amx, got $isa" && exit 1; }
+[ $# -gt 0 ] || set -- tests/ops/test_products.py tests/ops/test_operators.py \
+  -k 'products or experts or linear_cross_entropy or lstm'
+"$python" -m pytest -p no:cacheprovider "$@"
