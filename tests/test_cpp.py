@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(moe_ext.__file__).parent
 LIBRARY = _build.libraries()[_build.release(torch.__version__)]
 KERNELS = PACKAGE / "lib" / "libmoe_ext_kernels.so"
+KERNELS_CUDA = PACKAGE / "lib" / "libmoe_ext_kernels_cuda.so"
 HEADERS = PACKAGE / "include" / "moe_ext"
 
 
@@ -44,8 +45,7 @@ def test_setup_and_cmake_compile_the_same_folders_as_one():
     (together,) = re.findall(r"^TOGETHER = (.+)$", (ROOT / "setup.py").read_text(), re.M)
     cmake = (ROOT / "CMakeLists.txt").read_text()
     (folders,) = re.findall(r"^foreach\(folder (.+)\)$", cmake, re.M)
-    on_cpu = [folder for folder in ast.literal_eval(together) if folder != "csrc/cuda"]
-    assert on_cpu == folders.split()
+    assert ast.literal_eval(together) == folders.split()
 
 
 @needs_binutils
@@ -76,32 +76,58 @@ def test_the_library_exports_its_headers_alone():
     assert [name for _, name in symbols if "moe_ext::cpu" in name] == []
 
 
+kernels = pytest.mark.parametrize(
+    ("library", "kind"),
+    [
+        pytest.param(KERNELS, "cpu", id="cpu"),
+        pytest.param(
+            KERNELS_CUDA,
+            "cuda",
+            marks=pytest.mark.skipif(_build.cuda_version() is None, reason="built without CUDA"),
+            id="cuda",
+        ),
+    ],
+)
+
+
 @needs_binutils
-def test_the_kernels_need_no_torch():
-    undefined = output_of("nm", "-D", "-C", "--undefined-only", KERNELS)
-    assert "malloc" in undefined or "operator new" in undefined
+@kernels
+def test_the_kernels_need_no_torch(library, kind):
+    undefined = output_of("nm", "-D", "-C", "--undefined-only", library)
+    assert "cudaLaunchKernel" in undefined if kind == "cuda" else "operator new" in undefined
     assert re.findall(r"\b(?:at|c10|torch|aoti_torch)\w*::?\w+|Py\w+", undefined) == []
-    needed = re.findall(r"NEEDED\).*\[(.*)\]", output_of("readelf", "-d", KERNELS))
+    needed = re.findall(r"NEEDED\).*\[(.*)\]", output_of("readelf", "-d", library))
     assert [name for name in needed if "torch" in name or "c10" in name] == []
+    cuda_libraries = [name for name in needed if "cu" in name]
+    assert [name.partition(".")[0] for name in cuda_libraries] == ["libcudart"] * (kind == "cuda")
 
 
 @needs_binutils
-def test_the_kernels_export_what_the_other_library_calls():
-    lines = output_of("nm", "-D", "-C", "--defined-only", KERNELS).splitlines()
+@kernels
+def test_the_kernels_export_what_the_other_library_calls(library, kind):
+    lines = output_of("nm", "-D", "-C", "--defined-only", library).splitlines()
     symbols = [re.fullmatch(r"\w+ (\w) (.*)", line).groups() for line in lines]
     strong = {name.partition("(")[0] for kind, name in symbols if kind not in "wWvVu"}
-    folder = ROOT / "csrc"
-    headers = [*folder.glob("kernels/*.h"), *folder.glob("cpu/*.h")]
-    declared = "".join(without_comments(header) for header in headers)
-    exported = set(re.findall(r"MOE_EXT_KERNEL_API [\w :<>&*]+?\b(\w+)\(", declared))
-    assert {name.rpartition("::")[2] for name in strong} == exported
+    assert {name.rpartition("::")[2] for name in strong} == exported_on(kind)
     called = output_of("nm", "-D", "-C", "--undefined-only", LIBRARY)
     assert all(f"{name}(" in called for name in strong)
 
 
-@pytest.mark.parametrize("folder", ["cpu", "kernels", "math"])
+def exported_on(kind):
+    """Returns the names of the functions that the headers declare for one kind of device."""
+    folder = ROOT / "csrc"
+    declared = ""
+    for header in [*folder.glob("kernels/*.h"), *folder.glob("cpu/*.h")]:
+        left_out = "cuda" if kind == "cpu" else "cpu"
+        text = without_comments(header)
+        declared += re.sub(rf"namespace moe_ext::{left_out} {{.*?\n}}(?!;)", "", text, flags=re.S)
+    names = set(re.findall(r"MOE_EXT_KERNEL_API [\w :<>&*]+?\b(\w+)\(", declared))
+    return {name for name in names if name == f"run_on_{kind}" or not name.startswith("run_on_")}
+
+
+@pytest.mark.parametrize("folder", ["cpu", "cuda", "kernels", "math"])
 def test_the_kernels_include_only_torchs_types_of_numbers(folder):
-    files = [path for path in (ROOT / "csrc" / folder).rglob("*.*") if path.suffix != ".cu"]
+    files = [*(ROOT / "csrc" / folder).rglob("*.*")]
     assert files
     for path in files:
         for name in re.findall(r"#include [<\"](.*)[>\"]", path.read_text()):

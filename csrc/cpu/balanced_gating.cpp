@@ -208,7 +208,7 @@ void BatchwiseTopM<scalar_t>::on_cpu() const {
         }
       });
 }
-MOE_EXT_DEFINE_RUN(BatchwiseTopM)
+MOE_EXT_DEFINE_RUN_ON_CPU(BatchwiseTopM)
 
 template <typename scalar_t>
 void SelectedSoftmax<scalar_t>::on_cpu() const {
@@ -221,7 +221,7 @@ void SelectedSoftmax<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_DEFINE_RUN(SelectedSoftmax)
+MOE_EXT_DEFINE_RUN_ON_CPU(SelectedSoftmax)
 
 template <typename scalar_t>
 void SelectedSoftmaxBackward<scalar_t>::on_cpu() const {
@@ -239,7 +239,7 @@ void SelectedSoftmaxBackward<scalar_t>::on_cpu() const {
     }
   });
 }
-void run_on_cpu(const SelectedSoftmaxBackward<float>& arguments) { arguments.on_cpu(); }
-void run_on_cpu(const SelectedSoftmaxBackward<double>& arguments) { arguments.on_cpu(); }
+MOE_EXT_DEFINE_ON_CPU(SelectedSoftmaxBackward<float>)
+MOE_EXT_DEFINE_ON_CPU(SelectedSoftmaxBackward<double>)
 
 }  // namespace moe_ext

@@ -38,6 +38,6 @@ void CombineBackward<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_DEFINE_RUN(CombineBackward)
+MOE_EXT_DEFINE_RUN_ON_CPU(CombineBackward)
 
 }  // namespace moe_ext

@@ -53,7 +53,7 @@ void CvSquared<scalar_t>::on_cpu() const {
   vectorized<Moments>(values, size, &mean, &cv_squared);
   *result += static_cast<acc_t>(weight) * cv_squared;
 }
-MOE_EXT_DEFINE_RUN(CvSquared)
+MOE_EXT_DEFINE_RUN_ON_CPU(CvSquared)
 
 template <typename scalar_t>
 void CvSquaredBackward<scalar_t>::on_cpu() const {
@@ -68,6 +68,6 @@ void CvSquaredBackward<scalar_t>::on_cpu() const {
       math::cv_squared_slope(static_cast<acc_t>(weight) * *grad, static_cast<acc_t>(size), mean);
   vectorized<Gradient>(values, size, mean, cv_squared, slope, grad_values);
 }
-MOE_EXT_DEFINE_RUN(CvSquaredBackward)
+MOE_EXT_DEFINE_RUN_ON_CPU(CvSquaredBackward)
 
 }  // namespace moe_ext

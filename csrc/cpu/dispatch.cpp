@@ -48,6 +48,6 @@ void DispatchPlan::on_cpu() const {
   });
 }
 
-void run_on_cpu(const DispatchPlan& arguments) { arguments.on_cpu(); }
+MOE_EXT_DEFINE_ON_CPU(DispatchPlan)
 
 }  // namespace moe_ext

@@ -67,6 +67,6 @@ void ExpertsForward<scalar_t>::on_cpu() const {
                   }
                 });
 }
-MOE_EXT_DEFINE_RUN(ExpertsForward)
+MOE_EXT_DEFINE_RUN_ON_CPU(ExpertsForward)
 
 }  // namespace moe_ext

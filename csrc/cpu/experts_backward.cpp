@@ -1,5 +1,4 @@
 // The backward pass of the experts on the CPU.
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -45,16 +44,6 @@ std::vector<typename ParameterGradients<scalar_t>::Layer> learned_layers(
   return layers;
 }
 
-// Returns the first layer with a gradient of its parameters; the number of layers if there is none.
-template <typename scalar_t>
-int64_t first_learned(std::span<const ExpertLayerGradients<scalar_t>> gradients) {
-  const auto is_learned = [](const auto& of) {
-    return of.weight != nullptr || of.bias != nullptr || of.lora_a != nullptr ||
-           of.lora_b != nullptr;
-  };
-  return std::find_if(gradients.begin(), gradients.end(), is_learned) - gradients.begin();
-}
-
 }  // namespace
 }  // namespace cpu
 using namespace cpu;
@@ -77,7 +66,7 @@ void ExpertsBackward<scalar_t>::on_cpu() const {
                                       .grad_gates = grad_gates,
                                       .grad_rows = grad_rows,
                                       .parameters = parameters,
-                                      .first_learned = first_learned(this->gradients)};
+                                      .first_learned = first_learned};
   for_each_task(
       schedule.num_tasks(), schedule.progress(), num_threads,
       [&](Arena& arena) { return typename Backward::Workspace(arena, gradients); },
@@ -93,6 +82,6 @@ void ExpertsBackward<scalar_t>::on_cpu() const {
             });
       });
 }
-MOE_EXT_DEFINE_RUN(ExpertsBackward)
+MOE_EXT_DEFINE_RUN_ON_CPU(ExpertsBackward)
 
 }  // namespace moe_ext

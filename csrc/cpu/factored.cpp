@@ -200,6 +200,6 @@ void FactoredStep<scalar_t>::on_cpu() const {
     }
   }
 }
-MOE_EXT_DEFINE_RUN(FactoredStep)
+MOE_EXT_DEFINE_RUN_ON_CPU(FactoredStep)
 
 }  // namespace moe_ext

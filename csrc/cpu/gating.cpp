@@ -88,7 +88,7 @@ void NoisyTopKGating<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_DEFINE_RUN(NoisyTopKGating)
+MOE_EXT_DEFINE_RUN_ON_CPU(NoisyTopKGating)
 
 template <typename scalar_t>
 void NoisyTopKGatingBackward<scalar_t>::on_cpu() const {
@@ -133,6 +133,6 @@ void NoisyTopKGatingBackward<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_DEFINE_RUN(NoisyTopKGatingBackward)
+MOE_EXT_DEFINE_RUN_ON_CPU(NoisyTopKGatingBackward)
 
 }  // namespace moe_ext

@@ -17,6 +17,6 @@ void Importance<scalar_t>::on_cpu() const {
                                 }
                               });
 }
-MOE_EXT_DEFINE_RUN(Importance)
+MOE_EXT_DEFINE_RUN_ON_CPU(Importance)
 
 }  // namespace moe_ext

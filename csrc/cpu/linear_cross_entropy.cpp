@@ -277,7 +277,7 @@ void LinearCrossEntropy<scalar_t>::on_cpu() const {
     vectorized<Total>(static_cast<const acc_t*>(losses), classifier.num_tokens, loss);
   }
 }
-MOE_EXT_DEFINE_RUN(LinearCrossEntropy)
+MOE_EXT_DEFINE_RUN_ON_CPU(LinearCrossEntropy)
 
 template <typename scalar_t>
 void ScaledCopy<scalar_t>::on_cpu() const {
@@ -285,6 +285,6 @@ void ScaledCopy<scalar_t>::on_cpu() const {
     vectorized<Scaled>(scale, from + begin, end - begin, to + begin);
   });
 }
-MOE_EXT_DEFINE_RUN(ScaledCopy)
+MOE_EXT_DEFINE_RUN_ON_CPU(ScaledCopy)
 
 }  // namespace moe_ext

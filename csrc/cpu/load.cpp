@@ -82,7 +82,7 @@ void Load<scalar_t>::on_cpu() const {
                            }
                          });
 }
-MOE_EXT_DEFINE_RUN(Load)
+MOE_EXT_DEFINE_RUN_ON_CPU(Load)
 
 template <typename scalar_t>
 void LoadBackward<scalar_t>::on_cpu() const {
@@ -101,6 +101,6 @@ void LoadBackward<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_DEFINE_RUN(LoadBackward)
+MOE_EXT_DEFINE_RUN_ON_CPU(LoadBackward)
 
 }  // namespace moe_ext

@@ -219,6 +219,6 @@ template <typename scalar_t>
 void LstmForward<scalar_t>::on_cpu() const {
   ForwardPass<scalar_t>(*this).run();
 }
-MOE_EXT_DEFINE_RUN(LstmForward)
+MOE_EXT_DEFINE_RUN_ON_CPU(LstmForward)
 
 }  // namespace moe_ext

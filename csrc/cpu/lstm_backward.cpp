@@ -308,6 +308,6 @@ template <typename scalar_t>
 void LstmBackward<scalar_t>::on_cpu() const {
   BackwardPass<scalar_t>(*this).run();
 }
-MOE_EXT_DEFINE_RUN(LstmBackward)
+MOE_EXT_DEFINE_RUN_ON_CPU(LstmBackward)
 
 }  // namespace moe_ext

@@ -73,7 +73,7 @@ void LstmCell<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_DEFINE_RUN(LstmCell)
+MOE_EXT_DEFINE_RUN_ON_CPU(LstmCell)
 
 template <typename scalar_t>
 void LstmCellBackward<scalar_t>::on_cpu() const {
@@ -88,6 +88,6 @@ void LstmCellBackward<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_DEFINE_RUN(LstmCellBackward)
+MOE_EXT_DEFINE_RUN_ON_CPU(LstmCellBackward)
 
 }  // namespace moe_ext

@@ -37,7 +37,7 @@ void RowsOfSlots<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_DEFINE_RUN(RowsOfSlots)
+MOE_EXT_DEFINE_RUN_ON_CPU(RowsOfSlots)
 
 template <typename scalar_t>
 void SumOverSlots<scalar_t>::on_cpu() const {
@@ -57,6 +57,6 @@ void SumOverSlots<scalar_t>::on_cpu() const {
     }
   });
 }
-MOE_EXT_DEFINE_RUN(SumOverSlots)
+MOE_EXT_DEFINE_RUN_ON_CPU(SumOverSlots)
 
 }  // namespace moe_ext

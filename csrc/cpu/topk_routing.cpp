@@ -271,12 +271,12 @@ template <typename scalar_t>
 void TopKRouting<scalar_t>::on_cpu() const {
   math::with_score(rule.score, [&](auto score) { route<decltype(score)>(*this); });
 }
-MOE_EXT_DEFINE_RUN(TopKRouting)
+MOE_EXT_DEFINE_RUN_ON_CPU(TopKRouting)
 
 template <typename scalar_t>
 void TopKRoutingBackward<scalar_t>::on_cpu() const {
   math::with_score(rule.score, [&](auto score) { route_backward<decltype(score)>(*this); });
 }
-MOE_EXT_DEFINE_RUN(TopKRoutingBackward)
+MOE_EXT_DEFINE_RUN_ON_CPU(TopKRoutingBackward)
 
 }  // namespace moe_ext

@@ -1,6 +1,5 @@
 // Strictly balanced gating (App. F) on CUDA: the batchwise mask, and the softmax over the selected
 // experts.
-#include <ATen/ops/empty.h>
 
 #include <cub/block/block_scan.cuh>
 #include <limits>
@@ -248,36 +247,33 @@ __global__ void selected_softmax_backward_kernel(const scalar_t* __restrict__ gr
 using namespace cuda;
 
 template <typename scalar_t>
-void BatchwiseTopM<scalar_t>::on_cuda() const {
+void BatchwiseTopM<scalar_t>::on_cuda(const CudaStream& stream) const {
   check_countable("batchwise_topm", "scores", num_rows);
   using key_t = UnsignedKey<acc_type<scalar_t>>;
-  const Tensor space =
-      at::empty({num_groups * num_experts * num_rows * static_cast<int64_t>(sizeof(key_t))},
-                on_this_device(at::kByte));
-  auto* keys = static_cast<key_t*>(space.mutable_data_ptr());
-  launch(keys_kernel<scalar_t, key_t>,
+  auto* keys = stream.take<key_t>(num_groups * num_experts * num_rows);
+  launch(stream, keys_kernel<scalar_t, key_t>,
          grid(num_groups * ceil_div(num_rows, kWarp) * ceil_div(num_experts, kWarp)), kThreads, 0,
          scores, num_rows, num_experts, keys);
-  launch(topm_kernel<scalar_t, key_t>, grid(num_groups * num_experts), kColumnThreads, 0, keys,
-         num_rows, num_experts, m, first_expert, columns_of_batch, row_index, mth_score);
+  launch(stream, topm_kernel<scalar_t, key_t>, grid(num_groups * num_experts), kColumnThreads, 0,
+         keys, num_rows, num_experts, m, first_expert, columns_of_batch, row_index, mth_score);
 }
-MOE_EXT_COMPILE_ON_CUDA(BatchwiseTopM)
+MOE_EXT_DEFINE_RUN_ON_CUDA(BatchwiseTopM)
 
 template <typename scalar_t>
-void SelectedSoftmax<scalar_t>::on_cuda() const {
-  launch(selected_softmax_kernel<scalar_t, acc_type<scalar_t>>,
+void SelectedSoftmax<scalar_t>::on_cuda(const CudaStream& stream) const {
+  launch(stream, selected_softmax_kernel<scalar_t, acc_type<scalar_t>>,
          grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, logits, expert_index,
          token_offsets, num_tokens, num_experts, gates);
 }
-MOE_EXT_COMPILE_ON_CUDA(SelectedSoftmax)
+MOE_EXT_DEFINE_RUN_ON_CUDA(SelectedSoftmax)
 
 template <typename scalar_t>
-void SelectedSoftmaxBackward<scalar_t>::on_cuda() const {
-  launch(selected_softmax_backward_kernel<scalar_t>, grid(ceil_div(num_tokens, kThreads / kWarp)),
-         kThreads, 0, grad_gates, gates, expert_index, token_offsets, num_tokens, num_experts,
-         grad_logits);
+void SelectedSoftmaxBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
+  launch(stream, selected_softmax_backward_kernel<scalar_t>,
+         grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, grad_gates, gates, expert_index,
+         token_offsets, num_tokens, num_experts, grad_logits);
 }
-template struct SelectedSoftmaxBackward<float>;
-template struct SelectedSoftmaxBackward<double>;
+MOE_EXT_DEFINE_ON_CUDA(SelectedSoftmaxBackward<float>)
+MOE_EXT_DEFINE_ON_CUDA(SelectedSoftmaxBackward<double>)
 
 }  // namespace moe_ext

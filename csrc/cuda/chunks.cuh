@@ -4,42 +4,10 @@
 
 #include <algorithm>
 
-#include "../kernels/load.h"
+#include "../kernels/row_groups.h"
 #include "launch.cuh"
 
 namespace moe_ext::cuda {
-
-// Groups of rows: between two offsets each, or of equal size.
-struct Groups {
-  const int64_t* bounds;  // null: groups of equal size
-  int64_t num_groups;
-  int64_t num_rows;
-
-  __device__ int64_t begin(int64_t group) const {
-    return bounds ? bounds[group] : group * (num_rows / num_groups);
-  }
-  __device__ int64_t end(int64_t group) const {
-    return group + 1 < num_groups ? begin(group + 1) : num_rows;
-  }
-  // Returns the group of a row: the last group that begins at or before the row.
-  __device__ int64_t of(int64_t row) const {
-    if (bounds == nullptr) return row / (num_rows / num_groups);
-    int64_t low = 0, high = num_groups - 1;
-    while (low < high) {
-      const int64_t middle = low + (high - low + 1) / 2;
-      if (begin(middle) <= row) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return low;
-  }
-};
-
-inline Groups groups_of(const RowGroups& groups) {
-  return {.bounds = groups.bounds, .num_groups = groups.num_groups, .num_rows = groups.num_rows};
-}
 
 // Returns the number of rows in a chunk, a multiple of kWarp. There are enough chunks to keep the
 // device busy, and few enough to be summed quickly.
@@ -53,12 +21,12 @@ inline int64_t chunk_size_of(int64_t num_rows) {
 // In row order, each next (chunk, group) pair has a larger chunk or a larger group. The place chunk
 // + group is therefore unique to the pair.
 template <typename acc_t, int kSize, typename Add, typename Write>
-__device__ __forceinline__ void sums_of_chunk(const Groups& groups, int64_t chunk,
+__device__ __forceinline__ void sums_of_chunk(const RowGroups& groups, int64_t chunk,
                                               int64_t chunk_size, const Add& add,
                                               const Write& write) {
   const int64_t end = std::min(groups.num_rows, (chunk + 1) * chunk_size);
   for (int64_t first = chunk * chunk_size; first < end;) {
-    const int64_t group = groups.of(first);
+    const int64_t group = groups.group_of(first);
     const int64_t group_end = std::min(end, groups.end(group));
     acc_t sum[kSize] = {};
     while (first < group_end) {
@@ -79,7 +47,8 @@ __device__ __forceinline__ void sums_of_chunk(const Groups& groups, int64_t chun
 // group and kWarp columns.
 template <typename acc_t>
 __global__ void sum_of_chunks_kernel(const acc_t* __restrict__ partial_sums, int64_t columns,
-                                     Groups groups, int64_t chunk_size, acc_t* __restrict__ sums) {
+                                     RowGroups groups, int64_t chunk_size,
+                                     acc_t* __restrict__ sums) {
   __shared__ acc_t sums_of_warps[kThreads / kWarp][kWarp];
   const int lane = threadIdx.x % kWarp;
   const int warp = threadIdx.x / kWarp;

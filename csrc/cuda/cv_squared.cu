@@ -57,17 +57,17 @@ __global__ void cv_squared_backward_kernel(const acc_t* __restrict__ grad,
 using namespace cuda;
 
 template <typename scalar_t>
-void CvSquared<scalar_t>::on_cuda() const {
-  launch(cv_squared_kernel<scalar_t, acc_type<scalar_t>>, grid(1), kThreads, 0, values, size,
-         weight, first, result);
+void CvSquared<scalar_t>::on_cuda(const CudaStream& stream) const {
+  launch(stream, cv_squared_kernel<scalar_t, acc_type<scalar_t>>, grid(1), kThreads, 0, values,
+         size, weight, first, result);
 }
-MOE_EXT_COMPILE_ON_CUDA(CvSquared)
+MOE_EXT_DEFINE_RUN_ON_CUDA(CvSquared)
 
 template <typename scalar_t>
-void CvSquaredBackward<scalar_t>::on_cuda() const {
-  launch(cv_squared_backward_kernel<scalar_t, acc_type<scalar_t>>, grid(1), kThreads, 0, grad,
-         values, size, weight, grad_values);
+void CvSquaredBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
+  launch(stream, cv_squared_backward_kernel<scalar_t, acc_type<scalar_t>>, grid(1), kThreads, 0,
+         grad, values, size, weight, grad_values);
 }
-MOE_EXT_COMPILE_ON_CUDA(CvSquaredBackward)
+MOE_EXT_DEFINE_RUN_ON_CUDA(CvSquaredBackward)
 
 }  // namespace moe_ext

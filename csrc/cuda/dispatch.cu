@@ -1,17 +1,22 @@
 // The dispatch plan (a stable sort of the slots by expert) and the gather of the rows.
-#include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cub/device/device_radix_sort.cuh>
 
 #include "../kernels/dispatch.h"
-#include "packs.cuh"
+#include "vectors.cuh"
 
 namespace moe_ext {
 namespace cuda {
 namespace {
+
+// Numbers the slots.
+__global__ void slots_kernel(int64_t num_slots, int64_t* __restrict__ slots) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (i < num_slots) slots[i] = i;
+}
 
 // From the sorted experts of the rows, computes the inverse permutation and offsets[e], the first
 // row whose expert is e or later. One thread per row and per expert.
@@ -45,26 +50,25 @@ __global__ void plan_kernel(const int64_t* __restrict__ sorted,
 using namespace cuda;
 
 // The sort is stable, so the result is unique.
-void DispatchPlan::on_cuda() const {
-  const auto options = on_this_device(at::kLong);
-  const Tensor sorted = at::empty({num_rows}, options);
+void DispatchPlan::on_cuda(const CudaStream& stream) const {
+  auto* sorted = stream.take<int64_t>(num_rows);
   if (num_rows > 0) {
-    const Tensor slots = at::arange(num_rows, options);
+    auto* slots = stream.take<int64_t>(num_rows);
+    launch(stream, slots_kernel, grid(ceil_div(num_rows, kThreads)), kThreads, 0, num_rows, slots);
     const int num_bits = std::bit_width(static_cast<uint64_t>(num_experts - 1));
     size_t num_bytes = 0;
     const auto sort = [&](void* space) {
-      C10_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
-          space, num_bytes, expert_index, sorted.mutable_data_ptr<int64_t>(),
-          slots.const_data_ptr<int64_t>(), permutation, num_rows,
-          /*begin_bit=*/0, /*end_bit=*/std::max(1, num_bits), at::cuda::getCurrentCUDAStream()));
+      check(cub::DeviceRadixSort::SortPairs(
+          space, num_bytes, expert_index, sorted, slots, permutation, num_rows, /*begin_bit=*/0,
+          /*end_bit=*/std::max(1, num_bits), static_cast<cudaStream_t>(stream.handle)));
     };
     sort(nullptr);  // returns the required number of bytes
-    const Tensor space = at::empty({static_cast<int64_t>(num_bytes)}, on_this_device(at::kByte));
-    sort(space.mutable_data_ptr());
+    sort(stream.take<std::byte>(static_cast<int64_t>(num_bytes)));
   }
-  launch(plan_kernel, grid(ceil_div(std::max(num_rows, num_experts + 1), kThreads)), kThreads, 0,
-         sorted.const_data_ptr<int64_t>(), permutation, num_rows, num_experts, inverse,
-         tokens_per_expert, offsets);
+  launch(stream, plan_kernel, grid(ceil_div(std::max(num_rows, num_experts + 1), kThreads)),
+         kThreads, 0, sorted, permutation, num_rows, num_experts, inverse, tokens_per_expert,
+         offsets);
 }
+MOE_EXT_DEFINE_ON_CUDA(DispatchPlan)
 
 }  // namespace moe_ext

@@ -4,13 +4,12 @@
 // over each block's rows and columns. The next two add these sums in block order and update the
 // second moments. The last one updates the weights and skips blocks with a zero gradient. The
 // gradients are read twice; the weights are read and written once.
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 
 #include "../kernels/factored.h"
 #include "../math/factored.h"
-#include "packs.cuh"
+#include "vectors.cuh"
 
 namespace moe_ext {
 namespace cuda {
@@ -73,7 +72,7 @@ template <int kSize, typename scalar_t, typename acc_t>
 __global__ void block_sums_kernel(const scalar_t* __restrict__ all_grad, Shape shape,
                                   Rule<acc_t> rule, acc_t* __restrict__ row_sums,
                                   acc_t* __restrict__ column_sums, int* __restrict__ nonzero) {
-  using Packed = Pack<scalar_t, kSize>;
+  using Vec = Vector<scalar_t, kSize>;
   constexpr int kTileColumns = kWarp * kSize;
   __shared__ acc_t sums_of_warps[kWarps][kTileColumns];
   const int lane = threadIdx.x % kWarp;
@@ -96,7 +95,7 @@ __global__ void block_sums_kernel(const scalar_t* __restrict__ all_grad, Shape s
       for (int r = 0; r < kRowsOfWarp; ++r) {
         const int64_t row = first_row + r;
         if (row >= shape.num_rows) break;
-        const Packed g = *reinterpret_cast<const Packed*>(grad + row * shape.num_columns + column);
+        const Vec g = *reinterpret_cast<const Vec*>(grad + row * shape.num_columns + column);
 #pragma unroll
         for (int c = 0; c < kSize; ++c) {
           const acc_t x = range.usable(static_cast<acc_t>(g.values[c]));
@@ -198,7 +197,7 @@ __global__ void update_kernel(scalar_t* __restrict__ all_param,
                               const acc_t* __restrict__ column_averages,
                               const acc_t* __restrict__ means, const int* __restrict__ nonzero,
                               Shape shape, Rule<acc_t> rule) {
-  using Packed = Pack<scalar_t, kSize>;
+  using Vec = Vector<scalar_t, kSize>;
   if (!nonzero[blockIdx.x]) return;
   const int lane = threadIdx.x % kWarp;
   const int64_t matrix = shape.matrix();
@@ -233,9 +232,9 @@ __global__ void update_kernel(scalar_t* __restrict__ all_param,
     for (int r = 0; r < kRowsOfWarp; ++r) {
       if (first_row + r >= shape.num_rows) break;
       const int64_t at = (matrix * shape.num_rows + first_row + r) * shape.num_columns + column;
-      const Packed grad = *reinterpret_cast<const Packed*>(all_grad + at);
-      Packed* param = reinterpret_cast<Packed*>(all_param + at);
-      Packed stepped = *param;
+      const Vec grad = *reinterpret_cast<const Vec*>(all_grad + at);
+      Vec* param = reinterpret_cast<Vec*>(all_param + at);
+      Vec stepped = *param;
 #pragma unroll
       for (int c = 0; c < kSize; ++c) {
         stepped.values[c] = static_cast<scalar_t>(math::stepped(
@@ -252,39 +251,34 @@ __global__ void update_kernel(scalar_t* __restrict__ all_param,
 using namespace cuda;
 
 template <typename scalar_t>
-void FactoredStep<scalar_t>::on_cuda() const {
+void FactoredStep<scalar_t>::on_cuda(const CudaStream& stream) const {
   const Shape shape{.num_matrices = num_matrices,
                     .num_rows = num_rows,
                     .num_columns = num_columns,
                     .row_blocks = ceil_div(num_rows, kBlockRows),
                     .column_blocks = ceil_div(num_columns, kBlockColumns)};
   const int64_t num_blocks = num_matrices * shape.row_blocks * shape.column_blocks;
-  const auto options = on_this_device(c10::CppTypeToScalarType<acc_t>::value);
-  const Tensor row_sums = at::empty({num_matrices, shape.column_blocks, num_rows}, options);
-  const Tensor column_sums = at::empty({num_matrices, shape.row_blocks, num_columns}, options);
-  const Tensor means = at::empty({num_matrices}, options);
-  const Tensor nonzero = at::empty({num_blocks}, on_this_device(at::kInt));
+  auto* row_sums = stream.take<acc_t>(num_matrices * shape.column_blocks * num_rows);
+  auto* column_sums = stream.take<acc_t>(num_matrices * shape.row_blocks * num_columns);
+  auto* means = stream.take<acc_t>(num_matrices);
+  auto* nonzero = stream.take<int>(num_blocks);
   const Rule<acc_t> rule{.lr = scalar_of<acc_t>(lr),
                          .correction = scalar_of<acc_t>(correction),
                          .decay = static_cast<acc_t>(decay),
                          .gain = static_cast<acc_t>(gain),
                          .eps = static_cast<acc_t>(eps),
                          .mean_of_roots = mean_of_roots};
-  auto* row_sums_data = row_sums.mutable_data_ptr<acc_t>();
-  auto* column_sums_data = column_sums.mutable_data_ptr<acc_t>();
-  auto* means_data = means.mutable_data_ptr<acc_t>();
-  auto* nonzero_data = nonzero.mutable_data_ptr<int>();
-  with_pack_size<scalar_t>(num_columns, {param, grad}, [&](auto size) {
-    launch(block_sums_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, grad, shape,
-           rule, row_sums_data, column_sums_data, nonzero_data);
-    launch(column_averages_kernel<acc_t>, grid(num_matrices * ceil_div(num_columns, kWarp)),
-           kThreads, 0, column_sums_data, shape, rule, column);
-    launch(row_averages_kernel<acc_t>, grid(num_matrices), kThreads, 0, row_sums_data, column,
-           shape, rule, row, means_data);
-    launch(update_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, param, grad, row,
-           column, means_data, nonzero_data, shape, rule);
+  with_vector_size<scalar_t>(num_columns, {param, grad}, [&](auto size) {
+    launch(stream, block_sums_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, grad,
+           shape, rule, row_sums, column_sums, nonzero);
+    launch(stream, column_averages_kernel<acc_t>, grid(num_matrices * ceil_div(num_columns, kWarp)),
+           kThreads, 0, column_sums, shape, rule, column);
+    launch(stream, row_averages_kernel<acc_t>, grid(num_matrices), kThreads, 0, row_sums, column,
+           shape, rule, row, means);
+    launch(stream, update_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, param, grad,
+           row, column, means, nonzero, shape, rule);
   });
 }
-MOE_EXT_COMPILE_ON_CUDA(FactoredStep)
+MOE_EXT_DEFINE_RUN_ON_CUDA(FactoredStep)
 
 }  // namespace moe_ext

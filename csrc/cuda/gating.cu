@@ -147,25 +147,26 @@ __global__ void gating_backward_kernel(
 using namespace cuda;
 
 template <typename scalar_t>
-void NoisyTopKGating<scalar_t>::on_cuda() const {
+void NoisyTopKGating<scalar_t>::on_cuda(const CudaStream& stream) const {
   check_countable("noisy_topk_gating", "clean_logits", num_experts);
   const SelectionBlocks blocks(num_experts * static_cast<int64_t>(sizeof(acc_t)));
-  launch(blocks.keys_in_shared ? gating_kernel<true, scalar_t, acc_t>
+  launch(stream,
+         blocks.keys_in_shared ? gating_kernel<true, scalar_t, acc_t>
                                : gating_kernel<false, scalar_t, acc_t>,
          grid(ceil_div(num_tokens, blocks.num_warps)), static_cast<int>(blocks.num_warps * kWarp),
          blocks.shared_bytes, clean_logits, raw_noise_stddev, noise,
          static_cast<acc_t>(noise_epsilon), num_tokens, num_experts, k, gates, expert_index,
          threshold, threshold_index, noise_stddev);
 }
-MOE_EXT_COMPILE_ON_CUDA(NoisyTopKGating)
+MOE_EXT_DEFINE_RUN_ON_CUDA(NoisyTopKGating)
 
 template <typename scalar_t>
-void NoisyTopKGatingBackward<scalar_t>::on_cuda() const {
-  launch(gating_backward_kernel<scalar_t, acc_t>, grid(ceil_div(num_tokens, kThreads / kWarp)),
-         kThreads, 0, grad_gates, grad_threshold, grad_noise_stddev, gates, expert_index,
-         threshold_index, raw_noise_stddev, noise, num_tokens, num_experts, k, grad_clean_logits,
-         grad_raw_noise_stddev);
+void NoisyTopKGatingBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
+  launch(stream, gating_backward_kernel<scalar_t, acc_t>,
+         grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, grad_gates, grad_threshold,
+         grad_noise_stddev, gates, expert_index, threshold_index, raw_noise_stddev, noise,
+         num_tokens, num_experts, k, grad_clean_logits, grad_raw_noise_stddev);
 }
-MOE_EXT_COMPILE_ON_CUDA(NoisyTopKGatingBackward)
+MOE_EXT_DEFINE_RUN_ON_CUDA(NoisyTopKGatingBackward)
 
 }  // namespace moe_ext

@@ -1,5 +1,4 @@
 // Importance(X) = sum_x G(x) (Eq. 6) and the exact load on CUDA.
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 
@@ -52,7 +51,7 @@ __global__ void partial_importance_kernel(const scalar_t* __restrict__ gates,
 using namespace cuda;
 
 template <typename scalar_t>
-void Importance<scalar_t>::on_cuda() const {
+void Importance<scalar_t>::on_cuda(const CudaStream& stream) const {
   using acc_t = acc_type<scalar_t>;
   const int64_t num_slots = num_tokens * k;
   // Enough chunks to keep the device busy, and few enough to be summed quickly.
@@ -61,15 +60,15 @@ void Importance<scalar_t>::on_cuda() const {
                                        ceil_div(num_slots * num_experts, kMostSums)});
   const int64_t num_chunks = ceil_div(num_slots, chunk_size);
   const int64_t tiles = ceil_div(num_experts, kTile);
-  const Tensor partial_sums =
-      at::empty({num_chunks, num_experts}, on_this_device(c10::CppTypeToScalarType<acc_t>::value));
-  launch(partial_importance_kernel<scalar_t, acc_t>, grid(num_chunks * tiles), kWarp,
+  auto* partial_sums = stream.take<acc_t>(num_chunks * num_experts);
+  launch(stream, partial_importance_kernel<scalar_t, acc_t>, grid(num_chunks * tiles), kWarp,
          std::min<int64_t>(kTile, num_experts) * sizeof(acc_t), gates, expert_index, num_slots,
-         num_experts, tiles, chunk_size, partial_sums.mutable_data_ptr<acc_t>());
-  launch(sum_of_chunks_kernel<acc_t>, grid(ceil_div(num_experts, kWarp)), kThreads, 0,
-         partial_sums.const_data_ptr<acc_t>(), num_experts,
-         Groups{.bounds = nullptr, .num_groups = 1, .num_rows = num_slots}, chunk_size, importance);
+         num_experts, tiles, chunk_size, partial_sums);
+  launch(stream, sum_of_chunks_kernel<acc_t>, grid(ceil_div(num_experts, kWarp)), kThreads, 0,
+         partial_sums, num_experts,
+         RowGroups{.bounds = nullptr, .num_groups = 1, .num_rows = num_slots}, chunk_size,
+         importance);
 }
-MOE_EXT_COMPILE_ON_CUDA(Importance)
+MOE_EXT_DEFINE_RUN_ON_CUDA(Importance)
 
 }  // namespace moe_ext

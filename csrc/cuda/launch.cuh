@@ -1,16 +1,16 @@
 // Kernel launches, and reductions over a warp or a block.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
-#include "../tensor.h"
+#include "../kernels/types.h"
+#include "../math/integers.h"
 
 namespace moe_ext::cuda {
 
@@ -18,40 +18,43 @@ constexpr int kWarp = 32;
 constexpr int kThreads = 256;  // default number of threads in a block
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The options of memory on the current device.
-inline at::TensorOptions on_this_device(at::ScalarType type) {
-  return at::TensorOptions().dtype(type).device(at::kCUDA);
+// Throws std::runtime_error for an error of CUDA's runtime.
+inline void check(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // later calls must not find it
+  throw std::runtime_error(std::string("moe_ext: CUDA error: ") + cudaGetErrorString(error));
 }
 
-// Launches a kernel on the current stream of the current device; a grid without blocks is not
-// launched. Host functions set the device.
+// Launches a kernel on a stream of the current device; a grid without blocks is not launched.
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 blocks, int threads, int64_t shared_bytes,
-            Arguments... arguments) {
+void launch(const CudaStream& stream, void (*kernel)(Parameters...), dim3 blocks, int threads,
+            int64_t shared_bytes, Arguments... arguments) {
   if (blocks.x == 0 || blocks.y == 0 || blocks.z == 0) return;
   constexpr int64_t kStaticLimit = 48 << 10;
   if (shared_bytes > kStaticLimit) {
-    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(shared_bytes)));
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared_bytes)));
   }
-  kernel<<<blocks, threads, shared_bytes, at::cuda::getCurrentCUDAStream()>>>(
+  kernel<<<blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream.handle)>>>(
       static_cast<Parameters>(arguments)...);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check(cudaGetLastError());
 }
 
 // Returns a grid with one dimension.
 inline dim3 grid(int64_t num_blocks) {
-  TORCH_CHECK_VALUE(num_blocks <= std::numeric_limits<int32_t>::max(),
-                    "moe_ext: a kernel must have fewer than 2^31 blocks, got ", num_blocks);
+  if (num_blocks > std::numeric_limits<int32_t>::max()) {
+    throw std::invalid_argument("moe_ext: a kernel must have fewer than 2^31 blocks, got " +
+                                std::to_string(num_blocks));
+  }
   return dim3(static_cast<unsigned>(num_blocks));
 }
 
 // Checks a size that kernels count in 32 bits to save time.
 inline void check_countable(const char* op, const char* name, int64_t size) {
-  TORCH_CHECK_VALUE(size <= std::numeric_limits<int32_t>::max(), op, ": ", name,
-                    " must have fewer than 2^31 rows and columns on CUDA, got ", size);
+  if (size <= std::numeric_limits<int32_t>::max()) return;
+  throw std::invalid_argument(std::string(op) + ": " + name +
+                              " must have fewer than 2^31 rows and columns on CUDA, got " +
+                              std::to_string(size));
 }
 
 // Returns the sum over the lanes of a warp, in a fixed order, to every lane.

@@ -1,5 +1,4 @@
 // Load(X)_i = sum_x P(x, i) (App. A) on CUDA.
-#include <ATen/ops/empty.h>
 
 #include "../kernels/load.h"
 #include "../math/load.h"
@@ -15,7 +14,7 @@ __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
                                     const acc_t* __restrict__ noise_stddev,
                                     const acc_t* __restrict__ threshold,
                                     const int64_t* __restrict__ expert_index, int64_t k,
-                                    int64_t num_experts, Groups groups, int64_t chunk_size,
+                                    int64_t num_experts, RowGroups groups, int64_t chunk_size,
                                     acc_t* __restrict__ partial_load) {
   constexpr int kAhead = 4;  // tokens that are loaded at the same time
   const int lane = threadIdx.x % kWarp;
@@ -69,13 +68,13 @@ template <typename scalar_t, typename acc_t>
 __global__ void load_backward_kernel(
     const acc_t* __restrict__ grad_load, const scalar_t* __restrict__ clean_logits,
     const acc_t* __restrict__ noise_stddev, const acc_t* __restrict__ threshold,
-    const int64_t* __restrict__ expert_index, int64_t k, int64_t num_experts, Groups groups,
+    const int64_t* __restrict__ expert_index, int64_t k, int64_t num_experts, RowGroups groups,
     scalar_t* __restrict__ grad_clean_logits, acc_t* __restrict__ grad_noise_stddev,
     acc_t* __restrict__ grad_threshold) {
   const int lane = threadIdx.x % kWarp;
   const int64_t token = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
   if (token >= groups.num_rows) return;  // uniform over the warp
-  const acc_t* grad_prob = grad_load + groups.of(token) * num_experts;
+  const acc_t* grad_prob = grad_load + groups.group_of(token) * num_experts;
   const acc_t if_outside = threshold[2 * token];
   const acc_t if_inside = threshold[2 * token + 1];
   acc_t outside = 0, inside = 0;
@@ -112,27 +111,26 @@ __global__ void load_backward_kernel(
 using namespace cuda;
 
 template <typename scalar_t>
-void Load<scalar_t>::on_cuda() const {
-  const Groups row_groups = groups_of(groups);
+void Load<scalar_t>::on_cuda(const CudaStream& stream) const {
   const int64_t num_tokens = groups.num_rows, chunk_size = chunk_size_of(num_tokens);
   const int64_t num_chunks = ceil_div(num_tokens, chunk_size);
   const int64_t tiles = ceil_div(num_experts, kWarp);
-  const Tensor partial_load = at::empty({num_chunks + groups.num_groups, num_experts},
-                                        on_this_device(c10::CppTypeToScalarType<acc_t>::value));
-  launch(partial_load_kernel<scalar_t, acc_t>, grid(ceil_div(num_chunks * tiles, kThreads / kWarp)),
-         kThreads, 0, clean_logits, noise_stddev, threshold, expert_index, k, num_experts,
-         row_groups, chunk_size, partial_load.mutable_data_ptr<acc_t>());
-  launch(sum_of_chunks_kernel<acc_t>, grid(groups.num_groups * tiles), kThreads, 0,
-         partial_load.const_data_ptr<acc_t>(), num_experts, row_groups, chunk_size, load);
+  auto* partial_load = stream.take<acc_t>((num_chunks + groups.num_groups) * num_experts);
+  launch(stream, partial_load_kernel<scalar_t, acc_t>,
+         grid(ceil_div(num_chunks * tiles, kThreads / kWarp)), kThreads, 0, clean_logits,
+         noise_stddev, threshold, expert_index, k, num_experts, groups, chunk_size, partial_load);
+  launch(stream, sum_of_chunks_kernel<acc_t>, grid(groups.num_groups * tiles), kThreads, 0,
+         partial_load, num_experts, groups, chunk_size, load);
 }
-MOE_EXT_COMPILE_ON_CUDA(Load)
+MOE_EXT_DEFINE_RUN_ON_CUDA(Load)
 
 template <typename scalar_t>
-void LoadBackward<scalar_t>::on_cuda() const {
-  launch(load_backward_kernel<scalar_t, acc_t>, grid(ceil_div(groups.num_rows, kThreads / kWarp)),
-         kThreads, 0, grad_load, clean_logits, noise_stddev, threshold, expert_index, k,
-         num_experts, groups_of(groups), grad_clean_logits, grad_noise_stddev, grad_threshold);
+void LoadBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
+  launch(stream, load_backward_kernel<scalar_t, acc_t>,
+         grid(ceil_div(groups.num_rows, kThreads / kWarp)), kThreads, 0, grad_load, clean_logits,
+         noise_stddev, threshold, expert_index, k, num_experts, groups, grad_clean_logits,
+         grad_noise_stddev, grad_threshold);
 }
-MOE_EXT_COMPILE_ON_CUDA(LoadBackward)
+MOE_EXT_DEFINE_RUN_ON_CUDA(LoadBackward)
 
 }  // namespace moe_ext

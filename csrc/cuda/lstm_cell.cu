@@ -62,19 +62,19 @@ __global__ void cell_backward_kernel(const scalar_t* __restrict__ grad_h,
 using namespace cuda;
 
 template <typename scalar_t>
-void LstmCell<scalar_t>::on_cuda() const {
+void LstmCell<scalar_t>::on_cuda(const CudaStream& stream) const {
   const int64_t size = num_rows * num_units;
-  launch(cell_kernel<scalar_t, acc_type<scalar_t>>, grid(ceil_div(size, kThreads)), kThreads, 0,
-         gates, c_0, size, num_units, h, c);
+  launch(stream, cell_kernel<scalar_t, acc_type<scalar_t>>, grid(ceil_div(size, kThreads)),
+         kThreads, 0, gates, c_0, size, num_units, h, c);
 }
-MOE_EXT_COMPILE_ON_CUDA(LstmCell)
+MOE_EXT_DEFINE_RUN_ON_CUDA(LstmCell)
 
 template <typename scalar_t>
-void LstmCellBackward<scalar_t>::on_cuda() const {
+void LstmCellBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
   const int64_t size = num_rows * num_units;
-  launch(cell_backward_kernel<scalar_t, acc_type<scalar_t>>, grid(ceil_div(size, kThreads)),
+  launch(stream, cell_backward_kernel<scalar_t, acc_type<scalar_t>>, grid(ceil_div(size, kThreads)),
          kThreads, 0, grad_h, grad_c, gates, c_0, size, num_units, grad_gates, grad_c_0);
 }
-MOE_EXT_COMPILE_ON_CUDA(LstmCellBackward)
+MOE_EXT_DEFINE_RUN_ON_CUDA(LstmCellBackward)
 
 }  // namespace moe_ext

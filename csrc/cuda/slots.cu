@@ -1,24 +1,24 @@
 // The rows of slots, and their sums.
 #include "../kernels/slots.h"
-#include "packs.cuh"
+#include "vectors.cuh"
 
 namespace moe_ext {
 namespace cuda {
 namespace {
 
 // rows[slots.row(s)] = x[t] for the slots s of token t. A thread has some columns of one token.
-template <typename Packed>
-__global__ void rows_of_slots_kernel(const Packed* __restrict__ x, Slots slots, int64_t packs,
-                                     Packed* __restrict__ rows) {
-  const int64_t all = slots.num_tokens * packs;
+template <typename Vec>
+__global__ void rows_of_slots_kernel(const Vec* __restrict__ x, Slots slots, int64_t vectors,
+                                     Vec* __restrict__ rows) {
+  const int64_t all = slots.num_tokens * vectors;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t t = i / packs;
-    const int64_t pack = i % packs;
-    const Packed value = x[i];
+    const int64_t t = i / vectors;
+    const int64_t vector = i % vectors;
+    const Vec value = x[i];
     const int64_t end = slots.end(t);
     for (int64_t slot = slots.begin(t); slot < end; ++slot) {
-      rows[slots.row(slot) * packs + pack] = value;
+      rows[slots.row(slot) * vectors + vector] = value;
     }
   }
 }
@@ -29,27 +29,27 @@ template <typename scalar_t, typename acc_t, int kSize>
 __global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
                                    const acc_t* __restrict__ weights, Slots slots, int64_t width,
                                    scalar_t* __restrict__ out) {
-  using Packed = Pack<scalar_t, kSize>;
-  const int64_t packs = width / kSize;
-  const int64_t all = slots.num_tokens * packs;
+  using Vec = Vector<scalar_t, kSize>;
+  const int64_t vectors = width / kSize;
+  const int64_t all = slots.num_tokens * vectors;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t t = i / packs;
-    const int64_t pack = i % packs;
+    const int64_t t = i / vectors;
+    const int64_t vector = i % vectors;
     acc_t sum[kSize] = {};
     const int64_t end = slots.end(t);
     for (int64_t slot = slots.begin(t); slot < end; ++slot) {
       const acc_t weight = weights != nullptr ? weights[slot] : acc_t(1);
-      const Packed row = reinterpret_cast<const Packed*>(rows + slots.row(slot) * width)[pack];
+      const Vec row = reinterpret_cast<const Vec*>(rows + slots.row(slot) * width)[vector];
 #pragma unroll
       for (int d = 0; d < kSize; ++d) {
         sum[d] = std::fma(weight, static_cast<acc_t>(row.values[d]), sum[d]);
       }
     }
-    Packed total;
+    Vec total;
 #pragma unroll
     for (int d = 0; d < kSize; ++d) total.values[d] = static_cast<scalar_t>(sum[d]);
-    reinterpret_cast<Packed*>(out + t * width)[pack] = total;
+    reinterpret_cast<Vec*>(out + t * width)[vector] = total;
   }
 }
 
@@ -58,24 +58,24 @@ __global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
 using namespace cuda;
 
 template <typename scalar_t>
-void RowsOfSlots<scalar_t>::on_cuda() const {
-  with_pack_size<scalar_t>(width, {x, rows}, [&](auto size) {
-    using Packed = Pack<scalar_t, size>;
-    launch(rows_of_slots_kernel<Packed>, strided_grid(slots.num_tokens * (width / size)), kThreads,
-           0, reinterpret_cast<const Packed*>(x), slots, width / size,
-           reinterpret_cast<Packed*>(rows));
+void RowsOfSlots<scalar_t>::on_cuda(const CudaStream& stream) const {
+  with_vector_size<scalar_t>(width, {x, rows}, [&](auto size) {
+    using Vec = Vector<scalar_t, size>;
+    launch(stream, rows_of_slots_kernel<Vec>, strided_grid(slots.num_tokens * (width / size)),
+           kThreads, 0, reinterpret_cast<const Vec*>(x), slots, width / size,
+           reinterpret_cast<Vec*>(rows));
   });
 }
-MOE_EXT_COMPILE_ON_CUDA(RowsOfSlots)
+MOE_EXT_DEFINE_RUN_ON_CUDA(RowsOfSlots)
 
 template <typename scalar_t>
-void SumOverSlots<scalar_t>::on_cuda() const {
-  with_pack_size<scalar_t>(width, {rows, sums}, [&](auto size) {
-    launch(sum_of_rows_kernel<scalar_t, acc_type<scalar_t>, size>,
+void SumOverSlots<scalar_t>::on_cuda(const CudaStream& stream) const {
+  with_vector_size<scalar_t>(width, {rows, sums}, [&](auto size) {
+    launch(stream, sum_of_rows_kernel<scalar_t, acc_type<scalar_t>, size>,
            strided_grid(slots.num_tokens * (width / size)), kThreads, 0, rows, weights, slots,
            width, sums);
   });
 }
-MOE_EXT_COMPILE_ON_CUDA(SumOverSlots)
+MOE_EXT_DEFINE_RUN_ON_CUDA(SumOverSlots)
 
 }  // namespace moe_ext

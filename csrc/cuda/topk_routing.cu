@@ -205,12 +205,12 @@ __global__ void routing_backward_kernel(const acc_t* __restrict__ grad_gates,
 using namespace cuda;
 
 template <typename scalar_t>
-void TopKRouting<scalar_t>::on_cuda() const {
+void TopKRouting<scalar_t>::on_cuda(const CudaStream& stream) const {
   check_countable("topk_routing", "logits", num_experts);
   const acc_t factor = static_cast<acc_t>(rule.scale);
   if (!selects) {
     return math::with_score(rule.score, [&](auto score) {
-      launch(given_experts_kernel<decltype(score), scalar_t, acc_t>,
+      launch(stream, given_experts_kernel<decltype(score), scalar_t, acc_t>,
              grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, logits, expert_index,
              num_tokens, num_experts, k, rule.renormalize, factor, gates);
     });
@@ -218,31 +218,25 @@ void TopKRouting<scalar_t>::on_cuda() const {
   using key_t = decltype(math::order_key(acc_t()));
   const int64_t row_keys = num_experts + (groups.number > 1 ? groups.number : 0);
   const SelectionBlocks blocks(row_keys * static_cast<int64_t>(sizeof(key_t)));
-  Tensor workspace;
-  if (!blocks.keys_in_shared) {
-    workspace =
-        at::empty({num_tokens, row_keys}, on_this_device(c10::CppTypeToScalarType<key_t>::value));
-  }
+  auto* keys = blocks.keys_in_shared ? nullptr : stream.take<key_t>(num_tokens * row_keys);
   math::with_score(rule.score, [&](auto score) {
-    launch(routing_kernel<decltype(score), scalar_t, acc_t, key_t>,
+    launch(stream, routing_kernel<decltype(score), scalar_t, acc_t, key_t>,
            grid(ceil_div(num_tokens, blocks.num_warps)), static_cast<int>(blocks.num_warps * kWarp),
            blocks.shared_bytes, logits, bias, num_tokens, num_experts, k, rule.renormalize, factor,
-           groups.number, groups.per_token, groups.score_k,
-           blocks.keys_in_shared ? nullptr : workspace.mutable_data_ptr<key_t>(), gates,
-           expert_index);
+           groups.number, groups.per_token, groups.score_k, keys, gates, expert_index);
   });
 }
-MOE_EXT_COMPILE_ON_CUDA(TopKRouting)
+MOE_EXT_DEFINE_RUN_ON_CUDA(TopKRouting)
 
 template <typename scalar_t>
-void TopKRoutingBackward<scalar_t>::on_cuda() const {
+void TopKRoutingBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
   math::with_score(rule.score, [&](auto score) {
-    launch(routing_backward_kernel<decltype(score), scalar_t, acc_t>,
+    launch(stream, routing_backward_kernel<decltype(score), scalar_t, acc_t>,
            grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, grad_gates, logits,
            expert_index, num_tokens, num_experts, k, rule.renormalize,
            static_cast<acc_t>(rule.scale), grad_logits);
   });
 }
-MOE_EXT_COMPILE_ON_CUDA(TopKRoutingBackward)
+MOE_EXT_DEFINE_RUN_ON_CUDA(TopKRoutingBackward)
 
 }  // namespace moe_ext

@@ -20,9 +20,10 @@ struct BatchwiseTopM {
   scalar_t* mth_score;  // [G, E]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(BatchwiseTopM)
+MOE_EXT_RUNS_ON_CUDA(BatchwiseTopM)
 
 template <typename scalar_t>
 struct SelectedSoftmax {
@@ -35,9 +36,10 @@ struct SelectedSoftmax {
   acc_type<scalar_t>* gates;  // [R]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(SelectedSoftmax)
+MOE_EXT_RUNS_ON_CUDA(SelectedSoftmax)
 
 // dL/dlogit_i = G_i (v_i - sum_a G_a v_a) for each selected expert i, with v = dL/dG; 0 for the
 // other experts.
@@ -53,9 +55,11 @@ struct SelectedSoftmaxBackward {
   scalar_t* grad_logits;  // [T, E]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
-MOE_EXT_KERNEL_API void run_on_cpu(const SelectedSoftmaxBackward<float>& arguments);
-MOE_EXT_KERNEL_API void run_on_cpu(const SelectedSoftmaxBackward<double>& arguments);
+MOE_EXT_DECLARE_ON_CPU(SelectedSoftmaxBackward<float>)
+MOE_EXT_DECLARE_ON_CPU(SelectedSoftmaxBackward<double>)
+MOE_EXT_DECLARE_ON_CUDA(SelectedSoftmaxBackward<float>)
+MOE_EXT_DECLARE_ON_CUDA(SelectedSoftmaxBackward<double>)
 
 }  // namespace moe_ext

@@ -19,8 +19,9 @@ struct CombineBackward {
   acc_t* grad_gates;
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(CombineBackward)
+MOE_EXT_RUNS_ON_CUDA(CombineBackward)
 
 }  // namespace moe_ext

@@ -15,9 +15,10 @@ struct CvSquared {
   acc_type<scalar_t>* result;  // []
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(CvSquared)
+MOE_EXT_RUNS_ON_CUDA(CvSquared)
 
 template <typename scalar_t>
 struct CvSquaredBackward {
@@ -28,8 +29,9 @@ struct CvSquaredBackward {
   scalar_t* grad_values;
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(CvSquaredBackward)
+MOE_EXT_RUNS_ON_CUDA(CvSquaredBackward)
 
 }  // namespace moe_ext

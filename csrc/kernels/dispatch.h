@@ -16,8 +16,9 @@ struct DispatchPlan {
   int64_t* offsets;            // [E + 1]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
-MOE_EXT_KERNEL_API void run_on_cpu(const DispatchPlan& arguments);
+MOE_EXT_DECLARE_ON_CPU(DispatchPlan)
+MOE_EXT_DECLARE_ON_CUDA(DispatchPlan)
 
 }  // namespace moe_ext

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "../packed.h"
+#include "row_groups.h"
 #include "slots.h"
 
 namespace moe_ext {
@@ -79,11 +80,88 @@ struct ExpertsBackward {
   const scalar_t* grad;               // of y [T, columns] with gates, else of the output rows
   const acc_t* gates;                 // of each slot, or null
   std::span<const ExpertLayerGradients<scalar_t>> gradients;
-  acc_t* grad_gates;    // of each slot, or null
-  scalar_t* grad_rows;  // of the input rows [R, width], or null
+  int64_t first_learned;  // the first layer with such a gradient; the number of layers if none has
+  acc_t* grad_gates;      // of each slot, or null
+  scalar_t* grad_rows;    // of the input rows [R, width], or null
 
   void on_cpu() const;
 };
 MOE_EXT_RUNS_ON_CPU(ExpertsBackward)
+
+// On CUDA, torch or GroupedGemm multiplies the matrices; these kernels do the rest.
+
+// The weights [E, inputs, outputs] of packed panels.
+template <typename scalar_t>
+struct UnpackedWeight {
+  const uint8_t* panels;  // [E, panels, bytes]
+  PackedLayout layout;
+  int64_t num_experts;
+  scalar_t* weight;
+
+  void on_cuda(const CudaStream& stream) const;
+};
+MOE_EXT_RUNS_ON_CUDA(UnpackedWeight)
+
+// out = activation(z), or activation(a, b) of the two halves of z if the activation is gated.
+template <typename scalar_t>
+struct Activate {
+  std::string_view activation;
+  std::span<const double> activation_args;
+  const scalar_t* z;  // [R, width], or [R, 2 width]
+  int64_t num_rows, width;
+  scalar_t* out;  // [R, width]
+
+  void on_cuda(const CudaStream& stream) const;
+};
+MOE_EXT_RUNS_ON_CUDA(Activate)
+
+// grad_z = grad * activation'(z), or the same for a and b.
+template <typename scalar_t>
+struct ActivateBackward {
+  std::string_view activation;
+  std::span<const double> activation_args;
+  const scalar_t* z;
+  const scalar_t* grad;  // [R, width]
+  int64_t num_rows, width;
+  scalar_t* grad_z;  // like z
+
+  void on_cuda(const CudaStream& stream) const;
+};
+MOE_EXT_RUNS_ON_CUDA(ActivateBackward)
+
+// The gradient of the gate of each slot, dG = <P, A> + <dy, b> of its row. Then P and dy are
+// multiplied by the gate, in place. The last layer has the input A, P = dL/dA without the gates,
+// and the bias b.
+template <typename scalar_t>
+struct GateBackward {
+  using acc_t = acc_type<scalar_t>;
+
+  scalar_t* p;           // [R, fan_in]
+  const scalar_t* a;     // [R, fan_in]
+  scalar_t* dy;          // [R, columns]
+  const scalar_t* bias;  // [E, columns], or null
+  RowGroups experts;
+  Slots slots;
+  const acc_t* gates;  // of each slot
+  int64_t fan_in, columns;
+  acc_t* grad_gates;  // of each slot
+
+  void on_cuda(const CudaStream& stream) const;
+};
+MOE_EXT_RUNS_ON_CUDA(GateBackward)
+
+// The sum of the rows of each expert.
+template <typename scalar_t>
+struct SumByExpert {
+  using acc_t = acc_type<scalar_t>;
+
+  const scalar_t* rows;  // [R, columns]
+  RowGroups experts;
+  int64_t columns;
+  acc_t* sums;  // [E, columns]
+
+  void on_cuda(const CudaStream& stream) const;
+};
+MOE_EXT_RUNS_ON_CUDA(SumByExpert)
 
 }  // namespace moe_ext

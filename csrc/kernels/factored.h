@@ -30,8 +30,9 @@ struct FactoredStep {
   bool mean_of_roots;
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(FactoredStep)
+MOE_EXT_RUNS_ON_CUDA(FactoredStep)
 
 }  // namespace moe_ext

@@ -23,9 +23,10 @@ struct NoisyTopKGating {
   acc_t* noise_stddev;       // [T, E], not written without noise
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(NoisyTopKGating)
+MOE_EXT_RUNS_ON_CUDA(NoisyTopKGating)
 
 // dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the gradients of the thresholds H_(k)
 // and H_(k+1). dL/dclean = dL/dH; dL/dstddev = noise dL/dH + grad_noise_stddev.
@@ -48,8 +49,9 @@ struct NoisyTopKGatingBackward {
   scalar_t* grad_raw_noise_stddev;  // [T, E], not written without noise
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(NoisyTopKGatingBackward)
+MOE_EXT_RUNS_ON_CUDA(NoisyTopKGatingBackward)
 
 }  // namespace moe_ext

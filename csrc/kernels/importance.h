@@ -16,8 +16,9 @@ struct Importance {
   acc_type<scalar_t>* importance;  // [E]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(Importance)
+MOE_EXT_RUNS_ON_CUDA(Importance)
 
 }  // namespace moe_ext

@@ -52,4 +52,36 @@ struct ScaledCopy {
 };
 MOE_EXT_RUNS_ON_CPU(ScaledCopy)
 
+// On CUDA, a GEMM of torch computes the products [T, V] of input and weight for a block of tokens.
+// These kernels do the rest and read neither input nor weight.
+
+// The loss and the log-sum-exp of each token.
+template <typename scalar_t>
+struct TokenLosses {
+  using acc_t = acc_type<scalar_t>;
+
+  LinearClassifier<scalar_t> classifier;
+  const scalar_t* products;
+  acc_t* losses;
+  acc_t* lse;
+
+  void on_cuda(const CudaStream& stream) const;
+};
+MOE_EXT_RUNS_ON_CUDA(TokenLosses)
+
+// The gradients of the products.
+template <typename scalar_t>
+struct ProductGradients {
+  using acc_t = acc_type<scalar_t>;
+
+  LinearClassifier<scalar_t> classifier;
+  const scalar_t* products;
+  const acc_t* lse;
+  const acc_t* grad;        // dL/dloss of each token, or null: 1
+  scalar_t* grad_products;  // may be the products
+
+  void on_cuda(const CudaStream& stream) const;
+};
+MOE_EXT_RUNS_ON_CUDA(ProductGradients)
+
 }  // namespace moe_ext

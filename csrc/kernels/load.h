@@ -1,16 +1,9 @@
 // Load(X) (App. A).
 #pragma once
 
-#include "types.h"
+#include "row_groups.h"
 
 namespace moe_ext {
-
-// Groups of consecutive rows.
-struct RowGroups {
-  const int64_t* bounds;  // [G + 1], or null: one group has all rows
-  int64_t num_groups;
-  int64_t num_rows;
-};
 
 // load[g, i] = sum over the rows of group g of the probability that the row selects expert i.
 template <typename scalar_t>
@@ -27,9 +20,10 @@ struct Load {
   acc_t* load;  // [G, E]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(Load)
+MOE_EXT_RUNS_ON_CUDA(Load)
 
 template <typename scalar_t>
 struct LoadBackward {
@@ -48,8 +42,9 @@ struct LoadBackward {
   acc_t* grad_threshold;
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(LoadBackward)
+MOE_EXT_RUNS_ON_CUDA(LoadBackward)
 
 }  // namespace moe_ext

@@ -15,9 +15,10 @@ struct LstmCell {
   scalar_t* c;  // [B, U]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(LstmCell)
+MOE_EXT_RUNS_ON_CUDA(LstmCell)
 
 // Recomputes the cells.
 template <typename scalar_t>
@@ -32,8 +33,9 @@ struct LstmCellBackward {
   scalar_t* grad_c_0;
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(LstmCellBackward)
+MOE_EXT_RUNS_ON_CUDA(LstmCellBackward)
 
 }  // namespace moe_ext

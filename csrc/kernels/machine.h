@@ -1,4 +1,4 @@
-// What the kernels of the CPU use on this machine.
+// What the kernels use on this machine.
 #pragma once
 
 #include "export.h"
@@ -16,3 +16,13 @@ struct ProductNames {
 MOE_EXT_KERNEL_API ProductNames product_names();
 
 }  // namespace moe_ext::cpu
+
+namespace moe_ext::cuda {
+
+// The version of the toolkit that compiled the kernels, such as "13.0".
+MOE_EXT_KERNEL_API const char* toolkit_version();
+
+// The major compute capability of the current device.
+MOE_EXT_KERNEL_API int compute_capability();
+
+}  // namespace moe_ext::cuda

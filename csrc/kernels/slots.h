@@ -28,9 +28,10 @@ struct RowsOfSlots {
   scalar_t* rows;  // [R, width]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(RowsOfSlots)
+MOE_EXT_RUNS_ON_CUDA(RowsOfSlots)
 
 // sums[t] = sum of weights[s] * rows[slots.row(s)] over the slots s of token t, in order.
 template <typename scalar_t>
@@ -42,8 +43,9 @@ struct SumOverSlots {
   scalar_t* sums;  // [T, width]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(SumOverSlots)
+MOE_EXT_RUNS_ON_CUDA(SumOverSlots)
 
 }  // namespace moe_ext

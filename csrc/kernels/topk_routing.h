@@ -39,9 +39,10 @@ struct TopKRouting {
   int64_t* expert_index;  // [T, K]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(TopKRouting)
+MOE_EXT_RUNS_ON_CUDA(TopKRouting)
 
 template <typename scalar_t>
 struct TopKRoutingBackward {
@@ -57,8 +58,9 @@ struct TopKRoutingBackward {
   scalar_t* grad_logits;  // [T, E]
 
   void on_cpu() const;
-  void on_cuda() const;
+  void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CPU(TopKRoutingBackward)
+MOE_EXT_RUNS_ON_CUDA(TopKRoutingBackward)
 
 }  // namespace moe_ext

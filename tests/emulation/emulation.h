@@ -32,6 +32,8 @@
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
 #define __shared__ static  // only one block runs at a time
+#define __CUDACC_VER_MAJOR__ 0
+#define __CUDACC_VER_MINOR__ 0
 
 struct dim3 {
   unsigned x, y, z;
@@ -112,6 +114,7 @@ struct Warp {
 struct Machine {
   std::mutex mutex;  // serializes launches
   std::minstd_rand random;
+  int compute_capability = 8;  // the major one; 8 does not use torch's grouped GEMM
   size_t most_shared = emulation::most_shared(8);  // of a block, if its kernel set a maximum
   std::map<const void*, size_t> most_dynamic;      // shared memory by kernel, if it set a maximum
 
@@ -316,6 +319,21 @@ void launch(void (*kernel)(Parameters...), dim3 blocks, unsigned num_threads, si
 }
 
 }  // namespace emulation
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }  // emulation::launch throws
+inline const char* cudaGetErrorString(cudaError_t) { return "invalid value"; }
+
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor };
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = emulation::machine().compute_capability;
+  return cudaSuccess;
+}
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 

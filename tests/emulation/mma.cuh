@@ -1,8 +1,8 @@
 // Emulates csrc/cuda/mma.cuh on the CPU: ldmatrix and mma.m16n8k16 as PTX defines them.
 #pragma once
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include "emulation.h"
 

@@ -1,4 +1,4 @@
-// Rows that are read in packs of 16 bytes.
+// Rows that are read in vectors of 16 bytes.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,14 @@ namespace moe_ext::cuda {
 
 // Several elements that are read or written together.
 template <typename scalar_t, int kSize>
-struct alignas(sizeof(scalar_t) * kSize) Pack {
+struct alignas(sizeof(scalar_t) * kSize) Vector {
   scalar_t values[kSize];
 };
 
 // Calls body(std::integral_constant<int, n>). n is the number of elements in 16 bytes, or 1 if a
 // row is not aligned to 16 bytes.
 template <typename scalar_t, typename Body>
-void with_pack_size(int64_t width, std::initializer_list<const void*> data, const Body& body) {
+void with_vector_size(int64_t width, std::initializer_list<const void*> data, const Body& body) {
   constexpr int kSize = 16 / sizeof(scalar_t);
   bool aligned = width % kSize == 0;
   for (const void* each : data) aligned &= reinterpret_cast<uintptr_t>(each) % 16 == 0;

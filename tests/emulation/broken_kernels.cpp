@@ -2,9 +2,8 @@
 // broken_kernel may have a bug, which the emulation must detect. The kernel of use_shared_memory
 // has 1 KiB of static and some dynamic shared memory.
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/cuda/CUDAException.h>
+#include <c10/util/Exception.h>
 #include <cuda_pipeline.h>
 #include <torch/library.h>
 
@@ -93,8 +92,11 @@ __global__ void static_kernel() {
 void use_shared_memory(int64_t dynamic_bytes) {
   emulation::machine().most_dynamic.erase(reinterpret_cast<const void*>(static_kernel));
   if (static_cast<size_t>(dynamic_bytes) > emulation::kMostSharedByDefault) {
-    C10_CUDA_CHECK(cudaFuncSetAttribute(static_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(dynamic_bytes)));
+    const auto error =
+        cudaFuncSetAttribute(static_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(dynamic_bytes));
+    TORCH_CHECK(error == cudaSuccess,
+                "emulated: cudaFuncSetAttribute: ", cudaGetErrorString(error));
   }
   emulation::launch<>(static_kernel, 1, kThreads, dynamic_bytes, nullptr);
 }
@@ -103,7 +105,7 @@ void use_shared_memory(int64_t dynamic_bytes) {
 
 TORCH_LIBRARY_FRAGMENT(moe_ext_emulated, m) {
   m.def("set_device(int major) -> ()", [](int64_t major) {
-    at::cuda::device_properties.major = static_cast<int>(major);
+    emulation::machine().compute_capability = static_cast<int>(major);
     emulation::machine().most_shared = emulation::most_shared(static_cast<int>(major));
   });
   m.def("use_shared_memory(int dynamic_bytes) -> ()", &use_shared_memory);
