@@ -186,7 +186,10 @@ inline void check_feed_forward(const char* op, const Tensor& x, const c10::SymIn
   const auto num_experts = weights[0].sym_size(0);
   c10::SymInt width = x.sym_size(1);
   for (size_t l = 0; l < weights.size(); ++l) {
-    const auto name = [&](const char* list) { return c10::str(list, "[", l, "]"); };
+    // Not c10::str, whose stream takes longer than the other checks.
+    const auto name = [&](const char* list) {
+      return std::string(list) + "[" + std::to_string(l) + "]";
+    };
     if (packed) {
       check_packed_weight(op, name("weights").c_str(), weights[l], x, num_experts,
                           packed_layout(op, *packed, l, width));

@@ -609,7 +609,8 @@ class KeepAux(nn.Module):
         adds_loss: whether the backward pass through y includes ``aux.loss``, see `add_loss`.
 
     Attributes:
-        layer, adds_loss: the constructor arguments.
+        layer: the constructor argument.
+        adds_loss: the constructor argument.
         aux: the `MoEAux` of the last forward pass; None before the first. With adds_loss, it has no
             autograd graph.
 

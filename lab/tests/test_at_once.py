@@ -18,28 +18,32 @@ from tiny import ROOT, comparison
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_concurrent_runs_equal_sequential_runs(corpus, tmp_path, monkeypatch):
-    alone = comparison(corpus, tmp_path / "alone", seeds=[1]).main()
+def results_of(stored):
+    """Returns the arm, the seed and the loss of each finished run, and the runs that diverged."""
+    finished = {(run["arm"], run["seed"], run["test_nll"]) for run in stored.runs}
+    return finished, {(run["arm"], run["seed"]) for run in stored.diverged}
+
+
+def test_concurrent_runs_equal_sequential_runs(corpus, tmp_path, monkeypatch, capfd):
+    """One model diverges, which gives the status. The other one is trained and stored."""
+    options = {"seeds": [1, 2], "against": ["optimizer.learning_rate=1e30"]}
+    alone = comparison(corpus, tmp_path / "alone", **options)
+    with pytest.raises(FloatingPointError):
+        alone.main()
     monkeypatch.setattr(study_module, "train_and_test", None)  # no run trains in this process
-    together = comparison(corpus, tmp_path / "together", seeds=[1], at_once=2).main()
-    assert [(run["arm"], run["test_nll"]) for run in together.runs] == [
-        (run["arm"], run["test_nll"]) for run in alone.runs
-    ]
-    monkeypatch.setattr(study_module, "_run_at_once", None)  # finished runs start no process
-    comparison(corpus, tmp_path / "together", seeds=[1], at_once=2).main()
-
-
-def test_a_failed_process_gives_its_status(corpus, tmp_path, capfd):
-    """The model that does not diverge is trained and stored."""
-    wrong = ["optimizer.learning_rate=1e30"]
-    study = comparison(corpus, tmp_path, seeds=[1], against=wrong, at_once=2)
+    together = comparison(corpus, tmp_path / "together", **options, at_once=2)
+    capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
-        study.main()
+        together.main()
     assert ended.value.code == 1
-    assert "error: against with seed 1: " in capfd.readouterr().err
-    stored = study.store.read()
-    assert [run["arm"] for run in stored.diverged] == ["against"]
-    assert [run["arm"] for run in stored.runs] == ["config"]
+    error = capfd.readouterr().err
+    assert "error: against with seed " in error
+    assert all(f"against with seed {seed}: " in error for seed in (1, 2))
+    finished, diverged = results_of(together.store.read())
+    assert (finished, diverged) == results_of(alone.store.read())
+    assert len(finished) == 2 and diverged == {("against", 1), ("against", 2)}
+    monkeypatch.setattr(study_module, "_run_at_once", None)  # finished runs start no process
+    together.run_missing(together.settings())
 
 
 @pytest.mark.long

@@ -100,6 +100,7 @@ def test_ranks_of_srun_connect(group, rank):
     ports = [None, None]
     dist.all_gather_object(ports, store and store.port)
     del store  # rank 0 opens its port again
+    dist.barrier()  # no rank connects to the closed store
     dist.destroy_process_group()
     environ = {
         "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0",
