@@ -155,7 +155,7 @@ class Step:
         return sum(self.seconds.values())
 
 
-# Fitted to the throughputs in docs/performance-summary.md of NVIDIA's Megatron-Bridge (25.11, all
+# Fitted to the throughputs in the performance summary of NVIDIA's Megatron-Bridge (25.11, all
 # bfloat16 mixtures): the largest ratio of predicted and published is 1.29 (lab/tests/test_mesh.py).
 GEMM = 0.65  # the share of the peak that long GEMMs reach
 MOVES = 12  # how often each activation is read or written in a forward pass
