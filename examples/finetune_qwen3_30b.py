@@ -4,7 +4,7 @@
 
 Nothing is downloaded: the script writes random weights in the files of the real model, one layer at
 a time. Then it loads them, trains adapters of rank 16 on the experts and the attention, and
-generates. It needs 19 GB of disk and, by its plan, 22 GB of memory. ``--model`` takes a folder or a
+generates. It needs 18 GB of disk and 22 GB of memory. ``--model`` takes a folder or a
 name of the hub instead. It needs ``pip install transformers peft``.
 
     python examples/finetune_qwen3_30b.py --layers 2 --width 128 --tokens 32 --lr 3e-3

@@ -51,12 +51,23 @@ class Model:
         weakref.finalize(self, free, self.model)
         parameters = self.api.llama_context_default_params()
         parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = size, BATCH, BATCH
-        parameters.n_threads = parameters.n_threads_batch = torch.get_num_threads()
         self.context = self.api.llama_init_from_model(self.model, parameters)
         weakref.finalize(self, self.api.llama_free, self.context)
+        self._num_threads = 0
+        self._set_threads: Any = getattr(self.api, "llama_set_n_threads", None)
+        if self._set_threads is None:
+            self._set_threads = self.api._lib.llama_set_n_threads
+            self._set_threads.restype = None
+            self._set_threads.argtypes = [c_void_p, c_int32, c_int32]
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """Appends at most `BATCH` tokens to the sequence; returns the logits of the last one."""
+        """Appends at most `BATCH` tokens to the sequence; returns the logits of the last one.
+
+        The library uses as many threads as torch.
+        """
+        if self._num_threads != torch.get_num_threads():  # each call logs a line
+            self._num_threads = torch.get_num_threads()
+            self._set_threads(self.context, self._num_threads, self._num_threads)
         batch = self.api.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
