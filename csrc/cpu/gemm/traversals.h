@@ -183,6 +183,57 @@ class WriteOnce {
   Product& in_;
 };
 
+// The traversals below compute all rows of C at once.
+
+// Runs the epilogue of some columns; with bfloat16 pairs, it runs afterwards.
+template <typename Product>
+void finish_columns(const Product& in, int64_t column, int64_t num_columns) {
+  if (in.kernels.pairs || !in.epilogue.run) return;
+  in.epilogue.run(
+      {.row = in.first_row, .num_rows = in.m, .column = column, .num_columns = num_columns});
+}
+
+// Computes the K-block that ends at `end`, for some columns at a time. multiply(j, num_columns,
+// sums, ld) computes the sums of the columns at j, in rows that are ld apart.
+template <typename Product, typename acc_t, typename Multiply>
+void add_k_block(const Product& in, int64_t end, Write write, acc_t* c, const Multiply& multiply) {
+  // A sum that is added to C is first computed separately, as in a tile.
+  const bool apart = write == Write::kAdd;
+  for (int64_t j = 0; j < in.n; j += kMaxColumns) {
+    const int64_t num_columns = std::min(in.n - j, kMaxColumns);
+    acc_t* sums = apart ? in.workspace.rows : c + j;
+    const int64_t ld = apart ? num_columns : in.n;
+    multiply(j, num_columns, sums, ld);
+    for (int64_t r = 0; apart && r < in.m; ++r) {
+      vectorized<Add>(static_cast<const acc_t*>(sums + r * ld), num_columns, c + r * in.n + j);
+    }
+    if (end >= in.k) finish_columns(in, j, num_columns);
+  }
+}
+
+// Computes all of C from columns of B that are contiguous along K. All K-blocks of some columns are
+// processed in sequence: multiply(j, p, ahead, starts) computes the K-block at p for the columns at
+// j, as many as a vector has lanes. `ahead` is what is prefetched meanwhile.
+template <typename Product, typename Multiply>
+void dot_columns(const Product& in, Write write, const Multiply& multiply) {
+  const int64_t lanes = in.kernels.lanes;
+  for (int64_t begin = 0; begin < in.n; begin += kMaxColumns) {
+    const Region region{.row = in.first_row,
+                        .num_rows = in.m,
+                        .column = begin,
+                        .num_columns = std::min(in.n - begin, kMaxColumns)};
+    if (!in.kernels.pairs && in.epilogue.prefetch) in.epilogue.prefetch(region);
+    for (int64_t j = begin; j < begin + region.num_columns; j += lanes) {
+      const auto* ahead = j + lanes < in.n ? in.b.at(j + lanes, 0) : in.next_b.data;
+      if (ahead == nullptr) ahead = in.b.at(j, 0);
+      for (int64_t p = 0; p < in.k; p += in.kc) {
+        multiply(j, p, ahead + p * lanes, p == 0 && write != Write::kAdd);
+      }
+    }
+    finish_columns(in, begin, region.num_columns);
+  }
+}
+
 // Computes all of C with the micro-kernel axpyf, which reads the rows of B in place, in sequence.
 template <typename Product>
 class Axpyf {
@@ -208,31 +259,19 @@ class Axpyf {
   void multiply_block(Write write, acc_t* c) {
     const auto& block = in_.k_blocks.front();
     const int64_t size = in_.group_size;
-    // With bfloat16 pairs, the epilogue runs afterwards.
-    const bool finishes = block.p + in_.kc >= in_.k && !in_.kernels.pairs;
-    // A sum that is added to C is first computed separately, as in a tile.
-    const bool apart = write == Write::kAdd;
-    for (int64_t j = 0; j < in_.n; j += kMaxColumns) {
-      const int64_t num_columns = std::min(in_.n - j, kMaxColumns);
-      acc_t* sums = apart ? in_.workspace.rows : c + j;
-      const int64_t ld = apart ? num_columns : in_.n;
-      for (int64_t q = 0; q < block.num_groups; q += groups_ahead_) {
-        const int64_t num_groups = std::min(block.num_groups - q, groups_ahead_);
-        const int64_t p = block.p + q * size;
-        for (int64_t i = 0; i < in_.num_panels; ++i) {
-          in_.kernels.axpyf[in_.num_rows(i) - 1](
-              num_groups, in_.panel_a(block, i) + q * in_.kernels.a_panel_width,
-              in_.groups(in_.b.at(j, p)), in_.b.ld / size, num_columns, in_.groups(ahead(p, j)),
-              q == 0, sums + in_.first(i) * ld, ld);
-        }
-      }
-      for (int64_t r = 0; apart && r < in_.m; ++r) {
-        vectorized<Add>(static_cast<const acc_t*>(sums + r * ld), num_columns, c + r * in_.n + j);
-      }
-      if (finishes && in_.epilogue.run) {
-        in_.epilogue.run({in_.first_row, in_.m, j, num_columns});
-      }
-    }
+    add_k_block(in_, block.p + in_.kc, write, c,
+                [&](int64_t j, int64_t num_columns, acc_t* sums, int64_t ld) {
+                  for (int64_t q = 0; q < block.num_groups; q += groups_ahead_) {
+                    const int64_t num_groups = std::min(block.num_groups - q, groups_ahead_);
+                    const int64_t p = block.p + q * size;
+                    for (int64_t i = 0; i < in_.num_panels; ++i) {
+                      in_.kernels.axpyf[in_.num_rows(i) - 1](
+                          num_groups, in_.panel_a(block, i) + q * in_.kernels.a_panel_width,
+                          in_.groups(in_.b.at(j, p)), in_.b.ld / size, num_columns,
+                          in_.groups(ahead(p, j)), q == 0, sums + in_.first(i) * ld, ld);
+                    }
+                  }
+                });
   }
 
   // What is prefetched while the rows of B at (p, j) are in use.
@@ -264,8 +303,7 @@ View<typename Product::b_type> rows_of_a(const Product& in) {
   return {.data = rows, .ld = ld, .k_contiguous = true};
 }
 
-// Computes all of C with the micro-kernel dotxf, from columns of B that are contiguous along K. All
-// K-blocks of some columns are processed in sequence. A is converted to the type of B first.
+// Computes all of C with the micro-kernel dotxf. A is converted to the type of B first.
 template <typename Product>
 class Dotxf {
  public:
@@ -276,26 +314,12 @@ class Dotxf {
 
   void run(Write write, acc_t* c) {
     const View<b_t> a = rows_of_a(in_);
-    const int64_t lanes = in_.kernels.lanes, size = in_.group_size;
-    const bool finishes = !in_.kernels.pairs;
-    for (int64_t begin = 0; begin < in_.n; begin += kMaxColumns) {
-      const Region region{.row = in_.first_row,
-                          .num_rows = in_.m,
-                          .column = begin,
-                          .num_columns = std::min(in_.n - begin, kMaxColumns)};
-      if (finishes && in_.epilogue.prefetch) in_.epilogue.prefetch(region);
-      for (int64_t j = begin; j < begin + region.num_columns; j += lanes) {
-        const b_t* ahead = j + lanes < in_.n ? in_.b.at(j + lanes, 0) : in_.next_b.data;
-        if (ahead == nullptr) ahead = in_.b.at(j, 0);
-        for (int64_t p = 0; p < in_.k; p += in_.kc) {
-          const bool starts = p == 0 && write != Write::kAdd;
-          in_.kernels.dotxf[in_.m - 1](std::min(in_.k - p, in_.kc) / size, in_.groups(a.at(0, p)),
-                                       a.ld / size, in_.groups(in_.b.at(j, p)), in_.b.ld / size,
-                                       in_.groups(ahead + p * lanes), starts, c + j, in_.n);
-        }
-      }
-      if (finishes && in_.epilogue.run) in_.epilogue.run(region);
-    }
+    const int64_t size = in_.group_size;
+    dot_columns(in_, write, [&](int64_t j, int64_t p, const b_t* ahead, bool starts) {
+      in_.kernels.dotxf[in_.m - 1](std::min(in_.k - p, in_.kc) / size, in_.groups(a.at(0, p)),
+                                   a.ld / size, in_.groups(in_.b.at(j, p)), in_.b.ld / size,
+                                   in_.groups(ahead), starts, c + j, in_.n);
+    });
   }
 
  private:
@@ -330,7 +354,7 @@ class FewRowsWidened {
     if constexpr (sizeof(b_t) == 2) {
       vectorized<ColumnsOfFloats<b_t>>(in_.a.data, in_.a.ld, in_.m, in_.k, in_.widened->rounds_a,
                                        in_.workspace.few_rows_a);
-      in_.b.k_contiguous ? dot_columns(write, c) : add_rows(write, c);
+      in_.b.k_contiguous ? read_columns(write, c) : read_rows(write, c);
     }
   }
 
@@ -338,49 +362,25 @@ class FewRowsWidened {
   // A has one row of floats for each number along K.
   const acc_t* a(int64_t p) const { return in_.workspace.few_rows_a + p * in_.m; }
 
-  void add_rows(Write write, acc_t* c) {
+  void read_rows(Write write, acc_t* c) {
     for (int64_t p = 0; p < in_.k; p += in_.kc, write = Write::kAdd) {
       const int64_t end = std::min(in_.k, p + in_.kc);
-      const bool apart = write == Write::kAdd;  // as in Axpyf
-      for (int64_t j = 0; j < in_.n; j += kMaxColumns) {
-        const int64_t num_columns = std::min(in_.n - j, kMaxColumns);
-        acc_t* sums = apart ? in_.workspace.rows : c + j;
-        const int64_t ld = apart ? num_columns : in_.n;
+      add_k_block(in_, end, write, c, [&](int64_t j, int64_t num_columns, acc_t* sums, int64_t ld) {
         for (int64_t q = p; q < end; q += kWidenedDepth) {
-          const b_t* ahead =
-              q + kWidenedDepth < end ? in_.b.at(j, q + kWidenedDepth) : after(p, end, j);
+          const int64_t next = q + kWidenedDepth;
+          const b_t* ahead = next < end ? in_.b.at(j, next) : after(p, end, j);
           in_.widened->axpyf[in_.m - 1](a(q), in_.b.at(j, q), in_.b.ld, num_columns, ahead, q == p,
                                         sums, ld);
         }
-        for (int64_t r = 0; apart && r < in_.m; ++r) {
-          vectorized<Add>(static_cast<const acc_t*>(sums + r * ld), num_columns, c + r * in_.n + j);
-        }
-        if (end == in_.k) finish(j, num_columns);
-      }
+      });
     }
   }
 
-  void dot_columns(Write write, acc_t* c) {
-    const int64_t lanes = in_.kernels.lanes;
-    for (int64_t begin = 0; begin < in_.n; begin += kMaxColumns) {
-      const int64_t end = std::min(in_.n, begin + kMaxColumns);
-      for (int64_t j = begin; j < end; j += lanes) {
-        const b_t* ahead = j + lanes < in_.n ? in_.b.at(j + lanes, 0) : in_.next_b.data;
-        if (ahead == nullptr) ahead = in_.b.at(j, 0);
-        for (int64_t p = 0; p < in_.k; p += in_.kc) {
-          in_.widened->dotxf[in_.m - 1](std::min(in_.k - p, in_.kc), a(p), in_.b.at(j, p), in_.b.ld,
-                                        ahead + p * lanes, p == 0 && write != Write::kAdd, c + j,
-                                        in_.n);
-        }
-      }
-      finish(begin, end - begin);
-    }
-  }
-
-  // Runs the epilogue; with bfloat16 pairs, it runs afterwards.
-  void finish(int64_t column, int64_t num_columns) const {
-    if (in_.kernels.pairs || !in_.epilogue.run) return;
-    in_.epilogue.run({in_.first_row, in_.m, column, num_columns});
+  void read_columns(Write write, acc_t* c) {
+    dot_columns(in_, write, [&](int64_t j, int64_t p, const b_t* ahead, bool starts) {
+      in_.widened->dotxf[in_.m - 1](std::min(in_.k - p, in_.kc), a(p), in_.b.at(j, p), in_.b.ld,
+                                    ahead, starts, c + j, in_.n);
+    });
   }
 
   // The rows of B that are read after the columns at j of a K-block.
@@ -415,10 +415,7 @@ class FewRowsOfCodes {
         std::copy_n(last + r * kPanelOutputs, rest, c + r * in_.n + in_.n - rest);
       }
     }
-    if (!in_.kernels.pairs && in_.epilogue.run) {
-      in_.epilogue.run(
-          {.row = in_.first_row, .num_rows = in_.m, .column = 0, .num_columns = in_.n});
-    }
+    finish_columns(in_, 0, in_.n);
   }
 
  private:
