@@ -5,6 +5,7 @@
 
 #include <limits>
 #include <ostream>
+#include <vector>
 
 #include "checks.h"
 #include "logits.h"
@@ -38,10 +39,13 @@ NoisyLogits noisy_logits(NoisyGate& gate, const Tensor& x, const Tensor& w_gate,
                          const std::optional<ops::DispatchPlan>& plan = std::nullopt) {
   ops::ExpertsOptions routing;
   if (plan) routing = {.offsets = plan->offsets, .inverse = plan->inverse};
-  const auto clean_logits = logits(x, w_gate, routing);
+  std::vector<Tensor> weights{w_gate};
+  if (gate.is_training()) weights.push_back(w_noise);
+  const auto products = logits_of_all(x, weights, routing);
+  const Tensor& clean_logits = products[0];
   OptionalTensor raw_noise_stddev, noise;
   if (gate.is_training()) {
-    raw_noise_stddev = logits(x, w_noise, routing);
+    raw_noise_stddev = products[1];
     noise = gate.draw_noise(clean_logits);
     // Noise is drawn in slot order: it does not depend on other tokens' groups.
     if (plan) noise = ops::dispatch(*noise, plan->inverse.reshape({-1, 1}));
@@ -120,7 +124,7 @@ Routing NoisyTopKGateImpl::replay(const Tensor& x, const Tensor& expert_index) {
 }
 
 Routing NoisyTopKGateImpl::route(const Tensor& x, const OptionalTensor& expert_index) {
-  const auto noisy = noisy_logits(*this, widened(x), w_gate, w_noise);
+  const auto noisy = noisy_logits(*this, x, w_gate, w_noise);
   const auto kept =
       select(*this, expert_index ? only_given(noisy, *expert_index) : noisy, k()).kept;
   OptionalTensor load;
