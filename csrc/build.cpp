@@ -74,8 +74,7 @@ std::vector<std::string> gemm_rules() {
       if ((rule.types >> type & 1) != 0) line << kTypes[type] << ' ';
     }
     line << '\t' << cpu::name_of(rule.isa) << '\t' << kVendors[static_cast<int>(rule.vendor)]
-         << '\t' << rule.first_rows << '\t' << rule.last_rows << '\t'
-         << kLayouts[static_cast<int>(rule.layout)] << '\t'
+         << '\t' << rule.last_rows << '\t' << kLayouts[static_cast<int>(rule.layout)] << '\t'
          << kReadings[static_cast<int>(rule.reading)] << '\t' << rule.kernels;
     lines.push_back(line.str());
   }

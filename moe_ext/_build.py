@@ -121,8 +121,7 @@ class GemmRule(NamedTuple):
     types: list[str]
     isa: str  #: the instruction set that the kernels need
     vendor: str  #: the only vendor that prefers this instruction set; "any" otherwise
-    first_rows: int  #: the least and the most rows of A
-    last_rows: int
+    last_rows: int  #: the most rows of A
     layout: str  #: whether B is contiguous "along_n" or "along_k"; "any" otherwise
     reading: str  #: "packs", or the kernel that reads B in place: "axpyf" or "dotxf"
     kernels: str
@@ -135,8 +134,8 @@ def gemm_rules() -> list[GemmRule]:
     """Returns the rules from best to worst: the first one that applies is used."""
     rules = []
     for line in torch.ops.moe_ext_build.gemm_rules():
-        types, isa, vendor, first_rows, last_rows, *rest = line.split("\t")
-        rules.append(GemmRule(types.split(), isa, vendor, int(first_rows), int(last_rows), *rest))
+        types, isa, vendor, last_rows, *rest = line.split("\t")
+        rules.append(GemmRule(types.split(), isa, vendor, int(last_rows), *rest))
     return rules
 
 

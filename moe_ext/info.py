@@ -108,7 +108,7 @@ def _rules() -> list[str]:
             f"{', '.join(rule.types):36}",
             f"{rule.isa:11}",
             f"{vendors[rule.vendor]:10}",
-            f"{'any rows' if most == _build.ANY_ROWS else f'{rule.first_rows} to {most} rows':12}",
+            f"{'any rows' if most == _build.ANY_ROWS else f'1 to {most} rows':12}",
             f"{layout_names[rule.layout]:10}",
             f"{rule.kernels}, {readings[rule.reading]}",
         ]

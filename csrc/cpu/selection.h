@@ -31,10 +31,9 @@ constexpr int64_t kAnyRows = std::numeric_limits<int64_t>::max();
 
 struct GemmRule {
   unsigned types;
-  Isa isa;             // that the kernels need
-  Vendor vendor;       // the only vendor that prefers this instruction set, or kAny
-  int64_t first_rows;  // the least and the most rows of A
-  int64_t last_rows;
+  Isa isa;            // that the kernels need
+  Vendor vendor;      // the only vendor that prefers this instruction set, or kAny
+  int64_t last_rows;  // the most rows of A
   Layout layout;
   Reading reading;
   const char* kernels;
