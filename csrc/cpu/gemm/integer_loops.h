@@ -55,7 +55,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   int64_t left_of_group = segments_of_group;
   const auto multiply_segment = [&](int64_t segment, int64_t unit, auto units)
       __attribute__((always_inline)) MOE_EXT_TARGET {
-    ahead.prefetch<kLines, /*kLevel=*/1>();
+    ahead.prefetch<kLines>();
     Integers total[kChains][kRows][kVectors] = {};
     if constexpr (!has_minima) {
       MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {

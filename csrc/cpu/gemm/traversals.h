@@ -425,8 +425,8 @@ class FewRowsOfCodes {
                 int64_t ldc) {
     const PackedLayout& layout = *in_.b.layout;
     in_.few_rows_of_codes(layout, in_.b.panels + first_panel * layout.panel_bytes(), num_panels,
-                          in_.kc, in_.groups(a.data), a.ld / in_.group_size, in_.m,
-                          write == Write::kAdd, c, ldc);
+                          in_.next_b.panels, in_.kc, in_.groups(a.data), a.ld / in_.group_size,
+                          in_.m, write == Write::kAdd, c, ldc);
   }
 
   Product& in_;

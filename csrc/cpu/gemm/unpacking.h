@@ -28,10 +28,11 @@ using UnpackKernel = void (*)(const PackedLayout& layout, const PanelInputs& inp
                               const PanelInputs& next, void* to, int64_t ld);
 
 // C [num_rows, 16 num_panels] = A W, or C += A W with `add`. The rows of A are K-groups, lda apart.
-// The chains are those of a GemmKernel for each K-block of kc inputs.
+// The chains are those of a GemmKernel for each K-block of kc inputs. The panels at `next` are
+// prefetched near the end, unless it is null.
 using FewRowsKernel = void (*)(const PackedLayout& layout, const uint8_t* panels,
-                               int64_t num_panels, int64_t kc, const float* a, int64_t lda,
-                               int64_t num_rows, bool add, float* c, int64_t ldc);
+                               int64_t num_panels, const uint8_t* next, int64_t kc, const float* a,
+                               int64_t lda, int64_t num_rows, bool add, float* c, int64_t ldc);
 
 constexpr int kNumFewRows = 4;
 

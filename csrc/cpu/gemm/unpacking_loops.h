@@ -36,18 +36,22 @@ class Ahead {
   explicit Ahead(const uint8_t* panel) : next_(panel), end_(panel), step_(0) {}
 
   // What is prefetched is some bytes behind the panel that is read, up to `end`, that of all
-  // panels; prefetch() is called num_steps times.
+  // panels, and after it `later` if that is not null; prefetch() is called num_steps times.
   Ahead(const uint8_t* panel, const uint8_t* end, int64_t panel_bytes, int64_t num_steps,
-        int64_t bytes_ahead)
-      : next_(std::min(panel + panel_bytes + bytes_ahead, end)),
+        int64_t bytes_ahead, const uint8_t* later = nullptr)
+      : next_(panel + panel_bytes + bytes_ahead),
         end_(end),
-        step_((panel_bytes + num_steps - 1) / num_steps) {}
+        step_((panel_bytes + num_steps - 1) / num_steps) {
+    if (next_ < end_) return;
+    next_ = later == nullptr ? end_ : later;
+    end_ = next_ + (later == nullptr ? 0 : panel_bytes);
+  }
 
-  // Prefetches a step of at most 64 kLines bytes into a cache level.
-  template <int kLines, int kLevel>
+  // Prefetches a step of at most 64 kLines bytes.
+  template <int kLines>
   MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch() {
     MOE_EXT_UNROLL for (int line = 0; line < kLines; ++line) {
-      __builtin_prefetch(next_ + 64 * line, /*rw=*/0, /*locality=*/4 - kLevel);
+      __builtin_prefetch(next_ + 64 * line);
     }
     const uint8_t* before = std::exchange(next_, std::min(next_ + step_, end_));
     if (page(next_) != page(before)) {
@@ -170,93 +174,82 @@ struct Unpacking {
     }
   }
 
-  // Calls body(scales, minima) for the groups of a panel from `first` to `last`; there may be no
-  // minima.
-  template <Scales kind, typename Body>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void for_groups_of(PackedLayout layout, const uint8_t* panel,
-                                                   int64_t first, int64_t last, const Body& body) {
-    constexpr int64_t kGroups = PackedLayout::groups_of_block(kind);
-    constexpr bool kHasMinima = kind == Scales::kUint8AndMinOfBlocks;
-    const uint8_t* from = panel + layout.scales();
+  // Computes the scales of the groups of a panel from `first` to `last`, and the minima if there
+  // are any: write(i, scales, minima) gets those of group first + i.
+  template <Scales kind, typename Write>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void read_scales_of(const PackedLayout& layout,
+                                                    const uint8_t* panel, int64_t first,
+                                                    int64_t last, const Write& write) {
+    const uint8_t* from = panel + layout.scales() + first * layout.row_of_scales();
+    const int64_t num_groups = last - first;
     Vector scales[kVectors], minima[kVectors] = {};
-    if constexpr (kGroups > 0) {
-      Vector factors[kVectors], factors_of_minima[kVectors];
-      for (int64_t group = first; group < last;) {
-        const int64_t block = group / kGroups;
-        convert_halves(panel + layout.factors() + block * 32, factors);
-        if constexpr (kHasMinima) {
-          convert_halves(panel + layout.factors_of_minima() + block * 32, factors_of_minima);
-        }
-        for (const int64_t end = std::min(last, (block + 1) * kGroups); group < end; ++group) {
-          using byte_t = std::conditional_t<kHasMinima, uint8_t, int8_t>;
-          convert_product<byte_t>(from + group * 16, factors, scales);
+    if constexpr (constexpr int64_t kGroups = PackedLayout::groups_of_block(kind); kGroups > 0) {
+      constexpr bool kHasMinima = kind == Scales::kUint8AndMinOfBlocks;
+      using byte_t = std::conditional_t<kHasMinima, uint8_t, int8_t>;
+      const int64_t first_block = first / kGroups;
+      const uint8_t* from_minima = panel + layout.minima() + first * 16;
+      const uint8_t* factor = panel + layout.factors() + first_block * 32;
+      const uint8_t* factor_of_minima = panel + layout.factors_of_minima() + first_block * 32;
+      int64_t end = first_block * kGroups - first;
+      for (int64_t i = 0; i < num_groups; factor += 32, factor_of_minima += 32) {
+        Vector factors[kVectors], factors_of_minima[kVectors];
+        convert_halves(factor, factors);
+        if constexpr (kHasMinima) convert_halves(factor_of_minima, factors_of_minima);
+        end = std::min(num_groups, end + kGroups);
+        for (; i < end; ++i) {
+          convert_product<byte_t>(from + i * 16, factors, scales);
           if constexpr (kHasMinima) {
-            convert_product<byte_t>(panel + layout.minima() + group * 16, factors_of_minima,
-                                    minima);
+            convert_product<byte_t>(from_minima + i * 16, factors_of_minima, minima);
           }
-          body(scales, minima);
+          write(i, scales, minima);
         }
       }
       return;
     }
-    for (int64_t group = first; group < last; ++group) {
+    for (int64_t i = 0; i < num_groups; ++i) {
       if constexpr (kind == Scales::kFloat16) {
-        convert_halves(from + group * 32, scales);
+        convert_halves(from + i * 32, scales);
       } else {
         MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
           if constexpr (kind == Scales::kFloat32) {
-            load(from + group * 64, v, scales[v]);
+            load(from + i * 64, v, scales[v]);
           } else {
             Integers exponents;
-            widen<uint8_t>(from + group * 16, v, exponents);
+            widen<uint8_t>(from + i * 16, v, exponents);
             const Bits bits = (Bits)exponents << 23;
             scales[v] = (Vector)(bits | ((Bits)(bits == 0) & 0x400000));
           }
         }
       }
-      body(scales, minima);
-    }
-  }
-
-  template <Codes codes, bool has_minima, typename Body>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void for_groups(const PackedLayout& layout, const uint8_t* panel,
-                                                int64_t first, int64_t last, const Body& body) {
-    if constexpr (has_minima) {
-      return for_groups_of<Scales::kUint8AndMinOfBlocks>(layout, panel, first, last, body);
-    } else if constexpr (codes == Codes::kSixBits) {
-      return for_groups_of<Scales::kInt8OfBlocks>(layout, panel, first, last, body);
-    } else if constexpr (codes == Codes::kE4M3) {
-      return for_groups_of<Scales::kFloat32>(layout, panel, first, last, body);
-    }
-    switch (layout.format->scales) {
-      case Scales::kFloat32:
-        return for_groups_of<Scales::kFloat32>(layout, panel, first, last, body);
-      case Scales::kFloat16:
-        return for_groups_of<Scales::kFloat16>(layout, panel, first, last, body);
-      case Scales::kE8M0:
-        return for_groups_of<Scales::kE8M0>(layout, panel, first, last, body);
-      default:
-        return;
+      write(i, scales, minima);
     }
   }
 
   // Writes the scales [groups, 16], and the minima if there are any, of the groups from `first` to
   // `last` of a panel.
   template <Codes codes, bool has_minima>
-  MOE_EXT_TARGET MOE_EXT_KERNEL void read_scales(const PackedLayout& layout, const uint8_t* panel,
-                                                 int64_t first, int64_t last, float* to,
-                                                 float* to_minima) {
-    for_groups<codes, has_minima>(
-        layout, panel, first, last,
-        [&](const Vector* scales, const Vector* minima) __attribute__((always_inline))
-        MOE_EXT_TARGET {
-          std::memcpy(to, scales, kVectors * kBytes);
-          to += kPanelOutputs;
-          if constexpr (has_minima) {
-            std::memcpy(to_minima, minima, kVectors * kBytes);
-            to_minima += kPanelOutputs;
-          }
-        });
+  MOE_EXT_TARGET __attribute__((noinline)) static void read_scales(const PackedLayout& layout,
+                                                                   const uint8_t* panel,
+                                                                   int64_t first, int64_t last,
+                                                                   float* to, float* to_minima) {
+    const auto write = [&](int64_t i, const Vector* scales, const Vector* minima)
+        __attribute__((always_inline)) MOE_EXT_TARGET {
+      std::memcpy(to + i * kPanelOutputs, scales, kVectors * kBytes);
+      if constexpr (has_minima) {
+        std::memcpy(to_minima + i * kPanelOutputs, minima, kVectors * kBytes);
+      }
+    };
+    if constexpr (has_minima) {
+      read_scales_of<Scales::kUint8AndMinOfBlocks>(layout, panel, first, last, write);
+    } else if constexpr (codes == Codes::kSixBits) {
+      read_scales_of<Scales::kInt8OfBlocks>(layout, panel, first, last, write);
+    } else if (codes == Codes::kE4M3 || layout.format->scales == Scales::kFloat32) {
+      read_scales_of<Scales::kFloat32>(layout, panel, first, last, write);
+    } else if (layout.format->scales == Scales::kFloat16) {
+      read_scales_of<Scales::kFloat16>(layout, panel, first, last, write);
+    } else {
+      read_scales_of<Scales::kE8M0>(layout, panel, first, last, write);
+    }
   }
 
   // The value of a table for each index, of which only the low 4 bits count.
@@ -307,7 +300,7 @@ struct Unpacking {
       return;
     }
 #endif
-    if constexpr (codes == Codes::kSixBits) return from_bytes(bytes, 32, to);
+    if constexpr (codes == Codes::kSixBits) return from_six_bits(bytes, to);
     for (int i = 0; i < 4; ++i) from_e4m3(bytes >> 8 * i, to[i]);
   }
 
@@ -332,12 +325,36 @@ struct Unpacking {
   }
 #endif
 
-  // The differences of four unsigned bytes in each lane and an offset.
-  MOE_EXT_TARGET MOE_EXT_KERNEL void from_bytes(const Bits& bytes, int offset, Vector* to) {
-    // 2^23 and an integer below it, as a float.
-    constexpr uint32_t kBits = 0x4b000000;
+  // w = w scale - minimum. The product is exact, because its factors have 4, 11 and 8 bits: a fused
+  // operation has the result of two.
+  MOE_EXT_TARGET MOE_EXT_KERNEL void scale_and_subtract(const Vector& scale, const Vector& minimum,
+                                                        Vector& w) {
+#if defined(__x86_64__)
+    if constexpr (kBytes == 64) {
+      w = (Vector)_mm512_fmsub_ps((__m512)w, (__m512)scale, (__m512)minimum);
+      return;
+    } else if constexpr (kBytes == 32) {
+      w = (Vector)_mm256_fmsub_ps((__m256)w, (__m256)scale, (__m256)minimum);
+      return;
+    }
+#endif
+    w = w * scale - minimum;
+  }
+
+  // Integers below 2^23 and these bits are the floats 2^23 + integer.
+  static constexpr uint32_t kBitsOfInteger = 0x4b000000;
+  static constexpr float kFirstInteger = 1 << 23;
+
+  // The number of the lowest byte, with a sign.
+  MOE_EXT_TARGET MOE_EXT_KERNEL void from_int8(const Bits& codes, Vector& to) {
+    // With its sign bit reversed, the byte is the number plus 128.
+    to = (Vector)((codes & 0xff) ^ (kBitsOfInteger | 0x80)) - (kFirstInteger + 128);
+  }
+
+  // The values of four codes of 6 bits.
+  MOE_EXT_TARGET MOE_EXT_KERNEL void from_six_bits(const Bits& codes, Vector* to) {
     for (int i = 0; i < 4; ++i) {
-      to[i] = (Vector)((bytes >> 8 * i & 0xff) | kBits) - static_cast<float>((1 << 23) + offset);
+      to[i] = (Vector)((codes >> 8 * i & 0xff) | kBitsOfInteger) - (kFirstInteger + 32);
     }
   }
 
@@ -382,22 +399,30 @@ struct Unpacking {
                                             const uint8_t* high_bits, int64_t unit, int v,
                                             Vector* to) {
     Bits low{}, high{};
-    load_unit<codes>(panel, high_bits, unit, v, low, high);
-    if constexpr (codes == Codes::kTable) {
-      for (int i = 0; i < kPackedInputs; ++i) {
-        look_up(table, low >> (i < 4 ? 8 * i : 8 * (i - 4) + 4), to[i]);
+    if constexpr (codes == Codes::kTable || codes == Codes::kInt8) {
+      // A load from the next byte moves it to the lowest place, without a shift. The scales follow
+      // the codes, so that the load of the last codes stays within the panel.
+      panel += unit * kBytesOfUnit<codes>;
+      for (int i = 0; i < 4; ++i) {
+        load(panel + i, v, low);
+        if constexpr (codes == Codes::kTable) {
+          look_up(table, low, to[i]);
+          look_up(table, low >> 4, to[4 + i]);
+        } else {
+          load(panel + 64 + i, v, high);
+          from_int8(low, to[i]);
+          from_int8(high, to[4 + i]);
+        }
       }
       return;
     }
-    if constexpr (codes == Codes::kSixBits) high >>= static_cast<uint32_t>(unit % 2 * 4);
-    if constexpr (codes != Codes::kE4M3) to_bytes<codes>(/*is_odd=*/false, low, high);
-    if constexpr (codes == Codes::kInt8) {
-      from_bytes(low, 128, to);
-      from_bytes(high, 128, to + 4);
-    } else {
-      look_up_bytes<codes>(low, to);
-      look_up_bytes<codes>(high, to + 4);
+    load_unit<codes>(panel, high_bits, unit, v, low, high);
+    if constexpr (codes == Codes::kSixBits) {
+      high >>= static_cast<uint32_t>(unit % 2 * 4);
+      to_bytes<codes>(/*is_odd=*/false, low, high);
     }
+    look_up_bytes<codes>(low, to);
+    look_up_bytes<codes>(high, to + 4);
   }
 };
 
@@ -415,24 +440,28 @@ class Panel {
                                                                   int64_t num_inputs) {
     panel_ = panel;
     high_bits_ = panel + layout.high_bits();
-    first_group_ = first_input / layout.group;
+    const int64_t first_group = first_input / layout.group;
     const int64_t last = (first_input + num_inputs + layout.group - 1) / layout.group;
-    Loops::template read_scales<codes, has_minima>(layout, panel, first_group_, last, scales_,
+    Loops::template read_scales<codes, has_minima>(layout, panel, first_group, last, scales_,
                                                    minima_);
   }
 
-  // Computes w of the inputs of a unit of a group, for the lanes of vector v.
+  // Computes w of the inputs of a unit, for the lanes of vector v. `group` counts from that of the
+  // first input.
   MOE_EXT_TARGET __attribute__((always_inline)) inline void weights(const float* table,
                                                                     int64_t group, int64_t unit,
                                                                     int v, Vector* w) const {
-    const int64_t place = (group - first_group_) * kPanelOutputs;
+    const int64_t place = group * kPanelOutputs;
     Vector scale, minimum;
     Loops::load(scales_ + place, v, scale);
     if constexpr (has_minima) Loops::load(minima_ + place, v, minimum);
     Loops::template values<codes>(table, panel_, high_bits_, unit, v, w);
     MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; ++i) {
-      w[i] *= scale;
-      if constexpr (has_minima) w[i] -= minimum;
+      if constexpr (has_minima) {
+        Loops::scale_and_subtract(scale, minimum, w[i]);
+      } else {
+        w[i] *= scale;
+      }
     }
   }
 
@@ -441,20 +470,20 @@ class Panel {
   static constexpr int64_t kSize = (kMaxInputs / kPackedInputs + 2) * kPanelOutputs;
 
   const uint8_t *panel_, *high_bits_;
-  int64_t first_group_;
   float scales_ alignas(64)[kSize];
   float minima_ alignas(64)[has_minima ? kSize : kPanelOutputs];
 };
 
 // Calls body(group, unit, num_inputs) for the units from first_input, a multiple of 8. Only the
-// last one may have fewer than 8 inputs.
+// last one may have fewer than 8 inputs. Groups are counted from that of the first input.
 template <typename Body>
 MOE_EXT_TARGET MOE_EXT_KERNEL void for_units(const PackedLayout& layout, int64_t first_input,
                                              int64_t num_inputs, const Body& body) {
   const int64_t end = first_input + num_inputs;
-  for (int64_t input = first_input; input < end;) {
-    const int64_t group = input / layout.group;
-    const int64_t end_of_group = std::min(end, (group + 1) * layout.group);
+  int64_t input = first_input, next_group = input / layout.group * layout.group;
+  for (int64_t group = 0; input < end; ++group) {
+    next_group += layout.group;
+    const int64_t end_of_group = std::min(end, next_group);
     for (; input + kPackedInputs <= end_of_group; input += kPackedInputs) {
       body(group, input / kPackedInputs, std::integral_constant<int64_t, kPackedInputs>());
     }
@@ -530,9 +559,9 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const PanelInputs&
 template <typename Simd, Codes codes, bool has_minima, int kRows, int kPanels>
 MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
                                                    const uint8_t* panels, const uint8_t* end,
-                                                   int64_t kc, const float* a, int64_t lda,
-                                                   int64_t num_rows, bool add, float* c,
-                                                   int64_t ldc) {
+                                                   const uint8_t* next, int64_t kc, const float* a,
+                                                   int64_t lda, int64_t num_rows, bool add,
+                                                   float* c, int64_t ldc) {
   using Panel = Panel<Simd, codes, has_minima>;
   using Loops = typename Panel::Loops;
   using Vector = typename Loops::Vector;
@@ -549,7 +578,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
     row[r] = a + std::min<int64_t>(r, num_rows - 1) * lda;
   }
   Ahead ahead(panels, end, kPanels * panel_bytes,
-              (layout.inputs + kPackedInputs - 1) / kPackedInputs, kBytesAhead);
+              (layout.inputs + kPackedInputs - 1) / kPackedInputs, kBytesAhead, next);
   for (int64_t first_input = 0; first_input < layout.inputs; first_input += kc, add = true) {
     const int64_t num_inputs = std::min(kc, layout.inputs - first_input);
     MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
@@ -559,7 +588,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
     for_units(
         layout, first_input, num_inputs,
         [&](int64_t group, int64_t unit, auto size) __attribute__((always_inline)) MOE_EXT_TARGET {
-          ahead.prefetch<kLines, /*kLevel=*/2>();
+          ahead.prefetch<kLines>();
           Vector w[kPanels][kVectors][kPackedInputs];
           MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
             MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -607,8 +636,9 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
 // A FewRowsKernel.
 template <typename Simd, Codes codes, bool has_minima, int kRows>
 MOE_EXT_TARGET void few_rows_kernel(const PackedLayout& layout, const uint8_t* panels,
-                                    int64_t num_panels, int64_t kc, const float* a, int64_t lda,
-                                    int64_t num_rows, bool add, float* c, int64_t ldc) {
+                                    int64_t num_panels, const uint8_t* next, int64_t kc,
+                                    const float* a, int64_t lda, int64_t num_rows, bool add,
+                                    float* c, int64_t ldc) {
   // Several chains at a time hide the latency of the multiply-adds.
   constexpr int kVectors = Unpacking<Simd>::kVectors;
   constexpr int kPanels = std::clamp(16 / (kRows * kVectors * kVectors), 1, 4);
@@ -617,7 +647,7 @@ MOE_EXT_TARGET void few_rows_kernel(const PackedLayout& layout, const uint8_t* p
   int64_t panel = 0;
   const auto multiply = [&](auto size) __attribute__((always_inline)) MOE_EXT_TARGET {
     multiply_panels<Simd, codes, has_minima, kRows, size()>(layout, panels + panel * panel_bytes,
-                                                            end, kc, a, lda, num_rows, add,
+                                                            end, next, kc, a, lda, num_rows, add,
                                                             c + panel * kPanelOutputs, ldc);
     panel += size();
   };
