@@ -228,10 +228,9 @@ struct Unpacking {
   // Writes the scales [groups, 16], and the minima if there are any, of the groups from `first` to
   // `last` of a panel.
   template <Codes codes, bool has_minima>
-  MOE_EXT_TARGET __attribute__((noinline)) static void read_scales(const PackedLayout& layout,
-                                                                   const uint8_t* panel,
-                                                                   int64_t first, int64_t last,
-                                                                   float* to, float* to_minima) {
+  MOE_EXT_TARGET MOE_EXT_KERNEL void read_scales(const PackedLayout& layout, const uint8_t* panel,
+                                                 int64_t first, int64_t last, float* to,
+                                                 float* to_minima) {
     const auto write = [&](int64_t i, const Vector* scales, const Vector* minima)
         __attribute__((always_inline)) MOE_EXT_TARGET {
       std::memcpy(to + i * kPanelOutputs, scales, kVectors * kBytes);
@@ -393,23 +392,32 @@ struct Unpacking {
     }
   }
 
-  // Computes the values of the inputs of a unit.
-  template <Codes codes>
+  // Loads codes without their first `bytes`: by a shift, or if it `reads_on` by a load that starts
+  // and ends later.
+  template <bool reads_on>
+  MOE_EXT_TARGET MOE_EXT_KERNEL void load_from_byte(const uint8_t* codes, int bytes, int v,
+                                                    Bits& to) {
+    load(codes + (reads_on ? bytes : 0), v, to);
+    if constexpr (!reads_on) to >>= 8 * bytes;
+  }
+
+  // Computes the values of the inputs of a unit. If it `reads_on`, it needs fewer instructions, but
+  // also the first bytes behind the unit. The scales follow the codes, so that it stays within the
+  // panel.
+  template <Codes codes, bool reads_on>
   MOE_EXT_TARGET MOE_EXT_KERNEL void values(const float* table, const uint8_t* panel,
                                             const uint8_t* high_bits, int64_t unit, int v,
                                             Vector* to) {
     Bits low{}, high{};
     if constexpr (codes == Codes::kTable || codes == Codes::kInt8) {
-      // A load from the next byte moves it to the lowest place, without a shift. The scales follow
-      // the codes, so that the load of the last codes stays within the panel.
       panel += unit * kBytesOfUnit<codes>;
       for (int i = 0; i < 4; ++i) {
-        load(panel + i, v, low);
+        load_from_byte<reads_on>(panel, i, v, low);
         if constexpr (codes == Codes::kTable) {
           look_up(table, low, to[i]);
           look_up(table, low >> 4, to[4 + i]);
         } else {
-          load(panel + 64 + i, v, high);
+          load_from_byte<reads_on>(panel + 64, i, v, high);
           from_int8(low, to[i]);
           from_int8(high, to[4 + i]);
         }
@@ -446,8 +454,9 @@ class Panel {
                                                    minima_);
   }
 
-  // Computes w of the inputs of a unit, for the lanes of vector v. `group` counts from that of the
-  // first input.
+  // Computes w of the inputs of a unit, for the lanes of vector v; see `values`. `group` counts
+  // from that of the first input.
+  template <bool reads_on>
   MOE_EXT_TARGET __attribute__((always_inline)) inline void weights(const float* table,
                                                                     int64_t group, int64_t unit,
                                                                     int v, Vector* w) const {
@@ -455,7 +464,7 @@ class Panel {
     Vector scale, minimum;
     Loops::load(scales_ + place, v, scale);
     if constexpr (has_minima) Loops::load(minima_ + place, v, minimum);
-    Loops::template values<codes>(table, panel_, high_bits_, unit, v, w);
+    Loops::template values<codes, reads_on>(table, panel_, high_bits_, unit, v, w);
     MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; ++i) {
       if constexpr (has_minima) {
         Loops::scale_and_subtract(scale, minimum, w[i]);
@@ -540,7 +549,8 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const PanelInputs&
         prefetch_unit<codes>(layout, next.panel, unit + units_ahead);
         MOE_EXT_UNROLL for (int v = 0; v < Loops::kVectors; ++v) {
           typename Loops::Vector w[kPackedInputs];
-          source.weights(table, group, unit, v, w);
+          // What is behind may not be in the cache yet.
+          source.template weights</*reads_on=*/false>(table, group, unit, v, w);
           MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kStep) {
             void* place = row + (i / kStep * ld + v * Loops::kLanes) * kSize;
             if constexpr (unpacked == Unpacked::kRounded) {
@@ -567,6 +577,9 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
   using Vector = typename Loops::Vector;
   constexpr int kVectors = Loops::kVectors, kNumbers = Simd::kPairs ? 2 : 1;
   constexpr int64_t kBytesAhead = 8 << 10;
+  // The panels whose numbers are computed before their products. Floats with minima would need
+  // more registers for several panels than there are.
+  constexpr int kTogether = has_minima && !Simd::kPairs && kRows <= 2 ? 1 : kPanels;
   // What is prefetched with a unit of each panel: codes, and at most one line of scales.
   constexpr int kLines = (kPanels * kBytesOfUnit<codes> + 63) / 64 + 1;
   float table alignas(64)[16];
@@ -589,28 +602,33 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
         layout, first_input, num_inputs,
         [&](int64_t group, int64_t unit, auto size) __attribute__((always_inline)) MOE_EXT_TARGET {
           ahead.prefetch<kLines>();
-          Vector w[kPanels][kVectors][kPackedInputs];
-          MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-            MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-              source[p].weights(table, group, unit, v, w[p][v]);
-              MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
-                if constexpr (Simd::kPairs) Simd::join(w[p][v][i], w[p][v][i + 1], w[p][v][i]);
+          MOE_EXT_UNROLL for (int first = 0; first < kPanels; first += kTogether) {
+            Vector w[kTogether][kVectors][kPackedInputs];
+            MOE_EXT_UNROLL for (int p = 0; p < kTogether; ++p) {
+              MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+                source[first + p].template weights</*reads_on=*/true>(table, group, unit, v,
+                                                                      w[p][v]);
+                MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
+                  if constexpr (Simd::kPairs) Simd::join(w[p][v][i], w[p][v][i + 1], w[p][v][i]);
+                }
               }
             }
-          }
-          MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
-            if (i >= size) break;
-            MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-              MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-                MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-                  const float& number = row[r][unit * (kPackedInputs / kNumbers) + i / kNumbers];
-                  Vector total = sum[r][p][v];
-                  if constexpr (requires { Simd::multiply_add_once(number, w[p][v][i], total); }) {
-                    Simd::multiply_add_once(number, w[p][v][i], total);
-                  } else {
-                    Simd::multiply_add(number, w[p][v][i], total);
+            MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
+              if (i >= size) break;
+              MOE_EXT_UNROLL for (int p = 0; p < kTogether; ++p) {
+                MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+                  MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+                    const float& number = row[r][unit * (kPackedInputs / kNumbers) + i / kNumbers];
+                    Vector total = sum[r][first + p][v];
+                    if constexpr (requires {
+                                    Simd::multiply_add_once(number, w[p][v][i], total);
+                                  }) {
+                      Simd::multiply_add_once(number, w[p][v][i], total);
+                    } else {
+                      Simd::multiply_add(number, w[p][v][i], total);
+                    }
+                    sum[r][first + p][v] = total;
                   }
-                  sum[r][p][v] = total;
                 }
               }
             }
