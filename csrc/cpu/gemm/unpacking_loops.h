@@ -657,9 +657,10 @@ MOE_EXT_TARGET void few_rows_kernel(const PackedLayout& layout, const uint8_t* p
                                     int64_t num_panels, const uint8_t* next, int64_t kc,
                                     const float* a, int64_t lda, int64_t num_rows, bool add,
                                     float* c, int64_t ldc) {
-  // Several chains at a time hide the latency of the multiply-adds.
+  // Several chains at a time hide the latency of the multiply-adds. With 4 rows, those of two
+  // panels do, and registers are left for the numbers.
   constexpr int kVectors = Unpacking<Simd>::kVectors;
-  constexpr int kPanels = std::clamp(16 / (kRows * kVectors * kVectors), 1, 4);
+  constexpr int kPanels = std::clamp(16 / (kRows * kVectors * kVectors), 1, kRows < 4 ? 4 : 2);
   const int64_t panel_bytes = layout.panel_bytes();
   const uint8_t* end = panels + num_panels * panel_bytes;
   int64_t panel = 0;
