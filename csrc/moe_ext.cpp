@@ -116,7 +116,8 @@ TORCH_LIBRARY(moe_ext, m) {
   // rows offsets[e] <= r < offsets[e + 1]; without offsets, every expert has R / E rows. The input
   // x holds rows or, with inverse, tokens as in dispatch. The output y holds rows or, with gates,
   // tokens as in combine (Eq. 1). Returns y and, with keep_hidden, hidden: the pre-activations
-  // [R, columns] of each layer but the last.
+  // [R, columns] of each layer but the last, on CUDA without the biases. Only backward on the same
+  // device reads hidden.
   // With formats, the weights are packed: see packed.h. Layer l has the format, the group and the
   // columns of these lists, and its weights are frozen. With lora_a [E, fan_in, rank] and lora_b
   // [E, rank, columns] of each layer, a layer with the input A adds scale (A lora_a) lora_b; if

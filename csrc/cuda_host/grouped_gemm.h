@@ -1,13 +1,12 @@
 // The GEMMs of the experts on CUDA: each expert's matrix with its rows.
 //
 // Experts of equal size use torch's batched GEMM. In bfloat16, torch's grouped GEMM computes the
-// others on the devices that have it, for up to 1023 experts. It is not used with a bias, which
-// would be added after rounding. All others are GroupedGemm and GroupedWeightGradient.
+// others on the devices that have it, for up to 1023 experts. All others are GroupedGemm and
+// GroupedWeightGradient.
 #pragma once
 
 #include <ATen/Context.h>
 #include <ATen/ops/_grouped_mm.h>
-#include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 
 #include <utility>
@@ -31,21 +30,17 @@ class GroupedGemms {
         .bounds = data_of<int64_t>(offsets_), .num_groups = num_experts_, .num_rows = num_rows_};
   }
 
-  // Returns a [R, K] times weight [E, K, N], plus bias [E, N] if it is defined: [R, N].
-  Tensor times(const Tensor& a, const Tensor& weight, const Tensor& bias = {}) const {
+  // Returns a [R, K] times weight [E, K, N]: [R, N].
+  Tensor times(const Tensor& a, const Tensor& weight) const {
     const int64_t n = weight.size(2);
-    if (!offsets_.defined()) {
-      const Tensor rows = by_expert(a);
-      return (bias.defined() ? at::baddbmm(bias.unsqueeze(1), rows, weight) : at::bmm(rows, weight))
-          .view({num_rows_, n});
-    }
-    if (!bias.defined() && torch_takes(a, weight)) return at::_grouped_mm(a, weight, ends());
+    if (!offsets_.defined()) return at::bmm(by_expert(a), weight).view({num_rows_, n});
+    if (torch_takes(a, weight)) return at::_grouped_mm(a, weight, ends());
     Tensor out = at::empty({num_rows_, n}, a.options());
     with_type(a, [&]<typename scalar_t>() {
       Cuda::run(GroupedGemm<scalar_t>{.a = a.const_data_ptr<scalar_t>(),
                                       .weight = {.data = weight.const_data_ptr<scalar_t>(),
                                                  .transposed = is_transposed(weight)},
-                                      .bias = data_of<scalar_t>(bias),
+                                      .bias = nullptr,
                                       .experts = experts(),
                                       .k = weight.size(1),
                                       .n = n,

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import emulated
 import pytest
 import torch
-from assertions import assert_as_accurate
-from operators import TABLE, evaluate, moved, sample, upstream_of
+from assertions import assert_as_accurate, assert_exact, assert_same_bits
+from operators import DTYPES, TABLE, evaluate, moved, sample, upstream_of
+from samples.experts import CLAMPED
 
 import moe_ext
 from moe_ext import BalancedGate, MoE, NoisyTopKGate, TopKGate, ops
@@ -110,19 +111,37 @@ def test_experts_of_any_size_in_any_type(gpu, dtype, d_model, hidden, equal):
         counts = [2 if equal else 0] * num_experts
         if not equal:
             counts[0], counts[2], counts[-1] = 140, 1, counts[-1] + 40
-        check_experts(gpu, counts, dtype, (d_model, hidden, d_model), even=equal)
+        widths = (d_model, hidden, d_model)
+        check_experts(gpu, dtype, counts=counts, widths=widths, activation="swiglu", even=equal)
 
 
 @pytest.mark.parametrize("empty", [[0], [2], [4], [0, 1, 3, 4]], ids=str)
 def test_torchs_grouped_gemm_of_experts_without_rows(gpu, empty):
     """Such an expert may make torch hang, so scripts/gpu_suite.sh runs this test first."""
     counts = [0 if expert in empty else 24 for expert in range(5)]
-    check_experts(gpu, counts, torch.bfloat16, (16, 32, 16))
+    check_experts(gpu, torch.bfloat16, counts=counts, widths=(16, 32, 16), activation="swiglu")
 
 
-def check_experts(gpu, counts, dtype, widths, even=False):
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(widths=(16, 24)),
+        dict(widths=(16, 32, 24), activation="swiglu"),
+        dict(widths=(16, 24, 40, 16), activation=CLAMPED[1], activation_args=(64, 1.5, 0.25)),
+        dict(widths=(16, 24, 40, 16), activation="gelu", recompute=True, ranks=(8, None, 8)),
+    ],
+    ids=lambda sizes: f"{len(sizes['widths']) - 1} layers, {sizes.get('activation')}",
+)
+def test_layers_of_experts(gpu, sizes, dtype, bias, gated):
+    """In bfloat16 on 9.0, torch's grouped GEMM multiplies the matrices, also with biases."""
+    check_experts(gpu, dtype, T=200, E=5, k=2, bias=bias, gated=gated, **sizes)
+
+
+def check_experts(gpu, dtype, **sizes):
     row = TABLE["experts"]
-    sizes = dict(counts=counts, widths=widths, activation="swiglu", even=even)
     call = sample("experts", gpu.device, dtype, **sizes)
     with gpu.kernels():
         outputs, grads = evaluate(row, call)
@@ -132,7 +151,32 @@ def check_experts(gpu, counts, dtype, widths, even=False):
         for to in (dtype, torch.float64)
     )
     for a, p, e in zip(outputs + grads, sum(plain, []), sum(exact, []), strict=True):
-        assert_as_accurate(a, p, e)
+        if dtype == torch.float64:
+            assert_exact(a, e)
+        else:  # the gates have float32, also in half types
+            assert_as_accurate(a, p.to(a.dtype), e)
+
+
+@pytest.mark.parametrize("widths", [(8, 16), (8, 16, 8), (8, 16, 24, 8)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_does_not_depend_on_the_others(gpu, dtype, widths):
+    """Kernels and GEMMs whose results no gradient needs are left out."""
+    sizes = dict(T=20, E=3, k=2, widths=widths, bias=True, ranks=[8] * (len(widths) - 1))
+    call = sample("experts", gpu.device, dtype, activation="swiglu", **sizes)
+    lora = [matrix for adapter in call["lora"] for matrix in adapter[:2]]
+    leaves = [call["x"], call["gates"], *call["weights"], *call["biases"], *lora]
+    with gpu.kernels():
+        dy = torch.randn_like(ops.experts(**call))
+        for leaf in leaves:
+            leaf.requires_grad_()
+        expected = torch.autograd.grad(ops.experts(**call), leaves, dy)
+        for leaf in leaves:
+            leaf.requires_grad_(False)
+        for i, leaf in enumerate(leaves):
+            leaf.requires_grad_()
+            (gradient,) = torch.autograd.grad(ops.experts(**call), leaf, dy)
+            leaf.requires_grad_(False)
+            assert_same_bits(gradient, expected[i])
 
 
 @needs_gpu
