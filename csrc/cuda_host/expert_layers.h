@@ -17,7 +17,7 @@ class CudaExperts {
       : network_(network),
         source_(op, x, routing, Cuda::kReadsValues),
         has_slots_(routing.inverse.has_value()),
-        gemms_(source_.offsets(), source_.num_rows(), network.weights[0].size(0)) {
+        gemms_(x, source_.offsets(), source_.num_rows(), network.weights[0].size(0)) {
     const auto layouts = packed_layouts(network, x.size(1));
     for (size_t l = 0; l < network.weights.size(); ++l) {
       const Tensor& weight = network.weights[l];

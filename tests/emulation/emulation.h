@@ -114,7 +114,8 @@ struct Warp {
 struct Machine {
   std::mutex mutex;  // serializes launches
   std::minstd_rand random;
-  int compute_capability = 8;  // the major one; 8 does not use torch's grouped GEMM
+  int compute_capability = 8;                 // the major one; 8 does not use torch's grouped GEMM
+  int64_t torch_release = 0, torch_cuda = 0;  // see torch_build.h
   size_t most_shared = emulation::most_shared(8);  // of a block, if its kernel set a maximum
   std::map<const void*, size_t> most_dynamic;      // shared memory by kernel, if it set a maximum
 

@@ -6,6 +6,9 @@ in conftest.py).
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -179,6 +182,93 @@ def test_a_gradient_does_not_depend_on_the_others(gpu, dtype, widths):
             assert_same_bits(gradient, expected[i])
 
 
+def calls_of(function):
+    """Returns the names of torch's operators that a function calls."""
+    with torch.autograd.profiler.profile(use_cpu=True) as profile:
+        function()
+    return {event.name for event in profile.function_events}
+
+
+# The releases of torch and CUDA for torch_build.h.
+@pytest.mark.parametrize(
+    ("dtype", "release", "cuda", "expected"),
+    [
+        (torch.bfloat16, 2011, 13000, True),
+        (torch.float16, 2013, 13030, False),
+        (torch.float16, 2014, 13020, False),
+        (torch.float16, 2014, 13030, True),
+        (torch.float32, 2014, 13030, False),
+    ],
+)
+def test_torchs_grouped_gemm_is_used_where_it_has_a_kernel(dtype, release, cuda, expected):
+    """Elsewhere, it would wait for the host."""
+    gpu = Gpu("cpu", functools.partial(emulated.kernels, 9))
+    emulated.operators()
+    torch.ops.moe_ext_emulated.set_torch(release, cuda)
+    try:
+        calls = calls_of(
+            lambda: check_experts(gpu, dtype, T=70, E=5, k=2, widths=(16, 32, 24), bias=True)
+        )
+    finally:
+        torch.ops.moe_ext_emulated.set_torch(0, 0)
+    assert ("aten::_grouped_mm" in calls) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0", "False"), ("1", "True"), ("no", "must be 0 or 1, got no")]
+)
+def test_the_environment_forbids_torchs_grouped_gemm(value, expected):
+    """It is read once, so each value has a process of its own."""
+    program = """
+import emulated, torch
+from moe_ext import ops
+x, w = torch.ones(4, 8).bfloat16(), torch.ones(2, 8, 8).bfloat16()
+with emulated.kernels(9), torch.autograd.profiler.profile(use_cpu=True) as profile:
+    try:
+        ops.experts(x, [w], offsets=torch.tensor([0, 1, 4]))
+    except ValueError as error:
+        print(error)
+print("aten::_grouped_mm" in {event.name for event in profile.function_events})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"MOE_EXT_GROUPED_MM": value, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert expected in done.stdout
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs torch with CUDA")
+@pytest.mark.parametrize(
+    ("backend", "precision", "expected"),
+    [("cublas", "high", True), ("cublaslt", "highest", True), ("cublaslt", "high", False)],
+)
+def test_cublaslt_does_not_round_float32_to_tf32(backend, precision, expected):
+    """torch's guard against TF32 does not reach cuBLASLt."""
+    gpu = Gpu("cpu", functools.partial(emulated.kernels, 9))
+    with blas(backend, precision):
+        calls = calls_of(
+            lambda: check_experts(
+                gpu, torch.float32, counts=[9] * 3, widths=(5, 7, 4), bias=True, even=True
+            )
+        )
+    assert ("aten::bmm" in calls) == expected
+
+
+@contextlib.contextmanager
+def blas(backend, precision):
+    before = torch.backends.cuda.preferred_blas_library(), torch.get_float32_matmul_precision()
+    try:
+        torch.backends.cuda.preferred_blas_library(backend)
+        torch.set_float32_matmul_precision(precision)
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
 @needs_gpu
 @pytest.mark.parametrize(
     ("gate", "dtype", "optimizer_class"),
@@ -250,20 +340,17 @@ def test_a_side_stream_gives_what_the_default_one_does(dtype):
 
 
 @needs_gpu
+@pytest.mark.parametrize("backend", ["cublas", "cublaslt"])
 @pytest.mark.parametrize("equal", [True, False])  # torch's batched GEMM, or ours
-def test_float32_is_float32(equal):
+def test_float32_is_float32(equal, backend):
     """TF32 is not used even where it is allowed; its error would be about 1e-2."""
     sizes = torch.tensor([256] * 4 if equal else [100, 0, 924, 0])
     offsets = None if equal else torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).cuda()
     x, w = draw(1024, 512).cuda().requires_grad_(), draw(4, 512, 512).cuda().requires_grad_()
     dy = draw(1024, 512).cuda()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
+    with blas(backend, "high"):
         y = ops.experts(x, [w], offsets=offsets)
         results = y, *torch.autograd.grad(y, [x, w], dy)
-    finally:
-        torch.set_float32_matmul_precision(before)
 
     leaves = [value.detach().double().requires_grad_() for value in (x, w)]
     parts = leaves[0].split(sizes.tolist())
