@@ -113,6 +113,38 @@ def test_experts_of_any_size_in_any_type(gpu, dtype, d_model, hidden, equal):
         check_experts(gpu, counts, dtype, (d_model, hidden, d_model), even=equal)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_row_does_not_depend_on_the_height_of_tiles(dtype, transposed):
+    """Our GEMM has tiles of 16, 32, 64 or 128 rows, for the mean rows of an expert."""
+    x, w = draw(560, 72, dtype=dtype), draw(5, 72, 136, dtype=dtype)
+    w = w.mT.contiguous().mT if transposed else w
+    results = []
+    for others in (0, 120, 240, 540):  # a mean of 4, 28, 52 and 112 rows
+        offsets = torch.tensor([0, 0, 19, 19, 19 + others, 19 + others])
+        with emulated.kernels():
+            results.append(ops.experts(x[: 19 + others], [w], offsets=offsets))
+    for result in results:
+        assert torch.equal(result[:19], results[0])
+    exact = torch.cat([x[:19].double() @ w[1].double(), x[19:559].double() @ w[3].double()])
+    plain = torch.cat([x[:19] @ w[1], x[19:559] @ w[3]])
+    assert_as_accurate(results[-1], plain, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_of_many_experts_have_rows(dtype):
+    """The list of tiles is made by 256 threads, each with several experts."""
+    counts = torch.zeros(600, dtype=torch.int64)
+    counts[[1, 255, 256, 520, 599]] = torch.tensor([1, 70, 2, 33, 5])
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    x, w = draw(111, 8, dtype=dtype), draw(600, 8, 16, dtype=dtype)
+    with emulated.kernels():
+        y = ops.experts(x, [w], offsets=offsets)
+    parts = [*zip(x.split(counts.tolist()), w, strict=True)]
+    exact = torch.cat([part.double() @ matrix.double() for part, matrix in parts])
+    assert_as_accurate(y, torch.cat([part @ matrix for part, matrix in parts]), exact)
+
+
 @pytest.mark.parametrize("empty", [[0], [2], [4], [0, 1, 3, 4]], ids=str)
 def test_torchs_grouped_gemm_of_experts_without_rows(gpu, empty):
     """Such an expert may make torch hang, so scripts/gpu_suite.sh runs this test first."""
