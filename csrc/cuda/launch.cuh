@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -45,7 +46,8 @@ void launch(const CudaStream& stream, void (*kernel)(Parameters...), dim3 blocks
   check(cudaGetLastError());
 }
 
-// Returns the number of blocks that the current device runs at the same time.
+// Returns the number of blocks that the current device runs at the same time, at least 1: the
+// launch of a kernel that does not fit must fail.
 template <typename Kernel>
 int64_t resident_blocks(Kernel* kernel, int threads, int64_t shared_bytes) {
   int device = 0, multiprocessors = 0, blocks_of_each = 0;
@@ -54,7 +56,7 @@ int64_t resident_blocks(Kernel* kernel, int threads, int64_t shared_bytes) {
   allow_shared_memory(kernel, shared_bytes);
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_of_each, kernel, threads,
                                                       static_cast<size_t>(shared_bytes)));
-  return static_cast<int64_t>(multiprocessors) * blocks_of_each;
+  return std::max<int64_t>(static_cast<int64_t>(multiprocessors) * blocks_of_each, 1);
 }
 
 // Returns a grid with one dimension.
