@@ -1,9 +1,9 @@
 // An LSTM on CUDA. A step has one GEMM of torch, the elementwise kernel of lstm_cell, and one more
 // GEMM if there is a projection.
 //
-// It is not cuDNN's LSTM, which torch.nn.LSTM calls. The projection m_t = projection r_t of cuDNN
-// must be narrower than the cells: torch refuses P >= U. For sentences of different lengths, torch
-// needs the lengths on the host, which waits for the device.
+// cuDNN's LSTM, which torch.nn.LSTM calls, has m_t = projection r_t only for P < U. For sentences
+// of different lengths, torch needs the lengths on the host, which waits for the device. What cuDNN
+// saves for the backward pass is not the gates and cells that the operator returns.
 #include "../lstm.h"
 
 #include <ATen/Context.h>

@@ -83,34 +83,36 @@ def layer(gate, device, dtype=torch.float32, **options):
     return MoE(64, 16, 2, gate=gate, hidden_sizes=[128], **options).to(device, dtype)
 
 
+def assert_never_waits(step):
+    for attempt in range(2):  # the first call may allocate
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 # In bfloat16, layers of these sizes use torch's grouped GEMM.
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_flat_layer_never_waits_for_the_device(dtype):
     moe = layer(NoisyTopKGate(64, 16, 2), "cuda", dtype)
     x = torch.randn(300, 64, device="cuda", dtype=dtype, requires_grad=True)
-    for attempt in range(2):  # the first call may allocate
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
-        try:
-            y, aux = moe(x)
-            (y.square().sum() + aux.loss).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+
+    def step():
+        y, aux = moe(x)
+        (y.square().sum() + aux.loss).backward()
+
+    assert_never_waits(step)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("d_model", "hidden", "equal"),  # rows of whole chunks of 16 bytes, and of parts
-    [(72, 200, False), (70, 201, False), (24, 40, True), (22, 41, True)],
-)
-def test_experts_of_any_size_in_any_type(gpu, dtype, d_model, hidden, equal):
-    """torch's grouped GEMM takes up to 1023 experts, whose emulation takes too long."""
-    for num_experts in (3, 1500) if gpu.device == "cuda" else (3,):
-        counts = [2 if equal else 0] * num_experts
-        if not equal:
-            counts[0], counts[2], counts[-1] = 140, 1, counts[-1] + 40
-        check_experts(gpu, counts, dtype, (d_model, hidden, d_model), even=equal)
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_lstm_never_waits_for_the_device(dtype):
+    call = sample("lstm", "cuda", dtype, B=4, S=5, P=2, lengths=[5, 0, 3, 1], reverse=True)
+    upstream = upstream_of(evaluate(TABLE["lstm"], call)[0])
+    assert_never_waits(lambda: evaluate(TABLE["lstm"], call, upstream=upstream))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -143,6 +145,20 @@ def test_few_of_many_experts_have_rows(dtype):
     parts = [*zip(x.split(counts.tolist()), w, strict=True)]
     exact = torch.cat([part.double() @ matrix.double() for part, matrix in parts])
     assert_as_accurate(y, torch.cat([part @ matrix for part, matrix in parts]), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("d_model", "hidden", "equal"),  # rows of whole chunks of 16 bytes, and of parts
+    [(72, 200, False), (70, 201, False), (24, 40, True), (22, 41, True)],
+)
+def test_experts_of_any_size_in_any_type(gpu, dtype, d_model, hidden, equal):
+    """torch's grouped GEMM takes up to 1023 experts, whose emulation takes too long."""
+    for num_experts in (3, 1500) if gpu.device == "cuda" else (3,):
+        counts = [2 if equal else 0] * num_experts
+        if not equal:
+            counts[0], counts[2], counts[-1] = 140, 1, counts[-1] + 40
+        check_experts(gpu, counts, dtype, (d_model, hidden, d_model), even=equal)
 
 
 @pytest.mark.parametrize("empty", [[0], [2], [4], [0, 1, 3, 4]], ids=str)
