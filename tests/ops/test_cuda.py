@@ -122,10 +122,10 @@ def test_a_row_does_not_depend_on_the_height_of_tiles(dtype, transposed):
     x, w = draw(560, 72, dtype=dtype), draw(5, 72, 136, dtype=dtype)
     w = w.mT.contiguous().mT if transposed else w
     results = []
-    for others in (0, 120, 240, 540):  # a mean of 4, 28, 52 and 112 rows
-        offsets = torch.tensor([0, 0, 19, 19, 19 + others, 19 + others])
+    for num_rows in (19, 139, 259, 559):  # a mean of 4, 28, 52 and 112 rows
+        offsets = torch.tensor([0, 0, 19, 19, num_rows, num_rows])
         with emulated.kernels():
-            results.append(ops.experts(x[: 19 + others], [w], offsets=offsets))
+            results.append(ops.experts(x[:num_rows], [w], offsets=offsets))
     for result in results:
         assert torch.equal(result[:19], results[0])
     exact = torch.cat([x[:19].double() @ w[1].double(), x[19:559].double() @ w[3].double()])
