@@ -178,8 +178,8 @@ TORCH_LIBRARY(moe_ext, m) {
   // zero. Sentence b has lengths[b] tokens, in their order or reversed; m is zero after them. m_n
   // and c_n are the states after the last step.
   // Shapes: x [B, S, D], weight_input [4 U, D], weight_recurrent [4 U, P], projection [P, U],
-  // lengths [B], m [B, S, P]. The gates after their activations [B, S, 4 U] and the states of the
-  // cells [B, S, U] have an order of their own.
+  // lengths [B], m [B, S, P]. The gates [B, S, 4 U] and the states of the cells [B, S, U] are saved
+  // for the backward pass, in the order of the device.
   m.def(
       "lstm(Tensor x, Tensor weight_input, Tensor weight_recurrent, Tensor? bias=None, "
       "Tensor? projection=None, Tensor? m_0=None, Tensor? c_0=None, Tensor? lengths=None, "

@@ -87,20 +87,68 @@ def layer(gate, device, dtype=torch.float32, **options):
     return MoE(64, 16, 2, gate=gate, hidden_sizes=[128], **options).to(device, dtype)
 
 
+def assert_never_waits(step):
+    for attempt in range(2):  # the first call may allocate
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 # In bfloat16, layers of these sizes use torch's grouped GEMM.
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_flat_layer_never_waits_for_the_device(dtype):
     moe = layer(NoisyTopKGate(64, 16, 2), "cuda", dtype)
     x = torch.randn(300, 64, device="cuda", dtype=dtype, requires_grad=True)
-    for attempt in range(2):  # the first call may allocate
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
-        try:
-            y, aux = moe(x)
-            (y.square().sum() + aux.loss).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+
+    def step():
+        y, aux = moe(x)
+        (y.square().sum() + aux.loss).backward()
+
+    assert_never_waits(step)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_lstm_never_waits_for_the_device(dtype):
+    call = sample("lstm", "cuda", dtype, B=4, S=5, P=2, lengths=[5, 0, 3, 1], reverse=True)
+    upstream = upstream_of(evaluate(TABLE["lstm"], call)[0])
+    assert_never_waits(lambda: evaluate(TABLE["lstm"], call, upstream=upstream))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_row_does_not_depend_on_the_height_of_tiles(dtype, transposed):
+    """Our GEMM has tiles of 16, 32, 64 or 128 rows, for the mean rows of an expert."""
+    x, w = draw(560, 72, dtype=dtype), draw(5, 72, 136, dtype=dtype)
+    w = w.mT.contiguous().mT if transposed else w
+    results = []
+    for num_rows in (19, 139, 259, 559):  # a mean of 4, 28, 52 and 112 rows
+        offsets = torch.tensor([0, 0, 19, 19, num_rows, num_rows])
+        with emulated.kernels():
+            results.append(ops.experts(x[:num_rows], [w], offsets=offsets))
+    for result in results:
+        assert torch.equal(result[:19], results[0])
+    exact = torch.cat([x[:19].double() @ w[1].double(), x[19:559].double() @ w[3].double()])
+    plain = torch.cat([x[:19] @ w[1], x[19:559] @ w[3]])
+    assert_as_accurate(results[-1], plain, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_of_many_experts_have_rows(dtype):
+    """The list of tiles is made by 256 threads, each with several experts."""
+    counts = torch.zeros(600, dtype=torch.int64)
+    counts[[1, 255, 256, 520, 599]] = torch.tensor([1, 70, 2, 33, 5])
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    x, w = draw(111, 8, dtype=dtype), draw(600, 8, 16, dtype=dtype)
+    with emulated.kernels():
+        y = ops.experts(x, [w], offsets=offsets)
+    parts = [*zip(x.split(counts.tolist()), w, strict=True)]
+    exact = torch.cat([part.double() @ matrix.double() for part, matrix in parts])
+    assert_as_accurate(y, torch.cat([part @ matrix for part, matrix in parts]), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
