@@ -54,7 +54,7 @@ def attention_forward(
         )
     batch, heads, tokens, _ = query.shape
     groups = key.shape[1]
-    plain = options.get("position_bias") is None and options.get("softcap") is None
+    plain = all(options.get(name) is None for name in ("position_bias", "softcap", "cache"))
     shared = attention_mask is None or attention_mask.shape[1] == 1
     if not (tokens == 1 and groups < heads and plain and shared):
         return sdpa_attention_forward(
