@@ -26,6 +26,7 @@ def tiny(monkeypatch):
     shrink_probes(monkeypatch)
     monkeypatch.setattr(roofline, "PEAK_SIZE", 64)
     monkeypatch.setattr(packed_models, "HEAD", 8)
+    monkeypatch.setattr(packed_models, "BACKEND", "aot_eager")
 
 
 def make_problem(path, format="gguf_q4_k"):
@@ -65,6 +66,18 @@ def test_a_pass_leaves_no_trace(tmp_path):
         own = problem.model(name, trained=True).parameters()
         assert all(weight.grad is None for weight in own)
     assert all(map(torch.equal, first, problem.results("ours", "decode")["logits"]))
+
+
+def test_compiled_decoding(tmp_path):
+    problem = make_problem(tmp_path / "model.gguf")
+    expected = problem.results("integer", "decode")["logits"]
+    for _ in range(2):  # the cache is cut to the prompt
+        actual = problem.results("compiled", "decode")["logits"]
+        measurement.check({"y": actual}, {"y": expected}, problem.tolerances["compiled"])
+    for which in ("prefill", "training"):
+        with pytest.raises(NotImplementedError):
+            problem.results("compiled", which)
+    assert all(map(torch.equal, expected, problem.results("integer", "decode")["logits"]))
 
 
 def test_decoding_is_that_of_the_whole_sequence(tmp_path):

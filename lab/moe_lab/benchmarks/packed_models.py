@@ -18,6 +18,7 @@ These implementations run the same model:
 
     moe_ext         moe_ext.integrations.transformers.load: packed experts, exact arithmetic
     integer         the same with arithmetic="integer"
+    compiled        integer with torch.compile and a static cache; decode only
     eager           transformers with dequantized experts in bfloat16, and PEFT in training
     grouped_mm      the same with transformers' other implementation of the experts
     llama.cpp       CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
@@ -72,8 +73,10 @@ from moe_lab.packages import require_transformers
 
 NAME = "packed_models"
 MODEL = "qwen3_moe"
-MOE_EXT, INTEGER, FLOAT = "ours", "integer", "float"
+MOE_EXT, INTEGER, COMPILED, FLOAT = "ours", "integer", "compiled", "float"
+OWN = (MOE_EXT, INTEGER, COMPILED)  # one model
 PROMPT, STEPS, RANK = 128, 16, 16
+BACKEND = "inductor"  # of torch.compile
 HEADS, KV_HEADS, HEAD = 32, 4, 128
 TOLERANCE = 0.15  # of the logits, in norm
 # Parts of the names of operators in a profile.
@@ -163,7 +166,7 @@ def dequantized(model: Any) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        plain = type(model)._from_config(config, dtype=torch.bfloat16)
+        plain = type(model)._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     state = {name: tensor for name, tensor in model.state_dict().items() if ".packed." not in name}
     for name, module in model.named_modules():
         if isinstance(module, PackedExperts):
@@ -235,7 +238,7 @@ class Problem:
 
     def model(self, implementation: str, *, trained: bool = False) -> Any:
         """Returns the model of an implementation, with adapters if it is trained."""
-        name = MOE_EXT if implementation == INTEGER else implementation
+        name = MOE_EXT if implementation in OWN else implementation
         key = f"{name}, trained" if trained else name
         if key in self.models:
             return self.models[key]
@@ -257,7 +260,7 @@ class Problem:
     def results(self, implementation: str, which: str) -> Mapping[str, Stacked]:
         """Runs a pass with an implementation; returns logits, or the loss of training."""
         if which == "training":
-            if implementation in (INTEGER, ggml.LLAMA, ggml.IK):
+            if implementation in (INTEGER, COMPILED, ggml.LLAMA, ggml.IK):
                 raise NotImplementedError("no gradients")
             model, ids = self.model(implementation, trained=True), self.text[None]
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -265,28 +268,47 @@ class Problem:
             for parameter in model.parameters():
                 parameter.grad = None
             return {"loss": [loss.detach()[None]]}
+        if (implementation, which) == (COMPILED, "prefill"):
+            raise NotImplementedError("generate compiles the steps of decoding alone")
         model = self.model(implementation)
         if isinstance(model, LlamaModel):
             return {"logits": self.run_llama(model, which)}
-        for module in model.modules() if implementation in (MOE_EXT, INTEGER) else ():
+        for module in model.modules() if implementation in OWN else ():
             if hasattr(module, "arithmetic"):
-                module.arithmetic = "integer" if implementation == INTEGER else "exact"
+                module.arithmetic = "exact" if implementation == MOE_EXT else "integer"
         with torch.inference_mode():
             return {"logits": self.run_transformers(implementation, model, which)}
 
     def run_transformers(self, implementation: str, model: Any, which: str) -> list[Tensor]:
+        import transformers
+
         if which == "prefill":
             output = model(input_ids=self.text[None], use_cache=False, logits_to_keep=1)
             return [output.logits[0, -1].float()]
+        compiled = implementation == COMPILED
         if implementation not in self.caches:
-            outputs = model(input_ids=self.prompt[None], use_cache=True, logits_to_keep=1)
-            self.caches[implementation] = outputs.past_key_values
+            cache = (
+                transformers.StaticCache(model.config, max_cache_len=PROMPT + STEPS)
+                if compiled
+                else transformers.DynamicCache(config=model.config)
+            )
+            model(input_ids=self.prompt[None], past_key_values=cache, logits_to_keep=1)
+            self.caches[implementation] = cache
         cache, logits = self.caches[implementation], []
+        call = self.compiled() if compiled else model
         for token in self.next:
-            output = model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
+            output = call(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
             logits.append(output.logits[0, -1].float())
         cache.crop(-STEPS)
         return logits
+
+    def compiled(self) -> Any:
+        """Returns the compiled model of moe_ext, as `generate` compiles it."""
+        if COMPILED not in self.models:
+            self.models[COMPILED] = torch.compile(
+                self.models[MOE_EXT].__call__, fullgraph=True, dynamic=False, backend=BACKEND
+            )
+        return self.models[COMPILED]
 
     def run_llama(self, model: LlamaModel, which: str) -> list[Tensor]:
         if which == "prefill":

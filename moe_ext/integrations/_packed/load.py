@@ -21,6 +21,7 @@ from moe_ext.formats import FORMATS, FormatName
 from moe_ext.integrations._packed.checkpoint import Checkpoint, ModuleTensors, open_checkpoint
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._transformers_activation import activation_of
+from moe_ext.integrations._transformers_attention import GROUPED_MODELS
 from moe_ext.integrations._transformers_balance import experts_modules
 from moe_ext.quantized import QuantizedExperts
 
@@ -59,6 +60,8 @@ def load(
         arithmetic: see `moe_ext.QuantizedExperts`. Experts in FP8 have no integer arithmetic.
         quiet: print nothing.
         options: arguments of transformers' ``from_pretrained``, such as ``attn_implementation``.
+            The default of ``attn_implementation`` is "moe_ext" for mixtral, qwen2_moe and
+            qwen3_moe (see `attention_forward`), and that of transformers for other models.
 
     Returns:
         The model, in evaluation mode.
@@ -71,6 +74,8 @@ def load(
     formats = {weight.format for own in checkpoint.experts.values() for weight in own.weights}
     possible = arithmetic == "exact" or "fp8" not in formats
     require(possible, "load: arithmetic", "be exact for experts in fp8", arithmetic)
+    if checkpoint.config.model_type in GROUPED_MODELS:
+        options.setdefault("attn_implementation", "moe_ext")
     model, info = type(checkpoint.skeleton).from_pretrained(
         None,
         config=checkpoint.config,
