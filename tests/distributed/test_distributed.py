@@ -272,7 +272,9 @@ def test_a_gate_with_its_own_forward_shares_its_groups(group, rank):
 
 
 @pytest.mark.guarantee("It works with PyTorch's tools")
-@pytest.mark.parametrize("kind", ["top-k", "hierarchical", "balanced groups"])
+@pytest.mark.parametrize(
+    "kind", ["top-k", "hierarchical", pytest.param("balanced groups", marks=pytest.mark.long)]
+)
 @on_ranks(2)
 def test_compiled_layers(group, rank, kind):
     layer = layer_of(kind, group)
