@@ -9,7 +9,7 @@ MOE_EXT_LIBRARIES is a folder with them, which scripts/build_libraries.sh writes
 CUDA is built if a GPU is found, for its architecture, or if TORCH_CUDA_ARCH_LIST or MOE_EXT_CUDA=1
 asks for it. MOE_EXT_CUDA=0 disables CUDA. MOE_EXT_CUDA=1 makes the build fail if CUDA is missing.
 MOE_EXT_WERROR=1 turns nvcc warnings into errors. TORCH_CUDA_ARCH_LIST and MAX_JOBS work as in every
-torch extension.
+torch extension. MOE_EXT_LOCAL_VERSION=cu13 marks a wheel with kernels for CUDA 13.
 """
 
 import functools
@@ -160,9 +160,11 @@ def flags(compiler: str) -> list[str]:
 
 
 def version() -> str:
-    """Returns the version of moe_ext."""
+    """Returns the version of moe_ext, with MOE_EXT_LOCAL_VERSION, such as 0.1.0+cu13."""
     header = (HEADERS / "moe_ext" / "version.h").read_text()
-    return re.search(r'MOE_EXT_VERSION "(.*)"', header)[1]
+    public = re.search(r'MOE_EXT_VERSION "(.*)"', header)[1]
+    local = os.environ.get("MOE_EXT_LOCAL_VERSION")
+    return f"{public}+{local}" if local else public
 
 
 def together(sources: list[str]) -> list[str]:

@@ -19,8 +19,9 @@ def version() -> str:
 
 COMPILE = (
     "`pip install --no-build-isolation --no-deps --force-reinstall --no-binary moe_ext "
-    f"moe_ext=={version()}` compiles it for the installed torch and needs a C++ compiler, "
-    "setuptools 77, wheel and ninja (in a source tree: `pip install --no-build-isolation .`)"
+    f"moe_ext=={version().split('+')[0]}` compiles it for the installed torch and needs a C++ "
+    "compiler, setuptools 77, wheel and ninja "
+    "(in a source tree: `pip install --no-build-isolation .`)"
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 
+from moe_ext.integrations._packed.checkpoint import open_checkpoint
 from moe_ext.integrations.transformers import load
 from moe_ext.quantized import QuantizedExperts
 
@@ -43,11 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
+        path = open_checkpoint(options.model, options.config).path
+        tokenizer = _tokenizer(path)  # its errors come before the minutes of loading
         arithmetic = options.arithmetic or "exact"
-        model = load(options.model, config=options.config, arithmetic=arithmetic)
+        model = load(path, config=options.config, arithmetic=arithmetic)
         if options.arithmetic is None:
             _use_integers(model)
-        tokenizer = _tokenizer(model.name_or_path)
     except (ImportError, OSError, ValueError) as error:
         notes = getattr(error, "__notes__", [])
         print("\n".join([f"moe-ext chat: {error}", *notes]), file=sys.stderr)
@@ -84,13 +86,12 @@ def _read() -> str | None:
             return line.strip()
 
 
-def _tokenizer(path: str) -> Any:
+def _tokenizer(path: Path) -> Any:
     """Returns the tokenizer of a folder or a GGUF file."""
     auto: Any = transformers.AutoTokenizer
-    file = Path(path)
-    if file.is_file() and not (file.parent / "tokenizer.json").exists():
-        return auto.from_pretrained(file.parent, gguf_file=file.name)
-    return auto.from_pretrained(file.parent if file.is_file() else file)
+    if path.is_file() and not (path.parent / "tokenizer.json").exists():
+        return auto.from_pretrained(path.parent, gguf_file=path.name)
+    return auto.from_pretrained(path.parent if path.is_file() else path)
 
 
 @torch.inference_mode()

@@ -5,7 +5,8 @@
 #   scripts/lock.sh --upgrade   # takes the newest versions
 #
 # Needs uv (`pip install uv`). A package has the same version in all files. torch and its libraries
-# are only in torch.txt, which lab.txt and test.txt include.
+# are only in torch.txt, which lab.txt and test.txt include. The CUDA toolkit of cuda.txt is older
+# than that of torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v uv > /dev/null || { echo "moe_ext: found no uv (pip install uv)" >&2; exit 2; }
@@ -21,17 +22,21 @@ echo 'torch>=2.11' > "$work/torch.in"
 echo "moe_ext; python_version < '0'" > "$work/local.txt"  # is not on PyPI
 
 # One resolution for all files.
-if [ "${1:-}" != --upgrade ]; then grep -hv '^-r' requirements/*.txt > "$work/all.txt"; fi
+if [ "${1:-}" != --upgrade ]; then
+  find requirements -name '*.txt' ! -name cuda.txt -exec grep -hv '^-r' {} + > "$work/all.txt"
+fi
 compile "$work/torch.in" lab/pyproject.toml --overrides "$work/local.txt" \
   $(printf -- '--group %s ' $groups test) -o "$work/all.txt" > /dev/null
 
 # write NAME ARGUMENTS: writes requirements/NAME.txt, with the lines of stdin first.
 write() {
-  { echo "# Written by scripts/lock.sh."; cat; compile --generate-hashes -c "$work/all.txt" "${@:2}"; } > "$work/$1"
+  { echo "# Written by scripts/lock.sh."; cat; compile --generate-hashes "${@:2}"; } > "$work/$1"
   mv "$work/$1" "requirements/$1.txt"
 }
-for group in $groups; do write "$group" --group "$group" < /dev/null; done
-write torch "$work/torch.in" < /dev/null
+same=(-c "$work/all.txt")
+for group in $groups; do write "$group" "${same[@]}" --group "$group" < /dev/null; done
+write cuda --group cuda < /dev/null
+write torch "${same[@]}" "$work/torch.in" < /dev/null
 in_torch=$(sed -n 's/^\([a-z][a-z0-9-]*\)==.*/--no-emit-package \1/p' requirements/torch.txt)
-write lab $in_torch --overrides "$work/local.txt" lab/pyproject.toml <<< '-r torch.txt'
-write test $in_torch --group test <<< '-r torch.txt'
+write lab "${same[@]}" $in_torch --overrides "$work/local.txt" lab/pyproject.toml <<< '-r torch.txt'
+write test "${same[@]}" $in_torch --group test <<< '-r torch.txt'

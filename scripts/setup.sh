@@ -62,7 +62,7 @@ if ! compgen -G "$marker*" > /dev/null || ! "$python" -c 'import moe_ext, moe_la
   if [ "${MOE_EXT_LOCKED:-1}" = 1 ]; then
     # Python compiles the modules that it imports; compiling all 15,000 takes most of a minute.
     "$python" -m pip install --require-hashes --no-compile --progress-bar on \
-      $(printf -- '-r %s ' requirements/*.txt)
+      $(printf -- '-r requirements/%s.txt ' build docs lab style test)
     dependencies=--no-deps  # all installed
   else
     dependencies="--group test --group docs --group style --group build"

@@ -682,3 +682,11 @@ def test_chat_errors(tmp_path, capsys):
     chat = importlib.import_module("moe_ext.chat")
     assert chat.main([str(tmp_path)]) == 2
     assert "moe-ext chat: load: " in capsys.readouterr().err
+
+
+def test_chat_without_a_tokenizer_loads_no_weights(tmp_path, monkeypatch, capsys):
+    chat = importlib.import_module("moe_ext.chat")
+    write(tmp_path, "gpt_oss", "mxfp4")
+    monkeypatch.setattr(chat, "load", lambda *_, **__: pytest.fail("loaded the weights"))
+    assert chat.main([str(tmp_path)]) == 2
+    assert "tokenizer" in capsys.readouterr().err
