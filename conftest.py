@@ -81,14 +81,14 @@ def in_parts(items):
     """Orders the tests for the workers of pytest-xdist, which begin with equal parts of the list.
 
     Each part ends with short tests. A worker that has finished its part takes tests from the end of
-    another part, so that all workers end at the same time. Most tests of several ranks are in the
-    first part: one worker starts their processes.
+    another part, so that all workers end at the same time. Tests of several ranks come first: one
+    worker starts their processes.
     """
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if count == 1:
         return items
     kinds = [], []
-    for item in items:
+    for item in sorted(items, key=lambda item: "workers" not in item.fixturenames):
         kinds[item.path.parent in SHORT].append(item)
     return [
         item
