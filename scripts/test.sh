@@ -44,7 +44,7 @@ cpp_tests() {
 cpp_examples() {  # the Python tests run them
   has_cpp_tools || return 0
   cmake -S examples/cpp -B build/examples -G Ninja -DCMAKE_PREFIX_PATH="$cmake_prefix"
-  cmake --build build/examples
+  cmake --build build/examples --parallel 2  # each compiler takes more than 1 GB of memory
 }
 
 documentation() { "$python" docs/build.py; }
