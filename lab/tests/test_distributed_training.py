@@ -82,6 +82,7 @@ def test_the_curve_of_one_process(
     config.model.moe = replace(config.model.moe, **options)
     config.model.num_sampled = num_sampled  # all ranks sample the same classes
     config.optimizer.accumulate = accumulate
+    config.log.eval_every = config.log.save_every = config.steps
     train(config)
     run_config = replace(config, output=str(tmp_path / "ranks"))
     assert workers.run(world, train_on_rank, run_config) == [True] * world
@@ -95,6 +96,7 @@ def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
     config.model.layers = ["lstm", middle, "lstm"]
     config.model.moe.w_importance = 5.0
     config.data.tokens_per_batch = 9
+    config.log.eval_every = config.log.save_every = config.steps
     run_config = replace(config, output=str(tmp_path / "there"))
     train(config)
     workers.run(4, train_on_rank, run_config)
