@@ -116,7 +116,8 @@ TORCH_LIBRARY(moe_ext, m) {
   // rows offsets[e] <= r < offsets[e + 1]; without offsets, every expert has R / E rows. The input
   // x holds rows or, with inverse, tokens as in dispatch. The output y holds rows or, with gates,
   // tokens as in combine (Eq. 1). Returns y and, with keep_hidden, hidden: the pre-activations
-  // [R, columns] of each layer but the last.
+  // [R, columns] of each layer but the last, on CUDA without the biases. Only backward on the same
+  // device reads hidden.
   // With formats, the weights are packed: see packed.h. Layer l has the format, the group and the
   // columns of these lists, and its weights are frozen. With lora_a [E, fan_in, rank] and lora_b
   // [E, rank, columns] of each layer, a layer with the input A adds scale (A lora_a) lora_b; if
@@ -177,8 +178,8 @@ TORCH_LIBRARY(moe_ext, m) {
   // zero. Sentence b has lengths[b] tokens, in their order or reversed; m is zero after them. m_n
   // and c_n are the states after the last step.
   // Shapes: x [B, S, D], weight_input [4 U, D], weight_recurrent [4 U, P], projection [P, U],
-  // lengths [B], m [B, S, P]. The gates after their activations [B, S, 4 U] and the states of the
-  // cells [B, S, U] have an order of their own.
+  // lengths [B], m [B, S, P]. The gates [B, S, 4 U] and the states of the cells [B, S, U] are saved
+  // for the backward pass, in the order of the device.
   m.def(
       "lstm(Tensor x, Tensor weight_input, Tensor weight_recurrent, Tensor? bias=None, "
       "Tensor? projection=None, Tensor? m_0=None, Tensor? c_0=None, Tensor? lengths=None, "

@@ -135,6 +135,15 @@ def avoid_missing_amx() -> None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
 
 
+def _cuda_gemms() -> str:
+    """Returns which GEMMs the experts use on CUDA."""
+    setting = os.environ.get("MOE_EXT_GROUPED_MM", "unset")
+    names = (
+        "moe_ext" if setting == "0" else "moe_ext, and torch's grouped GEMM where it has a kernel"
+    )
+    return f"{names} (MOE_EXT_GROUPED_MM={setting})"
+
+
 def _operators() -> list[str]:
     """Returns the names of the registered operators."""
     names = (schema.name for schema in torch._C._jit_get_all_schemas())
@@ -186,6 +195,7 @@ def main() -> int:
         "processor": cpu_name(),
         "CPU kernels": f"{isa()} (MOE_EXT_ISA={os.environ.get('MOE_EXT_ISA', 'unset')})",
         "expert GEMMs": products(),
+        "CUDA GEMMs": _cuda_gemms(),
         "cached memory": f"at most {cache_limit() / 2**30:.1f} GiB "
         f"(MOE_EXT_CACHE_BYTES={os.environ.get('MOE_EXT_CACHE_BYTES', 'unset')})",
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",

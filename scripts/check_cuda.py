@@ -32,8 +32,6 @@ WARP = 32
 # The kernels that may spill, with their bytes.
 SPILLS = {
     "topm_kernel": 16,  # 1,024 threads leave 64 registers for each.
-    "rows_times_rows_kernel": 8,  # In float32 for 12.0.
-    "rows_times_weights_kernel": 16,  # In half types for 10.0.
     "DeviceRadixSortOnesweepKernel": 44,  # Of CUB, for 10.0.
 }
 

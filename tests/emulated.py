@@ -76,15 +76,11 @@ def write_sources():
     return [str(BUILD / f"unit_{suffix[1:]}.cpp") for suffix in units]
 
 
-CPU_ONLY = {"lstm", "_lstm_backward"}  # their rows in operators.py say why
-
-
 def operators_of_the_cpu():
     """Returns the names of the operators that need a CUDA kernel too, without moe_ext::."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_ext::")]
-    on_cpu = {name.removeprefix("moe_ext::") for name in names if has_kernel(name, "CPU")}
-    return sorted(on_cpu - CPU_ONLY)
+    return sorted(name.removeprefix("moe_ext::") for name in names if has_kernel(name, "CPU"))
 
 
 # Whether the kernels can count the bytes that they read and write; it makes them slower, and must

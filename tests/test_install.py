@@ -431,8 +431,10 @@ def test_import_of_an_unbuilt_tree_says_so(monkeypatch):
 
 
 def test_info_reports_and_passes_its_self_test():
-    result = run_code("import runpy; runpy.run_module('moe_ext.info', run_name='__main__')")
+    program = "import runpy; runpy.run_module('moe_ext.info', run_name='__main__')"
+    result = run_code(program, MOE_EXT_GROUPED_MM="0")
     assert result.status == 0, result.stderr
+    assert "CUDA GEMMs: moe_ext (MOE_EXT_GROUPED_MM=0)" in result.stdout
     assert torch.__version__ in result.stdout
     assert "noisy_topk_gating" in result.stdout
     assert f"CPU kernels: {moe_ext.info.isa()} (" in result.stdout

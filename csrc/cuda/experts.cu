@@ -24,160 +24,183 @@ __global__ void unpack_kernel(PackedFormat format, PackedLayout layout, const ui
       math::unpacked(layout, panel, row % layout.inputs, output % kPanelOutputs));
 }
 
-// The two vectors of z with the pairs (a, b) of a vector of gated activations. Activation i of a
-// row has a in column i and b in column width + i; if interleaved, in the columns 2 i and 2 i + 1.
-template <typename Activation, typename scalar_t, int kSize>
-struct GatedPairs {
+// The pre-activations z + bias of kSize activations: a and, if the activation is gated, b.
+// Activation i of a row has a in column i of z and b in column width + i; if interleaved, in the
+// columns 2 i and 2 i + 1.
+template <typename Activation, typename scalar_t, typename acc_t, int kSize>
+class PreActivations {
+ public:
+  static constexpr int kVectors = Activation::kGated ? 2 : 1;
   using Vec = Vector<scalar_t, kSize>;
-  Vec first, second;
 
-  // Returns the place of the first vector; `i` counts the vectors of activations, `vectors` are in
-  // a row.
-  static __device__ __forceinline__ int64_t place(int64_t i, int64_t vectors) {
-    return Activation::kInterleaved ? 2 * i : i + i / vectors * vectors;
+  // Reads those of a vector of activations. `vectors` are in a row.
+  __device__ __forceinline__ PreActivations(const scalar_t* z_row, const scalar_t* bias_row,
+                                            int64_t vector, int64_t vectors) {
+#pragma unroll
+    for (int part = 0; part < kVectors; ++part) {
+      const int64_t at = place(part, vector, vectors);
+      const Vec z = reinterpret_cast<const Vec*>(z_row)[at];
+      Vec bias = {};
+      if (bias_row != nullptr) bias = reinterpret_cast<const Vec*>(bias_row)[at];
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) {
+        columns_[part * kSize + d] =
+            static_cast<acc_t>(z.values[d]) + static_cast<acc_t>(bias.values[d]);
+      }
+    }
   }
-  static __device__ __forceinline__ int64_t distance(int64_t vectors) {
-    return Activation::kInterleaved ? 1 : vectors;
+
+  __device__ __forceinline__ acc_t value(const Activation& activation, int d) const {
+    if constexpr (Activation::kGated) {
+      return activation.value(columns_[column_of_a(d)], columns_[column_of_b(d)]);
+    } else {
+      return activation.value(columns_[d]);
+    }
   }
-  __device__ __forceinline__ scalar_t& a(int d) {
-    return Activation::kInterleaved ? at(2 * d) : first.values[d];
+
+  // Replaces the pre-activations of an activation by their gradients.
+  __device__ __forceinline__ void differentiate(const Activation& activation, acc_t grad, int d) {
+    if constexpr (Activation::kGated) {
+      acc_t &a = columns_[column_of_a(d)], &b = columns_[column_of_b(d)];
+      const math::Pair<acc_t> gradient = activation.gradient(grad, a, b);
+      a = gradient.a;
+      b = gradient.b;
+    } else {
+      columns_[d] = activation.gradient(grad, columns_[d]);
+    }
   }
-  __device__ __forceinline__ scalar_t& b(int d) {
-    return Activation::kInterleaved ? at(2 * d + 1) : second.values[d];
+
+  __device__ __forceinline__ void write(scalar_t* row, int64_t vector, int64_t vectors) const {
+#pragma unroll
+    for (int part = 0; part < kVectors; ++part) {
+      Vec out;
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) {
+        out.values[d] = static_cast<scalar_t>(columns_[part * kSize + d]);
+      }
+      reinterpret_cast<Vec*>(row)[place(part, vector, vectors)] = out;
+    }
   }
 
  private:
-  __device__ __forceinline__ scalar_t& at(int column) {
-    return column < kSize ? first.values[column] : second.values[column - kSize];
+  static __device__ __forceinline__ int64_t place(int part, int64_t vector, int64_t vectors) {
+    return Activation::kInterleaved ? 2 * vector + part : vector + part * vectors;
   }
+  static __device__ __forceinline__ constexpr int column_of_a(int d) {
+    return Activation::kInterleaved ? 2 * d : d;
+  }
+  static __device__ __forceinline__ constexpr int column_of_b(int d) {
+    return Activation::kInterleaved ? 2 * d + 1 : kSize + d;
+  }
+
+  acc_t columns_[kVectors * kSize];
 };
 
-// out = activation(z), or activation(a, b) if it is gated; a and b are `width` wide. A thread has
-// some columns of a row.
+// Returns the row of values [E, width] of a row's expert; null if there are none.
+template <typename T>
+__device__ __forceinline__ const T* expert_row(const T* values, const RowGroups& experts,
+                                               int64_t row, int64_t width) {
+  return values == nullptr ? nullptr : values + experts.group_of(row) * width;
+}
+
+// A thread has a vector of activations of a row.
 template <typename Activation, typename scalar_t, typename acc_t, int kSize>
 __global__ void activate_kernel(Activation activation, const scalar_t* __restrict__ z,
-                                int64_t num_rows, int64_t width, scalar_t* __restrict__ out) {
-  using Vec = Vector<scalar_t, kSize>;
-  const int64_t vectors = width / kSize;
-  const int64_t all = num_rows * vectors;
+                                const scalar_t* __restrict__ bias, RowGroups experts, int64_t width,
+                                scalar_t* __restrict__ out) {
+  using Inputs = PreActivations<Activation, scalar_t, acc_t, kSize>;
+  const int64_t vectors = width / kSize, columns = width * Inputs::kVectors;
+  const int64_t all = experts.num_rows * vectors;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const auto* from = reinterpret_cast<const Vec*>(z);
-    Vec activated;
-    if constexpr (Activation::kGated) {
-      using Pairs = GatedPairs<Activation, scalar_t, kSize>;
-      const int64_t place = Pairs::place(i, vectors);
-      Pairs pairs{from[place], from[place + Pairs::distance(vectors)]};
+    const int64_t row = i / vectors;
+    const Inputs inputs(z + row * columns, expert_row(bias, experts, row, columns),
+                        i - row * vectors, vectors);
+    Vector<scalar_t, kSize> activated;
 #pragma unroll
-      for (int d = 0; d < kSize; ++d) {
-        activated.values[d] = static_cast<scalar_t>(
-            activation.value(static_cast<acc_t>(pairs.a(d)), static_cast<acc_t>(pairs.b(d))));
-      }
-    } else {
-      const Vec a = from[i];
-#pragma unroll
-      for (int d = 0; d < kSize; ++d) {
-        activated.values[d] =
-            static_cast<scalar_t>(activation.value(static_cast<acc_t>(a.values[d])));
-      }
+    for (int d = 0; d < kSize; ++d) {
+      activated.values[d] = static_cast<scalar_t>(inputs.value(activation, d));
     }
-    reinterpret_cast<Vec*>(out)[i] = activated;
+    reinterpret_cast<Vector<scalar_t, kSize>*>(out)[i] = activated;
   }
 }
 
-// grad_z = grad * activation'(z); for a and b if the activation is gated.
+__device__ __forceinline__ int64_t token_of(const Slots& slots, int64_t slot) {
+  return RowGroups{
+      .bounds = slots.bounds, .num_groups = slots.num_tokens, .num_rows = slots.num_slots}
+      .group_of(slot);
+}
+
+// Returns a lane's share of the scalar product of two vectors.
+template <typename acc_t, int kSize, typename scalar_t>
+__device__ __forceinline__ acc_t partial_product(const scalar_t* a, const scalar_t* b,
+                                                 int64_t size) {
+  using Vec = Vector<scalar_t, kSize>;
+  acc_t product = 0;
+  for (int64_t i = threadIdx.x % kWarp; i < size / kSize; i += kWarp) {
+    const Vec as = reinterpret_cast<const Vec*>(a)[i], bs = reinterpret_cast<const Vec*>(b)[i];
+#pragma unroll
+    for (int d = 0; d < kSize; ++d) {
+      product =
+          std::fma(static_cast<acc_t>(as.values[d]), static_cast<acc_t>(bs.values[d]), product);
+    }
+  }
+  return product;
+}
+
+// A warp has a row: the row of a slot, if there are gates.
 template <typename Activation, typename scalar_t, typename acc_t, int kSize>
 __global__ void activate_backward_kernel(Activation activation, const scalar_t* __restrict__ z,
-                                         const scalar_t* __restrict__ grad, int64_t num_rows,
-                                         int64_t width, scalar_t* __restrict__ grad_z) {
+                                         const scalar_t* __restrict__ bias,
+                                         const scalar_t* __restrict__ p, RowGroups experts,
+                                         int64_t width, GatesBackward<scalar_t> gates,
+                                         scalar_t* __restrict__ a, scalar_t* __restrict__ grad_z) {
   using Vec = Vector<scalar_t, kSize>;
-  const int64_t vectors = width / kSize;
-  const int64_t all = num_rows * vectors;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const Vec g = reinterpret_cast<const Vec*>(grad)[i];
-    const auto* from = reinterpret_cast<const Vec*>(z);
-    auto* to = reinterpret_cast<Vec*>(grad_z);
-    if constexpr (Activation::kGated) {
-      using Pairs = GatedPairs<Activation, scalar_t, kSize>;
-      const int64_t place = Pairs::place(i, vectors), distance = Pairs::distance(vectors);
-      Pairs pairs{from[place], from[place + distance]};
-#pragma unroll
-      for (int d = 0; d < kSize; ++d) {
-        const math::Pair<acc_t> gradient =
-            activation.gradient(static_cast<acc_t>(g.values[d]), static_cast<acc_t>(pairs.a(d)),
-                                static_cast<acc_t>(pairs.b(d)));
-        pairs.a(d) = static_cast<scalar_t>(gradient.a);
-        pairs.b(d) = static_cast<scalar_t>(gradient.b);
-      }
-      to[place] = pairs.first;
-      to[place + distance] = pairs.second;
-    } else {
-      const Vec a = from[i];
-      Vec grad_a;
-#pragma unroll
-      for (int d = 0; d < kSize; ++d) {
-        grad_a.values[d] = static_cast<scalar_t>(
-            activation.gradient(static_cast<acc_t>(g.values[d]), static_cast<acc_t>(a.values[d])));
-      }
-      to[i] = grad_a;
-    }
-  }
-}
-
-// One warp per token. P and dy may contain a loss scale, which keeps them in the range of half
-// precision.
-template <typename scalar_t, typename acc_t, int kSize>
-__global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* __restrict__ a,
-                                     scalar_t* __restrict__ dy, const scalar_t* __restrict__ bias,
-                                     RowGroups experts, Slots slots,
-                                     const acc_t* __restrict__ gates, int64_t fan_in,
-                                     int64_t columns, acc_t* __restrict__ grad_gates) {
-  using Vec = Vector<scalar_t, kSize>;
-  const int64_t t = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  using Inputs = PreActivations<Activation, scalar_t, acc_t, kSize>;
+  const bool has_gates = gates.gates != nullptr;
+  const int64_t vectors = width / kSize, columns = width * Inputs::kVectors;
+  const int64_t num_warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
   const int lane = threadIdx.x % kWarp;
-  if (t >= slots.num_tokens) return;  // uniform over the warp
-  const int64_t end = slots.end(t);
-  for (int64_t slot = slots.begin(t); slot < end; ++slot) {
-    const int64_t row = slots.row(slot);
-    const acc_t gate = gates[slot];
-    auto* p_row = reinterpret_cast<Vec*>(p + row * fan_in);
-    auto* dy_row = reinterpret_cast<Vec*>(dy + row * columns);
-    const auto* a_row = reinterpret_cast<const Vec*>(a + row * fan_in);
-    const scalar_t* expert_bias =
-        bias == nullptr ? nullptr : bias + experts.group_of(row) * columns;
-    acc_t product = 0;
-    for (int64_t i = lane; i < fan_in / kSize; i += kWarp) {
-      Vec ps = p_row[i];
-      const Vec as = a_row[i];
+  for (int64_t slot = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+       slot < experts.num_rows; slot += num_warps) {
+    const int64_t row = has_gates ? gates.slots.row(slot) : slot;
+    const acc_t gate = has_gates ? gates.gates[slot] : acc_t(1);
+    const acc_t factor = gates.multiplies_a ? gate : acc_t(1);
+    const scalar_t* bias_row = expert_row(bias, experts, row, columns);
+    acc_t product = 0;  // <P, A>
+    for (int64_t vector = lane; vector < vectors; vector += kWarp) {
+      Inputs inputs(z + row * columns, bias_row, vector, vectors);
+      const Vec grads = reinterpret_cast<const Vec*>(p + row * width)[vector];
+      Vec activated;
 #pragma unroll
       for (int d = 0; d < kSize; ++d) {
-        const acc_t value = static_cast<acc_t>(ps.values[d]);
-        product = std::fma(value, static_cast<acc_t>(as.values[d]), product);
-        ps.values[d] = static_cast<scalar_t>(gate * value);
+        const acc_t grad = static_cast<acc_t>(grads.values[d]);
+        const acc_t value = inputs.value(activation, d);
+        product = std::fma(grad, value, product);
+        activated.values[d] = static_cast<scalar_t>(factor * value);
+        inputs.differentiate(activation, gate * grad, d);
       }
-      p_row[i] = ps;
+      if (a != nullptr) reinterpret_cast<Vec*>(a + row * width)[vector] = activated;
+      if (grad_z != nullptr) inputs.write(grad_z + row * columns, vector, vectors);
     }
-    for (int64_t i = lane; i < columns / kSize; i += kWarp) {
-      Vec dys = dy_row[i];
-#pragma unroll
-      for (int d = 0; d < kSize; ++d) {
-        const acc_t value = static_cast<acc_t>(dys.values[d]);
-        if (expert_bias != nullptr) {
-          product = std::fma(value, static_cast<acc_t>(expert_bias[i * kSize + d]), product);
-        }
-        dys.values[d] = static_cast<scalar_t>(gate * value);
-      }
-      dy_row[i] = dys;
+    if (!has_gates) continue;
+    if (gates.bias != nullptr) {
+      product += partial_product<acc_t, kSize>(
+          gates.dy + token_of(gates.slots, slot) * gates.columns,
+          expert_row(gates.bias, experts, row, gates.columns), gates.columns);
     }
     product = warp_sum(product);
-    if (lane == 0) grad_gates[slot] = product;
+    if (lane == 0) {
+      gates.grad_gates[slot] = product;
+      gates.row_gates[row] = gate;
+    }
   }
 }
 
 // Sums a chunk of the rows; each lane of a warp has some columns.
 template <typename scalar_t, typename acc_t, int kSize>
-__global__ void partial_sums_by_expert_kernel(const scalar_t* __restrict__ rows, RowGroups experts,
+__global__ void partial_sums_by_expert_kernel(const scalar_t* __restrict__ rows,
+                                              const acc_t* __restrict__ weights, RowGroups experts,
                                               int64_t columns, int64_t chunk_size,
                                               acc_t* __restrict__ partial_sums) {
   using Vec = Vector<scalar_t, kSize>;
@@ -191,8 +214,11 @@ __global__ void partial_sums_by_expert_kernel(const scalar_t* __restrict__ rows,
 #pragma unroll 4
     for (int r = 0; r < count; ++r) {
       const Vec row = reinterpret_cast<const Vec*>(rows)[(first + r) * vectors + vector];
+      const acc_t weight = weights != nullptr ? weights[first + r] : acc_t(1);
 #pragma unroll
-      for (int d = 0; d < kSize; ++d) sum[d] += static_cast<acc_t>(row.values[d]);
+      for (int d = 0; d < kSize; ++d) {
+        sum[d] = std::fma(weight, static_cast<acc_t>(row.values[d]), sum[d]);
+      }
     }
   };
   sums_of_chunk<acc_t, kSize>(experts, chunk, chunk_size, add, [&](int64_t place, const auto& sum) {
@@ -216,10 +242,10 @@ MOE_EXT_DEFINE_RUN_ON_CUDA(UnpackedWeight)
 template <typename scalar_t>
 void Activate<scalar_t>::on_cuda(const CudaStream& stream) const {
   math::with_activation(activation, activation_args, [&](auto function) {
-    with_vector_size<scalar_t>(width, {z, out}, [&](auto size) {
+    with_vector_size<scalar_t>(width, {z, bias, out}, [&](auto size) {
       launch(stream, activate_kernel<decltype(function), scalar_t, acc_type<scalar_t>, size>,
-             strided_grid(num_rows * (width / size)), kThreads, 0, function, z, num_rows, width,
-             out);
+             strided_grid(experts.num_rows * (width / size)), kThreads, 0, function, z, bias,
+             experts, width, out);
     });
   });
 }
@@ -228,25 +254,17 @@ MOE_EXT_DEFINE_RUN_ON_CUDA(Activate)
 template <typename scalar_t>
 void ActivateBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
   math::with_activation(activation, activation_args, [&](auto function) {
-    with_vector_size<scalar_t>(width, {z, grad, grad_z}, [&](auto size) {
-      launch(stream,
-             activate_backward_kernel<decltype(function), scalar_t, acc_type<scalar_t>, size>,
-             strided_grid(num_rows * (width / size)), kThreads, 0, function, z, grad, num_rows,
-             width, grad_z);
-    });
+    const int64_t columns = gates.bias != nullptr ? gates.columns : 0;
+    with_vector_size<scalar_t>(
+        std::gcd(width, columns), {z, bias, p, gates.dy, gates.bias, a, grad_z}, [&](auto size) {
+          launch(stream,
+                 activate_backward_kernel<decltype(function), scalar_t, acc_type<scalar_t>, size>,
+                 strided_grid(experts.num_rows * kWarp), kThreads, 0, function, z, bias, p, experts,
+                 width, gates, a, grad_z);
+        });
   });
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(ActivateBackward)
-
-template <typename scalar_t>
-void GateBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
-  with_vector_size<scalar_t>(std::gcd(fan_in, columns), {p, a, dy}, [&](auto size) {
-    launch(stream, gate_backward_kernel<scalar_t, acc_t, size>,
-           grid(ceil_div(slots.num_tokens * kWarp, kThreads)), kThreads, 0, p, a, dy, bias, experts,
-           slots, gates, fan_in, columns, grad_gates);
-  });
-}
-MOE_EXT_DEFINE_RUN_ON_CUDA(GateBackward)
 
 template <typename scalar_t>
 void SumByExpert<scalar_t>::on_cuda(const CudaStream& stream) const {
@@ -256,8 +274,8 @@ void SumByExpert<scalar_t>::on_cuda(const CudaStream& stream) const {
   with_vector_size<scalar_t>(columns, {rows}, [&](auto size) {
     const int64_t tiles = ceil_div(columns / size, kWarp);
     launch(stream, partial_sums_by_expert_kernel<scalar_t, acc_t, size>,
-           grid(ceil_div(num_chunks * tiles, kThreads / kWarp)), kThreads, 0, rows, experts,
-           columns, chunk_size, partial_sums);
+           grid(ceil_div(num_chunks * tiles, kThreads / kWarp)), kThreads, 0, rows, weights,
+           experts, columns, chunk_size, partial_sums);
   });
   launch(stream, sum_of_chunks_kernel<acc_t>, grid(experts.num_groups * ceil_div(columns, kWarp)),
          kThreads, 0, partial_sums, columns, experts, chunk_size, sums);

@@ -12,23 +12,17 @@ namespace moe_ext {
 namespace cuda {
 namespace {
 
-// A token's keys are in shared memory; for a long row, each search recomputes them.
-//
-// The order is the CPU's: larger values first, NaN last, ties by the lower index. The largest key
-// with the lowest index thus comes first. Each of the k + 1 searches finds the first expert after
-// the previous one.
-template <bool kKeysInShared, typename scalar_t, typename acc_t>
+// The order is the CPU's: larger values first, NaN last, ties by the lower index. A warp finds up
+// to kWarp of the k + 1 first experts in each pass over the logits.
+template <typename scalar_t, typename acc_t>
 __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
                               const scalar_t* __restrict__ raw_noise_stddev,
                               const scalar_t* __restrict__ all_noise, acc_t epsilon,
                               int64_t num_tokens, unsigned num_experts, int64_t k, acc_t* gates,
                               int64_t* expert_index, acc_t* threshold, int64_t* threshold_index,
                               acc_t* noise_stddev) {
-  using key_t = decltype(math::order_key(acc_t()));
-  extern __shared__ __align__(16) unsigned char shared_space[];
   const unsigned lane = threadIdx.x % kWarp;
-  const unsigned warp = threadIdx.x / kWarp;
-  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + warp;
+  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
   if (token >= num_tokens) return;  // uniform over the warp
 
   const bool noisy = all_noise != nullptr;
@@ -37,33 +31,24 @@ __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
   const scalar_t* raw = noisy ? raw_noise_stddev + row : nullptr;
   const scalar_t* noise = noisy ? all_noise + row : nullptr;
   acc_t* stddev = noisy ? noise_stddev + row : nullptr;
-  key_t* keys = reinterpret_cast<key_t*>(shared_space) + static_cast<int64_t>(warp) * num_experts;
 
   // Eq. 4; reads stddev.
   const auto noisy_logit = [&](int64_t i) {
     const acc_t value = static_cast<acc_t>(clean[i]);
     return noisy ? math::noisy_logit(value, static_cast<acc_t>(noise[i]), stddev[i]) : value;
   };
-  // Until the last search, every lane reads only the keys and standard deviations that it wrote.
-  if (kKeysInShared || noisy) {
-    for (unsigned i = lane; i < num_experts; i += kWarp) {
-      if (noisy) stddev[i] = math::softplus(static_cast<acc_t>(raw[i])) + epsilon;
-      if constexpr (kKeysInShared) keys[i] = math::order_key(noisy_logit(i));
-    }
-  }
+  const auto key_of = [&](unsigned i) {
+    if (noisy) stddev[i] = math::softplus(static_cast<acc_t>(raw[i])) + epsilon;
+    return math::order_key(noisy_logit(i));
+  };
 
   int64_t* chosen = expert_index + token * k;
-  unsigned kth = 0;
-  unsigned last_index = 0;
-  key_t last_key = std::numeric_limits<key_t>::max();  // above the keys of all numbers
-  for (int64_t rank = 0; rank <= k && rank < num_experts; ++rank) {
-    find_next(
-        0, num_experts,
-        [&](unsigned i) { return kKeysInShared ? keys[i] : math::order_key(noisy_logit(i)); },
-        [](unsigned) { return true; }, last_key, last_index);
-    if (rank < k && lane == 0) chosen[rank] = last_index;
-    if (rank == k - 1) kth = last_index;
-  }
+  const bool has_next = k < num_experts;
+  const auto last = find_first(
+      has_next ? k + 1 : k, 0, num_experts, key_of, [](unsigned) { return true; },
+      [&](int64_t rank, unsigned size, const auto& candidate) {
+        if (lane < size && rank + lane < k) chosen[rank + lane] = candidate.index;
+      });
   __syncwarp();  // makes the writes of all lanes visible
 
   // Eqs. 3 and 5: the softmax over the kept values.
@@ -76,12 +61,12 @@ __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
 
   // kth_excluding (App. A): H_(k) for an expert outside the top k, H_(k+1) for an expert inside it.
   if (lane == 0) {
-    const bool has_next = k < num_experts;
+    const int64_t kth = chosen[k - 1];
     threshold[2 * token] = noisy_logit(kth);
     threshold[2 * token + 1] =
-        has_next ? noisy_logit(last_index) : -std::numeric_limits<acc_t>::infinity();
+        has_next ? noisy_logit(last.index) : -std::numeric_limits<acc_t>::infinity();
     threshold_index[2 * token] = kth;
-    threshold_index[2 * token + 1] = has_next ? static_cast<int64_t>(last_index) : -1;
+    threshold_index[2 * token + 1] = has_next ? static_cast<int64_t>(last.index) : -1;
   }
 }
 
@@ -149,14 +134,9 @@ using namespace cuda;
 template <typename scalar_t>
 void NoisyTopKGating<scalar_t>::on_cuda(const CudaStream& stream) const {
   check_countable("noisy_topk_gating", "clean_logits", num_experts);
-  const SelectionBlocks blocks(num_experts * static_cast<int64_t>(sizeof(acc_t)));
-  launch(stream,
-         blocks.keys_in_shared ? gating_kernel<true, scalar_t, acc_t>
-                               : gating_kernel<false, scalar_t, acc_t>,
-         grid(ceil_div(num_tokens, blocks.num_warps)), static_cast<int>(blocks.num_warps * kWarp),
-         blocks.shared_bytes, clean_logits, raw_noise_stddev, noise,
-         static_cast<acc_t>(noise_epsilon), num_tokens, num_experts, k, gates, expert_index,
-         threshold, threshold_index, noise_stddev);
+  launch(stream, gating_kernel<scalar_t, acc_t>, grid(ceil_div(num_tokens, kThreads / kWarp)),
+         kThreads, 0, clean_logits, raw_noise_stddev, noise, static_cast<acc_t>(noise_epsilon),
+         num_tokens, num_experts, k, gates, expert_index, threshold, threshold_index, noise_stddev);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(NoisyTopKGating)
 

@@ -4,6 +4,7 @@
 // other GEMMs accumulate as the CPU does. Float32 is never TF32, because the difference of a logit
 // and its threshold cancels.
 #include <algorithm>
+#include <cub/block/block_scan.cuh>
 #include <initializer_list>
 
 #include "../kernels/grouped_gemm.h"
@@ -15,88 +16,107 @@ namespace moe_ext {
 namespace cuda {
 namespace {
 
-// Tiles of kSize rows, numbered such that no tile has rows of two experts: the tiles of expert e
-// begin at number bounds[e] / kSize + e. At most one tile of each expert has no rows.
-template <int kSize>
-struct RowTile {
+// A tile of the result [R, N] of GroupedGemm.
+struct Tile {
   int64_t expert;
-  int64_t first_row;
-  int64_t num_rows;  // of the expert, from first_row on; if <= 0, the tile is empty
+  int64_t first_row, first_column;
+  int64_t num_rows;  // of the expert, from first_row on
+};
 
-  static int64_t count(const RowGroups& experts) {
-    return experts.num_rows / kSize + experts.num_groups;
+// The tiles that have rows. No tile has rows of two experts. Tiles of the same rows follow each
+// other.
+struct TileList {
+  RowGroups experts;
+  int64_t rows, columns;  // of a tile
+  int64_t column_tiles;   // of each row
+  int64_t* first_tiles;   // [E + 1], the tiles of a column before each expert, and all of them
+
+  // At most one tile of each expert is not full.
+  int64_t most_tiles() const {
+    return (experts.num_rows / rows + experts.num_groups) * column_tiles;
   }
-
-  __device__ RowTile(const RowGroups& experts, int64_t tile) {
-    int64_t low = 0, high = experts.num_groups;
-    // The last expert whose tiles begin at or before `tile`.
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      if (experts.bounds[middle] / kSize + middle <= tile) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    expert = low;
-    const int64_t begin = experts.bounds[expert];
-    first_row = begin + (tile - (begin / kSize + expert)) * kSize;
-    num_rows = experts.bounds[expert + 1] - first_row;
+  __device__ int64_t size() const { return first_tiles[experts.num_groups] * column_tiles; }
+  __device__ Tile operator[](int64_t number) const {
+    const int64_t row_tile = number / column_tiles;
+    const RowGroups tiles{.bounds = first_tiles, .num_groups = experts.num_groups, .num_rows = 0};
+    const int64_t expert = tiles.group_of(row_tile);
+    const int64_t first_row = experts.bounds[expert] + (row_tile - first_tiles[expert]) * rows;
+    return {.expert = expert,
+            .first_row = first_row,
+            .first_column = number % column_tiles * columns,
+            .num_rows = experts.bounds[expert + 1] - first_row};
   }
 };
 
-// The block's columns of an expert's weight, from first_column on.
-template <template <typename, bool> typename Operand, bool kTransposed, typename scalar_t>
-__device__ __forceinline__ Operand<scalar_t, kTransposed> operand_of_weight(const scalar_t* weight,
-                                                                            int64_t expert,
-                                                                            int64_t k, int64_t n,
-                                                                            int64_t first_column) {
-  return {weight + expert * k * n + first_column * (kTransposed ? k : 1), kTransposed ? k : n,
-          n - first_column};
+// Writes tiles.first_tiles; one block.
+__global__ void first_tiles_kernel(TileList tiles) {
+  using Scan = cub::BlockScan<int64_t, kThreads>;
+  __shared__ typename Scan::TempStorage space;
+  const int64_t* bounds = tiles.experts.bounds;
+  const int64_t num_experts = tiles.experts.num_groups;
+  int64_t num_tiles = 0;
+  for (int64_t first = 0; first < num_experts; first += kThreads) {
+    const int64_t e = first + threadIdx.x;
+    const int64_t own = e < num_experts ? ceil_div(bounds[e + 1] - bounds[e], tiles.rows) : 0;
+    int64_t before = 0, all = 0;
+    Scan(space).ExclusiveSum(own, before, all);
+    if (e < num_experts) tiles.first_tiles[e] = num_tiles + before;
+    num_tiles += all;
+    __syncthreads();  // the next scan uses `space`
+  }
+  if (threadIdx.x == 0) tiles.first_tiles[num_experts] = num_tiles;
 }
 
+// The kernels of GroupedGemm have as many blocks as run at the same time. Each block computes every
+// gridDim.x-th tile of the list.
 template <bool kTransposed, typename scalar_t>
 __global__ void __launch_bounds__(simt::kBlockThreads)
     rows_times_weights_kernel(const scalar_t* __restrict__ a, const scalar_t* __restrict__ weight,
-                              const scalar_t* __restrict__ bias, RowGroups experts, int64_t k,
-                              int64_t n, int64_t column_tiles, scalar_t* __restrict__ out) {
+                              const scalar_t* __restrict__ bias, TileList tiles, int64_t k,
+                              int64_t n, scalar_t* __restrict__ out) {
   using acc_t = acc_type<scalar_t>;
-  const RowTile<simt::kBlockTile> tile(experts, blockIdx.x / column_tiles);
-  if (tile.num_rows <= 0) return;  // uniform over the block
-  const int64_t first_column = blockIdx.x % column_tiles * simt::kBlockTile;
-  const simt::Operand<scalar_t, true> rows{a + tile.first_row * k, k, tile.num_rows};
-  simt::Accumulators<acc_t> accumulators;
-  accumulators.mainloop(
-      rows, operand_of_weight<simt::Operand, kTransposed>(weight, tile.expert, k, n, first_column),
-      k);
-  accumulators.epilogue([&](int row, int column_of_tile, acc_t value) {
-    const int64_t column = first_column + column_of_tile;
-    if (row >= tile.num_rows || column >= n) return;
-    if (bias != nullptr) value += static_cast<acc_t>(bias[tile.expert * n + column]);
-    out[(tile.first_row + row) * n + column] = static_cast<scalar_t>(value);
-  });
+  const int64_t num_tiles = tiles.size();
+  for (int64_t number = blockIdx.x; number < num_tiles; number += gridDim.x) {
+    const Tile tile = tiles[number];
+    const simt::Operand<scalar_t, true> rows{a + tile.first_row * k, k, tile.num_rows};
+    const simt::Operand<scalar_t, kTransposed> columns{
+        weight + tile.expert * k * n + tile.first_column * (kTransposed ? k : 1),
+        kTransposed ? k : n, n - tile.first_column};
+    simt::Accumulators<acc_t> accumulators;
+    accumulators.mainloop(rows, columns, k);
+    accumulators.epilogue([&](int row, int column_of_tile, acc_t value) {
+      const int64_t column = tile.first_column + column_of_tile;
+      if (row >= tile.num_rows || column >= n) return;
+      if (bias != nullptr) value += static_cast<acc_t>(bias[tile.expert * n + column]);
+      out[(tile.first_row + row) * n + column] = static_cast<scalar_t>(value);
+    });
+  }
 }
 
-template <bool kTransposed, typename scalar_t>
+template <bool kTransposed, int kRows, typename scalar_t>
 __global__ void __launch_bounds__(tensor_core::kBlockThreads)
     rows_times_weights_tensor_core_kernel(const scalar_t* __restrict__ a,
                                           const scalar_t* __restrict__ weight,
-                                          const scalar_t* __restrict__ bias, RowGroups experts,
-                                          int64_t k, int64_t n, int64_t column_tiles,
-                                          scalar_t* __restrict__ out) {
+                                          const scalar_t* __restrict__ bias, TileList tiles,
+                                          int64_t k, int64_t n, scalar_t* __restrict__ out) {
   extern __shared__ __align__(128) unsigned char shared_space[];
-  const RowTile<tensor_core::kBlockTile> tile(experts, blockIdx.x / column_tiles);
-  if (tile.num_rows <= 0) return;  // uniform over the block
-  const int64_t first_column = blockIdx.x % column_tiles * tensor_core::kBlockTile;
-  const tensor_core::Operand<scalar_t, true> rows{a + tile.first_row * k, k, tile.num_rows};
-  tensor_core::multiply(
-      rows,
-      operand_of_weight<tensor_core::Operand, kTransposed>(weight, tile.expert, k, n, first_column),
-      k, bias != nullptr ? bias + tile.expert * n + first_column : nullptr,
-      out + tile.first_row * n + first_column, n, shared_space);
+  using Rows = tensor_core::Operand<scalar_t, true, kRows>;
+  using Columns = tensor_core::Operand<scalar_t, kTransposed, tensor_core::kColumns>;
+  const int64_t num_tiles = tiles.size();
+  for (int64_t number = blockIdx.x; number < num_tiles; number += gridDim.x) {
+    const Tile tile = tiles[number];
+    const Rows rows(a + tile.first_row * k, k, tile.num_rows, k);
+    const Columns columns(weight + tile.expert * k * n + tile.first_column * (kTransposed ? k : 1),
+                          kTransposed ? k : n, n - tile.first_column, k);
+    tensor_core::multiply(rows, columns, k,
+                          bias != nullptr ? bias + tile.expert * n + tile.first_column : nullptr,
+                          out + tile.first_row * n + tile.first_column, n, shared_space);
+    __syncthreads();  // the next tile uses the shared memory
+  }
 }
 
-// The block's part of the result of GroupedWeightGradient.
+// The tile of a block of GroupedWeightGradient. Each expert has the same tiles, also without rows,
+// but not the same time for one: the device gives the next tile to the block that is ready first.
 template <int kSize>
 struct GradientTile {
   int64_t row_tiles, column_tiles;
@@ -128,16 +148,16 @@ template <typename scalar_t>
 __global__ void __launch_bounds__(tensor_core::kBlockThreads)
     rows_times_rows_tensor_core_kernel(const scalar_t* __restrict__ a,
                                        const scalar_t* __restrict__ b, RowGroups experts, int64_t m,
-                                       int64_t n, GradientTile<tensor_core::kBlockTile> tile,
+                                       int64_t n, GradientTile<tensor_core::kColumns> tile,
                                        scalar_t* __restrict__ out) {
   extern __shared__ __align__(128) unsigned char shared_space[];
   const int64_t expert = tile.expert(), begin = experts.bounds[expert];
   const int64_t first_row = tile.first_row(), first_column = tile.first_column();
-  const tensor_core::Operand<scalar_t, false> left{a + begin * m + first_row, m, m - first_row};
-  const tensor_core::Operand<scalar_t, false> right{b + begin * n + first_column, n,
-                                                    n - first_column};
-  tensor_core::multiply(left, right, experts.bounds[expert + 1] - begin,
-                        static_cast<const scalar_t*>(nullptr),
+  const int64_t num_rows = experts.bounds[expert + 1] - begin;
+  using Columns = tensor_core::Operand<scalar_t, false, tensor_core::kColumns>;
+  const Columns left(a + begin * m + first_row, m, m - first_row, num_rows);
+  const Columns right(b + begin * n + first_column, n, n - first_column, num_rows);
+  tensor_core::multiply(left, right, num_rows, static_cast<const scalar_t*>(nullptr),
                         out + (expert * m + first_row) * n + first_column, n, shared_space);
 }
 
@@ -164,34 +184,52 @@ bool fits_tensor_cores(std::initializer_list<const void*> operands,
                      [](int64_t length) { return length % tensor_core::kAccess == 0; });
 }
 
+// Calls body(std::integral_constant<int, rows>()) with the rows of a tile: enough for the mean rows
+// of an expert, which the host knows without waiting for the device.
+template <typename Body>
+void with_rows_of_tile(const RowGroups& experts, const Body& body) {
+  const auto has_mean = [&](int64_t rows) { return experts.num_rows <= rows * experts.num_groups; };
+  if (has_mean(16)) return body(std::integral_constant<int, 16>());
+  if (has_mean(32)) return body(std::integral_constant<int, 32>());
+  if (has_mean(64)) return body(std::integral_constant<int, 64>());
+  body(std::integral_constant<int, tensor_core::kMostRows>());
+}
+
 }  // namespace
 }  // namespace cuda
 using namespace cuda;
 
 template <typename scalar_t>
 void GroupedGemm<scalar_t>::on_cuda(const CudaStream& stream) const {
-  const auto start = [&](auto kernel, int64_t row_tiles, int size, int threads,
+  const auto start = [&](auto kernel, int64_t rows, int64_t columns, int threads,
                          int64_t shared_bytes) {
-    const int64_t column_tiles = ceil_div(n, size);
-    launch(stream, kernel, grid(row_tiles * column_tiles), threads, shared_bytes, a, weight.data,
-           bias, experts, k, n, column_tiles, out);
+    const TileList tiles{.experts = experts,
+                         .rows = rows,
+                         .columns = columns,
+                         .column_tiles = ceil_div(n, columns),
+                         .first_tiles = stream.take<int64_t>(experts.num_groups + 1)};
+    launch(stream, first_tiles_kernel, grid(1), kThreads, 0, tiles);
+    const int64_t most_blocks = resident_blocks(kernel, threads, shared_bytes);
+    launch(stream, kernel, grid(std::min(tiles.most_tiles(), most_blocks)), threads, shared_bytes,
+           a, weight.data, bias, tiles, k, n, out);
   };
   if constexpr (sizeof(scalar_t) == 2) {
     if (fits_tensor_cores({a, weight.data}, {k, n})) {
-      const auto row_tiles = RowTile<tensor_core::kBlockTile>::count(experts);
-      const auto start_on_tensor_cores = [&](auto kernel, int64_t shared_bytes) {
-        start(kernel, row_tiles, tensor_core::kBlockTile, tensor_core::kBlockThreads, shared_bytes);
-      };
-      return weight.transposed
-                 ? start_on_tensor_cores(rows_times_weights_tensor_core_kernel<true, scalar_t>,
-                                         tensor_core::kSharedBytes<true, true>)
-                 : start_on_tensor_cores(rows_times_weights_tensor_core_kernel<false, scalar_t>,
-                                         tensor_core::kSharedBytes<true, false>);
+      using namespace tensor_core;
+      return with_rows_of_tile(experts, [&](auto rows) {
+        if (weight.transposed) {
+          start(rows_times_weights_tensor_core_kernel<true, rows, scalar_t>, rows, kColumns,
+                kBlockThreads, kSharedBytes<rows, true, true>);
+        } else {
+          start(rows_times_weights_tensor_core_kernel<false, rows, scalar_t>, rows, kColumns,
+                kBlockThreads, kSharedBytes<rows, true, false>);
+        }
+      });
     }
   }
   start(weight.transposed ? rows_times_weights_kernel<true, scalar_t>
                           : rows_times_weights_kernel<false, scalar_t>,
-        RowTile<simt::kBlockTile>::count(experts), simt::kBlockTile, simt::kBlockThreads, 0);
+        simt::kBlockTile, simt::kBlockTile, simt::kBlockThreads, 0);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(GroupedGemm)
 
@@ -209,7 +247,7 @@ void GroupedWeightGradient<scalar_t>::on_cuda(const CudaStream& stream) const {
   if constexpr (sizeof(scalar_t) == 2) {
     if (fits_tensor_cores({a, b}, {m, n})) {
       return start(rows_times_rows_tensor_core_kernel<scalar_t>, tensor_core::kBlockThreads,
-                   tensor_core::kSharedBytes<false, false>);
+                   tensor_core::kSharedBytes<tensor_core::kMostRows, false, false>);
     }
   }
   start(rows_times_rows_kernel<scalar_t>, simt::kBlockThreads, 0);

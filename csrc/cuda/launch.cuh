@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -25,19 +26,37 @@ inline void check(cudaError_t error) {
   throw std::runtime_error(std::string("moe_ext: CUDA error: ") + cudaGetErrorString(error));
 }
 
+// Lets a kernel use more dynamic shared memory than the default.
+template <typename Kernel>
+void allow_shared_memory(Kernel* kernel, int64_t shared_bytes) {
+  constexpr int64_t kDefaultLimit = 48 << 10;
+  if (shared_bytes <= kDefaultLimit) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shared_bytes)));
+}
+
 // Launches a kernel on a stream of the current device; a grid without blocks is not launched.
 template <typename... Parameters, typename... Arguments>
 void launch(const CudaStream& stream, void (*kernel)(Parameters...), dim3 blocks, int threads,
             int64_t shared_bytes, Arguments... arguments) {
   if (blocks.x == 0 || blocks.y == 0 || blocks.z == 0) return;
-  constexpr int64_t kStaticLimit = 48 << 10;
-  if (shared_bytes > kStaticLimit) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared_bytes)));
-  }
+  allow_shared_memory(kernel, shared_bytes);
   kernel<<<blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream.handle)>>>(
       static_cast<Parameters>(arguments)...);
   check(cudaGetLastError());
+}
+
+// Returns the number of blocks that the current device runs at the same time, at least 1: the
+// launch of a kernel that does not fit must fail.
+template <typename Kernel>
+int64_t resident_blocks(Kernel* kernel, int threads, int64_t shared_bytes) {
+  int device = 0, multiprocessors = 0, blocks_of_each = 0;
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  allow_shared_memory(kernel, shared_bytes);
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_of_each, kernel, threads,
+                                                      static_cast<size_t>(shared_bytes)));
+  return std::max<int64_t>(static_cast<int64_t>(multiprocessors) * blocks_of_each, 1);
 }
 
 // Returns a grid with one dimension.

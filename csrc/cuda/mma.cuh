@@ -1,6 +1,6 @@
-// The tensor-core instructions for half precision; a warp executes each. In one register, lane l
-// has the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of an 8 x 8 matrix or of its
-// transpose.
+// The instructions of the tensor cores for half precision, and those that bring their operands to
+// shared memory. A warp executes load_matrices and multiply_add: in one register, lane l has the
+// elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of an 8 x 8 matrix or of its transpose.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -10,6 +10,15 @@
 #include <type_traits>
 
 namespace moe_ext::cuda {
+
+// Starts to copy 16 bytes to shared memory; both addresses are aligned to 16 bytes. If not
+// `inside`, writes zeros and does not read `from`.
+__device__ __forceinline__ void copy_async(void* shared, const void* from, bool inside) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address),
+               "l"(__cvta_generic_to_global(from)), "r"(inside ? 16 : 0)
+               : "memory");
+}
 
 // Loads four 8 x 8 matrices from shared memory. Lane l passes the address of row l % 8 of matrix l
 // / 8, aligned to 16 bytes.

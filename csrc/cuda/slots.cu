@@ -1,4 +1,5 @@
 // The rows of slots, and their sums.
+#include "../kernels/experts.h"
 #include "../kernels/slots.h"
 #include "vectors.cuh"
 
@@ -23,10 +24,12 @@ __global__ void rows_of_slots_kernel(const Vec* __restrict__ x, Slots slots, int
   }
 }
 
-// out[t] = sum of weights[s] * rows[slots.row(s)] over the slots s of token t, in order. Without
-// weights, each weight is exactly 1. A thread has some columns of one token.
+// out[t] = sum of weights[s] * (rows[slots.row(s)] + bias) over the slots s of token t, in order,
+// with the bias of the row's group. Without weights, each weight is exactly 1; without a bias, it
+// is 0. A thread has some columns of one token.
 template <typename scalar_t, typename acc_t, int kSize>
 __global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
+                                   const scalar_t* __restrict__ bias, RowGroups groups,
                                    const acc_t* __restrict__ weights, Slots slots, int64_t width,
                                    scalar_t* __restrict__ out) {
   using Vec = Vector<scalar_t, kSize>;
@@ -40,10 +43,16 @@ __global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
     const int64_t end = slots.end(t);
     for (int64_t slot = slots.begin(t); slot < end; ++slot) {
       const acc_t weight = weights != nullptr ? weights[slot] : acc_t(1);
-      const Vec row = reinterpret_cast<const Vec*>(rows + slots.row(slot) * width)[vector];
+      const int64_t r = slots.row(slot);
+      const Vec row = reinterpret_cast<const Vec*>(rows + r * width)[vector];
+      Vec added = {};
+      if (bias != nullptr) {
+        added = reinterpret_cast<const Vec*>(bias + groups.group_of(r) * width)[vector];
+      }
 #pragma unroll
       for (int d = 0; d < kSize; ++d) {
-        sum[d] = std::fma(weight, static_cast<acc_t>(row.values[d]), sum[d]);
+        const acc_t value = static_cast<acc_t>(row.values[d]) + static_cast<acc_t>(added.values[d]);
+        sum[d] = std::fma(weight, value, sum[d]);
       }
     }
     Vec total;
@@ -72,10 +81,20 @@ template <typename scalar_t>
 void SumOverSlots<scalar_t>::on_cuda(const CudaStream& stream) const {
   with_vector_size<scalar_t>(width, {rows, sums}, [&](auto size) {
     launch(stream, sum_of_rows_kernel<scalar_t, acc_type<scalar_t>, size>,
-           strided_grid(slots.num_tokens * (width / size)), kThreads, 0, rows, weights, slots,
-           width, sums);
+           strided_grid(slots.num_tokens * (width / size)), kThreads, 0, rows, nullptr, RowGroups{},
+           weights, slots, width, sums);
   });
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(SumOverSlots)
+
+template <typename scalar_t>
+void SumWithBias<scalar_t>::on_cuda(const CudaStream& stream) const {
+  with_vector_size<scalar_t>(width, {rows, bias, sums}, [&](auto size) {
+    launch(stream, sum_of_rows_kernel<scalar_t, acc_type<scalar_t>, size>,
+           strided_grid(slots.num_tokens * (width / size)), kThreads, 0, rows, bias, experts, gates,
+           slots, width, sums);
+  });
+}
+MOE_EXT_DEFINE_RUN_ON_CUDA(SumWithBias)
 
 }  // namespace moe_ext

@@ -67,8 +67,8 @@ __device__ __forceinline__ void write_gates(const scalar_t* logits, const int64_
   }
 }
 
-// The keys of a token's experts, then those of its groups, are in shared memory or, for long rows,
-// in the workspace.
+// Selects the experts of a token. The keys of its groups are in shared memory or, if there are
+// many, in the workspace.
 template <typename Score, typename scalar_t, typename acc_t, typename key_t>
 __global__ void routing_kernel(const scalar_t* __restrict__ all_logits,
                                const acc_t* __restrict__ bias, int64_t num_tokens,
@@ -82,9 +82,9 @@ __global__ void routing_kernel(const scalar_t* __restrict__ all_logits,
   if (token >= num_tokens) return;  // uniform over the warp
 
   const bool grouped = num_groups > 1;
-  const int64_t row_keys = num_experts + (grouped ? num_groups : 0);
-  key_t* keys = workspace != nullptr ? workspace + token * row_keys
-                                     : reinterpret_cast<key_t*>(shared_space) + warp * row_keys;
+  key_t* group_keys = workspace != nullptr
+                          ? workspace + token * num_groups
+                          : reinterpret_cast<key_t*>(shared_space) + warp * num_groups;
   const scalar_t* logits = all_logits + token * num_experts;
   int64_t* chosen = expert_index + token * k;
 
@@ -94,49 +94,41 @@ __global__ void routing_kernel(const scalar_t* __restrict__ all_logits,
   if (Score::kSoftmax && (by_score || !renormalize)) {
     total = softmax_total<scalar_t, acc_t>(logits, num_experts);
   }
-  for (unsigned i = lane; i < num_experts; i += kWarp) {
+  const auto key_of = [&](unsigned i) {
     acc_t value = static_cast<acc_t>(logits[i]);
     if (by_score) value = Score::value(value, total.shift) / total.denominator;
-    keys[i] = math::order_key(bias == nullptr ? value : value + bias[i]);
-  }
-  __syncwarp();
+    return math::order_key(bias == nullptr ? value : value + bias[i]);
+  };
 
-  constexpr key_t kAbove = std::numeric_limits<key_t>::max();  // the keys of all numbers
-  const auto key_of = [&](unsigned i) { return keys[i]; };
   const auto any = [](unsigned) { return true; };
   const unsigned group_size = num_experts / num_groups;
-  const key_t* group_keys = keys + num_experts;
-  key_t group_key = kAbove;  // the key and the index of the last group that is chosen
-  unsigned group_index = 0;
+  auto last_group = Candidate<key_t>::after_all();  // of the chosen ones
   if (grouped) {
     for (unsigned g = 0; g < num_groups; ++g) {
-      key_t key = kAbove;
-      unsigned index = 0;
       acc_t sum = 0;
-      for (int64_t j = 0; j < score_k; ++j) {
-        find_next(g * group_size, (g + 1) * group_size, key_of, any, key, index);
-        const acc_t value = math::number_of_key(key);
-        sum += value == value ? value : -std::numeric_limits<acc_t>::infinity();
-      }
-      if (lane == 0) keys[num_experts + g] = math::order_key(sum);
+      find_first(score_k, g * group_size, (g + 1) * group_size, key_of, any,
+                 [&](int64_t, unsigned size, const auto& candidate) {
+                   const acc_t score = math::number_of_key(candidate.key);
+                   const acc_t value =
+                       score == score ? score : -std::numeric_limits<acc_t>::infinity();
+                   for (unsigned l = 0; l < size; ++l) sum += __shfl_sync(kAllLanes, value, l);
+                 });
+      if (lane == 0) group_keys[g] = math::order_key(sum);
     }
     __syncwarp();
-    for (int64_t j = 0; j < groups_per_token; ++j) {
-      find_next(
-          0, num_groups, [&](unsigned g) { return group_keys[g]; }, any, group_key, group_index);
-    }
+    last_group = find_first(
+        groups_per_token, 0, num_groups, [&](unsigned g) { return group_keys[g]; }, any,
+        [](int64_t, unsigned, const auto&) {});
   }
   const auto in_chosen_group = [&](unsigned i) {
     if (!grouped) return true;
     const unsigned g = i / group_size;
-    return group_keys[g] > group_key || (group_keys[g] == group_key && g <= group_index);
+    return !last_group.precedes({group_keys[g], g});
   };
-  key_t last_key = kAbove;
-  unsigned last_index = 0;
-  for (int64_t j = 0; j < k; ++j) {
-    find_next(0, num_experts, key_of, in_chosen_group, last_key, last_index);
-    if (lane == 0) chosen[j] = last_index;
-  }
+  find_first(k, 0, num_experts, key_of, in_chosen_group,
+             [&](int64_t rank, unsigned size, const auto& candidate) {
+               if (lane < size) chosen[rank + lane] = candidate.index;
+             });
   __syncwarp();  // makes the indices visible to all lanes
   write_gates<Score, scalar_t, acc_t>(logits, chosen, k, renormalize, scale, total,
                                       gates + token * k);
@@ -216,14 +208,16 @@ void TopKRouting<scalar_t>::on_cuda(const CudaStream& stream) const {
     });
   }
   using key_t = decltype(math::order_key(acc_t()));
-  const int64_t row_keys = num_experts + (groups.number > 1 ? groups.number : 0);
-  const SelectionBlocks blocks(row_keys * static_cast<int64_t>(sizeof(key_t)));
-  auto* keys = blocks.keys_in_shared ? nullptr : stream.take<key_t>(num_tokens * row_keys);
+  constexpr int64_t kWarps = kThreads / kWarp, kSharedLimit = 48 << 10;  // of a block
+  const bool grouped = groups.number > 1;
+  const int64_t key_bytes = grouped ? kWarps * groups.number * sizeof(key_t) : 0;
+  const bool in_shared = key_bytes <= kSharedLimit;
+  auto* workspace = in_shared ? nullptr : stream.take<key_t>(num_tokens * groups.number);
   math::with_score(rule.score, [&](auto score) {
     launch(stream, routing_kernel<decltype(score), scalar_t, acc_t, key_t>,
-           grid(ceil_div(num_tokens, blocks.num_warps)), static_cast<int>(blocks.num_warps * kWarp),
-           blocks.shared_bytes, logits, bias, num_tokens, num_experts, k, rule.renormalize, factor,
-           groups.number, groups.per_token, groups.score_k, keys, gates, expert_index);
+           grid(ceil_div(num_tokens, kWarps)), kThreads, in_shared ? key_bytes : 0, logits, bias,
+           num_tokens, num_experts, k, rule.renormalize, factor, groups.number, groups.per_token,
+           groups.score_k, workspace, gates, expert_index);
   });
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(TopKRouting)

@@ -1,51 +1,85 @@
 // The GEMMs of the experts on CUDA: each expert's matrix with its rows.
 //
-// Experts of equal size use torch's batched GEMM. In bfloat16, torch's grouped GEMM computes the
-// others on the devices that have it, for up to 1023 experts. It is not used with a bias, which
-// would be added after rounding. All others are GroupedGemm and GroupedWeightGradient.
+// Experts of equal size use torch's batched GEMM. In half types, torch's grouped GEMM computes the
+// others where it does not wait for the host, for up to 1023 experts. All others are GroupedGemm
+// and GroupedWeightGradient.
 #pragma once
 
 #include <ATen/Context.h>
 #include <ATen/ops/_grouped_mm.h>
-#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/bmm.h>
 
+#include <cstdlib>
+#include <string_view>
 #include <utility>
 
 #include "../experts.h"
 #include "../kernels/grouped_gemm.h"
 #include "../kernels/machine.h"
+#include "torch_build.h"
 
 namespace moe_ext {
+
+// Whether the environment allows torch's grouped GEMM: MOE_EXT_GROUPED_MM=0 does not.
+inline bool allows_grouped_mm() {
+  static const bool allowed = [] {
+    const char* const text = std::getenv("MOE_EXT_GROUPED_MM");
+    const std::string_view value = text == nullptr ? "1" : text;
+    TORCH_CHECK_VALUE(value == "0" || value == "1", "MOE_EXT_GROUPED_MM must be 0 or 1, got ",
+                      value);
+    return value == "1";
+  }();
+  return allowed;
+}
+
+// Whether torch's grouped GEMM has a kernel for a type. For float16, it is that of cuBLASLt, in
+// torch 2.14 or later built with CUDA 13.3 or later. Without a kernel, torch copies the offsets to
+// the host.
+inline bool has_grouped_mm(at::ScalarType type) {
+  const TorchBuild torch = torch_build();
+  return type == at::kBFloat16 ||
+         (type == at::kHalf && torch.release >= 2014 && torch.cuda >= 13030);
+}
+
+// Whether torch's batched GEMM would round float32 to TF32: at::NoTF32Guard does not reach
+// cuBLASLt.
+inline bool rounds_to_tf32(at::ScalarType type) {
+  at::Context& context = at::globalContext();
+  return type == at::kFloat && context.blasPreferredBackend() == at::BlasBackend::Cublaslt &&
+         context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+             at::Float32Precision::TF32;
+}
 
 // Rows that are ordered by expert. All tensors are contiguous, but weights may also be transposed
 // (see experts.h).
 class GroupedGemms {
  public:
-  // offsets [E + 1] on the device; undefined if all experts have R / E rows.
-  GroupedGemms(Tensor offsets, int64_t num_rows, int64_t num_experts)
-      : offsets_(std::move(offsets)), num_rows_(num_rows), num_experts_(num_experts) {}
+  // The rows have the type and the device of x. offsets [E + 1] are undefined if all experts have
+  // R / E rows.
+  GroupedGemms(const Tensor& x, Tensor offsets, int64_t num_rows, int64_t num_experts)
+      : offsets_(std::move(offsets)), num_rows_(num_rows), num_experts_(num_experts) {
+    if (offsets_.defined() || !rounds_to_tf32(x.scalar_type())) return;
+    offsets_ = at::arange(num_experts + 1, x.options().dtype(at::kLong));  // for our own GEMM
+    offsets_.mul_(num_rows / num_experts);
+  }
 
   RowGroups experts() const {
     return {
         .bounds = data_of<int64_t>(offsets_), .num_groups = num_experts_, .num_rows = num_rows_};
   }
 
-  // Returns a [R, K] times weight [E, K, N], plus bias [E, N] if it is defined: [R, N].
-  Tensor times(const Tensor& a, const Tensor& weight, const Tensor& bias = {}) const {
+  // Returns a [R, K] times weight [E, K, N]: [R, N].
+  Tensor times(const Tensor& a, const Tensor& weight) const {
     const int64_t n = weight.size(2);
-    if (!offsets_.defined()) {
-      const Tensor rows = by_expert(a);
-      return (bias.defined() ? at::baddbmm(bias.unsqueeze(1), rows, weight) : at::bmm(rows, weight))
-          .view({num_rows_, n});
-    }
-    if (!bias.defined() && torch_takes(a, weight)) return at::_grouped_mm(a, weight, ends());
+    if (!offsets_.defined()) return at::bmm(by_expert(a), weight).view({num_rows_, n});
+    if (torch_takes(a, weight)) return at::_grouped_mm(a, weight, ends());
     Tensor out = at::empty({num_rows_, n}, a.options());
     with_type(a, [&]<typename scalar_t>() {
       Cuda::run(GroupedGemm<scalar_t>{.a = a.const_data_ptr<scalar_t>(),
                                       .weight = {.data = weight.const_data_ptr<scalar_t>(),
                                                  .transposed = is_transposed(weight)},
-                                      .bias = data_of<scalar_t>(bias),
+                                      .bias = nullptr,
                                       .experts = experts(),
                                       .k = weight.size(1),
                                       .n = n,
@@ -88,8 +122,8 @@ class GroupedGemms {
     return ends_;
   }
 
-  // Whether torch's grouped GEMM takes these operands: bfloat16, with lines aligned to 16 bytes. A
-  // single row or matrix is contiguous with any stride, but torch checks the stride.
+  // Whether torch's grouped GEMM takes these operands, with lines aligned to 16 bytes. A single row
+  // or matrix is contiguous with any stride, but torch checks the stride.
   bool torch_takes(const Tensor& one, const Tensor& other) const {
     constexpr int64_t kMostExperts = 1023, kMostRows = INT32_MAX, kAligned = 8;
     const auto is_aligned = [](const Tensor& operand) {
@@ -98,8 +132,8 @@ class GroupedGemms {
       return aligned && (operand.dim() == 2 ? operand.stride(0) == operand.size(1)
                                             : operand.stride(0) % kAligned == 0);
     };
-    if (one.scalar_type() != at::kBFloat16 || !is_aligned(one) || !is_aligned(other) ||
-        one.numel() == 0 || other.numel() == 0 || num_rows_ > kMostRows ||
+    if (!allows_grouped_mm() || !has_grouped_mm(one.scalar_type()) || !is_aligned(one) ||
+        !is_aligned(other) || one.numel() == 0 || other.numel() == 0 || num_rows_ > kMostRows ||
         num_experts_ > kMostExperts) {
       return false;
     }

@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "mm.h"
+
 namespace moe_ext {
 namespace {
 
@@ -96,11 +98,8 @@ class BlockwiseCrossEntropy {
       const Tensor products = at::mm(rows, weight.t());
       body(first, products);
       if (needs(0)) gradients[0].slice(0, first, end).copy_(at::mm(products, weight));
-      if (needs(1)) {
-        // A sum over many tokens can overflow float16.
-        const auto type = rows.scalar_type() == at::kHalf ? at::kFloat : rows.scalar_type();
-        gradients[1].add_(at::mm(products.t().to(type), rows.to(type)));
-      }
+      // A sum over many tokens can overflow float16.
+      if (needs(1)) gradients[1].add_(accumulated_mm(products.t(), rows));
       if (needs(2)) gradients[2].add_(at::sum(products, 0, false, gradients[2].scalar_type()));
     }
   }

@@ -102,60 +102,84 @@ struct UnpackedWeight {
 };
 MOE_EXT_RUNS_ON_CUDA(UnpackedWeight)
 
-// out = activation(z), or activation(a, b) of the two halves of z if the activation is gated.
+// The GEMMs of CUDA add no bias: Z is the output of a layer without it. The kernels that read Z add
+// the layer's bias in the type of sums.
+
+// out = activation(z + bias), or activation(a, b) of the two halves of z + bias if it is gated.
 template <typename scalar_t>
 struct Activate {
   std::string_view activation;
   std::span<const double> activation_args;
-  const scalar_t* z;  // [R, width], or [R, 2 width]
-  int64_t num_rows, width;
+  const scalar_t* z;     // [R, width], or [R, 2 width]
+  const scalar_t* bias;  // [E, width], or [E, 2 width]; may be null
+  RowGroups experts;
+  int64_t width;
   scalar_t* out;  // [R, width]
 
   void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CUDA(Activate)
 
-// grad_z = grad * activation'(z), or the same for a and b.
+// The gates g in the backward pass of the last layer, with the input A [R, width].
+//
+// The layer's gradients are sums of products of g, A and dy, so one of the factors is multiplied by
+// the gates: A, or the caller does it with dy.
+template <typename scalar_t>
+struct GatesBackward {
+  using acc_t = acc_type<scalar_t>;
+
+  Slots slots;
+  const acc_t* gates;    // of each slot; null: no gates
+  const scalar_t* dy;    // [T, columns]
+  const scalar_t* bias;  // of the last layer, [E, columns], or null
+  int64_t columns;
+  bool multiplies_a;
+  acc_t* grad_gates;  // of each slot: <P, A> + <dy, bias>
+  acc_t* row_gates;   // the gate of each row, [R]
+};
+
+// The backward pass of an activation A = activation(z + bias), with P = dL/dA without the gates:
+// grad_z = g P activation'(z + bias), and the activation again. Without gates, g = 1.
 template <typename scalar_t>
 struct ActivateBackward {
   std::string_view activation;
   std::span<const double> activation_args;
-  const scalar_t* z;
-  const scalar_t* grad;  // [R, width]
-  int64_t num_rows, width;
-  scalar_t* grad_z;  // like z
+  const scalar_t* z;  // z and bias are those of Activate
+  const scalar_t* bias;
+  const scalar_t* p;  // [R, width]
+  RowGroups experts;
+  int64_t width;
+  GatesBackward<scalar_t> gates;
+  scalar_t* a;       // A, or g A if the gates multiply it, [R, width]; may be null
+  scalar_t* grad_z;  // like z; may be null
 
   void on_cuda(const CudaStream& stream) const;
 };
 MOE_EXT_RUNS_ON_CUDA(ActivateBackward)
 
-// The gradient of the gate of each slot, dG = <P, A> + <dy, b> of its row. Then P and dy are
-// multiplied by the gate, in place. The last layer has the input A, P = dL/dA without the gates,
-// and the bias b.
+// sums[t] = sum of gates[s] * (rows[slots.row(s)] + bias) over the slots s of token t, in order,
+// with the bias of the row's expert: SumOverSlots for the last layer.
 template <typename scalar_t>
-struct GateBackward {
-  using acc_t = acc_type<scalar_t>;
-
-  scalar_t* p;           // [R, fan_in]
-  const scalar_t* a;     // [R, fan_in]
-  scalar_t* dy;          // [R, columns]
-  const scalar_t* bias;  // [E, columns], or null
+struct SumWithBias {
+  const scalar_t* rows;  // [R, width]
+  const scalar_t* bias;  // [E, width]
   RowGroups experts;
+  const acc_type<scalar_t>* gates;  // of each slot
   Slots slots;
-  const acc_t* gates;  // of each slot
-  int64_t fan_in, columns;
-  acc_t* grad_gates;  // of each slot
+  int64_t width;
+  scalar_t* sums;  // [T, width]
 
   void on_cuda(const CudaStream& stream) const;
 };
-MOE_EXT_RUNS_ON_CUDA(GateBackward)
+MOE_EXT_RUNS_ON_CUDA(SumWithBias)
 
-// The sum of the rows of each expert.
+// The sum of the rows of each expert, multiplied by their weights.
 template <typename scalar_t>
 struct SumByExpert {
   using acc_t = acc_type<scalar_t>;
 
   const scalar_t* rows;  // [R, columns]
+  const acc_t* weights;  // [R], or null: exactly 1
   RowGroups experts;
   int64_t columns;
   acc_t* sums;  // [E, columns]

@@ -8,7 +8,7 @@ importance. Gradients with torch.func are not supported: torch raises an error.
 
 Indices and offsets are int64. int32 is accepted but converted, which costs time.
 
-CUDA is experimental: no kernel has run on a GPU yet. `lstm` has no CUDA kernel.
+CUDA is experimental: no kernel has run on a GPU yet.
 
 A process that forks after it has used several threads has only one of them in the child. Operators
 then wait forever in the child, as do those of torch. Call ``torch.set_num_threads(1)`` first in the

@@ -52,7 +52,9 @@ def lstm(
     A sentence's results and gradients do not depend on the other sentences, bit for bit. The cells
     are computed in float32 for half-precision inputs, and m_t is rounded at each step.
 
-    CPU only: on CUDA, ``torch.nn.LSTM`` computes projections with cuDNN.
+    CUDA is experimental: no kernel has run on a GPU yet. Each step is one or two GEMMs of torch and
+    one kernel. ``torch.nn.LSTM`` uses cuDNN, which needs P < U, and reads the lengths of packed
+    sentences on the host. The values of `lengths` are not checked on CUDA.
 
     Args:
         x: [B, S, D].

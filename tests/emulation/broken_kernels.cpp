@@ -108,6 +108,10 @@ TORCH_LIBRARY_FRAGMENT(moe_ext_emulated, m) {
     emulation::machine().compute_capability = static_cast<int>(major);
     emulation::machine().most_shared = emulation::most_shared(static_cast<int>(major));
   });
+  m.def("set_torch(int release, int cuda) -> ()", [](int64_t release, int64_t cuda) {
+    emulation::machine().torch_release = release;
+    emulation::machine().torch_cuda = cuda;
+  });
   m.def("use_shared_memory(int dynamic_bytes) -> ()", &use_shared_memory);
   m.def("broken_kernel(Tensor input, str kernel, bool broken) -> Tensor", &run);
 }

@@ -57,6 +57,7 @@ constexpr unsigned kMostThreads = 1024;
 constexpr size_t kMostSharedByDefault = 48 << 10;  // of a block, also of its static variables
 constexpr size_t kMostShared = 227 << 10;          // on any architecture
 constexpr size_t kStackBytes = 64 << 10;
+constexpr int kMultiprocessors = 3;  // as kernels see it; few, so that a block has several tiles
 
 // The most shared memory of a block by the major number of the compute capability: the limit of its
 // smallest architecture. 8.6, 8.9 and 12.0 have 99 KiB, 8.0 has 163 KiB.
@@ -110,11 +111,12 @@ struct Warp {
   std::array<std::array<Value, kWarp>, 2> values;
 };
 
-// The only multiprocessor, which runs one block at a time.
+// The device, which runs one block at a time.
 struct Machine {
   std::mutex mutex;  // serializes launches
   std::minstd_rand random;
-  int compute_capability = 8;  // the major one; 8 does not use torch's grouped GEMM
+  int compute_capability = 8;                 // the major one; 8 does not use torch's grouped GEMM
+  int64_t torch_release = 0, torch_cuda = 0;  // see torch_build.h
   size_t most_shared = emulation::most_shared(8);  // of a block, if its kernel set a maximum
   std::map<const void*, size_t> most_dynamic;      // shared memory by kernel, if it set a maximum
 
@@ -323,15 +325,22 @@ void launch(void (*kernel)(Parameters...), dim3 blocks, unsigned num_threads, si
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }  // emulation::launch throws
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid value"; }
 
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor };
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrMultiProcessorCount };
 
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
 
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = emulation::machine().compute_capability;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? emulation::kMultiprocessors
+                                                       : emulation::machine().compute_capability;
+  return cudaSuccess;
+}
+
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, size_t) {
+  *blocks = 1;
   return cudaSuccess;
 }
 
@@ -390,6 +399,15 @@ inline unsigned __reduce_or_sync(unsigned lanes, unsigned value) {
   for (const unsigned each : emulation::exchange(lanes, value, __func__)) any |= each;
   return any;
 }
+
+inline unsigned __ballot_sync(unsigned lanes, int predicate) {
+  const auto all = emulation::exchange(lanes, predicate != 0, __func__);
+  unsigned bits = 0;
+  for (unsigned lane = 0; lane < emulation::kWarp; ++lane) bits |= unsigned{all[lane]} << lane;
+  return bits;
+}
+
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
 template <typename T>
 T atomicAdd(T* sum, T value) {

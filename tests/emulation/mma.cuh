@@ -1,12 +1,17 @@
-// Emulates csrc/cuda/mma.cuh on the CPU: ldmatrix and mma.m16n8k16 as PTX defines them.
+// Emulates csrc/cuda/mma.cuh on the CPU: cp.async, ldmatrix and mma.m16n8k16 as PTX defines them.
 #pragma once
 
+#include <cuda_pipeline.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
 #include "emulation.h"
 
 namespace moe_ext::cuda {
+
+inline void copy_async(void* shared, const void* from, bool inside) {
+  __pipeline_memcpy_async(shared, from, 16, inside ? 0 : 16);
+}
 
 template <bool kTransposed>
 void load_matrices(uint32_t (&matrices)[4], const void* row) {

@@ -6,14 +6,18 @@ in conftest.py).
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import emulated
 import pytest
 import torch
-from assertions import assert_as_accurate
-from operators import TABLE, evaluate, moved, sample, upstream_of
+from assertions import assert_as_accurate, assert_exact, assert_same_bits
+from operators import DTYPES, TABLE, evaluate, moved, sample, upstream_of
+from samples.experts import CLAMPED
 
 import moe_ext
 from moe_ext import BalancedGate, MoE, NoisyTopKGate, TopKGate, ops
@@ -83,20 +87,68 @@ def layer(gate, device, dtype=torch.float32, **options):
     return MoE(64, 16, 2, gate=gate, hidden_sizes=[128], **options).to(device, dtype)
 
 
+def assert_never_waits(step):
+    for attempt in range(2):  # the first call may allocate
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 # In bfloat16, layers of these sizes use torch's grouped GEMM.
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_flat_layer_never_waits_for_the_device(dtype):
     moe = layer(NoisyTopKGate(64, 16, 2), "cuda", dtype)
     x = torch.randn(300, 64, device="cuda", dtype=dtype, requires_grad=True)
-    for attempt in range(2):  # the first call may allocate
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
-        try:
-            y, aux = moe(x)
-            (y.square().sum() + aux.loss).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+
+    def step():
+        y, aux = moe(x)
+        (y.square().sum() + aux.loss).backward()
+
+    assert_never_waits(step)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_lstm_never_waits_for_the_device(dtype):
+    call = sample("lstm", "cuda", dtype, B=4, S=5, P=2, lengths=[5, 0, 3, 1], reverse=True)
+    upstream = upstream_of(evaluate(TABLE["lstm"], call)[0])
+    assert_never_waits(lambda: evaluate(TABLE["lstm"], call, upstream=upstream))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_row_does_not_depend_on_the_height_of_tiles(dtype, transposed):
+    """Our GEMM has tiles of 16, 32, 64 or 128 rows, for the mean rows of an expert."""
+    x, w = draw(560, 72, dtype=dtype), draw(5, 72, 136, dtype=dtype)
+    w = w.mT.contiguous().mT if transposed else w
+    results = []
+    for num_rows in (19, 139, 259, 559):  # a mean of 4, 28, 52 and 112 rows
+        offsets = torch.tensor([0, 0, 19, 19, num_rows, num_rows])
+        with emulated.kernels():
+            results.append(ops.experts(x[:num_rows], [w], offsets=offsets))
+    for result in results:
+        assert torch.equal(result[:19], results[0])
+    exact = torch.cat([x[:19].double() @ w[1].double(), x[19:559].double() @ w[3].double()])
+    plain = torch.cat([x[:19] @ w[1], x[19:559] @ w[3]])
+    assert_as_accurate(results[-1], plain, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_of_many_experts_have_rows(dtype):
+    """The list of tiles is made by 256 threads, each with several experts."""
+    counts = torch.zeros(600, dtype=torch.int64)
+    counts[[1, 255, 256, 520, 599]] = torch.tensor([1, 70, 2, 33, 5])
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    x, w = draw(111, 8, dtype=dtype), draw(600, 8, 16, dtype=dtype)
+    with emulated.kernels():
+        y = ops.experts(x, [w], offsets=offsets)
+    parts = [*zip(x.split(counts.tolist()), w, strict=True)]
+    exact = torch.cat([part.double() @ matrix.double() for part, matrix in parts])
+    assert_as_accurate(y, torch.cat([part @ matrix for part, matrix in parts]), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -110,19 +162,37 @@ def test_experts_of_any_size_in_any_type(gpu, dtype, d_model, hidden, equal):
         counts = [2 if equal else 0] * num_experts
         if not equal:
             counts[0], counts[2], counts[-1] = 140, 1, counts[-1] + 40
-        check_experts(gpu, counts, dtype, (d_model, hidden, d_model), even=equal)
+        widths = (d_model, hidden, d_model)
+        check_experts(gpu, dtype, counts=counts, widths=widths, activation="swiglu", even=equal)
 
 
 @pytest.mark.parametrize("empty", [[0], [2], [4], [0, 1, 3, 4]], ids=str)
 def test_torchs_grouped_gemm_of_experts_without_rows(gpu, empty):
     """Such an expert may make torch hang, so scripts/gpu_suite.sh runs this test first."""
     counts = [0 if expert in empty else 24 for expert in range(5)]
-    check_experts(gpu, counts, torch.bfloat16, (16, 32, 16))
+    check_experts(gpu, torch.bfloat16, counts=counts, widths=(16, 32, 16), activation="swiglu")
 
 
-def check_experts(gpu, counts, dtype, widths, even=False):
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(widths=(16, 24)),
+        dict(widths=(16, 32, 24), activation="swiglu"),
+        dict(widths=(16, 24, 40, 16), activation=CLAMPED[1], activation_args=(64, 1.5, 0.25)),
+        dict(widths=(16, 24, 40, 16), activation="gelu", recompute=True, ranks=(8, None, 8)),
+    ],
+    ids=lambda sizes: f"{len(sizes['widths']) - 1} layers, {sizes.get('activation')}",
+)
+def test_layers_of_experts(gpu, sizes, dtype, bias, gated):
+    """In bfloat16 on 9.0, torch's grouped GEMM multiplies the matrices, also with biases."""
+    check_experts(gpu, dtype, T=200, E=5, k=2, bias=bias, gated=gated, **sizes)
+
+
+def check_experts(gpu, dtype, **sizes):
     row = TABLE["experts"]
-    sizes = dict(counts=counts, widths=widths, activation="swiglu", even=even)
     call = sample("experts", gpu.device, dtype, **sizes)
     with gpu.kernels():
         outputs, grads = evaluate(row, call)
@@ -132,7 +202,119 @@ def check_experts(gpu, counts, dtype, widths, even=False):
         for to in (dtype, torch.float64)
     )
     for a, p, e in zip(outputs + grads, sum(plain, []), sum(exact, []), strict=True):
-        assert_as_accurate(a, p, e)
+        if dtype == torch.float64:
+            assert_exact(a, e)
+        else:  # the gates have float32, also in half types
+            assert_as_accurate(a, p.to(a.dtype), e)
+
+
+@pytest.mark.parametrize("widths", [(8, 16), (8, 16, 8), (8, 16, 24, 8)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_does_not_depend_on_the_others(gpu, dtype, widths):
+    """Kernels and GEMMs whose results no gradient needs are left out."""
+    sizes = dict(T=20, E=3, k=2, widths=widths, bias=True, ranks=[8] * (len(widths) - 1))
+    call = sample("experts", gpu.device, dtype, activation="swiglu", **sizes)
+    lora = [matrix for adapter in call["lora"] for matrix in adapter[:2]]
+    leaves = [call["x"], call["gates"], *call["weights"], *call["biases"], *lora]
+    with gpu.kernels():
+        dy = torch.randn_like(ops.experts(**call))
+        for leaf in leaves:
+            leaf.requires_grad_()
+        expected = torch.autograd.grad(ops.experts(**call), leaves, dy)
+        for leaf in leaves:
+            leaf.requires_grad_(False)
+        for i, leaf in enumerate(leaves):
+            leaf.requires_grad_()
+            (gradient,) = torch.autograd.grad(ops.experts(**call), leaf, dy)
+            leaf.requires_grad_(False)
+            assert_same_bits(gradient, expected[i])
+
+
+def calls_of(function):
+    """Returns the names of torch's operators that a function calls."""
+    with torch.autograd.profiler.profile(use_cpu=True) as profile:
+        function()
+    return {event.name for event in profile.function_events}
+
+
+# The releases of torch and CUDA for torch_build.h.
+@pytest.mark.parametrize(
+    ("dtype", "release", "cuda", "expected"),
+    [
+        (torch.bfloat16, 2011, 13000, True),
+        (torch.float16, 2013, 13030, False),
+        (torch.float16, 2014, 13020, False),
+        (torch.float16, 2014, 13030, True),
+        (torch.float32, 2014, 13030, False),
+    ],
+)
+def test_torchs_grouped_gemm_is_used_where_it_has_a_kernel(dtype, release, cuda, expected):
+    """Elsewhere, it would wait for the host."""
+    gpu = Gpu("cpu", functools.partial(emulated.kernels, 9))
+    emulated.operators()
+    torch.ops.moe_ext_emulated.set_torch(release, cuda)
+    try:
+        calls = calls_of(
+            lambda: check_experts(gpu, dtype, T=70, E=5, k=2, widths=(16, 32, 24), bias=True)
+        )
+    finally:
+        torch.ops.moe_ext_emulated.set_torch(0, 0)
+    assert ("aten::_grouped_mm" in calls) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0", "False"), ("1", "True"), ("no", "must be 0 or 1, got no")]
+)
+def test_the_environment_forbids_torchs_grouped_gemm(value, expected):
+    """It is read once, so each value has a process of its own."""
+    program = """
+import emulated, torch
+from moe_ext import ops
+x, w = torch.ones(4, 8).bfloat16(), torch.ones(2, 8, 8).bfloat16()
+with emulated.kernels(9), torch.autograd.profiler.profile(use_cpu=True) as profile:
+    try:
+        ops.experts(x, [w], offsets=torch.tensor([0, 1, 4]))
+    except ValueError as error:
+        print(error)
+print("aten::_grouped_mm" in {event.name for event in profile.function_events})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"MOE_EXT_GROUPED_MM": value, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert expected in done.stdout
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs torch with CUDA")
+@pytest.mark.parametrize(
+    ("backend", "precision", "expected"),
+    [("cublas", "high", True), ("cublaslt", "highest", True), ("cublaslt", "high", False)],
+)
+def test_cublaslt_does_not_round_float32_to_tf32(backend, precision, expected):
+    """torch's guard against TF32 does not reach cuBLASLt."""
+    gpu = Gpu("cpu", functools.partial(emulated.kernels, 9))
+    with blas(backend, precision):
+        calls = calls_of(
+            lambda: check_experts(
+                gpu, torch.float32, counts=[9] * 3, widths=(5, 7, 4), bias=True, even=True
+            )
+        )
+    assert ("aten::bmm" in calls) == expected
+
+
+@contextlib.contextmanager
+def blas(backend, precision):
+    before = torch.backends.cuda.preferred_blas_library(), torch.get_float32_matmul_precision()
+    try:
+        torch.backends.cuda.preferred_blas_library(backend)
+        torch.set_float32_matmul_precision(precision)
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before[0])
+        torch.set_float32_matmul_precision(before[1])
 
 
 @needs_gpu
@@ -206,20 +388,17 @@ def test_a_side_stream_gives_what_the_default_one_does(dtype):
 
 
 @needs_gpu
+@pytest.mark.parametrize("backend", ["cublas", "cublaslt"])
 @pytest.mark.parametrize("equal", [True, False])  # torch's batched GEMM, or ours
-def test_float32_is_float32(equal):
+def test_float32_is_float32(equal, backend):
     """TF32 is not used even where it is allowed; its error would be about 1e-2."""
     sizes = torch.tensor([256] * 4 if equal else [100, 0, 924, 0])
     offsets = None if equal else torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).cuda()
     x, w = draw(1024, 512).cuda().requires_grad_(), draw(4, 512, 512).cuda().requires_grad_()
     dy = draw(1024, 512).cuda()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
+    with blas(backend, "high"):
         y = ops.experts(x, [w], offsets=offsets)
         results = y, *torch.autograd.grad(y, [x, w], dy)
-    finally:
-        torch.set_float32_matmul_precision(before)
 
     leaves = [value.detach().double().requires_grad_() for value in (x, w)]
     parts = leaves[0].split(sizes.tolist())

@@ -104,7 +104,7 @@ TABLE = {
             *(dict(T=3, E=E, k=k, score="sigmoid", bias=True)
               for E in (1, 17, 64, 255, 256, 257, 1000, 4096) for k in (1, 17, 64) if k <= E),
             *(dict(T=3, E=E, k=8, score="sigmoid", bias=True, groups=(E // 8, E // 16, 2))
-              for E in (64, 1024, 4096)),
+              for E in (64, 1024, 4096, 8192)),
             *draw.shapes(*((n, 4, 2) for n in draw.MANY)),
             *(dict(T=3, E=E, k=k, renormalize=False, given=True)
               for E, k in ((1, 1), (257, 257), (4096, 64))),

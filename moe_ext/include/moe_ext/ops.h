@@ -336,7 +336,7 @@ struct LstmOutputs {
 //   c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j)
 //   m_t = projection (sigmoid(o) tanh(c_t))
 //
-// CPU only.
+// CUDA does not check the values of lengths.
 //
 //   x: [B, S, D].
 //   weight_input: [4 U, D].
