@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -70,7 +71,31 @@ def pytest_collection_modifyitems(config, items):
         )
 
     config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
-    items[:] = [item for item in items if is_kept(item)]
+    items[:] = in_parts([item for item in items if is_kept(item)])
+
+
+SHORT = {ROOT / "tests" / name for name in ("layer", "ops")}  # the folders of short tests
+
+
+def in_parts(items):
+    """Orders the tests for the workers of pytest-xdist, which begin with equal parts of the list.
+
+    Each part ends with short tests. A worker that has finished its part takes tests from the end of
+    another part, so that all workers end at the same time. Tests of several ranks come first: one
+    worker starts their processes.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if count == 1:
+        return items
+    kinds = [], []
+    for item in sorted(items, key=lambda item: "workers" not in item.fixturenames):
+        kinds[item.path.parent in SHORT].append(item)
+    return [
+        item
+        for part in range(count)
+        for kind in kinds
+        for item in kind[part * len(kind) // count : (part + 1) * len(kind) // count]
+    ]
 
 
 @pytest.hookimpl(wrapper=True)

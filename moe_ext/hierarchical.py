@@ -52,8 +52,8 @@ class HierarchicalMoE(MoE):
         ValueError, TypeError: see `HierarchicalNoisyTopKGate` and `MoE`.
 
     Example:
-        >>> layer = HierarchicalMoE(512, num_groups=16, experts_per_group=16, k=2)
-        >>> y, aux = layer(torch.randn(8, 20, 512))
+        >>> layer = HierarchicalMoE(64, num_groups=16, experts_per_group=16, k=2)
+        >>> y, aux = layer(torch.randn(8, 20, 64))
         >>> aux.expert_index.shape
         torch.Size([160, 4])
     """

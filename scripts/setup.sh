@@ -12,6 +12,8 @@
 say() { printf '\n== %s\n' "$*"; }
 fail() { printf 'moe_ext: %s\n' "$*" >&2; exit 2; }
 
+# Without files of bytecode, each process would compile the modules that it imports again.
+unset PYTHONDONTWRITEBYTECODE
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${MOE_EXT_VENV:-.venv}
 base=${PYTHON:-python3}

@@ -28,30 +28,34 @@ types() {
     sed -n '/^Symbols used/,$p'  # without the list of modules
 }
 
-# Also builds the examples, which the Python tests run.
+has_cpp_tools() {
+  command -v cmake && command -v ninja && [ -e /usr/include/gtest/gtest.h ] ||
+    { echo "skipped: found no CMake, ninja or GoogleTest (Debian: apt-get install cmake ninja-build libgtest-dev)" && false; }
+}
+
 cpp_tests() {
-  if ! command -v cmake || ! command -v ninja || [ ! -e /usr/include/gtest/gtest.h ]; then
-    echo "skipped: found no CMake, ninja or GoogleTest (Debian: apt-get install cmake ninja-build libgtest-dev)"
-    return
-  fi
-  local prefix
-  prefix=$("$python" -m moe_ext.info --cmake-prefix)
-  cmake -S tests/cpp -B build/cpp -G Ninja -DCMAKE_PREFIX_PATH="$prefix" \
+  has_cpp_tools || return 0
+  cmake -S tests/cpp -B build/cpp -G Ninja -DCMAKE_PREFIX_PATH="$cmake_prefix" \
     -DMOE_EXT_PYTHON="$(command -v "$python" | xargs realpath -s)"
   cmake --build build/cpp ${long:+--target all benchmark}
-  cmake -S examples/cpp -B build/examples -G Ninja -DCMAKE_PREFIX_PATH="$prefix"
-  cmake --build build/examples
   ctest --test-dir build/cpp --output-on-failure $([ -n "$long" ] || echo -LE long)
+}
+
+cpp_examples() {  # the Python tests run them
+  has_cpp_tools || return 0
+  cmake -S examples/cpp -B build/examples -G Ninja -DCMAKE_PREFIX_PATH="$cmake_prefix"
+  cmake --build build/examples --parallel 2  # each compiler takes more than 1 GB of memory
 }
 
 documentation() { "$python" docs/build.py; }
 emulation() { "$python" tests/emulated.py; }  # of the CUDA kernels, for the Python tests
 
 # Most of these steps use one core, so they run at the same time.
-say "types, documentation, C++ tests, emulation of the CUDA kernels"
+say "C++ tests and examples, emulation of the CUDA kernels, types, documentation"
+cmake_prefix=$("$python" -m moe_ext.info --cmake-prefix)
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-steps=(types documentation cpp_tests emulation)
+steps=(cpp_tests cpp_examples emulation types documentation)
 pids=()
 for step in "${steps[@]}"; do
   (set -e; "$step") > "$logs/$step" 2>&1 &

@@ -15,6 +15,21 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"  # nothing below may import the source tree
 
+cpp_program() {
+  if [ "$("$python" -c 'import platform; print(platform.machine())')" != "$(uname -m)" ]; then
+    echo "C++: skipped, $python runs in an emulator"
+    return
+  fi
+  library=$("$python" -c 'import torch; from moe_ext import _build; print(_build.libraries()[_build.release(torch.__version__)])')
+  # The library finds torch's by its RUNPATH.
+  if ldd "$library" | grep 'not found'; then exit 1; fi
+  cmake -S "$source/examples/cpp" -B cpp -G Ninja -DCMAKE_PREFIX_PATH="$("$python" -m moe_ext.info --cmake-prefix)"
+  cmake --build cpp --target ops
+  cpp/ops
+}
+cpp_program > cpp.log 2>&1 &  # compiles on one core, while the other one runs Python
+cpp=$!
+
 "$python" -m moe_ext.info
 "$(dirname "$python")/moe-ext" --help > help.txt
 "$python" - << 'END'
@@ -58,13 +73,5 @@ END
     --ignore tests/ops/test_emulation.py --ignore tests/ops/test_cuda.py  # they compile csrc/cuda
 fi
 
-if [ "$("$python" -c 'import platform; print(platform.machine())')" = "$(uname -m)" ]; then
-  library=$("$python" -c 'import torch; from moe_ext import _build; print(_build.libraries()[_build.release(torch.__version__)])')
-  # The library finds torch's by its RUNPATH.
-  if ldd "$library" | grep 'not found'; then exit 1; fi
-  cmake -S "$source/examples/cpp" -B cpp -G Ninja -DCMAKE_PREFIX_PATH="$("$python" -m moe_ext.info --cmake-prefix)"
-  cmake --build cpp --target ops
-  cpp/ops
-else
-  echo "C++: skipped, $python runs in an emulator"
-fi
+wait "$cpp" || { cat cpp.log; exit 1; }
+cat cpp.log

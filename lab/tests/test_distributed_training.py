@@ -82,6 +82,7 @@ def test_the_curve_of_one_process(
     config.model.moe = replace(config.model.moe, **options)
     config.model.num_sampled = num_sampled  # all ranks sample the same classes
     config.optimizer.accumulate = accumulate
+    config.log.eval_every = config.log.save_every = config.steps
     train(config)
     run_config = replace(config, output=str(tmp_path / "ranks"))
     assert workers.run(world, train_on_rank, run_config) == [True] * world
@@ -95,6 +96,7 @@ def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
     config.model.layers = ["lstm", middle, "lstm"]
     config.model.moe.w_importance = 5.0
     config.data.tokens_per_batch = 9
+    config.log.eval_every = config.log.save_every = config.steps
     run_config = replace(config, output=str(tmp_path / "there"))
     train(config)
     workers.run(4, train_on_rank, run_config)
@@ -150,18 +152,17 @@ def test_every_process_draws_for_itself(workers, config):
 
 def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
     train(config)
-    for worlds in ((4, 1, 3), (1, 2, 4)):
-        run_config = replace(config, output=str(tmp_path / f"run-{worlds}"))
-        for number, world in enumerate(worlds):
-            part = replace(run_config, steps=2 * (number + 1), resume=number > 0)
-            if world == 1:
-                train(part)
-            else:
-                workers.run(world, train_on_rank, part)
-        assert_same_curve(
-            [record for record in curve(run_config) if record[0] == "train"],
-            [record for record in curve(config) if record[0] == "train"],
-        )
+    run_config = replace(config, output=str(tmp_path / "ranks"))
+    for number, world in enumerate((4, 1, 3)):
+        part = replace(run_config, steps=2 * (number + 1), resume=number > 0)
+        if world == 1:
+            train(part)
+        else:
+            workers.run(world, train_on_rank, part)
+    assert_same_curve(
+        [record for record in curve(run_config) if record[0] == "train"],
+        [record for record in curve(config) if record[0] == "train"],
+    )
 
 
 def perplexities(group, rank, config):
@@ -184,9 +185,8 @@ def test_perplexity_does_not_depend_on_batches_or_processes(workers, config, gat
     train(config)
     expected = perplexities(None, 0, config)
     assert expected == pytest.approx(expected[:1] * 3, rel=1e-12)
-    for world in (2, 3):
-        for perplexity in workers.run(world, perplexities, config):
-            assert perplexity == pytest.approx(expected, rel=1e-12)
+    for perplexity in workers.run(3, perplexities, config):
+        assert perplexity == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

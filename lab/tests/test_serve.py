@@ -82,25 +82,39 @@ def test_serve(program, exported, corpus, capsys):
         assert math.isclose(values[-1], probability.topk(5).values[-1], abs_tol=6e-5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "lines", "num_answers", "message"),
-    [
-        ([], [], 0, "got no package"),
-        (["{package}", "--treads", "1"], [], 0, "got --treads"),
-        (["{package}", "--threads", "x"], [], 0, "--threads must be a whole number from 1 to 1024"),
-        (["{package}", "--perplexity"], [""], 1, "stdin must have at least one sentence, got none"),
-        (["{package}"], ["w1", "w2 </s>", "w3"], 1, "line 2: a sentence must not contain </s>"),
-    ],
-)
-def test_errors_of_serve(program, exported, arguments, lines, num_answers, message):
-    arguments = [argument.format(package=exported[1]) for argument in arguments]
-    done = serve(program("serve"), *arguments, lines=lines)
+def assert_refused(done, message, num_answers):
     assert done.returncode == 2
     assert done.stderr.startswith("serve: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
     assert len(done.stdout.splitlines()) == num_answers  # of the lines before the error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "got no package"),
+        (["lm.pt2", "--treads", "1"], "got --treads"),
+        (["lm.pt2", "--threads", "x"], "--threads must be a whole number from 1 to 1024"),
+    ],
+)
+def test_arguments_that_serve_refuses(program, arguments, message):
+    assert_refused(serve(program("serve"), *arguments), message, 0)
+
+
+# A package compiles for half a minute. test_cpp_examples.py has the streams of another program.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "lines", "message"),
+    [
+        (["--perplexity"], [""], "stdin must have at least one sentence, got none"),
+        ([], ["w1", "w2 </s>", "w3"], "line 2: a sentence must not contain </s>"),
+    ],
+)
+def test_lines_that_serve_refuses(program, exported, options, lines, message):
+    assert_refused(serve(program("serve"), exported[1], *options, lines=lines), message, 1)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("redirection", "message"),
     [(">&-", "stdout must be open"), (">/dev/full", "stdout must take all of the output")],
@@ -112,6 +126,7 @@ def test_a_closed_or_full_stdout_is_an_error(program, exported, option, redirect
     assert done.returncode == 2 and done.stderr.startswith(f"serve: {message}")
 
 
+@pytest.mark.long
 def test_an_error_does_not_wait_for_the_next_line(program, exported):
     command = [program("serve"), exported[1], "--threads", "2"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
@@ -120,7 +135,30 @@ def test_an_error_does_not_wait_for_the_next_line(program, exported):
         assert process.wait(timeout=60) == 2
 
 
-def test_errors_of_export(exported, capsys):
+def test_what_is_compiled_equals_the_evaluation(run, corpus, monkeypatch, tmp_path):
+    """For any number of sentences and words; the package has the vocabulary."""
+    given = {}
+
+    def compile_package(program, package_path, inductor_configs):
+        given.update(program=program.module(), options=inductor_configs)
+        Path(package_path).touch()
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_package)
+    export.main([str(run), "--output", str(tmp_path / "lm.pt2")])
+    trained = load_run(run)
+    lines = (corpus / "test.txt").read_text().splitlines()
+    eos, expected = trained.vocabulary.eos_id, evaluate.main([str(run), "--threads", "1"])
+    for number, line, nll in zip((1, 3, 2), lines, expected.sentence_nll, strict=False):
+        ids = trained.vocabulary.encode(line.split())
+        sentences = torch.tensor([[eos, *ids, eos]]).repeat(number, 1)
+        with torch.no_grad():
+            log_p = given["program"](sentences[:, :-1]).gather(2, sentences[:, 1:, None])
+        torch.testing.assert_close(-log_p.sum((1, 2)), nll.float().repeat(number))
+    words = given["options"]["aot_inductor.metadata"]["vocabulary"].split("\n")
+    assert words == list(trained.vocabulary.words)
+
+
+def test_errors_of_export(run, capsys):
     capsys.readouterr()
-    assert exit_status(lambda: export.main([str(exported[0]), "--output", "lm"])) == 2
+    assert exit_status(lambda: export.main([str(run), "--output", "lm"])) == 2
     assert capsys.readouterr().err == "error: --output must end in .pt2, got lm\n"

@@ -107,6 +107,9 @@ GATES = {kind: make().gate for kind, make in KINDS.items()}
 # The kinds whose secondary gates ranks can share, and those whose gate takes given experts.
 GROUPED = {kind for kind, gate in GATES.items() if isinstance(gate, HierarchicalGate)}
 REPLAYED = {kind for kind, gate in GATES.items() if gate.replays}
+# The kinds that also run in a group of one rank: each gate, and a capacity.
+ALONE = {"noisy", "top-k", "hierarchical", "balanced", "balanced groups", "expert choice", "relu"}
+ALONE |= {"capacity by score"}
 
 
 @pytest.mark.guarantee("Sharding does not change the result")
@@ -120,8 +123,10 @@ REPLAYED = {kind for kind, gate in GATES.items() if gate.replays}
     recompute=[False, True],
     masked=[False, True],
     replayed=[False, True],
-    allowed=lambda kind, how, replayed, **_: (
-        (how != "groups" or kind in GROUPED) and (not replayed or kind in REPLAYED)
+    allowed=lambda kind, ranks, how, replayed, **_: (
+        (ranks != "1" or kind in ALONE)
+        and (how != "groups" or kind in GROUPED)
+        and (not replayed or kind in REPLAYED)
     ),
 )
 def test_equals_one_process(workers, kind, ranks, how, num_chunks, recompute, masked, replayed):
@@ -272,7 +277,9 @@ def test_a_gate_with_its_own_forward_shares_its_groups(group, rank):
 
 
 @pytest.mark.guarantee("It works with PyTorch's tools")
-@pytest.mark.parametrize("kind", ["top-k", "hierarchical", "balanced groups"])
+@pytest.mark.parametrize(
+    "kind", ["top-k", "hierarchical", pytest.param("balanced groups", marks=pytest.mark.long)]
+)
 @on_ranks(2)
 def test_compiled_layers(group, rank, kind):
     layer = layer_of(kind, group)

@@ -83,7 +83,7 @@ def batches_of(counts, steps):
 
 OPTIMIZERS = {
     "sgd": (1, lambda params: torch.optim.SGD(params, lr=0.5)),
-    "adam": (5, lambda params: torch.optim.Adam(params, lr=0.01)),
+    "adam": (3, lambda params: torch.optim.Adam(params, lr=0.01)),
 }
 LAYOUTS = {  # how the dense parameters are distributed, and the tokens of each rank
     "two": ("ddp", [5, 7]),

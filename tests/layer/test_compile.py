@@ -125,8 +125,8 @@ EXPERTS = {
 @pytest.mark.parametrize(
     "names",
     [
-        ["noisy", "router"],
-        pytest.param(["hierarchical", "balanced groups"], marks=pytest.mark.long),
+        ["noisy"],
+        pytest.param(["router", "hierarchical", "balanced groups"], marks=pytest.mark.long),
     ],
 )
 def test_a_package_equals_eager(tmp_path, names):

@@ -539,7 +539,11 @@ OTHER_OPTIONS = ["top-k", "capacity by position"]  # a class and a path of other
 @pytest.mark.parametrize(
     "name, training, masked",
     # In evaluation, the number of slots depends on values for some gates.
-    [(name, True, True) for name in having("compilation") if name not in OTHER_OPTIONS]
+    [
+        pytest.param(name, True, True, marks=[pytest.mark.long] * (name == "balanced groups"))
+        for name in having("compilation")
+        if name not in OTHER_OPTIONS
+    ]
     + [("noisy", True, False), ("balanced", True, False), ("noisy", False, False)],
 )
 def test_compiles_to_one_graph(device, name, training, masked):
@@ -572,7 +576,7 @@ def test_compiles_to_one_graph(device, name, training, masked):
     "name, given",
     [
         ("top-k", lambda index, mask: index[mask]),  # of the real tokens alone
-        ("balanced", lambda index, mask: None),
+        pytest.param("balanced", lambda index, mask: None, marks=pytest.mark.long),
     ],
 )
 def test_sequences_and_replay_compile(name, given):
@@ -601,7 +605,7 @@ def test_sequences_and_replay_compile(name, given):
     + ["capacity by position", "capacity by score", "zero computation", "shared expert"],
 )
 def test_export_leaves_the_batch_free(name):
-    """The package of test_compile.py has "noisy" and "router"."""
+    """The packages of test_compile.py have "noisy" and "router"."""
     layer, x = make_layer(name, dtype=torch.float32).eval(), make_x(9, dtype=torch.float32)
     free = ({0: torch.export.Dim("batch", min=2)},)
     program = torch.export.export(layer, (x,), dynamic_shapes=free)

@@ -1,12 +1,11 @@
 """ops.experts, FeedForwardExperts and ModuleExperts (Sec. 3.2)."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from assertions import assert_exact, assert_same_bits, assert_same_products, recorded_ops
+from launch import run_code
 from operators import DTYPES
 from samples.draw import normal, offsets_of
 from samples.experts import ACTIVATION_ARGS, CLAMPED, make_experts, plain_activation
@@ -154,9 +153,8 @@ for training in (False, True):
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     print(grown - sum(p.nbytes for p in leaves) / 2**20 * training)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = run_code(program)
+    assert done.status == 0, done.stderr
     forward, training = map(float, done.stdout.split())
     assert forward < 64 and training < 64
 
