@@ -72,8 +72,7 @@ __global__ void first_tiles_kernel(TileList tiles) {
 template <bool kTransposed, typename scalar_t>
 __global__ void __launch_bounds__(simt::kBlockThreads)
     rows_times_weights_kernel(const scalar_t* __restrict__ a, const scalar_t* __restrict__ weight,
-                              const scalar_t* __restrict__ bias, TileList tiles, int64_t k,
-                              int64_t n, scalar_t* __restrict__ out) {
+                              TileList tiles, int64_t k, int64_t n, scalar_t* __restrict__ out) {
   using acc_t = acc_type<scalar_t>;
   const int64_t num_tiles = tiles.size();
   for (int64_t number = blockIdx.x; number < num_tiles; number += gridDim.x) {
@@ -87,7 +86,6 @@ __global__ void __launch_bounds__(simt::kBlockThreads)
     accumulators.epilogue([&](int row, int column_of_tile, acc_t value) {
       const int64_t column = tile.first_column + column_of_tile;
       if (row >= tile.num_rows || column >= n) return;
-      if (bias != nullptr) value += static_cast<acc_t>(bias[tile.expert * n + column]);
       out[(tile.first_row + row) * n + column] = static_cast<scalar_t>(value);
     });
   }
@@ -96,8 +94,7 @@ __global__ void __launch_bounds__(simt::kBlockThreads)
 template <bool kTransposed, int kRows, typename scalar_t>
 __global__ void __launch_bounds__(tensor_core::kBlockThreads)
     rows_times_weights_tensor_core_kernel(const scalar_t* __restrict__ a,
-                                          const scalar_t* __restrict__ weight,
-                                          const scalar_t* __restrict__ bias, TileList tiles,
+                                          const scalar_t* __restrict__ weight, TileList tiles,
                                           int64_t k, int64_t n, scalar_t* __restrict__ out) {
   extern __shared__ __align__(128) unsigned char shared_space[];
   using Rows = tensor_core::Operand<scalar_t, true, kRows>;
@@ -108,9 +105,8 @@ __global__ void __launch_bounds__(tensor_core::kBlockThreads)
     const Rows rows(a + tile.first_row * k, k, tile.num_rows, k);
     const Columns columns(weight + tile.expert * k * n + tile.first_column * (kTransposed ? k : 1),
                           kTransposed ? k : n, n - tile.first_column, k);
-    tensor_core::multiply(rows, columns, k,
-                          bias != nullptr ? bias + tile.expert * n + tile.first_column : nullptr,
-                          out + tile.first_row * n + tile.first_column, n, shared_space);
+    tensor_core::multiply(rows, columns, k, out + tile.first_row * n + tile.first_column, n,
+                          shared_space);
     __syncthreads();  // the next tile uses the shared memory
   }
 }
@@ -157,8 +153,8 @@ __global__ void __launch_bounds__(tensor_core::kBlockThreads)
   using Columns = tensor_core::Operand<scalar_t, false, tensor_core::kColumns>;
   const Columns left(a + begin * m + first_row, m, m - first_row, num_rows);
   const Columns right(b + begin * n + first_column, n, n - first_column, num_rows);
-  tensor_core::multiply(left, right, num_rows, static_cast<const scalar_t*>(nullptr),
-                        out + (expert * m + first_row) * n + first_column, n, shared_space);
+  tensor_core::multiply(left, right, num_rows, out + (expert * m + first_row) * n + first_column, n,
+                        shared_space);
 }
 
 // Writes zeros to out [E, size_of_expert] for the experts without rows. Each expert has several
@@ -211,7 +207,7 @@ void GroupedGemm<scalar_t>::on_cuda(const CudaStream& stream) const {
     launch(stream, first_tiles_kernel, grid(1), kThreads, 0, tiles);
     const int64_t most_blocks = resident_blocks(kernel, threads, shared_bytes);
     launch(stream, kernel, grid(std::min(tiles.most_tiles(), most_blocks)), threads, shared_bytes,
-           a, weight.data, bias, tiles, k, n, out);
+           a, weight.data, tiles, k, n, out);
   };
   if constexpr (sizeof(scalar_t) == 2) {
     if (fits_tensor_cores({a, weight.data}, {k, n})) {

@@ -97,13 +97,12 @@ constexpr int64_t kSharedBytes = int64_t(kStages) * 2 *
                                  (Operand<c10::Half, kKMajorA, kRows>::kElements +
                                   Operand<c10::Half, kKMajorB, kColumns>::kElements);
 
-// out[m, n] = sum over k of a[m, k] b[k, n], plus bias[n] if given, for a tile of the result. The
-// lines of `out` are `stride` apart. All threads of the block must call it; the shared memory is in
-// use until all have returned.
+// out[m, n] = sum over k of a[m, k] b[k, n], for a tile of the result. The lines of `out` are
+// `stride` apart. All threads of the block must call it; the shared memory is in use until all have
+// returned.
 template <typename scalar_t, bool kKMajorA, bool kKMajorB, int kRows>
 __device__ __forceinline__ void multiply(Operand<scalar_t, kKMajorA, kRows> a,
                                          Operand<scalar_t, kKMajorB, kColumns> b, int64_t size_k,
-                                         const scalar_t* __restrict__ bias,
                                          scalar_t* __restrict__ out, int64_t stride,
                                          unsigned char* shared_space) {
   using A = Operand<scalar_t, kKMajorA, kRows>;
@@ -170,19 +169,13 @@ __device__ __forceinline__ void multiply(Operand<scalar_t, kKMajorA, kRows> a,
 #pragma unroll
   for (int j = 0; j < 2 * kFragmentsOfB; ++j) {
     const int column = j * 8 + lane % 4 * 2;
-    float add[2] = {};
-    if (bias != nullptr && first_column + column < b.extent) {
-      add[0] = static_cast<float>(bias[first_column + column]);
-      add[1] = static_cast<float>(bias[first_column + column + 1]);
-    }
 #pragma unroll
     for (int i = 0; i < kFragmentsOfA; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = i * kFragment + half * 8 + lane / 4;
-        const Vector<scalar_t, 2> pair{
-            static_cast<scalar_t>(accumulators[i][j][2 * half] + add[0]),
-            static_cast<scalar_t>(accumulators[i][j][2 * half + 1] + add[1])};
+        const Vector<scalar_t, 2> pair{static_cast<scalar_t>(accumulators[i][j][2 * half]),
+                                       static_cast<scalar_t>(accumulators[i][j][2 * half + 1])};
         *reinterpret_cast<Vector<scalar_t, 2>*>(warp_tile + row * Tile::kStride + column) = pair;
       }
     }

@@ -79,7 +79,6 @@ class GroupedGemms {
       Cuda::run(GroupedGemm<scalar_t>{.a = a.const_data_ptr<scalar_t>(),
                                       .weight = {.data = weight.const_data_ptr<scalar_t>(),
                                                  .transposed = is_transposed(weight)},
-                                      .bias = nullptr,
                                       .experts = experts(),
                                       .k = weight.size(1),
                                       .n = n,

@@ -8,12 +8,11 @@
 
 namespace moe_ext {
 
-// out_r = a_r W_e + b_e for the rows r of expert e.
+// out_r = a_r W_e for the rows r of expert e.
 template <typename scalar_t>
 struct GroupedGemm {
   const scalar_t* a;                      // [R, K]
   ExpertMatrices<const scalar_t> weight;  // [E, K, N]
-  const scalar_t* bias;                   // [E, N], or null
   RowGroups experts;                      // with bounds
   int64_t k, n;
   scalar_t* out;  // [R, N]
