@@ -9,6 +9,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
@@ -58,17 +59,18 @@ class LstmOnCuda {
 
   // Returns values [B, S, W] as [S, B, W]; the padding is zero.
   Tensor by_step(const Tensor& values) const {
-    return reordered(values).transpose(0, 1).contiguous();
+    return (reorders() ? reordered(values) : values).transpose(0, 1).contiguous();
   }
   // The inverse.
   Tensor by_token(const Tensor& values) const {
-    return reordered(values.transpose(0, 1)).contiguous();
+    const Tensor tokens = values.transpose(0, 1);
+    return reorders() ? reordered(tokens).contiguous() : tokens.clone(at::MemoryFormat::Contiguous);
   }
 
   // Returns values [S, B, W] with zeros in the padding: what is not finite there must not reach a
   // gradient.
   Tensor without_padding(const Tensor& values) const {
-    return values.masked_fill(is_padding_.transpose(0, 1), 0);
+    return lstm_.lengths ? values.masked_fill(is_padding_.transpose(0, 1), 0) : values;
   }
 
   // Does the same in place for the values [B, W] of one step.
@@ -140,6 +142,8 @@ class LstmOnCuda {
   at::ScalarType acc_type() const { return accumulate_type(lstm_.x); }
 
  private:
+  // Whether the steps of a sentence are not just its tokens.
+  bool reorders() const { return lstm_.lengths || lstm_.reverse; }
   Tensor reordered(const Tensor& values) const {
     return values.gather(1, token_of_step_.expand(values.sizes())).masked_fill(is_padding_, 0);
   }
