@@ -44,8 +44,12 @@ class Bytes:
         return prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """Reads the tensor into memory of its own, without a memory map of the file."""
-        data = torch.empty(self.nbytes, dtype=torch.uint8)
+        """Reads the tensor into memory of its own; a large one is in huge pages.
+
+        A memory map of the file would have small pages, which the processor has to look up while
+        it reads the weights of each token.
+        """
+        data = torch.ops.moe_ext._empty_rows(torch.empty(0, dtype=torch.uint8), self.nbytes)
         with self.path.open("rb") as file:
             file.seek(self.start)
             num_read = file.readinto(data.numpy().data)
