@@ -1,5 +1,6 @@
 """Fixtures and hooks that the tests of the layer and of the lab share."""
 
+import atexit
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from moe_ext.info import avoid_missing_amx, cmake_prefix
 
 ROOT = Path(__file__).resolve().parent
 EMULATED = pytest.param("emulated", marks=pytest.mark.emulator)
+HAS_GPU = moe_ext._build.cuda_version() is not None and torch.cuda.is_available()
 
 pytest.register_assert_rewrite("assertions", "layers")  # a failing assertion shows its values
 avoid_missing_amx()  # before the first GEMM
@@ -49,8 +51,7 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """Parametrizes tests of a `device` over all devices that exist."""
     if "device" in metafunc.fixturenames:
-        has_gpu = moe_ext._build.cuda_version() is not None and torch.cuda.is_available()
-        gpu = [pytest.param("cuda", marks=pytest.mark.cuda)] if has_gpu else []
+        gpu = [pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_GPU else []
         marker = metafunc.definition.get_closest_marker("emulated")
         also = [EMULATED] if marker and (not marker.args or marker.args[0]) else []
         metafunc.parametrize("device", ["cpu", *gpu, *also], indirect=True)
@@ -102,19 +103,17 @@ def in_parts(items):
 def pytest_collection():
     """Collects without a search for garbage, which takes half of the time and finds none.
 
-    What collection makes stays to the end. The search in the tests leaves it out.
+    What collection makes stays to the end. The searches in the tests leave it out, and are rarer
+    than by default. The end of the process frees it: some modules report what remains.
     """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000)
         gc.enable()
-
-
-def pytest_unconfigure():
-    """Lets the end of the process free what was left out: some modules report what remains."""
-    gc.unfreeze()
+        atexit.register(gc.unfreeze)
 
 
 @pytest.fixture
@@ -130,7 +129,9 @@ def device(request):
 @pytest.fixture(autouse=True)
 def seed():
     """Seeds every test, independently of the tests before it."""
-    torch.manual_seed(20170123)
+    # torch.manual_seed also notes the call stack for each kind of device that is missing.
+    seed_torch = torch.manual_seed if HAS_GPU else torch.default_generator.manual_seed
+    seed_torch(20170123)
     return 20170123
 
 

@@ -191,13 +191,13 @@ def recorded_ops(namespace="moe_ext"):
             calls.append((name.split(".")[0], func, args, kwargs))
 
 
-def assert_deterministic(function, threads, runs=20):
+def assert_deterministic(function, threads):
     """Asserts that the tensors of `function` are bitwise equal for 1 and 2 threads in all runs."""
     threads(1)
     first = function()
     for number in (1, 2):
         threads(number)
-        for _ in range(runs):
+        for _ in range(10):
             assert_all_same_bits(function(), first)
 
 

@@ -186,9 +186,21 @@ inline void wait(Barrier& barrier, const char* function) {
   end_turn(self);
 }
 
+// The values of all lanes of a warp, until the next exchange.
+template <typename T>
+struct Lanes {
+  const std::array<Warp::Value, kWarp>& values;
+
+  T operator[](unsigned lane) const {
+    T value;
+    std::memcpy(&value, &values[lane], sizeof(T));
+    return value;
+  }
+};
+
 // Returns the values of all lanes of a warp.
 template <typename T>
-std::array<T, kWarp> exchange(unsigned lanes, T value, const char* function) {
+Lanes<T> exchange(unsigned lanes, T value, const char* function) {
   static_assert(sizeof(T) <= sizeof(Warp::Value));
   Warp& warp = machine().warp();
   if (lanes != kAllLanes || warp.barrier.num_threads != kWarp) {
@@ -197,9 +209,16 @@ std::array<T, kWarp> exchange(unsigned lanes, T value, const char* function) {
   auto& values = warp.values[machine().thread().num_exchanges++ % 2];
   std::memcpy(&values[threadIdx.x % kWarp], &value, sizeof(T));
   wait(warp.barrier, function);
-  std::array<T, kWarp> all;
-  for (unsigned lane = 0; lane < kWarp; ++lane) std::memcpy(&all[lane], &values[lane], sizeof(T));
-  return all;
+  return {values};
+}
+
+// Returns the values of all lanes of a warp, combined by a function of two values.
+template <typename T, typename Function>
+T reduce(unsigned lanes, T value, const char* function, Function combine) {
+  const auto all = exchange(lanes, value, function);
+  T result = all[0];
+  for (unsigned lane = 1; lane < kWarp; ++lane) result = combine(result, all[lane]);
+  return result;
 }
 
 // The main loop of a thread's stack: runs kernels in sequence.
@@ -271,7 +290,7 @@ inline void run_block(unsigned num_threads, size_t shared_bytes) {
     thread.alive = true;
     thread.waits_for = nullptr;
     thread.num_exchanges = thread.num_votes = 0;
-    thread.copies.assign(1, {});
+    if (thread.copies.size() != 1 || !thread.copies[0].empty()) thread.copies.assign(1, {});
   }
   unsigned left_out = 0;  // paused warps; the other warps get ahead
   while (m.barrier.num_threads > 0) {
@@ -383,21 +402,17 @@ T __shfl_xor_sync(unsigned lanes, T value, int mask) {
 template <typename T>
 T __reduce_max_sync(unsigned lanes, T value) {
   static_assert(std::is_integral_v<T> && sizeof(T) == 4);
-  const auto all = emulation::exchange(lanes, value, __func__);
-  return *std::max_element(all.begin(), all.end());
+  return emulation::reduce(lanes, value, __func__, [](T a, T b) { return max(a, b); });
 }
 
 template <typename T>
 T __reduce_min_sync(unsigned lanes, T value) {
   static_assert(std::is_integral_v<T> && sizeof(T) == 4);
-  const auto all = emulation::exchange(lanes, value, __func__);
-  return *std::min_element(all.begin(), all.end());
+  return emulation::reduce(lanes, value, __func__, [](T a, T b) { return min(a, b); });
 }
 
 inline unsigned __reduce_or_sync(unsigned lanes, unsigned value) {
-  unsigned any = 0;
-  for (const unsigned each : emulation::exchange(lanes, value, __func__)) any |= each;
-  return any;
+  return emulation::reduce(lanes, value, __func__, std::bit_or());
 }
 
 inline unsigned __ballot_sync(unsigned lanes, int predicate) {

@@ -6,9 +6,6 @@ in conftest.py).
 
 import contextlib
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +13,7 @@ import emulated
 import pytest
 import torch
 from assertions import assert_as_accurate, assert_exact, assert_same_bits
+from launch import run_code
 from operators import DTYPES, TABLE, evaluate, moved, sample, upstream_of
 from samples.experts import CLAMPED
 
@@ -278,14 +276,8 @@ with emulated.kernels(9), torch.autograd.profiler.profile(use_cpu=True) as profi
         print(error)
 print("aten::_grouped_mm" in {event.name for event in profile.function_events})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"MOE_EXT_GROUPED_MM": value, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert expected in done.stdout
+    done = run_code(program, MOE_EXT_GROUPED_MM=value)
+    assert expected in done.stdout, done.stderr
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs torch with CUDA")

@@ -92,7 +92,7 @@ def test_frozen_inputs(device, learned):
     """Learned inputs get the same gradients, also when sums cover several blocks of rows."""
     recompute = "gates" in learned
     dtype = torch.bfloat16 if "x" in learned else torch.float32
-    sizes = dict(skewed=1500, E=E, widths=(4, 6, 5, 3), ranks=(3, None, 2))
+    sizes = dict(skewed=700, E=E, widths=(4, 6, 5, 3), ranks=(3, None, 2))
     call = mixture(device, dtype, activation="gelu", bias=True, recompute=recompute, **sizes)
     _, grads = evaluate(ROW, call)
     owners = [name for name in ROW.differentiable for _ in tensors_in(call[name])]
