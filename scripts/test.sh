@@ -22,9 +22,10 @@ fi
 "$python" docs/check_prose.py
 [ -z "$long" ] || PYTHON=$python bash scripts/check_clang.sh
 
-types() {
-  "$python" -m mypy
-  "$venv/bin/pyright" --verifytypes moe_ext --ignoreexternal |
+types() { "$python" -m mypy; }
+
+complete_types() {
+  nice "$venv/bin/pyright" --verifytypes moe_ext --ignoreexternal |
     sed -n '/^Symbols used/,$p'  # without the list of modules
 }
 
@@ -37,8 +38,8 @@ cpp_tests() {
   has_cpp_tools || return 0
   cmake -S tests/cpp -B build/cpp -G Ninja -DCMAKE_PREFIX_PATH="$cmake_prefix" \
     -DMOE_EXT_PYTHON="$(command -v "$python" | xargs realpath -s)"
-  cmake --build build/cpp ${long:+--target all benchmark}
-  ctest --test-dir build/cpp --output-on-failure $([ -n "$long" ] || echo -LE long)
+  nice cmake --build build/cpp ${long:+--target all benchmark}
+  nice ctest --test-dir build/cpp --output-on-failure $([ -n "$long" ] || echo -LE long)
 }
 
 cpp_examples() {  # the Python tests run them
@@ -50,24 +51,36 @@ cpp_examples() {  # the Python tests run them
 documentation() { "$python" docs/build.py; }
 emulation() { "$python" tests/emulated.py; }  # of the CUDA kernels, for the Python tests
 
-# Most of these steps use one core, so they run at the same time.
-say "C++ tests and examples, emulation of the CUDA kernels, types, documentation"
-cmake_prefix=$("$python" -m moe_ext.info --cmake-prefix)
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-steps=(cpp_tests cpp_examples emulation types documentation)
-pids=()
-for step in "${steps[@]}"; do
-  (set -e; "$step") > "$logs/$step" 2>&1 &
-  pids+=($!)
-done
-failed=
-for i in "${!steps[@]}"; do
-  wait "${pids[i]}" || failed+=" ${steps[i]}"
-  printf '\n-- %s\n' "${steps[i]}"
-  cat "$logs/${steps[i]}"
-done
-[ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
+declare -A pids
+
+# start STEP...: starts steps in the background. Most of them use one core.
+start() {
+  local step
+  for step; do
+    (set -e; "$step") > "$logs/$step" 2>&1 &
+    pids[$step]=$!
+  done
+}
+
+# finish STEP...: waits for steps, prints what they printed, and exits if one failed.
+finish() {
+  local step failed=
+  for step; do
+    wait "${pids[$step]}" || failed+=" $step"
+    printf '\n-- %s\n' "$step"
+    cat "$logs/$step"
+  done
+  [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
+}
+
+say "C++ examples, emulation of the CUDA kernels, types, documentation"
+cmake_prefix=$("$python" -m moe_ext.info --cmake-prefix)
+needed=(cpp_examples emulation types documentation)  # by the Python tests
+beside=(cpp_tests complete_types)  # run while the other steps and the Python tests wait
+start "${needed[@]}" "${beside[@]}"
+finish "${needed[@]}"
 
 say "Python tests"
 # Each test worker has one thread; tests of threads set their number. A waiting OpenMP thread leaves
@@ -75,4 +88,9 @@ say "Python tests"
 # cores. (nproc counts OMP_NUM_THREADS cores if that is set.)
 workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-"$python" -m pytest -q -n $workers --dist worksteal "$@"
+status=0
+"$python" -m pytest -q -n $workers --dist worksteal "$@" || status=$?
+
+say "C++ tests, completeness of the types"
+finish "${beside[@]}"
+exit $status
