@@ -77,17 +77,17 @@ finish() {
 
 say "C++ examples, emulation of the CUDA kernels, types, documentation"
 cmake_prefix=$("$python" -m moe_ext.info --cmake-prefix)
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}  # waiting threads leave their cores to others
 needed=(cpp_examples emulation types documentation)  # by the Python tests
 beside=(cpp_tests complete_types)  # run while the other steps and the Python tests wait
 start "${needed[@]}" "${beside[@]}"
 finish "${needed[@]}"
 
 say "Python tests"
-# Each test worker has one thread; tests of threads set their number. A waiting OpenMP thread leaves
-# its core to the other workers. Tests of several ranks often wait, so there are more workers than
-# cores. (nproc counts OMP_NUM_THREADS cores if that is set.)
+# Each test worker has one thread; tests of threads set their number. Tests of several ranks often
+# wait, so there are more workers than cores. (nproc counts OMP_NUM_THREADS cores if that is set.)
 workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 status=0
 "$python" -m pytest -q -n $workers --dist worksteal "$@" || status=$?
 

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import multiprocessing
 import multiprocessing.connection
+import sys
 import tempfile
 import traceback
 from datetime import timedelta
@@ -20,6 +21,8 @@ TIMEOUT = timedelta(seconds=60)
 ANSWER_SECONDS = 120
 # The workers are forked from a process that has imported these, which takes seconds.
 IMPORTED = ["moe_ext.distributed", "pytest", "torch.distributed.checkpoint", "torch._dynamo"]
+# What the ranks import too if tests of transformers are collected.
+TRANSFORMERS = ["moe_ext.integrations.transformers", "transformers.trainer", "peft"]
 
 
 def on_ranks(world):
@@ -42,10 +45,10 @@ def on_ranks(world):
     return decorate
 
 
-def forkserver():
-    """Returns the context of processes that have imported the layer already."""
+def forkserver(*more):
+    """Returns the context of processes that have imported the layer already, and more modules."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload([*IMPORTED, *more])
     return context
 
 
@@ -81,7 +84,7 @@ class Workers:
 
     def _start(self):
         self._folder = tempfile.TemporaryDirectory()
-        context = forkserver()
+        context = forkserver(*(TRANSFORMERS if "transformers" in sys.modules else []))
         for rank in range(MAX_WORLD):
             connection, worker_end = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._folder.name, worker_end))

@@ -140,10 +140,8 @@ struct Machine {
   Warp& warp() { return warps[current / kWarp]; }
 };
 
-inline Machine& machine() {
-  static Machine machine;
-  return machine;
-}
+inline Machine the_machine;
+inline Machine& machine() { return the_machine; }
 
 inline unsigned char* shared_memory() { return machine().shared.data(); }
 
@@ -172,7 +170,7 @@ inline void end_turn(Thread& thread) {
 
 inline void wait(Barrier& barrier, const char* function) {
   if (barrier.num_waiting == 0) barrier.function = function;
-  if (std::strcmp(barrier.function, function) != 0) {
+  if (barrier.function != function && std::strcmp(barrier.function, function) != 0) {
     fail(std::string("some threads are in ") + barrier.function + ", others in " + function);
   }
   if (++barrier.num_waiting == barrier.num_threads) {
@@ -257,11 +255,11 @@ inline void resume(Thread& thread) {
 inline bool give_turns(unsigned num_threads, unsigned left_out) {
   Machine& m = machine();
   constexpr unsigned kSteps[] = {1, 37, 41, 43, 47, 53, 59, 61};  // coprime to num_threads
-  const unsigned first = m.random() % num_threads, step = kSteps[m.random() % 8] % num_threads;
-  const bool upwards = m.random() % 2 == 0;
+  unsigned t = m.random() % num_threads, step = kSteps[m.random() % 8] % num_threads;
+  if (m.random() % 2 == 0) step = num_threads - step;  // downwards
   bool any = false;
   for (unsigned i = 0; i < num_threads; ++i) {
-    const unsigned t = (first + (upwards ? i : num_threads - i) * step) % num_threads;
+    t = t + step < num_threads ? t + step : t + step - num_threads;
     Thread& thread = m.threads[t];
     const Barrier* barrier = thread.waits_for;
     const bool waits = barrier != nullptr && barrier->num_passed < thread.until;

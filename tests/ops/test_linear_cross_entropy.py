@@ -99,7 +99,7 @@ def test_without_targets_the_mean_is_nan_and_the_gradient_zero(device, recompute
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_gradients_of_half_precision_do_not_overflow(device, reduction):
     """The gradient of the mean fits float16; the gradient of the sum does not."""
-    T, V = 1500, 600
+    T, V = 1500, 200
     X = torch.full((T, 1), 50.0, device=device).half()
     W = torch.zeros(V, 1, device=device).half().requires_grad_()
     target = torch.zeros(T, dtype=torch.int64, device=device)
