@@ -78,18 +78,23 @@ def pytest_collection_modifyitems(config, items):
 SHORT = {ROOT / "tests" / name for name in ("layer", "ops")}  # the folders of short tests
 
 
+def shared_processes(item):
+    """Sorts the tests that share processes first."""
+    return ["workers" not in item.fixturenames, "browser" not in item.fixturenames]
+
+
 def in_parts(items):
     """Orders the tests for the workers of pytest-xdist, which begin with equal parts of the list.
 
     Each part ends with short tests. A worker that has finished its part takes tests from the end of
-    another part, so that all workers end at the same time. Tests of several ranks come first: one
-    worker starts their processes.
+    another part, so that all workers end at the same time. Tests of several ranks come first, then
+    those in a browser: one worker starts the ranks and the browser.
     """
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if count == 1:
         return items
     kinds = [], []
-    for item in sorted(items, key=lambda item: "workers" not in item.fixturenames):
+    for item in sorted(items, key=shared_processes):
         kinds[item.path.parent in SHORT].append(item)
     return [
         item

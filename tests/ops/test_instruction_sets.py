@@ -50,10 +50,9 @@ def hashes_of_integers():
         )
 
 
-def results(calls):
-    """Checks the GEMMs on the instruction set of this process; returns hashes of all results."""
+def check_gemms():
+    """Repeats tests of test_products.py on the instruction set of this process."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     for dtype in products.DTYPES:
         products.test_any_width(dtype)
         products.test_any_number_of_rows(dtype, 17, 33)
@@ -61,6 +60,10 @@ def results(calls):
         for depth in products.DEPTHS[::10]:
             products.check_each_row_alone(depth, 17, range(2, 40), dtype)
             products.check_each_row_alone(48, depth, range(2, 40), dtype)
+
+
+def hashes_of(calls):
+    """Returns hashes of all results on the instruction set of this process."""
     torch.manual_seed(0)
     return dict([*hashes_of_every_depth(), *hashes_of_integers(), *operators.hashes(calls)])
 
@@ -68,7 +71,9 @@ def results(calls):
 def send_results(isa, pipe, path):
     os.environ["MOE_EXT_ISA"] = isa
     assert _build.isa() == isa
-    pipe.send(results(pickle.loads(path.read_bytes())))
+    torch.set_num_threads(1)
+    check_gemms()
+    pipe.send(hashes_of(pickle.loads(path.read_bytes())))
 
 
 def test_instruction_sets(one_thread, tmp_path):
@@ -88,16 +93,16 @@ def test_instruction_sets(one_thread, tmp_path):
             pipes[isa], sender = context.Pipe(duplex=False)
             context.Process(target=send_results, args=(isa, sender, path)).start()
             sender.close()
-    results_of_isa = {_build.isa(): results(calls)}
+    hashes = {_build.isa(): hashes_of(calls)}
     for isa, pipe in pipes.items():
         try:
-            results_of_isa[isa] = pipe.recv()
+            hashes[isa] = pipe.recv()
         except EOFError:
             pytest.fail(f"{isa} failed; its error is above")
-    expected, differing = results_of_isa[names[1]], []
+    expected, differing = hashes[names[1]], []
     for isa in names:
-        assert results_of_isa[isa].keys() == expected.keys()
-        for line, bits in results_of_isa[isa].items():
+        assert hashes[isa].keys() == expected.keys()
+        for line, bits in hashes[isa].items():
             rounds = isa == "default" or (isa in MULTIPLY_BFLOAT16 and "bfloat16" in line)
             rounds &= "integers" not in line
             if bits != expected[line] and not (operators.ROWS[line.split()[0]].products and rounds):
