@@ -72,7 +72,6 @@ class Comparison(TrainedStudy):
         return against
 
     def configs(self) -> list[AnyConfig]:
-        """Returns the configurations of both models."""
         return [self.config(Arm(model), self.options.overrides) for model in self.models]
 
     def settings_of(self, config: AnyConfig) -> dict[str, Any]:
@@ -193,11 +192,7 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
             f"{', '.join(options)}"
         )
     width = model.moe.experts_per_token * model.moe.hidden_sizes[0] + sum(model.moe.shared_sizes)
-    wide = replace(
-        model.ffn,
-        hidden_sizes=[width],
-        activation=model.moe.activation,
-    )
+    wide = replace(model.ffn, hidden_sizes=[width], activation=model.moe.activation)
     if isinstance(config, TranslationConfig):
         return replace(config, model=replace(config.model, between="ffn", ffn=wide))
     layers = ["ffn" if kind == "moe" else kind for kind in layers]

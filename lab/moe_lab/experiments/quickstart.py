@@ -12,7 +12,7 @@ from moe_lab.analysis.routed_text import route_text
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.comparison import Comparison
-from moe_lab.experiments.report import new_figure, perplexity_axes
+from moe_lab.experiments.report import new_axes, perplexity_axes
 from moe_lab.experiments.runs import size_cells, test_nll
 from moe_lab.experiments.store import Run
 from moe_lab.experiments.study import concurrent_runs
@@ -23,8 +23,7 @@ from moe_lab.training.metrics import perplexity
 
 def plot(runs: Mapping[str, Run], folders: Mapping[str, Path], path: Path) -> None:
     """Plots the learning curves of both models, and the load of each expert over time."""
-    figure = new_figure(12, 4.5, dpi=120)
-    curves, load = figure.subplots(1, 2)
+    figure, (curves, load) = new_axes(12, 4.5, columns=2, dpi=120)
     for arm, label in (("moe", "mixture of experts"), ("dense", "dense, equal ops")):
         records = read_metrics(folders[arm], "dev")
         curves.plot(

@@ -8,12 +8,13 @@ analysis is the test log-perplexity of a run after a fixed number of steps.
 
 import shlex
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from moe_lab.cli import DEFAULT_SEEDS
+from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
-from moe_lab.experiments.store import Run
+from moe_lab.experiments.store import Run, Runs
 from moe_lab.training.metrics import perplexity
 
 Value = Callable[[Run], float]  # a number of a run
@@ -41,7 +42,6 @@ def nll_after(share: float) -> Value:
 
 
 def mean_of(runs: Mapping[int, Run], value: Value) -> float:
-    """Computes the mean of a number over the seeds."""
     return statistics.fmean(map(value, runs.values()))
 
 
@@ -68,6 +68,11 @@ def size_cells(runs: Mapping[int, Run]) -> list[str]:
     """Formats operations and parameters of a model for a table."""
     cost = next(iter(runs.values()))["cost"]
     return [f"{cost['ops_per_timestep'] / 1e6:.3f}M", f"{cost['parameters'] / 1e6:.2f}M"]
+
+
+def runs_of(models: Iterable[str], runs: Runs) -> list[tuple[str, dict[int, Run]]]:
+    """Returns the runs of each model that has any, with its usual options."""
+    return [(model, runs[Arm(model)]) for model in models if runs[Arm(model)]]
 
 
 def mean_curve(runs: Mapping[int, Run]) -> list[tuple[float, float]]:

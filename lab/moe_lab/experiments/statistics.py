@@ -15,14 +15,9 @@ _BOOTSTRAP_SAMPLES = 2_000  # number of random samples of the test sentences
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean of paired differences and, with three seeds or more, its t interval.
+    """The mean of paired differences, and its 95% t interval.
 
-    Attributes:
-        mean: the mean of the differences.
-        num_seeds: the number of paired seeds.
-        low: lower end of the 95% t interval of the mean; None with fewer than three seeds, because
-            the interval would not be informative.
-        high: upper end of the 95% t interval of the mean, or None.
+    With fewer than three seeds, the interval would not be informative; its ends are None.
     """
 
     mean: float
@@ -31,12 +26,7 @@ class PairedDifference:
     high: float | None
 
     def text(self, shown: Callable[[float], str], unit: str = "") -> str:
-        """Formats the mean with its interval, or with the reason why there is no interval.
-
-        Args:
-            shown: function that formats a number.
-            unit: text after the mean, such as "%".
-        """
+        """Formats the mean, a unit and the interval, or the reason why there is no interval."""
         if self.low is None or self.high is None:
             number = "one seed" if self.num_seeds == 1 else "two seeds"
             return f"{shown(self.mean)}{unit} ({number}, not decided)"
@@ -65,12 +55,7 @@ def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> tuple[float, 
     """Computes a 95% bootstrap interval of (sum(a) - sum(b)) / sum(lengths) over sentences.
 
     The percentile interval covers the choice of test sentences for two runs, not the choice of
-    seeds.
-
-    Args:
-        a: [N], nats of each sentence under the first model.
-        b: [N], nats of each sentence under the second model.
-        lengths: [N] int64, number of tokens of each sentence.
+    seeds. a and b [N] are the nats of each sentence under two models, lengths [N] their tokens.
     """
     generator = torch.Generator().manual_seed(0)
     difference = (a - b).double()

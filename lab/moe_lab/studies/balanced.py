@@ -23,7 +23,7 @@ from moe_ext import MoE, MoEAux, batchwise_masks
 from moe_ext.gates import rows_per_expert
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.report import Page, Plot, new_figure, perplexity_axes
+from moe_lab.experiments.report import Page, Plot, new_axes, perplexity_axes
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.markdown import markdown_table
@@ -145,8 +145,7 @@ class EqualLoads:
 
 def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Plot:
     """Plots perplexity under both masks (left), mask disagreement and unrouted tokens (right)."""
-    figure = new_figure(12, 4.5, dpi=120)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = new_axes(12, 4.5, columns=2, dpi=120)
     steps = [record["step"] for record in dev]
     for key, label in (("perplexity_batchwise", "batchwise"), ("perplexity", "threshold")):
         values = [record[key] for record in dev]

@@ -20,13 +20,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_lab.data import Wordpieces
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of, percent
-from moe_lab.experiments.report import Page, Plot, new_figure
+from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.runs import (
     dev_nll,
     difference,
@@ -80,16 +80,9 @@ _MODEL_OPTIONS = dict.fromkeys(MIXTURES, ["model.moe.hidden_sizes=[192]"]) | {
 }
 
 
-class Kind(NamedTuple):
-    """A kind of text: the title of its page, and what it contains."""
-
-    title: str
-    contents: str
-
-
-TEXTS = {
-    "sources": Kind("code and documentation", "Python code, C++ headers and documentation"),
-    "prose": Kind("English prose", "English prose"),
+TEXTS = {  # the title of a page, and what its text contains
+    "sources": ("code and documentation", "Python code, C++ headers and documentation"),
+    "prose": ("English prose", "English prose"),
 }
 
 
@@ -138,13 +131,14 @@ class Capacity(TrainedStudy):
         if not lengths_of(results):
             return None
         settings, lengths = stored.settings, lengths_of(results)
-        kind = TEXTS[settings["text"]]
+        title, contents = TEXTS[settings["text"]]
         seen = settings["steps"] * settings["data.tokens_per_batch"]
         longer = "".join(f", with x{times:g} {times * seen:,.0f}" for times in lengths[1:])
         epochs = lengths[-1] * seen / settings["train_tokens"]
         return self.filled(
             stored,
-            **kind._asdict(),
+            title=title,
+            contents=contents,
             plot=plot(settings, runs),
             summary=summary(results),
             results=results_table(settings, runs),
@@ -186,10 +180,7 @@ def all_lengths(results: Runs) -> list[float]:
 
 
 def lengths_of(results: Runs) -> list[float]:
-    """Returns the factors of the number of training steps with which models can be compared.
-
-    A mixture and another model have runs with each of them.
-    """
+    """Returns the factors with which a mixture and another model have runs."""
     lengths = []
     for times in all_lengths(results):
         same = runs_of_length(results, times)
@@ -199,11 +190,7 @@ def lengths_of(results: Runs) -> list[float]:
 
 
 def slope(same: Mapping[str, Mapping[int, Run]]) -> PairedDifference | None:
-    """Fits ln(perplexity) linearly to log2(experts), for each seed that all mixtures have.
-
-    Args:
-        same: the runs with one number of training steps, by model.
-    """
+    """Fits ln(perplexity) linearly to log2(experts), for each seed that all mixtures have."""
     seeds = set.intersection(*(set(same[model]) for model in MIXTURES))
     doublings = [number.bit_length() - 1 for number in MIXTURES.values()]
     return mean_difference(
@@ -233,12 +220,9 @@ def claims(results: Runs, usual: Runs) -> list[Claim]:
 
     Claims about models without runs are left out. Each claim compares models at the greatest number
     of training steps for which it has an interval. Without an interval, it compares them at the
-    greatest for which it has runs.
-
-    Args:
-        results: the runs of each model and length with its best settings, see `at_best`.
-        usual: the runs with the usual settings. The claims about more text compare them, because a
-            learning rate changes the beginning of the training more than its end.
+    greatest for which it has runs. `results` are those `at_best`. The claims about more text
+    compare the runs with the usual settings, because a learning rate changes the beginning of the
+    training more than its end.
     """
     lengths = reversed(lengths_of(results))
     claims_of_lengths = [claims_of_length(results, usual, times) for times in lengths]
@@ -265,7 +249,6 @@ def claims(results: Runs, usual: Runs) -> list[Claim]:
 
 
 def is_interval(difference: PairedDifference | None) -> bool:
-    """Returns whether a difference has enough seeds for an interval."""
     return difference is not None and difference.low is not None
 
 
@@ -385,8 +368,7 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     """Plots the mean learning curves of the longest runs, and the perplexity with more experts."""
     results = at_best(runs)
     lengths = lengths_of(results)
-    figure = new_figure(10, 4.2)
-    learning, capacity = figure.subplots(1, 2)
+    figure, (learning, capacity) = new_axes(10, 4.2, columns=2)
     for model, arm_runs in runs_of_length(results, lengths[-1]).items():
         if points := [(tokens / 1e6, ppl) for tokens, ppl in mean_curve(arm_runs)]:
             learning.plot(*zip(*points, strict=True), marker=".", label=model)

@@ -40,7 +40,7 @@ from moe_lab.benchmarks.harness import (
 from moe_lab.benchmarks.roofline import gemm_probe
 from moe_lab.benchmarks.step import random_text
 from moe_lab.experiments.claims import NOT_DECIDED, SUPPORTED
-from moe_lab.experiments.report import Command, Page, Plot, new_figure, page_of_template, publish
+from moe_lab.experiments.report import Command, Page, Plot, new_axes, page_of_template, publish
 from moe_lab.files import read_json
 from moe_lab.markdown import markdown_table
 from moe_lab.models import LanguageModel
@@ -254,11 +254,7 @@ def verdict_of(rows: Sequence[Row]) -> str:
 
 
 def page_of(results: Mapping[str, Any]) -> Page:
-    """Makes the page: a table for each part, the verdict on the claim, and the plot.
-
-    Args:
-        results: the result of `measure`. Its note is a sentence about the command.
-    """
+    """Makes the page of `measure`: a table of each part, the verdict on the claim, and the plot."""
     rows, width = [Row(**row) for row in results["rows"]], results["width"]
     return page_of_template(
         __file__,
@@ -278,8 +274,7 @@ def plot(rows: Sequence[Row]) -> Plot:
     """Plots the MoE layer's speed relative to the dense layer, over the rows per expert."""
     some = [row for row in rows if row.part == "layer" and row.rows_per_expert]
     x = [row.rows_per_expert for row in some]
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 4.2)
     axes.fill_between(x, [r.low for r in some], [r.high for r in some], alpha=0.25)
     axes.plot(x, [r.median for r in some], marker="o")
     axes.axhline(1.0, lw=0.8, ls="--", color="grey")

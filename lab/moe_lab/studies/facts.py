@@ -30,7 +30,7 @@ from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_lab.analysis.costs import moe_ops
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_percent, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, new_figure
+from moe_lab.experiments.report import Claims, Page, Plot, new_axes
 from moe_lab.experiments.runs import difference, mean_of, number_of
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
@@ -122,17 +122,11 @@ class FactsStudy(Study):
 
 
 class Facts(NamedTuple):
-    """A corpus of facts.
+    """A corpus of facts."""
 
-    Attributes:
-        keys: [N, D] normal numbers.
-        values: [N] int64, the index of each key's value.
-        vectors: [V, D], the fixed vector of each value.
-    """
-
-    keys: Tensor
-    values: Tensor
-    vectors: Tensor
+    keys: Tensor  # [N, D] normal numbers
+    values: Tensor  # [N] int64, the index of each key's value
+    vectors: Tensor  # [V, D], the fixed vector of each value
 
 
 def make_facts(number: int, seed: int) -> Facts:
@@ -216,13 +210,7 @@ def learn(
 
 
 def run_of(arm: Arm, seed: int, settings: Mapping[str, Any]) -> Run:
-    """Trains the layer of an arm on its facts and measures what it has stored.
-
-    Args:
-        arm: the layer, and the factor of the size of its corpus.
-        seed: seed of the facts, the weights, the order of the facts and the gate's noise.
-        settings: the options of the study.
-    """
+    """Trains the layer of an arm on its facts and measures what it has stored."""
     torch.manual_seed(seed)
     layer = make_layer(arm.model, settings["logit_std"])
     parameters = num_parameters(layer)
@@ -249,9 +237,7 @@ def compared_mixtures(runs: Runs) -> list[str]:
 def deviations(runs: Runs) -> dict[str, PairedDifference | None]:
     """Compares the bits per parameter of each of `compared_mixtures` with their mean.
 
-    Returns:
-        By model, the relative deviation as a fraction, over the seeds that all these mixtures have
-        and with which they have stored anything.
+    The relative deviations are over the seeds with which all these mixtures have stored anything.
     """
     runs_of_models = {model: runs[Arm(model)] for model in compared_mixtures(runs)}
     seeds = sorted(set.intersection(*map(set, runs_of_models.values()))) if runs_of_models else []
@@ -268,8 +254,7 @@ def deviations(runs: Runs) -> dict[str, PairedDifference | None]:
 
 
 def log_bits(run: Run) -> float:
-    """Returns ln of the stored bits, at least 0, so that a layer may store nothing."""
-    return math.log(max(1.0, run["bits"]))
+    return math.log(max(1.0, run["bits"]))  # a layer may store nothing
 
 
 def claims(runs: Runs) -> list[list[str]]:
@@ -298,8 +283,7 @@ def claims(runs: Runs) -> list[list[str]]:
 
 def plot(runs: Runs) -> Plot:
     """Plots bits over parameters for all layers, and over the size of the corpus for one."""
-    figure = new_figure(10, 4.2)
-    capacity, saturation = figure.subplots(1, 2)
+    figure, (capacity, saturation) = new_axes(10, 4.2, columns=2)
     sizes = {  # parameters and bits of the layers
         arm.model: (mean_of(arm_runs, num_parameters_of), mean_of(arm_runs, bits_of))
         for arm, arm_runs in runs.items()

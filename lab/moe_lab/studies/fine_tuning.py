@@ -13,7 +13,6 @@ pools all layers, with two weights, and the importance loss of each layer (Eq. 7
 10 minutes on one processor.
 """
 
-import argparse
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -27,9 +26,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from moe_ext import add_lora
 from moe_lab.data import EncodedSentences
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.claims import HOW_COMPARED, as_change, claims_data, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, new_figure, page_of_template
-from moe_lab.experiments.runs import core_hours, mean_of, mean_perplexity, number_of
+from moe_lab.experiments.claims import Judged, as_change, judged, verdict
+from moe_lab.experiments.report import Page, Plot, new_axes
+from moe_lab.experiments.runs import mean_of, mean_perplexity, number_of
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import Study
@@ -38,8 +37,7 @@ from moe_lab.models import evaluating
 from moe_lab.packages import require_transformers
 from moe_lab.progress import progress
 from moe_lab.studies.lora import target_text
-from moe_lab.studies.losses import Comparison
-from moe_lab.studies.table import STUDIES
+from moe_lab.studies.table import usual_options
 from moe_lab.training.config import DataConfig
 from moe_lab.training.metrics import perplexity
 from moe_lab.training.text import load_text
@@ -66,15 +64,10 @@ BASE_WEIGHT = 0.001  # of transformers' loss: the default of Qwen3-MoE
 
 
 class Loss(NamedTuple):
-    """The weights of the balancing losses of an adaptation.
+    """The weights of the balancing losses of an adaptation."""
 
-    Attributes:
-        pooled: the router_aux_loss_coef of transformers' loss.
-        layers: the w_importance of the loss of each layer.
-    """
-
-    pooled: float = 0.0
-    layers: float = 0.0
+    pooled: float = 0.0  # the router_aux_loss_coef of transformers' loss
+    layers: float = 0.0  # the w_importance of the loss of each layer
 
 
 NONE, POOLED, LAYERS = "none", "pooled 0.01", "each layer 0.01"
@@ -92,6 +85,7 @@ class FineTuning(Study):
 
     name = "fine_tuning"
     models = usual = (MODEL,)
+    own = usual_options("fine-tuning", "pieces", "steps", "lora_steps")
 
     train: Tensor
     target: dict[str, Tensor]
@@ -110,9 +104,7 @@ class FineTuning(Study):
             "train": text.train.fingerprint(),
             "target_train": target["train"].fingerprint(),
             "target_test": target["test"].fingerprint(),
-            "pieces": len(text.vocabulary),
-            "steps": options.steps,
-            "lora_steps": options.lora_steps,
+            **self.own_settings(),
         }
 
     def run(self, arm: Arm, seed: int) -> Run:
@@ -134,19 +126,6 @@ class FineTuning(Study):
             results["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return results
 
-    def command(self, settings: Mapping[str, Any]) -> list[str]:
-        options = STUDIES["fine-tuning"].options
-        changed = [
-            f"{option}={settings[name]}"
-            for option, name in (
-                ("--pieces", "pieces"),
-                ("--steps", "steps"),
-                ("--lora-steps", "lora_steps"),
-            )
-            if settings[name] != options[option]["default"]
-        ]
-        return ["moe-lab", "study", "fine-tuning", *changed]
-
     def page(self, stored: Stored) -> Page | None:
         runs, settings = stored.by_arm()[Arm(MODEL)], stored.settings
         rows = [["before", *_cells(runs, "before")]]
@@ -158,8 +137,8 @@ class FineTuning(Study):
         header = ["balancing loss", "test ppl", f"change from {NONE}, 95%"]
         header += ["experts without tokens", "dead experts", "max/mean load"]
         experts = SIZES["num_hidden_layers"] * SIZES["num_experts"]
-        return page_of_template(
-            __file__,
+        return self.filled(
+            stored,
             plot=plot(list(runs.values())),
             losses=markdown_table(header, rows),
             k=SIZES["num_experts_per_tok"],
@@ -175,10 +154,7 @@ class FineTuning(Study):
             test_tokens=LENGTH * TEST_ROWS,
             base=BASE_WEIGHT,
             dead=DEAD,
-            how_compared=HOW_COMPARED,
-            claims=loss_claims(runs),
-            core_hours=core_hours(stored.runs),
-            commands=self.commands(stored),
+            claims=judged(loss_claims(runs)),
         )
 
 
@@ -257,9 +233,8 @@ def _gap(runs: Mapping[int, Run], a: str, b: str, key: str) -> PairedDifference 
     return mean_difference([value_a(run) - value_b(run) for run in runs.values()])
 
 
-def loss_claims(runs: Mapping[int, Run]) -> Claims:
-    """Makes the part of the page with the claims."""
-    comparisons = []
+def loss_claims(runs: Mapping[int, Run]) -> list[Judged]:
+    claims = []
     for key, what in (("nll", "perplexity"), ("dead", "number of dead experts")):
         for a, b in ((LAYERS, NONE), (POOLED, NONE), (LAYERS, POOLED)):
             gap = _gap(runs, a, b, key)
@@ -267,16 +242,13 @@ def loss_claims(runs: Mapping[int, Run]) -> Claims:
             claim = f"a balancing loss lowers the {what}"
             if b != NONE:
                 claim = f"a loss of each layer lowers the {what} more than the pooled loss"
-            comparisons.append(Comparison(claim, f"{a} against {b}", gap, shown, verdict(gap)))
-    rows = [[c.claim, c.compared, c.shown, c.verdict] for c in comparisons]
-    header = ["claim", "compared", "difference, 95%", "verdict"]
-    return Claims(markdown_table(header, rows), claims_data(comparisons))
+            claims.append(Judged(claim, f"{a} against {b}", gap, shown, verdict(gap)))
+    return claims
 
 
 def plot(runs: Sequence[Run]) -> Plot:
     """Plots the perplexity of each run over its number of dead experts."""
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 4.2)
     for name in LOSSES:
         tuned = [run["tuned"][name] for run in runs]
         ppl = [perplexity(result["nll"]) for result in tuned]
@@ -287,6 +259,4 @@ def plot(runs: Sequence[Run]) -> Plot:
     return Plot("perplexity and dead experts of each run", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return FineTuning(options).main()
+run = FineTuning.start

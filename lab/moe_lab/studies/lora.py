@@ -25,7 +25,7 @@ from moe_ext.formats import FormatName
 from moe_lab.data import Batch, EncodedSentences, SentenceBatches, encode_sentences, load_corpus
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
-from moe_lab.experiments.report import Page, Plot, new_figure
+from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import mean_perplexity, number_of
 from moe_lab.experiments.statistics import mean_difference
@@ -162,8 +162,7 @@ def _repeated(batches: SentenceBatches) -> Iterator[Batch]:
 
 def plot(perplexities: Mapping[str, Sequence[float]]) -> Plot:
     """Plots the perplexity of each run, by the experts."""
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 4.2)
     for index, (name, values) in enumerate(perplexities.items()):
         axes.plot([index] * len(values), values, "o", label=name)
     axes.set_xticks(range(len(perplexities)), perplexities)

@@ -35,7 +35,7 @@ from moe_lab.data import EncodedPairs, PairBatch, batches_of
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import claims_data
-from moe_lab.experiments.report import Claims, Command, Page, Plot, new_figure
+from moe_lab.experiments.report import Claims, Command, Page, Plot, new_axes
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.runs import commands_of, dev_nll, size_cells
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
@@ -183,10 +183,7 @@ class Multilingual(TrainedStudy):
 
 
 def tested(result: Result, text: PairText, least: Sequence[str]) -> dict[str, Any]:
-    """Returns what a run adds to its record: the figures of each language pair.
-
-    least: the language pairs whose dev perplexity the page plots.
-    """
+    """Returns the figures of each language pair, and the curves of those with the least text."""
     from moe_lab.training.translation import bleu_of_test  # imports FSDP
 
     bleu = bleu_of_test(result.run)
@@ -226,15 +223,10 @@ def least_text(train_pairs: Mapping[str, int]) -> list[str]:
 
 
 class Figures(NamedTuple):
-    """The results of a run on the test part of one language pair.
+    """The results of a run on the test part of one language pair."""
 
-    Attributes:
-        nll: nats per target piece.
-        bleu: sacreBLEU's score.
-    """
-
-    nll: float
-    bleu: float
+    nll: float  # nats per target piece
+    bleu: float  # the score of sacreBLEU
 
 
 PairFigures = Mapping[str, Mapping[int, Figures]]  # of a model, by language pair and seed
@@ -243,23 +235,15 @@ PairFigures = Mapping[str, Mapping[int, Figures]]  # of a model, by language pai
 class Comparison(NamedTuple):
     """A claim about two models, with the differences between them over the language pairs.
 
-    Attributes:
-        claim: the claim in words.
-        compared: the two models.
-        difference: the difference in ln(perplexity), mean over num_pairs, paired over the seeds;
-            None if no seed has all language pairs; negative if the claim holds.
-        bleu: the difference in BLEU likewise; positive if the claim holds.
-        num_pairs: the number of language pairs that both models have.
-        lower_perplexity: the number of language pairs with a lower perplexity of the first model.
-        higher_bleu: the number of language pairs with a higher BLEU of the first model.
+    The differences are means over num_pairs, paired over the seeds; None if no seed has all pairs.
     """
 
     claim: str
     compared: str
-    difference: PairedDifference | None
-    bleu: PairedDifference | None
-    num_pairs: int
-    lower_perplexity: int
+    difference: PairedDifference | None  # in ln(perplexity); negative if the claim holds
+    bleu: PairedDifference | None  # positive if the claim holds
+    num_pairs: int  # the number of language pairs that both models have
+    lower_perplexity: int  # how many pairs have a lower perplexity of the first model
     higher_bleu: int
 
 
@@ -401,9 +385,8 @@ def sizes_of_models(runs: Runs) -> str:
 def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     """Plots dev perplexity against steps for the two language pairs with the least text."""
     panels = least_text(settings["train_pairs"])
-    figure = new_figure(12, 4.2)
-    axes = figure.subplots(1, len(panels), squeeze=False)
-    for panel, languages in zip(axes[0], panels, strict=True):
+    figure, axes = new_axes(12, 4.2, columns=len(panels))
+    for panel, languages in zip(axes, panels, strict=True):
         curves = {}  # of the first seed of each model
         for arm, arm_runs in runs.items():
             if curve := next(iter(arm_runs.values()))["perplexity"].get(languages):

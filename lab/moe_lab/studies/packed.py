@@ -19,7 +19,7 @@ from moe_ext import FeedForwardExperts
 from moe_ext.formats import FormatName, Packed, dequantize, quantize
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import percent
-from moe_lab.experiments.report import Page, Plot, new_figure
+from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import mean_of, mean_perplexity, number_of, test_nll
 from moe_lab.experiments.statistics import PairedDifference, mean_difference
@@ -100,8 +100,7 @@ class PackedFormats(RoutingStudy):
 
 def plot(points: Mapping[str, tuple[float, PairedDifference]]) -> Plot:
     """Plots the change of the perplexity over the bits for a weight, with intervals."""
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 4.2)
     for name, (bits, change) in points.items():
         ends = [end for end in (change.low, change.high) if end is not None]
         (line,) = axes.plot(bits, percent(change.mean), "o", label=name)

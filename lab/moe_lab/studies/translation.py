@@ -33,7 +33,7 @@ import torch
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import HOW_DECIDED, as_change, claims_data, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, new_figure
+from moe_lab.experiments.report import Claims, Page, Plot, new_axes
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import (
     dev_nll,
@@ -178,7 +178,7 @@ def numbers_shown(num_sentences: int) -> list[int]:
 def tested(run: Path, languages: str, near: Sequence[int]) -> dict[str, Any]:
     """Returns the BLEU of a finished run, ten translations, and the masks of strict gates.
 
-    near: the numbers of the test sentences that are near duplicates of training sentences.
+    The sentences `near` are near duplicates of training sentences.
     """
     from moe_lab.training.translation import bleu_of_test, translated_test  # imports FSDP
 
@@ -197,19 +197,12 @@ def tested(run: Path, languages: str, near: Sequence[int]) -> dict[str, Any]:
 
 
 class Comparison(NamedTuple):
-    """A claim about two models, with the differences between them over paired seeds.
-
-    Attributes:
-        claim: the claim in words.
-        compared: the two models.
-        difference: the difference in ln(perplexity); negative if the claim holds.
-        bleu: the difference in BLEU; positive if the claim holds.
-    """
+    """A claim about two models, with the differences between them over paired seeds."""
 
     claim: str
     compared: str
-    difference: PairedDifference | None
-    bleu: PairedDifference | None
+    difference: PairedDifference | None  # in ln(perplexity); negative if the claim holds
+    bleu: PairedDifference | None  # positive if the claim holds
 
 
 def comparisons(runs: Runs) -> list[Comparison]:
@@ -366,8 +359,7 @@ def shown(settings: Mapping[str, Any], runs: Runs) -> str:
 
 def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     """Plots dev perplexity against source words processed, one curve for each model (Fig. 4)."""
-    figure = new_figure(6, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(6, 4.2)
     scale = settings["source_words"] / settings["train_tokens"] / 1e6  # millions of words per piece
     for name in MODELS:
         if points := [(tokens * scale, ppl) for tokens, ppl in mean_curve(runs[Arm(name)])]:
