@@ -302,7 +302,7 @@ def test_efficiency_of_the_command():
     for words, message in (
         (["dense=fast"], "--efficiency: dense must be a number, got 'fast'"),
         (["dense=2"], "--efficiency: Efficiency: dense must be in"),
-        (["all=1"], "--efficiency: .*all"),
+        (["all=1"], "--efficiency must be a preset .*, got .all=1"),
         (["half_rows=-1"], "half_rows must be at least 0"),
     ):
         with pytest.raises(ConfigError, match=message):

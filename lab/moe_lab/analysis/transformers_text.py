@@ -76,13 +76,13 @@ def route_lines(
     on the modules of `experts_modules` record the experts and the gates, with any experts
     implementation. A layer that did not run has no entry.
 
-    The memory does not grow with the length of the text. The function records at most num_positions
-    tokens, with 6 bytes for each layer and each of the k experts of a token.
+    The memory does not grow with the length of the text, which is read only as far as needed: 6
+    bytes for each layer and each of the k experts of a token.
 
     Args:
         model: a model of transformers that is called with input_ids and attention_mask.
         tokenizer: the tokenizer of the model.
-        lines: the text, read only as far as needed.
+        lines: the text.
         num_positions: the largest number of tokens to run.
         max_length: the largest number of tokens that the model sees together.
         tokens_per_batch: the size of a batch, padding included.
