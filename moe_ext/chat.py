@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from moe_ext.integrations._packed.checkpoint import open_checkpoint
+from moe_ext.integrations._packed.checkpoint import local_path
 from moe_ext.integrations.transformers import load
 from moe_ext.quantized import QuantizedExperts
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        path = open_checkpoint(options.model, options.config).path
+        path = local_path(options.model)
         tokenizer = _tokenizer(path)  # its errors come before the minutes of loading
         arithmetic = options.arithmetic or "exact"
         model = load(path, config=options.config, arithmetic=arithmetic)

@@ -70,14 +70,15 @@ def test_a_pass_leaves_no_trace(tmp_path):
 
 def test_compiled_decoding(tmp_path):
     problem = make_problem(tmp_path / "model.gguf")
-    expected = problem.results("integer", "decode")["logits"]
-    for _ in range(2):  # the cache is cut to the prompt
-        actual = problem.results("compiled", "decode")["logits"]
-        measurement.check({"y": actual}, {"y": expected}, problem.tolerances["compiled"])
-    for which in ("prefill", "training"):
-        with pytest.raises(NotImplementedError):
-            problem.results("compiled", which)
-    assert all(map(torch.equal, expected, problem.results("integer", "decode")["logits"]))
+    for name, plain in packed_models.COMPILED.items():
+        expected = problem.results(plain, "decode")["logits"]
+        for _ in range(2):  # the cache is cut to the prompt
+            actual = problem.results(name, "decode")["logits"]
+            measurement.check({"y": actual}, {"y": expected}, problem.tolerances[name])
+        for which in ("prefill", "training"):
+            with pytest.raises(NotImplementedError):
+                problem.results(name, which)
+        assert all(map(torch.equal, expected, problem.results(plain, "decode")["logits"]))
 
 
 def test_decoding_is_that_of_the_whole_sequence(tmp_path):

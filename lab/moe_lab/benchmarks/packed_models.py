@@ -16,13 +16,14 @@ tokens:
 
 These implementations run the same model:
 
-    moe_ext         moe_ext.integrations.transformers.load: packed experts, exact arithmetic
-    integer         the same with arithmetic="integer"
-    compiled        integer with torch.compile and a static cache; decode only
-    eager           transformers with dequantized experts in bfloat16, and PEFT in training
-    grouped_mm      the same with transformers' other implementation of the experts
-    llama.cpp       CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
-    ik_llama.cpp    pip install ik-llama-cpp-python (a build for AVX2)
+    moe_ext           moe_ext.integrations.transformers.load: packed experts, exact arithmetic
+    integer           the same with arithmetic="integer"
+    compiled          moe_ext with torch.compile and a static cache; decode only
+    integer-compiled  the same with arithmetic="integer"
+    eager             transformers with dequantized experts in bfloat16, and PEFT in training
+    grouped_mm        the same with transformers' other implementation of the experts
+    llama.cpp         CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
+    ik_llama.cpp      pip install ik-llama-cpp-python (a build for AVX2)
 
 The limit is max(flops / GEMM peak, bytes / stream bandwidth). Bytes are those of all weights that a
 pass reads, flops those of all matrices. Both rates are measured in the same rounds. Rounds are
@@ -73,8 +74,9 @@ from moe_lab.packages import require_transformers
 
 NAME = "packed_models"
 MODEL = "qwen3_moe"
-MOE_EXT, INTEGER, COMPILED, FLOAT = "ours", "integer", "compiled", "float"
-OWN = (MOE_EXT, INTEGER, COMPILED)  # one model
+MOE_EXT, INTEGER, FLOAT = "ours", "integer", "float"
+COMPILED = {"compiled": MOE_EXT, "integer-compiled": INTEGER}  # and their arithmetic
+OWN = (MOE_EXT, INTEGER, *COMPILED)  # one model
 PROMPT, STEPS, RANK = 128, 16, 16
 BACKEND = "inductor"  # of torch.compile
 HEADS, KV_HEADS, HEAD = 32, 4, 128
@@ -260,7 +262,7 @@ class Problem:
     def results(self, implementation: str, which: str) -> Mapping[str, Stacked]:
         """Runs a pass with an implementation; returns logits, or the loss of training."""
         if which == "training":
-            if implementation in (INTEGER, COMPILED, ggml.LLAMA, ggml.IK):
+            if implementation in (INTEGER, *COMPILED, ggml.LLAMA, ggml.IK):
                 raise NotImplementedError("no gradients")
             model, ids = self.model(implementation, trained=True), self.text[None]
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -268,14 +270,15 @@ class Problem:
             for parameter in model.parameters():
                 parameter.grad = None
             return {"loss": [loss.detach()[None]]}
-        if (implementation, which) == (COMPILED, "prefill"):
+        if implementation in COMPILED and which == "prefill":
             raise NotImplementedError("generate compiles the steps of decoding alone")
         model = self.model(implementation)
         if isinstance(model, LlamaModel):
             return {"logits": self.run_llama(model, which)}
         for module in model.modules() if implementation in OWN else ():
             if hasattr(module, "arithmetic"):
-                module.arithmetic = "exact" if implementation == MOE_EXT else "integer"
+                exact = COMPILED.get(implementation, implementation) == MOE_EXT
+                module.arithmetic = "exact" if exact else "integer"
         with torch.inference_mode():
             return {"logits": self.run_transformers(implementation, model, which)}
 
@@ -285,7 +288,7 @@ class Problem:
         if which == "prefill":
             output = model(input_ids=self.text[None], use_cache=False, logits_to_keep=1)
             return [output.logits[0, -1].float()]
-        compiled = implementation == COMPILED
+        compiled = implementation in COMPILED
         if implementation not in self.caches:
             cache = (
                 transformers.StaticCache(model.config, max_cache_len=PROMPT + STEPS)
@@ -304,11 +307,11 @@ class Problem:
 
     def compiled(self) -> Any:
         """Returns the compiled model of moe_ext, as `generate` compiles it."""
-        if COMPILED not in self.models:
-            self.models[COMPILED] = torch.compile(
+        if "compiled" not in self.models:
+            self.models["compiled"] = torch.compile(
                 self.models[MOE_EXT].__call__, fullgraph=True, dynamic=False, backend=BACKEND
             )
-        return self.models[COMPILED]
+        return self.models["compiled"]
 
     def run_llama(self, model: LlamaModel, which: str) -> list[Tensor]:
         if which == "prefill":
