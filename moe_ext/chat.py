@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from moe_ext.integrations._packed.checkpoint import local_path
+from moe_ext.integrations._packed.checkpoint import open_checkpoint
 from moe_ext.integrations.transformers import load
 from moe_ext.quantized import QuantizedExperts
 
@@ -44,8 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        path = local_path(options.model)
-        tokenizer = _tokenizer(path)  # its errors come before the minutes of loading
+        # Errors of the checkpoint's headers and of the tokenizer come before minutes of loading.
+        path = open_checkpoint(options.model, options.config).path
+        tokenizer = _tokenizer(path)
         arithmetic = options.arithmetic or "exact"
         model = load(path, config=options.config, arithmetic=arithmetic)
         if options.arithmetic is None:

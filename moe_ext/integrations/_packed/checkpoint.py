@@ -25,14 +25,7 @@ from moe_ext.integrations._packed.stored_tensors import read_gguf, read_safetens
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_balance import experts_modules
 
-__all__ = [
-    "Checkpoint",
-    "ModuleTensors",
-    "local_path",
-    "open_checkpoint",
-    "plain_config",
-    "skeleton_of",
-]
+__all__ = ["Checkpoint", "ModuleTensors", "open_checkpoint", "plain_config", "skeleton_of"]
 
 
 @dataclass
@@ -78,7 +71,11 @@ class Checkpoint:
 
 def open_checkpoint(name_or_folder: str | Path, config: Any = None) -> Checkpoint:
     """Reads the headers of a checkpoint; see `moe_ext.integrations.transformers.load`."""
-    path = local_path(name_or_folder)
+    try:
+        path = _local(name_or_folder)
+    except OSError as error:
+        error.add_note(f"load: {name_or_folder} is no file or folder here, but a name of the hub")
+        raise
     if path.is_file():
         metadata, stored = read_gguf(path)
         config = _config(path, config) or gguf_config(metadata, stored)
@@ -101,16 +98,8 @@ def open_checkpoint(name_or_folder: str | Path, config: Any = None) -> Checkpoin
     return checkpoint
 
 
-def local_path(name_or_folder: str | Path) -> Path:
-    """Returns the folder or file of a checkpoint; downloads a model of the hub."""
-    try:
-        return _local(name_or_folder)
-    except OSError as error:
-        error.add_note(f"load: {name_or_folder} is no file or folder here, but a name of the hub")
-        raise
-
-
 def _local(name: str | Path) -> Path:
+    """Returns the folder or file; downloads a model of the hub."""
     path = Path(name)
     if path.is_file():
         require(path.suffix == ".gguf", "load: a file", "have the suffix .gguf", str(path))
