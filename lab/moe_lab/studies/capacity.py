@@ -193,14 +193,12 @@ def slope(same: Mapping[str, Mapping[int, Run]]) -> PairedDifference | None:
     """Fits ln(perplexity) linearly to log2(experts), for each seed that all mixtures have."""
     seeds = set.intersection(*(set(same[model]) for model in MIXTURES))
     doublings = [number.bit_length() - 1 for number in MIXTURES.values()]
-    return mean_difference(
-        [
-            statistics.linear_regression(
-                doublings, [test_nll(same[model][seed]) for model in MIXTURES]
-            ).slope
-            for seed in sorted(seeds)
-        ]
-    )
+
+    def fitted(seed: int) -> float:
+        nll = [test_nll(same[model][seed]) for model in MIXTURES]
+        return statistics.linear_regression(doublings, nll).slope
+
+    return mean_difference(list(map(fitted, sorted(seeds))))
 
 
 def gain(results: Runs, model: str, short: float, long: float) -> PairedDifference | None:
@@ -304,12 +302,12 @@ def summary(results: Runs) -> str:
     arms = [Arm(mixture, times=times) for times in lengths_of(results) for mixture in MIXTURES]
     arms = [arm for arm in arms if results[arm]]
     seeds = set.intersection(*(set(results[arm]) for arm in arms))
-    best = min(
-        arms,
-        key=lambda arm: mean_perplexity(
-            {seed: results[arm][seed] for seed in seeds or results[arm]}, dev_nll
-        ),
-    )
+
+    def dev_perplexity(arm: Arm) -> float:
+        runs = results[arm]
+        return mean_perplexity({seed: runs[seed] for seed in seeds or runs}, dev_nll)
+
+    best = min(arms, key=dev_perplexity)
     gaps = [
         f"{as_change(gap)} from {base}"
         for base in (replace(best, model=model) for model in (FIRST, *DENSE))

@@ -13,7 +13,7 @@ takes 5 minutes on one processor.
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from moe_ext import FeedForwardExperts, MoE, QuantizedExperts, add_lora
 from moe_ext.distributed import clip_grad_norm_
 from moe_ext.formats import FormatName
-from moe_lab.data import Batch, EncodedSentences, SentenceBatches, encode_sentences, load_corpus
+from moe_lab.data import EncodedSentences, SentenceBatches, encode_sentences, load_corpus
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
 from moe_lab.experiments.report import Page, Plot, new_axes
@@ -145,19 +145,12 @@ def tune(model: AnyModel, text: EncodedSentences, steps: int, seed: int) -> None
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = AdamW(trained, lr=RATE, weight_decay=0.0)
     model.train()
-    for batch in islice(_repeated(batches), steps):
+    for batch in islice(chain.from_iterable(map(batches.epoch, count())), steps):
         parts = model.loss(batch)
         (parts.nll_sum / parts.num_tokens + parts.aux_loss).backward()
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _repeated(batches: SentenceBatches) -> Iterator[Batch]:
-    epoch = 0
-    while True:
-        yield from batches.epoch(epoch)
-        epoch += 1
 
 
 def plot(perplexities: Mapping[str, Sequence[float]]) -> Plot:

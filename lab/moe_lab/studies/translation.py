@@ -42,10 +42,11 @@ from moe_lab.experiments.runs import (
     mean_of,
     mean_perplexity,
     number_of,
+    runs_of,
     size_cells,
 )
 from moe_lab.experiments.statistics import PairedDifference
-from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.store import Runs, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
 from moe_lab.markdown import markdown_table
@@ -116,7 +117,7 @@ class Translation(TrainedStudy):
 
     def page(self, stored: Stored) -> Page | None:
         runs, settings = stored.by_arm(), stored.settings
-        if not any(runs[Arm(model)] for model in MODELS):
+        if not runs_of(MODELS, runs):
             return None
         decided, claimed = claims(runs)
         return self.filled(
@@ -247,9 +248,7 @@ def table(settings: Mapping[str, Any], runs: Runs) -> str:
     if len(settings["near_duplicates"]) >= 0.01 * settings["test_pairs"]:
         scores["distinct_bleu"] = "BLEU without near duplicates"
     rows = []
-    for name in MODELS:
-        if not (arm_runs := runs[Arm(name)]):
-            continue
+    for name, arm_runs in runs_of(MODELS, runs):
         bleu = [[run[key] for run in arm_runs.values()] for key in scores]
         rows.append(
             [
@@ -344,9 +343,8 @@ def crossover(settings: Mapping[str, Any], runs: Runs) -> str:
 
 def shown(settings: Mapping[str, Any], runs: Runs) -> str:
     """Formats ten evenly spaced sentences of the test part and their translations."""
-    first: dict[str, Run] = {  # by model; runs are in the order of seeds
-        name: next(iter(arm_runs.values())) for name in MODELS if (arm_runs := runs[Arm(name)])
-    }
+    # The runs of a model are in the order of seeds.
+    first = {name: next(iter(arm_runs.values())) for name, arm_runs in runs_of(MODELS, runs)}
     width = max(map(len, ["reference", *first]))
     blocks = []
     for number, (source, reference) in enumerate(settings["shown"]):
