@@ -13,9 +13,9 @@ from moe_lab.experiments import results as results_module
 from moe_lab.experiments import study as study_module
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_change, verdict
+from moe_lab.experiments.comparison import bootstrap_difference
 from moe_lab.experiments.results import train_and_test
-from moe_lab.experiments.runs import difference
-from moe_lab.experiments.statistics import PairedDifference, bootstrap_difference, mean_difference
+from moe_lab.experiments.runs import PairedDifference, difference, mean_difference
 from moe_lab.markdown import markdown_table
 from moe_lab.studies import losses
 from moe_lab.training.config import config_from_dict, read_config

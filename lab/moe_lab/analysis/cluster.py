@@ -201,7 +201,6 @@ class Plan:
         return (self.compute_seconds + self.optimizer_seconds) / self.step_seconds(overlap=overlap)
 
     def share_of_peak(self, *, overlap: bool) -> float:
-        """Computes the fraction of peak throughput in a step: flops_seconds / step_seconds."""
         return self.flops_seconds / self.step_seconds(overlap=overlap)
 
 

@@ -42,7 +42,6 @@ class TrainingFlops:
 
     @property
     def expert_share(self) -> float:
-        """The fraction of the operations that the experts compute, in [0, 1]."""
         return self.experts / self.total
 
 

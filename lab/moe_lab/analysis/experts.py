@@ -49,8 +49,6 @@ class PairShare(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """The specialisation of one expert."""
-
     expert: int
     share: float  # of all tokens; k / E if the load is even
     # sum_w p(w|e) ln(p(w|e) / p(w)) over the words w of the expert e, in nats, minus the same sum

@@ -21,8 +21,6 @@ _LONGEST_LINE = 2**16  # characters; longer lines are read in parts
 
 
 class Routed(NamedTuple):
-    """The routing of a text in some layers of a model."""
-
     title: str  # the names of the model and of its text
     spelling: Sequence[str]  # the words of the text in the order of their ids
     pieces: bool  # whether the words are wordpieces

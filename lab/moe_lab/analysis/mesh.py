@@ -99,8 +99,6 @@ TRANSFORMERS = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """A mesh of accelerators, and how a step uses it."""
-
     pp: int
     tp: int
     dp: int

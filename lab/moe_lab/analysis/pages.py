@@ -106,7 +106,6 @@ class ExpertPage:
         return _TEMPLATE.read_text("utf-8").replace("{{data}}", text)
 
     def _index_of(self, word: str) -> int:
-        """Returns the index of a word in the list "words" of the page."""
         return self._index.setdefault(word, len(self._index))
 
     def _sentences(self, routed: RoutedText) -> list[dict[str, Any]]:

@@ -69,7 +69,6 @@ class RoutedText:
         return self.position[order[first]], self.expert[order[first]]
 
     def sentences(self) -> list[range]:
-        """Returns the positions of each sentence."""
         begins = (self.windows[:, NEIGHBOURS - 1] == NO_WORD).nonzero().flatten().tolist()
         return list(map(range, begins, [*begins[1:], len(self.windows)]))
 

@@ -1,7 +1,7 @@
 """Records how a model of Hugging Face transformers routes the tokens of a text to experts."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -47,17 +47,17 @@ class RoutedLines:
         )
 
 
+@dataclass
 class _Recorder:
     """Holds the experts [N, K] and gates [N, K] of one experts module, one tensor for each batch.
 
     Experts are int16 and gates float32, 6 bytes for each slot.
     """
 
-    def __init__(self, name: str, num_experts: int) -> None:
-        self.name = name
-        self.num_experts = num_experts
-        self.experts: list[Tensor] = []
-        self.gates: list[Tensor] = []
+    name: str
+    num_experts: int
+    experts: list[Tensor] = field(default_factory=list)
+    gates: list[Tensor] = field(default_factory=list)
 
 
 @torch.inference_mode()

@@ -113,12 +113,7 @@ def _check_device(args: Any) -> None:
 def _check_distributed(args: Any) -> None:
     size, nodes = args.group_size, args.nodes > 1
     if args.exchanges is None:
-        args.exchanges = [
-            "rows",
-            "tokens",
-            *([GROUPS] if size else []),
-            *([NODES] if nodes else []),
-        ]
+        args.exchanges = ["rows", "tokens", *[GROUPS] * bool(size), *[NODES] * nodes]
     if not size and GROUPS in args.exchanges:
         raise ConfigError("--exchanges groups must be used with --group-size, got no group size")
     if size and args.experts % size:
@@ -339,7 +334,6 @@ CASES = {
 
 
 def file_of(name: str) -> Path:
-    """Returns the file of the module that measures a case."""
     return Path(__file__).with_name(f"{name.replace('-', '_')}.py")
 
 

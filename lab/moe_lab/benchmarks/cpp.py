@@ -47,7 +47,6 @@ class _Program:
         )
 
     def microseconds(self, name: str, calls: int) -> float:
-        """Returns the mean time of the calls of a function."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{name} {calls}\n")
         self._process.stdin.flush()

@@ -40,7 +40,6 @@ class Quartiles(NamedTuple):
 
     @classmethod
     def from_values(cls, values: Iterable[float]) -> Self:
-        """Computes the quartiles of at least 2 values."""
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
     def scaled(self, factor: float) -> "Quartiles":

@@ -92,7 +92,6 @@ def _label(result: Row) -> str:
 
 
 def _measure(args: Any) -> dict[str, Any]:
-    """Measures all problems; returns the record of the run."""
     check_device(args.device)
     on_cpu = args.device == "cpu"
     if not on_cpu:

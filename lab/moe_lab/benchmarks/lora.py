@@ -159,7 +159,6 @@ def run(args: Any) -> int:
 
 
 def _measure(args: Any) -> dict[str, Any]:
-    """Measures the layer in each dtype; returns the record of the run."""
     require_transformers("--dtype", "moe_ext.integrations.peft", "benchmark")
     args.device, args.minutes = "cpu", None
     todo = [

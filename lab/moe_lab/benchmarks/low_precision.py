@@ -215,7 +215,6 @@ class Problem(measurement.LayerProblem):
         return forward
 
     def layer(self, implementation: str) -> ggml.Layer:
-        """Builds the layer of ggml."""
         if implementation not in self.layers:
             project = implementation.removesuffix(REPACKED)
             if self.format not in ggml.TYPES:
@@ -237,7 +236,6 @@ def run(args: Any) -> int:
 
 
 def _measure(args: Any) -> dict[str, Any]:
-    """Measures all problems; returns the record of the run."""
     args.device, args.minutes, args.memory, args.patience = "cpu", None, math.inf, math.inf
     passes, libraries = passes_of(args), ggml.find_libraries(args.ggml)
     todo: list[Any] = []

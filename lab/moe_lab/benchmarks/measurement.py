@@ -384,7 +384,6 @@ def _median(values: Sequence[Any], key: str) -> Any:
 
 
 def by_pass(figures: Mapping[Key, T]) -> dict[str, dict[str, T]]:
-    """Nests the figures by implementation, then by pass."""
     names = dict.fromkeys(name for name, _ in figures)
     return {name: {w: figure for (n, w), figure in figures.items() if n == name} for name in names}
 

@@ -49,7 +49,6 @@ def list_section(title: str, items: Sequence[str]) -> list[str]:
 
 
 def remarks_of(results: Iterable[Row]) -> list[str]:
-    """Says what is not timed, and why."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for peer, remarks in result.remarks.items():
@@ -98,12 +97,10 @@ OURS: dict[str, Column] = {
 
 
 def ms_of(name: str) -> Column:
-    """Returns the column of an implementation's time."""
     return lambda result, which: cell(result, name, which, lambda figs: f"{figs['ms'][1]:.4g}")
 
 
 def peak_of(name: str, form: str = ".0f") -> Column:
-    """Returns the column of an implementation's peak memory."""
     return lambda result, which: number(result.peak_mib.get(name, {}).get(which), form)
 
 
@@ -208,13 +205,10 @@ def _print_memory(rows: Sequence[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["kept"]))
     lines = []
     for row in rows:
-        x, hidden = row["x"], row["hidden"]
+        shown = [row[key] for key in ("name", "dtype", "activation")]
+        shown += [f"{row[key] / 2**20:.1f}" for key in ("x", "hidden")]
         kept = [row["kept"].get(name) for name in names]
-        lines.append(
-            [*(row[key] for key in ("name", "dtype", "activation"))]
-            + [f"{size / 2**20:.1f}" for size in (x, hidden)]
-            + [number(size and size / (x + hidden), ".2f") for size in kept]
-        )
+        lines.append(shown + [number(k and k / (row["x"] + row["hidden"]), ".2f") for k in kept])
     print("Saved for backward without the weights, divided by x + hidden\n")
     header = ["shape", "type", "activation", "x, MiB", "hidden, MiB", *names]
     print(markdown_table(header, lines), end="")

@@ -64,8 +64,6 @@ def flops_of(sizes: Any) -> dict[str, int]:
 
 
 class SwiGLU(nn.Module):
-    """A dense feed-forward layer."""
-
     def __init__(self, d_model: int, hidden: int) -> None:
         super().__init__()
         self.up = nn.Linear(d_model, 2 * hidden, bias=False)

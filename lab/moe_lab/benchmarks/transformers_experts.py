@@ -76,7 +76,6 @@ def run(args: Any) -> int:
 
 
 def _measure(args: Any) -> dict[str, Any]:
-    """Measures all problems; returns the record of the run."""
     require_transformers("--implementations", "moe_ext.integrations.transformers", "benchmark")
     args.device, args.minutes = "cpu", None
     todo = [

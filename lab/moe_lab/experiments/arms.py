@@ -110,7 +110,6 @@ def by_settings(bases: Sequence[str]) -> Callable[[Arm], Any]:
 
 
 def _parsed(name: str) -> Arm:
-    """Parses the name of an arm, as an argparse type."""
     try:
         return parse_arm(name)
     except ValueError as error:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from moe_lab.experiments.report import Claims
-from moe_lab.experiments.statistics import PairedDifference
+from moe_lab.experiments.runs import PairedDifference
 from moe_lab.markdown import markdown_table
 
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts
@@ -55,7 +55,6 @@ def verdict(difference: PairedDifference | None, low: float = -math.inf, high: f
 
 
 def percent(difference: float) -> float:
-    """Converts a difference of ln ppl to a change of the perplexity in per cent."""
     return 100 * math.expm1(difference)
 
 

@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_data
 from moe_lab.experiments.report import Claims, Command, Page
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import difference, size_cells, test_nll
-from moe_lab.experiments.statistics import bootstrap_difference
+from moe_lab.experiments.runs import CONFIDENCE, difference, size_cells, test_nll
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.markdown import markdown_table
@@ -32,6 +32,7 @@ from moe_lab.training.config import (
 )
 from moe_lab.training.metrics import perplexity
 
+_BOOTSTRAP_SAMPLES = 2_000  # number of random samples of the test sentences
 _BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # with decimals
 
 
@@ -146,7 +147,7 @@ class Comparison(TrainedStudy):
             ],
         )
 
-    def _row(self, a: Run, b: Run, lengths: torch.Tensor) -> list[object]:
+    def _row(self, a: Run, b: Run, lengths: Tensor) -> list[object]:
         nll_a, nll_b = (torch.tensor(r["sentence_nll"], dtype=torch.float64) for r in (a, b))
         (low, high), balance = bootstrap_difference(nll_a, nll_b, lengths), a["balance"]
         return [
@@ -157,6 +158,23 @@ class Comparison(TrainedStudy):
             *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in _BALANCE),
             *(f"{run['words_per_second']:,.0f}" for run in (a, b)),
         ]
+
+
+def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> tuple[float, float]:
+    """Computes a 95% bootstrap interval of (sum(a) - sum(b)) / sum(lengths) over sentences.
+
+    The percentile interval covers the choice of test sentences for two runs, not the choice of
+    seeds. a and b [N] are the nats of each sentence under two models, lengths [N] their tokens.
+    """
+    generator = torch.Generator().manual_seed(0)
+    difference = (a - b).double()
+    means = []
+    for _ in range(_BOOTSTRAP_SAMPLES):
+        drawn = torch.randint(len(a), (len(a),), generator=generator)
+        means.append(float(difference[drawn].sum() / lengths[drawn].sum()))
+    tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
+    low, high = torch.tensor(means, dtype=torch.float64).quantile(tails).tolist()
+    return low, high
 
 
 def _total(runs: Mapping[int, Run]) -> int:

@@ -28,8 +28,6 @@ class Claims(NamedTuple):
 
 
 class Command(NamedTuple):
-    """The commands that make a page."""
-
     lines: str
 
 

@@ -6,17 +6,20 @@ difference between two models is the mean over pairs of runs with the same seed.
 analysis is the test log-perplexity of a run after a fixed number of steps.
 """
 
+import math
 import shlex
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moe_lab.cli import DEFAULT_SEEDS
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs
 from moe_lab.training.metrics import perplexity
 
+CONFIDENCE = 0.95  # confidence level of the intervals
+_MIN_SEEDS = 3  # the fewest for an interval over seeds
 Value = Callable[[Run], float]  # a number of a run
 
 
@@ -37,7 +40,6 @@ dev_nll = number_of("dev", -1, 1)
 
 
 def nll_after(share: float) -> Value:
-    """Returns the function to the test nats per token after a fraction of the training steps."""
     return number_of("earlier_nll", str(share))
 
 
@@ -48,6 +50,44 @@ def mean_of(runs: Mapping[int, Run], value: Value) -> float:
 def mean_perplexity(runs: Mapping[int, Run], nll: Value = test_nll) -> float:
     """Computes exp of the mean ln ppl over seeds."""
     return perplexity(mean_of(runs, nll))
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean of paired differences, and its 95% t interval.
+
+    With fewer than three seeds, the interval would not be informative; its ends are None.
+    """
+
+    mean: float
+    num_seeds: int
+    low: float | None
+    high: float | None
+
+    def text(self, shown: Callable[[float], str], unit: str = "") -> str:
+        """Formats the mean, a unit and the interval, or the reason why there is no interval."""
+        if self.low is None or self.high is None:
+            number = "one seed" if self.num_seeds == 1 else "two seeds"
+            return f"{shown(self.mean)}{unit} ({number}, not decided)"
+        return f"{shown(self.mean)}{unit} [{shown(self.low)}, {shown(self.high)}]"
+
+    def __format__(self, form: str) -> str:
+        return self.text(lambda value: format(value, form))
+
+
+def mean_difference(differences: Sequence[float]) -> PairedDifference | None:
+    """Computes the mean of the differences of pairs of runs with equal seeds; None without any."""
+    if not differences:
+        return None
+    num_seeds = len(differences)
+    mean = statistics.fmean(differences)
+    if num_seeds < _MIN_SEEDS:
+        return PairedDifference(mean, num_seeds, None, None)
+    from scipy import stats  # type: ignore[import-untyped]
+
+    error = statistics.stdev(differences) / math.sqrt(num_seeds)
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, num_seeds - 1)) * error
+    return PairedDifference(mean, num_seeds, mean - half, mean + half)
 
 
 def difference(
@@ -65,7 +105,6 @@ def widening(a: Mapping[int, Run], b: Mapping[int, Run], share: float) -> Paired
 
 
 def size_cells(runs: Mapping[int, Run]) -> list[str]:
-    """Formats operations and parameters of a model for a table."""
     cost = next(iter(runs.values()))["cost"]
     return [f"{cost['ops_per_timestep'] / 1e6:.3f}M", f"{cost['parameters'] / 1e6:.2f}M"]
 

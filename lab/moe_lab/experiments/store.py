@@ -39,8 +39,6 @@ class Runs(dict[Arm, dict[int, Run]]):
 
 @dataclass(frozen=True)
 class Stored:
-    """The contents of the file of a study."""
-
     # What all runs share, as data for JSON; options that are newer than the file have defaults.
     settings: dict[str, Any]
     runs: list[Run] = field(default_factory=list)  # finished; ordered by arm and seed
@@ -59,7 +57,6 @@ class Stored:
         return next(same, None)
 
     def data(self, **more: Any) -> dict[str, Any]:
-        """Returns the contents as data for JSON."""
         diverged = {"diverged": self.diverged} if self.diverged else {}
         return {"settings": self.settings, "runs": self.runs, **diverged, **more}
 

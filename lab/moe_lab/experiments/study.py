@@ -120,7 +120,6 @@ class Study(ABC):
         run_missing(self.store, settings, planned, self.run, self.runs_folder)
 
     def commands(self, stored: Stored) -> Command:
-        """Returns the commands of the stored runs."""
         return Command(commands_of(self.command(stored.settings), stored.runs, self.usual))
 
     def program(self) -> list[str]:

@@ -33,8 +33,6 @@ from moe_lab.training.metrics import evaluate
 
 
 class Balanced(TrainedStudy):
-    """The study of strictly balanced gates."""
-
     name = "balanced"
     given = ("data.corpus=CORPUS",)
     models = usual = ("moe-32-balanced",)

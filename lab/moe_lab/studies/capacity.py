@@ -28,9 +28,11 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of, percent
 from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.runs import (
+    PairedDifference,
     dev_nll,
     difference,
     mean_curve,
+    mean_difference,
     mean_of,
     mean_perplexity,
     nll_after,
@@ -38,7 +40,6 @@ from moe_lab.experiments.runs import (
     test_nll,
     widening,
 )
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials_table, tried, usual_options
@@ -87,8 +88,6 @@ TEXTS = {  # the title of a page, and what its text contains
 
 
 class Capacity(TrainedStudy):
-    """The study of one kind of text."""
-
     models = usual = MODELS
     arm_settings = ("times", "rate", "expert_rate", "dropout")
     text: SentenceText
@@ -333,7 +332,6 @@ def search(settings: Mapping[str, Any], runs: Runs) -> str:
 
 
 def results_table(settings: Mapping[str, Any], runs: Runs) -> str:
-    """Formats the options, the size and the perplexity of each model."""
     results, best = at_best(runs), best_arms(runs)
     per_byte = settings["test_tokens"] / settings["test_bytes"]
     rows = []

@@ -200,7 +200,6 @@ def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) ->
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures all run times; returns them as data for JSON."""
     width, rounds = options.width, options.rounds
     with pinned(options.threads):
         rows = [row for n in options.tokens for row in _training_steps(n, width, rounds)]
@@ -284,7 +283,6 @@ def plot(rows: Sequence[Row]) -> Plot:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the study and returns the measurements as data for JSON."""
     path = options.output / "efficiency.json"
     results = read_json(path) if options.report else measure(options)
     publish(options.output, "efficiency", page_of(results), results)

@@ -31,8 +31,13 @@ from moe_lab.analysis.costs import moe_ops
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_percent, verdict
 from moe_lab.experiments.report import Claims, Page, Plot, new_axes
-from moe_lab.experiments.runs import difference, mean_of, number_of
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
+from moe_lab.experiments.runs import (
+    PairedDifference,
+    difference,
+    mean_difference,
+    mean_of,
+    number_of,
+)
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
@@ -63,8 +68,6 @@ _AT_ONCE = 8_192  # facts in a batch of the evaluation
 
 
 class FactsStudy(Study):
-    """The study of facts."""
-
     name = "facts"
     own = usual_options("facts")
     models = MODELS
@@ -122,8 +125,6 @@ class FactsStudy(Study):
 
 
 class Facts(NamedTuple):
-    """A corpus of facts."""
-
     keys: Tensor  # [N, D] normal numbers
     values: Tensor  # [N] int64, the index of each key's value
     vectors: Tensor  # [V, D], the fixed vector of each value

@@ -28,8 +28,13 @@ from moe_lab.data import EncodedSentences
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Judged, as_change, judged, verdict
 from moe_lab.experiments.report import Page, Plot, new_axes
-from moe_lab.experiments.runs import mean_of, mean_perplexity, number_of
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
+from moe_lab.experiments.runs import (
+    PairedDifference,
+    mean_difference,
+    mean_of,
+    mean_perplexity,
+    number_of,
+)
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
@@ -81,8 +86,6 @@ DEAD = 0.01  # an expert with less than this fraction of its layer's mean load
 
 
 class FineTuning(Study):
-    """The study of balancing losses with adapters."""
-
     name = "fine_tuning"
     models = usual = (MODEL,)
     own = usual_options("fine-tuning", "pieces", "steps", "lora_steps")
@@ -174,7 +177,6 @@ def make_model(pieces: int) -> Any:
 
 
 def routers(model: Any) -> list[Tensor]:
-    """Returns the weights of the routers."""
     return [layer.mlp.gate.weight for layer in model.model.layers]
 
 

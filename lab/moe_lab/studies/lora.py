@@ -27,8 +27,7 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
 from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import mean_perplexity, number_of
-from moe_lab.experiments.statistics import mean_difference
+from moe_lab.experiments.runs import mean_difference, mean_perplexity, number_of
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.models import AnyModel
@@ -57,8 +56,6 @@ _SETTINGS = (
 
 
 class LoRA(RoutingStudy):
-    """The study of adapters around packed experts."""
-
     name = "lora"
     models = usual = (MODEL,)
     given = ()
@@ -132,7 +129,6 @@ def target_text(text: SentenceText, corpus: str, target: str) -> dict[str, Encod
 
 
 def pack_experts(model: AnyModel, format: FormatName) -> None:
-    """Packs the experts of all layers of a model."""
     for layer in model.modules():
         if isinstance(layer, MoE):
             assert isinstance(layer.experts, FeedForwardExperts)

@@ -34,8 +34,6 @@ COLUMNS = {
 
 
 class Losses(RoutingStudy):
-    """The study of balancing losses."""
-
     name = "losses"
     models = usual = WEIGHTS
     overrides: ClassVar = {

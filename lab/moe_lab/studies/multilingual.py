@@ -37,8 +37,13 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import claims_data
 from moe_lab.experiments.report import Claims, Command, Page, Plot, new_axes
 from moe_lab.experiments.results import Result, train_and_test
-from moe_lab.experiments.runs import commands_of, dev_nll, size_cells
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
+from moe_lab.experiments.runs import (
+    PairedDifference,
+    commands_of,
+    dev_nll,
+    mean_difference,
+    size_cells,
+)
 from moe_lab.experiments.store import Run, Runs, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
@@ -81,8 +86,6 @@ SINGLE_OPTIONS = {
 
 
 class Multilingual(TrainedStudy):
-    """The study of one model for several language pairs."""
-
     name = "multilingual_captions"
     given = ("data.corpus=CORPUS",)
     models = MODELS
@@ -283,7 +286,6 @@ def figures(runs: Runs) -> dict[str, dict[str, dict[int, Figures]]]:
 
 
 def means(figures_of_seeds: Mapping[int, Figures]) -> Figures:
-    """Returns the means over the seeds."""
     return Figures(*map(statistics.fmean, zip(*figures_of_seeds.values(), strict=True)))
 
 

@@ -21,8 +21,14 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import percent
 from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import mean_of, mean_perplexity, number_of, test_nll
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
+from moe_lab.experiments.runs import (
+    PairedDifference,
+    mean_difference,
+    mean_of,
+    mean_perplexity,
+    number_of,
+    test_nll,
+)
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy
@@ -44,8 +50,6 @@ FORMATS: dict[str, tuple[FormatName, int | None]] = {  # by name: a format and i
 
 
 class PackedFormats(RoutingStudy):
-    """The study of packed formats."""
-
     name = "packed"
     models = usual = (MODEL,)
 

@@ -100,7 +100,6 @@ def count_translation() -> list[dict[str, Any]]:
 
 
 def counted() -> dict[str, Any]:
-    """Counts all models; returns data for JSON."""
     rows = [count(published) for published in PUBLISHED]
     return {"language_models": rows, "translation": count_translation()}
 
@@ -174,6 +173,5 @@ def page_of(report: Mapping[str, Any]) -> Page:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Runs the study."""
     report = counted()
     publish(options.output, "paper_tables", page_of(report), report)

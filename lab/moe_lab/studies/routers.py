@@ -58,8 +58,6 @@ ROUTERS: dict[str, tuple[str, ...]] = {  # the overrides of each router
 
 
 class Routers(RoutingStudy):
-    """The study of routers."""
-
     name = "routers"
     models = usual = tuple(ROUTERS)
     arm_settings = ("rate",)

@@ -43,7 +43,7 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, claims_of
 from moe_lab.experiments.report import Command, Page, Plot, new_axes
-from moe_lab.experiments.statistics import mean_difference
+from moe_lab.experiments.runs import mean_difference
 from moe_lab.experiments.store import Run, Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
@@ -59,8 +59,6 @@ GATES = ("trained", "untrained")
 
 
 class SpecialisationStudy(Study):
-    """The study of finished runs of one model."""
-
     name = "specialisation"
     own = usual_options("specialisation", "part", "positions", "permutations", "layer")
     models = usual = (MODEL,)

@@ -36,6 +36,7 @@ from moe_lab.experiments.claims import HOW_DECIDED, as_change, claims_data, verd
 from moe_lab.experiments.report import Claims, Page, Plot, new_axes
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import (
+    PairedDifference,
     dev_nll,
     difference,
     mean_curve,
@@ -45,7 +46,6 @@ from moe_lab.experiments.runs import (
     runs_of,
     size_cells,
 )
-from moe_lab.experiments.statistics import PairedDifference
 from moe_lab.experiments.store import Runs, Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
@@ -71,8 +71,6 @@ CLAIM_HEADER = ["claim", "compared", "perplexity, 95%", "verdict", "BLEU, 95%", 
 
 
 class Translation(TrainedStudy):
-    """The study of one language pair."""
-
     models = usual = MODELS
     arm_settings = ("rate", "dropout")
     text: PairText
@@ -207,7 +205,6 @@ class Comparison(NamedTuple):
 
 
 def comparisons(runs: Runs) -> list[Comparison]:
-    """Tests the claims of the paper for both gates."""
     return [
         Comparison(
             claim,
