@@ -9,7 +9,7 @@ import torch
 from moe_lab.analysis.costs import cost
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, parse_arm
-from moe_lab.experiments.store import Runs
+from moe_lab.experiments.runs import ArmRuns, Runs
 from moe_lab.studies import capacity as study
 from moe_lab.studies.table import run as run_study
 from moe_lab.training.model import make_model
@@ -26,7 +26,7 @@ def result(nll, quarter=5.0, dev=9.0):
 
 def runs_of(names):
     """Makes the table of runs from {name of an arm: {seed: run}}."""
-    return Runs({parse_arm(name): runs for name, runs in names.items()})
+    return Runs({parse_arm(name): ArmRuns(runs) for name, runs in names.items()})
 
 
 def test_each_model_has_its_best_options():

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from moe_lab.cli import OVERRIDES, flag, parse
 
 if TYPE_CHECKING:
-    from moe_lab.experiments.store import Run
+    from moe_lab.experiments.runs import Run
 
 _SETTINGS = [
     "steps=1200",

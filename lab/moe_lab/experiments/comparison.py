@@ -7,7 +7,7 @@ analysis is the test log-perplexity of a run after its last step.
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,8 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_data
 from moe_lab.experiments.report import Claims, Command, Page
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import CONFIDENCE, difference, size_cells, test_nll
-from moe_lab.experiments.store import Run, Stored
+from moe_lab.experiments.runs import CONFIDENCE, ArmRuns, Run, test_nll
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.markdown import markdown_table
 from moe_lab.training.config import (
@@ -117,14 +117,14 @@ class Comparison(TrainedStudy):
             )
         lengths = torch.tensor(settings["sentence_tokens"])
         sizes = [
-            [title, *size_cells(costs), f"{_total(costs) / 1e6:.2f}M"]
+            [title, *costs.size_cells(), f"{_total(costs) / 1e6:.2f}M"]
             for title, costs in zip(titles, (first, second), strict=True)
         ]
         rows = [self._row(first[seed], second[seed], lengths) for seed in seeds]
         header = ["seed", *(f"{title}: test ppl" for title in titles), "difference in ln ppl"]
         header += ["95% over test sentences", "CV(Importance)", "CV(Load)", "max/mean Load"]
         header += [f"{title}: words/s" for title in titles]
-        gap = difference(first, second)
+        gap = first.minus(second)
         assert gap is not None  # there are seeds
         over = f", with the 95% t interval over {len(seeds)} paired seeds"
         what = " - ".join(titles)
@@ -177,7 +177,7 @@ def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> tuple[float, 
     return low, high
 
 
-def _total(runs: Mapping[int, Run]) -> int:
+def _total(runs: ArmRuns) -> int:
     return int(next(iter(runs.values()))["cost"]["total_parameters"])
 
 

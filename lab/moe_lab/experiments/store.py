@@ -20,21 +20,13 @@ from moe_ext.info import cpu_name
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, by_settings, parse_arm
 from moe_lab.experiments.report import Claims, Page, publish
+from moe_lab.experiments.runs import ArmRuns, Run, Runs
 from moe_lab.files import Locked, file_lock, read_json, write_json
 from moe_lab.training.config import AnyConfig, config_from_file, options_of_results
-
-Run = dict[str, Any]  # the numbers of a finished run, with the name of its "arm" and its "seed"
 
 # What the code of a page raises for numbers that are missing or of another type.
 _WRONG_RESULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _HINT = "restore the file, or give another --output"
-
-
-class Runs(dict[Arm, dict[int, Run]]):
-    """The finished runs by arm and seed; an arm without runs has {}."""
-
-    def __missing__(self, arm: Arm) -> dict[int, Run]:
-        return {}
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,7 @@ class Stored:
     def by_arm(self) -> Runs:
         by_arm_and_seed = Runs()
         for run in self.runs:
-            by_arm_and_seed.setdefault(parse_arm(run["arm"]), {})[run["seed"]] = run
+            by_arm_and_seed.setdefault(parse_arm(run["arm"]), ArmRuns())[run["seed"]] = run
         return by_arm_and_seed
 
     def find(self, arm: Arm, seed: int) -> Run | None:

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from moe_lab.experiments.arms import Arm, by_settings
-from moe_lab.experiments.runs import dev_nll
-from moe_lab.experiments.store import Runs
+from moe_lab.experiments.runs import Runs, dev_nll
 from moe_lab.markdown import markdown_table
 from moe_lab.training.metrics import perplexity
 

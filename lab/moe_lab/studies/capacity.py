@@ -28,19 +28,15 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of, percent
 from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.runs import (
+    ArmRuns,
     PairedDifference,
+    Runs,
     dev_nll,
-    difference,
-    mean_curve,
     mean_difference,
-    mean_of,
-    mean_perplexity,
     nll_after,
-    size_cells,
     test_nll,
-    widening,
 )
-from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials_table, tried, usual_options
 from moe_lab.markdown import markdown_table
@@ -168,7 +164,7 @@ def at_best(runs: Runs) -> Runs:
     return Runs({model: runs[arm] for model, arm in best_arms(runs).items()})
 
 
-def runs_of_length(results: Runs, times: float) -> dict[str, dict[int, Run]]:
+def runs_of_length(results: Runs, times: float) -> dict[str, ArmRuns]:
     """Returns the runs with one number of training steps, by model."""
     return {model: results[Arm(model, times=times)] for model in MODELS}
 
@@ -188,7 +184,7 @@ def lengths_of(results: Runs) -> list[float]:
     return lengths
 
 
-def slope(same: Mapping[str, Mapping[int, Run]]) -> PairedDifference | None:
+def slope(same: Mapping[str, ArmRuns]) -> PairedDifference | None:
     """Fits ln(perplexity) linearly to log2(experts), for each seed that all mixtures have."""
     seeds = set.intersection(*(set(same[model]) for model in MIXTURES))
     doublings = [number.bit_length() - 1 for number in MIXTURES.values()]
@@ -255,7 +251,7 @@ def claims_of_length(results: Runs, usual: Runs, times: float) -> list[Claim]:
     names = {model: str(Arm(model, times=times)) for model in MODELS}
 
     def row(claim: str, a: str, b: str) -> Claim:
-        return Claim(claim, f"{names[a]} against {names[b]}", difference(same[a], same[b]))
+        return Claim(claim, f"{names[a]} against {names[b]}", same[a].minus(same[b]))
 
     more = [*MIXTURES][1:]
     rows = [row("more experts lower the perplexity at equal operations", a, FIRST) for a in more]
@@ -271,7 +267,7 @@ def claims_of_length(results: Runs, usual: Runs, times: float) -> list[Claim]:
             MORE_TEXT,
             f"{names[a]} against {names[FIRST]}: difference after all steps minus difference "
             "after 25%",
-            widening(same_usual[a], same_usual[FIRST], QUARTER),
+            same_usual[a].widening(same_usual[FIRST], QUARTER),
         )
         for a in more
     ]
@@ -304,13 +300,13 @@ def summary(results: Runs) -> str:
 
     def dev_perplexity(arm: Arm) -> float:
         runs = results[arm]
-        return mean_perplexity({seed: runs[seed] for seed in seeds or runs}, dev_nll)
+        return runs.on(seeds or runs).perplexity(dev_nll)
 
     best = min(arms, key=dev_perplexity)
     gaps = [
         f"{as_change(gap)} from {base}"
         for base in (replace(best, model=model) for model in (FIRST, *DENSE))
-        if base != best and (gap := difference(results[best], results[base]))
+        if base != best and (gap := results[best].minus(results[base]))
     ]
     text = f"The mixture with the lowest dev perplexity is {best}."
     return text + (f" The change of its test perplexity is {'; '.join(gaps)}." if gaps else "")
@@ -340,16 +336,16 @@ def results_table(settings: Mapping[str, Any], runs: Runs) -> str:
         if not (arm_runs := same[model]):
             continue
         arm = Arm(model, times=times)
-        changes = [as_change(difference(arm_runs, same[b])) if b != model else "" for b in BASES]
+        changes = [as_change(arm_runs.minus(same[b])) if b != model else "" for b in BASES]
         rows.append(
             [
                 arm,
                 best[arm].trial or usual_options(settings),
-                *size_cells(arm_runs),
+                *arm_runs.size_cells(),
                 len(arm_runs),
-                f"{mean_perplexity(arm_runs, nll_after(QUARTER)):.2f}",
-                f"{mean_perplexity(arm_runs):.2f}",
-                f"{perplexity(mean_of(arm_runs, test_nll) * per_byte):.4f}",
+                f"{arm_runs.perplexity(nll_after(QUARTER)):.2f}",
+                f"{arm_runs.perplexity():.2f}",
+                f"{perplexity(arm_runs.mean(test_nll) * per_byte):.4f}",
                 *changes,
             ]
         )
@@ -366,7 +362,7 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     lengths = lengths_of(results)
     figure, (learning, capacity) = new_axes(10, 4.2, columns=2)
     for model, arm_runs in runs_of_length(results, lengths[-1]).items():
-        if points := [(tokens / 1e6, ppl) for tokens, ppl in mean_curve(arm_runs)]:
+        if points := [(tokens / 1e6, ppl) for tokens, ppl in arm_runs.curve()]:
             learning.plot(*zip(*points, strict=True), marker=".", label=model)
     learning.set(xlabel="training wordpieces (millions)", ylabel="dev perplexity", yscale="log")
     learning.yaxis.set_minor_formatter("{x:g}")
@@ -375,7 +371,7 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     for times in with_first:
         seen = settings["steps"] * settings["data.tokens_per_batch"] * times
         same = runs_of_length(results, times)
-        gaps = [(n, difference(same[model], same[FIRST])) for model, n in MIXTURES.items()]
+        gaps = [(n, same[model].minus(same[FIRST])) for model, n in MIXTURES.items()]
         known = [(n, gap) for n, gap in gaps if gap]
         means = [percent(gap.mean) for _, gap in known]
         label = f"after {seen / 1e6:.1f} million wordpieces"
@@ -390,7 +386,7 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     where = capacity.get_yaxis_transform()
     for times, (place, dense) in product(with_first[-1:], enumerate(DENSE)):
         same = runs_of_length(results, times)
-        if gap := difference(same[dense], same[FIRST]):
+        if gap := same[dense].minus(same[FIRST]):
             level = percent(gap.mean)
             capacity.axhline(level, lw=0.8, ls="--", color="grey")
             at = (0.02 + 0.2 * place, level)  # side by side, because levels can be equal

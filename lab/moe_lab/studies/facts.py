@@ -31,14 +31,8 @@ from moe_lab.analysis.costs import moe_ops
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_percent, verdict
 from moe_lab.experiments.report import Claims, Page, Plot, new_axes
-from moe_lab.experiments.runs import (
-    PairedDifference,
-    difference,
-    mean_difference,
-    mean_of,
-    number_of,
-)
-from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.runs import PairedDifference, Run, Runs, mean_difference, number_of
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
 from moe_lab.models.parts import evaluating
@@ -89,7 +83,7 @@ class FactsStudy(Study):
         model_deviations = deviations(runs)
         rows = []
         for arm, arm_runs in runs.items():
-            first, bits = next(iter(arm_runs.values())), mean_of(arm_runs, bits_of)
+            first, bits = next(iter(arm_runs.values())), arm_runs.mean(bits_of)
             rows.append(
                 [
                     arm,
@@ -107,7 +101,7 @@ class FactsStudy(Study):
             "bits stored", "bits per parameter", "against the mixtures' mean, 95%",
         ]  # fmt: skip
         claimed = claims(runs)
-        parameters = [mean_of(runs[Arm(model)], num_parameters_of) for model in compared]
+        parameters = [runs[Arm(model)].mean(num_parameters_of) for model in compared]
         return self.filled(
             stored,
             plot=plot(runs),
@@ -270,7 +264,7 @@ def claims(runs: Runs) -> list[list[str]]:
         for model, gap in deviations(runs).items()
     ]
     for model in (model for model in MIXTURES if runs[Arm(model)] and runs[Arm(DENSE)]):
-        ratio = difference(runs[Arm(model)], runs[Arm(DENSE)], log_bits)
+        ratio = runs[Arm(model)].minus(runs[Arm(DENSE)], log_bits)
         rows.append(
             [
                 "a mixture stores more than a dense layer of no fewer operations",
@@ -286,7 +280,7 @@ def plot(runs: Runs) -> Plot:
     """Plots bits over parameters for all layers, and over the size of the corpus for one."""
     figure, (capacity, saturation) = new_axes(10, 4.2, columns=2)
     sizes = {  # parameters and bits of the layers
-        arm.model: (mean_of(arm_runs, num_parameters_of), mean_of(arm_runs, bits_of))
+        arm.model: (arm_runs.mean(num_parameters_of), arm_runs.mean(bits_of))
         for arm, arm_runs in runs.items()
         if arm.times == 1
     }
@@ -312,7 +306,7 @@ def plot(runs: Runs) -> Plot:
     capacity.set_title("at most the dense layer's operations")
     capacity.legend()
     points = sorted(
-        (mean_of(arm_runs, number_of("facts")) * math.log2(VALUES), mean_of(arm_runs, bits_of))
+        (arm_runs.mean(number_of("facts")) * math.log2(VALUES), arm_runs.mean(bits_of))
         for arm, arm_runs in runs.items()
         if arm.model == SATURATION
     )

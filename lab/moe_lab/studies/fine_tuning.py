@@ -14,7 +14,7 @@ pools all layers, with two weights, and the importance loss of each layer (Eq. 7
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -28,14 +28,8 @@ from moe_lab.data import EncodedSentences
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Judged, as_change, judged, verdict
 from moe_lab.experiments.report import Page, Plot, new_axes
-from moe_lab.experiments.runs import (
-    PairedDifference,
-    mean_difference,
-    mean_of,
-    mean_perplexity,
-    number_of,
-)
-from moe_lab.experiments.store import Run, Stored
+from moe_lab.experiments.runs import ArmRuns, PairedDifference, Run, number_of
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
 from moe_lab.models import evaluating
@@ -222,20 +216,19 @@ def test(model: Any, rows: Tensor) -> dict[str, float]:
     }
 
 
-def _cells(runs: Mapping[int, Run], *keys: str) -> list[str]:
+def _cells(runs: ArmRuns, *keys: str) -> list[str]:
     """Formats the perplexity and the balance of the runs."""
-    balance = [mean_of(runs, number_of(*keys, key)) for key in ("idle", "dead", "busiest")]
-    ppl = mean_perplexity(runs, number_of(*keys, "nll"))
+    balance = [runs.mean(number_of(*keys, key)) for key in ("idle", "dead", "busiest")]
+    ppl = runs.perplexity(number_of(*keys, "nll"))
     return [f"{ppl:.2f}", *(f"{value:.1f}" for value in balance)]
 
 
-def _gap(runs: Mapping[int, Run], a: str, b: str, key: str) -> PairedDifference | None:
+def _gap(runs: ArmRuns, a: str, b: str, key: str) -> PairedDifference | None:
     """Computes the difference of a number between two losses, over the seeds."""
-    value_a, value_b = number_of("tuned", a, key), number_of("tuned", b, key)
-    return mean_difference([value_a(run) - value_b(run) for run in runs.values()])
+    return runs.gap(number_of("tuned", a, key), number_of("tuned", b, key))
 
 
-def loss_claims(runs: Mapping[int, Run]) -> list[Judged]:
+def loss_claims(runs: ArmRuns) -> list[Judged]:
     claims = []
     for key, what in (("nll", "perplexity"), ("dead", "number of dead experts")):
         for a, b in ((LAYERS, NONE), (POOLED, NONE), (LAYERS, POOLED)):

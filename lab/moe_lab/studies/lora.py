@@ -27,7 +27,7 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
 from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import mean_difference, mean_perplexity, number_of
+from moe_lab.experiments.runs import number_of
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.models import AnyModel
@@ -94,12 +94,12 @@ class LoRA(RoutingStudy):
         runs = stored.by_arm()[Arm(MODEL)]
         tuned = {name: number_of("tuned", name) for name in FORMATS}
         before = number_of("before")
-        rows = [["before", f"{mean_perplexity(runs, before):.2f}", ""]]
+        rows = [["before", f"{runs.perplexity(before):.2f}", ""]]
         claims = []
         for name, nll in tuned.items():
-            gap = mean_difference([nll(run) - tuned[FLOAT](run) for run in runs.values()])
+            gap = runs.gap(nll, tuned[FLOAT])
             change = "" if name == FLOAT else as_change(gap)
-            rows.append([f"adapters around {name}", f"{mean_perplexity(runs, nll):.2f}", change])
+            rows.append([f"adapters around {name}", f"{runs.perplexity(nll):.2f}", change])
             if name != FLOAT:
                 claims.append(Claim(CLAIM, f"{name} against {FLOAT}, at most 1% above", gap))
         return self.filled(

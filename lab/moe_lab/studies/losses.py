@@ -16,8 +16,8 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Judged, as_change, judged, verdict
 from moe_lab.experiments.report import Page
 from moe_lab.experiments.results import BALANCE_BATCHES
-from moe_lab.experiments.runs import difference, mean_of, mean_perplexity, number_of, runs_of
-from moe_lab.experiments.store import Runs, Stored
+from moe_lab.experiments.runs import Runs, number_of
+from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy, plot
 
@@ -50,10 +50,10 @@ class Losses(RoutingStudy):
         if not usual:
             return None
         rows = []
-        for name, arm_runs in runs_of(WEIGHTS, runs):
-            gap = "" if name == USUAL else as_change(difference(arm_runs, usual))
-            balance = [f"{mean_of(arm_runs, number_of('balance', key)):.3f}" for key in COLUMNS]
-            ppl = f"{mean_perplexity(arm_runs):.2f}"
+        for name, arm_runs in runs.of(WEIGHTS):
+            gap = "" if name == USUAL else as_change(arm_runs.minus(usual))
+            balance = [f"{arm_runs.mean(number_of('balance', key)):.3f}" for key in COLUMNS]
+            ppl = f"{arm_runs.perplexity():.2f}"
             rows.append([*name.split(","), len(arm_runs), ppl, gap, *balance])
         header = ["w_importance", "w_load", "seeds", "test ppl", f"change from {USUAL}, 95%"]
         n, k = settings["model.moe.num_experts"], settings["model.moe.k"]
@@ -75,7 +75,7 @@ def claims(runs: Runs) -> list[Judged]:
     rows = []
 
     def compare_quality(claim: str, a: str, b: str, within: str = "", **limits: float) -> None:
-        gap = difference(runs[Arm(a)], runs[Arm(b)])
+        gap = runs[Arm(a)].minus(runs[Arm(b)])
         decided = verdict(gap, **limits)
         rows.append(Judged(claim, f"{a} against {b}{within}", gap, as_change(gap), decided))
 
@@ -90,7 +90,7 @@ def claims(runs: Runs) -> list[Judged]:
         ("larger weights lower max/mean Load", USUAL, "1,1"),
         ("w_load lowers max/mean Load more than w_importance", "0.2,0", "0,0.2"),
     ):
-        gap = difference(runs[Arm(more)], runs[Arm(less)], max_over_mean_load)
+        gap = runs[Arm(more)].minus(runs[Arm(less)], max_over_mean_load)
         shown = f"{gap:+.3f}" if gap else ""
         rows.append(Judged(claim, f"{more} against {less}", gap, shown, verdict(gap)))
     return [row for row in rows if row.difference]

@@ -39,12 +39,13 @@ from moe_lab.experiments.report import Claims, Command, Page, Plot, new_axes
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.runs import (
     PairedDifference,
+    Run,
+    Runs,
     commands_of,
     dev_nll,
     mean_difference,
-    size_cells,
 )
-from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
 from moe_lab.markdown import markdown_table
@@ -375,7 +376,7 @@ def sizes_of_models(runs: Runs) -> str:
         last = [*arm_runs.values()][-1]
         rows[arm.model] = [
             arm.model,
-            *size_cells(arm_runs),
+            *arm_runs.size_cells(),
             f"{last['steps']:,}",
             f"{last['learning_rate']:g}",
             len({seed for a in runs if a.model == arm.model for seed in runs[a]}),

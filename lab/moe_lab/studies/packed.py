@@ -21,14 +21,7 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import percent
 from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import (
-    PairedDifference,
-    mean_difference,
-    mean_of,
-    mean_perplexity,
-    number_of,
-    test_nll,
-)
+from moe_lab.experiments.runs import PairedDifference, number_of, test_nll
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy
@@ -80,15 +73,15 @@ class PackedFormats(RoutingStudy):
         rows, points = [], {}
         for name in FORMATS:
             bits, error, nll = (number_of("formats", name, key) for key in ("bits", "error", "nll"))
-            change = mean_difference([nll(run) - test_nll(run) for run in runs.values()])
+            change = runs.gap(nll, test_nll)
             assert change is not None  # there are runs
-            points[name] = mean_of(runs, bits), change
+            points[name] = runs.mean(bits), change
             rows.append(
                 [
                     name,
-                    f"{mean_of(runs, bits):.2f}",
-                    f"{100 * mean_of(runs, error):.2f}%",
-                    f"{mean_perplexity(runs, nll):.2f}",
+                    f"{runs.mean(bits):.2f}",
+                    f"{100 * runs.mean(error):.2f}%",
+                    f"{runs.perplexity(nll):.2f}",
                     change.text(lambda gap: f"{percent(gap):+.3f}", "%"),
                 ]
             )
@@ -96,7 +89,7 @@ class PackedFormats(RoutingStudy):
         return self.filled(
             stored,
             seeds=len(runs),
-            perplexity=mean_perplexity(runs),
+            perplexity=runs.perplexity(),
             plot=plot(points),
             formats=markdown_table(header, rows),
         )

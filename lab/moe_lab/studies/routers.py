@@ -18,21 +18,14 @@ takes 3 minutes on one processor.
 """
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
 from moe_lab.experiments.report import Page, table_of
 from moe_lab.experiments.results import BALANCE_BATCHES
-from moe_lab.experiments.runs import (
-    difference,
-    mean_of,
-    mean_perplexity,
-    number_of,
-    runs_of,
-    size_cells,
-)
-from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.runs import ArmRuns, Run, Runs, number_of
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.trials import trials
 from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy, plot
@@ -68,22 +61,22 @@ class Routers(RoutingStudy):
         paper = runs[Arm(PAPER)]
         if not paper:
             return None
-        columns: dict[str, Callable[[str, Mapping[int, Run]], object]] = {
+        columns: dict[str, Callable[[str, ArmRuns], object]] = {
             "router": lambda name, _: f"{name} (not causal)" if name == NOT_CAUSAL else name,
-            "ops/timestep": lambda _, own: size_cells(own)[0],
+            "ops/timestep": lambda _, own: own.size_cells()[0],
             "seeds": lambda _, own: len(own),
-            "test ppl": lambda _, own: f"{mean_perplexity(own):.2f}",
+            "test ppl": lambda _, own: f"{own.perplexity():.2f}",
             f"change from {PAPER}, 95%": lambda name, own: (
-                "" if name == PAPER else as_change(difference(own, paper))
+                "" if name == PAPER else as_change(own.minus(paper))
             ),
-            "CV(tokens)": lambda _, own: f"{mean_of(own, number_of('balance', 'cv_tokens')):.3f}",
-            "max/mean tokens": lambda _, own: f"{mean_of(own, busiest):.2f}",
+            "CV(tokens)": lambda _, own: f"{own.mean(number_of('balance', 'cv_tokens')):.3f}",
+            "max/mean tokens": lambda _, own: f"{own.mean(busiest):.2f}",
         }
         options = [[name, " ".join(f"`{option}`" for option in ROUTERS[name])] for name in ROUTERS]
         return self.filled(
             stored,
             plot=plot(runs, [*ROUTERS], busiest, xlabel="tokens of the busiest expert / mean"),
-            routers=table_of(columns, runs_of(ROUTERS, runs)),
+            routers=table_of(columns, runs.of(ROUTERS)),
             batches=BALANCE_BATCHES,
             claims=claims_of(router_claims(runs)),
             options=markdown_table(["router", "options"], options),
@@ -94,7 +87,7 @@ class Routers(RoutingStudy):
 def router_claims(runs: Runs) -> list[Claim]:
     """Claims a lower perplexity than the paper's router for each causal router that has runs."""
     claim = "{} has a lower perplexity than the paper's router"
-    gaps = {name: difference(runs[Arm(name)], runs[Arm(PAPER)]) for name in ROUTERS}
+    gaps = {name: runs[Arm(name)].minus(runs[Arm(PAPER)]) for name in ROUTERS}
     return [
         Claim(claim.format(name), f"{name} against {PAPER}", gap)
         for name, gap in gaps.items()

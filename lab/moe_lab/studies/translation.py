@@ -35,18 +35,8 @@ from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import HOW_DECIDED, as_change, claims_data, verdict
 from moe_lab.experiments.report import Claims, Page, Plot, new_axes
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import (
-    PairedDifference,
-    dev_nll,
-    difference,
-    mean_curve,
-    mean_of,
-    mean_perplexity,
-    number_of,
-    runs_of,
-    size_cells,
-)
-from moe_lab.experiments.store import Runs, Stored
+from moe_lab.experiments.runs import PairedDifference, Runs, dev_nll, number_of
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
 from moe_lab.markdown import markdown_table
@@ -115,7 +105,7 @@ class Translation(TrainedStudy):
 
     def page(self, stored: Stored) -> Page | None:
         runs, settings = stored.by_arm(), stored.settings
-        if not runs_of(MODELS, runs):
+        if not runs.of(MODELS):
             return None
         decided, claimed = claims(runs)
         return self.filled(
@@ -209,8 +199,8 @@ def comparisons(runs: Runs) -> list[Comparison]:
         Comparison(
             claim,
             f"{arm} against {baseline}",
-            difference(runs[Arm(arm)], runs[Arm(baseline)]),
-            difference(runs[Arm(arm)], runs[Arm(baseline)], number_of("bleu")),
+            runs[Arm(arm)].minus(runs[Arm(baseline)]),
+            runs[Arm(arm)].minus(runs[Arm(baseline)], number_of("bleu")),
         )
         for claim, baseline in (
             ("mixtures translate better than a model without them", NONE),
@@ -245,15 +235,15 @@ def table(settings: Mapping[str, Any], runs: Runs) -> str:
     if len(settings["near_duplicates"]) >= 0.01 * settings["test_pairs"]:
         scores["distinct_bleu"] = "BLEU without near duplicates"
     rows = []
-    for name, arm_runs in runs_of(MODELS, runs):
+    for name, arm_runs in runs.of(MODELS):
         bleu = [[run[key] for run in arm_runs.values()] for key in scores]
         rows.append(
             [
                 name,
-                *size_cells(arm_runs),
+                *arm_runs.size_cells(),
                 len(arm_runs),
-                f"{mean_perplexity(arm_runs):.3f}",
-                as_change(difference(arm_runs, runs[Arm(NONE)])) if name != NONE else "",
+                f"{arm_runs.perplexity():.3f}",
+                as_change(arm_runs.minus(runs[Arm(NONE)])) if name != NONE else "",
                 *("" if None in values else f"{statistics.fmean(values):.2f}" for values in bleu),
             ]
         )
@@ -278,13 +268,13 @@ def balance(runs: Runs) -> str:
         return ""
 
     def mean(key: str) -> str:
-        values = (mean_of(strict, number_of("masks", key, layer)) for layer in (0, 1))
+        values = (strict.mean(number_of("masks", key, layer)) for layer in (0, 1))
         return " and ".join(f"{100 * value:.1f}%" for value in values)
 
-    by_batch = mean_perplexity(strict, number_of("masks", "nll_batchwise"))
+    by_batch = strict.perplexity(number_of("masks", "nll_batchwise"))
     return (
         f"The gates of {BALANCED} are strictly balanced. The final dev perplexity was "
-        f"{mean_perplexity(strict, dev_nll):.3f} with the threshold mask and {by_batch:.3f} "
+        f"{strict.perplexity(dev_nll):.3f} with the threshold mask and {by_batch:.3f} "
         "with the batchwise mask. In the last training batches, the two masks differed in "
         f"{mean('mask_disagreement')} of the assignments in encoder and decoder. The "
         f"batchwise mask gave no expert to {mean('share_without_expert')} of the tokens."
@@ -298,7 +288,7 @@ def convergence(runs: Runs, models: Iterable[str]) -> str:
     """
     share, changes = 0.0, []
     for name in models:
-        curve = mean_curve(runs[Arm(name)])
+        curve = runs[Arm(name)].curve()
         earlier = [(tokens, ppl) for tokens, ppl in curve if tokens <= 0.905 * curve[-1][0]]
         if earlier:
             (before, then), (end, now) = earlier[-1], curve[-1]
@@ -322,7 +312,7 @@ def crossover(settings: Mapping[str, Any], runs: Runs) -> str:
         mixture, dense = runs[Arm(name)], runs[Arm(DENSE)]
         if not (seeds := mixture.keys() & dense.keys()):
             continue
-        curves = (mean_curve({seed: r[seed] for seed in seeds}) for r in (mixture, dense))
+        curves = (own.on(seeds).curve() for own in (mixture, dense))
         first = None  # tokens of training at the first evaluation after which the mixture is ahead
         for (tokens, our_ppl), (_, their_ppl) in zip(*curves, strict=True):
             if our_ppl >= their_ppl:
@@ -341,7 +331,7 @@ def crossover(settings: Mapping[str, Any], runs: Runs) -> str:
 def shown(settings: Mapping[str, Any], runs: Runs) -> str:
     """Formats ten evenly spaced sentences of the test part and their translations."""
     # The runs of a model are in the order of seeds.
-    first = {name: next(iter(arm_runs.values())) for name, arm_runs in runs_of(MODELS, runs)}
+    first = {name: next(iter(arm_runs.values())) for name, arm_runs in runs.of(MODELS)}
     width = max(map(len, ["reference", *first]))
     blocks = []
     for number, (source, reference) in enumerate(settings["shown"]):
@@ -357,7 +347,7 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     figure, axes = new_axes(6, 4.2)
     scale = settings["source_words"] / settings["train_tokens"] / 1e6  # millions of words per piece
     for name in MODELS:
-        if points := [(tokens * scale, ppl) for tokens, ppl in mean_curve(runs[Arm(name)])]:
+        if points := [(tokens * scale, ppl) for tokens, ppl in runs[Arm(name)].curve()]:
             axes.plot(*zip(*points, strict=True), label=name, lw=1.2)
     axes.set(xlabel="source words processed, millions", ylabel="dev perplexity", yscale="log")
     axes.legend()
