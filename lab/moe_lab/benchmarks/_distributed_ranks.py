@@ -15,13 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ext import Experts, HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, MoEAux
-from moe_ext.distributed import (
-    AllToAll,
-    ExpertParallel,
-    ExpertPlacement,
-    Placement,
-    Ranks,
-)
+from moe_ext.distributed import AllToAll, ExpertParallel, ExpertPlacement, Placement, Ranks
 from moe_lab.analysis.cluster import exchange_bytes
 from moe_lab.benchmarks.cases import GROUPS, NODES, UNITS
 from moe_lab.progress import progress

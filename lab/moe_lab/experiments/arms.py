@@ -117,7 +117,7 @@ def _parsed(name: str) -> Arm:
 
 
 RUNS: dict[str, Option] = SEEDS | {
-    "--arms": several(_parsed, None, "run only these models") | {"metavar": "ARM"},
+    "--arms": several(_parsed, None, "run only these models") | {"metavar": "ARM"}
 }
 
 

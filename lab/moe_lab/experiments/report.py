@@ -65,8 +65,8 @@ class Page:
 def page_of_template(module: str, **fields: Any) -> Page:
     """Makes a page from the Markdown file next to a module file, with fields as in `str.format`.
 
-    The first line is the title. A paragraph that is empty because its field is empty is left out. A
-    `Plot`, `Claims` or `Command` has a paragraph of its own.
+    The first line is the title. Text in [[name: text]] is left out if the field is empty. An empty
+    paragraph is left out. A `Plot`, `Claims` or `Command` has a paragraph of its own.
     """
     template = Path(module).with_suffix(".md").read_text("utf-8")
     title, *paragraphs = template.strip().split("\n\n")
@@ -76,7 +76,8 @@ def page_of_template(module: str, **fields: Any) -> Page:
         if alone:
             parts.append(fields[alone[1]])
         else:
-            lines = (line.format_map(fields) for line in paragraph.split("\n"))
+            known = re.sub(r"\[\[(\w+): (.*?)\]\]", lambda m: m[2] * bool(fields[m[1]]), paragraph)
+            lines = (line.format_map(fields) for line in known.split("\n"))
             parts.append("\n".join(re.sub(r"(?<=\S) +", " ", line).rstrip() for line in lines))
     return Page(title.format_map(fields), parts)
 

@@ -122,11 +122,13 @@ class Capacity(TrainedStudy):
 
     def page(self, stored: Stored) -> Page | None:
         runs = stored.by_arm()
-        results = at_best(runs)
+        best = best_arms(runs)
+        results = Runs({model: runs[arm] for model, arm in best.items()})
         if not lengths_of(results):
             return None
         settings, lengths = stored.settings, lengths_of(results)
         title, contents = TEXTS[settings["text"]]
+        mixture, tried_options = best_mixture(results), search(settings, runs)
         seen = settings["steps"] * settings["data.tokens_per_batch"]
         longer = "".join(f", with x{times:g} {times * seen:,.0f}" for times in lengths[1:])
         epochs = lengths[-1] * seen / settings["train_tokens"]
@@ -134,16 +136,18 @@ class Capacity(TrainedStudy):
             stored,
             title=title,
             contents=contents,
-            plot=plot(settings, runs),
-            summary=summary(results),
-            results=results_table(settings, runs),
+            plot=plot(settings, results),
+            best=mixture,
+            changes=changes_of(mixture, results),
+            results=results_table(settings, results, best),
             seen=seen,
             longer=longer,
             epochs=epochs,
-            spread=spread_sentence(results),
+            spread=spread(results),
             usual=usual_options(settings),
             claims=claims_of(claims(results, runs)),
-            search=search(settings, runs),
+            search=tried_options,
+            unsearched=not tried_options,
         )
 
 
@@ -157,11 +161,6 @@ def best_arms(runs: Runs) -> dict[Arm, Arm]:
         lowest = min(nll, key=nll.__getitem__)
         best[model] = next(arm for arm in runs if arm.usual == model and arm.trial == lowest)
     return best
-
-
-def at_best(runs: Runs) -> Runs:
-    """Returns the runs of each model and length with its best settings, see `best_arms`."""
-    return Runs({model: runs[arm] for model, arm in best_arms(runs).items()})
 
 
 def runs_of_length(results: Runs, times: float) -> dict[str, ArmRuns]:
@@ -213,7 +212,7 @@ def claims(results: Runs, usual: Runs) -> list[Claim]:
 
     Claims about models without runs are left out. Each claim compares models at the greatest number
     of training steps for which it has an interval. Without an interval, it compares them at the
-    greatest for which it has runs. `results` are those `at_best`. The claims about more text
+    greatest for which it has runs. `results` are those of `best_arms`. The claims about more text
     compare the runs with the usual settings, because a learning rate changes the beginning of the
     training more than its end.
     """
@@ -274,26 +273,21 @@ def claims_of_length(results: Runs, usual: Runs, times: float) -> list[Claim]:
     return rows
 
 
-def spread_sentence(results: Runs) -> str:
-    """Compares the spread over the seeds of a model on the test part and on the dev part.
+def spread(results: Runs) -> list[float]:
+    """Returns the spread over the seeds of a model, on the test part and on the dev part.
 
-    It is the root of the mean variance over the models with two seeds or more.
+    It is the root of the mean variance over the models with two seeds or more; [] without any.
     """
     some = [arm_runs.values() for arm_runs in results.values() if len(arm_runs) > 1]
-    if not some:
-        return ""
-    test, dev = (
+    return [
         statistics.fmean(statistics.variance(map(nll, arm_runs)) for arm_runs in some) ** 0.5
         for nll in (test_nll, dev_nll)
-    )
-    return (
-        f"Over the seeds of a model, ln ppl has a standard deviation of {test:.3f} on the test "
-        f"part and {dev:.3f} on the dev part."
-    )
+        if some
+    ]
 
 
-def summary(results: Runs) -> str:
-    """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
+def best_mixture(results: Runs) -> Arm:
+    """Returns the mixture with the lowest dev perplexity."""
     arms = [Arm(mixture, times=times) for times in lengths_of(results) for mixture in MIXTURES]
     arms = [arm for arm in arms if results[arm]]
     seeds = set.intersection(*(set(results[arm]) for arm in arms))
@@ -302,33 +296,29 @@ def summary(results: Runs) -> str:
         runs = results[arm]
         return runs.on(seeds or runs).perplexity(dev_nll)
 
-    best = min(arms, key=dev_perplexity)
+    return min(arms, key=dev_perplexity)
+
+
+def changes_of(best: Arm, results: Runs) -> str:
+    """Compares a mixture with other models on the test part."""
     gaps = [
         f"{as_change(gap)} from {base}"
         for base in (replace(best, model=model) for model in (FIRST, *DENSE))
         if base != best and (gap := results[best].minus(results[base]))
     ]
-    text = f"The mixture with the lowest dev perplexity is {best}."
-    return text + (f" The change of its test perplexity is {'; '.join(gaps)}." if gaps else "")
+    return "; ".join(gaps)
 
 
 def search(settings: Mapping[str, Any], runs: Runs) -> str:
-    """Shows the learning rates and dropouts of which each model has the best."""
+    """Shows the learning rates and dropouts of which each model has the best; "" for only one."""
     lengths = all_lengths(runs)
     compared = tried(runs, [Arm(m, times=times) for m, times in product(MODELS, lengths)])
-    usual = usual_options(settings)
     if all(len(tried.nll) < 2 for tried in compared.values()):
-        return f"Every run has {usual}; nothing was selected by the dev part."
-    return (
-        "The options of each model, and of each number of steps, are those with the lowest dev "
-        "perplexity in this table. A cell is the mean over the seeds of its row, and empty without "
-        f"a run. A column that names no dropout has dropout {settings['model.dropout']:g}.\n\n"
-        f"{trials_table(compared, usual)}"
-    )
+        return ""
+    return trials_table(compared, usual_options(settings))
 
 
-def results_table(settings: Mapping[str, Any], runs: Runs) -> str:
-    results, best = at_best(runs), best_arms(runs)
+def results_table(settings: Mapping[str, Any], results: Runs, best: Mapping[Arm, Arm]) -> str:
     per_byte = settings["test_tokens"] / settings["test_bytes"]
     rows = []
     for times, model in product(lengths_of(results), MODELS):
@@ -356,9 +346,8 @@ def results_table(settings: Mapping[str, Any], runs: Runs) -> str:
     return markdown_table(header, rows)
 
 
-def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
+def plot(settings: Mapping[str, Any], results: Runs) -> Plot:
     """Plots the mean learning curves of the longest runs, and the perplexity with more experts."""
-    results = at_best(runs)
     lengths = lengths_of(results)
     figure, (learning, capacity) = new_axes(10, 4.2, columns=2)
     for model, arm_runs in runs_of_length(results, lengths[-1]).items():

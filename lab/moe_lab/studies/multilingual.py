@@ -50,14 +50,7 @@ from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
 from moe_lab.markdown import markdown_table
 from moe_lab.models import TranslationModel
-from moe_lab.studies.translation import (
-    BLEU,
-    CLAIM_HEADER,
-    CORPUS,
-    DECIDED,
-    claim_cells,
-    convergence,
-)
+from moe_lab.studies.translation import BLEU, CLAIM_HEADER, CORPUS, claim_cells, convergence
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import by_language_pair, perplexity
@@ -164,20 +157,17 @@ class Multilingual(TrainedStudy):
         usual_runs = [run for arm_runs in runs.values() for run in arm_runs.values()]
         signatures = sorted({f"`{name}`" for run in usual_runs for name in run["signatures"]})
         tried = Runs({arm: r for arm, r in all_runs.items() if not arm.attends_language})
-        decided, claimed = claims(comparisons(runs))
+        claimed = claims(comparisons(runs))
         return self.filled(
             stored,
             plot=plot(settings, runs),
             sizes=sizes_of_models(runs),
             pairs=table(settings["train_pairs"], runs),
-            decided=decided,
+            decided=claimed.table,
             claims=claimed,
             corpus=CORPUS,
-            single=f"`{SINGLE}` stands for dense models of one language pair each. They read about "
-            f"twice as much text of their pair as `{MIXTURE}`."
-            if SINGLE in models
-            else "",
-            short=f"`{SHORT}` reads about as much text of its pair." if SHORT in models else "",
+            single=SINGLE in models,
+            short=SHORT in models,
             convergence=convergence(runs, [MIXTURE, DENSE]),
             bleu=BLEU,
             signatures=", ".join(signatures),
@@ -266,14 +256,7 @@ def attention_table(runs: Runs) -> str:
 
     seeds = sorted(set().union(*several.values()))
     rows = [[arm, *(cell(arm_runs.get(s)) for s in seeds)] for arm, arm_runs in several.items()]
-    return (
-        "In a model of several languages, each source begins with the token `<2xx>` of its target "
-        "language. Where the attention sees this token, it can get stuck on it, and the perplexity "
-        "then varies more between seeds than between models. No claim is made about these runs. "
-        "This table shows the dev perplexity at the end, and in parentheses the mean attention "
-        "weight of `<2xx>`:\n\n"
-        + markdown_table(["model", *(f"seed {seed}" for seed in seeds)], rows)
-    )
+    return markdown_table(["model", *(f"seed {seed}" for seed in seeds)], rows)
 
 
 def figures(runs: Runs) -> dict[str, dict[str, dict[int, Figures]]]:
@@ -337,8 +320,8 @@ def comparisons(runs: Runs) -> list[Comparison]:
     return [result for result in compared if result is not None]
 
 
-def claims(compared: Sequence[Comparison]) -> tuple[str, Claims]:
-    """Makes the parts of the page with the claims, and the language pairs that support them."""
+def claims(compared: Sequence[Comparison]) -> Claims:
+    """Makes the part of the page with the claims, and the language pairs that support them."""
     rows = [
         [
             *claim_cells(result.claim, result.compared, result.difference, result.bleu),
@@ -348,11 +331,7 @@ def claims(compared: Sequence[Comparison]) -> tuple[str, Claims]:
         for result in compared
     ]
     table = markdown_table([*CLAIM_HEADER, "lower perplexity", "higher BLEU"], rows)
-    how = (
-        f"{DECIDED} The claims are about the mean over the language pairs. The last two columns "
-        "count the pairs in which the first model is better."
-    )
-    return how if rows else "", Claims(table if rows else "", claims_data(compared))
+    return Claims(table if rows else "", claims_data(compared))
 
 
 def table(train_pairs: Mapping[str, int], runs: Runs) -> str:

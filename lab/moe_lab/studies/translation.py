@@ -32,10 +32,10 @@ import torch
 
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.claims import HOW_DECIDED, as_change, claims_data, verdict
+from moe_lab.experiments.claims import as_change, claims_data, verdict
 from moe_lab.experiments.report import Claims, Page, Plot, new_axes
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import PairedDifference, Runs, dev_nll, number_of
+from moe_lab.experiments.runs import ArmRuns, PairedDifference, Runs, dev_nll, number_of
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
@@ -56,7 +56,6 @@ _PUBLISHED = {"en-de": 41.02, "en-fr": 61.80}
 # Sentences and table of the pages of both studies of translation.
 CORPUS = "captions of images, the public corpus Multi30k"
 BLEU = "BLEU is sacreBLEU's score of a beam search with the penalties of Wu et al. (2016)."
-DECIDED = f"{HOW_DECIDED} For BLEU, above and below are exchanged."
 CLAIM_HEADER = ["claim", "compared", "perplexity, 95%", "verdict", "BLEU, 95%", "verdict"]
 
 
@@ -107,12 +106,12 @@ class Translation(TrainedStudy):
         runs, settings = stored.by_arm(), stored.settings
         if not runs.of(MODELS):
             return None
-        decided, claimed = claims(runs)
+        claimed = claims(runs)
         return self.filled(
             stored,
             plot=plot(settings, runs),
             models=table(settings, runs),
-            decided=decided,
+            decided=claimed.table,
             claims=claimed,
             corpus=CORPUS,
             num_near=len(settings["near_duplicates"]),
@@ -120,10 +119,10 @@ class Translation(TrainedStudy):
             convergence=convergence(runs, MODELS),
             crossover=crossover(settings, runs),
             bleu=BLEU,
-            published=published(settings["data.pairs"][0]),
+            published=_PUBLISHED.get(settings["data.pairs"][0]),
             signatures=", ".join(sorted({f"`{run['signature']}`" for run in stored.runs})),
             trials=trials(settings, runs, MODELS),
-            balance=balance(runs),
+            masks=masks(runs[Arm(BALANCED)]),
             shown=shown(settings, runs),
         )
 
@@ -218,12 +217,12 @@ def claim_cells(
     return [claim, compared, as_change(difference), verdict(difference), *bleu_cells]
 
 
-def claims(runs: Runs) -> tuple[str, Claims]:
-    """Makes the parts of the page with the claims about models that have runs."""
+def claims(runs: Runs) -> Claims:
+    """Makes the part of the page with the claims about models that have runs."""
     compared = comparisons(runs)
     rows = [claim_cells(*c) for c in compared if c.difference is not None]
     table = markdown_table(CLAIM_HEADER, rows) if rows else ""
-    return DECIDED if rows else "", Claims(table, claims_data(compared))
+    return Claims(table, claims_data(compared))
 
 
 def table(settings: Mapping[str, Any], runs: Runs) -> str:
@@ -251,34 +250,20 @@ def table(settings: Mapping[str, Any], runs: Runs) -> str:
     return markdown_table([*header, *scores.values()], rows)
 
 
-def published(pair: str) -> str:
-    """States the BLEU of another model on the same test part; "" if none is known."""
-    if pair not in _PUBLISHED:
-        return ""
-    return (
-        f"On test_2016_flickr of Multi30k, Transformer-Tiny has BLEU {_PUBLISHED[pair]:.2f} "
-        "without images (Wu et al. 2021, arXiv 2105.14462). Its text was prepared in another way, "
-        "so a comparison, best with the lowercased BLEU, is rough."
-    )
-
-
-def balance(runs: Runs) -> str:
-    """Describes the masks of the strictly balanced gates; "" without a run of them."""
-    if not (strict := runs[Arm(BALANCED)]):
-        return ""
+def masks(strict: ArmRuns) -> dict[str, Any]:
+    """Returns the figures of the masks of strictly balanced gates; {} without a run of them."""
+    if not strict:
+        return {}
 
     def mean(key: str) -> str:
         values = (strict.mean(number_of("masks", key, layer)) for layer in (0, 1))
         return " and ".join(f"{100 * value:.1f}%" for value in values)
 
-    by_batch = strict.perplexity(number_of("masks", "nll_batchwise"))
-    return (
-        f"The gates of {BALANCED} are strictly balanced. The final dev perplexity was "
-        f"{strict.perplexity(dev_nll):.3f} with the threshold mask and {by_batch:.3f} "
-        "with the batchwise mask. In the last training batches, the two masks differed in "
-        f"{mean('mask_disagreement')} of the assignments in encoder and decoder. The "
-        f"batchwise mask gave no expert to {mean('share_without_expert')} of the tokens."
-    )
+    return {
+        "threshold": strict.perplexity(dev_nll),
+        "batchwise": strict.perplexity(number_of("masks", "nll_batchwise")),
+        **{key: mean(key) for key in MASKS[1:]},
+    }
 
 
 def convergence(runs: Runs, models: Iterable[str]) -> str:
