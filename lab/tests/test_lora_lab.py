@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from moe_lab.benchmarks import cases, lora, measurement, transformers_experts
+from moe_lab.benchmarks import cases, lora, measurement, tables, transformers_experts
 from moe_lab.benchmarks.lora import FROZEN, MOE_EXT, PEER, PEFT, Problem
 from moe_lab.experiments.claims import NOT_DECIDED, as_change
 from moe_lab.experiments.runs import ArmRuns, number_of
 from moe_lab.studies import lora as study
 from moe_lab.studies.table import run as run_study
-from tiny import rebuilds, shrink_models, shrink_probes
+from tiny import ROOT, rebuilds, shrink_models, shrink_probes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,6 +66,13 @@ def test_run(tiny, tmp_path, capsys):
     report = [f"--report={tmp_path / 'lora_speed.json'}", f"--output={tmp_path / 'again'}"]
     assert cases.run("lora", report) == 0
     assert (tmp_path / "again" / "lora_speed.md").read_bytes() == before
+
+
+def test_a_plot_of_one_pass():
+    record = json.loads((ROOT / "docs" / "results" / "lora_speed.json").read_text())
+    result = measurement.results_of(record)[0]
+    result.limit_ms = dict(list(result.limit_ms.items())[:1])
+    assert len(tables.plot([result], "machine", lambda result: result.name).axes) == 1
 
 
 # The study

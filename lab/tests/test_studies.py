@@ -232,10 +232,7 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     claims = json.loads((tmp_path / "results" / "specialisation.json").read_text())["claims"]
     assert len(claims) == 3 * 4 and page.count("| experts specialise |") == 6
     for entry in stored.runs:
-        assert [e["how"] for e in entry["table"]] == [
-            *["most specialised"] * 3,
-            "drawn at random",
-        ]
+        assert [e["how"] for e in entry["table"]] == [*["most specialised"] * 3, "drawn at random"]
         assert len({e["expert"] for e in entry["table"]}) == 4
         for gate in ("trained", "untrained"):
             assert list(entry[gate]) == ["current word", "previous word", "word class"]

@@ -166,7 +166,7 @@ def interleaved(
     """Returns the seconds of each function in every round; a round calls all functions in turn.
 
     Args:
-        functions: by name.
+        functions: the timed functions, by name.
         rounds: number of timed rounds.
         warm_up: number of untimed rounds before the timed rounds.
         twice: call each function twice and time the second call. Caches and free memory are then in

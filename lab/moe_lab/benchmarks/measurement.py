@@ -175,7 +175,7 @@ def measure(
     rounds or, for several runs, minimum, median and maximum.
 
     Args:
-        name: that in the tables.
+        name: the name in the tables.
         problem: has the attributes and methods of a `LayerProblem`.
         peers: the other implementations.
         args: the options of the run.

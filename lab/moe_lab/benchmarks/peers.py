@@ -51,10 +51,11 @@ class Inputs(NamedTuple):
     upstream: Tensor
 
     @classmethod
-    def draw(cls, shape: Shape, dtype: torch.dtype) -> "Inputs":
-        x, upstream = (torch.randn(shape.tokens, shape.d_model).to(dtype) for _ in range(2))
-        gates = torch.randn(shape.tokens, shape.k).softmax(dim=-1).to(dtype)
-        return cls(x.requires_grad_(), random_routing(shape), gates.requires_grad_(), upstream)
+    def draw(cls, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> "Inputs":
+        T, index = shape.tokens, random_routing(shape, device)
+        x, upstream = (torch.randn(T, shape.d_model, device=device).to(dtype) for _ in range(2))
+        gates = torch.randn(T, shape.k, device=device).softmax(dim=-1).to(dtype)
+        return cls(x.requires_grad_(), index, gates.requires_grad_(), upstream)
 
     @property
     def used_experts(self) -> int:
@@ -99,26 +100,19 @@ class Problem(LayerProblem):
     built: dict[str, tuple[Peer, "Problem"]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        T, E, k, d, h, _ = self.shape
+        _, E, _, d, h, _ = self.shape
         gated = self.activation == "swiglu"
         self.has_peak = self.device != "cpu"
         self.hidden = max(16, 16 * round(2 * h / 3 / 16)) if gated else h
-        self.expert_index = random_routing(self.shape, self.device)
-
-        def normal(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, device=self.device)
-
-        self.x = normal(T, d).to(self.dtype).requires_grad_()
-        self.gates = normal(T, k).softmax(dim=-1).to(self.dtype).requires_grad_()
-        self.upstream = normal(T, d).to(self.dtype)
+        inputs = Inputs.draw(self.shape, self.dtype, self.device)
+        self.x, self.expert_index, self.gates, self.upstream = inputs
         widths = [d, (2 if gated else 1) * self.hidden], [self.hidden, d]
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         self.weights = [
             torch.empty(E, fan_in, width, **options).uniform_(-1, 1).mul_((3 / fan_in) ** 0.5)
             for fan_in, width in widths
         ]
-        self.rows = self.expert_index.numel()
-        self.used_experts = self.expert_index.unique().numel()
+        self.rows, self.used_experts = self.expert_index.numel(), inputs.used_experts
 
     @cached_property
     def transposed(self) -> list[Tensor]:

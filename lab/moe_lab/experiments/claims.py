@@ -44,8 +44,8 @@ class Judged(NamedTuple):
 def verdict(difference: PairedDifference | None, low: float = -math.inf, high: float = 0.0) -> str:
     """Judges the claim that a difference is between low and high, by default below zero.
 
-    Its confidence interval decides: inside of (low, high) it supports the claim, and outside it
-    contradicts the claim.
+    The claim is supported if the confidence interval of the difference lies inside (low, high),
+    contradicted if it lies outside, and otherwise not decided.
     """
     if difference is None or difference.low is None or difference.high is None:
         return NOT_DECIDED

@@ -164,7 +164,7 @@ def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> tuple[float, 
     """Computes a 95% bootstrap interval of (sum(a) - sum(b)) / sum(lengths) over sentences.
 
     The percentile interval covers the choice of test sentences for two runs, not the choice of
-    seeds. a and b [N] are the nats of each sentence under two models, lengths [N] their tokens.
+    seeds. a and b [N] are the nats of each sentence under two models. `lengths` [N] are its tokens.
     """
     generator = torch.Generator().manual_seed(0)
     difference = (a - b).double()

@@ -101,7 +101,7 @@ class ArmRuns(dict[int, Run]):
         return mean_difference([a(run) - b(run) for run in self.values()])
 
     def widening(self, other: "ArmRuns", share: float) -> PairedDifference | None:
-        """Computes the difference at the end minus that after a fraction of the training."""
+        """Computes the difference at the end minus the one after a fraction of the training."""
         earlier = nll_after(share)
         return self.minus(other, lambda run: test_nll(run) - earlier(run))
 
