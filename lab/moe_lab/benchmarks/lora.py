@@ -189,7 +189,7 @@ def _frozen(result: Row, which: str) -> str:
 TIMES: dict[str, tables.Column] = {
     "E": lambda result, _: experts_of_model(result.shape, MODEL),
     "rows of an expert": lambda _, which: which,
-    **tables.OURS,
+    **tables.MOE_EXT_TIMES,
     "frozen, ms (moe_ext / frozen)": _frozen,
     "PEFT, ms": tables.ms_of(PEFT),
     "grouped_mm, ms": tables.ms_of(PEER),

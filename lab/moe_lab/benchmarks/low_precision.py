@@ -291,10 +291,10 @@ def _table(group: Sequence[Row]) -> str:
         "E": lambda result, _: experts_of_model(result.shape, result.model),
         "format": lambda result, _: result.format,
         "pass": lambda _, which: which,
-        "moe_ext, ms": tables.OURS["moe_ext, ms"],
+        "moe_ext, ms": tables.MOE_EXT_TIMES["moe_ext, ms"],
         "GF/s": lambda result, which: f"{result.figures[MOE_EXT][which]['gflops']:.4g}",
         "GB/s": lambda result, which: f"{result.figures[MOE_EXT][which]['gbytes']:.3g}",
-        **tables.OURS,
+        **tables.MOE_EXT_TIMES,
     }
     peers = [name for name in PACKED_PEERS if any(name in result.figures for result in group)]
     columns |= {name: tables.ms_of(name) for name in peers}

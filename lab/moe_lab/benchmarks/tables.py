@@ -89,7 +89,7 @@ def memory_sections(results: Iterable[Row], table: Callable[[Sequence[Row]], str
     return parts
 
 
-OURS: dict[str, Column] = {
+MOE_EXT_TIMES: dict[str, Column] = {
     "moe_ext, ms": lambda result, which: f"{Quartiles(*result.figures['ours'][which]['ms']):.4g}",
     "limit, ms": lambda result, which: f"{result.limit_ms[which]:.4g}",
     "% of limit": lambda result, which: percent_of_limit(result.figures["ours"][which]),

@@ -207,7 +207,7 @@ def _time_table(group: Sequence[Row]) -> str:
         "E": lambda result, _: experts_of_model(result.shape, result.name),
         "task": lambda _, task: task,
         "T·k/E": _rows_of_expert,
-        **tables.OURS,
+        **tables.MOE_EXT_TIMES,
     }
     peers = list(dict.fromkeys(name for result in group for name in result.figures))[1:]
     columns |= {name: tables.ms_of(name) for name in peers}

@@ -91,19 +91,19 @@ class ArmRuns(dict[int, Run]):
         """Computes exp of the mean ln ppl over seeds."""
         return perplexity(self.mean(nll))
 
-    def minus(self, other: "ArmRuns", value: Value = test_nll) -> PairedDifference | None:
+    def minus(self, baseline: "ArmRuns", value: Value = test_nll) -> PairedDifference | None:
         """Computes the mean difference of a number, by default of ln ppl, over the common seeds."""
-        seeds = sorted(self.keys() & other.keys())
-        return mean_difference([value(self[seed]) - value(other[seed]) for seed in seeds])
+        seeds = sorted(self.keys() & baseline.keys())
+        return mean_difference([value(self[seed]) - value(baseline[seed]) for seed in seeds])
 
     def gap(self, a: Value, b: Value) -> PairedDifference | None:
         """Computes the mean difference of two numbers of each run."""
         return mean_difference([a(run) - b(run) for run in self.values()])
 
-    def widening(self, other: "ArmRuns", share: float) -> PairedDifference | None:
+    def widening(self, baseline: "ArmRuns", share: float) -> PairedDifference | None:
         """Computes the difference at the end minus the one after a fraction of the training."""
         earlier = nll_after(share)
-        return self.minus(other, lambda run: test_nll(run) - earlier(run))
+        return self.minus(baseline, lambda run: test_nll(run) - earlier(run))
 
     def size_cells(self) -> list[str]:
         """Formats operations and parameters for a table."""
@@ -125,7 +125,7 @@ class Runs(dict[Arm, ArmRuns]):
     def __missing__(self, arm: Arm) -> ArmRuns:
         return ArmRuns()
 
-    def of(self, models: Iterable[str]) -> list[tuple[str, ArmRuns]]:
+    def select(self, models: Iterable[str]) -> list[tuple[str, ArmRuns]]:
         """Returns the runs of each model that has any, with its usual options."""
         return [(model, self[Arm(model)]) for model in models if self[Arm(model)]]
 

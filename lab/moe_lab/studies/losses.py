@@ -50,7 +50,7 @@ class Losses(RoutingStudy):
         if not usual:
             return None
         rows = []
-        for name, arm_runs in runs.of(WEIGHTS):
+        for name, arm_runs in runs.select(WEIGHTS):
             gap = "" if name == USUAL else as_change(arm_runs.minus(usual))
             balance = [f"{arm_runs.mean(number_of('balance', key)):.3f}" for key in COLUMNS]
             ppl = f"{arm_runs.perplexity():.2f}"

@@ -76,7 +76,7 @@ class Routers(RoutingStudy):
         return self.filled(
             stored,
             plot=plot(runs, [*ROUTERS], busiest, xlabel="tokens of the busiest expert / mean"),
-            routers=table_of(columns, runs.of(ROUTERS)),
+            routers=table_of(columns, runs.select(ROUTERS)),
             batches=BALANCE_BATCHES,
             claims=claims_of(router_claims(runs)),
             options=markdown_table(["router", "options"], options),

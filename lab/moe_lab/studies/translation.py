@@ -104,7 +104,7 @@ class Translation(TrainedStudy):
 
     def page(self, stored: Stored) -> Page | None:
         runs, settings = stored.by_arm(), stored.settings
-        if not runs.of(MODELS):
+        if not runs.select(MODELS):
             return None
         claimed = claims(runs)
         return self.filled(
@@ -234,7 +234,7 @@ def table(settings: Mapping[str, Any], runs: Runs) -> str:
     if len(settings["near_duplicates"]) >= 0.01 * settings["test_pairs"]:
         scores["distinct_bleu"] = "BLEU without near duplicates"
     rows = []
-    for name, arm_runs in runs.of(MODELS):
+    for name, arm_runs in runs.select(MODELS):
         bleu = [[run[key] for run in arm_runs.values()] for key in scores]
         rows.append(
             [
@@ -316,7 +316,7 @@ def crossover(settings: Mapping[str, Any], runs: Runs) -> str:
 def shown(settings: Mapping[str, Any], runs: Runs) -> str:
     """Formats ten evenly spaced sentences of the test part and their translations."""
     # The runs of a model are in the order of seeds.
-    first = {name: next(iter(arm_runs.values())) for name, arm_runs in runs.of(MODELS)}
+    first = {name: next(iter(arm_runs.values())) for name, arm_runs in runs.select(MODELS)}
     width = max(map(len, ["reference", *first]))
     blocks = []
     for number, (source, reference) in enumerate(settings["shown"]):
