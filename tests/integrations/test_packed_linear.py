@@ -1,4 +1,4 @@
-"""Models whose linear layers stay packed, beside the experts."""
+"""Models whose linear layers stay packed, like the experts."""
 
 import copy
 import importlib

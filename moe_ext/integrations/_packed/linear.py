@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,17 @@ class PackedLinear(nn.Module):
     frozen.
 
     Args:
-        linear: the layer whose place it takes. Its bias is not copied.
+        linear: the ``torch.nn.Linear`` whose place it takes. Its bias is not copied.
         arithmetic: see `moe_ext.QuantizedExperts`.
 
     Attributes:
-        in_features, out_features, bias: those of ``torch.nn.Linear``.
+        in_features: the number of inputs.
+        out_features: the number of outputs.
+        bias: the bias [out_features], or None.
         arithmetic: the constructor argument; it may change between calls.
     """
 
-    def __init__(self, linear: nn.Linear, arithmetic: Arithmetic = "exact") -> None:
+    def __init__(self, linear: Any, arithmetic: Arithmetic = "exact") -> None:
         super().__init__()
         self.in_features: int = linear.in_features
         self.out_features: int = linear.out_features

@@ -189,9 +189,7 @@ class _PackedQuantizer(HfQuantizer):
         for name in self.quantization_config.experts:
             model.set_submodule(name, PackedExperts(model.get_submodule(name)))
         for name in self.quantization_config.linear:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, nn.Linear)
-            model.set_submodule(name, PackedLinear(layer))
+            model.set_submodule(name, PackedLinear(model.get_submodule(name)))
         return model
 
     def is_serializable(self) -> bool:
