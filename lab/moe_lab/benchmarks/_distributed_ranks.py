@@ -35,15 +35,12 @@ class Key(NamedTuple):
 
 
 class RankTimes(NamedTuple):
-    """The measurements of one rank: seconds and waiting seconds of each round, and bytes by pass.
-
-    peak_mib is the largest resident set of the process (Linux), all layers included.
-    """
+    """The measurements of one rank: seconds and waiting seconds of the rounds, bytes by pass."""
 
     seconds: dict[Key, list[float]]
     waited: dict[Key, list[float]]
     passes: dict[Key, dict[str, dict[str, float]]]
-    peak_mib: float
+    peak_mib: float  # the largest resident set of the process (Linux), all layers included
 
 
 class Call(NamedTuple):

@@ -338,11 +338,7 @@ def file_of(name: str) -> Path:
 
 
 def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
-    """Parses and checks the arguments of a case; None: those of the command line.
-
-    Raises:
-        ConfigError: arguments do not fit together, or a file does not exist.
-    """
+    """Parses and checks the arguments of a case; None: those of the command line."""
     case = CASES[name]
     options = dict(case.options)
     for size, value in case.sizes.items():

@@ -404,10 +404,8 @@ def run_page(
 ) -> int:
     """Measures or merges earlier runs; prints the page NAME, or writes it, its data and its plot.
 
-    `measure` returns the record of a run, `page_of` the page of a record and its results.
-
-    Returns:
-        The status of the command.
+    Returns the status. `measure` makes the record of a run, `page_of` the page of a record and its
+    results.
     """
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -183,10 +184,7 @@ def print_routing(rows: Sequence[dict[str, Any]]) -> None:
 def _print_speed_up(results: Sequence[Row], field: str) -> None:
     """Prints moe_ext's speed-up, relative to the first value of `field` (threads or dtype)."""
 
-    def rest(result: Row) -> tuple[Any, ...]:
-        names = {"name", "activation", "dtype", "threads"} - {field}
-        return tuple(getattr(result, name) for name in sorted(names))
-
+    rest = attrgetter(*{"name", "activation", "dtype", "threads"} - {field})
     first = getattr(results[0], field)
     base = {rest(result): result for result in results if getattr(result, field) == first}
     lines = []

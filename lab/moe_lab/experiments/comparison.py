@@ -50,12 +50,7 @@ class Comparison(TrainedStudy):
         super().__init__(options)
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> AnyConfig:
-        """Returns the configuration of a model.
-
-        Raises:
-            ConfigError: there is no dense counterpart, or the two configurations are equal, or they
-                differ in seed or data.
-        """
+        """Returns the configuration of a model."""
         config = read_config(self.options.config, overrides)
         if arm.model == self.models[0]:
             return config
@@ -102,11 +97,7 @@ class Comparison(TrainedStudy):
         return Command(shlex.join([*self.command(stored.settings), "--seeds", *seeds]))
 
     def page(self, stored: Stored) -> Page:
-        """Makes the page, with one table row for each seed.
-
-        Raises:
-            ConfigError: no seed is finished for both models.
-        """
+        """Makes the page, with one table row for each seed."""
         runs, settings, titles = stored.by_arm(), stored.settings, stored.settings["titles"]
         first, second = (runs[Arm(model)] for model in self.models)
         seeds = sorted(first.keys() & second.keys())

@@ -128,11 +128,7 @@ def _balance(records: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, 
 
 
 def read_test(run: Path, steps: int, text: Text) -> Tensor:
-    """Reads the nats of each test sentence after a number of steps, [N] float64.
-
-    Raises:
-        ConfigError: the file is corrupted.
-    """
+    """Reads the nats of each test sentence after a number of steps, [N] float64."""
     path, number = _test_file(run, steps, text), len(text.test)
     try:
         require_regular(path)

@@ -36,9 +36,6 @@ class Study(ABC):
     Args:
         options: the arguments of the command, see `moe_lab.studies.table`.
         folder: the folder of the runs inside of ``--runs``.
-
-    Raises:
-        ConfigError: the study has no such arm.
     """
 
     name: str  # of the store, the page and the plot

@@ -117,11 +117,7 @@ class Balanced(TrainedStudy):
 
 
 class EqualLoads:
-    """A forward hook that counts a layer's training batches and checks the load of each expert.
-
-    Raises:
-        RuntimeError: an expert did not get exactly m = round(k·T/E) tokens of a training batch.
-    """
+    """A forward hook that counts batches and checks that each expert gets round(k·T/E) tokens."""
 
     def __init__(self, k: int, num_experts: int) -> None:
         self.k, self.num_experts = k, num_experts

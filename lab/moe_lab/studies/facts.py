@@ -181,11 +181,7 @@ def stored_bits(layer: MoE | FeedForwardExperts, facts: Facts) -> float:
 def learn(
     layer: MoE | FeedForwardExperts, facts: Facts, settings: Mapping[str, Any], title: str
 ) -> None:
-    """Trains the layer with Adam; the rate falls linearly to 0 after the warmup.
-
-    Raises:
-        FloatingPointError: the loss is not finite.
-    """
+    """Trains the layer with Adam; the rate falls linearly to 0 after the warmup."""
     rate = settings["rate" if isinstance(layer, MoE) else "dense_rate"]
     optimizer = torch.optim.Adam(layer.parameters(), lr=rate, betas=BETAS, fused=True)
     steps = settings["epochs"] * BATCHES

@@ -56,7 +56,7 @@ def plot(
 ) -> Plot:
     """Plots the test perplexity of each run over a number that describes its balance.
 
-    title: that of the legend; axis: the label and the scale of the axis of the number.
+    `title` is the title of the legend, `axis` the label and the scale of the number.
     """
     figure, axes = new_axes(7, 4.2)
     for model in models:

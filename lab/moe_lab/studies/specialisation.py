@@ -68,11 +68,7 @@ class SpecialisationStudy(Study):
         super().__init__(options)
 
     def settings(self) -> dict[str, Any]:
-        """Loads the models and the texts.
-
-        Raises:
-            ConfigError: the runs differ in more than their seeds, or in less.
-        """
+        """Loads the models and the texts."""
         options = self.options
         set_up_torch("cpu", options.threads)
         trained = [load_run(folder) for folder in options.folders]
