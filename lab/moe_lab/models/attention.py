@@ -27,16 +27,7 @@ class Attention(nn.Module):
 
     All weights are initialised uniformly with variance 1 / fan_in.
 
-    Args:
-        d_source: width of the source vectors x_i.
-        d_target: width of the target vectors y_j.
-        units: A, the number of terms in the sum over d.
-        kind: "product" or "gnmt".
-
-    Attributes:
-        u: U [d_source, A].
-        w: W [d_target, A].
-        v: V [A].
+    The attributes u, w and v are U [d_source, A], W [d_target, A] and V [A], with A = units.
 
     Example:
         >>> attention = Attention(d_source=64, d_target=32, units=16)

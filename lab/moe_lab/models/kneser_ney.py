@@ -72,10 +72,9 @@ class NGramModel:
         return sum(self.num_ngrams) + sum(map(len, contexts))
 
     def token_prob(self, sentences: EncodedSentences) -> Tensor:
-        """Computes the probability of each word of sentences, ordered as ``sentences.stream[1:]``.
+        """Computes the probability of each word of sentences, in float64.
 
-        Returns:
-            [sentences.num_tokens] float64.
+        The order is that of ``sentences.stream[1:]``.
         """
         words, first = _words(sentences, self.vocab_size, "NGramModel.token_prob")
         index, prob = words, self._prob[0][words]
@@ -161,12 +160,10 @@ def fit_kneser_ney(
 
 def _words(sentences: EncodedSentences, vocab_size: int, name: str) -> tuple[Tensor, Tensor]:
     """Returns the predicted words, and a mask of the first word of each sentence."""
-    words = sentences.stream[1:].long()
-    require(len(sentences) > 0, f"{name}: sentences", "hold at least one sentence", "none")
+    words, name = sentences.stream[1:].long(), f"{name}: sentences"
+    require(len(sentences) > 0, name, "hold at least one sentence", "none")
     largest = int(words.max())
-    require(
-        largest < vocab_size, f"{name}: sentences", f"hold word ids below {vocab_size}", largest
-    )
+    require(largest < vocab_size, name, f"hold word ids below {vocab_size}", largest)
     first = torch.zeros_like(words, dtype=torch.bool)
     first[sentences.starts[:-1]] = True
     return words, first

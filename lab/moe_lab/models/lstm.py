@@ -152,9 +152,7 @@ class LSTM(nn.Module):
 def reversed_sentences(x: Tensor, mask: Tensor) -> Tensor:
     """Reverses the tokens of each sentence; the padding stays at the end.
 
-    Args:
-        x: vectors of the tokens, [B, S, D].
-        mask: [B, S] bool, True at tokens. Padding follows the tokens.
+    x is [B, S, D]; the mask [B, S] is True at tokens.
     """
     place = torch.arange(mask.shape[1], device=mask.device)
     place = torch.where(mask, mask.sum(1, keepdim=True) - 1 - place, place)

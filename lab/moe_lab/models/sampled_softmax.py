@@ -38,14 +38,9 @@ class LogUniformSampler:
     def __init__(
         self, num_classes: int, num_sampled: int, generator: torch.Generator | None = None
     ) -> None:
-        require(
-            1 <= num_sampled <= num_classes,
-            "LogUniformSampler: num_sampled",
-            f"be in [1, num_classes = {num_classes}]",
-            num_sampled,
-        )
-        self.num_classes = num_classes
-        self.num_sampled = num_sampled
+        holds, rule = 1 <= num_sampled <= num_classes, f"be in [1, num_classes = {num_classes}]"
+        require(holds, "LogUniformSampler: num_sampled", rule, num_sampled)
+        self.num_classes, self.num_sampled = num_classes, num_sampled
         self.generator = generator
 
     def draw(self) -> Draw:
@@ -70,16 +65,9 @@ class LogUniformSampler:
         return Draw(distinct[kept.sort().values], int(first.max()))
 
     def log_expected_count(self, classes: Tensor, num_tries: float) -> Tensor:
-        """Computes ln E(c), where E(c) is the expected count of the class c in a sample.
+        """Computes ln E(c) in float64, where E(c) is the expected count of the class c in a sample.
 
-        The expected count is E(c) = 1 - (1 - Q(c))^num_tries.
-
-        Args:
-            classes: int64, any shape.
-            num_tries: number of classes sampled until S were distinct, ``Draw.num_tries``.
-
-        Returns:
-            float64, in the shape of classes; 0 if num_tries is infinite.
+        E(c) = 1 - (1 - Q(c))^num_tries, with ``Draw.num_tries``; ln E(c) is 0 if it is infinite.
         """
         c = classes.double()
         q = (1 / (c + 1)).log1p() / math.log(self.num_classes + 1)

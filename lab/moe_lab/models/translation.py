@@ -30,40 +30,27 @@ from moe_lab.rules import Count, Limit, Options, Share, one_of
 
 @dataclass
 class TranslationModelConfig(Options):
-    """Options of a translation model: three LSTMs in the encoder and two in the decoder.
+    """Options of a translation model: three LSTMs in the encoder and two in the decoder."""
 
-    Attributes:
-        d_model: D, width of the embeddings and of every layer's output.
-        lstm_units: width of the LSTM cells, at least d_model; the cell outputs are projected to
-            d_model. 0 gives cells of d_model units without projection.
-        encoder: how the left-to-right and the right-to-left LSTM are connected. "parallel": both
-            LSTMs read the embedding, and their outputs are summed. "stacked": the right-to-left
-            LSTM reads the output of the left-to-right LSTM.
-        attention: "product" or "gnmt" (App. G).
-        attention_units: A of `Attention`; 0 means d_model.
-        attend_language: whether the attention sees the first source token. In a model of several
-            language pairs, this is ``<2xx>``, on which the attention can get stuck for thousands of
-            steps.
-        between: layer before the last LSTM of the encoder and of the decoder: "moe", "ffn" (dense)
-            or "none".
-        dropout: dropout probability of the embeddings and of the output of each layer.
-        shared_embedding: whether source and target words share one embedding. They always share
-            one vocabulary.
-        moe: options of the "moe" layers.
-        ffn: options of the "ffn" layers.
-    """
-
-    d_model: Count = 512
+    d_model: Count = 512  # D, width of the embeddings and of every layer's output
+    # Width of the LSTM cells, at least d_model; the cell outputs are projected to d_model. 0 gives
+    # cells of d_model units without projection.
     lstm_units: int = 2048
+    # "parallel": the left-to-right and the right-to-left LSTM read the embedding, and their outputs
+    # are summed. "stacked": the right-to-left LSTM reads the output of the left-to-right LSTM.
     encoder: Annotated[str, one_of("parallel", "stacked")] = "parallel"
-    attention: Annotated[str, one_of(*ATTENTION_KINDS)] = "product"
-    attention_units: Limit = 0
+    attention: Annotated[str, one_of(*ATTENTION_KINDS)] = "product"  # App. G
+    attention_units: Limit = 0  # A of `Attention`; 0 means d_model
+    # Whether the attention sees the first source token. In a model of several language pairs, this
+    # is <2xx>, on which the attention can get stuck for thousands of steps.
     attend_language: bool = True
+    # Layer before the last LSTM of the encoder and of the decoder; "ffn" is dense.
     between: Annotated[str, one_of("moe", "ffn", "none")] = "moe"
-    dropout: Share = 0.4
+    dropout: Share = 0.4  # dropout probability of the embeddings and of the output of each layer
+    # Whether source and target words share one embedding. They always share one vocabulary.
     shared_embedding: bool = True
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)  # of the "moe" layers
+    ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)  # of the "ffn" layers
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,16 +125,9 @@ class AttentionLSTM(nn.Module):
     def step(
         self, x: Tensor, state: LSTMState, encoded: Encoded, source: Tensor
     ) -> tuple[LSTMState, Tensor]:
-        """Computes the state after the token x_t, and the attention weights of this step.
+        """Computes the state after the token x_t [N, D], and the attention weights [N, S].
 
-        Args:
-            x: x_t [N, D], for N translations.
-            state: state before x_t.
-            encoded: the B encoded source sentences.
-            source: [N] int64, index of the source sentence of each translation.
-
-        Returns:
-            The state after x_t, and the attention weights [N, S].
+        `source` [N] is the index of the source sentence of each translation.
         """
         # Group the queries by source, so that attention reads the vectors of a source only once.
         plan = ops.dispatch_plan(source, len(encoded.mask))
@@ -198,12 +178,7 @@ class TranslationModel(WordModel):
     Embedding and softmax are separate weights, initialised as in `LanguageModel`. Two models with
     the same seed and different `between` start with the same weights in all other layers.
 
-    Args:
-        config: options of the layers.
-        vocab_size: V, number of words of source and target languages together.
-        process_group: the ranks that share the experts; see `MoE`.
-        noise_generator: generator of the gates' noise; None is torch's default generator. With a
-            separate generator, MoE and dense models of one seed get the same dropout masks.
+    The arguments are those of `LanguageModel`. V is the number of words of all languages.
     """
 
     def __init__(
@@ -232,12 +207,7 @@ class TranslationModel(WordModel):
 
         def between() -> nn.Module | None:
             if config.between == "moe":
-                return moe_layer(
-                    config.moe,
-                    d_model,
-                    noise_generator=noise_generator,
-                    process_group=process_group,
-                )
+                return moe_layer(config.moe, d_model, noise_generator, process_group)
             return ffn_layer(config.ffn, d_model) if config.between == "ffn" else None
 
         # Initialised last: models that differ in these layers start with the same other weights.
