@@ -68,7 +68,7 @@ def test_ids_are_those_of_the_text(folder, wordpieces, num_workers, target_token
     assert encoded.eos_id == wordpieces.eos_id and encoded.names == ("en-fr", "en-ko")
     assert encoded.pair.tolist() == [0] * 38 + [1] * 25
     assert encoded.num_tokens == sum(len(target) + 1 for _, target in expected)
-    assert encoded.num_source_tokens == sum(len(source) + 1 for source, _ in expected)
+    assert encoded.source.num_tokens == sum(len(source) + 1 for source, _ in expected)
     assert encoded.report().splitlines() == [
         "en-fr: 38 of 40 lines kept, 2 skipped (1 wrong number of columns, 1 empty side)",
         "en-ko: 25 of 25 lines kept",
