@@ -26,15 +26,10 @@ class RunLog:
     In metrics.jsonl, numbers that are NaN or infinite are the texts "NaN" and "Infinity".
 
     On a terminal, the progress bar shows training records, and lines above the bar show dev
-    records. If stderr is not a terminal, each record is a line.
+    records. If stderr is not a terminal, each record is a line, which begins with title.
 
-    Args:
-        run: the run's folder.
-        config: options of the log.
-        start_step: step of the checkpoint that the run resumes from, or 0. Later records in the log
-            are removed, because the run repeats these steps.
-        steps: total number of steps of the run.
-        title: beginning of each line.
+    A run that resumes from a checkpoint gives its step as start_step. Later records in the log are
+    removed, because the run repeats these steps.
     """
 
     def __init__(

@@ -55,21 +55,11 @@ class Trainer:
     as with a single rank, except for dropout and noise, which differ by rank. A run can be resumed
     with another world size. Rank 0 writes logs, configuration and vocabulary.
 
-    Args:
-        config: the configuration of the run.
-        folder: the output folder.
-        checkpoints: the checkpoints in the folder.
-        text: the encoded corpus.
-        batches: the shuffled batches of the training part.
-        model: the model on its device.
-        optimizers: the optimizers of the model.
-        ranks: the ranks that train together.
-        noise_generator: generator of the gates' noise.
-        class_generator: CPU generator of the sampled classes, seeded in every step.
+    noise_generator is that of the gates' noise. class_generator is a CPU generator of the sampled
+    classes, seeded in every step.
 
     Attributes:
-        step: number of optimizer steps so far.
-        tokens: number of predictions so far.
+        step, tokens: number of optimizer steps and of predictions so far.
         interrupted: whether SIGINT or SIGTERM came in the last `run`, be it in its last step.
 
     Example:
@@ -92,19 +82,15 @@ class Trainer:
         class_generator: torch.Generator,
     ) -> None:
         self.config = config
-        self.folder = folder.path
-        self._folder = folder
+        self.folder, self._folder = folder.path, folder
         self._checkpoints = checkpoints
         self._newest = max(checkpoints.steps(), default=None)  # the last checkpoint
-        self.text = text
+        self.text, self.batches = text, batches
         self._train_text = text.train.fingerprint()
-        self.dev = text.dev
-        if config.log.eval_sentences:
-            self.dev = text.dev.first(config.log.eval_sentences)
-        self.batches = batches
-        self.model = model
+        limit = config.log.eval_sentences
+        self.dev = text.dev.first(limit) if limit else text.dev
+        self.model, self.optimizers = model, optimizers
         self.device = model.embedding.weight.device
-        self.optimizers = optimizers
         self.schedules = [
             warmup_schedule(optimizer, config.optimizer.warmup_steps, config.optimizer.hold_steps)
             for optimizer in optimizers
@@ -121,11 +107,7 @@ class Trainer:
         self.epoch, self.batch = 0, 0  # position of the next batch
 
     def run(self) -> bool:
-        """Trains until step ``config.steps``.
-
-        Returns:
-            True if the training has reached ``config.steps``, False if SIGINT or SIGTERM stopped
-            it.
+        """Trains until step ``config.steps``; returns False if SIGINT or SIGTERM came before.
 
         Raises:
             FloatingPointError: the loss, the weights, or with clip_norm the gradient is not finite.
@@ -191,9 +173,7 @@ class Trainer:
     def train_step(self, batches: Sequence[Batch], window: Window | None = None) -> None:
         """Makes one optimizer step on the mean loss over all tokens of the batches.
 
-        Args:
-            batches: the batches of the step; their gradients are accumulated.
-            window: the sums to which the metrics of the step are added; None drops the metrics.
+        The metrics of the step are added to `window`.
 
         Raises:
             FloatingPointError: the loss, or with clip_norm the gradient, is not finite. Weights and
@@ -246,17 +226,15 @@ class Trainer:
         (App. F).
         """
         values: dict[str, float] = {}
+        size, ranks = self.config.data.tokens_per_batch, self.ranks
+        title = "dev" if self.config.log.progress and ranks.rank == 0 else None
         masks: dict[str, AbstractContextManager[None]] = {"": nullcontext()}
         if balanced_gates(self.model):
             masks["_batchwise"] = batchwise_masks(self.model)
         for suffix, mask in masks.items():
             with mask:
                 dev = evaluate(
-                    self.model,
-                    self.dev,
-                    tokens_per_batch=self.config.data.tokens_per_batch,
-                    title="dev" if self.config.log.progress and self.ranks.rank == 0 else None,
-                    ranks=self.ranks,
+                    self.model, self.dev, tokens_per_batch=size, title=title, ranks=ranks
                 )
             values |= {f"nll{suffix}": dev.nll, f"perplexity{suffix}": dev.perplexity}
             if isinstance(self.dev, EncodedPairs) and len(self.dev.names) > 1:
@@ -326,12 +304,7 @@ def make_trainer(
 
     Dropout uses torch's default generator; the gates' noise has a separate generator. Runs of
     different models with the same seed have the same data order. Models with the same number of
-    layers also have the same dropout masks.
-
-    Args:
-        config: the configuration of the run.
-        text: the encoded corpus of config.data; None loads the corpus.
-        process_group: the process group; every rank makes a trainer. None is a single rank.
+    layers also have the same dropout masks. Without `text`, the corpus of config.data is loaded.
     """
     ranks = Ranks(process_group)
     set_up_for(config)

@@ -80,16 +80,8 @@ def evaluate(
 
     Dropout is off. The negative log-likelihood of each sentence is summed in float64 over its
     predictions. So tokens_per_batch changes the result by rounding only, unless the experts have a
-    capacity or choose their tokens.
-
-    Args:
-        model: a model on any device. Its training mode is restored.
-        text: sentences, or sentence pairs for a translation model, as ids of the model's
-            vocabulary.
-        tokens_per_batch: approximate number of predictions in a batch; for pairs, of source tokens
-            plus predictions.
-        title: title of the progress bar; None shows no bar.
-        ranks: the ranks that share the rows of every batch; None is a single rank.
+    capacity or choose their tokens. The ranks share the rows of every batch. The model's training
+    mode is restored. Without title, there is no progress bar.
     """
     from moe_ext.distributed import Ranks  # imports FSDP, which takes a second
 
@@ -123,10 +115,7 @@ def mean_of(rows: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 class Window:
-    """Sums of the metrics since the last log line.
-
-    Nats and tokens are sums of this rank; tokens_per_expert is a sum over all ranks.
-    """
+    """Sums of the metrics since the last log line, of this rank if nothing else is said."""
 
     def __init__(self) -> None:
         self.nll_sum, self.aux_sum, self.num_tokens = 0.0, 0.0, 0

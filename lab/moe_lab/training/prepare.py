@@ -22,14 +22,11 @@ def prepare(options: Namespace) -> SentenceText:
     """Prepares the corpus of the command's options and returns the encoded text."""
     output = options.output or Path("data") / options.name
     # These paths become options of a configuration.
-    for name, path in (
-        ("--from", options.source),
-        ("--output", output),
-        ("--vocabulary", options.vocabulary),
-    ):
+    vocabulary = options.vocabulary
+    paths = {"--from": options.source, "--output": output, "--vocabulary": vocabulary}
+    for name, path in paths.items():
         require_utf8(name, str(path))
 
-    vocabulary = options.vocabulary
     if options.name not in SETS:
         expected = None
         corpus = options.source if options.name == "text" else _write_languages(options, output)
@@ -89,9 +86,8 @@ def check(text: SentenceText, expected: DataSet | None) -> None:
             wrong.append(f"{what} must be {published:,}, got {number:,}")
         return f"{number:,}"
 
-    size = row(
-        "the vocabulary size", len(text.vocabulary), expected.vocab_size if expected else None
-    )
+    vocab_size = expected.vocab_size if expected else None
+    size = row("the vocabulary size", len(text.vocabulary), vocab_size)
     unit = "words" if isinstance(text.vocabulary, Vocabulary) else "wordpieces"
     print(f"{size} {unit} in the vocabulary\n")
     rows = []
