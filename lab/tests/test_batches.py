@@ -7,6 +7,7 @@ import pytest
 import torch
 from moe_lab.data import EncodedPairs, EncodedSentences, PairBatches, batches_of
 from moe_lab.data.batches import SentenceBatches
+from tiny import equal
 
 EOS = 1
 
@@ -61,14 +62,6 @@ def rows(batches):
     for batch in batches:
         for i, index in enumerate(batch.sentence_index.tolist()):
             yield index, *(ids[i][mask[i]].tolist() for ids, mask in sides(batch))
-
-
-def equal(one, second):
-    return len(one) == len(second) and all(
-        torch.equal(getattr(a, field.name), getattr(b, field.name))
-        for a, b in zip(one, second, strict=True)
-        for field in fields(a)
-    )
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -150,6 +143,8 @@ def test_order_depends_on_seed_and_epoch_only(numbered):
     assert torch.equal(torch.get_rng_state(), state)  # the global generator is not used
     for reordered in (make(text).epoch(1), make(text, seed=4).epoch(0)):
         assert not equal(list(reordered), first)
+    sizes = [batch.mask.shape[1] for batch in first]
+    assert sizes != sorted(sizes)  # long and short batches come in random order
     in_order = batches_of(text, tokens_per_batch=200, shuffle=False)
     assert equal(list(in_order.epoch(0)), list(in_order.epoch(1)))
     targets = [batch.mask.shape[1] for batch in in_order.epoch(0)]

@@ -61,13 +61,9 @@ class SortedBatches(Generic[B]):
         self._batch_end, self._shuffle, self._seed = batch_end, shuffle, seed
 
     def epoch(self, epoch: int, start: int = 0, num_workers: int = 0) -> Iterator[B]:
-        """Iterates over the batches of an epoch; `start` resumes an interrupted epoch.
+        """Iterates over the batches of an epoch, from 0 on, without the first `start` batches.
 
-        Args:
-            epoch: the number of completed epochs.
-            start: the number of batches to skip.
-            num_workers: number of worker processes; each prepares two batches in advance. 0 makes
-                the batches in the calling process.
+        Each worker process prepares two batches in advance.
         """
         name, rule = type(self).__name__, f"be in [0, num_batches = {self.num_batches}]"
         require(0 <= start <= self.num_batches, f"{name}.epoch: start", rule, start)
@@ -94,18 +90,15 @@ class SentenceBatches(SortedBatches[Batch]):
 
     A batch has little padding. An epoch contains each sentence exactly once.
 
-    The object needs 4 bytes of memory per sentence in addition to the sentences, or 16 bytes per
-    row with max_length. An epoch needs 4 more bytes per row. A shuffle needs 32 bytes per row. For
-    the 30,301,028 sentences of the 1-billion-word benchmark, the object needs 230 MiB during an
-    epoch. For the few seconds of a shuffle, the object needs 920 MiB.
+    For the 30,301,028 sentences of the 1-billion-word benchmark, the object needs 230 MiB during an
+    epoch, in addition to the sentences. For the few seconds of a shuffle, it needs 920 MiB.
 
     Args:
         sentences: the sentences, from `encode_sentences` or `encode_to_files`.
         tokens_per_batch: approximate number of predictions in a batch.
         max_length: maximum number of predictions in a row, to bound the memory of training. A
             longer sentence is split into several rows. Each row starts from a zero state, with the
-            previous word as first input. All words are still predicted once, but some with less
-            context. Leave max_length None in evaluation.
+            previous word as first input. Leave max_length None in evaluation.
         shuffle: whether each epoch reshuffles the sentences of equal length and the order of the
             batches. The result depends only on seed and epoch; torch's global generator is not
             used. If False, batches go from short to long sentences.
@@ -170,13 +163,8 @@ def shares(num_rows: Tensor, length: Tensor, tokens_per_batch: int) -> Tensor:
     The tokens of all rows are split into intervals of equal size, one for each batch. A row belongs
     to the interval of its first token. A long row may span several intervals.
 
-    Args:
-        num_rows: [runs] int64, number of rows in each run of rows of equal length.
-        length: [runs] int64, length of the rows in each run.
-        tokens_per_batch: approximate number of tokens in a batch.
-
-    Returns:
-        [batches] int64, number of rows up to the end of each batch.
+    A run has num_rows rows of equal length; both arguments are int64 [runs]. Returns the number of
+    rows up to the end of each batch, int64 [batches].
     """
     rows_to, tokens_to = num_rows.cumsum(0), (num_rows * length).cumsum(0)
     num_tokens = int(tokens_to[-1])
@@ -196,10 +184,7 @@ def side_by_side(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gathers rows of sentences into padded inputs, targets and mask, [rows, longest] each.
 
-    Args:
-        sentences: the encoded sentences.
-        starts: [rows], index in ``sentences.stream`` of each row's first input.
-        lengths: [rows], number of predictions of each row.
+    A row begins at an index of ``sentences.stream`` and has a number of predictions.
     """
     positions = torch.arange(int(lengths.max()), device="cpu")
     mask = positions < lengths[:, None]

@@ -63,12 +63,8 @@ class EncodedSentences:
     def open(cls, folder: str | Path, num_ids: int | None = None) -> Self:
         """Maps the files that `encode_to_files` has written to a folder into memory.
 
-        The operating system reads the used pages on demand and caches the pages in free memory.
-
-        Args:
-            folder: the folder.
-            num_ids: number of entries of the vocabulary. The files are then read once to check that
-                they hold sentences of such ids. None checks only the sizes of the files.
+        With num_ids, the number of entries of the vocabulary, the files are read once to check that
+        they hold sentences of such ids. None checks only the sizes of the files.
         """
         folder = Path(folder)
         try:
@@ -202,7 +198,7 @@ def encode_to_files(
 def made_once(
     folder: Path, name: str, recipe: str, text: Callable[[], str], make: Callable[[Path], None]
 ) -> Path:
-    """Creates a subfolder of files atomically and only once, even for concurrent runs.
+    """Creates a subfolder of files atomically and only once, even for concurrent runs; returns it.
 
     Args:
         folder: the parent folder.
@@ -210,9 +206,6 @@ def made_once(
         recipe: everything except the text that determines the contents of the files.
         text: function that returns the fingerprint of the text.
         make: function that reads the text and writes the files to a given empty folder.
-
-    Returns:
-        The path of the subfolder.
     """
     before = text()
     content = f"{recipe} {before}".encode(errors="surrogateescape")  # has names of files

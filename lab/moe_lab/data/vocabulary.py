@@ -32,11 +32,6 @@ class Vocabulary:
     the input before its first word. Both entries are predicted and counted in the perplexity like
     words. Both entries are ordered by frequency like words, as `LogUniformSampler` needs. Padding
     has no entry and no probability, because padding is masked.
-
-    Attributes:
-        words: the entries in the order of their ids.
-        unk_id: the id of ``<unk>``.
-        eos_id: the id of ``</s>``.
     """
 
     UNK = "<unk>"
@@ -169,9 +164,3 @@ class Vocabulary:
 
     def __len__(self) -> int:
         return len(self.words)
-
-    def __contains__(self, word: object) -> bool:
-        return word in self._id_of
-
-    def __repr__(self) -> str:
-        return f"Vocabulary({len(self)} words, {self.fingerprint()[:12]})"

@@ -33,13 +33,8 @@ class Wordpieces:
     entries as in `Vocabulary`. Padding has no entry. Text that spells ``<unk>``, ``</s>`` or a
     target token ``<2xx>`` is encoded as ordinary wordpieces.
 
-    Args:
-        model: the bytes of a sentencepiece model. Its symbols for padding and start of sentence, if
-            any, are not used.
-
-    Attributes:
-        unk_id: the id of ``<unk>``.
-        eos_id: the id of ``</s>``.
+    `model` has the bytes of a sentencepiece model. Its symbols for padding and start of sentence,
+    if any, are not used.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -222,9 +217,6 @@ class Wordpieces:
 
     def __len__(self) -> int:
         return int(self._processor.GetPieceSize())
-
-    def __repr__(self) -> str:
-        return f"Wordpieces({len(self)} pieces, {self.fingerprint()[:12]})"
 
 
 def _rule_of_size(message: str) -> str:

@@ -31,11 +31,8 @@ def in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int)
     picklable. Without workers, the parent process calls the function.
     """
     if num_workers == 0:
-        return map(function, items)
-    return _in_workers(function, items, num_workers)
-
-
-def _in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
+        yield from map(function, items)
+        return
     loader = DataLoader(
         _Calls(function),
         batch_size=None,

@@ -185,9 +185,21 @@ class BeamSearch:
             return []
         attended = source_mask if attended is None else attended
         limit = (tokens * self.max_length_ratio).long().clamp(self.min_length_limit)
-        live = self._start(source_mask, eos_id)
+        # An empty hypothesis for each source; float32 sums promote to a wider dtype.
+        device = source_mask.device
+        source = torch.arange(len(source_mask), device=device)
+        live = _Live(
+            source=source,
+            place=torch.zeros_like(source),
+            token=torch.full_like(source, eos_id),
+            log_prob=torch.zeros(source.shape, device=device),
+            coverage=torch.zeros(source_mask.shape, device=device),
+            greedy=torch.ones_like(source, dtype=torch.bool),
+        )
         parent = live.source
-        finished = self._none_finished(source_mask)
+        lowest = torch.full((len(source_mask), self.num_best), -math.inf, device=device)
+        nothing = torch.zeros_like(lowest, dtype=torch.int64)
+        finished = _Finished(lowest, lowest, nothing, nothing)
         steps: list[_Step] = []
         while len(live.source):
             log_probs, attention, state = model.step(live.token, state)
@@ -212,24 +224,6 @@ class BeamSearch:
             if len(parent):
                 state = state.select(parent)
         return self._hypotheses(finished, steps, source_mask, eos_id)
-
-    def _start(self, source_mask: Tensor, eos_id: int) -> _Live:
-        """Makes an empty hypothesis for each source; float32 sums promote to a wider dtype."""
-        source = torch.arange(len(source_mask), device=source_mask.device)
-        return _Live(
-            source=source,
-            place=torch.zeros_like(source),
-            token=torch.full_like(source, eos_id),
-            log_prob=torch.zeros(source.shape, device=source.device),
-            coverage=torch.zeros(source_mask.shape, device=source.device),
-            greedy=torch.ones_like(source, dtype=torch.bool),
-        )
-
-    def _none_finished(self, source_mask: Tensor) -> _Finished:
-        shape = (len(source_mask), self.num_best)
-        lowest = torch.full(shape, -math.inf, device=source_mask.device)
-        nothing = torch.zeros(shape, dtype=torch.int64, device=source_mask.device)
-        return _Finished(lowest, lowest, nothing, nothing)
 
     def _candidates(
         self, live: _Live, log_probs: Tensor, last: Tensor, num_sources: int, eos_id: int

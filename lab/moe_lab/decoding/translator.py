@@ -44,16 +44,12 @@ class Translator:
         model: a model on any device. Its training mode is restored.
         wordpieces: the wordpieces of the model.
         search: the beam search, which also sets the number of results; None is ``BeamSearch()``.
-        into: target language of a model of several languages, otherwise None.
-        languages: target languages that the model knows as tokens ``<2xx>``; empty for a model of
-            one language pair.
-        tokens_per_batch: approximate number of source wordpieces in a batch, with ends of
-            sentences.
+        into: target language, one of `languages`; None if these are empty.
+        languages: target languages that the model knows as tokens ``<2xx>``.
+        tokens_per_batch: approximate number of source tokens in a batch.
         lines_at_a_time: number of lines that are read before the first translation.
-        max_pieces: maximum number of wordpieces of a line, without ``<2xx>`` and ``</s>``.
-
-    Attributes:
-        num_cut: number of lines that were truncated to max_pieces.
+        max_pieces: maximum number of wordpieces of a line, without ``<2xx>`` and ``</s>``. The
+            attribute `num_cut` is the number of lines that were truncated to it.
 
     Example:
         >>> translator = Translator(model, wordpieces)  # doctest: +SKIP

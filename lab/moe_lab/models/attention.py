@@ -61,14 +61,9 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Computes the context and the attention weights of each target token.
 
-        Args:
-            target: y, [B, T, d_target].
-            keys: [B, S, A], from `keys`.
-            source: x, [B, S, d_source].
-            mask: [B, S] bool, False at padding. Every sentence has at least one token.
-
-        Returns:
-            The contexts [B, T, d_source] and the weights p [B, T, S], which are 0 at padding.
+        target is y [B, T, d_target], and source is x [B, S, d_source], with its `keys` [B, S, A].
+        The mask [B, S] is False at padding. Every sentence has at least one token. The result has
+        the contexts [B, T, d_source] and the weights p [B, T, S], which are 0 at padding.
         """
         query = target @ self.w
         if self.kind == "product":
@@ -78,9 +73,3 @@ class Attention(nn.Module):
         scores = scores.masked_fill(~mask.unsqueeze(1), -math.inf)
         weights = torch.softmax(scores, 2, dtype=accumulation_dtype(scores))
         return weights.to(source.dtype) @ source, weights
-
-    def extra_repr(self) -> str:
-        return (
-            f"d_source={self.u.shape[0]}, d_target={self.w.shape[0]}, units={len(self.v)}, "
-            f"kind={self.kind}"
-        )

@@ -30,11 +30,10 @@ _NONE = -1
 class NGramModel:
     """Predicts each word of a sentence from the n - 1 preceding words.
 
-    The n-grams form a trie. Each argument but vocab_size is a sequence with one element for each
-    order n = 1, 2, and so on. M is the number of n-grams of one order.
+    The n-grams form a trie. Each argument but vocab_size, V, is a sequence with one element for
+    each order n = 1, 2, and so on. M is the number of n-grams of one order.
 
     Args:
-        vocab_size: V, number of predicted words.
         keys: [M] int64, ascending. A key is (index of the first n - 1 words in the keys of order
             n - 1) · V + last word. Order 1 has all V words and, as V, the start of a sentence.
         prob: [M] float64, probability of the last word after the other words of the n-gram.

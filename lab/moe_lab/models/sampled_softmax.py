@@ -29,10 +29,7 @@ class LogUniformSampler:
 
     If word ids are ordered by decreasing frequency, Q is close to the word frequency (Zipf's law).
 
-    Args:
-        num_classes: V, number of classes.
-        num_sampled: S, number of sampled classes.
-        generator: CPU generator of the samples; None is torch's default generator.
+    V is num_classes, and S is num_sampled. The samples come from a CPU generator.
     """
 
     def __init__(
@@ -91,13 +88,10 @@ def sampled_cross_entropy(
     `moe_ext.ops.linear_cross_entropy`.
 
     Args:
-        hidden: [T, D].
-        weight: [V, D].
-        bias: [V].
+        hidden, weight, bias: [T, D], [V, D] and [V].
         targets: [T] int64, in [0, V).
         classes: [S] int64, sampled classes, distinct and ascending.
-        log_expected_class: [S], ln E of each sampled class.
-        log_expected_target: [T], ln E of each target.
+        log_expected_class, log_expected_target: ln E of each sampled class [S] and target [T].
 
     Returns:
         Scalar, nats; float64 if hidden is float64, otherwise float32.
@@ -150,12 +144,8 @@ class SampledSoftmax(nn.Linear):
     underestimates the loss of the full softmax, so do not compute a perplexity from it. With S = V,
     both losses are equal.
 
-    Args:
-        d_model: D, width of the input.
-        num_classes: V, number of classes, ordered by decreasing frequency.
-        num_sampled: S, number of sampled classes; 0 uses the full softmax in training too.
-        generator: CPU generator of the samples; None is torch's default generator.
-        dtype: dtype of weight and bias; None is torch's default dtype.
+    The V classes are ordered by decreasing frequency. num_sampled = 0 uses the full softmax in
+    training too. The samples come from a CPU generator.
     """
 
     def __init__(

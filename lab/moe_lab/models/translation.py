@@ -112,7 +112,7 @@ class AttentionLSTM(nn.Module):
     def forward(self, x: Tensor, encoded: Encoded) -> Tensor:
         """Computes the output m [B, T, D] for x [B, T, D], with attention over the sources."""
         # The contribution of x does not depend on the previous step: one GEMM for all steps.
-        x_weight, context_weight = self._input_weights()
+        x_weight, context_weight = self.lstm.input_weight.chunk(2, 1)
         steps = F.linear(x.transpose(0, 1), x_weight, self.lstm.bias)
         state = self.lstm.start(len(x))
         outputs = []
@@ -135,18 +135,13 @@ class AttentionLSTM(nn.Module):
         m = state.m.new_zeros(len(counts), max(counts, default=0), state.m.shape[1])
         m[source, place] = state.m
         context, weights = (y[source, place] for y in self._attend(m, encoded))
-        x_weight, context_weight = self._input_weights()
+        x_weight, context_weight = self.lstm.input_weight.chunk(2, 1)
         gates = F.linear(x, x_weight, self.lstm.bias)
         return self._step(gates, context, context_weight, state), weights
 
     def _attend(self, m: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Computes contexts [B, T, D] and weights [B, T, S] for the queries m [B, T, D]."""
         return self.attention(m, encoded.keys, encoded.output, encoded.mask)
-
-    def _input_weights(self) -> tuple[Tensor, Tensor]:
-        """Returns the columns of W that multiply x_t, and those that multiply a_t."""
-        x_weight, context_weight = self.lstm.input_weight.chunk(2, 1)
-        return x_weight, context_weight
 
     def _step(
         self, gates: Tensor, context: Tensor, context_weight: Tensor, state: LSTMState
@@ -225,12 +220,8 @@ class TranslationModel(WordModel):
     ) -> tuple[Tensor, tuple[MoEAux, ...]]:
         """Computes the input of the softmax for each target position.
 
-        Args:
-            source: [B, S] int64, word ids.
-            source_mask: [B, S] bool, True at tokens. Padding follows the tokens; every sentence has
-                at least one token.
-            inputs: [B, T] int64, ids of the words before the predicted words.
-            mask: [B, T] bool, True at real tokens. Padding follows the tokens.
+        Source ids are [B, S]; inputs, the ids before the predicted words, are [B, T]. The masks are
+        True at tokens, which padding follows. Every source has at least one token.
 
         Returns:
             The input of the softmax [B, T, D], undefined where mask is False, and the `MoEAux` of
@@ -263,12 +254,8 @@ class TranslationModel(WordModel):
     def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, Tensor, DecoderState]:
         """Computes the distribution of the next word, without gradient.
 
-        In evaluation mode, the distribution equals the softmax of the result of `forward`.
-
-        Args:
-            tokens: [N] int64, the previous word of each translation. The first word is the
-                end-of-sentence id.
-            state: state of the N translations before `tokens`.
+        In evaluation mode, the distribution equals the softmax of the result of `forward`. `tokens`
+        [N] has the previous word of each translation, at first the end-of-sentence id.
 
         Returns:
             The log-probabilities [N, V] in nats, the attention weights [N, S], and the state after

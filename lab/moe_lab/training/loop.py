@@ -33,6 +33,11 @@ from moe_lab.training.optimizers import make_optimizers
 from moe_lab.training.text import Text, load_text, training_batches
 from moe_lab.training.threads import ThreadChoice
 
+_SLOWER = (
+    "warning: {:,.0f} words/s after {:,.0f} words/s earlier; other programs may be using the "
+    "processor"
+)
+
 
 class _Objective(nn.Module):
     """Computes the training loss in `forward`, which the wrapper of `parallelize` needs."""
@@ -152,8 +157,8 @@ class Trainer:
                     values = window.summary(self.ranks) | progress
                     if log:
                         log.write("train", self.step, values)
-                        if values["words_per_second"] < fastest / 3:
-                            log.say(_slower(values["words_per_second"], fastest))
+                        if (speed := values["words_per_second"]) < fastest / 3:
+                            log.say(_SLOWER.format(speed, fastest))
                     fastest = max(fastest, values["words_per_second"])
                     window = Window()
                 if end or _due(self.step, config.log.eval_every):
@@ -186,9 +191,10 @@ class Trainer:
         ranks = self.ranks
         sizes = [batch.num_tokens for batch in batches]
         num_tokens = sum(sizes)
+        in_bfloat16 = self.config.autocast == "bfloat16"
         for batch, size in zip(batches, sizes, strict=True):
             part = batch.part(ranks.rank, ranks.size).to(self.device)
-            with self._autocast():
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=in_bfloat16):
                 parts = self._objective(part)
                 # Gradients are averaged over ranks, but nll_sum has to be summed over ranks.
                 nll = ranks.size * parts.nll_sum / num_tokens
@@ -241,11 +247,6 @@ class Trainer:
                 for name, part in by_language_pair(dev.sentence_nll, self.dev).items():
                     values[f"perplexity{suffix}/{name}"] = part.perplexity
         return values
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.config.autocast:
-            return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
-        return nullcontext()
 
     def _batch_stream(self) -> Generator[Batch, None, None]:
         """Yields batches without end, beginning at self.epoch and self.batch, and advances both."""
@@ -360,13 +361,6 @@ def _check_text(text: Text, state: dict[str, Any], corpus: str) -> None:
             f"the training text of {corpus} must be the text of the run, got another text; "
             "give the original text, or start a new run in another folder"
         )
-
-
-def _slower(words_per_second: float, fastest: float) -> str:
-    return (
-        f"warning: {words_per_second:,.0f} words/s after {fastest:,.0f} words/s earlier; other "
-        "programs may be using the processor"
-    )
 
 
 def _due(step: int, every: int) -> bool:

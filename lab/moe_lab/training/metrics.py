@@ -108,12 +108,6 @@ def by_language_pair(sentence_nll: Tensor, pairs: EncodedPairs) -> dict[str, Eva
     }
 
 
-def mean_of(rows: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Computes the mean of each key over dicts with the same keys; {} if rows is empty."""
-    rows = list(rows)
-    return {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else {})}
-
-
 class Window:
     """Sums of the metrics since the last log line, of this rank if nothing else is said."""
 
@@ -154,9 +148,9 @@ class Window:
             "aux_loss": aux_sum / num_tokens,
             "words_per_second": num_tokens / self.seconds,
         }
-        layers = [mean_of(rows) for rows in zip(*self.balance, strict=True)]
-        for key in layers[0] if layers else ():
-            values[key] = [layer[key] for layer in layers]
+        layers = list(zip(*self.balance, strict=True))  # for each MoE layer, the metrics of batches
+        for key in layers[0][0] if layers else ():
+            values[key] = [sum(row[key] for row in rows) / len(rows) for rows in layers]
         if layers:
             counts = [n.double() for n in self.tokens_per_expert]
             values["load"] = [(n / n.mean()).tolist() for n in counts]
