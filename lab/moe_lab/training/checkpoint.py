@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
 from moe_lab.data import AnyVocabulary
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.models import AnyModel
 from moe_lab.training.config import AnyConfig, config_from_file
 from moe_lab.training.folder import load_vocabulary, vocabulary_file
@@ -31,12 +31,9 @@ def load_states(checkpoints: Checkpoints, run: Path, fallback: bool = False) -> 
         raise ConfigError(
             f"there is no checkpoint in {run}; train first, or give the folder of a run"
         )
-    try:
+    delete = "; delete the checkpoint's folder to use the previous one"
+    with config_errors(after=delete, kinds=CheckpointError):
         loaded = checkpoints.load(fallback=fallback)
-    except CheckpointError as error:
-        raise ConfigError(
-            f"{error}; delete the checkpoint's folder to use the previous one"
-        ) from error
     state = loaded.state
     known = isinstance(state, dict) and {*_KEYS} <= state.keys()
     if not known or not all(isinstance(state[key], str) for key in ("vocabulary", "text")):

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from moe_ext.checks import require
 from moe_lab.cli import SEED_LIMIT, THREAD_LIMIT
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.files import read_file
 from moe_lab.models import LanguageModelConfig, TranslationModelConfig
 from moe_lab.names import PIECE_KINDS, configuration_file
@@ -265,10 +265,8 @@ def config_from_file(table: Any, path: Path) -> AnyConfig:
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    try:
+    with config_errors():
         content = read_file(path, _MAX_BYTES)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     try:
         return tomllib.loads(content.decode("utf-8-sig"))  # without a byte order mark
     except (ValueError, RecursionError) as error:
@@ -363,12 +361,8 @@ def _build(cls: Any, table: Any, path: str, root: type[AnyConfig]) -> Any:
             values[key] = _build(hint, value, f"{path}{key}.", root)
         else:
             values[key] = _check_type(hint, value, f"{path}{key}")
-    try:
+    with config_errors(f"option {path}"):
         return cls(**values)
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"option {path}{error}") from None
 
 
 def _check_type(hint: Any, value: Any, key: str) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_lab.data import AnyVocabulary, Vocabulary, Wordpieces
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.files import Locked, file_lock, write_text
 from moe_lab.training.config import (
     AnyConfig,
@@ -38,10 +38,8 @@ def load_vocabulary(
 ) -> AnyVocabulary:
     """Reads the vocabulary of a text; before and after surround the message of an error."""
     kind = Vocabulary if data.kind == "words" else Wordpieces
-    try:
+    with config_errors(before, after, (OSError, ValueError)):
         return kind.load(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{before}{error}{after}") from error
 
 
 class RunFolder:

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from moe_ext.checks import is_whole
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.files import (
     MAX_JSON,
     atomic_file,
@@ -110,10 +110,8 @@ def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
-    try:
+    with config_errors():
         require_regular(path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     records = []
     with path.open("rb") as file:
         for number, line in enumerate(read_lines(file, MAX_JSON), start=1):

@@ -10,7 +10,7 @@ from moe_lab.data import EncodedSentences, Vocabulary
 from moe_lab.data.downloads import SETS, DataSet, corpus_of, file_of
 from moe_lab.data.mixed import mix_languages, write_parts
 from moe_lab.data.sentences import CorpusError
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.markdown import markdown_table
 from moe_lab.names import PARTS
 from moe_lab.training.config import DataConfig, require_utf8
@@ -66,10 +66,8 @@ def _write_languages(options: Namespace, output: Path) -> Path:
     name = "-".join([*options.languages, f"{options.sentences}-sentences"])
     corpus = output / name
     if not corpus.is_dir():
-        try:
+        with config_errors("--from: ", kinds=CorpusError):
             parts = mix_languages(options.source, options.languages, options.sentences)
-        except CorpusError as error:
-            raise ConfigError(f"--from: {error}") from error
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".mixing-", dir=output) as temporary:
             write_parts(parts, Path(temporary) / name)

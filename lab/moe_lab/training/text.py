@@ -29,7 +29,7 @@ from moe_lab.data import (
 )
 from moe_lab.data.encoded import made_once
 from moe_lab.data.parallel import languages_of
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.names import PARTS
 from moe_lab.progress import progress
 from moe_lab.training.config import DataConfig, ParallelDataConfig
@@ -249,11 +249,5 @@ def _encode(
 
 @contextmanager
 def _config_errors() -> Iterator[None]:
-    try:
+    with config_errors("data: "), config_errors("data.corpus: ", kinds=CorpusError):
         yield
-    except CorpusError as error:
-        raise ConfigError(f"data.corpus: {error}") from error
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"data: {error}") from error

@@ -9,7 +9,7 @@ from moe_lab.data import ParallelText, Wordpieces
 from moe_lab.decoding.beam_search import BeamSearch
 from moe_lab.decoding.bleu import Bleu, corpus_bleu
 from moe_lab.decoding.translator import Translator
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.files import write_text
 from moe_lab.models import TranslationModel
 from moe_lab.training.checkpoint import TrainedModel, checkpoints_of, load_run
@@ -26,10 +26,8 @@ def make_translator(
         raise ConfigError(f'the run\'s task must be "translation", got "{config.task}"')
     assert isinstance(model, TranslationModel) and isinstance(wordpieces, Wordpieces)
     languages = config.data.languages_with_token
-    try:
+    with config_errors():
         return Translator(model, wordpieces, search, into=into, languages=languages, **options)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def translations_of(trained: TrainedModel, text: ParallelText) -> list[str]:
