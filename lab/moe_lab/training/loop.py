@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -50,6 +50,7 @@ class _Objective(nn.Module):
         return self.model.loss(batch)
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
     """Trains a model and writes the run to its folder; `make_trainer` makes all parts.
 
@@ -60,9 +61,6 @@ class Trainer:
     as with a single rank, except for dropout and noise, which differ by rank. A run can be resumed
     with another world size. Rank 0 writes logs, configuration and vocabulary.
 
-    noise_generator is that of the gates' noise. class_generator is a CPU generator of the sampled
-    classes, seeded in every step.
-
     Attributes:
         step, tokens: number of optimizer steps and of predictions so far.
         interrupted: whether SIGINT or SIGTERM came in the last `run`, be it in its last step.
@@ -72,36 +70,29 @@ class Trainer:
         >>> finished = trainer.run()  # False after Ctrl-C or SIGTERM, with a checkpoint saved
     """
 
-    def __init__(
-        self,
-        config: AnyConfig,
-        *,
-        folder: RunFolder,
-        checkpoints: Checkpoints,
-        text: Text,
-        batches: SentenceBatches | PairBatches,
-        model: AnyModel,
-        optimizers: Sequence[Optimizer],
-        ranks: Ranks,
-        noise_generator: torch.Generator,
-        class_generator: torch.Generator,
-    ) -> None:
-        self.config = config
-        self.folder, self._folder = folder.path, folder
-        self._checkpoints = checkpoints
-        self._newest = max(checkpoints.steps(), default=None)  # the last checkpoint
-        self.text, self.batches = text, batches
-        self._train_text = text.train.fingerprint()
+    config: AnyConfig
+    run_folder: RunFolder
+    checkpoints: Checkpoints
+    text: Text
+    batches: SentenceBatches | PairBatches
+    model: AnyModel
+    optimizers: Sequence[Optimizer]
+    ranks: Ranks
+    noise_generator: torch.Generator  # of the gates' noise
+    class_generator: torch.Generator  # a CPU generator of the sampled classes, seeded in every step
+
+    def __post_init__(self) -> None:
+        config, model, optimizers, ranks = self.config, self.model, self.optimizers, self.ranks
+        self.folder = self.run_folder.path
+        self._newest = max(self.checkpoints.steps(), default=None)  # the last checkpoint
+        self._train_text = self.text.train.fingerprint()
         limit = config.log.eval_sentences
-        self.dev = text.dev.first(limit) if limit else text.dev
-        self.model, self.optimizers = model, optimizers
+        self.dev = self.text.dev.first(limit) if limit else self.text.dev
         self.device = model.embedding.weight.device
         self.schedules = [
             warmup_schedule(optimizer, config.optimizer.warmup_steps, config.optimizer.hold_steps)
             for optimizer in optimizers
         ]
-        self.ranks = ranks
-        self.noise_generator, self.class_generator = noise_generator, class_generator
         self._objective: nn.Module = _Objective(model)
         if ranks.group is not None:
             self._objective = parallelize(self._objective, ranks.group)
@@ -130,10 +121,10 @@ class Trainer:
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
             log = None
             if self.ranks.rank == 0:
-                stack.enter_context(self._folder.locked())
-                newest = max(self._checkpoints.steps(), default=None)
-                self._folder.check_unchanged(self._newest, newest)
-                log = stack.enter_context(self._folder.begin(self.step, self.text.vocabulary))
+                stack.enter_context(self.run_folder.locked())
+                newest = max(self.checkpoints.steps(), default=None)
+                self.run_folder.check_unchanged(self._newest, newest)
+                log = stack.enter_context(self.run_folder.begin(self.step, self.text.vocabulary))
             stopped = stack.enter_context(stop_signal())
             batches = stack.enter_context(closing(self._batch_stream()))
             last = self.step >= steps
@@ -274,13 +265,13 @@ class Trainer:
             "device_rng": torch.cuda.get_rng_state(self.device) if self._on_cuda() else None,
             "noise_rng": self.noise_generator.get_state(),
         }
-        self._checkpoints.save(self.step, self.model, self.optimizers, state, generators)
+        self.checkpoints.save(self.step, self.model, self.optimizers, state, generators)
         self._newest = self.step
 
     def restore(self, earlier: Loaded) -> None:
         """Continues after a checkpoint of the run."""
         self.step = earlier.step
-        self._checkpoints.load(self.model, self.optimizers, step=earlier.step)
+        self.checkpoints.load(self.model, self.optimizers, step=earlier.step)
         state, generators = earlier.state, earlier.rank_state
         self.tokens, self.epoch, self.batch = state["tokens"], state["epoch"], state["batch"]
         for schedule, values in zip(self.schedules, state["schedules"], strict=True):
@@ -336,7 +327,7 @@ def make_trainer(
     ).to(device)
     trainer = Trainer(
         config,
-        folder=folder,
+        run_folder=folder,
         checkpoints=checkpoints,
         text=text,
         batches=training_batches(text, config.data, config.seed),
