@@ -33,17 +33,13 @@ class EncodedSentences:
     """Stores sentences as ids in two tensors: 4 bytes per word and 12 bytes per sentence.
 
     The inputs of a sentence are a slice of ``stream``. The targets of the sentence are the slice of
-    equal length that begins one id later.
-
-    Args:
-        sentences: the word ids of each sentence, without ``</s>``; read once, in order.
-        eos_id: the id of ``</s>``.
+    equal length that begins one id later. The sentences are given as word ids without ``</s>``, and
+    eos_id is the id of ``</s>``.
 
     Attributes:
         stream: [1 + words + sentences] int32, all sentences in sequence, with ``</s>`` before the
             first and after each.
         starts: [sentences + 1] int64, index in the stream of each sentence's first input.
-        eos_id: the id of ``</s>``.
     """
 
     _folder: Path | None = None  # of the memory-mapped files
@@ -88,21 +84,19 @@ class EncodedSentences:
         starts, stream, eos_id = self.starts, self.stream, self.eos_id
         if int(starts[0]) != 0 or int(starts[-1]) != self.num_tokens:
             return f"{_STARTS} must begin with 0 and end with {self.num_tokens}"
-        num_ends = 0
-        for block in stream.split(_CHECKED_AT_A_TIME):
+        num_ends, at_starts = 0, True
+        for begin in range(0, len(stream), _CHECKED_AT_A_TIME):
+            block = stream[begin : begin + _CHECKED_AT_A_TIME]
             low, high = map(int, block.aminmax())
             if low < 0 or high >= num_ids:
                 return f"the ids in {_STREAM} must be in [0, {num_ids}), got {low} to {high}"
-            num_ends += int((block == eos_id).sum())
+            ends = (block == eos_id).nonzero()[:, 0] + begin
+            at_starts &= torch.equal(ends, starts[num_ends : num_ends + len(ends)])
+            num_ends += len(ends)
         if num_ends != len(starts):
             return f"{_STREAM} must hold the id {eos_id} {len(starts)} times, got {num_ends}"
-        for begin in range(0, len(starts), _CHECKED_AT_A_TIME):
-            block = starts[begin : begin + _CHECKED_AT_A_TIME + 1]
-            low, high = map(int, block.aminmax())
-            within = low >= 0 and high <= self.num_tokens  # differences then do not overflow
-            rising = within and bool((block.diff() > 0).all())
-            if not rising or not bool((stream[block] == eos_id).all()):
-                return f"{_STARTS} must hold the places of the id {eos_id} in {_STREAM}"
+        if not at_starts:
+            return f"{_STARTS} must hold the places of the id {eos_id} in {_STREAM}"
         return None
 
     def __reduce__(self) -> Any:
