@@ -82,13 +82,6 @@ def test_pieces_are_the_file(tmp_path, monkeypatch, size):
     assert list(itertools.chain.from_iterable(sentences.pieces)) == expected
 
 
-def test_an_error_in_a_later_piece_names_the_line_of_the_file(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_bytes(b"some words\n" * 500 + b"Caf\xe9\n")
-    with pytest.raises(CorpusError, match="text.txt, line 501 must .*got the byte 0xe9"):
-        list(load_corpus(file, parts=["all"]).all)
-
-
 # --- ids in files -------------------------------------------------------------------------------
 
 

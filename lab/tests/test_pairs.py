@@ -4,14 +4,7 @@ import pickle
 
 import pytest
 import torch
-from moe_lab.data import (
-    EncodedPairs,
-    PairBatches,
-    Wordpieces,
-    encode_pairs,
-    load_parallel,
-    pairs,
-)
+from moe_lab.data import EncodedPairs, PairBatches, Wordpieces, encode_pairs, load_parallel, pairs
 from tiny import equal
 
 WORDS = [f"{a}{b}" for a in ("chien", "dog", "hund", "개") for b in "abcdef"]

@@ -492,15 +492,6 @@ def test_a_run_continues_from_the_checkpoint_before_a_corrupted_one(table, tmp_p
     assert_same_run(whole.folder, part)
 
 
-def test_a_run_stopped_before_its_first_checkpoint_starts_again(table, corpus):
-    config = merged(table, steps=4)
-    expected = train(config)
-    shutil.rmtree(expected.folder / "checkpoints")
-    again = train(replace(config, resume=True))
-    assert_same_state(expected.model.state_dict(), again.model.state_dict())
-    assert [r["step"] for r in read_metrics(again.folder, "train")] == [2, 4]
-
-
 @pytest.mark.parametrize("name", ["write_text", "RunLog"])
 def test_a_start_cut_short_is_started_or_resumed(table, monkeypatch, name):
     """After a failure at any point, the folder can be resumed or allows a new start."""

@@ -153,8 +153,8 @@ def _fetch(url: str, part: Path) -> None:
         for block in progress(blocks, f"downloading {part.stem}", "MiB", num_blocks):
             file.write(block)
         if length and file.tell() != begin + length:
-            ended = f"the connection ended after {file.tell():,}"
-            raise OSError(f"{ended} of {begin + length:,} bytes")
+            sizes = f"{file.tell():,} of {begin + length:,} bytes"
+            raise OSError(f"the connection ended after {sizes}")
 
 
 def _verify(file: Path, sha256: str) -> None:

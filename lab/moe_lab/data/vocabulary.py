@@ -149,11 +149,11 @@ class Vocabulary:
                     )
                 words[word] = number
         renamed = {}
-        for name, *others in (_UNK_SPELLINGS, _EOS_SPELLINGS):
-            spelling = next((word for word in (name, *others) if word in words), None)
+        for entry, *variants in (_UNK_SPELLINGS, _EOS_SPELLINGS):
+            spelling = next((word for word in (entry, *variants) if word in words), None)
             if spelling is None:
-                raise ValueError(f"Vocabulary.load: {path} must have a line {name}, got none")
-            renamed[spelling] = name
+                raise ValueError(f"Vocabulary.load: {path} must have a line {entry}, got none")
+            renamed[spelling] = entry
         if len(words) == len(renamed):
             raise ValueError(f"Vocabulary.load: {path} must have at least one word, got none")
         return cls(renamed.get(word, word) for word in words)

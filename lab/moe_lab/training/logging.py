@@ -9,14 +9,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from moe_ext.checks import is_whole
 from moe_lab.errors import ConfigError, config_errors
-from moe_lab.files import (
-    MAX_JSON,
-    atomic_file,
-    from_json,
-    json_text,
-    read_lines,
-    require_regular,
-)
+from moe_lab.files import MAX_JSON, atomic_file, from_json, json_text, read_lines, require_regular
 from moe_lab.training.config import LogConfig
 
 
