@@ -164,20 +164,35 @@ def assert_equals_one_process(workers, ranks, make, call, x, same_bits=False, **
     return expected
 
 
-def train_three_steps(wrapped, optimizer, group, rank):
-    """Returns the state of one process after three steps, and the norms of the gradients."""
-    counts, norms = RANKS["2"], []
-    for step in range(3):
-        x = tokens_of(counts).roll(step, 1).split(counts)
-        y = wrapped(torch.cat(x) if group is None else x[rank])
-        parts = y.split(counts) if group is None else [y]
-        first = rank_weight(0 if group is None else rank)
-        losses = [(first + i / 2) * part.square().sum() for i, part in enumerate(parts)]
-        (sum(losses) / len(losses)).backward()
-        norms.append(clip_grad_norm_(wrapped, 1.0))
+def backward(model, counts, rank=None, step=0):
+    """Runs the backward pass of a rank's tokens; rank None: of one process with all tokens.
+
+    The model returns outputs and a loss. Each rank gives its outputs another weight.
+    """
+    draw = torch.Generator().manual_seed(3 + step)
+    x = torch.randn(sum(counts), D, dtype=torch.float64, generator=draw)
+    y, loss = model(x if rank is None else x.split(counts)[rank])
+    parts = y.split(counts) if rank is None else [y]
+    ranks = range(len(counts)) if rank is None else [rank]
+    losses = [
+        rank_weight(r) * (part.square().sum() + loss) for r, part in zip(ranks, parts, strict=True)
+    ]
+    (sum(losses) / len(losses)).backward()
+
+
+def train(wrapped, optimizer, counts, rank=None, steps=3, norm_type=2.0):
+    """Trains on the tokens of a rank, or in one process on all; returns the gradients' norms."""
+    norms = []
+    for step in range(steps):
+        backward(wrapped, counts, rank, step)
+        if rank is None:
+            norm = nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0, norm_type)
+        else:
+            norm = clip_grad_norm_(wrapped, 1.0, norm_type)
+        norms.append(norm)
         optimizer.step()
         optimizer.zero_grad()
-    return full_state_dict(wrapped, group), norms
+    return norms
 
 
 def save(group, rank, make, folder):
