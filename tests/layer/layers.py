@@ -183,11 +183,12 @@ def total(y, aux):
 
 
 def results(layer, x, mask=None, function=None):
-    """Returns the output, the report and all gradients of `total` for one seed."""
+    """Returns y, the report and the gradients of x and of trained parameters, for one seed."""
     torch.manual_seed(1)
     leaf = x.detach().clone().requires_grad_()
     y, aux = (layer if function is None else function)(leaf, mask)
-    grads = gradients([total(y, aux)], [leaf, *layer.parameters()], [None])
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    grads = gradients([total(y, aux)], [leaf, *trained], [None])
     return [y, *tensors_of(aux), *grads]
 
 

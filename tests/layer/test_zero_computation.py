@@ -6,11 +6,7 @@ from assertions import assert_same_bits, recorded_ops, run_layer
 from layers import LOSSES, PER_SEQUENCE
 from torch import nn
 
-from moe_ext import (
-    MoE,
-    SoftmaxGate,
-    TopKGate,
-)
+from moe_ext import MoE, SoftmaxGate, TopKGate
 
 D, E, K = 6, 3, 2
 ZERO = pytest.mark.equation("arXiv 2410.07348", "arXiv 2509.01322")
