@@ -15,6 +15,7 @@ import pytest
 import reference as ref
 import torch
 from assertions import assert_exact, dense, gradients, tensors_of
+from torch.utils.checkpoint import checkpoint
 
 from moe_ext import (
     BalancedGate,
@@ -431,6 +432,14 @@ def assert_equals_reference(layer, x, given=None):
     for a, e in zip(actual, wanted, strict=True):
         assert_exact(a, e)
     return y, aux
+
+
+# How a function of a tensor runs: plainly, or again in the backward pass.
+RECOMPUTED = {
+    "no": lambda function, x: function(x),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+}
 
 
 def copies_of(module):

@@ -494,17 +494,6 @@ def test_a_model_that_cannot_have_adapters_does_not_change():
     assert [*lora_experts(model)] == ["1.experts", "1.shared_expert.expert"]
 
 
-def test_a_reference_model():
-    model = make_model()[1]
-    x = torch.randn(9, 64)
-    expected = model(x)[0]
-    add_lora(model, 2, 4)
-    shake(model)
-    with disable_lora(model):
-        assert_same_bits(model(x)[0], expected)
-    assert (model(x)[0] - expected).abs().max() > 0.1
-
-
 def test_the_text_of_a_module():
     lora = make_lora(rslora=True, shared_a=True)
     lora.add_adapter("b", 4, 2.5, layers=[1])
@@ -545,8 +534,6 @@ def test_errors(call):
 
 
 def test_errors_of_models():
-    with pytest.raises(ValueError, match="^add_lora: model must contain FeedForwardExperts or "):
-        add_lora(nn.Linear(2, 2), 2, 2)
     with pytest.raises(ValueError, match=r"'0.experts': 'OwnExperts is neither"):
         add_lora(nn.Sequential(MoE(D, 4, 2, experts=OwnExperts(4, D))), 2, 2)
     with pytest.raises(ValueError, match="^merge_lora: model must contain LoRAExperts"):
