@@ -195,6 +195,11 @@ def train(wrapped, optimizer, counts, rank=None, steps=3, norm_type=2.0):
     return norms
 
 
+def files_in(folder):
+    """Returns the names in the folder of all checkpoints, without the lock."""
+    return sorted({path.name for path in folder.iterdir()} - {".lock"})
+
+
 def save(group, rank, make, folder):
     Checkpoints(folder, group).save(1, make(group))
 
