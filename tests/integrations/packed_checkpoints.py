@@ -4,6 +4,7 @@ import filecmp
 import importlib
 import json
 import re
+import shutil
 
 import gguf
 import torch
@@ -243,6 +244,18 @@ def load(path, **options):
 def logits_of(model):
     with torch.no_grad():
         return model(tokens()).logits
+
+
+def edited(folder, target, edit=lambda tensors: None, **config):
+    """Copies a checkpoint; a function edits the tensors, options change its configuration."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    for path in target.glob("*.safetensors"):
+        tensors = load_file(path)
+        edit(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+    described = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(described | config))
+    return target
 
 
 def files_of(folder):

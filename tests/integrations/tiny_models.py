@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 import transformers
 
@@ -35,6 +36,9 @@ MODEL_TYPES = {
     | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
     "gpt_oss": {"num_local_experts": 6},
 }
+
+
+PADDED = torch.tensor([[0, 0, 0, 5, 7, 11], [1, 2, 3, 4, 5, 6]])  # padding at the left
 
 
 @functools.cache
@@ -72,3 +76,27 @@ def error(actual, expected):
     """Returns the largest difference, relative to the largest value expected."""
     scale = expected.double().abs().max().clamp(min=1e-30)
     return float((actual.double() - expected.double()).abs().max() / scale)
+
+
+def trainer(model, folder, num_rows=16, callbacks=(), **options):
+    """Makes a Trainer on random tokens; the data are the same for each call."""
+    pytest.importorskip("accelerate")
+    rows = torch.randint(1, 48, (num_rows, 9), generator=torch.Generator().manual_seed(2))
+    data = [{"input_ids": ids, "labels": ids} for ids in rows]
+    arguments = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(folder), **(arguments | options)),
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[*callbacks],
+    )
