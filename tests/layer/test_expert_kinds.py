@@ -130,6 +130,9 @@ def test_made_on_the_meta_device(kind, assign):
     assert blank(x, None).shape == x.shape
     if not assign:
         blank.to_empty(device="cpu")
+        if "adapters" in kind:
+            blank.reset_parameters()
+            assert blank.adapters["second"].a_0.any() and not blank.adapters["second"].b_0.any()
     blank.load_state_dict(experts.state_dict(), assign=assign)
     assert_same(blank, experts)
 
