@@ -20,6 +20,7 @@ from moe_lab.benchmarks.shapes import (
     PACKED_PEERS,
     PEER_NAMES,
     WHOLE_FORMATS,
+    WHOLE_LINEAR,
     WHOLE_PEERS,
     experts_that_fit,
     parse_shape,
@@ -266,6 +267,7 @@ CASES = {
         options=_in_rounds(seconds=120.0) | {
             "--formats": some_of(WHOLE_FORMATS, WHOLE_FORMATS[:1], "formats of the experts",
                                  "FORMAT"),
+            "--linear": some_of(WHOLE_LINEAR, WHOLE_LINEAR, "weights of the linear layers"),
             "--peers": some_of(WHOLE_PEERS, WHOLE_PEERS, "other implementations", "PEER")
             | {"nargs": "*"},
             "--output": _OUTPUT,

@@ -24,7 +24,11 @@ PACKED_PEERS = (
 )
 # Of a whole model: the formats of a GGUF file, and the other implementations.
 WHOLE_FORMATS = ("gguf_q4_k", "gguf_q4_0", "gguf_q8_0", "gguf_q6_k")
-WHOLE_PEERS = ("integer", "compiled", "eager", "grouped_mm", "llama.cpp", "ik_llama.cpp")
+WHOLE_LINEAR = ("bfloat16", "packed")
+WHOLE_PEERS = (
+    *("integer", "compiled", "integer-compiled"),
+    *("eager", "grouped_mm", "llama.cpp", "ik_llama.cpp"),
+)
 
 
 class Shape(NamedTuple):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -36,6 +38,13 @@ class ModuleTensors:
     biases: list[LayerTensors] | None
 
 
+class LinearTensor(NamedTuple):
+    """The weight of a linear layer, as that of one expert, and its name in `dense`."""
+
+    weight: LayerTensors
+    name: str
+
+
 @dataclass
 class Checkpoint:
     """An open checkpoint.
@@ -46,6 +55,7 @@ class Checkpoint:
         quantization: the quantization of the configuration, as in its file.
         skeleton: the model of transformers on the meta device.
         experts: the tensors of each experts module that stays packed.
+        linear: the tensor of each linear layer that can stay packed, and its name in `dense`.
         dense: how to read each other tensor, by the name that transformers' loader takes.
         places: where the files have each weight of `dense`, and those of experts that are no packed
             experts.
@@ -58,6 +68,7 @@ class Checkpoint:
     quantization: Any
     skeleton: Any
     experts: dict[str, ModuleTensors] = field(default_factory=dict)
+    linear: dict[str, LinearTensor] = field(default_factory=dict)
     dense: dict[str, Read] = field(default_factory=dict)
     places: dict[str, list[Place]] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(default_factory=dict)
@@ -194,6 +205,19 @@ def _assign(checkpoint: Checkpoint, found_tensors: FoundTensors) -> None:
         for tensor_name in found_tensors.names[name]:
             del checkpoint.dense[tensor_name]
             del checkpoint.places[tensor_name]
+    checkpoint.linear = dict(_linear(checkpoint, found_tensors.whole))
+
+
+def _linear(checkpoint: Checkpoint, whole: dict[str, str]) -> Iterator[tuple[str, LinearTensor]]:
+    """Yields the linear layers whose weights are packed in the files, and tied to no others."""
+    tied = Counter(map(id, checkpoint.skeleton.state_dict(keep_vars=True).values()))
+    for path, module in checkpoint.skeleton.named_modules():
+        name = whole.get(f"{path}.weight")
+        if type(module) is not nn.Linear or name is None or tied[id(module.weight)] > 1:
+            continue
+        weight = LayerTensors(([checkpoint.places[name][0].stored],))
+        if weight.format is not None and _layout_error(weight) is None:
+            yield path, LinearTensor(weight, name)
 
 
 def _not_packable(module: nn.Module, weights: list[LayerTensors | None]) -> str | None:
@@ -206,10 +230,18 @@ def _not_packable(module: nn.Module, weights: list[LayerTensors | None]) -> str 
             return "transformers computes its weights from the tensors of the file"
         if tensors.format is None:
             return f"its weights are {tensors.kind} in the file"
-        try:
-            tensors.layout()
-        except ValueError as error:
-            return str(error)
+        error = _layout_error(tensors)
+        if error is not None:
+            return error
+    return None
+
+
+def _layout_error(tensors: LayerTensors) -> str | None:
+    """Returns why tensors of a known format cannot stay packed; None if they can."""
+    try:
+        tensors.layout()
+    except ValueError as error:
+        return str(error)
     return None
 
 
