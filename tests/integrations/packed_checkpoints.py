@@ -248,6 +248,17 @@ def load(path, **options):
     return plug.load(path, **{"dtype": torch.float32, "quiet": True, **options})
 
 
+def config_for(model):
+    """Returns what `load` needs for a GGUF file, which describes all models but DeepSeek's."""
+    return model.config if "deepseek" in model.config.model_type else None
+
+
+def linear_layers(model):
+    """Returns the packed linear layers of a model, by their names."""
+    kind = plug.PackedLinear
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
 def logits_of(model):
     with torch.no_grad():
         return model(tokens()).logits

@@ -19,9 +19,12 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from packed_checkpoints import (  # noqa: E402
     CHECKPOINTS,
+    GGUF,
     TYPES,
+    config_for,
     different_files,
     edited,
+    linear_layers,
     load,
     logits_of,
     write,
@@ -32,12 +35,17 @@ from tiny_models import error, tiny, tokens, trainer  # noqa: E402
 plug = importlib.import_module("moe_ext.integrations.transformers")
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+@pytest.fixture(scope="module", params=[*CHECKPOINTS, *(f"gguf {name}" for name in GGUF)])
 def checkpoint(request, tmp_path_factory):
-    """Returns a folder and the dequantized model."""
-    folder = tmp_path_factory.mktemp(request.param)
-    model_type, kind, sizes = CHECKPOINTS[request.param]
-    return folder, write(folder, model_type, kind, **sizes)
+    """Returns a folder, its checkpoint (a file or the folder) and the dequantized model."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    if request.param in CHECKPOINTS:
+        model_type, kind, sizes = CHECKPOINTS[request.param]
+        (folder / "tokenizer.json").write_text("{}")
+        return folder, folder, write(folder, model_type, kind, **sizes)
+    model_type, kind, options = GGUF[request.param.removeprefix("gguf ")]
+    path = folder / "model.gguf"
+    return folder, path, write_gguf(path, model_type, kind, **options)
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +58,27 @@ def packed_experts(model):
     return [module.packed for module in plug.experts_modules(model).values()]
 
 
-def test_logits_are_those_of_the_dequantized_model(checkpoint):
-    folder, expected = checkpoint
-    model = load(folder)
+# These checkpoints have packed experts alone.
+EXPERTS_ALONE = "mxfp4", "gguf deepseek", "gguf deepseek_with_two_parts_of_kv_b"
+
+
+@pytest.mark.parametrize("packed_linear", [False, True])
+def test_values_and_unchanged_files(checkpoint, packed_linear, tmp_path, request):
+    """Logits are those of the dequantized model; saved files have the bytes of those loaded."""
+    folder, path, expected = checkpoint
+    config = config_for(expected) if path.is_file() else None
+    options = {"config": config, "packed_linear": packed_linear}
+    model = load(path, **options)
     assert all(isinstance(experts, QuantizedExperts) for experts in packed_experts(model))
+    has_linear = request.node.callspec.params["checkpoint"] not in EXPERTS_ALONE
+    assert bool(linear_layers(model)) == (packed_linear and has_linear)
+    for name, layer in linear_layers(model).items():
+        assert torch.equal(layer.weight, expected.get_parameter(f"{name}.weight"))
     assert error(logits_of(model), logits_of(expected)) < 1e-5
     assert count_parameters(model) == count_parameters(expected)
+    for dtype in (torch.float32, torch.bfloat16):
+        plug.save(load(path, dtype=dtype, **options), tmp_path / str(dtype))
+        assert different_files(folder, tmp_path / str(dtype)) == []
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_of_deepseek", "int4", "mxfp4"])
@@ -64,14 +87,6 @@ def test_logits_are_those_of_the_loader_of_transformers(name, tmp_path):
     write(tmp_path, model_type, kind, **sizes)
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert error(logits_of(load(tmp_path)), logits_of(expected)) < 1e-5
-
-
-def test_unchanged_files_have_the_same_bytes(checkpoint, tmp_path):
-    folder, _ = checkpoint
-    (folder / "tokenizer.json").write_text("{}")
-    for dtype in (torch.float32, torch.bfloat16):
-        plug.save(load(folder, dtype=dtype), tmp_path / "saved")
-        assert different_files(folder, tmp_path / "saved") == []
 
 
 @pytest.mark.parametrize(
