@@ -129,6 +129,11 @@ def step(group, rank, ranks, make, call, x, noise=True):
     return {"y": y.detach(), "x": x.grad, "aux": aux, "grads": grads, "rows": rows}
 
 
+def call(layer, x, part):
+    """Calls a layer; the `call` of most layers."""
+    return layer(x)
+
+
 def assert_equals_one_process(workers, ranks, make, call, x, same_bits=False, **shared):
     """Compares outputs, losses, statistics and every gradient of a step.
 

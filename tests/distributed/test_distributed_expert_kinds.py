@@ -14,6 +14,7 @@ from one_process import (
     assert_checkpoints_load,
     assert_equals_one_process,
     assert_step_of_fully_sharded,
+    call,
     draw_parameters,
     mesh_of,
     sharing,
@@ -39,8 +40,8 @@ from moe_ext.distributed import (
 from moe_ext.lora import disable_lora, lora_state_dict
 
 FORMATS = ["int8", "fp8"]  # which take any number of inputs
-PACKED, ADAPTERS, BOTH = "packed", "adapters", "adapters of packed"
-KINDS = [PACKED, ADAPTERS, BOTH]
+PACKED, ADAPTERS, PACKED_ADAPTERS = "packed", "adapters", "adapters of packed"
+KINDS = [PACKED, ADAPTERS, PACKED_ADAPTERS]
 
 
 def make(process_group=None, kind=PACKED, formats=FORMATS, **options):
@@ -66,15 +67,11 @@ def make(process_group=None, kind=PACKED, formats=FORMATS, **options):
 def simple(kind, group, num_experts=4, k=2):
     """Makes a layer with default values of its experts and adapters."""
     layer = MoE(D, num_experts, k, hidden_sizes=[7], process_group=group)
-    if kind in (PACKED, BOTH):
+    if kind in (PACKED, PACKED_ADAPTERS):
         layer.experts = QuantizedExperts.from_experts(layer.experts, "int8")
-    if kind in (ADAPTERS, BOTH):
+    if kind in (ADAPTERS, PACKED_ADAPTERS):
         add_lora(layer, 2, 2)
     return layer
-
-
-def call(layer, x, part):
-    return layer(x)
 
 
 @pytest.mark.guarantee("Sharding does not change the result")
@@ -138,8 +135,8 @@ def trained(group, rank, dense, kind, rest):
 
 @pytest.mark.parametrize(
     "dense, kind, rest",
-    [("ddp", PACKED, True), ("fsdp", PACKED, True), ("ddp", BOTH, True)]
-    + [("fsdp", ADAPTERS, True), ("ddp", ADAPTERS, False), ("fsdp", BOTH, False)],
+    [("ddp", PACKED, True), ("fsdp", PACKED, True), ("ddp", PACKED_ADAPTERS, True)]
+    + [("fsdp", ADAPTERS, True), ("ddp", ADAPTERS, False), ("fsdp", PACKED_ADAPTERS, False)],
 )
 def test_training_equals_one_process(workers, dense, kind, rest):
     """Frozen parameters do not change."""
@@ -162,14 +159,15 @@ def test_training_equals_one_process(workers, dense, kind, rest):
 
 
 @pytest.mark.parametrize(
-    "kind, worlds", [(PACKED, (2, 3)), (PACKED, (3, 1)), (BOTH, (3, 1)), (BOTH, (1, 2))]
+    "kind, worlds",
+    [(PACKED, (2, 3)), (PACKED, (3, 1)), (PACKED_ADAPTERS, (3, 1)), (PACKED_ADAPTERS, (1, 2))],
 )
 def test_checkpoints(workers, tmp_path, kind, worlds):
     """Any number of ranks can load them."""
     assert_checkpoints_load(workers, worlds, partial(Model, kind=kind), tmp_path)
 
 
-@pytest.mark.parametrize("kind", [PACKED, BOTH])
+@pytest.mark.parametrize("kind", [PACKED, PACKED_ADAPTERS])
 @on_ranks(2)
 def test_states_of_one_process(group, rank, kind):
     model, expected = Model(group, kind), Model(None, kind).state_dict()
@@ -202,7 +200,7 @@ def test_states_of_another_format_are_refused(group, rank, tmp_path):
 # Experts that every rank has
 
 
-@pytest.mark.parametrize("kind", [PACKED, BOTH])
+@pytest.mark.parametrize("kind", [PACKED, PACKED_ADAPTERS])
 @on_ranks(2)
 def test_fully_shard(group, rank, kind):
     """Each rank stores its share of the experts, with their adapters."""
@@ -215,7 +213,7 @@ def test_fully_shard(group, rank, kind):
     with torch.no_grad(), disable_lora(layer), disable_lora(twin):
         assert_same_bits(layer(x)[0], twin(x)[0])
     assert_step_of_fully_sharded(layer, twin, x, group)
-    if kind == BOTH:
+    if kind == PACKED_ADAPTERS:
         rule = "must be plain tensors; add adapters before fully_shard"
         with pytest.raises(ValueError, match=rule):
             layer.experts.add_adapter("third", 2, 2)
