@@ -15,7 +15,7 @@ from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, token
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from moe_ext import FeedForwardExperts, add_lora, ops
+from moe_ext import FeedForwardExperts, add_lora
 from moe_ext.integrations import transformers as integration
 from moe_ext.lora import disable_lora, lora_experts
 
@@ -88,6 +88,7 @@ OPTIONS = {
     "gate_up_proj": {"layers": LAYERS[:1]},
     "down_proj": {"layers": LAYERS[1:]},
     "rslora": {"use_rslora": True, "lora_alpha": 3},
+    "attention too": {"target_modules": ["q_proj", "v_proj"]},
 }
 
 
@@ -327,53 +328,17 @@ def test_other_models_are_not_changed(formed):
 # Files
 
 
-class Bridge(nn.Module):
-    """The experts of transformers as those of moe_ext, with the signature of the former."""
-
-    _apply_gate = None
-
-    def __init__(self, module):
-        super().__init__()
-        self.num_experts, self.config = module.num_experts, module.config
-        gated = "interleaved_clamped_swiglu" if module.has_bias else "swiglu"
-        weights = [getattr(module, name).detach() for name in LAYERS]
-        weights = [w if module.is_transposed else w.mT for w in weights]
-        num_experts, d_model, width = weights[0].shape
-        experts = FeedForwardExperts(
-            num_experts,
-            d_model,
-            [width // 2],
-            activation=gated,
-            activation_args=(7, 1.702, 1) if module.has_bias else None,
-            bias=module.has_bias,
-        )
-        values = [*weights, *(getattr(module, f"{n}_bias") for n in LAYERS if module.has_bias)]
-        with torch.no_grad():
-            for own, value in zip(experts.parameters(), values, strict=True):
-                own.copy_(value)
-        self.packed = experts
-
-    def forward(self, x, index, gates):
-        plan = ops.dispatch_plan(index, self.num_experts)
-        return self.packed(x, plan.offsets, inverse=plan.inverse, gates=gates)
-
-
 def bridged(model_type, packed=False):
     """Returns a model with the experts of moe_ext, and one of transformers with their values."""
     model, twin = (tiny(model_type).eval().requires_grad_(False) for _ in range(2))
-    if packed:
-        integration.quantize_experts(model, "int8", quiet=True)
-    for layer, twin_layer in zip(model.model.layers, twin.model.layers, strict=True):
-        if not hasattr(layer.mlp, "experts"):  # a dense layer
-            continue
-        last = twin_layer.mlp.experts
+    integration.quantize_experts(model, "int8", quiet=True)
+    for path, module in integration.experts_modules(model).items():
+        dequantized, last = module.packed.dequantize(), twin.get_submodule(path)
+        with torch.no_grad():
+            for name, weight in zip(LAYERS, dequantized.weights, strict=True):
+                getattr(last, name).copy_(weight if last.is_transposed else weight.mT)
         if not packed:
-            layer.mlp.experts = Bridge(layer.mlp.experts)
-        else:
-            dequantized = layer.mlp.experts.packed.dequantize()
-            with torch.no_grad():
-                for name, weight in zip(LAYERS, dequantized.weights, strict=True):
-                    getattr(last, name).copy_(weight if last.is_transposed else weight.mT)
+            module.packed = dequantized
     return model, twin
 
 

@@ -97,6 +97,13 @@ def test_trainer(tmp_path, model_type, options):
     assert_close(actual, expected, 1e-4)
 
 
+def test_trainer_with_autocast(tmp_path):
+    exact = run_trainer("eager", tmp_path, "mixtral", {})
+    actual, eager = twice(run_trainer, tmp_path, "mixtral", {"bf16": True})
+    assert_within_twice_eager(actual, eager, exact)
+    assert not torch.equal(actual["loss"], exact["loss"])
+
+
 def test_trainer_resumes_from_a_checkpoint(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
     expected = trainer(tiny("qwen3_moe"), tmp_path, **options)

@@ -87,6 +87,7 @@ def trainer(model, folder, num_rows=16, callbacks=(), **options):
         "max_steps": 4,
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-3,
+        "optim": "adamw_torch_fused",
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
