@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from moe_ext import Gate, count_parameters
+from moe_ext import Experts, Gate, count_parameters
 from moe_ext.distributed import (
     Checkpoints,
     ExpertParallel,
@@ -25,6 +25,14 @@ from moe_ext.ranks import Ranks
 # The numbers of tokens of each rank; in the last one, two replicas of the experts have two shards.
 RANKS = {"1": [9], "2": [5, 8], "3": [4, 0, 6], "2 x 2": [3, 7, 0, 5]}
 COUNTS = RANKS | {"4": [3, 7, 0, 5]}  # four ranks with one set of experts
+
+
+class RowExperts(Experts):
+    """Experts with a parameter that does not have one row for each expert."""
+
+    def __init__(self, num_experts):
+        super().__init__(num_experts, D)
+        self.weight = nn.Parameter(torch.ones(D, D))
 
 
 def mesh_of(copies, shares):

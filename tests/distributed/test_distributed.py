@@ -12,6 +12,7 @@ from layers import layer_of as make
 from one_process import (
     RANKS,
     D,
+    RowExperts,
     assert_equals_one_process,
     draw_parameters,
     mesh_of,
@@ -26,7 +27,6 @@ from workers import on_ranks
 from moe_ext import (
     BalancedGate,
     Capacity,
-    Experts,
     HierarchicalBalancedGate,
     HierarchicalMoE,
     HierarchicalNoisyTopKGate,
@@ -476,14 +476,6 @@ def test_experts_start_the_same_wherever_they_are(workers):
         assert_same_bits(torch.cat([part for part, _, _ in parts]), whole)
         assert parts[0][1] == ExpertPlacement(7, world).counts
         assert all(torch.equal(actual, after) for _, _, actual in parts)
-
-
-class RowExperts(Experts):
-    """Experts with a parameter that does not have one row for each expert."""
-
-    def __init__(self, num_experts):
-        super().__init__(num_experts, D)
-        self.weight = nn.Parameter(torch.ones(D, D))
 
 
 class OwnForward(HierarchicalBalancedGate):

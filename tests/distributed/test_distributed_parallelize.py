@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
-from one_process import D, mesh_of, rank_weight, train
+from one_process import D, RowExperts, mesh_of, rank_weight, train
 from pairwise import pairwise
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -18,7 +18,6 @@ from workers import TIMEOUT, on_ranks
 
 from moe_ext import (
     BalancedGate,
-    Experts,
     HierarchicalBalancedGate,
     HierarchicalMoE,
     MoE,
@@ -412,14 +411,6 @@ def test_gradients_of_a_model_in_the_wrapper_of_activation_checkpointing(workers
             assert_same_bits(grad, value)
 
 
-class RowExperts(Experts):
-    """Experts with a parameter that does not have one row for each expert."""
-
-    def __init__(self):
-        super().__init__(1, D)
-        self.weight = nn.Parameter(torch.ones(D, D))
-
-
 @on_ranks(4)
 def test_what_parallelize_refuses(group, rank):
     def layer(ranks, **options):
@@ -430,7 +421,7 @@ def test_what_parallelize_refuses(group, rank):
     with pytest.raises(
         ValueError, match=rf"experts\.weight must have one row for .*1.*, got \({D}"
     ):
-        parallelize(layer(group, experts=RowExperts()), group)
+        parallelize(layer(group, experts=RowExperts(1)), group)
     with pytest.raises(ValueError, match=r"^parallelize: process_group must have the ranks \[0, 1"):
         parallelize(layer(group), None)
     mixed = nn.ModuleList([layer(group), nn.Linear(D, D).bfloat16()])

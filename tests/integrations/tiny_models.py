@@ -46,10 +46,14 @@ def tokens():
     return torch.randint(1, 48, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
+def tiny_config(model_type, **options):
+    own = MODEL_TYPES.get(model_type, {})
+    options = {**SIZES, **own, "pad_token_id": 0, **options}
+    return transformers.AutoConfig.for_model(model_type, **options)
+
+
 def tiny(model_type="qwen3_moe", implementation="moe_ext", **options):
-    config = transformers.AutoConfig.for_model(
-        model_type, **{**SIZES, **MODEL_TYPES.get(model_type, {}), "pad_token_id": 0, **options}
-    )
+    config = tiny_config(model_type, **options)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(
         config, experts_implementation=implementation
