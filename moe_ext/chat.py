@@ -13,13 +13,12 @@ from typing import Any
 import torch
 import transformers
 
+from moe_ext.formats import FORMATS
 from moe_ext.integrations._packed.checkpoint import open_checkpoint
 from moe_ext.integrations.transformers import PackedLinear, load
-from moe_ext.quantized import Arithmetic, QuantizedExperts
+from moe_ext.quantized import NO_INTEGERS, Arithmetic, QuantizedExperts
 
 __all__ = ["main"]
-
-_NO_INTEGERS = ("fp8", "nf4")  # formats whose values are not integers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="of packed weights; integer is faster and rounds their inputs to 8 bits "
         "(default: integer for the formats that have it)",
     )
+    parser.add_argument(
+        "--linear",
+        choices=FORMATS,
+        metavar="FORMAT",
+        help="quantize linear layers that are floats in the files, for example in gguf_q8_0",
+    )
     parser.add_argument("--threads", type=int, help="number of threads of torch")
     options = parser.parse_args(arguments)
     if options.threads is not None:
@@ -48,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = open_checkpoint(options.model, options.config).path
         tokenizer = _tokenizer(path)
         arithmetic: Arithmetic = options.arithmetic or "exact"
-        model = load(path, config=options.config, arithmetic=arithmetic, packed_linear=True)
+        linear = options.linear or True
+        model = load(path, config=options.config, arithmetic=arithmetic, packed_linear=linear)
         if options.arithmetic is None:
             _use_integers(model)
     except (ImportError, OSError, ValueError) as error:
@@ -70,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _use_integers(model: Any) -> None:
     """Chooses integer arithmetic for the packed experts and layers whose formats have it."""
     modules = [m for m in model.modules() if isinstance(m, QuantizedExperts | PackedLinear)]
-    chosen = [m for m in modules if all(w.format not in _NO_INTEGERS for w in m.weights)]
+    chosen = [m for m in modules if NO_INTEGERS.isdisjoint(w.format for w in m.weights)]
     for module in chosen:
         module.arithmetic = "integer"
     print(f"integer arithmetic: {len(chosen)} of {len(modules)} packed layers", file=sys.stderr)

@@ -27,6 +27,7 @@ from moe_ext.ops._activations import checked_activation
 __all__ = ["QuantizedExperts"]
 
 Arithmetic = Literal["exact", "integer"]
+NO_INTEGERS: frozenset[FormatName] = frozenset({"fp8", "nf4"})  # whose numbers are no integers
 _ROWS = 128  # that are quantized together: whole panels, and whole blocks of fp8
 
 
@@ -147,7 +148,7 @@ class QuantizedExperts(Experts):
         groups = [group if is_free else None for is_free in free]
         layers = enumerate(zip(weights, formats, groups, strict=True))
         return cls(
-            [_quantized(f"{name}: weight_{i}", w.detach(), f, g) for i, (w, f, g) in layers],
+            [quantized(f"{name}: weight_{i}", w.detach(), f, g) for i, (w, f, g) in layers],
             None if biases is None else [bias.detach().clone() for bias in biases],
             activation=experts.activation,
             activation_args=experts.activation_args,
@@ -329,8 +330,14 @@ def _each_expert(weight: PackedWeight) -> Iterator[PackedWeight]:
         yield weight._replace(panels=panels)
 
 
-def _quantized(name: str, weight: Tensor, format: FormatName, group: int | None) -> PackedWeight:
-    """Quantizes a weight [E, in, out]; see `QuantizedExperts.from_experts`."""
+def quantized(
+    name: str, weight: Tensor, format: FormatName, group: int | None = None
+) -> PackedWeight:
+    """Quantizes a weight [E, in, out]; see `QuantizedExperts.from_experts`.
+
+    Raises:
+        ValueError: it does not fit the format, or is not finite. The message begins with the name.
+    """
     num_experts, inputs, outputs = weight.shape
     dtype = torch.float32 if weight.dtype == torch.float64 else weight.dtype
 

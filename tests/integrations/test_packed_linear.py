@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_ext import add_lora
+from moe_ext.formats import dequantize, quantize
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -124,6 +125,56 @@ def test_merged_files(name, tmp_path):
             plug.save(model, tmp_path / f"{format}_{i}", format)
     for format in ("merged", "float32"):
         assert different_files(tmp_path / f"{format}_0", tmp_path / f"{format}_1") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float_layers_are_quantized(dtype, tmp_path):
+    """The experts of gpt-oss are packed in the files, and its linear layers are not."""
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    source.mkdir()
+    model_type, kind, sizes = CHECKPOINTS["mxfp4"]
+    expected = write(source, model_type, kind, **sizes)
+    model = load(source, packed_linear="gguf_q8_0", dtype=dtype)
+    floats = {name for name, m in expected.named_modules() if type(m) is torch.nn.Linear}
+    assert linear_layers(model).keys() == floats and len(floats) == 9
+    for name, layer in linear_layers(model).items():
+        packed = quantize(expected.get_submodule(name).weight.detach(), "gguf_q8_0")
+        assert torch.equal(layer.weight, dequantize(*packed, format="gguf_q8_0", dtype=dtype))
+    assert 0 < error(logits_of(model), logits_of(expected)) < 0.2
+    plug.save(model, saved)
+    assert different_files(source, saved) == []
+    plan = plug.memory_plan(source, dtype=dtype, packed_linear="gguf_q8_0")
+    assert plan.experts + plan.dense == sum(p.nbytes for p in model.parameters())
+
+
+def test_layers_that_stay_floats(tmp_path):
+    """A layer with one output does not fill a panel."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen2_moe", TYPES.Q8_0, shared_expert_intermediate_size=32)
+    model = load(path, packed_linear="int8")
+    floats = {name for name, m in model.named_modules() if type(m) is torch.nn.Linear}
+    assert floats == {f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)}
+    formats = {weight.format for m in linear_layers(model).values() for weight in m.weights}
+    assert formats == {"gguf_q8_0", "int8"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packed_linear": "q8"}, "load: packed_linear must be one of .*, got 'q8'"),
+        (
+            {"packed_linear": "gguf_q4_k"},
+            "load: model.layers.0.self_attn.k_proj: its weight cannot be packed in gguf_q4_k",
+        ),
+        (
+            {"packed_linear": "fp8", "arithmetic": "integer"},
+            "load: arithmetic must be exact for weights in fp8, got 'integer'",
+        ),
+    ],
+)
+def test_errors(mixed, options, message):
+    with pytest.raises(ValueError, match=message):
+        load(mixed[0], **options)
 
 
 def test_compiles(mixed):

@@ -117,11 +117,7 @@ def experts_of_model(shape: Shape, model: str) -> str:
 
 
 def experts_that_fit(name: str, gib: float) -> int:
-    """Returns a model's number of experts, halved until the float32 weights fit into `gib` GiB.
-
-    Raises:
-        ConfigError: the k experts of a token do not fit.
-    """
+    """Returns a model's number of experts, halved until the float32 weights fit into `gib` GiB."""
     model = MODELS[name]
     one = 4 * 3 * model.hidden_size * model.intermediate_size / 2**30
     num_experts = model.num_experts

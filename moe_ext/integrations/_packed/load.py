@@ -24,7 +24,7 @@ from moe_ext.integrations._packed.linear import PackedLinear
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_attention import GROUPED_MODELS
 from moe_ext.integrations._transformers_balance import experts_modules
-from moe_ext.quantized import Arithmetic, QuantizedExperts
+from moe_ext.quantized import NO_INTEGERS, Arithmetic, QuantizedExperts
 
 __all__ = ["describe", "load", "quantize_experts"]
 
@@ -35,7 +35,7 @@ def load(
     dtype: torch.dtype = torch.bfloat16,
     config: Any = None,
     arithmetic: Arithmetic = "exact",
-    packed_linear: bool = False,
+    packed_linear: bool | FormatName = False,
     quiet: bool = False,
     **options: Any,
 ) -> Any:
@@ -62,9 +62,11 @@ def load(
             config.json of the checkpoint, or else the fields of the GGUF file.
         arithmetic: of the experts and the packed linear layers; see `moe_ext.QuantizedExperts`. FP8
             has no integer arithmetic.
-        packed_linear: whether the linear layers stay packed whose weights are packed in the files,
-            and tied to no others. Then a step of `generate` reads fewer bytes. PEFT cannot add
-            adapters to them.
+        packed_linear: True: linear layers that are packed in the files stay packed. A format of
+            `moe_ext.formats.quantize`: the other linear layers are quantized in this format, too.
+            Then a step of `generate` reads fewer bytes. Layers with fewer than 16 outputs, and
+            layers whose weight is tied to another one, stay floats. PEFT cannot add adapters to
+            packed layers.
         quiet: print nothing.
         options: arguments of transformers' ``from_pretrained``, such as ``attn_implementation``.
             The default of ``attn_implementation`` is "moe_ext" for mixtral, qwen2_moe and
@@ -78,11 +80,13 @@ def load(
             quantization is unknown.
     """
     checkpoint = open_checkpoint(name_or_folder, config)
-    linear = checkpoint.linear if packed_linear else {}
+    linear = checkpoint.packed_linear(packed_linear)
     packed = [weight for own in checkpoint.experts.values() for weight in own.weights]
     packed += [tensor.weight for tensor in linear.values()]
-    possible = arithmetic == "exact" or "fp8" not in {weight.format for weight in packed}
-    require(possible, "load: arithmetic", "be exact for weights in fp8", arithmetic)
+    formats = {packed_linear, *(weight.format for weight in packed)}
+    for format in sorted(NO_INTEGERS & formats):
+        rule = f"be exact for weights in {format}"
+        require(arithmetic == "exact", "load: arithmetic", rule, arithmetic)
     if checkpoint.config.model_type in GROUPED_MODELS:
         options.setdefault("attn_implementation", "moe_ext")
     unread = {tensor.name for tensor in linear.values()}
@@ -112,7 +116,7 @@ def load(
         layer = model.get_submodule(name)
         layer.arithmetic = arithmetic
         try:
-            layer.set_weight(tensor.weight.pack())
+            layer.set_weight(tensor.pack())
         except ValueError as error:
             raise ValueError(f"load: {name}: {error}") from error
     quantizer = model.hf_quantizer

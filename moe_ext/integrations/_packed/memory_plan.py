@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moe_ext.checks import require_sizes
+from moe_ext.formats import FormatName
 from moe_ext.integrations._packed.checkpoint import Checkpoint, open_checkpoint
 from moe_ext.integrations._transformers_balance import experts_modules
 
@@ -66,7 +67,7 @@ def memory_plan(
     memory: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
     config: Any = None,
-    packed_linear: bool = False,
+    packed_linear: bool | FormatName = False,
 ) -> MemoryPlan:
     """Computes the memory that a checkpoint will need, without reading its weights.
 
@@ -86,9 +87,7 @@ def memory_plan(
     require_sizes("memory_plan", batch=batch, tokens=tokens)
     checkpoint = open_checkpoint(name_or_folder, config)
 
-    if not packed_linear:
-        checkpoint.linear = {}
-    weights = _weights(checkpoint, dtype)
+    weights = _weights(checkpoint, dtype, packed_linear)
 
     def with_usage(batch: int, tokens: int, lora_rank: int) -> MemoryPlan:
         return MemoryPlan(*weights, *_usage(checkpoint.skeleton, batch, tokens, lora_rank, dtype))
@@ -124,7 +123,9 @@ def _largest(value: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, int]:
+def _weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, packed_linear: bool | FormatName
+) -> tuple[int, int]:
     """Returns the bytes of the packed experts and of the other weights."""
     skeleton = checkpoint.skeleton
     experts = 0
@@ -136,8 +137,8 @@ def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, int]:
         experts += sum(bias.numel() * dtype.itemsize for bias in biases)
     packed = tuple(f"{name}." for name in checkpoint.experts)
     linear = {
-        f"{path}.weight": prod(tensor.weight.layout().shape(1))
-        for path, tensor in checkpoint.linear.items()
+        f"{path}.weight": prod(tensor.layout().shape(1))
+        for path, tensor in checkpoint.packed_linear(packed_linear).items()
     }
     dense = {
         id(parameter): linear.get(name, parameter.numel() * dtype.itemsize)

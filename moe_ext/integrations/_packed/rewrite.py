@@ -203,9 +203,12 @@ class _SourceTensors:
         stored, part = place
         late = self._names.get(name)
         is_merged = late in self._adapted
+        if late is not None and not is_merged:  # a packed linear layer, which is frozen
+            yield entry.read()
+            return
 
         def value() -> Tensor:
-            whole = self._state[name] if late is None else self._model.weight(late, is_merged)
+            whole = self._state[name] if late is None else self._model.weight(late)
             return whole if part is None else part(whole)
 
         if stored.format is None and stored.ggml_type is None:
