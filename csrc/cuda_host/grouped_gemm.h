@@ -42,8 +42,7 @@ inline bool has_grouped_mm(at::ScalarType type) {
          (type == at::kHalf && torch.release >= 2014 && torch.cuda >= 13030);
 }
 
-// Whether torch's batched GEMM would round float32 to TF32: at::NoTF32Guard does not reach
-// cuBLASLt.
+// Whether torch's GEMMs would round float32 to TF32: at::NoTF32Guard does not reach cuBLASLt.
 inline bool rounds_to_tf32(at::ScalarType type) {
   at::Context& context = at::globalContext();
   return type == at::kFloat && context.blasPreferredBackend() == at::BlasBackend::Cublaslt &&
