@@ -7,12 +7,14 @@ in conftest.py).
 import contextlib
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import emulated
+import fake_quack
 import pytest
 import torch
 from assertions import assert_as_accurate, assert_exact, assert_same_bits
@@ -72,7 +74,9 @@ def gpu(request):
 def test_gating_and_plan_have_the_bits_of_the_cpu(gpu, num_experts, k):
     inputs = [draw(700, num_experts) for _ in range(3)]
     inputs[0][3, : num_experts // 2] = 0.5  # ties
-    inputs[2][3] = 0.0
+    inputs[0][4] = inputs[0][4].sort().values  # each expert is better than those before
+    inputs[0][5] = inputs[0][5].sort(descending=True).values
+    inputs[2][3:6] = 0.0
     expected = torch.ops.moe_ext.noisy_topk_gating(*inputs, k, 1e-2)
     expected += tuple(ops.dispatch_plan(expected[1], num_experts))
     with gpu.kernels():
@@ -267,30 +271,60 @@ def test_torchs_grouped_gemm_is_used_where_it_has_a_kernel(dtype, release, cuda,
     assert ("aten::_grouped_mm" in calls) == expected
 
 
+def run_python(choice, *arguments):
+    """Returns the status and the output. MOE_EXT_GROUPED_MM is read once in a process."""
+    paths = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"MOE_EXT_GROUPED_MM": choice, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
 @pytest.mark.parametrize(
-    ("value", "expected"), [("0", "False"), ("1", "True"), ("no", "must be 0 or 1, got no")]
+    ("choice", "expected"),
+    [
+        ("0", "uses torch's: False"),
+        ("1", "uses torch's: True"),
+        ("quack", "RuntimeError: MOE_EXT_GROUPED_MM=quack needs quack-kernels: import quack"),
+        ("no", "ValueError: MOE_EXT_GROUPED_MM must be 0, 1 or quack, got no"),
+    ],
 )
-def test_the_environment_forbids_torchs_grouped_gemm(value, expected):
-    """It is read once, so each value has a process of its own."""
+def test_the_environment_chooses_the_grouped_gemm(choice, expected):
     program = """
 import emulated, torch
 from moe_ext import ops
 x, w = torch.ones(4, 8).bfloat16(), torch.ones(2, 8, 8).bfloat16()
 with emulated.kernels(9), torch.autograd.profiler.profile(use_cpu=True) as profile:
-    try:
-        ops.experts(x, [w], offsets=torch.tensor([0, 1, 4]))
-    except ValueError as error:
-        print(error)
-print("aten::_grouped_mm" in {event.name for event in profile.function_events})
+    ops.experts(x, [w], offsets=torch.tensor([0, 1, 4]))
+print("uses torch's:", "aten::_grouped_mm" in {event.name for event in profile.function_events})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"MOE_EXT_GROUPED_MM": value, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert expected in done.stdout
+    status, output = run_python(choice, "-c", program)
+    assert expected in output
+    assert (status == 0) == (choice in "01")
+
+
+def test_quack_replaces_torchs_grouped_gemm():
+    """Runs the tests of layers in half types, with the operator of fake_quack.py."""
+    chosen = "test_layers_of_experts and sm_90 and (dtype2 or dtype3)"
+    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "fake_quack", "-k", chosen)
+    status, output = run_python("quack", "-m", "pytest", *options, __file__)
+    assert status == 0, output
+    numbers = re.search(r"calls of QuACK: \[(\d+), (\d+)\]", output).groups()
+    assert min(map(int, numbers)) > 0
+
+
+def test_quack_has_the_operator_of_the_fake():
+    pytest.importorskip("quack.gemm_interface", reason="needs quack-kernels")
+    arguments = {a.name: a for a in torch.ops.quack.gemm_out.default._schema.arguments}
+    for expected in torch._C.parse_schema(f"quack::{fake_quack.SCHEMA}").arguments:
+        argument = arguments.pop(expected.name)
+        assert str(argument.type) == str(expected.type)
+        assert argument.default_value == expected.default_value
+    assert all(argument.has_default_value() for argument in arguments.values())
 
 
 @contextlib.contextmanager
