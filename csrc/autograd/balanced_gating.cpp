@@ -3,15 +3,11 @@
 namespace moe_ext::autograd {
 namespace {
 
-struct SelectedSoftmax : torch::autograd::Function<SelectedSoftmax> {
-  static constexpr bool is_traceable = true;
-
+struct SelectedSoftmax : OperatorFunction<SelectedSoftmax, "selected_softmax",
+                                          Tensor(const Tensor&, const Tensor&, const Tensor&)> {
   static Tensor forward(AutogradContext* ctx, const Tensor& logits, const Tensor& expert_index,
                         const Tensor& token_offsets) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&)>(
-        "moe_ext::selected_softmax");
-    const auto gates = op.call(logits, expert_index, token_offsets);
+    const auto gates = call(logits, expert_index, token_offsets);
     // The gradient depends on the gates, not on the logits.
     ctx->save_for_backward({gates, expert_index, token_offsets});
     ctx->saved_data["num_experts"] = logits.sym_size(1);
@@ -30,16 +26,11 @@ struct SelectedSoftmax : torch::autograd::Function<SelectedSoftmax> {
   }
 };
 
-Tensor selected_softmax(const Tensor& logits, const Tensor& expert_index,
-                        const Tensor& token_offsets) {
-  return SelectedSoftmax::apply(logits, expert_index, token_offsets);
-}
-
 }  // namespace
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
   m.impl("batchwise_topm", torch::CppFunction::makeFallthrough());  // no derivative
-  moe_ext::autograd::differentiable<"selected_softmax", &moe_ext::autograd::selected_softmax>(m);
+  moe_ext::autograd::SelectedSoftmax::implement(m);
   m.impl("_selected_softmax_backward", moe_ext::autograd::no_second_derivative());
 }

@@ -3,17 +3,13 @@
 namespace moe_ext::autograd {
 namespace {
 
-struct Combine : torch::autograd::Function<Combine> {
-  static constexpr bool is_traceable = true;
-
+struct Combine
+    : OperatorFunction<Combine, "combine",
+                       Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&)> {
   static Tensor forward(AutogradContext* ctx, const Tensor& expert_output, const Tensor& gates,
                         const Tensor& inverse, const OptionalTensor& token_offsets) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({expert_output, gates, inverse, or_undefined(token_offsets)});
-    static const auto op =
-        find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&)>(
-            "moe_ext::combine");
-    return op.call(expert_output, gates, inverse, token_offsets);
+    return call(expert_output, gates, inverse, token_offsets);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -27,15 +23,10 @@ struct Combine : torch::autograd::Function<Combine> {
   }
 };
 
-Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
-               const OptionalTensor& token_offsets) {
-  return Combine::apply(expert_output, gates, inverse, token_offsets);
-}
-
 }  // namespace
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  moe_ext::autograd::differentiable<"combine", &moe_ext::autograd::combine>(m);
+  moe_ext::autograd::Combine::implement(m);
   m.impl("_combine_backward", moe_ext::autograd::no_second_derivative());
 }

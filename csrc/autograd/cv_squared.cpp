@@ -3,17 +3,13 @@
 namespace moe_ext::autograd {
 namespace {
 
-struct WeightedCvSquared : torch::autograd::Function<WeightedCvSquared> {
-  static constexpr bool is_traceable = true;
-
+struct WeightedCvSquared : OperatorFunction<WeightedCvSquared, "weighted_cv_squared",
+                                            Tensor(at::TensorList, at::ArrayRef<double>)> {
   static Tensor forward(AutogradContext* ctx, const at::TensorList& values,
                         at::ArrayRef<double> weights) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward(values.vec());
     ctx->saved_data["weights"] = weights.vec();
-    static const auto op =
-        find_operator<Tensor(at::TensorList, at::ArrayRef<double>)>("moe_ext::weighted_cv_squared");
-    return op.call(values, weights);
+    return call(values, weights);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -27,15 +23,10 @@ struct WeightedCvSquared : torch::autograd::Function<WeightedCvSquared> {
   }
 };
 
-Tensor weighted_cv_squared(at::TensorList values, at::ArrayRef<double> weights) {
-  return WeightedCvSquared::apply(values, weights);
-}
-
 }  // namespace
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  moe_ext::autograd::differentiable<"weighted_cv_squared", &moe_ext::autograd::weighted_cv_squared>(
-      m);
+  moe_ext::autograd::WeightedCvSquared::implement(m);
   m.impl("_weighted_cv_squared_backward", moe_ext::autograd::no_second_derivative());
 }

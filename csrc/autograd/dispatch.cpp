@@ -5,15 +5,11 @@ namespace {
 
 using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&);
 
-struct Dispatch : torch::autograd::Function<Dispatch> {
-  static constexpr bool is_traceable = true;
-
+struct Dispatch : OperatorFunction<Dispatch, "dispatch", Signature> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& inverse,
                         const OptionalTensor& token_offsets) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({inverse, or_undefined(token_offsets)});
-    static const auto op = find_operator<Signature>("moe_ext::dispatch");
-    return op.call(x, inverse, token_offsets);
+    return call(x, inverse, token_offsets);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -23,15 +19,11 @@ struct Dispatch : torch::autograd::Function<Dispatch> {
   }
 };
 
-Tensor dispatch(const Tensor& x, const Tensor& inverse, const OptionalTensor& token_offsets) {
-  return Dispatch::apply(x, inverse, token_offsets);
-}
-
 }  // namespace
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
   m.impl("dispatch_plan", torch::CppFunction::makeFallthrough());  // no floating-point inputs
-  moe_ext::autograd::differentiable<"dispatch", &moe_ext::autograd::dispatch>(m);
+  moe_ext::autograd::Dispatch::implement(m);
   m.impl("_dispatch_backward", moe_ext::autograd::no_second_derivative());
 }

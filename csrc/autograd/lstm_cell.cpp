@@ -5,16 +5,12 @@ namespace {
 
 using CellOutputs = std::tuple<Tensor, Tensor>;
 
-struct LstmCellFunction : torch::autograd::Function<LstmCellFunction> {
-  static constexpr bool is_traceable = true;
-
+struct LstmCellFunction
+    : OperatorFunction<LstmCellFunction, "lstm_cell", CellOutputs(const Tensor&, const Tensor&)> {
   static variable_list forward(AutogradContext* ctx, const Tensor& gates, const Tensor& c_0) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({gates, c_0});
     ctx->set_materialize_grads(false);
-    static const auto op =
-        find_operator<CellOutputs(const Tensor&, const Tensor&)>("moe_ext::lstm_cell");
-    const auto [h, c] = op.call(gates, c_0);
+    const auto [h, c] = call(gates, c_0);
     return {h, c};
   }
 
@@ -30,15 +26,10 @@ struct LstmCellFunction : torch::autograd::Function<LstmCellFunction> {
   }
 };
 
-CellOutputs lstm_cell(const Tensor& gates, const Tensor& c_0) {
-  const auto out = LstmCellFunction::apply(gates, c_0);
-  return {out[0], out[1]};
-}
-
 }  // namespace
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  moe_ext::autograd::differentiable<"lstm_cell", &moe_ext::autograd::lstm_cell>(m);
+  moe_ext::autograd::LstmCellFunction::implement(m);
   m.impl("_lstm_cell_backward", moe_ext::autograd::no_second_derivative());
 }
