@@ -1,10 +1,12 @@
+#include "../balanced_gating.h"
+
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-struct SelectedSoftmax : OperatorFunction<SelectedSoftmax, "selected_softmax",
-                                          Tensor(const Tensor&, const Tensor&, const Tensor&)> {
+struct SelectedSoftmax
+    : OperatorFunction<SelectedSoftmax, "selected_softmax", decltype(selected_softmax<Meta>)> {
   static Tensor forward(AutogradContext* ctx, const Tensor& logits, const Tensor& expert_index,
                         const Tensor& token_offsets) {
     const auto gates = call(logits, expert_index, token_offsets);
@@ -17,9 +19,8 @@ struct SelectedSoftmax : OperatorFunction<SelectedSoftmax, "selected_softmax",
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const BackwardOperator<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                         c10::SymInt)>
-        op("moe_ext::_selected_softmax_backward");
+    static const BackwardOperator<decltype(selected_softmax_backward<Meta>)> op(
+        "moe_ext::_selected_softmax_backward");
     const auto grad_logits =
         op.call(grads[0], saved[0], saved[1], saved[2], ctx->saved_data["num_experts"].toSymInt());
     return {grad_logits.to(ctx->saved_data["logits_type"].toScalarType()), Tensor(), Tensor()};

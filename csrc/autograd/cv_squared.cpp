@@ -1,10 +1,12 @@
+#include "../cv_squared.h"
+
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
 struct WeightedCvSquared : OperatorFunction<WeightedCvSquared, "weighted_cv_squared",
-                                            Tensor(at::TensorList, at::ArrayRef<double>)> {
+                                            decltype(weighted_cv_squared<Meta>)> {
   static Tensor forward(AutogradContext* ctx, const at::TensorList& values,
                         at::ArrayRef<double> weights) {
     ctx->save_for_backward(values.vec());
@@ -14,9 +16,8 @@ struct WeightedCvSquared : OperatorFunction<WeightedCvSquared, "weighted_cv_squa
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto weights = ctx->saved_data["weights"].toDoubleVector();
-    static const BackwardOperator<std::vector<Tensor>(const Tensor&, at::TensorList,
-                                                      at::ArrayRef<double>)>
-        op("moe_ext::_weighted_cv_squared_backward");
+    static const BackwardOperator<decltype(weighted_cv_squared_backward<Meta>)> op(
+        "moe_ext::_weighted_cv_squared_backward");
     variable_list out = op.call(grads[0], ctx->get_saved_variables(), weights);
     out.emplace_back();  // weights
     return out;

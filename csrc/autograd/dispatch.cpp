@@ -1,11 +1,11 @@
+#include "../dispatch.h"
+
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&);
-
-struct Dispatch : OperatorFunction<Dispatch, "dispatch", Signature> {
+struct Dispatch : OperatorFunction<Dispatch, "dispatch", decltype(dispatch<Meta>)> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& inverse,
                         const OptionalTensor& token_offsets) {
     ctx->save_for_backward({inverse, or_undefined(token_offsets)});
@@ -14,7 +14,8 @@ struct Dispatch : OperatorFunction<Dispatch, "dispatch", Signature> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const BackwardOperator<Signature> op("moe_ext::_dispatch_backward");
+    static const BackwardOperator<decltype(dispatch_backward<Meta>)> op(
+        "moe_ext::_dispatch_backward");
     return {op.call(grads[0], saved[0], if_defined(saved[1])), Tensor(), Tensor()};
   }
 };

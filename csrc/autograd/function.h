@@ -63,13 +63,18 @@ class BackwardOperator<Result(Arguments...)> {
 };
 
 // Calls the operator `name` without its autograd kernel.
+template <Name name, typename Signature>
+struct BelowAutograd;
+
 template <Name name, typename Result, typename... Arguments>
-Result call_below(Arguments... arguments) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op =
-      find_operator<Result(Arguments...)>((std::string("moe_ext::") + name.text).c_str());
-  return op.call(std::forward<Arguments>(arguments)...);
-}
+struct BelowAutograd<name, Result(Arguments...)> {
+  static Result call(Arguments... arguments) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    static const auto op =
+        find_operator<Result(Arguments...)>((std::string("moe_ext::") + name.text).c_str());
+    return op.call(std::forward<Arguments>(arguments)...);
+  }
+};
 
 // The autograd kernel of the operator `name`.
 template <Name name, auto function>
@@ -81,7 +86,7 @@ struct Differentiable<name, function> {
     if ((is_differentiated<std::decay_t<Arguments>>(arguments) || ...)) {
       return function(std::forward<Arguments>(arguments)...);
     }
-    return call_below<name, Result, Arguments...>(std::forward<Arguments>(arguments)...);
+    return BelowAutograd<name, Result(Arguments...)>::call(std::forward<Arguments>(arguments)...);
   }
 };
 
@@ -93,19 +98,15 @@ void differentiable(torch::Library& m) {
   m.impl(name.text, &Differentiable<name, function>::run);
 }
 
-// The Function of an operator with this signature. Derived has forward, with the arguments of the
-// operator, and backward.
+// The Function of the operator `name`. Derived has forward, with the arguments of the operator and
+// `call` for its outputs, and backward.
 template <typename Derived, Name name, typename Signature>
 struct OperatorFunction;
 
 template <typename Derived, Name name, typename Result, typename... Arguments>
-struct OperatorFunction<Derived, name, Result(Arguments...)> : torch::autograd::Function<Derived> {
+struct OperatorFunction<Derived, name, Result(Arguments...)>
+    : torch::autograd::Function<Derived>, BelowAutograd<name, Result(Arguments...)> {
   static constexpr bool is_traceable = true;
-
-  // Computes the outputs in forward.
-  static Result call(Arguments... arguments) {
-    return call_below<name, Result, Arguments...>(std::forward<Arguments>(arguments)...);
-  }
 
   static Result differentiated(Arguments... arguments) {
     const auto outputs = Derived::apply(std::forward<Arguments>(arguments)...);

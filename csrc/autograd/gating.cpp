@@ -1,16 +1,14 @@
+#include "../gating.h"
+
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-using GatingOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 // gates, threshold and noise_stddev are differentiable in clean_logits and raw_noise_stddev. The
 // noise is a constant: it does not depend on any parameter.
 struct NoisyTopKGating
-    : OperatorFunction<NoisyTopKGating, "noisy_topk_gating",
-                       GatingOutputs(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                     c10::SymInt, double)> {
+    : OperatorFunction<NoisyTopKGating, "noisy_topk_gating", decltype(noisy_topk_gating<Meta>)> {
   static variable_list forward(AutogradContext* ctx, const Tensor& clean_logits,
                                const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
                                const c10::SymInt& k, double noise_epsilon) {
@@ -24,10 +22,8 @@ struct NoisyTopKGating
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const BackwardOperator<std::tuple<Tensor, Tensor>(
-        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-        const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&)>
-        op("moe_ext::_noisy_topk_gating_backward");
+    static const BackwardOperator<decltype(noisy_topk_gating_backward<Meta>)> op(
+        "moe_ext::_noisy_topk_gating_backward");
     const auto [grad_clean, grad_raw] =
         op.call(if_defined(grads[0]), if_defined(grads[2]), if_defined(grads[4]), saved[0],
                 saved[1], saved[2], saved[3], if_defined(saved[4]), if_defined(saved[5]));

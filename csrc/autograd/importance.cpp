@@ -1,3 +1,5 @@
+#include "../importance.h"
+
 #include "function.h"
 
 namespace moe_ext::autograd {
@@ -14,12 +16,12 @@ struct Importance : torch::autograd::Function<Importance> {
     ctx->save_for_backward({expert_index});
     ctx->saved_data["gates_type"] = gates.scalar_type();
     if (!with_load) {
-      return {call_below<"importance", Tensor, const Tensor&, const Tensor&, c10::SymInt>(
+      return {BelowAutograd<"importance", decltype(moe_ext::importance<Meta>)>::call(
           gates, expert_index, num_experts)};
     }
     auto [importance, load] =
-        call_below<"importance_and_load", std::tuple<Tensor, Tensor>, const Tensor&, const Tensor&,
-                   c10::SymInt>(gates, expert_index, num_experts);
+        BelowAutograd<"importance_and_load", decltype(moe_ext::importance_and_load<Meta>)>::call(
+            gates, expert_index, num_experts);
     ctx->mark_non_differentiable({load});
     return {importance, load};
   }

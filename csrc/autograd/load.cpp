@@ -1,11 +1,11 @@
+#include "../load.h"
+
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-struct Load : OperatorFunction<Load, "load",
-                               Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                      const OptionalTensor&)> {
+struct Load : OperatorFunction<Load, "load", decltype(load<Meta>)> {
   static Tensor forward(AutogradContext* ctx, const Tensor& clean_logits,
                         const Tensor& noise_stddev, const Tensor& threshold,
                         const Tensor& expert_index, const OptionalTensor& group_offsets) {
@@ -16,10 +16,7 @@ struct Load : OperatorFunction<Load, "load",
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const BackwardOperator<std::tuple<Tensor, Tensor, Tensor>(
-        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-        const OptionalTensor&)>
-        op("moe_ext::_load_backward");
+    static const BackwardOperator<decltype(load_backward<Meta>)> op("moe_ext::_load_backward");
     const auto [grad_clean, grad_stddev, grad_threshold] =
         op.call(grads[0], saved[0], saved[1], saved[2], saved[3], if_defined(saved[4]));
     return {grad_clean, grad_stddev, grad_threshold, Tensor(), Tensor()};

@@ -1,12 +1,12 @@
+#include "../lstm_cell.h"
+
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-using CellOutputs = std::tuple<Tensor, Tensor>;
-
 struct LstmCellFunction
-    : OperatorFunction<LstmCellFunction, "lstm_cell", CellOutputs(const Tensor&, const Tensor&)> {
+    : OperatorFunction<LstmCellFunction, "lstm_cell", decltype(lstm_cell<Meta>)> {
   static variable_list forward(AutogradContext* ctx, const Tensor& gates, const Tensor& c_0) {
     ctx->save_for_backward({gates, c_0});
     ctx->set_materialize_grads(false);
@@ -17,9 +17,8 @@ struct LstmCellFunction
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined() && !grads[1].defined()) return {Tensor(), Tensor()};
     const auto saved = ctx->get_saved_variables();
-    static const BackwardOperator<CellOutputs(const OptionalTensor&, const OptionalTensor&,
-                                              const Tensor&, const Tensor&)>
-        op("moe_ext::_lstm_cell_backward");
+    static const BackwardOperator<decltype(lstm_cell_backward<Meta>)> op(
+        "moe_ext::_lstm_cell_backward");
     const auto [grad_gates, grad_c_0] =
         op.call(if_defined(grads[0]), if_defined(grads[1]), saved[0], saved[1]);
     return {grad_gates, grad_c_0};

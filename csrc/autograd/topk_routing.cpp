@@ -1,19 +1,13 @@
-#include <string_view>
+#include "../topk_routing.h"
 
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-using RoutingOutputs = std::tuple<Tensor, Tensor>;
-
 // gates are differentiable in logits. The bias only takes part in the selection, which has no
 // gradient.
-struct TopKRouting
-    : OperatorFunction<TopKRouting, "topk_routing",
-                       RoutingOutputs(const Tensor&, c10::SymInt, const OptionalTensor&,
-                                      std::string_view, bool, double, c10::SymInt, c10::SymInt,
-                                      c10::SymInt, const OptionalTensor&)> {
+struct TopKRouting : OperatorFunction<TopKRouting, "topk_routing", decltype(topk_routing<Meta>)> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const c10::SymInt& k,
                                const OptionalTensor& bias, std::string_view score, bool renormalize,
                                double scale, const c10::SymInt& num_groups,
@@ -30,9 +24,8 @@ struct TopKRouting
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const BackwardOperator<Tensor(const Tensor&, const Tensor&, const Tensor&,
-                                         std::string_view, bool, double)>
-        op("moe_ext::_topk_routing_backward");
+    static const BackwardOperator<decltype(topk_routing_backward<Meta>)> op(
+        "moe_ext::_topk_routing_backward");
     const auto grad_logits =
         op.call(grads[0], saved[0], saved[1], ctx->saved_data["score"].toStringRef(),
                 ctx->saved_data["renormalize"].toBool(), ctx->saved_data["scale"].toDouble());
