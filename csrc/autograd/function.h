@@ -110,7 +110,7 @@ struct OperatorFunction<Derived, name, Result(Arguments...)>
 
   static Result differentiated(Arguments... arguments) {
     const auto outputs = Derived::apply(std::forward<Arguments>(arguments)...);
-    if constexpr (std::is_same_v<Result, Tensor>) {
+    if constexpr (std::is_same_v<Result, Tensor> || std::is_same_v<Result, variable_list>) {
       return outputs;
     } else {
       return [&]<size_t... i>(std::index_sequence<i...>) { return Result{outputs[i]...}; }

@@ -13,8 +13,9 @@
 
 namespace moe_ext {
 
-// Computes out = a b, where rows of a or columns of it belong to groups. The argument of QuACK with
-// the name `lengths` has the bounds of the groups: cu_seqlens_m for rows, cu_seqlens_k for columns.
+// Computes out = a b for groups with bounds [E + 1], int32. `lengths` is the argument of QuACK that
+// takes them. With "cu_seqlens_m" the rows of a belong to groups: a [R, K], b [E, K, N], out [R,
+// N]. With "cu_seqlens_k" its columns do: a [M, R], b [R, N], out [E, M, N].
 inline void quack_gemm(const Tensor& a, const Tensor& b, const Tensor& out, const char* lengths,
                        const Tensor& bounds) {
   const auto gemm = c10::Dispatcher::singleton().findSchema({"quack::gemm_out", ""});
