@@ -26,7 +26,8 @@ from moe_ext.ops._activations import checked_activation
 
 __all__ = ["QuantizedExperts"]
 
-_Arithmetic = Literal["exact", "integer"]
+Arithmetic = Literal["exact", "integer"]
+NO_INTEGERS: frozenset[FormatName] = frozenset({"fp8", "nf4"})  # whose numbers are no integers
 _ROWS = 128  # that are quantized together: whole panels, and whole blocks of fp8
 
 
@@ -84,17 +85,17 @@ class QuantizedExperts(Experts):
         *,
         activation: Activation = "relu",
         activation_args: Sequence[float] | None = None,
-        arithmetic: _Arithmetic = "exact",
+        arithmetic: Arithmetic = "exact",
         first_expert: int = 0,
     ) -> None:
         name = type(self).__name__
-        require_one_of(f"{name}: arithmetic", get_args(_Arithmetic), arithmetic)
+        require_one_of(f"{name}: arithmetic", get_args(Arithmetic), arithmetic)
         args = checked_activation(name, activation, activation_args)
         num_experts = _checked_weights(name, weights, activation)
         super().__init__(num_experts, weights[0].inputs, weights[-1].outputs)
         self.activation: Activation = activation
         self.activation_args: tuple[float, ...] | None = args
-        self.arithmetic: _Arithmetic = arithmetic
+        self.arithmetic: Arithmetic = arithmetic
         (self.first_expert,) = require_sizes(name, 0, first_expert=first_expert)
         self.num_layers: int = len(weights)
         # Without the panels, which are parameters.
@@ -147,7 +148,7 @@ class QuantizedExperts(Experts):
         groups = [group if is_free else None for is_free in free]
         layers = enumerate(zip(weights, formats, groups, strict=True))
         return cls(
-            [_quantized(f"{name}: weight_{i}", w.detach(), f, g) for i, (w, f, g) in layers],
+            [quantized(f"{name}: weight_{i}", w.detach(), f, g) for i, (w, f, g) in layers],
             None if biases is None else [bias.detach().clone() for bias in biases],
             activation=experts.activation,
             activation_args=experts.activation_args,
@@ -191,7 +192,7 @@ class QuantizedExperts(Experts):
 
     def _names(self) -> list[str]:
         """Returns the names of the panels of all layers."""
-        return [_name(i, layout) for i, layout in enumerate(self._layouts)]
+        return [panels_name(i, layout) for i, layout in enumerate(self._layouts)]
 
     @property
     def weights(self) -> tuple[PackedWeight, ...]:
@@ -329,8 +330,14 @@ def _each_expert(weight: PackedWeight) -> Iterator[PackedWeight]:
         yield weight._replace(panels=panels)
 
 
-def _quantized(name: str, weight: Tensor, format: FormatName, group: int | None) -> PackedWeight:
-    """Quantizes a weight [E, in, out]; see `QuantizedExperts.from_experts`."""
+def quantized(
+    name: str, weight: Tensor, format: FormatName, group: int | None = None
+) -> PackedWeight:
+    """Quantizes a weight [E, in, out]; see `QuantizedExperts.from_experts`.
+
+    Raises:
+        ValueError: it does not fit the format, or is not finite. The message begins with the name.
+    """
     num_experts, inputs, outputs = weight.shape
     dtype = torch.float32 if weight.dtype == torch.float64 else weight.dtype
 
@@ -405,7 +412,7 @@ _NAME = re.compile(
 )
 
 
-def _name(layer: int, weight: PackedWeight) -> str:
+def panels_name(layer: int, weight: PackedWeight) -> str:
     """Returns the name of the panels of a layer, such as weight_0_mxfp4_128x64_g32_uint8."""
     name = f"weight_{layer}_{weight.format}_{weight.outputs}x{weight.inputs}_g{weight.group}"
     if weight.scales is not None:
@@ -414,7 +421,7 @@ def _name(layer: int, weight: PackedWeight) -> str:
 
 
 def _parsed(name: str, panels: Tensor) -> tuple[int, PackedWeight] | None:
-    """Undoes `_name`; None for other names."""
+    """Undoes `panels_name`; None for other names."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None

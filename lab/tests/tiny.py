@@ -61,6 +61,17 @@ def rebuilds(study, name, folder, *options):
     return [file.read_bytes() for file in files] == before
 
 
+def assert_reports(case, path, capsys):
+    """Asserts that a benchmark printed its page, and prints it again from its data."""
+    page = path.with_suffix(".md").read_text()
+    assert page in capsys.readouterr().out
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert benchmark_cases.run(case, ["--report", str(path)]) == 0
+    assert capsys.readouterr().out == page
+    assert benchmark_cases.run(case, ["--report", str(path), str(path)]) == 0
+    assert "medians over up to 2 runs" in capsys.readouterr().out
+
+
 def shrink_probes(monkeypatch):
     """Makes the probes of the machine small."""
     for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):

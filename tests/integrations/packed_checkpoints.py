@@ -148,11 +148,15 @@ ARCHITECTURES = {
 }
 
 
-def write_gguf(path, model_type, kind, down=None, split_kv=False, num_tensors=0, **sizes):
+def write_gguf(
+    path, model_type, kind, down=None, split_kv=False, num_tensors=0, tied=None, **sizes
+):
     """Writes a GGUF file with gguf; returns the model with the dequantized weights in float32.
 
-    With num_tensors, there are several files of at most num_tensors tensors.
+    With num_tensors, there are several files of at most num_tensors tensors. With tied, the last
+    layer has the weight of the embedding, of this type.
     """
+    sizes["tie_word_embeddings"] = tied is not None
     if model_type == "qwen3_moe":
         sizes["norm_topk_prob"] = True  # as llama.cpp computes each of them
     model = tiny(model_type, "eager", **{**WIDE, **sizes}).eval()
@@ -197,6 +201,8 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, num_tensors=0,
     floats = {}
     for name, weight in model.state_dict().items():
         base, _, suffix = name.rpartition(".")
+        if tied is not None and base == "lm_head":
+            continue
         if ".experts." in name:
             layer = f"blk.{name.split('.')[2]}.ffn"
             bias = name.endswith("_bias")
@@ -227,6 +233,7 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, num_tensors=0,
                 suffix if names.get_name(base) else "bias" if suffix.endswith("bias") else "weight"
             )
             type = TYPES.Q8_0 if base.endswith("q_proj") and suffix == "weight" else TYPES.F32
+            type = tied if tied is not None and base.endswith("embed_tokens") else type
             flat = weight.flatten() if base.endswith("shared_expert_gate") else weight
             floats[name] = add(f"{target}.{suffix}", flat, type).view(weight.shape)
     writer.write_header_to_file()

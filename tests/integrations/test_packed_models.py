@@ -636,7 +636,7 @@ def test_chat(with_tokenizer, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("\nBCD\nEF\n"))
     assert chat.main([str(with_tokenizer), "--tokens", "5"]) == 0
     output = capsys.readouterr()
-    assert "integer arithmetic: 0 of 2 packed layers" in output.err  # FP8 has none
+    assert "integer arithmetic: 0 of 10 packed layers" in output.err  # FP8 has none
     model = load(with_tokenizer, dtype=torch.bfloat16)
     for prompt, line in zip(["BCD", "EF"], output.out.splitlines(), strict=True):
         ids = torch.tensor([[ord(letter) - ord("A") for letter in prompt]])
@@ -666,7 +666,7 @@ def test_chat_uses_the_template(with_tokenizer, monkeypatch, capsys):
 def test_integer_arithmetic(fp8, tmp_path, capsys):
     chat = importlib.import_module("moe_ext.chat")
     folder, _ = fp8
-    with pytest.raises(ValueError, match="^load: arithmetic must be exact for experts in fp8"):
+    with pytest.raises(ValueError, match="^load: arithmetic must be exact for weights in fp8"):
         load(folder, arithmetic="integer")
     write(tmp_path, "gpt_oss", "mxfp4")
     model, exact = load(tmp_path, arithmetic="integer"), load(tmp_path)
