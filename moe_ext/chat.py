@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import transformers
 
+from moe_ext._packed_weights import NO_INTEGERS, Arithmetic
 from moe_ext.formats import FORMATS
 from moe_ext.integrations._packed.checkpoint import open_checkpoint
 from moe_ext.integrations.transformers import PackedLinear, load
-from moe_ext.quantized import NO_INTEGERS, Arithmetic, QuantizedExperts
+from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["main"]
 

@@ -14,6 +14,7 @@ import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
 from torch import Tensor, nn
 
+from moe_ext._packed_weights import quantized
 from moe_ext.checks import require, require_one_of
 from moe_ext.formats import FORMATS, FormatName, PackedWeight
 from moe_ext.formats._panels import PANEL_ROWS
@@ -28,7 +29,6 @@ from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import read_gguf, read_safetensors
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_balance import experts_modules
-from moe_ext.quantized import quantized
 
 __all__ = ["Checkpoint", "ModuleTensors", "open_checkpoint", "plain_config", "skeleton_of"]
 

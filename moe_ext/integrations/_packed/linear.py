@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._packed_weights import Arithmetic, panels_name
 from moe_ext.formats import PackedWeight
-from moe_ext.quantized import Arithmetic, panels_name
 
 __all__ = ["PackedLinear"]
 

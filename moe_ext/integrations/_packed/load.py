@@ -15,6 +15,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moe_ext._packed_weights import NO_INTEGERS, Arithmetic
 from moe_ext.checks import require, require_one_of
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.formats import FORMATS, FormatName, PackedWeight
@@ -24,7 +25,7 @@ from moe_ext.integrations._packed.linear import PackedLinear
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_attention import GROUPED_MODELS
 from moe_ext.integrations._transformers_balance import experts_modules
-from moe_ext.quantized import NO_INTEGERS, Arithmetic, QuantizedExperts
+from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["describe", "load", "quantize_experts"]
 
