@@ -4,6 +4,7 @@ import filecmp
 import importlib
 import json
 import re
+import shutil
 
 import gguf
 import torch
@@ -247,9 +248,32 @@ def load(path, **options):
     return plug.load(path, **{"dtype": torch.float32, "quiet": True, **options})
 
 
+def config_for(model):
+    """Returns what `load` needs for a GGUF file, which describes all models but DeepSeek's."""
+    return model.config if "deepseek" in model.config.model_type else None
+
+
+def linear_layers(model):
+    """Returns the packed linear layers of a model, by their names."""
+    kind = plug.PackedLinear
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
 def logits_of(model):
     with torch.no_grad():
         return model(tokens()).logits
+
+
+def edited(folder, target, edit=lambda tensors: None, **config):
+    """Copies a checkpoint; a function edits the tensors, options change its configuration."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    for path in target.glob("*.safetensors"):
+        tensors = load_file(path)
+        edit(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+    described = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(described | config))
+    return target
 
 
 def files_of(folder):

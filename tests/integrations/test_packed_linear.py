@@ -7,16 +7,16 @@ import pickle
 import pytest
 import torch
 
-from moe_ext import add_lora, count_parameters
+from moe_ext import add_lora
 from moe_ext.formats import dequantize, quantize
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from packed_checkpoints import (  # noqa: E402
     CHECKPOINTS,
-    GGUF,
     TYPES,
     different_files,
+    linear_layers,
     load,
     logits_of,
     write,
@@ -25,28 +25,6 @@ from packed_checkpoints import (  # noqa: E402
 from tiny_models import error, tokens  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
-# These files have packed experts alone.
-EXPERTS_ALONE = ("mxfp4", "gguf_deepseek", "gguf_deepseek_with_two_parts_of_kv_b")
-
-
-@pytest.fixture(scope="module", params=[*CHECKPOINTS, *(f"gguf_{name}" for name in GGUF)])
-def checkpoint(request, tmp_path_factory):
-    """Returns a folder, the file or folder of the checkpoint, and the dequantized model."""
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param in CHECKPOINTS:
-        model_type, kind, sizes = CHECKPOINTS[request.param]
-        return folder, folder, write(folder, model_type, kind, **sizes)
-    model_type, kind, options = GGUF[request.param.removeprefix("gguf_")]
-    path = folder / "model.gguf"
-    return folder, path, write_gguf(path, model_type, kind, **options)
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +36,6 @@ def mixed(tmp_path_factory):
 
 def load_packed(path, **options):
     return load(path, packed_linear=True, **options)
-
-
-def linear_layers(model):
-    kind = plug.PackedLinear
-    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-
-
-def test_values_files_and_parameters(checkpoint, tmp_path, request):
-    folder, path, expected = checkpoint
-    is_deepseek = path.is_file() and expected.config.model_type == "deepseek_v3"
-    model = load_packed(path, config=expected.config if is_deepseek else None)
-    experts_alone = request.node.callspec.params["checkpoint"] in EXPERTS_ALONE
-    assert bool(linear_layers(model)) == (not experts_alone)
-    assert error(logits_of(model), logits_of(expected)) < 1e-5
-    assert count_parameters(model) == count_parameters(expected)
-    for name, layer in linear_layers(model).items():
-        assert torch.equal(layer.weight, expected.get_parameter(f"{name}.weight"))
-    plug.save(model, tmp_path / "saved")
-    assert different_files(folder, tmp_path / "saved") == []
 
 
 def test_which_layers_are_packed(mixed):

@@ -63,9 +63,9 @@ def route_transformers(
     name: str, text: str, num_positions: int, layer: int | None, device: str
 ) -> Routed:
     """Runs a model of transformers on a text file; layer = None keeps all layers."""
-    transformers = require_transformers("--text", "transformers", "transformers")
+    transformers = require_transformers("--text", "transformers")
     # The import registers "moe_ext".
-    plug = require_transformers("--text", "moe_ext.integrations.transformers", "transformers")
+    plug = require_transformers("--text", "moe_ext.integrations.transformers")
     with open(text, encoding="utf-8-sig", errors="replace") as file:
         config = transformers.AutoConfig.from_pretrained(name)
         # These models have no output layer, whose logits nobody needs.

@@ -67,7 +67,7 @@ class Problem(measurement.LayerProblem):
     def __init__(
         self, num_experts: int, dtype: torch.dtype, rows: Sequence[int], rank: int
     ) -> None:
-        peft: Any = require_transformers("--dtype", "peft", "benchmark")
+        peft: Any = require_transformers("--dtype", "peft")
         model = MODELS[MODEL]
         self.dtype, self.hidden, self.rank = dtype, model.intermediate_size, rank
         self.layer: Any = build_layer(MODEL, num_experts, dtype).requires_grad_(False)
@@ -159,7 +159,7 @@ def run(args: Any) -> int:
 
 
 def _measure(args: Any) -> dict[str, Any]:
-    require_transformers("--dtype", "moe_ext.integrations.peft", "benchmark")
+    require_transformers("--dtype", "moe_ext.integrations.peft")
     args.device, args.minutes = "cpu", None
     todo = [
         (

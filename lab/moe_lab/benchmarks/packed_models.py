@@ -413,7 +413,7 @@ def run(args: Any) -> int:
 
 def _measure(args: Any) -> dict[str, Any]:
     """Measures all formats; returns the record of the run."""
-    require_transformers("--peers", "moe_ext.integrations.transformers", "benchmark")
+    require_transformers("--peers", "moe_ext.integrations.transformers")
     args.device, args.minutes, args.memory, args.patience = "cpu", None, math.inf, math.inf
 
     def make(format: str, packed_linear: bool) -> tuple[Any, Problem]:

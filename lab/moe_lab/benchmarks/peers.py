@@ -286,7 +286,7 @@ def _sort_and_grouped_mm(problem: Problem) -> Peer:
 def mixtral_config(implementation: str, d: int, E: int, k: int, hidden: int) -> tuple[Any, Any]:
     """Returns transformers' module of Mixtral, and a configuration of its layer."""
     modeling = "transformers.models.mixtral.modeling_mixtral"
-    mixtral = require_transformers("peers", modeling, "benchmark")
+    mixtral = require_transformers("peers", modeling)
     sizes = {"hidden_size": d, "intermediate_size": hidden, "hidden_act": "silu"}
     config = mixtral.MixtralConfig(num_local_experts=E, num_experts_per_tok=k, **sizes)
     config._experts_implementation = implementation

@@ -76,7 +76,7 @@ def run(args: Any) -> int:
 
 
 def _measure(args: Any) -> dict[str, Any]:
-    require_transformers("--implementations", "moe_ext.integrations.transformers", "benchmark")
+    require_transformers("--implementations", "moe_ext.integrations.transformers")
     args.device, args.minutes = "cpu", None
     todo = [
         (name, name, partial(Problem, name, num_experts, getattr(torch, dtype), args.tokens))
@@ -115,7 +115,7 @@ def build_layer(name: str, num_experts: int, dtype: torch.dtype) -> nn.Module:
     """Builds transformers' experts layer of a model with random weights."""
     model = MODELS[name]
     modules = f"transformers.models.{name}"
-    modeling = require_transformers("--models", f"{modules}.modeling_{name}", "benchmark")
+    modeling = require_transformers("--models", f"{modules}.modeling_{name}")
     configuration = importlib.import_module(f"{modules}.configuration_{name}")
     sizes = {"hidden_size": model.hidden_size, model.width: model.intermediate_size}
     config = getattr(configuration, f"{model.prefix}Config")(**sizes)

@@ -88,7 +88,7 @@ class FineTuning(Study):
     target: dict[str, Tensor]
 
     def settings(self) -> dict[str, Any]:
-        require_transformers("moe-lab study", "moe_ext.integrations.transformers", "transformers")
+        require_transformers("moe-lab study", "moe_ext.integrations.transformers")
         torch.set_num_threads(1)
         options = self.options
         data = DataConfig(options.corpus, kind="unigram", vocab_size=options.pieces)
