@@ -32,28 +32,27 @@ namespace {
 // prefetched much earlier, because it takes long to translate the address of a new page.
 class Ahead {
  public:
-  // Prefetches nothing but a panel that is read again.
-  explicit Ahead(const uint8_t* panel) : next_(panel), end_(panel), step_(0) {}
+  // Prefetches nothing.
+  Ahead() : next_(nullptr), due_(nullptr), end_(nullptr), step_(0) {}
 
   // What is prefetched is some bytes behind the panel that is read, up to `end`, that of all
   // panels, and after it `later` if that is not null; prefetch() is called num_steps times.
   Ahead(const uint8_t* panel, const uint8_t* end, int64_t panel_bytes, int64_t num_steps,
         int64_t bytes_ahead, const uint8_t* later = nullptr)
       : next_(panel + panel_bytes + bytes_ahead),
+        due_(next_),
         end_(end),
         step_((panel_bytes + num_steps - 1) / num_steps) {
     if (next_ < end_) return;
-    next_ = later == nullptr ? end_ : later;
+    next_ = due_ = later == nullptr ? end_ : later;
     end_ = next_ + (later == nullptr ? 0 : panel_bytes);
   }
 
-  // Prefetches a step of at most 64 kLines bytes.
-  template <int kLines>
+  // Prefetches a step. No line is prefetched twice: that would take as long as another line.
   MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch() {
-    MOE_EXT_UNROLL for (int line = 0; line < kLines; ++line) {
-      __builtin_prefetch(next_ + 64 * line);
-    }
-    const uint8_t* before = std::exchange(next_, std::min(next_ + step_, end_));
+    const uint8_t* before = next_;
+    due_ = std::min(due_ + step_, end_);
+    for (; next_ < due_; next_ += 64) __builtin_prefetch(next_);
     if (page(next_) != page(before)) {
       __builtin_prefetch(next_ + kPagesAhead, /*rw=*/0, /*locality=*/2);
     }
@@ -64,7 +63,7 @@ class Ahead {
 
   static uintptr_t page(const uint8_t* byte) { return reinterpret_cast<uintptr_t>(byte) / 4096; }
 
-  const uint8_t *next_, *end_;
+  const uint8_t *next_, *due_, *end_;
   int64_t step_;
 };
 
@@ -580,8 +579,6 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
   // The panels whose numbers are computed before their products. Floats with minima would need
   // more registers for several panels than there are.
   constexpr int kTogether = has_minima && !Simd::kPairs && kRows <= 2 ? 1 : kPanels;
-  // What is prefetched with a unit of each panel: codes, and at most one line of scales.
-  constexpr int kLines = (kPanels * kBytesOfUnit<codes> + 63) / 64 + 1;
   float table alignas(64)[16];
   std::copy_n(layout.format->values, 16, table);
   const int64_t panel_bytes = layout.panel_bytes();
@@ -601,7 +598,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
     for_units(
         layout, first_input, num_inputs,
         [&](int64_t group, int64_t unit, auto size) __attribute__((always_inline)) MOE_EXT_TARGET {
-          ahead.prefetch<kLines>();
+          ahead.prefetch();
           MOE_EXT_UNROLL for (int first = 0; first < kPanels; first += kTogether) {
             Vector w[kTogether][kVectors][kPackedInputs];
             MOE_EXT_UNROLL for (int p = 0; p < kTogether; ++p) {
