@@ -29,7 +29,6 @@
 #include "../vectorize.h"
 #include "micro_kernels.h"
 #include "packing.h"
-#include "pages.h"
 
 #ifndef MOE_EXT_TARGET
 #error "MOE_EXT_TARGET must be defined before micro_kernel_loops.h"
@@ -51,6 +50,18 @@ MOE_EXT_KERNEL void fetch(const Prefetch& prefetch, int64_t q) {
   const char* chunk = prefetch.data + (n & prefetch.row_mask) * prefetch.stride +
                       (n >> prefetch.shift_rows) * kBytes;
   MOE_EXT_UNROLL for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(chunk + i, 0, 2);
+}
+
+// Where lines are prefetched in steps of some bytes, in ascending order: prefetches a line far
+// behind `next` if a page begins in this step. It takes long to translate the address of a new
+// page.
+template <typename acc_t>
+MOE_EXT_KERNEL void prefetch_page(const acc_t* next, uintptr_t step) {
+  constexpr uintptr_t kPage = 4096;
+  constexpr int64_t kBytesAhead = 32 << 10;
+  if (reinterpret_cast<uintptr_t>(next) % kPage < step) {
+    __builtin_prefetch(reinterpret_cast<const char*>(next) + kBytesAhead, /*rw=*/0, /*locality=*/2);
+  }
 }
 
 // The loop of gemm_kernel. The tile stays in kRows * kVectors registers.

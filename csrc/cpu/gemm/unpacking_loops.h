@@ -18,7 +18,6 @@
 
 #include "../../kernels/types.h"
 #include "../vectorize.h"
-#include "pages.h"
 #include "unpacking.h"
 
 #ifndef MOE_EXT_TARGET
@@ -29,7 +28,8 @@ namespace moe_ext::cpu {
 namespace {
 
 // Prefetches what follows a panel while the panel is read. The addresses ascend by lines, whatever
-// the order in which a panel is read: memory delivers that faster.
+// the order in which a panel is read: memory delivers that faster. The first line of a page is
+// prefetched much earlier, because it takes long to translate the address of a new page.
 class Ahead {
  public:
   // Prefetches nothing.
@@ -51,23 +51,35 @@ class Ahead {
   // Prefetches a step, each line once: for loops that wait for the memory, where a second prefetch
   // of a line would take as long as the first.
   MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch() {
+    const uint8_t* before = next_;
     due_ = std::min(due_ + step_, end_);
     for (; next_ < due_; next_ += 64) __builtin_prefetch(next_);
-    prefetch_page(next_, step_);
+    prefetch_page(before);
   }
 
   // Prefetches a step of at most 64 (kLines - 1) bytes, for loops that do not: without a branch,
   // but a line of two steps twice.
   template <int kLines>
   MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch_lines() {
+    const uint8_t* before = next_;
     MOE_EXT_UNROLL for (int line = 0; line < kLines; ++line) {
       __builtin_prefetch(next_ + 64 * line);
     }
     next_ = std::min(next_ + step_, end_);
-    prefetch_page(next_, step_);
+    prefetch_page(before);
   }
 
  private:
+  static constexpr int64_t kPagesAhead = 32 << 10;
+
+  static uintptr_t page(const uint8_t* byte) { return reinterpret_cast<uintptr_t>(byte) / 4096; }
+
+  MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch_page(const uint8_t* before) {
+    if (page(next_) != page(before)) {
+      __builtin_prefetch(next_ + kPagesAhead, /*rw=*/0, /*locality=*/2);
+    }
+  }
+
   const uint8_t *next_, *due_, *end_;
   int64_t step_;
 };
