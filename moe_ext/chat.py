@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import transformers
 
+from moe_ext._packed_weights import NO_INTEGERS, Arithmetic
+from moe_ext.formats import FORMATS
 from moe_ext.integrations._packed.checkpoint import open_checkpoint
-from moe_ext.integrations.transformers import load
+from moe_ext.integrations.transformers import PackedLinear, load
 from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["main"]
-
-_NO_INTEGERS = ("fp8", "nf4")  # formats whose values are not integers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,18 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--arithmetic",
         choices=["exact", "integer"],
-        help="of the experts; integer is faster and rounds their inputs to 8 bits "
+        help="of packed weights; integer is faster and rounds their inputs to 8 bits "
         "(default: integer for the formats that have it)",
+    )
+    parser.add_argument(
+        "--linear",
+        choices=FORMATS,
+        metavar="FORMAT",
+        help="quantize linear layers that are floats in the files, for example in gguf_q8_0",
     )
     parser.add_argument("--threads", type=int, help="number of threads of torch")
     options = parser.parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
+        # Errors of the checkpoint's headers and of the tokenizer come before minutes of loading.
         path = open_checkpoint(options.model, options.config).path
-        tokenizer = _tokenizer(path)  # its errors come before the minutes of loading
-        arithmetic = options.arithmetic or "exact"
-        model = load(path, config=options.config, arithmetic=arithmetic)
+        tokenizer = _tokenizer(path)
+        arithmetic: Arithmetic = options.arithmetic or "exact"
+        linear = options.linear or True
+        model = load(path, config=options.config, arithmetic=arithmetic, packed_linear=linear)
         if options.arithmetic is None:
             _use_integers(model)
     except (ImportError, OSError, ValueError) as error:
@@ -67,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _use_integers(model: Any) -> None:
-    """Chooses integer arithmetic for the packed experts whose formats have it."""
-    modules = [m for m in model.modules() if isinstance(m, QuantizedExperts)]
-    chosen = [m for m in modules if all(w.format not in _NO_INTEGERS for w in m.weights)]
-    for experts in chosen:
-        experts.arithmetic = "integer"
+    """Chooses integer arithmetic for the packed experts and layers whose formats have it."""
+    modules = [m for m in model.modules() if isinstance(m, QuantizedExperts | PackedLinear)]
+    chosen = [m for m in modules if NO_INTEGERS.isdisjoint(w.format for w in m.weights)]
+    for module in chosen:
+        module.arithmetic = "integer"
     print(f"integer arithmetic: {len(chosen)} of {len(modules)} packed layers", file=sys.stderr)
 
 

@@ -138,10 +138,10 @@ def avoid_missing_amx() -> None:
 def _cuda_gemms() -> str:
     """Returns which GEMMs the experts use on CUDA."""
     setting = os.environ.get("MOE_EXT_GROUPED_MM", "unset")
-    names = (
-        "moe_ext" if setting == "0" else "moe_ext, and torch's grouped GEMM where it has a kernel"
+    library = {"0": "", "quack": ", and QuACK's grouped GEMM"}.get(
+        setting, ", and torch's grouped GEMM where it has a kernel"
     )
-    return f"{names} (MOE_EXT_GROUPED_MM={setting})"
+    return f"moe_ext{library} (MOE_EXT_GROUPED_MM={setting})"
 
 
 def _operators() -> list[str]:

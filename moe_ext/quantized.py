@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._packed_weights import Arithmetic, panels_name, parsed_name, quantized
 from moe_ext.checks import (
     require,
     require_not_nested,
@@ -19,15 +20,12 @@ from moe_ext.checks import (
     require_tensor,
 )
 from moe_ext.experts import Experts, FeedForwardExperts
-from moe_ext.formats import FORMATS, FormatName, PackedWeight, quantize
+from moe_ext.formats import FORMATS, FormatName, PackedWeight
 from moe_ext.formats._layouts import LAYOUTS
 from moe_ext.ops import GATED_ACTIVATIONS, Activation
 from moe_ext.ops._activations import checked_activation
 
 __all__ = ["QuantizedExperts"]
-
-_Arithmetic = Literal["exact", "integer"]
-_ROWS = 128  # that are quantized together: whole panels, and whole blocks of fp8
 
 
 class QuantizedExperts(Experts):
@@ -84,17 +82,17 @@ class QuantizedExperts(Experts):
         *,
         activation: Activation = "relu",
         activation_args: Sequence[float] | None = None,
-        arithmetic: _Arithmetic = "exact",
+        arithmetic: Arithmetic = "exact",
         first_expert: int = 0,
     ) -> None:
         name = type(self).__name__
-        require_one_of(f"{name}: arithmetic", get_args(_Arithmetic), arithmetic)
+        require_one_of(f"{name}: arithmetic", get_args(Arithmetic), arithmetic)
         args = checked_activation(name, activation, activation_args)
         num_experts = _checked_weights(name, weights, activation)
         super().__init__(num_experts, weights[0].inputs, weights[-1].outputs)
         self.activation: Activation = activation
         self.activation_args: tuple[float, ...] | None = args
-        self.arithmetic: _Arithmetic = arithmetic
+        self.arithmetic: Arithmetic = arithmetic
         (self.first_expert,) = require_sizes(name, 0, first_expert=first_expert)
         self.num_layers: int = len(weights)
         # Without the panels, which are parameters.
@@ -147,7 +145,7 @@ class QuantizedExperts(Experts):
         groups = [group if is_free else None for is_free in free]
         layers = enumerate(zip(weights, formats, groups, strict=True))
         return cls(
-            [_quantized(f"{name}: weight_{i}", w.detach(), f, g) for i, (w, f, g) in layers],
+            [quantized(f"{name}: weight_{i}", w.detach(), f, g) for i, (w, f, g) in layers],
             None if biases is None else [bias.detach().clone() for bias in biases],
             activation=experts.activation,
             activation_args=experts.activation_args,
@@ -173,7 +171,7 @@ class QuantizedExperts(Experts):
         for key, value in state_dict.items():
             if match := re.fullmatch(r"bias_(\d+)", key):
                 biases[int(match[1])] = value
-            elif (parsed := _parsed(key, value)) is not None:
+            elif (parsed := parsed_name(key, value)) is not None:
                 weights[parsed[0]] = parsed[1]
             else:
                 rule = "have only names such as bias_0 and weight_0_mxfp4_128x64_g32_uint8"
@@ -191,7 +189,7 @@ class QuantizedExperts(Experts):
 
     def _names(self) -> list[str]:
         """Returns the names of the panels of all layers."""
-        return [_name(i, layout) for i, layout in enumerate(self._layouts)]
+        return [panels_name(i, layout) for i, layout in enumerate(self._layouts)]
 
     @property
     def weights(self) -> tuple[PackedWeight, ...]:
@@ -329,30 +327,6 @@ def _each_expert(weight: PackedWeight) -> Iterator[PackedWeight]:
         yield weight._replace(panels=panels)
 
 
-def _quantized(name: str, weight: Tensor, format: FormatName, group: int | None) -> PackedWeight:
-    """Quantizes a weight [E, in, out]; see `QuantizedExperts.from_experts`."""
-    num_experts, inputs, outputs = weight.shape
-    dtype = torch.float32 if weight.dtype == torch.float64 else weight.dtype
-
-    def packed(rows: Tensor) -> PackedWeight:
-        return PackedWeight.pack(*quantize(rows[None], format, group), format=format)
-
-    try:
-        # A format may read the scales of a single row in another way than those of several.
-        rows = torch.zeros(min(outputs, 2), inputs, dtype=dtype, device="cpu")
-        layout = packed(rows)._replace(outputs=outputs)
-        panels = layout.empty_panels(num_experts, weight.device)
-        for e in range(0 if weight.is_meta else num_experts):
-            first = 0
-            for rows in weight[e].mT.split(_ROWS):  # so that what is in between is small
-                part = packed(rows.to(dtype)).panels[0]
-                panels[e, first : first + len(part)] = part
-                first += len(part)
-    except ValueError as error:
-        raise ValueError(f"{name} cannot be packed in {format}: {error}") from None
-    return layout._replace(panels=panels)
-
-
 def _checked_weights(name: str, weights: Sequence[PackedWeight], activation: str) -> int:
     """Checks that the layers fit together; returns the number of experts."""
     wrong: list[object] = [weights]
@@ -390,36 +364,3 @@ def _require_biases(name: str, biases: Sequence[Tensor], weights: Sequence[Packe
             raise TypeError(f"{owner} must {rule}, got {bias.dtype}")
         shape = len(weight.panels), weight.outputs
         require(tuple(bias.shape) == shape, owner, f"have shape {shape}", tuple(bias.shape))
-
-
-# The names of panels in a state_dict
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_DTYPES = {_text(dtype): dtype for layout in LAYOUTS.values() for dtype in layout.scales}
-_NAME = re.compile(
-    rf"weight_(\d+)_({'|'.join(LAYOUTS)})_(\d+)x(\d+)_g(\d+)(?:_({'|'.join(_DTYPES)}))?(_blocks)?"
-)
-
-
-def _name(layer: int, weight: PackedWeight) -> str:
-    """Returns the name of the panels of a layer, such as weight_0_mxfp4_128x64_g32_uint8."""
-    name = f"weight_{layer}_{weight.format}_{weight.outputs}x{weight.inputs}_g{weight.group}"
-    if weight.scales is not None:
-        name += f"_{_text(weight.scales)}"
-    return name + "_blocks" * weight.blocked
-
-
-def _parsed(name: str, panels: Tensor) -> tuple[int, PackedWeight] | None:
-    """Undoes `_name`; None for other names."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    layer, name, outputs, inputs, group, scales, blocks = match.groups()
-    format = next(known for known in FORMATS if known == name)
-    sizes = int(inputs), int(outputs), int(group)
-    dtype = None if scales is None else _DTYPES[scales]
-    return int(layer), PackedWeight(panels, format, *sizes, dtype, blocks is not None)

@@ -8,6 +8,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -61,6 +62,20 @@ class BackwardOperator<Result(Arguments...)> {
   c10::TypedOperatorHandle<Result(Arguments...)> handle_;
 };
 
+// Calls the operator `name` without its autograd kernel.
+template <Name name, typename Signature>
+struct BelowAutograd;
+
+template <Name name, typename Result, typename... Arguments>
+struct BelowAutograd<name, Result(Arguments...)> {
+  static Result call(Arguments... arguments) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    static const auto op =
+        find_operator<Result(Arguments...)>((std::string("moe_ext::") + name.text).c_str());
+    return op.call(std::forward<Arguments>(arguments)...);
+  }
+};
+
 // The autograd kernel of the operator `name`.
 template <Name name, auto function>
 struct Differentiable;
@@ -71,10 +86,7 @@ struct Differentiable<name, function> {
     if ((is_differentiated<std::decay_t<Arguments>>(arguments) || ...)) {
       return function(std::forward<Arguments>(arguments)...);
     }
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op =
-        find_operator<Result(Arguments...)>((std::string("moe_ext::") + name.text).c_str());
-    return op.call(std::forward<Arguments>(arguments)...);
+    return BelowAutograd<name, Result(Arguments...)>::call(std::forward<Arguments>(arguments)...);
   }
 };
 
@@ -85,6 +97,29 @@ template <Name name, auto function>
 void differentiable(torch::Library& m) {
   m.impl(name.text, &Differentiable<name, function>::run);
 }
+
+// The Function of the operator `name`. Derived has forward, with the arguments of the operator and
+// `call` for its outputs, and backward.
+template <typename Derived, Name name, typename Signature>
+struct OperatorFunction;
+
+template <typename Derived, Name name, typename Result, typename... Arguments>
+struct OperatorFunction<Derived, name, Result(Arguments...)>
+    : torch::autograd::Function<Derived>, BelowAutograd<name, Result(Arguments...)> {
+  static constexpr bool is_traceable = true;
+
+  static Result differentiated(Arguments... arguments) {
+    const auto outputs = Derived::apply(std::forward<Arguments>(arguments)...);
+    if constexpr (std::is_same_v<Result, Tensor> || std::is_same_v<Result, variable_list>) {
+      return outputs;
+    } else {
+      return [&]<size_t... i>(std::index_sequence<i...>) { return Result{outputs[i]...}; }
+      (std::make_index_sequence<std::tuple_size_v<Result>>());
+    }
+  }
+
+  static void implement(torch::Library& m) { differentiable<name, &differentiated>(m); }
+};
 
 // A backward operator has no derivative: a second derivative is an error, not zero.
 inline torch::CppFunction no_second_derivative() {

@@ -1,24 +1,19 @@
+#include "../gating.h"
+
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-using GatingOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 // gates, threshold and noise_stddev are differentiable in clean_logits and raw_noise_stddev. The
 // noise is a constant: it does not depend on any parameter.
-struct NoisyTopKGating : torch::autograd::Function<NoisyTopKGating> {
-  static constexpr bool is_traceable = true;
-
+struct NoisyTopKGating
+    : OperatorFunction<NoisyTopKGating, "noisy_topk_gating", decltype(noisy_topk_gating<Meta>)> {
   static variable_list forward(AutogradContext* ctx, const Tensor& clean_logits,
                                const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
                                const c10::SymInt& k, double noise_epsilon) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op =
-        find_operator<GatingOutputs(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                    c10::SymInt, double)>("moe_ext::noisy_topk_gating");
     const auto [gates, expert_index, threshold, threshold_index, noise_stddev] =
-        op.call(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
+        call(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({gates, expert_index, threshold_index, clean_logits,
                             or_undefined(raw_noise_stddev), or_undefined(noise)});
@@ -27,10 +22,8 @@ struct NoisyTopKGating : torch::autograd::Function<NoisyTopKGating> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const BackwardOperator<std::tuple<Tensor, Tensor>(
-        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-        const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&)>
-        op("moe_ext::_noisy_topk_gating_backward");
+    static const BackwardOperator<decltype(noisy_topk_gating_backward<Meta>)> op(
+        "moe_ext::_noisy_topk_gating_backward");
     const auto [grad_clean, grad_raw] =
         op.call(if_defined(grads[0]), if_defined(grads[2]), if_defined(grads[4]), saved[0],
                 saved[1], saved[2], saved[3], if_defined(saved[4]), if_defined(saved[5]));
@@ -38,17 +31,10 @@ struct NoisyTopKGating : torch::autograd::Function<NoisyTopKGating> {
   }
 };
 
-GatingOutputs noisy_topk_gating(const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev,
-                                const OptionalTensor& noise, c10::SymInt k, double noise_epsilon) {
-  const auto out =
-      NoisyTopKGating::apply(clean_logits, raw_noise_stddev, noise, std::move(k), noise_epsilon);
-  return {out[0], out[1], out[2], out[3], out[4]};
-}
-
 }  // namespace
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  moe_ext::autograd::differentiable<"noisy_topk_gating", &moe_ext::autograd::noisy_topk_gating>(m);
+  moe_ext::autograd::NoisyTopKGating::implement(m);
   m.impl("_noisy_topk_gating_backward", moe_ext::autograd::no_second_derivative());
 }

@@ -1,3 +1,5 @@
+#include "../importance.h"
+
 #include "function.h"
 
 namespace moe_ext::autograd {
@@ -11,18 +13,15 @@ struct Importance : torch::autograd::Function<Importance> {
   static variable_list forward(AutogradContext* ctx, const Tensor& gates,
                                const Tensor& expert_index, const c10::SymInt& num_experts,
                                bool with_load) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({expert_index});
     ctx->saved_data["gates_type"] = gates.scalar_type();
     if (!with_load) {
-      static const auto op =
-          find_operator<Tensor(const Tensor&, const Tensor&, c10::SymInt)>("moe_ext::importance");
-      return {op.call(gates, expert_index, num_experts)};
+      return {BelowAutograd<"importance", decltype(moe_ext::importance<Meta>)>::call(
+          gates, expert_index, num_experts)};
     }
-    static const auto op =
-        find_operator<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, c10::SymInt)>(
-            "moe_ext::importance_and_load");
-    auto [importance, load] = op.call(gates, expert_index, num_experts);
+    auto [importance, load] =
+        BelowAutograd<"importance_and_load", decltype(moe_ext::importance_and_load<Meta>)>::call(
+            gates, expert_index, num_experts);
     ctx->mark_non_differentiable({load});
     return {importance, load};
   }

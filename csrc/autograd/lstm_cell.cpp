@@ -1,44 +1,34 @@
+#include "../lstm_cell.h"
+
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-using CellOutputs = std::tuple<Tensor, Tensor>;
-
-struct LstmCellFunction : torch::autograd::Function<LstmCellFunction> {
-  static constexpr bool is_traceable = true;
-
+struct LstmCellFunction
+    : OperatorFunction<LstmCellFunction, "lstm_cell", decltype(lstm_cell<Meta>)> {
   static variable_list forward(AutogradContext* ctx, const Tensor& gates, const Tensor& c_0) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({gates, c_0});
     ctx->set_materialize_grads(false);
-    static const auto op =
-        find_operator<CellOutputs(const Tensor&, const Tensor&)>("moe_ext::lstm_cell");
-    const auto [h, c] = op.call(gates, c_0);
+    const auto [h, c] = call(gates, c_0);
     return {h, c};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined() && !grads[1].defined()) return {Tensor(), Tensor()};
     const auto saved = ctx->get_saved_variables();
-    static const BackwardOperator<CellOutputs(const OptionalTensor&, const OptionalTensor&,
-                                              const Tensor&, const Tensor&)>
-        op("moe_ext::_lstm_cell_backward");
+    static const BackwardOperator<decltype(lstm_cell_backward<Meta>)> op(
+        "moe_ext::_lstm_cell_backward");
     const auto [grad_gates, grad_c_0] =
         op.call(if_defined(grads[0]), if_defined(grads[1]), saved[0], saved[1]);
     return {grad_gates, grad_c_0};
   }
 };
 
-CellOutputs lstm_cell(const Tensor& gates, const Tensor& c_0) {
-  const auto out = LstmCellFunction::apply(gates, c_0);
-  return {out[0], out[1]};
-}
-
 }  // namespace
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  moe_ext::autograd::differentiable<"lstm_cell", &moe_ext::autograd::lstm_cell>(m);
+  moe_ext::autograd::LstmCellFunction::implement(m);
   m.impl("_lstm_cell_backward", moe_ext::autograd::no_second_derivative());
 }

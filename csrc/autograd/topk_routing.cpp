@@ -1,28 +1,20 @@
-#include <string_view>
+#include "../topk_routing.h"
 
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-using RoutingOutputs = std::tuple<Tensor, Tensor>;
-
 // gates are differentiable in logits. The bias only takes part in the selection, which has no
 // gradient.
-struct TopKRouting : torch::autograd::Function<TopKRouting> {
-  static constexpr bool is_traceable = true;
-
+struct TopKRouting : OperatorFunction<TopKRouting, "topk_routing", decltype(topk_routing<Meta>)> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const c10::SymInt& k,
                                const OptionalTensor& bias, std::string_view score, bool renormalize,
                                double scale, const c10::SymInt& num_groups,
                                const c10::SymInt& groups_per_token,
                                const c10::SymInt& group_score_k, const OptionalTensor& given) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = find_operator<RoutingOutputs(
-        const Tensor&, c10::SymInt, const OptionalTensor&, std::string_view, bool, double,
-        c10::SymInt, c10::SymInt, c10::SymInt, const OptionalTensor&)>("moe_ext::topk_routing");
-    const auto [gates, expert_index] = op.call(logits, k, bias, score, renormalize, scale,
-                                               num_groups, groups_per_token, group_score_k, given);
+    const auto [gates, expert_index] = call(logits, k, bias, score, renormalize, scale, num_groups,
+                                            groups_per_token, group_score_k, given);
     ctx->save_for_backward({logits, expert_index});
     ctx->saved_data["score"] = std::string(score);
     ctx->saved_data["renormalize"] = renormalize;
@@ -32,9 +24,8 @@ struct TopKRouting : torch::autograd::Function<TopKRouting> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const BackwardOperator<Tensor(const Tensor&, const Tensor&, const Tensor&,
-                                         std::string_view, bool, double)>
-        op("moe_ext::_topk_routing_backward");
+    static const BackwardOperator<decltype(topk_routing_backward<Meta>)> op(
+        "moe_ext::_topk_routing_backward");
     const auto grad_logits =
         op.call(grads[0], saved[0], saved[1], ctx->saved_data["score"].toStringRef(),
                 ctx->saved_data["renormalize"].toBool(), ctx->saved_data["scale"].toDouble());
@@ -44,20 +35,10 @@ struct TopKRouting : torch::autograd::Function<TopKRouting> {
   }
 };
 
-RoutingOutputs topk_routing(const Tensor& logits, c10::SymInt k, const OptionalTensor& bias,
-                            std::string_view score, bool renormalize, double scale,
-                            c10::SymInt num_groups, c10::SymInt groups_per_token,
-                            c10::SymInt group_score_k, const OptionalTensor& given) {
-  const auto out = TopKRouting::apply(logits, std::move(k), bias, score, renormalize, scale,
-                                      std::move(num_groups), std::move(groups_per_token),
-                                      std::move(group_score_k), given);
-  return {out[0], out[1]};
-}
-
 }  // namespace
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  moe_ext::autograd::differentiable<"topk_routing", &moe_ext::autograd::topk_routing>(m);
+  moe_ext::autograd::TopKRouting::implement(m);
   m.impl("_topk_routing_backward", moe_ext::autograd::no_second_derivative());
 }

@@ -191,7 +191,7 @@ __global__ void selected_softmax_kernel(const scalar_t* __restrict__ all_logits,
                                         int64_t num_tokens, int64_t num_experts,
                                         acc_t* __restrict__ all_gates) {
   const int lane = threadIdx.x % kWarp;
-  const int64_t token = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  const int64_t token = index_of_warp();
   if (token >= num_tokens) return;  // uniform over the warp
   const int64_t begin = token_offsets[token];
   const int64_t size = token_offsets[token + 1] - begin;
@@ -220,7 +220,7 @@ __global__ void selected_softmax_backward_kernel(const scalar_t* __restrict__ gr
                                                  int64_t num_tokens, int64_t num_experts,
                                                  scalar_t* __restrict__ grad_logits) {
   const int lane = threadIdx.x % kWarp;
-  const int64_t token = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  const int64_t token = index_of_warp();
   if (token >= num_tokens) return;  // uniform over the warp
   const int64_t begin = token_offsets[token];
   const int64_t end = token_offsets[token + 1];
@@ -251,27 +251,25 @@ void BatchwiseTopM<scalar_t>::on_cuda(const CudaStream& stream) const {
   check_countable("batchwise_topm", "scores", num_rows);
   using key_t = UnsignedKey<acc_type<scalar_t>>;
   auto* keys = stream.take<key_t>(num_groups * num_experts * num_rows);
-  launch(stream, keys_kernel<scalar_t, key_t>,
-         grid(num_groups * ceil_div(num_rows, kWarp) * ceil_div(num_experts, kWarp)), kThreads, 0,
-         scores, num_rows, num_experts, keys);
-  launch(stream, topm_kernel<scalar_t, key_t>, grid(num_groups * num_experts), kColumnThreads, 0,
-         keys, num_rows, num_experts, m, first_expert, columns_of_batch, row_index, mth_score);
+  launch_blocks(stream, keys_kernel<scalar_t, key_t>,
+                num_groups * ceil_div(num_rows, kWarp) * ceil_div(num_experts, kWarp), scores,
+                num_rows, num_experts, keys);
+  launch(stream, topm_kernel<scalar_t, key_t>, num_groups * num_experts, kColumnThreads, 0, keys,
+         num_rows, num_experts, m, first_expert, columns_of_batch, row_index, mth_score);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(BatchwiseTopM)
 
 template <typename scalar_t>
 void SelectedSoftmax<scalar_t>::on_cuda(const CudaStream& stream) const {
-  launch(stream, selected_softmax_kernel<scalar_t, acc_type<scalar_t>>,
-         grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, logits, expert_index,
-         token_offsets, num_tokens, num_experts, gates);
+  launch_warps(stream, selected_softmax_kernel<scalar_t, acc_type<scalar_t>>, num_tokens, logits,
+               expert_index, token_offsets, num_tokens, num_experts, gates);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(SelectedSoftmax)
 
 template <typename scalar_t>
 void SelectedSoftmaxBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
-  launch(stream, selected_softmax_backward_kernel<scalar_t>,
-         grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, grad_gates, gates, expert_index,
-         token_offsets, num_tokens, num_experts, grad_logits);
+  launch_warps(stream, selected_softmax_backward_kernel<scalar_t>, num_tokens, grad_gates, gates,
+               expert_index, token_offsets, num_tokens, num_experts, grad_logits);
 }
 MOE_EXT_DEFINE_ON_CUDA(SelectedSoftmaxBackward<float>)
 MOE_EXT_DEFINE_ON_CUDA(SelectedSoftmaxBackward<double>)

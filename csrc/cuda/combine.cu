@@ -15,7 +15,7 @@ __global__ void combine_backward_kernel(const scalar_t* __restrict__ grad_y,
                                         scalar_t* __restrict__ grad_rows,
                                         acc_t* __restrict__ grad_gates) {
   using Vec = Vector<scalar_t, kSize>;
-  const int64_t t = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  const int64_t t = index_of_warp();
   const int lane = threadIdx.x % kWarp;
   if (t >= slots.num_tokens) return;  // uniform over the warp
   const auto* grad = reinterpret_cast<const Vec*>(grad_y + t * width);
@@ -50,9 +50,8 @@ using namespace cuda;
 template <typename scalar_t>
 void CombineBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
   with_vector_size<scalar_t>(width, {grad_y, rows, grad_rows}, [&](auto size) {
-    launch(stream, combine_backward_kernel<scalar_t, acc_t, size>,
-           grid(ceil_div(slots.num_tokens * kWarp, kThreads)), kThreads, 0, grad_y, rows, gates,
-           slots, width, grad_rows, grad_gates);
+    launch_warps(stream, combine_backward_kernel<scalar_t, acc_t, size>, slots.num_tokens, grad_y,
+                 rows, gates, slots, width, grad_rows, grad_gates);
   });
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(CombineBackward)

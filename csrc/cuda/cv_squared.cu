@@ -58,15 +58,15 @@ using namespace cuda;
 
 template <typename scalar_t>
 void CvSquared<scalar_t>::on_cuda(const CudaStream& stream) const {
-  launch(stream, cv_squared_kernel<scalar_t, acc_type<scalar_t>>, grid(1), kThreads, 0, values,
-         size, weight, first, result);
+  launch_blocks(stream, cv_squared_kernel<scalar_t, acc_type<scalar_t>>, 1, values, size, weight,
+                first, result);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(CvSquared)
 
 template <typename scalar_t>
 void CvSquaredBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
-  launch(stream, cv_squared_backward_kernel<scalar_t, acc_type<scalar_t>>, grid(1), kThreads, 0,
-         grad, values, size, weight, grad_values);
+  launch_blocks(stream, cv_squared_backward_kernel<scalar_t, acc_type<scalar_t>>, 1, grad, values,
+                size, weight, grad_values);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(CvSquaredBackward)
 

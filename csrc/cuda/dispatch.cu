@@ -14,7 +14,7 @@ namespace {
 
 // Numbers the slots.
 __global__ void slots_kernel(int64_t num_slots, int64_t* __restrict__ slots) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  const int64_t i = index_of_thread();
   if (i < num_slots) slots[i] = i;
 }
 
@@ -25,7 +25,7 @@ __global__ void plan_kernel(const int64_t* __restrict__ sorted,
                             int64_t num_experts, int64_t* __restrict__ inverse,
                             int64_t* __restrict__ tokens_per_expert,
                             int64_t* __restrict__ offsets) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  const int64_t i = index_of_thread();
   if (i < num_rows) inverse[permutation[i]] = i;
   if (i > num_experts) return;
   const auto first_row = [&](int64_t expert) {
@@ -54,7 +54,7 @@ void DispatchPlan::on_cuda(const CudaStream& stream) const {
   auto* sorted = stream.take<int64_t>(num_rows);
   if (num_rows > 0) {
     auto* slots = stream.take<int64_t>(num_rows);
-    launch(stream, slots_kernel, grid(ceil_div(num_rows, kThreads)), kThreads, 0, num_rows, slots);
+    launch_threads(stream, slots_kernel, num_rows, num_rows, slots);
     const int num_bits = std::bit_width(static_cast<uint64_t>(num_experts - 1));
     size_t num_bytes = 0;
     const auto sort = [&](void* space) {
@@ -65,9 +65,8 @@ void DispatchPlan::on_cuda(const CudaStream& stream) const {
     sort(nullptr);  // returns the required number of bytes
     sort(stream.take<std::byte>(static_cast<int64_t>(num_bytes)));
   }
-  launch(stream, plan_kernel, grid(ceil_div(std::max(num_rows, num_experts + 1), kThreads)),
-         kThreads, 0, sorted, permutation, num_rows, num_experts, inverse, tokens_per_expert,
-         offsets);
+  launch_threads(stream, plan_kernel, std::max(num_rows, num_experts + 1), sorted, permutation,
+                 num_rows, num_experts, inverse, tokens_per_expert, offsets);
 }
 MOE_EXT_DEFINE_ON_CUDA(DispatchPlan)
 

@@ -15,7 +15,7 @@ template <typename scalar_t>
 __global__ void unpack_kernel(PackedFormat format, PackedLayout layout, const uint8_t* panels,
                               int64_t size, scalar_t* weight) {
   layout.format = &format;  // the host has another address
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t i = index_of_thread();
   if (i >= size) return;
   const int64_t output = i % layout.outputs, row = i / layout.outputs;
   const uint8_t* panel =
@@ -111,8 +111,7 @@ __global__ void activate_kernel(Activation activation, const scalar_t* __restric
   using Inputs = PreActivations<Activation, scalar_t, acc_t, kSize>;
   const int64_t vectors = width / kSize, columns = width * Inputs::kVectors;
   const int64_t all = experts.num_rows * vectors;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t i = index_of_thread(); i < all; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     const int64_t row = i / vectors;
     const Inputs inputs(z + row * columns, expert_row(bias, experts, row, columns),
                         i - row * vectors, vectors);
@@ -161,8 +160,7 @@ __global__ void activate_backward_kernel(Activation activation, const scalar_t* 
   const int64_t vectors = width / kSize, columns = width * Inputs::kVectors;
   const int64_t num_warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
   const int lane = threadIdx.x % kWarp;
-  for (int64_t slot = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
-       slot < experts.num_rows; slot += num_warps) {
+  for (int64_t slot = index_of_warp(); slot < experts.num_rows; slot += num_warps) {
     const int64_t row = has_gates ? gates.slots.row(slot) : slot;
     const acc_t gate = has_gates ? gates.gates[slot] : acc_t(1);
     const acc_t factor = gates.multiplies_a ? gate : acc_t(1);
@@ -206,7 +204,7 @@ __global__ void partial_sums_by_expert_kernel(const scalar_t* __restrict__ rows,
   using Vec = Vector<scalar_t, kSize>;
   const int64_t vectors = columns / kSize;
   const int64_t tiles = ceil_div(vectors, kWarp);
-  const int64_t warp = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  const int64_t warp = index_of_warp();
   const int64_t chunk = warp / tiles;
   const int64_t vector = warp % tiles * kWarp + threadIdx.x % kWarp;
   if (vector >= vectors) return;
@@ -234,8 +232,8 @@ using namespace cuda;
 template <typename scalar_t>
 void UnpackedWeight<scalar_t>::on_cuda(const CudaStream& stream) const {
   const int64_t size = num_experts * layout.inputs * layout.outputs;
-  launch(stream, unpack_kernel<scalar_t>, grid(ceil_div(size, kThreads)), kThreads, 0,
-         *layout.format, layout, panels, size, weight);
+  launch_threads(stream, unpack_kernel<scalar_t>, size, *layout.format, layout, panels, size,
+                 weight);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(UnpackedWeight)
 
@@ -243,9 +241,9 @@ template <typename scalar_t>
 void Activate<scalar_t>::on_cuda(const CudaStream& stream) const {
   math::with_activation(activation, activation_args, [&](auto function) {
     with_vector_size<scalar_t>(width, {z, bias, out}, [&](auto size) {
-      launch(stream, activate_kernel<decltype(function), scalar_t, acc_type<scalar_t>, size>,
-             strided_grid(experts.num_rows * (width / size)), kThreads, 0, function, z, bias,
-             experts, width, out);
+      launch_strided(stream,
+                     activate_kernel<decltype(function), scalar_t, acc_type<scalar_t>, size>,
+                     experts.num_rows * (width / size), function, z, bias, experts, width, out);
     });
   });
 }
@@ -257,10 +255,10 @@ void ActivateBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
     const int64_t columns = gates.bias != nullptr ? gates.columns : 0;
     with_vector_size<scalar_t>(
         std::gcd(width, columns), {z, bias, p, gates.dy, gates.bias, a, grad_z}, [&](auto size) {
-          launch(stream,
-                 activate_backward_kernel<decltype(function), scalar_t, acc_type<scalar_t>, size>,
-                 strided_grid(experts.num_rows * kWarp), kThreads, 0, function, z, bias, p, experts,
-                 width, gates, a, grad_z);
+          launch_strided(
+              stream,
+              activate_backward_kernel<decltype(function), scalar_t, acc_type<scalar_t>, size>,
+              experts.num_rows * kWarp, function, z, bias, p, experts, width, gates, a, grad_z);
         });
   });
 }
@@ -273,12 +271,11 @@ void SumByExpert<scalar_t>::on_cuda(const CudaStream& stream) const {
   auto* partial_sums = stream.take<acc_t>((num_chunks + experts.num_groups) * columns);
   with_vector_size<scalar_t>(columns, {rows}, [&](auto size) {
     const int64_t tiles = ceil_div(columns / size, kWarp);
-    launch(stream, partial_sums_by_expert_kernel<scalar_t, acc_t, size>,
-           grid(ceil_div(num_chunks * tiles, kThreads / kWarp)), kThreads, 0, rows, weights,
-           experts, columns, chunk_size, partial_sums);
+    launch_warps(stream, partial_sums_by_expert_kernel<scalar_t, acc_t, size>, num_chunks * tiles,
+                 rows, weights, experts, columns, chunk_size, partial_sums);
   });
-  launch(stream, sum_of_chunks_kernel<acc_t>, grid(experts.num_groups * ceil_div(columns, kWarp)),
-         kThreads, 0, partial_sums, columns, experts, chunk_size, sums);
+  launch_blocks(stream, sum_of_chunks_kernel<acc_t>, experts.num_groups * ceil_div(columns, kWarp),
+                partial_sums, columns, experts, chunk_size, sums);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(SumByExpert)
 

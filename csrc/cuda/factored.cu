@@ -269,14 +269,14 @@ void FactoredStep<scalar_t>::on_cuda(const CudaStream& stream) const {
                          .eps = static_cast<acc_t>(eps),
                          .mean_of_roots = mean_of_roots};
   with_vector_size<scalar_t>(num_columns, {param, grad}, [&](auto size) {
-    launch(stream, block_sums_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, grad,
-           shape, rule, row_sums, column_sums, nonzero);
-    launch(stream, column_averages_kernel<acc_t>, grid(num_matrices * ceil_div(num_columns, kWarp)),
-           kThreads, 0, column_sums, shape, rule, column);
-    launch(stream, row_averages_kernel<acc_t>, grid(num_matrices), kThreads, 0, row_sums, column,
-           shape, rule, row, means);
-    launch(stream, update_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, param, grad,
-           row, column, means, nonzero, shape, rule);
+    launch_blocks(stream, block_sums_kernel<size, scalar_t, acc_t>, num_blocks, grad, shape, rule,
+                  row_sums, column_sums, nonzero);
+    launch_blocks(stream, column_averages_kernel<acc_t>,
+                  num_matrices * ceil_div(num_columns, kWarp), column_sums, shape, rule, column);
+    launch_blocks(stream, row_averages_kernel<acc_t>, num_matrices, row_sums, column, shape, rule,
+                  row, means);
+    launch_blocks(stream, update_kernel<size, scalar_t, acc_t>, num_blocks, param, grad, row,
+                  column, means, nonzero, shape, rule);
   });
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(FactoredStep)

@@ -22,7 +22,7 @@ __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
                               int64_t* expert_index, acc_t* threshold, int64_t* threshold_index,
                               acc_t* noise_stddev) {
   const unsigned lane = threadIdx.x % kWarp;
-  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
+  const int64_t token = index_of_warp();
   if (token >= num_tokens) return;  // uniform over the warp
 
   const bool noisy = all_noise != nullptr;
@@ -82,7 +82,7 @@ __global__ void gating_backward_kernel(
     int64_t num_tokens, int64_t num_experts, int64_t k, scalar_t* grad_clean_logits,
     scalar_t* grad_raw_noise_stddev) {
   const int lane = threadIdx.x % kWarp;
-  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
+  const int64_t token = index_of_warp();
   if (token >= num_tokens) return;  // uniform over the warp
 
   const bool noisy = all_noise != nullptr;
@@ -134,18 +134,18 @@ using namespace cuda;
 template <typename scalar_t>
 void NoisyTopKGating<scalar_t>::on_cuda(const CudaStream& stream) const {
   check_countable("noisy_topk_gating", "clean_logits", num_experts);
-  launch(stream, gating_kernel<scalar_t, acc_t>, grid(ceil_div(num_tokens, kThreads / kWarp)),
-         kThreads, 0, clean_logits, raw_noise_stddev, noise, static_cast<acc_t>(noise_epsilon),
-         num_tokens, num_experts, k, gates, expert_index, threshold, threshold_index, noise_stddev);
+  launch_warps(stream, gating_kernel<scalar_t, acc_t>, num_tokens, clean_logits, raw_noise_stddev,
+               noise, static_cast<acc_t>(noise_epsilon), num_tokens, num_experts, k, gates,
+               expert_index, threshold, threshold_index, noise_stddev);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(NoisyTopKGating)
 
 template <typename scalar_t>
 void NoisyTopKGatingBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
-  launch(stream, gating_backward_kernel<scalar_t, acc_t>,
-         grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, grad_gates, grad_threshold,
-         grad_noise_stddev, gates, expert_index, threshold_index, raw_noise_stddev, noise,
-         num_tokens, num_experts, k, grad_clean_logits, grad_raw_noise_stddev);
+  launch_warps(stream, gating_backward_kernel<scalar_t, acc_t>, num_tokens, grad_gates,
+               grad_threshold, grad_noise_stddev, gates, expert_index, threshold_index,
+               raw_noise_stddev, noise, num_tokens, num_experts, k, grad_clean_logits,
+               grad_raw_noise_stddev);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(NoisyTopKGatingBackward)
 

@@ -204,10 +204,10 @@ void GroupedGemm<scalar_t>::on_cuda(const CudaStream& stream) const {
                          .columns = columns,
                          .column_tiles = ceil_div(n, columns),
                          .first_tiles = stream.take<int64_t>(experts.num_groups + 1)};
-    launch(stream, first_tiles_kernel, grid(1), kThreads, 0, tiles);
+    launch_blocks(stream, first_tiles_kernel, 1, tiles);
     const int64_t most_blocks = resident_blocks(kernel, threads, shared_bytes);
-    launch(stream, kernel, grid(std::min(tiles.most_tiles(), most_blocks)), threads, shared_bytes,
-           a, weight.data, tiles, k, n, out);
+    launch(stream, kernel, std::min(tiles.most_tiles(), most_blocks), threads, shared_bytes, a,
+           weight.data, tiles, k, n, out);
   };
   if constexpr (sizeof(scalar_t) == 2) {
     if (fits_tensor_cores({a, weight.data}, {k, n})) {
@@ -237,7 +237,7 @@ void GroupedWeightGradient<scalar_t>::on_cuda(const CudaStream& stream) const {
                          int threads, int64_t shared_bytes) {
     const GradientTile<kSize> tile{.row_tiles = ceil_div(m, kSize),
                                    .column_tiles = ceil_div(n, kSize)};
-    launch(stream, kernel, grid(experts.num_groups * tile.row_tiles * tile.column_tiles), threads,
+    launch(stream, kernel, experts.num_groups * tile.row_tiles * tile.column_tiles, threads,
            shared_bytes, a, b, experts, m, n, tile, out);
   };
   if constexpr (sizeof(scalar_t) == 2) {
@@ -256,8 +256,8 @@ void ZerosOfUnusedExperts::on_cuda(const CudaStream& stream) const {
   constexpr int64_t kMostBlocks = 64, kVectors = 4;  // per expert; per thread
   const int64_t size = num_bytes / static_cast<int64_t>(sizeof(Vec));
   const int64_t blocks_of_expert = std::min(kMostBlocks, ceil_div(size, kVectors * kThreads));
-  launch(stream, zero_unused_kernel<Vec>, grid(experts.num_groups * blocks_of_expert), kThreads, 0,
-         experts, size, blocks_of_expert, static_cast<Vec*>(out));
+  launch_blocks(stream, zero_unused_kernel<Vec>, experts.num_groups * blocks_of_expert, experts,
+                size, blocks_of_expert, static_cast<Vec*>(out));
 }
 MOE_EXT_DEFINE_ON_CUDA(ZerosOfUnusedExperts)
 

@@ -61,13 +61,12 @@ void Importance<scalar_t>::on_cuda(const CudaStream& stream) const {
   const int64_t num_chunks = ceil_div(num_slots, chunk_size);
   const int64_t tiles = ceil_div(num_experts, kTile);
   auto* partial_sums = stream.take<acc_t>(num_chunks * num_experts);
-  launch(stream, partial_importance_kernel<scalar_t, acc_t>, grid(num_chunks * tiles), kWarp,
+  launch(stream, partial_importance_kernel<scalar_t, acc_t>, num_chunks * tiles, kWarp,
          std::min<int64_t>(kTile, num_experts) * sizeof(acc_t), gates, expert_index, num_slots,
          num_experts, tiles, chunk_size, partial_sums);
-  launch(stream, sum_of_chunks_kernel<acc_t>, grid(ceil_div(num_experts, kWarp)), kThreads, 0,
-         partial_sums, num_experts,
-         RowGroups{.bounds = nullptr, .num_groups = 1, .num_rows = num_slots}, chunk_size,
-         importance);
+  launch_blocks(stream, sum_of_chunks_kernel<acc_t>, ceil_div(num_experts, kWarp), partial_sums,
+                num_experts, RowGroups{.bounds = nullptr, .num_groups = 1, .num_rows = num_slots},
+                chunk_size, importance);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(Importance)
 

@@ -35,12 +35,17 @@ void allow_shared_memory(Kernel* kernel, int64_t shared_bytes) {
                              static_cast<int>(shared_bytes)));
 }
 
-// Launches a kernel on a stream of the current device; a grid without blocks is not launched.
+// Launches a kernel on a stream of the current device, unless it has no blocks.
 template <typename... Parameters, typename... Arguments>
-void launch(const CudaStream& stream, void (*kernel)(Parameters...), dim3 blocks, int threads,
-            int64_t shared_bytes, Arguments... arguments) {
-  if (blocks.x == 0 || blocks.y == 0 || blocks.z == 0) return;
+void launch(const CudaStream& stream, void (*kernel)(Parameters...), int64_t num_blocks,
+            int threads, int64_t shared_bytes, Arguments... arguments) {
+  if (num_blocks == 0) return;
+  if (num_blocks > std::numeric_limits<int32_t>::max()) {
+    throw std::invalid_argument("moe_ext: a kernel must have fewer than 2^31 blocks, got " +
+                                std::to_string(num_blocks));
+  }
   allow_shared_memory(kernel, shared_bytes);
+  const auto blocks = static_cast<unsigned>(num_blocks);
   kernel<<<blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream.handle)>>>(
       static_cast<Parameters>(arguments)...);
   check(cudaGetLastError());
@@ -59,13 +64,40 @@ int64_t resident_blocks(Kernel* kernel, int threads, int64_t shared_bytes) {
   return std::max<int64_t>(static_cast<int64_t>(multiprocessors) * blocks_of_each, 1);
 }
 
-// Returns a grid with one dimension.
-inline dim3 grid(int64_t num_blocks) {
-  if (num_blocks > std::numeric_limits<int32_t>::max()) {
-    throw std::invalid_argument("moe_ext: a kernel must have fewer than 2^31 blocks, got " +
-                                std::to_string(num_blocks));
-  }
-  return dim3(static_cast<unsigned>(num_blocks));
+// Launches a kernel with a number of blocks of kThreads.
+template <typename... Parameters, typename... Arguments>
+void launch_blocks(const CudaStream& stream, void (*kernel)(Parameters...), int64_t num_blocks,
+                   Arguments... arguments) {
+  launch(stream, kernel, num_blocks, kThreads, 0, arguments...);
+}
+
+// The same with at least a number of threads, or of warps.
+template <typename... Parameters, typename... Arguments>
+void launch_threads(const CudaStream& stream, void (*kernel)(Parameters...), int64_t num_threads,
+                    Arguments... arguments) {
+  launch_blocks(stream, kernel, ceil_div(num_threads, kThreads), arguments...);
+}
+template <typename... Parameters, typename... Arguments>
+void launch_warps(const CudaStream& stream, void (*kernel)(Parameters...), int64_t num_warps,
+                  Arguments... arguments) {
+  launch_blocks(stream, kernel, ceil_div(num_warps, kThreads / kWarp), arguments...);
+}
+
+// The same for a kernel that loops over a number of threads with the grid's stride.
+template <typename... Parameters, typename... Arguments>
+void launch_strided(const CudaStream& stream, void (*kernel)(Parameters...), int64_t num_threads,
+                    Arguments... arguments) {
+  constexpr int64_t kMostBlocks = 1 << 20;
+  launch_blocks(stream, kernel, std::min(ceil_div(num_threads, kThreads), kMostBlocks),
+                arguments...);
+}
+
+// The index of this thread, or of its warp, in the grid.
+__device__ __forceinline__ int64_t index_of_thread() {
+  return blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+}
+__device__ __forceinline__ int64_t index_of_warp() {
+  return blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
 }
 
 // Checks a size that kernels count in 32 bits to save time.

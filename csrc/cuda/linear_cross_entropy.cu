@@ -121,17 +121,17 @@ using namespace cuda;
 
 template <typename scalar_t>
 void TokenLosses<scalar_t>::on_cuda(const CudaStream& stream) const {
-  launch(stream, loss_kernel<scalar_t, acc_t>, grid(classifier.num_tokens), kThreads, 0,
-         logits_of(classifier, products), classifier.target, classifier.ignore_index,
-         function_of(classifier), losses, lse);
+  launch_blocks(stream, loss_kernel<scalar_t, acc_t>, classifier.num_tokens,
+                logits_of(classifier, products), classifier.target, classifier.ignore_index,
+                function_of(classifier), losses, lse);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(TokenLosses)
 
 template <typename scalar_t>
 void ProductGradients<scalar_t>::on_cuda(const CudaStream& stream) const {
-  launch(stream, product_gradient_kernel<scalar_t, acc_t>, grid(classifier.num_tokens), kThreads, 0,
-         logits_of(classifier, products), classifier.target, classifier.ignore_index,
-         function_of(classifier), lse, grad, grad_products);
+  launch_blocks(stream, product_gradient_kernel<scalar_t, acc_t>, classifier.num_tokens,
+                logits_of(classifier, products), classifier.target, classifier.ignore_index,
+                function_of(classifier), lse, grad, grad_products);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(ProductGradients)
 

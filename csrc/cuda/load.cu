@@ -18,7 +18,7 @@ __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
                                     acc_t* __restrict__ partial_load) {
   constexpr int kAhead = 4;  // tokens that are loaded at the same time
   const int lane = threadIdx.x % kWarp;
-  const int64_t warp = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  const int64_t warp = index_of_warp();
   const int64_t tiles = ceil_div(num_experts, kWarp);
   const int64_t chunk = warp / tiles;
   const int64_t first_expert = warp % tiles * kWarp;
@@ -72,7 +72,7 @@ __global__ void load_backward_kernel(
     scalar_t* __restrict__ grad_clean_logits, acc_t* __restrict__ grad_noise_stddev,
     acc_t* __restrict__ grad_threshold) {
   const int lane = threadIdx.x % kWarp;
-  const int64_t token = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  const int64_t token = index_of_warp();
   if (token >= groups.num_rows) return;  // uniform over the warp
   const acc_t* grad_prob = grad_load + groups.group_of(token) * num_experts;
   const acc_t if_outside = threshold[2 * token];
@@ -116,20 +116,19 @@ void Load<scalar_t>::on_cuda(const CudaStream& stream) const {
   const int64_t num_chunks = ceil_div(num_tokens, chunk_size);
   const int64_t tiles = ceil_div(num_experts, kWarp);
   auto* partial_load = stream.take<acc_t>((num_chunks + groups.num_groups) * num_experts);
-  launch(stream, partial_load_kernel<scalar_t, acc_t>,
-         grid(ceil_div(num_chunks * tiles, kThreads / kWarp)), kThreads, 0, clean_logits,
-         noise_stddev, threshold, expert_index, k, num_experts, groups, chunk_size, partial_load);
-  launch(stream, sum_of_chunks_kernel<acc_t>, grid(groups.num_groups * tiles), kThreads, 0,
-         partial_load, num_experts, groups, chunk_size, load);
+  launch_warps(stream, partial_load_kernel<scalar_t, acc_t>, num_chunks * tiles, clean_logits,
+               noise_stddev, threshold, expert_index, k, num_experts, groups, chunk_size,
+               partial_load);
+  launch_blocks(stream, sum_of_chunks_kernel<acc_t>, groups.num_groups * tiles, partial_load,
+                num_experts, groups, chunk_size, load);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(Load)
 
 template <typename scalar_t>
 void LoadBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
-  launch(stream, load_backward_kernel<scalar_t, acc_t>,
-         grid(ceil_div(groups.num_rows, kThreads / kWarp)), kThreads, 0, grad_load, clean_logits,
-         noise_stddev, threshold, expert_index, k, num_experts, groups, grad_clean_logits,
-         grad_noise_stddev, grad_threshold);
+  launch_warps(stream, load_backward_kernel<scalar_t, acc_t>, groups.num_rows, grad_load,
+               clean_logits, noise_stddev, threshold, expert_index, k, num_experts, groups,
+               grad_clean_logits, grad_noise_stddev, grad_threshold);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(LoadBackward)
 

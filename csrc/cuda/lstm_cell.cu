@@ -16,11 +16,6 @@ __device__ math::LstmGates<acc_t> gates_of(const scalar_t* gates, int64_t units,
                           static_cast<acc_t>(gates[3 * units + u]));
 }
 
-// The index of this thread among all units of all rows.
-__device__ inline int64_t index_of_thread() {
-  return blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-}
-
 template <typename scalar_t, typename acc_t>
 __global__ void cell_kernel(const scalar_t* __restrict__ gates, const scalar_t* __restrict__ c_0,
                             int64_t size, int64_t units, scalar_t* __restrict__ h,
@@ -64,16 +59,16 @@ using namespace cuda;
 template <typename scalar_t>
 void LstmCell<scalar_t>::on_cuda(const CudaStream& stream) const {
   const int64_t size = num_rows * num_units;
-  launch(stream, cell_kernel<scalar_t, acc_type<scalar_t>>, grid(ceil_div(size, kThreads)),
-         kThreads, 0, gates, c_0, size, num_units, h, c);
+  launch_threads(stream, cell_kernel<scalar_t, acc_type<scalar_t>>, size, gates, c_0, size,
+                 num_units, h, c);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(LstmCell)
 
 template <typename scalar_t>
 void LstmCellBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
   const int64_t size = num_rows * num_units;
-  launch(stream, cell_backward_kernel<scalar_t, acc_type<scalar_t>>, grid(ceil_div(size, kThreads)),
-         kThreads, 0, grad_h, grad_c, gates, c_0, size, num_units, grad_gates, grad_c_0);
+  launch_threads(stream, cell_backward_kernel<scalar_t, acc_type<scalar_t>>, size, grad_h, grad_c,
+                 gates, c_0, size, num_units, grad_gates, grad_c_0);
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(LstmCellBackward)
 

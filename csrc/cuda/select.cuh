@@ -35,7 +35,8 @@ struct Candidate {
 // after_all(). Lane l calls may_enter, then key_of, for begin + l, begin + l + kWarp, ...
 //
 // The lanes hold the best candidates of the elements so far, in order. Few elements of a long row
-// are better than the last one.
+// are better than the last one. Of kWarp elements the best enter first, so that at most `count` of
+// them enter, in whatever order the row is.
 template <typename key_t, typename KeyOf, typename MayEnter>
 __device__ __forceinline__ Candidate<key_t> find_next(unsigned count, unsigned begin, unsigned end,
                                                       const KeyOf& key_of,
@@ -57,9 +58,9 @@ __device__ __forceinline__ Candidate<key_t> find_next(unsigned count, unsigned b
       bool is_new = last.precedes(next[j]);
       while (true) {
         is_new = is_new && next[j].precedes(worst);
-        const unsigned lanes = __ballot_sync(kAllLanes, is_new);
-        if (lanes == 0) break;
-        const unsigned source = __ffs(lanes) - 1;
+        if (__ballot_sync(kAllLanes, is_new) == 0) break;
+        const key_t best = warp_max(is_new ? next[j].key : std::numeric_limits<key_t>::min());
+        const unsigned source = __ffs(__ballot_sync(kAllLanes, is_new && next[j].key == best)) - 1;
         const auto inserted = next[j].of_lane(source);
         const auto before = mine.of_lane(lane > 0 ? lane - 1 : 0);
         if (inserted.precedes(mine)) {

@@ -12,8 +12,7 @@ template <typename Vec>
 __global__ void rows_of_slots_kernel(const Vec* __restrict__ x, Slots slots, int64_t vectors,
                                      Vec* __restrict__ rows) {
   const int64_t all = slots.num_tokens * vectors;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t i = index_of_thread(); i < all; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     const int64_t t = i / vectors;
     const int64_t vector = i % vectors;
     const Vec value = x[i];
@@ -35,8 +34,7 @@ __global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
   using Vec = Vector<scalar_t, kSize>;
   const int64_t vectors = width / kSize;
   const int64_t all = slots.num_tokens * vectors;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t i = index_of_thread(); i < all; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     const int64_t t = i / vectors;
     const int64_t vector = i % vectors;
     acc_t sum[kSize] = {};
@@ -70,31 +68,34 @@ template <typename scalar_t>
 void RowsOfSlots<scalar_t>::on_cuda(const CudaStream& stream) const {
   with_vector_size<scalar_t>(width, {x, rows}, [&](auto size) {
     using Vec = Vector<scalar_t, size>;
-    launch(stream, rows_of_slots_kernel<Vec>, strided_grid(slots.num_tokens * (width / size)),
-           kThreads, 0, reinterpret_cast<const Vec*>(x), slots, width / size,
-           reinterpret_cast<Vec*>(rows));
+    launch_strided(stream, rows_of_slots_kernel<Vec>, slots.num_tokens * (width / size),
+                   reinterpret_cast<const Vec*>(x), slots, width / size,
+                   reinterpret_cast<Vec*>(rows));
   });
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(RowsOfSlots)
 
 template <typename scalar_t>
-void SumOverSlots<scalar_t>::on_cuda(const CudaStream& stream) const {
-  with_vector_size<scalar_t>(width, {rows, sums}, [&](auto size) {
-    launch(stream, sum_of_rows_kernel<scalar_t, acc_type<scalar_t>, size>,
-           strided_grid(slots.num_tokens * (width / size)), kThreads, 0, rows, nullptr, RowGroups{},
-           weights, slots, width, sums);
-  });
-}
-MOE_EXT_DEFINE_RUN_ON_CUDA(SumOverSlots)
-
-template <typename scalar_t>
 void SumWithBias<scalar_t>::on_cuda(const CudaStream& stream) const {
   with_vector_size<scalar_t>(width, {rows, bias, sums}, [&](auto size) {
-    launch(stream, sum_of_rows_kernel<scalar_t, acc_type<scalar_t>, size>,
-           strided_grid(slots.num_tokens * (width / size)), kThreads, 0, rows, bias, experts, gates,
-           slots, width, sums);
+    launch_strided(stream, sum_of_rows_kernel<scalar_t, acc_type<scalar_t>, size>,
+                   slots.num_tokens * (width / size), rows, bias, experts, gates, slots, width,
+                   sums);
   });
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(SumWithBias)
+
+template <typename scalar_t>
+void SumOverSlots<scalar_t>::on_cuda(const CudaStream& stream) const {
+  const SumWithBias<scalar_t> sum{.rows = rows,
+                                  .bias = nullptr,
+                                  .experts = {},
+                                  .gates = weights,
+                                  .slots = slots,
+                                  .width = width,
+                                  .sums = sums};
+  sum.on_cuda(stream);
+}
+MOE_EXT_DEFINE_RUN_ON_CUDA(SumOverSlots)
 
 }  // namespace moe_ext

@@ -78,7 +78,7 @@ __global__ void routing_kernel(const scalar_t* __restrict__ all_logits,
   extern __shared__ __align__(16) unsigned char shared_space[];
   const unsigned lane = threadIdx.x % kWarp;
   const unsigned warp = threadIdx.x / kWarp;
-  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + warp;
+  const int64_t token = index_of_warp();
   if (token >= num_tokens) return;  // uniform over the warp
 
   const bool grouped = num_groups > 1;
@@ -140,7 +140,7 @@ __global__ void given_experts_kernel(const scalar_t* __restrict__ all_logits,
                                      const int64_t* __restrict__ expert_index, int64_t num_tokens,
                                      unsigned num_experts, int64_t k, bool renormalize, acc_t scale,
                                      acc_t* gates) {
-  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
+  const int64_t token = index_of_warp();
   if (token >= num_tokens) return;  // uniform over the warp
   const scalar_t* logits = all_logits + token * num_experts;
   Total<acc_t> total;
@@ -157,7 +157,7 @@ __global__ void routing_backward_kernel(const acc_t* __restrict__ grad_gates,
                                         int64_t num_tokens, unsigned num_experts, int64_t k,
                                         bool renormalize, acc_t scale, scalar_t* grad_logits) {
   const unsigned lane = threadIdx.x % kWarp;
-  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
+  const int64_t token = index_of_warp();
   if (token >= num_tokens) return;  // uniform over the warp
 
   const scalar_t* logits = all_logits + token * num_experts;
@@ -202,9 +202,9 @@ void TopKRouting<scalar_t>::on_cuda(const CudaStream& stream) const {
   const acc_t factor = static_cast<acc_t>(rule.scale);
   if (!selects) {
     return math::with_score(rule.score, [&](auto score) {
-      launch(stream, given_experts_kernel<decltype(score), scalar_t, acc_t>,
-             grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, logits, expert_index,
-             num_tokens, num_experts, k, rule.renormalize, factor, gates);
+      launch_warps(stream, given_experts_kernel<decltype(score), scalar_t, acc_t>, num_tokens,
+                   logits, expert_index, num_tokens, num_experts, k, rule.renormalize, factor,
+                   gates);
     });
   }
   using key_t = decltype(math::order_key(acc_t()));
@@ -215,7 +215,7 @@ void TopKRouting<scalar_t>::on_cuda(const CudaStream& stream) const {
   auto* workspace = in_shared ? nullptr : stream.take<key_t>(num_tokens * groups.number);
   math::with_score(rule.score, [&](auto score) {
     launch(stream, routing_kernel<decltype(score), scalar_t, acc_t, key_t>,
-           grid(ceil_div(num_tokens, kWarps)), kThreads, in_shared ? key_bytes : 0, logits, bias,
+           ceil_div(num_tokens, kWarps), kThreads, in_shared ? key_bytes : 0, logits, bias,
            num_tokens, num_experts, k, rule.renormalize, factor, groups.number, groups.per_token,
            groups.score_k, workspace, gates, expert_index);
   });
@@ -225,10 +225,9 @@ MOE_EXT_DEFINE_RUN_ON_CUDA(TopKRouting)
 template <typename scalar_t>
 void TopKRoutingBackward<scalar_t>::on_cuda(const CudaStream& stream) const {
   math::with_score(rule.score, [&](auto score) {
-    launch(stream, routing_backward_kernel<decltype(score), scalar_t, acc_t>,
-           grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, grad_gates, logits,
-           expert_index, num_tokens, num_experts, k, rule.renormalize,
-           static_cast<acc_t>(rule.scale), grad_logits);
+    launch_warps(stream, routing_backward_kernel<decltype(score), scalar_t, acc_t>, num_tokens,
+                 grad_gates, logits, expert_index, num_tokens, num_experts, k, rule.renormalize,
+                 static_cast<acc_t>(rule.scale), grad_logits);
   });
 }
 MOE_EXT_DEFINE_RUN_ON_CUDA(TopKRoutingBackward)

@@ -28,11 +28,4 @@ void with_vector_size(int64_t width, std::initializer_list<const void*> data, co
   }
 }
 
-// Returns the grid for `num_threads` threads, with at most kMostBlocks blocks; kernels loop with
-// the grid's stride.
-inline dim3 strided_grid(int64_t num_threads) {
-  constexpr int64_t kMostBlocks = 1 << 20;
-  return grid(std::min(ceil_div(num_threads, kThreads), kMostBlocks));
-}
-
 }  // namespace moe_ext::cuda

@@ -121,7 +121,6 @@ class CudaExperts {
 
   // Computes y [T, columns] from the rows of the last layer.
   void combine(const Tensor& rows, const Tensor& gates, const Tensor& y) const {
-    if (!has_bias()) return sum_over_slots<Cuda>(rows, slots(), gates, y);
     const Tensor weights = gates.contiguous();
     with_type(rows, [&]<typename scalar_t>() {
       Cuda::run(SumWithBias<scalar_t>{.rows = rows.const_data_ptr<scalar_t>(),

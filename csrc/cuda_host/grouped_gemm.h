@@ -1,8 +1,8 @@
 // The GEMMs of the experts on CUDA: each expert's matrix with its rows.
 //
 // Experts of equal size use torch's batched GEMM. In half types, torch's grouped GEMM computes the
-// others where it does not wait for the host, for up to 1023 experts. All others are GroupedGemm
-// and GroupedWeightGradient.
+// others where it does not wait for the host, for up to 1023 experts, or QuACK's if it is chosen.
+// All others are GroupedGemm and GroupedWeightGradient.
 #pragma once
 
 #include <ATen/Context.h>
@@ -17,20 +17,25 @@
 #include "../experts.h"
 #include "../kernels/grouped_gemm.h"
 #include "../kernels/machine.h"
+#include "quack.h"
 #include "torch_build.h"
 
 namespace moe_ext {
 
-// Whether the environment allows torch's grouped GEMM: MOE_EXT_GROUPED_MM=0 does not.
-inline bool allows_grouped_mm() {
-  static const bool allowed = [] {
+// The library of the grouped GEMMs of half types, where it takes them.
+enum class GroupedMM { kNone, kTorch, kQuack };
+
+// Returns the library that MOE_EXT_GROUPED_MM names in the environment.
+inline GroupedMM chosen_grouped_mm() {
+  static const GroupedMM choice = [] {
     const char* const text = std::getenv("MOE_EXT_GROUPED_MM");
     const std::string_view value = text == nullptr ? "1" : text;
-    TORCH_CHECK_VALUE(value == "0" || value == "1", "MOE_EXT_GROUPED_MM must be 0 or 1, got ",
-                      value);
-    return value == "1";
+    TORCH_CHECK_VALUE(value == "0" || value == "1" || value == "quack",
+                      "MOE_EXT_GROUPED_MM must be 0, 1 or quack, got ", value);
+    if (value == "quack") return GroupedMM::kQuack;
+    return value == "1" ? GroupedMM::kTorch : GroupedMM::kNone;
   }();
-  return allowed;
+  return choice;
 }
 
 // Whether torch's grouped GEMM has a kernel for a type. For float16, it is that of cuBLASLt, in
@@ -42,8 +47,7 @@ inline bool has_grouped_mm(at::ScalarType type) {
          (type == at::kHalf && torch.release >= 2014 && torch.cuda >= 13030);
 }
 
-// Whether torch's batched GEMM would round float32 to TF32: at::NoTF32Guard does not reach
-// cuBLASLt.
+// Whether torch's GEMMs would round float32 to TF32: at::NoTF32Guard does not reach cuBLASLt.
 inline bool rounds_to_tf32(at::ScalarType type) {
   at::Context& context = at::globalContext();
   return type == at::kFloat && context.blasPreferredBackend() == at::BlasBackend::Cublaslt &&
@@ -73,8 +77,13 @@ class GroupedGemms {
   Tensor times(const Tensor& a, const Tensor& weight) const {
     const int64_t n = weight.size(2);
     if (!offsets_.defined()) return at::bmm(by_expert(a), weight).view({num_rows_, n});
-    if (torch_takes(a, weight)) return at::_grouped_mm(a, weight, ends());
+    const GroupedMM library = library_for(a, weight);
+    if (library == GroupedMM::kTorch) return at::_grouped_mm(a, weight, bounds());
     Tensor out = at::empty({num_rows_, n}, a.options());
+    if (library == GroupedMM::kQuack) {
+      quack_gemm(a, weight, out, "cu_seqlens_m", bounds());
+      return out;
+    }
     with_type(a, [&]<typename scalar_t>() {
       Cuda::run(GroupedGemm<scalar_t>{.a = a.const_data_ptr<scalar_t>(),
                                       .weight = {.data = weight.const_data_ptr<scalar_t>(),
@@ -91,14 +100,16 @@ class GroupedGemms {
   Tensor weight_gradient(const Tensor& a, const Tensor& b) const {
     const int64_t m = a.size(1), n = b.size(1);
     if (!offsets_.defined()) return at::bmm(by_expert(a).transpose(1, 2), by_expert(b));
-    if (torch_takes(a, b)) {
-      Tensor out = at::_grouped_mm(a.t(), b, ends());
+    const GroupedMM library = library_for(a, b);
+    Tensor out = library == GroupedMM::kTorch ? at::_grouped_mm(a.t(), b, bounds())
+                                              : at::empty({num_experts_, m, n}, a.options());
+    if (library == GroupedMM::kQuack) quack_gemm(a.t(), b, out, "cu_seqlens_k", bounds());
+    if (library != GroupedMM::kNone) {
       Cuda::run(ZerosOfUnusedExperts{.experts = experts(),
                                      .num_bytes = m * n * out.element_size(),
                                      .out = out.mutable_data_ptr()});
       return out;
     }
-    Tensor out = at::empty({num_experts_, m, n}, a.options());
     with_type(a, [&]<typename scalar_t>() {
       Cuda::run(GroupedWeightGradient<scalar_t>{.a = a.const_data_ptr<scalar_t>(),
                                                 .b = b.const_data_ptr<scalar_t>(),
@@ -115,34 +126,40 @@ class GroupedGemms {
     return rows.view({num_experts_, num_rows_ / num_experts_, rows.size(1)});
   }
 
-  // offsets[1:] as int32 for torch's grouped GEMM, computed at the first use.
-  const Tensor& ends() const {
-    if (!ends_.defined()) ends_ = offsets_.slice(0, 1).to(at::kInt);
-    return ends_;
+  // The offsets as int32, computed at the first use. torch wants them without the first one.
+  const Tensor& bounds() const {
+    if (!bounds_.defined()) {
+      bounds_ = offsets_.slice(0, chosen_grouped_mm() == GroupedMM::kTorch ? 1 : 0).to(at::kInt);
+    }
+    return bounds_;
   }
 
-  // Whether torch's grouped GEMM takes these operands, with lines aligned to 16 bytes. A single row
-  // or matrix is contiguous with any stride, but torch checks the stride.
-  bool torch_takes(const Tensor& one, const Tensor& other) const {
-    constexpr int64_t kMostExperts = 1023, kMostRows = INT32_MAX, kAligned = 8;
+  // Returns the library that takes these operands, with lines aligned to 16 bytes. A single row or
+  // matrix is contiguous with any stride, but torch checks the stride.
+  GroupedMM library_for(const Tensor& one, const Tensor& other) const {
+    constexpr int64_t kMostRows = INT32_MAX, kMostExpertsOfTorch = 1023, kAligned = 8;
+    const GroupedMM library = chosen_grouped_mm();
     const auto is_aligned = [](const Tensor& operand) {
       bool aligned = reinterpret_cast<uintptr_t>(operand.const_data_ptr()) % 16 == 0;
       for (int64_t d = 1; d < operand.dim(); ++d) aligned &= operand.size(d) % kAligned == 0;
       return aligned && (operand.dim() == 2 ? operand.stride(0) == operand.size(1)
                                             : operand.stride(0) % kAligned == 0);
     };
-    if (!allows_grouped_mm() || !has_grouped_mm(one.scalar_type()) || !is_aligned(one) ||
-        !is_aligned(other) || one.numel() == 0 || other.numel() == 0 || num_rows_ > kMostRows ||
-        num_experts_ > kMostExperts) {
-      return false;
+    if (library == GroupedMM::kNone || one.element_size() != 2 || !is_aligned(one) ||
+        !is_aligned(other) || one.numel() == 0 || other.numel() == 0 || num_rows_ > kMostRows) {
+      return GroupedMM::kNone;
     }
     const int capability = cuda::compute_capability();
-    return capability == 9 || capability == 10;
+    const bool takes = library == GroupedMM::kQuack ? capability >= 9
+                                                    : has_grouped_mm(one.scalar_type()) &&
+                                                          num_experts_ <= kMostExpertsOfTorch &&
+                                                          (capability == 9 || capability == 10);
+    return takes ? library : GroupedMM::kNone;
   }
 
   at::NoTF32Guard no_tf32_;
   Tensor offsets_;
-  mutable Tensor ends_;
+  mutable Tensor bounds_;
   int64_t num_rows_, num_experts_;
 };
 

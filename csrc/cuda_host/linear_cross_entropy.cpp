@@ -3,8 +3,6 @@
 // gradients.
 #include "../linear_cross_entropy.h"
 
-#include <ATen/Context.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
@@ -95,16 +93,15 @@ class BlockwiseCrossEntropy {
       // its gradient 0.
       const Tensor ignored = target.slice(0, first, end).eq(options.ignore_index).unsqueeze(1);
       const Tensor rows = input.slice(0, first, end).masked_fill(ignored, 0);
-      const Tensor products = at::mm(rows, weight.t());
+      const Tensor products = precise_mm(rows, weight.t());
       body(first, products);
-      if (needs(0)) gradients[0].slice(0, first, end).copy_(at::mm(products, weight));
+      if (needs(0)) gradients[0].slice(0, first, end).copy_(precise_mm(products, weight));
       // A sum over many tokens can overflow float16.
       if (needs(1)) gradients[1].add_(accumulated_mm(products.t(), rows));
       if (needs(2)) gradients[2].add_(at::sum(products, 0, false, gradients[2].scalar_type()));
     }
   }
 
-  at::NoTF32Guard no_tf32_;
   ClassifierTensors tensors_;
 };
 

@@ -6,13 +6,11 @@
 // saves for the backward pass is not the gates and cells that the operator returns.
 #include "../lstm.h"
 
-#include <ATen/Context.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -25,15 +23,6 @@
 
 namespace moe_ext {
 namespace {
-
-// sum += a b
-void add_mm(Tensor sum, const Tensor& a, const Tensor& b) {
-  if (sum.scalar_type() == a.scalar_type()) {
-    sum.addmm_(a, b);
-  } else {
-    sum.add_(accumulated_mm(a, b));
-  }
-}
 
 // The arguments in the order of the steps. A sentence's steps are its tokens, in reverse order if
 // `reverse`, and then its padding, whose results have no effect.
@@ -170,7 +159,6 @@ class LstmOnCuda {
 LstmOutputs lstm_cuda(const Lstm& lstm) {
   check_lstm("lstm", lstm);
   const c10::OptionalDeviceGuard guard(lstm.x.device());
-  const at::NoTF32Guard no_tf32;
   const LstmOnCuda problem(lstm);
   const int64_t num_units = lstm.weight_input.size(0) / 4;
   const Tensor gates = problem.gates_of_inputs(problem.by_step(lstm.x));
@@ -185,7 +173,7 @@ LstmOutputs lstm_cuda(const Lstm& lstm) {
     c = cells[s];
     m = outputs[s];
     if (lstm.projection) {
-      at::mm_out(m, r.to(problem.type()), lstm.projection->t());
+      write_mm(m, r.to(problem.type()), lstm.projection->t());
     } else {
       m.copy_(r);
     }
@@ -203,7 +191,6 @@ std::vector<Tensor> lstm_backward_cuda(const LstmOutputGradients& upstream, cons
   const c10::OptionalDeviceGuard guard(lstm.x.device());
   // A backward pass under autocast would cast the inputs of torch's GEMMs to the autocast type.
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
-  const at::NoTF32Guard no_tf32;
   const LstmOnCuda problem(lstm);
   const int64_t num_steps = problem.num_steps();
   const auto type = problem.type(), acc_type = problem.acc_type();
@@ -242,25 +229,25 @@ std::vector<Tensor> lstm_backward_cuda(const LstmOutputGradients& upstream, cons
   const auto rows = [&](const Tensor& steps) { return steps.flatten(0, 1).to(type); };
   const Tensor grad_rows = rows(grad_gates);
   if (needs[kX]) {
-    const Tensor grad_x = at::mm(grad_rows, lstm.weight_input);
+    const Tensor grad_x = precise_mm(grad_rows, lstm.weight_input);
     gradients[kX].copy_(problem.by_token(grad_x.view({num_steps, lstm.x.size(0), lstm.x.size(2)})));
   }
   if (needs[kWeightInput]) {
-    gradients[kWeightInput].copy_(at::mm(grad_rows.t(), rows(problem.by_step(lstm.x))));
+    gradients[kWeightInput].copy_(precise_mm(grad_rows.t(), rows(problem.by_step(lstm.x))));
   }
   if (needs[kWeightRecurrent]) {
-    gradients[kWeightRecurrent].copy_(at::mm(grad_rows.t(), rows(previous_m)));
+    gradients[kWeightRecurrent].copy_(precise_mm(grad_rows.t(), rows(previous_m)));
   }
   if (needs[kBias]) gradients[kBias].copy_(grad_gates.flatten(0, 1).sum(0));
   if (needs[kProjection]) {
     const Tensor r = at::empty_like(cells), c = at::empty_like(cells);
     problem.compute_cells(gates.flatten(0, 1), previous_c.flatten(0, 1), c, r);
-    gradients[kProjection].copy_(at::mm(rows(grad_m).t(), rows(r)));
+    gradients[kProjection].copy_(precise_mm(rows(grad_m).t(), rows(r)));
   }
   if (needs[kM0]) {
     gradients[kM0].zero_();
     if (num_steps > 0) {
-      gradients[kM0].copy_(at::mm(grad_gates[0].to(type), lstm.weight_recurrent));
+      gradients[kM0].copy_(precise_mm(grad_gates[0].to(type), lstm.weight_recurrent));
     }
     if (upstream.m_n) gradients[kM0].add_(problem.gradient_of_first(*upstream.m_n));
   }

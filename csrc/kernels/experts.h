@@ -162,9 +162,9 @@ MOE_EXT_RUNS_ON_CUDA(ActivateBackward)
 template <typename scalar_t>
 struct SumWithBias {
   const scalar_t* rows;  // [R, width]
-  const scalar_t* bias;  // [E, width]
+  const scalar_t* bias;  // [E, width], or null: 0
   RowGroups experts;
-  const acc_type<scalar_t>* gates;  // of each slot
+  const acc_type<scalar_t>* gates;  // of each slot, or null: exactly 1
   Slots slots;
   int64_t width;
   scalar_t* sums;  // [T, width]

@@ -20,13 +20,6 @@ be used raises ConfigError or CorpusError, which are ValueErrors. Their messages
 """
 
 __all__ = [
-    "analysis",
-    "benchmarks",
-    "commands",
-    "data",
-    "decoding",
-    "experiments",
-    "models",
-    "studies",
+    "analysis", "benchmarks", "commands", "data", "decoding", "experiments", "models", "studies",
     "training",
-]
+]  # fmt: skip

@@ -41,38 +41,34 @@ def _status_of(main: Callable[[], object]) -> int:
     try:
         result = main()
     except ConfigError as error:
-        _print_error(str(error))
-        return 2
+        return _refused(str(error))
     except UnicodeEncodeError as error:
-        _print_error(f"a text or path must be {error.encoding}, got {error.object!r}")
-        return 2
+        return _refused(f"a text or path must be {error.encoding}, got {error.object!r}")
     except BrokenPipeError:
         raise  # `with_streams` ends the command
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        _print_error(f"{place}{error.strerror or error}")
-        return 2
+        return _refused(f"{place}{error.strerror or error}")
     except FloatingPointError as error:
-        _print_error(str(error))
-        return 1
+        return _refused(str(error), status=1)
     except RuntimeError as error:
         layer = sys.modules.get("moe_ext.distributed")  # imported only by commands that need it
         if layer is None or not isinstance(error, layer.CheckpointError):
             raise
-        _print_error(str(error))
-        return 2
+        return _refused(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return result if isinstance(result, int) else 0
 
 
-def _print_error(text: str) -> None:
+def _refused(text: str, status: int = 2) -> int:
     """Prints an error message in one line; the text may contain parts of a corrupted file."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if len(shown) > _LONGEST_ERROR:
         shown = f"{shown[: _LONGEST_ERROR // 2]} ... {shown[-_LONGEST_ERROR // 2 :]}"
     print(f"error: {shown}", file=sys.stderr)
+    return status
 
 
 def print_version() -> None:
@@ -83,8 +79,6 @@ def print_version() -> None:
 
 
 class _Version(argparse.Action):
-    """Prints the version of the package."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print_version()
         parser.exit()
@@ -192,15 +186,10 @@ def parse(
     alone: Collection[str] = (),
     **defaults: Any,
 ) -> Any:
-    """Parses the arguments of a command.
+    """Parses the arguments of a command, by default those of the command line.
 
-    Args:
-        help: the docstring of the command.
-        options: the settings of each argument by name.
-        arguments: the arguments; None: those of the command line.
-        epilog: the end of the help.
-        alone: the options of which a user may give only one.
-        defaults: other defaults of options.
+    `help` is the docstring of the command, and `options` has the settings of each argument. A user
+    may give only one of the options in `alone`. `defaults` are other defaults of options.
     """
     parser = _Parser(description=help, epilog=epilog, formatter_class=_Formatter)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")

@@ -15,37 +15,15 @@ from typing import IO, Any, BinaryIO, cast
 
 import filelock
 
-from moe_ext.files import (
-    atomic_file,
-    read_file,
-    require_regular,
-    sync_folder,
-    write_text,
-)
+from moe_ext.files import atomic_file, read_file, require_regular, sync_folder, write_text
 from moe_lab.errors import ConfigError
 
 __all__ = [
-    "MAX_JSON",
-    "READ_ERRORS",
-    "Locked",
-    "atomic_file",
-    "existing_file",
-    "file_fingerprint",
-    "file_lock",
-    "from_json",
-    "json_text",
-    "open_plain",
-    "output_file",
-    "plain_lines",
-    "read_file",
-    "read_json",
-    "read_lines",
-    "reason_of",
-    "require_regular",
-    "sync_folder",
-    "write_json",
+    "MAX_JSON", "READ_ERRORS", "Locked", "atomic_file", "existing_file", "file_fingerprint",
+    "file_lock", "from_json", "json_text", "open_plain", "output_file", "plain_lines", "read_file",
+    "read_json", "read_lines", "reason_of", "require_regular", "sync_folder", "write_json",
     "write_text",
-]
+]  # fmt: skip
 
 # Exceptions from reading a file that is missing, truncated or not of the format in its name.
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
@@ -97,12 +75,7 @@ def plain_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def json_text(data: Any, **layout: Any) -> str:
-    """Returns data as JSON; NaN and infinity, which JSON does not have, become texts.
-
-    Args:
-        data: numbers, texts, and lists, tuples and dicts of these.
-        layout: the options of `json.dumps`.
-    """
+    """Returns data as JSON; NaN and infinity, which JSON does not have, become texts."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
@@ -156,11 +129,7 @@ class Locked(Exception):
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
-    """Holds an exclusive lock on a file, so that only one process runs the body.
-
-    Raises:
-        Locked: another process holds the lock and wait is False.
-    """
+    """Holds an exclusive lock on a file, so that only one process runs the body."""
     lock = filelock.FileLock(path, timeout=-1 if wait else 0)
     try:
         lock.acquire()

@@ -12,7 +12,7 @@ class _MissingPackage(ConfigError, ImportError):
     pass
 
 
-def require_transformers(owner: str, module: str, extra: str) -> ModuleType:
+def require_transformers(owner: str, module: str) -> ModuleType:
     """Imports a module that needs transformers.
 
     Raises:

@@ -13,16 +13,10 @@ T = TypeVar("T")
 def progress(
     items: Iterable[T], title: str | None, unit: str, total: int | None = None
 ) -> Iterable[T]:
-    """Iterates over the items and shows a progress bar on stderr.
+    """Iterates over the items and shows a progress bar on stderr, if title is not None.
 
     The bar appears after one second and disappears after the last item. No bar is shown if stderr
-    is not a terminal.
-
-    Args:
-        items: the items of the loop, iterated over once.
-        title: text in front of the bar; None shows no bar.
-        unit: unit of the item count, such as "sentences".
-        total: number of items; None uses ``len(items)`` if items has a length.
+    is not a terminal. `total` is the number of items, by default their length if they have one.
     """
     if title is None:
         return items

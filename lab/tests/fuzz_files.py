@@ -166,25 +166,16 @@ def corrupt(kind, folder, number):
 
 
 class Kind(NamedTuple):
-    """A kind of files that a user can hand to the lab.
+    """A kind of files that a user can hand to the lab."""
 
-    Attributes:
-        name: the name on the command line.
-        make: writes intact files into a folder.
-        files: shell patterns of the files to corrupt.
-        load: reads the files of a folder as the commands do; the second argument is the corrupted
-            file. Asserts that the result is valid.
-
-        sign: makes the checksum of a corrupted file valid again.
-        huge: size in bytes of a huge file without content.
-    """
-
-    name: str
-    make: Any
-    files: list[str]
+    name: str  # the name on the command line
+    make: Any  # writes intact files into a folder
+    files: list[str]  # shell patterns of the files to corrupt
+    # Reads the files of a folder as the commands do; the second argument is the corrupted file.
+    # Asserts that the result is valid.
     load: Any
-    sign: Any = None
-    huge: int = 2**40
+    sign: Any = None  # makes the checksum of a corrupted file valid again
+    huge: int = 2**40  # size in bytes of a huge file without content
 
 
 WORDS = ["the", "a", "of", "Käse", "日本", "\u00e9", "x", "and", "to", "in", "is", "1", "%", "'s"]
@@ -329,10 +320,11 @@ def load_checkpoint(folder, file):
     assert trained.step >= 0
     with torch.device("meta"):
         expected = make_model(trained.config.model, len(trained.vocabulary)).state_dict()
-    state = trained.model.state_dict()
-    assert {name: state[name].shape for name in state} == {
-        name: expected[name].shape for name in expected
-    }
+    shapes = [
+        {name: tensor.shape for name, tensor in state.items()}
+        for state in (trained.model.state_dict(), expected)
+    ]
+    assert shapes[0] == shapes[1]
 
 
 def run_config(folder):
@@ -443,11 +435,7 @@ def wrong(status, error, folder):
 
 
 def judge(kind, folder, file, how):
-    """Loads a corrupted file.
-
-    Returns:
-        "accepted", "refused" or "failed", and the message or what is wrong.
-    """
+    """Loads a corrupted file; returns what `Judged` says of it."""
     before = listing(folder)
     try:
         status, error = run(lambda: kind.load(folder, file), how == "no permission")
@@ -465,13 +453,13 @@ def judge(kind, folder, file, how):
 
 
 class Judged(NamedTuple):
-    """What a loader did with a corrupted file: "accepted", "refused" or "failed"."""
+    """What a loader did with a corrupted file."""
 
     number: int
     file: str
     how: str
-    result: str
-    message: str
+    result: str  # "accepted", "refused" or "failed"
+    message: str  # of the refusal, or what is wrong
 
 
 def judge_all(kind, numbers, place, pipe):

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import pathlib
 import re
 from typing import get_args
 from unittest.mock import patch
@@ -30,11 +29,10 @@ from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel
 from moe_lab.training.config import config_from_dict, read_config
 from moe_lab.training.optimizers import make_optimizers
+from tiny import ROOT
 
 from moe_ext import HierarchicalBalancedGate, MoE, ops
 from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def config(moe=None, data=None, optimizer=None, **model):
@@ -302,7 +300,7 @@ def test_efficiency_of_the_command():
     for words, message in (
         (["dense=fast"], "--efficiency: dense must be a number, got 'fast'"),
         (["dense=2"], "--efficiency: Efficiency: dense must be in"),
-        (["all=1"], "--efficiency: .*all"),
+        (["all=1"], "--efficiency must be a preset .*, got .all=1"),
         (["half_rows=-1"], "half_rows must be at least 0"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from moe_lab.cli import exit_status
@@ -60,46 +61,37 @@ def test_train_rejects_options_with_status_2(run, corpus, capsys, tmp_path, opti
 
 
 def test_other_commands_reject_options_with_status_2(capsys, tmp_path, run):
-    for command in (evaluate, inspect_experts):
-        status, error = status_and_error(capsys, command, tmp_path / "none")
-        assert status == 2 and "there is no checkpoint in" in error and error.count("\n") == 1
-    status, error = status_and_error(capsys, evaluate, run, "--corpus", tmp_path / "none")
-    assert status == 2 and "there is no corpus at" in error
-    status, error = status_and_error(capsys, evaluate, run, "--bleu")
-    assert status == 2 and error.startswith("error: --bleu must")
-    status, error = status_and_error(capsys, inspect_experts, run, "--layer", 3)
-    assert status == 2 and "layer must" in error
-    for command in (evaluate, inspect_experts):
-        status, error = status_and_error(capsys, command, run, "--device", "meta")
-        assert status == 2 and "device must" in error
-    status, error = status_and_error(capsys, compare, tmp_path / "none.toml")
-    assert status == 2 and "there is no configuration file" in error
+    none = tmp_path / "none"
     (tmp_path / "file").touch()
-    output = tmp_path / "file" / "experts"
-    status, error = status_and_error(capsys, inspect_experts, run, "--output", output)
-    assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
-    assert str(tmp_path / "file") in error
+    for command, arguments, message in (
+        (evaluate, [none], "there is no checkpoint in"),
+        (inspect_experts, [none], "there is no checkpoint in"),
+        (evaluate, [run, "--corpus", none], "there is no corpus at"),
+        (evaluate, [run, "--bleu"], "error: --bleu must"),
+        (inspect_experts, [run, "--layer", 3], "layer must"),
+        (evaluate, [run, "--device", "meta"], "device must"),
+        (inspect_experts, [run, "--device", "meta"], "device must"),
+        (compare, [none], "there is no configuration file"),
+        (inspect_experts, [run, "--output", tmp_path / "file" / "x"], str(tmp_path / "file")),
+    ):
+        status, error = status_and_error(capsys, command, *arguments)
+        assert status == 2 and message in error
+        assert error.startswith("error: ") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("command", "option"),
+    ("main", "option"),
     [
-        (evaluate, "--threads=-1"),
-        (inspect_experts, "--sentences=-1"),
-        (compare, "--seeds=-1"),
+        (evaluate.main, "--threads=-1"),
+        (inspect_experts.main, "--sentences=-1"),
+        (compare.main, "--seeds=-1"),
+        (partial(run_study, "kneser-ney"), "--order=0"),
+        (partial(run_study, "kneser-ney"), "--shares=1.5"),
     ],
 )
-def test_options_out_of_range_are_refused_with_status_2(run, capsys, command, option):
+def test_options_out_of_range_are_refused_with_status_2(capsys, main, option):
     with pytest.raises(SystemExit) as stopped:
-        command.main([str(run), option])
-    assert stopped.value.code == 2
-    assert_names_option(capsys, option)
-
-
-@pytest.mark.parametrize("option", ["--order=0", "--shares=1.5"])
-def test_options_of_studies_out_of_range_are_refused_with_status_2(capsys, option):
-    with pytest.raises(SystemExit) as stopped:
-        run_study("kneser-ney", ["small/moe-32", option])
+        main(["small/moe-32", option])
     assert stopped.value.code == 2
     assert_names_option(capsys, option)
 
@@ -113,11 +105,9 @@ def test_exit_status_and_message(capsys):
 
     assert exit_status(lambda: None) == exit_status(lambda: [3]) == 0
     assert exit_status(lambda: 3) == 3
+    no_folder = NotADirectoryError(20, "Not a directory", "file/x")
     assert ends_with(ConfigError("a must b")) == (2, "error: a must b\n")
-    assert ends_with(NotADirectoryError(20, "Not a directory", "file/x")) == (
-        2,
-        "error: file/x: Not a directory\n",
-    )
+    assert ends_with(no_folder) == (2, "error: file/x: Not a directory\n")
     assert ends_with(OSError("disk full")) == (2, "error: disk full\n")
     assert ends_with(CheckpointError("saving step 5")) == (2, "error: saving step 5\n")
     assert ends_with(FloatingPointError("diverged")) == (1, "error: diverged\n")

@@ -178,9 +178,6 @@ def test_vocabulary_errors(tmp_path):
         Vocabulary(["a", "</s>", "<unk>"]).decode([-1])
 
 
-# --- progress -----------------------------------------------------------------------------------
-
-
 # --- corpora ------------------------------------------------------------------------------------
 
 
@@ -204,20 +201,16 @@ def test_billion_word_layout(tmp_path):
     assert [words[1] for words in train[::2]] == ["1", "2"]  # shard 0 is the held-out text
     assert list(corpus.dev) == [["A", "dev", "sentence", "."]]
     assert list(corpus.test) == [["A", "test", "."], ["Of", "three", "words"]]
-    # A sentence of n words has n + 1 predictions: 3 + 3 words and 2 ends, no starts. The vocabulary
-    # files of the benchmark have entries for both ends; ours has only </s>.
+    # The vocabulary files of the benchmark have entries for both ends; ours has only </s>.
     given = tmp_path / "vocabulary.txt"
     given.write_text("</S>\n<S>\n<UNK>\n.\nA\nwords\n")
-    for vocabulary in (Vocabulary.build(train, max_size=100), Vocabulary.load(given)):
-        encoded = encode_sentences(corpus.test, vocabulary)
-        assert encoded.num_tokens == 8
-        (batch,) = SentenceBatches(encoded, tokens_per_batch=100, shuffle=False).epoch(0)
-        assert batch.num_tokens == 8
-        targets = vocabulary.decode(batch.targets[batch.mask].tolist())
-        assert targets.count("</s>") == 2 and "<S>" not in targets
-        assert vocabulary.decode(batch.inputs[:, 0].tolist()) == ["</s>", "</s>"]
+    vocabulary = Vocabulary.load(given)
+    encoded = encode_sentences(corpus.test, vocabulary)
+    (batch,) = SentenceBatches(encoded, tokens_per_batch=100, shuffle=False).epoch(0)
     # "test", "Of" and "three" are not in the vocabulary: they are <unk> and predicted.
+    targets = vocabulary.decode(batch.targets[batch.mask].tolist())
     assert targets == ["A", "<unk>", ".", "</s>", "<unk>", "<unk>", "words", "</s>"]
+    assert vocabulary.decode(batch.inputs[:, 0].tolist()) == ["</s>", "</s>"]
 
 
 def test_billion_word_layout_with_a_missing_file(tmp_path):
@@ -267,12 +260,9 @@ def test_wikitext_is_a_line_a_sentence(tmp_path):
     paragraph = ["The", "1", "@-@", "0", "<unk>", ",", "2", "@.@", "5", ".", "It", "was", "."]
     for part, words in (("train", corpus.train), ("valid", corpus.dev), ("test", corpus.test)):
         assert list(words) == [["=", part, "="], paragraph, ["=", "=", "Plot", "=", "="]]
-    vocabulary = Vocabulary.build(corpus.train, max_size=100)
-    (batch,) = SentenceBatches(
-        encode_sentences(corpus.dev, vocabulary), tokens_per_batch=100, shuffle=False
-    ).epoch(0)
     # "valid" and the <unk> of the text are the same entry.
-    assert (batch.targets[batch.mask] == vocabulary.unk_id).sum() == 2
+    vocabulary = Vocabulary.build(corpus.train, max_size=100)
+    assert (encode_sentences(corpus.dev, vocabulary).stream == vocabulary.unk_id).sum() == 2
     (tmp_path / "wiki.valid.tokens").unlink()
     with pytest.raises(CorpusError, match="wiki.valid.tokens is missing"):
         load_corpus(tmp_path)
@@ -297,13 +287,15 @@ def test_a_part_may_be_a_folder_of_shards(tmp_path):
 NUMBERS = [f"sentence number {i} ." for i in range(2000)]
 
 
+def joined(sentences):
+    return list(map(" ".join, sentences))
+
+
 def test_hash_split_is_disjoint_complete_and_in_order(tmp_path):
     path = tmp_path / "all.txt"
     path.write_text("\n".join(NUMBERS + NUMBERS[:500]))
     corpus = load_corpus(path)
-    parts = [
-        [" ".join(words) for words in part] for part in (corpus.train, corpus.dev, corpus.test)
-    ]
+    parts = [joined(part) for part in (corpus.train, corpus.dev, corpus.test)]
     assert sum(map(len, parts)) == 2500
     train, dev, test = map(set, parts)
     assert not train & dev and not train & test and not dev & test
@@ -311,15 +303,15 @@ def test_hash_split_is_disjoint_complete_and_in_order(tmp_path):
     # 2,000 sentences with p = 0.02: 5 standard deviations are 31.
     assert abs(len(dev) - 40) < 31 and abs(len(test) - 40) < 31
     assert parts[0] == [s for s in NUMBERS + NUMBERS[:500] if s in train]
-    assert [" ".join(words) for words in corpus.all] == NUMBERS + NUMBERS[:500]
+    assert joined(corpus.all) == NUMBERS + NUMBERS[:500]
 
 
 def test_hash_split_stays_when_text_is_added(tmp_path):
     (tmp_path / "b.txt").write_text("\n".join(NUMBERS))
-    before = [" ".join(words) for words in load_corpus(tmp_path).test]
+    before = joined(load_corpus(tmp_path).test)
     with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
         file.write("\n".join(f"another {i}" for i in range(100)))
-    after = [" ".join(words) for words in load_corpus(tmp_path).test]
+    after = joined(load_corpus(tmp_path).test)
     assert [s for s in after if s.startswith("sentence")] == before
 
 
@@ -332,25 +324,25 @@ def test_max_train_sentences_keeps_the_first(tmp_path):
     assert list(some.all) == list(all_of_it.all)
 
 
-def test_corpus_errors(tmp_path):
-    with pytest.raises(CorpusError, match="there is no corpus at .*nowhere"):
-        load_corpus(tmp_path / "nowhere")
-    with pytest.raises(CorpusError, match="must hold text files"):
-        load_corpus(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("nowhere", {}, CorpusError, "there is no corpus at .*nowhere"),
+        ("nothing", {}, CorpusError, "must hold text files"),
+        ("empty.txt", {}, CorpusError, "train part of .*empty.txt must"),
+        ("empty.txt", {"parts": ["all"]}, CorpusError, "empty.txt must"),
+        (".", {}, CorpusError, "give .*prose to load"),
+        ("prose", {}, CorpusError, "prose.dev.txt is missing"),
+        ("empty.txt", {"max_train_sentences": 0}, ValueError, "train_sentences must .*got 0"),
+        ("empty.txt", {"parts": "train"}, ValueError, "parts must .*got 'train'"),
+    ],
+)
+def test_corpus_errors(tmp_path, name, options, error, message):
+    (tmp_path / "nothing").mkdir()
     (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(CorpusError, match="train part of .*empty.txt must"):
-        load_corpus(tmp_path / "empty.txt")
-    with pytest.raises(CorpusError, match="empty.txt must"):
-        load_corpus(tmp_path / "empty.txt", parts=["all"])
     (tmp_path / "prose.train.txt").write_text("a\n")
-    with pytest.raises(CorpusError, match="give .*prose to load"):
-        load_corpus(tmp_path)
-    with pytest.raises(CorpusError, match="prose.dev.txt is missing"):
-        load_corpus(tmp_path / "prose")
-    with pytest.raises(ValueError, match="max_train_sentences must .*got 0"):
-        load_corpus(tmp_path / "empty.txt", max_train_sentences=0)
-    with pytest.raises(ValueError, match="parts must .*got 'train'"):
-        load_corpus(tmp_path / "empty.txt", parts="train")
+    with pytest.raises(error, match=message):
+        load_corpus(tmp_path / name, **options)
 
 
 def test_a_byte_order_mark_is_not_of_the_first_word(tmp_path):
@@ -409,9 +401,7 @@ def test_builtin_corpus_is_large_distinct_and_cached(cache):
     assert [f.suffix for f in (cache / "moe_ext").iterdir()] == [".txt"]
     assert builtin.builtin_sentences() == made  # now from the cache
     corpus = load_corpus("builtin")
-    parts = [
-        [" ".join(words) for words in part] for part in (corpus.train, corpus.dev, corpus.test)
-    ]
+    parts = [joined(part) for part in (corpus.train, corpus.dev, corpus.test)]
     assert sorted([*parts[0], *parts[1], *parts[2]]) == sorted(made)
     assert len(set(made)) == len(made) > 30_000
     assert sum(sentence.count(" ") + 1 for sentence in parts[0]) > 400_000

@@ -356,15 +356,15 @@ def test_arguments():
     model = TableModel(5, seed=0)
     state, mask = model.start([(0, 3)])
     assert BeamSearch()(model, state.select(torch.tensor([]).long()), mask[:0], EOS) == []
-    with pytest.raises(ValueError, match="^BeamSearch: source_mask must"):
-        BeamSearch()(model, state, mask.float(), EOS)
-    for empty in (mask[:, :0], torch.zeros_like(mask)):
-        with pytest.raises(ValueError, match="^BeamSearch: source_mask must .*got 0$"):
-            BeamSearch()(model, state, empty, EOS)
-    with pytest.raises(ValueError, match="^BeamSearch: eos_id must .*got -1$"):
-        BeamSearch()(model, state, mask, -1)
-    with pytest.raises(ValueError, match="^BeamSearch: eos_id must .*got 5$"):
-        BeamSearch()(model, state, mask, 5)
+    for wrong_mask, eos_id, message in (
+        (mask.float(), EOS, "source_mask must"),
+        (mask[:, :0], EOS, "source_mask must .*got 0$"),
+        (torch.zeros_like(mask), EOS, "source_mask must .*got 0$"),
+        (mask, -1, "eos_id must .*got -1$"),
+        (mask, 5, "eos_id must .*got 5$"),
+    ):
+        with pytest.raises(ValueError, match=f"^BeamSearch: {message}"):
+            BeamSearch()(model, state, wrong_mask, eos_id)
     model.log_probs[:, 2] = math.nan
     with pytest.raises(ValueError, match="^BeamSearch: log_probs must .*got nan$"):
         BeamSearch()(model, state, mask, EOS)

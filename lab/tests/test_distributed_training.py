@@ -55,14 +55,8 @@ def balance(config):
     return torch.cat([torch.tensor(value).flatten() for value in values]).tolist()
 
 
-LATER_ROUTER = {
-    "score": "sigmoid",
-    "bias_update_rate": 0.1,
-    "w_switch": 0.5,
-    "w_switch_per_sequence": 0.5,
-    "w_z": 0.5,
-    "shared_sizes": [4],
-}
+LATER_ROUTER = {"score": "sigmoid", "bias_update_rate": 0.1, "shared_sizes": [4]}
+LATER_ROUTER |= {"w_switch": 0.5, "w_switch_per_sequence": 0.5, "w_z": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -159,10 +153,8 @@ def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
             train(part)
         else:
             workers.run(world, train_on_rank, part)
-    assert_same_curve(
-        [record for record in curve(run_config) if record[0] == "train"],
-        [record for record in curve(config) if record[0] == "train"],
-    )
+    curves = ([r for r in curve(c) if r[0] == "train"] for c in (run_config, config))
+    assert_same_curve(*curves)
 
 
 def perplexities(group, rank, config):
@@ -170,13 +162,10 @@ def perplexities(group, rank, config):
     trainer = make_trainer(replace(config, resume=True), process_group=group)
     trainer.model.double()
     test = trainer.text.test
+    options = {"title": None, "ranks": trainer.ranks}
     sizes = (n * test.num_tokens // len(test) if n > 1 else 1 for n in (1, 7, 64))
-    return [
-        evaluate(
-            trainer.model, test, tokens_per_batch=size, title=None, ranks=trainer.ranks
-        ).perplexity
-        for size in sizes
-    ]
+    measured = (evaluate(trainer.model, test, tokens_per_batch=n, **options) for n in sizes)
+    return [evaluation.perplexity for evaluation in measured]
 
 
 @pytest.mark.parametrize("gate", ["noisy_topk", "balanced"])

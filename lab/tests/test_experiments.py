@@ -13,9 +13,9 @@ from moe_lab.experiments import results as results_module
 from moe_lab.experiments import study as study_module
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_change, verdict
+from moe_lab.experiments.comparison import bootstrap_difference
 from moe_lab.experiments.results import train_and_test
-from moe_lab.experiments.runs import difference
-from moe_lab.experiments.statistics import PairedDifference, bootstrap_difference, mean_difference
+from moe_lab.experiments.runs import PairedDifference, mean_difference
 from moe_lab.markdown import markdown_table
 from moe_lab.studies import losses
 from moe_lab.training.config import config_from_dict, read_config
@@ -153,7 +153,7 @@ def test_a_study_trains_only_missing_runs(corpus, tmp_path, capsys):
         (arm, seed) for arm in ("moe", "dense") for seed in (1, 2)
     ]
     page = (tmp_path / "comparison.md").read_text()
-    gap = difference(runs[Arm("moe")], runs[Arm("dense")])
+    gap = runs[Arm("moe")].minus(runs[Arm("dense")])
     assert page in capsys.readouterr().out and "(two seeds, not decided). As a change" in page
     assert f"MoE - dense: {gap:+.4f}. As a change of the perplexity: {as_change(gap)}." in page
     assert "data.corpus=CORPUS" in page and "steps=3" in page and "--seeds 1 2\n" in page

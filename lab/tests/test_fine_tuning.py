@@ -34,7 +34,7 @@ def test_the_study_is_reported(corpus, tmp_path, monkeypatch):
     assert run["trained"] == adapters + 4 * 8 * 32
     page = (tmp_path / "results" / "fine_tuning.md").read_text()
     assert page.count(NOT_DECIDED) == 6 + 6 + 3 + 1  # verdicts, differences, changes, the rule
-    assert "moe-lab study fine-tuning --pieces=45 --steps=3 --lora-steps=4" in page
+    assert "moe-lab study fine-tuning --pieces 45 --steps 3 --lora-steps 4" in page
     assert rebuilds("fine-tuning", "fine_tuning", tmp_path / "results")
     stored = json.loads((tmp_path / "results" / "fine_tuning.json").read_text())
     assert len(stored["claims"]) == 6

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from moe_lab.benchmarks import cases, lora, measurement, transformers_experts
+from moe_lab.benchmarks import cases, lora, measurement, tables, transformers_experts
 from moe_lab.benchmarks.lora import FROZEN, MOE_EXT, PEER, PEFT, Problem
 from moe_lab.experiments.claims import NOT_DECIDED, as_change
-from moe_lab.experiments.runs import difference, number_of
+from moe_lab.experiments.runs import ArmRuns, number_of
 from moe_lab.studies import lora as study
 from moe_lab.studies.table import run as run_study
-from tiny import rebuilds, shrink_models, shrink_probes
+from tiny import ROOT, rebuilds, shrink_models, shrink_probes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,6 +68,13 @@ def test_run(tiny, tmp_path, capsys):
     assert (tmp_path / "again" / "lora_speed.md").read_bytes() == before
 
 
+def test_a_plot_of_one_pass():
+    record = json.loads((ROOT / "docs" / "results" / "lora_speed.json").read_text())
+    result = measurement.results_of(record)[0]
+    result.limit_ms = dict(list(result.limit_ms.items())[:1])
+    assert len(tables.plot([result], "machine", lambda result: result.name).axes) == 1
+
+
 # The study
 
 
@@ -86,7 +93,7 @@ def test_the_study_is_reported(corpus, tmp_path):
     assert run["tuned"]["int4"] == pytest.approx(run["tuned"]["float32"], rel=0.05)
     assert run["trained"] == 4 * 16 * (32 + 32 + 32 + 32)
     page = (tmp_path / "results" / "lora.md").read_text()
-    gap = difference({1: run["tuned"]}, {1: {"int4": run["tuned"]["float32"]}}, number_of("int4"))
+    gap = ArmRuns({1: run}).gap(number_of("tuned", "int4"), number_of("tuned", "float32"))
     row = f"| int4 against float32, at most 1% above | {as_change(gap)} | {NOT_DECIDED} |"
     assert row in page and "--lora-steps 3" in page
     assert rebuilds("lora", "lora", tmp_path / "results")

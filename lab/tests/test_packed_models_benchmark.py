@@ -8,7 +8,7 @@ from moe_lab.benchmarks import llama, measurement, packed_models, roofline
 from moe_lab.benchmarks.cases import run
 from moe_lab.benchmarks.ggml import IK, LLAMA
 from moe_lab.benchmarks.packed_models import STEPS, Problem, Sizes
-from moe_lab.benchmarks.shapes import WHOLE_FORMATS, WHOLE_PEERS
+from moe_lab.benchmarks.shapes import WHOLE_FORMATS, WHOLE_LINEAR, WHOLE_PEERS
 from tiny import shrink_models, shrink_probes
 
 pytest.importorskip("gguf")
@@ -16,6 +16,7 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = Sizes(layers=2, num_experts=8, vocabulary=512)
+PACKED = SIZES._replace(packed_linear=True)
 FLOATS = ("eager", "grouped_mm")
 
 
@@ -29,15 +30,16 @@ def tiny(monkeypatch):
     monkeypatch.setattr(packed_models, "BACKEND", "aot_eager")
 
 
-def make_problem(path, format="gguf_q4_k"):
+def make_problem(path, format="gguf_q4_k", sizes=SIZES):
     torch.manual_seed(0)
-    packed_models.write_model(path, format, SIZES)
-    return Problem(path, format, SIZES, 24)
+    packed_models.write_model(path, format, sizes)
+    return Problem(path, format, sizes, 24)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, PACKED], ids=WHOLE_LINEAR)
 @pytest.mark.parametrize("format", WHOLE_FORMATS)
-def test_transformers_has_our_results(format, tmp_path):
-    problem = make_problem(tmp_path / "model.gguf", format)
+def test_transformers_has_our_results(format, sizes, tmp_path):
+    problem = make_problem(tmp_path / "model.gguf", format, sizes)
     assert {weight.format for weight in problem.weights()} == {format}
     for which, sizes in {
         "decode": [(512,)] * STEPS,
@@ -70,14 +72,15 @@ def test_a_pass_leaves_no_trace(tmp_path):
 
 def test_compiled_decoding(tmp_path):
     problem = make_problem(tmp_path / "model.gguf")
-    expected = problem.results("integer", "decode")["logits"]
-    for _ in range(2):  # the cache is cut to the prompt
-        actual = problem.results("compiled", "decode")["logits"]
-        measurement.check({"y": actual}, {"y": expected}, problem.tolerances["compiled"])
-    for which in ("prefill", "training"):
-        with pytest.raises(NotImplementedError):
-            problem.results("compiled", which)
-    assert all(map(torch.equal, expected, problem.results("integer", "decode")["logits"]))
+    for name, plain in packed_models.COMPILED.items():
+        expected = problem.results(plain, "decode")["logits"]
+        for _ in range(2):  # the cache is cut to the prompt
+            actual = problem.results(name, "decode")["logits"]
+            measurement.check({"y": actual}, {"y": expected}, problem.tolerances[name])
+        for which in ("prefill", "training"):
+            with pytest.raises(NotImplementedError):
+                problem.results(name, which)
+        assert all(map(torch.equal, expected, problem.results(plain, "decode")["logits"]))
 
 
 def test_decoding_is_that_of_the_whole_sequence(tmp_path):
@@ -89,10 +92,10 @@ def test_decoding_is_that_of_the_whole_sequence(tmp_path):
     measurement.check({"y": decoded}, {"y": whole}, packed_models.TOLERANCE)
 
 
-@pytest.mark.parametrize("project", [LLAMA, IK])
-def test_llama_has_our_results(project, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("project", "sizes"), [(LLAMA, SIZES), (IK, SIZES), (LLAMA, PACKED)])
+def test_llama_has_our_results(project, sizes, monkeypatch, tmp_path):
     monkeypatch.setattr(packed_models, "BATCH", 16)  # of the 24 tokens of prefill
-    problem = make_problem(tmp_path / "model.gguf")
+    problem = make_problem(tmp_path / "model.gguf", sizes=sizes)
     try:
         problem.model(project)
     except ImportError as error:
@@ -116,6 +119,9 @@ def test_work_by_hand(tmp_path):
     assert prefill.flops == 2 * (24 * token_flops + head)
     assert prefill.bytes == 2 * (8 * packed + 2 * attention) + 2 * head
     assert training == (2 * 2 * 24 * (token_flops + head), 2 * prefill.bytes)
+    linear = make_problem(tmp_path / "packed.gguf", "gguf_q8_0", PACKED)
+    expected = decode.bytes - STEPS * (2 * attention + head) * (2 - 34 / 32)
+    assert linear.work("decode").bytes == pytest.approx(expected)
 
 
 def test_page_plot_and_report(monkeypatch, capsys, tmp_path):
@@ -126,18 +132,22 @@ def test_page_plot_and_report(monkeypatch, capsys, tmp_path):
     page = (tmp_path / "packed_models.md").read_text()
     assert page in capsys.readouterr().out
     for which in ("decode", "prefill", "training"):
-        assert page.count(f"| gguf_q4_k | {which} | ") == 2  # speeds, and shares of the time
+        for name in ("gguf_q4_k", "gguf_q4_k, linear layers"):
+            assert page.count(f"| {name} | {which} | ") == 2  # speeds, and shares of the time
     for project in (LLAMA, IK):
         assert f"- {project}, prefill: not installed: pip install " in page
         assert f"- {project}, training: fails: no gradients (" in page
     assert (tmp_path / "packed_models.png").read_bytes().startswith(b"\x89PNG")
     path = tmp_path / "packed_models.json"
-    (result,) = json.loads(path.read_text())["results"]
-    assert {"ours", *FLOATS} <= {*result["figures"]} <= {"ours", *WHOLE_PEERS}
-    for shares in result["parts"].values():
-        assert sum(shares.values()) == pytest.approx(1)
-        assert min(shares.values()) >= 0 and shares["experts"] > 0
-    assert result["tokens"] == {"decode": STEPS, "prefill": 24, "training": 24}
+    results = json.loads(path.read_text())["results"]
+    assert len(results) == len(WHOLE_LINEAR)
+    for result in results:
+        assert {"ours", *FLOATS} <= {*result["figures"]} <= {"ours", *WHOLE_PEERS}
+        for shares in result["parts"].values():
+            assert sum(shares.values()) == pytest.approx(1)
+            assert min(shares.values()) >= 0
+            assert shares["experts"] > 0 and shares["linear layers"] > 0
+        assert result["tokens"] == {"decode": STEPS, "prefill": 24, "training": 24}
     assert run("packed-models", ["--report", str(path)]) == 0
     assert capsys.readouterr().out == page
     assert run("packed-models", ["--report", str(path), str(path)]) == 0

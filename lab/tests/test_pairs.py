@@ -1,18 +1,11 @@
 """Sentence pairs as ids."""
 
 import pickle
-from dataclasses import asdict
 
 import pytest
 import torch
-from moe_lab.data import (
-    EncodedPairs,
-    PairBatches,
-    Wordpieces,
-    encode_pairs,
-    load_parallel,
-    pairs,
-)
+from moe_lab.data import EncodedPairs, PairBatches, Wordpieces, encode_pairs, load_parallel, pairs
+from tiny import equal
 
 WORDS = [f"{a}{b}" for a in ("chien", "dog", "hund", "개") for b in "abcdef"]
 
@@ -68,7 +61,7 @@ def test_ids_are_those_of_the_text(folder, wordpieces, num_workers, target_token
     assert encoded.eos_id == wordpieces.eos_id and encoded.names == ("en-fr", "en-ko")
     assert encoded.pair.tolist() == [0] * 38 + [1] * 25
     assert encoded.num_tokens == sum(len(target) + 1 for _, target in expected)
-    assert encoded.num_source_tokens == sum(len(source) + 1 for source, _ in expected)
+    assert encoded.source.num_tokens == sum(len(source) + 1 for source, _ in expected)
     assert encoded.report().splitlines() == [
         "en-fr: 38 of 40 lines kept, 2 skipped (1 wrong number of columns, 1 empty side)",
         "en-ko: 25 of 25 lines kept",
@@ -82,11 +75,8 @@ def test_the_ratio_of_the_pieces_is_limited(folder, wordpieces):
     (text, _) = train_texts(folder)
     narrow = encode_pairs(text, wordpieces, max_ratio=2)
     assert 0 < len(narrow) < 38 and narrow.counts[0]["length ratio"] == 38 - len(narrow)
-    reasons = f"1 wrong number of columns, 1 empty side, {38 - len(narrow)} length ratio"
-    line = f"en-fr: {len(narrow)} of 40 lines kept, {40 - len(narrow)} skipped"
-    assert sorted(narrow.report().removeprefix(f"{line} (")[:-1].split(", ")) == sorted(
-        reasons.split(", ")
-    )
+    assert narrow.report().startswith(f"en-fr: {len(narrow)} of 40 lines kept, ")
+    assert f"{38 - len(narrow)} length ratio" in narrow.report()
     for source, target in (narrow[i] for i in range(len(narrow))):
         assert max(len(source), len(target)) <= 2 * min(len(source), len(target))
     # The target token does not count.
@@ -106,8 +96,7 @@ def test_mapped_pairs_are_those_in_memory(folder, wordpieces, tmp_path, num_work
     assert_same_pairs(pickle.loads(pickle.dumps(made)), expected)
     assert len(pickle.dumps(made.source)) < 1000  # pickled by path
     epochs = (PairBatches(text, tokens_per_batch=200, shuffle=True) for text in (made, expected))
-    for one, second in zip(*(batches.epoch(0) for batches in epochs), strict=True):
-        torch.testing.assert_close(asdict(one), asdict(second), rtol=0, atol=0)
+    assert equal(*(list(batches.epoch(0)) for batches in epochs))
 
 
 def test_pairs_are_encoded_once_for_each_text_and_choice(folder, wordpieces, tmp_path, monkeypatch):

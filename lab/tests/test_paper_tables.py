@@ -1,7 +1,6 @@
 """The models of the paper's Tables 7 and 8: configuration files, sizes and operations."""
 
 import json
-import pathlib
 import re
 
 import pytest
@@ -14,8 +13,7 @@ from moe_lab.models import LanguageModel
 from moe_lab.studies import paper_tables
 from moe_lab.studies.table import run as run_study
 from moe_lab.training.config import config_from_dict, read_config
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tiny import ROOT
 
 
 def on_meta(config):

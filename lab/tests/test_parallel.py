@@ -52,15 +52,8 @@ def test_aligned_files_of_parts(tmp_path, suffix):
 
 
 def test_the_layout_of_wmt(tmp_path):
-    names = [
-        "training/commoncrawl.fr-en",
-        "training/europarl-v7.fr-en",
-        "training/undoc.2000.fr-en",
-        "dev/news-test2008",
-        "dev/newstest2012",
-        "dev/newstest2013",
-        "dev/newstest2014",
-    ]
+    names = [f"training/{name}.fr-en" for name in ("commoncrawl", "europarl-v7", "undoc.2000")]
+    names += ["dev/news-test2008", *(f"dev/newstest{year}" for year in (2012, 2013, 2014))]
     for i, name in enumerate(names):
         write_sides(tmp_path, name, [(f"{i}", f"{i} fr")])
     write(tmp_path / "training/commoncrawl.de-en.en", ["other"])  # not a text of en and fr
@@ -241,13 +234,8 @@ def test_fingerprint_is_of_the_text_and_the_filters(tmp_path):
 
     first = fingerprint()
     assert first == fingerprint()
-    seen = {
-        first,
-        fingerprint(drop=["x"]),
-        fingerprint(max_train_pairs=2),
-        fingerprint(source="fr", target="en"),
-        fingerprint(tmp_path / "x.en-fr.tsv"),
-    }
+    changes = {"drop": ["x"]}, {"max_train_pairs": 2}, {"source": "fr", "target": "en"}
+    seen = {first, fingerprint(tmp_path / "x.en-fr.tsv"), *(fingerprint(**c) for c in changes)}
     status = (tmp_path / "train.en").stat()
     os.utime(tmp_path / "train.en", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert len(seen | {fingerprint()}) == 6

@@ -16,8 +16,10 @@ from moe_lab.data import CorpusError, downloads
 from moe_lab.errors import ConfigError
 from moe_lab.training.config import DataConfig
 from moe_lab.training.text import load_text
+from tiny import options_of, prepare
 
 LM1B = "1-billion-word-language-modeling-benchmark-r13output"
+PARTS = ("training", "heldout")
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -78,33 +80,24 @@ def zip_of(files):
 @pytest.fixture
 def lm1b(server, monkeypatch):
     """Serves a small benchmark: 99 shards with one sentence each."""
-    train = {
-        f"{LM1B}/training-monolingual.tokenized.shuffled/news.en-{i:05d}-of-00100": f"the w{i} .\n"
-        for i in range(100)
-    }
-    heldout = {
-        f"{LM1B}/heldout-monolingual.tokenized.shuffled/news.en.heldout-{i:05d}-of-00050": text
-        for i, text in enumerate(("the w1 , .\nthe .\n", "w2\n", "the w1\n"))
-    }
-    archive = tar_of({**train, **heldout})
+    train, heldout = (f"{LM1B}/{part}-monolingual.tokenized.shuffled/news.en" for part in PARTS)
+    files = {f"{train}-{i:05d}-of-00100": f"the w{i} .\n" for i in range(100)}
+    for i, text in enumerate(("the w1 , .\nthe .\n", "w2\n", "the w1\n")):
+        files[f"{heldout}.heldout-{i:05d}-of-00050"] = text
+    archive = tar_of(files)
     words = "</S>\n<S>\n<UNK>\nthe\n.\nw1\n"
     server.files = {f"/{LM1B}.tar.gz": archive, "/words.txt": words.encode()}
     address = f"http://127.0.0.1:{server.server_port}"
+    checksum = hashlib.sha256(archive).hexdigest()
     known = replace(
         downloads.SETS["lm1b"],
-        archive=downloads.Download(
-            (f"{address}/{LM1B}.tar.gz",), sha256=hashlib.sha256(archive).hexdigest()
-        ),
+        archive=downloads.Download((f"{address}/{LM1B}.tar.gz",), checksum),
         vocabulary=downloads.Download((f"{address}/words.txt", f"{address}/elsewhere/words.txt")),
         vocab_size=6,
         expected={"train": {"sentences": 99}, "test": {"sentences": 2, "predictions": 8}},
     )
     monkeypatch.setitem(downloads.SETS, "lm1b", known)
     return known
-
-
-def prepare(*arguments):
-    return prepare_data.main([str(argument) for argument in arguments])
 
 
 def test_the_command_knows_the_public_corpora():
@@ -118,9 +111,7 @@ def test_the_benchmark_is_downloaded_once_and_can_be_loaded(server, lm1b, tmp_pa
     printed = capsys.readouterr().out
     assert "6 words in the vocabulary" in printed
     assert "| train | 99 | 297 | 396 |" in printed and "| test | 2 | 6 | 8 |" in printed
-    values = dict(re.findall(r"data\.(\w+)=(\S+)", printed))
-    assert values.pop("num_workers") == "1"
-    again = load_text(DataConfig(**values))
+    again = load_text(DataConfig(**options_of(printed)))
     assert again.vocabulary.words == ("</s>", "<S>", "<unk>", "the", ".", "w1")
     for part in ("train", "dev", "test"):
         assert list(getattr(again, part)) == list(getattr(text, part))
@@ -233,9 +224,8 @@ def test_any_text(tmp_path, capsys):
     arguments = ("text", "--from", file, "--output", tmp_path / "out", "--vocab-size", 100)
     text = prepare(*arguments, "--workers", 0)
     assert len(text.vocabulary) == 100 and len(text.train) > 900
-    values = dict(re.findall(r"data\.(\w+)=(\S+)", capsys.readouterr().out))
-    values.pop("num_workers")
-    assert load_text(DataConfig(**values)).vocabulary.words == text.vocabulary.words
+    again = load_text(DataConfig(**options_of(capsys.readouterr().out)))
+    assert again.vocabulary.words == text.vocabulary.words
     with pytest.raises(ConfigError, match="data.corpus: there is no corpus at .*nowhere") as error:
         prepare("text", "--from", tmp_path / "nowhere", "--output", tmp_path / "out")
     assert isinstance(error.value.__cause__, CorpusError)

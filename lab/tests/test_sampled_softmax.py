@@ -79,12 +79,8 @@ def test_loss_and_gradients_equal_the_definition(num_sampled):
     actual = sampled_cross_entropy(*leaves, targets, classes, *logs)
     expected = definition(*leaves, targets, classes, *logs)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
-    for a, e in zip(
-        torch.autograd.grad(3 * actual, leaves),
-        torch.autograd.grad(3 * expected, leaves),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad(3 * loss, leaves) for loss in (actual, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 def test_all_classes_give_the_full_softmax():
@@ -96,11 +92,8 @@ def test_all_classes_give_the_full_softmax():
     sampled = softmax.loss(leaves[0], targets)
     full = F.cross_entropy(softmax(leaves[0]), targets, reduction="sum")
     torch.testing.assert_close(sampled, full, rtol=1e-13, atol=0)
-    parameters = list(softmax.parameters())
-    for a, e in zip(
-        torch.autograd.grad(sampled, parameters), torch.autograd.grad(full, parameters), strict=True
-    ):
-        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-13)
+    gradients = (torch.autograd.grad(loss, list(softmax.parameters())) for loss in (sampled, full))
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)
     # A constant factor of all expected counts cancels.
     same = torch.full((50,), 0.3).log()
     shifted = sampled_cross_entropy(*leaves, targets, torch.arange(50), same, same[targets])
@@ -164,11 +157,6 @@ def test_training_forms_nothing_of_tokens_by_classes():
 def test_in_a_language_model():
     """Training uses sampled classes; weights and evaluation equal those of a full softmax."""
     config = LanguageModelConfig(d_model=8, dropout=0.0, moe=MoEConfig(num_experts=4, k=2))
-    config.num_sampled = 101
-    with pytest.raises(ValueError, match="num_sampled must .*got 101"):
-        LanguageModel(config, 100)
-    with pytest.raises(ValueError, match="num_sampled must .*got -1"):
-        LanguageModelConfig(num_sampled=-1)
     config.num_sampled = 10
     torch.manual_seed(0)
     model = LanguageModel(config, 100, class_generator=generator(3))

@@ -11,7 +11,6 @@ from moe_lab.commands import train
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_change, verdict
-from moe_lab.experiments.runs import difference
 from moe_lab.studies import balanced, efficiency, losses, routers, specialisation
 from moe_lab.studies.table import run as run_study
 from moe_lab.training.config import read_config
@@ -89,7 +88,7 @@ def test_losses_are_reported(corpus, tmp_path):
     arms = ("--arms", "0,0", "0.1,0.1", "0.01,0.01")
     results = tiny_study("losses", corpus, tmp_path, "--seeds=1", *arms).by_arm()
     page = (tmp_path / "results" / "losses.md").read_text()
-    gap = difference(results[Arm("0.1,0.1")], results[Arm("0,0")])
+    gap = results[Arm("0.1,0.1")].minus(results[Arm("0,0")])
     assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
     for arm in results:
         moe = read_config(tmp_path / "runs" / f"{arm}-seed1" / "config.toml").model.moe
@@ -118,7 +117,7 @@ def test_routers_are_reported(corpus, tmp_path, capsys):
     results = tiny_study("routers", corpus, tmp_path, "--seeds=1").by_arm()
     page = (tmp_path / "results" / "routers.md").read_text()
     for name in ("switch", "bias", "balanced"):
-        gap = difference(results[Arm(name)], results[Arm("noisy")])
+        gap = results[Arm(name)].minus(results[Arm("noisy")])
         assert f"| {name} against noisy | {as_change(gap)} | {verdict(gap)} |" in page
     assert "expert_choice against" not in page  # it is not a language model
     busiest = {str(arm): routers.busiest(runs[1]) for arm, runs in results.items()}
@@ -233,10 +232,7 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     claims = json.loads((tmp_path / "results" / "specialisation.json").read_text())["claims"]
     assert len(claims) == 3 * 4 and page.count("| experts specialise |") == 6
     for entry in stored.runs:
-        assert [e["how"] for e in entry["table"]] == [
-            *["most specialised"] * 3,
-            "drawn at random",
-        ]
+        assert [e["how"] for e in entry["table"]] == [*["most specialised"] * 3, "drawn at random"]
         assert len({e["expert"] for e in entry["table"]}) == 4
         for gate in ("trained", "untrained"):
             assert list(entry[gate]) == ["current word", "previous word", "word class"]

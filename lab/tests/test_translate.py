@@ -19,7 +19,7 @@ from moe_lab.decoding.translator import Translation
 from moe_lab.errors import ConfigError
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.translation import make_translator
-from tiny import ROOT, status_and_error
+from tiny import status_and_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,7 +60,7 @@ def make_run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(make_run):
+def bilingual(make_run):
     return make_run("en-fr")
 
 
@@ -80,6 +80,10 @@ def translated(run, search=None, into=None):
     return list(make_translator(load_run(run), search or BeamSearch(), into)(TEXT))
 
 
+def best_of(run, **options):
+    return [best.text for best, *_ in translated(run, **options)]
+
+
 def main(capsys, *arguments):
     """Runs translate.py; returns its stdout and stderr."""
     capsys.readouterr()
@@ -94,60 +98,55 @@ def test_from_stdin_to_stdout(multilingual, monkeypatch, capsys):
     printed = main(capsys, multilingual, "--into=fr")
     assert re.fullmatch(r"7 sentences in [\d.]+ s, [\d.]+ per second\n", printed.err)
     *lines, bytes_line = printed.out.removesuffix("\n").split("\n")
-    assert lines == [hypotheses[0].text for hypotheses in translated(multilingual, into="fr")]
+    assert lines == best_of(multilingual, into="fr")
     assert lines[1] == lines[3] == "" and lines[0] and bytes_line
 
 
-def test_files_and_options_of_the_search(run, file, capsys):
-    expected = [hypotheses[0].text for hypotheses in translated(run)]
-    assert main(capsys, run, file).out.splitlines() == expected
-    twice = main(capsys, run, "--tokens-per-batch", 1, file, file).out.splitlines()
+def test_files_and_options_of_the_search(bilingual, file, capsys):
+    expected = best_of(bilingual)
+    assert main(capsys, bilingual, file).out.splitlines() == expected
+    twice = main(capsys, bilingual, "--tokens-per-batch", 1, file, file).out.splitlines()
     assert twice == expected * 2
     for options, search in (
         (["--greedy"], BeamSearch.greedy()),
         (["--beam=2", "--length-penalty=1", "--coverage-penalty=0"], BeamSearch(2, 1.0, 0.0)),
     ):
-        lines = main(capsys, run, file, *options).out.splitlines()
-        assert lines == [hypotheses[0].text for hypotheses in translated(run, search)]
+        lines = main(capsys, bilingual, file, *options).out.splitlines()
+        assert lines == best_of(bilingual, search=search)
 
 
-def test_several_translations_of_each_line(run, file, capsys):
+def test_several_translations_of_each_line(bilingual, file, capsys):
     expected = [
-        [
-            str(number),
-            hypothesis.text,
-            f"logP= {hypothesis.log_prob:.4f}",
-            f"{hypothesis.score:.4f}",
-        ]
-        for number, hypotheses in enumerate(translated(run, BeamSearch(num_best=3)))
-        for hypothesis in hypotheses
+        [str(number), best.text, f"logP= {best.log_prob:.4f}", f"{best.score:.4f}"]
+        for number, hypotheses in enumerate(translated(bilingual, BeamSearch(num_best=3)))
+        for best in hypotheses
     ]
-    lines = main(capsys, run, file, "--n-best=3").out.splitlines()
+    lines = main(capsys, bilingual, file, "--n-best=3").out.splitlines()
     assert [line.split(" ||| ") for line in lines] == expected
     assert len(lines) > len(TEXT)
 
 
-def test_output_and_references(run, file, tmp_path, capsys):
-    best = [hypotheses[0].text for hypotheses in translated(run)]
+def test_output_and_references(bilingual, file, tmp_path, capsys):
+    best = best_of(bilingual)
     output, references = tmp_path / "text.fr", tmp_path / "reference.fr"
     references.write_text("".join(f"{text} frone\n" for text in best))
-    printed = main(capsys, run, file, "--output", output, "--reference", references)
+    printed = main(capsys, bilingual, file, "--output", output, "--reference", references)
     assert output.read_text().split("\n") == [*best, ""]
     bleu = corpus_bleu(best, references.read_text().splitlines())
     line = f"BLEU {bleu.score:.2f} ({bleu.signature})\n"
     assert printed.err.startswith("6 sentences in ") and printed.err.endswith(" per second\n")
     assert printed.out == line
-    printed = main(capsys, run, file, "--reference", references)
+    printed = main(capsys, bilingual, file, "--reference", references)
     assert printed.out.splitlines() == best and line in printed.err
 
 
-def test_attention_plots(run, file, tmp_path, capsys):
+def test_attention_plots(bilingual, file, tmp_path, capsys):
     for name, begins in (("a.png", b"\x89PNG"), ("a.pdf", b"%PDF")):
-        main(capsys, run, file, "--attention", tmp_path / name)
+        main(capsys, bilingual, file, "--attention", tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(begins)
-    main(capsys, run, file, "--attention", tmp_path / "b.PDF")
+    main(capsys, bilingual, file, "--attention", tmp_path / "b.PDF")
     assert (tmp_path / "b.PDF").read_bytes().count(b"/Type /Page ") == 4  # nonblank lines
-    translation = translated(run)[2][0]
+    translation = translated(bilingual)[2][0]
     figure = attention_plot(translation)
     assert figure.get_size_inches().max() < 10
     (axes,) = figure.axes
@@ -176,44 +175,42 @@ def test_attention_reports_missing_glyphs(tmp_path, capsys):
         assert error == f"{tmp_path / name} shows boxes for characters that no installed font has\n"
 
 
-def test_attention_needs_text(run, tmp_path, capsys):
+def test_attention_needs_text(bilingual, tmp_path, capsys):
     (tmp_path / "empty.en").write_text("\n \n")
     output = tmp_path / "empty.fr"
     options = ["--attention", tmp_path / "a.pdf", "--output", output]
-    status, error = status_and_error(capsys, translate, run, tmp_path / "empty.en", *options)
+    status, error = status_and_error(capsys, translate, bilingual, tmp_path / "empty.en", *options)
     assert status == 2 and "error: --attention must" in error
     assert output.read_text() == "\n\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.en", "empty.fr"]
 
 
-def test_output_may_be_the_input_file(run, tmp_path, monkeypatch, capsys):
+def test_output_may_be_the_input_file(bilingual, tmp_path, monkeypatch, capsys):
     same = tmp_path / "same.en"
     same.write_text("\n".join(TEXT))
     (tmp_path / "link").symlink_to(same)
     with same.open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        main(capsys, run, "--output", tmp_path / "link")
-    assert same.read_text().splitlines() == [hypotheses[0].text for hypotheses in translated(run)]
+        main(capsys, bilingual, "--output", tmp_path / "link")
+    assert same.read_text().splitlines() == best_of(bilingual)
     assert (tmp_path / "link").is_symlink()
 
 
-def test_closed_stdin(run, monkeypatch, capsys):
+def test_closed_stdin(bilingual, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
-    status, error = status_and_error(capsys, translate, run)
-    assert (status, error) == (
-        2,
-        "error: stdin must be open if no files are given, got a closed stdin\n",
-    )
+    status, error = status_and_error(capsys, translate, bilingual)
+    assert status == 2
+    assert error == "error: stdin must be open if no files are given, got a closed stdin\n"
 
 
-def test_long_lines_are_cut_and_counted(run, file, tmp_path, capsys):
+def test_long_lines_are_cut_and_counted(bilingual, file, tmp_path, capsys):
     (tmp_path / "long.en").write_text("one two " * 3000 + "\none\n")
-    printed = main(capsys, run, tmp_path / "long.en", "--greedy", "--max-pieces=5")
+    printed = main(capsys, bilingual, tmp_path / "long.en", "--greedy", "--max-pieces=5")
     assert len(printed.out.splitlines()) == 2
     assert "1 lines cut after 5 wordpieces" in printed.err
 
 
-def test_errors_have_one_line_and_status_2(run, multilingual, file, tmp_path, capsys):
+def test_errors_have_one_line_and_status_2(bilingual, multilingual, file, tmp_path, capsys):
     def error(*arguments):
         status, error = status_and_error(capsys, translate, *arguments)
         assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
@@ -222,36 +219,34 @@ def test_errors_have_one_line_and_status_2(run, multilingual, file, tmp_path, ca
     assert "there is no checkpoint in" in error(tmp_path / "none", file)
     assert "into must" in error(multilingual, file)
     assert "into must" in error(multilingual, file, "--into=en")
-    assert "into must" in error(run, file, "--into=fr")
-    assert f"{tmp_path / 'no.en'} cannot be read: No such file" in error(run, tmp_path / "no.en")
+    assert "into must" in error(bilingual, file, "--into=fr")
+    assert f"{tmp_path / 'no.en'} cannot be read: No such file" in error(
+        bilingual, tmp_path / "no.en"
+    )
     (tmp_path / "bad.en.xz").write_bytes(file.read_bytes()[:-20])
-    assert "bad.en.xz cannot be read: " in error(run, tmp_path / "bad.en.xz")
+    assert "bad.en.xz cannot be read: " in error(bilingual, tmp_path / "bad.en.xz")
     (tmp_path / "one.fr").write_text("frone\n")
-    message = error(run, file, "--reference", tmp_path / "one.fr")
+    message = error(bilingual, file, "--reference", tmp_path / "one.fr")
     assert "one.fr must" in message
-    assert "num_best must" in error(run, file, "--n-best=9")
-    assert "length_penalty must" in error(run, file, "--length-penalty=1e300")
-    assert "--n-best must" in error(run, file, "--n-best=2", "--greedy")
-    assert "device must" in error(run, file, "--device=meta")
-    assert "none/text.fr must" in error(run, file, "--output", tmp_path / "none/text.fr")
+    assert "num_best must" in error(bilingual, file, "--n-best=9")
+    assert "length_penalty must" in error(bilingual, file, "--length-penalty=1e300")
+    assert "--n-best must" in error(bilingual, file, "--n-best=2", "--greedy")
+    assert "device must" in error(bilingual, file, "--device=meta")
+    assert "none/text.fr must" in error(bilingual, file, "--output", tmp_path / "none/text.fr")
 
 
-def test_only_translation_models(corpus, tmp_path, capsys):
-    options = ["data.vocab_size=20", "model.d_model=4", "model.layers=['lstm']", "steps=1"]
-    options += [f"data.corpus={corpus}", f"output={tmp_path / 'run'}", "log.tensorboard=false"]
-    config = ROOT / "configs" / "small" / "moe-32.toml"
-    train.main([str(config), *options, "log.progress=false"])
-    status, error = status_and_error(capsys, translate, tmp_path / "run")
+def test_only_translation_models(run, capsys):
+    status, error = status_and_error(capsys, translate, run)
     assert status == 2 and "task must" in error
 
 
-def test_benchmark(run, tmp_path, capsys):
+def test_benchmark(bilingual, tmp_path, capsys):
     """Benchmarks a run with a text."""
     (tmp_path / "text.en").write_text("\n".join(TEXT))
     options = ["--rounds=2", "--alone=3", "--beam=2", "--threads=1"]
     figures = tmp_path / "figures.json"
     options.append(f"--json={figures}")
-    cases.run("translation", [str(run), str(tmp_path / "text.en"), *options])
+    cases.run("translation", [str(bilingual), str(tmp_path / "text.en"), *options])
     printed = capsys.readouterr().out
     assert "| batches | 1 | 4 |" in printed and "| one by one | 1 | 3 |" in printed
     assert "3 of the 3 lines have the same translation" in printed
@@ -261,4 +256,4 @@ def test_benchmark(run, tmp_path, capsys):
     assert record["ratios"]["seconds"]["median"] > 0
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="must hold at least one sentence"):
-        cases.run("translation", [str(run), str(tmp_path / "empty")])
+        cases.run("translation", [str(bilingual), str(tmp_path / "empty")])

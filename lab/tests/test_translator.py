@@ -126,7 +126,7 @@ def test_several_translations_of_a_sentence(translator, wordpieces, model):
         assert "".join(hypothesis.pieces) == "▁" + hypothesis.text.replace(" ", "▁") + "</s>"
         assert hypothesis.attention.shape == (len(hypothesis.pieces), len(source))
         assert_exact(
-            hypothesis.attention.sum(1), torch.ones(len(hypothesis.pieces), dtype=torch.float64)
+            hypothesis.attention.sum(1), hypothesis.attention.new_ones(len(hypothesis.pieces))
         )
         ids = [id_of[piece] for piece in hypothesis.pieces]
         sides = [[id_of[piece] for piece in source[:-1]]], [ids[:-1]]
@@ -180,22 +180,11 @@ def test_language_to_translate_into(translator, wordpieces):
     assert next(plain)[0].source == [*pieces, "</s>"]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "more"),
-    [
-        ("into", None, {}),
-        ("into", "fr", {}),
-        ("into", "zz", {"languages": ()}),
-        ("tokens_per_batch", 0, {}),
-        ("lines_at_a_time", 0, {}),
-        ("max_pieces", 0, {}),
-    ],
-)
-def test_arguments(translator, option, value, more):
-    with pytest.raises(ValueError, match=f"^Translator: {option} must .*got {value!r}$"):
-        translator(**{option: value}, **more)
-
-
-def test_one_line_is_no_list_of_them(translator):
+def test_arguments(translator):
+    wrong = [("into", None, {}), ("into", "fr", {}), ("into", "zz", {"languages": ()})]
+    wrong += [(option, 0, {}) for option in ("tokens_per_batch", "lines_at_a_time", "max_pieces")]
+    for option, value, more in wrong:
+        with pytest.raises(ValueError, match=f"^Translator: {option} must .*got {value!r}$"):
+            translator(**{option: value}, **more)
     with pytest.raises(ValueError, match="^Translator: lines must .*got 'the'$"):
         translator()("the")

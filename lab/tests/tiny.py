@@ -1,12 +1,16 @@
 """Tiny runs that the tests train, and the commands as a user runs them."""
 
 import pathlib
+import re
 from argparse import Namespace
+from dataclasses import fields
 from functools import partial
 
+import torch
 from moe_lab.benchmarks import cases as benchmark_cases
 from moe_lab.benchmarks import roofline, shapes
 from moe_lab.cli import exit_status
+from moe_lab.commands import prepare_data
 from moe_lab.experiments.comparison import Comparison
 from moe_lab.studies.table import run as run_study
 
@@ -24,6 +28,15 @@ def cases(table):
     return [(name, value) for name, values in table.items() for value in values]
 
 
+def equal(one, second):
+    """Returns whether two lists of batches are the same."""
+    return len(one) == len(second) and all(
+        torch.equal(getattr(a, field.name), getattr(b, field.name))
+        for a, b in zip(one, second, strict=True)
+        for field in fields(a)
+    )
+
+
 def status_and_error(capsys, command, *arguments):
     """Runs a command, a module, or a study, by its name."""
     main = partial(run_study, command) if isinstance(command, str) else command.main
@@ -31,6 +44,18 @@ def status_and_error(capsys, command, *arguments):
     status = exit_status(lambda: main([str(a) for a in arguments]))
     error = capsys.readouterr().err
     return status, error
+
+
+def prepare(*arguments):
+    """Runs prepare-data; returns its text."""
+    return prepare_data.main([str(argument) for argument in arguments])
+
+
+def options_of(printed):
+    """Returns the options of a text that prepare-data prints, without num_workers."""
+    values = dict(re.findall(r"data\.(\w+)=(\S+)", printed))
+    assert values.pop("num_workers") == "1"
+    return values
 
 
 def assert_names_option(capsys, option):
@@ -59,6 +84,17 @@ def rebuilds(study, name, folder, *options):
         file.unlink()
     run_study(study, ["--report", *options, f"--output={folder}"])
     return [file.read_bytes() for file in files] == before
+
+
+def assert_reports(case, path, capsys):
+    """Asserts that a benchmark printed its page, and prints it again from its data."""
+    page = path.with_suffix(".md").read_text()
+    assert page in capsys.readouterr().out
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert benchmark_cases.run(case, ["--report", str(path)]) == 0
+    assert capsys.readouterr().out == page
+    assert benchmark_cases.run(case, ["--report", str(path), str(path)]) == 0
+    assert "medians over up to 2 runs" in capsys.readouterr().out
 
 
 def shrink_probes(monkeypatch):

@@ -41,6 +41,7 @@ try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
     from moe_ext.integrations._packed.experts import PackedExperts
+    from moe_ext.integrations._packed.linear import PackedLinear
     from moe_ext.integrations._packed.load import describe, load, quantize_experts
     from moe_ext.integrations._packed.memory_plan import MemoryPlan, memory_plan
     from moe_ext.integrations._packed.perplexity import perplexity
@@ -62,6 +63,7 @@ __all__ = [
     "MemoryPlan",
     "ModelBalance",
     "PackedExperts",
+    "PackedLinear",
     "attention_forward",
     "balance",
     "describe",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from moe_ext import Gate, count_parameters
+from moe_ext import Experts, Gate, count_parameters
 from moe_ext.distributed import (
     Checkpoints,
     ExpertParallel,
@@ -25,6 +25,14 @@ from moe_ext.ranks import Ranks
 # The numbers of tokens of each rank; in the last one, two replicas of the experts have two shards.
 RANKS = {"1": [9], "2": [5, 8], "3": [4, 0, 6], "2 x 2": [3, 7, 0, 5]}
 COUNTS = RANKS | {"4": [3, 7, 0, 5]}  # four ranks with one set of experts
+
+
+class RowExperts(Experts):
+    """Experts with a parameter that does not have one row for each expert."""
+
+    def __init__(self, num_experts):
+        super().__init__(num_experts, D)
+        self.weight = nn.Parameter(torch.ones(D, D))
 
 
 def mesh_of(copies, shares):
@@ -129,6 +137,11 @@ def step(group, rank, ranks, make, call, x, noise=True):
     return {"y": y.detach(), "x": x.grad, "aux": aux, "grads": grads, "rows": rows}
 
 
+def call(layer, x, part):
+    """Calls a layer; the `call` of most layers."""
+    return layer(x)
+
+
 def assert_equals_one_process(workers, ranks, make, call, x, same_bits=False, **shared):
     """Compares outputs, losses, statistics and every gradient of a step.
 
@@ -164,20 +177,40 @@ def assert_equals_one_process(workers, ranks, make, call, x, same_bits=False, **
     return expected
 
 
-def train_three_steps(wrapped, optimizer, group, rank):
-    """Returns the state of one process after three steps, and the norms of the gradients."""
-    counts, norms = RANKS["2"], []
-    for step in range(3):
-        x = tokens_of(counts).roll(step, 1).split(counts)
-        y = wrapped(torch.cat(x) if group is None else x[rank])
-        parts = y.split(counts) if group is None else [y]
-        first = rank_weight(0 if group is None else rank)
-        losses = [(first + i / 2) * part.square().sum() for i, part in enumerate(parts)]
-        (sum(losses) / len(losses)).backward()
-        norms.append(clip_grad_norm_(wrapped, 1.0))
+def backward(model, counts, rank=None, step=0):
+    """Runs the backward pass of a rank's tokens; rank None: of one process with all tokens.
+
+    The model returns outputs and a loss. Each rank gives its outputs another weight.
+    """
+    draw = torch.Generator().manual_seed(3 + step)
+    x = torch.randn(sum(counts), D, dtype=torch.float64, generator=draw)
+    y, loss = model(x if rank is None else x.split(counts)[rank])
+    parts = y.split(counts) if rank is None else [y]
+    ranks = range(len(counts)) if rank is None else [rank]
+    losses = [
+        rank_weight(r) * (part.square().sum() + loss) for r, part in zip(ranks, parts, strict=True)
+    ]
+    (sum(losses) / len(losses)).backward()
+
+
+def train(wrapped, optimizer, counts, rank=None, steps=3, norm_type=2.0):
+    """Trains on the tokens of a rank, or in one process on all; returns the gradients' norms."""
+    norms = []
+    for step in range(steps):
+        backward(wrapped, counts, rank, step)
+        if rank is None:
+            norm = nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0, norm_type)
+        else:
+            norm = clip_grad_norm_(wrapped, 1.0, norm_type)
+        norms.append(norm)
         optimizer.step()
         optimizer.zero_grad()
-    return full_state_dict(wrapped, group), norms
+    return norms
+
+
+def files_in(folder):
+    """Returns the names in the folder of all checkpoints, without the lock."""
+    return sorted({path.name for path in folder.iterdir()} - {".lock"})
 
 
 def save(group, rank, make, folder):

@@ -1,16 +1,14 @@
 """What gates adapt does not depend on ranks, micro-batches or recomputation."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
 from assertions import assert_all_same_bits, assert_exact, assert_same_bits
+from layers import RECOMPUTED
 from one_process import D, average_gradients, draw_parameters, sharing
 from pairwise import pairwise
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoE, ReLUGate, TopKGate, update_gates
 from moe_ext.distributed import expert_parameters
@@ -24,12 +22,6 @@ GATES = {
         D, E, K, score="sigmoid", num_groups=4, groups_per_token=2, bias_update_rate=0.01
     ),
     "l1_weight": lambda: ReLUGate(D, E, K, l1_weight=0.5, l1_growth=1.5),
-}
-
-RECOMPUTED = {
-    "no": lambda function, x: function(x),
-    "not reentrant": partial(checkpoint, use_reentrant=False),
-    "reentrant": partial(checkpoint, use_reentrant=True),
 }
 
 

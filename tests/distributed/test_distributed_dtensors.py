@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from assertions import assert_exact, assert_same_bits
-from one_process import D, mesh_of, rank_weight
+from one_process import D, backward, mesh_of
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -79,19 +79,6 @@ class Model(nn.Module):
 COUNTS = [3, 2, 0, 7]  # the tokens of four ranks
 
 
-def backward(model, rank=None, counts=COUNTS):
-    """Runs the backward pass of a rank's tokens; rank None: of one process with all tokens."""
-    draw = torch.Generator().manual_seed(3)
-    x = torch.randn(sum(counts), D, dtype=torch.float64, generator=draw)
-    y, loss = model(x if rank is None else x.split(counts)[rank])
-    parts = y.split(counts) if rank is None else [y]
-    ranks = range(len(counts)) if rank is None else [rank]
-    losses = [
-        rank_weight(r) * (part.square().sum() + loss) for r, part in zip(ranks, parts, strict=True)
-    ]
-    (sum(losses) / len(losses)).backward()
-
-
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -118,8 +105,8 @@ def train_two_steps(model, wrapped, rank):
     alone = Model()
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, alone)]
     for _ in range(2):
-        backward(wrapped, rank)
-        backward(alone)
+        backward(wrapped, COUNTS, rank)
+        backward(alone, COUNTS)
         assert_gradients(model, alone)
         assert_exact(clip_grad_norm_(model, 1.0), clip_of_torch(alone.parameters(), 1.0))
         for optimizer in optimizers:
@@ -133,25 +120,21 @@ def train_two_steps(model, wrapped, rank):
     return alone, optimizers
 
 
+@pytest.mark.parametrize("blocks", [False, True])
 @on_ranks(4)
-def test_training_with_replicas(group, rank):
+def test_training_with_replicas(group, rank, blocks):
+    """By blocks, each block is gathered alone, with the experts that its ranks do not share."""
     mesh = mesh_of(2, 2)
-    model = distribute_experts(Model(mesh), mesh)
+    model = Model(mesh)
+    wrapped = (
+        by_blocks(model, mesh) if blocks else parallelize(distribute_experts(model, mesh), mesh)
+    )
     experts = model.blocks[0].layer.experts
     assert experts._parameters["weight_0"].shape == (4, D, 6)
-    assert experts.weight_0.shape == (2, D, 6)
+    assert experts._parameters["weight_0"].to_local().shape == (2, D, 3 if blocks else 6)
+    assert blocks or experts.weight_0.shape == (2, D, 6)
     assert count_parameters(model) == count_parameters(Model())
-    train_two_steps(model, parallelize(model, mesh), rank)
-
-
-@on_ranks(4)
-def test_training_by_blocks(group, rank):
-    """Each block is gathered alone, with the experts that its ranks do not share."""
-    mesh = mesh_of(2, 2)
-    model = by_blocks(Model(mesh), mesh)
-    experts = model.blocks[0].layer.experts
-    assert experts._parameters["weight_0"].to_local().shape == (2, D, 3)
-    train_two_steps(model, model, rank)
+    train_two_steps(model, wrapped, rank)
 
 
 @on_ranks(4)
@@ -165,8 +148,8 @@ def test_the_user_shards_the_model(group, rank):
     del model.blocks[1]
     alone = Model()
     del alone.blocks[1]
-    backward(model, rank)
-    backward(alone)
+    backward(model, COUNTS, rank)
+    backward(alone, COUNTS)
     assert_gradients(model, alone)
     experts = model.blocks[0].layer.experts
     expected = clip_of_torch(alone.blocks[0].layer.experts.parameters(), 1e9)
@@ -212,11 +195,11 @@ def test_checkpoints_fit_plain_experts(group, rank, tmp_path):
     for name, make in ways.items():
         model = make()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        backward(model, rank)
+        backward(model, COUNTS, rank)
         optimizer.step()
         Checkpoints(tmp_path / name, mesh).save(1, model, [optimizer])
         optimizer.zero_grad()
-        backward(model, rank)
+        backward(model, COUNTS, rank)
         optimizer.step()
         states[name] = full_state_dict(model, mesh)
     for make, saved in zip(ways.values(), [*ways][-1:] + [*ways][:-1], strict=True):
@@ -225,7 +208,7 @@ def test_checkpoints_fit_plain_experts(group, rank, tmp_path):
         for param in model.parameters():
             nn.init.zeros_(param.detach())
         Checkpoints(tmp_path / saved, mesh).load(model, [optimizer])
-        backward(model, rank)
+        backward(model, COUNTS, rank)
         optimizer.step()
         assert_state(full_state_dict(model, mesh), states["plain"])
         draw = Model(seed=5).state_dict()
@@ -271,13 +254,13 @@ def test_one_block_is_whole_at_a_time(group, rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FSDPParamGroup, "unshard", begin)
         patch.setattr(FSDPParamGroup, "_to_sharded", end)
-        backward(model, rank, [3, 4])
+        backward(model, [3, 4], rank)
         assert len(peaks) >= 8 and not gathered
         assert 0.5 * max(sizes) < max(peaks) <= max(sizes)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([])  # torch's default: the next one
-        backward(model, rank, [3, 4])
+        backward(model, [3, 4], rank)
         assert max(peaks) > max(sizes)
 
 
@@ -298,7 +281,7 @@ def test_a_model_on_the_meta_device(group, rank, tmp_path):
     Checkpoints(tmp_path, mesh).load(model)
     expected = full_state_dict(saved, mesh)
     assert_state(full_state_dict(model, mesh), expected)
-    backward(model, rank)
+    backward(model, COUNTS, rank)
     with pytest.raises(RuntimeError, match="before fully_shard"):
         model.blocks[0].layer.experts.reset_parameters()
     with pytest.raises(ValueError, match=r"^parallelize: a parameter must not be on the meta dev"):
@@ -395,31 +378,3 @@ def test_the_style_shards_an_existing_model(group, rank):
         parallelize_module(nn.Linear(D, D), mesh, style)
     with pytest.raises(ValueError, match="^ExpertParallelStyle: module must be made without a"):
         parallelize_module(MoE(D, 4, 2, process_group=group), mesh, style)
-
-
-@on_ranks(2)
-def test_trainer_of_transformers_refuses_sharded_experts(group, rank, tmp_path):
-    """It wraps every model in DistributedDataParallel."""
-    from transformers import Trainer, TrainingArguments
-
-    class WithLoss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = MoE(D, 4, 2, process_group=group)
-
-        def forward(self, x):
-            y, aux = self.layer(x)
-            return {"loss": y.square().mean() + aux.loss}
-
-    data = [{"x": torch.randn(D)} for _ in range(8)]
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, str(value))
-        options = {"use_cpu": True, "max_steps": 1, "report_to": [], "disable_tqdm": True}
-        for model in (WithLoss(), distribute_experts(WithLoss(), group)):
-            before = model.layer.experts.weight_0.detach().clone()
-            trainer = Trainer(model, TrainingArguments(tmp_path, **options), train_dataset=data)
-            with pytest.raises(ValueError, match=r"no experts that are sharded|incompatible with"):
-                trainer.train()
-            assert_same_bits(model.layer.experts.weight_0.detach(), before)

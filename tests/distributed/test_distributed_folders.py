@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from one_process import files_in
 from torch import nn
 from workers import on_ranks
 
@@ -22,11 +23,6 @@ from moe_ext.distributed import CheckpointError, Checkpoints
 from moe_ext.distributed import _checkpoint_folder as checkpoint_folder
 
 NEVER = 0.1  # seconds; what a rank does not see after this time, it never sees
-
-
-def files_in(folder):
-    """Returns the names in the folder of all checkpoints, without the lock."""
-    return sorted({path.name for path in folder.iterdir()} - {".lock"})
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
-from one_process import D, mesh_of, rank_weight
+from one_process import D, RowExperts, mesh_of, rank_weight, train
 from pairwise import pairwise
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -18,13 +18,11 @@ from workers import TIMEOUT, on_ranks
 
 from moe_ext import (
     BalancedGate,
-    Experts,
     HierarchicalBalancedGate,
     HierarchicalMoE,
     MoE,
     SharedExpert,
     TopKGate,
-    count_parameters,
     update_gates,
 )
 from moe_ext.distributed import (
@@ -75,12 +73,6 @@ class ThreeLayers(nn.Module):
         return y + z + self.row(x), first.loss + second.loss + third.loss
 
 
-def batches_of(counts, steps):
-    draw = torch.Generator().manual_seed(5)
-    shape = sum(counts), D
-    return [torch.randn(shape, dtype=torch.float64, generator=draw) for _ in range(steps)]
-
-
 OPTIMIZERS = {
     "sgd": (1, lambda params: torch.optim.SGD(params, lr=0.5)),
     "adam": (3, lambda params: torch.optim.Adam(params, lr=0.01)),
@@ -94,25 +86,16 @@ LAYOUTS = {  # how the dense parameters are distributed, and the tokens of each 
 }
 
 
-def train_process(group, rank, layout, optimizer, recompute, norm_type):
+def trained(group, rank, layout, optimizer, recompute, norm_type):
     """Returns the parameters after training, the bounds of the sharded ones, and the norms."""
     dense, counts = LAYOUTS[layout]
-    if dense == "mesh":
-        mesh = mesh_of(2, 2)
-        model = ThreeLayers(group, mesh, recompute)  # the last layers' experts are replicated
-        wrapped = parallelize(model, mesh)
-    else:
-        model = ThreeLayers(group, group, recompute)
-        wrapped = parallelize(model, group, dense=dense)
+    ranks = mesh_of(2, 2) if dense == "mesh" and group else group
+    model = ThreeLayers(group, ranks, recompute)  # on a mesh, the last experts are replicated
+    wrapped = model
+    if group is not None:
+        wrapped = parallelize(model, ranks, dense="fsdp" if dense == "fsdp" else "ddp")
     steps, make = OPTIMIZERS[optimizer]
-    optimizer = make(model.parameters())
-    norms = []
-    for batch in batches_of(counts, steps):
-        y, loss = wrapped(batch.split(counts)[rank])
-        (rank_weight(rank) * (y.square().sum() + loss)).backward()
-        norms.append(clip_grad_norm_(wrapped, 1.0, norm_type))
-        optimizer.step()
-        optimizer.zero_grad()
+    norms = train(wrapped, make(model.parameters()), counts, rank, steps, norm_type)
     params = {name: p.detach() for name, p in model.named_parameters()}
     params = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in params.items()}
     bounds = {name: entry.bounds for name, entry in expert_parameters(model).items()}
@@ -125,30 +108,16 @@ def train_process(group, rank, layout, optimizer, recompute, norm_type):
 )
 def test_training_equals_one_process(workers, layout, optimizer, recompute, norm_type):
     """The parameters, and the norms by which the gradients are clipped."""
+    expected, _, norms = trained(None, None, layout, optimizer, False, norm_type)
     _, counts = LAYOUTS[layout]
-    steps, make = OPTIMIZERS[optimizer]
-    model = ThreeLayers()
-    optimizer_of_all = make(model.parameters())
-    norms = []
-    for batch in batches_of(counts, steps):
-        y, loss = model(batch)
-        losses = [
-            rank_weight(rank) * (part.square().sum() + loss)
-            for rank, part in enumerate(y.split(counts))
-        ]
-        (sum(losses) / len(counts)).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type))
-        optimizer_of_all.step()
-        optimizer_of_all.zero_grad()
-
-    parts = workers.run(len(counts), train_process, layout, optimizer, recompute, norm_type)
+    parts = workers.run(len(counts), trained, layout, optimizer, recompute, norm_type)
     for params, bounds, norms_here in parts:
-        for norm, expected, first in zip(norms_here, norms, parts[0][2], strict=True):
-            assert_exact(norm, expected.detach())
+        for norm, wanted, first in zip(norms_here, norms, parts[0][2], strict=True):
+            assert_exact(norm, wanted)
             assert_same_bits(norm, first)  # all ranks decide alike
-        for name, expected in model.named_parameters():
+        for name, value in expected.items():
             first, last, _ = bounds.get(name, (0, None, None))
-            assert_exact(params[name], expected.detach()[first:last])
+            assert_exact(params[name], value[first:last])
 
 
 # Clipping
@@ -200,27 +169,19 @@ def test_clipping_other_types_and_ranks_without_experts(group, rank, dtype):
         assert grad.numel() == 0
 
 
-@pytest.mark.parametrize("num_experts", [1, 3])
-@on_ranks(2)
-def test_parameters_are_counted_on_every_rank(group, rank, num_experts):
-    """The first of two ranks has one expert more."""
-    sizes = (D, num_experts, 1)
-    expected = count_parameters(MoE(*sizes, hidden_sizes=[7]))
-    assert count_parameters(MoE(*sizes, hidden_sizes=[7], process_group=group)) == expected
-
-
 # Loss scaling
 
 
-def scaled_step(group, rank, bad_rank, as_mesh=False):
+def scaled_step(group, rank, bad_rank, as_mesh=False, idle_rank=None):
     layer = MoE(D, 2, 1, process_group=group)
     if as_mesh:
         group = DeviceMesh.from_group(group, "cpu")
     scaler = GradScaler("cpu", process_group=group, init_scale=8.0)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     before = layer.experts.weights[0].detach().clone()
-    for param in layer.parameters():
-        param.grad = torch.full_like(param, 8.0)
+    if rank != idle_rank:
+        for param in layer.parameters():
+            param.grad = torch.full_like(param, 8.0)
     if rank == bad_rank:
         layer.gate.w_gate.grad[0, 0] = math.nan
     scaler.scale(torch.zeros(()))
@@ -229,25 +190,16 @@ def scaled_step(group, rank, bad_rank, as_mesh=False):
     return before - layer.experts.weights[0].detach(), scaler.get_scale()
 
 
-@pytest.mark.parametrize("bad_rank, as_mesh", [(None, False), (0, True), (1, False)])
-def test_an_overflow_anywhere_skips_the_step_everywhere(workers, bad_rank, as_mesh):
+@pytest.mark.parametrize(
+    "bad_rank, as_mesh, idle_rank",
+    [(None, False, None), (0, True, None), (1, False, None), (1, False, 0)],
+)
+def test_an_overflow_anywhere_skips_the_step_everywhere(workers, bad_rank, as_mesh, idle_rank):
+    """Also if a rank has no gradients."""
     alone = scaled_step(None, 0, bad_rank and 0)
-    for change, scale in [alone, *workers.run(2, scaled_step, bad_rank, as_mesh)]:
+    for change, scale in [alone, *workers.run(2, scaled_step, bad_rank, as_mesh, idle_rank)]:
         torch.testing.assert_close(change, torch.full_like(change, float(bad_rank is None)))
         assert scale == (8 if bad_rank is None else 4)
-
-
-@on_ranks(2)
-def test_an_overflow_if_a_rank_has_no_gradients(group, rank):
-    layer = MoE(D, 2, 1, process_group=group)
-    scaler = GradScaler("cpu", process_group=group, init_scale=8.0)
-    optimizer = torch.optim.SGD(layer.experts.parameters(), lr=1.0)
-    if rank == 1:
-        layer.experts.weight_0.grad = torch.full_like(layer.experts.weight_0, math.inf)
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 4
 
 
 # Parameters without gradients
@@ -426,36 +378,17 @@ class Blocks(nn.Module):
         return x
 
 
-def checkpointed(group, rank, wrap, folder):
-    """Prepares, saves and loads layers in the wrapper of activation checkpointing."""
+@pytest.mark.parametrize("wrap", ["layer", "experts", "expert"])
+@on_ranks(2)
+def test_layers_in_the_wrapper_of_activation_checkpointing(group, rank, wrap):
+    """`parallelize` finds the experts: each rank keeps its own values."""
     model = Blocks(group, wrap)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parallelize(model, group)
-    after = model.state_dict()
     expert_names = [name for name in before if "experts" in name]
-    assert len(expert_names) == 2 + 4
+    assert len(expert_names) == len(expert_parameters(model)) == 2 + 4
     for name in expert_names:
-        assert_same_bits(after[name], before[name])
-    assert len(expert_parameters(model)) == len(expert_names)
-    full = full_state_dict(model, group)
-    Checkpoints(folder, group).save(1, model)
-    loaded = Blocks(group, wrap)
-    for param in loaded.parameters():
-        nn.init.zeros_(param)
-    Checkpoints(folder, group).load(loaded)
-    for name, value in loaded.state_dict().items():
-        assert_same_bits(value, after[name])
-    return full
-
-
-@pytest.mark.parametrize("wrap", ["", "layer", "experts", "expert"])
-def test_layers_in_the_wrapper_of_activation_checkpointing(workers, tmp_path, wrap):
-    full, _ = workers.run(2, checkpointed, wrap, tmp_path)
-    alone = Blocks(None, "")
-    Checkpoints(tmp_path).load(alone)
-    assert alone.state_dict().keys() == full.keys()
-    for name, value in alone.state_dict().items():
-        assert_same_bits(value, full[name])
+        assert_same_bits(model.state_dict()[name], before[name])
 
 
 def gradients_of_blocks(group, rank, wrap):
@@ -478,14 +411,6 @@ def test_gradients_of_a_model_in_the_wrapper_of_activation_checkpointing(workers
             assert_same_bits(grad, value)
 
 
-class RowExperts(Experts):
-    """Experts with a parameter that does not have one row for each expert."""
-
-    def __init__(self):
-        super().__init__(1, D)
-        self.weight = nn.Parameter(torch.ones(D, D))
-
-
 @on_ranks(4)
 def test_what_parallelize_refuses(group, rank):
     def layer(ranks, **options):
@@ -496,7 +421,7 @@ def test_what_parallelize_refuses(group, rank):
     with pytest.raises(
         ValueError, match=rf"experts\.weight must have one row for .*1.*, got \({D}"
     ):
-        parallelize(layer(group, experts=RowExperts()), group)
+        parallelize(layer(group, experts=RowExperts(1)), group)
     with pytest.raises(ValueError, match=r"^parallelize: process_group must have the ranks \[0, 1"):
         parallelize(layer(group), None)
     mixed = nn.ModuleList([layer(group), nn.Linear(D, D).bfloat16()])

@@ -6,7 +6,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from one_process import COUNTS, D, assert_equals_one_process, draw_parameters, sharing, tokens_of
+from one_process import (
+    COUNTS,
+    D,
+    assert_equals_one_process,
+    call,
+    draw_parameters,
+    sharing,
+    tokens_of,
+)
 from workers import on_ranks
 
 from moe_ext import Experts, HierarchicalMoE, MoE, TopKGate
@@ -20,10 +28,6 @@ def layer_of(options, process_group=None, **shared):
     given = {"num_experts": 7, "k": 3, "hidden_sizes": (5,)} | options
     layer = MoE(D, **sharing(process_group, given | shared))
     return draw_parameters(layer, but="experts.")
-
-
-def call(layer, x, part):
-    return layer(x)
 
 
 @pytest.mark.guarantee("Sharding does not change the result")

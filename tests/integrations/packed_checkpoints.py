@@ -4,6 +4,7 @@ import filecmp
 import importlib
 import json
 import re
+import shutil
 
 import gguf
 import torch
@@ -148,11 +149,15 @@ ARCHITECTURES = {
 }
 
 
-def write_gguf(path, model_type, kind, down=None, split_kv=False, num_tensors=0, **sizes):
+def write_gguf(
+    path, model_type, kind, down=None, split_kv=False, num_tensors=0, tied=None, **sizes
+):
     """Writes a GGUF file with gguf; returns the model with the dequantized weights in float32.
 
-    With num_tensors, there are several files of at most num_tensors tensors.
+    With num_tensors, there are several files of at most num_tensors tensors. With tied, the last
+    layer has the weight of the embedding, of this type.
     """
+    sizes["tie_word_embeddings"] = tied is not None
     if model_type == "qwen3_moe":
         sizes["norm_topk_prob"] = True  # as llama.cpp computes each of them
     model = tiny(model_type, "eager", **{**WIDE, **sizes}).eval()
@@ -197,6 +202,8 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, num_tensors=0,
     floats = {}
     for name, weight in model.state_dict().items():
         base, _, suffix = name.rpartition(".")
+        if tied is not None and base == "lm_head":
+            continue
         if ".experts." in name:
             layer = f"blk.{name.split('.')[2]}.ffn"
             bias = name.endswith("_bias")
@@ -227,6 +234,7 @@ def write_gguf(path, model_type, kind, down=None, split_kv=False, num_tensors=0,
                 suffix if names.get_name(base) else "bias" if suffix.endswith("bias") else "weight"
             )
             type = TYPES.Q8_0 if base.endswith("q_proj") and suffix == "weight" else TYPES.F32
+            type = tied if tied is not None and base.endswith("embed_tokens") else type
             flat = weight.flatten() if base.endswith("shared_expert_gate") else weight
             floats[name] = add(f"{target}.{suffix}", flat, type).view(weight.shape)
     writer.write_header_to_file()
@@ -240,9 +248,32 @@ def load(path, **options):
     return plug.load(path, **{"dtype": torch.float32, "quiet": True, **options})
 
 
+def config_for(model):
+    """Returns what `load` needs for a GGUF file, which describes all models but DeepSeek's."""
+    return model.config if "deepseek" in model.config.model_type else None
+
+
+def linear_layers(model):
+    """Returns the packed linear layers of a model, by their names."""
+    kind = plug.PackedLinear
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
 def logits_of(model):
     with torch.no_grad():
         return model(tokens()).logits
+
+
+def edited(folder, target, edit=lambda tensors: None, **config):
+    """Copies a checkpoint; a function edits the tensors, options change its configuration."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    for path in target.glob("*.safetensors"):
+        tensors = load_file(path)
+        edit(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+    described = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(described | config))
+    return target
 
 
 def files_of(folder):

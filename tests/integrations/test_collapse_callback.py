@@ -5,16 +5,11 @@ import warnings
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5.23")
-pytest.importorskip("accelerate")
+pytest.importorskip("transformers", minversion="5.23")
 
-from tiny_models import tiny, tokens  # noqa: E402
+from tiny_models import tiny, tokens, trainer  # noqa: E402
 
-from moe_ext.integrations.transformers import (  # noqa: E402
-    CollapseCallback,
-    balance,
-    experts_modules,
-)
+from moe_ext.integrations.transformers import CollapseCallback, balance, experts_modules  # noqa: E402
 
 NAME = "CollapseCallback: model.layers.1.mlp.experts"
 
@@ -28,28 +23,11 @@ def collapsed():
 
 def trained(model, folder, callback, num_rows=32, **options):
     """Trains three steps without a change of the weights; returns the warnings of the callback."""
-    rows = torch.randint(1, 48, (num_rows, 9), generator=torch.Generator().manual_seed(2))
-    usual = {
-        "max_steps": 3,
-        "per_device_train_batch_size": num_rows,
-        "learning_rate": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    data = [{"input_ids": ids, "labels": ids} for ids in rows]
-    trainer = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(str(folder), **usual | options),
-        train_dataset=data,
-        eval_dataset=data,
-        callbacks=[callback],
-    )
+    options = {"max_steps": 3, "learning_rate": 0.0} | options
+    options["per_device_train_batch_size"] = num_rows
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.train()
+        trainer(model, folder, num_rows, [callback], **options).train()
     texts = [str(w.message) for w in caught]
     return [text for text in texts if text.startswith("CollapseCallback: ")]
 

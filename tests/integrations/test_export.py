@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from assertions import MIB, assert_same_bits, peak_mib
+from expert_kinds import random_weight
 
-from moe_ext import add_lora
+from moe_ext import QuantizedExperts, add_lora
 from moe_ext.formats import quantize
 from moe_ext.lora import lora_experts, merge_lora
 
@@ -29,7 +30,9 @@ from packed_checkpoints import (  # noqa: E402
     TYPES,
     WIDE,
     compressed,
+    config_for,
     different_files,
+    edited,
     files_of,
     load,
     logits_of,
@@ -37,8 +40,8 @@ from packed_checkpoints import (  # noqa: E402
     write,
     write_gguf,
 )
-from safetensors.torch import load_file, save_file  # noqa: E402
-from tiny_models import error, tiny, tokens  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tiny_models import MODEL_TYPES, error, tiny, tokens  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
 
@@ -65,30 +68,10 @@ MODELS = {
             },
         },
     ),
-    "deepseek_v2": (
-        "deepseek_v2",
-        {
-            "first_k_dense_replace": 1,
-            "head_dim": 4,
-            "kv_lora_rank": 8,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 8,
-            "qk_nope_head_dim": 4,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
-        },
-    ),
+    "deepseek_v2": ("deepseek_v2", {**MODEL_TYPES["deepseek_v3"], "n_shared_experts": 1}),
     "deepseek_v3": ("deepseek_v3", {}),
 }
 LINEAR = ["q_proj", "o_proj", "q_b_proj"]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
 
 
 def save(model, path, *arguments, **options):
@@ -142,43 +125,35 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_floats(checkpoint, dtype, tmp_path):
-    """The loader of transformers gives the logits of the model with its adapters."""
-    _, model = checkpoint
+    """The loader of transformers gives the logits of the model with its adapters.
+
+    The names are those of the checkpoint. Each merged weight is rounded once.
+    """
+    folder, model = checkpoint
     name = str(dtype).removeprefix("torch.")
     save(model, tmp_path, name, shard_size=100_000)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     assert type(plain) is type(model) and not hasattr(plain, "hf_quantizer")
     assert {p.dtype for p in plain.parameters()} >= {dtype}
-    difference = error(logits_of(plain.float()), logits_of(model))
-    assert difference < (1e-5 if dtype == torch.float32 else 0.1)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["dtype"] == name and "quantization_config" not in config
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
     assert len([*tmp_path.glob("*.safetensors")]) > 1
-
-
-def test_each_weight_of_floats_is_rounded_once(checkpoint, tmp_path):
-    _, model = checkpoint
-    save(model, tmp_path, "bfloat16")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    packed = {re.sub(r"(_packed|_blocks)$", "", name) for name in names_of(folder)}
+    assert {*names_of(tmp_path)} == {
+        name for name in packed if not re.search("_scale|_scales|_shape$", name)
+    }
     for path, weights in merged_experts(model).items():
         module = plain.get_submodule(path)
-        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
-        for name, weight in zip(names, weights, strict=True):
-            actual = module.get_parameter(name)
+        parts = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+        for part, weight in zip(parts, weights, strict=True):
+            actual = module.get_parameter(part)
             actual = actual if module.is_transposed else actual.mT
-            assert torch.equal(actual, weight.bfloat16())
-    for name, weight in merged_linear(model).items():
-        assert error(plain.get_parameter(name), weight) < 2**-8
-
-
-def test_floats_have_the_names_of_the_checkpoint(checkpoint, tmp_path):
-    folder, model = checkpoint
-    save(model, tmp_path, "bfloat16")
-    names = [*names_of(tmp_path)]
-    packed = {re.sub(r"(_packed|_blocks)$", "", name) for name in names_of(folder)}
-    packed = {name for name in packed if not re.search("_scale|_scales|_shape$", name)}
-    assert {*names} == packed
+            assert torch.equal(actual, weight.to(dtype))
+    for path, weight in merged_linear(model).items():
+        assert error(plain.get_parameter(path), weight) < 2**-8
+    difference = error(logits_of(plain.float()), logits_of(model))
+    assert difference < (1e-5 if dtype == torch.float32 else 0.1)
 
 
 def names_of(folder):
@@ -308,20 +283,23 @@ def test_experts_without_a_change_keep_their_bytes(tmp_path):
     assert different_files(tmp_path / "model", tmp_path / "none") == []
 
 
+def merged_and_floats(folder, suffix, change):
+    """Changes scales of a checkpoint; returns the tensors of two ways to save it with adapters."""
+
+    def edit(tensors):
+        tensors |= {n: change(scales) for n, scales in tensors.items() if n.endswith(suffix)}
+
+    model = adapted(load(edited(folder, folder / "model", edit)))
+    save(model, folder / "merged", "merged")
+    save(model, folder / "floats", "float32")
+    return tensors_of(folder / "merged"), tensors_of(folder / "floats")
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.bfloat16])
 def test_scales_of_fp8_keep_their_dtype(dtype, tmp_path):
     """The codes are those of the weight divided by the rounded scales."""
-    write(tmp_path / "model", "qwen3_moe", "fp8", hidden_size=256, moe_intermediate_size=144)
-    for path in (tmp_path / "model").glob("*.safetensors"):
-        tensors = load_file(path)
-        for name in tensors:
-            if name.endswith("_scale_inv"):
-                tensors[name] = tensors[name].to(dtype)
-        save_file(tensors, path)
-    model = adapted(load(tmp_path / "model"))
-    save(model, tmp_path / "merged", "merged")
-    save(model, tmp_path / "floats", "float32")
-    actual, floats = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "floats")
+    write(tmp_path, "qwen3_moe", "fp8", hidden_size=256, moe_intermediate_size=144)
+    actual, floats = merged_and_floats(tmp_path, "_scale_inv", lambda scales: scales.to(dtype))
     names = [name for name in actual if name.endswith("_scale_inv") and ".experts." in name]
     for name in names:
         scales, weight = actual[name], floats[name.removesuffix("_scale_inv")]
@@ -336,17 +314,8 @@ def test_scales_of_fp8_keep_their_dtype(dtype, tmp_path):
 
 def test_one_scale_for_a_matrix(tmp_path):
     """Some files in FP8 have one scale for each matrix."""
-    write(tmp_path / "model", "qwen3_moe", "compressed_fp8")
-    for path in (tmp_path / "model").glob("*.safetensors"):
-        tensors = load_file(path)
-        for name in tensors:
-            if name.endswith("weight_scale"):
-                tensors[name] = tensors[name].amax().view(1)
-        save_file(tensors, path)
-    model = adapted(load(tmp_path / "model"))
-    save(model, tmp_path / "merged", "merged")
-    save(model, tmp_path / "floats", "float32")
-    actual, floats = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "floats")
+    write(tmp_path, "qwen3_moe", "compressed_fp8")
+    actual, floats = merged_and_floats(tmp_path, "weight_scale", lambda s: s.amax().view(1))
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
     scale = floats[name].abs().max() / 448
     assert torch.equal(actual[f"{name}_scale"], scale.view(1))
@@ -372,16 +341,12 @@ def test_a_changed_packed_weight_is_quantized_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", GGUF)
-def test_merged_and_unchanged_in_the_file_of_gguf(name, tmp_path):
+def test_merged_in_the_file_of_gguf(name, tmp_path):
     """Tensors with adapters are those of the package gguf for the merged weight, bit for bit."""
     model_type, kind, options = GGUF[name]
     (tmp_path / "old").mkdir()
     path = tmp_path / "old" / "model.gguf"
-    config = write_gguf(path, model_type, kind, **options).config
-    config = config if model_type == "deepseek_v3" else None
-    for dtype in (torch.float32, torch.bfloat16):
-        save(load(path, config=config, dtype=dtype), tmp_path / str(dtype))
-        assert different_files(tmp_path / "old", tmp_path / str(dtype)) == []
+    config = config_for(write_gguf(path, model_type, kind, **options))
     model = adapted(load(path, config=config))
     save(model, tmp_path / "merged", "merged")
     save(model, tmp_path / "floats.gguf", "gguf_f32")
@@ -404,11 +369,15 @@ def gguf_of(path):
     return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
 
-def test_experts_in_an_unknown_format_of_gguf_are_quantized_again(tmp_path):
+def test_experts_in_an_unknown_format_of_gguf(tmp_path, capsys):
+    """They fall back to floats, and are quantized again."""
     (tmp_path / "old").mkdir()
     path = tmp_path / "old" / "model.gguf"
-    write_gguf(path, "qwen3_moe", TYPES.Q8_0, down=TYPES.Q5_0)
-    model = load(path)
+    expected = write_gguf(path, "qwen3_moe", TYPES.Q8_0, down=TYPES.Q5_0)
+    model = load(path, quiet=False)
+    reason = "model.layers.0.mlp.experts and 1 more (its weights are Q5_0 in the file)"
+    assert reason in capsys.readouterr().err
+    assert error(logits_of(model), logits_of(expected)) < 1e-5
     save(model, tmp_path / "same")
     assert different_files(tmp_path / "old", tmp_path / "same") == []
     experts = model.model.layers[1].mlp.experts
@@ -430,13 +399,20 @@ def test_experts_in_an_unknown_format_of_gguf_are_quantized_again(tmp_path):
 
 def test_gguf_in_several_files(tmp_path):
     (tmp_path / "old").mkdir()
-    write_gguf(tmp_path / "old" / "model.gguf", "qwen3_moe", TYPES.Q8_0, num_tensors=10)
-    model = load(tmp_path / "old")
+    path = tmp_path / "old" / "model.gguf"
+    expected = write_gguf(path, "qwen3_moe", TYPES.Q8_0, num_tensors=10)
+    first, _, last = sorted(path.parent.iterdir())
+    assert (first.name, last.name) == ("model-00001-of-00003.gguf", "model-00003-of-00003.gguf")
+    model = load(first)
+    assert error(logits_of(model), logits_of(expected)) < 1e-5
     save(model, tmp_path / "same")
-    assert different_files(tmp_path / "old", tmp_path / "same") == []
-    adapted(model)
+    assert different_files(path.parent, tmp_path / "same") == []
+    model = adapted(load(path.parent))
     save(model, tmp_path / "merged", "merged")
     assert error(logits_of(load(tmp_path / "merged")), logits_of(model)) < 0.1
+    last.unlink()
+    with pytest.raises(FileNotFoundError, match=last.name):
+        load(path.parent)
 
 
 def small(name, format="gguf_q8_0"):
@@ -445,11 +421,6 @@ def small(name, format="gguf_q8_0"):
     model = tiny(model_type, **{**WIDE, **sizes}).eval()
     plug.quantize_experts(model, format, quiet=True)
     return model
-
-
-def config_for(model):
-    """Returns what `load` needs for a GGUF file, which describes all models but DeepSeek's."""
-    return model.config if "deepseek" in model.config.model_type else None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -601,8 +572,8 @@ SPLITS = {
 
 
 @pytest.fixture(params=SPLITS)
-def tokenizer(request):
-    """Returns the name of a rule of splitting, and a tokenizer with it."""
+def tokenizer(request, tmp_path):
+    """Returns the name of a rule of splitting, and a tokenizer with it, saved with a model."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[request.param]]
@@ -616,13 +587,13 @@ def tokenizer(request):
     own.train_from_iterator([TEXT] * 3, trainer)
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|end|>")
     wrapped.chat_template = "{{ messages[0]['content'] }}"
+    write(tmp_path / "model", "gpt_oss", "mxfp4", vocab_size=320)
+    wrapped.save_pretrained(tmp_path / "model")
     return request.param, wrapped
 
 
 def test_a_tokenizer_that_splits_in_another_way(tokenizer, tmp_path):
-    name, own = tokenizer
-    write(tmp_path / "model", "gpt_oss", "mxfp4", vocab_size=320)
-    own.save_pretrained(tmp_path / "model")
+    name, _ = tokenizer
     path = tmp_path / "model" / "tokenizer.json"
     described = json.loads(path.read_text())
     first = described["pre_tokenizer"]["pretokenizers"][0]
@@ -635,34 +606,30 @@ def test_a_tokenizer_that_splits_in_another_way(tokenizer, tmp_path):
     refused(message, load(tmp_path / "model"), tmp_path / "model.gguf", "gguf")
 
 
+def tokenizer_in(path):
+    fields = gguf.GGUFReader(path).fields
+    return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer")}
+
+
 def test_tokenizers_in_gguf(tokenizer, tmp_path, capsys):
     name, own = tokenizer
-    write(tmp_path / "model", "gpt_oss", "mxfp4", vocab_size=320)
-    own.save_pretrained(tmp_path / "model")
     plug.save(load(tmp_path / "model"), tmp_path / "model.gguf", "gguf")
     count = len(own.get_vocab())
     assert f"the tokenizer with {count} tokens ({name})" in capsys.readouterr().err
-    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
-    values = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer")}
+    values = tokenizer_in(tmp_path / "model.gguf")
     texts = values["tokenizer.ggml.tokens"]
-    assert (
-        len(texts) == 320 and {text: i for i, text in enumerate(texts[:count])} == own.get_vocab()
-    )
+    assert len(texts) == 320
+    assert {text: i for i, text in enumerate(texts[:count])} == own.get_vocab()
     assert values["tokenizer.ggml.token_type"][0] == gguf.TokenType.CONTROL
     assert {*values["tokenizer.ggml.token_type"][count:]} == {gguf.TokenType.UNUSED}
     assert values["tokenizer.ggml.eos_token_id"] == own.eos_token_id
     assert values["tokenizer.chat_template"] == own.chat_template
     save(load(tmp_path / "model.gguf"), tmp_path / "again.gguf", "gguf_q8_0")  # copies the fields
-    fields = gguf.GGUFReader(tmp_path / "again.gguf").fields
-    assert values == {
-        key: field.contents() for key, field in fields.items() if key.startswith("tokenizer")
-    }
+    assert tokenizer_in(tmp_path / "again.gguf") == values
 
 
 def test_llama_cpp_gives_the_tokens_of_the_tokenizer(tokenizer, tmp_path):
     _, own = tokenizer
-    write(tmp_path / "model", "gpt_oss", "mxfp4", vocab_size=320)
-    own.save_pretrained(tmp_path / "model")
     save(load(tmp_path / "model"), tmp_path / "model.gguf", "gguf")
     text = f"{TEXT}<|end|>"
     actual = llama_tokens(tmp_path / "model.gguf", text)
@@ -670,7 +637,10 @@ def test_llama_cpp_gives_the_tokens_of_the_tokenizer(tokenizer, tmp_path):
 
 
 def test_gguf_needs_the_package(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0)
     monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match="load: GGUF files need gguf .pip install gguf"):
+        load(tmp_path)
     for format in ("gguf", "gguf_adapter"):
         with pytest.raises(ImportError, match="save: GGUF files need gguf .pip install gguf"):
             save(adapted(small("gpt_oss")), tmp_path / "model.gguf", format)
@@ -735,32 +705,21 @@ def test_what_a_format_cannot_hold(tmp_path):
 
 def test_formats_without_a_rule_of_rounding(tmp_path):
     """Q4_K stays as it is, and cannot have merged adapters."""
-    from moe_ext import QuantizedExperts
-    from moe_ext.formats import PackedWeight
-
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "norm_topk_prob": True}
     model = tiny("qwen3_moe", **sizes).eval()
     plug.quantize_experts(model, "gguf_q8_0", quiet=True)
     for module in plug.experts_modules(model).values():
-        shapes = [(6, 512), (6, 256)]
-        weights = [
-            PackedWeight.pack(
-                torch.zeros(*shape, 144, dtype=torch.uint8).random_(0, 16), format="gguf_q4_k"
-            )
-            for shape in shapes
-        ]
+        weights = [random_weight("gguf_q4_k", 6, outputs) for outputs in (512, 256)]
         module.packed = QuantizedExperts(weights, activation="swiglu")
     path = tmp_path / "old" / "model.gguf"
     save(model, path, "gguf")
     loaded = load(path)
-    assert {m.packed.weights[0].format for m in plug.experts_modules(loaded).values()} == {
-        "gguf_q4_k"
-    }
+    modules = plug.experts_modules(loaded).values()
+    assert {module.packed.weights[0].format for module in modules} == {"gguf_q4_k"}
     assert error(logits_of(loaded), logits_of(model)) < 1e-5
     adapted(loaded)
-    refused(
-        "must have no adapters, because gguf_q4_k has no rule", loaded, tmp_path / "a.gguf", "gguf"
-    )
+    rule = "must have no adapters, because gguf_q4_k has no rule"
+    refused(rule, loaded, tmp_path / "a.gguf", "gguf")
     message = "experts cannot be written in gguf_q4_k: format must be one of fp8, "
     with pytest.raises(ValueError, match=message):
         save(loaded, tmp_path / "merged", "merged")

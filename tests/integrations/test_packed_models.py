@@ -4,7 +4,6 @@ import copy
 import errno
 import importlib
 import io
-import json
 import pickle
 import re
 import shutil
@@ -22,29 +21,31 @@ from packed_checkpoints import (  # noqa: E402
     CHECKPOINTS,
     GGUF,
     TYPES,
+    config_for,
     different_files,
+    edited,
+    linear_layers,
     load,
     logits_of,
     write,
     write_gguf,
 )
-from tiny_models import error, tiny, tokens  # noqa: E402
+from tiny_models import error, tiny, tokens, trainer  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+@pytest.fixture(scope="module", params=[*CHECKPOINTS, *(f"gguf {name}" for name in GGUF)])
 def checkpoint(request, tmp_path_factory):
-    """Returns a folder and the dequantized model."""
-    folder = tmp_path_factory.mktemp(request.param)
-    model_type, kind, sizes = CHECKPOINTS[request.param]
-    return folder, write(folder, model_type, kind, **sizes)
+    """Returns a folder, its checkpoint (a file or the folder) and the dequantized model."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    if request.param in CHECKPOINTS:
+        model_type, kind, sizes = CHECKPOINTS[request.param]
+        (folder / "tokenizer.json").write_text("{}")
+        return folder, folder, write(folder, model_type, kind, **sizes)
+    model_type, kind, options = GGUF[request.param.removeprefix("gguf ")]
+    path = folder / "model.gguf"
+    return folder, path, write_gguf(path, model_type, kind, **options)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +58,27 @@ def packed_experts(model):
     return [module.packed for module in plug.experts_modules(model).values()]
 
 
-def test_logits_are_those_of_the_dequantized_model(checkpoint):
-    folder, expected = checkpoint
-    model = load(folder)
+# These checkpoints have packed experts alone.
+EXPERTS_ALONE = "mxfp4", "gguf deepseek", "gguf deepseek_with_two_parts_of_kv_b"
+
+
+@pytest.mark.parametrize("packed_linear", [False, True])
+def test_values_and_unchanged_files(checkpoint, packed_linear, tmp_path, request):
+    """Logits are those of the dequantized model; saved files have the bytes of those loaded."""
+    folder, path, expected = checkpoint
+    config = config_for(expected) if path.is_file() else None
+    options = {"config": config, "packed_linear": packed_linear}
+    model = load(path, **options)
     assert all(isinstance(experts, QuantizedExperts) for experts in packed_experts(model))
+    has_linear = request.node.callspec.params["checkpoint"] not in EXPERTS_ALONE
+    assert bool(linear_layers(model)) == (packed_linear and has_linear)
+    for name, layer in linear_layers(model).items():
+        assert torch.equal(layer.weight, expected.get_parameter(f"{name}.weight"))
     assert error(logits_of(model), logits_of(expected)) < 1e-5
     assert count_parameters(model) == count_parameters(expected)
+    for dtype in (torch.float32, torch.bfloat16):
+        plug.save(load(path, dtype=dtype, **options), tmp_path / str(dtype))
+        assert different_files(folder, tmp_path / str(dtype)) == []
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_of_deepseek", "int4", "mxfp4"])
@@ -73,39 +89,20 @@ def test_logits_are_those_of_the_loader_of_transformers(name, tmp_path):
     assert error(logits_of(load(tmp_path)), logits_of(expected)) < 1e-5
 
 
-@pytest.mark.parametrize("name", GGUF)
-def test_gguf(name, tmp_path):
-    model_type, kind, options = GGUF[name]
-    expected = write_gguf(tmp_path / "model.gguf", model_type, kind, **options)
-    config = expected.config if model_type == "deepseek_v3" else None
-    model = load(tmp_path, config=config)
-    assert all(isinstance(experts, QuantizedExperts) for experts in packed_experts(model))
-    assert error(logits_of(model), logits_of(expected)) < 1e-5
-
-
-def test_unchanged_files_have_the_same_bytes(checkpoint, tmp_path):
-    folder, _ = checkpoint
-    (folder / "tokenizer.json").write_text("{}")
-    for dtype in (torch.float32, torch.bfloat16):
-        plug.save(load(folder, dtype=dtype), tmp_path / "saved")
-        assert different_files(folder, tmp_path / "saved") == []
-
-
-def test_copies(fp8, tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy.deepcopy,
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: plug.quantize_experts(model, "mxfp4") or model,  # they are packed already
+    ],
+)
+def test_copies(change, fp8, tmp_path):
     folder, _ = fp8
     model = load(folder)
-    for i, copied in enumerate((copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
-        assert torch.equal(logits_of(copied), logits_of(model))
-        plug.save(copied, tmp_path / str(i))
-        assert different_files(folder, tmp_path / str(i)) == []
-
-
-def test_quantize_experts_leaves_packed_experts(fp8, tmp_path):
-    folder, _ = fp8
-    model = load(folder)
-    logits = logits_of(model)
-    plug.quantize_experts(model, "mxfp4")
-    assert torch.equal(logits_of(model), logits)
+    expected = logits_of(model)
+    model = change(model)
+    assert torch.equal(logits_of(model), expected)
     plug.save(model, tmp_path / "saved")
     assert different_files(folder, tmp_path / "saved") == []
 
@@ -164,14 +161,6 @@ def test_the_error_of_a_full_disk_has_the_free_bytes(format, fp8, tmp_path, monk
     )
 
 
-def test_an_unknown_format_of_gguf_falls_back(tmp_path, capsys):
-    expected = write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0, down=TYPES.Q5_0)
-    model = load(tmp_path / "model.gguf", quiet=False)
-    reason = "model.layers.0.mlp.experts and 1 more (its weights are Q5_0 in the file)"
-    assert reason in capsys.readouterr().err
-    assert error(logits_of(model), logits_of(expected)) < 1e-5
-
-
 def test_a_float_checkpoint_falls_back(tmp_path, capsys):
     expected = tiny()
     expected.save_pretrained(tmp_path)
@@ -181,18 +170,12 @@ def test_a_float_checkpoint_falls_back(tmp_path, capsys):
 
 
 def test_the_line_says_what_happened(fp8, tmp_path, capsys):
-    folder = tmp_path / "copy"
-    shutil.copytree(fp8[0], folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    model = load(folder, quiet=False)
+    model = load(edited(fp8[0], tmp_path, num_hidden_layers=1), quiet=False)
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line == plug.describe(model)
     assert line.startswith("Qwen3MoeForCausalLM: 1 layer of 6 experts; packed: 1 in fp8 (")
-    assert (
-        "; not packed: none; not used: 27 tensors of the checkpoint, such as model.layers.1."
-        in (line)
-    )
+    not_used = "not used: 27 tensors of the checkpoint, such as model.layers.1."
+    assert f"; not packed: none; {not_used}" in line
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert f"; trained: {trained:,} parameters;" in line
 
@@ -264,7 +247,7 @@ def test_exponents_as_scales_of_fp8(fp8, tmp_path):
 
     logits = []
     for dtype in (torch.float8_e8m0fnu, torch.uint8):
-        folder = edited(fp8, tmp_path / str(dtype), exponents(dtype))
+        folder = edited(fp8[0], tmp_path / str(dtype) / "edited", exponents(dtype))
         model = load(folder)
         logits.append(logits_of(model))
         plug.save(model, tmp_path / str(dtype) / "saved")
@@ -335,11 +318,7 @@ def test_trainer_trains_the_dense_weights(fp8, tmp_path):
     folder, _ = fp8
     model = load(folder)
     before = copy.deepcopy(model.state_dict())
-    arguments = transformers.TrainingArguments(
-        tmp_path, max_steps=1, report_to="none", use_cpu=True, save_strategy="no"
-    )
-    rows = [{"input_ids": row, "labels": row} for row in tokens()]
-    transformers.Trainer(model, arguments, train_dataset=rows).train()
+    trainer(model, tmp_path, max_steps=1).train()
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) == (".packed." in name), name
 
@@ -462,19 +441,6 @@ def test_the_advice_of_a_memory_plan_fits(fp8):
 # Hostile files
 
 
-def edited(fp8, tmp_path, edit):
-    """Returns a copy of a checkpoint whose tensors a function has edited."""
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "edited"
-    shutil.copytree(fp8[0], folder)
-    for path in folder.glob("*.safetensors"):
-        tensors = load_file(path)
-        edit(tensors)
-        save_file(tensors, path, metadata={"format": "pt"})
-    return folder
-
-
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 DENSE = "model.layers.1.input_layernorm.weight"
 HOSTILE = {
@@ -521,7 +487,7 @@ HOSTILE = {
 def test_wrong_tensors(name, fp8, tmp_path):
     edit, message = HOSTILE[name]
     with pytest.raises(ValueError) as raised:
-        load(edited(fp8, tmp_path, edit))
+        load(edited(fp8[0], tmp_path, edit))
     assert message in str(raised.value)
 
 
@@ -540,10 +506,7 @@ def test_wrong_tensors(name, fp8, tmp_path):
     ],
 )
 def test_unknown_quantization(quantization, message, fp8, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(fp8[0], folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    folder = edited(fp8[0], tmp_path, quantization_config=quantization)
     with pytest.raises(ValueError, match=message):
         load(folder)
 
@@ -569,7 +532,7 @@ def test_incomplete_files(fp8, tmp_path):
         load(tmp_path / "none")
 
 
-def test_incomplete_gguf_files(tmp_path):
+def test_incomplete_and_unknown_gguf_files(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, "qwen3_moe", TYPES.Q8_0)
     content = path.read_bytes()
@@ -580,30 +543,7 @@ def test_incomplete_gguf_files(tmp_path):
     path.write_bytes(b"GGML" + content[4:])
     with pytest.raises(ValueError, match="is not a complete GGUF file: GGUF magic invalid"):
         load(path)
-
-
-def test_gguf_in_several_files(tmp_path):
-    expected = write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0, num_tensors=10)
-    files = sorted(tmp_path.iterdir())
-    assert [path.name for path in files][:2] == [f"model-0000{i}-of-00003.gguf" for i in (1, 2)]
-    for path in (tmp_path, files[0]):
-        assert error(logits_of(load(path)), logits_of(expected)) < 1e-5
-    files[2].unlink()
-    with pytest.raises(FileNotFoundError, match="model-00003-of-00003.gguf"):
-        load(tmp_path)
-
-
-def test_gguf_needs_the_package(tmp_path, monkeypatch):
-    write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match="load: GGUF files need gguf .pip install gguf"):
-        load(tmp_path)
-
-
-def test_gguf_of_an_unknown_architecture(tmp_path):
-    path = tmp_path / "model.gguf"
-    write_gguf(path, "qwen3_moe", TYPES.Q8_0)
-    path.write_bytes(path.read_bytes().replace(b"qwen3moe", b"qwen4moe"))
+    path.write_bytes(content.replace(b"qwen3moe", b"qwen4moe"))
     with pytest.raises(ValueError, match="architecture of a GGUF file must be one of gpt-oss, "):
         load(path)
 
@@ -631,42 +571,32 @@ def with_tokenizer(fp8, tmp_path):
     return folder
 
 
-def test_chat(with_tokenizer, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "template", [None, "{% for m in messages %}{{ m['content'] }}{% endfor %}"]
+)
+def test_chat(template, with_tokenizer, monkeypatch, capsys):
+    """With a template, the second question comes after the first answer."""
     chat = importlib.import_module("moe_ext.chat")
+    if template is not None:
+        (with_tokenizer / "chat_template.jinja").write_text(template)
     monkeypatch.setattr("sys.stdin", io.StringIO("\nBCD\nEF\n"))
     assert chat.main([str(with_tokenizer), "--tokens", "5"]) == 0
     output = capsys.readouterr()
-    assert "integer arithmetic: 0 of 2 packed layers" in output.err  # FP8 has none
+    assert "integer arithmetic: 0 of 10 packed layers" in output.err  # FP8 has none
     model = load(with_tokenizer, dtype=torch.bfloat16)
-    for prompt, line in zip(["BCD", "EF"], output.out.splitlines(), strict=True):
+    first, second = output.out.splitlines()
+    for prompt, line in (("BCD", first), ("EF" if template is None else f"BCD{first}EF", second)):
         ids = torch.tensor([[ord(letter) - ord("A") for letter in prompt]])
         answer = model.generate(ids, max_new_tokens=5, do_sample=False)[0, len(prompt) :]
         assert line == "".join(chr(ord("A") + int(i)) for i in answer)
-    assert re.findall(r"\[(\d) tokens; prompt: .* tokens/s, answer: .* tokens/s\]", output.err) == [
-        "5",
-        "5",
-    ]
-
-
-def test_chat_uses_the_template(with_tokenizer, monkeypatch, capsys):
-    """The second question comes after the first answer."""
-    chat = importlib.import_module("moe_ext.chat")
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    (with_tokenizer / "chat_template.jinja").write_text(template)
-    monkeypatch.setattr("sys.stdin", io.StringIO("BCD\nEF\n"))
-    assert chat.main([str(with_tokenizer), "--tokens", "5"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    model = load(with_tokenizer, dtype=torch.bfloat16)
-    prompt = f"BCD{first}EF"
-    ids = torch.tensor([[ord(letter) - ord("A") for letter in prompt]])
-    answer = model.generate(ids, max_new_tokens=5, do_sample=False)[0, len(prompt) :]
-    assert second == "".join(chr(ord("A") + int(i)) for i in answer)
+    counts = re.findall(r"\[(\d) tokens; prompt: .* tokens/s, answer: .* tokens/s\]", output.err)
+    assert counts == ["5", "5"]
 
 
 def test_integer_arithmetic(fp8, tmp_path, capsys):
     chat = importlib.import_module("moe_ext.chat")
     folder, _ = fp8
-    with pytest.raises(ValueError, match="^load: arithmetic must be exact for experts in fp8"):
+    with pytest.raises(ValueError, match="^load: arithmetic must be exact for weights in fp8"):
         load(folder, arithmetic="integer")
     write(tmp_path, "gpt_oss", "mxfp4")
     model, exact = load(tmp_path, arithmetic="integer"), load(tmp_path)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 import warnings
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from assertions import assert_all_same_bits, assert_same_bits
 from optional import Optional
+from pairwise import pairwise
 from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from moe_ext import FeedForwardExperts, add_lora, ops
+from moe_ext import FeedForwardExperts, add_lora
 from moe_ext.integrations import transformers as integration
 from moe_ext.lora import disable_lora, lora_experts
 
@@ -33,7 +35,7 @@ def plugged():
 def config(layers=LAYERS, **options):
     names = [f"mlp.experts.{layer}" for layer in layers]
     options = {"r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
-    return peft.LoraConfig(target_modules=[], target_parameters=names, **options)
+    return peft.LoraConfig(**{"target_modules": [], "target_parameters": names} | options)
 
 
 def adapted(model, seed=4, **options):
@@ -82,38 +84,42 @@ def test_equals_peft(model_type, formed):
     assert error(actual["logits"], losses_of(tiny(model_type))["logits"]) > 1e-3  # they are in use
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"layers": LAYERS[:1]}, {"layers": LAYERS[1:]}, {"use_rslora": True, "lora_alpha": 3}],
-    ids=["gate_up_proj", "down_proj", "rslora"],
-)
+OPTIONS = {
+    "gate_up_proj": {"layers": LAYERS[:1]},
+    "down_proj": {"layers": LAYERS[1:]},
+    "rslora": {"use_rslora": True, "lora_alpha": 3},
+    "attention too": {"target_modules": ["q_proj", "v_proj"]},
+}
+
+
+def several_adapters(model):
+    model.add_adapter("second", config(r=3, lora_alpha=5))
+    model.base_model.set_adapter(["default", "second"])
+
+
+def activation_checkpointing(model):
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+CHANGES = {
+    "several adapters": several_adapters,
+    "trained weights of the base": lambda model: model.requires_grad_(),
+    "activation checkpointing": activation_checkpointing,
+}
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, *CHANGES])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_options(model_type, options, formed):
-    compare(lambda name: adapted(tiny(model_type, name), **options), formed)
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_several_adapters(model_type, formed):
     def make(name):
-        model = adapted(tiny(model_type, name))
-        model.add_adapter("second", config(r=3, lora_alpha=5))
-        model.base_model.set_adapter(["default", "second"])
+        model = adapted(tiny(model_type, name), **OPTIONS.get(options, {}))
+        CHANGES.get(options, lambda model: None)(model)
         return model
 
-    compare(make, formed)
-
-
-def test_trained_weights(formed):
-    """The weights of the base get gradients too."""
-
-    def make(name):
-        model = adapted(tiny("qwen3_moe", name))
-        for p in model.parameters():
-            p.requires_grad_()
-        return model
-
-    actual = compare(make, formed)
-    assert any(name.endswith("gate_up_proj") and v is not None for name, v in actual.items())
+    gradients = compare(make, formed)
+    if options == "trained weights of the base":
+        assert all(g is not None for name, g in gradients.items() if name.endswith(tuple(LAYERS)))
 
 
 def test_half_precision(formed):
@@ -148,17 +154,8 @@ def test_disabled_and_merged_adapters(formed):
     assert error(logits(model), expected) < 1e-5
     model.unmerge_adapter()
     assert error(logits(model), expected) < 1e-5
+    assert error(logits(model.merge_and_unload()), expected) < 1e-5
     assert not formed
-
-
-def test_activation_checkpointing(formed):
-    def make(name):
-        model = adapted(tiny("qwen3_moe", name)).train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-        return model
-
-    compare(make, formed)
 
 
 def test_compile(formed):
@@ -331,142 +328,91 @@ def test_other_models_are_not_changed(formed):
 # Files
 
 
-class Bridge(nn.Module):
-    """The experts of transformers as those of moe_ext, with the signature of the former."""
-
-    _apply_gate = None
-
-    def __init__(self, module):
-        super().__init__()
-        self.num_experts, self.config = module.num_experts, module.config
-        gated = "interleaved_clamped_swiglu" if module.has_bias else "swiglu"
-        weights = [getattr(module, name).detach() for name in LAYERS]
-        weights = [w if module.is_transposed else w.mT for w in weights]
-        num_experts, d_model, width = weights[0].shape
-        experts = FeedForwardExperts(
-            num_experts,
-            d_model,
-            [width // 2],
-            activation=gated,
-            activation_args=(7, 1.702, 1) if module.has_bias else None,
-            bias=module.has_bias,
-        )
-        values = [*weights, *(getattr(module, f"{n}_bias") for n in LAYERS if module.has_bias)]
-        with torch.no_grad():
-            for own, value in zip(experts.parameters(), values, strict=True):
-                own.copy_(value)
-        self.packed = experts
-
-    def forward(self, x, index, gates):
-        plan = ops.dispatch_plan(index, self.num_experts)
-        return self.packed(x, plan.offsets, inverse=plan.inverse, gates=gates)
-
-
 def bridged(model_type, packed=False):
     """Returns a model with the experts of moe_ext, and one of transformers with their values."""
     model, twin = (tiny(model_type).eval().requires_grad_(False) for _ in range(2))
-    if packed:
-        integration.quantize_experts(model, "int8", quiet=True)
-    for layer, twin_layer in zip(model.model.layers, twin.model.layers, strict=True):
-        if not hasattr(layer.mlp, "experts"):  # a dense layer
-            continue
-        last = twin_layer.mlp.experts
+    integration.quantize_experts(model, "int8", quiet=True)
+    for path, module in integration.experts_modules(model).items():
+        dequantized, last = module.packed.dequantize(), twin.get_submodule(path)
+        with torch.no_grad():
+            for name, weight in zip(LAYERS, dequantized.weights, strict=True):
+                getattr(last, name).copy_(weight if last.is_transposed else weight.mT)
         if not packed:
-            layer.mlp.experts = Bridge(layer.mlp.experts)
-        else:
-            dequantized = layer.mlp.experts.packed.dequantize()
-            with torch.no_grad():
-                for name, weight in zip(LAYERS, dequantized.weights, strict=True):
-                    getattr(last, name).copy_(weight if last.is_transposed else weight.mT)
+            module.packed = dequantized
     return model, twin
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"layers": LAYERS[1:], "use_rslora": True}])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_files_of_peft(model_type, options, packed, tmp_path):
+LINEAR = ["q_proj", "o_proj", "q_b_proj"]
+RANDOM_NAMES = re.compile(r"\.adapters\.|lora_")
+
+
+def assert_same_files(folder, second):
+    peer, own = (peft.utils.load_peft_weights(str(path)) for path in (folder, second))
+    assert peer.keys() == own.keys()
+    assert_all_same_bits([own[name] for name in peer], peer.values())
+
+
+@pairwise(
+    model_type=["qwen3_moe", "gpt_oss", "deepseek_v3"],
+    change=["none", "down_proj", "rslora"],
+    packed=[False, True],
+    linear=[False, True],
+)
+def test_files_of_peft(model_type, change, packed, linear, tmp_path):
+    """PEFT's adapters of experts, and of attention, are loaded and saved again."""
+    options = {"target_modules": LINEAR} if linear else {}
     model, twin = bridged(model_type, packed)
     assert error(logits(model), logits(twin)) < 1e-5
-    saved = adapted(twin, **options)
-    saved.save_pretrained(tmp_path)
-    report = integration_of_peft.load_adapter(model, tmp_path, "theirs")
-    assert report.experts == tuple(lora_experts(model)) and not report.skipped
-    assert error(logits(model), logits(saved)) < 1e-5
-    with disable_lora(model), saved.disable_adapter():
-        assert error(logits(model), logits(saved)) < 1e-5
-    assert error(logits(saved), logits(bridged(model_type, packed)[1])) > 1e-3
-    # The file that we write has the same tensors.
-    integration_of_peft.save_adapter(model, tmp_path / "ours", "theirs", task_type="CAUSAL_LM")
-    peer, own = (peft.utils.load_peft_weights(str(f)) for f in (tmp_path, tmp_path / "ours"))
-    assert peer.keys() == own.keys()
-    assert_all_same_bits([own[name] for name in peer], peer.values())
-
-
-@pytest.mark.parametrize("options", [{}, {"layers": [0]}, {"rslora": True, "shared_a": True}])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_our_files_in_peft(model_type, options, tmp_path):
-    model, twin = bridged(model_type)
-    add_lora(model, 3, 6, **options)
-    for name, param in model.named_parameters():
-        if ".adapters." in name:
-            nn.init.normal_(param, std=0.3)
-    integration_of_peft.save_adapter(model, tmp_path)
-    loaded = peft.PeftModel.from_pretrained(twin, tmp_path)
-    assert error(logits(loaded), logits(model)) < 1e-5
-    assert error(logits(loaded), logits(bridged(model_type)[1])) > 1e-3
-    again = bridged(model_type)[0]
-    integration_of_peft.load_adapter(again, tmp_path)
-    assert_same_bits(logits(again), logits(model))
-
-
-LINEAR = ["q_proj", "o_proj", "q_b_proj"]
-
-
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_files_with_attention(model_type, options, tmp_path):
-    """PEFT's adapters of experts and of attention, loaded around packed experts and saved again."""
-    model, twin = bridged(model_type, packed=True)
-    names = [f"mlp.experts.{layer}" for layer in LAYERS]
-    options = {"r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
-    torch.manual_seed(4)
-    described = peft.LoraConfig(target_modules=LINEAR, target_parameters=names, **options)
-    saved = peft.get_peft_model(twin, described)
+    saved = adapted(twin, **OPTIONS.get(change, {}), **options)
     saved.save_pretrained(tmp_path / "theirs")
     report = integration_of_peft.load_adapter(model, tmp_path / "theirs", "theirs")
+    assert report.experts == tuple(lora_experts(model)) and not report.skipped
     assert error(logits(model), logits(saved)) < 1e-5
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert trained and all("lora_" in name or ".adapters." in name for name in trained)
-    linear = sum(p.numel() for name, p in saved.named_parameters() if "attn" in name)
-    linear -= sum(
-        p.numel() for name, p in bridged(model_type)[1].named_parameters() if "attn" in name
-    )
-    assert report.trained[""] == linear > 0
+    plain = logits(bridged(model_type, packed)[1])
+    assert error(logits(saved), plain) > 1e-3
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(RANDOM_NAMES.search(name) for name in trained)
+    attention = sum(number for name, number in trained.items() if "attn" in name)
+    assert report.trained.get("", 0) == attention and (attention > 0) == linear
+    if not linear:
+        with disable_lora(model):
+            assert error(logits(model), plain) < 1e-5
+    # The file that we write has the same tensors.
     integration_of_peft.save_adapter(model, tmp_path / "ours", "theirs", task_type="CAUSAL_LM")
-    peer, own = (peft.utils.load_peft_weights(str(tmp_path / name)) for name in ("theirs", "ours"))
-    assert peer.keys() == own.keys()
-    assert_all_same_bits([own[name] for name in peer], peer.values())
-    loaded = peft.PeftModel.from_pretrained(bridged(model_type, packed=True)[1], tmp_path / "ours")
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+    loaded = peft.PeftModel.from_pretrained(bridged(model_type, packed)[1], tmp_path / "ours")
     assert error(logits(loaded), logits(saved)) < 1e-5
 
 
-@pytest.mark.parametrize("wrap", [False, True])
-def test_our_files_with_attention(wrap, tmp_path):
-    """`add_lora` on packed experts and PEFT on attention, with PEFT's wrapper and without."""
-    model, twin = bridged("qwen3_moe", packed=True)
-    described = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"])
-    whole = peft.get_peft_model(model, described) if wrap else model
-    if not wrap:
+@pytest.mark.parametrize(
+    "model_type, linear, options",
+    [
+        ("qwen3_moe", None, {}),
+        ("gpt_oss", None, {"layers": [0]}),
+        ("qwen3_moe", None, {"rslora": True, "shared_a": True}),
+        ("gpt_oss", None, {"rslora": True, "shared_a": True}),
+        ("qwen3_moe", "wrapped", {"train_rest": True}),
+        ("qwen3_moe", "injected", {"train_rest": True}),
+    ],
+)
+def test_our_files_in_peft(model_type, linear, options, tmp_path):
+    """`add_lora` on experts, and PEFT on attention, with PEFT's wrapper or without."""
+    packed = linear is not None
+    model, twin = bridged(model_type, packed)
+    whole, described = model, peft.LoraConfig(r=3, lora_alpha=6, target_modules=LINEAR)
+    if linear == "wrapped":
+        whole = peft.get_peft_model(model, described)
+    elif linear == "injected":
         peft.inject_adapter_in_model(described, model)
-    add_lora(model, 3, 6, train_rest=True)
+    add_lora(model, 3, 6, **options)
     for name, param in model.named_parameters():
-        if ".adapters." in name or "lora_" in name:
+        if RANDOM_NAMES.search(name):
             nn.init.normal_(param, std=0.3)
     integration_of_peft.save_adapter(whole, tmp_path)
     loaded = peft.PeftModel.from_pretrained(twin, tmp_path)
     assert error(logits(loaded), logits(model)) < 1e-5
-    assert error(logits(loaded), logits(bridged("qwen3_moe", packed=True)[1])) > 1e-3
-    again = bridged("qwen3_moe", packed=True)[0]
+    assert error(logits(loaded), logits(bridged(model_type, packed)[1])) > 1e-3
+    again = bridged(model_type, packed)[0]
     integration_of_peft.load_adapter(again, tmp_path)
     assert_same_bits(logits(again), logits(model))
 
@@ -551,10 +497,7 @@ def test_a_file_of_more_experts(tmp_path, monkeypatch):
 
 def test_tensors_without_a_place(tmp_path):
     """None is left out silently."""
-    model = tiny("qwen3_moe")
-    names = [f"mlp.experts.{layer}" for layer in LAYERS]
-    options = peft.LoraConfig(target_modules=["embed_tokens"], target_parameters=names)
-    peft.get_peft_model(model, options).save_pretrained(tmp_path)
+    adapted(tiny("qwen3_moe"), target_modules=["embed_tokens"]).save_pretrained(tmp_path)
     rule = "must have tensors of the experts at model.layers.0.mlp.experts, "
     with pytest.raises(ValueError, match=rf"^load_adapter: folder {rule}.*model.embed_tokens"):
         integration_of_peft.load_adapter(bridged("qwen3_moe")[0], tmp_path)

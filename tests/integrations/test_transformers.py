@@ -143,7 +143,7 @@ def assert_equal_to_eager(experts, x, index, gates, tolerance=1e-10):
 
 
 @pytest.fixture(autouse=True)
-def quiet():
+def no_warnings():
     """Hides the warnings of modules that fall back."""
     plug._warnings.clear()
     with warnings.catch_warnings():

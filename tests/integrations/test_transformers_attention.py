@@ -9,11 +9,10 @@ from assertions import assert_same_bits
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from packed_checkpoints import load, write  # noqa: E402
-from tiny_models import error, tiny, tokens  # noqa: E402
+from tiny_models import PADDED, error, tiny, tokens  # noqa: E402
 
 attention = importlib.import_module("moe_ext.integrations._transformers_attention")
 
-PADDED = torch.tensor([[0, 0, 0, 5, 7, 11], [1, 2, 3, 4, 5, 6]])  # padding at the left
 CASES = {
     "dynamic": {},
     "static": {"cache_implementation": "static"},
@@ -23,8 +22,7 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def quiet():
-    transformers.utils.logging.set_verbosity_error()
+def fresh_compiler():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

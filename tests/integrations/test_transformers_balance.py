@@ -7,36 +7,25 @@ import pytest
 import reference as ref
 import torch
 
-from moe_ext.integrations.transformers import ModelBalance, balance, experts_modules
+pytest.importorskip("transformers", minversion="5.23")
 
-transformers = pytest.importorskip("transformers")
+from tiny_models import tiny  # noqa: E402
 
-E, K, LAYERS, VOCABULARY = 6, 2, 2, 50
-SIZES = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=16,
-    intermediate_size=8,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    num_experts_per_tok=K,
-    max_position_embeddings=64,
+from moe_ext.integrations.transformers import (  # noqa: E402
+    ModelBalance,
+    balance,
+    experts_modules,
 )
-KINDS = {
-    "Mixtral": dict(num_local_experts=E),
-    "Qwen3Moe": dict(num_experts=E, moe_intermediate_size=8, norm_topk_prob=True),
-    "GptOss": dict(num_local_experts=E, sliding_window=8),
-}
+
+E, K, LAYERS, VOCABULARY = 6, 2, 2, 48
+KINDS = ["mixtral", "qwen3_moe", "gpt_oss"]
 
 
-def make_model(kind="Mixtral", dtype=torch.float64, **options):
+def make_model(model_type="mixtral", dtype=torch.float64, **options):
     """Returns a tiny model; its routers prefer some experts."""
-    config = getattr(transformers, f"{kind}Config")(**SIZES | KINDS[kind] | options)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = tiny(model_type, "eager", **options)  # "eager" has every dtype
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=1.0 if "router" in name or ".gate." in name else 0.1)
-    model.set_experts_implementation("eager")  # which has every dtype
     return model.to(dtype).train()
 
 
@@ -203,7 +192,7 @@ def assert_same_gradients(actual, expected, tolerance):
 
 # The router of Qwen3-MoE has a softmax in float32, with a gradient in float32.
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind, tolerance", [("Qwen3Moe", 1e-6), ("GptOss", 1e-10)])
+@pytest.mark.parametrize("kind, tolerance", [("qwen3_moe", 1e-6), ("gpt_oss", 1e-10)])
 def test_losses_and_gradients_equal_the_formula(kind, tolerance, checkpointing):
     model, tokens = make_model(kind), ids()
     mask = torch.ones_like(tokens)

@@ -40,12 +40,6 @@ def common(tmp_path_factory, pytestconfig):
     return import_tests(folder)
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def failed_with_ours_alone(common, model_type, experts):
     failed, num_passed = failures(common, model_type, experts)
     assert num_passed > 70

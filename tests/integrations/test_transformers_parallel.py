@@ -11,30 +11,17 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 plug = importlib.import_module("moe_ext.integrations.transformers")
 hf_parallel = importlib.import_module("transformers.distributed.expert_parallel")
 
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from tiny_models import tiny, tiny_config  # noqa: E402
+from transformers import Qwen3MoeForCausalLM  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
-K, WIDTH = 2, 16
-
-
-def make_config(num_experts):
-    return Qwen3MoeConfig(
-        vocab_size=50,
-        hidden_size=WIDTH,
-        moe_intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        num_experts=num_experts,
-        num_experts_per_tok=K,
-    )
+K, WIDTH = 2, 32
 
 
 def make_experts(num_experts):
     torch.manual_seed(1)
-    config = make_config(num_experts)
+    config = tiny_config("qwen3_moe", num_experts=num_experts)
     config._experts_implementation = "moe_ext"
     experts = Qwen3MoeExperts(config).double()
     for parameter in experts.parameters():
@@ -152,9 +139,7 @@ def test_refuses(workers, tmp_path):
 
 
 def save_model(folder, num_experts):
-    torch.manual_seed(2)
-    model = Qwen3MoeForCausalLM(make_config(num_experts)).double()
-    model.set_experts_implementation("eager")
+    model = tiny("qwen3_moe", "eager", num_experts=num_experts).double()
     model.save_pretrained(folder)
     return model
 

@@ -15,11 +15,13 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 from tiny_models import (  # noqa: E402
     MODEL_TYPES,
     ONE_GRAPH,
+    PADDED,
     assert_close,
     error,
     losses_of,
     tiny,
     tokens,
+    trainer,
 )
 
 MODELS = ["mixtral", "qwen3_moe", "gpt_oss"]
@@ -60,27 +62,6 @@ def backward_calls(model):
 
 
 # transformers.Trainer
-
-
-def trainer(model, folder, **options):
-    """Builds a Trainer that takes STEPS steps; the data are the same for each call."""
-    pytest.importorskip("accelerate")
-    ids = torch.randint(1, 48, (16, 9), generator=torch.Generator().manual_seed(2))
-    arguments = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return transformers.Trainer(
-        model,
-        transformers.TrainingArguments(str(folder), **(arguments | options)),
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-    )
 
 
 def history(trained):
@@ -140,21 +121,6 @@ def test_trainer_resumes_from_a_checkpoint(tmp_path):
 # Loops
 
 
-def run_loop(implementation, model_type):
-    """Returns the losses of STEPS steps with fused AdamW."""
-    model = tiny(model_type, implementation).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    losses = []
-    for _ in range(STEPS):
-        loss = model(tokens(), labels=tokens()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    assert losses[-1] < losses[0]
-    return {"loss": torch.stack(losses)}
-
-
 def run_with_router_losses(implementation, model_type):
     model = tiny(model_type, implementation, output_router_logits=True)
     output = model(tokens(), labels=tokens())
@@ -165,10 +131,9 @@ def run_with_router_losses(implementation, model_type):
     return {"loss": output.loss, "aux_loss": output.aux_loss, **logits, **gradients}
 
 
-@pytest.mark.parametrize("run", [run_loop, run_with_router_losses])
 @each_model
-def test_loops_equal_eager(model_type, run):
-    assert_close(*twice(run, model_type))
+def test_router_losses_equal_eager(model_type):
+    assert_close(*twice(run_with_router_losses, model_type))
 
 
 @pytest.mark.parametrize(
@@ -221,49 +186,6 @@ def test_frozen_experts(model_type, trained):
     weights = [weight in trained for weight in ("gate_up_proj", "down_proj")]
     needed = weights + (weights if model_type == "gpt_oss" else [])  # the biases
     assert backward_calls(make("moe_ext")) == [[True, needed]] * LAYERS
-
-
-# PEFT
-
-
-def lora(model, **options):
-    """Adds LoRA adapters with random weights to a model."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(4)
-    config = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options)
-    return peft.get_peft_model(model, config)
-
-
-ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
-EXPERTS = {
-    "target_modules": [],
-    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-}
-
-
-def lora_losses(implementation, model_type, options):
-    """Returns the logits and the gradients that exist."""
-    values = losses_of(lora(tiny(model_type, implementation), **options))
-    return {name: value for name, value in values.items() if value is not None}
-
-
-@pytest.mark.parametrize("options", [ATTENTION, EXPERTS], ids=["attention", "experts"])
-@each_model
-def test_lora(model_type, options):
-    actual, expected = twice(lora_losses, model_type, options)
-    assert len(actual) == 1 + LAYERS * 4
-    assert_close(actual, expected)
-    plain = losses_of(tiny(model_type))["logits"]
-    assert error(actual["logits"], plain) > 1e-3  # the adapters are in use
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_lora_on_the_experts_is_merged(model_type):
-    model = lora(tiny(model_type), **EXPERTS).eval()
-    with torch.no_grad():
-        expected = model(tokens()).logits
-        merged = model.merge_and_unload()
-        assert error(merged(tokens()).logits, expected) < 1e-5
 
 
 # FSDP2 and DDP on two ranks
@@ -369,9 +291,6 @@ def test_saved_files_have_the_same_bytes(tmp_path, model_type):
         loaded = load(eager, "moe_ext")
         assert loaded.get_experts_implementation() == {"": "moe_ext"}
         assert torch.equal(loaded(tokens()).logits, expected)
-
-
-PADDED = torch.tensor([[0, 0, 0, 5, 7, 11], [1, 2, 3, 4, 5, 6]])  # padding at the left
 
 
 @pytest.mark.parametrize(

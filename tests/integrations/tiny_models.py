@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 import transformers
 
@@ -37,15 +38,22 @@ MODEL_TYPES = {
 }
 
 
+PADDED = torch.tensor([[0, 0, 0, 5, 7, 11], [1, 2, 3, 4, 5, 6]])  # padding at the left
+
+
 @functools.cache
 def tokens():
     return torch.randint(1, 48, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
+def tiny_config(model_type, **options):
+    own = MODEL_TYPES.get(model_type, {})
+    options = {**SIZES, **own, "pad_token_id": 0, **options}
+    return transformers.AutoConfig.for_model(model_type, **options)
+
+
 def tiny(model_type="qwen3_moe", implementation="moe_ext", **options):
-    config = transformers.AutoConfig.for_model(
-        model_type, **{**SIZES, **MODEL_TYPES.get(model_type, {}), "pad_token_id": 0, **options}
-    )
+    config = tiny_config(model_type, **options)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(
         config, experts_implementation=implementation
@@ -72,3 +80,28 @@ def error(actual, expected):
     """Returns the largest difference, relative to the largest value expected."""
     scale = expected.double().abs().max().clamp(min=1e-30)
     return float((actual.double() - expected.double()).abs().max() / scale)
+
+
+def trainer(model, folder, num_rows=16, callbacks=(), **options):
+    """Makes a Trainer on random tokens; the data are the same for each call."""
+    pytest.importorskip("accelerate")
+    rows = torch.randint(1, 48, (num_rows, 9), generator=torch.Generator().manual_seed(2))
+    data = [{"input_ids": ids, "labels": ids} for ids in rows]
+    arguments = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "optim": "adamw_torch_fused",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(folder), **(arguments | options)),
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[*callbacks],
+    )

@@ -15,6 +15,7 @@ import pytest
 import reference as ref
 import torch
 from assertions import assert_exact, dense, gradients, tensors_of
+from torch.utils.checkpoint import checkpoint
 
 from moe_ext import (
     BalancedGate,
@@ -183,11 +184,12 @@ def total(y, aux):
 
 
 def results(layer, x, mask=None, function=None):
-    """Returns the output, the report and all gradients of `total` for one seed."""
+    """Returns y, the report and the gradients of x and of trained parameters, for one seed."""
     torch.manual_seed(1)
     leaf = x.detach().clone().requires_grad_()
     y, aux = (layer if function is None else function)(leaf, mask)
-    grads = gradients([total(y, aux)], [leaf, *layer.parameters()], [None])
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    grads = gradients([total(y, aux)], [leaf, *trained], [None])
     return [y, *tensors_of(aux), *grads]
 
 
@@ -430,6 +432,14 @@ def assert_equals_reference(layer, x, given=None):
     for a, e in zip(actual, wanted, strict=True):
         assert_exact(a, e)
     return y, aux
+
+
+# How a function of a tensor runs: plainly, or again in the backward pass.
+RECOMPUTED = {
+    "no": lambda function, x: function(x),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+}
 
 
 def copies_of(module):

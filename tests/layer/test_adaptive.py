@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from assertions import assert_exact, assert_same_bits
+from layers import RECOMPUTED
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoE, ReLUGate, TopKGate, update_gates
@@ -29,13 +30,6 @@ def counts_of(state, routing, num_tokens):
     """Returns what the gate has to count for the routing of num_tokens tokens."""
     counts = torch.bincount(routing.expert_index.flatten(), minlength=E)
     return torch.cat([counts, torch.tensor([num_tokens])]) if state == "l1_weight" else counts
-
-
-RECOMPUTED = {
-    "no": lambda function, x: function(x),
-    "not reentrant": partial(checkpoint, use_reentrant=False),
-    "reentrant": partial(checkpoint, use_reentrant=True),
-}
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,8 @@ CALLS = {
     "layer()(x, expert_index=torch.tensor(1))": r"expert_index must have shape .*, got \(\)$",
     "replay([0, 1], [0, 1], [0, E])": "expert_index must be .*below gate.num_experts = 5, got 5$",
     "replay([0, 1], [0, 1], [3, 3])": r"expert_index must have different .*, got \[3, 3\]$",
+    "batchwise_loss(x, torch.ones(1, D), x > 0)": r"threshold must have shape \(3,\), got \(1, 3\)",
+    "batchwise_loss(x, torch.ones(D), x[0] > 0)": r"mask must have shape \(3, 3\), got \(3,\)",
     "lstm(memory_slots=0)": "^MoELSTM: memory_slots must be at least 1, got 0",
     "lstm(dropout=1.0)": r"^MoELSTMCell: dropout must be in \[0, 1\), got 1.0",
     "lstm(w_load=None)": "^MoELSTM: w_load must .*, got None$",

@@ -21,7 +21,7 @@ from layers import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ext import BalancedGate, batchwise_loss, batchwise_masks
+from moe_ext import BalancedGate, batchwise_masks
 from moe_ext.gates import rows_per_expert
 
 each_kind = pytest.mark.parametrize("kind", BALANCED)
@@ -164,17 +164,6 @@ def test_metrics(device):
         assert float(gate(x).metrics["mask_disagreement"]) == pytest.approx(float(expected))
     layer = layer_of(gate).double().to(device).train()
     assert layer(x)[1].metrics()["mask_disagreement"] == pytest.approx(float(expected))
-
-
-# L_batchwise
-
-
-def test_batchwise_loss_refuses_other_shapes():
-    X, T, mask = torch.rand(12, 5), torch.rand(5), torch.ones(12, 5, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"loss: threshold must have shape \(5,\), got \(1, 5\)"):
-        batchwise_loss(X, T[None], mask)
-    with pytest.raises(ValueError, match=r"loss: mask must have shape \(12, 5\), got \(5,\)"):
-        batchwise_loss(X, T, mask[0])
 
 
 @pytest.mark.parametrize("detach_scores", [True, False])

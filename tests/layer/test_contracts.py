@@ -55,24 +55,13 @@ def test_a_gate_and_experts_of_ones_own():
     assert layer.experts.scale.grad.isfinite().all()
 
 
-def make(kind):
-    if kind == "flat":
-        return MoE(D, E, K, bias=True)
-    if kind == "hierarchical":
-        return HierarchicalMoE(D, 3, 2, 2)
-    if kind == "balanced":
-        return MoE(D, E, K, gate=BalancedGate(D, E, K), w_load=0.0)
-    return MoELSTM(D, 4, E, K)
-
-
-@pytest.mark.parametrize("kind", ["flat", "hierarchical", "balanced", "recurrent"])
-def test_layers_of_fake_tensors(kind):
+def test_layers_of_fake_tensors():
     with FakeTensorMode():
-        layer = make(kind)
-        y, *_, aux = layer(torch.randn(2, 3, D))
-        (y.sum() + aux.loss).backward()
-    assert y.shape == (2, 3, 4 if kind == "recurrent" else D)
-    assert all(p.grad is None or p.grad.shape == p.shape for p in layer.parameters())
+        gate = BalancedGate(D, E, K)
+        for layer in (MoE(D, E, K, gate=gate), HierarchicalMoE(D, 3, 2, 2), MoELSTM(D, D, E, K)):
+            y, *_, aux = layer(torch.randn(2, 3, D))
+            (y.sum() + aux.loss).backward()
+            assert y.shape == (2, 3, D)
 
 
 def test_jagged_tensors():

@@ -153,6 +153,7 @@ def cases():
         yield case(ReLUGate, E, k, T=T, losses=LOSSES)
     for drop, factor, T, gate, sizes in (
         ("position", 0.1, 10, TopKGate, (E, 1)),
+        ("score", 0.7, 40, TopKGate, (E, 1)),  # all gates are 1: the first tokens are kept
         ("score", 1.1, 35, TopKGate, (E, 2)),
         ("position", 1.5, 35, TopKGate, (E, 3)),
         ("position", 0.3, 1, TopKGate, (E, 2)),

@@ -68,14 +68,6 @@ def test_the_dtypes_of_weights_are_promoted():
     assert actual[0].dtype == torch.float32
 
 
-def test_autocast_does_not_change_the_logits():
-    x, weights = make((D, E))
-    expected = logits(x, *weights)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_all_same_bits(logits(x, *weights), expected)
-        assert torch.mm(x, weights[0]).dtype == torch.bfloat16
-
-
 def test_a_transposed_weight_has_a_gradient_in_its_layout():
     x, weight = torch.randn(T, D), torch.randn(E, D, requires_grad=True)
     (product,) = logits(x, weight.mT)

@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 import torch
-from assertions import assert_all_same_bits, assert_exact, assert_same_bits, gradients, tensors_of
-from layers import TABLE, D, copies_of, make_layer, make_x, total
+from assertions import assert_all_same_bits, assert_exact, assert_same_bits
+from expert_kinds import BASES, OFFSETS, make_experts, make_lora, shake
+from layers import D
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,38 +27,7 @@ from moe_ext import (
     count_parameters,
     ops,
 )
-from moe_ext.lora import (
-    LoRAReport,
-    disable_lora,
-    lora_experts,
-    lora_state_dict,
-    merge_lora,
-)
-from moe_ext.optim import FactoredAdam, split_parameters
-
-BASES = ["float", "packed"]
-
-
-def make_base(kind="float", num_experts=4, d_model=32, hidden=64, dtype=None, **options):
-    options = {"activation": "swiglu", "bias": True, "dtype": dtype} | options
-    experts = FeedForwardExperts(num_experts, d_model, [hidden], **options)
-    for bias in experts.biases or ():
-        nn.init.normal_(bias)
-    if kind == "float":
-        return experts
-    return QuantizedExperts.from_experts(experts, ["mxfp4", "int8"])
-
-
-def shake(module):
-    """Gives random numbers to the adapters, which start with B = 0."""
-    for name, param in module.named_parameters():
-        if re.search(r"adapters\.\w+\.[ab]_\d+$", name):
-            nn.init.normal_(param.data, std=0.3)
-    return module
-
-
-def make_lora(kind="float", rank=3, alpha=6, dtype=None, **options):
-    return shake(LoRAExperts(make_base(kind, dtype=dtype), rank, alpha, **options))
+from moe_ext.lora import LoRAReport, disable_lora, lora_experts, lora_state_dict, merge_lora
 
 
 def formula(lora, x, offsets, names, masks=None):
@@ -87,7 +57,6 @@ def formula(lora, x, offsets, names, masks=None):
     return torch.cat(parts)
 
 
-OFFSETS = torch.tensor([0, 5, 5, 16, 20])
 OPTIONS = {
     "plain": {},
     "rslora": {"rslora": True},
@@ -111,7 +80,7 @@ def test_equals_the_formula(kind, options):
         torch.float64 if kind == "float" else torch.float32
     }
     lora.double()
-    x = torch.randn(20, 32, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(20, 64, dtype=torch.float64, requires_grad=True)
     y, expected = lora(x, OFFSETS), formula(lora, x, OFFSETS, ["default"])
     assert_exact(y, expected)
     leaves = [x, *adapter.parameters()]
@@ -126,39 +95,14 @@ def test_equals_the_formula(kind, options):
     }
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", [name for name in TABLE if name != "modules"])
-def test_layers_equal_layers_of_merged_experts(name, recompute):
-    """For every gate, with capacity, a shared expert and zero-computation experts."""
-    layer = make_layer(name, recompute=recompute, bias=True)
-    report = add_lora(layer, 2, 3, train_rest=True)
-    shake(layer)
-    assert report.experts == tuple(lora_experts(layer)) and not report.skipped
-    twin = copy.deepcopy(layer)
-    merge_lora(twin)
-    assert not lora_experts(twin)
-    mask = torch.rand(11) > 0.2
-    for given in (None, mask):
-        passes = []
-        x = make_x(11)
-        for m in (layer, twin):
-            torch.manual_seed(1)
-            leaf = x.detach().clone().requires_grad_()
-            y, aux = m(leaf, given)
-            rest = [p for n, p in m.named_parameters() if p.requires_grad and "adapters" not in n]
-            passes.append([y, *tensors_of(aux), *gradients([total(y, aux)], [leaf, *rest], [None])])
-        for a, b in zip(*passes, strict=True):
-            assert_exact(a, b, nan=True)
-
-
 @pytest.mark.parametrize("kind", BASES)
 def test_a_new_adapter_changes_nothing(kind):
-    base = make_base(kind)
-    x = torch.randn(20, 32)
+    base = BASES[kind]()
+    x = torch.randn(20, 64)
     expected = base(x, OFFSETS)
     lora = LoRAExperts(base, 4, 8)
     torch.testing.assert_close(lora(x, OFFSETS), expected)
-    for i, fan_in in enumerate([32, 64]):
+    for i, fan_in in enumerate([64, 128]):
         a, b = (
             getattr(lora.adapters["default"], f"a_{i}"),
             getattr(lora.adapters["default"], f"b_{i}"),
@@ -171,7 +115,7 @@ def test_a_new_adapter_changes_nothing(kind):
 def test_experts_of_a_rank_start_as_those_of_one_process():
     def a_of(first, count, **options):
         torch.manual_seed(3)
-        base = make_base(num_experts=count, first_expert=first)
+        base = make_experts(num_experts=count, first_expert=first)
         base = QuantizedExperts.from_experts(base, "int8") if first % 2 else base
         torch.manual_seed(4)
         return LoRAExperts(base, 2, 2, **options).adapters["default"].a_1
@@ -188,7 +132,7 @@ def test_several_active_adapters_are_added_up(kind):
     lora = make_lora(kind).double()
     lora.add_adapter("second", 5, 2, layers=[1], dtype=torch.float64)
     shake(lora)
-    x = torch.randn(20, 32, dtype=torch.float64)
+    x = torch.randn(20, 64, dtype=torch.float64)
     outputs = {}
     for names in ([], ["default"], ["second"], ["default", "second"]):
         lora.set_adapter(*names)
@@ -207,7 +151,7 @@ def test_several_active_adapters_are_added_up(kind):
 @pytest.mark.parametrize("kind", BASES)
 def test_a_disabled_adapter_gives_the_base(kind):
     lora = make_lora(kind)
-    x = torch.randn(20, 32)
+    x = torch.randn(20, 64)
     with lora.disable_adapter():
         with lora.disable_adapter():
             assert_same_bits(lora(x, OFFSETS), lora.base(x, OFFSETS))
@@ -222,14 +166,14 @@ def test_a_disabled_adapter_gives_the_base(kind):
 def test_dropout(by_token):
     """A sees zeros at random places of each row, in training alone."""
     lora = make_lora(dtype=torch.float64, dropout=0.25)
-    x = torch.randn(10 if by_token else 20, 32, dtype=torch.float64)
+    x = torch.randn(10 if by_token else 20, 64, dtype=torch.float64)
     plan = ops.dispatch_plan(torch.rand(10, 4).topk(2).indices, 4)
     options = {"inverse": plan.inverse} if by_token else {}
     offsets = plan.offsets if by_token else OFFSETS
     torch.manual_seed(5)
     y = lora(x, offsets, **options)
     torch.manual_seed(5)
-    masks = [torch.empty(20, n, dtype=torch.bool).bernoulli_(0.75) for n in (32, 64)]
+    masks = [torch.empty(20, n, dtype=torch.bool).bernoulli_(0.75) for n in (64, 128)]
     rows = ops.dispatch(x, plan.inverse) if by_token else x
     lora.adapters["default"].scale /= 0.75
     assert_exact(y, formula(lora, rows, offsets, ["default"], masks))
@@ -247,7 +191,7 @@ def test_dropout_of_several_adapters():
     lora = make_lora(dropout=0.5)
     lora.add_adapter("second", 2, 2, dropout=0.25)
     lora.set_adapter("default", "second")
-    x = torch.randn(20, 32)
+    x = torch.randn(20, 64)
     with pytest.raises(
         ValueError, match=r"dropout must be equal for all active adapters, got \[0.25"
     ):
@@ -261,10 +205,10 @@ def test_dropout_of_several_adapters():
 def test_the_base_may_be_trained_too():
     lora = make_lora().double()
     lora.base.requires_grad_()
-    x = torch.randn(20, 32, dtype=torch.float64)
+    x = torch.randn(20, 64, dtype=torch.float64)
     leaves = list(lora.parameters())
     grads, expected = (
-        torch.autograd.grad(y.square().sum(), leaves)
+        torch.autograd.grad(y.square().mean(), leaves)
         for y in (lora(x, OFFSETS), formula(lora, x, OFFSETS, ["default"]))
     )
     for a, b in zip(grads, expected, strict=True):
@@ -276,7 +220,7 @@ def test_the_base_may_be_trained_too():
 def test_adapters_in_float32_around_experts_in_half_precision(kind, dtype):
     lora = make_lora(kind, dtype=dtype)
     assert {p.dtype for p in lora.adapters.parameters()} == {torch.float32}
-    x = torch.randn(20, 32).to(dtype)
+    x = torch.randn(20, 64).to(dtype)
     y = lora(x, OFFSETS)
     assert y.dtype == dtype
     y.float().square().mean().backward()
@@ -292,11 +236,11 @@ def test_adapters_in_float32_around_experts_in_half_precision(kind, dtype):
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize("shared_a", [False, True])
 def test_generation_casts_the_adapters_of_the_chosen_experts_alone(kind, shared_a):
-    base = make_base(kind, num_experts=8, dtype=torch.bfloat16)
+    base = BASES[kind](num_experts=8, dtype=torch.bfloat16)
     lora = shake(LoRAExperts(base, 3, 6, shared_a=shared_a))
-    x, gates = torch.randn(2, 32).bfloat16(), torch.rand(2, 2).bfloat16()
+    x, gates = torch.randn(2, 64).bfloat16(), torch.rand(2, 2).bfloat16()
     plan = ops.dispatch_plan(torch.tensor([[6, 1], [1, 3]]), 8)
-    rows = torch.randn(4, 32).bfloat16()
+    rows = torch.randn(4, 64).bfloat16()
     options = {"inverse": plan.inverse, "gates": gates}
     expected = lora(rows, plan.offsets), lora(x, plan.offsets, **options)
     with torch.no_grad(), CastNumbers() as cast:
@@ -307,7 +251,7 @@ def test_generation_casts_the_adapters_of_the_chosen_experts_alone(kind, shared_
     expert_size = sum(p[0].numel() for p in lora.adapters.parameters())
     assert cast.numbers == 3 * 3 * expert_size
     with torch.no_grad():  # as many rows as experts
-        x, offsets = torch.randn(8, 32).bfloat16(), torch.tensor([0, 4, 4, 4, 5, 5, 8, 8, 8])
+        x, offsets = torch.randn(8, 64).bfloat16(), torch.tensor([0, 4, 4, 4, 5, 5, 8, 8, 8])
         assert_same_bits(lora(x, offsets), copy.deepcopy(lora).bfloat16()(x, offsets))
 
 
@@ -326,28 +270,18 @@ class CastNumbers(TorchDispatchMode):
 
 def test_autocast():
     lora = make_lora()
-    x = torch.randn(20, 32)
+    x = torch.randn(20, 64)
     with torch.autocast("cpu", torch.bfloat16):
         y = lora(x, OFFSETS)
     assert y.dtype == torch.bfloat16
     assert (y - lora(x, OFFSETS)).abs().max() < 0.05 * y.abs().max()
 
 
-@pytest.mark.parametrize("kind", BASES)
-@pytest.mark.parametrize("shared_a", [False, True])
-def test_split(kind, shared_a):
-    lora = make_lora(kind, shared_a=shared_a)
-    x = torch.randn(20, 32)
-    first, second = lora.split([1, 3])
-    parts = [first(x[:5], OFFSETS[:2]), second(x[5:], OFFSETS[1:] - 5)]
-    assert_same_bits(torch.cat(parts), lora(x, OFFSETS))
-
-
 def test_tokens_keep_the_dtype_that_they_had_without_adapters():
     """The adapters are in float32, packed weights without biases have no dtype."""
-    layer = MoE(32, 4, 2, hidden_sizes=[32], expert_dtype=torch.bfloat16, gate=TopKGate(32, 4, 2))
+    layer = MoE(64, 4, 2, hidden_sizes=[64], expert_dtype=torch.bfloat16, gate=TopKGate(64, 4, 2))
     layer.experts = QuantizedExperts.from_experts(layer.experts, "mxfp4")
-    x = torch.randn(8, 32).bfloat16()
+    x = torch.randn(8, 64).bfloat16()
     layer.bfloat16()
     expected = layer(x)[0]
     add_lora(layer, 2, 2)
@@ -361,7 +295,7 @@ def test_tokens_keep_the_dtype_that_they_had_without_adapters():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merge_and_unmerge(dtype):
     lora = make_lora(dtype=dtype)
-    x = torch.randn(20, 32, dtype=dtype)
+    x = torch.randn(20, 64, dtype=dtype)
     expected = lora(x, OFFSETS)
     before = [weight.clone() for weight in lora.base.weights]
     lora.merge()
@@ -393,7 +327,7 @@ def test_merged_experts(kind):
     lora.add_adapter("second", 2, 2, dtype=torch.float64)
     shake(lora).set_adapter("default", "second")
     before = copy.deepcopy(lora.state_dict())
-    x = torch.randn(20, 32, dtype=torch.float64)
+    x = torch.randn(20, 64, dtype=torch.float64)
     merged = lora.merged_experts(torch.float64)
     assert type(merged) is FeedForwardExperts
     assert not any(p.requires_grad for p in merged.parameters())
@@ -413,54 +347,11 @@ def test_packed_weights_are_not_merged_in_place():
 # State
 
 
-def assert_same(actual, expected):
-    state, wanted = actual.state_dict(), expected.state_dict()
-    assert state.keys() == wanted.keys()
-    assert_all_same_bits(state.values(), wanted.values())
-    assert actual.active == expected.active
-    x = torch.randn(20, 32)
-    assert_same_bits(actual(x, OFFSETS), expected(x, OFFSETS))
-    for name, adapter in expected.adapters.items():
-        assert actual.adapters[name].extra_repr() == adapter.extra_repr()
-    trained = [[n for n, p in m.named_parameters() if p.requires_grad] for m in (actual, expected)]
-    assert trained[0] == trained[1]
-
-
-@pytest.mark.parametrize("shared_a", [False, True])
-@pytest.mark.parametrize("kind", BASES)
-def test_copies_and_files(kind, shared_a):
-    lora = make_lora(kind, shared_a=shared_a)
-    lora.add_adapter("second", 2, 4, layers=[0])
-    for twin in copies_of(lora):
-        assert_same(twin, lora)
-    loaded = make_lora(kind, shared_a=shared_a)
-    loaded.add_adapter("second", 2, 4, layers=[0])
-    loaded.load_state_dict(lora.state_dict())
-    assert_same(loaded, lora)
-    loaded = LoRAExperts(make_base(kind), 1, 1)
-    with pytest.raises(RuntimeError, match="adapters"):
-        loaded.load_state_dict(lora.state_dict())
-
-
-@pytest.mark.parametrize("kind", BASES)
-def test_made_on_the_meta_device(kind):
-    lora = make_lora(kind)
-    with torch.device("meta"):
-        blank = LoRAExperts(make_base(kind), 3, 6)
-    assert {param.device.type for param in blank.parameters()} == {"meta"}
-    assert blank(torch.empty(8, 32, device="meta"), None).shape == (8, 32)
-    blank.to_empty(device="cpu")
-    blank.reset_parameters()
-    assert not blank.adapters["default"].b_0.any() and blank.adapters["default"].a_0.any()
-    blank.load_state_dict(lora.state_dict())
-    assert_same(blank, lora)
-
-
 def test_the_state_of_one_adapter():
     layers = []
     for _ in range(2):
         torch.manual_seed(5)
-        model = nn.Sequential(MoE(32, 4, 2, hidden_sizes=[8]), MoE(32, 4, 2, hidden_sizes=[8]))
+        model = nn.Sequential(MoE(64, 4, 2, hidden_sizes=[8]), MoE(64, 4, 2, hidden_sizes=[8]))
         for adapter in ("first", "second"):
             add_lora(model, 2, 2, adapter=adapter)
         layers.append(model)
@@ -480,65 +371,12 @@ def test_the_state_of_one_adapter():
 # Training
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, FactoredAdam])
-@pytest.mark.parametrize("kind", BASES)
-def test_optimizers_train_the_adapters_alone(make, kind):
-    torch.manual_seed(0)
-    layer = MoE(32, 4, 2, gate=TopKGate(32, 4, 2), experts=make_base(kind))
-    add_lora(layer, 4, 8)
-    before = {name: param.detach().clone() for name, param in layer.named_parameters()}
-    split = split_parameters(layer)
-    assert sum(map(len, split)) == len(before)
-    adapters = {name for name in before if ".adapters." in name}
-    owned = {name for name, p in layer.named_parameters() if any(p is r for r in split.rest)}
-    assert adapters <= owned
-    options = {"weight_decay": 0.1} if make is torch.optim.AdamW else {}
-    optimizer = make(layer.parameters(), lr=0.01, **options)
-    x, target = torch.randn(64, 32), torch.randn(64, 32)
-    losses = []
-    for _ in range(30):
-        y, _ = layer(x)
-        losses.append((y - target).square().mean())
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < 0.9 * losses[0]
-    optimizer.load_state_dict(optimizer.state_dict())
-    changed = {n for n, param in layer.named_parameters() if not torch.equal(param, before[n])}
-    assert changed == adapters
-
-
-def test_compiles_to_one_graph():
-    layer = MoE(32, 4, 2, gate=TopKGate(32, 4, 2), experts=make_base("packed"))
-    add_lora(layer, 2, 4)
-    shake(layer)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-
-    def run(function, x):
-        y, aux = function(x)
-        return [y, *torch.autograd.grad(y.square().sum(), [*layer.experts.adapters.parameters()])]
-
-    for num_tokens in (9, 20):
-        x = torch.randn(num_tokens, 32)
-        assert_all_same_bits(run(compiled, x), run(layer, x))
-        with disable_lora(layer), torch.no_grad():
-            assert_same_bits(compiled(x)[0], layer(x)[0])
-
-
 def test_parameters_are_counted():
-    layer = MoE(32, 4, 2, gate=TopKGate(32, 4, 2), experts=make_base("packed"))
+    layer = MoE(64, 4, 2, gate=TopKGate(64, 4, 2), experts=BASES["packed"]())
     before = count_parameters(layer)
     add_lora(layer, 2, 4)
-    added = 4 * 2 * (32 + 128 + 64 + 32)
+    added = 4 * 2 * (64 + 256 + 128 + 64)
     assert count_parameters(layer) == (before.total + added, before.active + added // 2)
-
-
-def test_no_experts():
-    """A rank may have none; its output needs gradients as those of the other ranks do."""
-    for kind in BASES:
-        lora = LoRAExperts(make_base(kind, num_experts=0), 2, 2)
-        y = lora(torch.randn(0, 32), torch.zeros(1, dtype=torch.int64))
-        assert y.shape == (0, 32) and y.requires_grad
 
 
 # Models
@@ -551,9 +389,9 @@ class OwnExperts(Experts):
 
 def make_model(**options):
     model = nn.Sequential(
-        nn.Linear(32, 32),
-        MoE(32, 4, 2, hidden_sizes=[16], shared_expert=SharedExpert(32, [8], gated=True)),
-        MoE(32, 4, 2, experts=make_base("packed"), **options),
+        nn.Linear(64, 64),
+        MoE(64, 4, 2, hidden_sizes=[16], shared_expert=SharedExpert(64, [8], gated=True)),
+        MoE(64, 4, 2, experts=BASES["packed"](), **options),
     )
     return model.eval()
 
@@ -583,7 +421,7 @@ def test_some_experts_of_a_model():
     for wrong in (lambda path: False, None):
         message = "^add_lora: model must contain FeedForwardExperts or QuantizedExperts "
         with pytest.raises(ValueError, match=message):
-            add_lora(model if wrong else make_base(), 2, 4, where=wrong)
+            add_lora(model if wrong else make_experts(), 2, 4, where=wrong)
 
 
 def test_the_rest_of_a_model_may_be_trained():
@@ -600,21 +438,21 @@ def test_the_rest_of_a_model_may_be_trained():
 
 
 def test_experts_that_are_shared_stay_shared():
-    experts = make_base()
-    model = nn.ModuleList([MoE(32, 4, 2, experts=experts) for _ in range(2)])
+    experts = make_experts()
+    model = nn.ModuleList([MoE(64, 4, 2, experts=experts) for _ in range(2)])
     report = add_lora(model, 2, 4)
     assert report.experts == ("0.experts", "1.experts")
     assert model[0].experts is model[1].experts
-    assert sum(report.trained.values()) == 4 * 2 * (32 + 128 + 64 + 32)
+    assert sum(report.trained.values()) == 4 * 2 * (64 + 256 + 128 + 64)
     merge_lora(model)
     assert model[0].experts is model[1].experts
 
 
 def test_modules_that_are_skipped_are_named():
     model = make_model()
-    model.append(MoE(32, 4, 2, experts=OwnExperts(4, 32)))
-    model.append(MoE(32, 2, 2, experts=[nn.Linear(32, 32) for _ in range(2)]))
-    compiled = MoE(32, 4, 2, hidden_sizes=[8])
+    model.append(MoE(64, 4, 2, experts=OwnExperts(4, 64)))
+    model.append(MoE(64, 2, 2, experts=[nn.Linear(64, 64) for _ in range(2)]))
+    compiled = MoE(64, 4, 2, hidden_sizes=[8])
     compiled.experts = torch.compile(compiled.experts)
     model.append(compiled)
     with pytest.warns(
@@ -654,17 +492,6 @@ def test_a_model_that_cannot_have_adapters_does_not_change():
         add_lora(model, 2, 2)
     assert [p.requires_grad for p in model.parameters()] == trained
     assert [*lora_experts(model)] == ["1.experts", "1.shared_expert.expert"]
-
-
-def test_a_reference_model():
-    model = make_model()[1]
-    x = torch.randn(9, 32)
-    expected = model(x)[0]
-    add_lora(model, 2, 4)
-    shake(model)
-    with disable_lora(model):
-        assert_same_bits(model(x)[0], expected)
-    assert (model(x)[0] - expected).abs().max() > 0.1
 
 
 def test_the_text_of_a_module():
@@ -707,13 +534,11 @@ def test_errors(call):
 
 
 def test_errors_of_models():
-    with pytest.raises(ValueError, match="^add_lora: model must contain FeedForwardExperts or "):
-        add_lora(nn.Linear(2, 2), 2, 2)
     with pytest.raises(ValueError, match=r"'0.experts': 'OwnExperts is neither"):
         add_lora(nn.Sequential(MoE(D, 4, 2, experts=OwnExperts(4, D))), 2, 2)
     with pytest.raises(ValueError, match="^merge_lora: model must contain LoRAExperts"):
         merge_lora(nn.Linear(2, 2))
-    for x in ([1.0], torch.ones(3, 32, dtype=torch.int64)):
+    for x in ([1.0], torch.ones(3, 64, dtype=torch.int64)):
         with pytest.raises(TypeError, match="x must"):
             make_lora()(x, OFFSETS)
     assert ops.LoRA(1, 2).scale == 1

@@ -3,21 +3,10 @@
 import pytest
 import reference as ref
 import torch
-from assertions import (
-    assert_all_same_bits,
-    assert_exact,
-    assert_same_bits,
-    gradients,
-)
+from assertions import assert_all_same_bits, assert_exact, assert_same_bits, gradients
 from layers import gating_by_reference, record_noise, shake
 
-from moe_ext import (
-    HierarchicalNoisyTopKGate,
-    MoELSTM,
-    MoELSTMCell,
-    NoisyTopKGate,
-    SoftmaxGate,
-)
+from moe_ext import HierarchicalNoisyTopKGate, MoELSTM, MoELSTMCell, NoisyTopKGate, SoftmaxGate
 
 B, S, D, U, E, K = 3, 5, 2, 3, 4, 2
 

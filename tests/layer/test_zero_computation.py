@@ -3,35 +3,19 @@
 import pytest
 import torch
 from assertions import assert_same_bits, recorded_ops, run_layer
-from layers import LOSSES, PER_SEQUENCE
+from layers import D, E, K, layer_of, shake
 from torch import nn
 
-from moe_ext import (
-    MoE,
-    SoftmaxGate,
-    TopKGate,
-)
+from moe_ext import TopKGate
 
-D, E, K = 6, 3, 2
 ZERO = pytest.mark.equation("arXiv 2410.07348", "arXiv 2509.01322")
 
 
-def make_layer(device="cpu", dtype=torch.float64, *, gate=TopKGate, k=K, n=2, m=1, **options):
+def make_layer(dtype=torch.float64, *, k=K, n=2, m=1, renormalize=True, **options):
     """Makes a layer with random weights of the gate, n identity and m null experts."""
-    sizes = (D, E + n + m) if gate is SoftmaxGate else (D, E + n + m, k)
-    options = {
-        "hidden_sizes": [7],
-        "losses": [*LOSSES, PER_SEQUENCE],
-        "w_importance": 0.1,
-    } | options
-    number = {"num_identity_experts": n, "num_null_experts": m}
-    layer = MoE(D, E, k, gate=gate(*sizes), **number, **options)
-    nn.init.normal_(layer.gate.w_gate)
-    return layer.to(device, dtype)
-
-
-def unnormalized(*sizes):
-    return TopKGate(*sizes, renormalize=False)
+    gate = shake(TopKGate(D, E + n + m, k, renormalize=renormalize))
+    options = {"num_identity_experts": n, "num_null_experts": m} | options
+    return layer_of(gate, **options).to(dtype)
 
 
 @ZERO
@@ -54,7 +38,7 @@ def test_no_row_is_computed():
 
 def test_all_tokens_may_choose_them():
     """Without a row, the experts' gradients are exactly 0, and y is x or 0."""
-    layer = make_layer(k=1, n=1, m=1, losses=(), w_importance=0)
+    layer = make_layer(k=1, n=1, m=1, w_importance=0, w_load=0)
     x = torch.randn(4, D, dtype=torch.float64)
     index = torch.tensor([[E], [E + 1], [E], [E + 1]])
     y, aux, gradients = run_layer(layer, x, expert_index=index)
@@ -68,12 +52,12 @@ def test_all_tokens_may_choose_them():
 @ZERO
 def test_the_identity_has_the_precision_of_x():
     """With experts in bfloat16, the identity part is that of the float32 tokens."""
-    layer = make_layer(dtype=torch.float32, k=1, expert_dtype=torch.bfloat16, losses=())
+    layer = make_layer(torch.float32, k=1, expert_dtype=torch.bfloat16)
     layer.experts.bfloat16()
     x = torch.randn(40, D)
     y, _ = layer(x, expert_index=torch.full((40, 1), E))
     assert_same_bits(y, x)
-    layer = make_layer(dtype=torch.float32, gate=unnormalized)
+    layer = make_layer(torch.float32, renormalize=False)
     with torch.autocast("cpu", torch.bfloat16):
         y, aux = layer(x)
     plain, _ = layer(x)

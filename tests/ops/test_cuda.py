@@ -7,12 +7,14 @@ in conftest.py).
 import contextlib
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import emulated
+import fake_quack
 import pytest
 import torch
 from assertions import assert_as_accurate, assert_exact, assert_same_bits
@@ -72,7 +74,9 @@ def gpu(request):
 def test_gating_and_plan_have_the_bits_of_the_cpu(gpu, num_experts, k):
     inputs = [draw(700, num_experts) for _ in range(3)]
     inputs[0][3, : num_experts // 2] = 0.5  # ties
-    inputs[2][3] = 0.0
+    inputs[0][4] = inputs[0][4].sort().values  # each expert is better than those before
+    inputs[0][5] = inputs[0][5].sort(descending=True).values
+    inputs[2][3:6] = 0.0
     expected = torch.ops.moe_ext.noisy_topk_gating(*inputs, k, 1e-2)
     expected += tuple(ops.dispatch_plan(expected[1], num_experts))
     with gpu.kernels():
@@ -192,8 +196,13 @@ def test_layers_of_experts(gpu, sizes, dtype, bias, gated):
 
 
 def check_experts(gpu, dtype, **sizes):
-    row = TABLE["experts"]
-    call = sample("experts", gpu.device, dtype, **sizes)
+    check("experts", gpu, dtype, **sizes)
+
+
+def check(name, gpu, dtype, **sizes):
+    """Asserts the values and the gradients of an operator."""
+    row = TABLE[name]
+    call = sample(name, gpu.device, dtype, **sizes)
     with gpu.kernels():
         outputs, grads = evaluate(row, call)
     upstream = upstream_of(outputs)
@@ -262,59 +271,117 @@ def test_torchs_grouped_gemm_is_used_where_it_has_a_kernel(dtype, release, cuda,
     assert ("aten::_grouped_mm" in calls) == expected
 
 
+def run_python(choice, *arguments):
+    """Returns the status and the output. MOE_EXT_GROUPED_MM is read once in a process."""
+    paths = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"MOE_EXT_GROUPED_MM": choice, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
 @pytest.mark.parametrize(
-    ("value", "expected"), [("0", "False"), ("1", "True"), ("no", "must be 0 or 1, got no")]
+    ("choice", "expected"),
+    [
+        ("0", "uses torch's: False"),
+        ("1", "uses torch's: True"),
+        ("quack", "RuntimeError: MOE_EXT_GROUPED_MM=quack needs quack-kernels: import quack"),
+        ("no", "ValueError: MOE_EXT_GROUPED_MM must be 0, 1 or quack, got no"),
+    ],
 )
-def test_the_environment_forbids_torchs_grouped_gemm(value, expected):
-    """It is read once, so each value has a process of its own."""
+def test_the_environment_chooses_the_grouped_gemm(choice, expected):
     program = """
 import emulated, torch
 from moe_ext import ops
 x, w = torch.ones(4, 8).bfloat16(), torch.ones(2, 8, 8).bfloat16()
 with emulated.kernels(9), torch.autograd.profiler.profile(use_cpu=True) as profile:
-    try:
-        ops.experts(x, [w], offsets=torch.tensor([0, 1, 4]))
-    except ValueError as error:
-        print(error)
-print("aten::_grouped_mm" in {event.name for event in profile.function_events})
+    ops.experts(x, [w], offsets=torch.tensor([0, 1, 4]))
+print("uses torch's:", "aten::_grouped_mm" in {event.name for event in profile.function_events})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"MOE_EXT_GROUPED_MM": value, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert expected in done.stdout
+    status, output = run_python(choice, "-c", program)
+    assert expected in output
+    assert (status == 0) == (choice in "01")
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs torch with CUDA")
-@pytest.mark.parametrize(
-    ("backend", "precision", "expected"),
-    [("cublas", "high", True), ("cublaslt", "highest", True), ("cublaslt", "high", False)],
-)
-def test_cublaslt_does_not_round_float32_to_tf32(backend, precision, expected):
-    """torch's guard against TF32 does not reach cuBLASLt."""
-    gpu = Gpu("cpu", functools.partial(emulated.kernels, 9))
-    with blas(backend, precision):
-        calls = calls_of(
-            lambda: check_experts(
-                gpu, torch.float32, counts=[9] * 3, widths=(5, 7, 4), bias=True, even=True
-            )
-        )
-    assert ("aten::bmm" in calls) == expected
+def test_quack_replaces_torchs_grouped_gemm():
+    """Runs the tests of layers in half types, with the operator of fake_quack.py."""
+    chosen = "test_layers_of_experts and sm_90 and (dtype2 or dtype3)"
+    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "fake_quack", "-k", chosen)
+    status, output = run_python("quack", "-m", "pytest", *options, __file__)
+    assert status == 0, output
+    numbers = re.search(r"calls of QuACK: \[(\d+), (\d+)\]", output).groups()
+    assert min(map(int, numbers)) > 0
+
+
+def test_quack_has_the_operator_of_the_fake():
+    pytest.importorskip("quack.gemm_interface", reason="needs quack-kernels")
+    arguments = {a.name: a for a in torch.ops.quack.gemm_out.default._schema.arguments}
+    for expected in torch._C.parse_schema(f"quack::{fake_quack.SCHEMA}").arguments:
+        argument = arguments.pop(expected.name)
+        assert str(argument.type) == str(expected.type)
+        assert argument.default_value == expected.default_value
+    assert all(argument.has_default_value() for argument in arguments.values())
 
 
 @contextlib.contextmanager
-def blas(backend, precision):
+def blas(backend, precision, kernels=contextlib.nullcontext):
     before = torch.backends.cuda.preferred_blas_library(), torch.get_float32_matmul_precision()
     try:
         torch.backends.cuda.preferred_blas_library(backend)
         torch.set_float32_matmul_precision(precision)
-        yield
+        with kernels():
+            yield
     finally:
         torch.backends.cuda.preferred_blas_library(before[0])
         torch.set_float32_matmul_precision(before[1])
+
+
+needs_cublaslt = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="needs torch with CUDA"
+)
+EVEN = dict(counts=[9] * 3, widths=(5, 7, 4), bias=True, even=True)
+
+
+@needs_cublaslt
+@pytest.mark.parametrize(
+    ("backend", "precision", "expected"),
+    [("cublas", "high", True), ("cublaslt", "highest", True), ("cublaslt", "high", False)],
+)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("experts", EVEN),
+        ("lstm", dict(B=4, S=3, P=2)),
+        ("linear_cross_entropy", dict(T=3, D=4, V=5)),
+    ],
+)
+def test_cublaslt_does_not_round_float32_to_tf32(name, sizes, backend, precision, expected):
+    """torch's guard against TF32 does not reach cuBLASLt."""
+    call = sample(name, dtype=torch.float32, **sizes)
+    with blas(backend, precision, emulated.kernels):
+        calls = calls_of(lambda: evaluate(TABLE[name], call))
+    assert bool(calls & {"aten::bmm", "aten::mm", "aten::addmm_"}) == expected
+
+
+@needs_cublaslt
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("experts", EVEN),
+        *((name, s) for name in ("lstm", "linear_cross_entropy") for s in TABLE[name].typical),
+    ],
+)
+def test_our_gemms_in_place_of_cublaslt(name, sizes):
+    check(name, Gpu("cpu", in_tf32("cublaslt", emulated.kernels)), torch.float32, **sizes)
+
+
+def in_tf32(backend, *kernels):
+    """Returns a context in which torch's GEMMs of float32 may use TF32."""
+    return functools.partial(blas, backend, "high", *kernels)
 
 
 @needs_gpu
@@ -389,24 +456,18 @@ def test_a_side_stream_gives_what_the_default_one_does(dtype):
 
 @needs_gpu
 @pytest.mark.parametrize("backend", ["cublas", "cublaslt"])
-@pytest.mark.parametrize("equal", [True, False])  # torch's batched GEMM, or ours
-def test_float32_is_float32(equal, backend):
-    """TF32 is not used even where it is allowed; its error would be about 1e-2."""
-    sizes = torch.tensor([256] * 4 if equal else [100, 0, 924, 0])
-    offsets = None if equal else torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).cuda()
-    x, w = draw(1024, 512).cuda().requires_grad_(), draw(4, 512, 512).cuda().requires_grad_()
-    dy = draw(1024, 512).cuda()
-    with blas(backend, "high"):
-        y = ops.experts(x, [w], offsets=offsets)
-        results = y, *torch.autograd.grad(y, [x, w], dy)
-
-    leaves = [value.detach().double().requires_grad_() for value in (x, w)]
-    parts = leaves[0].split(sizes.tolist())
-    y = torch.cat([part @ matrix for part, matrix in zip(parts, leaves[1], strict=True)])
-    for actual, expected in zip(
-        results, (y, *torch.autograd.grad(y, leaves, dy.double())), strict=True
-    ):
-        assert (actual - expected).abs().max() < 1e-3
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("experts", dict(counts=[256] * 4, widths=(512, 512), even=True)),  # torch's batched GEMM
+        ("experts", dict(counts=[100, 0, 924, 0], widths=(512, 512))),
+        ("linear_cross_entropy", dict(T=512, D=512, V=512)),
+        ("lstm", dict(B=64, S=2, D=512, U=256, P=256)),
+    ],
+)
+def test_float32_is_float32(name, sizes, backend):
+    """TF32 is not used even where it is allowed; its error is about 1000 times larger."""
+    check(name, Gpu("cuda", in_tf32(backend)), torch.float32, **sizes)
 
 
 @needs_gpu

@@ -93,7 +93,7 @@ class Run:
         arguments = [f"--steps={steps}", f"--timeout={_TIMEOUT}"]
         self.ranks = []
         for rank, node in enumerate(self.nodes):
-            self.clock(rank).write_text("+0")
+            self.file("clock", rank).write_text("+0")
             environ = {
                 "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": self.nodes[0].address, "MASTER_PORT": str(self._port),
@@ -103,11 +103,11 @@ class Run:
             command = [sys.executable, str(PROGRAM), str(self.output), *arguments]
             libraries = [path for name, path in _LIBRARIES.items() if name in self._names]
             environ |= {
-                "LD_PRELOAD": ":".join(libraries), "FIU_CTRL_FIFO": str(self._control(rank)),
-                "FAKETIME_TIMESTAMP_FILE": str(self.clock(rank)), "FAKETIME_CACHE_DURATION": "1",
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+                "LD_PRELOAD": ":".join(libraries), "FIU_CTRL_FIFO": str(self.file("fiu", rank)),
+                "FAKETIME_TIMESTAMP_FILE": str(self.file("clock", rank)),
+                "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             }  # fmt: skip
-            with self.log(rank).open("w") as log:
+            with self.file("log", rank).open("w") as log:
                 process = subprocess.Popen(
                     # nsenter itself cannot have the threads of the preloaded libraries.
                     node.command("env", *(f"{k}={v}" for k, v in environ.items()), *command),
@@ -117,27 +117,19 @@ class Run:
                 )
             self.ranks.append(process)
 
-    def log(self, rank: int) -> Path:
-        """Returns the file with a rank's errors."""
-        return self._folder / f"rank-{rank}.log"
+    def file(self, kind: str, rank: int) -> Path:
+        """Returns a file of a rank: its errors ("log"), the offset of its "clock", or "fiu"."""
+        return self._folder / f"{kind}-{rank}"
 
     def errors(self) -> str:
         """Returns the end of what the ranks printed."""
-        return "".join(self.log(rank).read_text()[-3000:] for rank in range(2))
-
-    def clock(self, rank: int) -> Path:
-        """Returns the file with the offset of a rank's clock."""
-        return self._folder / f"clock-{rank}"
+        return "".join(self.file("log", rank).read_text()[-3000:] for rank in range(2))
 
     def fail_fsync(self, rank: int) -> None:
         """Makes fsync of a rank return EIO from now on."""
         failure = f"enable name=posix/io/sync/fsync,failinfo={errno.EIO}"
-        pid = str(self.ranks[rank].pid)
-        control = str(self._control(rank))
+        control, pid = str(self.file("fiu", rank)), str(self.ranks[rank].pid)
         subprocess.run(["fiu-ctrl", "-c", failure, "-f", control, pid], check=True)
-
-    def _control(self, rank: int) -> Path:
-        return self._folder / f"fiu-{rank}"
 
     def step(self) -> int:
         """Returns the step of the newest checkpoint; 0 if there is none."""
@@ -267,7 +259,7 @@ def _bit(run: Run) -> set[int]:
 
 
 def _clock(run: Run) -> set[int]:
-    run.clock(run.draw.randrange(2)).write_text(run.draw.choice(["+3600", "-3600"]))
+    run.file("clock", run.draw.randrange(2)).write_text(run.draw.choice(["+3600", "-3600"]))
     time.sleep(2)
     return set()
 
@@ -298,7 +290,7 @@ def disturb(run: Run, name: str, outcomes: Outcomes) -> None:
         outcomes.ended += 1
         outcomes.seconds = max(outcomes.seconds, time.monotonic() - begin)
         for rank in {0, 1} - killed:
-            errors = re.findall(r"^error: .*", run.log(rank).read_text(), re.MULTILINE)
+            errors = re.findall(r"^error: .*", run.file("log", rank).read_text(), re.MULTILINE)
             outcomes.messages[_general(errors[-1]) if len(errors) == 1 else "no message"] += 1
     elif alive:
         outcomes.continued += 1

@@ -91,9 +91,8 @@ def wait_for(folder, step, run):
         time.sleep(0.02)
 
 
-def resize(options, draw, root):
-    """Runs the training on changing numbers of ranks; returns the exit status."""
-    killed, alone = Path(root, "killed"), Path(root, "alone")
+def resize(options, draw, killed, alone):
+    """Runs the training on changing numbers of ranks; returns a report, and if losses are equal."""
     arguments = f"--kind={options.kind}", f"--timeout={TIMEOUT}"
     kills, sizes = 0, [0]
     while last_step(killed) < options.steps:
@@ -113,11 +112,31 @@ def resize(options, draw, root):
     disturbed, expected = losses(killed), losses(alone)
     difference = max(abs(a / b - 1) for a, b in zip(disturbed, expected, strict=False))
     report = {"kind": options.kind, "kills": kills, "sizes": sizes[1:], "steps": len(disturbed)}
-    print(json.dumps(report | {"of": options.steps, "largest_difference": difference}))
-    same = len(disturbed) == len(expected) == options.steps and difference <= 2e-15
-    if not same:
-        print(killed.with_suffix(".log").read_text()[-3000:], file=sys.stderr)
-    return 0 if same else 1
+    report |= {"of": options.steps, "largest_difference": difference}
+    return report, len(disturbed) == len(expected) == options.steps and difference <= 2e-15
+
+
+def restart(options, draw, killed, alone):
+    """Kills ranks, which torchrun restarts; returns a report, and if losses are equal."""
+    steps, done = options.kills * options.steps_between + 10, 0
+    with running(killed, options.processes, steps, 10 * options.kills) as run:
+        while done < options.kills:
+            # The step is later than that of the last kill, so the run makes progress.
+            target = last_step(killed) + draw.randint(1, options.steps_between)
+            wait_for(killed, min(target, steps - 1), run)
+            time.sleep(draw.uniform(0, 0.1))
+            if run.poll() is not None:
+                break
+            if kill_one(run, draw):
+                done += 1
+                print(f"kill {done} of {options.kills}", file=sys.stderr)
+        status = run.wait()
+    with running(alone, options.processes, steps, 0) as run:
+        status_undisturbed = run.wait()
+    same = status == status_undisturbed == 0 and losses(killed) == losses(alone)
+    report = {"kills": done, "steps": last_step(killed), "of": steps, "same_losses": same}
+    report |= {"status": status, "status_undisturbed": status_undisturbed}
+    return report, same and done == options.kills
 
 
 def main(arguments=None):
@@ -133,35 +152,14 @@ def main(arguments=None):
     help = "number of steps with --kind (%(default)s)"
     parser.add_argument("--steps", type=int, default=150, help=help)
     options = parser.parse_args(arguments)
-    draw = random.Random(options.seed)
-    if options.kind:
-        with TemporaryDirectory() as root:
-            return resize(options, draw, root)
-    steps = options.kills * options.steps_between + 10
-
     with TemporaryDirectory() as root:
-        killed, undisturbed = Path(root, "killed"), Path(root, "undisturbed")
-        done = 0
-        with running(killed, options.processes, steps, 10 * options.kills) as run:
-            while done < options.kills:
-                # The step is later than that of the last kill, so the run makes progress.
-                target = last_step(killed) + draw.randint(1, options.steps_between)
-                wait_for(killed, min(target, steps - 1), run)
-                time.sleep(draw.uniform(0, 0.1))
-                if run.poll() is not None:
-                    break
-                if kill_one(run, draw):
-                    done += 1
-                    print(f"kill {done} of {options.kills}", file=sys.stderr)
-            status = run.wait()
-        with running(undisturbed, options.processes, steps, 0) as run:
-            status_undisturbed = run.wait()
-        same = status == status_undisturbed == 0 and losses(killed) == losses(undisturbed)
-        report = {"kills": done, "steps": last_step(killed), "of": steps, "same_losses": same}
-        print(json.dumps(report | {"status": status, "status_undisturbed": status_undisturbed}))
-        if not same:
+        killed, alone = Path(root, "killed"), Path(root, "alone")
+        disturb = resize if options.kind else restart
+        report, good = disturb(options, random.Random(options.seed), killed, alone)
+        print(json.dumps(report))
+        if not good:
             print(killed.with_suffix(".log").read_text()[-3000:], file=sys.stderr)
-    return 0 if same and done == options.kills else 1
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

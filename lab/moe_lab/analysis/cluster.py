@@ -52,15 +52,11 @@ DEVICES = {
 class Efficiency:
     """The fractions of a device's peak throughput that its GEMMs reach.
 
-    Attributes:
-        dense: the fraction outside the experts.
-        experts: the fraction in an expert with very many rows.
-        half_rows: the number of rows of an expert at which its GEMMs reach half of this fraction. A
-            GEMM with M rows reaches M / (M + half_rows) of it.
+    A GEMM of an expert with M rows reaches M / (M + half_rows) of the fraction `experts`.
     """
 
-    dense: float = 1.0
-    experts: float = 1.0
+    dense: float = 1.0  # outside the experts
+    experts: float = 1.0  # in an expert with very many rows
     half_rows: float = 0.0
 
     def __post_init__(self) -> None:
@@ -86,7 +82,7 @@ def exchange_bytes(
     secondary: tuple[int, float] | None = None,
     balanced: bool = False,
 ) -> tuple[float, float]:
-    """Counts the bytes that a layer sends to other ranks in forward and in backward (Sec. 3.2).
+    """Counts the bytes that a layer sends to other ranks, in forward and in backward (Sec. 3.2).
 
     Forward sends x to the experts and y back; backward sends the gradients of x and y. With
     exchange="tokens", forward also sends the gates and an int32 index for each row, and backward
@@ -100,17 +96,13 @@ def exchange_bytes(
     Args:
         rows: number of (token, expert) assignments to experts on other ranks.
         copies: number of (token, rank) pairs in these assignments.
-        d_input: input width of the experts.
-        d_output: output width of the experts.
+        d_input, d_output: widths of the experts.
         itemsize: bytes of an element of x and y.
         exchange: "rows" or "tokens"; see ``moe_ext.distributed.Exchange``.
         gate_itemsize: bytes of a gate.
         secondary: (b, k2), the experts of a group and those of a chosen group that a token uses,
             with placement="groups"; exchange has then no effect. None: placement="experts".
         balanced: whether the gate with `secondary` is strictly balanced; k2 is then a mean.
-
-    Returns:
-        The bytes in forward, and the bytes in backward.
     """
     if exchange == "rows" and secondary is None:
         round_trip = rows * (d_input + d_output) * itemsize
@@ -126,22 +118,13 @@ def mask_bytes(scores: float, num_devices: int, itemsize: int = 4) -> float:
     """Counts the bytes that a device sends for the batchwise masks of strictly balanced gates.
 
     Each device selects the rows of some experts. It receives the scores of all rows for these
-    experts, and returns one byte for each.
-
-    Args:
-        scores: number of the device's scores.
-        num_devices: number of devices.
-        itemsize: bytes of a score.
+    experts, and returns one byte for each. `scores` is the number of the device's own scores.
     """
     return scores * (itemsize + 1) * (1 - 1 / num_devices)
 
 
 def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
-    """Computes the expected remote assignments and remote ranks of a token, for uniform routing.
-
-    Returns:
-        The arguments ``rows`` and ``copies`` of `exchange_bytes`, for one token.
-    """
+    """Computes a token's ``rows`` and ``copies`` of `exchange_bytes`, for uniform routing."""
     size, group = placement.num_ranks, placement.experts_per_group
     choices = placement.num_experts // group
     # Rank q has none of the k choices in C(choices - choices of q, k) of C(choices, k) cases.
@@ -157,65 +140,38 @@ def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
 class Plan:
     """A cluster plan: the cost of a training step for the device with the most experts.
 
-    Attributes:
-        num_devices: d, number of devices.
-        num_experts: number of experts in a layer, on all devices.
-        tokens: tokens of one device in a step.
-        dense_parameters: number of parameters that every device has, with embedding and softmax.
-        expert_parameters: number of sharded parameters, on all devices together.
-        parameter_bytes: bytes of the weights on a device.
-        gradient_bytes: bytes of the gradients on a device.
-        optimizer_bytes: bytes of the optimizer state on a device.
-        activation_bytes: estimated bytes of the activations saved for backward of one batch.
-        exchange_bytes: bytes that a device sends in a step for its experts and for batchwise masks,
-            forward and backward.
-        reduce_bytes: bytes that a device sends in the ring all-reduce of the dense gradients:
-            2 (d - 1) / d of the size of the gradients.
-        flops: floating-point operations of a device in a step.
-        expert_intensity: forward operations of an expert per byte of its rows on the network, if
-            all rows are remote. With one hidden layer, expert_intensity is
-            2 · hidden width / itemsize.
-        device_intensity: flops / link of a device. If device_intensity is greater than
-            expert_intensity, sending takes longer than computing.
-        compute_seconds: max(flops / peak, bytes / memory bandwidth) of forward and backward. The
-            bytes are two reads of the weights, one write of the gradients, and one write and one
-            read of the activations.
-        optimizer_seconds: time to read and write weights, gradients and optimizer state.
-        network_seconds: (exchange_bytes + reduce_bytes) / link.
-        flops_seconds: flops / peak.
-        expert_flops: the part of flops that the experts compute.
-        expert_rows: mean number of rows of an expert in one batch, from all devices.
-        imbalance: the experts of the device with the most experts, divided by the mean over the
-            devices. Above 1 if the number of devices does not divide the number of experts.
-        vocabulary_bytes: the part of reduce_bytes of embedding and softmax.
+    Bytes, operations and seconds are those of this device in a step.
     """
 
     num_devices: int
-    num_experts: int
+    num_experts: int  # of a layer, on all devices
     tokens: int
-    dense_parameters: int
-    expert_parameters: int
+    dense_parameters: int  # that every device has, with embedding and softmax
+    expert_parameters: int  # on all devices together
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int
-    exchange_bytes: float
-    reduce_bytes: float
+    activation_bytes: int  # estimated; saved for backward of one batch
+    exchange_bytes: float  # sent for experts and batchwise masks, forward and backward
+    reduce_bytes: float  # sent in the ring all-reduce of the dense gradients: 2 (d - 1) / d of them
     flops: float
+    # Forward operations of an expert per byte of its rows on the network, if all rows are remote.
+    # With one hidden layer, this is 2 · hidden width / itemsize.
     expert_intensity: float
-    device_intensity: float
+    device_intensity: float  # flops / link; if it is greater, sending takes longer than computing
+    # max(flops / peak, bytes / memory bandwidth). The bytes are two reads of the weights, one write
+    # of the gradients, and one write and one read of the activations.
     compute_seconds: float
-    optimizer_seconds: float
-    network_seconds: float
-    flops_seconds: float
-    expert_flops: float
-    expert_rows: float
-    imbalance: float
-    vocabulary_bytes: float
+    optimizer_seconds: float  # to read and write weights, gradients and optimizer state
+    network_seconds: float  # (exchange_bytes + reduce_bytes) / link
+    flops_seconds: float  # flops / peak
+    expert_flops: float  # the part of flops that the experts compute
+    expert_rows: float  # mean number of rows of an expert in one batch, from all devices
+    imbalance: float  # experts of this device, divided by the mean over the devices
+    vocabulary_bytes: float  # the part of reduce_bytes of embedding and softmax
 
     @property
     def memory_bytes(self) -> int:
-        """The memory in bytes of weights, gradients, optimizer state and activations."""
         weights = self.parameter_bytes + self.gradient_bytes
         return weights + self.optimizer_bytes + self.activation_bytes
 
@@ -245,7 +201,6 @@ class Plan:
         return (self.compute_seconds + self.optimizer_seconds) / self.step_seconds(overlap=overlap)
 
     def share_of_peak(self, *, overlap: bool) -> float:
-        """Computes the fraction of peak throughput in a step: flops_seconds / step_seconds."""
         return self.flops_seconds / self.step_seconds(overlap=overlap)
 
 
@@ -260,15 +215,8 @@ def plan(
     """Computes the cost of a training step with the experts sharded over `num_devices` devices.
 
     Weights and gradients have the dtypes of the model; the optimizer state is float32. With
-    autocast, activations and network traffic are bfloat16.
-
-    Args:
-        config: the training run, with data.tokens_per_batch tokens on each device and
-            data.vocab_size classes.
-        device: the peak rates of one device.
-        num_devices: d, number of devices.
-        exchange: "rows" or "tokens"; see ``moe_ext.distributed.Exchange``.
-        placement: see ``moe_ext.distributed.ExpertParallel``.
+    autocast, activations and network traffic are bfloat16. Each device has data.tokens_per_batch
+    tokens. ``moe_ext.distributed.ExpertParallel`` explains `exchange` and `placement`.
     """
     require_one_of("plan: exchange", get_args(ExchangeUnit), exchange)
     require_sizes("plan", num_devices=num_devices)

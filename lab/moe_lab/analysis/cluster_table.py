@@ -1,54 +1,47 @@
 """Devices, growing mixtures and the table of ``moe-lab plan-cluster``."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, replace
+from typing import TypeVar
 
 from moe_lab.analysis.cluster import DEVICES, PAPER, Device, Efficiency, Plan
 from moe_lab.errors import ConfigError
 from moe_lab.markdown import markdown_table
 from moe_lab.training.config import Config
 
+T = TypeVar("T", Device, Efficiency)
+
 
 def parse_device(words: Sequence[str]) -> Device:
-    """Parses --device: a preset's name, key=value arguments, or both."""
-    names = [field.name for field in fields(Device)]
-    values: dict[str, float] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals and word in DEVICES:
-            values = asdict(DEVICES[word]) | values
-        elif key in names:
-            try:
-                values[key] = float(text)
-            except ValueError:
-                raise ConfigError(f"--device: {key} must be a number, got {text!r}") from None
-        else:
-            raise ConfigError(
-                f"--device must be a preset ({', '.join(DEVICES)}) or {'=, '.join(names)}=, "
-                f"got {word!r}"
-            )
-    if missing := [name for name in names if name not in values]:
-        raise ConfigError(f"--device must be a preset or also give {', '.join(missing)}")
-    try:
-        return Device(**values)
-    except ValueError as error:
-        raise ConfigError(f"--device: {error}") from None
+    return _parsed("--device", Device, words, DEVICES)
 
 
 def parse_efficiency(words: Sequence[str]) -> Efficiency:
-    """Parses --efficiency: paper, key=value arguments, or both."""
-    values = asdict(PAPER) if "paper" in words else {}
+    return _parsed("--efficiency", Efficiency, words, {"paper": PAPER})
+
+
+def _parsed(option: str, kind: type[T], words: Sequence[str], presets: Mapping[str, T]) -> T:
+    """Parses an option: a preset's name, key=value arguments, or both."""
+    required = {field.name: field.default is MISSING for field in fields(kind)}
+    values: dict[str, float] = {}
     for word in words:
         key, _, text = word.partition("=")
-        try:
-            if word != "paper":
+        if word in presets:
+            values = asdict(presets[word]) | values
+        elif key in required:
+            try:
                 values[key] = float(text)
-        except ValueError:
-            raise ConfigError(f"--efficiency: {key} must be a number, got {text!r}") from None
+            except ValueError:
+                raise ConfigError(f"{option}: {key} must be a number, got {text!r}") from None
+        else:
+            rule = f"be a preset ({', '.join(presets)}) or {'=, '.join(required)}="
+            raise ConfigError(f"{option} must {rule}, got {word!r}")
+    if missing := [name for name in required if required[name] and name not in values]:
+        raise ConfigError(f"{option} must be a preset or also give {', '.join(missing)}")
     try:
-        return Efficiency(**values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--efficiency: {error}") from None
+        return kind(**values)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def grown(config: Config, factor: int) -> Config:

@@ -15,18 +15,15 @@ from moe_lab.models.translation import AttentionLSTM
 
 @dataclass(frozen=True)
 class Cost:
-    """The size of a model.
+    """The size of a model, as the paper counts it.
 
-    Attributes:
-        ops_per_timestep: multiply-adds of the forward pass of one position. For a language model,
-            the softmax is excluded (Tables 7 and 8). For a translation model, the softmax is
-            included, and one source position and one target position are counted (Tables 2 to 5).
-        parameters: the number of weights without embedding and softmax.
-        total_parameters: the number of weights with embedding and softmax.
+    Operations are multiply-adds of the forward pass of one position. For a language model, they
+    exclude the softmax (Tables 7 and 8). For a translation model, they include it, and are those of
+    one source position and one target position (Tables 2 to 5).
     """
 
     ops_per_timestep: int
-    parameters: int
+    parameters: int  # without embedding and softmax
     total_parameters: int
 
     def __str__(self) -> str:
@@ -45,7 +42,6 @@ class TrainingFlops:
 
     @property
     def expert_share(self) -> float:
-        """The fraction of the operations that the experts compute, in [0, 1]."""
         return self.experts / self.total
 
 
@@ -81,15 +77,10 @@ def training_flops(model: LanguageModel) -> TrainingFlops:
 
 
 class MoEOps(NamedTuple):
-    """Multiply-adds of a token's forward pass through a mixture of experts.
+    """Multiply-adds of a token's forward pass through a mixture of experts."""
 
-    Attributes:
-        gate: multiply-adds of the gate's logits.
-        experts: multiply-adds of the k experts of the token, and of the shared expert. With
-            zero-computation experts, the mean over tokens for balanced routing.
-    """
-
-    gate: int
+    gate: int  # of the logits
+    # Of the k experts and the shared expert; with zero-computation experts, the mean over tokens.
     experts: int
 
 

@@ -13,29 +13,21 @@ from moe_lab.analysis.specialisation import PURITY_POSITIONS, purity
 
 
 class Context(NamedTuple):
-    """A word that is routed to an expert, with its neighbours.
+    """A word that is routed to an expert, with its neighbours."""
 
-    Attributes:
-        gate: the expert's gate at the word.
-        words: the word in the middle of its neighbours; "" beyond the ends of the sentence.
-    """
-
-    gate: float
-    words: tuple[str, ...]
+    gate: float  # of the expert at the word
+    words: tuple[str, ...]  # the word in the middle; "" beyond the ends of the sentence
 
     @property
     def before(self) -> str:
-        """The neighbours before the word, as one string."""
         return " ".join(self.words[:NEIGHBOURS]).strip()
 
     @property
     def word(self) -> str:
-        """The word between its neighbours."""
         return self.words[NEIGHBOURS]
 
     @property
     def after(self) -> str:
-        """The neighbours after the word, as one string."""
         return " ".join(self.words[NEIGHBOURS + 1 :]).strip()
 
 
@@ -57,26 +49,15 @@ class PairShare(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """The specialisation of one expert.
-
-    Attributes:
-        expert: the index of the expert.
-        share: the share of all tokens that is routed to the expert; k / E if the load is even.
-        information: sum_w p(w|e) ln(p(w|e) / p(w)) over the words w of the expert e, in nats, minus
-            the same sum for shuffled words. A high value means unusual words.
-        purity: the share of the most frequent word at the 50 positions with the highest gates.
-        words: the words that contribute most to the information, largest contribution first.
-        contexts: the distinct contexts with the highest gates, highest gate first.
-        pairs: the share of each language pair, if the text has two or more pairs.
-    """
-
     expert: int
-    share: float
+    share: float  # of all tokens; k / E if the load is even
+    # sum_w p(w|e) ln(p(w|e) / p(w)) over the words w of the expert e, in nats, minus the same sum
+    # for shuffled words. A high value means unusual words.
     information: float
-    purity: float
-    words: list[Word]
-    contexts: list[Context]
-    pairs: Sequence[PairShare] = ()
+    purity: float  # share of the most frequent word at the 50 positions with the highest gates
+    words: list[Word]  # those that contribute most to the information, largest contribution first
+    contexts: list[Context]  # distinct ones with the highest gates, highest gate first
+    pairs: Sequence[PairShare] = ()  # if the text has two or more language pairs
 
     @property
     def pair_information(self) -> float:
@@ -125,24 +106,22 @@ def expert_reports(
     slots_of = order.split(load.tolist())
     keys_of = by_contribution.split(torch.bincount(key_expert, minlength=num_experts).tolist())
 
-    reports = []
-    for expert, (slots, keys) in enumerate(zip(slots_of, keys_of, strict=True)):
-        reports.append(
-            ExpertReport(
-                expert=expert,
-                share=len(slots) / len(word_at),
-                information=float(information[expert]),
-                purity=purities[expert],
-                words=[
-                    Word(spelling[word], int(count[key]), float(count[key] / occurrences[word]))
-                    for key in keys[:num_words].tolist()
-                    for word in [int(key_word[key])]
-                ],
-                contexts=_contexts(routed, slots, spelling, num_contexts),
-                pairs=pair_shares[expert],
-            )
+    return [
+        ExpertReport(
+            expert=expert,
+            share=len(slots) / len(word_at),
+            information=float(information[expert]),
+            purity=purities[expert],
+            words=[
+                Word(spelling[word], int(count[key]), float(count[key] / occurrences[word]))
+                for key in keys[:num_words].tolist()
+                for word in [int(key_word[key])]
+            ],
+            contexts=_contexts(routed, slots, spelling, num_contexts),
+            pairs=pair_shares[expert],
         )
-    return reports
+        for expert, (slots, keys) in enumerate(zip(slots_of, keys_of, strict=True))
+    ]
 
 
 def _information(

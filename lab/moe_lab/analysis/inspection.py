@@ -21,21 +21,11 @@ _LONGEST_LINE = 2**16  # characters; longer lines are read in parts
 
 
 class Routed(NamedTuple):
-    """The routing of a text in some layers of a model.
-
-    Attributes:
-        title: the names of the model and of its text.
-        spelling: the words of the text in the order of their ids.
-        pieces: whether the words are wordpieces.
-        num_layers: the number of layers.
-        layers: the name and the routing of each layer. An iterator needs less memory than a list.
-    """
-
-    title: str
-    spelling: Sequence[str]
-    pieces: bool
+    title: str  # the names of the model and of its text
+    spelling: Sequence[str]  # the words of the text in the order of their ids
+    pieces: bool  # whether the words are wordpieces
     num_layers: int
-    layers: Iterable[tuple[str, RoutedText]]
+    layers: Iterable[tuple[str, RoutedText]]  # by name; an iterator needs less memory than a list
 
 
 def write_experts(routed: Routed, output: Path, *, num_contexts: int, num_sentences: int) -> None:
@@ -73,9 +63,9 @@ def route_transformers(
     name: str, text: str, num_positions: int, layer: int | None, device: str
 ) -> Routed:
     """Runs a model of transformers on a text file; layer = None keeps all layers."""
-    transformers = require_transformers("--text", "transformers", "transformers")
+    transformers = require_transformers("--text", "transformers")
     # The import registers "moe_ext".
-    plug = require_transformers("--text", "moe_ext.integrations.transformers", "transformers")
+    plug = require_transformers("--text", "moe_ext.integrations.transformers")
     with open(text, encoding="utf-8-sig", errors="replace") as file:
         config = transformers.AutoConfig.from_pretrained(name)
         # These models have no output layer, whose logits nobody needs.

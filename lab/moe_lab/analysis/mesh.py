@@ -22,23 +22,15 @@ from moe_lab.analysis.cluster import leaving
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The peak rates of an accelerator, in operations, bytes and seconds, and its links.
+    """The peak rates of an accelerator, in operations, bytes and seconds, and its links."""
 
-    Attributes:
-        flops: dense bfloat16 operations per second.
-        memory, bandwidth: of the high-bandwidth memory.
-        domain: number of accelerators with fast links between them.
-        domain_link, link: bytes per second in each direction, within a domain and between domains.
-        domain_latency, latency: seconds of a step of a collective, within and between.
-    """
-
-    flops: float
+    flops: float  # dense bfloat16
     memory: float
-    bandwidth: float
-    domain: int
-    domain_link: float
-    link: float
-    domain_latency: float = 3.4e-6
+    bandwidth: float  # of the memory
+    domain: int  # number of accelerators with fast links between them
+    domain_link: float  # in each direction, within a domain
+    link: float  # between domains
+    domain_latency: float = 3.4e-6  # of a step of a collective
     latency: float = 9.6e-6
 
 
@@ -57,28 +49,19 @@ ACCELERATORS = {
 
 @dataclass(frozen=True)
 class Transformer:
-    """The sizes of a decoder with mixtures of gated experts (three matrices).
-
-    Attributes:
-        layers, dense_layers: the number of layers, and of those without a mixture.
-        d_model, vocabulary: widths.
-        attention: parameters of attention in a layer.
-        heads: the widths of queries and values, added up over the heads.
-        num_experts, k, hidden: of a mixture; shared: the hidden width of its shared expert.
-        dense_hidden: the hidden width of a layer without a mixture.
-    """
+    """The sizes of a decoder with mixtures of gated experts (three matrices)."""
 
     layers: int
     d_model: int
-    attention: float
-    heads: int
+    attention: float  # parameters of attention in a layer
+    heads: int  # the widths of queries and values, added up over the heads
     num_experts: int
     k: int
     hidden: int
     vocabulary: int
-    shared: int = 0
-    dense_layers: int = 0
-    dense_hidden: int = 0
+    shared: int = 0  # hidden width of the shared expert of a mixture
+    dense_layers: int = 0  # layers without a mixture
+    dense_hidden: int = 0  # their hidden width
 
     @property
     def experts(self) -> float:
@@ -116,25 +99,16 @@ TRANSFORMERS = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """A mesh of accelerators, and how a step uses it.
-
-    Attributes:
-        pp, tp, dp, ep: sizes of the dimensions.
-        sequences: number of sequences in a micro-batch.
-        vp: number of parts of the model that a stage interleaves.
-        sharded: whether weights and gradients are sharded over replicas too (FSDP), not only the
-            optimizer state. They are then gathered twice for each micro-batch.
-        recompute: whether the backward pass recomputes each layer.
-    """
-
     pp: int
     tp: int
     dp: int
     ep: int
-    sequences: int = 1
-    vp: int = 1
+    sequences: int = 1  # in a micro-batch
+    vp: int = 1  # number of parts of the model that a stage interleaves
+    # Whether replicas share weights and gradients too (FSDP), not only the optimizer state. They
+    # are then gathered twice for each micro-batch.
     sharded: bool = False
-    recompute: bool = False
+    recompute: bool = False  # whether the backward pass recomputes each layer
 
     @property
     def efsdp(self) -> int:
@@ -151,7 +125,6 @@ class Step:
 
     @property
     def total(self) -> float:
-        """The seconds of the step."""
         return sum(self.seconds.values())
 
 

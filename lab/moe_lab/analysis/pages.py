@@ -41,14 +41,8 @@ def as_text(reports: Sequence[ExpertReport]) -> str:
 class ExpertPage:
     """Builds the expert explorer: one HTML page that loads no other file.
 
-    The page shows one MoE layer at a time.
-
-    Args:
-        spelling: the words of the text in the order of their ids.
-        title: the heading of the page.
-        pieces: whether the words are wordpieces.
-        num_sentences: the number of sentences for each layer, chosen at random. All layers of the
-            same text have the same sentences.
+    The page shows one MoE layer at a time, with sentences that are chosen at random. All layers of
+    the same text have the same sentences. `spelling` has the words in the order of their ids.
     """
 
     def __init__(
@@ -62,7 +56,6 @@ class ExpertPage:
         self._index: dict[str, int] = {}
 
     def add_layer(self, name: str, routed: RoutedText, reports: Sequence[ExpertReport]) -> None:
-        """Adds a layer to the page."""
         # Models that scale their gates have gates above 1. A gate of 1 may be rounded up.
         gate_end = max(1, math.ceil(routed.gate.max() - 0.01)) if len(routed.gate) else 1
         bins = (routed.gate / gate_end * _GATE_BINS).long().clamp(0, _GATE_BINS - 1)
@@ -100,7 +93,6 @@ class ExpertPage:
         )
 
     def html(self) -> str:
-        """Returns the page with the layers that were added."""
         data = {
             "title": self._title,
             "pieces": self._has_pieces,
@@ -114,7 +106,6 @@ class ExpertPage:
         return _TEMPLATE.read_text("utf-8").replace("{{data}}", text)
 
     def _index_of(self, word: str) -> int:
-        """Returns the index of a word in the list "words" of the page."""
         return self._index.setdefault(word, len(self._index))
 
     def _sentences(self, routed: RoutedText) -> list[dict[str, Any]]:

@@ -7,35 +7,23 @@ from dataclasses import dataclass
 class Published:
     """A model's row of Table 7 or 8, with figures as printed: one decimal digit.
 
-    Attributes:
-        table: "lm1b" (Table 7, 1 billion words) or "news" (Table 8, 100 billion words).
-        name: the name of the model.
-        perplexity: test perplexity after 10 epochs (lm1b) or 0.1 epoch (news).
-        final_perplexity: test perplexity after longer training (lm1b) or 1 epoch (news).
-        ops: multiply-adds for each timestep, in millions.
-        parameters: weights without embedding and softmax, in millions.
-        total: all weights, in billions.
-        drop_prob: dropout probability in Table 7; None for Table 8, which does not state it.
-        tflops: 10¹² floating-point operations per second on each GPU.
-        gpus: the number of K40 GPUs; None if the paper does not state it.
-        hours: training time in hours; a range if the paper states it for several models together.
+    None stands for a figure that the paper does not state.
     """
 
-    table: str
+    table: str  # "lm1b" (Table 7, 1 billion words) or "news" (Table 8, 100 billion words)
     name: str
-    perplexity: float | None
-    final_perplexity: float | None
-    ops: float
-    parameters: float
-    total: float
-    drop_prob: float | None
-    tflops: float | None
-    gpus: int | None
-    hours: str
+    perplexity: float | None  # of the test part after 10 epochs (lm1b) or 0.1 epoch (news)
+    final_perplexity: float | None  # after longer training (lm1b) or 1 epoch (news)
+    ops: float  # multiply-adds for each timestep, in millions
+    parameters: float  # weights without embedding and softmax, in millions
+    total: float  # all weights, in billions
+    drop_prob: float | None  # dropout probability
+    tflops: float | None  # 10¹² floating-point operations per second on each GPU
+    gpus: int | None  # the number of K40 GPUs
+    hours: str  # of training; a range if the paper states it for several models together
 
     @property
     def config(self) -> str:
-        """The name of the model's configuration."""
         return f"{self.table}/{self.name.lower()}"
 
     def __str__(self) -> str:

@@ -25,25 +25,15 @@ NO_WORD = -1
 
 @dataclass(frozen=True)
 class RoutedText:
-    """The routing of N positions in R slots; a slot is one (position, expert) assignment.
-
-    Attributes:
-        num_experts: E, the number of experts.
-        windows: [N, 5] int64, each position's input word between its neighbours; NO_WORD beyond the
-            ends of the sentence.
-        position, expert: [R] int64, the position and the expert of each slot.
-        gate: [R], the gate of each slot.
-        pair: [N] int64, the language pair of each position; None with fewer than two pairs.
-        pair_names: the names of the language pairs, such as "en-fr".
-    """
+    """The routing of N positions in R slots; a slot is one (position, expert) assignment."""
 
     num_experts: int
-    windows: Tensor
-    position: Tensor
-    expert: Tensor
-    gate: Tensor
-    pair: Tensor | None = None
-    pair_names: tuple[str, ...] = ()
+    windows: Tensor  # [N, 5] int64, each input word between its neighbours; NO_WORD beyond the ends
+    position: Tensor  # [R] int64, of each slot
+    expert: Tensor  # [R] int64
+    gate: Tensor  # [R]
+    pair: Tensor | None = None  # [N] int64, the language pair; None with fewer than two pairs
+    pair_names: tuple[str, ...] = ()  # such as "en-fr"
 
     @property
     def words(self) -> Tensor:
@@ -51,19 +41,11 @@ class RoutedText:
         return self.windows[:, NEIGHBOURS]
 
     def slots_by_gate(self) -> tuple[Tensor, Tensor]:
-        """Sorts the slots by expert, then by decreasing gate.
-
-        Returns:
-            The order [R] of the slots, and the number of slots of each expert [E].
-        """
+        """Sorts the slots by expert, then by decreasing gate; returns the order and the loads."""
         return self._sorted_slots(self.expert, self.num_experts)
 
     def slots_by_position(self) -> tuple[Tensor, Tensor]:
-        """Sorts the slots by position, then by decreasing gate.
-
-        Returns:
-            The order [R] of the slots, and the number of slots of each position [N].
-        """
+        """Sorts the slots by position, then by decreasing gate; returns the order and the loads."""
         return self._sorted_slots(self.position, len(self.windows))
 
     def _sorted_slots(self, key: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +69,6 @@ class RoutedText:
         return self.position[order[first]], self.expert[order[first]]
 
     def sentences(self) -> list[range]:
-        """Returns the positions of each sentence."""
         begins = (self.windows[:, NEIGHBOURS - 1] == NO_WORD).nonzero().flatten().tolist()
         return list(map(range, begins, [*begins[1:], len(self.windows)]))
 
@@ -136,10 +117,8 @@ def route_text(
         model: a model with a MoE layer.
         text: sentences encoded with the model's vocabulary; sentence pairs for a translation model.
         num_positions: the approximate number of words to run.
-        layer: the index of the layer among the MoE layers. In a translation model, 0 is the encoder
-            and 1 is the decoder.
-        tokens_per_batch: the size of a batch. The size affects the choice of sentences, not their
-            routing.
+        layer: the index among the MoE layers; 0 is the encoder and 1 the decoder in translation.
+        tokens_per_batch: affects the choice of sentences, not their routing.
     """
     module = find_moe_layer(model, layer)
     # The experts of the gate: those without weights too.
@@ -182,10 +161,7 @@ def windows_of(ids: Tensor, mask: Tensor, after: int = NO_WORD) -> Tensor:
 
 
 def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns position, expert and gate of each slot that is not dropped.
-
-    Positions count the layer's tokens from 0.
-    """
+    """Returns position (from 0), expert and gate of each slot that is not dropped."""
     position = ops.token_index(aux.expert_index, aux.token_offsets)
     kept = slice(None) if aux.kept is None else aux.kept.flatten()
     position, expert, gate = (

@@ -69,14 +69,9 @@ def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor
 
 
 def purity(labels: Tensor, positions: Tensor) -> Tensor:
-    """Computes the share of the most frequent label in each row of positions.
+    """Computes the share of the most frequent label in each row of positions, NaN if it is empty.
 
-    Args:
-        labels: [N] int64, at least 0.
-        positions: [E, K] int64; rows with fewer positions are padded with -1.
-
-    Returns:
-        [E] float64; NaN for an empty row.
+    labels: [N] int64, at least 0. positions: [E, K] int64; a short row is padded with -1.
     """
     number = positions.shape[1]
     # Padding gets distinct negative values, so each of them occurs only once.
@@ -109,30 +104,17 @@ def mutual_information(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """The dependence of experts on a label, and its values for shuffled labels.
+    """The dependence of experts on a label, and its values for P permutations of the labels."""
 
-    Attributes:
-        purity: [E'], the share of the most frequent label at an expert's 50 highest gates, for
-            the E' experts with tokens.
-        permuted_purity: [P, E'], the purity with each of P permutations of the labels.
-        information: I, the mutual information of label and expert with the highest gate, in nats.
-        permuted_information: [P], the mutual information with each permutation of the labels.
-        entropy: H, the entropy of the expert with the highest gate, in nats.
-    """
-
-    purity: Tensor
-    permuted_purity: Tensor
-    information: float
-    permuted_information: Tensor
-    entropy: float
+    purity: Tensor  # [E'], of an expert's 50 highest gates, for the E' experts with tokens
+    permuted_purity: Tensor  # [P, E']
+    information: float  # I, of the label and the expert with the highest gate, in nats
+    permuted_information: Tensor  # [P]
+    entropy: float  # H, of the expert with the highest gate, in nats
 
     @property
     def share(self) -> float:
-        """The ratio (I - mean I with shuffled labels) / H.
-
-        The ratio is about 0 if label and expert are independent, and 1 if the label determines the
-        expert.
-        """
+        """(I - mean I with shuffled labels) / H: 0 for independence, 1 if the label decides."""
         excess = self.information - float(self.permuted_information.mean())
         return excess / self.entropy if self.entropy > 0 else 0.0
 
@@ -178,11 +160,7 @@ def measure_specialisation(
 ) -> dict[str, Specialisation]:
     """Measures the specialisation of the experts for each label and for shuffled labels.
 
-    Args:
-        routed: the routing of N positions.
-        labels: by name, [N] int64 each, at least 0.
-        num_permutations: P, at least 1.
-        seed: the seed of the permutations, which all labels share.
+    A label is [N] int64, at least 0, for the N routed positions. All labels share the permutations.
     """
     require_sizes("specialisation", num_permutations=num_permutations)
     highest = routed.highest(PURITY_POSITIONS)

@@ -1,7 +1,7 @@
 """Records how a model of Hugging Face transformers routes the tokens of a text to experts."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -47,17 +47,17 @@ class RoutedLines:
         )
 
 
+@dataclass
 class _Recorder:
     """Holds the experts [N, K] and gates [N, K] of one experts module, one tensor for each batch.
 
     Experts are int16 and gates float32, 6 bytes for each slot.
     """
 
-    def __init__(self, name: str, num_experts: int) -> None:
-        self.name = name
-        self.num_experts = num_experts
-        self.experts: list[Tensor] = []
-        self.gates: list[Tensor] = []
+    name: str
+    num_experts: int
+    experts: list[Tensor] = field(default_factory=list)
+    gates: list[Tensor] = field(default_factory=list)
 
 
 @torch.inference_mode()
@@ -76,13 +76,13 @@ def route_lines(
     on the modules of `experts_modules` record the experts and the gates, with any experts
     implementation. A layer that did not run has no entry.
 
-    The memory does not grow with the length of the text. The function records at most num_positions
-    tokens, with 6 bytes for each layer and each of the k experts of a token.
+    The memory does not grow with the length of the text, which is read only as far as needed: 6
+    bytes for each layer and each of the k experts of a token.
 
     Args:
         model: a model of transformers that is called with input_ids and attention_mask.
         tokenizer: the tokenizer of the model.
-        lines: the text, read only as far as needed.
+        lines: the text.
         num_positions: the largest number of tokens to run.
         max_length: the largest number of tokens that the model sees together.
         tokens_per_batch: the size of a batch, padding included.

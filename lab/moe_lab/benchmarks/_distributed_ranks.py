@@ -15,13 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ext import Experts, HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, MoEAux
-from moe_ext.distributed import (
-    AllToAll,
-    ExpertParallel,
-    ExpertPlacement,
-    Placement,
-    Ranks,
-)
+from moe_ext.distributed import AllToAll, ExpertParallel, ExpertPlacement, Placement, Ranks
 from moe_lab.analysis.cluster import exchange_bytes
 from moe_lab.benchmarks.cases import GROUPS, NODES, UNITS
 from moe_lab.progress import progress
@@ -41,15 +35,12 @@ class Key(NamedTuple):
 
 
 class RankTimes(NamedTuple):
-    """The measurements of one rank: seconds and waiting seconds of each round, and bytes by pass.
-
-    peak_mib is the largest resident set of the process (Linux), all layers included.
-    """
+    """The measurements of one rank: seconds and waiting seconds of the rounds, bytes by pass."""
 
     seconds: dict[Key, list[float]]
     waited: dict[Key, list[float]]
     passes: dict[Key, dict[str, dict[str, float]]]
-    peak_mib: float
+    peak_mib: float  # the largest resident set of the process (Linux), all layers included
 
 
 class Call(NamedTuple):

@@ -20,6 +20,7 @@ from moe_lab.benchmarks.shapes import (
     PACKED_PEERS,
     PEER_NAMES,
     WHOLE_FORMATS,
+    WHOLE_LINEAR,
     WHOLE_PEERS,
     experts_that_fit,
     parse_shape,
@@ -112,12 +113,7 @@ def _check_device(args: Any) -> None:
 def _check_distributed(args: Any) -> None:
     size, nodes = args.group_size, args.nodes > 1
     if args.exchanges is None:
-        args.exchanges = [
-            "rows",
-            "tokens",
-            *([GROUPS] if size else []),
-            *([NODES] if nodes else []),
-        ]
+        args.exchanges = ["rows", "tokens", *[GROUPS] * bool(size), *[NODES] * nodes]
     if not size and GROUPS in args.exchanges:
         raise ConfigError("--exchanges groups must be used with --group-size, got no group size")
     if size and args.experts % size:
@@ -266,6 +262,7 @@ CASES = {
         options=_in_rounds(seconds=120.0) | {
             "--formats": some_of(WHOLE_FORMATS, WHOLE_FORMATS[:1], "formats of the experts",
                                  "FORMAT"),
+            "--linear": some_of(WHOLE_LINEAR, WHOLE_LINEAR, "weights of the linear layers"),
             "--peers": some_of(WHOLE_PEERS, WHOLE_PEERS, "other implementations", "PEER")
             | {"nargs": "*"},
             "--output": _OUTPUT,
@@ -337,16 +334,11 @@ CASES = {
 
 
 def file_of(name: str) -> Path:
-    """Returns the file of the module that measures a case."""
     return Path(__file__).with_name(f"{name.replace('-', '_')}.py")
 
 
 def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
-    """Parses and checks the arguments of a case; None: those of the command line.
-
-    Raises:
-        ConfigError: arguments do not fit together, or a file does not exist.
-    """
+    """Parses and checks the arguments of a case; None: those of the command line."""
     case = CASES[name]
     options = dict(case.options)
     for size, value in case.sizes.items():

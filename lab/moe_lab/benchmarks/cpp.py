@@ -19,21 +19,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from timeit import timeit
 from typing import Any
 
 import torch
 from torch import nn
 
 from moe_ext import MoE, ops
-from moe_lab.benchmarks.harness import (
-    OutputOnly,
-    Quartiles,
-    Row,
-    host_seconds,
-    interleaved,
-    pinned,
-    ratio,
-)
+from moe_lab.benchmarks.harness import OutputOnly, Quartiles, Row, interleaved, pinned, ratio
 from moe_lab.data import Vocabulary
 from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel, LanguageModelConfig
@@ -54,7 +47,6 @@ class _Program:
         )
 
     def microseconds(self, name: str, calls: int) -> float:
-        """Returns the mean time of the calls of a function."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{name} {calls}\n")
         self._process.stdin.flush()
@@ -69,12 +61,7 @@ class _Program:
 
 def _in_python(function: Callable[[], object], calls: int) -> float:
     """Returns the mean microseconds of the calls of a function."""
-
-    def run() -> None:
-        for _ in range(calls):
-            function()
-
-    return 1e6 * host_seconds(run) / calls
+    return 1e6 * timeit(function, number=calls) / calls
 
 
 def _experts_calls(D: int, E: int, k: int, F: int) -> dict[str, Callable[[], object]]:

@@ -62,7 +62,6 @@ def gated_width(hidden: int) -> int:
 
 
 def mixtral_block(shape: Sequence[int], implementation: str) -> nn.Module:
-    """Makes transformers' layer of Mixtral with random weights."""
     d_model, num_experts, k, hidden = shape
     mixtral, config = mixtral_config(implementation, d_model, num_experts, k, gated_width(hidden))
     block = mixtral.MixtralSparseMoeBlock(config)

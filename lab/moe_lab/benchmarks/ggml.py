@@ -137,11 +137,7 @@ class Library:
 
 
 def find_libraries(folders: Sequence[Path]) -> dict[str, Library]:
-    """Loads libggml from the folders or else from installed packages; returns it by project.
-
-    Raises:
-        ConfigError: a folder has no libggml that can be loaded.
-    """
+    """Loads libggml from the folders or else from installed packages; returns it by project."""
     libraries: dict[str, Library] = {}
     for folder in folders:
         paths = sorted(folder.rglob("libggml.so"))
@@ -173,15 +169,8 @@ class Graph(NamedTuple):
 class Layer:
     """The experts of a layer: (silu(x · W_gate) · (x · W_up)) · W_down.
 
-    Args:
-        library: the library that computes.
-        format: one of `TYPES`.
-        codes: of W_gate, W_up and W_down, uint8 [E, out, bytes]; not copied if not repacked.
-        hidden: the width of the hidden layer.
-        repacked: whether the library may order the codes for its kernels, in a copy.
-
-    Raises:
-        NotImplementedError: the library has no such order for the format.
+    The codes of the three matrices are uint8 [E, out, bytes], in a format of `TYPES`. If repacked,
+    the library orders them for its kernels in a copy, or raises NotImplementedError.
     """
 
     def __init__(

@@ -40,7 +40,6 @@ class Quartiles(NamedTuple):
 
     @classmethod
     def from_values(cls, values: Iterable[float]) -> Self:
-        """Computes the quartiles of at least 2 values."""
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
     def scaled(self, factor: float) -> "Quartiles":
@@ -73,12 +72,9 @@ def environment(device: str = "cpu") -> str:
 def run(case: Any, args: Any, command: str) -> Any:
     """Measures a case and reports it; returns its rows, or the result of its own `run`.
 
-    Args:
-        case: a module. It has the function `run(args)`, or `measure(args)`, which returns rows and
-            is called once for each number of threads. `HEADER` and `CELLS` are the columns of their
-            table, and `TITLE` has the names of options in braces.
-        args: the parsed arguments of the case.
-        command: the command as it was typed, for the page.
+    The case is a module. It has the function `run(args)`, or `measure(args)`, which returns rows
+    and is called once for each number of threads. `HEADER` and `CELLS` are the columns of their
+    table, and `TITLE` has the names of options in braces. The command is shown on the page.
     """
     if "bfloat16" in getattr(args, "dtype", ""):
         avoid_missing_amx()
@@ -111,10 +107,7 @@ def report(
 
 
 def table(header: str, cells: str, rows: Iterable[Row], *last: str) -> str:
-    """Formats a Markdown table. Columns have " | " between them; `cells` are the names of figures.
-
-    `last` are lines after those of the rows.
-    """
+    """Formats a Markdown table with `last` lines; " | " stands between columns."""
     lines = [_Cells().vformat(cells, (), vars(row)) for row in rows]
     return markdown_table(header.split(" | "), (line.split(" | ") for line in [*lines, *last]))
 
@@ -126,7 +119,6 @@ def options_as_text(options: argparse.Namespace) -> dict[str, str]:
 
 
 def host_seconds(function: Callable[[], object]) -> float:
-    """Returns the wall-clock seconds of one call of `function`."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
@@ -174,7 +166,7 @@ def interleaved(
     """Returns the seconds of each function in every round; a round calls all functions in turn.
 
     Args:
-        functions: the functions whose run time is measured, by name.
+        functions: the timed functions, by name.
         rounds: number of timed rounds.
         warm_up: number of untimed rounds before the timed rounds.
         twice: call each function twice and time the second call. Caches and free memory are then in

@@ -54,7 +54,6 @@ only), and the dispatch plan. Routing in plain torch is topk, softmax, a stable 
 bincount.
 """
 
-import importlib.metadata
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -73,6 +72,7 @@ from moe_lab.files import atomic_file
 from moe_lab.training.device import check_device
 
 _ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
+PACKAGES = ("transformers", "mixture-of-experts", "st-moe-pytorch", "scattermoe")  # of the peers
 
 
 def run(args: Any) -> int:
@@ -92,7 +92,6 @@ def _label(result: Row) -> str:
 
 
 def _measure(args: Any) -> dict[str, Any]:
-    """Measures all problems; returns the record of the run."""
     check_device(args.device)
     on_cpu = args.device == "cpu"
     if not on_cpu:
@@ -112,7 +111,8 @@ def _measure(args: Any) -> dict[str, Any]:
         if not args.peers or _peers_of(activation, args)
     ]
     routing = [] if on_cpu else [routing_times(_ROUTING_SHAPE, args)]
-    more: dict[str, Any] = {"versions": versions(), "memory": [], "routing": routing}
+    versions = measurement.versions_of(*PACKAGES)
+    more: dict[str, Any] = {"versions": versions, "memory": [], "routing": routing}
     return measurement.measure_all(todo, partial(_examine, args=args), args, **more)
 
 
@@ -209,14 +209,3 @@ def _kept_memory(problem: Problem, peers: list[str], args: Any) -> dict[str, Any
         "hidden": problem.rows * inputs * problem.dtype.itemsize,
         "kept": kept,
     }
-
-
-def versions() -> str:
-    """Returns the versions of the packages with other implementations."""
-    lines = []
-    for package in ("transformers", "mixture-of-experts", "st-moe-pytorch", "scattermoe"):
-        try:
-            lines.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            lines.append(f"no {package}")
-    return ", ".join(lines)

@@ -22,18 +22,7 @@ BATCH = 512  # the largest number of tokens of a call
 
 
 class Model:
-    """A model with a cache of one sequence.
-
-    Args:
-        project: `LLAMA` or `IK`.
-        path: the GGUF file.
-        size: the number of tokens that the cache can hold.
-        num_classes: the size of the vocabulary.
-
-    Raises:
-        ImportError: the package is not installed.
-        OSError: the file cannot be loaded.
-    """
+    """A model of a GGUF file, with a cache of one sequence of at most `size` tokens."""
 
     def __init__(self, project: str, path: Path, size: int, num_classes: int) -> None:
         try:

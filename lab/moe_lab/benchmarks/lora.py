@@ -30,7 +30,6 @@ interleaved and timed as in moe-lab benchmark layer. With --output, the command 
 lora_speed.md, .json and .png to a folder.
 """
 
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -39,26 +38,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_lab.benchmarks import measurement
-from moe_lab.benchmarks.harness import Quartiles, Row, pinned
+from moe_lab.benchmarks import measurement, tables
+from moe_lab.benchmarks.harness import Row
 from moe_lab.benchmarks.measurement import Extra, Stacked
 from moe_lab.benchmarks.peers import Inputs
-from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
+from moe_lab.benchmarks.roofline import Work, peak_probe
 from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
-from moe_lab.benchmarks.tables import (
-    cell,
-    list_section,
-    memory_sections,
-    page_of_run,
-    percent_of_limit,
-    plot,
-    remarks_of,
-    spread_of,
-    time_sections,
-)
 from moe_lab.benchmarks.transformers_experts import build_layer
 from moe_lab.experiments.report import Page
-from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 
 NAME = "lora_speed"
@@ -67,22 +54,20 @@ MOE_EXT, FROZEN, PEFT, PEER = "ours", "frozen", "PEFT", "grouped_mm"
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-class Problem:
+class Problem(measurement.LayerProblem):
     """An experts layer with adapters of PEFT, and the inputs of every pass.
 
-    Args:
-        num_experts: the number of experts.
-        dtype: of the weights, the adapters and x.
-        rows: the mean numbers of rows of an expert, one for each pass.
-        rank: of the adapters.
+    `dtype` is that of the weights, the adapters and x. Each of `rows` is the mean number of rows of
+    an expert in a pass.
     """
 
-    beside, has_peak, device, activation = (FROZEN,), True, "cpu", "swiglu"
+    beside, has_peak = (FROZEN,), True
+    passes: Mapping[str, int]  # the tokens of each pass
 
     def __init__(
         self, num_experts: int, dtype: torch.dtype, rows: Sequence[int], rank: int
     ) -> None:
-        peft: Any = require_transformers("--dtype", "peft", "benchmark")
+        peft: Any = require_transformers("--dtype", "peft")
         model = MODELS[MODEL]
         self.dtype, self.hidden, self.rank = dtype, model.intermediate_size, rank
         self.layer: Any = build_layer(MODEL, num_experts, dtype).requires_grad_(False)
@@ -107,10 +92,7 @@ class Problem:
         self.used_experts = num_experts
 
     def _in_own_order(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Converts A [E · r, fan_in] and B [width, r · E] of PEFT for each layer.
-
-        Returns A [E, fan_in, r] and B [E, r, width] of each layer.
-        """
+        """Converts A [E · r, fan_in], B [width, r · E] of PEFT to [E, fan_in, r], [E, r, width]."""
         rank, first, second = self.rank, values[0::2], values[1::2]
         count = len(first[0]) // rank
         pairs = [
@@ -177,74 +159,58 @@ def run(args: Any) -> int:
 
 
 def _measure(args: Any) -> dict[str, Any]:
-    """Measures the layer in each dtype; returns the record of the run."""
-    require_transformers("--dtype", "moe_ext.integrations.peft", "benchmark")
+    require_transformers("--dtype", "moe_ext.integrations.peft")
     args.device, args.minutes = "cpu", None
     todo = [
         (
             MODEL,
             f"{MODEL}, {dtype}",
-            partial(Problem, args.num_experts, getattr(torch, dtype), *how),
+            partial(Problem, args.num_experts, getattr(torch, dtype), args.rows, args.rank),
         )
         for dtype in args.dtype
-        for how in [(args.rows, args.rank)]
     ]
 
     def examine(name: str, problem: Problem, record: dict[str, Any]) -> None:
-        with pinned(args.threads[0]):
-            gemm = faster([probe(problem.dtype) for probe in (gemm_probe, experts_probe)])
+        gemm = peak_probe(problem.dtype, args.threads[0])
         for result in measurement.measure(name, problem, [PEFT, PEER], args, gemm):
             result["rank"] = problem.rank
             result["paper_mib"] = {which: problem.paper_mib(which) for which in problem.passes}
             record["results"].append(result)
 
-    packages = ("transformers", "peft")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    versions = measurement.versions_of("transformers", "peft")
     return measurement.measure_all(todo, examine, args, versions=versions)
 
 
-def _table(group: Sequence[Row]) -> str:
-    """Formats the results of one dtype and number of threads; a line for each pass."""
-    lines = []
-    for result in group:
-        for which, limit_ms in result.limit_ms.items():
-            lora, frozen = (result.figures[name][which] for name in (MOE_EXT, FROZEN))
-            lines.append(
-                [
-                    *(experts_of_model(result.shape, MODEL), which),
-                    *(f"{Quartiles(*lora['ms']):.4g}", f"{limit_ms:.4g}", percent_of_limit(lora)),
-                    f"{frozen['ms'][1]:.4g} ({1 / frozen['ratio_to_ours'][1]:.2f})",
-                    *(
-                        cell(result, peer, which, lambda figures: f"{figures['ms'][1]:.4g}")
-                        for peer in (PEFT, PEER)
-                    ),
-                ]
-            )
-    header = ["E", "rows of an expert", "moe_ext, ms", "limit, ms", "% of limit"]
-    return markdown_table(
-        [*header, "frozen, ms (moe_ext / frozen)", "PEFT, ms", "grouped_mm, ms"], lines
-    )
+def _frozen(result: Row, which: str) -> str:
+    figures = result.figures[FROZEN][which]
+    return f"{figures['ms'][1]:.4g} ({1 / figures['ratio_to_ours'][1]:.2f})"
 
 
-def _memory_table(group: Sequence[Row]) -> str:
-    names = (MOE_EXT, FROZEN, PEFT, PEER)
-    lines = []
-    for result in group:
-        for which, paper in result.paper_mib.items():
-            peaks = [result.peak_mib.get(name, {}).get(which) for name in names]
-            sizes = ["–" if size is None else f"{size:,.0f}" for size in peaks]
-            lines.append([which, *sizes, f"{paper:,.0f}"])
-    return markdown_table(["rows of an expert", "moe_ext", FROZEN, PEFT, PEER, "on paper"], lines)
+TIMES: dict[str, tables.Column] = {
+    "E": lambda result, _: experts_of_model(result.shape, MODEL),
+    "rows of an expert": lambda _, which: which,
+    **tables.MOE_EXT_TIMES,
+    "frozen, ms (moe_ext / frozen)": _frozen,
+    "PEFT, ms": tables.ms_of(PEFT),
+    "grouped_mm, ms": tables.ms_of(PEER),
+}
+MEMORY: dict[str, tables.Column] = {
+    "rows of an expert": lambda _, which: which,
+    "moe_ext": tables.peak_of(MOE_EXT, ",.0f"),
+    **{name: tables.peak_of(name, ",.0f") for name in (FROZEN, PEFT, PEER)},
+    "on paper": lambda result, which: f"{result.paper_mib[which]:,.0f}",
+}
 
 
 def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
     about = (
         "Forward and backward of the experts of Qwen3-30B-A3B with adapters of rank "
         f"{results[0].rank}. `--help` explains the implementations and the columns. Figures are "
-        f"{spread_of(results)}. In brackets after a time of PEFT is this time divided by that of "
-        "moe_ext."
+        f"{tables.spread_of(results)}. In brackets after a time of PEFT is this time divided by "
+        "that of moe_ext."
     )
-    sections = time_sections(results, _table) + memory_sections(results, _memory_table)
-    sections += list_section("Not timed", remarks_of(results))
-    figure = plot(results, record["environment"], lambda result: result.name)
-    return page_of_run("Adapters of frozen experts", record, about, figure, sections)
+    sections = tables.time_sections(results, partial(tables.pass_table, TIMES))
+    sections += tables.memory_sections(results, partial(tables.pass_table, MEMORY))
+    sections += tables.list_section("Not timed", tables.remarks_of(results))
+    figure = tables.plot(results, record["environment"], lambda result: result.name)
+    return tables.page_of_run("Adapters of frozen experts", record, about, figure, sections)

@@ -51,29 +51,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext.formats import FormatName, PackedWeight, dequantize
-from moe_lab.benchmarks import ggml, measurement
-from moe_lab.benchmarks.harness import Quartiles, Row, pinned
-from moe_lab.benchmarks.measurement import Extra, Stacked, best_ratio
-from moe_lab.benchmarks.peers import random_routing
+from moe_lab.benchmarks import ggml, measurement, tables
+from moe_lab.benchmarks.harness import Row
+from moe_lab.benchmarks.measurement import Stacked, best_ratio
+from moe_lab.benchmarks.peers import grouped_mm, random_routing, swiglu
 from moe_lab.benchmarks.random_codes import BLOCKS, RandomWeight
-from moe_lab.benchmarks.roofline import Work, experts_probe, faster, gemm_probe
+from moe_lab.benchmarks.roofline import Work, peak_probe
 from moe_lab.benchmarks.shapes import MODELS, PACKED_PEERS, Shape, experts_of_model
-from moe_lab.benchmarks.tables import (
-    cell,
-    list_section,
-    number,
-    page_of_run,
-    percent_of_limit,
-    plot,
-    spread_of,
-    time_sections,
-)
+from moe_lab.benchmarks.tables import number, spread_of
 from moe_lab.experiments.report import Page
-from moe_lab.markdown import markdown_table
 
 NAME = "low_precision"
 MOE_EXT, FLOAT, INTEGER, REPACKED = "ours", "float-experts", "integer", "-repacked"
@@ -115,20 +104,14 @@ def draw_experts(shape: Shape, calls: int) -> list[Tensor]:
     return list(order.view(-1, 1, k)[:calls])
 
 
-class Problem:
+class Problem(measurement.LayerProblem):
     """A layer of a model with random weights in a format, and the inputs of every pass.
 
-    Args:
-        model: a name of `MODELS`.
-        num_experts: the number of experts.
-        format: a name of `BLOCKS`.
-        dtype: of x.
-        passes: the passes by name.
-        libraries: those of ggml, by project.
-        floats: whether to dequantize the weights, for the peers that need them.
+    `dtype` is that of x. The libraries of ggml are by project. With `floats`, the weights are also
+    dequantized, for the peers that need them.
     """
 
-    beside, has_peak, device, activation = (), False, "cpu", "swiglu"
+    passes: Mapping[str, Pass]
     tolerances: Mapping[str, float] = {
         name: TOLERANCE for name in PACKED_PEERS if name not in FLOAT_PEERS
     }
@@ -177,9 +160,6 @@ class Problem:
         flops = 2 * weights * sum(index.numel() for index in indices)
         return Work(times * flops, times * self.expert_bytes * sum(map(_used, indices)))
 
-    def extra(self, implementation: str, which: str) -> Extra:
-        return Extra()
-
     def call(self, implementation: str, which: str) -> Callable[[], object]:
         function = self.function(implementation, which)
         indices = self.experts_of[which]
@@ -219,7 +199,7 @@ class Problem:
     def forward(self, implementation: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Returns a function of x, the experts of each token, and gates."""
         if implementation == "grouped_mm":
-            return partial(grouped_mm, self.floats)
+            return partial(grouped_mm, self.floats, swiglu)
         operator: Any = ops.experts if implementation == FLOAT else ops.packed_experts
         weights = self.floats if implementation == FLOAT else self.weights
         options: dict[str, Any] = {"activation": "swiglu"}
@@ -235,7 +215,6 @@ class Problem:
         return forward
 
     def layer(self, implementation: str) -> ggml.Layer:
-        """Builds the layer of ggml."""
         if implementation not in self.layers:
             project = implementation.removesuffix(REPACKED)
             if self.format not in ggml.TYPES:
@@ -252,22 +231,11 @@ def _used(index: Tensor) -> int:
     return index.unique().numel()
 
 
-def grouped_mm(weights: Sequence[Tensor], x: Tensor, index: Tensor, gates: Tensor) -> Tensor:
-    """Computes the layer with torch's grouped_mm, as transformers does."""
-    slot = index.flatten().argsort(stable=True)
-    token = slot // index.shape[1]
-    ends = index.flatten().bincount(minlength=len(weights[0])).cumsum(0, dtype=torch.int32)
-    gate, up = F.grouped_mm(x[token], weights[0], offs=ends).chunk(2, dim=-1)
-    out = F.grouped_mm(F.silu(gate) * up, weights[1], offs=ends)
-    return torch.zeros_like(x).index_add(0, token, out * gates.flatten()[slot][:, None])
-
-
 def run(args: Any) -> int:
     return measurement.run_page(args, NAME, _measure, page_of)
 
 
 def _measure(args: Any) -> dict[str, Any]:
-    """Measures all problems; returns the record of the run."""
     args.device, args.minutes, args.memory, args.patience = "cpu", None, math.inf, math.inf
     passes, libraries = passes_of(args), ggml.find_libraries(args.ggml)
     todo: list[Any] = []
@@ -284,8 +252,7 @@ def _measure(args: Any) -> dict[str, Any]:
                 todo.append((f"{model}, {format}", f"{model}, {format}, {dtype}", make))
 
     def examine(name: str, problem: Problem, record: dict[str, Any]) -> None:
-        with pinned(args.threads[0]):
-            gemm = faster([probe(problem.dtype) for probe in (gemm_probe, experts_probe)])
+        gemm = peak_probe(problem.dtype, args.threads[0])
         for result in measurement.measure(name, problem, args.peers, args, gemm):
             result["model"], result["format"] = name.split(", ")
             record["results"].append(per_call(result, problem))
@@ -307,30 +274,33 @@ def per_call(result: dict[str, Any], problem: Problem) -> dict[str, Any]:
     return result
 
 
+def _best(result: Row, which: str) -> float | None:
+    """Returns the time of the faster one of the projects / the time of moe_ext."""
+    return best_ratio(result, which, (*FLOAT_PEERS, INTEGER))
+
+
+def _best_by_integer(result: Row, which: str) -> str:
+    best, integer = _best(result, which), result.figures.get(INTEGER, {}).get(which)
+    return number(best / integer["ratio_to_ours"][1] if best and integer else None, ".2f")
+
+
 def _table(group: Sequence[Row]) -> str:
-    """Formats the results of one dtype and number of threads; a line per model, format and pass."""
+    """Formats the results of one dtype and number of threads."""
+    columns: dict[str, tables.Column] = {
+        "model": lambda result, _: result.model,
+        "E": lambda result, _: experts_of_model(result.shape, result.model),
+        "format": lambda result, _: result.format,
+        "pass": lambda _, which: which,
+        "moe_ext, ms": tables.MOE_EXT_TIMES["moe_ext, ms"],
+        "GF/s": lambda result, which: f"{result.figures[MOE_EXT][which]['gflops']:.4g}",
+        "GB/s": lambda result, which: f"{result.figures[MOE_EXT][which]['gbytes']:.3g}",
+        **tables.MOE_EXT_TIMES,
+    }
     peers = [name for name in PACKED_PEERS if any(name in result.figures for result in group)]
-    lines = []
-    for result in group:
-        experts = experts_of_model(result.shape, result.model)
-        for which, limit_ms in result.limit_ms.items():
-            figures = result.figures[MOE_EXT][which]
-            best = best_ratio(result, which, (*FLOAT_PEERS, INTEGER))
-            integer = result.figures.get(INTEGER, {}).get(which)
-            faster = best / integer["ratio_to_ours"][1] if best and integer else None
-            lines.append(
-                [
-                    *(result.model, experts, result.format, which),
-                    f"{Quartiles(*figures['ms']):.4g}",
-                    *(f"{figures['gflops']:.4g}", f"{figures['gbytes']:.3g}", f"{limit_ms:.4g}"),
-                    percent_of_limit(figures),
-                    *(cell(result, peer, which, lambda f: f"{f['ms'][1]:.4g}") for peer in peers),
-                    *(number(value, ".2f") for value in (best, faster)),
-                ]
-            )
-    header = ["model", "E", "format", "pass", "moe_ext, ms", "GF/s", "GB/s", "limit, ms"]
-    last = ["ggml / moe_ext", f"ggml / {INTEGER}"]
-    return markdown_table([*header, "% of limit", *peers, *last], lines)
+    columns |= {name: tables.ms_of(name) for name in peers}
+    columns["ggml / moe_ext"] = lambda result, which: number(_best(result, which), ".2f")
+    columns[f"ggml / {INTEGER}"] = _best_by_integer
+    return tables.pass_table(columns, group)
 
 
 def _remarks(results: Sequence[Row]) -> list[str]:
@@ -359,8 +329,8 @@ def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
         "is this time divided by the time of moe_ext. The last two columns compare with the faster "
         "of ik_llama.cpp and llama.cpp. The plot shows the first model."
     )
-    sections = time_sections(results, _table, what="x in ")
-    sections += list_section("Not timed", [*_remarks(results), *record["left_out"]])
+    sections = tables.time_sections(results, _table, what="x in ")
+    sections += tables.list_section("Not timed", [*_remarks(results), *record["left_out"]])
     first = [result for result in results if result.model == results[0].model]
-    figure = plot(first, record["environment"], lambda result: result.format)
-    return page_of_run("Experts in 4 and 8 bits: speed", record, about, figure, sections)
+    figure = tables.plot(first, record["environment"], lambda result: result.format)
+    return tables.page_of_run("Experts in 4 and 8 bits: speed", record, about, figure, sections)

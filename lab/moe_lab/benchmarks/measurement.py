@@ -4,9 +4,12 @@
 """
 
 import gc
+import importlib.metadata
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,6 +50,38 @@ class Extra(NamedTuple):
     bytes: float = 0
 
 
+class LayerProblem(ABC):
+    """What is measured: tokens and experts that all implementations share.
+
+    The result shows its shape, activation, hidden, used_experts and dtype.
+    """
+
+    passes: Collection[str]  # the names of what is timed
+    beside: Sequence[str] = ()  # implementations whose results are not compared
+    tolerances: Mapping[str, float] = {}  # of implementations that round more than the dtype
+    has_peak = False  # whether the peak memory is measured
+    device, activation = "cpu", "swiglu"
+    shape: Shape
+    hidden: int
+    used_experts: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def work(self, which: str) -> Work:
+        """Returns the work of a pass."""
+
+    @abstractmethod
+    def results(self, implementation: str, which: str) -> Mapping[str, Stacked]:
+        """Runs a pass with an implementation; returns what is compared."""
+
+    def extra(self, implementation: str, which: str) -> Extra:
+        return Extra()
+
+    def call(self, implementation: str, which: str) -> Callable[[], object]:
+        """Returns the function that is timed."""
+        return partial(self.results, implementation, which)
+
+
 class WrongResult(AssertionError):
     """The result of another implementation differs from the result of moe_ext."""
 
@@ -56,15 +91,10 @@ def check(
     expected: Mapping[str, Iterable[Tensor]],
     tolerance: float | None = None,
 ) -> None:
-    """Checks that the tensors `results` and `expected` agree up to rounding.
+    """Raises `WrongResult` if the norms of `results` - `expected` are more than rounding.
 
-    Compares norms: the rounding of a sum near zero can switch a hidden unit on or off. This
-    changes a few numbers by more than rounding.
-
-    tolerance: the largest difference in norm, relative to `expected`; None: depends on the dtype.
-
-    Raises:
-        WrongResult: a result differs from the expected result.
+    The rounding of a sum near zero can switch a hidden unit on or off, which changes a few numbers
+    by more. The tolerance is relative to the norm of `expected`; None: depends on the dtype.
     """
     for name, tensors in results.items():
         pairs = list(zip(tensors, expected[name], strict=True))
@@ -91,9 +121,8 @@ def candidates(
 ) -> Candidates:
     """Checks each implementation against the result of moe_ext, just before its first round.
 
-    A wrong implementation is not timed in the passes that follow, either.
-
-    rates: the GEMM peak in FLOP/s and the stream bandwidth in bytes/s.
+    A wrong implementation is not timed in the passes that follow, either. The rates are the GEMM
+    peak in FLOP/s and the stream bandwidth in bytes/s.
     """
     chosen = Candidates({}, {}, {}, {})
     tolerances: Mapping[str, float] = getattr(problem, "tolerances", {})
@@ -147,19 +176,13 @@ def measure(
 
     Args:
         name: the name in the tables.
-        problem: tokens and experts that all implementations share. The result shows its attributes
-            shape, activation, hidden, used_experts and dtype. `passes` are the names of what is
-            timed. The results of the implementations in `beside` are not compared; `tolerances`, if
-            there are any, are of implementations that round more than the dtype. With `has_peak`,
-            the peak memory is measured. work(pass) returns the `Work`. For an implementation and a
-            pass, `extra` returns an `Extra`, `results` what is compared, and `call` the function.
+        problem: has the attributes and methods of a `LayerProblem`.
         peers: the other implementations.
         args: the options of the run.
         gemm: the probe of the GEMM peak; None: `gemm_probe`.
     """
-    options = {"device": problem.device}
-    gemm = gemm or gemm_probe(problem.dtype, **options)
-    probes = {"gemm": gemm, "stream": stream_probe(**options)}
+    gemm = gemm or gemm_probe(problem.dtype, device=problem.device)
+    probes = {"gemm": gemm, "stream": stream_probe(device=problem.device)}
     machine: Functions = {("machine", what): probe.function for what, probe in probes.items()}
     work = {which: problem.work(which) for which in problem.passes}
     work |= {what: probe.work for what, probe in probes.items()}
@@ -228,10 +251,7 @@ def figures_of(
 ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """Returns each pass's limit in ms, and figures by implementation and pass.
 
-    Args:
-        seconds: the seconds of every round by function, including ``GEMM`` and ``STREAM``; some
-            functions have only one round.
-        work: the work of each pass, and of "gemm" and "stream".
+    Some functions have only one round. `work` has that of "gemm" and "stream" too.
     """
     gemm = [work["gemm"].flops / second for second in seconds[GEMM]]
     stream = [work["stream"].bytes / second for second in seconds[STREAM]]
@@ -266,7 +286,7 @@ def measure_all(
     """Measures problems in sequence; returns the record, which is written after each problem.
 
     Args:
-        todo: each problem: its name, a text that describes it, and a function that makes it.
+        todo: the name of each problem, a text that describes it, and a function that makes it.
         examine: measures a problem and adds the result to the record.
         args: the options. `json` is the file of the record.
         more: further entries of the record.
@@ -303,6 +323,17 @@ def results_of(record: Mapping[str, Any]) -> list[Row]:
     return [Row(**row | {"shape": Shape(*row["shape"])}) for row in record["results"]]
 
 
+def versions_of(*packages: str) -> str:
+    """Returns the versions of packages that may be missing."""
+    lines = []
+    for package in packages:
+        try:
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"no {package}")
+    return ", ".join(lines)
+
+
 def best_ratio(result: Row, which: str, beside: Sequence[str] = ()) -> float | None:
     """Returns the least time of another implementation / the time of moe_ext, in a pass."""
     peers = [f for name, f in result.figures.items() if name not in ("ours", *beside)]
@@ -334,7 +365,7 @@ def read_merged(args: Any) -> dict[str, Any]:
 
 
 def _over_occasions(occasions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges one problem's results of several runs; a single run is returned unchanged."""
+    """Merges the results of a problem in several runs; those of a single run stay unchanged."""
     if len(occasions) == 1:
         return occasions[0]
     keys = ("gemm_gflops", "stream_gbytes", "limit_ms", "figures", "occasions")
@@ -353,7 +384,6 @@ def _median(values: Sequence[Any], key: str) -> Any:
 
 
 def by_pass(figures: Mapping[Key, T]) -> dict[str, dict[str, T]]:
-    """Nests the figures by implementation, then by pass."""
     names = dict.fromkeys(name for name, _ in figures)
     return {name: {w: figure for (n, w), figure in figures.items() if n == name} for name in names}
 
@@ -372,16 +402,10 @@ def run_page(
     measure: Callable[[Any], dict[str, Any]],
     page_of: Callable[[dict[str, Any], list[Row]], Page],
 ) -> int:
-    """Measures or merges earlier runs; prints the page, or writes it, its data and its plot.
+    """Measures or merges earlier runs; prints the page NAME, or writes it, its data and its plot.
 
-    Args:
-        args: the arguments of the command, with --output, --report and --json.
-        name: the stem of the files of the page.
-        measure: returns the record of a run.
-        page_of: returns the page of a record and its results.
-
-    Returns:
-        The status of the command.
+    Returns the status. `measure` makes the record of a run, `page_of` the page of a record and its
+    results.
     """
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,9 @@
     moe-lab benchmark packed-models --report */packed_models.json
 
 The model is a Qwen3-MoE with the widths of Qwen3-30B-A3B, random weights, fewer layers, fewer
-experts and a smaller vocabulary, in one GGUF file. The experts are in --formats. All other matrices
-are in bfloat16, so they have the same precision everywhere. The passes have one sequence of random
-tokens:
+experts and a smaller vocabulary, in one GGUF file. The experts are in --formats. The linear layers,
+with the router's exception, are in bfloat16 or in the same format (--linear). So the weights have
+the same precision everywhere. The passes have one sequence of random tokens:
 
     decode      16 tokens, one at a time, after 128 others whose keys and values are cached
     prefill     512 tokens (--tokens) without a cache; logits of the last one
@@ -16,19 +16,21 @@ tokens:
 
 These implementations run the same model:
 
-    moe_ext         moe_ext.integrations.transformers.load: packed experts, exact arithmetic
-    integer         the same with arithmetic="integer"
-    compiled        integer with torch.compile and a static cache; decode only
-    eager           transformers with dequantized experts in bfloat16, and PEFT in training
-    grouped_mm      the same with transformers' other implementation of the experts
-    llama.cpp       CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
-    ik_llama.cpp    pip install ik-llama-cpp-python (a build for AVX2)
+    moe_ext           moe_ext.integrations.transformers.load: packed experts, and linear layers if
+                      the file has them packed; exact arithmetic
+    integer           the same with arithmetic="integer"
+    compiled          moe_ext with torch.compile and a static cache; decode only
+    integer-compiled  the same with arithmetic="integer"
+    eager             transformers with dequantized weights in bfloat16, and PEFT in training
+    grouped_mm        the same with transformers' other implementation of the experts
+    llama.cpp         CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
+    ik_llama.cpp      pip install ik-llama-cpp-python (a build for AVX2)
 
 The limit is max(flops / GEMM peak, bytes / stream bandwidth). Bytes are those of all weights that a
 pass reads, flops those of all matrices. Both rates are measured in the same rounds. Rounds are
 interleaved and timed as in moe-lab benchmark layer.
 
-A profile of torch says which part of the time of moe_ext the experts, the other matrices and the
+A profile of torch says which part of the time of moe_ext the experts, the linear layers and the
 attention take. The rest is the interpreter, normalization and routing.
 
 Before any measurement, the command compares logits and losses with those of moe_ext. With random
@@ -40,14 +42,16 @@ import copy
 import importlib.metadata
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from moe_lab.benchmarks import ggml, measurement
 from moe_lab.benchmarks.harness import Quartiles, Row, pinned
@@ -73,16 +77,18 @@ from moe_lab.packages import require_transformers
 
 NAME = "packed_models"
 MODEL = "qwen3_moe"
-MOE_EXT, INTEGER, COMPILED, FLOAT = "ours", "integer", "compiled", "float"
-OWN = (MOE_EXT, INTEGER, COMPILED)  # one model
+MOE_EXT, INTEGER, FLOAT = "ours", "integer", "float"
+COMPILED = {"compiled": MOE_EXT, "integer-compiled": INTEGER}  # and their arithmetic
+OWN = (MOE_EXT, INTEGER, *COMPILED)  # one model
 PROMPT, STEPS, RANK = 128, 16, 16
 BACKEND = "inductor"  # of torch.compile
 HEADS, KV_HEADS, HEAD = 32, 4, 128
 TOLERANCE = 0.15  # of the logits, in norm
+LINEAR = "linear layers"
 # Parts of the names of operators in a profile.
 PARTS = {
     "experts": ("moe_ext::",),
-    "other matrices": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn"),
+    LINEAR: ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn"),
     "attention": ("attention", "softmax"),
 }
 
@@ -93,6 +99,7 @@ class Sizes(NamedTuple):
     layers: int
     num_experts: int
     vocabulary: int
+    packed_linear: bool = False
 
 
 def write_model(path: Path, format: str, sizes: Sizes) -> None:
@@ -119,15 +126,23 @@ def write_model(path: Path, format: str, sizes: Sizes) -> None:
     writer.add_vocab_size(sizes.vocabulary)
     type = gguf.GGMLQuantizationType[format.removeprefix("gguf_").upper()]
 
-    def matrix(name: str, outputs: int, inputs: int, scale: float = 1) -> None:
+    def floats(name: str, outputs: int, inputs: int, scale: float = 1) -> None:
         numbers = (torch.randn(outputs, inputs) * (scale / inputs**0.5)).bfloat16()
         data = numbers.view(torch.uint8).numpy()
         writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType.BF16)
 
+    def codes(name: str, *shape: int) -> None:
+        _, blocks = RandomWeight.draw(format, shape[0] if len(shape) == 3 else 1, *shape[-2:])
+        assert blocks is not None
+        data = blocks.view(*shape[:-1], -1).numpy()
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=type)
+
+    matrix = codes if sizes.packed_linear else floats
+
     def norm(name: str, size: int) -> None:
         writer.add_tensor(f"{name}.weight", torch.ones(size).numpy())
 
-    matrix("token_embd", sizes.vocabulary, width, width**0.5)
+    floats("token_embd", sizes.vocabulary, width, width**0.5)
     matrix("output", sizes.vocabulary, width)
     norm("output_norm", width)
     for i in range(sizes.layers):
@@ -144,9 +159,7 @@ def write_model(path: Path, format: str, sizes: Sizes) -> None:
             ("up", hidden, width),
             ("down", width, hidden),
         ):
-            _, blocks = RandomWeight.draw(format, sizes.num_experts, *shape)
-            assert blocks is not None
-            writer.add_tensor(f"{layer}.ffn_{name}_exps.weight", blocks.numpy(), raw_dtype=type)
+            codes(f"{layer}.ffn_{name}_exps", sizes.num_experts, *shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -159,8 +172,8 @@ def with_shared_weights(model: Any) -> Any:
 
 
 def dequantized(model: Any) -> Any:
-    """Returns a model of transformers with dequantized experts and the other weights of a model."""
-    from moe_ext.integrations.transformers import PackedExperts
+    """Returns a model of transformers with the dequantized weights of a model."""
+    from moe_ext.integrations.transformers import PackedExperts, PackedLinear
 
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
@@ -173,6 +186,10 @@ def dequantized(model: Any) -> Any:
             gate_up, down = module.packed.weights
             state[f"{name}.gate_up_proj"] = gate_up.dequantize(torch.bfloat16)
             state[f"{name}.down_proj"] = down.dequantize(torch.bfloat16)
+        elif isinstance(module, PackedLinear):
+            state[f"{name}.weight"] = module.weight
+            for key, _ in module.named_parameters():
+                del state[f"{name}.{key}"]
     plain.load_state_dict(state, assign=True)
     plain.model.rotary_emb = model.model.rotary_emb  # its buffers are not in the state
     return plain.eval().requires_grad_(False)
@@ -196,22 +213,23 @@ class Problem:
     def __init__(self, path: Path, format: str, sizes: Sizes, tokens: int) -> None:
         from moe_ext.integrations.transformers import load
 
-        model = MODELS[MODEL]
+        widths = MODELS[MODEL]
         self.path, self.format, self.sizes, self.tokens = path, format, sizes, tokens
-        self.hidden = model.intermediate_size
-        self.shape = Shape(tokens, sizes.num_experts, model.k, model.hidden_size, self.hidden)
+        self.hidden = widths.intermediate_size
+        self.shape = Shape(tokens, sizes.num_experts, widths.k, widths.hidden_size, self.hidden)
         self.used_experts = sizes.num_experts
         self.prompt, self.next, self.text = (
             torch.randint(sizes.vocabulary, (size,)) for size in (PROMPT, STEPS, tokens)
         )
-        self.models: dict[str, Any] = {MOE_EXT: load(path, quiet=True).requires_grad_(False)}
+        model = load(path, quiet=True, packed_linear=sizes.packed_linear)
+        self.models: dict[str, Any] = {MOE_EXT: model.requires_grad_(False)}
         self.caches: dict[str, Any] = {}
 
     # The work
 
     def work(self, which: str) -> Work:
         """Returns the flops of all matrices, and the bytes of the weights that a pass reads."""
-        model, (layers, num_experts, vocabulary) = MODELS[MODEL], self.sizes
+        model, (layers, num_experts, vocabulary, _) = MODELS[MODEL], self.sizes
         width, tokens = model.hidden_size, STEPS if which == "decode" else self.tokens
         expert = 3 * width * self.hidden
         attention = width * HEAD * (2 * HEADS + 2 * KV_HEADS)
@@ -220,9 +238,10 @@ class Problem:
         active = layers * (attention + model.k * expert)
         flops = 2 * (tokens * active + heads * head) * (2 if which == "training" else 1)
         packed = sum(weight.panels.nbytes for weight in self.weights()) / (layers * num_experts)
+        number = self.linear_bytes() / (layers * attention + head)  # bytes of one
         # A token of decode reads its own experts; the other passes read all experts once.
         used, times = (model.k, STEPS) if which == "decode" else (num_experts, 1)
-        read = times * (layers * (used * packed + 2 * attention) + 2 * head)
+        read = times * (layers * used * packed + number * (layers * attention + head))
         return Work(flops, read * (2 if which == "training" else 1))
 
     def weights(self) -> list[Any]:
@@ -230,6 +249,14 @@ class Problem:
 
         modules = [m for m in self.models[MOE_EXT].modules() if isinstance(m, QuantizedExperts)]
         return [weight for module in modules for weight in module.weights]
+
+    def linear_bytes(self) -> int:
+        """Returns the bytes of the linear layers."""
+        from moe_ext.integrations.transformers import PackedLinear
+
+        kinds = torch.nn.Linear | PackedLinear
+        modules = [m for m in self.models[MOE_EXT].modules() if isinstance(m, kinds)]
+        return sum(p.nbytes for module in modules for p in module.parameters())
 
     def extra(self, implementation: str, which: str) -> Extra:
         return Extra()
@@ -260,7 +287,7 @@ class Problem:
     def results(self, implementation: str, which: str) -> Mapping[str, Stacked]:
         """Runs a pass with an implementation; returns logits, or the loss of training."""
         if which == "training":
-            if implementation in (INTEGER, COMPILED, ggml.LLAMA, ggml.IK):
+            if implementation in (INTEGER, *COMPILED, ggml.LLAMA, ggml.IK):
                 raise NotImplementedError("no gradients")
             model, ids = self.model(implementation, trained=True), self.text[None]
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -268,14 +295,15 @@ class Problem:
             for parameter in model.parameters():
                 parameter.grad = None
             return {"loss": [loss.detach()[None]]}
-        if (implementation, which) == (COMPILED, "prefill"):
+        if implementation in COMPILED and which == "prefill":
             raise NotImplementedError("generate compiles the steps of decoding alone")
         model = self.model(implementation)
         if isinstance(model, LlamaModel):
             return {"logits": self.run_llama(model, which)}
         for module in model.modules() if implementation in OWN else ():
             if hasattr(module, "arithmetic"):
-                module.arithmetic = "exact" if implementation == MOE_EXT else "integer"
+                exact = COMPILED.get(implementation, implementation) == MOE_EXT
+                module.arithmetic = "exact" if exact else "integer"
         with torch.inference_mode():
             return {"logits": self.run_transformers(implementation, model, which)}
 
@@ -285,7 +313,7 @@ class Problem:
         if which == "prefill":
             output = model(input_ids=self.text[None], use_cache=False, logits_to_keep=1)
             return [output.logits[0, -1].float()]
-        compiled = implementation == COMPILED
+        compiled = implementation in COMPILED
         if implementation not in self.caches:
             cache = (
                 transformers.StaticCache(model.config, max_cache_len=PROMPT + STEPS)
@@ -304,11 +332,11 @@ class Problem:
 
     def compiled(self) -> Any:
         """Returns the compiled model of moe_ext, as `generate` compiles it."""
-        if COMPILED not in self.models:
-            self.models[COMPILED] = torch.compile(
+        if "compiled" not in self.models:
+            self.models["compiled"] = torch.compile(
                 self.models[MOE_EXT].__call__, fullgraph=True, dynamic=False, backend=BACKEND
             )
-        return self.models[COMPILED]
+        return self.models["compiled"]
 
     def run_llama(self, model: LlamaModel, which: str) -> list[Tensor]:
         if which == "prefill":
@@ -324,17 +352,44 @@ class Problem:
     def parts(self, which: str) -> dict[str, float]:
         """Returns the share of each of `PARTS` in the time of a pass of moe_ext."""
         self.results(MOE_EXT, which)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler, named_linear_layers():
             self.results(MOE_EXT, which)
         events = profiler.events() or []
         total = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
         shares = dict.fromkeys(PARTS, 0.0)
-        for event in profiler.key_averages():
-            for part, names in PARTS.items():
-                if any(name in event.key for name in names):
-                    shares[part] += event.self_cpu_time_total / total
-                    break
+        for event in events:
+            part = part_of(event)
+            if part is not None:
+                shares[part] += event.self_cpu_time_total / total
         return shares | {"rest": 1 - sum(shares.values())}
+
+
+@contextmanager
+def named_linear_layers() -> Iterator[None]:
+    """Gives packed linear layers a name in a profile; their operator is that of experts."""
+    from moe_ext.integrations.transformers import PackedLinear
+
+    forward = PackedLinear.forward
+
+    def named(layer: PackedLinear, x: Tensor) -> Tensor:
+        with record_function(LINEAR):
+            return forward(layer, x)
+
+    with mock.patch.object(PackedLinear, "forward", named):
+        yield
+
+
+def part_of(event: Any) -> str | None:
+    """Returns which of `PARTS` an event of a profile belongs to; None: to none."""
+    owner = event
+    while owner is not None:
+        if owner.name == LINEAR:
+            return LINEAR
+        owner = owner.cpu_parent
+    for part, names in PARTS.items():
+        if any(name in event.name for name in names):
+            return part
+    return None
 
 
 def with_adapters(model: Any) -> Any:
@@ -358,27 +413,36 @@ def run(args: Any) -> int:
 
 def _measure(args: Any) -> dict[str, Any]:
     """Measures all formats; returns the record of the run."""
-    require_transformers("--peers", "moe_ext.integrations.transformers", "benchmark")
+    require_transformers("--peers", "moe_ext.integrations.transformers")
     args.device, args.minutes, args.memory, args.patience = "cpu", None, math.inf, math.inf
-    sizes = Sizes(args.layers, args.experts, args.vocabulary)
 
-    def examine(name: str, folder: Any, record: dict[str, Any]) -> None:
-        path = Path(folder.name, f"{name}.gguf")
-        write_model(path, name, sizes)
-        problem = Problem(path, name, sizes, args.tokens)
+    def make(format: str, packed_linear: bool) -> tuple[Any, Problem]:
+        folder = tempfile.TemporaryDirectory()
+        path = Path(folder.name, "model.gguf")
+        sizes = Sizes(args.layers, args.experts, args.vocabulary, packed_linear)
+        write_model(path, format, sizes)
+        return folder, Problem(path, format, sizes, args.tokens)
+
+    def examine(name: str, made: tuple[Any, Problem], record: dict[str, Any]) -> None:
+        folder, problem = made
         with pinned(args.threads[0]):
             gemm = faster([probe(torch.bfloat16) for probe in (gemm_probe, experts_probe)])
         for result in measurement.measure(name, problem, args.peers, args, gemm):
             with pinned(result["threads"]):
                 result["parts"] = {which: problem.parts(which) for which in problem.passes}
-            result["file_gb"] = path.stat().st_size / 1e9
+            result["file_gb"] = problem.path.stat().st_size / 1e9
             result["tokens"] = {
                 which: STEPS if which == "decode" else args.tokens for which in problem.passes
             }
             record["results"].append(result)
         folder.cleanup()
 
-    todo = [(format, format, tempfile.TemporaryDirectory) for format in args.formats]
+    todo = [
+        (name, name, partial(make, format, linear == "packed"))
+        for format in args.formats
+        for linear in args.linear
+        for name in [f"{format}, {LINEAR}" if linear == "packed" else format]
+    ]
     versions = "; ".join(
         f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "peft")
     )
@@ -403,7 +467,7 @@ def _time_table(group: Sequence[Row]) -> str:
                     *(cell(result, peer, which, speed) for peer in peers),
                 ]
             )
-    header = ["experts", "pass", "moe_ext, tokens/s", "limit, tokens/s", "% of limit"]
+    header = ["packed", "pass", "moe_ext, tokens/s", "limit, tokens/s", "% of limit"]
     return markdown_table([*header, *peers], lines)
 
 
@@ -415,7 +479,7 @@ def _parts_table(group: Sequence[Row]) -> str:
         for result in group
         for which, shares in result.parts.items()
     ]
-    return markdown_table(["experts", "pass", "moe_ext, ms", *PARTS, "rest"], lines)
+    return markdown_table(["packed", "pass", "moe_ext, ms", *PARTS, "rest"], lines)
 
 
 def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
@@ -427,7 +491,8 @@ def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
     about = (
         f"The model has {record['arguments']['layers']} layers of {shape.num_experts} experts, "
         f"{shape.k} for each token, with the widths of Qwen3-30B-A3B and random weights ({files}). "
-        "All matrices outside the experts are in bfloat16. `--help` explains passes and columns. "
+        f'The linear layers are in the same format in lines with "{LINEAR}", and in bfloat16 in '
+        "the others. `--help` explains passes and columns. "
         f"Figures are tokens/s, from {spread_of(results)} of the time. In brackets is the time of "
         "an implementation divided by the time of moe_ext."
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_lab.benchmarks.measurement import Extra, Stacked
+from moe_lab.benchmarks.measurement import Extra, LayerProblem, Stacked
 from moe_lab.benchmarks.roofline import Work, experts_work
 from moe_lab.benchmarks.shapes import Shape
 from moe_lab.packages import require_transformers
@@ -51,10 +51,11 @@ class Inputs(NamedTuple):
     upstream: Tensor
 
     @classmethod
-    def draw(cls, shape: Shape, dtype: torch.dtype) -> "Inputs":
-        x, upstream = (torch.randn(shape.tokens, shape.d_model).to(dtype) for _ in range(2))
-        gates = torch.randn(shape.tokens, shape.k).softmax(dim=-1).to(dtype)
-        return cls(x.requires_grad_(), random_routing(shape), gates.requires_grad_(), upstream)
+    def draw(cls, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> "Inputs":
+        T, index = shape.tokens, random_routing(shape, device)
+        x, upstream = (torch.randn(T, shape.d_model, device=device).to(dtype) for _ in range(2))
+        gates = torch.randn(T, shape.k, device=device).softmax(dim=-1).to(dtype)
+        return cls(x.requires_grad_(), index, gates.requires_grad_(), upstream)
 
     @property
     def used_experts(self) -> int:
@@ -83,7 +84,7 @@ class Kind(NamedTuple):
 
 
 @dataclass
-class Problem:
+class Problem(LayerProblem):
     """Random tokens, gates and weights [E, d, h] (or [E, d, 2 h] for swiglu) and [E, h, d].
 
     A gated hidden layer is narrower by a third, rounded to a multiple of 16, so the GEMMs of both
@@ -99,26 +100,19 @@ class Problem:
     built: dict[str, tuple[Peer, "Problem"]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        T, E, k, d, h, _ = self.shape
+        _, E, _, d, h, _ = self.shape
         gated = self.activation == "swiglu"
         self.has_peak = self.device != "cpu"
         self.hidden = max(16, 16 * round(2 * h / 3 / 16)) if gated else h
-        self.expert_index = random_routing(self.shape, self.device)
-
-        def normal(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, device=self.device)
-
-        self.x = normal(T, d).to(self.dtype).requires_grad_()
-        self.gates = normal(T, k).softmax(dim=-1).to(self.dtype).requires_grad_()
-        self.upstream = normal(T, d).to(self.dtype)
+        inputs = Inputs.draw(self.shape, self.dtype, self.device)
+        self.x, self.expert_index, self.gates, self.upstream = inputs
         widths = [d, (2 if gated else 1) * self.hidden], [self.hidden, d]
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         self.weights = [
             torch.empty(E, fan_in, width, **options).uniform_(-1, 1).mul_((3 / fan_in) ** 0.5)
             for fan_in, width in widths
         ]
-        self.rows = self.expert_index.numel()
-        self.used_experts = self.expert_index.unique().numel()
+        self.rows, self.used_experts = self.expert_index.numel(), inputs.used_experts
 
     @cached_property
     def transposed(self) -> list[Tensor]:
@@ -150,10 +144,8 @@ class Problem:
                 peer = dense(self.row_problem) if name == "dense" else experts_alone(self)
                 self.built[name] = peer, self.row_problem
             else:
-                self.built[name] = (
-                    (build_moe_ext if name == "ours" else PEERS[name].build)(self),
-                    self,
-                )
+                build = build_moe_ext if name == "ours" else PEERS[name].build
+                self.built[name] = build(self), self
         return self.built[name]
 
     def call(self, name: str, which: str) -> Callable[[], object]:
@@ -180,6 +172,11 @@ def gradients(peer: Peer, problem: Problem) -> tuple[Tensor, ...]:
     y = peer.forward(problem.x, problem.gates)
     leaves = [problem.x, problem.gates, *peer.parameters]
     return y, *torch.autograd.grad(y, leaves, problem.upstream, materialize_grads=True)
+
+
+def swiglu(z: Tensor) -> Tensor:
+    a, b = z.chunk(2, dim=-1)
+    return F.silu(a) * b
 
 
 def _leaf(weight: Tensor) -> Tensor:
@@ -209,10 +206,6 @@ def dense(problem: Problem) -> Peer:
     """Runs one network of torch's linear layers, for a problem with one expert."""
     first, second = (w.squeeze(0).t().contiguous().requires_grad_() for w in problem.weights)
 
-    def swiglu(z: Tensor) -> Tensor:
-        a, b = z.chunk(2, dim=-1)
-        return F.silu(a) * b
-
     activation = swiglu if problem.activation == "swiglu" else torch.relu
     return Peer([first, second], lambda x, _: F.linear(activation(F.linear(x, first)), second))
 
@@ -240,18 +233,18 @@ def mask_loop(problem: Problem) -> Peer:
     return _separate(problem, forward)
 
 
-def _sorted(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _sorted(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the slots sorted by expert, the token of each slot, and the rows per expert."""
-    flat = problem.expert_index.flatten()
+    flat = index.flatten()
     slot = flat.argsort(stable=True)
-    return slot, slot // problem.shape.k, flat.bincount(minlength=problem.shape.num_experts)
+    return slot, slot // index.shape[1], flat.bincount(minlength=num_experts)
 
 
 def _sort_and_loop(
     parts: Callable[[Tensor, list[int]], Sequence[Tensor]], problem: Problem
 ) -> Peer:
     def forward(first: list[Tensor], second: list[Tensor], x: Tensor, gates: Tensor) -> Tensor:
-        slot, token, counts = _sorted(problem)
+        slot, token, counts = _sorted(problem.expert_index, problem.shape.num_experts)
         inputs = enumerate(parts(x[token], counts.tolist()))
         out = torch.cat([(rows @ first[e]).relu() @ second[e] for e, rows in inputs if len(rows)])
         weighted = out * gates.flatten()[slot][:, None]
@@ -269,23 +262,31 @@ sort_and_slices = partial(_sort_and_loop, _slices)
 sort_and_split = partial(_sort_and_loop, Tensor.split)
 
 
+def grouped_mm(
+    weights: Sequence[Tensor],
+    activation: Callable[[Tensor], Tensor],
+    x: Tensor,
+    index: Tensor,
+    gates: Tensor,
+) -> Tensor:
+    """Computes experts with torch's grouped_mm, as transformers does."""
+    slot, token, counts = _sorted(index, len(weights[0]))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    hidden = activation(F.grouped_mm(x[token], weights[0], offs=ends))
+    weighted = F.grouped_mm(hidden, weights[1], offs=ends) * gates.flatten()[slot][:, None]
+    return torch.zeros_like(x).index_add(0, token, weighted)
+
+
 def _sort_and_grouped_mm(problem: Problem) -> Peer:
-    first, second = (_leaf(weight) for weight in problem.weights)
-
-    def forward(x: Tensor, gates: Tensor) -> Tensor:
-        slot, token, counts = _sorted(problem)
-        ends = counts.cumsum(0, dtype=torch.int32)
-        hidden = F.grouped_mm(x[token], first, offs=ends).relu()
-        weighted = F.grouped_mm(hidden, second, offs=ends) * gates.flatten()[slot][:, None]
-        return torch.zeros_like(x).index_add(0, token, weighted)
-
-    return Peer([first, second], forward)
+    weights = [_leaf(weight) for weight in problem.weights]
+    experts = partial(grouped_mm, weights, torch.relu)
+    return Peer(weights, lambda x, gates: experts(x, problem.expert_index, gates))
 
 
 def mixtral_config(implementation: str, d: int, E: int, k: int, hidden: int) -> tuple[Any, Any]:
     """Returns transformers' module of Mixtral, and a configuration of its layer."""
     modeling = "transformers.models.mixtral.modeling_mixtral"
-    mixtral = require_transformers("peers", modeling, "benchmark")
+    mixtral = require_transformers("peers", modeling)
     sizes = {"hidden_size": d, "intermediate_size": hidden, "hidden_act": "silu"}
     config = mixtral.MixtralConfig(num_local_experts=E, num_experts_per_tok=k, **sizes)
     config._experts_implementation = implementation

@@ -11,14 +11,11 @@ FP8_BLOCK = 128  # the rows and the columns with one scale
 
 
 class BlockFormat(NamedTuple):
-    """How a format holds numbers: a block has some inputs in some bytes.
-
-    The standard deviation is that of random codes whose scale is 1.
-    """
+    """How a format holds numbers: a block has some inputs in some bytes."""
 
     inputs: int
     bytes: int
-    deviation: float
+    deviation: float  # the standard deviation of random codes whose scale is 1
 
 
 BLOCKS = {
@@ -34,15 +31,10 @@ BLOCKS = {
 
 
 class RandomWeight(NamedTuple):
-    """Random weights [E, out, in] with a variance of about 1 / in.
+    """Random weights [E, out, in] with a variance of about 1 / in."""
 
-    Attributes:
-        packed: in the layout of `moe_ext.formats`.
-        blocks: the same numbers in the layout of GGUF, uint8 [E, out, n]; None if it has none.
-    """
-
-    packed: Packed
-    blocks: Tensor | None = None
+    packed: Packed  # in the layout of moe_ext.formats
+    blocks: Tensor | None = None  # in the layout of GGUF, uint8 [E, out, n]; None if it has none
 
     @classmethod
     def draw(cls, format: str, num_experts: int, outputs: int, inputs: int) -> "RandomWeight":

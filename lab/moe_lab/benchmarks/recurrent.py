@@ -18,6 +18,7 @@ Rounds are interleaved (plain, m = 1, m = 2, …).
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -52,25 +53,22 @@ def measure(args: Any) -> Iterator[Row]:
 
     layer.cell.moe.register_forward_pre_hook(count)
 
-    def run_with(slots: int | None) -> Callable[[], object]:
-        def run() -> None:
-            layer.memory_slots = slots
-            y, _, aux = layer(x)
-            torch.autograd.grad([y, aux.loss], parameters, [grad_y, None])
-
-        return run
+    def run(slots: int) -> None:
+        layer.memory_slots = slots or None
+        y, _, aux = layer(x)
+        torch.autograd.grad([y, aux.loss], parameters, [grad_y, None])
 
     @torch.no_grad()
     def forward() -> None:
         layer(x)
 
-    runs = {slots: run_with(slots or None) for slots in (0, *args.slots)}
+    runs: dict[int, Callable[[], None]] = {s: partial(run, s) for s in (0, *args.slots)}
     mib, counted = {}, {}
-    for slots, run in runs.items():
+    for slots, function in runs.items():
         evaluations = 0
-        mib[slots] = peak_allocated_mib(run)
+        mib[slots] = peak_allocated_mib(function)
         counted[slots] = evaluations
-    seconds = interleaved({-1: forward, **runs}, args.rounds, 1)
+    seconds = interleaved({-1: forward} | runs, args.rounds, 1)
     plain, evaluation = seconds[0], median(seconds[-1]) / S
     for slots in runs:
         minimum = num_evaluations(S, slots) if slots else S

@@ -71,7 +71,6 @@ def _over_ranks(value: float, how: str) -> float:
 
 
 def _slowest(function: Callable[[], object]) -> float:
-    """Returns the seconds of a call of the slowest rank."""
     dist.barrier()
     return _over_ranks(host_seconds(function), "MAX")
 

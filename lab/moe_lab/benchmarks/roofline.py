@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ext import ops
-from moe_lab.benchmarks.harness import Quartiles, Row, interleaved, ratio
+from moe_lab.benchmarks.harness import Quartiles, Row, interleaved, pinned, ratio
 
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of a square matrix
 STREAM_SIZE = {"cpu": 256, "cuda": 2048}  # MiB per vector
@@ -86,6 +86,12 @@ def faster(probes: Sequence[Probe]) -> Probe:
     return max(probes, key=rate)
 
 
+def peak_probe(dtype: torch.dtype, threads: int) -> Probe:
+    """Returns the faster one of `gemm_probe` and `experts_probe` on some threads."""
+    with pinned(threads):
+        return faster([gemm_probe(dtype), experts_probe(dtype)])
+
+
 def stream_probe(*, device: str = "cpu") -> Probe:
     """Returns a probe of the memory bandwidth, with two float32 vectors.
 
@@ -115,7 +121,7 @@ def gemm_and_exp_limits(
 ) -> list[float]:
     """Returns the least seconds of GEMMs plus exponentials, at the rates of each round.
 
-    seconds: of each of `gemm_and_exp_probes` in each round.
+    These rates follow from the seconds of `gemm_and_exp_probes`.
     """
     return [
         gemm * flops / (2 * PEAK_SIZE**3) + exp * num_exponentials / (REPEATS * NUM_EXPONENTIALS)

@@ -24,7 +24,11 @@ PACKED_PEERS = (
 )
 # Of a whole model: the formats of a GGUF file, and the other implementations.
 WHOLE_FORMATS = ("gguf_q4_k", "gguf_q4_0", "gguf_q8_0", "gguf_q6_k")
-WHOLE_PEERS = ("integer", "compiled", "eager", "grouped_mm", "llama.cpp", "ik_llama.cpp")
+WHOLE_LINEAR = ("bfloat16", "packed")
+WHOLE_PEERS = (
+    *("integer", "compiled", "integer-compiled"),
+    *("eager", "grouped_mm", "llama.cpp", "ik_llama.cpp"),
+)
 
 
 class Shape(NamedTuple):
@@ -113,11 +117,7 @@ def experts_of_model(shape: Shape, model: str) -> str:
 
 
 def experts_that_fit(name: str, gib: float) -> int:
-    """Returns a model's number of experts, halved until the float32 weights fit into `gib` GiB.
-
-    Raises:
-        ConfigError: the k experts of a token do not fit.
-    """
+    """Returns a model's number of experts, halved until the float32 weights fit into `gib` GiB."""
     model = MODELS[name]
     one = 4 * 3 * model.hidden_size * model.intermediate_size / 2**30
     num_experts = model.num_experts

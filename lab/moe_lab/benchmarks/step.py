@@ -69,7 +69,6 @@ def run(args: Any) -> dict[str, Any]:
 
 
 def _measure(config: Config, steps: int) -> dict[str, Any]:
-    """Trains for `steps` steps; prints and returns the measurements of each step."""
     with torch.device("meta"):
         counted = LanguageModel(config.model, config.data.vocab_size)
     flops = training_flops(counted).total

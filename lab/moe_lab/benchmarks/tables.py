@@ -1,18 +1,21 @@
 """Tables and plots of the results of `moe_lab.benchmarks.measurement`."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.benchmarks.harness import Quartiles, Row
 from moe_lab.benchmarks.measurement import best_ratio, by
 from moe_lab.benchmarks.peers import BESIDE_PEERS, PASSES, PEERS
-from moe_lab.experiments.report import Command, Page, Plot
+from moe_lab.experiments.report import Command, Page, Plot, table_of
 from moe_lab.markdown import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Column = Callable[[Row, str], str]  # the cell of a result and a pass
 
 
 def place(threads: int | None) -> str:
@@ -47,7 +50,6 @@ def list_section(title: str, items: Sequence[str]) -> list[str]:
 
 
 def remarks_of(results: Iterable[Row]) -> list[str]:
-    """Says what is not timed, and why."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for peer, remarks in result.remarks.items():
@@ -88,16 +90,35 @@ def memory_sections(results: Iterable[Row], table: Callable[[Sequence[Row]], str
     return parts
 
 
+MOE_EXT_TIMES: dict[str, Column] = {
+    "moe_ext, ms": lambda result, which: f"{Quartiles(*result.figures['ours'][which]['ms']):.4g}",
+    "limit, ms": lambda result, which: f"{result.limit_ms[which]:.4g}",
+    "% of limit": lambda result, which: percent_of_limit(result.figures["ours"][which]),
+}
+
+
+def ms_of(name: str) -> Column:
+    return lambda result, which: cell(result, name, which, lambda figs: f"{figs['ms'][1]:.4g}")
+
+
+def peak_of(name: str, form: str = ".0f") -> Column:
+    return lambda result, which: number(result.peak_mib.get(name, {}).get(which), form)
+
+
+def pass_table(columns: Mapping[str, Column], group: Sequence[Row]) -> str:
+    """Formats a table with one line for each result and pass."""
+    return table_of(columns, [(result, which) for result in group for which in result.limit_ms])
+
+
 def peak_table(group: Sequence[Row]) -> str:
     """Formats peak memory; one line per shape, activation and pass."""
-    names = list(dict.fromkeys(name for result in group for name in result.peak_mib))
-    lines = []
-    for result in group:
-        for which in result.limit_ms:
-            peaks = [result.peak_mib.get(name, {}).get(which) for name in names]
-            sizes = [number(size, ".0f") for size in peaks]
-            lines.append([result.name, result.activation, which, *sizes])
-    return markdown_table(["shape", "activation", "pass", *names], lines)
+    names = dict.fromkeys(name for result in group for name in result.peak_mib)
+    columns: dict[str, Column] = {
+        "shape": lambda result, _: result.name,
+        "activation": lambda result, _: result.activation,
+        "pass": lambda _, which: which,
+    }
+    return pass_table(columns | {name: peak_of(name) for name in names}, group)
 
 
 def _speed_table(group: Sequence[Row], which: str) -> str:
@@ -149,25 +170,21 @@ def print_results(results: Sequence[Row]) -> None:
 
 
 def print_routing(rows: Sequence[dict[str, Any]]) -> None:
-    names, limits = list(rows[0]["ms"]), list(rows[0]["limit_ms"])
     lines = [
         [", ".join(map(str, row["shape"]))]
-        + [f"{Quartiles(*row['ms'][name]):.4g}" for name in names]
-        + [f"{row['limit_ms'][name]:.4g}" for name in limits]
+        + [f"{Quartiles(*ms):.4g}" for ms in row["ms"].values()]
+        + [f"{ms:.4g}" for ms in row["limit_ms"].values()]
         for row in rows
     ]
     print("\nRouting: time in ms from the gate's logits to the dispatch plan\n")
-    header = ["T, E, k", *names, *(f"limit, {name}" for name in limits)]
+    header = ["T, E, k", *rows[0]["ms"], *(f"limit, {name}" for name in rows[0]["limit_ms"])]
     print(markdown_table(header, lines), end="")
 
 
 def _print_speed_up(results: Sequence[Row], field: str) -> None:
     """Prints moe_ext's speed-up, relative to the first value of `field` (threads or dtype)."""
 
-    def rest(result: Row) -> tuple[Any, ...]:
-        names = {"name", "activation", "dtype", "threads"} - {field}
-        return tuple(getattr(result, name) for name in sorted(names))
-
+    rest = attrgetter(*{"name", "activation", "dtype", "threads"} - {field})
     first = getattr(results[0], field)
     base = {rest(result): result for result in results if getattr(result, field) == first}
     lines = []
@@ -186,13 +203,10 @@ def _print_memory(rows: Sequence[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["kept"]))
     lines = []
     for row in rows:
-        x, hidden = row["x"], row["hidden"]
+        shown = [row[key] for key in ("name", "dtype", "activation")]
+        shown += [f"{row[key] / 2**20:.1f}" for key in ("x", "hidden")]
         kept = [row["kept"].get(name) for name in names]
-        lines.append(
-            [*(row[key] for key in ("name", "dtype", "activation"))]
-            + [f"{size / 2**20:.1f}" for size in (x, hidden)]
-            + [number(size and size / (x + hidden), ".2f") for size in kept]
-        )
+        lines.append(shown + [number(k and k / (row["x"] + row["hidden"]), ".2f") for k in kept])
     print("Saved for backward without the weights, divided by x + hidden\n")
     header = ["shape", "type", "activation", "x, MiB", "hidden, MiB", *names]
     print(markdown_table(header, lines), end="")
@@ -232,10 +246,7 @@ def page_of_run(
 def plot(results: Sequence[Row], machine: str, label: Callable[[Row], str]) -> "Figure":
     """Plots percentages of the limit for the first dtype and number of threads.
 
-    Args:
-        results: at least one result; all have the same passes.
-        machine: text above the plot.
-        label: returns the text under the bars of a result.
+    All results have the same passes. `label` returns the text under the bars of a result.
     """
     from matplotlib.figure import Figure
 
@@ -247,7 +258,8 @@ def plot(results: Sequence[Row], machine: str, label: Callable[[Row], str]) -> "
     width = 0.84 / (1 + len(peers))
     size = (max(8, 1.15 * len(chosen)), 3.25 * len(passes))
     figure = Figure(figsize=size, layout="constrained")
-    for axes, which in zip(figure.subplots(len(passes), sharex=True), passes, strict=True):
+    panels = figure.subplots(len(passes), sharex=True, squeeze=False)[:, 0]
+    for axes, which in zip(panels, passes, strict=True):
         for index, name in enumerate(("ours", *peers)):
             figures = [r.figures.get(name, {}).get(which) for r in chosen]
             shares = [100 * f["share_of_limit"][1] if f else math.nan for f in figures]

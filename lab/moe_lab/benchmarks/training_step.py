@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from moe_ext import MoE, TopKGate, ops
 from moe_lab.benchmarks.cross_entropy import cross_entropy_of_torch
 from moe_lab.benchmarks.harness import Quartiles, Row, interleaved
+from moe_lab.benchmarks.peers import swiglu
 from moe_lab.benchmarks.roofline import gemm_and_exp_limits, gemm_and_exp_probes
 
 HEAD_WIDTH = 64
@@ -63,16 +64,13 @@ def flops_of(sizes: Any) -> dict[str, int]:
 
 
 class SwiGLU(nn.Module):
-    """A dense feed-forward layer."""
-
     def __init__(self, d_model: int, hidden: int) -> None:
         super().__init__()
         self.up = nn.Linear(d_model, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Output:
-        a, b = self.up(x).chunk(2, -1)
-        return self.down(F.silu(a) * b), 0.0
+        return self.down(swiglu(self.up(x))), 0.0
 
 
 class FusedMoE(nn.Module):
@@ -106,8 +104,8 @@ class PlainMoE(nn.Module):
         token = slot // self.k
         counts = (index.flatten()[:, None] == torch.arange(self.num_experts)).sum(0)
         ends = counts.cumsum(0, dtype=torch.int32)
-        a, b = F.grouped_mm(x[token], self.up, offs=ends).chunk(2, -1)
-        rows = F.grouped_mm(F.silu(a) * b, self.down, offs=ends) * gates.flatten()[slot][:, None]
+        hidden = swiglu(F.grouped_mm(x[token], self.up, offs=ends))
+        rows = F.grouped_mm(hidden, self.down, offs=ends) * gates.flatten()[slot][:, None]
         return torch.zeros_like(x).index_add(0, token, rows), 0.0
 
 

@@ -48,9 +48,8 @@ With --output, the command writes transformers_experts.md, .json and .png to a f
 """
 
 import importlib
-import importlib.metadata
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,27 +57,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_lab.benchmarks import measurement
-from moe_lab.benchmarks.harness import Quartiles, Row
+from moe_lab.benchmarks import measurement, tables
+from moe_lab.benchmarks.harness import Row
 from moe_lab.benchmarks.measurement import Extra, Stacked, best_ratio
 from moe_lab.benchmarks.peers import Inputs, hf_extra
 from moe_lab.benchmarks.roofline import Work, experts_work
 from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
-from moe_lab.benchmarks.tables import (
-    cell,
-    list_section,
-    memory_sections,
-    number,
-    page_of_run,
-    peak_table,
-    percent_of_limit,
-    plot,
-    remarks_of,
-    spread_of,
-    time_sections,
-)
+from moe_lab.benchmarks.tables import number, spread_of
 from moe_lab.experiments.report import Page
-from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 
 NAME = "transformers_experts"
@@ -90,8 +76,7 @@ def run(args: Any) -> int:
 
 
 def _measure(args: Any) -> dict[str, Any]:
-    """Measures all problems; returns the record of the run."""
-    require_transformers("--implementations", "moe_ext.integrations.transformers", "benchmark")
+    require_transformers("--implementations", "moe_ext.integrations.transformers")
     args.device, args.minutes = "cpu", None
     todo = [
         (name, name, partial(Problem, name, num_experts, getattr(torch, dtype), args.tokens))
@@ -103,7 +88,7 @@ def _measure(args: Any) -> dict[str, Any]:
         record["results"] += measurement.measure(name, problem, args.implementations, args)
         record["warnings"] = list(dict.fromkeys(str(warning.message) for warning in caught))
 
-    version = f"transformers {importlib.metadata.version('transformers')}"
+    version = measurement.versions_of("transformers")
     with warnings.catch_warnings(record=True) as caught:  # a warning says what moe_ext cannot run
         return measurement.measure_all(todo, examine, args, versions=version, warnings=[])
 
@@ -130,7 +115,7 @@ def build_layer(name: str, num_experts: int, dtype: torch.dtype) -> nn.Module:
     """Builds transformers' experts layer of a model with random weights."""
     model = MODELS[name]
     modules = f"transformers.models.{name}"
-    modeling = require_transformers("--models", f"{modules}.modeling_{name}", "benchmark")
+    modeling = require_transformers("--models", f"{modules}.modeling_{name}")
     configuration = importlib.import_module(f"{modules}.configuration_{name}")
     sizes = {"hidden_size": model.hidden_size, model.width: model.intermediate_size}
     config = getattr(configuration, f"{model.prefix}Config")(**sizes)
@@ -146,10 +131,10 @@ def build_layer(name: str, num_experts: int, dtype: torch.dtype) -> nn.Module:
     return layer
 
 
-class Problem:
+class Problem(measurement.LayerProblem):
     """An experts layer of a model with random weights, and the inputs of every task."""
 
-    passes, beside, has_peak, device = tuple(TASKS), (), True, "cpu"
+    passes, has_peak = tuple(TASKS), True
 
     def __init__(self, name: str, num_experts: int, dtype: torch.dtype, tokens: int) -> None:
         model = MODELS[name]
@@ -186,9 +171,6 @@ class Problem:
         index = self.steps[task_name][0].expert_index
         return hf_extra(implementation, self, TASKS[task_name].backward, index)
 
-    def call(self, implementation: str, task_name: str) -> Callable[[], object]:
-        return partial(self.results, implementation, task_name)
-
     def results(self, implementation: str, task_name: str) -> Mapping[str, Stacked]:
         """Runs a task with an implementation; returns outputs and gradients by name."""
         task, steps = TASKS[task_name], self.steps[task_name]
@@ -213,25 +195,24 @@ def _label(result: Row) -> str:
     return f"{result.name}\nE = {experts_of_model(result.shape, result.name)}"
 
 
+def _rows_of_expert(result: Row, task: str) -> str:
+    tokens, shape = TASKS[task].tokens or result.shape.tokens, result.shape
+    return f"{tokens * shape.k / shape.num_experts:.3g}"
+
+
 def _time_table(group: Sequence[Row]) -> str:
-    """Formats the results of one dtype and number of threads; one line per model and task."""
+    """Formats the results of one dtype and number of threads."""
+    columns: dict[str, tables.Column] = {
+        "model": lambda result, _: result.name,
+        "E": lambda result, _: experts_of_model(result.shape, result.name),
+        "task": lambda _, task: task,
+        "T·k/E": _rows_of_expert,
+        **tables.MOE_EXT_TIMES,
+    }
     peers = list(dict.fromkeys(name for result in group for name in result.figures))[1:]
-    lines = []
-    for result in group:
-        for task, limit_ms in result.limit_ms.items():
-            rows = (TASKS[task].tokens or result.shape.tokens) * result.shape.k
-            base = result.figures["ours"][task]
-            lines.append(
-                [
-                    *(result.name, experts_of_model(result.shape, result.name), task),
-                    f"{rows / result.shape.num_experts:.3g}",
-                    *(f"{Quartiles(*base['ms']):.4g}", f"{limit_ms:.4g}", percent_of_limit(base)),
-                    *(cell(result, peer, task, lambda f: f"{f['ms'][1]:.4g}") for peer in peers),
-                    number(best_ratio(result, task), ".2f"),
-                ]
-            )
-    header = ["model", "E", "task", "T·k/E", "moe_ext, ms", "limit, ms", "% of limit"]
-    return markdown_table([*header, *peers, "best / moe_ext"], lines)
+    columns |= {name: tables.ms_of(name) for name in peers}
+    columns["best / moe_ext"] = lambda result, task: number(best_ratio(result, task), ".2f")
+    return tables.pass_table(columns, group)
 
 
 def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
@@ -241,8 +222,10 @@ def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:
         "time divided by the time of moe_ext. T·k/E is the mean number of rows of an expert. The "
         "time of a decode task is that of 10 passes."
     )
-    sections = time_sections(results, _time_table) + memory_sections(results, peak_table)
-    sections += list_section("Not timed", remarks_of(results))
-    sections += list_section("Warnings", record["warnings"])
-    figure = plot(results, record["environment"], _label)
-    return page_of_run("The experts of transformers' models", record, about, figure, sections)
+    sections = tables.time_sections(results, _time_table)
+    sections += tables.memory_sections(results, tables.peak_table)
+    sections += tables.list_section("Not timed", tables.remarks_of(results))
+    sections += tables.list_section("Warnings", record["warnings"])
+    figure = tables.plot(results, record["environment"], _label)
+    title = "The experts of transformers' models"
+    return tables.page_of_run(title, record, about, figure, sections)

@@ -22,14 +22,10 @@ option, file or folder is invalid; stderr says which.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from moe_lab.cli import CONFIG, OVERRIDES, REPORT, SEEDS, Option, parse, several
 from moe_lab.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moe_lab.experiments.store import Stored
-
 
 OPTIONS: dict[str, Option] = {
     "config": {"help": CONFIG},
@@ -41,7 +37,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> "Stored":
+def main(arguments: Sequence[str] | None = None) -> Any:
     """Runs the command and returns the stored runs."""
     options = parse(__doc__, OPTIONS, arguments)
     if any(change.startswith("seed=") for change in [*options.overrides, *options.against]):

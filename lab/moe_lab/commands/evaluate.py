@@ -17,14 +17,10 @@ translation.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from moe_lab.cli import DEVICE, RUN, Option, at_least, flag, one, parse, require_checkpoint
 from moe_lab.names import PARTS_AND_ALL
-
-if TYPE_CHECKING:
-    from moe_lab.training.metrics import Evaluation
-
 
 OPTIONS: dict[str, Option] = {
     **RUN,
@@ -38,21 +34,14 @@ OPTIONS: dict[str, Option] = {
 }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> "Evaluation":
+def main(arguments: Sequence[str] | None = None) -> Any:
     """Runs the command and returns the evaluation."""
     options = parse(__doc__, OPTIONS, arguments)
-    part = options.part or ("all" if options.corpus else "test")
+    options.part = options.part or ("all" if options.corpus else "test")
     require_checkpoint(options.run)
 
     from moe_lab.training.device import set_up_torch
     from moe_lab.training.evaluation import evaluate_run
 
     set_up_torch(options.device, options.threads)
-    return evaluate_run(
-        options.run,
-        part,
-        options.corpus,
-        options.device,
-        tokens_per_batch=options.tokens_per_batch,
-        bleu=options.bleu,
-    )
+    return evaluate_run(options)

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_lab.cli import DEVICE, Option, at_least, one, parse, require_checkpoint
-from moe_lab.errors import ConfigError
+from moe_lab.errors import config_errors
 from moe_lab.names import PARTS_AND_ALL
 
 OPTIONS: dict[str, Option] = {
@@ -59,14 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     set_up_torch(options.device, options.threads)
     run, text, positions, layer = options.run, options.text, options.positions, options.layer
-    try:
+    with config_errors(f"{run}: "):
         if text is None:
             routed = route_run(run, options.part, positions, layer or 0, options.device)
         else:
             routed = route_transformers(run, text, positions, layer, options.device)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{run}: {error}") from error
     output = Path(options.output or (Path() if text else Path(run)) / "experts")
     write_experts(routed, output, num_contexts=options.contexts, num_sentences=options.sentences)

@@ -24,14 +24,11 @@ sampled softmax needs, trains in 6 minutes.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from moe_lab.cli import Option, at_least, one, parse, several
 from moe_lab.errors import ConfigError
 from moe_lab.names import PIECE_KINDS
-
-if TYPE_CHECKING:
-    from moe_lab.training.text import SentenceText
 
 PUBLIC = ("lm1b", "wikitext-103", "wikitext-2")  # have published sizes, and a given vocabulary
 _PATH_CORPORA = ("text", "languages")
@@ -54,7 +51,7 @@ OPTIONS: dict[str, Option] = {
 }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> "SentenceText":
+def main(arguments: Sequence[str] | None = None) -> Any:
     """Runs the command and returns the encoded text."""
     options = parse(__doc__, OPTIONS, arguments)
     if options.name in _PATH_CORPORA and options.source is None:

@@ -20,12 +20,9 @@ invalid; stderr says which.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from moe_lab.cli import OVERRIDES, flag, parse
-
-if TYPE_CHECKING:
-    from moe_lab.experiments.store import Run
 
 _SETTINGS = [
     "steps=1200",
@@ -55,7 +52,7 @@ _QUICK = [
 ]
 
 
-def main(arguments: Sequence[str] | None = None) -> "dict[str, Run]":
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Runs the command and returns the runs by model."""
     quick, folder = "train tiny models for a few seconds", "runs/quickstart[-quick]"
     own = {"--quick": flag(quick), "--output": {"help": f"folder of the runs (default: {folder})"}}

@@ -38,26 +38,8 @@ from moe_lab.data.workers import in_workers
 AnyText = EncodedSentences | EncodedPairs
 
 __all__ = [
-    "AnyText",
-    "AnyVocabulary",
-    "Batch",
-    "Corpus",
-    "CorpusError",
-    "EncodedPairs",
-    "EncodedSentences",
-    "PairBatch",
-    "PairBatches",
-    "ParallelCorpus",
-    "ParallelText",
-    "SentenceBatches",
-    "Sentences",
-    "Vocabulary",
-    "Wordpieces",
-    "batches_of",
-    "encode_pairs",
-    "encode_sentences",
-    "encode_to_files",
-    "in_workers",
-    "load_corpus",
-    "load_parallel",
-]
+    "AnyText", "AnyVocabulary", "Batch", "Corpus", "CorpusError", "EncodedPairs",
+    "EncodedSentences", "PairBatch", "PairBatches", "ParallelCorpus", "ParallelText",
+    "SentenceBatches", "Sentences", "Vocabulary", "Wordpieces", "batches_of", "encode_pairs",
+    "encode_sentences", "encode_to_files", "in_workers", "load_corpus", "load_parallel",
+]  # fmt: skip

@@ -53,46 +53,26 @@ B = TypeVar("B", bound=Batch)
 class SortedBatches(Generic[B]):
     """Splits rows, sorted by length, into batches; base of SentenceBatches and PairBatches.
 
-    Args:
-        batch_end: [batches] int64, number of sorted rows up to the end of each batch.
-        shuffle: see `SentenceBatches`.
-        seed: see `SentenceBatches`.
-
-    Attributes:
-        num_batches: number of batches in every epoch.
+    `batch_end` [batches] is the number of sorted rows up to the end of each batch.
     """
 
     def __init__(self, batch_end: Tensor, shuffle: bool, seed: int) -> None:
-        self.shuffle = shuffle
-        self.seed = seed
         self.num_batches = len(batch_end)
-        self._batch_end = batch_end
+        self._batch_end, self._shuffle, self._seed = batch_end, shuffle, seed
 
     def epoch(self, epoch: int, start: int = 0, num_workers: int = 0) -> Iterator[B]:
-        """Iterates over the batches of an epoch; `start` resumes an interrupted epoch.
+        """Iterates over the batches of an epoch, from 0 on, without the first `start` batches.
 
-        Args:
-            epoch: the number of completed epochs.
-            start: the number of batches to skip.
-            num_workers: number of worker processes; each prepares two batches in advance. 0 makes
-                the batches in the calling process.
+        Each worker process prepares two batches in advance.
         """
-        name = f"{type(self).__name__}.epoch: start"
-        require(
-            0 <= start <= self.num_batches,
-            name,
-            f"be in [0, num_batches = {self.num_batches}]",
-            start,
-        )
+        name, rule = type(self).__name__, f"be in [0, num_batches = {self.num_batches}]"
+        require(0 <= start <= self.num_batches, f"{name}.epoch: start", rule, start)
         return in_workers(self._batch, self._rows_of_batches(epoch, start), num_workers)
 
     def _rows_of_batches(self, epoch: int, start: int) -> Iterator[list[int]]:
-        if self.shuffle:
-            generator = epoch_generator(self.seed, epoch)
-            rows = self._sorted_rows(generator)
-            batch_order = torch.randperm(self.num_batches, generator=generator, device="cpu")
-        else:
-            rows, batch_order = self._sorted_rows(None), arange(self.num_batches)
+        generator = epoch_generator(self._seed, epoch) if self._shuffle else None
+        rows = self._sorted_rows(generator)
+        batch_order = row_order(self.num_batches, generator)
         for index in batch_order[start:].tolist():
             begin = int(self._batch_end[index - 1]) if index else 0
             yield rows[begin : int(self._batch_end[index])].tolist()
@@ -108,29 +88,24 @@ class SortedBatches(Generic[B]):
 class SentenceBatches(SortedBatches[Batch]):
     """Groups sentences of similar length into batches of about `tokens_per_batch` predictions.
 
-    Sentences in a batch have nearly equal lengths, so a batch has little padding. An epoch contains
-    each sentence exactly once, and all epochs have the same number of batches.
+    A batch has little padding. An epoch contains each sentence exactly once.
 
-    The object needs 4 bytes of memory per sentence in addition to the sentences, or 16 bytes per
-    row with max_length. An epoch needs 4 more bytes per row. A shuffle needs 32 bytes per row. For
-    the 30,301,028 sentences of the 1-billion-word benchmark, the object needs 230 MiB during an
-    epoch. For the few seconds of a shuffle, the object needs 920 MiB.
+    For the 30,301,028 sentences of the 1-billion-word benchmark, the object needs 230 MiB during an
+    epoch, in addition to the sentences. For the few seconds of a shuffle, it needs 920 MiB.
 
     Args:
         sentences: the sentences, from `encode_sentences` or `encode_to_files`.
         tokens_per_batch: approximate number of predictions in a batch.
         max_length: maximum number of predictions in a row, to bound the memory of training. A
             longer sentence is split into several rows. Each row starts from a zero state, with the
-            previous word as first input. All words are still predicted once, but some with less
-            context. Leave max_length None in evaluation.
+            previous word as first input. Leave max_length None in evaluation.
         shuffle: whether each epoch reshuffles the sentences of equal length and the order of the
             batches. The result depends only on seed and epoch; torch's global generator is not
             used. If False, batches go from short to long sentences.
         seed: seed of the shuffle.
 
     Attributes:
-        num_tokens: number of predictions in an epoch, ends of sentences included.
-        num_batches: number of batches in every epoch.
+        num_tokens, num_batches: number of predictions and of batches in every epoch.
     """
 
     def __init__(
@@ -156,22 +131,20 @@ class SentenceBatches(SortedBatches[Batch]):
         self._row_sentence: Tensor | None = None
         if max_length is not None:
             pieces = (self._row_length.long() + max_length - 1) // max_length
-            sentence = arange(len(sentences)).repeat_interleave(pieces)
+            sentence = row_order(len(sentences)).repeat_interleave(pieces)
             first_row = (pieces.cumsum(0) - pieces)[sentence]
-            skipped = (arange(len(sentence)) - first_row) * max_length
+            skipped = (row_order(len(sentence)) - first_row) * max_length
             self._row_start = sentences.starts[sentence] + skipped
             self._row_sentence = sentence
             self._row_length = (self._row_length[sentence] - skipped).clamp(max=max_length).int()
 
         # Batch ends depend only on the sorted lengths, so all epochs share them.
         rows_of_length = self._row_length.bincount()
-        batch_end = shares(
-            rows_of_length, torch.arange(len(rows_of_length), device="cpu"), tokens_per_batch
-        )
-        super().__init__(batch_end, shuffle, seed)
+        lengths = torch.arange(len(rows_of_length), device="cpu")
+        super().__init__(shares(rows_of_length, lengths, tokens_per_batch), shuffle, seed)
 
     def _sorted_rows(self, generator: torch.Generator | None) -> Tensor:
-        rows = drawn_order(len(self._row_length), generator)
+        rows = row_order(len(self._row_length), generator)
         return rows[self._row_length[rows].sort(stable=True).indices]
 
     def _batch(self, batch_rows: list[int]) -> Batch:
@@ -190,13 +163,8 @@ def shares(num_rows: Tensor, length: Tensor, tokens_per_batch: int) -> Tensor:
     The tokens of all rows are split into intervals of equal size, one for each batch. A row belongs
     to the interval of its first token. A long row may span several intervals.
 
-    Args:
-        num_rows: [runs] int64, number of rows in each run of rows of equal length.
-        length: [runs] int64, length of the rows in each run.
-        tokens_per_batch: approximate number of tokens in a batch.
-
-    Returns:
-        [batches] int64, number of rows up to the end of each batch.
+    A run has num_rows rows of equal length; both arguments are int64 [runs]. Returns the number of
+    rows up to the end of each batch, int64 [batches].
     """
     rows_to, tokens_to = num_rows.cumsum(0), (num_rows * length).cumsum(0)
     num_tokens = int(tokens_to[-1])
@@ -216,10 +184,7 @@ def side_by_side(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gathers rows of sentences into padded inputs, targets and mask, [rows, longest] each.
 
-    Args:
-        sentences: the encoded sentences.
-        starts: [rows], index in ``sentences.stream`` of each row's first input.
-        lengths: [rows], number of predictions of each row.
+    A row begins at an index of ``sentences.stream`` and has a number of predictions.
     """
     positions = torch.arange(int(lengths.max()), device="cpu")
     mask = positions < lengths[:, None]
@@ -240,18 +205,12 @@ def mixed_seed(*what: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _index_type(size: int) -> torch.dtype:
-    """Returns int32 if it can hold indices below `size`, otherwise int64."""
-    return torch.int32 if size < 2**31 else torch.int64
+def row_order(size: int, generator: torch.Generator | None = None) -> Tensor:
+    """Returns a random permutation of [0, size), or [0, size) in order if generator is None.
 
-
-def drawn_order(size: int, generator: torch.Generator | None) -> Tensor:
-    """Returns a random permutation of [0, size), or [0, size) in order if generator is None."""
+    The dtype is int32 if it can hold the indices, otherwise int64.
+    """
+    dtype = torch.int32 if size < 2**31 else torch.int64
     if generator is None:
-        return arange(size)
-    return torch.randperm(size, generator=generator, dtype=_index_type(size), device="cpu")
-
-
-def arange(size: int) -> Tensor:
-    """Returns [0, size) as int32 if it can hold the indices, otherwise as int64."""
-    return torch.arange(size, dtype=_index_type(size), device="cpu")
+        return torch.arange(size, dtype=dtype, device="cpu")
+    return torch.randperm(size, generator=generator, dtype=dtype, device="cpu")

@@ -34,9 +34,8 @@ def load_corpus(
 ) -> Corpus:
     """Opens a corpus of one sentence per line, with spaces between words, in UTF-8.
 
-    Blank lines are skipped and the order of lines is kept. Each iteration reads the files. A line
-    that is not UTF-8 raises an error: guessing the encoding could silently change the vocabulary.
-    A line may have at most 4 MiB. Hidden files of a folder are skipped.
+    Blank lines are skipped. Each iteration reads the files. A line that is not UTF-8, or longer
+    than 4 MiB, raises an error. Hidden files of a folder are skipped.
 
     ``name_or_path`` is one of:
 
@@ -59,61 +58,60 @@ def load_corpus(
     Each ``.txt`` file may be compressed as ``.txt.gz`` or ``.txt.xz``. A folder ``train`` of such
     files may replace ``train.txt``, and likewise for ``dev`` and ``test``.
 
-    Args:
-        name_or_path: "builtin", "sources", or a path from the list above.
-        parts: the attributes of the corpus that must contain at least one sentence.
-        max_train_sentences: maximum number of training sentences, from the beginning; None is no
-            limit. ``Corpus.all`` is not limited.
+    `parts` are the attributes of the corpus that must contain at least one sentence. The training
+    part has at most the first `max_train_sentences`; ``Corpus.all`` is not limited.
     """
     require_sizes("load_corpus", **given(max_train_sentences=max_train_sentences))
     require_parts("load_corpus", parts)
-    if not str(name_or_path):
-        raise CorpusError(
-            "load_corpus: name_or_path must be 'builtin', 'sources' or a path, got ''"
-        )
-    path = Path(name_or_path)
-    if str(name_or_path) == "builtin":
-        corpus = builtin_corpus()
-    elif str(name_or_path) == "sources":
-        made = [(Lines(lines),) for lines in sources().values()]
-        corpus = Corpus(*map(Sentences, [*made, tuple(chain.from_iterable(made))]))
-    elif (path / _LM1B_TRAIN).is_dir():
-        corpus = _lm1b(path)
-    elif (path / "wiki.train.tokens").is_file():
-        corpus = _corpus(*([path / f"wiki.{part}.tokens"] for part in ("train", "valid", "test")))
-    elif path.is_file():
-        corpus = hash_split(shards_of([path]))
-    elif path.is_dir():
-        if _variant(path / "train"):
-            corpus = _given_parts(path, separator="/")
-        else:
-            files = _text_files(path)
-            if named := [file for file in files if ".train.txt" in file.name]:
-                prefix = path / named[0].name.partition(".train.txt")[0]
-                raise CorpusError(
-                    f"{path} must hold text files of one corpus, got parts of named corpora, such "
-                    f"as {named[0].name}; give {prefix} to load that corpus"
-                )
-            corpus = hash_split(shards_of(files))
-    elif _variant(Path(f"{path}.train")):
-        corpus = _given_parts(path, separator=".")
-    else:
-        raise CorpusError(
-            f"there is no corpus at {path}: give a text file, a folder of text files, the prefix "
-            "NAME of NAME.train.txt, NAME.dev.txt and NAME.test.txt, 'builtin' or 'sources'"
-        )
-
+    path, corpus = Path(name_or_path), _opened(str(name_or_path))
     for part in parts:
-        if next(iter(getattr(corpus, part)), None) is None:
-            if part == "all":
-                raise CorpusError(f"{path} must hold at least one sentence, got none")
-            raise CorpusError(
-                f"the {part} part of {path} must hold at least one sentence, got none; "
-                "give a longer text, or one file for each part"
-            )
+        if next(iter(getattr(corpus, part)), None) is not None:
+            continue
+        if part == "all":
+            raise CorpusError(f"{path} must hold at least one sentence, got none")
+        raise CorpusError(
+            f"the {part} part of {path} must hold at least one sentence, got none; "
+            "give a longer text, or one file for each part"
+        )
     if max_train_sentences is not None:
         corpus = replace(corpus, train=replace(corpus.train, limit=max_train_sentences))
     return corpus
+
+
+def _opened(name: str) -> Corpus:
+    path = Path(name)
+    if not name:
+        raise CorpusError(
+            "load_corpus: name_or_path must be 'builtin', 'sources' or a path, got ''"
+        )
+    if name == "builtin":
+        return builtin_corpus()
+    if name == "sources":
+        made = [(Lines(lines),) for lines in sources().values()]
+        return Corpus(*map(Sentences, [*made, tuple(chain.from_iterable(made))]))
+    if (path / _LM1B_TRAIN).is_dir():
+        return _lm1b(path)
+    if (path / "wiki.train.tokens").is_file():
+        return _corpus(*([path / f"wiki.{part}.tokens"] for part in ("train", "valid", "test")))
+    if path.is_file():
+        return hash_split(shards_of([path]))
+    if _variant(path / "train"):
+        return _given_parts(path, separator="/")
+    if path.is_dir():
+        files = _text_files(path)
+        if named := [file for file in files if ".train.txt" in file.name]:
+            prefix = path / named[0].name.partition(".train.txt")[0]
+            raise CorpusError(
+                f"{path} must hold text files of one corpus, got parts of named corpora, such "
+                f"as {named[0].name}; give {prefix} to load that corpus"
+            )
+        return hash_split(shards_of(files))
+    if _variant(Path(f"{path}.train")):
+        return _given_parts(path, separator=".")
+    raise CorpusError(
+        f"there is no corpus at {path}: give a text file, a folder of text files, the prefix "
+        "NAME of NAME.train.txt, NAME.dev.txt and NAME.test.txt, 'builtin' or 'sources'"
+    )
 
 
 def _corpus(train: Sequence[Path], dev: Sequence[Path], test: Sequence[Path]) -> Corpus:
@@ -139,7 +137,7 @@ def _lm1b(folder: Path) -> Corpus:
         )
     if len(shards) < 99:
         warnings.warn(
-            f"{folder / _LM1B_TRAIN} holds {len(shards)} of the 99 training shards", stacklevel=3
+            f"{folder / _LM1B_TRAIN} holds {len(shards)} of the 99 training shards", stacklevel=4
         )
     heldout = [folder / _LM1B_HELDOUT / f"news.en.heldout-0000{i}-of-00050" for i in (0, 1)]
     return _corpus(shards, heldout[1:], heldout[:1])

@@ -28,54 +28,37 @@ class Download:
 
     @property
     def name(self) -> str:
-        """The name of the downloaded file."""
         return Path(urlsplit(self.urls[0]).path).name
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A public corpus.
-
-    Attributes:
-        archive: the archive of the corpus.
-        corpus: the name of the folder in the archive.
-        vocabulary: the vocabulary file; None makes one from the words of the training part.
-        vocab_size: the number of entries of the vocabulary.
-        expected: the published numbers of each part: sentences, words, and predictions, which are
-            words and ends of sentences.
-    """
+    """A public corpus."""
 
     archive: Download
-    corpus: str
-    vocabulary: Download | None
+    corpus: str  # the name of the folder in the archive
+    vocabulary: Download | None  # None makes one from the words of the training part
     vocab_size: int
+    # The published numbers of each part: sentences, words, and predictions, which are words and
+    # ends of sentences.
     expected: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def _wikitext(name: str, sha256: str, vocab_size: int) -> DataSet:
-    urls = (
-        "https://wikitext.smerity.com",
-        "https://s3.amazonaws.com/research.metamind.io/wikitext",
-    )
-    return DataSet(
-        Download(tuple(f"{url}/{name}-v1.zip" for url in urls), sha256),
-        corpus=name,
-        vocabulary=None,
-        vocab_size=vocab_size,
-        expected={"dev": {"words": 213_886}, "test": {"words": 241_211}},
-    )
+    urls = "https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext"
+    archive = Download(tuple(f"{url}/{name}-v1.zip" for url in urls), sha256)
+    expected = {"dev": {"words": 213_886}, "test": {"words": 241_211}}
+    return DataSet(archive, name, None, vocab_size, expected)
 
 
+_LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 SETS = {
     "lm1b": DataSet(
         Download(
-            (
-                "https://www.statmt.org/lm-benchmark/"
-                "1-billion-word-language-modeling-benchmark-r13output.tar.gz",
-            ),
+            (f"https://www.statmt.org/lm-benchmark/{_LM1B}.tar.gz",),
             "01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
         ),
-        corpus="1-billion-word-language-modeling-benchmark-r13output",
+        corpus=_LM1B,
         vocabulary=Download(
             (
                 "http://download.tensorflow.org/models/LM_LSTM_CNN/vocab-2016-09-10.txt",
@@ -101,9 +84,7 @@ SETS = {
 def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
     """Finds the folder of the unpacked corpus, or unpacks it into `output`."""
     for folder in (source, output):
-        if folder is None or not folder.is_dir():
-            continue
-        if (folder / data_set.corpus).is_dir():
+        if folder and (folder / data_set.corpus).is_dir():
             return folder / data_set.corpus
     downloads = [file.name for file in (data_set.archive, data_set.vocabulary) if file]
     if source and source.is_dir() and not any((source / name).is_file() for name in downloads):
@@ -166,15 +147,14 @@ def _fetch(url: str, part: Path) -> None:
             return
         raise
     with response, part.open("ab" if response.status == 206 else "wb") as file:
-        length = response.headers["Content-Length"]
-        total = file.tell() + int(length) if length else None
+        begin, length = file.tell(), int(response.headers["Content-Length"] or 0)
         blocks: Iterator[bytes] = iter(lambda: response.read(_BLOCK), b"")
-        for block in progress(
-            blocks, f"downloading {part.stem}", "MiB", -(-int(length) // _BLOCK) if length else None
-        ):
+        num_blocks = -(-length // _BLOCK) or None
+        for block in progress(blocks, f"downloading {part.stem}", "MiB", num_blocks):
             file.write(block)
-        if total is not None and file.tell() != total:
-            raise OSError(f"the connection ended after {file.tell():,} of {total:,} bytes")
+        if length and file.tell() != begin + length:
+            sizes = f"{file.tell():,} of {begin + length:,} bytes"
+            raise OSError(f"the connection ended after {sizes}")
 
 
 def _verify(file: Path, sha256: str) -> None:

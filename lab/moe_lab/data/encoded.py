@@ -23,75 +23,60 @@ from moe_lab.files import file_lock, read_json, require_regular, sync_folder, wr
 from moe_lab.progress import progress
 
 _STREAM, _STARTS, _ABOUT = "stream.int32", "starts.int64", "about.json"
+AGAIN = "delete the folder, so that the text is encoded again"  # the end of errors
 _CHECKED_AT_A_TIME = 2**22  # ids
+
+Block = tuple[array, array]  # stream and starts of some sentences
 
 
 class EncodedSentences:
     """Stores sentences as ids in two tensors: 4 bytes per word and 12 bytes per sentence.
 
     The inputs of a sentence are a slice of ``stream``. The targets of the sentence are the slice of
-    equal length that begins one id later.
-
-    Args:
-        sentences: the word ids of each sentence, without ``</s>``; read once, in order.
-        eos_id: the id of ``</s>``.
+    equal length that begins one id later. The sentences are given as word ids without ``</s>``, and
+    eos_id is the id of ``</s>``.
 
     Attributes:
         stream: [1 + words + sentences] int32, all sentences in sequence, with ``</s>`` before the
             first and after each.
         starts: [sentences + 1] int64, index in the stream of each sentence's first input.
-        eos_id: the id of ``</s>``.
     """
 
+    _folder: Path | None = None  # of the memory-mapped files
+
     def __init__(self, sentences: Iterable[Sequence[int]], eos_id: int) -> None:
-        stream, starts = flatten(sentences, eos_id)
+        self.stream, self.starts = tensors_of(flatten(sentences, eos_id))
         self.eos_id = eos_id
-        self.stream = torch.frombuffer(stream, dtype=torch.int32)
-        self.starts = torch.frombuffer(starts, dtype=torch.int64)
-        self._folder: Path | None = None
 
     @classmethod
     def from_tensors(cls, stream: Tensor, starts: Tensor, eos_id: int) -> Self:
         """Creates EncodedSentences from stream, starts and eos_id, without copying the tensors."""
         self = cls.__new__(cls)
-        self.stream, self.starts, self.eos_id, self._folder = stream, starts, eos_id, None
+        self.stream, self.starts, self.eos_id = stream, starts, eos_id
         return self
 
     @classmethod
     def open(cls, folder: str | Path, num_ids: int | None = None) -> Self:
         """Maps the files that `encode_to_files` has written to a folder into memory.
 
-        The operating system reads the used pages on demand and caches the pages in free memory.
-
-        Args:
-            folder: the folder.
-            num_ids: number of entries of the vocabulary. The files are then read once to check that
-                they hold sentences of such ids. None checks only the sizes of the files.
+        With num_ids, the number of entries of the vocabulary, the files are read once to check that
+        they hold sentences of such ids. None checks only the sizes of the files.
         """
         folder = Path(folder)
         try:
             about = read_json(folder / _ABOUT)
             keys = ("num_tokens", "num_sentences", "eos_id")
             num_tokens, num_sentences, eos_id = (_count(about, key) for key in keys)
-            sizes = {_STREAM: 4 * (num_tokens + 1), _STARTS: 8 * (num_sentences + 1)}
-            for name, size in sizes.items():
-                num_bytes = require_regular(folder / name)
-                require(num_bytes == size, str(folder / name), f"have {size:,} bytes", num_bytes)
-            stream, starts = (
-                torch.from_file(str(folder / name), size=sizes[name] // dtype.itemsize, dtype=dtype)
-                for name, dtype in ((_STREAM, torch.int32), (_STARTS, torch.int64))
-            )
+            stream = _mapped(folder / _STREAM, num_tokens + 1, torch.int32)
+            starts = _mapped(folder / _STARTS, num_sentences + 1, torch.int64)
         except (OSError, ValueError, RuntimeError) as error:
             raise CorpusError(
-                f"{folder} must hold encoded sentences, got an error: {error}; delete the folder, "
-                "so that the text is encoded again"
+                f"{folder} must hold encoded sentences, got an error: {error}; {AGAIN}"
             ) from error
         self = cls.from_tensors(stream, starts, eos_id)
         self._folder = folder
         if num_ids is not None and (wrong := self._wrong(num_ids)):
-            raise CorpusError(
-                f"{folder}: {wrong}; delete the folder, so that the text is encoded again"
-            )
+            raise CorpusError(f"{folder}: {wrong}; {AGAIN}")
         return self
 
     def _wrong(self, num_ids: int) -> str | None:
@@ -99,21 +84,19 @@ class EncodedSentences:
         starts, stream, eos_id = self.starts, self.stream, self.eos_id
         if int(starts[0]) != 0 or int(starts[-1]) != self.num_tokens:
             return f"{_STARTS} must begin with 0 and end with {self.num_tokens}"
-        num_ends = 0
-        for block in stream.split(_CHECKED_AT_A_TIME):
+        num_ends, at_starts = 0, True
+        for begin in range(0, len(stream), _CHECKED_AT_A_TIME):
+            block = stream[begin : begin + _CHECKED_AT_A_TIME]
             low, high = map(int, block.aminmax())
             if low < 0 or high >= num_ids:
                 return f"the ids in {_STREAM} must be in [0, {num_ids}), got {low} to {high}"
-            num_ends += int((block == eos_id).sum())
+            ends = (block == eos_id).nonzero()[:, 0] + begin
+            at_starts &= torch.equal(ends, starts[num_ends : num_ends + len(ends)])
+            num_ends += len(ends)
         if num_ends != len(starts):
             return f"{_STREAM} must hold the id {eos_id} {len(starts)} times, got {num_ends}"
-        for begin in range(0, len(starts), _CHECKED_AT_A_TIME):
-            block = starts[begin : begin + _CHECKED_AT_A_TIME + 1]
-            low, high = map(int, block.aminmax())
-            within = low >= 0 and high <= self.num_tokens  # differences then do not overflow
-            rising = within and bool((block.diff() > 0).all())
-            if not rising or not bool((stream[block] == eos_id).all()):
-                return f"{_STARTS} must hold the places of the id {eos_id} in {_STREAM}"
+        if not at_starts:
+            return f"{_STARTS} must hold the places of the id {eos_id} in {_STREAM}"
         return None
 
     def __reduce__(self) -> Any:
@@ -122,7 +105,7 @@ class EncodedSentences:
 
     @property
     def num_tokens(self) -> int:
-        """The number of predictions: all words, plus one ``</s>`` for each sentence."""
+        """The number of predictions: all words, and the end of each sentence."""
         return len(self.stream) - 1
 
     @property
@@ -138,18 +121,16 @@ class EncodedSentences:
 
         Of more than 4,194,304 ids, only 1,024 evenly spaced blocks of 4,096 ids are hashed.
         """
-        place, places = 4096, 1024
+        size, blocks = 4096, 1024
         digest = hashlib.sha256(f"{len(self)} {self.num_tokens}".encode())
-        if len(self.stream) <= place * places:
-            starts = [0]
-            place = len(self.stream)
-        else:
-            starts = [i * (len(self.stream) - place) // (places - 1) for i in range(places)]
-        for start in starts:
-            digest.update(self.stream[start : start + place].numpy().tobytes())
+        if len(self.stream) <= size * blocks:
+            size, blocks = len(self.stream), 1
+        for i in range(blocks):
+            start = i * (len(self.stream) - size) // max(blocks - 1, 1)
+            digest.update(self.stream[start : start + size].numpy().tobytes())
         return digest.hexdigest()
 
-    def first(self, number: int) -> "EncodedSentences":
+    def first(self, number: int) -> Self:
         """Returns the first `number` sentences, or all if there are fewer, without copying them."""
         starts = self.starts[: number + 1]
         return self.from_tensors(self.stream[: int(starts[-1]) + 1], starts, self.eos_id)
@@ -193,20 +174,17 @@ def encode_to_files(
     delete them. If concurrent runs need the same files, the first run writes the files and the
     other runs wait.
 
-    Each worker holds 16 MiB of a text file in memory, or a whole compressed file.
-
     Args:
         sentences: a part of a corpus.
         vocabulary: words or wordpieces; see `encode_sentences`.
         folder: the parent folder of all encoded texts; created if missing.
         name: name of the part; the files are in a subfolder whose name begins with `name`.
         num_workers: number of worker processes that read and encode; 0 uses the calling process.
+            Each holds 16 MiB of a text file in memory, or a whole compressed file.
     """
 
-    def make(made: Path) -> None:
-        _encode_into(made, sentences, vocabulary, num_workers)
-
     recipe = f"1 {sys.byteorder} {vocabulary.fingerprint()}"
+    make = partial(_encode_into, sentences, vocabulary, num_workers)
     made = made_once(Path(folder), name, recipe, sentences.fingerprint, make)
     return EncodedSentences.open(made, len(vocabulary))
 
@@ -214,7 +192,7 @@ def encode_to_files(
 def made_once(
     folder: Path, name: str, recipe: str, text: Callable[[], str], make: Callable[[Path], None]
 ) -> Path:
-    """Creates a subfolder of files atomically and only once, even for concurrent runs.
+    """Creates a subfolder of files atomically and only once, even for concurrent runs; returns it.
 
     Args:
         folder: the parent folder.
@@ -222,36 +200,39 @@ def made_once(
         recipe: everything except the text that determines the contents of the files.
         text: function that returns the fingerprint of the text.
         make: function that reads the text and writes the files to a given empty folder.
-
-    Returns:
-        The path of the subfolder.
     """
     before = text()
     content = f"{recipe} {before}".encode(errors="surrogateescape")  # has names of files
     made = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
-    if not made.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(folder / ".lock", wait=True):
-            if not made.is_dir():
-                for left in folder.glob(".encoding-*"):  # left by a killed process
-                    shutil.rmtree(left)
-                with tempfile.TemporaryDirectory(prefix=".encoding-", dir=folder) as temporary:
-                    result = Path(temporary) / name
-                    result.mkdir()
-                    make(result)
-                    if text() != before:
-                        raise CorpusError(
-                            f"the text of {name} changed while it was read; run the command again"
-                        )
-                    result.rename(made)
-                sync_folder(folder)
+    if made.is_dir():
+        return made
+    folder.mkdir(parents=True, exist_ok=True)
+    with file_lock(folder / ".lock", wait=True):
+        if made.is_dir():
+            return made
+        for left in folder.glob(".encoding-*"):  # left by a killed process
+            shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(prefix=".encoding-", dir=folder) as temporary:
+            result = Path(temporary) / name
+            result.mkdir()
+            make(result)
+            if text() != before:
+                raise CorpusError(
+                    f"the text of {name} changed while it was read; run the command again"
+                )
+            result.rename(made)
+        sync_folder(folder)
     return made
 
 
 class SentencesWriter:
-    """Writes the files for `EncodedSentences.open`, one block of sentences at a time."""
+    """Writes the files for `EncodedSentences.open`, one block of sentences at a time.
+
+    The folder is created if missing.
+    """
 
     def __init__(self, folder: Path, eos_id: int, **about: Any) -> None:
+        folder.mkdir(exist_ok=True)
         self._folder = folder
         self._about = {"num_sentences": 0, "num_tokens": 0, "eos_id": eos_id, **about}
         self._stream, self._starts = (folder / _STREAM).open("wb"), (folder / _STARTS).open("wb")
@@ -280,20 +261,17 @@ class SentencesWriter:
 
 
 def _encode_into(
-    folder: Path, sentences: Sentences, vocabulary: AnyVocabulary, num_workers: int
+    sentences: Sentences, vocabulary: AnyVocabulary, num_workers: int, folder: Path
 ) -> None:
-    pieces = in_workers(partial(_encode_piece, vocabulary), sentences.pieces, num_workers)
-    text = sentences.fingerprint().splitlines()
-    with SentencesWriter(
-        folder, vocabulary.eos_id, vocabulary=vocabulary.fingerprint(), text=text
-    ) as writer:
-        for stream, starts in progress(
-            pieces, f"encoding {folder.name}", "pieces", len(sentences.pieces)
-        ):
-            writer.write(stream, starts)
+    pieces = sentences.pieces
+    encoded = in_workers(partial(_encode_piece, vocabulary), pieces, num_workers)
+    recipe = {"vocabulary": vocabulary.fingerprint(), "text": sentences.fingerprint().splitlines()}
+    with SentencesWriter(folder, vocabulary.eos_id, **recipe) as writer:
+        for block in progress(encoded, f"encoding {folder.name}", "pieces", len(pieces)):
+            writer.write(*block)
 
 
-def _encode_piece(vocabulary: AnyVocabulary, piece: Shard) -> tuple[array, array]:
+def _encode_piece(vocabulary: AnyVocabulary, piece: Shard) -> Block:
     try:
         return flatten(_ids(piece, vocabulary), vocabulary.eos_id)
     except CorpusError:
@@ -308,7 +286,20 @@ def _count(about: Any, key: str) -> int:
     return int(value)
 
 
-def flatten(sentences: Iterable[Sequence[int]], eos_id: int) -> tuple[array, array]:
+def _mapped(file: Path, length: int, dtype: torch.dtype) -> Tensor:
+    """Maps a file of `length` numbers into memory."""
+    num_bytes, size = require_regular(file), dtype.itemsize * length
+    require(num_bytes == size, str(file), f"have {size:,} bytes", num_bytes)
+    return torch.from_file(str(file), size=length, dtype=dtype)
+
+
+def tensors_of(block: Block) -> tuple[Tensor, Tensor]:
+    """Returns a block as tensors, which share its memory."""
+    stream, starts = block
+    return torch.frombuffer(stream, dtype=torch.int32), torch.frombuffer(starts, dtype=torch.int64)
+
+
+def flatten(sentences: Iterable[Sequence[int]], eos_id: int) -> Block:
     """Makes ``stream`` and ``starts`` of `EncodedSentences` from sentences of ids."""
     stream = array("i", [eos_id])
     starts = array("q", [0])

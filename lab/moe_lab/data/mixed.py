@@ -1,10 +1,7 @@
 """Mixed corpora: text of many kinds, which needs more capacity than text of one kind.
 
-`mix_languages` mixes the sentences of the languages of a parallel corpus. `mix_sources` mixes
-Python code, C++ headers and documentation, which are installed wherever torch runs. Both return the
-sentences of each part; every kind has the same maximum number of training sentences. A sentence has
-spaces between its words, so line ends and indentation of code are lost. `sources` is a fixed corpus
-of `mix_sources`.
+The functions return the sentences of each part. Every kind has the same maximum number of training
+sentences. A sentence has spaces between its words: line ends and indentation of code are lost.
 """
 
 import random
@@ -39,18 +36,14 @@ def mix_languages(folder: Path, languages: Iterable[str], max_sentences: int) ->
 
     A training sentence of a language occurs once, and is in neither dev nor test.
     """
-    corpora = [load_parallel(folder, source="en", target=language) for language in languages]
-    by_language: dict[str, dict[str, list[ParallelText]]] = {"en": {part: [] for part in PARTS}}
-    for corpus in corpora:
-        by_language[corpus.train.target] = {part: [getattr(corpus, part)] for part in PARTS}
-        for part in PARTS:
-            by_language["en"][part].append(getattr(corpus, part))
-    kinds = progress(by_language.items(), "reading the languages", "languages", len(by_language))
-    sides: Iterable[Kind] = (
-        {part: _sides(texts, 0 if language == "en" else 1) for part, texts in parts.items()}
-        for language, parts in kinds
+    distinct = dict.fromkeys(languages)
+    corpora = [load_parallel(folder, source="en", target=language) for language in distinct]
+    sides = [(corpora, 0), *(([corpus], 1) for corpus in corpora)]  # English, then the others
+    kinds: Iterable[Kind] = (
+        {part: _sides([getattr(corpus, part) for corpus in some], side) for part in PARTS}
+        for some, side in progress(sides, "reading the languages", "languages")
     )
-    return _mixed(sides, max_sentences)
+    return _mixed(kinds, max_sentences)
 
 
 def mix_sources(max_sentences: int) -> Parts:

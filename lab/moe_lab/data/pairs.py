@@ -12,10 +12,10 @@ For a model of several languages, x1 is the token ``<2xx>``, which requests the 
 
 import math
 import sys
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -28,13 +28,20 @@ from moe_lab.data.batches import (
     Batch,
     SentenceBatches,
     SortedBatches,
-    arange,
-    drawn_order,
     epoch_generator,
+    row_order,
     shares,
     side_by_side,
 )
-from moe_lab.data.encoded import EncodedSentences, SentencesWriter, flatten, made_once
+from moe_lab.data.encoded import (
+    AGAIN,
+    Block,
+    EncodedSentences,
+    SentencesWriter,
+    flatten,
+    made_once,
+    tensors_of,
+)
 from moe_lab.data.parallel import KEPT, Pair, ParallelText, describe
 from moe_lab.data.sentences import CorpusError
 from moe_lab.data.wordpieces import Wordpieces
@@ -44,7 +51,6 @@ from moe_lab.progress import progress
 
 PAIRS_AT_A_TIME = 4096
 _ABOUT = "about.json"
-_KEYS = ("names", "counts")  # of about.json
 
 
 class EncodedPairs:
@@ -53,15 +59,10 @@ class EncodedPairs:
     The arguments are also attributes.
 
     Args:
-        source: the N source sentences.
-        target: the N target sentences, with the same id of ``</s>`` as source.
-        pair: [N] int64, index of each sentence pair's language pair; None if there is only one
-            language pair.
+        source, target: the N sentences of each side, with the same id ``eos_id`` of ``</s>``.
+        pair: [N] int64, index of each sentence pair's language pair; None if there is only one.
         names: names of the language pairs, such as "en-fr".
         counts: counts of lines for each language pair, from `ParallelText.read`.
-
-    Attributes:
-        eos_id: the id of ``</s>``.
     """
 
     def __init__(
@@ -72,30 +73,18 @@ class EncodedPairs:
         names: Sequence[str] = ("",),
         counts: Sequence[Counter[str]] = (),
     ) -> None:
-        number = len(source)
+        number, eos_id = len(source), source.eos_id
         rule = f"have {number} sentences like source"
         require(len(target) == number, "EncodedPairs: target", rule, len(target))
-        require(
-            target.eos_id == source.eos_id,
-            "EncodedPairs: target",
-            f"have eos_id = {source.eos_id} like source",
-            target.eos_id,
-        )
+        rule = f"have eos_id = {eos_id} like source"
+        require(target.eos_id == eos_id, "EncodedPairs: target", rule, target.eos_id)
         if pair is None:
             pair = torch.zeros(number, dtype=torch.int64, device="cpu")
         require(len(pair) == number, "EncodedPairs: pair", f"have {number} rows", len(pair))
-        require(
-            number == 0 or 0 <= int(pair.min()) <= int(pair.max()) < len(names),
-            "EncodedPairs: pair",
-            f"be in [0, len(names) = {len(names)})",
-            pair,
-        )
-        self.source = source
-        self.target = target
-        self.pair = pair
-        self.names = tuple(names)
-        self.counts = tuple(counts)
-        self.eos_id = source.eos_id
+        known = number == 0 or 0 <= int(pair.min()) <= int(pair.max()) < len(names)
+        require(known, "EncodedPairs: pair", f"be in [0, len(names) = {len(names)})", pair)
+        self.source, self.target, self.eos_id = source, target, eos_id
+        self.pair, self.names, self.counts = pair, tuple(names), tuple(counts)
 
     @classmethod
     def open(cls, folder: str | Path, num_ids: int | None = None) -> Self:
@@ -111,8 +100,7 @@ class EncodedPairs:
             return cls(source, target, _pair_index(counts), names, counts)
         except (OSError, ValueError) as error:
             raise CorpusError(
-                f"{folder} must hold encoded pairs, got an error: {error}; delete the folder to "
-                "encode the text again"
+                f"{folder} must hold encoded pairs, got an error: {error}; {AGAIN}"
             ) from error
 
     @property
@@ -124,11 +112,6 @@ class EncodedPairs:
     def lengths(self) -> Tensor:
         """The number of predictions of each sentence pair, [N] int64."""
         return self.target.lengths
-
-    @property
-    def num_source_tokens(self) -> int:
-        """The number of source tokens: wordpieces, ``<2xx>``, and one ``</s>`` per sentence."""
-        return self.source.num_tokens
 
     def first(self, number: int) -> "EncodedPairs":
         """Returns at most the first `number` sentence pairs of each language pair."""
@@ -145,10 +128,8 @@ class EncodedPairs:
 
         The report is empty without `counts`, for example after `first`.
         """
-        return "\n".join(
-            f"{name}: {describe(counts)}"
-            for name, counts in zip(self.names, self.counts, strict=False)
-        )
+        counted = zip(self.names, self.counts, strict=False)
+        return "\n".join(f"{name}: {describe(counts)}" for name, counts in counted)
 
     def fingerprint(self) -> str:
         """Returns the fingerprints of source and target; see `EncodedSentences.fingerprint`."""
@@ -178,35 +159,29 @@ def encode_pairs(
         texts: one text for each language pair; read once, in order.
         wordpieces: the wordpieces of all languages.
         target_tokens: whether to begin each source with the token ``<2xx>`` of its target language.
-        max_ratio: maximum ratio of the wordpieces of the longer side to the wordpieces of the
-            shorter side, without ``<2xx>`` and ``</s>``; other pairs are skipped. None is no limit.
-        folder: folder of memory-mapped files for the ids. The files are written once and reused for
-            the same text, wordpieces and options; see `encode_to_files`. None keeps the ids in
-            memory.
-        name: the files are in a subfolder whose name begins with `name`.
-        num_workers: number of worker processes that encode; 0 uses the calling process.
+        max_ratio: maximum ratio of the wordpieces of the longer side to those of the shorter side,
+            without ``<2xx>`` and ``</s>``; other pairs are skipped. None is no limit.
+        folder, name, num_workers: see `encode_to_files`. Other wordpieces and options write new
+            files. folder=None keeps the ids in memory.
     """
     if isinstance(texts, ParallelText):
         texts = [texts]
     names = [f"{text.source}-{text.target}" for text in texts]
+    distinct = len(set(names)) == len(names)
     require(len(names) >= 1, "encode_pairs: texts", "contain at least one text", names)
-    require(
-        len(set(names)) == len(names), "encode_pairs: texts", "have distinct language pairs", names
-    )
+    require(distinct, "encode_pairs: texts", "have distinct language pairs", names)
     require_at_least(1, "encode_pairs", **given(max_ratio=max_ratio))
-    if target_tokens:
-        for text in texts:
-            wordpieces.target_token_id(text.target)
-    encoding = _Encoding(wordpieces, max_ratio)
+    encode = partial(_encode_chunk, wordpieces, max_ratio)
+    before = [[wordpieces.target_token_id(t.target)] if target_tokens else [] for t in texts]
     counts = [Counter[str]() for _ in texts]
     chunks = (
-        _Chunk(index, text.target if target_tokens else None, pairs)
+        _Chunk(index, before[index], pairs)
         for index, text in enumerate(texts)
         for pairs in _chunks(text.read(counts[index]))
     )
 
-    def encoded() -> Iterator[tuple[_Side, _Side]]:
-        results = in_workers(encoding, chunks, num_workers)
+    def encoded() -> Iterator[tuple[Block, Block]]:
+        results = in_workers(encode, chunks, num_workers)
         for index, source, target, skipped in progress(results, f"encoding {name}", "chunks"):
             counts[index].update(skipped)
             counts[index][KEPT] -= skipped.total()
@@ -220,7 +195,14 @@ def encode_pairs(
         return "\n".join(text.fingerprint() for text in texts)
 
     def make(made: Path) -> None:
-        _into_files(made, encoded(), wordpieces.eos_id)
+        eos_id = wordpieces.eos_id
+        with (
+            SentencesWriter(made / "source", eos_id) as sources,
+            SentencesWriter(made / "target", eos_id) as targets,
+        ):
+            for source, target in encoded():
+                sources.write(*source)
+                targets.write(*target)
         about = {
             "names": names,
             "counts": counts,
@@ -235,11 +217,8 @@ def encode_pairs(
     return EncodedPairs.open(made, len(wordpieces))
 
 
-_Side = tuple[array, array]  # stream and starts
-
-
 def _in_memory(
-    encoded: Iterable[tuple[_Side, _Side]], eos_id: int
+    encoded: Iterable[tuple[Block, Block]], eos_id: int
 ) -> tuple[EncodedSentences, EncodedSentences]:
     sides = flatten([], eos_id), flatten([], eos_id)
     for chunk in encoded:
@@ -247,56 +226,31 @@ def _in_memory(
             end = starts[-1]
             stream.extend(more_stream[1:])
             starts.extend(end + start for start in more_starts[1:])
-    source, target = (
-        EncodedSentences.from_tensors(
-            torch.frombuffer(stream, dtype=torch.int32),
-            torch.frombuffer(starts, dtype=torch.int64),
-            eos_id,
-        )
-        for stream, starts in sides
-    )
+    source, target = (EncodedSentences.from_tensors(*tensors_of(side), eos_id) for side in sides)
     return source, target
-
-
-def _into_files(folder: Path, encoded: Iterable[tuple[_Side, _Side]], eos_id: int) -> None:
-    for side in ("source", "target"):
-        (folder / side).mkdir()
-    with (
-        SentencesWriter(folder / "source", eos_id) as sources,
-        SentencesWriter(folder / "target", eos_id) as targets,
-    ):
-        for source, target in encoded:
-            sources.write(*source)
-            targets.write(*target)
 
 
 class _Chunk(NamedTuple):
     text: int  # index of the text
-    into: str | None  # language of the target token
+    before: list[int]  # ids in front of each source
     pairs: list[Pair]
 
 
-@dataclass(frozen=True)
-class _Encoding:
+def _encode_chunk(
+    wordpieces: Wordpieces, max_ratio: float | None, chunk: _Chunk
+) -> tuple[int, Block, Block, Counter[str]]:
     """Encodes a chunk in a worker; returns the ids of both sides and counts the skipped pairs."""
-
-    wordpieces: Wordpieces
-    max_ratio: float | None
-
-    def __call__(self, chunk: _Chunk) -> tuple[int, _Side, _Side, Counter[str]]:
-        sources, targets = [], []
-        skipped: Counter[str] = Counter()
-        before = [] if chunk.into is None else [self.wordpieces.target_token_id(chunk.into)]
-        for source_text, target_text in chunk.pairs:
-            source, target = map(self.wordpieces.encode, (source_text, target_text))
-            shorter, longer = sorted((len(source), len(target)))
-            if self.max_ratio is not None and longer > self.max_ratio * shorter:
-                skipped["length ratio"] += 1
-                continue
-            sources.append(before + source)
-            targets.append(target)
-        eos_id = self.wordpieces.eos_id
-        return chunk.text, flatten(sources, eos_id), flatten(targets, eos_id), skipped
+    sources, targets = [], []
+    skipped: Counter[str] = Counter()
+    for source, target in (map(wordpieces.encode, pair) for pair in chunk.pairs):
+        shorter, longer = sorted((len(source), len(target)))
+        if max_ratio is not None and longer > max_ratio * shorter:
+            skipped["length ratio"] += 1
+            continue
+        sources.append(chunk.before + source)
+        targets.append(target)
+    eos_id = wordpieces.eos_id
+    return chunk.text, flatten(sources, eos_id), flatten(targets, eos_id), skipped
 
 
 def _chunks(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
@@ -306,8 +260,9 @@ def _chunks(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
 
 def _names_and_counts(about: Any) -> tuple[list[str], list[Counter[str]]]:
     """Returns names and counts of about.json; raises ValueError unless they have their types."""
-    values: list[Any] = [about.get(key) if isinstance(about, dict) else None for key in _KEYS]
-    names, counts = values
+    about = about if isinstance(about, dict) else {}
+    names: Any = about.get("names")
+    counts: Any = about.get("counts")
     is_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
     require(is_names, "names", "be a list of texts", names)
     is_counts = isinstance(counts, list) and all(
@@ -328,22 +283,11 @@ def _pair_index(counts: Iterable[Counter[str]]) -> Tensor:
 class PairBatch(Batch):
     """A batch of B sentence pairs, padded to S source tokens and T predictions.
 
-    Attributes:
-        inputs: [B, T] int64, ids before the predictions of the target sentences.
-        targets: [B, T] int64, predicted ids of the target sentences.
-        mask: [B, T] bool, False at padding of the target sentences.
-        sentence_index: [B] int64, index of each row's sentence pair in the text.
-        source: [B, S] int64, source ids, ending with ``</s>``; padded with ``</s>``.
-        source_mask: [B, S] bool, False at padding of the source sentences.
+    Inputs, targets and mask, [B, T], are those of the target sentences.
     """
 
-    source: Tensor
-    source_mask: Tensor
-
-    @property
-    def num_source_tokens(self) -> int:
-        """The number of source tokens without padding; synchronizes with the device."""
-        return int(self.source_mask.sum())
+    source: Tensor  # [B, S] int64, source ids, ending with </s>; padded with </s>
+    source_mask: Tensor  # [B, S] bool, False at padding of the source sentences
 
 
 class PairBatches(SortedBatches[PairBatch]):
@@ -365,19 +309,13 @@ class PairBatches(SortedBatches[PairBatch]):
             memory of training. Longer pairs are skipped. Leave max_length None in evaluation.
         oversample: whether each language pair has as many sentence pairs in an epoch as the largest
             language pair (Johnson et al., 2016). All pairs of a language pair are repeated equally
-            often; a new random sample in each epoch fills the remainder. If False, an epoch
-            contains each pair once.
-        shuffle: whether each epoch reshuffles the pairs of similar length and the order of the
-            batches. The result depends only on seed and epoch; torch's global generator is not
-            used. If False, batches go from short to long pairs.
-        seed: seed of the shuffle.
+            often; a new random sample in each epoch fills the remainder.
+        shuffle, seed: see `SentenceBatches`.
 
     Attributes:
-        num_pairs: number of sentence pairs in an epoch.
+        num_pairs, num_batches: number of sentence pairs and of batches in every epoch.
         num_tokens: number of predictions in an epoch; with oversample=True, in epoch 0.
-        num_source_tokens: number of source tokens in an epoch; with oversample=True, in epoch 0.
         num_left_out: number of pairs skipped by max_length.
-        num_batches: number of batches in every epoch.
     """
 
     def __init__(
@@ -396,22 +334,16 @@ class PairBatches(SortedBatches[PairBatch]):
         self._source_length = pairs.source.lengths.int()
         self._target_length = pairs.target.lengths.int()
         self._longer = torch.maximum(self._source_length, self._target_length)
-        rows = arange(len(pairs))
+        rows = row_order(len(pairs))
         if max_length is not None:
             rows = rows[self._longer <= max_length]
         self.num_left_out = len(pairs) - len(rows)
-        require(
-            len(rows) >= 1,
-            "PairBatches: pairs",
-            "hold at least one pair"
-            + (f" of at most {max_length} tokens per side" if max_length else ""),
-            len(rows),
-        )
-        groups = [rows]
+        limit = f" of at most {max_length} tokens per side" if max_length else ""
+        require(len(rows) >= 1, f"{name}: pairs", f"hold at least one pair{limit}", len(rows))
+        self._groups = [rows]
         if oversample:
             language_pair = pairs.pair[rows]
-            groups = [rows[language_pair == index] for index in language_pair.unique()]
-        self._groups = groups
+            self._groups = [rows[language_pair == index] for index in language_pair.unique()]
 
         # Bands hold equal shares of the tokens. For independent lengths of the two sides, the right
         # number is the square root of the number of batches. Lengths in real text are correlated;
@@ -429,17 +361,17 @@ class PairBatches(SortedBatches[PairBatch]):
         batch_end = shares(torch.ones_like(source), source + target, tokens_per_batch)
         super().__init__(batch_end, shuffle, seed)
         self.num_pairs = len(rows)
-        self.num_tokens, self.num_source_tokens = int(target.sum()), int(source.sum())
+        self.num_tokens = int(target.sum())
 
     def _drawn_rows(self, generator: torch.Generator | None) -> Tensor:
         """Returns the rows of an epoch in random order, or in order if generator is None."""
         largest = max(map(len, self._groups))
         drawn = []
         for rows in self._groups:
-            rows = rows[drawn_order(len(rows), generator)]
+            rows = rows[row_order(len(rows), generator)]
             drawn.append(rows.repeat(-(-largest // len(rows)))[:largest])
         rows = torch.cat(drawn)
-        return rows if len(drawn) == 1 else rows[drawn_order(len(rows), generator)]
+        return rows if len(drawn) == 1 else rows[row_order(len(rows), generator)]
 
     def _sorted(self, rows: Tensor) -> Tensor:
         """Sorts rows by band, then by source length, ascending and descending in turn.
@@ -447,9 +379,8 @@ class PairBatches(SortedBatches[PairBatch]):
         The turns give similar source lengths to a batch that spans two bands.
         """
         band, source = self._band[self._longer[rows]].long(), self._source_length[rows]
-        key = band * int(source.max() + 1) + torch.where(
-            band % 2 == 0, source, source.max() - source
-        )
+        in_band = torch.where(band % 2 == 0, source, source.max() - source)
+        key = band * int(source.max() + 1) + in_band
         return rows[key.sort(stable=True).indices]
 
     def _sorted_rows(self, generator: torch.Generator | None) -> Tensor:
@@ -458,19 +389,16 @@ class PairBatches(SortedBatches[PairBatch]):
     def _batch(self, batch_rows: list[int]) -> PairBatch:
         rows = torch.tensor(batch_rows, device="cpu")
         (_, source, source_mask), target = (
-            side_by_side(side, side.starts[rows], length[rows])
-            for side, length in (
-                (self._pairs.source, self._source_length),
-                (self._pairs.target, self._target_length),
-            )
+            side_by_side(side, side.starts[rows], side.starts[rows + 1] - side.starts[rows])
+            for side in (self._pairs.source, self._pairs.target)
         )
         return PairBatch(*target, rows, source, source_mask)
 
 
 def batches_of(
-    text: EncodedSentences | EncodedPairs, *, tokens_per_batch: int, shuffle: bool
+    text: EncodedSentences | EncodedPairs, **options: Any
 ) -> SentenceBatches | PairBatches:
     """Creates `PairBatches` for pairs, or `SentenceBatches` for sentences."""
     if isinstance(text, EncodedPairs):
-        return PairBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle)
-    return SentenceBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle)
+        return PairBatches(text, **options)
+    return SentenceBatches(text, **options)

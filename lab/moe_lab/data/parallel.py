@@ -16,29 +16,20 @@ from moe_lab.names import PARTS
 Pair = tuple[str, str]
 
 _COMPRESSED = r"(\.gz|\.xz)?"
-# Names of texts that are never in the training part, even if dev and test do not use them.
+# Names of texts that are never in the training part: those of dev and test, and of other sets.
 _HELD_OUT = (
-    "test*",
-    "dev*",
-    "val*",
-    "newstest*",
-    "news-test*",
-    "newsdev*",
-    "newsdiscuss*",
-    "newssyscomb*",
-    "news-dev*",
-    "nc-dev*",
-    "nc-test*",
-    "tst*",
-)
+    "test*", "dev*", "val*", "newstest*", "news-test*", "newsdev*", "newsdiscuss*",
+    "newssyscomb*", "news-dev*", "nc-dev*", "nc-test*", "tst*",
+)  # fmt: skip
 # The default dev and test parts; WMT's test sets of 2000 to 2009 are in neither.
 _DEV = ("dev*", "val*", "newstest2012*", "newstest2013*")
 _TEST = ("test*", "newstest2014*")
+_NAMES = {"train": ("train*",), "dev": _DEV, "test": _TEST}
 _OLD = ("dev200*", "devtest200*", "test200*")
 _LINES_FOR_COLUMNS = 100  # lines that decide a table's number of columns; some may be invalid
 
 KEPT = "kept"
-COLUMNS = "wrong number of columns"
+_COLUMNS = "wrong number of columns"
 _ENCODING = "not UTF-8"
 _EMPTY = "empty side"
 _DROPPED = "dropped source"
@@ -95,11 +86,11 @@ class TableFile:
             except UnicodeDecodeError:
                 counts[_ENCODING] += 1
                 continue
-            if len(columns) != self.number:
-                counts[COLUMNS] += 1
-                continue
-            name = self.name if isinstance(self.name, str) else columns[self.name]
-            yield name, columns[self.source], columns[self.target]
+            if len(columns) == self.number:
+                name = self.name if isinstance(self.name, str) else columns[self.name]
+                yield name, columns[self.source], columns[self.target]
+            else:
+                counts[_COLUMNS] += 1
 
     def files(self) -> tuple[Path, ...]:
         return (self.file,)
@@ -114,31 +105,19 @@ class ParallelText(Iterable[Pair]):
 
     White space around a sentence is removed. Lines without a valid pair, and filtered pairs, are
     skipped and counted.
-
-    Attributes:
-        source: source language, such as "en".
-        target: target language, such as "fr".
-        places: the files, in order.
-        drop: shell patterns of names to skip. A table can have a column with the name of each row;
-            otherwise, the name of the file counts.
-        limit: maximum number of kept pairs; None is no limit.
     """
 
-    source: str
-    target: str
-    places: tuple[AlignedFiles | TableFile, ...]
-    drop: tuple[str, ...] = ()
-    limit: int | None = None
+    source: str  # source language, such as "en"
+    target: str  # target language, such as "fr"
+    places: tuple[AlignedFiles | TableFile, ...]  # the files, in order
+    drop: tuple[str, ...] = ()  # shell patterns of names to skip; see `load_parallel`
+    limit: int | None = None  # maximum number of kept pairs; None is no limit
 
     def __iter__(self) -> Iterator[Pair]:
         return self.read(Counter())
 
     def read(self, counts: Counter[str]) -> Iterator[Pair]:
-        """Iterates over the pairs and counts the lines kept, and the lines skipped by reason.
-
-        Args:
-            counts: the counter of lines to add to; ``describe`` formats the counter.
-        """
+        """Iterates over the pairs and counts the lines kept, and the lines skipped by reason."""
         return islice(self._kept(counts), self.limit)
 
     def _kept(self, counts: Counter[str]) -> Iterator[Pair]:
@@ -167,9 +146,9 @@ class ParallelText(Iterable[Pair]):
 class ParallelCorpus:
     """Parallel text in three parts; each part can be iterated over repeatedly."""
 
-    train: ParallelText  # the training part
-    dev: ParallelText  # the development part
-    test: ParallelText  # the test part
+    train: ParallelText
+    dev: ParallelText
+    test: ParallelText
 
     @property
     def all(self) -> ParallelText:
@@ -211,8 +190,7 @@ def load_parallel(
 
     Args:
         place: a folder or a table. A table has only a training part.
-        source: source language, as in the file names.
-        target: target language, as in the file names.
+        source, target: the languages, as in the file names.
         parts: the attributes of the corpus that must contain at least one pair.
         drop: shell patterns of names to skip in training, such as ``*-ptpt``. A table can have a
             column with the name of each row; otherwise, NAME of the file counts.
@@ -222,30 +200,24 @@ def load_parallel(
     require_parts("load_parallel", parts)
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
     require_sizes("load_parallel", **given(max_train_pairs=max_train_pairs))
-    files: dict[str, list[AlignedFiles | TableFile]]
-    if Path(place).is_dir():
+    is_folder = Path(place).is_dir()
+    files: dict[str, list[AlignedFiles | TableFile]] = {part: [] for part in PARTS}
+    if is_folder:
         files = _in_folder(Path(place), source, target)
     else:
-        files = {"train": [_single_table(Path(place), source, target)]}
-    corpus = ParallelCorpus(
-        **{part: ParallelText(source, target, tuple(files.get(part, ()))) for part in PARTS}
-    )
-    train = replace(corpus.train, drop=tuple(drop), limit=max_train_pairs)
-    corpus = replace(corpus, train=train)
-    names = {"train": ["train*"], "dev": _DEV, "test": _TEST}
+        files["train"] = [_single_table(Path(place), source, target)]
+    train, dev, test = (ParallelText(source, target, tuple(files[part])) for part in PARTS)
+    corpus = ParallelCorpus(replace(train, drop=tuple(drop), limit=max_train_pairs), dev, test)
     for part in parts:
         counts: Counter[str] = Counter()
         text = getattr(corpus, part)
         if next(text.read(counts), None) is not None:
             continue
-        if text.places:
-            got = f"none in {text}: {describe(counts)}"
-        elif "dev" not in files:  # not a folder
-            got = "only a training part"
-        else:
+        got = f"none in {text}: {describe(counts)}" if text.places else "only a training part"
+        if is_folder and not text.places:
             got = (
                 f"no file; add X.{source}-{target}.tsv, or X.{source} and X.{target}, where X "
-                f"matches {' or '.join(names.get(part, ['*']))}"
+                f"matches {' or '.join(_NAMES.get(part, ['*']))}"
             )
         which = place if part == "all" else f"the {part} part of {place}"
         raise CorpusError(
@@ -308,14 +280,16 @@ def _in_folder(folder: Path, source: str, target: str) -> dict[str, list[Aligned
     def named(name: str, patterns: Iterable[str]) -> bool:
         return any(fnmatchcase(last_word(name), pattern) for pattern in patterns)
 
-    def files_of(patterns: Sequence[str]) -> list[str]:
-        return [name for name in places if named(name, patterns) and not named(name, _OLD)]
-
-    names = {"dev": files_of(_DEV), "test": files_of(_TEST)}
-    held_out = {*names["dev"], *names["test"]}
-    training = [name for name in places if name not in held_out and not named(name, _HELD_OUT)]
-    names["train"] = [name for name in training if named(name, ["train*"])] or training
-    return {part: [places[name] for name in names[part]] for part in PARTS}
+    dev, test = (
+        [name for name in places if named(name, patterns) and not named(name, _OLD)]
+        for patterns in (_DEV, _TEST)
+    )
+    training = [name for name in places if not named(name, _HELD_OUT)]
+    train = [name for name in training if named(name, _NAMES["train"])] or training
+    return {
+        part: [places[name] for name in names]
+        for part, names in zip(PARTS, (train, dev, test), strict=True)
+    }
 
 
 def _by_name(files: Iterable[Path], pattern: str) -> dict[str, Path]:
@@ -351,7 +325,7 @@ def _table(
     """Creates the TableFile of a file; infers the columns from its first lines."""
     first = islice(filter(None, _lines(file)), _LINES_FOR_COLUMNS)
     numbers = Counter(line.count(b"\t") + 1 for line in first)
-    number = max(numbers, key=numbers.__getitem__, default=0)
+    ((number, _),) = numbers.most_common(1) or [(0, 0)]
     if number not in (2, 3):
         raise CorpusError(
             f"{file} must have two or three columns separated by tabs, got {number} in most of "

@@ -7,13 +7,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
-from moe_ext.checks import require_sizes
+from moe_ext.checks import require, require_sizes
 from moe_lab.files import atomic_file, existing_file, plain_lines
 
 # Spellings of the two special entries in vocabulary files, ours first. One vocabulary file of the
 # 1-billion-word benchmark has <S> and </S>; another marks both ends of a sentence with <S>.
 _UNK_SPELLINGS = ("<unk>", "<UNK>")
 _EOS_SPELLINGS = ("</s>", "</S>", "<S>")
+
+
+def checked_ids(ids: Iterable[int], size: int, owner: str) -> list[int]:
+    """Returns a list of ids; raises IndexError if one is outside [0, size)."""
+    ids = list(ids)
+    for index in ids:
+        if not 0 <= index < size:
+            raise IndexError(f"{owner}: id must be in [0, {size}), got {index}")
+    return ids
 
 
 class Vocabulary:
@@ -23,11 +32,6 @@ class Vocabulary:
     the input before its first word. Both entries are predicted and counted in the perplexity like
     words. Both entries are ordered by frequency like words, as `LogUniformSampler` needs. Padding
     has no entry and no probability, because padding is masked.
-
-    Attributes:
-        words: the entries in the order of their ids.
-        unk_id: the id of ``<unk>``.
-        eos_id: the id of ``</s>``.
     """
 
     UNK = "<unk>"
@@ -36,15 +40,14 @@ class Vocabulary:
     def __init__(self, words: Iterable[str]) -> None:
         self.words = tuple(words)
         self._id_of = {word: index for index, word in enumerate(self.words)}
-        if len(self._id_of) < len(self.words):
-            repeated = next(w for i, w in enumerate(self.words) if self._id_of[w] != i)
-            raise ValueError(f"Vocabulary: words must be distinct, got {repeated!r} twice")
+        for index, word in enumerate(self.words):
+            if self._id_of[word] != index:
+                raise ValueError(f"Vocabulary: words must be distinct, got {word!r} twice")
+            if word.split() != [word]:
+                raise ValueError(f"Vocabulary: words must not contain white space, got {word!r}")
         for special in (self.UNK, self.EOS):
             if special not in self._id_of:
                 raise ValueError(f"Vocabulary: words must include {special}, got none")
-        for word in self.words:
-            if word.split() != [word]:
-                raise ValueError(f"Vocabulary: words must not contain white space, got {word!r}")
         self.unk_id = self._id_of[self.UNK]
         self.eos_id = self._id_of[self.EOS]
 
@@ -75,26 +78,22 @@ class Vocabulary:
     @classmethod
     def from_counts(cls, counts: Counter[str], max_size: int, min_count: int = 1) -> Self:
         """Builds a vocabulary from the counts that `count` returns; see `build`."""
-        require_sizes("Vocabulary.of_counts", 3, max_size=max_size)  # <unk>, </s> and a word
-        require_sizes("Vocabulary.of_counts", min_count=min_count)
+        name = "Vocabulary.from_counts"
+        require_sizes(name, 3, max_size=max_size)  # <unk>, </s> and a word
+        require_sizes(name, min_count=min_count)
         words = counts.copy()
         num_sentences, num_unknown = words.pop(cls.EOS, 0), words.pop(cls.UNK, 0)
         if not words:
-            raise ValueError(
-                f"Vocabulary.of_counts: counts must have at least one word, "
-                f"got {num_sentences} sentences and no word"
-            )
+            got = f"got {num_sentences} sentences and no word"
+            raise ValueError(f"{name}: counts must have at least one word, {got}")
 
         def by_frequency(entry: tuple[str, int]) -> tuple[int, str]:
             return -entry[1], entry[0]
 
         ranked = sorted(words.items(), key=by_frequency)
         kept = [(word, count) for word, count in ranked[: max_size - 2] if count >= min_count]
-        if not kept:
-            raise ValueError(
-                f"Vocabulary.of_counts: min_count must be at most {ranked[0][1]}, the count of the "
-                f"most frequent word, got {min_count}"
-            )
+        rule = f"be at most {ranked[0][1]}, the count of the most frequent word"
+        require(bool(kept), f"{name}: min_count", rule, min_count)
         num_unknown += words.total() - sum(count for _, count in kept)
         kept += [(cls.UNK, num_unknown), (cls.EOS, num_sentences)]
         return cls(word for word, _ in sorted(kept, key=by_frequency))
@@ -106,13 +105,7 @@ class Vocabulary:
 
     def decode(self, ids: Iterable[int]) -> list[str]:
         """Returns the word of each id."""
-        size = len(self.words)
-        words = []
-        for index in ids:
-            if not 0 <= index < size:
-                raise IndexError(f"Vocabulary.decode: id must be in [0, {size}), got {index}")
-            words.append(self.words[index])
-        return words
+        return [self.words[index] for index in checked_ids(ids, len(self), "Vocabulary.decode")]
 
     def save(self, path: str | Path) -> None:
         """Writes the words to a UTF-8 file, one word per line, in the order of the ids."""
@@ -156,13 +149,11 @@ class Vocabulary:
                     )
                 words[word] = number
         renamed = {}
-        for spellings in (_UNK_SPELLINGS, _EOS_SPELLINGS):
-            spelling = next((spelling for spelling in spellings if spelling in words), None)
+        for entry, *variants in (_UNK_SPELLINGS, _EOS_SPELLINGS):
+            spelling = next((word for word in (entry, *variants) if word in words), None)
             if spelling is None:
-                raise ValueError(
-                    f"Vocabulary.load: {path} must have a line {spellings[0]}, got none"
-                )
-            renamed[spelling] = spellings[0]
+                raise ValueError(f"Vocabulary.load: {path} must have a line {entry}, got none")
+            renamed[spelling] = entry
         if len(words) == len(renamed):
             raise ValueError(f"Vocabulary.load: {path} must have at least one word, got none")
         return cls(renamed.get(word, word) for word in words)
@@ -173,9 +164,3 @@ class Vocabulary:
 
     def __len__(self) -> int:
         return len(self.words)
-
-    def __contains__(self, word: object) -> bool:
-        return word in self._id_of
-
-    def __repr__(self) -> str:
-        return f"Vocabulary({len(self)} words, {self.fingerprint()[:12]})"

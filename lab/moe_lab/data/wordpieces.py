@@ -12,6 +12,7 @@ from typing import Any, Self
 import sentencepiece
 
 from moe_ext.checks import given, require, require_one_of, require_sizes
+from moe_lab.data.vocabulary import checked_ids
 from moe_lab.files import atomic_file, existing_file, read_file
 from moe_lab.names import PIECE_KINDS
 
@@ -32,13 +33,8 @@ class Wordpieces:
     entries as in `Vocabulary`. Padding has no entry. Text that spells ``<unk>``, ``</s>`` or a
     target token ``<2xx>`` is encoded as ordinary wordpieces.
 
-    Args:
-        model: the bytes of a sentencepiece model. Its symbols for padding and start of sentence, if
-            any, are not used.
-
-    Attributes:
-        unk_id: the id of ``<unk>``.
-        eos_id: the id of ``</s>``.
+    `model` has the bytes of a sentencepiece model. Its symbols for padding and start of sentence,
+    if any, are not used.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -86,21 +82,13 @@ class Wordpieces:
             max_sentences: size of a uniform random sample of the sentences, to bound memory and
                 time; None uses all sentences.
         """
-        require_one_of("Wordpieces.train: kind", PIECE_KINDS, kind)
         name = "Wordpieces.train"
+        require_one_of(f"{name}: kind", PIECE_KINDS, kind)
         require_sizes(name, vocab_size=vocab_size, **given(max_sentences=max_sentences))
-        require(
-            0.98 <= character_coverage <= 1,
-            "Wordpieces.train: character_coverage",
-            "be in [0.98, 1]",
-            character_coverage,
-        )
-        require(
-            len(set(target_tokens)) == len(target_tokens),
-            "Wordpieces.train: target_tokens",
-            "be distinct",
-            list(target_tokens),
-        )
+        coverage, languages = character_coverage, list(target_tokens)
+        require(0.98 <= coverage <= 1, f"{name}: character_coverage", "be in [0.98, 1]", coverage)
+        distinct = len(set(languages)) == len(languages)
+        require(distinct, f"{name}: target_tokens", "be distinct", languages)
         texts: Iterable[str] = filter(None, map(cls.normalise, sentences))
         if max_sentences is not None:
             texts = uniform_sample(texts, max_sentences)
@@ -120,8 +108,8 @@ class Wordpieces:
                 model_writer=model,
                 vocab_size=vocab_size,
                 model_type=kind,
-                character_coverage=character_coverage,
-                control_symbols=[f"<2{language}>" for language in target_tokens],
+                character_coverage=coverage,
+                control_symbols=[f"<2{language}>" for language in languages],
                 unk_id=0,
                 eos_id=1,
                 bos_id=-1,
@@ -152,12 +140,14 @@ class Wordpieces:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of wordpiece ids, without ``</s>`` and without tokens ``<2xx>``."""
-        text: str = self._processor.DecodeIds(self._checked(ids, "decode"))
+        ids = checked_ids(ids, len(self), "Wordpieces.decode")
+        text: str = self._processor.DecodeIds(ids)
         return text
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Returns the wordpiece of each id, including ``</s>`` and tokens ``<2xx>``."""
-        return [self._processor.IdToPiece(index) for index in self._checked(ids, "pieces")]
+        ids = checked_ids(ids, len(self), "Wordpieces.pieces")
+        return [self._processor.IdToPiece(index) for index in ids]
 
     def target_token_id(self, language: str) -> int:
         """Returns the id of ``<2xx>``, which requests language xx in front of a source sentence."""
@@ -178,8 +168,7 @@ class Wordpieces:
     @property
     def target_tokens(self) -> list[str]:
         """The languages with an entry ``<2xx>``."""
-        controls = filter(self._processor.IsControl, range(len(self)))
-        tokens = [self._processor.IdToPiece(index) for index in controls]
+        tokens = self.pieces(filter(self._processor.IsControl, range(len(self))))
         return [token[2:-1] for token in tokens if token.startswith("<2")]
 
     @property
@@ -228,16 +217,6 @@ class Wordpieces:
 
     def __len__(self) -> int:
         return int(self._processor.GetPieceSize())
-
-    def __repr__(self) -> str:
-        return f"Wordpieces({len(self)} pieces, {self.fingerprint()[:12]})"
-
-    def _checked(self, ids: Iterable[int], method: str) -> list[int]:
-        ids, size = list(ids), len(self)
-        for index in ids:
-            if not 0 <= index < size:
-                raise IndexError(f"Wordpieces.{method}: id must be in [0, {size}), got {index}")
-        return ids
 
 
 def _rule_of_size(message: str) -> str:

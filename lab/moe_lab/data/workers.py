@@ -23,26 +23,16 @@ R = TypeVar("R")
 def in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
     """Yields function(item) for each item, in order, computed in worker processes.
 
-    Each worker computes at most two results in advance. Workers stop when the iterator is closed or
-    when the parent process ends, even if the parent is killed. Workers ignore SIGINT and SIGTERM.
-    An exception in a worker is raised in the parent process. The state of torch's global generator
-    does not change. Tensors are sent in shared memory.
-
-    Args:
-        function: the function to call. Function, results and exceptions must be picklable.
-        items: arguments of the calls, read in the parent process when a worker needs an item.
-        num_workers: number of worker processes; 0 calls the function in the parent process. Unless
-            Python's start method is fork, the program needs ``if __name__ == "__main__":``.
-
-    Raises:
-        ConfigError: the shared memory has no room for a result.
+    Each worker computes at most two results in advance; the items are read when a worker needs
+    them. Workers stop when the iterator is closed or when the parent process ends, even if the
+    parent is killed. Workers ignore SIGINT and SIGTERM. An exception in a worker is raised in the
+    parent process. The state of torch's global generator does not change. Tensors are sent in
+    shared memory; ConfigError says if it is full. Function, results and exceptions must be
+    picklable. Without workers, the parent process calls the function.
     """
     if num_workers == 0:
-        return map(function, items)
-    return _in_workers(function, items, num_workers)
-
-
-def _in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
+        yield from map(function, items)
+        return
     loader = DataLoader(
         _Calls(function),
         batch_size=None,

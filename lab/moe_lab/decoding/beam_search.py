@@ -134,16 +134,13 @@ class BeamSearch:
     def score(
         self, log_prob: Tensor, length: int | Tensor, coverage: Tensor, mask: Tensor
     ) -> Tensor:
-        """Computes s(Y, X) of N hypotheses.
+        """Computes s(Y, X) [N] of N hypotheses.
 
         Args:
             log_prob: [N], log P(Y|X).
             length: ``|Y|``, an int for all hypotheses or [N].
             coverage: [N, S], sum_j p_ij.
             mask: [N, S] bool, False at padding and where the attention cannot reach.
-
-        Returns:
-            The scores [N].
         """
         tiny = torch.finfo(coverage.dtype).tiny
         logs = coverage.clamp(tiny, 1).log().masked_fill(~mask, 0)
@@ -177,23 +174,32 @@ class BeamSearch:
         Returns:
             For each source, 1 to num_best hypotheses, best score first.
         """
-        require(
-            source_mask.dim() == 2 and source_mask.dtype == torch.bool,
-            "BeamSearch: source_mask",
-            "be bool [B, S]",
-            (source_mask.dtype, tuple(source_mask.shape)),
-        )
+        name, form = "BeamSearch: source_mask", (source_mask.dtype, tuple(source_mask.shape))
+        is_mask = source_mask.dim() == 2 and source_mask.dtype == torch.bool
+        require(is_mask, name, "be bool [B, S]", form)
         require_sizes("BeamSearch", 0, eos_id=eos_id)
         tokens = source_mask.sum(1)
         least = min(tokens.tolist(), default=1)
-        require(least > 0, "BeamSearch: source_mask", "have at least 1 token in each row", least)
+        require(least > 0, name, "have at least 1 token in each row", least)
         if not len(source_mask):
             return []
         attended = source_mask if attended is None else attended
         limit = (tokens * self.max_length_ratio).long().clamp(self.min_length_limit)
-        live = self._start(source_mask, eos_id)
+        # An empty hypothesis for each source; float32 sums promote to a wider dtype.
+        device = source_mask.device
+        source = torch.arange(len(source_mask), device=device)
+        live = _Live(
+            source=source,
+            place=torch.zeros_like(source),
+            token=torch.full_like(source, eos_id),
+            log_prob=torch.zeros(source.shape, device=device),
+            coverage=torch.zeros(source_mask.shape, device=device),
+            greedy=torch.ones_like(source, dtype=torch.bool),
+        )
         parent = live.source
-        finished = self._none_finished(source_mask)
+        lowest = torch.full((len(source_mask), self.num_best), -math.inf, device=device)
+        nothing = torch.zeros_like(lowest, dtype=torch.int64)
+        finished = _Finished(lowest, lowest, nothing, nothing)
         steps: list[_Step] = []
         while len(live.source):
             log_probs, attention, state = model.step(live.token, state)
@@ -219,35 +225,12 @@ class BeamSearch:
                 state = state.select(parent)
         return self._hypotheses(finished, steps, source_mask, eos_id)
 
-    def _start(self, source_mask: Tensor, eos_id: int) -> _Live:
-        """Makes an empty hypothesis for each source; float32 sums promote to a wider dtype."""
-        source = torch.arange(len(source_mask), device=source_mask.device)
-        return _Live(
-            source=source,
-            place=torch.zeros_like(source),
-            token=torch.full_like(source, eos_id),
-            log_prob=torch.zeros(source.shape, device=source.device),
-            coverage=torch.zeros(source_mask.shape, device=source.device),
-            greedy=torch.ones_like(source, dtype=torch.bool),
-        )
-
-    def _none_finished(self, source_mask: Tensor) -> _Finished:
-        shape = (len(source_mask), self.num_best)
-        lowest = torch.full(shape, -math.inf, device=source_mask.device)
-        nothing = torch.zeros(shape, dtype=torch.int64, device=source_mask.device)
-        return _Finished(lowest, lowest, nothing, nothing)
-
     def _candidates(
         self, live: _Live, log_probs: Tensor, last: Tensor, num_sources: int, eos_id: int
     ) -> _Candidates:
         """Finds the 2 · beam best continuations of each source; at least `beam` do not end.
 
-        Args:
-            live: N hypotheses.
-            log_probs: [N, V], log-probabilities of the next tokens.
-            last: [N] bool, True if a hypothesis has reached its length limit.
-            num_sources: B, number of sources.
-            eos_id: id of the end of sentence.
+        `last` is True if a hypothesis has reached its length limit.
         """
         width = min(self.beam + 1, log_probs.shape[1])  # for each hypothesis; one can be an end
         value, token = largest(log_probs, width)  # [N, M]
@@ -261,9 +244,8 @@ class BeamSearch:
 
         best = value[:, :1]
         worst = float(best.min())
-        require(
-            worst > -math.inf, "BeamSearch: log_probs", "have a finite maximum in each row", worst
-        )
+        rule = "have a finite maximum in each row"
+        require(worst > -math.inf, "BeamSearch: log_probs", rule, worst)
         value = value.masked_fill(value < best - self.window, -math.inf)
         end = log_probs[:, eos_id].clamp(math.log(torch.finfo(log_probs.dtype).tiny))
         value = value.masked_fill(last[:, None], -math.inf)
@@ -306,9 +288,8 @@ class BeamSearch:
         score[ends] = self.score(
             candidates.log_prob[ends], length, coverage[rows], attended[ends.nonzero()[:, 0]]
         ).to(score.dtype)
-        new = _Finished(
-            score, candidates.log_prob, torch.full_like(candidates.row, length), candidates.row
-        )
+        lengths = torch.full_like(candidates.row, length)
+        new = _Finished(score, candidates.log_prob, lengths, candidates.row)
         merged = _Finished(*(torch.cat(pair, 1) for pair in zip(finished, new, strict=True)))
         # The sort is stable, so earlier hypotheses win ties.
         order = merged.score.sort(dim=1, descending=True, stable=True).indices[:, : self.num_best]

@@ -20,18 +20,12 @@ _NO_SPACES = {
 
 
 class Bleu(NamedTuple):
-    """A BLEU score, and how it was computed.
+    """A BLEU score, and how it was computed."""
 
-    Attributes:
-        score: 100 BP (p_1 p_2 p_3 p_4)^(1/4), where BP = min(1, exp(1 - r/c)).
-        signature: sacreBLEU's signature of the computation; quote the signature with the score.
-        counts: sacreBLEU's result: 100 p_n (``precisions``), BP (``bp``), the numbers of tokens of
-            the translations, c (``sys_len``), and of the references closest in length, r
-            (``ref_len``).
-    """
-
-    score: float
-    signature: str
+    score: float  # 100 BP (p_1 p_2 p_3 p_4)^(1/4), where BP = min(1, exp(1 - r/c))
+    signature: str  # sacreBLEU's signature of the computation; quote it with the score
+    # sacreBLEU's result: 100 p_n (precisions), BP (bp), the numbers of tokens of the translations,
+    # c (sys_len), and of the references closest in length, r (ref_len).
     counts: BLEUScore
 
 
@@ -65,24 +59,16 @@ def corpus_bleu(
         tokenized: whether the sentences are already tokenized.
         lowercase: whether upper and lower case count as equal.
     """
-    for name, sentences in (
-        ("translations", translations),
-        *(("references", r) for r in references),
-    ):
-        rule = "be a sequence of sentences"
-        require(not isinstance(sentences, str), f"corpus_bleu: {name}", rule, sentences)
-    number = len(translations)
+    for name, texts in (("translations", [translations]), ("references", references)):
+        for text in texts:
+            rule = "be a sequence of sentences"
+            require(not isinstance(text, str), f"corpus_bleu: {name}", rule, text)
+    number, numbers = len(translations), [len(sentences) for sentences in references]
     require(number >= 1, "corpus_bleu: translations", "contain at least one sentence", translations)
-    numbers = [len(sentences) for sentences in references]
-    require(
-        set(numbers) == {number},
-        "corpus_bleu: references",
-        f"be one or several sequences of {number} sentences",
-        numbers,
-    )
+    rule = f"be one or several sequences of {number} sentences"
+    require(set(numbers) == {number}, "corpus_bleu: references", rule, numbers)
     if tokenized:
-        translations = _as_bytes(translations)
-        references = tuple(map(_as_bytes, references))
+        translations, references = _as_bytes(translations), tuple(map(_as_bytes, references))
         bleu = BLEU(lowercase, tokenize="none", smooth_method="none", force=True)
     else:
         name = re.split("[-_]", language.lower())[0]  # without script and country

@@ -44,16 +44,12 @@ class Translator:
         model: a model on any device. Its training mode is restored.
         wordpieces: the wordpieces of the model.
         search: the beam search, which also sets the number of results; None is ``BeamSearch()``.
-        into: target language of a model of several languages, otherwise None.
-        languages: target languages that the model knows as tokens ``<2xx>``; empty for a model of
-            one language pair.
-        tokens_per_batch: approximate number of source wordpieces in a batch, with ends of
-            sentences.
+        into: target language, one of `languages`; None if these are empty.
+        languages: target languages that the model knows as tokens ``<2xx>``.
+        tokens_per_batch: approximate number of source tokens in a batch.
         lines_at_a_time: number of lines that are read before the first translation.
-        max_pieces: maximum number of wordpieces of a line, without ``<2xx>`` and ``</s>``.
-
-    Attributes:
-        num_cut: number of lines that were truncated to max_pieces.
+        max_pieces: maximum number of wordpieces of a line, without ``<2xx>`` and ``</s>``. The
+            attribute `num_cut` is the number of lines that were truncated to it.
 
     Example:
         >>> translator = Translator(model, wordpieces)  # doctest: +SKIP
@@ -73,35 +69,23 @@ class Translator:
         lines_at_a_time: int = 4_096,
         max_pieces: int = 500,
     ) -> None:
-        require_sizes(
-            "Translator",
-            tokens_per_batch=tokens_per_batch,
-            lines_at_a_time=lines_at_a_time,
-            max_pieces=max_pieces,
-        )
+        sizes = {"lines_at_a_time": lines_at_a_time, "max_pieces": max_pieces}
+        require_sizes("Translator", tokens_per_batch=tokens_per_batch, **sizes)
         rule = "be None for a model that translates into one language"
         if languages:
             rule = f"be one of {', '.join(languages)}"
         require(into in (languages or (None,)), "Translator: into", rule, into)
-        self.model = model
-        self.wordpieces = wordpieces
-        self.search = search or BeamSearch()
-        self.tokens_per_batch = tokens_per_batch
-        self.lines_at_a_time = lines_at_a_time
-        self.max_pieces = max_pieces
-        self.num_cut = 0
+        self.model, self.wordpieces, self.search = model, wordpieces, search or BeamSearch()
+        self.tokens_per_batch, self.lines_at_a_time = tokens_per_batch, lines_at_a_time
+        self.max_pieces, self.num_cut = max_pieces, 0
         self._before = [] if into is None else [wordpieces.target_token_id(into)]
 
     def __call__(
         self, lines: Iterable[str], *, title: str | None = "translating"
     ) -> Iterator[list[Translation]]:
         """Yields 1 to search.num_best translations of each line, best first."""
-        require(
-            not isinstance(lines, str),
-            "Translator: lines",
-            "be a list of lines, not a string",
-            lines,
-        )
+        rule = "be a list of lines, not a string"
+        require(not isinstance(lines, str), "Translator: lines", rule, lines)
         return self._in_order(lines, title)
 
     def _in_order(self, lines: Iterable[str], title: str | None) -> Iterator[list[Translation]]:
@@ -153,17 +137,10 @@ class Translator:
         results = []
         for hypotheses, ids, mask in zip(beams, batch.source, batch.source_mask, strict=True):
             source = wordpieces.pieces(ids[mask].tolist())
-            results.append(
-                [
-                    Translation(
-                        wordpieces.decode(y.tokens),
-                        y.score,
-                        y.log_prob,
-                        source,
-                        wordpieces.pieces(y.tokens),
-                        y.attention,
-                    )
-                    for y in hypotheses
-                ]
-            )
+            translations = []
+            for y in hypotheses:
+                text, pieces = wordpieces.decode(y.tokens), wordpieces.pieces(y.tokens)
+                best = Translation(text, y.score, y.log_prob, source, pieces, y.attention)
+                translations.append(best)
+            results.append(translations)
         return results

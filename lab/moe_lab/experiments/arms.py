@@ -39,38 +39,25 @@ class Arm:
     """A model of a study, with the settings in which it differs from the other models.
 
     `str` makes the name of an arm, such as "moe-64 x4 rate 0.016 experts 0.008"; `parse_arm` reads
-    it.
-
-    Attributes:
-        model: the name of the model.
-        pair: the only language pair of its text, such as "en-de"; "": all pairs of the study.
-        times: factor of the number of training steps, or of the size of the text.
-        attends_language: whether the attention sees the token of the target language.
-        rate: the peak learning rate; None: the study's.
-        expert_rate: the peak learning rate of the experts; None: the rate of all weights.
-        dropout: the dropout; None: the study's.
+    it. None stands for the value of the study.
     """
 
     model: str
-    pair: str = ""
-    times: float = 1
-    attends_language: bool = False
-    rate: float | None = None
-    expert_rate: float | None = None
+    pair: str = ""  # the only language pair of its text, such as "en-de"; "": all pairs
+    times: float = 1  # factor of the number of training steps, or of the size of the text
+    attends_language: bool = False  # whether the attention sees the token of the target language
+    rate: float | None = None  # the peak learning rate
+    expert_rate: float | None = None  # the peak learning rate of the experts
     dropout: float | None = None
 
     def __str__(self) -> str:
-        return " ".join(filter(None, [self.base, self.length, self.trial]))
+        length = "" if self.times == 1 else f"x{self.times:g}"
+        return " ".join(filter(None, [self.base, length, self.trial]))
 
     @property
     def base(self) -> str:
         """The model, and the language pair if it has only one."""
         return f"{self.model} {self.pair}".rstrip()
-
-    @property
-    def length(self) -> str:
-        """The factor in the name, such as "x4"; "" for 1."""
-        return "" if self.times == 1 else f"x{self.times:g}"
 
     @property
     def trial(self) -> str:
@@ -114,11 +101,7 @@ def parse_arm(name: str) -> Arm:
 
 
 def by_settings(bases: Sequence[str]) -> Callable[[Arm], Any]:
-    """Returns the key that sorts arms by their options, their length and then their model.
-
-    Args:
-        bases: the models in their order, see `Arm.base`.
-    """
+    """Returns the key that sorts arms by their options, their length and then their `Arm.base`."""
     return lambda arm: (
         *(arm.attends_language, arm.dropout or 0, arm.rate or 0, -(arm.expert_rate or math.inf)),
         *(arm.times != 1, arm.times),
@@ -127,7 +110,6 @@ def by_settings(bases: Sequence[str]) -> Callable[[Arm], Any]:
 
 
 def _parsed(name: str) -> Arm:
-    """Parses the name of an arm, as an argparse type."""
     try:
         return parse_arm(name)
     except ValueError as error:
@@ -135,7 +117,7 @@ def _parsed(name: str) -> Arm:
 
 
 RUNS: dict[str, Option] = SEEDS | {
-    "--arms": several(_parsed, None, "run only these models") | {"metavar": "ARM"},
+    "--arms": several(_parsed, None, "run only these models") | {"metavar": "ARM"}
 }
 
 
@@ -146,12 +128,7 @@ def runs_folder(name: str, resumes: bool) -> dict[str, Option]:
 
 
 def end_of_help(files: str, resumes: bool) -> str:
-    """Returns the end of the help of a study with arms.
-
-    Args:
-        files: the name of its page and of its data.
-        resumes: whether an interrupted run continues from a checkpoint.
-    """
+    """Returns the end of the help of a study whose page and data have the name `files`."""
     if resumes:
         interrupted = "A run that is interrupted continues from its checkpoint in RUNS."
         stopped = "Ctrl-C or SIGTERM saves the current run and ends the command with status 130."

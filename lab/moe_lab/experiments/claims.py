@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from moe_lab.experiments.report import Claims
-from moe_lab.experiments.statistics import PairedDifference
+from moe_lab.experiments.runs import PairedDifference
 from moe_lab.markdown import markdown_table
 
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts
@@ -24,25 +24,28 @@ HOW_DECIDED = (
 
 
 class Claim(NamedTuple):
-    """A claim of the paper and the result of the study.
+    """A claim of the paper and the result of the study."""
 
-    Attributes:
-        claim: the claim in words.
-        compared: the compared models.
-        difference: the difference in ln ppl; negative if the claim holds.
-    """
+    claim: str
+    compared: str  # the models
+    difference: PairedDifference | None  # in ln ppl; negative if the claim holds
+
+
+class Judged(NamedTuple):
+    """A claim with the text of its difference and its own verdict."""
 
     claim: str
     compared: str
     difference: PairedDifference | None
+    shown: str
+    verdict: str
 
 
 def verdict(difference: PairedDifference | None, low: float = -math.inf, high: float = 0.0) -> str:
     """Judges the claim that a difference is between low and high, by default below zero.
 
-    The claim is supported if the confidence interval of the difference lies inside (low, high), and
-    contradicted if the interval lies outside. Otherwise, or without an interval, the claim is not
-    decided.
+    The claim is supported if the confidence interval of the difference lies inside (low, high),
+    contradicted if it lies outside, and otherwise not decided.
     """
     if difference is None or difference.low is None or difference.high is None:
         return NOT_DECIDED
@@ -52,22 +55,18 @@ def verdict(difference: PairedDifference | None, low: float = -math.inf, high: f
 
 
 def percent(difference: float) -> float:
-    """Converts a difference of ln ppl to a change of the perplexity in per cent."""
     return 100 * math.expm1(difference)
 
 
 def as_change(difference: PairedDifference | None) -> str:
-    """Formats a difference of ln ppl as a change of the perplexity in per cent, with its interval.
-
-    With fewer than three seeds, the text has the number of seeds instead of the interval.
-    """
+    """Formats a difference of ln ppl as a change of the perplexity in per cent."""
     if difference is None:
         return ""
     return difference.text(lambda value: f"{percent(value):+.2f}", "%")
 
 
 def as_percent(difference: PairedDifference | None) -> str:
-    """Formats a relative difference in per cent, with its interval."""
+    """Formats a relative difference in per cent."""
     return "" if difference is None else difference.text(lambda gap: f"{100 * gap:+.1f}", "%")
 
 
@@ -89,15 +88,16 @@ def claims_of(
     low: float = -math.inf,
     high: float = 0.0,
 ) -> Claims:
-    """Makes the part of a page with claims and verdicts.
-
-    Args:
-        claims: the claims.
-        title: the title of the differences in the table.
-        shown: function that formats a difference.
-        low: lower end of the range in which a difference supports its claim.
-        high: upper end of this range.
-    """
+    """Makes the part of a page with claims, which differences in (low, high) support."""
     rows = [[claim, what, shown(gap), verdict(gap, low, high)] for claim, what, gap in claims]
-    table = markdown_table(["claim", "compared", title, "verdict"], rows)
-    return Claims(table, claims_data(claims))
+    return Claims(_table(rows, title), claims_data(claims))
+
+
+def judged(claims: Sequence[Judged]) -> Claims:
+    """Makes the part of a page with claims that have their own ranges."""
+    rows = [[claim, what, shown, verdict] for claim, what, _, shown, verdict in claims]
+    return Claims(_table(rows, "difference, 95%"), claims_data(claims))
+
+
+def _table(rows: Iterable[Sequence[str]], title: str) -> str:
+    return markdown_table(["claim", "compared", title, "verdict"], rows)

@@ -7,20 +7,20 @@ analysis is the test log-perplexity of a run after its last step.
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_data
 from moe_lab.experiments.report import Claims, Command, Page
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import difference, size_cells, test_nll
-from moe_lab.experiments.statistics import bootstrap_difference
-from moe_lab.experiments.store import Run, Stored
+from moe_lab.experiments.runs import CONFIDENCE, ArmRuns, Run, test_nll
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.markdown import markdown_table
 from moe_lab.training.config import (
@@ -32,6 +32,7 @@ from moe_lab.training.config import (
 )
 from moe_lab.training.metrics import perplexity
 
+_BOOTSTRAP_SAMPLES = 2_000  # number of random samples of the test sentences
 _BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # with decimals
 
 
@@ -49,12 +50,7 @@ class Comparison(TrainedStudy):
         super().__init__(options)
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> AnyConfig:
-        """Returns the configuration of a model.
-
-        Raises:
-            ConfigError: there is no dense counterpart, or the two configurations are equal, or they
-                differ in seed or data.
-        """
+        """Returns the configuration of a model."""
         config = read_config(self.options.config, overrides)
         if arm.model == self.models[0]:
             return config
@@ -72,7 +68,6 @@ class Comparison(TrainedStudy):
         return against
 
     def configs(self) -> list[AnyConfig]:
-        """Returns the configurations of both models."""
         return [self.config(Arm(model), self.options.overrides) for model in self.models]
 
     def settings_of(self, config: AnyConfig) -> dict[str, Any]:
@@ -102,11 +97,7 @@ class Comparison(TrainedStudy):
         return Command(shlex.join([*self.command(stored.settings), "--seeds", *seeds]))
 
     def page(self, stored: Stored) -> Page:
-        """Makes the page, with one table row for each seed.
-
-        Raises:
-            ConfigError: no seed is finished for both models.
-        """
+        """Makes the page, with one table row for each seed."""
         runs, settings, titles = stored.by_arm(), stored.settings, stored.settings["titles"]
         first, second = (runs[Arm(model)] for model in self.models)
         seeds = sorted(first.keys() & second.keys())
@@ -117,14 +108,14 @@ class Comparison(TrainedStudy):
             )
         lengths = torch.tensor(settings["sentence_tokens"])
         sizes = [
-            [title, *size_cells(costs), f"{_total(costs) / 1e6:.2f}M"]
+            [title, *costs.size_cells(), f"{_total(costs) / 1e6:.2f}M"]
             for title, costs in zip(titles, (first, second), strict=True)
         ]
         rows = [self._row(first[seed], second[seed], lengths) for seed in seeds]
         header = ["seed", *(f"{title}: test ppl" for title in titles), "difference in ln ppl"]
         header += ["95% over test sentences", "CV(Importance)", "CV(Load)", "max/mean Load"]
         header += [f"{title}: words/s" for title in titles]
-        gap = difference(first, second)
+        gap = first.minus(second)
         assert gap is not None  # there are seeds
         over = f", with the 95% t interval over {len(seeds)} paired seeds"
         what = " - ".join(titles)
@@ -147,7 +138,7 @@ class Comparison(TrainedStudy):
             ],
         )
 
-    def _row(self, a: Run, b: Run, lengths: torch.Tensor) -> list[object]:
+    def _row(self, a: Run, b: Run, lengths: Tensor) -> list[object]:
         nll_a, nll_b = (torch.tensor(r["sentence_nll"], dtype=torch.float64) for r in (a, b))
         (low, high), balance = bootstrap_difference(nll_a, nll_b, lengths), a["balance"]
         return [
@@ -160,7 +151,24 @@ class Comparison(TrainedStudy):
         ]
 
 
-def _total(runs: Mapping[int, Run]) -> int:
+def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> tuple[float, float]:
+    """Computes a 95% bootstrap interval of (sum(a) - sum(b)) / sum(lengths) over sentences.
+
+    The percentile interval covers the choice of test sentences for two runs, not the choice of
+    seeds. a and b [N] are the nats of each sentence under two models. `lengths` [N] are its tokens.
+    """
+    generator = torch.Generator().manual_seed(0)
+    difference = (a - b).double()
+    means = []
+    for _ in range(_BOOTSTRAP_SAMPLES):
+        drawn = torch.randint(len(a), (len(a),), generator=generator)
+        means.append(float(difference[drawn].sum() / lengths[drawn].sum()))
+    tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
+    low, high = torch.tensor(means, dtype=torch.float64).quantile(tails).tolist()
+    return low, high
+
+
+def _total(runs: ArmRuns) -> int:
     return int(next(iter(runs.values()))["cost"]["total_parameters"])
 
 
@@ -193,11 +201,7 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
             f"{', '.join(options)}"
         )
     width = model.moe.experts_per_token * model.moe.hidden_sizes[0] + sum(model.moe.shared_sizes)
-    wide = replace(
-        model.ffn,
-        hidden_sizes=[width],
-        activation=model.moe.activation,
-    )
+    wide = replace(model.ffn, hidden_sizes=[width], activation=model.moe.activation)
     if isinstance(config, TranslationConfig):
         return replace(config, model=replace(config.model, between="ffn", ffn=wide))
     layers = ["ffn" if kind == "moe" else kind for kind in layers]

@@ -12,9 +12,8 @@ from moe_lab.analysis.routed_text import route_text
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.comparison import Comparison
-from moe_lab.experiments.report import new_figure, perplexity_axes
-from moe_lab.experiments.runs import size_cells, test_nll
-from moe_lab.experiments.store import Run
+from moe_lab.experiments.report import new_axes, perplexity_axes
+from moe_lab.experiments.runs import ArmRuns, Run, test_nll
 from moe_lab.experiments.study import concurrent_runs
 from moe_lab.files import atomic_file
 from moe_lab.training.logging import read_metrics
@@ -23,8 +22,7 @@ from moe_lab.training.metrics import perplexity
 
 def plot(runs: Mapping[str, Run], folders: Mapping[str, Path], path: Path) -> None:
     """Plots the learning curves of both models, and the load of each expert over time."""
-    figure = new_figure(12, 4.5, dpi=120)
-    curves, load = figure.subplots(1, 2)
+    figure, (curves, load) = new_axes(12, 4.5, columns=2, dpi=120)
     for arm, label in (("moe", "mixture of experts"), ("dense", "dense, equal ops")):
         records = read_metrics(folders[arm], "dev")
         curves.plot(
@@ -103,7 +101,7 @@ def train_and_report(options: argparse.Namespace) -> dict[str, Run]:
         (f"MoE, {k} of {num_experts} experts", "moe", moe),
         ("dense, one wide expert", "dense", dense),
     ):
-        ops, parameters = size_cells({config.seed: runs[model]})
+        ops, parameters = ArmRuns({config.seed: runs[model]}).size_cells()
         speed = runs[model]["words_per_second"]
         print(f"{name:24}{ppl:16.2f}{ops:>15}{parameters:>13}{speed:10,.0f}")
     print("(ops and parameters without embedding and softmax, as in the paper)")

@@ -1,12 +1,13 @@
 """Pages of results."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_lab.files import atomic_file, write_json, write_text
+from moe_lab.markdown import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,23 +28,18 @@ class Claims(NamedTuple):
 
 
 class Command(NamedTuple):
-    """The commands that make a page."""
-
     lines: str
+
+
+Part = str | Plot | Claims | Command  # a text is Markdown; empty ones are left out
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page of results.
-
-    Attributes:
-        title: the title.
-        parts: what follows the title, in this order. A text is Markdown; empty ones are left out.
-            At most one part is a `Plot`, and at most one is `Claims`.
-    """
+    """A page of results, with at most one `Plot` and at most one `Claims`."""
 
     title: str
-    parts: Sequence[str | Plot | Claims | Command]
+    parts: Sequence[Part]
 
     def part(self, kind: type[Any]) -> Any:
         """Returns the first part of a kind, or None."""
@@ -52,7 +48,7 @@ class Page:
     def as_markdown(self, name: str) -> str:
         """Formats the page of the file NAME.md."""
 
-        def text_of(part: str | Plot | Claims | Command) -> str:
+        def text_of(part: Part) -> str:
             match part:
                 case Plot(shows, _):
                     return f"![{shows}]({name}.png)"
@@ -67,26 +63,28 @@ class Page:
 
 
 def page_of_template(module: str, **fields: Any) -> Page:
-    """Makes a page from the Markdown file next to a module, with fields as in `str.format`.
+    """Makes a page from the Markdown file next to a module file, with fields as in `str.format`.
 
-    The first line is the title. A paragraph that is empty because its field is empty is left out. A
-    `Plot`, `Claims` or `Command` has a paragraph of its own.
-
-    Args:
-        module: the file of the module.
-        fields: the fields by name.
+    The first line is the title. Text in [[name: text]] is left out if the field is empty. An empty
+    paragraph is left out. A `Plot`, `Claims` or `Command` has a paragraph of its own.
     """
     template = Path(module).with_suffix(".md").read_text("utf-8")
     title, *paragraphs = template.strip().split("\n\n")
-    parts: list[str | Plot | Claims | Command] = []
+    parts: list[Part] = []
     for paragraph in paragraphs:
         alone = re.fullmatch(r"{(\w+)}", paragraph)
         if alone:
             parts.append(fields[alone[1]])
         else:
-            lines = (line.format_map(fields) for line in paragraph.split("\n"))
+            known = re.sub(r"\[\[(\w+): (.*?)\]\]", lambda m: m[2] * bool(fields[m[1]]), paragraph)
+            lines = (line.format_map(fields) for line in known.split("\n"))
             parts.append("\n".join(re.sub(r"(?<=\S) +", " ", line).rstrip() for line in lines))
     return Page(title.format_map(fields), parts)
+
+
+def table_of(columns: Mapping[str, Callable[..., object]], rows: Iterable[Sequence[Any]]) -> str:
+    """Formats a Markdown table; a column has a title and a function of the values of a row."""
+    return markdown_table([*columns], [[cell(*row) for cell in columns.values()] for row in rows])
 
 
 def perplexity_axes(axes: Any, xlabel: str, title: str) -> None:
@@ -98,11 +96,12 @@ def perplexity_axes(axes: Any, xlabel: str, title: str) -> None:
     axes.legend()
 
 
-def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
-    """Creates an empty figure, with its size in inches."""
+def new_axes(width: float, height: float, columns: int = 1, dpi: int = 150) -> tuple["Figure", Any]:
+    """Creates a figure, with its size in inches; returns it and its axes, one for each column."""
     from matplotlib.figure import Figure  # takes half a second, and an error needs no plot
 
-    return Figure(figsize=(width, height), layout="constrained", dpi=dpi)
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=dpi)
+    return figure, figure.subplots(1, columns)
 
 
 def publish(folder: str | Path, name: str, page: Page, data: Any) -> None:

@@ -27,29 +27,17 @@ _BALANCE = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a finished run.
+    """The result of a finished run; nats are those of the test part."""
 
-    Attributes:
-        run: folder of the run.
-        seed: seed of the run.
-        cost: operations and parameters of the model.
-        test_nll: nats per token of the test part, after the last step.
-        earlier_nll: nats per token of the test part after fractions of the training steps, by
-            fraction.
-        words_per_second: predictions per second in training, median over the log lines.
-        balance: means of CV(Importance), CV(Load), max/mean Load and CV of tokens per expert. They
-            are over all layers and at least the last 50 training batches. {} without a MoE layer.
-        sentence_nll: [N] float64, nats of each test sentence after the last step.
-    """
-
-    run: Path
+    run: Path  # its folder
     seed: int
     cost: Cost
-    test_nll: float
-    earlier_nll: dict[float, float]
-    words_per_second: float
+    test_nll: float  # nats per token after the last step
+    earlier_nll: dict[float, float]  # nats per token, by the fraction of the training steps
+    words_per_second: float  # predictions in training, median over the log lines
+    # Means over all layers and at least the last 50 training batches; {} without a MoE layer.
     balance: dict[str, float]
-    sentence_nll: Tensor
+    sentence_nll: Tensor  # [N] float64, nats of each sentence after the last step
 
     @property
     def perplexity(self) -> float:
@@ -70,13 +58,8 @@ class Result:
 def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) -> Result:
     """Trains a run, or resumes an unfinished one, and tests it.
 
-    The folder of the run keeps the tests that are finished, so they are not repeated.
-
-    Args:
-        config: the run; its `resume` is ignored.
-        text: the encoded corpus of config.data.
-        shares: ascending fractions of the training steps in (0, 1); the test part is also evaluated
-            after each fraction.
+    The folder of the run keeps the tests that are finished, so they are not repeated. The test part
+    is also evaluated after the fractions `shares` of the training steps, which ascend in (0, 1).
 
     Raises:
         ConfigError: the output folder contains another run, or one that has trained for longer.
@@ -145,11 +128,7 @@ def _balance(records: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, 
 
 
 def read_test(run: Path, steps: int, text: Text) -> Tensor:
-    """Reads the nats of each test sentence after a number of steps, [N] float64.
-
-    Raises:
-        ConfigError: the file is corrupted.
-    """
+    """Reads the nats of each test sentence after a number of steps, [N] float64."""
     path, number = _test_file(run, steps, text), len(text.test)
     try:
         require_regular(path)

@@ -6,16 +6,20 @@ difference between two models is the mean over pairs of runs with the same seed.
 analysis is the test log-perplexity of a run after a fixed number of steps.
 """
 
+import math
 import shlex
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moe_lab.cli import DEFAULT_SEEDS
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
-from moe_lab.experiments.store import Run
+from moe_lab.experiments.arms import Arm
 from moe_lab.training.metrics import perplexity
 
+CONFIDENCE = 0.95  # confidence level of the intervals
+_MIN_SEEDS = 3  # the fewest for an interval over seeds
+Run = dict[str, Any]  # the numbers of a finished run, with the name of its "arm" and its "seed"
 Value = Callable[[Run], float]  # a number of a run
 
 
@@ -36,47 +40,94 @@ dev_nll = number_of("dev", -1, 1)
 
 
 def nll_after(share: float) -> Value:
-    """Returns the function to the test nats per token after a fraction of the training steps."""
     return number_of("earlier_nll", str(share))
 
 
-def mean_of(runs: Mapping[int, Run], value: Value) -> float:
-    """Computes the mean of a number over the seeds."""
-    return statistics.fmean(map(value, runs.values()))
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean of paired differences, and its 95% t interval.
 
-
-def mean_perplexity(runs: Mapping[int, Run], nll: Value = test_nll) -> float:
-    """Computes exp of the mean ln ppl over seeds."""
-    return perplexity(mean_of(runs, nll))
-
-
-def difference(
-    a: Mapping[int, Run], b: Mapping[int, Run], value: Value = test_nll
-) -> PairedDifference | None:
-    """Computes the mean of value(a) - value(b), by default of ln ppl, over the seeds of both."""
-    seeds = sorted(a.keys() & b.keys())
-    return mean_difference([value(a[seed]) - value(b[seed]) for seed in seeds])
-
-
-def widening(a: Mapping[int, Run], b: Mapping[int, Run], share: float) -> PairedDifference | None:
-    """Computes `difference` at the end minus `difference` at the fraction `share` of training."""
-    earlier = nll_after(share)
-    return difference(a, b, lambda run: test_nll(run) - earlier(run))
-
-
-def size_cells(runs: Mapping[int, Run]) -> list[str]:
-    """Formats operations and parameters of a model for a table."""
-    cost = next(iter(runs.values()))["cost"]
-    return [f"{cost['ops_per_timestep'] / 1e6:.3f}M", f"{cost['parameters'] / 1e6:.2f}M"]
-
-
-def mean_curve(runs: Mapping[int, Run]) -> list[tuple[float, float]]:
-    """Returns the learning curve of the runs of a model: tokens of training, and dev perplexity.
-
-    The perplexity is exp of the mean ln(perplexity) of the runs.
+    With fewer than three seeds, the interval would not be informative; its ends are None.
     """
-    steps = zip(*(run["dev"] for run in runs.values()), strict=True)
-    return [(step[0][0], perplexity(statistics.fmean(nll for _, nll in step))) for step in steps]
+
+    mean: float
+    num_seeds: int
+    low: float | None
+    high: float | None
+
+    def text(self, shown: Callable[[float], str], unit: str = "") -> str:
+        """Formats the mean, a unit and the interval, or the reason why there is no interval."""
+        if self.low is None or self.high is None:
+            number = "one seed" if self.num_seeds == 1 else "two seeds"
+            return f"{shown(self.mean)}{unit} ({number}, not decided)"
+        return f"{shown(self.mean)}{unit} [{shown(self.low)}, {shown(self.high)}]"
+
+    def __format__(self, form: str) -> str:
+        return self.text(lambda value: format(value, form))
+
+
+def mean_difference(differences: Sequence[float]) -> PairedDifference | None:
+    """Computes the mean of the differences of pairs of runs with equal seeds; None without any."""
+    if not differences:
+        return None
+    num_seeds = len(differences)
+    mean = statistics.fmean(differences)
+    if num_seeds < _MIN_SEEDS:
+        return PairedDifference(mean, num_seeds, None, None)
+    from scipy import stats  # type: ignore[import-untyped]
+
+    error = statistics.stdev(differences) / math.sqrt(num_seeds)
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, num_seeds - 1)) * error
+    return PairedDifference(mean, num_seeds, mean - half, mean + half)
+
+
+class ArmRuns(dict[int, Run]):
+    """The finished runs of an arm, by seed."""
+
+    def mean(self, value: Value) -> float:
+        return statistics.fmean(map(value, self.values()))
+
+    def perplexity(self, nll: Value = test_nll) -> float:
+        """Computes exp of the mean ln ppl over seeds."""
+        return perplexity(self.mean(nll))
+
+    def minus(self, baseline: "ArmRuns", value: Value = test_nll) -> PairedDifference | None:
+        """Computes the mean difference of a number, by default of ln ppl, over the common seeds."""
+        seeds = sorted(self.keys() & baseline.keys())
+        return mean_difference([value(self[seed]) - value(baseline[seed]) for seed in seeds])
+
+    def gap(self, a: Value, b: Value) -> PairedDifference | None:
+        """Computes the mean difference of two numbers of each run."""
+        return mean_difference([a(run) - b(run) for run in self.values()])
+
+    def widening(self, baseline: "ArmRuns", share: float) -> PairedDifference | None:
+        """Computes the difference at the end minus the one after a fraction of the training."""
+        earlier = nll_after(share)
+        return self.minus(baseline, lambda run: test_nll(run) - earlier(run))
+
+    def size_cells(self) -> list[str]:
+        """Formats operations and parameters for a table."""
+        cost = next(iter(self.values()))["cost"]
+        return [f"{cost['ops_per_timestep'] / 1e6:.3f}M", f"{cost['parameters'] / 1e6:.2f}M"]
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Returns the learning curve: tokens of training, and exp of the mean ln ppl of dev."""
+        steps = zip(*(run["dev"] for run in self.values()), strict=True)
+        return [(step[0][0], perplexity(statistics.fmean(n for _, n in step))) for step in steps]
+
+    def on(self, seeds: Iterable[int]) -> "ArmRuns":
+        return ArmRuns({seed: self[seed] for seed in seeds})
+
+
+class Runs(dict[Arm, ArmRuns]):
+    """The finished runs by arm and seed; an arm without runs has {}."""
+
+    def __missing__(self, arm: Arm) -> ArmRuns:
+        return ArmRuns()
+
+    def select(self, models: Iterable[str]) -> list[tuple[str, ArmRuns]]:
+        """Returns the runs of each model that has any, with its usual options."""
+        return [(model, self[Arm(model)]) for model in models if self[Arm(model)]]
 
 
 def core_hours(runs: Sequence[Run]) -> str:

@@ -20,43 +20,26 @@ from moe_ext.info import cpu_name
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, by_settings, parse_arm
 from moe_lab.experiments.report import Claims, Page, publish
+from moe_lab.experiments.runs import ArmRuns, Run, Runs
 from moe_lab.files import Locked, file_lock, read_json, write_json
 from moe_lab.training.config import AnyConfig, config_from_file, options_of_results
-
-Run = dict[str, Any]  # the numbers of a finished run, with the name of its "arm" and its "seed"
 
 # What the code of a page raises for numbers that are missing or of another type.
 _WRONG_RESULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _HINT = "restore the file, or give another --output"
 
 
-class Runs(dict[Arm, dict[int, Run]]):
-    """The finished runs by arm and seed; an arm without runs has {}."""
-
-    def __missing__(self, arm: Arm) -> dict[int, Run]:
-        return {}
-
-
 @dataclass(frozen=True)
 class Stored:
-    """The contents of the file of a study.
-
-    Attributes:
-        settings: the options of the study that all runs share, as data for JSON. Options that are
-            newer than the file have their defaults.
-        runs: the finished runs, ordered by arm and seed.
-        diverged: the arm and seed of the runs that diverged, which are not repeated.
-    """
-
+    # What all runs share, as data for JSON; options that are newer than the file have defaults.
     settings: dict[str, Any]
-    runs: list[Run] = field(default_factory=list)
-    diverged: list[Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)  # finished; ordered by arm and seed
+    diverged: list[Run] = field(default_factory=list)  # arm and seed; they are not repeated
 
     def by_arm(self) -> Runs:
-        """Returns the finished runs by arm and seed."""
         by_arm_and_seed = Runs()
         for run in self.runs:
-            by_arm_and_seed.setdefault(parse_arm(run["arm"]), {})[run["seed"]] = run
+            by_arm_and_seed.setdefault(parse_arm(run["arm"]), ArmRuns())[run["seed"]] = run
         return by_arm_and_seed
 
     def find(self, arm: Arm, seed: int) -> Run | None:
@@ -66,18 +49,12 @@ class Stored:
         return next(same, None)
 
     def data(self, **more: Any) -> dict[str, Any]:
-        """Returns the contents as data for JSON."""
         diverged = {"diverged": self.diverged} if self.diverged else {}
         return {"settings": self.settings, "runs": self.runs, **diverged, **more}
 
 
 class Store:
-    """The file of a study.
-
-    Args:
-        path: the JSON file.
-        bases: the models in the order of the file, see `Arm.base`.
-    """
+    """The JSON file of a study; `bases` are its models in their order, see `Arm.base`."""
 
     def __init__(self, path: Path, bases: Sequence[str] = ()) -> None:
         self.path, self.bases = path, bases
@@ -88,11 +65,7 @@ class Store:
         return file_lock(self.path.with_name(f".{self.path.name}.lock"), wait=True)
 
     def read(self, settings: Mapping[str, Any] | None = None) -> Stored:
-        """Reads the file; a missing file has no runs.
-
-        Args:
-            settings: the settings that the file must have; None allows any.
-        """
+        """Reads the file, which must have these settings if given; a missing file has no runs."""
         if not self.path.is_file():
             return Stored(dict(settings or {}))
         try:
@@ -136,12 +109,7 @@ class Store:
             write_json(self.path, stored.data())
 
     def page(self, stored: Stored, page_of: Callable[[Stored], Page | None]) -> Page | None:
-        """Makes the page of stored runs.
-
-        Args:
-            stored: the contents of the file, which come from the user.
-            page_of: function that makes the page; None if there is nothing to report yet.
-        """
+        """Makes the page of stored runs, which come from the user, or returns None."""
         try:
             return page_of(stored) if stored.runs else None
         except ConfigError:
@@ -198,11 +166,10 @@ def run_missing(
 
     Args:
         store: the store.
-        settings: the options of the study that all runs share, as data for JSON.
-        planned: the arm, the seed and the options of the arm of each run, in the order in which to
-            run them.
+        settings: what all runs share, as data for JSON.
+        planned: the arm, the seed and the options of the arm of each run, in their order.
         run: function from arm and seed to the numbers of the finished run, as data for JSON.
-        locks: the folder of the lock files of the runs, which is created if missing.
+        locks: the folder of the lock files of the runs.
 
     Raises:
         FloatingPointError: runs diverged; the others are finished and stored.

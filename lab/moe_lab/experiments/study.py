@@ -21,8 +21,8 @@ from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.claims import HOW_COMPARED, HOW_DECIDED
 from moe_lab.experiments.report import Command, Page, page_of_template
 from moe_lab.experiments.results import Result, train_and_test
-from moe_lab.experiments.runs import commands_of, core_hours
-from moe_lab.experiments.store import Run, Store, Stored, run_missing, shared_options
+from moe_lab.experiments.runs import Run, commands_of, core_hours
+from moe_lab.experiments.store import Store, Stored, run_missing, shared_options
 from moe_lab.training.config import AnyConfig
 from moe_lab.training.device import set_up_for
 from moe_lab.training.text import Text, load_text
@@ -36,27 +36,14 @@ class Study(ABC):
     Args:
         options: the arguments of the command, see `moe_lab.studies.table`.
         folder: the folder of the runs inside of ``--runs``.
-
-    Attributes:
-        name: the name of the store, the page and the plot.
-        given: words of the command that a user must adapt, such as data.corpus=CORPUS.
-        own: the options of the command that all runs share, with their usual values.
-        models: the names of the models.
-        usual: the arms of the study without ``--arms``.
-        arm_settings: the attributes of `Arm` that ``--arms`` may change.
-        bases: the models in the order of the store, see `Arm.base`.
-        runs_folder: the folder of the runs and of their locks.
-
-    Raises:
-        ConfigError: the study has no such arm.
     """
 
-    name: str
-    given: Sequence[str] = ()
-    own: Mapping[str, Any] = {}
-    models: Sequence[str] = ()
-    usual: Sequence[str] = ()
-    arm_settings: Sequence[str] = ()
+    name: str  # of the store, the page and the plot
+    given: Sequence[str] = ()  # words of the command that a user adapts: data.corpus=CORPUS
+    own: Mapping[str, Any] = {}  # the options that all runs share, with their usual values
+    models: Sequence[str] = ()  # in the order of the store
+    usual: Sequence[str] = ()  # the arms of the study without --arms
+    arm_settings: Sequence[str] = ()  # the attributes of Arm that --arms may change
 
     def __init__(self, options: argparse.Namespace, folder: str = "") -> None:
         self.options, self.runs_folder = options, Path(options.runs) / folder
@@ -87,7 +74,6 @@ class Study(ABC):
         """Makes the page; None if there is nothing to report yet."""
 
     def own_settings(self) -> dict[str, Any]:
-        """Returns the values of the options in `own`."""
         return {name: getattr(self.options, name) for name in self.own}
 
     def command(self, settings: Mapping[str, Any]) -> list[str]:
@@ -131,7 +117,6 @@ class Study(ABC):
         run_missing(self.store, settings, planned, self.run, self.runs_folder)
 
     def commands(self, stored: Stored) -> Command:
-        """Returns the commands of the stored runs."""
         return Command(commands_of(self.command(stored.settings), stored.runs, self.usual))
 
     def program(self) -> list[str]:
@@ -165,15 +150,10 @@ class Study(ABC):
 
 
 class TrainedStudy(Study):
-    """A study of models that `train_and_test` trains.
+    """A study of models that `train_and_test` trains."""
 
-    Attributes:
-        shares: fractions of the training steps after which the test part is evaluated too.
-        text: the text of the runs, from the call of `settings` on.
-    """
-
-    shares: Sequence[float] = ()
-    text: Text
+    shares: Sequence[float] = ()  # of the training steps, after which the test part is evaluated
+    text: Text  # of the runs, from the call of `settings` on
 
     @abstractmethod
     def config(self, arm: Arm, overrides: Sequence[str]) -> AnyConfig:
@@ -287,7 +267,7 @@ def concurrent_runs(configs: Sequence[AnyConfig], wanted: int) -> tuple[int, lis
 
     Args:
         configs: the configurations of the arms.
-        wanted: the maximum number of runs.
+        wanted: the largest number of runs.
 
     Returns:
         The number of runs, and the override of their number of threads. The number is less than

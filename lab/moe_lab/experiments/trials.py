@@ -5,32 +5,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from moe_lab.experiments.arms import Arm, by_settings
-from moe_lab.experiments.runs import dev_nll
-from moe_lab.experiments.store import Runs
+from moe_lab.experiments.runs import Runs, dev_nll
 from moe_lab.markdown import markdown_table
 from moe_lab.training.metrics import perplexity
 
 
 class Tried(NamedTuple):
-    """The dev results of a model with each of its settings.
+    """The dev results of a model with each of its settings."""
 
-    Attributes:
-        num_seeds: the number of seeds with which the model has run with all of these settings.
-        nll: the mean ln ppl on the dev part over these seeds, by `Arm.trial`.
-    """
-
-    num_seeds: int
-    nll: dict[str, float]
+    num_seeds: int  # with which the model has run with all of these settings
+    nll: dict[str, float]  # the mean ln ppl on the dev part over these seeds, by `Arm.trial`
 
 
 def tried(runs: Runs, models: Iterable[Arm]) -> dict[Arm, Tried]:
     """Compares the settings of each model on the dev part, over the seeds that all of them have.
 
-    If they have no common seed, the settings with the fewest seeds are left out.
-
-    Args:
-        runs: the finished runs.
-        models: the models with the usual settings.
+    If they have no common seed, the settings with the fewest seeds are left out. The models are
+    arms with the usual settings.
     """
     compared = {}
     for model in models:
@@ -66,11 +57,6 @@ def trials(settings: Mapping[str, Any], runs: Runs, models: Iterable[str]) -> st
     """Compares learning rates and dropouts on the dev part; "" if no model has run with another.
 
     A row is over the seeds with which a model has run with all settings that were tried with it.
-
-    Args:
-        settings: the options that the runs of the models share.
-        runs: the finished runs.
-        models: the names of the models.
     """
     usual = usual_options(settings)
     compared = {

@@ -11,20 +11,8 @@ from moe_lab.models.translation import TranslationModel, TranslationModelConfig
 AnyModel = LanguageModel | TranslationModel
 
 __all__ = [
-    "LSTM",
-    "AnyModel",
-    "Attention",
-    "FeedForwardConfig",
-    "LanguageModel",
-    "LanguageModelConfig",
-    "LogUniformSampler",
-    "LossParts",
-    "MoEConfig",
-    "NGramModel",
-    "SampledSoftmax",
-    "TranslationModel",
-    "TranslationModelConfig",
-    "evaluating",
-    "fit_kneser_ney",
+    "LSTM", "AnyModel", "Attention", "FeedForwardConfig", "LanguageModel", "LanguageModelConfig",
+    "LogUniformSampler", "LossParts", "MoEConfig", "NGramModel", "SampledSoftmax",
+    "TranslationModel", "TranslationModelConfig", "evaluating", "fit_kneser_ney",
     "sampled_cross_entropy",
-]
+]  # fmt: skip

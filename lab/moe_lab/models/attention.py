@@ -27,16 +27,7 @@ class Attention(nn.Module):
 
     All weights are initialised uniformly with variance 1 / fan_in.
 
-    Args:
-        d_source: width of the source vectors x_i.
-        d_target: width of the target vectors y_j.
-        units: A, the number of terms in the sum over d.
-        kind: "product" or "gnmt".
-
-    Attributes:
-        u: U [d_source, A].
-        w: W [d_target, A].
-        v: V [A].
+    The attributes u, w and v are U [d_source, A], W [d_target, A] and V [A], with A = units.
 
     Example:
         >>> attention = Attention(d_source=64, d_target=32, units=16)
@@ -70,14 +61,9 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Computes the context and the attention weights of each target token.
 
-        Args:
-            target: y, [B, T, d_target].
-            keys: [B, S, A], from `keys`.
-            source: x, [B, S, d_source].
-            mask: [B, S] bool, False at padding. Every sentence has at least one token.
-
-        Returns:
-            The contexts [B, T, d_source] and the weights p [B, T, S], which are 0 at padding.
+        target is y [B, T, d_target], and source is x [B, S, d_source], with its `keys` [B, S, A].
+        The mask [B, S] is False at padding. Every sentence has at least one token. The result has
+        the contexts [B, T, d_source] and the weights p [B, T, S], which are 0 at padding.
         """
         query = target @ self.w
         if self.kind == "product":
@@ -87,9 +73,3 @@ class Attention(nn.Module):
         scores = scores.masked_fill(~mask.unsqueeze(1), -math.inf)
         weights = torch.softmax(scores, 2, dtype=accumulation_dtype(scores))
         return weights.to(source.dtype) @ source, weights
-
-    def extra_repr(self) -> str:
-        return (
-            f"d_source={self.u.shape[0]}, d_target={self.w.shape[0]}, units={len(self.v)}, "
-            f"kind={self.kind}"
-        )

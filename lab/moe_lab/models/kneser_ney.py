@@ -16,6 +16,7 @@ context, p(w|h) = p(w|h').
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,63 +28,52 @@ from moe_lab.progress import progress
 _NONE = -1
 
 
+@dataclass(frozen=True, eq=False)
 class NGramModel:
     """Predicts each word of a sentence from the n - 1 preceding words.
 
-    The n-grams form a trie. Each argument but vocab_size is a sequence with one element for each
-    order n = 1, 2, and so on. M is the number of n-grams of one order.
-
-    Args:
-        vocab_size: V, number of predicted words.
-        keys: [M] int64, ascending. A key is (index of the first n - 1 words in the keys of order
-            n - 1) · V + last word. Order 1 has all V words and, as V, the start of a sentence.
-        prob: [M] float64, probability of the last word after the other words of the n-gram.
-        backoff: [M] float64, gamma of the n-gram as a context, or 1 if the n-gram is never a
-            context. The sequence has no element for the highest order.
-        discounts: [D(1), D(2), D(3 and more)].
+    The n-grams form a trie. Each argument but vocab_size, V, is a sequence with one element for
+    each order n = 1, 2, and so on. M is the number of n-grams of one order.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        keys: Sequence[Tensor],
-        prob: Sequence[Tensor],
-        backoff: Sequence[Tensor],
-        discounts: Sequence[list[float]],
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.discounts = discounts
-        self._keys, self._prob, self._backoff = keys, prob, backoff
+    vocab_size: int  # V, number of predicted words
+    # [M] int64, ascending. A key is (index of the first n - 1 words in the keys of order n - 1) · V
+    # + last word. Order 1 has all V words and, as V, the start of a sentence.
+    keys: Sequence[Tensor]
+    prob: Sequence[Tensor]  # [M] float64, probability of the last word after the other words
+    # [M] float64, gamma of the n-gram as a context, or 1 if the n-gram is never a context. The
+    # sequence has no element for the highest order.
+    backoff: Sequence[Tensor]
+    discounts: Sequence[list[float]]  # [D(1), D(2), D(3 and more)]
 
     @property
     def order(self) -> int:
         """The length n of the longest n-grams."""
-        return len(self._keys)
+        return len(self.keys)
 
     @property
     def num_ngrams(self) -> list[int]:
         """The number of n-grams of each order; the start of a sentence is not a unigram."""
-        return [self.vocab_size, *map(len, self._keys[1:])]
+        return [self.vocab_size, *map(len, self.keys[1:])]
 
     @property
     def num_parameters(self) -> int:
         """The number of probabilities plus the number of back-off weights of seen contexts."""
-        contexts = [(keys // self.vocab_size).unique_consecutive() for keys in self._keys[1:]]
+        contexts = [(keys // self.vocab_size).unique_consecutive() for keys in self.keys[1:]]
         return sum(self.num_ngrams) + sum(map(len, contexts))
 
     def token_prob(self, sentences: EncodedSentences) -> Tensor:
-        """Computes the probability of each word of sentences, ordered as ``sentences.stream[1:]``.
+        """Computes the probability of each word of sentences, in float64.
 
-        Returns:
-            [sentences.num_tokens] float64.
+        The order is that of ``sentences.stream[1:]``.
         """
         words, first = _words(sentences, self.vocab_size, "NGramModel.token_prob")
-        index, prob = words, self._prob[0][words]
+        index, prob = words, self.prob[0][words]
         for n in range(2, self.order + 1):
             context = _contexts(index, first, n, self.vocab_size)
-            index = _find(self._keys[n - 1], context, words, self.vocab_size)
-            gamma = torch.where(context == _NONE, 1.0, self._backoff[n - 2][context])
-            prob = torch.where(index == _NONE, gamma * prob, self._prob[n - 1][index])
+            index = _find(self.keys[n - 1], context, words, self.vocab_size)
+            gamma = torch.where(context == _NONE, 1.0, self.backoff[n - 2][context])
+            prob = torch.where(index == _NONE, gamma * prob, self.prob[n - 1][index])
         return prob
 
     def sentence_nll(self, sentences: EncodedSentences) -> Tensor:
@@ -161,12 +151,10 @@ def fit_kneser_ney(
 
 def _words(sentences: EncodedSentences, vocab_size: int, name: str) -> tuple[Tensor, Tensor]:
     """Returns the predicted words, and a mask of the first word of each sentence."""
-    words = sentences.stream[1:].long()
-    require(len(sentences) > 0, f"{name}: sentences", "hold at least one sentence", "none")
+    words, name = sentences.stream[1:].long(), f"{name}: sentences"
+    require(len(sentences) > 0, name, "hold at least one sentence", "none")
     largest = int(words.max())
-    require(
-        largest < vocab_size, f"{name}: sentences", f"hold word ids below {vocab_size}", largest
-    )
+    require(largest < vocab_size, name, f"hold word ids below {vocab_size}", largest)
     first = torch.zeros_like(words, dtype=torch.bool)
     first[sentences.starts[:-1]] = True
     return words, first

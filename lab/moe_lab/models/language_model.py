@@ -39,40 +39,30 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass
 class LanguageModelConfig(Options):
-    """Options of a language model: a stack of layers between embedding and softmax.
+    """Options of a language model: a stack of layers between embedding and softmax."""
 
-    Attributes:
-        d_model: D, width of the embedding and of every layer's output.
-        layers: kinds of the layers, "lstm", "moe", "moe_lstm" or "ffn", in order. The paper's MoE
-            models are ["lstm", "moe", "lstm"]. MoE-1-Wide and MoE-1-Deep replace "moe" by "ffn"
-            with hidden_sizes [4096] and [1024] * 4; 4xLSTM-512 has four "lstm". The weight matrix
-            of a "moe_lstm" is a mixture of experts (Sec. 3.1).
-        dropout: dropout probability of the embedding and of the output of each layer.
-        residual: whether to add each layer's input to its output.
-        lstm_units: width of the LSTM cells, at least d_model; the cell outputs are projected to
-            d_model. 0 gives cells of d_model units without projection.
-        num_sampled: number of sampled classes of the softmax in training (App. C.1: 8,192). Word
-            ids must be ordered by decreasing frequency. 0 uses the full softmax.
-        memory_slots: number of states that a "moe_lstm" saves for backward; 0 saves all states.
-        dtype: dtype of the weights of embedding, softmax and experts: "float32" or "bfloat16". Use
-            "bfloat16" only for a model that exceeds the memory in float32. An optimizer update
-            smaller than 2^-9 of a bfloat16 weight is lost to rounding. The experts of a "moe_lstm"
-            are always float32.
-        moe: options of the "moe" and "moe_lstm" layers. A "moe_lstm" ignores hidden_sizes,
-            activation and recompute, because its experts are matrices.
-        ffn: options of the "ffn" layers.
-    """
-
-    d_model: Count = 512
+    d_model: Count = 512  # D, width of the embedding and of every layer's output
+    # Kinds of the layers, in order. The paper's MoE models are ["lstm", "moe", "lstm"]. MoE-1-Wide
+    # and MoE-1-Deep replace "moe" by "ffn" with hidden_sizes [4096] and [1024] * 4; 4xLSTM-512 has
+    # four "lstm". The weight matrix of a "moe_lstm" is a mixture of experts (Sec. 3.1).
     layers: Annotated[list[str], _KNOWN] = field(default_factory=lambda: ["lstm", "moe", "lstm"])
-    dropout: Share = 0.1
-    residual: bool = True
+    dropout: Share = 0.1  # dropout probability of the embedding and of the output of each layer
+    residual: bool = True  # whether to add each layer's input to its output
+    # Width of the LSTM cells, at least d_model; the cell outputs are projected to d_model. 0 gives
+    # cells of d_model units without projection.
     lstm_units: int = 0
+    # Number of sampled classes of the softmax in training (App. C.1: 8,192). Word ids must be
+    # ordered by decreasing frequency. 0 uses the full softmax.
     num_sampled: Limit = 0
-    memory_slots: Limit = 0
+    memory_slots: Limit = 0  # states that a "moe_lstm" saves for backward; 0 saves all states
+    # dtype of the weights of embedding, softmax and experts. Use "bfloat16" only for a model that
+    # exceeds the memory in float32. An optimizer update smaller than 2^-9 of a bfloat16 weight is
+    # lost to rounding. The experts of a "moe_lstm" are always float32.
     dtype: Annotated[str, one_of(*DTYPES)] = "float32"
+    # Options of the "moe" and "moe_lstm" layers. A "moe_lstm" ignores hidden_sizes, activation and
+    # recompute, because its experts are matrices.
     moe: MoEConfig = field(default_factory=MoEConfig)
-    ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
+    ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)  # of the "ffn" layers
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,12 +97,10 @@ class LanguageModel(WordModel):
     Args:
         config: options of the layers.
         vocab_size: V, number of classes of the softmax.
-        process_group: the ranks that share the experts of "moe" and "moe_lstm" layers; see `MoE`
-            and `MoELSTM`.
-        noise_generator: generator of the gates' noise; None is torch's default generator. With a
-            separate generator, MoE and dense models of one seed get the same dropout masks.
-        class_generator: CPU generator that samples classes for the softmax in training; None is
-            torch's default generator.
+        process_group: the ranks that share the experts; see `MoE` and `MoELSTM`.
+        noise_generator: generator of the gates' noise. With a separate generator, MoE and dense
+            models of one seed get the same dropout masks.
+        class_generator: CPU generator that samples classes for the softmax in training.
     """
 
     def __init__(
@@ -139,44 +127,35 @@ class LanguageModel(WordModel):
         # LSTMs.
         lstms = iter([LSTM(d_model, config.lstm_units) for kind in config.layers if kind == "lstm"])
         self.layers = nn.ModuleList()
+        moe = config.moe
         for kind in config.layers:
+            layer: nn.Module
             if kind == "lstm":
-                self.layers.append(next(lstms))
+                layer = next(lstms)
             elif kind == "moe":
-                self.layers.append(
-                    moe_layer(
-                        config.moe,
-                        d_model,
-                        noise_generator=noise_generator,
-                        dtype=dtype,
-                        process_group=process_group,
-                    )
-                )
+                layer = moe_layer(moe, d_model, noise_generator, process_group, dtype)
             elif kind == "moe_lstm":
-                self.layers.append(
-                    MoELSTM(
-                        d_model,
-                        d_model,
-                        config.moe.num_experts,
-                        config.moe.experts_per_token,
-                        gate=gate_layer(config.moe, 2 * d_model, noise_generator),
-                        w_importance=config.moe.w_importance,
-                        w_load=config.moe.w_load,
-                        memory_slots=config.memory_slots or None,
-                        process_group=process_group,
-                    )
+                layer = MoELSTM(
+                    d_model,
+                    d_model,
+                    moe.num_experts,
+                    moe.experts_per_token,
+                    gate=gate_layer(moe, 2 * d_model, noise_generator),
+                    w_importance=moe.w_importance,
+                    w_load=moe.w_load,
+                    memory_slots=config.memory_slots or None,
+                    process_group=process_group,
                 )
             else:
-                self.layers.append(ffn_layer(config.ffn, d_model, dtype=dtype))
+                layer = ffn_layer(config.ffn, d_model, dtype)
+            self.layers.append(layer)
 
     def forward(
         self, inputs: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, tuple[MoEAux, ...]]:
-        """Computes the input of the softmax from word ids.
+        """Computes the input of the softmax from word ids [B, S] int64.
 
-        Args:
-            inputs: [B, S] int64, word ids.
-            mask: [B, S] bool, True at real tokens; None means that all tokens are real.
+        mask [B, S] is True at real tokens; None means that all tokens are real.
 
         Returns:
             The input of the softmax [B, S, D], undefined where mask is False, and the `MoEAux` of

@@ -40,15 +40,8 @@ class LSTM(nn.Module):
     On CPUs, `moe_ext.ops.lstm` runs an LSTM with a projection, for which torch has no kernel there.
     It also runs under autocast on processors without AVX-512. All others are torch's.
 
-    Args:
-        d_model: D, width of the output.
-        units: width of the cell, which P projects to d_model. None or 0 gives d_model units and no
-            projection.
-        d_input: width of x; None means d_model.
-
-    Attributes:
-        projection: P [D, D] if units equals d_model, otherwise None. If units is greater, the
-            attribute ``lstm`` holds P.
+    P projects the units of the cell to D = d_model. The attribute ``projection`` holds P if units
+    equals d_model, the attribute ``lstm`` if units is greater. The width of x is d_input or D.
     """
 
     def __init__(
@@ -76,12 +69,10 @@ class LSTM(nn.Module):
         nn.init.ones_(self.lstm.get_parameter("bias_ih_l0")[units : 2 * units])
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, reverse: bool = False) -> Tensor:
-        """Computes the output m [B, S, D]; m is undefined at padding.
+        """Computes the output m [B, S, D] for x [B, S, d_input]; m is undefined at padding.
 
-        Args:
-            x: [B, S, d_input].
-            mask: [B, S] bool, True at tokens. Padding follows the tokens. None: all are tokens.
-            reverse: whether the LSTM reads each sentence from its last token to its first.
+        The mask [B, S] is True at tokens, which padding follows. None: all are tokens. With
+        `reverse`, the LSTM reads each sentence from its last token to its first.
         """
         if x.device.type == "cpu" and not self._has_kernel_of_torch():
             lengths = None if mask is None else mask.sum(1)
@@ -152,9 +143,7 @@ class LSTM(nn.Module):
 def reversed_sentences(x: Tensor, mask: Tensor) -> Tensor:
     """Reverses the tokens of each sentence; the padding stays at the end.
 
-    Args:
-        x: vectors of the tokens, [B, S, D].
-        mask: [B, S] bool, True at tokens. Padding follows the tokens.
+    x is [B, S, D]; the mask [B, S] is True at tokens.
     """
     place = torch.arange(mask.shape[1], device=mask.device)
     place = torch.where(mask, mask.sum(1, keepdim=True) - 1 - place, place)

@@ -1,6 +1,6 @@
 """Parts shared by the paper's models: embedding, MoE and dense layers, softmax, loss."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, cast, get_args
@@ -34,9 +34,14 @@ from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, Activation, Score
 from moe_lab.models.sampled_softmax import SampledSoftmax
 from moe_lab.rules import Count, Limit, Options, Weight, Widths, must, one_of
 
-_GATE_KINDS = ("noisy_topk", "topk", "balanced", "expert_choice", "relu")
-_FLAT_KINDS = ("topk", "expert_choice", "relu")  # without groups
-_FLAT_NAMES = ", ".join(_FLAT_KINDS)
+_GATES: dict[str, tuple[Callable[..., Gate], ...]] = {  # of a flat and a hierarchical mixture
+    "noisy_topk": (NoisyTopKGate, HierarchicalNoisyTopKGate),
+    "topk": (TopKGate,),
+    "balanced": (BalancedGate, HierarchicalBalancedGate),
+    "expert_choice": (ExpertChoiceGate,),
+    "relu": (ReLUGate,),
+}
+_FLAT_KINDS = [name for name, kinds in _GATES.items() if len(kinds) == 1]  # without groups
 
 _ActivationName = Annotated[
     str, one_of(*(name for name in ACTIVATIONS if name not in CLAMPED_ACTIVATIONS))
@@ -59,11 +64,7 @@ def require_values(
 ) -> None:
     """Requires that options have their only supported values.
 
-    Args:
-        config: the configuration, such as a `MoEConfig`.
-        values: the value of each option by name.
-        when: the end of the rule, such as "with num_groups = 4".
-        of: the start of the options' names in the error, such as "moe.".
+    `when` ends the rule of the error, and `prefix` begins the options' names.
     """
     for name, value in values.items():
         given = getattr(config, name)
@@ -80,30 +81,16 @@ class MoEConfig(Options):
     """Options of a mixture-of-experts layer.
 
     An option without a description is the argument of `moe_ext.MoE` with the same name.
-
-    Attributes:
-        gate: "noisy_topk" (Sec. 2.1), "topk", "balanced" (App. F), "expert_choice" or "relu". Only
-            the load of "noisy_topk" has a gradient; the other gates need w_load = 0.
-            "expert_choice" is not causal: a language model sees later words, also in evaluation.
-        num_experts: number of experts, summed over all groups.
-        num_identity_experts, num_null_experts, capacity_factor, drop: see `moe_ext.MoE`; only for a
-            flat mixture. The gate also selects among the identity and null experts.
-            capacity_factor = 0 drops nothing. Otherwise, experts have a capacity in evaluation too,
-            and the perplexity depends on the batches. drop = "score" is not causal.
-        num_groups: number of groups of a hierarchical mixture (App. B); 0 gives a flat mixture.
-        k: number of experts for each token. In a hierarchical mixture, each token goes to k groups
-            and to k experts in each of these groups.
-        score, renormalize, scale: see `moe_ext.TopKGate`; only for "topk".
-        bias_update_rate: see `moe_ext.TopKGate`; only for "topk". 0: no selection bias.
-        w_switch, w_switch_per_sequence: weights of `moe_ext.SwitchLoss` over the whole batch and
-            over each sentence; only for a flat mixture.
-        w_z: weight of `moe_ext.ZLoss`; only for a flat mixture.
-        shared_sizes: widths of the hidden layers of a `moe_ext.SharedExpert`; []: no shared expert.
     """
 
-    gate: Annotated[str, one_of(*_GATE_KINDS)] = "noisy_topk"
-    num_experts: Count = 32
-    num_groups: int = 0
+    # "noisy_topk" (Sec. 2.1), "topk", "balanced" (App. F), "expert_choice" or "relu". Only the load
+    # of "noisy_topk" has a gradient; the other gates need w_load = 0. "expert_choice" is not
+    # causal: a language model sees later words, also in evaluation.
+    gate: Annotated[str, one_of(*_GATES)] = "noisy_topk"
+    num_experts: Count = 32  # number of experts, summed over all groups
+    num_groups: int = 0  # of a hierarchical mixture (App. B); 0 gives a flat mixture
+    # Number of experts for each token. In a hierarchical mixture, each token goes to k groups and
+    # to k experts in each of these groups.
     k: int = 4
     hidden_sizes: Widths = field(default_factory=lambda: [1024])
     activation: _ActivationName = "relu"
@@ -111,14 +98,20 @@ class MoEConfig(Options):
     w_load: Weight = 0.1
     noise_epsilon: Weight = 1e-2
     recompute: bool = False
+    # Only for "topk"; see `moe_ext.TopKGate`. bias_update_rate = 0: no selection bias.
     score: Annotated[str, one_of(*get_args(Score))] = "softmax"
     renormalize: bool = True
     scale: Annotated[float, must("be above 0", lambda scale: scale > 0)] = 1.0
     bias_update_rate: Weight = 0.0
+    # Only for a flat mixture: weights of `moe_ext.SwitchLoss` over the whole batch and over each
+    # sentence, and of `moe_ext.ZLoss`.
     w_switch: Weight = 0.0
     w_switch_per_sequence: Weight = 0.0
     w_z: Weight = 0.0
-    shared_sizes: Widths = field(default_factory=list)
+    shared_sizes: Widths = field(default_factory=list)  # of a `moe_ext.SharedExpert`; []: none
+    # Only for a flat mixture. The gate also selects among the identity and null experts.
+    # capacity_factor = 0 drops nothing. Otherwise, experts have a capacity in evaluation too, and
+    # the perplexity depends on the batches. drop = "score" is not causal.
     num_identity_experts: Limit = 0
     num_null_experts: Limit = 0
     capacity_factor: Weight = 0.0
@@ -126,7 +119,8 @@ class MoEConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        groups, rule = self.num_groups, f"be at least 0, and 0 with the gates {_FLAT_NAMES}"
+        groups = self.num_groups
+        rule = f"be at least 0, and 0 with the gates {', '.join(_FLAT_KINDS)}"
         known = groups >= 0 and (self.gate not in _FLAT_KINDS or groups == 0)
         require(known, "num_groups", rule, groups)
         rule = f"divide num_experts = {self.num_experts}"
@@ -166,12 +160,7 @@ class MoEConfig(Options):
 
 @dataclass
 class FeedForwardConfig(Options):
-    """Options of the dense layer that replaces a MoE layer: a single expert without a gate.
-
-    Attributes:
-        hidden_sizes: see `moe_ext.FeedForwardExperts`.
-        activation: see `moe_ext.FeedForwardExperts`.
-    """
+    """Options of the dense layer that replaces a MoE layer: a single expert without a gate."""
 
     hidden_sizes: Widths = field(default_factory=lambda: [4096])
     activation: _ActivationName = "relu"
@@ -196,55 +185,29 @@ def word_softmax(
 
 def gate_layer(config: MoEConfig, d_model: int, noise_generator: torch.Generator | None) -> Gate:
     """Creates the gate of a MoE layer of width d_model; noise_generator samples the noise."""
-    options: dict[str, Any] = {"k": config.k}
-    if config.num_groups:
-        options["num_groups"] = config.num_groups
-        options["experts_per_group"] = config.num_experts // config.num_groups
-    else:
-        options["num_experts"] = config.num_choices
+    options: dict[str, Any] = {"num_experts": config.num_choices}
+    if groups := config.num_groups:
+        options = {"num_groups": groups, "experts_per_group": config.num_experts // groups}
     if config.gate == "noisy_topk":
-        options.update(noise_epsilon=config.noise_epsilon, generator=noise_generator)
-        return (HierarchicalNoisyTopKGate if config.num_groups else NoisyTopKGate)(
-            d_model, **options
-        )
+        options |= {"noise_epsilon": config.noise_epsilon, "generator": noise_generator}
     if config.gate == "topk":
-        return TopKGate(
-            d_model,
-            **options,
-            score=cast(Score, config.score),
-            renormalize=config.renormalize,
-            scale=config.scale,
-            bias_update_rate=config.bias_update_rate or None,
-        )
-    if config.gate in ("expert_choice", "relu"):
-        kind = ExpertChoiceGate if config.gate == "expert_choice" else ReLUGate
-        return kind(d_model, **options)
-    return (HierarchicalBalancedGate if config.num_groups else BalancedGate)(d_model, **options)
+        options |= {name: getattr(config, name) for name in ("score", "renormalize", "scale")}
+        options["bias_update_rate"] = config.bias_update_rate or None
+    return _GATES[config.gate][bool(groups)](d_model, k=config.k, **options)
 
 
 def moe_layer(
     config: MoEConfig,
     d_model: int,
-    *,
     noise_generator: torch.Generator | None = None,
-    dtype: torch.dtype | None = None,
     process_group: ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
 ) -> MoE:
-    """Creates a MoE layer.
-
-    Args:
-        config: options of the layer.
-        d_model: width of the layer's input.
-        noise_generator: generator of the gate's noise.
-        dtype: dtype of the experts.
-        process_group: see `MoE`.
-    """
+    """Creates a MoE layer; noise_generator samples the gate's noise, dtype is of the experts."""
     activation = cast(Activation, config.activation)
     shared_expert = None
-    if config.shared_sizes:
-        shared_expert = SharedExpert(
-            d_model, config.shared_sizes, activation=activation, dtype=dtype
-        )
+    if sizes := config.shared_sizes:
+        shared_expert = SharedExpert(d_model, sizes, activation=activation, dtype=dtype)
     capacity = None
     if config.capacity_factor:
         capacity = Capacity(config.capacity_factor, cast(Drop, config.drop))
@@ -269,26 +232,17 @@ def moe_layer(
 
 
 def ffn_layer(
-    config: FeedForwardConfig, d_model: int, *, dtype: torch.dtype | None = None
+    config: FeedForwardConfig, d_model: int, dtype: torch.dtype | None = None
 ) -> FeedForwardExperts:
     """Creates the dense layer that replaces a MoE layer."""
-    return FeedForwardExperts(
-        1,
-        d_model,
-        tuple(config.hidden_sizes),
-        activation=cast(Activation, config.activation),
-        dtype=dtype,
-    )
+    sizes, activation = tuple(config.hidden_sizes), cast(Activation, config.activation)
+    return FeedForwardExperts(1, d_model, sizes, activation=activation, dtype=dtype)
 
 
 def sigmoid_of(
     layer: nn.Module, h: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, tuple[MoEAux, ...]]:
-    """Computes sigmoid(layer(h)) in the dtype of h (App. C.1).
-
-    Returns:
-        The sigmoid [..., D], and a tuple with the `MoEAux` of a MoE; empty for a dense layer.
-    """
+    """Computes sigmoid(layer(h)) in the dtype of h (App. C.1), and the `MoEAux` of a MoE."""
     if isinstance(layer, MoE):
         y, aux = layer(h, mask)
         return torch.sigmoid(y), (aux,)
@@ -301,20 +255,13 @@ class LossParts(NamedTuple):
     """The parts of the loss of one batch.
 
     The training objective is nll_sum / num_tokens + aux_loss. The perplexity is
-    exp(nll_sum / num_tokens).
-
-    Attributes:
-        nll_sum: scalar, nats summed over the tokens of the batch, ends of sentences included. In
-            training, a sampled softmax underestimates nll_sum.
-        num_tokens: number of tokens in nll_sum.
-        aux_loss: scalar, sum of the weighted balancing losses of all MoE layers.
-        aux: the `MoEAux` of each MoE layer, in order.
+    exp(nll_sum / num_tokens). In training, a sampled softmax underestimates nll_sum.
     """
 
-    nll_sum: Tensor
-    num_tokens: int
-    aux_loss: Tensor
-    aux: tuple[MoEAux, ...]
+    nll_sum: Tensor  # scalar, nats summed over the tokens of the batch, ends of sentences included
+    num_tokens: int  # number of tokens in nll_sum
+    aux_loss: Tensor  # scalar, sum of the weighted balancing losses of all MoE layers
+    aux: tuple[MoEAux, ...]  # of each MoE layer, in order
 
 
 class WordModel(nn.Module):
@@ -336,11 +283,7 @@ class WordModel(nn.Module):
 
     @torch.no_grad()
     def token_nll(self, batch: Any) -> Tensor:
-        """Computes -ln p of the target of each real token, without gradient.
-
-        Returns:
-            [T], nats, in the order of the rows of the batch.
-        """
+        """Computes -ln p of the target of each real token, [T] in nats, without gradient."""
         h, _ = self.hidden_states(batch)
         return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])
 

@@ -29,23 +29,15 @@ class LogUniformSampler:
 
     If word ids are ordered by decreasing frequency, Q is close to the word frequency (Zipf's law).
 
-    Args:
-        num_classes: V, number of classes.
-        num_sampled: S, number of sampled classes.
-        generator: CPU generator of the samples; None is torch's default generator.
+    V is num_classes, and S is num_sampled. The samples come from a CPU generator.
     """
 
     def __init__(
         self, num_classes: int, num_sampled: int, generator: torch.Generator | None = None
     ) -> None:
-        require(
-            1 <= num_sampled <= num_classes,
-            "LogUniformSampler: num_sampled",
-            f"be in [1, num_classes = {num_classes}]",
-            num_sampled,
-        )
-        self.num_classes = num_classes
-        self.num_sampled = num_sampled
+        holds, rule = 1 <= num_sampled <= num_classes, f"be in [1, num_classes = {num_classes}]"
+        require(holds, "LogUniformSampler: num_sampled", rule, num_sampled)
+        self.num_classes, self.num_sampled = num_classes, num_sampled
         self.generator = generator
 
     def draw(self) -> Draw:
@@ -70,16 +62,9 @@ class LogUniformSampler:
         return Draw(distinct[kept.sort().values], int(first.max()))
 
     def log_expected_count(self, classes: Tensor, num_tries: float) -> Tensor:
-        """Computes ln E(c), where E(c) is the expected count of the class c in a sample.
+        """Computes ln E(c) in float64, where E(c) is the expected count of the class c in a sample.
 
-        The expected count is E(c) = 1 - (1 - Q(c))^num_tries.
-
-        Args:
-            classes: int64, any shape.
-            num_tries: number of classes sampled until S were distinct, ``Draw.num_tries``.
-
-        Returns:
-            float64, in the shape of classes; 0 if num_tries is infinite.
+        E(c) = 1 - (1 - Q(c))^num_tries, with ``Draw.num_tries``; ln E(c) is 0 if it is infinite.
         """
         c = classes.double()
         q = (1 / (c + 1)).log1p() / math.log(self.num_classes + 1)
@@ -103,13 +88,10 @@ def sampled_cross_entropy(
     `moe_ext.ops.linear_cross_entropy`.
 
     Args:
-        hidden: [T, D].
-        weight: [V, D].
-        bias: [V].
+        hidden, weight, bias: [T, D], [V, D] and [V].
         targets: [T] int64, in [0, V).
         classes: [S] int64, sampled classes, distinct and ascending.
-        log_expected_class: [S], ln E of each sampled class.
-        log_expected_target: [T], ln E of each target.
+        log_expected_class, log_expected_target: ln E of each sampled class [S] and target [T].
 
     Returns:
         Scalar, nats; float64 if hidden is float64, otherwise float32.
@@ -162,12 +144,8 @@ class SampledSoftmax(nn.Linear):
     underestimates the loss of the full softmax, so do not compute a perplexity from it. With S = V,
     both losses are equal.
 
-    Args:
-        d_model: D, width of the input.
-        num_classes: V, number of classes, ordered by decreasing frequency.
-        num_sampled: S, number of sampled classes; 0 uses the full softmax in training too.
-        generator: CPU generator of the samples; None is torch's default generator.
-        dtype: dtype of weight and bias; None is torch's default dtype.
+    The V classes are ordered by decreasing frequency. num_sampled = 0 uses the full softmax in
+    training too. The samples come from a CPU generator.
     """
 
     def __init__(

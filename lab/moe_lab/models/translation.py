@@ -30,40 +30,27 @@ from moe_lab.rules import Count, Limit, Options, Share, one_of
 
 @dataclass
 class TranslationModelConfig(Options):
-    """Options of a translation model: three LSTMs in the encoder and two in the decoder.
+    """Options of a translation model: three LSTMs in the encoder and two in the decoder."""
 
-    Attributes:
-        d_model: D, width of the embeddings and of every layer's output.
-        lstm_units: width of the LSTM cells, at least d_model; the cell outputs are projected to
-            d_model. 0 gives cells of d_model units without projection.
-        encoder: how the left-to-right and the right-to-left LSTM are connected. "parallel": both
-            LSTMs read the embedding, and their outputs are summed. "stacked": the right-to-left
-            LSTM reads the output of the left-to-right LSTM.
-        attention: "product" or "gnmt" (App. G).
-        attention_units: A of `Attention`; 0 means d_model.
-        attend_language: whether the attention sees the first source token. In a model of several
-            language pairs, this is ``<2xx>``, on which the attention can get stuck for thousands of
-            steps.
-        between: layer before the last LSTM of the encoder and of the decoder: "moe", "ffn" (dense)
-            or "none".
-        dropout: dropout probability of the embeddings and of the output of each layer.
-        shared_embedding: whether source and target words share one embedding. They always share
-            one vocabulary.
-        moe: options of the "moe" layers.
-        ffn: options of the "ffn" layers.
-    """
-
-    d_model: Count = 512
+    d_model: Count = 512  # D, width of the embeddings and of every layer's output
+    # Width of the LSTM cells, at least d_model; the cell outputs are projected to d_model. 0 gives
+    # cells of d_model units without projection.
     lstm_units: int = 2048
+    # "parallel": the left-to-right and the right-to-left LSTM read the embedding, and their outputs
+    # are summed. "stacked": the right-to-left LSTM reads the output of the left-to-right LSTM.
     encoder: Annotated[str, one_of("parallel", "stacked")] = "parallel"
-    attention: Annotated[str, one_of(*ATTENTION_KINDS)] = "product"
-    attention_units: Limit = 0
+    attention: Annotated[str, one_of(*ATTENTION_KINDS)] = "product"  # App. G
+    attention_units: Limit = 0  # A of `Attention`; 0 means d_model
+    # Whether the attention sees the first source token. In a model of several language pairs, this
+    # is <2xx>, on which the attention can get stuck for thousands of steps.
     attend_language: bool = True
+    # Layer before the last LSTM of the encoder and of the decoder; "ffn" is dense.
     between: Annotated[str, one_of("moe", "ffn", "none")] = "moe"
-    dropout: Share = 0.4
+    dropout: Share = 0.4  # dropout probability of the embeddings and of the output of each layer
+    # Whether source and target words share one embedding. They always share one vocabulary.
     shared_embedding: bool = True
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)  # of the "moe" layers
+    ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)  # of the "ffn" layers
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,7 +112,7 @@ class AttentionLSTM(nn.Module):
     def forward(self, x: Tensor, encoded: Encoded) -> Tensor:
         """Computes the output m [B, T, D] for x [B, T, D], with attention over the sources."""
         # The contribution of x does not depend on the previous step: one GEMM for all steps.
-        x_weight, context_weight = self._input_weights()
+        x_weight, context_weight = self.lstm.input_weight.chunk(2, 1)
         steps = F.linear(x.transpose(0, 1), x_weight, self.lstm.bias)
         state = self.lstm.start(len(x))
         outputs = []
@@ -138,16 +125,9 @@ class AttentionLSTM(nn.Module):
     def step(
         self, x: Tensor, state: LSTMState, encoded: Encoded, source: Tensor
     ) -> tuple[LSTMState, Tensor]:
-        """Computes the state after the token x_t, and the attention weights of this step.
+        """Computes the state after the token x_t [N, D], and the attention weights [N, S].
 
-        Args:
-            x: x_t [N, D], for N translations.
-            state: state before x_t.
-            encoded: the B encoded source sentences.
-            source: [N] int64, index of the source sentence of each translation.
-
-        Returns:
-            The state after x_t, and the attention weights [N, S].
+        `source` [N] is the index of the source sentence of each translation.
         """
         # Group the queries by source, so that attention reads the vectors of a source only once.
         plan = ops.dispatch_plan(source, len(encoded.mask))
@@ -155,18 +135,13 @@ class AttentionLSTM(nn.Module):
         m = state.m.new_zeros(len(counts), max(counts, default=0), state.m.shape[1])
         m[source, place] = state.m
         context, weights = (y[source, place] for y in self._attend(m, encoded))
-        x_weight, context_weight = self._input_weights()
+        x_weight, context_weight = self.lstm.input_weight.chunk(2, 1)
         gates = F.linear(x, x_weight, self.lstm.bias)
         return self._step(gates, context, context_weight, state), weights
 
     def _attend(self, m: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Computes contexts [B, T, D] and weights [B, T, S] for the queries m [B, T, D]."""
         return self.attention(m, encoded.keys, encoded.output, encoded.mask)
-
-    def _input_weights(self) -> tuple[Tensor, Tensor]:
-        """Returns the columns of W that multiply x_t, and those that multiply a_t."""
-        x_weight, context_weight = self.lstm.input_weight.chunk(2, 1)
-        return x_weight, context_weight
 
     def _step(
         self, gates: Tensor, context: Tensor, context_weight: Tensor, state: LSTMState
@@ -198,12 +173,7 @@ class TranslationModel(WordModel):
     Embedding and softmax are separate weights, initialised as in `LanguageModel`. Two models with
     the same seed and different `between` start with the same weights in all other layers.
 
-    Args:
-        config: options of the layers.
-        vocab_size: V, number of words of source and target languages together.
-        process_group: the ranks that share the experts; see `MoE`.
-        noise_generator: generator of the gates' noise; None is torch's default generator. With a
-            separate generator, MoE and dense models of one seed get the same dropout masks.
+    The arguments are those of `LanguageModel`. V is the number of words of all languages.
     """
 
     def __init__(
@@ -232,12 +202,7 @@ class TranslationModel(WordModel):
 
         def between() -> nn.Module | None:
             if config.between == "moe":
-                return moe_layer(
-                    config.moe,
-                    d_model,
-                    noise_generator=noise_generator,
-                    process_group=process_group,
-                )
+                return moe_layer(config.moe, d_model, noise_generator, process_group)
             return ffn_layer(config.ffn, d_model) if config.between == "ffn" else None
 
         # Initialised last: models that differ in these layers start with the same other weights.
@@ -255,12 +220,8 @@ class TranslationModel(WordModel):
     ) -> tuple[Tensor, tuple[MoEAux, ...]]:
         """Computes the input of the softmax for each target position.
 
-        Args:
-            source: [B, S] int64, word ids.
-            source_mask: [B, S] bool, True at tokens. Padding follows the tokens; every sentence has
-                at least one token.
-            inputs: [B, T] int64, ids of the words before the predicted words.
-            mask: [B, T] bool, True at real tokens. Padding follows the tokens.
+        Source ids are [B, S]; inputs, the ids before the predicted words, are [B, T]. The masks are
+        True at tokens, which padding follows. Every source has at least one token.
 
         Returns:
             The input of the softmax [B, T, D], undefined where mask is False, and the `MoEAux` of
@@ -293,12 +254,8 @@ class TranslationModel(WordModel):
     def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, Tensor, DecoderState]:
         """Computes the distribution of the next word, without gradient.
 
-        In evaluation mode, the distribution equals the softmax of the result of `forward`.
-
-        Args:
-            tokens: [N] int64, the previous word of each translation. The first word is the
-                end-of-sentence id.
-            state: state of the N translations before `tokens`.
+        In evaluation mode, the distribution equals the softmax of the result of `forward`. `tokens`
+        [N] has the previous word of each translation, at first the end-of-sentence id.
 
         Returns:
             The log-probabilities [N, V] in nats, the attention weights [N, S], and the state after

@@ -14,7 +14,7 @@ round(k·T/E) tokens of a training batch. The page has
 The page shows the first seed; the default is the single seed 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from moe_ext import MoE, MoEAux, batchwise_masks
 from moe_ext.gates import rows_per_expert
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.report import Page, Plot, new_figure, perplexity_axes
-from moe_lab.experiments.store import Run, Stored
+from moe_lab.experiments.report import Page, Plot, new_axes, perplexity_axes, table_of
+from moe_lab.experiments.runs import Run
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.markdown import markdown_table
 from moe_lab.training.config import Config, read_config
@@ -33,8 +34,6 @@ from moe_lab.training.metrics import evaluate
 
 
 class Balanced(TrainedStudy):
-    """The study of strictly balanced gates."""
-
     name = "balanced"
     given = ("data.corpus=CORPUS",)
     models = usual = ("moe-32-balanced",)
@@ -91,39 +90,34 @@ class Balanced(TrainedStudy):
 
     def page(self, stored: Stored) -> Page | None:
         run = stored.runs[0]
-        final, test = run["final"], run["test"]
-        rows = []
-        for record in run["dev"]:
-            by_threshold, by_batch = record["perplexity"], record["perplexity_batchwise"]
-            change = f"{100 * (by_threshold / by_batch - 1):+.2f}%"
-            rows.append([f"{record['step']:,}", f"{by_threshold:.2f}", f"{by_batch:.2f}", change])
-        steps = ["step", "dev perplexity, threshold mask", "batchwise mask", "difference"]
-        disagreement, difference, without = (
-            f"{100 * final[key]:.2f}%"
-            for key in ("mask_disagreement", "difference", "share_without_expert")
-        )
-        end = [
-            ["disagreement of the masks, training batches", disagreement, "below 10%"],
-            ["increase of dev perplexity by the threshold mask", difference, "at most 2%"],
-            ["tokens without an expert, training batches", without, ""],
+        test = run["test"]
+        end = {key: f"{100 * value:.2f}%" for key, value in run["final"].items()}
+        last = [
+            ["disagreement of the masks, training batches", end["mask_disagreement"], "below 10%"],
+            ["increase of dev perplexity by the threshold mask", end["difference"], "at most 2%"],
+            ["tokens without an expert, training batches", end["share_without_expert"], ""],
             ["test perplexity, threshold mask", f"{test['perplexity']:.2f}", ""],
             ["test perplexity, batchwise mask", f"{test['perplexity_batchwise']:.2f}", ""],
         ]
+        steps: dict[str, Callable[[Mapping[str, float]], str]] = {
+            "step": lambda dev: f"{dev['step']:,}",
+            "dev perplexity, threshold mask": lambda dev: f"{dev['perplexity']:.2f}",
+            "batchwise mask": lambda dev: f"{dev['perplexity_batchwise']:.2f}",
+            "difference": lambda dev: (
+                f"{100 * (dev['perplexity'] / dev['perplexity_batchwise'] - 1):+.2f}%"
+            ),
+        }
         return self.filled(
             stored,
             plot=plot(run["dev"], run["train"]),
             run=run,
-            steps=markdown_table(steps, rows),
-            end=markdown_table(["after the last step", "value", "aim"], end),
+            steps=table_of(steps, [(record,) for record in run["dev"]]),
+            end=markdown_table(["after the last step", "value", "aim"], last),
         )
 
 
 class EqualLoads:
-    """A forward hook that counts a layer's training batches and checks the load of each expert.
-
-    Raises:
-        RuntimeError: an expert did not get exactly m = round(k·T/E) tokens of a training batch.
-    """
+    """A forward hook that counts batches and checks that each expert gets round(k·T/E) tokens."""
 
     def __init__(self, k: int, num_experts: int) -> None:
         self.k, self.num_experts = k, num_experts
@@ -145,8 +139,7 @@ class EqualLoads:
 
 def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Plot:
     """Plots perplexity under both masks (left), mask disagreement and unrouted tokens (right)."""
-    figure = new_figure(12, 4.5, dpi=120)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = new_axes(12, 4.5, columns=2, dpi=120)
     steps = [record["step"] for record in dev]
     for key, label in (("perplexity_batchwise", "batchwise"), ("perplexity", "threshold")):
         values = [record[key] for record in dev]

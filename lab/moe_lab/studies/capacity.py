@@ -20,26 +20,23 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_lab.data import Wordpieces
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of, percent
-from moe_lab.experiments.report import Page, Plot, new_figure
+from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.runs import (
+    ArmRuns,
+    PairedDifference,
+    Runs,
     dev_nll,
-    difference,
-    mean_curve,
-    mean_of,
-    mean_perplexity,
+    mean_difference,
     nll_after,
-    size_cells,
     test_nll,
-    widening,
 )
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
-from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials_table, tried, usual_options
 from moe_lab.markdown import markdown_table
@@ -80,22 +77,13 @@ _MODEL_OPTIONS = dict.fromkeys(MIXTURES, ["model.moe.hidden_sizes=[192]"]) | {
 }
 
 
-class Kind(NamedTuple):
-    """A kind of text: the title of its page, and what it contains."""
-
-    title: str
-    contents: str
-
-
-TEXTS = {
-    "sources": Kind("code and documentation", "Python code, C++ headers and documentation"),
-    "prose": Kind("English prose", "English prose"),
+TEXTS = {  # the title of a page, and what its text contains
+    "sources": ("code and documentation", "Python code, C++ headers and documentation"),
+    "prose": ("English prose", "English prose"),
 }
 
 
 class Capacity(TrainedStudy):
-    """The study of one kind of text."""
-
     models = usual = MODELS
     arm_settings = ("times", "rate", "expert_rate", "dropout")
     text: SentenceText
@@ -134,27 +122,32 @@ class Capacity(TrainedStudy):
 
     def page(self, stored: Stored) -> Page | None:
         runs = stored.by_arm()
-        results = at_best(runs)
+        best = best_arms(runs)
+        results = Runs({model: runs[arm] for model, arm in best.items()})
         if not lengths_of(results):
             return None
         settings, lengths = stored.settings, lengths_of(results)
-        kind = TEXTS[settings["text"]]
+        title, contents = TEXTS[settings["text"]]
+        mixture, tried_options = best_mixture(results), search(settings, runs)
         seen = settings["steps"] * settings["data.tokens_per_batch"]
         longer = "".join(f", with x{times:g} {times * seen:,.0f}" for times in lengths[1:])
         epochs = lengths[-1] * seen / settings["train_tokens"]
         return self.filled(
             stored,
-            **kind._asdict(),
-            plot=plot(settings, runs),
-            summary=summary(results),
-            results=results_table(settings, runs),
+            title=title,
+            contents=contents,
+            plot=plot(settings, results),
+            best=mixture,
+            changes=changes_of(mixture, results),
+            results=results_table(settings, results, best),
             seen=seen,
             longer=longer,
             epochs=epochs,
-            spread=spread_sentence(results),
+            spread=spread(results),
             usual=usual_options(settings),
             claims=claims_of(claims(results, runs)),
-            search=search(settings, runs),
+            search=tried_options,
+            unsearched=not tried_options,
         )
 
 
@@ -170,12 +163,7 @@ def best_arms(runs: Runs) -> dict[Arm, Arm]:
     return best
 
 
-def at_best(runs: Runs) -> Runs:
-    """Returns the runs of each model and length with its best settings, see `best_arms`."""
-    return Runs({model: runs[arm] for model, arm in best_arms(runs).items()})
-
-
-def runs_of_length(results: Runs, times: float) -> dict[str, dict[int, Run]]:
+def runs_of_length(results: Runs, times: float) -> dict[str, ArmRuns]:
     """Returns the runs with one number of training steps, by model."""
     return {model: results[Arm(model, times=times)] for model in MODELS}
 
@@ -186,10 +174,7 @@ def all_lengths(results: Runs) -> list[float]:
 
 
 def lengths_of(results: Runs) -> list[float]:
-    """Returns the factors of the number of training steps with which models can be compared.
-
-    A mixture and another model have runs with each of them.
-    """
+    """Returns the factors with which a mixture and another model have runs."""
     lengths = []
     for times in all_lengths(results):
         same = runs_of_length(results, times)
@@ -198,22 +183,16 @@ def lengths_of(results: Runs) -> list[float]:
     return lengths
 
 
-def slope(same: Mapping[str, Mapping[int, Run]]) -> PairedDifference | None:
-    """Fits ln(perplexity) linearly to log2(experts), for each seed that all mixtures have.
-
-    Args:
-        same: the runs with one number of training steps, by model.
-    """
+def slope(same: Mapping[str, ArmRuns]) -> PairedDifference | None:
+    """Fits ln(perplexity) linearly to log2(experts), for each seed that all mixtures have."""
     seeds = set.intersection(*(set(same[model]) for model in MIXTURES))
     doublings = [number.bit_length() - 1 for number in MIXTURES.values()]
-    return mean_difference(
-        [
-            statistics.linear_regression(
-                doublings, [test_nll(same[model][seed]) for model in MIXTURES]
-            ).slope
-            for seed in sorted(seeds)
-        ]
-    )
+
+    def fitted(seed: int) -> float:
+        nll = [test_nll(same[model][seed]) for model in MIXTURES]
+        return statistics.linear_regression(doublings, nll).slope
+
+    return mean_difference(list(map(fitted, sorted(seeds))))
 
 
 def gain(results: Runs, model: str, short: float, long: float) -> PairedDifference | None:
@@ -233,12 +212,9 @@ def claims(results: Runs, usual: Runs) -> list[Claim]:
 
     Claims about models without runs are left out. Each claim compares models at the greatest number
     of training steps for which it has an interval. Without an interval, it compares them at the
-    greatest for which it has runs.
-
-    Args:
-        results: the runs of each model and length with its best settings, see `at_best`.
-        usual: the runs with the usual settings. The claims about more text compare them, because a
-            learning rate changes the beginning of the training more than its end.
+    greatest for which it has runs. `results` are those of `best_arms`. The claims about more text
+    compare the runs with the usual settings, because a learning rate changes the beginning of the
+    training more than its end.
     """
     lengths = reversed(lengths_of(results))
     claims_of_lengths = [claims_of_length(results, usual, times) for times in lengths]
@@ -265,7 +241,6 @@ def claims(results: Runs, usual: Runs) -> list[Claim]:
 
 
 def is_interval(difference: PairedDifference | None) -> bool:
-    """Returns whether a difference has enough seeds for an interval."""
     return difference is not None and difference.low is not None
 
 
@@ -275,7 +250,7 @@ def claims_of_length(results: Runs, usual: Runs, times: float) -> list[Claim]:
     names = {model: str(Arm(model, times=times)) for model in MODELS}
 
     def row(claim: str, a: str, b: str) -> Claim:
-        return Claim(claim, f"{names[a]} against {names[b]}", difference(same[a], same[b]))
+        return Claim(claim, f"{names[a]} against {names[b]}", same[a].minus(same[b]))
 
     more = [*MIXTURES][1:]
     rows = [row("more experts lower the perplexity at equal operations", a, FIRST) for a in more]
@@ -291,69 +266,59 @@ def claims_of_length(results: Runs, usual: Runs, times: float) -> list[Claim]:
             MORE_TEXT,
             f"{names[a]} against {names[FIRST]}: difference after all steps minus difference "
             "after 25%",
-            widening(same_usual[a], same_usual[FIRST], QUARTER),
+            same_usual[a].widening(same_usual[FIRST], QUARTER),
         )
         for a in more
     ]
     return rows
 
 
-def spread_sentence(results: Runs) -> str:
-    """Compares the spread over the seeds of a model on the test part and on the dev part.
+def spread(results: Runs) -> list[float]:
+    """Returns the spread over the seeds of a model, on the test part and on the dev part.
 
-    It is the root of the mean variance over the models with two seeds or more.
+    It is the root of the mean variance over the models with two seeds or more; [] without any.
     """
     some = [arm_runs.values() for arm_runs in results.values() if len(arm_runs) > 1]
-    if not some:
-        return ""
-    test, dev = (
+    return [
         statistics.fmean(statistics.variance(map(nll, arm_runs)) for arm_runs in some) ** 0.5
         for nll in (test_nll, dev_nll)
-    )
-    return (
-        f"Over the seeds of a model, ln ppl has a standard deviation of {test:.3f} on the test "
-        f"part and {dev:.3f} on the dev part."
-    )
+        if some
+    ]
 
 
-def summary(results: Runs) -> str:
-    """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
+def best_mixture(results: Runs) -> Arm:
+    """Returns the mixture with the lowest dev perplexity."""
     arms = [Arm(mixture, times=times) for times in lengths_of(results) for mixture in MIXTURES]
     arms = [arm for arm in arms if results[arm]]
     seeds = set.intersection(*(set(results[arm]) for arm in arms))
-    best = min(
-        arms,
-        key=lambda arm: mean_perplexity(
-            {seed: results[arm][seed] for seed in seeds or results[arm]}, dev_nll
-        ),
-    )
+
+    def dev_perplexity(arm: Arm) -> float:
+        runs = results[arm]
+        return runs.on(seeds or runs).perplexity(dev_nll)
+
+    return min(arms, key=dev_perplexity)
+
+
+def changes_of(best: Arm, results: Runs) -> str:
+    """Compares a mixture with other models on the test part."""
     gaps = [
         f"{as_change(gap)} from {base}"
         for base in (replace(best, model=model) for model in (FIRST, *DENSE))
-        if base != best and (gap := difference(results[best], results[base]))
+        if base != best and (gap := results[best].minus(results[base]))
     ]
-    text = f"The mixture with the lowest dev perplexity is {best}."
-    return text + (f" The change of its test perplexity is {'; '.join(gaps)}." if gaps else "")
+    return "; ".join(gaps)
 
 
 def search(settings: Mapping[str, Any], runs: Runs) -> str:
-    """Shows the learning rates and dropouts of which each model has the best."""
+    """Shows the learning rates and dropouts of which each model has the best; "" for only one."""
     lengths = all_lengths(runs)
     compared = tried(runs, [Arm(m, times=times) for m, times in product(MODELS, lengths)])
-    usual = usual_options(settings)
     if all(len(tried.nll) < 2 for tried in compared.values()):
-        return f"Every run has {usual}; nothing was selected by the dev part."
-    return (
-        "The options of each model, and of each number of steps, are those with the lowest dev "
-        "perplexity in this table. A cell is the mean over the seeds of its row, and empty without "
-        f"a run. A column that names no dropout has dropout {settings['model.dropout']:g}.\n\n"
-        f"{trials_table(compared, usual)}"
-    )
+        return ""
+    return trials_table(compared, usual_options(settings))
 
 
-def results_table(settings: Mapping[str, Any], runs: Runs) -> str:
-    """Formats the options, the size and the perplexity of each model."""
-    results, best = at_best(runs), best_arms(runs)
+def results_table(settings: Mapping[str, Any], results: Runs, best: Mapping[Arm, Arm]) -> str:
     per_byte = settings["test_tokens"] / settings["test_bytes"]
     rows = []
     for times, model in product(lengths_of(results), MODELS):
@@ -361,16 +326,16 @@ def results_table(settings: Mapping[str, Any], runs: Runs) -> str:
         if not (arm_runs := same[model]):
             continue
         arm = Arm(model, times=times)
-        changes = [as_change(difference(arm_runs, same[b])) if b != model else "" for b in BASES]
+        changes = [as_change(arm_runs.minus(same[b])) if b != model else "" for b in BASES]
         rows.append(
             [
                 arm,
                 best[arm].trial or usual_options(settings),
-                *size_cells(arm_runs),
+                *arm_runs.size_cells(),
                 len(arm_runs),
-                f"{mean_perplexity(arm_runs, nll_after(QUARTER)):.2f}",
-                f"{mean_perplexity(arm_runs):.2f}",
-                f"{perplexity(mean_of(arm_runs, test_nll) * per_byte):.4f}",
+                f"{arm_runs.perplexity(nll_after(QUARTER)):.2f}",
+                f"{arm_runs.perplexity():.2f}",
+                f"{perplexity(arm_runs.mean(test_nll) * per_byte):.4f}",
                 *changes,
             ]
         )
@@ -381,14 +346,12 @@ def results_table(settings: Mapping[str, Any], runs: Runs) -> str:
     return markdown_table(header, rows)
 
 
-def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
+def plot(settings: Mapping[str, Any], results: Runs) -> Plot:
     """Plots the mean learning curves of the longest runs, and the perplexity with more experts."""
-    results = at_best(runs)
     lengths = lengths_of(results)
-    figure = new_figure(10, 4.2)
-    learning, capacity = figure.subplots(1, 2)
+    figure, (learning, capacity) = new_axes(10, 4.2, columns=2)
     for model, arm_runs in runs_of_length(results, lengths[-1]).items():
-        if points := [(tokens / 1e6, ppl) for tokens, ppl in mean_curve(arm_runs)]:
+        if points := [(tokens / 1e6, ppl) for tokens, ppl in arm_runs.curve()]:
             learning.plot(*zip(*points, strict=True), marker=".", label=model)
     learning.set(xlabel="training wordpieces (millions)", ylabel="dev perplexity", yscale="log")
     learning.yaxis.set_minor_formatter("{x:g}")
@@ -397,7 +360,7 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     for times in with_first:
         seen = settings["steps"] * settings["data.tokens_per_batch"] * times
         same = runs_of_length(results, times)
-        gaps = [(n, difference(same[model], same[FIRST])) for model, n in MIXTURES.items()]
+        gaps = [(n, same[model].minus(same[FIRST])) for model, n in MIXTURES.items()]
         known = [(n, gap) for n, gap in gaps if gap]
         means = [percent(gap.mean) for _, gap in known]
         label = f"after {seen / 1e6:.1f} million wordpieces"
@@ -412,7 +375,7 @@ def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     where = capacity.get_yaxis_transform()
     for times, (place, dense) in product(with_first[-1:], enumerate(DENSE)):
         same = runs_of_length(results, times)
-        if gap := difference(same[dense], same[FIRST]):
+        if gap := same[dense].minus(same[FIRST]):
             level = percent(gap.mean)
             capacity.axhline(level, lw=0.8, ls="--", color="grey")
             at = (0.02 + 0.2 * place, level)  # side by side, because levels can be equal

@@ -40,7 +40,7 @@ from moe_lab.benchmarks.harness import (
 from moe_lab.benchmarks.roofline import gemm_probe
 from moe_lab.benchmarks.step import random_text
 from moe_lab.experiments.claims import NOT_DECIDED, SUPPORTED
-from moe_lab.experiments.report import Command, Page, Plot, new_figure, page_of_template, publish
+from moe_lab.experiments.report import Command, Page, Plot, new_axes, page_of_template, publish
 from moe_lab.files import read_json
 from moe_lab.markdown import markdown_table
 from moe_lab.models import LanguageModel
@@ -200,7 +200,6 @@ def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) ->
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures all run times; returns them as data for JSON."""
     width, rounds = options.width, options.rounds
     with pinned(options.threads):
         rows = [row for n in options.tokens for row in _training_steps(n, width, rounds)]
@@ -232,39 +231,32 @@ def speed_table(rows: Sequence[Row], part: str, *against: str) -> str:
 
 
 def verdict_of(rows: Sequence[Row]) -> str:
-    """States the claim and the verdict on it."""
+    """States the verdict on the claim."""
     judged = [
         row
         for row in rows
         if row.part == "training step" and row.rows_per_expert >= ROWS_PER_EXPERT
     ]
-    claim = (
-        f"**Claim: with at least {ROWS_PER_EXPERT} rows per expert, a mixture trains at {CLAIM} "
-        "or more of the speed of a dense model with equal operations.** The paper's mixtures have "
-        "0.57 to 0.84 of that speed. The verdict on this measurement: "
-    )
     if not judged:
-        return f"{claim}{NOT_DECIDED}, because no expert had enough rows."
+        return f"{NOT_DECIDED}, because no expert had enough rows."
     lowest = min(judged, key=lambda row: row.median)
     return (
-        f"{claim}{SUPPORTED if lowest.low >= CLAIM else NOT_DECIDED}. The slowest mixture is "
+        f"{SUPPORTED if lowest.low >= CLAIM else NOT_DECIDED}. The slowest mixture is "
         f"{lowest.name} with {lowest.tokens:,} words: {lowest.median:.2f} of the speed of "
         f"{lowest.against}, quartiles {lowest.low:.2f} and {lowest.high:.2f}."
     )
 
 
 def page_of(results: Mapping[str, Any]) -> Page:
-    """Makes the page: a table for each part, the verdict on the claim, and the plot.
-
-    Args:
-        results: the result of `measure`. Its note is a sentence about the command.
-    """
+    """Makes the page of `measure`: a table of each part, the verdict on the claim, and the plot."""
     rows, width = [Row(**row) for row in results["rows"]], results["width"]
     return page_of_template(
         __file__,
         results=results,
         command=Command(results["command"]),
         steps=speed_table(rows, "training step", *DENSE),
+        claim=CLAIM,
+        rows_per_expert=ROWS_PER_EXPERT,
         verdict=verdict_of(rows),
         hidden=2 * width,
         dense_hidden=8 * width,
@@ -278,8 +270,7 @@ def plot(rows: Sequence[Row]) -> Plot:
     """Plots the MoE layer's speed relative to the dense layer, over the rows per expert."""
     some = [row for row in rows if row.part == "layer" and row.rows_per_expert]
     x = [row.rows_per_expert for row in some]
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 4.2)
     axes.fill_between(x, [r.low for r in some], [r.high for r in some], alpha=0.25)
     axes.plot(x, [r.median for r in some], marker="o")
     axes.axhline(1.0, lw=0.8, ls="--", color="grey")
@@ -289,7 +280,6 @@ def plot(rows: Sequence[Row]) -> Plot:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the study and returns the measurements as data for JSON."""
     path = options.output / "efficiency.json"
     results = read_json(path) if options.report else measure(options)
     publish(options.output, "efficiency", page_of(results), results)

@@ -30,10 +30,9 @@ from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_lab.analysis.costs import moe_ops
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_percent, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, new_figure
-from moe_lab.experiments.runs import difference, mean_of, number_of
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
-from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.report import Claims, Page, Plot, new_axes
+from moe_lab.experiments.runs import PairedDifference, Run, Runs, mean_difference, number_of
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
 from moe_lab.models.parts import evaluating
@@ -63,8 +62,6 @@ _AT_ONCE = 8_192  # facts in a batch of the evaluation
 
 
 class FactsStudy(Study):
-    """The study of facts."""
-
     name = "facts"
     own = usual_options("facts")
     models = MODELS
@@ -86,7 +83,7 @@ class FactsStudy(Study):
         model_deviations = deviations(runs)
         rows = []
         for arm, arm_runs in runs.items():
-            first, bits = next(iter(arm_runs.values())), mean_of(arm_runs, bits_of)
+            first, bits = next(iter(arm_runs.values())), arm_runs.mean(bits_of)
             rows.append(
                 [
                     arm,
@@ -104,7 +101,7 @@ class FactsStudy(Study):
             "bits stored", "bits per parameter", "against the mixtures' mean, 95%",
         ]  # fmt: skip
         claimed = claims(runs)
-        parameters = [mean_of(runs[Arm(model)], num_parameters_of) for model in compared]
+        parameters = [runs[Arm(model)].mean(num_parameters_of) for model in compared]
         return self.filled(
             stored,
             plot=plot(runs),
@@ -122,17 +119,9 @@ class FactsStudy(Study):
 
 
 class Facts(NamedTuple):
-    """A corpus of facts.
-
-    Attributes:
-        keys: [N, D] normal numbers.
-        values: [N] int64, the index of each key's value.
-        vectors: [V, D], the fixed vector of each value.
-    """
-
-    keys: Tensor
-    values: Tensor
-    vectors: Tensor
+    keys: Tensor  # [N, D] normal numbers
+    values: Tensor  # [N] int64, the index of each key's value
+    vectors: Tensor  # [V, D], the fixed vector of each value
 
 
 def make_facts(number: int, seed: int) -> Facts:
@@ -192,11 +181,7 @@ def stored_bits(layer: MoE | FeedForwardExperts, facts: Facts) -> float:
 def learn(
     layer: MoE | FeedForwardExperts, facts: Facts, settings: Mapping[str, Any], title: str
 ) -> None:
-    """Trains the layer with Adam; the rate falls linearly to 0 after the warmup.
-
-    Raises:
-        FloatingPointError: the loss is not finite.
-    """
+    """Trains the layer with Adam; the rate falls linearly to 0 after the warmup."""
     rate = settings["rate" if isinstance(layer, MoE) else "dense_rate"]
     optimizer = torch.optim.Adam(layer.parameters(), lr=rate, betas=BETAS, fused=True)
     steps = settings["epochs"] * BATCHES
@@ -216,13 +201,7 @@ def learn(
 
 
 def run_of(arm: Arm, seed: int, settings: Mapping[str, Any]) -> Run:
-    """Trains the layer of an arm on its facts and measures what it has stored.
-
-    Args:
-        arm: the layer, and the factor of the size of its corpus.
-        seed: seed of the facts, the weights, the order of the facts and the gate's noise.
-        settings: the options of the study.
-    """
+    """Trains the layer of an arm on its facts and measures what it has stored."""
     torch.manual_seed(seed)
     layer = make_layer(arm.model, settings["logit_std"])
     parameters = num_parameters(layer)
@@ -249,9 +228,7 @@ def compared_mixtures(runs: Runs) -> list[str]:
 def deviations(runs: Runs) -> dict[str, PairedDifference | None]:
     """Compares the bits per parameter of each of `compared_mixtures` with their mean.
 
-    Returns:
-        By model, the relative deviation as a fraction, over the seeds that all these mixtures have
-        and with which they have stored anything.
+    The relative deviations are over the seeds with which all these mixtures have stored anything.
     """
     runs_of_models = {model: runs[Arm(model)] for model in compared_mixtures(runs)}
     seeds = sorted(set.intersection(*map(set, runs_of_models.values()))) if runs_of_models else []
@@ -268,8 +245,7 @@ def deviations(runs: Runs) -> dict[str, PairedDifference | None]:
 
 
 def log_bits(run: Run) -> float:
-    """Returns ln of the stored bits, at least 0, so that a layer may store nothing."""
-    return math.log(max(1.0, run["bits"]))
+    return math.log(max(1.0, run["bits"]))  # a layer may store nothing
 
 
 def claims(runs: Runs) -> list[list[str]]:
@@ -284,7 +260,7 @@ def claims(runs: Runs) -> list[list[str]]:
         for model, gap in deviations(runs).items()
     ]
     for model in (model for model in MIXTURES if runs[Arm(model)] and runs[Arm(DENSE)]):
-        ratio = difference(runs[Arm(model)], runs[Arm(DENSE)], log_bits)
+        ratio = runs[Arm(model)].minus(runs[Arm(DENSE)], log_bits)
         rows.append(
             [
                 "a mixture stores more than a dense layer of no fewer operations",
@@ -298,10 +274,9 @@ def claims(runs: Runs) -> list[list[str]]:
 
 def plot(runs: Runs) -> Plot:
     """Plots bits over parameters for all layers, and over the size of the corpus for one."""
-    figure = new_figure(10, 4.2)
-    capacity, saturation = figure.subplots(1, 2)
+    figure, (capacity, saturation) = new_axes(10, 4.2, columns=2)
     sizes = {  # parameters and bits of the layers
-        arm.model: (mean_of(arm_runs, num_parameters_of), mean_of(arm_runs, bits_of))
+        arm.model: (arm_runs.mean(num_parameters_of), arm_runs.mean(bits_of))
         for arm, arm_runs in runs.items()
         if arm.times == 1
     }
@@ -327,7 +302,7 @@ def plot(runs: Runs) -> Plot:
     capacity.set_title("at most the dense layer's operations")
     capacity.legend()
     points = sorted(
-        (mean_of(arm_runs, number_of("facts")) * math.log2(VALUES), mean_of(arm_runs, bits_of))
+        (arm_runs.mean(number_of("facts")) * math.log2(VALUES), arm_runs.mean(bits_of))
         for arm, arm_runs in runs.items()
         if arm.model == SATURATION
     )

@@ -13,9 +13,8 @@ pools all layers, with two weights, and the importance loss of each layer (Eq. 7
 10 minutes on one processor.
 """
 
-import argparse
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -27,19 +26,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from moe_ext import add_lora
 from moe_lab.data import EncodedSentences
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.claims import HOW_COMPARED, as_change, claims_data, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, new_figure, page_of_template
-from moe_lab.experiments.runs import core_hours, mean_of, mean_perplexity, number_of
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
-from moe_lab.experiments.store import Run, Stored
+from moe_lab.experiments.claims import Judged, as_change, judged, verdict
+from moe_lab.experiments.report import Page, Plot, new_axes
+from moe_lab.experiments.runs import ArmRuns, PairedDifference, Run, number_of
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
 from moe_lab.models import evaluating
 from moe_lab.packages import require_transformers
 from moe_lab.progress import progress
 from moe_lab.studies.lora import target_text
-from moe_lab.studies.losses import Comparison
-from moe_lab.studies.table import STUDIES
+from moe_lab.studies.table import usual_options
 from moe_lab.training.config import DataConfig
 from moe_lab.training.metrics import perplexity
 from moe_lab.training.text import load_text
@@ -66,15 +63,10 @@ BASE_WEIGHT = 0.001  # of transformers' loss: the default of Qwen3-MoE
 
 
 class Loss(NamedTuple):
-    """The weights of the balancing losses of an adaptation.
+    """The weights of the balancing losses of an adaptation."""
 
-    Attributes:
-        pooled: the router_aux_loss_coef of transformers' loss.
-        layers: the w_importance of the loss of each layer.
-    """
-
-    pooled: float = 0.0
-    layers: float = 0.0
+    pooled: float = 0.0  # the router_aux_loss_coef of transformers' loss
+    layers: float = 0.0  # the w_importance of the loss of each layer
 
 
 NONE, POOLED, LAYERS = "none", "pooled 0.01", "each layer 0.01"
@@ -88,16 +80,15 @@ DEAD = 0.01  # an expert with less than this fraction of its layer's mean load
 
 
 class FineTuning(Study):
-    """The study of balancing losses with adapters."""
-
     name = "fine_tuning"
     models = usual = (MODEL,)
+    own = usual_options("fine-tuning", "pieces", "steps", "lora_steps")
 
     train: Tensor
     target: dict[str, Tensor]
 
     def settings(self) -> dict[str, Any]:
-        require_transformers("moe-lab study", "moe_ext.integrations.transformers", "transformers")
+        require_transformers("moe-lab study", "moe_ext.integrations.transformers")
         torch.set_num_threads(1)
         options = self.options
         data = DataConfig(options.corpus, kind="unigram", vocab_size=options.pieces)
@@ -110,9 +101,7 @@ class FineTuning(Study):
             "train": text.train.fingerprint(),
             "target_train": target["train"].fingerprint(),
             "target_test": target["test"].fingerprint(),
-            "pieces": len(text.vocabulary),
-            "steps": options.steps,
-            "lora_steps": options.lora_steps,
+            **self.own_settings(),
         }
 
     def run(self, arm: Arm, seed: int) -> Run:
@@ -134,19 +123,6 @@ class FineTuning(Study):
             results["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return results
 
-    def command(self, settings: Mapping[str, Any]) -> list[str]:
-        options = STUDIES["fine-tuning"].options
-        changed = [
-            f"{option}={settings[name]}"
-            for option, name in (
-                ("--pieces", "pieces"),
-                ("--steps", "steps"),
-                ("--lora-steps", "lora_steps"),
-            )
-            if settings[name] != options[option]["default"]
-        ]
-        return ["moe-lab", "study", "fine-tuning", *changed]
-
     def page(self, stored: Stored) -> Page | None:
         runs, settings = stored.by_arm()[Arm(MODEL)], stored.settings
         rows = [["before", *_cells(runs, "before")]]
@@ -158,8 +134,8 @@ class FineTuning(Study):
         header = ["balancing loss", "test ppl", f"change from {NONE}, 95%"]
         header += ["experts without tokens", "dead experts", "max/mean load"]
         experts = SIZES["num_hidden_layers"] * SIZES["num_experts"]
-        return page_of_template(
-            __file__,
+        return self.filled(
+            stored,
             plot=plot(list(runs.values())),
             losses=markdown_table(header, rows),
             k=SIZES["num_experts_per_tok"],
@@ -175,10 +151,7 @@ class FineTuning(Study):
             test_tokens=LENGTH * TEST_ROWS,
             base=BASE_WEIGHT,
             dead=DEAD,
-            how_compared=HOW_COMPARED,
-            claims=loss_claims(runs),
-            core_hours=core_hours(stored.runs),
-            commands=self.commands(stored),
+            claims=judged(loss_claims(runs)),
         )
 
 
@@ -198,7 +171,6 @@ def make_model(pieces: int) -> Any:
 
 
 def routers(model: Any) -> list[Tensor]:
-    """Returns the weights of the routers."""
     return [layer.mlp.gate.weight for layer in model.model.layers]
 
 
@@ -244,22 +216,20 @@ def test(model: Any, rows: Tensor) -> dict[str, float]:
     }
 
 
-def _cells(runs: Mapping[int, Run], *keys: str) -> list[str]:
+def _cells(runs: ArmRuns, *keys: str) -> list[str]:
     """Formats the perplexity and the balance of the runs."""
-    balance = [mean_of(runs, number_of(*keys, key)) for key in ("idle", "dead", "busiest")]
-    ppl = mean_perplexity(runs, number_of(*keys, "nll"))
+    balance = [runs.mean(number_of(*keys, key)) for key in ("idle", "dead", "busiest")]
+    ppl = runs.perplexity(number_of(*keys, "nll"))
     return [f"{ppl:.2f}", *(f"{value:.1f}" for value in balance)]
 
 
-def _gap(runs: Mapping[int, Run], a: str, b: str, key: str) -> PairedDifference | None:
+def _gap(runs: ArmRuns, a: str, b: str, key: str) -> PairedDifference | None:
     """Computes the difference of a number between two losses, over the seeds."""
-    value_a, value_b = number_of("tuned", a, key), number_of("tuned", b, key)
-    return mean_difference([value_a(run) - value_b(run) for run in runs.values()])
+    return runs.gap(number_of("tuned", a, key), number_of("tuned", b, key))
 
 
-def loss_claims(runs: Mapping[int, Run]) -> Claims:
-    """Makes the part of the page with the claims."""
-    comparisons = []
+def loss_claims(runs: ArmRuns) -> list[Judged]:
+    claims = []
     for key, what in (("nll", "perplexity"), ("dead", "number of dead experts")):
         for a, b in ((LAYERS, NONE), (POOLED, NONE), (LAYERS, POOLED)):
             gap = _gap(runs, a, b, key)
@@ -267,16 +237,13 @@ def loss_claims(runs: Mapping[int, Run]) -> Claims:
             claim = f"a balancing loss lowers the {what}"
             if b != NONE:
                 claim = f"a loss of each layer lowers the {what} more than the pooled loss"
-            comparisons.append(Comparison(claim, f"{a} against {b}", gap, shown, verdict(gap)))
-    rows = [[c.claim, c.compared, c.shown, c.verdict] for c in comparisons]
-    header = ["claim", "compared", "difference, 95%", "verdict"]
-    return Claims(markdown_table(header, rows), claims_data(comparisons))
+            claims.append(Judged(claim, f"{a} against {b}", gap, shown, verdict(gap)))
+    return claims
 
 
 def plot(runs: Sequence[Run]) -> Plot:
     """Plots the perplexity of each run over its number of dead experts."""
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 4.2)
     for name in LOSSES:
         tuned = [run["tuned"][name] for run in runs]
         ppl = [perplexity(result["nll"]) for result in tuned]
@@ -287,6 +254,4 @@ def plot(runs: Sequence[Run]) -> Plot:
     return Plot("perplexity and dead experts of each run", figure)
 
 
-def run(options: argparse.Namespace) -> Stored:
-    """Runs the study and returns the stored runs."""
-    return FineTuning(options).main()
+run = FineTuning.start

@@ -75,7 +75,6 @@ def measured(model: NGramModel, train: EncodedSentences, text: SentenceText) -> 
 
 
 def page_of(report: dict[str, Any]) -> Page:
-    """Makes the page of `measure`."""
     kind = "modified, three discounts" if report["num_discounts"] == 3 else "one discount"
     orders = range(1, report["order"] + 1)
     table = markdown_table(
@@ -99,7 +98,6 @@ def page_of(report: dict[str, Any]) -> Page:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the study and returns its report."""
     report = measure(options)
     publish(options.output, "kneser_ney", page_of(report), report)
     return report

@@ -13,7 +13,7 @@ takes 5 minutes on one processor.
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -22,13 +22,12 @@ from torch.optim import AdamW
 from moe_ext import FeedForwardExperts, MoE, QuantizedExperts, add_lora
 from moe_ext.distributed import clip_grad_norm_
 from moe_ext.formats import FormatName
-from moe_lab.data import Batch, EncodedSentences, SentenceBatches, encode_sentences, load_corpus
+from moe_lab.data import EncodedSentences, SentenceBatches, encode_sentences, load_corpus
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
-from moe_lab.experiments.report import Page, Plot, new_figure
+from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import mean_perplexity, number_of
-from moe_lab.experiments.statistics import mean_difference
+from moe_lab.experiments.runs import number_of
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.models import AnyModel
@@ -57,8 +56,6 @@ _SETTINGS = (
 
 
 class LoRA(RoutingStudy):
-    """The study of adapters around packed experts."""
-
     name = "lora"
     models = usual = (MODEL,)
     given = ()
@@ -97,12 +94,12 @@ class LoRA(RoutingStudy):
         runs = stored.by_arm()[Arm(MODEL)]
         tuned = {name: number_of("tuned", name) for name in FORMATS}
         before = number_of("before")
-        rows = [["before", f"{mean_perplexity(runs, before):.2f}", ""]]
+        rows = [["before", f"{runs.perplexity(before):.2f}", ""]]
         claims = []
         for name, nll in tuned.items():
-            gap = mean_difference([nll(run) - tuned[FLOAT](run) for run in runs.values()])
+            gap = runs.gap(nll, tuned[FLOAT])
             change = "" if name == FLOAT else as_change(gap)
-            rows.append([f"adapters around {name}", f"{mean_perplexity(runs, nll):.2f}", change])
+            rows.append([f"adapters around {name}", f"{runs.perplexity(nll):.2f}", change])
             if name != FLOAT:
                 claims.append(Claim(CLAIM, f"{name} against {FLOAT}, at most 1% above", gap))
         return self.filled(
@@ -132,7 +129,6 @@ def target_text(text: SentenceText, corpus: str, target: str) -> dict[str, Encod
 
 
 def pack_experts(model: AnyModel, format: FormatName) -> None:
-    """Packs the experts of all layers of a model."""
     for layer in model.modules():
         if isinstance(layer, MoE):
             assert isinstance(layer.experts, FeedForwardExperts)
@@ -145,7 +141,7 @@ def tune(model: AnyModel, text: EncodedSentences, steps: int, seed: int) -> None
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = AdamW(trained, lr=RATE, weight_decay=0.0)
     model.train()
-    for batch in islice(_repeated(batches), steps):
+    for batch in islice(chain.from_iterable(map(batches.epoch, count())), steps):
         parts = model.loss(batch)
         (parts.nll_sum / parts.num_tokens + parts.aux_loss).backward()
         clip_grad_norm_(model, 1.0)
@@ -153,17 +149,9 @@ def tune(model: AnyModel, text: EncodedSentences, steps: int, seed: int) -> None
         optimizer.zero_grad()
 
 
-def _repeated(batches: SentenceBatches) -> Iterator[Batch]:
-    epoch = 0
-    while True:
-        yield from batches.epoch(epoch)
-        epoch += 1
-
-
 def plot(perplexities: Mapping[str, Sequence[float]]) -> Plot:
     """Plots the perplexity of each run, by the experts."""
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 4.2)
     for index, (name, values) in enumerate(perplexities.items()):
         axes.plot([index] * len(values), values, "o", label=name)
     axes.set_xticks(range(len(perplexities)), perplexities)

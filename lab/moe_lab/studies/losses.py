@@ -10,15 +10,14 @@ training batches. A run takes 3 minutes on one processor.
 """
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.claims import as_change, claims_data, verdict
-from moe_lab.experiments.report import Claims, Page
+from moe_lab.experiments.claims import Judged, as_change, judged, verdict
+from moe_lab.experiments.report import Page
 from moe_lab.experiments.results import BALANCE_BATCHES
-from moe_lab.experiments.runs import difference, mean_of, mean_perplexity, number_of
-from moe_lab.experiments.statistics import PairedDifference
-from moe_lab.experiments.store import Runs, Stored
+from moe_lab.experiments.runs import Runs, number_of
+from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy, plot
 
@@ -35,8 +34,6 @@ COLUMNS = {
 
 
 class Losses(RoutingStudy):
-    """The study of balancing losses."""
-
     name = "losses"
     models = usual = WEIGHTS
     overrides: ClassVar = {
@@ -53,12 +50,10 @@ class Losses(RoutingStudy):
         if not usual:
             return None
         rows = []
-        for name in WEIGHTS:
-            if not (arm_runs := runs[Arm(name)]):
-                continue
-            gap = "" if name == USUAL else as_change(difference(arm_runs, usual))
-            balance = [f"{mean_of(arm_runs, number_of('balance', key)):.3f}" for key in COLUMNS]
-            ppl = f"{mean_perplexity(arm_runs):.2f}"
+        for name, arm_runs in runs.select(WEIGHTS):
+            gap = "" if name == USUAL else as_change(arm_runs.minus(usual))
+            balance = [f"{arm_runs.mean(number_of('balance', key)):.3f}" for key in COLUMNS]
+            ppl = f"{arm_runs.perplexity():.2f}"
             rows.append([*name.split(","), len(arm_runs), ppl, gap, *balance])
         header = ["w_importance", "w_load", "seeds", "test ppl", f"change from {USUAL}, 95%"]
         n, k = settings["model.moe.num_experts"], settings["model.moe.k"]
@@ -71,36 +66,18 @@ class Losses(RoutingStudy):
             floor=math.sqrt((1 - k / n) / (settings["data.tokens_per_batch"] * k / n)),
             ceiling=math.sqrt(n / k - 1),
             ratio=n / k,
-            claims=loss_claims(runs),
+            claims=judged(claims(runs)),
         )
 
 
-class Comparison(NamedTuple):
-    """A claim of the paper and the result of the study.
-
-    Attributes:
-        claim: the claim in words.
-        compared: the compared settings.
-        difference: the difference in ln ppl or in max/mean Load.
-        shown: the difference as text.
-        verdict: the verdict on the claim.
-    """
-
-    claim: str
-    compared: str
-    difference: PairedDifference | None
-    shown: str
-    verdict: str
-
-
-def comparisons(runs: Runs) -> list[Comparison]:
+def claims(runs: Runs) -> list[Judged]:
     """Returns the paper's claims, but not those about models without runs, and their verdicts."""
     rows = []
 
     def compare_quality(claim: str, a: str, b: str, within: str = "", **limits: float) -> None:
-        gap = difference(runs[Arm(a)], runs[Arm(b)])
-        judged = verdict(gap, **limits)
-        rows.append(Comparison(claim, f"{a} against {b}{within}", gap, as_change(gap), judged))
+        gap = runs[Arm(a)].minus(runs[Arm(b)])
+        decided = verdict(gap, **limits)
+        rows.append(Judged(claim, f"{a} against {b}{within}", gap, as_change(gap), decided))
 
     compare_quality("the balancing losses lower the perplexity", USUAL, NONE)
     for name in WEIGHTS:
@@ -113,18 +90,10 @@ def comparisons(runs: Runs) -> list[Comparison]:
         ("larger weights lower max/mean Load", USUAL, "1,1"),
         ("w_load lowers max/mean Load more than w_importance", "0.2,0", "0,0.2"),
     ):
-        gap = difference(runs[Arm(more)], runs[Arm(less)], max_over_mean_load)
+        gap = runs[Arm(more)].minus(runs[Arm(less)], max_over_mean_load)
         shown = f"{gap:+.3f}" if gap else ""
-        rows.append(Comparison(claim, f"{more} against {less}", gap, shown, verdict(gap)))
+        rows.append(Judged(claim, f"{more} against {less}", gap, shown, verdict(gap)))
     return [row for row in rows if row.difference]
-
-
-def loss_claims(runs: Runs) -> Claims:
-    """Makes the part of the page with the paper's claims."""
-    compared = comparisons(runs)
-    rows = [[c.claim, c.compared, c.shown, c.verdict] for c in compared]
-    header = ["claim", "compared", "difference, 95%", "verdict"]
-    return Claims(markdown_table(header, rows), claims_data(compared))
 
 
 run = Losses.start

@@ -35,23 +35,22 @@ from moe_lab.data import EncodedPairs, PairBatch, batches_of
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import claims_data
-from moe_lab.experiments.report import Claims, Command, Page, Plot, new_figure
+from moe_lab.experiments.report import Claims, Command, Page, Plot, new_axes
 from moe_lab.experiments.results import Result, train_and_test
-from moe_lab.experiments.runs import commands_of, dev_nll, size_cells
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
-from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.runs import (
+    PairedDifference,
+    Run,
+    Runs,
+    commands_of,
+    dev_nll,
+    mean_difference,
+)
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
 from moe_lab.markdown import markdown_table
 from moe_lab.models import TranslationModel
-from moe_lab.studies.translation import (
-    BLEU,
-    CLAIM_HEADER,
-    CORPUS,
-    DECIDED,
-    claim_cells,
-    convergence,
-)
+from moe_lab.studies.translation import BLEU, CLAIM_HEADER, CORPUS, claim_cells, convergence
 from moe_lab.training.config import TranslationConfig, read_config
 from moe_lab.training.logging import read_metrics
 from moe_lab.training.metrics import by_language_pair, perplexity
@@ -81,8 +80,6 @@ SINGLE_OPTIONS = {
 
 
 class Multilingual(TrainedStudy):
-    """The study of one model for several language pairs."""
-
     name = "multilingual_captions"
     given = ("data.corpus=CORPUS",)
     models = MODELS
@@ -160,20 +157,17 @@ class Multilingual(TrainedStudy):
         usual_runs = [run for arm_runs in runs.values() for run in arm_runs.values()]
         signatures = sorted({f"`{name}`" for run in usual_runs for name in run["signatures"]})
         tried = Runs({arm: r for arm, r in all_runs.items() if not arm.attends_language})
-        decided, claimed = claims(comparisons(runs))
+        claimed = claims(comparisons(runs))
         return self.filled(
             stored,
             plot=plot(settings, runs),
             sizes=sizes_of_models(runs),
             pairs=table(settings["train_pairs"], runs),
-            decided=decided,
+            decided=claimed.table,
             claims=claimed,
             corpus=CORPUS,
-            single=f"`{SINGLE}` stands for dense models of one language pair each. They read about "
-            f"twice as much text of their pair as `{MIXTURE}`."
-            if SINGLE in models
-            else "",
-            short=f"`{SHORT}` reads about as much text of its pair." if SHORT in models else "",
+            single=SINGLE in models,
+            short=SHORT in models,
             convergence=convergence(runs, [MIXTURE, DENSE]),
             bleu=BLEU,
             signatures=", ".join(signatures),
@@ -183,10 +177,7 @@ class Multilingual(TrainedStudy):
 
 
 def tested(result: Result, text: PairText, least: Sequence[str]) -> dict[str, Any]:
-    """Returns what a run adds to its record: the figures of each language pair.
-
-    least: the language pairs whose dev perplexity the page plots.
-    """
+    """Returns the figures of each language pair, and the curves of those with the least text."""
     from moe_lab.training.translation import bleu_of_test  # imports FSDP
 
     bleu = bleu_of_test(result.run)
@@ -226,15 +217,10 @@ def least_text(train_pairs: Mapping[str, int]) -> list[str]:
 
 
 class Figures(NamedTuple):
-    """The results of a run on the test part of one language pair.
+    """The results of a run on the test part of one language pair."""
 
-    Attributes:
-        nll: nats per target piece.
-        bleu: sacreBLEU's score.
-    """
-
-    nll: float
-    bleu: float
+    nll: float  # nats per target piece
+    bleu: float  # the score of sacreBLEU
 
 
 PairFigures = Mapping[str, Mapping[int, Figures]]  # of a model, by language pair and seed
@@ -243,23 +229,15 @@ PairFigures = Mapping[str, Mapping[int, Figures]]  # of a model, by language pai
 class Comparison(NamedTuple):
     """A claim about two models, with the differences between them over the language pairs.
 
-    Attributes:
-        claim: the claim in words.
-        compared: the two models.
-        difference: the difference in ln(perplexity), mean over num_pairs, paired over the seeds;
-            None if no seed has all language pairs; negative if the claim holds.
-        bleu: the difference in BLEU likewise; positive if the claim holds.
-        num_pairs: the number of language pairs that both models have.
-        lower_perplexity: the number of language pairs with a lower perplexity of the first model.
-        higher_bleu: the number of language pairs with a higher BLEU of the first model.
+    The differences are means over num_pairs, paired over the seeds; None if no seed has all pairs.
     """
 
     claim: str
     compared: str
-    difference: PairedDifference | None
-    bleu: PairedDifference | None
-    num_pairs: int
-    lower_perplexity: int
+    difference: PairedDifference | None  # in ln(perplexity); negative if the claim holds
+    bleu: PairedDifference | None  # positive if the claim holds
+    num_pairs: int  # the number of language pairs that both models have
+    lower_perplexity: int  # how many pairs have a lower perplexity of the first model
     higher_bleu: int
 
 
@@ -278,14 +256,7 @@ def attention_table(runs: Runs) -> str:
 
     seeds = sorted(set().union(*several.values()))
     rows = [[arm, *(cell(arm_runs.get(s)) for s in seeds)] for arm, arm_runs in several.items()]
-    return (
-        "In a model of several languages, each source begins with the token `<2xx>` of its target "
-        "language. Where the attention sees this token, it can get stuck on it, and the perplexity "
-        "then varies more between seeds than between models. No claim is made about these runs. "
-        "This table shows the dev perplexity at the end, and in parentheses the mean attention "
-        "weight of `<2xx>`:\n\n"
-        + markdown_table(["model", *(f"seed {seed}" for seed in seeds)], rows)
-    )
+    return markdown_table(["model", *(f"seed {seed}" for seed in seeds)], rows)
 
 
 def figures(runs: Runs) -> dict[str, dict[str, dict[int, Figures]]]:
@@ -299,7 +270,6 @@ def figures(runs: Runs) -> dict[str, dict[str, dict[int, Figures]]]:
 
 
 def means(figures_of_seeds: Mapping[int, Figures]) -> Figures:
-    """Returns the means over the seeds."""
     return Figures(*map(statistics.fmean, zip(*figures_of_seeds.values(), strict=True)))
 
 
@@ -350,8 +320,8 @@ def comparisons(runs: Runs) -> list[Comparison]:
     return [result for result in compared if result is not None]
 
 
-def claims(compared: Sequence[Comparison]) -> tuple[str, Claims]:
-    """Makes the parts of the page with the claims, and the language pairs that support them."""
+def claims(compared: Sequence[Comparison]) -> Claims:
+    """Makes the part of the page with the claims, and the language pairs that support them."""
     rows = [
         [
             *claim_cells(result.claim, result.compared, result.difference, result.bleu),
@@ -361,11 +331,7 @@ def claims(compared: Sequence[Comparison]) -> tuple[str, Claims]:
         for result in compared
     ]
     table = markdown_table([*CLAIM_HEADER, "lower perplexity", "higher BLEU"], rows)
-    how = (
-        f"{DECIDED} The claims are about the mean over the language pairs. The last two columns "
-        "count the pairs in which the first model is better."
-    )
-    return how if rows else "", Claims(table if rows else "", claims_data(compared))
+    return Claims(table if rows else "", claims_data(compared))
 
 
 def table(train_pairs: Mapping[str, int], runs: Runs) -> str:
@@ -389,7 +355,7 @@ def sizes_of_models(runs: Runs) -> str:
         last = [*arm_runs.values()][-1]
         rows[arm.model] = [
             arm.model,
-            *size_cells(arm_runs),
+            *arm_runs.size_cells(),
             f"{last['steps']:,}",
             f"{last['learning_rate']:g}",
             len({seed for a in runs if a.model == arm.model for seed in runs[a]}),
@@ -401,9 +367,8 @@ def sizes_of_models(runs: Runs) -> str:
 def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     """Plots dev perplexity against steps for the two language pairs with the least text."""
     panels = least_text(settings["train_pairs"])
-    figure = new_figure(12, 4.2)
-    axes = figure.subplots(1, len(panels), squeeze=False)
-    for panel, languages in zip(axes[0], panels, strict=True):
+    figure, axes = new_axes(12, 4.2, columns=len(panels))
+    for panel, languages in zip(axes, panels, strict=True):
         curves = {}  # of the first seed of each model
         for arm, arm_runs in runs.items():
             if curve := next(iter(arm_runs.values()))["perplexity"].get(languages):

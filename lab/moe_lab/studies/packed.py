@@ -19,10 +19,9 @@ from moe_ext import FeedForwardExperts
 from moe_ext.formats import FormatName, Packed, dequantize, quantize
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import percent
-from moe_lab.experiments.report import Page, Plot, new_figure
+from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import mean_of, mean_perplexity, number_of, test_nll
-from moe_lab.experiments.statistics import PairedDifference, mean_difference
+from moe_lab.experiments.runs import PairedDifference, number_of, test_nll
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy
@@ -44,8 +43,6 @@ FORMATS: dict[str, tuple[FormatName, int | None]] = {  # by name: a format and i
 
 
 class PackedFormats(RoutingStudy):
-    """The study of packed formats."""
-
     name = "packed"
     models = usual = (MODEL,)
 
@@ -76,15 +73,15 @@ class PackedFormats(RoutingStudy):
         rows, points = [], {}
         for name in FORMATS:
             bits, error, nll = (number_of("formats", name, key) for key in ("bits", "error", "nll"))
-            change = mean_difference([nll(run) - test_nll(run) for run in runs.values()])
+            change = runs.gap(nll, test_nll)
             assert change is not None  # there are runs
-            points[name] = mean_of(runs, bits), change
+            points[name] = runs.mean(bits), change
             rows.append(
                 [
                     name,
-                    f"{mean_of(runs, bits):.2f}",
-                    f"{100 * mean_of(runs, error):.2f}%",
-                    f"{mean_perplexity(runs, nll):.2f}",
+                    f"{runs.mean(bits):.2f}",
+                    f"{100 * runs.mean(error):.2f}%",
+                    f"{runs.perplexity(nll):.2f}",
                     change.text(lambda gap: f"{percent(gap):+.3f}", "%"),
                 ]
             )
@@ -92,7 +89,7 @@ class PackedFormats(RoutingStudy):
         return self.filled(
             stored,
             seeds=len(runs),
-            perplexity=mean_perplexity(runs),
+            perplexity=runs.perplexity(),
             plot=plot(points),
             formats=markdown_table(header, rows),
         )
@@ -100,8 +97,7 @@ class PackedFormats(RoutingStudy):
 
 def plot(points: Mapping[str, tuple[float, PairedDifference]]) -> Plot:
     """Plots the change of the perplexity over the bits for a weight, with intervals."""
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 4.2)
     for name, (bits, change) in points.items():
         ends = [end for end in (change.low, change.high) if end is not None]
         (line,) = axes.plot(bits, percent(change.mean), "o", label=name)

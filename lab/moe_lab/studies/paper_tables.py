@@ -10,8 +10,9 @@ also has the time that these operations take at the published TFLOPS/GPU.
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from moe_lab.analysis.costs import cost, training_flops
 from moe_lab.analysis.paper import PUBLISHED, PUBLISHED_TRANSLATION, Published
-from moe_lab.experiments.report import Command, Page, page_of_template, publish
+from moe_lab.experiments.report import Command, Page, page_of_template, publish, table_of
 from moe_lab.markdown import markdown_table
 from moe_lab.models import LanguageModel, TranslationModel
 from moe_lab.training.config import Config, TranslationConfig, read_config
@@ -99,7 +100,6 @@ def count_translation() -> list[dict[str, Any]]:
 
 
 def counted() -> dict[str, Any]:
-    """Counts all models; returns data for JSON."""
     rows = [count(published) for published in PUBLISHED]
     return {"language_models": rows, "translation": count_translation()}
 
@@ -110,6 +110,10 @@ def _number(value: float | None, form: str) -> str:
 
 def _model(row: Mapping[str, Any]) -> str:
     return str(row["model"]) if row["table"] == "lm1b" else f"News {row['model']}"
+
+
+def _share(num_sampled: int, row: Mapping[str, Any]) -> str:
+    return _number(row["expert_share"][num_sampled], ".1%")
 
 
 def page_of(report: Mapping[str, Any]) -> Page:
@@ -130,25 +134,17 @@ def page_of(report: Mapping[str, Any]) -> Page:
         ["model", *chain(*titles)],
         [[_model(row), *chain(*(size_cells(row, c) for c in _COLUMNS))] for row in rows],
     )
-    times = markdown_table(
-        ["model", "GPUs", "TFLOPS/GPU", "10¹² flops a batch", "step, s", "hours", "published"]
-        + [f"experts' share, S = {num_sampled:,}" for num_sampled in _SAMPLED]
-        + ["intensity"],
-        [
-            [
-                _model(row),
-                _number(row["gpus"], "d"),
-                _number(row["tflops"], ".2f"),
-                f"{row['flops_of_batch'] / 1e12:.2f}",
-                _number(row["step_seconds"], ".2f"),
-                _number(row["hours"], ".1f"),
-                row["hours_published"] or "–",
-                *(_number(share, ".1%") for share in row["expert_share"].values()),
-                _number(row["intensity"], ",.0f"),
-            ]
-            for row in rows
-        ],
-    )
+    times: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "model": _model,
+        "GPUs": lambda row: _number(row["gpus"], "d"),
+        "TFLOPS/GPU": lambda row: _number(row["tflops"], ".2f"),
+        "10¹² flops a batch": lambda row: f"{row['flops_of_batch'] / 1e12:.2f}",
+        "step, s": lambda row: _number(row["step_seconds"], ".2f"),
+        "hours": lambda row: _number(row["hours"], ".1f"),
+        "published": lambda row: row["hours_published"] or "–",
+        **{f"experts' share, S = {number:,}": partial(_share, number) for number in _SAMPLED},
+        "intensity": lambda row: _number(row["intensity"], ",.0f"),
+    }
     translation_table = markdown_table(
         ["model", "ops/timestep, M", "counted", "total, B", "counted"],
         [
@@ -171,12 +167,11 @@ def page_of(report: Mapping[str, Any]) -> Page:
         sizes=sizes,
         notes="\n".join(notes),
         sampled=_SAMPLED[0],
-        times=times,
+        times=table_of(times, [(row,) for row in rows]),
         translation=translation_table,
     )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Runs the study."""
     report = counted()
     publish(options.output, "paper_tables", page_of(report), report)

@@ -18,19 +18,14 @@ takes 3 minutes on one processor.
 """
 
 import statistics
+from collections.abc import Callable
 
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
-from moe_lab.experiments.report import Page
+from moe_lab.experiments.report import Page, table_of
 from moe_lab.experiments.results import BALANCE_BATCHES
-from moe_lab.experiments.runs import (
-    difference,
-    mean_of,
-    mean_perplexity,
-    number_of,
-    size_cells,
-)
-from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.runs import ArmRuns, Run, Runs, number_of
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.trials import trials
 from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy, plot
@@ -56,8 +51,6 @@ ROUTERS: dict[str, tuple[str, ...]] = {  # the overrides of each router
 
 
 class Routers(RoutingStudy):
-    """The study of routers."""
-
     name = "routers"
     models = usual = tuple(ROUTERS)
     arm_settings = ("rate",)
@@ -68,30 +61,22 @@ class Routers(RoutingStudy):
         paper = runs[Arm(PAPER)]
         if not paper:
             return None
-        rows = []
-        for name in ROUTERS:
-            if not (arm_runs := runs[Arm(name)]):
-                continue
-            rows.append(
-                [
-                    f"{name} (not causal)" if name == NOT_CAUSAL else name,
-                    size_cells(arm_runs)[0],
-                    len(arm_runs),
-                    f"{mean_perplexity(arm_runs):.2f}",
-                    "" if name == PAPER else as_change(difference(arm_runs, paper)),
-                    f"{mean_of(arm_runs, number_of('balance', 'cv_tokens')):.3f}",
-                    f"{mean_of(arm_runs, busiest):.2f}",
-                ]
-            )
-        header = [
-            "router", "ops/timestep", "seeds", "test ppl", f"change from {PAPER}, 95%",
-            "CV(tokens)", "max/mean tokens",
-        ]  # fmt: skip
+        columns: dict[str, Callable[[str, ArmRuns], object]] = {
+            "router": lambda name, _: f"{name} (not causal)" if name == NOT_CAUSAL else name,
+            "ops/timestep": lambda _, own: own.size_cells()[0],
+            "seeds": lambda _, own: len(own),
+            "test ppl": lambda _, own: f"{own.perplexity():.2f}",
+            f"change from {PAPER}, 95%": lambda name, own: (
+                "" if name == PAPER else as_change(own.minus(paper))
+            ),
+            "CV(tokens)": lambda _, own: f"{own.mean(number_of('balance', 'cv_tokens')):.3f}",
+            "max/mean tokens": lambda _, own: f"{own.mean(busiest):.2f}",
+        }
         options = [[name, " ".join(f"`{option}`" for option in ROUTERS[name])] for name in ROUTERS]
         return self.filled(
             stored,
             plot=plot(runs, [*ROUTERS], busiest, xlabel="tokens of the busiest expert / mean"),
-            routers=markdown_table(header, rows),
+            routers=table_of(columns, runs.select(ROUTERS)),
             batches=BALANCE_BATCHES,
             claims=claims_of(router_claims(runs)),
             options=markdown_table(["router", "options"], options),
@@ -100,25 +85,18 @@ class Routers(RoutingStudy):
 
 
 def router_claims(runs: Runs) -> list[Claim]:
-    """Returns the claims that other routers have a lower perplexity than the paper's router.
-
-    Claims about routers without runs are left out.
-    """
-    gaps = {name: difference(runs[Arm(name)], runs[Arm(PAPER)]) for name in ROUTERS}
+    """Claims a lower perplexity than the paper's router for each causal router that has runs."""
+    claim = "{} has a lower perplexity than the paper's router"
+    gaps = {name: runs[Arm(name)].minus(runs[Arm(PAPER)]) for name in ROUTERS}
     return [
-        Claim(
-            f"{name} has a lower perplexity than the paper's router", f"{name} against {PAPER}", gap
-        )
+        Claim(claim.format(name), f"{name} against {PAPER}", gap)
         for name, gap in gaps.items()
         if gap and name not in (PAPER, NOT_CAUSAL)
     ]
 
 
 def busiest(run: Run) -> float:
-    """Returns the tokens of the busiest expert divided by the mean of all experts.
-
-    The tokens are those of the last training batches together.
-    """
+    """Returns the tokens of the busiest expert in the last batches, divided by the mean."""
     return float(max(run["load"]) / statistics.fmean(run["load"]))
 
 

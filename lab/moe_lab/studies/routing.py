@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.report import Page, Plot, new_figure
+from moe_lab.experiments.report import Page, Plot, new_axes
 from moe_lab.experiments.results import BALANCE_BATCHES, Result
-from moe_lab.experiments.runs import Value, test_nll
-from moe_lab.experiments.store import Runs, Stored
+from moe_lab.experiments.runs import Runs, Value, test_nll
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.logging import read_metrics
@@ -27,16 +27,11 @@ _SETTINGS = (
 
 
 class RoutingStudy(TrainedStudy):
-    """Trains small/moe-32, by default with several options of its MoE layer.
-
-    Attributes:
-        common: the options of all models, which those of the command may override.
-        overrides: the options of a model in addition.
-    """
+    """Trains small/moe-32, by default with several options of its MoE layer."""
 
     given: Sequence[str] = ("data.corpus=CORPUS",)
-    common: ClassVar[Sequence[str]] = _SETTINGS
-    overrides: ClassVar[Mapping[str, Sequence[str]]] = {}
+    common: ClassVar[Sequence[str]] = _SETTINGS  # of all models; the command may override them
+    overrides: ClassVar[Mapping[str, Sequence[str]]] = {}  # of a model in addition
 
     def config(self, arm: Arm, overrides: Sequence[str]) -> Config:
         model_overrides = self.overrides.get(arm.model, ())
@@ -48,15 +43,12 @@ class RoutingStudy(TrainedStudy):
         return {"load": load}
 
     def filled(self, stored: Stored, **fields: Any) -> Page:
-        return super().filled(stored, size_of_run=size_of_run(stored.settings), **fields)
-
-
-def size_of_run(settings: Mapping[str, Any]) -> str:
-    """Says how much text a run reads."""
-    return (
-        f"A run has {settings['steps']:,} steps of {settings['data.tokens_per_batch']:,} tokens "
-        f"(words and ends of sentences); the training part has {settings['train_tokens']:,} tokens."
-    )
+        steps, tokens = (stored.settings[key] for key in ("steps", "data.tokens_per_batch"))
+        size_of_run = (
+            f"A run has {steps:,} steps of {tokens:,} tokens (words and ends of sentences); "
+            f"the training part has {stored.settings['train_tokens']:,} tokens."
+        )
+        return super().filled(stored, size_of_run=size_of_run, **fields)
 
 
 def plot(
@@ -64,15 +56,9 @@ def plot(
 ) -> Plot:
     """Plots the test perplexity of each run over a number that describes its balance.
 
-    Args:
-        runs: the finished runs.
-        models: the models.
-        balance: the number.
-        title: the title of the legend.
-        axis: the label and the scale of the axis of the number.
+    `title` is the title of the legend, `axis` the label and the scale of the number.
     """
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 4.2)
     for model in models:
         arm_runs = runs[Arm(model)].values()
         ppl = [perplexity(test_nll(run)) for run in arm_runs]

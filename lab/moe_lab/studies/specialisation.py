@@ -42,9 +42,9 @@ from moe_lab.data import AnyText
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, claims_of
-from moe_lab.experiments.report import Command, Page, Plot, new_figure
-from moe_lab.experiments.statistics import mean_difference
-from moe_lab.experiments.store import Run, Stored
+from moe_lab.experiments.report import Command, Page, Plot, new_axes
+from moe_lab.experiments.runs import Run, mean_difference
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
 from moe_lab.studies.table import usual_options
@@ -59,8 +59,6 @@ GATES = ("trained", "untrained")
 
 
 class SpecialisationStudy(Study):
-    """The study of finished runs of one model."""
-
     name = "specialisation"
     own = usual_options("specialisation", "part", "positions", "permutations", "layer")
     models = usual = (MODEL,)
@@ -70,11 +68,7 @@ class SpecialisationStudy(Study):
         super().__init__(options)
 
     def settings(self) -> dict[str, Any]:
-        """Loads the models and the texts.
-
-        Raises:
-            ConfigError: the runs differ in more than their seeds, or in less.
-        """
+        """Loads the models and the texts."""
         options = self.options
         set_up_torch("cpu", options.threads)
         trained = [load_run(folder) for folder in options.folders]
@@ -161,13 +155,7 @@ class SpecialisationStudy(Study):
 
 
 def measure(trained: TrainedModel, asked: Mapping[str, Any], text: AnyText) -> dict[str, Any]:
-    """Measures a model with a trained and a random gate, and collects contexts, as JSON values.
-
-    Args:
-        trained: the model.
-        asked: the options of the measurement.
-        text: the text of the run.
-    """
+    """Measures a model with a trained and a random gate, and collects contexts, as JSON values."""
     model, seed, layer = trained.model, trained.config.seed, asked["layer"]
 
     def route() -> RoutedText:
@@ -214,7 +202,7 @@ def _over_runs(values: Sequence[float]) -> str:
 
 
 def values(runs: Sequence[Mapping[str, Any]], gate: str, label: str, key: str) -> list[float]:
-    """Returns the number `key` of each run, for a gate ("trained" or "untrained") and a label."""
+    """Returns the number `key` of each run, for one of `GATES` and a label."""
     return [run[gate][label][key] for run in runs]
 
 
@@ -230,18 +218,10 @@ def claims(runs: Sequence[Mapping[str, Any]]) -> list[Claim]:
         for key, chance, name in (("purity", "permuted_purity", "purity"), ("share", "", "I / H")):
             trained, untrained = (values(runs, gate, label, key) for gate in GATES)
             permuted = values(runs, "trained", label, chance) if chance else [0.0] * len(runs)
-            row(
-                "experts specialise",
-                f"{name} of the {label}, against shuffled labels",
-                trained,
-                permuted,
-            )
-            row(
-                "a trained gate specialises more than a random gate",
-                f"{name} of the {label}, against a random W_g",
-                trained,
-                untrained,
-            )
+            what = f"{name} of the {label}, against"
+            row("experts specialise", f"{what} shuffled labels", trained, permuted)
+            claim = "a trained gate specialises more than a random gate"
+            row(claim, f"{what} a random W_g", trained, untrained)
     return sorted(rows, key=lambda r: r[0], reverse=True)
 
 
@@ -268,8 +248,7 @@ def in_place(words: Sequence[str]) -> str:
 
 def plot(runs: Sequence[Mapping[str, Any]]) -> Plot:
     """Plots purity by label on the left and by expert on the right."""
-    figure = new_figure(12, 4.5, dpi=120)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = new_axes(12, 4.5, columns=2, dpi=120)
     labels = list(runs[0]["trained"])
     bars = (
         ("trained", "purity", "trained gate"),

@@ -145,7 +145,6 @@ def usual_options(name: str, *options: str) -> dict[str, Any]:
 
 
 def file_of(name: str) -> Path:
-    """Returns the file of the module of a study."""
     return Path(__file__).with_name(f"{name.replace('-', '_')}.py")
 
 

@@ -32,20 +32,11 @@ import torch
 
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.claims import HOW_DECIDED, as_change, claims_data, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, new_figure
+from moe_lab.experiments.claims import as_change, claims_data, verdict
+from moe_lab.experiments.report import Claims, Page, Plot, new_axes
 from moe_lab.experiments.results import Result
-from moe_lab.experiments.runs import (
-    dev_nll,
-    difference,
-    mean_curve,
-    mean_of,
-    mean_perplexity,
-    number_of,
-    size_cells,
-)
-from moe_lab.experiments.statistics import PairedDifference
-from moe_lab.experiments.store import Run, Runs, Stored
+from moe_lab.experiments.runs import ArmRuns, PairedDifference, Runs, dev_nll, number_of
+from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
 from moe_lab.markdown import markdown_table
@@ -65,13 +56,10 @@ _PUBLISHED = {"en-de": 41.02, "en-fr": 61.80}
 # Sentences and table of the pages of both studies of translation.
 CORPUS = "captions of images, the public corpus Multi30k"
 BLEU = "BLEU is sacreBLEU's score of a beam search with the penalties of Wu et al. (2016)."
-DECIDED = f"{HOW_DECIDED} For BLEU, above and below are exchanged."
 CLAIM_HEADER = ["claim", "compared", "perplexity, 95%", "verdict", "BLEU, 95%", "verdict"]
 
 
 class Translation(TrainedStudy):
-    """The study of one language pair."""
-
     models = usual = MODELS
     arm_settings = ("rate", "dropout")
     text: PairText
@@ -116,14 +104,14 @@ class Translation(TrainedStudy):
 
     def page(self, stored: Stored) -> Page | None:
         runs, settings = stored.by_arm(), stored.settings
-        if not any(runs[Arm(model)] for model in MODELS):
+        if not runs.select(MODELS):
             return None
-        decided, claimed = claims(runs)
+        claimed = claims(runs)
         return self.filled(
             stored,
             plot=plot(settings, runs),
             models=table(settings, runs),
-            decided=decided,
+            decided=claimed.table,
             claims=claimed,
             corpus=CORPUS,
             num_near=len(settings["near_duplicates"]),
@@ -131,10 +119,10 @@ class Translation(TrainedStudy):
             convergence=convergence(runs, MODELS),
             crossover=crossover(settings, runs),
             bleu=BLEU,
-            published=published(settings["data.pairs"][0]),
+            published=_PUBLISHED.get(settings["data.pairs"][0]),
             signatures=", ".join(sorted({f"`{run['signature']}`" for run in stored.runs})),
             trials=trials(settings, runs, MODELS),
-            balance=balance(runs),
+            masks=masks(runs[Arm(BALANCED)]),
             shown=shown(settings, runs),
         )
 
@@ -178,7 +166,7 @@ def numbers_shown(num_sentences: int) -> list[int]:
 def tested(run: Path, languages: str, near: Sequence[int]) -> dict[str, Any]:
     """Returns the BLEU of a finished run, ten translations, and the masks of strict gates.
 
-    near: the numbers of the test sentences that are near duplicates of training sentences.
+    The sentences `near` are near duplicates of training sentences.
     """
     from moe_lab.training.translation import bleu_of_test, translated_test  # imports FSDP
 
@@ -197,29 +185,21 @@ def tested(run: Path, languages: str, near: Sequence[int]) -> dict[str, Any]:
 
 
 class Comparison(NamedTuple):
-    """A claim about two models, with the differences between them over paired seeds.
-
-    Attributes:
-        claim: the claim in words.
-        compared: the two models.
-        difference: the difference in ln(perplexity); negative if the claim holds.
-        bleu: the difference in BLEU; positive if the claim holds.
-    """
+    """A claim about two models, with the differences between them over paired seeds."""
 
     claim: str
     compared: str
-    difference: PairedDifference | None
-    bleu: PairedDifference | None
+    difference: PairedDifference | None  # in ln(perplexity); negative if the claim holds
+    bleu: PairedDifference | None  # positive if the claim holds
 
 
 def comparisons(runs: Runs) -> list[Comparison]:
-    """Tests the claims of the paper for both gates."""
     return [
         Comparison(
             claim,
             f"{arm} against {baseline}",
-            difference(runs[Arm(arm)], runs[Arm(baseline)]),
-            difference(runs[Arm(arm)], runs[Arm(baseline)], number_of("bleu")),
+            runs[Arm(arm)].minus(runs[Arm(baseline)]),
+            runs[Arm(arm)].minus(runs[Arm(baseline)], number_of("bleu")),
         )
         for claim, baseline in (
             ("mixtures translate better than a model without them", NONE),
@@ -237,12 +217,12 @@ def claim_cells(
     return [claim, compared, as_change(difference), verdict(difference), *bleu_cells]
 
 
-def claims(runs: Runs) -> tuple[str, Claims]:
-    """Makes the parts of the page with the claims about models that have runs."""
+def claims(runs: Runs) -> Claims:
+    """Makes the part of the page with the claims about models that have runs."""
     compared = comparisons(runs)
     rows = [claim_cells(*c) for c in compared if c.difference is not None]
     table = markdown_table(CLAIM_HEADER, rows) if rows else ""
-    return DECIDED if rows else "", Claims(table, claims_data(compared))
+    return Claims(table, claims_data(compared))
 
 
 def table(settings: Mapping[str, Any], runs: Runs) -> str:
@@ -254,17 +234,15 @@ def table(settings: Mapping[str, Any], runs: Runs) -> str:
     if len(settings["near_duplicates"]) >= 0.01 * settings["test_pairs"]:
         scores["distinct_bleu"] = "BLEU without near duplicates"
     rows = []
-    for name in MODELS:
-        if not (arm_runs := runs[Arm(name)]):
-            continue
+    for name, arm_runs in runs.select(MODELS):
         bleu = [[run[key] for run in arm_runs.values()] for key in scores]
         rows.append(
             [
                 name,
-                *size_cells(arm_runs),
+                *arm_runs.size_cells(),
                 len(arm_runs),
-                f"{mean_perplexity(arm_runs):.3f}",
-                as_change(difference(arm_runs, runs[Arm(NONE)])) if name != NONE else "",
+                f"{arm_runs.perplexity():.3f}",
+                as_change(arm_runs.minus(runs[Arm(NONE)])) if name != NONE else "",
                 *("" if None in values else f"{statistics.fmean(values):.2f}" for values in bleu),
             ]
         )
@@ -272,34 +250,20 @@ def table(settings: Mapping[str, Any], runs: Runs) -> str:
     return markdown_table([*header, *scores.values()], rows)
 
 
-def published(pair: str) -> str:
-    """States the BLEU of another model on the same test part; "" if none is known."""
-    if pair not in _PUBLISHED:
-        return ""
-    return (
-        f"On test_2016_flickr of Multi30k, Transformer-Tiny has BLEU {_PUBLISHED[pair]:.2f} "
-        "without images (Wu et al. 2021, arXiv 2105.14462). Its text was prepared in another way, "
-        "so a comparison, best with the lowercased BLEU, is rough."
-    )
-
-
-def balance(runs: Runs) -> str:
-    """Describes the masks of the strictly balanced gates; "" without a run of them."""
-    if not (strict := runs[Arm(BALANCED)]):
-        return ""
+def masks(strict: ArmRuns) -> dict[str, Any]:
+    """Returns the figures of the masks of strictly balanced gates; {} without a run of them."""
+    if not strict:
+        return {}
 
     def mean(key: str) -> str:
-        values = (mean_of(strict, number_of("masks", key, layer)) for layer in (0, 1))
+        values = (strict.mean(number_of("masks", key, layer)) for layer in (0, 1))
         return " and ".join(f"{100 * value:.1f}%" for value in values)
 
-    by_batch = mean_perplexity(strict, number_of("masks", "nll_batchwise"))
-    return (
-        f"The gates of {BALANCED} are strictly balanced. The final dev perplexity was "
-        f"{mean_perplexity(strict, dev_nll):.3f} with the threshold mask and {by_batch:.3f} "
-        "with the batchwise mask. In the last training batches, the two masks differed in "
-        f"{mean('mask_disagreement')} of the assignments in encoder and decoder. The "
-        f"batchwise mask gave no expert to {mean('share_without_expert')} of the tokens."
-    )
+    return {
+        "threshold": strict.perplexity(dev_nll),
+        "batchwise": strict.perplexity(number_of("masks", "nll_batchwise")),
+        **{key: mean(key) for key in MASKS[1:]},
+    }
 
 
 def convergence(runs: Runs, models: Iterable[str]) -> str:
@@ -309,7 +273,7 @@ def convergence(runs: Runs, models: Iterable[str]) -> str:
     """
     share, changes = 0.0, []
     for name in models:
-        curve = mean_curve(runs[Arm(name)])
+        curve = runs[Arm(name)].curve()
         earlier = [(tokens, ppl) for tokens, ppl in curve if tokens <= 0.905 * curve[-1][0]]
         if earlier:
             (before, then), (end, now) = earlier[-1], curve[-1]
@@ -333,7 +297,7 @@ def crossover(settings: Mapping[str, Any], runs: Runs) -> str:
         mixture, dense = runs[Arm(name)], runs[Arm(DENSE)]
         if not (seeds := mixture.keys() & dense.keys()):
             continue
-        curves = (mean_curve({seed: r[seed] for seed in seeds}) for r in (mixture, dense))
+        curves = (own.on(seeds).curve() for own in (mixture, dense))
         first = None  # tokens of training at the first evaluation after which the mixture is ahead
         for (tokens, our_ppl), (_, their_ppl) in zip(*curves, strict=True):
             if our_ppl >= their_ppl:
@@ -351,9 +315,8 @@ def crossover(settings: Mapping[str, Any], runs: Runs) -> str:
 
 def shown(settings: Mapping[str, Any], runs: Runs) -> str:
     """Formats ten evenly spaced sentences of the test part and their translations."""
-    first: dict[str, Run] = {  # by model; runs are in the order of seeds
-        name: next(iter(arm_runs.values())) for name in MODELS if (arm_runs := runs[Arm(name)])
-    }
+    # The runs of a model are in the order of seeds.
+    first = {name: next(iter(arm_runs.values())) for name, arm_runs in runs.select(MODELS)}
     width = max(map(len, ["reference", *first]))
     blocks = []
     for number, (source, reference) in enumerate(settings["shown"]):
@@ -366,11 +329,10 @@ def shown(settings: Mapping[str, Any], runs: Runs) -> str:
 
 def plot(settings: Mapping[str, Any], runs: Runs) -> Plot:
     """Plots dev perplexity against source words processed, one curve for each model (Fig. 4)."""
-    figure = new_figure(6, 4.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(6, 4.2)
     scale = settings["source_words"] / settings["train_tokens"] / 1e6  # millions of words per piece
     for name in MODELS:
-        if points := [(tokens * scale, ppl) for tokens, ppl in mean_curve(runs[Arm(name)])]:
+        if points := [(tokens * scale, ppl) for tokens, ppl in runs[Arm(name)].curve()]:
             axes.plot(*zip(*points, strict=True), label=name, lw=1.2)
     axes.set(xlabel="source words processed, millions", ylabel="dev perplexity", yscale="log")
     axes.legend()

@@ -7,11 +7,11 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
-from moe_lab.data import AnyVocabulary, Vocabulary, Wordpieces
-from moe_lab.errors import ConfigError
+from moe_lab.data import AnyVocabulary
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.models import AnyModel
 from moe_lab.training.config import AnyConfig, config_from_file
-from moe_lab.training.folder import vocabulary_file
+from moe_lab.training.folder import load_vocabulary, vocabulary_file
 from moe_lab.training.model import make_model
 
 # What the state of a checkpoint holds; see `Trainer`.
@@ -31,12 +31,9 @@ def load_states(checkpoints: Checkpoints, run: Path, fallback: bool = False) -> 
         raise ConfigError(
             f"there is no checkpoint in {run}; train first, or give the folder of a run"
         )
-    try:
+    delete = "; delete the checkpoint's folder to use the previous one"
+    with config_errors(after=delete, kinds=CheckpointError):
         loaded = checkpoints.load(fallback=fallback)
-    except CheckpointError as error:
-        raise ConfigError(
-            f"{error}; delete the checkpoint's folder to use the previous one"
-        ) from error
     state = loaded.state
     known = isinstance(state, dict) and {*_KEYS} <= state.keys()
     if not known or not all(isinstance(state[key], str) for key in ("vocabulary", "text")):
@@ -64,11 +61,8 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     step, state, _ = load_states(checkpoints, run)
     config = config_from_file(state["config"], run / "checkpoints")
     path = run / vocabulary_file(config.data)
-    kind = Vocabulary if config.data.kind == "words" else Wordpieces
-    try:
-        vocabulary: AnyVocabulary = kind.load(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{error}; restore {path.name} in the run's folder") from error
+    restore = f"; restore {path.name} in the run's folder"
+    vocabulary = load_vocabulary(config.data, path, after=restore)
     check_vocabulary(vocabulary, state, path)
     model = make_model(config.model, len(vocabulary))
     checkpoints.load(model, step=step)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from moe_ext.checks import require
 from moe_lab.cli import SEED_LIMIT, THREAD_LIMIT
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.files import read_file
 from moe_lab.models import LanguageModelConfig, TranslationModelConfig
 from moe_lab.names import PIECE_KINDS, configuration_file
@@ -33,39 +33,28 @@ _SECONDS = must("be in (0, 1e+09]", lambda seconds: 0 < seconds <= 1e9)
 
 @dataclass
 class DataConfig(Options):
-    """Options of the text of a language model.
+    """Options of the text of a language model."""
 
-    Attributes:
-        corpus: "builtin", "sources" or a path; see `load_corpus`.
-        kind: what the model reads and predicts: "words", or wordpieces of the kind "bpe" or
-            "unigram"; see `Wordpieces.train`. A sampled softmax needs ids in the order of
-            frequency: with model.num_sampled, use "words" or "unigram".
-        vocabulary: a file with one word per line, or for wordpieces a sentencepiece model. "" makes
-            the vocabulary from the training part.
-        vocab_size: number of entries of a made vocabulary, with ``<unk>`` and ``</s>``. Words may
-            be fewer.
-        min_count: minimum number of occurrences of a word in a made vocabulary; 1 for wordpieces.
-        encoded: folder of memory-mapped files for the ids, reused by later runs. Use a folder for a
-            corpus larger than the memory. "" keeps the ids in memory.
-        num_workers: number of worker processes for each rank. Workers count the words of a made
-            vocabulary, make the batches of training and, with `encoded`, encode the text. 0 does
-            this in the rank's own process.
-        tokens_per_batch: approximate number of predictions per batch.
-        max_length: maximum number of predictions in a row of a training batch; 0 is no limit.
-        max_train_sentences: maximum number of training sentences, from the beginning; 0 is no
-            limit.
-    """
-
-    corpus: str = "builtin"
+    corpus: str = "builtin"  # "builtin", "sources" or a path; see `load_corpus`
+    # What the model reads and predicts: "words", or wordpieces of the kind "bpe" or "unigram"; see
+    # `Wordpieces.train`. A sampled softmax needs ids in the order of frequency: with
+    # model.num_sampled, use "words" or "unigram".
     kind: Annotated[str, one_of("words", *PIECE_KINDS)] = "words"
+    # A file with one word per line, or for wordpieces a sentencepiece model. "" makes the
+    # vocabulary from the training part.
     vocabulary: str = ""
+    # Entries of a made vocabulary, with <unk> and </s>. Words may be fewer.
     vocab_size: Annotated[int, at_least(3)] = 10_000
-    min_count: Count = 1
+    min_count: Count = 1  # occurrences of a word in a made vocabulary, at least; 1 for wordpieces
+    # Folder of memory-mapped files for the ids, reused by later runs. Use a folder for a corpus
+    # larger than the memory. "" keeps the ids in memory.
     encoded: str = ""
+    # Worker processes of each rank. Workers count the words of a made vocabulary, make the batches
+    # of training and, with `encoded`, encode the text. 0 does this in the rank's own process.
     num_workers: Limit = 0
-    tokens_per_batch: Count = 2_560
-    max_length: Limit = 0
-    max_train_sentences: Limit = 0
+    tokens_per_batch: Count = 2_560  # approximate number of predictions
+    max_length: Limit = 0  # predictions in a row of a training batch at most; 0 is no limit
+    max_train_sentences: Limit = 0  # the first training sentences at most; 0 is no limit
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,43 +64,31 @@ class DataConfig(Options):
 
 @dataclass
 class ParallelDataConfig(Options):
-    """Options of the parallel text of a translation model.
+    """Options of the parallel text of a translation model."""
 
-    Attributes:
-        corpus: a folder of parallel text or a table; see `load_parallel`.
-        pairs: language pairs; "en-fr" translates from English into French. With several pairs, each
-            source begins with the token ``<2xx>`` of its target language.
-        wordpieces: a sentencepiece model file. "" trains wordpieces on the training part.
-        vocab_size: number of trained wordpieces; see `Wordpieces.train`.
-        kind: "bpe" or "unigram", the kind of trained wordpieces; see `Wordpieces.train`.
-        drop: shell patterns of text names to skip in the training part; see `load_parallel`.
-        max_train_pairs: maximum number of training pairs of each language pair, from the beginning;
-            0 is no limit.
-        max_ratio: maximum ratio of the wordpieces of the longer side to the wordpieces of the
-            shorter side of a training pair; 0 is no limit.
-        oversample: whether to train on equally many sentence pairs of each language pair; see
-            `PairBatches`.
-        encoded: folder of memory-mapped files for wordpieces and ids, reused by later runs. ""
-            keeps wordpieces and ids in memory.
-        num_workers: number of worker processes for each rank. Workers encode the text and make the
-            batches of training. 0 does this in the rank's own process.
-        tokens_per_batch: approximate number of source tokens plus predictions per batch.
-        max_length: maximum number of source tokens and of predictions of a training pair; longer
-            pairs are skipped. 0 is no limit, but one very long pair can exhaust the memory.
-    """
-
-    corpus: str = ""
+    corpus: str = ""  # a folder of parallel text or a table; see `load_parallel`
+    # Language pairs; "en-fr" translates from English into French. With several pairs, each source
+    # begins with the token <2xx> of its target language.
     pairs: list[str] = field(default_factory=lambda: ["en-fr"])
-    wordpieces: str = ""
-    vocab_size: Annotated[int, at_least(3)] = 16_000
-    kind: Annotated[str, one_of(*PIECE_KINDS)] = "bpe"
+    wordpieces: str = ""  # a sentencepiece model; "" trains wordpieces on the training part
+    vocab_size: Annotated[int, at_least(3)] = 16_000  # of trained wordpieces
+    kind: Annotated[str, one_of(*PIECE_KINDS)] = "bpe"  # of trained wordpieces
+    # Shell patterns of text names to skip in the training part; see `load_parallel`.
     drop: list[str] = field(default_factory=list)
-    max_train_pairs: Limit = 0
+    max_train_pairs: Limit = 0  # first pairs of each language pair at most; 0 is no limit
+    # Wordpieces of the longer side of a training pair, divided by those of the shorter side, at
+    # most; 0 is no limit.
     max_ratio: Annotated[float, must("be 0 or at least 1", lambda x: x == 0 or x >= 1)] = 0.0
-    oversample: bool = False
+    oversample: bool = False  # train on equally many pairs of each language pair; see `PairBatches`
+    # Folder of memory-mapped files for wordpieces and ids, reused by later runs. "" keeps both in
+    # memory.
     encoded: str = ""
+    # Worker processes of each rank. Workers encode the text and make the batches of training. 0
+    # does this in the rank's own process.
     num_workers: Limit = 0
-    tokens_per_batch: Count = 5_120
+    tokens_per_batch: Count = 5_120  # approximate number of source tokens plus predictions
+    # Source tokens and predictions of a training pair at most; longer pairs are skipped. 0 is no
+    # limit, but one very long pair can exhaust the memory.
     max_length: Limit = 100
 
     def __post_init__(self) -> None:
@@ -136,92 +113,58 @@ class ParallelDataConfig(Options):
 
 @dataclass
 class OptimizerConfig(Options):
-    """Options of Adam with the learning-rate schedules of App. C.1 and E.
+    """Options of Adam with the learning-rate schedules of App. C.1 and E."""
 
-    Attributes:
-        learning_rate: peak of the learning rate.
-        warmup_steps: number of steps to the peak of the learning rate.
-        hold_steps: number of steps at the peak of the learning rate.
-        beta1: decay rate of the first moment of Adam.
-        beta2: decay rate of the second moment of Adam.
-        eps: term that Adam adds to the denominator.
-        experts: optimizer of the expert weights, "adam" or "factored_adam" (App. D).
-            "factored_adam" has no beta1.
-        embedding: optimizer of the weights of embedding and softmax, "adam" or "factored_adam".
-        expert_learning_rate: peak learning rate of the expert weights; 0 uses `learning_rate`.
-        threshold_learning_rate: peak learning rate of the thresholds of strictly balanced gates; 0
-            uses `learning_rate`.
-        clip_norm: maximum norm of the gradient of all parameters; 0 does not clip.
-        accumulate: number of batches per optimizer step. The loss is the mean over all tokens of
-            these batches, plus the token-weighted mean of the balancing losses of the batches.
-    """
-
-    learning_rate: Positive = 1e-3
-    warmup_steps: Count = 1_000
-    hold_steps: Limit = 0
-    beta1: Share = 0.9
-    beta2: Share = 0.98
-    eps: Positive = 1e-9
+    learning_rate: Positive = 1e-3  # peak of the learning rate
+    warmup_steps: Count = 1_000  # steps to the peak
+    hold_steps: Limit = 0  # steps at the peak
+    beta1: Share = 0.9  # decay rate of the first moment
+    beta2: Share = 0.98  # decay rate of the second moment
+    eps: Positive = 1e-9  # term that Adam adds to the denominator
+    # Optimizers of the expert weights (App. D), and of the weights of embedding and softmax.
+    # "factored_adam" has no beta1.
     experts: Annotated[str, one_of("adam", "factored_adam")] = "adam"
     embedding: Annotated[str, one_of("adam", "factored_adam")] = "adam"
+    # Peak learning rates of the expert weights, and of the thresholds of strictly balanced gates; 0
+    # uses `learning_rate`.
     expert_learning_rate: Weight = 0.0
     threshold_learning_rate: Weight = 0.0
-    clip_norm: Weight = 0.0
+    clip_norm: Weight = 0.0  # maximum norm of the gradient of all parameters; 0 does not clip
+    # Batches per optimizer step. The loss is the mean over all tokens of these batches, plus the
+    # token-weighted mean of the balancing losses of the batches.
     accumulate: Count = 1
 
 
 @dataclass
 class LogConfig(Options):
-    """Options of logs, evaluations and checkpoints.
+    """Options of logs, evaluations and checkpoints."""
 
-    Attributes:
-        log_every: number of steps between log lines.
-        eval_every: number of steps between evaluations on the dev part; 0 evaluates only at the
-            end.
-        eval_sentences: number of dev sentences, for each language pair; 0 uses all.
-        save_every: number of steps between checkpoints; 0 saves only at the end.
-        keep_checkpoints: number of newest checkpoints to keep.
-        tensorboard: whether to write TensorBoard event files.
-        progress: whether to show a progress bar. If stderr is not a terminal, a line is printed
-            every log_every steps.
-    """
-
-    log_every: Count = 50
-    eval_every: Limit = 500
-    eval_sentences: Limit = 0
-    save_every: Limit = 500
-    keep_checkpoints: Count = 2
-    tensorboard: bool = True
+    log_every: Count = 50  # steps between log lines
+    eval_every: Limit = 500  # steps between evaluations on the dev part; 0: only at the end
+    eval_sentences: Limit = 0  # number of dev sentences, for each language pair; 0 uses all
+    save_every: Limit = 500  # steps between checkpoints; 0 saves only at the end
+    keep_checkpoints: Count = 2  # number of newest checkpoints to keep
+    tensorboard: bool = True  # whether to write TensorBoard event files
+    # Whether to show a progress bar. If stderr is not a terminal, a line is printed every log_every
+    # steps.
     progress: bool = True
 
 
 @dataclass
 class RunConfig(Options):
-    """Options common to the training runs of language models and translation models.
+    """Options common to the training runs of language models and translation models."""
 
-    Attributes:
-        output: folder of the run. "" uses runs/NAME, where NAME is the name of the configuration
-            file.
-        resume: whether to continue the run in the folder `output`.
-        seed: seed of the weights, data order, dropout and noise.
-        steps: total number of optimizer steps.
-        device: "cpu", "cuda" or "cuda:N".
-        num_threads: number of torch's threads. 0: on a CPU, a single rank compares one thread with
-            torch's default in its first steps and keeps the faster number. Otherwise torch's
-            default.
-        timeout: seconds that a rank waits for other ranks before the rank ends with an error.
-        autocast: "" for float32, or "bfloat16".
-        optimizer: options of the optimizer.
-        log: options of the log.
-    """
-
-    output: str = ""
-    resume: bool = False
+    output: str = ""  # folder of the run; "" uses runs/NAME for the configuration file NAME.toml
+    resume: bool = False  # whether to continue the run in the folder `output`
+    # Seed of the weights, data order, dropout and noise.
     seed: Annotated[int, must(f"be in [0, {SEED_LIMIT})", lambda n: 0 <= n < SEED_LIMIT)] = 1
-    steps: Count = 2_000
-    device: str = "cpu"
+    steps: Count = 2_000  # total number of optimizer steps
+    device: str = "cpu"  # "cpu", "cuda" or "cuda:N"
+    # Number of torch's threads. 0: on a CPU, a single rank compares one thread with torch's default
+    # in its first steps and keeps the faster number. Otherwise torch's default.
     num_threads: Annotated[int, _THREADS] = 0
-    timeout: Annotated[float, _SECONDS] = 600.0
+    timeout: Annotated[float, _SECONDS] = 600.0  # a rank that waits longer ends with an error
+    # "" for float32, or "bfloat16".
     autocast: Annotated[str, must('be "" or "bfloat16"', ("", "bfloat16").__contains__)] = ""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -276,7 +219,7 @@ def read_config(
     """Reads a configuration from a TOML file.
 
     Args:
-        path: the TOML file, or the name of a configuration of the package, such as "small/moe-32".
+        path: the file, or the name of a configuration of the package, such as "small/moe-32".
         overrides: ``key=value`` texts with dotted keys and TOML values. A value that is not TOML is
             a string, so ``data.corpus=builtin`` needs no quotes.
         kind: the required class, `Config` or `TranslationConfig`; None accepts both.
@@ -322,10 +265,8 @@ def config_from_file(table: Any, path: Path) -> AnyConfig:
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    try:
+    with config_errors():
         content = read_file(path, _MAX_BYTES)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     try:
         return tomllib.loads(content.decode("utf-8-sig"))  # without a byte order mark
     except (ValueError, RecursionError) as error:
@@ -334,9 +275,8 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 # Options that do not change the results of a run; the options of [log] do not change them either.
 _NOT_COMPARED = {
-    *("output", "resume", "device", "num_threads", "timeout"),
-    *("data.encoded", "data.num_workers"),
-}
+    "output", "resume", "device", "num_threads", "timeout", "data.encoded", "data.num_workers",
+}  # fmt: skip
 
 
 def options_of_results(config: AnyConfig) -> dict[str, Any]:
@@ -421,12 +361,8 @@ def _build(cls: Any, table: Any, path: str, root: type[AnyConfig]) -> Any:
             values[key] = _build(hint, value, f"{path}{key}.", root)
         else:
             values[key] = _check_type(hint, value, f"{path}{key}")
-    try:
+    with config_errors(f"option {path}"):
         return cls(**values)
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"option {path}{error}") from None
 
 
 def _check_type(hint: Any, value: Any, key: str) -> Any:
@@ -472,13 +408,9 @@ def _unknown_key(key: str, root: type[AnyConfig]) -> str:
     known = list(_flatten(asdict(root())))
     top_level = [f.name for f in fields(root)]
     tables = [f.name for f in fields(root) if is_dataclass(f.default_factory)]
-    last = key.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(key, known + tables, n=1, cutoff=0.6)
-    near = near or [name for name in known if name.rsplit(".", 1)[-1] == last]
-    near = near or [
-        name
-        for name in known
-        if difflib.get_close_matches(last, [name.rsplit(".", 1)[-1]], cutoff=0.75)
-    ]
+    by_last_word = {name.rpartition(".")[2]: name for name in reversed(known)}
+    last_words = difflib.get_close_matches(key.rpartition(".")[2], by_last_word, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(key, known + tables, n=1)
+    near = near or [by_last_word[word] for word in last_words]
     hint = f"did you mean {near[0]}?" if near else f"top-level keys are {', '.join(top_level)}"
     return f"unknown option {key}; {hint}"

@@ -1,5 +1,6 @@
-"""The evaluation of a trained model, with its printed report."""
+"""The evaluation of a trained model, with its printed report: the work of ``moe-lab evaluate``."""
 
+from argparse import Namespace
 from dataclasses import replace
 
 from moe_lab.data import EncodedPairs, EncodedSentences, Wordpieces
@@ -19,17 +20,15 @@ from moe_lab.training.text import load_part, parallel_text
 from moe_lab.training.translation import translations_of
 
 
-def evaluate_run(
-    run: str, part: str, corpus: str | None, device: str, *, tokens_per_batch: int, bleu: bool
-) -> Evaluation:
-    """Evaluates the newest model of a run on a part of a corpus, and prints the results."""
-    trained = load_run(run, device)
+def evaluate_run(options: Namespace) -> Evaluation:
+    """Evaluates the newest model of the command's options, and prints the results."""
+    trained, part = load_run(options.run, options.device), options.part
     data = trained.config.data
-    data = replace(data, corpus=corpus) if corpus else data
-    if bleu and not isinstance(data, ParallelDataConfig):
+    data = replace(data, corpus=options.corpus) if options.corpus else data
+    if options.bleu and not isinstance(data, ParallelDataConfig):
         raise ConfigError("--bleu must be omitted: the run is a language model")
     text = load_part(data, trained.vocabulary, part)
-    result = evaluate(trained.model, text, tokens_per_batch=tokens_per_batch)
+    result = evaluate(trained.model, text, tokens_per_batch=options.tokens_per_batch)
     unit = "word" if data.kind == "words" else "piece"
     print(
         f"{part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats per {unit}, "
@@ -54,7 +53,7 @@ def evaluate_run(
     if isinstance(text, EncodedPairs):
         for line in text.report().splitlines():
             print(f"  {line}")
-    if bleu:
+    if options.bleu:
         assert isinstance(data, ParallelDataConfig)
         for pairs in parallel_text(data, part):
             targets = [target for _, target in pairs]

@@ -14,8 +14,8 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from moe_lab.data import AnyVocabulary
-from moe_lab.errors import ConfigError
+from moe_lab.data import AnyVocabulary, Vocabulary, Wordpieces
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.files import Locked, file_lock, write_text
 from moe_lab.training.config import (
     AnyConfig,
@@ -33,12 +33,17 @@ def vocabulary_file(data: DataConfig | ParallelDataConfig) -> str:
     return "vocabulary.txt" if data.kind == "words" else "wordpieces.model"
 
 
-class RunFolder:
-    """The output folder of a configuration, checked before the run begins; writes nothing yet.
+def load_vocabulary(
+    data: DataConfig | ParallelDataConfig, path: str | Path, before: str = "", after: str = ""
+) -> AnyVocabulary:
+    """Reads the vocabulary of a text; before and after surround the message of an error."""
+    kind = Vocabulary if data.kind == "words" else Wordpieces
+    with config_errors(before, after, (OSError, ValueError)):
+        return kind.load(path)
 
-    Attributes:
-        path: the folder.
-    """
+
+class RunFolder:
+    """The output folder of a configuration, checked before the run begins; writes nothing yet."""
 
     def __init__(self, config: AnyConfig) -> None:
         self.config = config
@@ -103,9 +108,8 @@ class RunFolder:
     def check_unchanged(self, before: int | None, now: int | None) -> None:
         """Raises ConfigError if another run has trained in the folder in the meantime.
 
-        Args:
-            before: step of the newest checkpoint that this run knows; None: there was none.
-            now: step of the newest checkpoint in the folder.
+        `before` is the step of the newest checkpoint that this run knows, `now` that of the newest
+        in the folder; None: there is none.
         """
         begun = before is None and not self.config.resume and (self.path / "config.toml").exists()
         if begun or now != before:
@@ -118,8 +122,7 @@ class RunFolder:
     def begin(self, step: int, vocabulary: AnyVocabulary) -> Iterator[RunLog]:
         """Writes the configuration, which makes a killed run resumable, then the vocabulary.
 
-        Yields:
-            The log of the run.
+        Yields the log of the run.
         """
         write_text(self.path / "config.toml", to_toml(replace(self.config, resume=False)))
         file = self.path / vocabulary_file(self.config.data)

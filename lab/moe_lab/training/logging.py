@@ -8,15 +8,8 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from moe_ext.checks import is_whole
-from moe_lab.errors import ConfigError
-from moe_lab.files import (
-    MAX_JSON,
-    atomic_file,
-    from_json,
-    json_text,
-    read_lines,
-    require_regular,
-)
+from moe_lab.errors import ConfigError, config_errors
+from moe_lab.files import MAX_JSON, atomic_file, from_json, json_text, read_lines, require_regular
 from moe_lab.training.config import LogConfig
 
 
@@ -26,15 +19,10 @@ class RunLog:
     In metrics.jsonl, numbers that are NaN or infinite are the texts "NaN" and "Infinity".
 
     On a terminal, the progress bar shows training records, and lines above the bar show dev
-    records. If stderr is not a terminal, each record is a line.
+    records. If stderr is not a terminal, each record is a line, which begins with title.
 
-    Args:
-        run: the run's folder.
-        config: options of the log.
-        start_step: step of the checkpoint that the run resumes from, or 0. Later records in the log
-            are removed, because the run repeats these steps.
-        steps: total number of steps of the run.
-        title: beginning of each line.
+    A run that resumes from a checkpoint gives its step as start_step. Later records in the log are
+    removed, because the run repeats these steps.
     """
 
     def __init__(
@@ -115,10 +103,8 @@ def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
-    try:
+    with config_errors():
         require_regular(path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     records = []
     with path.open("rb") as file:
         for number, line in enumerate(read_lines(file, MAX_JSON), start=1):

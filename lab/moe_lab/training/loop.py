@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -33,6 +33,11 @@ from moe_lab.training.optimizers import make_optimizers
 from moe_lab.training.text import Text, load_text, training_batches
 from moe_lab.training.threads import ThreadChoice
 
+_SLOWER = (
+    "warning: {:,.0f} words/s after {:,.0f} words/s earlier; other programs may be using the "
+    "processor"
+)
+
 
 class _Objective(nn.Module):
     """Computes the training loss in `forward`, which the wrapper of `parallelize` needs."""
@@ -45,6 +50,7 @@ class _Objective(nn.Module):
         return self.model.loss(batch)
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
     """Trains a model and writes the run to its folder; `make_trainer` makes all parts.
 
@@ -55,21 +61,8 @@ class Trainer:
     as with a single rank, except for dropout and noise, which differ by rank. A run can be resumed
     with another world size. Rank 0 writes logs, configuration and vocabulary.
 
-    Args:
-        config: the configuration of the run.
-        folder: the output folder.
-        checkpoints: the checkpoints in the folder.
-        text: the encoded corpus.
-        batches: the shuffled batches of the training part.
-        model: the model on its device.
-        optimizers: the optimizers of the model.
-        ranks: the ranks that train together.
-        noise_generator: generator of the gates' noise.
-        class_generator: CPU generator of the sampled classes, seeded in every step.
-
     Attributes:
-        step: number of optimizer steps so far.
-        tokens: number of predictions so far.
+        step, tokens: number of optimizer steps and of predictions so far.
         interrupted: whether SIGINT or SIGTERM came in the last `run`, be it in its last step.
 
     Example:
@@ -77,40 +70,29 @@ class Trainer:
         >>> finished = trainer.run()  # False after Ctrl-C or SIGTERM, with a checkpoint saved
     """
 
-    def __init__(
-        self,
-        config: AnyConfig,
-        *,
-        folder: RunFolder,
-        checkpoints: Checkpoints,
-        text: Text,
-        batches: SentenceBatches | PairBatches,
-        model: AnyModel,
-        optimizers: Sequence[Optimizer],
-        ranks: Ranks,
-        noise_generator: torch.Generator,
-        class_generator: torch.Generator,
-    ) -> None:
-        self.config = config
-        self.folder = folder.path
-        self._folder = folder
-        self._checkpoints = checkpoints
-        self._newest = max(checkpoints.steps(), default=None)  # the last checkpoint
-        self.text = text
-        self._train_text = text.train.fingerprint()
-        self.dev = text.dev
-        if config.log.eval_sentences:
-            self.dev = text.dev.first(config.log.eval_sentences)
-        self.batches = batches
-        self.model = model
+    config: AnyConfig
+    run_folder: RunFolder
+    checkpoints: Checkpoints
+    text: Text
+    batches: SentenceBatches | PairBatches
+    model: AnyModel
+    optimizers: Sequence[Optimizer]
+    ranks: Ranks
+    noise_generator: torch.Generator  # of the gates' noise
+    class_generator: torch.Generator  # a CPU generator of the sampled classes, seeded in every step
+
+    def __post_init__(self) -> None:
+        config, model, optimizers, ranks = self.config, self.model, self.optimizers, self.ranks
+        self.folder = self.run_folder.path
+        self._newest = max(self.checkpoints.steps(), default=None)  # the last checkpoint
+        self._train_text = self.text.train.fingerprint()
+        limit = config.log.eval_sentences
+        self.dev = self.text.dev.first(limit) if limit else self.text.dev
         self.device = model.embedding.weight.device
-        self.optimizers = optimizers
         self.schedules = [
             warmup_schedule(optimizer, config.optimizer.warmup_steps, config.optimizer.hold_steps)
             for optimizer in optimizers
         ]
-        self.ranks = ranks
-        self.noise_generator, self.class_generator = noise_generator, class_generator
         self._objective: nn.Module = _Objective(model)
         if ranks.group is not None:
             self._objective = parallelize(self._objective, ranks.group)
@@ -121,11 +103,7 @@ class Trainer:
         self.epoch, self.batch = 0, 0  # position of the next batch
 
     def run(self) -> bool:
-        """Trains until step ``config.steps``.
-
-        Returns:
-            True if the training has reached ``config.steps``, False if SIGINT or SIGTERM stopped
-            it.
+        """Trains until step ``config.steps``; returns False if SIGINT or SIGTERM came before.
 
         Raises:
             FloatingPointError: the loss, the weights, or with clip_norm the gradient is not finite.
@@ -143,10 +121,10 @@ class Trainer:
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
             log = None
             if self.ranks.rank == 0:
-                stack.enter_context(self._folder.locked())
-                newest = max(self._checkpoints.steps(), default=None)
-                self._folder.check_unchanged(self._newest, newest)
-                log = stack.enter_context(self._folder.begin(self.step, self.text.vocabulary))
+                stack.enter_context(self.run_folder.locked())
+                newest = max(self.checkpoints.steps(), default=None)
+                self.run_folder.check_unchanged(self._newest, newest)
+                log = stack.enter_context(self.run_folder.begin(self.step, self.text.vocabulary))
             stopped = stack.enter_context(stop_signal())
             batches = stack.enter_context(closing(self._batch_stream()))
             last = self.step >= steps
@@ -170,8 +148,8 @@ class Trainer:
                     values = window.summary(self.ranks) | progress
                     if log:
                         log.write("train", self.step, values)
-                        if values["words_per_second"] < fastest / 3:
-                            log.say(_slower(values["words_per_second"], fastest))
+                        if (speed := values["words_per_second"]) < fastest / 3:
+                            log.say(_SLOWER.format(speed, fastest))
                     fastest = max(fastest, values["words_per_second"])
                     window = Window()
                 if end or _due(self.step, config.log.eval_every):
@@ -191,9 +169,7 @@ class Trainer:
     def train_step(self, batches: Sequence[Batch], window: Window | None = None) -> None:
         """Makes one optimizer step on the mean loss over all tokens of the batches.
 
-        Args:
-            batches: the batches of the step; their gradients are accumulated.
-            window: the sums to which the metrics of the step are added; None drops the metrics.
+        The metrics of the step are added to `window`.
 
         Raises:
             FloatingPointError: the loss, or with clip_norm the gradient, is not finite. Weights and
@@ -206,9 +182,10 @@ class Trainer:
         ranks = self.ranks
         sizes = [batch.num_tokens for batch in batches]
         num_tokens = sum(sizes)
+        in_bfloat16 = self.config.autocast == "bfloat16"
         for batch, size in zip(batches, sizes, strict=True):
             part = batch.part(ranks.rank, ranks.size).to(self.device)
-            with self._autocast():
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=in_bfloat16):
                 parts = self._objective(part)
                 # Gradients are averaged over ranks, but nll_sum has to be summed over ranks.
                 nll = ranks.size * parts.nll_sum / num_tokens
@@ -246,28 +223,21 @@ class Trainer:
         (App. F).
         """
         values: dict[str, float] = {}
+        size, ranks = self.config.data.tokens_per_batch, self.ranks
+        title = "dev" if self.config.log.progress and ranks.rank == 0 else None
         masks: dict[str, AbstractContextManager[None]] = {"": nullcontext()}
         if balanced_gates(self.model):
             masks["_batchwise"] = batchwise_masks(self.model)
         for suffix, mask in masks.items():
             with mask:
                 dev = evaluate(
-                    self.model,
-                    self.dev,
-                    tokens_per_batch=self.config.data.tokens_per_batch,
-                    title="dev" if self.config.log.progress and self.ranks.rank == 0 else None,
-                    ranks=self.ranks,
+                    self.model, self.dev, tokens_per_batch=size, title=title, ranks=ranks
                 )
             values |= {f"nll{suffix}": dev.nll, f"perplexity{suffix}": dev.perplexity}
             if isinstance(self.dev, EncodedPairs) and len(self.dev.names) > 1:
                 for name, part in by_language_pair(dev.sentence_nll, self.dev).items():
                     values[f"perplexity{suffix}/{name}"] = part.perplexity
         return values
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.config.autocast:
-            return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
-        return nullcontext()
 
     def _batch_stream(self) -> Generator[Batch, None, None]:
         """Yields batches without end, beginning at self.epoch and self.batch, and advances both."""
@@ -295,13 +265,13 @@ class Trainer:
             "device_rng": torch.cuda.get_rng_state(self.device) if self._on_cuda() else None,
             "noise_rng": self.noise_generator.get_state(),
         }
-        self._checkpoints.save(self.step, self.model, self.optimizers, state, generators)
+        self.checkpoints.save(self.step, self.model, self.optimizers, state, generators)
         self._newest = self.step
 
     def restore(self, earlier: Loaded) -> None:
         """Continues after a checkpoint of the run."""
         self.step = earlier.step
-        self._checkpoints.load(self.model, self.optimizers, step=earlier.step)
+        self.checkpoints.load(self.model, self.optimizers, step=earlier.step)
         state, generators = earlier.state, earlier.rank_state
         self.tokens, self.epoch, self.batch = state["tokens"], state["epoch"], state["batch"]
         for schedule, values in zip(self.schedules, state["schedules"], strict=True):
@@ -326,12 +296,7 @@ def make_trainer(
 
     Dropout uses torch's default generator; the gates' noise has a separate generator. Runs of
     different models with the same seed have the same data order. Models with the same number of
-    layers also have the same dropout masks.
-
-    Args:
-        config: the configuration of the run.
-        text: the encoded corpus of config.data; None loads the corpus.
-        process_group: the process group; every rank makes a trainer. None is a single rank.
+    layers also have the same dropout masks. Without `text`, the corpus of config.data is loaded.
     """
     ranks = Ranks(process_group)
     set_up_for(config)
@@ -362,7 +327,7 @@ def make_trainer(
     ).to(device)
     trainer = Trainer(
         config,
-        folder=folder,
+        run_folder=folder,
         checkpoints=checkpoints,
         text=text,
         batches=training_batches(text, config.data, config.seed),
@@ -387,13 +352,6 @@ def _check_text(text: Text, state: dict[str, Any], corpus: str) -> None:
             f"the training text of {corpus} must be the text of the run, got another text; "
             "give the original text, or start a new run in another folder"
         )
-
-
-def _slower(words_per_second: float, fastest: float) -> str:
-    return (
-        f"warning: {words_per_second:,.0f} words/s after {fastest:,.0f} words/s earlier; other "
-        "programs may be using the processor"
-    )
 
 
 def _due(step: int, every: int) -> bool:

@@ -80,16 +80,8 @@ def evaluate(
 
     Dropout is off. The negative log-likelihood of each sentence is summed in float64 over its
     predictions. So tokens_per_batch changes the result by rounding only, unless the experts have a
-    capacity or choose their tokens.
-
-    Args:
-        model: a model on any device. Its training mode is restored.
-        text: sentences, or sentence pairs for a translation model, as ids of the model's
-            vocabulary.
-        tokens_per_batch: approximate number of predictions in a batch; for pairs, of source tokens
-            plus predictions.
-        title: title of the progress bar; None shows no bar.
-        ranks: the ranks that share the rows of every batch; None is a single rank.
+    capacity or choose their tokens. The ranks share the rows of every batch. The model's training
+    mode is restored. Without title, there is no progress bar.
     """
     from moe_ext.distributed import Ranks  # imports FSDP, which takes a second
 
@@ -116,17 +108,8 @@ def by_language_pair(sentence_nll: Tensor, pairs: EncodedPairs) -> dict[str, Eva
     }
 
 
-def mean_of(rows: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Computes the mean of each key over dicts with the same keys; {} if rows is empty."""
-    rows = list(rows)
-    return {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else {})}
-
-
 class Window:
-    """Sums of the metrics since the last log line.
-
-    Nats and tokens are sums of this rank; tokens_per_expert is a sum over all ranks.
-    """
+    """Sums of the metrics since the last log line, of this rank if nothing else is said."""
 
     def __init__(self) -> None:
         self.nll_sum, self.aux_sum, self.num_tokens = 0.0, 0.0, 0
@@ -165,9 +148,9 @@ class Window:
             "aux_loss": aux_sum / num_tokens,
             "words_per_second": num_tokens / self.seconds,
         }
-        layers = [mean_of(rows) for rows in zip(*self.balance, strict=True)]
-        for key in layers[0] if layers else ():
-            values[key] = [layer[key] for layer in layers]
+        layers = list(zip(*self.balance, strict=True))  # for each MoE layer, the metrics of batches
+        for key in layers[0][0] if layers else ():
+            values[key] = [sum(row[key] for row in rows) / len(rows) for rows in layers]
         if layers:
             counts = [n.double() for n in self.tokens_per_expert]
             values["load"] = [(n / n.mean()).tolist() for n in counts]

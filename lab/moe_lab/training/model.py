@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.models import (
     AnyModel,
     LanguageModel,
@@ -28,11 +28,10 @@ def make_model(
     `class_generator`.
     """
     try:
-        if isinstance(config, TranslationModelConfig):
-            return TranslationModel(config, vocab_size, **options)
-        return LanguageModel(config, vocab_size, class_generator=class_generator, **options)
-    except ValueError as error:
-        raise ConfigError(f"model: {error}") from error
+        with config_errors("model: "):
+            if isinstance(config, TranslationModelConfig):
+                return TranslationModel(config, vocab_size, **options)
+            return LanguageModel(config, vocab_size, class_generator=class_generator, **options)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         if not re.search("allocate|out of memory|overflow", reason):

@@ -10,7 +10,7 @@ from moe_lab.data import EncodedSentences, Vocabulary
 from moe_lab.data.downloads import SETS, DataSet, corpus_of, file_of
 from moe_lab.data.mixed import mix_languages, write_parts
 from moe_lab.data.sentences import CorpusError
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.markdown import markdown_table
 from moe_lab.names import PARTS
 from moe_lab.training.config import DataConfig, require_utf8
@@ -22,14 +22,11 @@ def prepare(options: Namespace) -> SentenceText:
     """Prepares the corpus of the command's options and returns the encoded text."""
     output = options.output or Path("data") / options.name
     # These paths become options of a configuration.
-    for name, path in (
-        ("--from", options.source),
-        ("--output", output),
-        ("--vocabulary", options.vocabulary),
-    ):
+    vocabulary = options.vocabulary
+    paths = {"--from": options.source, "--output": output, "--vocabulary": vocabulary}
+    for name, path in paths.items():
         require_utf8(name, str(path))
 
-    vocabulary = options.vocabulary
     if options.name not in SETS:
         expected = None
         corpus = options.source if options.name == "text" else _write_languages(options, output)
@@ -69,10 +66,8 @@ def _write_languages(options: Namespace, output: Path) -> Path:
     name = "-".join([*options.languages, f"{options.sentences}-sentences"])
     corpus = output / name
     if not corpus.is_dir():
-        try:
+        with config_errors("--from: ", kinds=CorpusError):
             parts = mix_languages(options.source, options.languages, options.sentences)
-        except CorpusError as error:
-            raise ConfigError(f"--from: {error}") from error
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".mixing-", dir=output) as temporary:
             write_parts(parts, Path(temporary) / name)
@@ -89,9 +84,8 @@ def check(text: SentenceText, expected: DataSet | None) -> None:
             wrong.append(f"{what} must be {published:,}, got {number:,}")
         return f"{number:,}"
 
-    size = row(
-        "the vocabulary size", len(text.vocabulary), expected.vocab_size if expected else None
-    )
+    vocab_size = expected.vocab_size if expected else None
+    size = row("the vocabulary size", len(text.vocabulary), vocab_size)
     unit = "words" if isinstance(text.vocabulary, Vocabulary) else "wordpieces"
     print(f"{size} {unit} in the vocabulary\n")
     rows = []

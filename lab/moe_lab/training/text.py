@@ -10,7 +10,6 @@ from typing import Any, overload
 from moe_lab.data import (
     AnyText,
     AnyVocabulary,
-    Corpus,
     CorpusError,
     EncodedPairs,
     EncodedSentences,
@@ -20,6 +19,7 @@ from moe_lab.data import (
     Sentences,
     Vocabulary,
     Wordpieces,
+    batches_of,
     encode_pairs,
     encode_sentences,
     encode_to_files,
@@ -29,10 +29,11 @@ from moe_lab.data import (
 )
 from moe_lab.data.encoded import made_once
 from moe_lab.data.parallel import languages_of
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.names import PARTS
 from moe_lab.progress import progress
 from moe_lab.training.config import DataConfig, ParallelDataConfig
+from moe_lab.training.folder import load_vocabulary
 
 _SENTENCES_FOR_WORDPIECES = 2_000_000  # maximum number of training sentences over all languages
 
@@ -66,18 +67,23 @@ def load_text(config: DataConfig) -> SentenceText: ...
 def load_text(config: ParallelDataConfig) -> PairText: ...
 def load_text(config: DataConfig | ParallelDataConfig) -> Text:
     """Loads and encodes a corpus; makes the vocabulary of the training part if config has none."""
-    if isinstance(config, ParallelDataConfig):
-        return _load_pairs(config)
     with _config_errors():
-        vocabulary = _given_vocabulary(config)
+        if isinstance(config, ParallelDataConfig):
+            texts = {part: parallel_text(config, part) for part in PARTS}
+            wordpieces = _wordpieces(texts["train"], config)
+            return PairText(
+                wordpieces,
+                **{part: _encode_pairs(texts[part], wordpieces, config, part) for part in PARTS},
+            )
+        vocabulary = None
+        if config.vocabulary:
+            vocabulary = load_vocabulary(config, config.vocabulary, "data.vocabulary: ")
         corpus = load_corpus(config.corpus, max_train_sentences=config.max_train_sentences or None)
         if vocabulary is None:
             vocabulary = _made_vocabulary(corpus.train, config)
         return SentenceText(
             vocabulary,
-            train=_encode(corpus, "train", vocabulary, config),
-            dev=_encode(corpus, "dev", vocabulary, config),
-            test=_encode(corpus, "test", vocabulary, config),
+            **{part: _encode(getattr(corpus, part), vocabulary, config, part) for part in PARTS},
         )
 
 
@@ -92,7 +98,7 @@ def load_part(
         corpus = load_corpus(
             config.corpus, parts=[part], max_train_sentences=config.max_train_sentences or None
         )
-        return _encode(corpus, part, vocabulary, config)
+        return _encode(getattr(corpus, part), vocabulary, config, part)
 
 
 def training_batches(
@@ -106,30 +112,15 @@ def training_batches(
         "seed": seed,
     }
     if isinstance(config, ParallelDataConfig):
-        assert isinstance(text.train, EncodedPairs)
-        with _config_errors():
-            return PairBatches(text.train, oversample=config.oversample, **options)
-    assert isinstance(text.train, EncodedSentences)
-    return SentenceBatches(text.train, **options)
-
-
-def _load_pairs(config: ParallelDataConfig) -> PairText:
+        options["oversample"] = config.oversample
     with _config_errors():
-        texts = {part: parallel_text(config, part) for part in PARTS}
-        wordpieces = _wordpieces(texts["train"], config)
-        return PairText(
-            wordpieces,
-            **{part: _encode_pairs(text, wordpieces, config, part) for part, text in texts.items()},
-        )
+        return batches_of(text.train, **options)
 
 
 def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
     """Opens one part of a parallel corpus for each language pair.
 
-    Args:
-        config: options of the corpus. If the corpus is a table and there are several language
-            pairs, only the pairs in the name of the table are used.
-        part: "train", "dev", "test" or "all".
+    Of a table, only the language pairs in its name are used, if there are several.
     """
     if not config.corpus:
         raise ConfigError(
@@ -162,10 +153,9 @@ def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
 def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wordpieces:
     """Loads the given wordpieces, or trains wordpieces on texts and stores them in `encoded`."""
     if config.wordpieces:
-        try:
-            return Wordpieces.load(config.wordpieces)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"data.wordpieces: {error}") from error
+        vocabulary = load_vocabulary(config, config.wordpieces, "data.wordpieces: ")
+        assert isinstance(vocabulary, Wordpieces)
+        return vocabulary
     # Both directions of a language pair have the same sentences.
     once = {frozenset((text.source, text.target)): text for text in texts}.values()
     return _trained_wordpieces(
@@ -192,11 +182,8 @@ def _trained_wordpieces(
 ) -> Wordpieces:
     """Trains wordpieces and stores them in config.encoded, if given; reuses stored wordpieces.
 
-    Args:
-        sentences: function that returns the training text.
-        fingerprint: function that returns a string that changes when the text changes.
-        config: options of the wordpieces.
-        languages: the languages that need a target token.
+    `sentences` returns the training text, and `fingerprint` its fingerprint. `languages` are those
+    that need a target token.
     """
     languages = list(languages)
 
@@ -239,14 +226,6 @@ def _encode_pairs(
     )
 
 
-def _given_vocabulary(config: DataConfig) -> AnyVocabulary | None:
-    kind = Vocabulary if config.kind == "words" else Wordpieces
-    try:
-        return kind.load(config.vocabulary) if config.vocabulary else None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data.vocabulary: {error}") from error
-
-
 def _count_words(sentences: Sentences, num_workers: int) -> Counter[str]:
     title = "counting words"
     if num_workers == 0:
@@ -259,9 +238,8 @@ def _count_words(sentences: Sentences, num_workers: int) -> Counter[str]:
 
 
 def _encode(
-    corpus: Corpus, part: str, vocabulary: AnyVocabulary, config: DataConfig
+    sentences: Sentences, vocabulary: AnyVocabulary, config: DataConfig, part: str
 ) -> EncodedSentences:
-    sentences = getattr(corpus, part)
     if config.encoded:
         return encode_to_files(
             sentences, vocabulary, config.encoded, name=part, num_workers=config.num_workers
@@ -271,11 +249,5 @@ def _encode(
 
 @contextmanager
 def _config_errors() -> Iterator[None]:
-    try:
+    with config_errors("data: "), config_errors("data.corpus: ", kinds=CorpusError):
         yield
-    except CorpusError as error:
-        raise ConfigError(f"data.corpus: {error}") from error
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"data: {error}") from error

@@ -12,9 +12,7 @@ class ThreadChoice:
 
     Small models may train faster with one thread. If other programs keep the processor busy, each
     operation of several threads waits for the slowest thread. The first step is not measured.
-
-    Attributes:
-        chosen: the number of threads; None: not yet known.
+    `chosen` is the number of threads; None: not yet known.
     """
 
     def __init__(self) -> None:
@@ -30,11 +28,7 @@ class ThreadChoice:
             torch.set_num_threads(numbers[self._step % len(numbers)])
 
     def end_step(self, words_per_second: float) -> str:
-        """Notes the speed of the step; after the last step of the trial, returns the result.
-
-        Returns:
-            One line that states the choice and both speeds, or "".
-        """
+        """Notes the speed of a step; after the last one of the trial, returns a line, else ""."""
         if self.chosen is not None:
             return ""
         self._step += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from moe_lab.decoding.beam_search import BeamSearch
 from moe_lab.decoding.bleu import corpus_bleu
 from moe_lab.decoding.translator import Translation
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.files import READ_ERRORS, open_plain, output_file, plain_lines, reason_of
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import TranslationConfig
@@ -47,12 +47,9 @@ def search_of(options: Namespace) -> BeamSearch:
         if options.n_best > 1:
             raise ConfigError(f"--n-best must be 1 with --greedy, got {options.n_best}")
         return BeamSearch.greedy()
-    try:
-        return BeamSearch(
-            options.beam, options.length_penalty, options.coverage_penalty, num_best=options.n_best
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    penalties = options.length_penalty, options.coverage_penalty
+    with config_errors():
+        return BeamSearch(options.beam, *penalties, num_best=options.n_best)
 
 
 def translate_files(options: Namespace) -> None:
@@ -63,14 +60,10 @@ def translate_files(options: Namespace) -> None:
     one_by_one = _STDIN in files and sys.stdin.isatty()
     search = search_of(options)
     trained = load_run(options.run, options.device)
-    translator = make_translator(
-        trained,
-        search,
-        options.into,
-        tokens_per_batch=options.tokens_per_batch,
-        max_pieces=options.max_pieces,
-        **({"lines_at_a_time": 1} if one_by_one else {}),
-    )
+    sizes = {"tokens_per_batch": options.tokens_per_batch, "max_pieces": options.max_pieces}
+    if one_by_one:
+        sizes["lines_at_a_time"] = 1
+    translator = make_translator(trained, search, options.into, **sizes)
     lines: Iterable[str] = (line for file in files for line in _read_lines(file))
     references = None
     if options.reference:
@@ -107,16 +100,11 @@ def translate_files(options: Namespace) -> None:
                 best.append(translations[0].text)
     seconds = time.perf_counter() - start
 
-    if translator.num_cut:
-        print(
-            f"{translator.num_cut:,} lines cut after {options.max_pieces} wordpieces",
-            file=sys.stderr,
-        )
+    if number := translator.num_cut:
+        print(f"{number:,} lines cut after {options.max_pieces} wordpieces", file=sys.stderr)
     if not one_by_one:
-        print(
-            f"{num_lines:,} sentences in {seconds:.1f} s, {num_lines / seconds:.1f} per second",
-            file=sys.stderr,
-        )
+        speed = f"{seconds:.1f} s, {num_lines / seconds:.1f} per second"
+        print(f"{num_lines:,} sentences in {speed}", file=sys.stderr)
     if references is not None:
         report = sys.stdout if options.output else sys.stderr
         assert isinstance(trained.config, TranslationConfig)  # make_translator checks it

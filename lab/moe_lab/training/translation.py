@@ -9,7 +9,7 @@ from moe_lab.data import ParallelText, Wordpieces
 from moe_lab.decoding.beam_search import BeamSearch
 from moe_lab.decoding.bleu import Bleu, corpus_bleu
 from moe_lab.decoding.translator import Translator
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, config_errors
 from moe_lab.files import write_text
 from moe_lab.models import TranslationModel
 from moe_lab.training.checkpoint import TrainedModel, checkpoints_of, load_run
@@ -26,10 +26,8 @@ def make_translator(
         raise ConfigError(f'the run\'s task must be "translation", got "{config.task}"')
     assert isinstance(model, TranslationModel) and isinstance(wordpieces, Wordpieces)
     languages = config.data.languages_with_token
-    try:
+    with config_errors():
         return Translator(model, wordpieces, search, into=into, languages=languages, **options)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def translations_of(trained: TrainedModel, text: ParallelText) -> list[str]:
@@ -46,10 +44,7 @@ def translated_test(run: str | Path) -> dict[str, list[str]]:
     """Translates the test part of a run, or reads the translations of an earlier call.
 
     The run's folder stores the translations for each step and language pair, for example in
-    ``test-2000.en-fr.txt`` after step 2,000.
-
-    Returns:
-        The translations of the newest checkpoint by language pair.
+    ``test-2000.en-fr.txt`` after step 2,000. Returns those of the newest checkpoint by pair.
     """
     run = Path(run)
     config = read_config(run / "config.toml", [], TranslationConfig)
@@ -70,11 +65,8 @@ def bleu_of_test(
 ) -> dict[str, Bleu]:
     """Computes BLEU of the test part of a run, by language pair.
 
-    Args:
-        run: folder of the run.
-        keep: for each test sentence, whether the BLEU counts the sentence; only for a run with one
-            language pair. None counts all sentences.
-        lowercase: whether upper and lower case count as equal.
+    `keep` says of each test sentence whether the BLEU counts it; only for a run with one language
+    pair. With `lowercase`, upper and lower case count as equal.
     """
     config = read_config(Path(run) / "config.toml", [], TranslationConfig)
     scores = {}
@@ -82,11 +74,8 @@ def bleu_of_test(
         parallel_text(config.data, "test"), translated_test(run).items(), strict=True
     ):
         references = [target for _, target in text]
+        sides = [translations, references]
         if keep is not None:
-            translations, references = (
-                list(compress(side, keep)) for side in (translations, references)
-            )
-        scores[languages] = corpus_bleu(
-            translations, references, language=text.target, lowercase=lowercase
-        )
+            sides = [list(compress(side, keep)) for side in sides]
+        scores[languages] = corpus_bleu(*sides, language=text.target, lowercase=lowercase)
     return scores

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
-from torch import nn
+from torch import Tensor, nn
 
+from moe_ext._packed_weights import quantized
 from moe_ext.checks import require, require_one_of
+from moe_ext.formats import FORMATS, FormatName, PackedWeight
+from moe_ext.formats._panels import PANEL_ROWS
 from moe_ext.integrations._packed.found_tensors import (
     FoundTensors,
     Place,
@@ -36,6 +41,36 @@ class ModuleTensors:
     biases: list[LayerTensors] | None
 
 
+class LinearTensor(NamedTuple):
+    """The weight of a linear layer in the files.
+
+    Attributes:
+        weight: the tensor, as that of one expert.
+        name: its name in `Checkpoint.dense`.
+        plain: the weight of transformers, on the meta device.
+        is_packed: whether it is packed in a format of `moe_ext.formats`.
+        target: the format in which it is quantized; None: it is packed.
+    """
+
+    weight: LayerTensors
+    name: str
+    plain: Tensor
+    is_packed: bool
+    target: FormatName | None = None
+
+    def layout(self) -> PackedWeight:
+        """Returns the layout of the packed weight, without reading it."""
+        if self.target is None:
+            return self.weight.layout()
+        return quantized("its weight", self.plain[None].mT, self.target)
+
+    def pack(self) -> PackedWeight:
+        """Reads the weight, and quantizes it if it is not packed."""
+        if self.target is None:
+            return self.weight.pack()
+        return quantized("its weight", self.weight.numbers(torch.float32).mT, self.target)
+
+
 @dataclass
 class Checkpoint:
     """An open checkpoint.
@@ -46,6 +81,8 @@ class Checkpoint:
         quantization: the quantization of the configuration, as in its file.
         skeleton: the model of transformers on the meta device.
         experts: the tensors of each experts module that stays packed.
+        linear: the tensor of each linear layer that can be packed: it fills a panel, and no other
+            part of the model has its weight.
         dense: how to read each other tensor, by the name that transformers' loader takes.
         places: where the files have each weight of `dense`, and those of experts that are no packed
             experts.
@@ -58,6 +95,7 @@ class Checkpoint:
     quantization: Any
     skeleton: Any
     experts: dict[str, ModuleTensors] = field(default_factory=dict)
+    linear: dict[str, LinearTensor] = field(default_factory=dict)
     dense: dict[str, Read] = field(default_factory=dict)
     places: dict[str, list[Place]] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(default_factory=dict)
@@ -67,6 +105,20 @@ class Checkpoint:
     def is_gguf(self) -> bool:
         """Whether the checkpoint is a GGUF file."""
         return self.path.is_file()
+
+    def packed_linear(self, choice: bool | FormatName) -> dict[str, LinearTensor]:
+        """Returns the linear layers that are packed; see `load`."""
+        if isinstance(choice, bool):
+            return {path: own for path, own in self.linear.items() if choice and own.is_packed}
+        require_one_of("load: packed_linear", FORMATS, choice)
+        targets = {}
+        for path, own in self.linear.items():
+            targets[path] = own if own.is_packed else own._replace(target=choice)
+            try:
+                targets[path].layout()
+            except ValueError as error:
+                raise ValueError(f"load: {path}: {error}") from error
+        return targets
 
 
 def open_checkpoint(name_or_folder: str | Path, config: Any = None) -> Checkpoint:
@@ -194,6 +246,20 @@ def _assign(checkpoint: Checkpoint, found_tensors: FoundTensors) -> None:
         for tensor_name in found_tensors.names[name]:
             del checkpoint.dense[tensor_name]
             del checkpoint.places[tensor_name]
+    checkpoint.linear = dict(_linear(checkpoint, found_tensors.whole))
+
+
+def _linear(checkpoint: Checkpoint, whole: dict[str, str]) -> Iterator[tuple[str, LinearTensor]]:
+    """Yields the linear layers that can be packed; see `Checkpoint`."""
+    counts = Counter(map(id, checkpoint.skeleton.state_dict(keep_vars=True).values()))
+    for path, module in checkpoint.skeleton.named_modules():
+        name = whole.get(f"{path}.weight")
+        if type(module) is not nn.Linear or name is None or module.out_features < PANEL_ROWS:
+            continue
+        if counts[id(module.weight)] == 1:
+            weight = LayerTensors(([checkpoint.places[name][0].stored],))
+            is_packed = weight.format is not None and _layout_error(weight) is None
+            yield path, LinearTensor(weight, name, module.weight, is_packed)
 
 
 def _not_packable(module: nn.Module, weights: list[LayerTensors | None]) -> str | None:
@@ -206,10 +272,18 @@ def _not_packable(module: nn.Module, weights: list[LayerTensors | None]) -> str 
             return "transformers computes its weights from the tensors of the file"
         if tensors.format is None:
             return f"its weights are {tensors.kind} in the file"
-        try:
-            tensors.layout()
-        except ValueError as error:
-            return str(error)
+        error = _layout_error(tensors)
+        if error is not None:
+            return error
+    return None
+
+
+def _layout_error(tensors: LayerTensors) -> str | None:
+    """Returns why tensors of a known format cannot stay packed; None if they can."""
+    try:
+        tensors.layout()
+    except ValueError as error:
+        return str(error)
     return None
 
 

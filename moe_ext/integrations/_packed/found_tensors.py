@@ -51,6 +51,7 @@ class FoundTensors:
             experts are there too.
         places: where the files have each weight of `dense`. The names are those of `dense`.
         names: the names in `dense` of the tensors of each experts module.
+        whole: the name in `dense` of each parameter that is one tensor of the files.
         unused: the names of the weights that the model does not have.
     """
 
@@ -60,6 +61,7 @@ class FoundTensors:
     dense: dict[str, Read] = field(default_factory=dict)
     places: dict[str, list[Place]] = field(default_factory=dict)
     names: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    whole: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
 
 
@@ -95,6 +97,8 @@ def find_in_safetensors(skeleton: Any, stored: dict[str, Stored]) -> FoundTensor
             continue
         found_tensors.dense[name] = weight.read
         found_tensors.places[name] = [Place(weight)]
+        if pattern is None:
+            found_tensors.whole[target] = name
         if target in owners:
             parts[owners[target]][pattern or ""].append(weight)
             found_tensors.names[owners[target][0]].append(name)

@@ -115,6 +115,7 @@ def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -
             if len(sources) == 1:
                 found_tensors.dense[name] = partial(_shaped, weights[0], tuple(tensor.shape))
                 found_tensors.places[name] = [Place(weights[0])]
+                found_tensors.whole[name] = name
             elif sources:
                 found_tensors.dense[name] = partial(_kv_b, weights[0], weights[1])
                 sizes = [config.qk_nope_head_dim, config.v_head_dim]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moe_ext._packed_weights import NO_INTEGERS, Arithmetic
 from moe_ext.checks import require, require_one_of
 from moe_ext.experts import FeedForwardExperts
-from moe_ext.formats import FORMATS, FormatName
+from moe_ext.formats import FORMATS, FormatName, PackedWeight
 from moe_ext.integrations._packed.checkpoint import Checkpoint, ModuleTensors, open_checkpoint
 from moe_ext.integrations._packed.experts import PackedExperts
+from moe_ext.integrations._packed.linear import PackedLinear
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_attention import GROUPED_MODELS
 from moe_ext.integrations._transformers_balance import experts_modules
@@ -33,7 +35,8 @@ def load(
     *,
     dtype: torch.dtype = torch.bfloat16,
     config: Any = None,
-    arithmetic: str = "exact",
+    arithmetic: Arithmetic = "exact",
+    packed_linear: bool | FormatName = False,
     quiet: bool = False,
     **options: Any,
 ) -> Any:
@@ -47,8 +50,9 @@ def load(
       "float-quantized" with 8 bits,
     - GGUF of qwen2moe, qwen3moe, gpt-oss, olmoe, and deepseek2 with `config`.
 
-    The experts become `moe_ext.QuantizedExperts`, frozen, with the bytes of the files. All other
-    weights are dequantized. The function reads one tensor at a time: the peak of memory is the
+    The experts become `moe_ext.QuantizedExperts`, frozen, with the bytes of the files. With
+    ``packed_linear``, the linear layers become `PackedLinear`, frozen too. All other weights are
+    dequantized. The function reads one tensor at a time: the peak of memory is the
     model plus the largest tensor. At the end, it prints a line to stderr; see `describe`.
 
     Args:
@@ -57,7 +61,13 @@ def load(
         dtype: the dtype of the other weights and of the biases of experts.
         config: the configuration of transformers, or a folder with config.json. None: the
             config.json of the checkpoint, or else the fields of the GGUF file.
-        arithmetic: see `moe_ext.QuantizedExperts`. Experts in FP8 have no integer arithmetic.
+        arithmetic: of the experts and the packed linear layers; see `moe_ext.QuantizedExperts`. FP8
+            has no integer arithmetic.
+        packed_linear: True: linear layers that are packed in the files stay packed. A format of
+            `moe_ext.formats.quantize`: the other linear layers are quantized in this format, too.
+            Then a step of `generate` reads fewer bytes. Layers with fewer than 16 outputs, and
+            layers whose weight is tied to another one, stay floats. PEFT cannot add adapters to
+            packed layers.
         quiet: print nothing.
         options: arguments of transformers' ``from_pretrained``, such as ``attn_implementation``.
             The default of ``attn_implementation`` is "moe_ext" for mixtral, qwen2_moe and
@@ -71,16 +81,22 @@ def load(
             quantization is unknown.
     """
     checkpoint = open_checkpoint(name_or_folder, config)
-    formats = {weight.format for own in checkpoint.experts.values() for weight in own.weights}
-    possible = arithmetic == "exact" or "fp8" not in formats
-    require(possible, "load: arithmetic", "be exact for experts in fp8", arithmetic)
+    linear = checkpoint.packed_linear(packed_linear)
+    packed = [weight for own in checkpoint.experts.values() for weight in own.weights]
+    packed += [tensor.weight for tensor in linear.values()]
+    formats = {packed_linear, *(weight.format for weight in packed)}
+    for format in sorted(NO_INTEGERS & formats):
+        rule = f"be exact for weights in {format}"
+        require(arithmetic == "exact", "load: arithmetic", rule, arithmetic)
     if checkpoint.config.model_type in GROUPED_MODELS:
         options.setdefault("attn_implementation", "moe_ext")
+    unread = {tensor.name for tensor in linear.values()}
+    dense = {name: read for name, read in checkpoint.dense.items() if name not in unread}
     model, info = type(checkpoint.skeleton).from_pretrained(
         None,
         config=checkpoint.config,
-        state_dict={name: _Lazy(read, dtype) for name, read in checkpoint.dense.items()},
-        quantization_config=_PackedConfig([*checkpoint.experts]),
+        state_dict={name: _Lazy(read, dtype) for name, read in dense.items()},
+        quantization_config=_PackedConfig([*checkpoint.experts], [*linear]),
         dtype=dtype,
         experts_implementation="moe_ext",
         output_loading_info=True,
@@ -94,10 +110,16 @@ def load(
     for name, tensors in checkpoint.experts.items():
         skeleton = checkpoint.skeleton.get_submodule(name)
         try:
-            packed = _pack(tensors, skeleton, dtype, arithmetic)
+            model.get_submodule(name).packed = _pack(tensors, skeleton, dtype, arithmetic)
         except ValueError as error:  # of a value, such as a scale that is no number
             raise ValueError(f"load: {name}: {error}") from error
-        model.get_submodule(name).packed = packed
+    for name, tensor in linear.items():
+        layer = model.get_submodule(name)
+        layer.arithmetic = arithmetic
+        try:
+            layer.set_weight(tensor.pack())
+        except ValueError as error:
+            raise ValueError(f"load: {name}: {error}") from error
     quantizer = model.hf_quantizer
     checkpoint.dense.clear()
     checkpoint.skeleton = None
@@ -114,7 +136,7 @@ def load(
 
 
 def _pack(
-    tensors: ModuleTensors, module: nn.Module, dtype: torch.dtype, arithmetic: str
+    tensors: ModuleTensors, module: nn.Module, dtype: torch.dtype, arithmetic: Arithmetic
 ) -> QuantizedExperts:
     """Reads and packs the experts of a module."""
     activation = activation_of(module)
@@ -125,7 +147,7 @@ def _pack(
         biases or None,
         activation=activation.name,
         activation_args=activation.args,
-        arithmetic=arithmetic,  # type: ignore[arg-type]
+        arithmetic=arithmetic,
     )
 
 
@@ -142,11 +164,12 @@ class _Lazy:
 
 @register_quantization_config("moe_ext")
 class _PackedConfig(QuantizationConfigMixin):
-    """Names the experts modules that transformers' loader leaves out."""
+    """Names the experts modules and linear layers that transformers' loader leaves out."""
 
-    def __init__(self, modules: list[str]) -> None:
+    def __init__(self, experts: Sequence[str] = (), linear: Sequence[str] = ()) -> None:
         self.quant_method = "moe_ext"  # type: ignore[assignment]
-        self.modules = modules
+        self.experts = experts
+        self.linear = linear
 
 
 @register_quantizer("moe_ext")
@@ -168,8 +191,10 @@ class _PackedQuantizer(HfQuantizer):
         self.unused: list[str] = []
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
-        for name in self.quantization_config.modules:
+        for name in self.quantization_config.experts:
             model.set_submodule(name, PackedExperts(model.get_submodule(name)))
+        for name in self.quantization_config.linear:
+            model.set_submodule(name, PackedLinear(model.get_submodule(name)))
         return model
 
     def is_serializable(self) -> bool:
@@ -246,7 +271,7 @@ def quantize_experts(
         model.set_submodule(name, PackedExperts(module, packed))
         del module, experts, weights, weight
     if names:
-        quantizer = _PackedQuantizer(_PackedConfig([]))
+        quantizer = _PackedQuantizer(_PackedConfig())
         quantizer.fallbacks = fallbacks
         model.hf_quantizer = quantizer  # type: ignore[assignment]
     if not quiet:
@@ -265,18 +290,21 @@ def describe(model: nn.Module) -> str:
     packed = [owner.quantized for owner in owners if owner.quantized is not None]
     counts = " or ".join(sorted({str(module.num_experts) for module in modules.values()}))
     formats = Counter("/".join({w.format: 0 for w in module.weights}) for module in packed)
-    panels = {id(weight.panels): weight.panels for module in packed for weight in module.weights}
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    linear = [weight for layer in layers for weight in layer.weights]
+    weights = [weight for module in packed for weight in module.weights]
+    panels = {id(weight.panels) for weight in [*weights, *linear]}
     plain = [p for p in model.parameters() if id(p) not in panels]
-    num_bytes = sum(panel.nbytes for panel in panels.values())
     dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in plain)
     trained = sum(p.numel() for p in plain if p.requires_grad)
+    own = Counter(weight.format for weight in linear)
     quantizer = getattr(model, "hf_quantizer", None)
     fallbacks = getattr(quantizer, "fallbacks", {})
     unused = getattr(quantizer, "unused", [])
     parts = [
         f"{len(modules)} layer{'s' * (len(modules) > 1)} of {counts} experts",
-        f"packed: {', '.join(f'{n} in {name}' for name, n in formats.items()) or 'none'}"
-        f" ({num_bytes:,} bytes)",
+        f"packed: {_counted(formats, weights)}",
+        *([f"packed linear layers: {_counted(own, linear)}"] if linear else []),
         f"other weights: {sum(p.nbytes for p in plain):,} bytes in {' and '.join(dtypes)}",
         f"trained: {trained:,} parameters",
         f"not packed: {_grouped(fallbacks) or 'none'}",
@@ -284,6 +312,13 @@ def describe(model: nn.Module) -> str:
     if unused:
         parts.append(f"not used: {len(unused)} tensors of the checkpoint, such as {unused[0]}")
     return f"{type(model).__name__}: {'; '.join(parts)}"
+
+
+def _counted(formats: Counter[Any], weights: list[PackedWeight]) -> str:
+    """Formats how many modules have each format, and the bytes of their weights."""
+    panels = {id(weight.panels): weight.panels.nbytes for weight in weights}
+    counts = ", ".join(f"{count} in {name}" for name, count in formats.items())
+    return f"{counts or 'none'} ({sum(panels.values()):,} bytes)"
 
 
 def _grouped(reasons: dict[str, str]) -> str:

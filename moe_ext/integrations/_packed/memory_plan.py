@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moe_ext.checks import require_sizes
+from moe_ext.formats import FormatName
 from moe_ext.integrations._packed.checkpoint import Checkpoint, open_checkpoint
 from moe_ext.integrations._transformers_balance import experts_modules
 
@@ -26,7 +27,7 @@ class MemoryPlan:
 
     Attributes:
         experts: the packed experts.
-        dense: the other weights.
+        dense: the other weights, packed or not.
         kv_cache: the keys and values of a generation; 0 for training.
         lora: the adapters, in float32.
         optimizer: the gradients and the two moments of Adam, in float32.
@@ -66,13 +67,14 @@ def memory_plan(
     memory: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
     config: Any = None,
+    packed_linear: bool | FormatName = False,
 ) -> MemoryPlan:
     """Computes the memory that a checkpoint will need, without reading its weights.
 
     The bytes of weights, cache, adapters and optimizer are exact, those of activations an estimate.
 
     Args:
-        name_or_folder, dtype, config: see `load`.
+        name_or_folder, dtype, config, packed_linear: see `load`.
         batch: the number of sequences at a time.
         tokens: the number of tokens of a sequence, prompt and answer together.
         lora_rank: the rank of adapters on all experts and attention layers, to train them; 0: the
@@ -85,7 +87,7 @@ def memory_plan(
     require_sizes("memory_plan", batch=batch, tokens=tokens)
     checkpoint = open_checkpoint(name_or_folder, config)
 
-    weights = _weights(checkpoint, dtype)
+    weights = _weights(checkpoint, dtype, packed_linear)
 
     def with_usage(batch: int, tokens: int, lora_rank: int) -> MemoryPlan:
         return MemoryPlan(*weights, *_usage(checkpoint.skeleton, batch, tokens, lora_rank, dtype))
@@ -121,7 +123,9 @@ def _largest(value: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, int]:
+def _weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, packed_linear: bool | FormatName
+) -> tuple[int, int]:
     """Returns the bytes of the packed experts and of the other weights."""
     skeleton = checkpoint.skeleton
     experts = 0
@@ -132,8 +136,12 @@ def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, int]:
         biases = [p for key, p in module.named_parameters() if key.endswith("_bias")]
         experts += sum(bias.numel() * dtype.itemsize for bias in biases)
     packed = tuple(f"{name}." for name in checkpoint.experts)
+    linear = {
+        f"{path}.weight": prod(tensor.layout().shape(1))
+        for path, tensor in checkpoint.packed_linear(packed_linear).items()
+    }
     dense = {
-        id(parameter): parameter.numel() * dtype.itemsize
+        id(parameter): linear.get(name, parameter.numel() * dtype.itemsize)
         for name, parameter in skeleton.named_parameters()
         if not packed or not name.startswith(packed)
     }

@@ -16,6 +16,7 @@ from moe_ext.experts import FeedForwardExperts
 from moe_ext.formats import PackedWeight
 from moe_ext.integrations._packed.checkpoint import plain_config, skeleton_of
 from moe_ext.integrations._packed.experts import PackedExperts
+from moe_ext.integrations._packed.linear import PackedLinear
 from moe_ext.integrations._transformers_balance import experts_modules
 from moe_ext.lora import LoRAExperts
 from moe_ext.quantized import QuantizedExperts
@@ -144,6 +145,11 @@ class MergedModel:
     def dense(self) -> Iterator[str]:
         """Yields the names of the tensors outside packed experts."""
         return (name for name in self.tensors if self.owner(name) is None)
+
+    def packed_linear(self) -> set[str]:
+        """Returns the names of the weights of packed linear layers."""
+        modules = self.model.named_modules()
+        return {f"{path}.weight" for path, module in modules if isinstance(module, PackedLinear)}
 
     def pair(self, path: str) -> ops.LoRA | None:
         """Returns A [1, in, r], B [1, r, out] and the scale of a linear layer of PEFT."""

@@ -120,29 +120,36 @@ class _SourceTensors:
                 for part in filter(None, (stored_place.stored.codes, stored_place.stored.scales)):
                     self._dense[_start(part)] = name, stored_place
         self._state: dict[str, Tensor] = {}
-        self._merged: dict[str, str] = {}  # the names in the model of weights with adapters
+        self._adapted = {f"{path}.weight" for path in model.linear if merge}
+        self._names: dict[str, str] = {}  # in the model, of weights that are computed when needed
         self._read_state(checkpoint.is_gguf)
         self._last: tuple[object, _Quantized | None] = None, None  # with the place of the weight
 
     def _read_state(self, is_gguf: bool) -> None:
         """Finds the present weights outside packed experts, by the names of the checkpoint."""
         model = self._model
-        names = [name for name in model.skeleton.state_dict() if model.owner(name) is None]
-        adapted = {f"{path}.weight" for path in model.linear if self._merge}
-        state = {name: model.weight(name, merge=False) for name in names}
+        late = self._adapted | model.packed_linear()
+        state = {
+            # Has the shape, and an address of its own, but no values.
+            name: torch.empty(1).expand(weight.shape)
+            if name in late
+            else model.weight(name, merge=False)
+            for name, weight in model.skeleton.state_dict().items()
+            if model.owner(name) is None
+        }
         if is_gguf:
-            self._state, self._merged = state, {name: name for name in adapted}
+            self._state, self._names = state, {name: name for name in late}
             return
         self._state = revert_weight_conversion(model.model, state)
         # A weight that the checkpoint has under another name is merged when it is written.
         renamed = {value.data_ptr(): name for name, value in self._state.items()}
-        for name in adapted:
+        for name in late:
             renamed_to = renamed.get(state[name].data_ptr())
-            rule = "be one tensor of the checkpoint, to merge its adapters"
+            rule = "be one tensor of the checkpoint"
             whole = renamed_to is not None and self._state[renamed_to].shape == state[name].shape
             require(whole, f"save: {name}", rule, "a part of another one")
             assert renamed_to is not None
-            self._merged[renamed_to] = name
+            self._names[renamed_to] = name
 
     def tensors_at(self, entry: Bytes) -> Iterator[Tensor]:
         """Returns the tensor of a range of bytes, in one or more parts."""
@@ -194,10 +201,14 @@ class _SourceTensors:
     def _dense_tensors(self, name: str, place: Place, entry: Bytes) -> Iterator[Tensor]:
         require(name in self._state, "save: model", f"have the weight {name}", "none")
         stored, part = place
-        is_merged = name in self._merged
+        late = self._names.get(name)
+        is_merged = late in self._adapted
+        if late is not None and not is_merged:  # a packed linear layer, which is frozen
+            yield entry.read()
+            return
 
         def value() -> Tensor:
-            whole = self._model.weight(self._merged[name]) if is_merged else self._state[name]
+            whole = self._state[name] if late is None else self._model.weight(late)
             return whole if part is None else part(whole)
 
         if stored.format is None and stored.ggml_type is None:

@@ -49,7 +49,8 @@ class Bytes:
         A memory map of the file would have small pages, which the processor has to look up while
         it reads the weights of each token.
         """
-        data = torch.ops.moe_ext._empty_rows(torch.empty(0, dtype=torch.uint8), self.nbytes)
+        none = torch.empty(0, dtype=torch.uint8)
+        data: Tensor = torch.ops.moe_ext._empty_rows(none, self.nbytes)
         with self.path.open("rb") as file:
             file.seek(self.start)
             num_read = file.readinto(data.numpy().data)
