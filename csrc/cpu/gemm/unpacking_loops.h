@@ -455,6 +455,7 @@ template <typename Simd_, Codes codes_, bool has_minima_>
 class Panel {
  public:
   using Simd = Simd_;
+  using Base = Panel;  // what reads the scales that a subclass does not
   using Loops = Unpacking<Simd>;
   using Vector = typename Loops::Vector;
   static constexpr Codes codes = codes_;
@@ -656,7 +657,8 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
                   if constexpr (fit()) {
                     source[first + p].k_groups(table, group, unit, v, w[p][v]);
                   } else {
-                    source[first + p].Panel::Base::k_groups(table, group, unit, v, w[p][v]);
+                    static_cast<const typename Panel::Base&>(source[first + p])
+                        .k_groups(table, group, unit, v, w[p][v]);
                   }
                 }
               }
@@ -690,7 +692,8 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
         multiply(std::true_type());
       } else {
         MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-          source[p].Panel::Base::start(layout, panels + p * panel_bytes, first_input, num_inputs);
+          static_cast<typename Panel::Base&>(source[p]).start(layout, panels + p * panel_bytes,
+                                                              first_input, num_inputs);
         }
         multiply(std::false_type());
       }
