@@ -685,7 +685,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
           });
     };
     if constexpr (requires { source[0].fits(); }) {
-      // A panel whose scales do not fit is read as its base, and so are those beside it.
+      // If the scales of a panel do not fit, all panels are read as their base.
       bool fits = true;
       for (const Panel& panel : source) fits &= panel.fits();
       if (fits) {
