@@ -32,6 +32,8 @@
 #define MOE_EXT_TARGET_AVX2 __attribute__((target("arch=x86-64-v3")))
 #define MOE_EXT_TARGET_AVX512 MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4")
 #define MOE_EXT_TARGET_AVX512_BF16 MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,avx512bf16")
+#define MOE_EXT_TARGET_AVX512_VBMI \
+  MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,avx512bf16,avx512vbmi")
 #define MOE_EXT_TARGET_AVX512_VNNI MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,avx512vnni")
 #define MOE_EXT_TARGET_AMX MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,amx-tile,amx-bf16")
 #elif defined(__aarch64__)

@@ -139,8 +139,8 @@ IntegerCodes integer_codes(const PackedFormat& format) {
 
 int64_t integer_workspace_size(int64_t m, int64_t k) {
   const int64_t width = round_up(k, kSegment), num_segments = width / kPackedInputs;
-  // The scales and the minima of a panel; for each row its numbers, and the arrays of segments.
-  return 2 * kPanelOutputs * num_segments + m * (width / 4 + 3 * num_segments) + kSegment / 4;
+  // For each row its numbers, and the arrays of segments.
+  return m * (width / 4 + 3 * num_segments) + kSegment / 4;
 }
 
 template <typename scalar_t>
@@ -149,8 +149,7 @@ void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, 
   const int64_t k = layout.inputs, n = layout.outputs, segment = segment_of(layout);
   const int64_t num_segments = ceil_div(k, segment), ld = round_up(k, kSegment);
   const IntegerCodes codes = integer_codes(*layout.format);
-  float* panel_scales = workspace;
-  float* scales = panel_scales + 2 * kPanelOutputs * layout.num_groups();
+  float* scales = workspace;
   float* totals = scales + m * num_segments;
   auto* offsets = reinterpret_cast<int32_t*>(totals + m * num_segments);
   auto* numbers = reinterpret_cast<int8_t*>(offsets + m * num_segments);
@@ -170,7 +169,7 @@ void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, 
                          .num_segments = num_segments};
   const auto kernel = kernel_of(*layout.format);
   const int64_t whole = n / kPanelOutputs, rest = n % kPanelOutputs;
-  kernel(layout, codes, panels, whole, rows, m, add, panel_scales, c, n);
+  kernel(layout, codes, panels, whole, rows, m, add, c, n);
   for (int64_t r = 0; rest > 0 && r < m; ++r) {
     float last[kPanelOutputs] = {};
     float* to = c + r * n + n - rest;
@@ -180,7 +179,7 @@ void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, 
     row.scales += r * num_segments;
     row.offsets += r * num_segments;
     row.totals += r * num_segments;
-    kernel(layout, codes, panels + whole * layout.panel_bytes(), 1, row, 1, add, panel_scales, last,
+    kernel(layout, codes, panels + whole * layout.panel_bytes(), 1, row, 1, add, last,
            kPanelOutputs);
     std::copy_n(last, rest, to);
   }

@@ -37,11 +37,10 @@ struct IntegerRows {
   int64_t num_segments;  // of a row
 };
 
-// C [num_rows, 16 num_panels] = A W, or C += A W with `add`. All have the same results. `scales` is
-// space for the scales and the minima of a panel.
+// C [num_rows, 16 num_panels] = A W, or C += A W with `add`. All have the same results.
 using IntegerKernel = void (*)(const PackedLayout& layout, const IntegerCodes& codes,
                                const uint8_t* panels, int64_t num_panels, const IntegerRows& a,
-                               int64_t num_rows, bool add, float* scales, float* c, int64_t ldc);
+                               int64_t num_rows, bool add, float* c, int64_t ldc);
 IntegerKernel portable_integer_kernel(const PackedFormat& format);
 IntegerKernel avx2_integer_kernel(const PackedFormat& format);
 IntegerKernel avx512_vnni_integer_kernel(const PackedFormat& format);

@@ -18,26 +18,23 @@
 namespace moe_ext::cpu {
 namespace {
 
-// C of some rows and of one panel. `scales` are those of read_scales; `ahead` is the part of
-// the panels that is prefetched meanwhile.
-template <typename Simd, Codes codes, bool looks_up, bool has_minima, int kRows>
+// C of some rows and of one panel. `ahead` is the part of the panels that is prefetched meanwhile.
+template <typename Simd, Codes codes, Scales scales, bool looks_up, int kRows>
 MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
                                                      const IntegerCodes& integers,
-                                                     const uint8_t* panel, const float* scales,
-                                                     Ahead ahead, const IntegerRows& a,
-                                                     int64_t first_row, bool add, float* c,
-                                                     int64_t ldc) {
+                                                     const uint8_t* panel, Ahead ahead,
+                                                     const IntegerRows& a, int64_t first_row,
+                                                     bool add, float* c, int64_t ldc) {
   using Loops = Unpacking<Simd>;
   using Vector = typename Loops::Vector;
   using Bits = typename Loops::Bits;
   using Integers = typename Loops::Integers;
   constexpr int kVectors = Loops::kVectors;
+  constexpr bool kHasMinima = scales == Scales::kUint8AndMinOfBlocks;
   // Two chains of products for each sum hide their latency.
   constexpr int kChains = kVectors == 1 && kRows <= 4 ? 2 : 1;
   // The segments of the formats of files, which have groups of 16 or 32.
   constexpr int64_t kUnits = codes == Codes::kSixBits ? 2 : 4;
-  // Of codes, and at most one of scales.
-  constexpr int kLines = kUnits * kBytesOfUnit<codes> / 64 + 1;
   uint8_t table alignas(64)[64];
   if constexpr (looks_up) {
     for (int i = 0; i < 64; ++i) table[i] = integers.table[i % 16];
@@ -45,19 +42,18 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   const uint8_t* high_bits = panel + layout.high_bits();
   const int64_t num_units = (layout.inputs + kPackedInputs - 1) / kPackedInputs;
   const int64_t units_of_segment = a.segment / kPackedInputs;
-  const int64_t segments_of_group = std::max<int64_t>(layout.group / a.segment, 1);
-  const float* minima = scales + layout.num_groups() * kPanelOutputs;
+  const int64_t segments_of_group = (layout.group + a.segment - 1) / a.segment;
   const int8_t* numbers = a.numbers + first_row * a.ld;
   const float* scales_of_a = a.scales + first_row * a.num_segments;
   const int32_t* offsets = a.offsets + first_row * a.num_segments;
   const float* totals = a.totals + first_row * a.num_segments;
   Vector sum[kRows][kVectors] = {};
-  int64_t left_of_group = segments_of_group;
-  const auto multiply_segment = [&](int64_t segment, int64_t unit, auto units)
-      __attribute__((always_inline)) MOE_EXT_TARGET {
-    ahead.prefetch<kLines>();
+  const auto multiply_segment = [&](int64_t segment, int64_t unit, auto units, const Vector* scale,
+                                    const Vector* minimum) __attribute__((always_inline))
+  MOE_EXT_TARGET {
+    ahead.prefetch();
     Integers total[kChains][kRows][kVectors] = {};
-    if constexpr (!has_minima) {
+    if constexpr (!kHasMinima) {
       MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
         const int32_t offset = offsets[r * a.num_segments + segment];
         MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) total[0][r][v] = Integers{} + offset;
@@ -85,11 +81,6 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
     } else {
       MOE_EXT_UNROLL for (int u = 0; u < kUnits; ++u) multiply_unit(u);
     }
-    Vector scale[kVectors], minimum[kVectors];
-    MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-      Loops::load(scales, v, scale[v]);
-      if constexpr (has_minima) Loops::load(minima, v, minimum[v]);
-    }
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
       const float scale_of_a = scales_of_a[r * a.num_segments + segment];
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -97,24 +88,28 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
         Vector product;
         Loops::convert(total[0][r][v], product);
         sum[r][v] += product * (scale[v] * scale_of_a);
-        if constexpr (has_minima) sum[r][v] -= minimum[v] * totals[r * a.num_segments + segment];
+        if constexpr (kHasMinima) sum[r][v] -= minimum[v] * totals[r * a.num_segments + segment];
       }
     }
-    if (--left_of_group == 0) {
-      left_of_group = segments_of_group;
-      scales += kPanelOutputs;
-      minima += kPanelOutputs;
-    }
   };
-  int64_t segment = 0, unit = 0;
-  if (units_of_segment == kUnits) {
-    for (; unit + kUnits <= num_units; unit += kUnits, ++segment) {
-      multiply_segment(segment, unit, std::integral_constant<int64_t, kUnits>());
-    }
-  }
-  for (; unit < num_units; unit += units_of_segment, ++segment) {
-    multiply_segment(segment, unit, std::min(num_units - unit, units_of_segment));
-  }
+  // The scales are read between the products: the memory would be idle while they were read at
+  // once.
+  Loops::template read_scales_of<scales>(
+      layout, panel, 0, layout.num_groups(),
+      [&](int64_t group, const Vector* scale, const Vector* minimum) __attribute__((always_inline))
+      MOE_EXT_TARGET {
+        int64_t segment = group * segments_of_group, unit = segment * units_of_segment;
+        const int64_t end = std::min(num_units, unit + segments_of_group * units_of_segment);
+        if (units_of_segment == kUnits) {
+          for (; unit + kUnits <= end; unit += kUnits, ++segment) {
+            multiply_segment(segment, unit, std::integral_constant<int64_t, kUnits>(), scale,
+                             minimum);
+          }
+        }
+        for (; unit < end; unit += units_of_segment, ++segment) {
+          multiply_segment(segment, unit, std::min(end - unit, units_of_segment), scale, minimum);
+        }
+      });
   MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
       float* to = c + r * ldc + v * Loops::kLanes;
@@ -132,28 +127,22 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
 constexpr int64_t kIntegerBytesAhead = 16 << 10;
 
 // An IntegerKernel.
-template <typename Simd, Codes codes, bool looks_up, bool has_minima>
+template <typename Simd, Codes codes, Scales scales, bool looks_up>
 MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCodes& integers,
                                    const uint8_t* panels, int64_t num_panels, const IntegerRows& a,
-                                   int64_t num_rows, bool add, float* scales, float* c,
-                                   int64_t ldc) {
-  using Loops = Unpacking<Simd>;
-  constexpr bool kWide = Loops::kVectors == 1;  // has 32 registers
+                                   int64_t num_rows, bool add, float* c, int64_t ldc) {
+  constexpr bool kWide = Unpacking<Simd>::kVectors == 1;  // has 32 registers
   const int64_t panel_bytes = layout.panel_bytes();
   const uint8_t* end = panels + num_panels * panel_bytes;
-  const int64_t num_groups = layout.num_groups();
   for (int64_t p = 0; p < num_panels; ++p) {
     const uint8_t* panel = panels + p * panel_bytes;
-    Loops::template read_scales<codes, has_minima>(layout, panel, 0, num_groups, scales,
-                                                   scales + num_groups * kPanelOutputs);
     Ahead ahead(panel, end, panel_bytes, a.num_segments, kIntegerBytesAhead);
     int64_t row = 0;
     const auto multiply = [&](auto rows) __attribute__((always_inline)) MOE_EXT_TARGET {
       for (; row + rows() <= num_rows; row += rows()) {
-        multiply_integers<Simd, codes, looks_up, has_minima, rows()>(
-            layout, integers, panel, scales, ahead, a, row, add, c + row * ldc + p * kPanelOutputs,
-            ldc);
-        ahead = Ahead(panel);
+        multiply_integers<Simd, codes, scales, looks_up, rows()>(
+            layout, integers, panel, ahead, a, row, add, c + row * ldc + p * kPanelOutputs, ldc);
+        ahead = Ahead();
       }
     };
     if constexpr (kWide) multiply(std::integral_constant<int, 8>());
@@ -163,20 +152,25 @@ MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCode
   }
 }
 
+// Returns the kernel of an instruction set for a format with integer values.
 template <typename Simd>
 IntegerKernel integer_kernel_of(const PackedFormat& format) {
+  const bool halves = format.scales == Scales::kFloat16;
   switch (format.codes) {
     case Codes::kSixBits:
-      return integer_kernel<Simd, Codes::kSixBits, false, false>;
+      return integer_kernel<Simd, Codes::kSixBits, Scales::kInt8OfBlocks, false>;
     case Codes::kInt8:
-      return integer_kernel<Simd, Codes::kInt8, false, false>;
+      return halves ? integer_kernel<Simd, Codes::kInt8, Scales::kFloat16, false>
+                    : integer_kernel<Simd, Codes::kInt8, Scales::kFloat32, false>;
     default:
       break;
   }
-  if (!counts_up(format)) return integer_kernel<Simd, Codes::kTable, true, false>;
-  return format.scales == Scales::kUint8AndMinOfBlocks
-             ? integer_kernel<Simd, Codes::kTable, false, true>
-             : integer_kernel<Simd, Codes::kTable, false, false>;
+  if (!counts_up(format)) return integer_kernel<Simd, Codes::kTable, Scales::kE8M0, true>;
+  if (format.scales == Scales::kUint8AndMinOfBlocks) {
+    return integer_kernel<Simd, Codes::kTable, Scales::kUint8AndMinOfBlocks, false>;
+  }
+  return halves ? integer_kernel<Simd, Codes::kTable, Scales::kFloat16, false>
+                : integer_kernel<Simd, Codes::kTable, Scales::kFloat32, false>;
 }
 
 }  // namespace

@@ -52,6 +52,18 @@ MOE_EXT_KERNEL void fetch(const Prefetch& prefetch, int64_t q) {
   MOE_EXT_UNROLL for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(chunk + i, 0, 2);
 }
 
+// Where lines are prefetched in steps of some bytes, in ascending order: prefetches a line far
+// behind `next` if a page begins in this step. It takes long to translate the address of a new
+// page.
+template <typename acc_t>
+MOE_EXT_KERNEL void prefetch_page(const acc_t* next, uintptr_t step) {
+  constexpr uintptr_t kPage = 4096;
+  constexpr int64_t kBytesAhead = 32 << 10;
+  if (reinterpret_cast<uintptr_t>(next) % kPage < step) {
+    __builtin_prefetch(reinterpret_cast<const char*>(next) + kBytesAhead, /*rw=*/0, /*locality=*/2);
+  }
+}
+
 // The loop of gemm_kernel. The tile stays in kRows * kVectors registers.
 template <typename acc_t, typename Simd, int kRows, int kVectors>
 MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __restrict a,
@@ -179,6 +191,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void axpyf_rows(const acc_t* __restrict a, const a
       }
       Groups::join_rows(group[q]);
     }
+    prefetch_page(prefetch_b, kDepth * kNumbers * Simd::kBytes);
     prefetch_b += kDepth * kNumbers * kLanes;
     left -= kDepth * kNumbers * kLanes;
     if (left <= 0) {
@@ -241,8 +254,8 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void load_pieces(const acc_t* row, int64_t stride,
 
 // Loads a block of B, whose columns are contiguous: as many columns as a vector has lanes, with one
 // cache line, or a part of one, of each column. Transposes it in registers: block[s][q] is K-group
-// s * kSquare + q of every column. Prefetches as many elements.
-template <typename acc_t, int kBytes, int kSquares, int kSquare>
+// s * kSquare + q of every column. Prefetches as many elements, and with `pages` also pages.
+template <typename acc_t, int kBytes, bool pages = false, int kSquares, int kSquare>
 MOE_EXT_TARGET MOE_EXT_KERNEL void load_block(
     const acc_t* row, int64_t ldb, const acc_t*& prefetch_b,
     typename Vector<acc_t, kBytes>::Aligned (&block)[kSquares][kSquare]) {
@@ -251,6 +264,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void load_block(
     asm("" : "+r"(row));  // otherwise gcc 12 holds a pointer to every column, and they spill
     MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s, prefetch_b += kLanes) {
       __builtin_prefetch(prefetch_b, 0, 2);
+      if constexpr (pages) prefetch_page(prefetch_b, kBytes);
       load_pieces<acc_t, kBytes>(row + s * kSquare, kSquare * ldb, block[s][i]);
     }
   }
@@ -279,7 +293,8 @@ MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, con
   Aligned sum[kRows] = {};
   for (int64_t p = 0; p < depth; p += kLanes) {
     Aligned block[kSquares][kSquare];
-    load_block<acc_t, Simd::kBytes>(b + p, ldb, prefetch_b, block);
+    // With more rows, the branches cost as much time as the pages save.
+    load_block<acc_t, Simd::kBytes, /*pages=*/kRows == 1>(b + p, ldb, prefetch_b, block);
     MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s) {
       MOE_EXT_UNROLL for (int q = 0; q < kSquare; ++q) {
         MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {

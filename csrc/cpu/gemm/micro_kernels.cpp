@@ -79,7 +79,10 @@ Reading reading_of(int64_t rows, Layout layout) {
 
 const CodeKernels& code_kernels(const PackedFormat& format, [[maybe_unused]] bool pairs) {
 #if defined(__x86_64__)
-  if (pairs) return avx512_bf16_code_kernels(format);
+  if (pairs) {
+    const bool vbmi = format.codes == Codes::kE4M3 && __builtin_cpu_supports("avx512vbmi");
+    return vbmi ? avx512_vbmi_code_kernels_of_e4m3() : avx512_bf16_code_kernels(format);
+  }
   if (isa() >= Isa::kAvx512) return avx512_code_kernels(format);
   if (isa() == Isa::kAvx2) return avx2_code_kernels(format);
 #endif

@@ -52,5 +52,6 @@ const CodeKernels& portable_code_kernels(const PackedFormat& format);
 const CodeKernels& avx2_code_kernels(const PackedFormat& format);
 const CodeKernels& avx512_code_kernels(const PackedFormat& format);
 const CodeKernels& avx512_bf16_code_kernels(const PackedFormat& format);
+const CodeKernels& avx512_vbmi_code_kernels_of_e4m3();
 
 }  // namespace moe_ext::cpu

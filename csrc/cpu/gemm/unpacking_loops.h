@@ -32,31 +32,41 @@ namespace {
 // prefetched much earlier, because it takes long to translate the address of a new page.
 class Ahead {
  public:
-  // Prefetches nothing but a panel that is read again.
-  explicit Ahead(const uint8_t* panel) : next_(panel), end_(panel), step_(0) {}
+  // Prefetches nothing.
+  Ahead() : next_(nullptr), due_(nullptr), end_(nullptr), step_(0) {}
 
   // What is prefetched is some bytes behind the panel that is read, up to `end`, that of all
   // panels, and after it `later` if that is not null; prefetch() is called num_steps times.
   Ahead(const uint8_t* panel, const uint8_t* end, int64_t panel_bytes, int64_t num_steps,
         int64_t bytes_ahead, const uint8_t* later = nullptr)
       : next_(panel + panel_bytes + bytes_ahead),
+        due_(next_),
         end_(end),
         step_((panel_bytes + num_steps - 1) / num_steps) {
     if (next_ < end_) return;
-    next_ = later == nullptr ? end_ : later;
+    next_ = due_ = later == nullptr ? end_ : later;
     end_ = next_ + (later == nullptr ? 0 : panel_bytes);
   }
 
-  // Prefetches a step of at most 64 kLines bytes.
-  template <int kLines>
+  // Prefetches a step, each line once: for loops that wait for the memory, where a second prefetch
+  // of a line would take as long as the first.
   MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch() {
+    const uint8_t* before = next_;
+    due_ = std::min(due_ + step_, end_);
+    for (; next_ < due_; next_ += 64) __builtin_prefetch(next_);
+    prefetch_page(before);
+  }
+
+  // Prefetches a step of at most 64 (kLines - 1) bytes, for loops that do not: without a branch,
+  // but a line of two steps twice.
+  template <int kLines>
+  MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch_lines() {
+    const uint8_t* before = next_;
     MOE_EXT_UNROLL for (int line = 0; line < kLines; ++line) {
       __builtin_prefetch(next_ + 64 * line);
     }
-    const uint8_t* before = std::exchange(next_, std::min(next_ + step_, end_));
-    if (page(next_) != page(before)) {
-      __builtin_prefetch(next_ + kPagesAhead, /*rw=*/0, /*locality=*/2);
-    }
+    next_ = std::min(next_ + step_, end_);
+    prefetch_page(before);
   }
 
  private:
@@ -64,7 +74,13 @@ class Ahead {
 
   static uintptr_t page(const uint8_t* byte) { return reinterpret_cast<uintptr_t>(byte) / 4096; }
 
-  const uint8_t *next_, *end_;
+  MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch_page(const uint8_t* before) {
+    if (page(next_) != page(before)) {
+      __builtin_prefetch(next_ + kPagesAhead, /*rw=*/0, /*locality=*/2);
+    }
+  }
+
+  const uint8_t *next_, *due_, *end_;
   int64_t step_;
 };
 
@@ -225,19 +241,10 @@ struct Unpacking {
     }
   }
 
-  // Writes the scales [groups, 16], and the minima if there are any, of the groups from `first` to
-  // `last` of a panel.
-  template <Codes codes, bool has_minima>
+  // As read_scales_of, for the kind of scales of the layout's format.
+  template <Codes codes, bool has_minima, typename Write>
   MOE_EXT_TARGET MOE_EXT_KERNEL void read_scales(const PackedLayout& layout, const uint8_t* panel,
-                                                 int64_t first, int64_t last, float* to,
-                                                 float* to_minima) {
-    const auto write = [&](int64_t i, const Vector* scales, const Vector* minima)
-        __attribute__((always_inline)) MOE_EXT_TARGET {
-      std::memcpy(to + i * kPanelOutputs, scales, kVectors * kBytes);
-      if constexpr (has_minima) {
-        std::memcpy(to_minima + i * kPanelOutputs, minima, kVectors * kBytes);
-      }
-    };
+                                                 int64_t first, int64_t last, const Write& write) {
     if constexpr (has_minima) {
       read_scales_of<Scales::kUint8AndMinOfBlocks>(layout, panel, first, last, write);
     } else if constexpr (codes == Codes::kSixBits) {
@@ -434,13 +441,32 @@ struct Unpacking {
   }
 };
 
+// The groups of at most kMaxInputs inputs, which may begin and end in the middle of a group.
+constexpr int64_t kMaxGroups = kMaxInputs / kPackedInputs + 2;
+
+// Computes the groups that have some of these inputs.
+MOE_EXT_KERNEL std::pair<int64_t, int64_t> groups_of(const PackedLayout& layout,
+                                                     int64_t first_input, int64_t num_inputs) {
+  return {first_input / layout.group, (first_input + num_inputs + layout.group - 1) / layout.group};
+}
+
 // A panel while at most kMaxInputs of its inputs are read.
-template <typename Simd, Codes codes, bool has_minima>
+template <typename Simd_, Codes codes_, bool has_minima_>
 class Panel {
  public:
+  using Simd = Simd_;
+  using Base = Panel;  // what reads the scales that a subclass does not
   using Loops = Unpacking<Simd>;
   using Vector = typename Loops::Vector;
-  static constexpr int kVectors = Loops::kVectors;
+  static constexpr Codes codes = codes_;
+  static constexpr bool has_minima = has_minima_;
+  static constexpr int kVectors = Loops::kVectors, kNumbers = Simd::kPairs ? 2 : 1;
+
+  // The values of codes of 4 bits.
+  struct Table {
+    explicit Table(const PackedFormat& format) { std::copy_n(format.values, 16, values); }
+    float values alignas(64)[16];
+  };
 
   MOE_EXT_TARGET __attribute__((always_inline)) inline void start(const PackedLayout& layout,
                                                                   const uint8_t* panel,
@@ -448,23 +474,29 @@ class Panel {
                                                                   int64_t num_inputs) {
     panel_ = panel;
     high_bits_ = panel + layout.high_bits();
-    const int64_t first_group = first_input / layout.group;
-    const int64_t last = (first_input + num_inputs + layout.group - 1) / layout.group;
-    Loops::template read_scales<codes, has_minima>(layout, panel, first_group, last, scales_,
-                                                   minima_);
+    const auto [first, last] = groups_of(layout, first_input, num_inputs);
+    Loops::template read_scales<codes, has_minima>(
+        layout, panel, first, last,
+        [&](int64_t i, const Vector* scales, const Vector* minima) __attribute__((always_inline))
+        MOE_EXT_TARGET {
+          std::memcpy(scales_ + i * kPanelOutputs, scales, kVectors * sizeof(Vector));
+          if constexpr (has_minima) {
+            std::memcpy(minima_ + i * kPanelOutputs, minima, kVectors * sizeof(Vector));
+          }
+        });
   }
 
   // Computes w of the inputs of a unit, for the lanes of vector v; see `values`. `group` counts
   // from that of the first input.
   template <bool reads_on>
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void weights(const float* table,
+  MOE_EXT_TARGET __attribute__((always_inline)) inline void weights(const Table& table,
                                                                     int64_t group, int64_t unit,
                                                                     int v, Vector* w) const {
     const int64_t place = group * kPanelOutputs;
     Vector scale, minimum;
     Loops::load(scales_ + place, v, scale);
     if constexpr (has_minima) Loops::load(minima_ + place, v, minimum);
-    Loops::template values<codes, reads_on>(table, panel_, high_bits_, unit, v, w);
+    Loops::template values<codes, reads_on>(table.values, panel_, high_bits_, unit, v, w);
     MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; ++i) {
       if constexpr (has_minima) {
         Loops::scale_and_subtract(scale, minimum, w[i]);
@@ -474,13 +506,28 @@ class Panel {
     }
   }
 
- private:
-  // The inputs may begin and end in the middle of a group.
-  static constexpr int64_t kSize = (kMaxInputs / kPackedInputs + 2) * kPanelOutputs;
+  // Computes the K-groups of a unit.
+  MOE_EXT_TARGET __attribute__((always_inline)) inline void k_groups(const Table& table,
+                                                                     int64_t group, int64_t unit,
+                                                                     int v, Vector* to) const {
+    if constexpr (Simd::kPairs) {
+      Vector w[kPackedInputs];
+      weights</*reads_on=*/true>(table, group, unit, v, w);
+      MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += 2) {
+        Simd::join(w[i], w[i + 1], to[i / 2]);
+      }
+    } else {
+      weights</*reads_on=*/true>(table, group, unit, v, to);
+    }
+  }
 
+  // Puts the outputs in order, if lanes have them in another one.
+  MOE_EXT_TARGET MOE_EXT_KERNEL void order(Vector&) {}
+
+ protected:
   const uint8_t *panel_, *high_bits_;
-  float scales_ alignas(64)[kSize];
-  float minima_ alignas(64)[has_minima ? kSize : kPanelOutputs];
+  float scales_ alignas(64)[kMaxGroups * kPanelOutputs];
+  float minima_ alignas(64)[has_minima ? kMaxGroups * kPanelOutputs : kPanelOutputs];
 };
 
 // Calls body(group, unit, num_inputs) for the units from first_input, a multiple of 8. Only the
@@ -529,15 +576,14 @@ MOE_EXT_TARGET inline void prefetch_scales(const PackedLayout& layout, const Pan
 }
 
 // An UnpackKernel.
-template <typename Simd, Codes codes, bool has_minima, Unpacked unpacked>
+template <typename Panel, Unpacked unpacked>
 MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const PanelInputs& inputs,
                                   const PanelInputs& next, void* to, int64_t ld) {
-  using Panel = Panel<Simd, codes, has_minima>;
+  using Simd = typename Panel::Simd;
   using Loops = typename Panel::Loops;
   constexpr int kStep = unpacked == Unpacked::kPairs ? 2 : 1;
   constexpr int64_t kSize = unpacked == Unpacked::kRounded ? 2 : 4;  // of a number in bytes
-  float table alignas(64)[16];
-  std::copy_n(layout.format->values, 16, table);
+  const typename Panel::Table table(*layout.format);
   Panel source;
   source.start(layout, inputs.panel, inputs.first, inputs.size);
   prefetch_scales(layout, next);
@@ -546,7 +592,7 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const PanelInputs&
   for_units(
       layout, inputs.first, inputs.size,
       [&](int64_t group, int64_t unit, int64_t) __attribute__((always_inline)) MOE_EXT_TARGET {
-        prefetch_unit<codes>(layout, next.panel, unit + units_ahead);
+        prefetch_unit<Panel::codes>(layout, next.panel, unit + units_ahead);
         MOE_EXT_UNROLL for (int v = 0; v < Loops::kVectors; ++v) {
           typename Loops::Vector w[kPackedInputs];
           // What is behind may not be in the cache yet.
@@ -566,24 +612,24 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const PanelInputs&
 }
 
 // The columns of C for kPanels panels.
-template <typename Simd, Codes codes, bool has_minima, int kRows, int kPanels>
+template <typename Panel, int kRows, int kPanels>
 MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
                                                    const uint8_t* panels, const uint8_t* end,
                                                    const uint8_t* next, int64_t kc, const float* a,
                                                    int64_t lda, int64_t num_rows, bool add,
                                                    float* c, int64_t ldc) {
-  using Panel = Panel<Simd, codes, has_minima>;
+  using Simd = typename Panel::Simd;
   using Loops = typename Panel::Loops;
   using Vector = typename Loops::Vector;
-  constexpr int kVectors = Loops::kVectors, kNumbers = Simd::kPairs ? 2 : 1;
+  constexpr int kVectors = Loops::kVectors, kNumbers = Panel::kNumbers;
+  constexpr int kGroups = kPackedInputs / kNumbers;
   constexpr int64_t kBytesAhead = 8 << 10;
   // The panels whose numbers are computed before their products. Floats with minima would need
   // more registers for several panels than there are.
-  constexpr int kTogether = has_minima && !Simd::kPairs && kRows <= 2 ? 1 : kPanels;
+  constexpr int kTogether = Panel::has_minima && !Simd::kPairs && kRows <= 2 ? 1 : kPanels;
   // What is prefetched with a unit of each panel: codes, and at most one line of scales.
-  constexpr int kLines = (kPanels * kBytesOfUnit<codes> + 63) / 64 + 1;
-  float table alignas(64)[16];
-  std::copy_n(layout.format->values, 16, table);
+  constexpr int kLines = (kPanels * kBytesOfUnit<Panel::codes> + 63) / 64 + 1;
+  const typename Panel::Table table(*layout.format);
   const int64_t panel_bytes = layout.panel_bytes();
   Panel source[kPanels];
   const float* row[kRows];
@@ -598,47 +644,68 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
       source[p].start(layout, panels + p * panel_bytes, first_input, num_inputs);
     }
     Vector sum[kRows][kPanels][kVectors] = {};
-    for_units(
-        layout, first_input, num_inputs,
-        [&](int64_t group, int64_t unit, auto size) __attribute__((always_inline)) MOE_EXT_TARGET {
-          ahead.prefetch<kLines>();
-          MOE_EXT_UNROLL for (int first = 0; first < kPanels; first += kTogether) {
-            Vector w[kTogether][kVectors][kPackedInputs];
-            MOE_EXT_UNROLL for (int p = 0; p < kTogether; ++p) {
-              MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-                source[first + p].template weights</*reads_on=*/true>(table, group, unit, v,
-                                                                      w[p][v]);
-                MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
-                  if constexpr (Simd::kPairs) Simd::join(w[p][v][i], w[p][v][i + 1], w[p][v][i]);
-                }
-              }
-            }
-            MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kNumbers) {
-              if (i >= size) break;
+    const auto multiply = [&](auto fit) __attribute__((always_inline)) MOE_EXT_TARGET {
+      for_units(
+          layout, first_input, num_inputs,
+          [&](int64_t group, int64_t unit, auto size) __attribute__((always_inline))
+          MOE_EXT_TARGET {
+            ahead.prefetch_lines<kLines>();
+            MOE_EXT_UNROLL for (int first = 0; first < kPanels; first += kTogether) {
+              Vector w[kTogether][kVectors][kGroups];
               MOE_EXT_UNROLL for (int p = 0; p < kTogether; ++p) {
                 MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-                  MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-                    const float& number = row[r][unit * (kPackedInputs / kNumbers) + i / kNumbers];
-                    Vector total = sum[r][first + p][v];
-                    if constexpr (requires {
-                                    Simd::multiply_add_once(number, w[p][v][i], total);
-                                  }) {
-                      Simd::multiply_add_once(number, w[p][v][i], total);
-                    } else {
-                      Simd::multiply_add(number, w[p][v][i], total);
+                  if constexpr (fit()) {
+                    source[first + p].k_groups(table, group, unit, v, w[p][v]);
+                  } else {
+                    static_cast<const typename Panel::Base&>(source[first + p])
+                        .k_groups(table, group, unit, v, w[p][v]);
+                  }
+                }
+              }
+              MOE_EXT_UNROLL for (int i = 0; i < kGroups; ++i) {
+                if (i * kNumbers >= size) break;
+                MOE_EXT_UNROLL for (int p = 0; p < kTogether; ++p) {
+                  MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+                    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+                      const float& number = row[r][unit * kGroups + i];
+                      Vector total = sum[r][first + p][v];
+                      if constexpr (requires {
+                                      Simd::multiply_add_once(number, w[p][v][i], total);
+                                    }) {
+                        Simd::multiply_add_once(number, w[p][v][i], total);
+                      } else {
+                        Simd::multiply_add(number, w[p][v][i], total);
+                      }
+                      sum[r][first + p][v] = total;
                     }
-                    sum[r][first + p][v] = total;
                   }
                 }
               }
             }
-          }
-        });
+          });
+    };
+    if constexpr (requires { source[0].fits(); }) {
+      // If the scales of a panel do not fit, all panels are read as their base.
+      bool fits = true;
+      for (const Panel& panel : source) fits &= panel.fits();
+      if (fits) {
+        multiply(std::true_type());
+      } else {
+        MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
+          static_cast<typename Panel::Base&>(source[p]).start(layout, panels + p * panel_bytes,
+                                                              first_input, num_inputs);
+        }
+        multiply(std::false_type());
+      }
+    } else {
+      multiply(std::true_type());
+    }
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
       if (r >= num_rows) break;
       MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
         MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
           float* to = c + r * ldc + p * kPanelOutputs + v * Loops::kLanes;
+          Panel::order(sum[r][p][v]);
           Vector before;
           if (add) {
             std::memcpy(&before, to, sizeof(before));
@@ -652,53 +719,53 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
 }
 
 // A FewRowsKernel.
-template <typename Simd, Codes codes, bool has_minima, int kRows>
+template <typename Panel, int kRows>
 MOE_EXT_TARGET void few_rows_kernel(const PackedLayout& layout, const uint8_t* panels,
                                     int64_t num_panels, const uint8_t* next, int64_t kc,
                                     const float* a, int64_t lda, int64_t num_rows, bool add,
                                     float* c, int64_t ldc) {
   // Several chains at a time hide the latency of the multiply-adds. With 4 rows, those of two
   // panels do, and registers are left for the numbers.
-  constexpr int kVectors = Unpacking<Simd>::kVectors;
+  constexpr int kVectors = Panel::kVectors;
   constexpr int kPanels = std::clamp(16 / (kRows * kVectors * kVectors), 1, kRows < 4 ? 4 : 2);
   const int64_t panel_bytes = layout.panel_bytes();
   const uint8_t* end = panels + num_panels * panel_bytes;
   int64_t panel = 0;
   const auto multiply = [&](auto size) __attribute__((always_inline)) MOE_EXT_TARGET {
-    multiply_panels<Simd, codes, has_minima, kRows, size()>(layout, panels + panel * panel_bytes,
-                                                            end, next, kc, a, lda, num_rows, add,
-                                                            c + panel * kPanelOutputs, ldc);
+    multiply_panels<Panel, kRows, size()>(layout, panels + panel * panel_bytes, end, next, kc, a,
+                                          lda, num_rows, add, c + panel * kPanelOutputs, ldc);
     panel += size();
   };
   while (panel + kPanels <= num_panels) multiply(std::integral_constant<int, kPanels>());
   while (panel < num_panels) multiply(std::integral_constant<int, 1>());
 }
 
-template <typename Simd, Codes codes, bool has_minima>
+// The kernels of an instruction set for a format. FewRows is the Panel of those for few rows.
+template <typename Panel, typename FewRows = Panel>
 constexpr CodeKernels code_kernels_of() {
-  CodeKernels kernels{.unpack = unpack_kernel<Simd, codes, has_minima, Unpacked::kFloats>};
+  using Simd = typename Panel::Simd;
+  CodeKernels kernels{.unpack = unpack_kernel<Panel, Unpacked::kFloats>};
   if constexpr (Simd::kPairs) {
-    kernels.unpack_rounded = unpack_kernel<Simd, codes, has_minima, Unpacked::kRounded>;
-    kernels.unpack_pairs = unpack_kernel<Simd, codes, has_minima, Unpacked::kPairs>;
+    kernels.unpack_rounded = unpack_kernel<Panel, Unpacked::kRounded>;
+    kernels.unpack_pairs = unpack_kernel<Panel, Unpacked::kPairs>;
   }
   // AVX2 has too few registers for 8 rows.
-  if constexpr (Simd::kBytes == 64) {
-    kernels.few_rows[3] = few_rows_kernel<Simd, codes, has_minima, 8>;
-  }
-  kernels.few_rows[2] = few_rows_kernel<Simd, codes, has_minima, 4>;
-  kernels.few_rows[1] = few_rows_kernel<Simd, codes, has_minima, 2>;
-  kernels.few_rows[0] = few_rows_kernel<Simd, codes, has_minima, 1>;
+  if constexpr (Simd::kBytes == 64) kernels.few_rows[3] = few_rows_kernel<FewRows, 8>;
+  kernels.few_rows[2] = few_rows_kernel<FewRows, 4>;
+  kernels.few_rows[1] = few_rows_kernel<FewRows, 2>;
+  kernels.few_rows[0] = few_rows_kernel<FewRows, 1>;
   return kernels;
 }
 
 // Returns the kernels of an instruction set for a format.
 template <typename Simd>
 const CodeKernels& code_kernels_of(const PackedFormat& format) {
-  static constexpr CodeKernels kTable = code_kernels_of<Simd, Codes::kTable, false>();
-  static constexpr CodeKernels kTableAndMinima = code_kernels_of<Simd, Codes::kTable, true>();
-  static constexpr CodeKernels kSixBits = code_kernels_of<Simd, Codes::kSixBits, false>();
-  static constexpr CodeKernels kInt8 = code_kernels_of<Simd, Codes::kInt8, false>();
-  static constexpr CodeKernels kE4M3 = code_kernels_of<Simd, Codes::kE4M3, false>();
+  static constexpr CodeKernels kTable = code_kernels_of<Panel<Simd, Codes::kTable, false>>();
+  static constexpr CodeKernels kTableAndMinima =
+      code_kernels_of<Panel<Simd, Codes::kTable, true>>();
+  static constexpr CodeKernels kSixBits = code_kernels_of<Panel<Simd, Codes::kSixBits, false>>();
+  static constexpr CodeKernels kInt8 = code_kernels_of<Panel<Simd, Codes::kInt8, false>>();
+  static constexpr CodeKernels kE4M3 = code_kernels_of<Panel<Simd, Codes::kE4M3, false>>();
   switch (format.codes) {
     case Codes::kSixBits:
       return kSixBits;
