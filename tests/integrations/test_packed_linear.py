@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ext import add_lora
-from moe_ext.formats import dequantize, quantize
+from moe_ext.formats import PackedWeight, dequantize, quantize
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -125,6 +125,26 @@ def test_merged_files(name, tmp_path):
             plug.save(model, tmp_path / f"{format}_{i}", format)
     for format in ("merged", "float32"):
         assert different_files(tmp_path / f"{format}_0", tmp_path / f"{format}_1") == []
+
+
+@pytest.mark.parametrize("outputs", [1024, 1040, 1544, 3072])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("arithmetic", ["exact", "integer"])
+def test_threads_share_the_outputs_of_few_rows(outputs, bias, arithmetic):
+    """The parts of a layer have the bits of the whole."""
+    linear = torch.nn.Linear(64, outputs, bias=bias)
+    layer = plug.PackedLinear(linear, arithmetic)
+    packed = quantize(linear.weight.detach()[None], "gguf_q4_0")
+    layer.set_weight(PackedWeight.pack(*packed, format="gguf_q4_0"))
+    x = torch.randn(40, 64)
+    with torch.no_grad():
+        expected = layer(x)
+        assert error(expected, torch.nn.functional.linear(x, layer.weight, layer.bias)) < 0.02
+        for size in (0, 1, 5, 16, 17):
+            assert torch.equal(layer(x[:size]), expected[:size])
+        assert layer._parts(x[:1]) == {1024: 2, 1040: 1, 1544: 1, 3072: 4}[outputs]
+    if arithmetic == "exact":
+        assert torch.equal(layer(x[:3].requires_grad_()), expected[:3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
