@@ -131,7 +131,7 @@ def test_merged_files(name, tmp_path):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("arithmetic", ["exact", "integer"])
 def test_threads_share_the_outputs_of_few_rows(outputs, bias, arithmetic):
-    """The parts of a layer have the bits of the whole."""
+    """Its results are bitwise identical to those of one task."""
     linear = torch.nn.Linear(64, outputs, bias=bias)
     layer = plug.PackedLinear(linear, arithmetic)
     packed = quantize(linear.weight.detach()[None], "gguf_q4_0")
