@@ -145,7 +145,7 @@ class _SourceTensors:
         renamed = {value.data_ptr(): name for name, value in self._state.items()}
         for name in late:
             renamed_to = renamed.get(state[name].data_ptr())
-            rule = "be one tensor of the checkpoint"
+            rule = "be one tensor of the checkpoint, to merge its adapters"
             whole = renamed_to is not None and self._state[renamed_to].shape == state[name].shape
             require(whole, f"save: {name}", rule, "a part of another one")
             assert renamed_to is not None
@@ -202,8 +202,8 @@ class _SourceTensors:
         require(name in self._state, "save: model", f"have the weight {name}", "none")
         stored, part = place
         late = self._names.get(name)
-        is_merged = late in self._adapted
-        if late is not None and not is_merged:  # a packed linear layer, which is frozen
+        is_merged = late is not None
+        if is_merged and late not in self._adapted:  # a packed linear layer, which is frozen
             yield entry.read()
             return
 
