@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from moe_ext.checks import require, require_one_of, require_tensor
 from moe_ext.formats._layouts import FORMATS, LAYOUTS, Fields, FormatName, Packed, dequantize
 
-PANEL_ROWS = 16  # of a panel
+PANEL_OUTPUTS = 16
 _INPUTS = 8  # whose codes are together
 _ALIGNMENT = 64  # of a panel in bytes
 _BLOCK = 128  # the rows and the columns of a block of fp8
@@ -121,7 +121,7 @@ class PackedWeight(NamedTuple):
 
     def shape(self, num_experts: int) -> tuple[int, int, int]:
         """Returns the shape of panels for a number of experts."""
-        num_panels = -(-self.outputs // PANEL_ROWS)
+        num_panels = -(-self.outputs // PANEL_OUTPUTS)
         size = self._join(self._row()).shape[1]
         return num_experts, num_panels, size
 
@@ -167,11 +167,10 @@ class PackedWeight(NamedTuple):
             narrow = self._is_wide()
             dtype = torch.float32 if narrow else numbers.dtype
             count = numbers.shape[1]
-            size = PANEL_ROWS * count * dtype.itemsize
+            size = PANEL_OUTPUTS * count * dtype.itemsize
             part, rest = rest[:, :size], rest[:, size:]
-            rows = (
-                part.unflatten(1, (count, PANEL_ROWS, -1)).transpose(1, 2).flatten(2).flatten(0, 1)
-            )
+            rows = part.unflatten(1, (count, PANEL_OUTPUTS, -1)).transpose(1, 2)
+            rows = rows.flatten(2).flatten(0, 1)
             own = rows[: self.outputs].contiguous().view(dtype)
             fields.append(_narrowed(own, numbers.dtype) if narrow else own)
         return Fields._make(fields)
@@ -179,8 +178,8 @@ class PackedWeight(NamedTuple):
 
 def _in_panels(rows: Tensor) -> Tensor:
     """Returns rows [out, ...] as [panels, 16, ...]; the rows that do not exist are 0."""
-    missing = rows.new_zeros(-len(rows) % PANEL_ROWS, *rows.shape[1:])
-    panels: Tensor = torch.cat([rows, missing]).unflatten(0, (-1, PANEL_ROWS))
+    missing = rows.new_zeros(-len(rows) % PANEL_OUTPUTS, *rows.shape[1:])
+    panels: Tensor = torch.cat([rows, missing]).unflatten(0, (-1, PANEL_OUTPUTS))
     return panels
 
 
@@ -203,16 +202,16 @@ def _join_codes(codes: Tensor, bits: int) -> list[Tensor]:
 def _split_codes(panels: Tensor, bits: int, inputs: int) -> tuple[Tensor, Tensor]:
     """Undoes `_join_codes`. Returns codes [16 · panels, in] and the other bytes of the panels."""
     num_units = -(-inputs // _INPUTS)
-    low = (8 if bits == 8 else 4) * PANEL_ROWS * num_units
+    low = (8 if bits == 8 else 4) * PANEL_OUTPUTS * num_units
     words, rest = panels[:, :low], panels[:, low:]
     if bits == 8:
-        units = words.unflatten(1, (-1, 2, PANEL_ROWS, 4)).transpose(2, 3).flatten(3)
+        units = words.unflatten(1, (-1, 2, PANEL_OUTPUTS, 4)).transpose(2, 3).flatten(3)
     else:
-        pairs = words.unflatten(1, (-1, PANEL_ROWS, 4))
+        pairs = words.unflatten(1, (-1, PANEL_OUTPUTS, 4))
         units = torch.cat([pairs & 15, pairs >> 4], -1)
     if bits == 6:
-        size = 4 * PANEL_ROWS * ((num_units + 1) // 2)
-        high = rest[:, :size].unflatten(1, (-1, PANEL_ROWS, 4))
+        size = 4 * PANEL_OUTPUTS * ((num_units + 1) // 2)
+        high = rest[:, :size].unflatten(1, (-1, PANEL_OUTPUTS, 4))
         rest = rest[:, size:]
         high = torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], -2).flatten(3)
         high = high.unflatten(3, (2, _INPUTS)).transpose(2, 3).flatten(1, 2)[:, :num_units]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
-from torch import Tensor, nn
+from torch import nn
 
 from moe_ext._packed_weights import quantized
 from moe_ext.checks import require, require_one_of
 from moe_ext.formats import FORMATS, FormatName, PackedWeight
-from moe_ext.formats._panels import PANEL_ROWS
+from moe_ext.formats._panels import PANEL_OUTPUTS
 from moe_ext.integrations._packed.found_tensors import (
     FoundTensors,
     Place,
@@ -26,7 +27,7 @@ from moe_ext.integrations._packed.found_tensors import (
 )
 from moe_ext.integrations._packed.gguf import find_in_gguf, gguf_config
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
-from moe_ext.integrations._packed.stored_tensors import read_gguf, read_safetensors
+from moe_ext.integrations._packed.stored_tensors import errors_of, read_gguf, read_safetensors
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_balance import experts_modules
 
@@ -47,28 +48,21 @@ class LinearTensor(NamedTuple):
     Attributes:
         weight: the tensor, as that of one expert.
         name: its name in `Checkpoint.dense`.
-        plain: the weight of transformers, on the meta device.
-        is_packed: whether it is packed in a format of `moe_ext.formats`.
-        target: the format in which it is quantized; None: it is packed.
+        layout: the layout of the packed weight; None: the files have floats.
+        is_quantized: whether the files have floats, which are quantized in the format of `layout`.
     """
 
     weight: LayerTensors
     name: str
-    plain: Tensor
-    is_packed: bool
-    target: FormatName | None = None
-
-    def layout(self) -> PackedWeight:
-        """Returns the layout of the packed weight, without reading it."""
-        if self.target is None:
-            return self.weight.layout()
-        return quantized("its weight", self.plain[None].mT, self.target)
+    layout: PackedWeight | None
+    is_quantized: bool = False
 
     def pack(self) -> PackedWeight:
         """Reads the weight, and quantizes it if it is not packed."""
-        if self.target is None:
+        if not self.is_quantized:
             return self.weight.pack()
-        return quantized("its weight", self.weight.numbers(torch.float32).mT, self.target)
+        assert self.layout is not None
+        return quantized("its weight", self.weight.numbers(torch.float32).mT, self.layout.format)
 
 
 @dataclass
@@ -107,18 +101,19 @@ class Checkpoint:
         return self.path.is_file()
 
     def packed_linear(self, choice: bool | FormatName) -> dict[str, LinearTensor]:
-        """Returns the linear layers that are packed; see `load`."""
+        """Returns the linear layers that are packed, each with its layout; see `load`."""
         if isinstance(choice, bool):
-            return {path: own for path, own in self.linear.items() if choice and own.is_packed}
+            return {path: own for path, own in self.linear.items() if choice and own.layout}
         require_one_of("load: packed_linear", FORMATS, choice)
-        targets = {}
+        layers = {}
         for path, own in self.linear.items():
-            targets[path] = own if own.is_packed else own._replace(target=choice)
-            try:
-                targets[path].layout()
-            except ValueError as error:
-                raise ValueError(f"load: {path}: {error}") from error
-        return targets
+            if own.layout is None:
+                weight = self.skeleton.get_submodule(path).weight
+                with errors_of(path):
+                    layout = quantized("its weight", weight[None].mT, choice)
+                own = own._replace(layout=layout, is_quantized=True)
+            layers[path] = own
+        return layers
 
 
 def open_checkpoint(name_or_folder: str | Path, config: Any = None) -> Checkpoint:
@@ -254,12 +249,14 @@ def _linear(checkpoint: Checkpoint, whole: dict[str, str]) -> Iterator[tuple[str
     counts = Counter(map(id, checkpoint.skeleton.state_dict(keep_vars=True).values()))
     for path, module in checkpoint.skeleton.named_modules():
         name = whole.get(f"{path}.weight")
-        if type(module) is not nn.Linear or name is None or module.out_features < PANEL_ROWS:
+        if type(module) is not nn.Linear or name is None or module.out_features < PANEL_OUTPUTS:
             continue
         if counts[id(module.weight)] == 1:
-            weight = LayerTensors(([checkpoint.places[name][0].stored],))
-            is_packed = weight.format is not None and _layout_error(weight) is None
-            yield path, LinearTensor(weight, name, module.weight, is_packed)
+            weight, layout = LayerTensors(([checkpoint.places[name][0].stored],)), None
+            if weight.format is not None:
+                with suppress(ValueError):  # scales that panels cannot hold
+                    layout = weight.layout()
+            yield path, LinearTensor(weight, name, layout)
 
 
 def _not_packable(module: nn.Module, weights: list[LayerTensors | None]) -> str | None:
@@ -272,18 +269,10 @@ def _not_packable(module: nn.Module, weights: list[LayerTensors | None]) -> str 
             return "transformers computes its weights from the tensors of the file"
         if tensors.format is None:
             return f"its weights are {tensors.kind} in the file"
-        error = _layout_error(tensors)
-        if error is not None:
-            return error
-    return None
-
-
-def _layout_error(tensors: LayerTensors) -> str | None:
-    """Returns why tensors of a known format cannot stay packed; None if they can."""
-    try:
-        tensors.layout()
-    except ValueError as error:
-        return str(error)
+        try:
+            tensors.layout()
+        except ValueError as error:
+            return str(error)
     return None
 
 

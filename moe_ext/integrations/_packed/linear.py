@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_ext import ops
 from moe_ext._packed_weights import Arithmetic, panels_name
 from moe_ext.formats import PackedWeight
-from moe_ext.formats._panels import PANEL_ROWS
+from moe_ext.formats._panels import PANEL_OUTPUTS
 
 __all__ = ["PackedLinear"]
 
@@ -90,7 +90,7 @@ class PackedLinear(nn.Module):
         """
         if not 0 < len(rows) <= _FEW or (torch.is_grad_enabled() and rows.requires_grad):
             return 1
-        num_panels, rest = divmod(self.out_features, PANEL_ROWS)
+        num_panels, rest = divmod(self.out_features, PANEL_OUTPUTS)
         most = num_panels // _PART
         return 1 if rest or most < 2 else gcd(num_panels, 1 << most.bit_length() - 1)
 

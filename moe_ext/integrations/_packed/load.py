@@ -22,6 +22,7 @@ from moe_ext.formats import FORMATS, FormatName, PackedWeight
 from moe_ext.integrations._packed.checkpoint import Checkpoint, ModuleTensors, open_checkpoint
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
+from moe_ext.integrations._packed.stored_tensors import errors_of
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_attention import GROUPED_MODELS
 from moe_ext.integrations._transformers_balance import experts_modules
@@ -82,9 +83,8 @@ def load(
     """
     checkpoint = open_checkpoint(name_or_folder, config)
     linear = checkpoint.packed_linear(packed_linear)
-    packed = [weight for own in checkpoint.experts.values() for weight in own.weights]
-    packed += [tensor.weight for tensor in linear.values()]
-    formats = {packed_linear, *(weight.format for weight in packed)}
+    formats = {weight.format for own in checkpoint.experts.values() for weight in own.weights}
+    formats |= {tensor.layout.format for tensor in linear.values() if tensor.layout}
     for format in sorted(NO_INTEGERS & formats):
         rule = f"be exact for weights in {format}"
         require(arithmetic == "exact", "load: arithmetic", rule, arithmetic)
@@ -109,17 +109,13 @@ def load(
         require(False, f"load: {name}", f"have shape {tuple(expected)}", tuple(actual))
     for name, tensors in checkpoint.experts.items():
         skeleton = checkpoint.skeleton.get_submodule(name)
-        try:
+        with errors_of(name):
             model.get_submodule(name).packed = _pack(tensors, skeleton, dtype, arithmetic)
-        except ValueError as error:  # of a value, such as a scale that is no number
-            raise ValueError(f"load: {name}: {error}") from error
     for name, tensor in linear.items():
         layer = model.get_submodule(name)
         layer.arithmetic = arithmetic
-        try:
+        with errors_of(name):
             layer.set_weight(tensor.pack())
-        except ValueError as error:
-            raise ValueError(f"load: {name}: {error}") from error
     quantizer = model.hf_quantizer
     checkpoint.dense.clear()
     checkpoint.skeleton = None

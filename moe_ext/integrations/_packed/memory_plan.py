@@ -137,8 +137,9 @@ def _weights(
         experts += sum(bias.numel() * dtype.itemsize for bias in biases)
     packed = tuple(f"{name}." for name in checkpoint.experts)
     linear = {
-        f"{path}.weight": prod(tensor.layout().shape(1))
+        f"{path}.weight": prod(tensor.layout.shape(1))
         for path, tensor in checkpoint.packed_linear(packed_linear).items()
+        if tensor.layout
     }
     dense = {
         id(parameter): linear.get(name, parameter.numel() * dtype.itemsize)

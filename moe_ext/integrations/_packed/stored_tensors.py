@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -23,10 +24,20 @@ __all__ = [
     "Bytes",
     "Metadata",
     "Stored",
+    "errors_of",
     "read_gguf",
     "read_safetensors",
     "safetensors_header",
 ]
+
+
+@contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """Says in errors of values, such as a scale that is no number, which weight has them."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"load: {name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -119,10 +130,8 @@ class Stored:
     def check(self, name: str) -> None:
         """Requires that codes and scales fit the format; reads nothing."""
         if self.format is not None:
-            try:
+            with errors_of(name):
                 LAYOUTS[self.format].check(self.format, *self.packed(meta=True))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"load: {name}: {error}") from error
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Reads the weight: a packed one dequantized in a dtype, another one as it is."""
