@@ -6,12 +6,14 @@
 // gradient of weight. If a tile's exponentials are kept between the passes, only three GEMMs are
 // necessary; otherwise the second pass recomputes them. There are two orders:
 //
-// By tokens: a thread makes both passes over all tiles of a block of tokens. It keeps them if those
-// of kMinKept tokens fit into kKeptBytes.
+// By tokens, if there are few classes: a thread makes both passes over all tiles of a block of
+// tokens, and keeps them.
 //
 // By classes: the threads make each pass over the tiles of at most kMaxTokens tokens together. So
-// the weight is packed once, and its gradient is written once, for many tokens. If a tile fits into
-// its rows of the gradient of weight, it is kept there.
+// the weight is read and packed once, and its gradient is written once, for many tokens. If all
+// tokens are one block and a tile fits into its rows of the gradient of weight, it is kept there.
+// Otherwise the tiles are kept in memory that the threads share, if it holds those of kMinKept
+// tokens.
 //
 // A token's results do not depend on the order or on other tokens. The gradients of weight and bias
 // are summed over the blocks in order.
@@ -33,16 +35,19 @@ namespace moe_ext {
 namespace cpu {
 namespace {
 
-// The kept tiles of a thread, and the fewest tokens for which keeping them is faster.
-constexpr int64_t kKeptBytes = 7 << 20, kMinKept = 48;
-
 // By tokens: the limits of a block's tokens. With few tokens, reading and packing the weight takes
 // long. A tile stays in the second cache level. There are about kMinBlocks blocks for the threads.
+// The kept tiles of a thread take at most kBytesOfThread.
 constexpr int64_t kMinBlockTokens = 48, kMaxBlockTokens = 192, kMinBlocks = 8;
+constexpr int64_t kBytesOfThread = 7 << 20;
 
 // By classes: the most tokens that share a packed tile of the weight. One thread at a time adds to
 // the gradient of input of kPartTokens tokens.
 constexpr int64_t kMaxTokens = 640, kPartTokens = 128;
+
+// The tiles that the threads keep together take at most kKeptBytes. More tokens than kMaxKept are
+// hardly faster; with fewer than kMinKept, it is faster to recompute the tiles of kMaxTokens.
+constexpr int64_t kMinKept = 64, kMaxKept = 256, kKeptBytes = 64 << 20;
 
 // Tokens are taken in multiples of this, which fill the tiles of the GEMM.
 constexpr int64_t kTokensMultiple = 6;
@@ -71,13 +76,16 @@ class TiledCrossEntropy {
   // Computes the losses and log-sum-exps that are not null, then the gradients that are not empty.
   void run() {
     if (tiles_.num_tokens == 0 || !(sums() || differentiates())) return;
-    const int64_t fit = kKeptBytes / bytes(tiles_.kept_size(tiles_.num_classes));
-    const int64_t kept = std::min(fit / kTokensMultiple * kTokensMultiple, kMaxBlockTokens);
-    const bool fit_at_once = tiles_.num_tokens <= kMaxTokens && keeps_in_weight(tiles_.num_tokens);
-    if (kept < kMinKept || fit_at_once) {
-      by_classes();
+    if (tiles_.num_tokens <= kMaxTokens && keeps_in_weight(tiles_.num_tokens)) {
+      by_classes(kMaxTokens, nullptr);
+    } else if (tokens_in(kBytesOfThread) >= kMaxBlockTokens) {
+      by_tokens();
+    } else if (const int64_t fit = tokens_in(kKeptBytes); keeps() && fit >= kMinKept) {
+      const int64_t most = std::min({fit, kMaxKept, tiles_.num_tokens});
+      const Array<acc_t> memory(tiles_.num_tiles * kept_size_of_tile(most));
+      by_classes(most, memory.data());
     } else {
-      by_tokens(kept);
+      by_classes(kMaxTokens, nullptr);
     }
   }
 
@@ -90,17 +98,22 @@ class TiledCrossEntropy {
   bool differentiates() const { return arguments_.grad_input != nullptr || of_classes(); }
   bool keeps() const { return sums() && differentiates(); }
 
+  // The number of tokens whose kept tiles fit into some bytes.
+  int64_t tokens_in(int64_t size) const {
+    const int64_t fit = size / bytes(tiles_.kept_size(tiles_.num_classes));
+    return fit / kTokensMultiple * kTokensMultiple;
+  }
+
   // Whether the rows of the gradient of weight can keep the tiles of some tokens.
   bool keeps_in_weight(int64_t num_tokens) const {
     return keeps() && arguments_.grad_weight != nullptr &&
            tiles_.kept_size(num_tokens) <= tiles_.width;
   }
 
-  void by_tokens(int64_t max_kept) {
-    const int64_t most = keeps() ? max_kept : kMaxBlockTokens;
+  void by_tokens() {
     const int64_t equal = round_up(ceil_div(tiles_.num_tokens, kMinBlocks), kTokensMultiple);
     const auto blocks =
-        split({0, tiles_.num_tokens}, std::clamp(equal, std::min(kMinBlockTokens, most), most));
+        split({0, tiles_.num_tokens}, std::clamp(equal, kMinBlockTokens, kMaxBlockTokens));
     const int64_t tokens = ceil_div(tiles_.num_tokens, static_cast<int64_t>(blocks.size()));
     struct BlockWorkspace {
       acc_t* kept;  // all tiles, or null
@@ -148,11 +161,23 @@ class TiledCrossEntropy {
     }
   }
 
-  void by_classes() {
-    const auto blocks = split({0, tiles_.num_tokens}, kMaxTokens);
+  // Where the tiles of a block of tokens are kept, by class.
+  struct Kept {
+    acc_t* data;   // null: nowhere
+    int64_t size;  // of a tile
+
+    acc_t* tile(int64_t index) const { return data == nullptr ? nullptr : data + index * size; }
+  };
+
+  // The tiles of `most` tokens are kept in `memory` if it is not null.
+  void by_classes(int64_t most, acc_t* memory) {
+    const auto blocks = split({0, tiles_.num_tokens}, most);
     for (size_t b = 0; b < blocks.size(); ++b) {
+      Kept kept{memory, kept_size_of_tile(most)};
       // Only the first block finds the memory of the gradient of weight unused.
-      acc_t* kept = b == 0 && keeps_in_weight(blocks[b].count) ? arguments_.grad_weight : nullptr;
+      if (memory == nullptr && b == 0 && keeps_in_weight(blocks[b].count)) {
+        kept = {arguments_.grad_weight, kTileClasses * tiles_.width};
+      }
       std::vector<Sums<acc_t>> of_tiles(tiles_.num_tiles * blocks[b].count);
       if (sums()) sum_by_classes(blocks[b], kept, of_tiles);
       if (differentiates()) {
@@ -161,20 +186,15 @@ class TiledCrossEntropy {
     }
   }
 
-  // Returns the part of the gradient of weight that keeps a tile, or null.
-  acc_t* kept_in_weight(acc_t* kept, int64_t tile) const {
-    return kept == nullptr ? nullptr : kept + tiles_.tile(tile).first * tiles_.width;
-  }
-
-  void sum_by_classes(Tokens tokens, acc_t* kept, std::vector<Sums<acc_t>>& of_tiles) {
+  void sum_by_classes(Tokens tokens, const Kept& kept, std::vector<Sums<acc_t>>& of_tiles) {
     for_each(tiles_.num_tiles, nullptr, workspace_of(tokens),
              [&](int64_t i, const Workspace& workspace) {
-               sum_tile(tokens, i, workspace, kept_in_weight(kept, i), of_tiles);
+               sum_tile(tokens, i, workspace, kept.tile(i), of_tiles);
              });
     finish(tokens, of_tiles);
   }
 
-  void differentiate_by_classes(int block, Tokens tokens, acc_t* kept,
+  void differentiate_by_classes(int block, Tokens tokens, const Kept& kept,
                                 std::vector<Sums<acc_t>>& of_tiles) {
     const auto of_logits = tiles_.logit_gradients(tokens, arguments_.lse, arguments_.grad);
     const auto parts = split(tokens, kPartTokens);
@@ -182,8 +202,8 @@ class TiledCrossEntropy {
     for_each(tiles_.num_tiles, arguments_.grad_input != nullptr ? &turns : nullptr,
              workspace_of(tokens), [&](int64_t i, const Workspace& workspace) {
                const Classes classes = tiles_.tile(i);
-               const p_t* p = differentiate_tile(tokens, i, workspace, kept_in_weight(kept, i),
-                                                 of_tiles, of_logits);
+               const p_t* p =
+                   differentiate_tile(tokens, i, workspace, kept.tile(i), of_tiles, of_logits);
                if (of_classes()) {
                  tiles_.add_to_weight(tokens, classes, p, added(block), arguments_.grad_weight,
                                       arguments_.grad_bias, workspace);

@@ -90,12 +90,14 @@ TABLE = {
             dict(T=6, D=4, V=5, reduction="sum", recompute=True),
             dict(T=0, D=3, V=4, reduction="sum"),
         ],
-        # With many classes, the CPU goes over all tokens for each tile of classes. It recomputes
-        # the logits, or keeps them in the gradient of the weight if T <= D. T = 700 has two blocks.
+        # With many classes, the CPU goes over all tokens for each tile of classes. It keeps the
+        # exponentials in the gradient of the weight if T <= D, or else those of at most 256 tokens
+        # and 64 MiB. With 280,000 classes or without a reduction, it computes them again.
         limits=[
             dict(T=T, D=D, V=V, bias=True, ignored=9, label_smoothing=0.1, reduction=reduction)
             for T, D, V, reduction in (
-                (60, 5, 60_000, "none"), (60, 64, 20_000, "mean"), (700, 3, 20_000, "sum")
+                (60, 5, 60_000, "none"), (60, 64, 20_000, "mean"), (700, 3, 20_000, "sum"),
+                (70, 3, 280_000, "sum"),
             )
         ]
         + [dict(T=n, D=2, V=3, bias=True) for n in draw.MANY]
