@@ -254,17 +254,17 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void load_pieces(const acc_t* row, int64_t stride,
 
 // Loads a block of B, whose columns are contiguous: as many columns as a vector has lanes, with one
 // cache line, or a part of one, of each column. Transposes it in registers: block[s][q] is K-group
-// s * kSquare + q of every column. Prefetches as many elements, and with `pages` also pages.
-template <typename acc_t, int kBytes, bool pages = false, int kSquares, int kSquare>
+// s * kSquare + q of every column. Prefetches the block at `ahead`, whose columns are ldb apart too:
+// in this order, the addresses of the pages of all columns are translated at once.
+template <typename acc_t, int kBytes, int kSquares, int kSquare>
 MOE_EXT_TARGET MOE_EXT_KERNEL void load_block(
-    const acc_t* row, int64_t ldb, const acc_t*& prefetch_b,
+    const acc_t* row, int64_t ldb, const acc_t* ahead,
     typename Vector<acc_t, kBytes>::Aligned (&block)[kSquares][kSquare]) {
-  constexpr int kLanes = kSquares * kSquare;
-  MOE_EXT_UNROLL for (int i = 0; i < kSquare; ++i, row += ldb) {
-    asm("" : "+r"(row));  // otherwise gcc 12 holds a pointer to every column, and they spill
-    MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s, prefetch_b += kLanes) {
-      __builtin_prefetch(prefetch_b, 0, 2);
-      if constexpr (pages) prefetch_page(prefetch_b, kBytes);
+  MOE_EXT_UNROLL for (int i = 0; i < kSquare; ++i, row += ldb, ahead += ldb) {
+    // Otherwise gcc 12 holds a pointer to every column, and they spill.
+    asm("" : "+r"(row), "+r"(ahead));
+    MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s) {
+      __builtin_prefetch(ahead + s * kSquare * ldb, 0, 2);
       load_pieces<acc_t, kBytes>(row + s * kSquare, kSquare * ldb, block[s][i]);
     }
   }
@@ -293,8 +293,7 @@ MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, con
   Aligned sum[kRows] = {};
   for (int64_t p = 0; p < depth; p += kLanes) {
     Aligned block[kSquares][kSquare];
-    // With more rows, the branches cost as much time as the pages save.
-    load_block<acc_t, Simd::kBytes, /*pages=*/kRows == 1>(b + p, ldb, prefetch_b, block);
+    load_block<acc_t, Simd::kBytes>(b + p, ldb, prefetch_b + p, block);
     MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s) {
       MOE_EXT_UNROLL for (int q = 0; q < kSquare; ++q) {
         MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {

@@ -62,8 +62,8 @@ using AxpyfKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b,
                              int64_t ldc);
 
 // C [rows, lanes] = A B^T; adds to C unless `starts`. A and B are read in place: their rows are
-// contiguous along K, and `depth` K-groups are a multiple of the lanes of a vector. The kernel
-// prefetches from `prefetch_b` as many elements as it reads from B.
+// contiguous along K, and `depth` K-groups are a multiple of the lanes of a vector. The same part of
+// the columns at `prefetch_b`, ldb apart, is prefetched in the same order.
 template <typename acc_t>
 using DotxfKernel = void (*)(int64_t depth, const acc_t* a, int64_t lda, const acc_t* b,
                              int64_t ldb, const acc_t* prefetch_b, bool starts, acc_t* c,
@@ -80,7 +80,7 @@ template <typename half_t>
 using WidenedAxpyf = void (*)(const float* a, const half_t* b, int64_t ldb, int64_t num_columns,
                               const half_t* prefetch_b, bool starts, float* c, int64_t ldc);
 
-// The kernel prefetches from `prefetch_b` as many numbers as it reads from B.
+// The same part of the columns at `prefetch_b`, ldb apart, is prefetched in the same order.
 template <typename half_t>
 using WidenedDotxf = void (*)(int64_t depth, const float* a, const half_t* b, int64_t ldb,
                               const half_t* prefetch_b, bool starts, float* c, int64_t ldc);

@@ -227,7 +227,7 @@ void dot_columns(const Product& in, Write write, const Multiply& multiply) {
       const auto* ahead = j + lanes < in.n ? in.b.at(j + lanes, 0) : in.next_b.data;
       if (ahead == nullptr) ahead = in.b.at(j, 0);
       for (int64_t p = 0; p < in.k; p += in.kc) {
-        multiply(j, p, ahead + p * lanes, p == 0 && write != Write::kAdd);
+        multiply(j, p, ahead + p, p == 0 && write != Write::kAdd);
       }
     }
     finish_columns(in, begin, region.num_columns);

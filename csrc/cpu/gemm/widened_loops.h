@@ -136,7 +136,7 @@ MOE_EXT_TARGET void widened_dotxf(int64_t depth, const float* a, const half_t* b
   const auto* pairs = reinterpret_cast<const float*>(b);
   const auto* ahead = reinterpret_cast<const float*>(prefetch_b);
   Aligned sum[kRows] = {};
-  for (int64_t p = 0; p < depth; p += 2 * kLanes, pairs += kLanes) {
+  for (int64_t p = 0; p < depth; p += 2 * kLanes, pairs += kLanes, ahead += kLanes) {
     Aligned block[kLanes / kSquare][kSquare];
     load_block<float, Simd::kBytes>(pairs, ldb / 2, ahead, block);
     Aligned chains[kChains][kRows] = {};
