@@ -254,8 +254,8 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void load_pieces(const acc_t* row, int64_t stride,
 
 // Loads a block of B, whose columns are contiguous: as many columns as a vector has lanes, with one
 // cache line, or a part of one, of each column. Transposes it in registers: block[s][q] is K-group
-// s * kSquare + q of every column. Prefetches the block at `ahead`, whose columns are ldb apart too:
-// in this order, the addresses of the pages of all columns are translated at once.
+// s * kSquare + q of every column. Prefetches the block at `ahead`, whose columns are ldb apart
+// too: in this order, the addresses of the pages of all columns are translated at once.
 template <typename acc_t, int kBytes, int kSquares, int kSquare>
 MOE_EXT_TARGET MOE_EXT_KERNEL void load_block(
     const acc_t* row, int64_t ldb, const acc_t* ahead,

@@ -62,8 +62,8 @@ using AxpyfKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b,
                              int64_t ldc);
 
 // C [rows, lanes] = A B^T; adds to C unless `starts`. A and B are read in place: their rows are
-// contiguous along K, and `depth` K-groups are a multiple of the lanes of a vector. The same part of
-// the columns at `prefetch_b`, ldb apart, is prefetched in the same order.
+// contiguous along K, and `depth` K-groups are a multiple of the lanes of a vector. The same part
+// of the columns at `prefetch_b`, ldb apart, is prefetched in the same order.
 template <typename acc_t>
 using DotxfKernel = void (*)(int64_t depth, const acc_t* a, int64_t lda, const acc_t* b,
                              int64_t ldb, const acc_t* prefetch_b, bool starts, acc_t* c,
