@@ -51,7 +51,7 @@ def hashes_of_integers():
 
 
 def check_gemms():
-    """Repeats tests of test_products.py on the instruction set of this process."""
+    """Repeats tests of GEMMs on the instruction set of this process."""
     torch.manual_seed(0)
     for dtype in products.DTYPES:
         products.test_any_width(dtype)
@@ -60,6 +60,9 @@ def check_gemms():
         for depth in products.DEPTHS[::10]:
             products.check_each_row_alone(depth, 17, range(2, 40), dtype)
             products.check_each_row_alone(48, depth, range(2, 40), dtype)
+    for format in packed.FORMATS:
+        for dtype in (torch.bfloat16, torch.float16):
+            packed.test_results_are_those_of_experts(format, dtype, T=5)
 
 
 def hashes_of(calls):

@@ -89,6 +89,25 @@ const CodeKernels& code_kernels(const PackedFormat& format, [[maybe_unused]] boo
   return portable_code_kernels(format);
 }
 
+template <typename scalar_t>
+const FewRowsKernels* few_rows_kernels(const PackedFormat& format) {
+  if constexpr (std::is_same_v<scalar_t, double>) return nullptr;
+  if constexpr (std::is_same_v<scalar_t, float>) return &code_kernels(format, false).few_rows;
+#if defined(__x86_64__)
+  const Isa isa = isa_of<scalar_t>();
+  if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
+    if (isa == Isa::kAmx) return &amx_few_rows_kernels(format);
+    if (isa == Isa::kAvx512Bf16) return &code_kernels(format, true).few_rows;
+    if (are_bfloat16(format)) return &code_kernels(format, false).few_rows;
+  }
+  if constexpr (sizeof(scalar_t) == 2) {
+    if (isa == Isa::kAvx512) return &avx512_few_rows_kernels<scalar_t>(format);
+    if (isa == Isa::kAvx2) return &avx2_few_rows_kernels<scalar_t>(format);
+  }
+#endif
+  return nullptr;
+}
+
 template const MicroKernels<float>& micro_kernels<float, float>();
 template const MicroKernels<double>& micro_kernels<double, double>();
 template const MicroKernels<float>& micro_kernels<c10::Half, float>();
@@ -96,6 +115,11 @@ template const MicroKernels<float>& micro_kernels<c10::BFloat16, float>();
 
 template const WidenedKernels<c10::Half>* widened_kernels<c10::Half>();
 template const WidenedKernels<c10::BFloat16>* widened_kernels<c10::BFloat16>();
+
+template const FewRowsKernels* few_rows_kernels<float>(const PackedFormat&);
+template const FewRowsKernels* few_rows_kernels<double>(const PackedFormat&);
+template const FewRowsKernels* few_rows_kernels<c10::Half>(const PackedFormat&);
+template const FewRowsKernels* few_rows_kernels<c10::BFloat16>(const PackedFormat&);
 
 template Reading reading_of<float>(int64_t, Layout);
 template Reading reading_of<double>(int64_t, Layout);

@@ -322,6 +322,9 @@ class Product {
   // How B is read if it can be read in place.
   const Reading reading =
       reading_of<scalar_t>(m, b.k_contiguous ? Layout::kAlongK : Layout::kAlongN);
+  const FewRowsKernels* few_rows_kernels_of_codes =
+      b_packed && !b.k_contiguous && a.k_contiguous ? few_rows_kernels<scalar_t>(*b.layout->format)
+                                                    : nullptr;
   // The kernel for the rows of A and the codes of B; null if there is none.
   const FewRowsKernel few_rows_of_codes = kernel_of_few_rows();
   std::span<const KBlock> k_blocks;  // the packed K-blocks of A
@@ -337,16 +340,8 @@ class Product {
   using Kernels = MicroKernels<acc_t>;
 
   FewRowsKernel kernel_of_few_rows() const {
-    // The chains of AMX, which has no axpyf, are different.
-    if (!b_packed || b.k_contiguous || !a.k_contiguous || kernels.axpyf[0] == nullptr) {
-      return nullptr;
-    }
-    const CodeKernels& of_codes = code_kernels(*b.layout->format, kernels.pairs);
-    // The kernels round numbers only if they make pairs.
-    const bool rounds = kernels.pairs ? of_codes.unpack_pairs != nullptr : sizeof(scalar_t) == 4;
-    if (!std::is_same_v<acc_t, float> || !rounds) return nullptr;
-    for (int i = 0; i < kNumFewRows; ++i) {
-      if (m <= int64_t{1} << i) return of_codes.few_rows[i];
+    for (int i = 0; few_rows_kernels_of_codes != nullptr && i < kNumFewRows; ++i) {
+      if (m <= int64_t{1} << i) return few_rows_kernels_of_codes->kernels[i];
     }
     return nullptr;
   }

@@ -393,6 +393,15 @@ class FewRowsWidened {
   Product& in_;
 };
 
+// Writes numbers as floats that are rounded to half_t.
+template <typename half_t>
+struct RoundToFloats {
+  template <typename a_t>
+  MOE_EXT_KERNEL void run(const a_t* from, int64_t size, float* to) {
+    for (int64_t i = 0; i < size; ++i) to[i] = static_cast<float>(static_cast<half_t>(from[i]));
+  }
+};
+
 // Computes all of C from the codes of B, for few rows of A: no number of B is written to memory.
 template <typename Product>
 class FewRowsOfCodes {
@@ -402,7 +411,7 @@ class FewRowsOfCodes {
   explicit FewRowsOfCodes(Product& product) : in_(product) {}
 
   void run(Write write, acc_t* c) {
-    const auto a = rows_of_a(in_);
+    const View<acc_t> a = k_groups_of_a();
     const int64_t whole = in_.n / kPanelOutputs, rest = in_.n % kPanelOutputs;
     multiply(a, 0, whole, write, c, in_.n);
     if (rest > 0) {
@@ -421,12 +430,29 @@ class FewRowsOfCodes {
  private:
   using b_t = typename Product::b_type;
 
-  void multiply(const View<b_t>& a, int64_t first_panel, int64_t num_panels, Write write, acc_t* c,
-                int64_t ldc) {
+  // Returns the rows of A as K-groups of the kernel.
+  View<acc_t> k_groups_of_a() const {
+    const FewRowsKernels& kernels = *in_.few_rows_kernels_of_codes;
+    if constexpr (std::is_same_v<decltype(in_.a.data), const acc_t*>) {
+      if (!kernels.pairs && !kernels.rounds_a) return in_.a;
+    }
+    if (kernels.pairs) {
+      const View<b_t> rows = rows_of_a(in_);
+      return {.data = in_.groups(rows.data), .ld = rows.ld / in_.group_size, .k_contiguous = true};
+    }
+    float* const floats = in_.workspace.few_rows_a;
+    for (int64_t r = 0; r < in_.m; ++r) {
+      vectorized<RoundToFloats<b_t>>(in_.a.at(r, 0), in_.k, floats + r * in_.k);
+    }
+    return {.data = floats, .ld = in_.k, .k_contiguous = true};
+  }
+
+  void multiply(const View<acc_t>& a, int64_t first_panel, int64_t num_panels, Write write,
+                acc_t* c, int64_t ldc) {
     const PackedLayout& layout = *in_.b.layout;
     in_.few_rows_of_codes(layout, in_.b.panels + first_panel * layout.panel_bytes(), num_panels,
-                          in_.next_b.panels, in_.kc, in_.groups(a.data), a.ld / in_.group_size,
-                          in_.m, write == Write::kAdd, c, ldc);
+                          in_.next_b.panels, in_.kc, a.data, a.ld, in_.m, write == Write::kAdd, c,
+                          ldc);
   }
 
   Product& in_;

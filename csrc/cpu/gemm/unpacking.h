@@ -36,16 +36,32 @@ using FewRowsKernel = void (*)(const PackedLayout& layout, const uint8_t* panels
 
 constexpr int kNumFewRows = 4;
 
+struct FewRowsKernels {
+  bool pairs;     // whether a K-group of A is a pair of bfloat16 numbers; otherwise it is a float
+  bool rounds_a;  // whether floats of A are rounded to the type of the weights
+  FewRowsKernel kernels[kNumFewRows];  // [i] for at most 2^i rows, or null
+};
+
 // The kernels of a format.
 struct CodeKernels {
   UnpackKernel unpack;
-  UnpackKernel unpack_rounded = nullptr;     // null if the instruction set has no such
-  UnpackKernel unpack_pairs = nullptr;       // instruction
-  FewRowsKernel few_rows[kNumFewRows] = {};  // [i] for at most 2^i rows, or null
+  UnpackKernel unpack_rounded = nullptr;  // null if the instruction set has no such
+  UnpackKernel unpack_pairs = nullptr;    // instruction
+  FewRowsKernels few_rows;
 };
 
 // Returns the kernels of the instruction set in use, for K-groups of pairs or of single numbers.
 const CodeKernels& code_kernels(const PackedFormat& format, bool pairs);
+
+// Returns the kernels for few rows of A and weights that are rounded to scalar_t, in the order of
+// micro_kernels<scalar_t>(). Null if there are none.
+template <typename scalar_t>
+const FewRowsKernels* few_rows_kernels(const PackedFormat& format);
+
+// Whether the weights of a format are bfloat16 numbers: values of 4 bits times powers of two.
+constexpr bool are_bfloat16(const PackedFormat& format) {
+  return format.codes == Codes::kTable && format.scales == Scales::kE8M0;
+}
 
 // The kernels of each instruction set.
 const CodeKernels& portable_code_kernels(const PackedFormat& format);
@@ -53,5 +69,13 @@ const CodeKernels& avx2_code_kernels(const PackedFormat& format);
 const CodeKernels& avx512_code_kernels(const PackedFormat& format);
 const CodeKernels& avx512_bf16_code_kernels(const PackedFormat& format);
 const CodeKernels& avx512_vbmi_code_kernels_of_e4m3();
+
+// The kernels for few rows of floats and weights that are rounded to half_t, and those in the order
+// of AMX.
+template <typename half_t>
+const FewRowsKernels& avx2_few_rows_kernels(const PackedFormat& format);
+template <typename half_t>
+const FewRowsKernels& avx512_few_rows_kernels(const PackedFormat& format);
+const FewRowsKernels& amx_few_rows_kernels(const PackedFormat& format);
 
 }  // namespace moe_ext::cpu

@@ -1,7 +1,9 @@
 // The loops that unpack weights. The source file of each instruction set includes this header after
 // it has defined MOE_EXT_TARGET, as for micro_kernel_loops.h.
 //
-// `Simd` describes the instruction set, as there.
+// `Simd` describes the instruction set, as there. It may also have:
+//   round: rounds weights that are floats
+//   kChains: the chains of multiply-adds of 32 inputs, whose sum is added to the other sums
 #pragma once
 
 #if defined(__x86_64__)
@@ -113,6 +115,17 @@ template <Codes codes>
 constexpr int kBytesOfUnit = codes == Codes::kTable     ? 64
                              : codes == Codes::kSixBits ? 96
                                                         : 128;
+
+template <typename Simd>
+constexpr bool kRounds = requires(typename Simd::Aligned w) {
+  Simd::round(w);
+};
+
+template <typename Simd>
+constexpr int kChainsOf = 1;
+template <typename Simd>
+requires requires { Simd::kChains; }
+constexpr int kChainsOf<Simd> = Simd::kChains;
 
 template <typename Simd, int kBytes = Simd::kBytes>
 struct Unpacking {
@@ -256,6 +269,13 @@ struct Unpacking {
     } else {
       read_scales_of<Scales::kE8M0>(layout, panel, first, last, write);
     }
+  }
+
+  // Stores scales or minima. Rounding would change other NaN values than this one.
+  MOE_EXT_TARGET MOE_EXT_KERNEL void store_factor(const Vector& factor, float* to) {
+    Bits bits = (Bits)factor;
+    if constexpr (kRounds<Simd>) bits = factor == factor ? bits : Bits{} + 0x7fc00000;
+    std::memcpy(to, &bits, sizeof(bits));
   }
 
   // The value of a table for each index, of which only the low 4 bits count.
@@ -479,9 +499,11 @@ class Panel {
         layout, panel, first, last,
         [&](int64_t i, const Vector* scales, const Vector* minima) __attribute__((always_inline))
         MOE_EXT_TARGET {
-          std::memcpy(scales_ + i * kPanelOutputs, scales, kVectors * sizeof(Vector));
-          if constexpr (has_minima) {
-            std::memcpy(minima_ + i * kPanelOutputs, minima, kVectors * sizeof(Vector));
+          MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+            Loops::store_factor(scales[v], scales_ + i * kPanelOutputs + v * Loops::kLanes);
+            if constexpr (has_minima) {
+              Loops::store_factor(minima[v], minima_ + i * kPanelOutputs + v * Loops::kLanes);
+            }
           }
         });
   }
@@ -518,6 +540,9 @@ class Panel {
       }
     } else {
       weights</*reads_on=*/true>(table, group, unit, v, to);
+      if constexpr (kRounds<Simd>) {
+        MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; ++i) Simd::round(to[i]);
+      }
     }
   }
 
@@ -623,6 +648,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
   using Vector = typename Loops::Vector;
   constexpr int kVectors = Loops::kVectors, kNumbers = Panel::kNumbers;
   constexpr int kGroups = kPackedInputs / kNumbers;
+  constexpr int kChains = kChainsOf<Simd>, kUnitsOfChain = 32 / kPackedInputs;
   constexpr int64_t kBytesAhead = 8 << 10;
   // The panels whose numbers are computed before their products. Floats with minima would need
   // more registers for several panels than there are.
@@ -644,6 +670,18 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
       source[p].start(layout, panels + p * panel_bytes, first_input, num_inputs);
     }
     Vector sum[kRows][kPanels][kVectors] = {};
+    [[maybe_unused]] Vector chains[kChains][kRows][kPanels][kVectors] = {};
+    [[maybe_unused]] const auto add_chains = [&]() __attribute__((always_inline)) MOE_EXT_TARGET {
+      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+        MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
+          MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+            Vector &even = chains[0][r][p][v], &odd = chains[kChains - 1][r][p][v];
+            sum[r][p][v] = sum[r][p][v] + (even + odd);
+            even = odd = Vector{};
+          }
+        }
+      }
+    };
     const auto multiply = [&](auto fit) __attribute__((always_inline)) MOE_EXT_TARGET {
       for_units(
           layout, first_input, num_inputs,
@@ -668,7 +706,8 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
                   MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
                     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
                       const float& number = row[r][unit * kGroups + i];
-                      Vector total = sum[r][first + p][v];
+                      auto& sums = kChains > 1 ? chains[i % kChains] : sum;
+                      Vector total = sums[r][first + p][v];
                       if constexpr (requires {
                                       Simd::multiply_add_once(number, w[p][v][i], total);
                                     }) {
@@ -676,13 +715,17 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
                       } else {
                         Simd::multiply_add(number, w[p][v][i], total);
                       }
-                      sum[r][first + p][v] = total;
+                      sums[r][first + p][v] = total;
                     }
                   }
                 }
               }
             }
+            if constexpr (kChains > 1) {
+              if (unit % kUnitsOfChain == kUnitsOfChain - 1) add_chains();
+            }
           });
+      if constexpr (kChains > 1) add_chains();
     };
     if constexpr (requires { source[0].fits(); }) {
       // If the scales of a panel do not fit, all panels are read as their base.
@@ -740,42 +783,54 @@ MOE_EXT_TARGET void few_rows_kernel(const PackedLayout& layout, const uint8_t* p
   while (panel < num_panels) multiply(std::integral_constant<int, 1>());
 }
 
+template <typename Panel>
+constexpr FewRowsKernels few_rows_kernels_of() {
+  // AVX2 has too few registers for 8 rows.
+  constexpr auto kEight = Panel::Simd::kBytes == 64 ? few_rows_kernel<Panel, 8> : nullptr;
+  using Simd = typename Panel::Simd;
+  return {.pairs = Simd::kPairs,
+          .rounds_a = kChainsOf<Simd> > 1,
+          .kernels = {few_rows_kernel<Panel, 1>, few_rows_kernel<Panel, 2>,
+                      few_rows_kernel<Panel, 4>, kEight}};
+}
+
 // The kernels of an instruction set for a format. FewRows is the Panel of those for few rows.
 template <typename Panel, typename FewRows = Panel>
 constexpr CodeKernels code_kernels_of() {
   using Simd = typename Panel::Simd;
-  CodeKernels kernels{.unpack = unpack_kernel<Panel, Unpacked::kFloats>};
+  CodeKernels kernels{.unpack = unpack_kernel<Panel, Unpacked::kFloats>,
+                      .few_rows = few_rows_kernels_of<FewRows>()};
   if constexpr (Simd::kPairs) {
     kernels.unpack_rounded = unpack_kernel<Panel, Unpacked::kRounded>;
     kernels.unpack_pairs = unpack_kernel<Panel, Unpacked::kPairs>;
   }
-  // AVX2 has too few registers for 8 rows.
-  if constexpr (Simd::kBytes == 64) kernels.few_rows[3] = few_rows_kernel<FewRows, 8>;
-  kernels.few_rows[2] = few_rows_kernel<FewRows, 4>;
-  kernels.few_rows[1] = few_rows_kernel<FewRows, 2>;
-  kernels.few_rows[0] = few_rows_kernel<FewRows, 1>;
   return kernels;
+}
+
+// Returns make(std::type_identity<Panel>()) for the Panel of a format.
+template <typename Simd, typename Make>
+auto for_panel_of(const PackedFormat& format, const Make& make) {
+  switch (format.codes) {
+    case Codes::kSixBits:
+      return make(std::type_identity<Panel<Simd, Codes::kSixBits, false>>());
+    case Codes::kInt8:
+      return make(std::type_identity<Panel<Simd, Codes::kInt8, false>>());
+    case Codes::kE4M3:
+      return make(std::type_identity<Panel<Simd, Codes::kE4M3, false>>());
+    default:
+      return format.scales == Scales::kUint8AndMinOfBlocks
+                 ? make(std::type_identity<Panel<Simd, Codes::kTable, true>>())
+                 : make(std::type_identity<Panel<Simd, Codes::kTable, false>>());
+  }
 }
 
 // Returns the kernels of an instruction set for a format.
 template <typename Simd>
 const CodeKernels& code_kernels_of(const PackedFormat& format) {
-  static constexpr CodeKernels kTable = code_kernels_of<Panel<Simd, Codes::kTable, false>>();
-  static constexpr CodeKernels kTableAndMinima =
-      code_kernels_of<Panel<Simd, Codes::kTable, true>>();
-  static constexpr CodeKernels kSixBits = code_kernels_of<Panel<Simd, Codes::kSixBits, false>>();
-  static constexpr CodeKernels kInt8 = code_kernels_of<Panel<Simd, Codes::kInt8, false>>();
-  static constexpr CodeKernels kE4M3 = code_kernels_of<Panel<Simd, Codes::kE4M3, false>>();
-  switch (format.codes) {
-    case Codes::kSixBits:
-      return kSixBits;
-    case Codes::kInt8:
-      return kInt8;
-    case Codes::kE4M3:
-      return kE4M3;
-    default:
-      return format.scales == Scales::kUint8AndMinOfBlocks ? kTableAndMinima : kTable;
-  }
+  return *for_panel_of<Simd>(format, []<typename Panel>(std::type_identity<Panel>) {
+    static constexpr CodeKernels kKernels = code_kernels_of<Panel>();
+    return &kKernels;
+  });
 }
 
 }  // namespace

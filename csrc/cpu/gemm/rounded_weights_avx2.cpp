@@ -1,0 +1,20 @@
+// AVX2.
+#if defined(__x86_64__)
+#include "../vectorize.h"
+
+#define MOE_EXT_TARGET MOE_EXT_TARGET_AVX2
+#include "avx2.h"
+#include "rounded_weights.h"
+
+namespace moe_ext::cpu {
+
+template <typename half_t>
+const FewRowsKernels& avx2_few_rows_kernels(const PackedFormat& format) {
+  return few_rows_kernels_of<RoundedWeights<Avx2<float>, half_t>>(format);
+}
+
+template const FewRowsKernels& avx2_few_rows_kernels<c10::Half>(const PackedFormat&);
+template const FewRowsKernels& avx2_few_rows_kernels<c10::BFloat16>(const PackedFormat&);
+
+}  // namespace moe_ext::cpu
+#endif
