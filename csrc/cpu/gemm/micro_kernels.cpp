@@ -77,35 +77,31 @@ Reading reading_of(int64_t rows, Layout layout) {
   return table[layout == Layout::kAlongK][std::min<int64_t>(rows - 1, kMaxFewRows)];
 }
 
-const CodeKernels& code_kernels(const PackedFormat& format, [[maybe_unused]] bool pairs) {
-#if defined(__x86_64__)
-  if (pairs) {
-    const bool vbmi = format.codes == Codes::kE4M3 && __builtin_cpu_supports("avx512vbmi");
-    return vbmi ? avx512_vbmi_code_kernels_of_e4m3() : avx512_bf16_code_kernels(format);
-  }
-  if (isa() >= Isa::kAvx512) return avx512_code_kernels(format);
-  if (isa() == Isa::kAvx2) return avx2_code_kernels(format);
-#endif
-  return portable_code_kernels(format);
-}
-
 template <typename scalar_t>
-const FewRowsKernels* few_rows_kernels(const PackedFormat& format) {
-  if constexpr (std::is_same_v<scalar_t, double>) return nullptr;
-  if constexpr (std::is_same_v<scalar_t, float>) return &code_kernels(format, false).few_rows;
+CodeKernels code_kernels(const PackedFormat& format) {
+  constexpr bool kBFloat16 = std::is_same_v<scalar_t, c10::BFloat16>, kHalf = sizeof(scalar_t) == 2;
 #if defined(__x86_64__)
   const Isa isa = isa_of<scalar_t>();
-  if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
-    if (isa == Isa::kAmx) return &amx_few_rows_kernels(format);
-    if (isa == Isa::kAvx512Bf16) return &code_kernels(format, true).few_rows;
-    if (are_bfloat16(format)) return &code_kernels(format, false).few_rows;
+  if (kBFloat16 && (isa == Isa::kAmx || isa == Isa::kAvx512Bf16)) {
+    const bool vbmi = format.codes == Codes::kE4M3 && __builtin_cpu_supports("avx512vbmi");
+    CodeKernels kernels =
+        vbmi ? avx512_vbmi_code_kernels_of_e4m3() : avx512_bf16_code_kernels(format);
+    if (isa == Isa::kAmx) kernels.few_rows = amx_few_rows_kernels(format);
+    return kernels;
   }
-  if constexpr (sizeof(scalar_t) == 2) {
-    if (isa == Isa::kAvx512) return &avx512_few_rows_kernels<scalar_t>(format);
-    if (isa == Isa::kAvx2) return &avx2_few_rows_kernels<scalar_t>(format);
+  if constexpr (kHalf) {
+    const bool rounds = !(kBFloat16 && are_bfloat16(format));
+    if (rounds && isa == Isa::kAvx512) return avx512_rounded_code_kernels<scalar_t>(format);
+    if (rounds && isa == Isa::kAvx2) return avx2_rounded_code_kernels<scalar_t>(format);
   }
+  if (isa == Isa::kAvx512) return avx512_code_kernels(format);
+  if (isa == Isa::kAvx2) return avx2_code_kernels(format);
 #endif
-  return nullptr;
+  if constexpr (kHalf) {
+    return portable_rounded_code_kernels<scalar_t>(format);
+  } else {
+    return portable_code_kernels(format);
+  }
 }
 
 template const MicroKernels<float>& micro_kernels<float, float>();
@@ -116,10 +112,10 @@ template const MicroKernels<float>& micro_kernels<c10::BFloat16, float>();
 template const WidenedKernels<c10::Half>* widened_kernels<c10::Half>();
 template const WidenedKernels<c10::BFloat16>* widened_kernels<c10::BFloat16>();
 
-template const FewRowsKernels* few_rows_kernels<float>(const PackedFormat&);
-template const FewRowsKernels* few_rows_kernels<double>(const PackedFormat&);
-template const FewRowsKernels* few_rows_kernels<c10::Half>(const PackedFormat&);
-template const FewRowsKernels* few_rows_kernels<c10::BFloat16>(const PackedFormat&);
+template CodeKernels code_kernels<float>(const PackedFormat&);
+template CodeKernels code_kernels<double>(const PackedFormat&);
+template CodeKernels code_kernels<c10::Half>(const PackedFormat&);
+template CodeKernels code_kernels<c10::BFloat16>(const PackedFormat&);
 
 template Reading reading_of<float>(int64_t, Layout);
 template Reading reading_of<double>(int64_t, Layout);

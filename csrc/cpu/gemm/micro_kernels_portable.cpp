@@ -1,6 +1,7 @@
 // Vectors of 16 bytes, which every processor has.
 #define MOE_EXT_TARGET
 #include "micro_kernel_loops.h"
+#include "rounded_weights.h"
 #include "unpacking_loops.h"
 
 namespace moe_ext::cpu {
@@ -21,6 +22,19 @@ struct Portable {
 const CodeKernels& portable_code_kernels(const PackedFormat& format) {
   return code_kernels_of<Portable<float>>(format);
 }
+
+template <typename half_t>
+const CodeKernels& portable_rounded_code_kernels(const PackedFormat& format) {
+  using Simd = RoundedWeights<Portable<float>, half_t>;
+  return *for_panel_of<Simd>(format, []<typename Panel>(std::type_identity<Panel>) {
+    // Other instruction sets that use these kernels have other sums.
+    static constexpr CodeKernels kKernels{.unpack = unpack_kernel<Panel, Unpacked::kFloats>};
+    return &kKernels;
+  });
+}
+
+template const CodeKernels& portable_rounded_code_kernels<c10::Half>(const PackedFormat&);
+template const CodeKernels& portable_rounded_code_kernels<c10::BFloat16>(const PackedFormat&);
 
 template <typename acc_t>
 const MicroKernels<acc_t>& portable_micro_kernels() {

@@ -118,15 +118,14 @@ template <typename scalar_t, typename acc_t, typename T>
 void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64_t p,
                                int64_t num_columns, int64_t depth, int64_t num_groups,
                                int64_t width, acc_t* to) {
-  constexpr bool kHalf = sizeof(scalar_t) == 2;
   const PackedLayout& layout = *view.layout;
-  const CodeKernels& kernels = code_kernels(*layout.format, pairs);
+  const CodeKernels kernels = code_kernels<scalar_t>(*layout.format);
   const auto panel_of = [&](int64_t output) {
     return view.panels + output / kPanelOutputs * layout.panel_bytes();
   };
   if constexpr (std::is_same_v<acc_t, float>) {
     // B = W: unpack the panels into their places.
-    const auto unpack = pairs ? kernels.unpack_pairs : kHalf ? nullptr : kernels.unpack;
+    const auto unpack = pairs ? kernels.unpack_pairs : kernels.unpack;
     if (!view.k_contiguous && unpack != nullptr && width % kPanelOutputs == 0 &&
         depth % kPackedInputs == 0 && num_groups * (pairs ? 2 : 1) == depth) {
       for (int64_t i = 0; i < num_columns; i += kPanelOutputs) {
@@ -143,8 +142,9 @@ void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64
   static_assert(kSize == kKCMultiple);
   constexpr int64_t kTile = (kSize + kPackedInputs) * kSize;
   float tile alignas(64)[kTile];
-  scalar_t rounded alignas(64)[kHalf ? kTile : 1];
-  const bool rounds = std::is_same_v<scalar_t, c10::BFloat16> && kernels.unpack_rounded != nullptr;
+  constexpr bool kBFloat16 = std::is_same_v<scalar_t, c10::BFloat16>;
+  c10::BFloat16 rounded alignas(64)[kBFloat16 ? kTile : 1];
+  const bool rounds = kBFloat16 && kernels.unpack_rounded != nullptr;
   const auto unpack = rounds ? kernels.unpack_rounded : kernels.unpack;
   const int64_t groups_of_tile = kSize / (pairs ? 2 : 1);
   for (int64_t done = 0; done < depth; done += kSize, num_groups -= groups_of_tile) {
@@ -173,9 +173,8 @@ void pack_micro_panel_of_codes(bool pairs, const View<T>& view, int64_t j, int64
                        std::min(num_groups, groups_of_tile), width, /*by_columns=*/false,
                        to + done / (pairs ? 2 : 1) * width);
     };
-    if constexpr (kHalf) {
-      if (!rounds) vectorized<Convert>(static_cast<const float*>(tile), num_rows * kSize, +rounded);
-      pack(static_cast<const scalar_t*>(rounded));
+    if (rounds) {
+      pack(static_cast<const c10::BFloat16*>(rounded));
     } else {
       pack(static_cast<const float*>(tile));
     }
@@ -322,9 +321,9 @@ class Product {
   // How B is read if it can be read in place.
   const Reading reading =
       reading_of<scalar_t>(m, b.k_contiguous ? Layout::kAlongK : Layout::kAlongN);
-  const FewRowsKernels* few_rows_kernels_of_codes =
-      b_packed && !b.k_contiguous && a.k_contiguous ? few_rows_kernels<scalar_t>(*b.layout->format)
-                                                    : nullptr;
+  const FewRowsKernels few_rows_kernels = b_packed && !b.k_contiguous && a.k_contiguous
+                                              ? code_kernels<scalar_t>(*b.layout->format).few_rows
+                                              : FewRowsKernels{};
   // The kernel for the rows of A and the codes of B; null if there is none.
   const FewRowsKernel few_rows_of_codes = kernel_of_few_rows();
   std::span<const KBlock> k_blocks;  // the packed K-blocks of A
@@ -340,8 +339,8 @@ class Product {
   using Kernels = MicroKernels<acc_t>;
 
   FewRowsKernel kernel_of_few_rows() const {
-    for (int i = 0; few_rows_kernels_of_codes != nullptr && i < kNumFewRows; ++i) {
-      if (m <= int64_t{1} << i) return few_rows_kernels_of_codes->kernels[i];
+    for (int i = 0; i < kNumFewRows; ++i) {
+      if (m <= int64_t{1} << i) return few_rows_kernels.kernels[i];
     }
     return nullptr;
   }

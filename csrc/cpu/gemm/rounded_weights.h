@@ -1,6 +1,5 @@
-// The kernels for few rows of A and packed weights that are rounded to half precision, for
-// instruction sets that multiply half precision as floats. The source file includes this header
-// after it has defined MOE_EXT_TARGET.
+// Packed weights that are rounded to half precision, for instruction sets that multiply half
+// precision as floats. The source file includes this header after it has defined MOE_EXT_TARGET.
 #pragma once
 
 #if defined(__x86_64__)
@@ -33,23 +32,26 @@ struct RoundedWeights : Base {
       typedef uint32_t Bits __attribute__((vector_size(sizeof(Aligned))));
       const Bits bits = (Bits)w;
       w = (Aligned)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
-    } else if constexpr (sizeof(Aligned) == 64) {
-      const __m256i halves = _mm512_maskz_cvtps_ph(0xffff, (__m512)w, _MM_FROUND_TO_NEAREST_INT);
-      w = (Aligned)_mm512_maskz_cvtph_ps(0xffff, halves);
     } else {
-      w = (Aligned)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)w, _MM_FROUND_TO_NEAREST_INT));
+      round_to_float16(w);
     }
   }
-};
 
-// Returns the kernels of an instruction set for a format.
-template <typename Simd>
-const FewRowsKernels& few_rows_kernels_of(const PackedFormat& format) {
-  return *for_panel_of<Simd>(format, []<typename Panel>(std::type_identity<Panel>) {
-    static constexpr FewRowsKernels kKernels = few_rows_kernels_of<Panel>();
-    return &kKernels;
-  });
-}
+ private:
+  MOE_EXT_TARGET MOE_EXT_KERNEL void round_to_float16(Aligned& w) {
+#if defined(__x86_64__)
+    if constexpr (sizeof(Aligned) == 64) {
+      const __m256i halves = _mm512_maskz_cvtps_ph(0xffff, (__m512)w, _MM_FROUND_TO_NEAREST_INT);
+      w = (Aligned)_mm512_maskz_cvtph_ps(0xffff, halves);
+      return;
+    } else if constexpr (sizeof(Aligned) == 32) {
+      w = (Aligned)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)w, _MM_FROUND_TO_NEAREST_INT));
+      return;
+    }
+#endif
+    for (size_t l = 0; l < sizeof(Aligned) / 4; ++l) w[l] = static_cast<float>(c10::Half(w[l]));
+  }
+};
 
 }  // namespace
 }  // namespace moe_ext::cpu

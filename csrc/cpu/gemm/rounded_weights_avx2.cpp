@@ -9,12 +9,12 @@
 namespace moe_ext::cpu {
 
 template <typename half_t>
-const FewRowsKernels& avx2_few_rows_kernels(const PackedFormat& format) {
-  return few_rows_kernels_of<RoundedWeights<Avx2<float>, half_t>>(format);
+const CodeKernels& avx2_rounded_code_kernels(const PackedFormat& format) {
+  return code_kernels_of<RoundedWeights<Avx2<float>, half_t>>(format);
 }
 
-template const FewRowsKernels& avx2_few_rows_kernels<c10::Half>(const PackedFormat&);
-template const FewRowsKernels& avx2_few_rows_kernels<c10::BFloat16>(const PackedFormat&);
+template const CodeKernels& avx2_rounded_code_kernels<c10::Half>(const PackedFormat&);
+template const CodeKernels& avx2_rounded_code_kernels<c10::BFloat16>(const PackedFormat&);
 
 }  // namespace moe_ext::cpu
 #endif

@@ -9,8 +9,8 @@
 namespace moe_ext::cpu {
 
 template <typename half_t>
-const FewRowsKernels& avx512_few_rows_kernels(const PackedFormat& format) {
-  return few_rows_kernels_of<RoundedWeights<Avx512<float>, half_t>>(format);
+const CodeKernels& avx512_rounded_code_kernels(const PackedFormat& format) {
+  return code_kernels_of<RoundedWeights<Avx512<float>, half_t>>(format);
 }
 
 const FewRowsKernels& amx_few_rows_kernels(const PackedFormat& format) {
@@ -18,11 +18,15 @@ const FewRowsKernels& amx_few_rows_kernels(const PackedFormat& format) {
   static constexpr FewRowsKernels kOfPowers =
       few_rows_kernels_of<Panel<Simd, Codes::kTable, /*has_minima=*/false>>();
   if (are_bfloat16(format)) return kOfPowers;
-  return few_rows_kernels_of<RoundedWeights<Simd, c10::BFloat16>>(format);
+  return *for_panel_of<RoundedWeights<Simd, c10::BFloat16>>(
+      format, []<typename Panel>(std::type_identity<Panel>) {
+        static constexpr FewRowsKernels kKernels = few_rows_kernels_of<Panel>();
+        return &kKernels;
+      });
 }
 
-template const FewRowsKernels& avx512_few_rows_kernels<c10::Half>(const PackedFormat&);
-template const FewRowsKernels& avx512_few_rows_kernels<c10::BFloat16>(const PackedFormat&);
+template const CodeKernels& avx512_rounded_code_kernels<c10::Half>(const PackedFormat&);
+template const CodeKernels& avx512_rounded_code_kernels<c10::BFloat16>(const PackedFormat&);
 
 }  // namespace moe_ext::cpu
 #endif

@@ -432,7 +432,7 @@ class FewRowsOfCodes {
 
   // Returns the rows of A as K-groups of the kernel.
   View<acc_t> k_groups_of_a() const {
-    const FewRowsKernels& kernels = *in_.few_rows_kernels_of_codes;
+    const FewRowsKernels& kernels = in_.few_rows_kernels;
     if constexpr (std::is_same_v<decltype(in_.a.data), const acc_t*>) {
       if (!kernels.pairs && !kernels.rounds_a) return in_.a;
     }

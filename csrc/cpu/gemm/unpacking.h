@@ -42,26 +42,18 @@ struct FewRowsKernels {
   FewRowsKernel kernels[kNumFewRows];  // [i] for at most 2^i rows, or null
 };
 
-// The kernels of a format.
+// The kernels of a format for scalar_t.
 struct CodeKernels {
-  UnpackKernel unpack;
+  UnpackKernel unpack;  // for kFloats; rounded to scalar_t, unless there are pairs
   UnpackKernel unpack_rounded = nullptr;  // null if the instruction set has no such
   UnpackKernel unpack_pairs = nullptr;    // instruction
-  FewRowsKernels few_rows;
+  FewRowsKernels few_rows = {};
 };
 
-// Returns the kernels of the instruction set in use, for K-groups of pairs or of single numbers.
-const CodeKernels& code_kernels(const PackedFormat& format, bool pairs);
-
-// Returns the kernels for few rows of A and weights that are rounded to scalar_t, in the order of
-// micro_kernels<scalar_t>(). Null if there are none.
+// Returns the kernels for weights that are rounded to scalar_t. Those for few rows have the order
+// of micro_kernels<scalar_t>().
 template <typename scalar_t>
-const FewRowsKernels* few_rows_kernels(const PackedFormat& format);
-
-// Whether the weights of a format are bfloat16 numbers: values of 4 bits times powers of two.
-constexpr bool are_bfloat16(const PackedFormat& format) {
-  return format.codes == Codes::kTable && format.scales == Scales::kE8M0;
-}
+CodeKernels code_kernels(const PackedFormat& format);
 
 // The kernels of each instruction set.
 const CodeKernels& portable_code_kernels(const PackedFormat& format);
@@ -70,12 +62,18 @@ const CodeKernels& avx512_code_kernels(const PackedFormat& format);
 const CodeKernels& avx512_bf16_code_kernels(const PackedFormat& format);
 const CodeKernels& avx512_vbmi_code_kernels_of_e4m3();
 
-// The kernels for few rows of floats and weights that are rounded to half_t, and those in the order
-// of AMX.
+// Those that round floats to half_t, and those for few rows in the order of AMX.
 template <typename half_t>
-const FewRowsKernels& avx2_few_rows_kernels(const PackedFormat& format);
+const CodeKernels& portable_rounded_code_kernels(const PackedFormat& format);
 template <typename half_t>
-const FewRowsKernels& avx512_few_rows_kernels(const PackedFormat& format);
+const CodeKernels& avx2_rounded_code_kernels(const PackedFormat& format);
+template <typename half_t>
+const CodeKernels& avx512_rounded_code_kernels(const PackedFormat& format);
 const FewRowsKernels& amx_few_rows_kernels(const PackedFormat& format);
+
+// Whether the weights of a format are bfloat16 numbers: values of 4 bits times powers of two.
+constexpr bool are_bfloat16(const PackedFormat& format) {
+  return format.codes == Codes::kTable && format.scales == Scales::kE8M0;
+}
 
 }  // namespace moe_ext::cpu

@@ -525,6 +525,7 @@ class Panel {
       } else {
         w[i] *= scale;
       }
+      if constexpr (kRounds<Simd>) Simd::round(w[i]);
     }
   }
 
@@ -540,9 +541,6 @@ class Panel {
       }
     } else {
       weights</*reads_on=*/true>(table, group, unit, v, to);
-      if constexpr (kRounds<Simd>) {
-        MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; ++i) Simd::round(to[i]);
-      }
     }
   }
 
