@@ -92,8 +92,7 @@ TABLE = {
         ],
         # With many classes, the CPU goes over all tokens for each tile of classes. It keeps the
         # exponentials in the gradient of the weight if T <= D, or else those of at most 256 tokens
-        # and 64 MiB. It recomputes them with 280,000
-        # classes or without a reduction.
+        # and 64 MiB. It recomputes them with 280,000 classes or without a reduction.
         limits=[
             dict(T=T, D=D, V=V, bias=True, ignored=9, label_smoothing=0.1, reduction=reduction)
             for T, D, V, reduction in (
