@@ -17,6 +17,6 @@ cmake --build build/amx --target moe_ext_kernels
 export LD_PRELOAD=$PWD/build/amx/lib/libmoe_ext_kernels.so
 isa=$("$python" -c 'import moe_ext.info; print(moe_ext.info.isa())')
 [ "$isa" = amx ] || { echo "$0: expected the instruction set amx, got $isa" && exit 1; }
-[ $# -gt 0 ] || set -- tests/ops/test_products.py tests/ops/test_operators.py \
-  -k 'products or experts or linear_cross_entropy or lstm'
+[ $# -gt 0 ] || set -- tests/ops/test_products.py tests/ops/test_packed_experts.py \
+  tests/ops/test_operators.py -k 'products or experts or linear_cross_entropy or lstm'
 "$python" -m pytest -p no:cacheprovider "$@"
