@@ -183,8 +183,9 @@ def test_pickles_of_version_0_1(name):
     x = torch.tensor(EARLIER["x"])
     for twin in (pickle.loads(layer), pickle.loads(pickle.dumps(pickle.loads(layer)))):
         y, *_, new = twin(x.view(2, 3, 4) if name == "lstm" else x)
-        assert_exact(y.detach(), torch.tensor(expected))
-        assert_exact(new.loss.detach(), torch.tensor(loss))
+        # torch's GEMMs depend on the processor.
+        torch.testing.assert_close(y.detach(), torch.tensor(expected))
+        torch.testing.assert_close(new.loss.detach(), torch.tensor(loss))
     assert pickle.loads(aux).tokens_per_expert.sum() == new.tokens_per_expert.sum()
     assert pickle.loads(EARLIER["routing"]).gates.shape == (6, 2)
 

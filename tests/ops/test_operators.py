@@ -156,7 +156,7 @@ def test_values(device, name, sizes, dtype):
     once = not (row.products or "rounded_once" in row.lacks)
     for a, p, e in zip(actual, plain, exact, strict=True):
         if a.is_floating_point():
-            assert_as_accurate(a.cpu(), p if once else p.to(a.dtype), e)
+            assert_as_accurate(a.cpu(), p if once else p.to(a.dtype), e, row.units)
         else:
             assert_same_bits(a, e)
 

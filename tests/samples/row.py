@@ -18,6 +18,7 @@ class Operator:
     large: list[dict]  # Sizes that several threads share.
     limits: list[dict] = field(default_factory=list)  # Sizes that overflow narrow counters.
     precise: list[dict]  # Sizes for the measurement of rounding errors.
+    units: int = 2  # Of assert_as_accurate.
     plain: Callable | None = None  # The same in plain torch, in the dtype of the arguments.
     differentiable: tuple[str, ...] = ()
     twice_differentiable: bool = False  # Otherwise a second derivative raises an error.
