@@ -10,8 +10,8 @@
 // tokens, and keeps them.
 //
 // By classes: the threads make each pass over the tiles of at most kMaxTokens tokens together. So
-// the weight is read and packed once, and its gradient is written once, for many tokens. If there is
-// one block and its tiles fit into their rows of the gradient of weight, they are kept there.
+// the weight is read and packed once, and its gradient is written once, for many tokens. If there
+// is one block and its tiles fit into their rows of the gradient of weight, they are kept there.
 // Otherwise they are kept in memory that the threads share. If that holds fewer than kMinKept
 // tokens, the second pass recomputes them, but for a first block that fits into the gradient.
 //

@@ -783,9 +783,9 @@ MOE_EXT_TARGET void few_rows_kernel(const PackedLayout& layout, const uint8_t* p
 
 template <typename Panel>
 constexpr FewRowsKernels few_rows_kernels_of() {
-  // AVX2 has too few registers for 8 rows.
-  constexpr auto kEight = Panel::Simd::kBytes == 64 ? few_rows_kernel<Panel, 8> : nullptr;
   using Simd = typename Panel::Simd;
+  // AVX2 has too few registers for 8 rows.
+  constexpr auto kEight = Simd::kBytes == 64 ? few_rows_kernel<Panel, 8> : nullptr;
   return {.pairs = Simd::kPairs,
           .rounds_a = kChainsOf<Simd> > 1,
           .kernels = {few_rows_kernel<Panel, 1>, few_rows_kernel<Panel, 2>,
