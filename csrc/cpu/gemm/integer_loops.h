@@ -13,7 +13,8 @@
 #include <type_traits>
 
 #include "integer.h"
-#include "unpacking_loops.h"
+#include "prefetch_ahead.h"
+#include "unpacked_values.h"
 
 namespace moe_ext::cpu {
 namespace {

@@ -4,7 +4,7 @@
 
 #define MOE_EXT_TARGET MOE_EXT_TARGET_AVX2
 #include "avx2.h"
-#include "unpacking_loops.h"
+#include "unpack_kernels.h"
 #include "widened_loops.h"
 
 namespace moe_ext::cpu {

@@ -5,6 +5,7 @@
 #define MOE_EXT_TARGET MOE_EXT_TARGET_AVX512_BF16
 #include "avx512_bf16.h"
 #include "pair_panels.h"
+#include "unpack_kernels.h"
 
 namespace moe_ext::cpu {
 

@@ -2,7 +2,7 @@
 #define MOE_EXT_TARGET
 #include "micro_kernel_loops.h"
 #include "rounded_weights.h"
-#include "unpacking_loops.h"
+#include "unpack_kernels.h"
 
 namespace moe_ext::cpu {
 namespace {

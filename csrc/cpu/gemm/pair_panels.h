@@ -2,7 +2,14 @@
 // source file includes this header after it has defined MOE_EXT_TARGET.
 #pragma once
 
-#include "unpacking_loops.h"
+#include <immintrin.h>
+
+#include <array>
+#include <cstdint>
+
+#include "../vectorize.h"
+#include "panels.h"
+#include "unpacked_values.h"
 
 namespace moe_ext::cpu {
 namespace {

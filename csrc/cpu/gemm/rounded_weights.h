@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "../../kernels/types.h"
-#include "unpacking_loops.h"
+#include "../vectorize.h"
 
 namespace moe_ext::cpu {
 namespace {

@@ -5,6 +5,7 @@
 #define MOE_EXT_TARGET MOE_EXT_TARGET_AVX2
 #include "avx2.h"
 #include "rounded_weights.h"
+#include "unpack_kernels.h"
 
 namespace moe_ext::cpu {
 
