@@ -26,11 +26,11 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
                                                      const uint8_t* panel, Ahead ahead,
                                                      const IntegerRows& a, int64_t first_row,
                                                      bool add, float* c, int64_t ldc) {
-  using Loops = Unpacking<Simd>;
-  using Vector = typename Loops::Vector;
-  using Bits = typename Loops::Bits;
-  using Integers = typename Loops::Integers;
-  constexpr int kVectors = Loops::kVectors;
+  using Values = Unpacking<Simd>;
+  using Vector = typename Values::Vector;
+  using Bits = typename Values::Bits;
+  using Integers = typename Values::Integers;
+  constexpr int kVectors = Values::kVectors;
   constexpr bool kHasMinima = scales == Scales::kUint8AndMinOfBlocks;
   // Two chains of products for each sum hide their latency.
   constexpr int kChains = kVectors == 1 && kRows <= 4 ? 2 : 1;
@@ -64,8 +64,8 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
         Bits first{}, last{};
         // The first unit of a segment is even if codes have 6 bits.
-        Loops::template load_unit<codes>(panel, high_bits, unit + u, v, first, last);
-        Loops::template to_bytes<codes>(u % 2 != 0, first, last);
+        Values::template load_unit<codes>(panel, high_bits, unit + u, v, first, last);
+        Values::template to_bytes<codes>(u % 2 != 0, first, last);
         if constexpr (looks_up) {
           Simd::look_up(table, first);
           Simd::look_up(table, last);
@@ -87,7 +87,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
         if constexpr (kChains == 2) total[0][r][v] += total[1][r][v];
         Vector product;
-        Loops::convert(total[0][r][v], product);
+        Values::convert(total[0][r][v], product);
         sum[r][v] += product * (scale[v] * scale_of_a);
         if constexpr (kHasMinima) sum[r][v] -= minimum[v] * totals[r * a.num_segments + segment];
       }
@@ -95,7 +95,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   };
   // The scales are read between the products: the memory would be idle while they were read at
   // once.
-  Loops::template read_scales_of<scales>(
+  Values::template read_scales_of<scales>(
       layout, panel, 0, layout.num_groups(),
       [&](int64_t group, const Vector* scale, const Vector* minimum) __attribute__((always_inline))
       MOE_EXT_TARGET {
@@ -113,7 +113,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
       });
   MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-      float* to = c + r * ldc + v * Loops::kLanes;
+      float* to = c + r * ldc + v * Values::kLanes;
       if (add) {
         Vector before;
         std::memcpy(&before, to, sizeof(before));

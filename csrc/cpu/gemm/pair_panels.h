@@ -29,7 +29,7 @@ template <typename Simd>
 class PowerPanel : public Panel<Simd, Codes::kTable, /*has_minima=*/false> {
  public:
   using Base = Panel<Simd, Codes::kTable, false>;
-  using typename Base::Loops;
+  using typename Base::Values;
   using typename Base::Vector;
 
   struct Table : Base::Table {
@@ -48,8 +48,8 @@ class PowerPanel : public Panel<Simd, Codes::kTable, /*has_minima=*/false> {
     const uint8_t* from = panel + layout.scales() + first * layout.row_of_scales();
     __mmask16 outside = 0;
     for (int64_t i = 0; i < last - first; ++i) {
-      typename Loops::Integers exponents;
-      Loops::template widen<uint8_t>(from + i * layout.row_of_scales(), 0, exponents);
+      typename Values::Integers exponents;
+      Values::template widen<uint8_t>(from + i * layout.row_of_scales(), 0, exponents);
       // The values have exponents from -1 to 2, and those of the products must be from -126 to 127.
       const auto above = (__m512i)(exponents - 2);
       outside |= _mm512_cmpgt_epu32_mask(above, _mm512_set1_epi32(250));
@@ -105,8 +105,8 @@ template <typename Simd>
 class BytePanel : public Panel<Simd, Codes::kE4M3, /*has_minima=*/false> {
  public:
   using Base = Panel<Simd, Codes::kE4M3, false>;
-  using typename Base::Loops;
   using typename Base::Table;
+  using typename Base::Values;
   using typename Base::Vector;
 
   MOE_EXT_TARGET __attribute__((always_inline)) inline void start(const PackedLayout& layout,
@@ -115,7 +115,7 @@ class BytePanel : public Panel<Simd, Codes::kE4M3, /*has_minima=*/false> {
                                                                   int64_t num_inputs) {
     this->panel_ = panel;
     const auto [first, last] = groups_of(layout, first_input, num_inputs);
-    Loops::template read_scales_of<Scales::kFloat32>(
+    Values::template read_scales_of<Scales::kFloat32>(
         layout, panel, first, last,
         [&](int64_t i, const Vector* scales, const Vector*) __attribute__((always_inline))
         MOE_EXT_TARGET {

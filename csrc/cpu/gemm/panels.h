@@ -29,11 +29,11 @@ class Panel {
  public:
   using Simd = Simd_;
   using Base = Panel;  // what reads the scales that a subclass does not
-  using Loops = Unpacking<Simd>;
-  using Vector = typename Loops::Vector;
+  using Values = Unpacking<Simd>;
+  using Vector = typename Values::Vector;
   static constexpr Codes codes = codes_;
   static constexpr bool has_minima = has_minima_;
-  static constexpr int kVectors = Loops::kVectors, kNumbers = Simd::kPairs ? 2 : 1;
+  static constexpr int kVectors = Values::kVectors, kNumbers = Simd::kPairs ? 2 : 1;
 
   // The values of codes of 4 bits.
   struct Table {
@@ -48,14 +48,14 @@ class Panel {
     panel_ = panel;
     high_bits_ = panel + layout.high_bits();
     const auto [first, last] = groups_of(layout, first_input, num_inputs);
-    Loops::template read_scales<codes, has_minima>(
+    Values::template read_scales<codes, has_minima>(
         layout, panel, first, last,
         [&](int64_t i, const Vector* scales, const Vector* minima) __attribute__((always_inline))
         MOE_EXT_TARGET {
           MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-            Loops::store_factor(scales[v], scales_ + i * kPanelOutputs + v * Loops::kLanes);
+            Values::store_factor(scales[v], scales_ + i * kPanelOutputs + v * Values::kLanes);
             if constexpr (has_minima) {
-              Loops::store_factor(minima[v], minima_ + i * kPanelOutputs + v * Loops::kLanes);
+              Values::store_factor(minima[v], minima_ + i * kPanelOutputs + v * Values::kLanes);
             }
           }
         });
@@ -69,12 +69,12 @@ class Panel {
                                                                     int v, Vector* w) const {
     const int64_t place = group * kPanelOutputs;
     Vector scale, minimum;
-    Loops::load(scales_ + place, v, scale);
-    if constexpr (has_minima) Loops::load(minima_ + place, v, minimum);
-    Loops::template values<codes, reads_on>(table.values, panel_, high_bits_, unit, v, w);
+    Values::load(scales_ + place, v, scale);
+    if constexpr (has_minima) Values::load(minima_ + place, v, minimum);
+    Values::template values<codes, reads_on>(table.values, panel_, high_bits_, unit, v, w);
     MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; ++i) {
       if constexpr (has_minima) {
-        Loops::scale_and_subtract(scale, minimum, w[i]);
+        Values::scale_and_subtract(scale, minimum, w[i]);
       } else {
         w[i] *= scale;
       }

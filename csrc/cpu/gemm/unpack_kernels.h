@@ -74,7 +74,7 @@ template <typename Panel, Unpacked unpacked>
 MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const PanelInputs& inputs,
                                   const PanelInputs& next, void* to, int64_t ld) {
   using Simd = typename Panel::Simd;
-  using Loops = typename Panel::Loops;
+  using Values = typename Panel::Values;
   constexpr int kStep = unpacked == Unpacked::kPairs ? 2 : 1;
   constexpr int64_t kSize = unpacked == Unpacked::kRounded ? 2 : 4;  // of a number in bytes
   const typename Panel::Table table(*layout.format);
@@ -87,12 +87,12 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const PanelInputs&
       layout, inputs.first, inputs.size,
       [&](int64_t group, int64_t unit, int64_t) __attribute__((always_inline)) MOE_EXT_TARGET {
         prefetch_unit<Panel::codes>(layout, next.panel, unit + units_ahead);
-        MOE_EXT_UNROLL for (int v = 0; v < Loops::kVectors; ++v) {
-          typename Loops::Vector w[kPackedInputs];
+        MOE_EXT_UNROLL for (int v = 0; v < Values::kVectors; ++v) {
+          typename Values::Vector w[kPackedInputs];
           // What is behind may not be in the cache yet.
           source.template weights</*reads_on=*/false>(table, group, unit, v, w);
           MOE_EXT_UNROLL for (int i = 0; i < kPackedInputs; i += kStep) {
-            void* place = row + (i / kStep * ld + v * Loops::kLanes) * kSize;
+            void* place = row + (i / kStep * ld + v * Values::kLanes) * kSize;
             if constexpr (unpacked == Unpacked::kRounded) {
               Simd::store_rounded(w[i], place);
             } else {
@@ -113,9 +113,9 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
                                                    int64_t lda, int64_t num_rows, bool add,
                                                    float* c, int64_t ldc) {
   using Simd = typename Panel::Simd;
-  using Loops = typename Panel::Loops;
-  using Vector = typename Loops::Vector;
-  constexpr int kVectors = Loops::kVectors, kNumbers = Panel::kNumbers;
+  using Values = typename Panel::Values;
+  using Vector = typename Values::Vector;
+  constexpr int kVectors = Values::kVectors, kNumbers = Panel::kNumbers;
   constexpr int kGroups = kPackedInputs / kNumbers;
   constexpr int kChains = kChainsOf<Simd>, kUnitsOfChain = 32 / kPackedInputs;
   constexpr int64_t kBytesAhead = 8 << 10;
@@ -216,7 +216,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
       if (r >= num_rows) break;
       MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
         MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-          float* to = c + r * ldc + p * kPanelOutputs + v * Loops::kLanes;
+          float* to = c + r * ldc + p * kPanelOutputs + v * Values::kLanes;
           Panel::order(sum[r][p][v]);
           Vector before;
           if (add) {
