@@ -4,7 +4,10 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "micro_kernel_loops.h"
+#include <type_traits>
+
+#include "../vectorize.h"
+#include "simd.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -12,7 +15,7 @@ namespace {
 template <typename acc_t>
 struct Avx512 {
   static constexpr int kBytes = 64, kMaxRows = 14, kAPanelWidth = 16;
-  static constexpr bool kPairs = false, kHasStream = true, kHasGroups = false;
+  static constexpr bool kPairs = false;
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
 
   MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) {

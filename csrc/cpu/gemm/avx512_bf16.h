@@ -5,14 +5,18 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "micro_kernel_loops.h"
+#include <cstdint>
+
+#include "../../kernels/types.h"
+#include "../vectorize.h"
+#include "simd.h"
 
 namespace moe_ext::cpu {
 namespace {
 
 struct Avx512Bf16 {
   static constexpr int kBytes = 64, kMaxRows = 14, kAPanelWidth = 16;
-  static constexpr bool kPairs = true, kHasStream = true, kHasGroups = false;
+  static constexpr bool kPairs = true;
   using Aligned = typename Vector<float, kBytes>::Aligned;
 
   MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_add(const float& a, const Aligned& b, Aligned& sum) {

@@ -74,8 +74,8 @@ struct RoundRow {
  private:
   // Writes kSegment numbers; returns s and the sum of the numbers.
   template <typename scalar_t>
-  static inline __attribute__((always_inline)) std::pair<float, int32_t> round_segment(
-      const scalar_t* a, int64_t size, int8_t* numbers) {
+  MOE_EXT_KERNEL std::pair<float, int32_t> round_segment(const scalar_t* a, int64_t size,
+                                                         int8_t* numbers) {
     constexpr int32_t kSign = 0x7fffffff, kInfinity = 0x7f800000;
     float values[kSegment] = {};
     int32_t magnitudes[kSegment];

@@ -1,19 +1,5 @@
-// The loops of the micro-kernels. The source file of each instruction set defines MOE_EXT_TARGET,
-// the function attributes that enable the instruction set, and then includes this header. The loops
-// need the attributes too, because they call intrinsics for multiply-adds. The optimizer must not
-// choose which multiply-adds to fuse. Its choice depends on the surrounding code, so the result of
-// a row would depend on its batch.
-//
-// `Simd` describes the instruction set:
-//   kBytes: the size of a vector in bytes
-//   kMaxRows: the maximum number of rows in a tile; leaves registers for B and a K-group of A
-//   kAPanelWidth: the width of the micro-panels of A
-//   kPairs: whether K-groups are pairs of bfloat16 numbers
-//   multiply_add: sum += a b in each lane, rounded once if there is a fused multiply-add
-//   multiply_add_once: optional; a multiply_add that is faster if `a` is used only once
-//   kHasStream, stream: whether it has non-temporal vector stores, and the store
-//   kHasGroups, add_groups: whether it has its own loop over the K-groups of a tile, and the loop
-//   store_rounded: with kPairs, rounds two vectors to bfloat16 and stores them
+// The loops of the micro-kernels. The source file of each instruction set includes this header
+// after it has defined MOE_EXT_TARGET; simd.h describes `Simd`.
 #pragma once
 
 #if defined(__x86_64__)
@@ -29,19 +15,10 @@
 #include "../vectorize.h"
 #include "micro_kernels.h"
 #include "packing.h"
-
-#ifndef MOE_EXT_TARGET
-#error "MOE_EXT_TARGET must be defined before micro_kernel_loops.h"
-#endif
+#include "simd.h"
 
 namespace moe_ext::cpu {
 namespace {
-
-template <typename acc_t, int kBytes>
-struct Vector {
-  typedef acc_t Aligned __attribute__((vector_size(kBytes)));
-  typedef acc_t Unaligned __attribute__((vector_size(kBytes), aligned(sizeof(acc_t))));
-};
 
 // Prefetches the chunk of kBytes that belongs to K-group q.
 template <int kBytes>
@@ -120,7 +97,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
     }
     if (q < num_groups) group(q);
   };
-  if constexpr (Simd::kHasGroups) {
+  if constexpr (requires { Simd::add_groups(num_groups, a, b, ldb, packed, sum); }) {
     Simd::add_groups(num_groups, a, b, ldb, packed, sum);
   } else {
     packed != nullptr ? run(std::true_type()) : run(std::false_type());
@@ -141,7 +118,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
       return;
     }
   }
-  if constexpr (Simd::kHasStream) {
+  if constexpr (requires { Simd::stream(tile.c, sum[0][0]); }) {
     if (tile.non_temporal &&
         (reinterpret_cast<uintptr_t>(tile.c) | tile.ldc * sizeof(acc_t)) % Simd::kBytes == 0) {
       MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -282,14 +259,6 @@ MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, con
   using Unaligned = typename Vector<acc_t, Simd::kBytes>::Unaligned;
   constexpr int kLanes = Simd::kBytes / sizeof(acc_t);
   constexpr int kSquare = 16 / sizeof(acc_t), kSquares = kLanes / kSquare;  // of 16 bytes
-  const auto multiply_add = [](const acc_t& a, const Aligned& b, Aligned& sum)
-      __attribute__((always_inline)) MOE_EXT_TARGET {
-    if constexpr (requires { Simd::multiply_add_once(a, b, sum); }) {
-      Simd::multiply_add_once(a, b, sum);
-    } else {
-      Simd::multiply_add(a, b, sum);
-    }
-  };
   Aligned sum[kRows] = {};
   for (int64_t p = 0; p < depth; p += kLanes) {
     Aligned block[kSquares][kSquare];
@@ -297,7 +266,7 @@ MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, con
     MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s) {
       MOE_EXT_UNROLL for (int q = 0; q < kSquare; ++q) {
         MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-          multiply_add(a[r * lda + p + s * kSquare + q], block[s][q], sum[r]);
+          multiply_add_once<Simd>(a[r * lda + p + s * kSquare + q], block[s][q], sum[r]);
         }
       }
     }

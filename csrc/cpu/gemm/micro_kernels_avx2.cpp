@@ -4,6 +4,7 @@
 
 #define MOE_EXT_TARGET MOE_EXT_TARGET_AVX2
 #include "avx2.h"
+#include "micro_kernel_loops.h"
 #include "unpack_kernels.h"
 #include "widened_loops.h"
 

@@ -4,6 +4,7 @@
 
 #define MOE_EXT_TARGET MOE_EXT_TARGET_AVX512_BF16
 #include "avx512_bf16.h"
+#include "micro_kernel_loops.h"
 #include "pair_panels.h"
 #include "unpack_kernels.h"
 

@@ -3,6 +3,7 @@
 #include "../vectorize.h"
 
 #define MOE_EXT_TARGET MOE_EXT_TARGET_NEON
+#include "micro_kernel_loops.h"
 #include "neon.h"
 
 namespace moe_ext::cpu {

@@ -10,7 +10,7 @@ namespace {
 template <typename acc_t>
 struct Portable {
   static constexpr int kBytes = 16, kMaxRows = 6, kAPanelWidth = 8;
-  static constexpr bool kPairs = false, kHasStream = false, kHasGroups = false;
+  static constexpr bool kPairs = false;
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
 
   // Not every processor has a fused multiply-add; each product is rounded first.

@@ -1,5 +1,5 @@
-// What the instruction sets of 64-bit Arm share: the loop over the K-groups of a tile. A
-// micro-kernel file defines MOE_EXT_TARGET and includes this header, as micro_kernel_loops.h says.
+// What the instruction sets of 64-bit Arm share: the loop over the K-groups of a tile. The
+// source file includes this header after it has defined MOE_EXT_TARGET.
 #pragma once
 
 #include <arm_neon.h>
@@ -9,7 +9,8 @@
 #include <cstring>
 
 #include "../vectorize.h"
-#include "micro_kernel_loops.h"
+#include "micro_kernels.h"
+#include "simd.h"
 
 // A hint for the next loop. Unrolled, it would take registers from the loop before it.
 #if defined(__clang__)
@@ -27,7 +28,6 @@ namespace {
 template <typename acc_t, typename Multiply>
 struct NeonGroups {
   static constexpr int kBytes = 16, kMaxRows = 12, kAPanelWidth = 12;
-  static constexpr bool kHasStream = false, kHasGroups = true;
   static constexpr int kLanes = kBytes / sizeof(acc_t);
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
 

@@ -9,6 +9,7 @@
 
 #include "../vectorize.h"
 #include "panels.h"
+#include "simd.h"
 #include "unpacked_values.h"
 
 namespace moe_ext::cpu {
@@ -39,10 +40,8 @@ class PowerPanel : public Panel<Simd, Codes::kTable, /*has_minima=*/false> {
     uint16_t halves alignas(64)[32];  // twice: an index has 5 bits
   };
 
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void start(const PackedLayout& layout,
-                                                                  const uint8_t* panel,
-                                                                  int64_t first_input,
-                                                                  int64_t num_inputs) {
+  MOE_EXT_MEMBER void start(const PackedLayout& layout, const uint8_t* panel, int64_t first_input,
+                            int64_t num_inputs) {
     this->panel_ = panel;
     const auto [first, last] = groups_of(layout, first_input, num_inputs);
     const uint8_t* from = panel + layout.scales() + first * layout.row_of_scales();
@@ -61,9 +60,8 @@ class PowerPanel : public Panel<Simd, Codes::kTable, /*has_minima=*/false> {
 
   bool fits() const { return fits_; }
 
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void k_groups(const Table& table,
-                                                                     int64_t group, int64_t unit,
-                                                                     int, Vector* to) const {
+  MOE_EXT_MEMBER void k_groups(const Table& table, int64_t group, int64_t unit, int,
+                               Vector* to) const {
     // The lowest 4 of 16 bits are a code.
     const __m512i codes = _mm512_loadu_si512(this->panel_ + unit * 64);
     __m512i first, second;
@@ -76,10 +74,8 @@ class PowerPanel : public Panel<Simd, Codes::kTable, /*has_minima=*/false> {
   }
 
  private:
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void look_up(const Table& table,
-                                                                    const __m512i& codes,
-                                                                    int64_t group,
-                                                                    Vector& to) const {
+  MOE_EXT_MEMBER void look_up(const Table& table, const __m512i& codes, int64_t group,
+                              Vector& to) const {
     const __m512i values = _mm512_permutexvar_epi16(codes, _mm512_load_si512(table.halves));
     // A zero keeps its exponent.
     const __mmask32 others = _mm512_test_epi16_mask(values, _mm512_set1_epi16(0x7fff));
@@ -109,10 +105,8 @@ class BytePanel : public Panel<Simd, Codes::kE4M3, /*has_minima=*/false> {
   using typename Base::Values;
   using typename Base::Vector;
 
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void start(const PackedLayout& layout,
-                                                                  const uint8_t* panel,
-                                                                  int64_t first_input,
-                                                                  int64_t num_inputs) {
+  MOE_EXT_MEMBER void start(const PackedLayout& layout, const uint8_t* panel, int64_t first_input,
+                            int64_t num_inputs) {
     this->panel_ = panel;
     const auto [first, last] = groups_of(layout, first_input, num_inputs);
     Values::template read_scales_of<Scales::kFloat32>(
@@ -125,9 +119,7 @@ class BytePanel : public Panel<Simd, Codes::kE4M3, /*has_minima=*/false> {
         });
   }
 
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void k_groups(const Table&, int64_t group,
-                                                                     int64_t unit, int,
-                                                                     Vector* to) const {
+  MOE_EXT_MEMBER void k_groups(const Table&, int64_t group, int64_t unit, int, Vector* to) const {
     // In the 16 bytes of 4 outputs, first those of the pairs (0, 1), then those of the pairs (2,
     // 3).
     const __m512i order = _mm512_maskz_broadcast_i32x4(
@@ -158,9 +150,7 @@ class BytePanel : public Panel<Simd, Codes::kE4M3, /*has_minima=*/false> {
                                   _mm512_load_si512(bytes.data() + 64));
   }
 
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void scale_pairs(const __m512i& pairs,
-                                                                        int64_t group,
-                                                                        Vector& to) const {
+  MOE_EXT_MEMBER void scale_pairs(const __m512i& pairs, int64_t group, Vector& to) const {
     const __m512i zero = _mm512_setzero_si512();
     const auto low = (Vector)_mm512_maskz_unpacklo_epi16(~0u, zero, pairs) * low_[group];
     const auto high = (Vector)_mm512_maskz_unpackhi_epi16(~0u, zero, pairs) * high_[group];

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../vectorize.h"
+#include "simd.h"
 #include "unpacked_values.h"
 #include "unpacking.h"
 
@@ -41,10 +42,8 @@ class Panel {
     float values alignas(64)[16];
   };
 
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void start(const PackedLayout& layout,
-                                                                  const uint8_t* panel,
-                                                                  int64_t first_input,
-                                                                  int64_t num_inputs) {
+  MOE_EXT_MEMBER void start(const PackedLayout& layout, const uint8_t* panel, int64_t first_input,
+                            int64_t num_inputs) {
     panel_ = panel;
     high_bits_ = panel + layout.high_bits();
     const auto [first, last] = groups_of(layout, first_input, num_inputs);
@@ -64,9 +63,8 @@ class Panel {
   // Computes w of the inputs of a unit, for the lanes of vector v; see `values`. `group` counts
   // from that of the first input.
   template <bool reads_on>
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void weights(const Table& table,
-                                                                    int64_t group, int64_t unit,
-                                                                    int v, Vector* w) const {
+  MOE_EXT_MEMBER void weights(const Table& table, int64_t group, int64_t unit, int v,
+                              Vector* w) const {
     const int64_t place = group * kPanelOutputs;
     Vector scale, minimum;
     Values::load(scales_ + place, v, scale);
@@ -83,9 +81,8 @@ class Panel {
   }
 
   // Computes the K-groups of a unit.
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void k_groups(const Table& table,
-                                                                     int64_t group, int64_t unit,
-                                                                     int v, Vector* to) const {
+  MOE_EXT_MEMBER void k_groups(const Table& table, int64_t group, int64_t unit, int v,
+                               Vector* to) const {
     if constexpr (Simd::kPairs) {
       Vector w[kPackedInputs];
       weights</*reads_on=*/true>(table, group, unit, v, w);

@@ -6,10 +6,7 @@
 #include <cstdint>
 
 #include "../vectorize.h"
-
-#ifndef MOE_EXT_TARGET
-#error "MOE_EXT_TARGET must be defined before prefetch_ahead.h"
-#endif
+#include "simd.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -37,7 +34,7 @@ class Ahead {
 
   // Prefetches a step, each line once: for loops that wait for the memory, where a second prefetch
   // of a line would take as long as the first.
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch() {
+  MOE_EXT_MEMBER void prefetch() {
     const uint8_t* before = next_;
     due_ = std::min(due_ + step_, end_);
     for (; next_ < due_; next_ += 64) __builtin_prefetch(next_);
@@ -47,7 +44,7 @@ class Ahead {
   // Prefetches a step of at most 64 (kLines - 1) bytes, for loops that do not: without a branch,
   // but a line of two steps twice.
   template <int kLines>
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch_lines() {
+  MOE_EXT_MEMBER void prefetch_lines() {
     const uint8_t* before = next_;
     MOE_EXT_UNROLL for (int line = 0; line < kLines; ++line) {
       __builtin_prefetch(next_ + 64 * line);
@@ -61,7 +58,7 @@ class Ahead {
 
   static uintptr_t page(const uint8_t* byte) { return reinterpret_cast<uintptr_t>(byte) / 4096; }
 
-  MOE_EXT_TARGET __attribute__((always_inline)) inline void prefetch_page(const uint8_t* before) {
+  MOE_EXT_MEMBER void prefetch_page(const uint8_t* before) {
     if (page(next_) != page(before)) {
       __builtin_prefetch(next_ + kPagesAhead, /*rw=*/0, /*locality=*/2);
     }

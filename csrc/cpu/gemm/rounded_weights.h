@@ -11,6 +11,7 @@
 
 #include "../../kernels/types.h"
 #include "../vectorize.h"
+#include "simd.h"
 
 namespace moe_ext::cpu {
 namespace {

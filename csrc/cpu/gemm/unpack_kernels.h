@@ -1,8 +1,5 @@
 // The kernels of packed weights (unpacking.h): those that unpack them, and those for few rows. The
 // source file of each instruction set includes this header after it has defined MOE_EXT_TARGET.
-//
-// `Simd` describes the instruction set, as for micro_kernel_loops.h. It may also have:
-//   kChains: the chains of multiply-adds of 32 inputs, whose sum is added to the other sums
 #pragma once
 
 #include <algorithm>
@@ -13,6 +10,7 @@
 #include "../vectorize.h"
 #include "panels.h"
 #include "prefetch_ahead.h"
+#include "simd.h"
 #include "unpacking.h"
 
 namespace moe_ext::cpu {
@@ -177,13 +175,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
                       const float& number = row[r][unit * kGroups + i];
                       auto& sums = kChains > 1 ? chains[i % kChains] : sum;
                       Vector total = sums[r][first + p][v];
-                      if constexpr (requires {
-                                      Simd::multiply_add_once(number, w[p][v][i], total);
-                                    }) {
-                        Simd::multiply_add_once(number, w[p][v][i], total);
-                      } else {
-                        Simd::multiply_add(number, w[p][v][i], total);
-                      }
+                      multiply_add_once<Simd>(number, w[p][v][i], total);
                       sums[r][first + p][v] = total;
                     }
                   }

@@ -1,8 +1,5 @@
 // The numbers of packed weights, from their codes and scales. The source file includes this header
 // after it has defined MOE_EXT_TARGET.
-//
-// `Simd` describes the instruction set, as for micro_kernel_loops.h. It may also have:
-//   round: rounds weights that are floats
 #pragma once
 
 #if defined(__x86_64__)
@@ -18,11 +15,8 @@
 
 #include "../../kernels/types.h"
 #include "../vectorize.h"
+#include "simd.h"
 #include "unpacking.h"
-
-#ifndef MOE_EXT_TARGET
-#error "MOE_EXT_TARGET must be defined before unpacked_values.h"
-#endif
 
 namespace moe_ext::cpu {
 namespace {

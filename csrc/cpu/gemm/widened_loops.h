@@ -11,6 +11,7 @@
 
 #include "../vectorize.h"
 #include "micro_kernel_loops.h"
+#include "simd.h"
 
 namespace moe_ext::cpu {
 namespace {
