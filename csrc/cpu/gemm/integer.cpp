@@ -13,6 +13,7 @@
 
 #define MOE_EXT_TARGET
 #include "integer_loops.h"
+#include "prefetch_ahead.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -58,7 +59,7 @@ struct RoundRow {
   MOE_EXT_KERNEL void run(const scalar_t* a, int64_t k, int64_t segment, const IntegerCodes* codes,
                           const uint8_t* next, int64_t num_bytes, int8_t* numbers, float* scales,
                           int32_t* offsets, float* totals) {
-    for (int64_t byte = 0; byte < num_bytes; byte += 4096) __builtin_prefetch(next + byte);
+    for (int64_t byte = 0; byte < num_bytes; byte += kPageBytes) __builtin_prefetch(next + byte);
     const int64_t step = num_bytes / ceil_div(k, segment);
     for (int64_t first = 0; first < k; first += segment, next += step) {
       for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(next + byte);

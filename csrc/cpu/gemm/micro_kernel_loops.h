@@ -15,6 +15,7 @@
 #include "../vectorize.h"
 #include "micro_kernels.h"
 #include "packing.h"
+#include "prefetch_ahead.h"
 #include "simd.h"
 
 namespace moe_ext::cpu {
@@ -30,14 +31,11 @@ MOE_EXT_KERNEL void fetch(const Prefetch& prefetch, int64_t q) {
 }
 
 // Where lines are prefetched in steps of some bytes, in ascending order: prefetches a line far
-// behind `next` if a page begins in this step. It takes long to translate the address of a new
-// page.
+// behind `next` if a page begins in this step.
 template <typename acc_t>
 MOE_EXT_KERNEL void prefetch_page(const acc_t* next, uintptr_t step) {
-  constexpr uintptr_t kPage = 4096;
-  constexpr int64_t kBytesAhead = 32 << 10;
-  if (reinterpret_cast<uintptr_t>(next) % kPage < step) {
-    __builtin_prefetch(reinterpret_cast<const char*>(next) + kBytesAhead, /*rw=*/0, /*locality=*/2);
+  if (reinterpret_cast<uintptr_t>(next) % kPageBytes < step) {
+    __builtin_prefetch(reinterpret_cast<const char*>(next) + kPagesAhead, /*rw=*/0, /*locality=*/2);
   }
 }
 

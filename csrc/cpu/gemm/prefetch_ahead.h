@@ -11,9 +11,13 @@
 namespace moe_ext::cpu {
 namespace {
 
+// The first line of a page is prefetched this far ahead, because it takes long to translate the
+// address of a new page.
+constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kPagesAhead = 32 << 10;
+
 // Prefetches what follows a panel while the panel is read. The addresses ascend by lines, whatever
-// the order in which a panel is read: memory delivers that faster. The first line of a page is
-// prefetched much earlier, because it takes long to translate the address of a new page.
+// the order in which a panel is read: memory delivers that faster.
 class Ahead {
  public:
   // Prefetches nothing.
@@ -54,9 +58,9 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kPagesAhead = 32 << 10;
-
-  static uintptr_t page(const uint8_t* byte) { return reinterpret_cast<uintptr_t>(byte) / 4096; }
+  static uintptr_t page(const uint8_t* byte) {
+    return reinterpret_cast<uintptr_t>(byte) / kPageBytes;
+  }
 
   MOE_EXT_MEMBER void prefetch_page(const uint8_t* before) {
     if (page(next_) != page(before)) {
