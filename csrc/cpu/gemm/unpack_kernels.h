@@ -103,6 +103,30 @@ MOE_EXT_TARGET void unpack_kernel(const PackedLayout& layout, const PanelInputs&
       });
 }
 
+// Writes sums to C, or adds them with `add`.
+template <typename Panel, int kRows, int kPanels, int kVectors>
+MOE_EXT_TARGET MOE_EXT_KERNEL void store_panels(
+    typename Panel::Vector (&sum)[kRows][kPanels][kVectors], int64_t num_rows, bool add, float* c,
+    int64_t ldc) {
+  using Values = typename Panel::Values;
+  using Vector = typename Panel::Vector;
+  MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+    if (r >= num_rows) break;
+    MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
+      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+        float* to = c + r * ldc + p * kPanelOutputs + v * Values::kLanes;
+        Panel::order(sum[r][p][v]);
+        Vector before;
+        if (add) {
+          std::memcpy(&before, to, sizeof(before));
+          sum[r][p][v] = before + sum[r][p][v];
+        }
+        std::memcpy(to, &sum[r][p][v], sizeof(before));
+      }
+    }
+  }
+}
+
 // The columns of C for kPanels panels.
 template <typename Panel, int kRows, int kPanels>
 MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
@@ -204,21 +228,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_panels(const PackedLayout& layout,
     } else {
       multiply(std::true_type());
     }
-    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-      if (r >= num_rows) break;
-      MOE_EXT_UNROLL for (int p = 0; p < kPanels; ++p) {
-        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-          float* to = c + r * ldc + p * kPanelOutputs + v * Values::kLanes;
-          Panel::order(sum[r][p][v]);
-          Vector before;
-          if (add) {
-            std::memcpy(&before, to, sizeof(before));
-            sum[r][p][v] = before + sum[r][p][v];
-          }
-          std::memcpy(to, &sum[r][p][v], sizeof(before));
-        }
-      }
-    }
+    store_panels<Panel>(sum, num_rows, add, c, ldc);
   }
 }
 
