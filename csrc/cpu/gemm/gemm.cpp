@@ -5,6 +5,8 @@
 
 #include "../../kernels/types.h"
 #include "../../math/integers.h"
+#include "../elementwise.h"
+#include "../vectorize.h"
 #include "product.h"
 #include "traversals.h"
 
@@ -37,10 +39,10 @@ void multiply(Product& product, Write write, acc_t* c) {
 template <typename scalar_t>
 GemmWorkspace<scalar_t>::GemmWorkspace(Arena& arena, std::initializer_list<GemmSize> sizes) {
   const auto& kernels = micro_kernels<scalar_t, acc_t>();
-  const int64_t nr = nr_of(kernels);
+  const int64_t nr = kernels.nr();
   int64_t rows_size = 0, packed_b_size = 0, few_rows_size = 0, packed_a_size = 0;
   for (const auto& [m, n, k] : sizes) {
-    const int64_t num_groups = num_groups_of(kernels, k);
+    const int64_t num_groups = kernels.num_groups(k);
     rows_size = std::max(rows_size, round_up(std::min(n, kMaxColumns), nr));
     packed_b_size = std::max(packed_b_size, std::min(kKC<acc_t>, num_groups) * nr);
     if (!std::is_same_v<scalar_t, acc_t>) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "../../kernels/types.h"
+#include "../../math/integers.h"
 #include "../selection.h"
 
 namespace moe_ext::cpu {
@@ -110,6 +111,13 @@ struct MicroKernels {
   DotxfKernel<acc_t> dotxf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for AMX
   void (*begin)() = nullptr;                   // called before a thread's first tile, if not null
   void (*end)() = nullptr;                     // called after a thread's last tile, if not null
+
+  // The number of elements of a K-group, the columns of a tile, and the K-groups of a depth.
+  int64_t group_size() const { return pairs ? 2 : 1; }
+  int64_t nr() const { return kMaxTileVectors * lanes; }
+  int64_t num_groups(int64_t depth) const {
+    return round_up(ceil_div(depth, group_size()), group_multiple);
+  }
 };
 
 // Returns the micro-kernels that selection.h selects for operands of scalar_t; acc_t is the type of

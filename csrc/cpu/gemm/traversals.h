@@ -75,7 +75,7 @@ class Gebp {
     if constexpr (std::is_same_v<b_t, acc_t>) {
       if (in_.b_in_place) return {in_.b.at(j, block.p), in_.b.ld};
     }
-    in_.pack_b(j, block.p, num_columns, block.depth, block.num_groups, in_.workspace.packed_b);
+    in_.packer.pack_b(in_.b, j, block.p, num_columns, block.depth, in_.workspace.packed_b);
     return {in_.workspace.packed_b, in_.nr};
   }
 
@@ -145,8 +145,8 @@ class WriteOnce {
 
   void pack_b(int64_t j, int64_t begin) {
     for (const auto& block : in_.k_blocks) {
-      in_.pack_b(j, block.p, std::min(in_.n - j, in_.nr), block.depth, block.num_groups,
-                 packed(block, j, begin));
+      in_.packer.pack_b(in_.b, j, block.p, std::min(in_.n - j, in_.nr), block.depth,
+                        packed(block, j, begin));
     }
   }
 
@@ -432,7 +432,7 @@ class FewRowsOfCodes {
 
   // Returns the rows of A as K-groups of the kernel.
   View<acc_t> k_groups_of_a() const {
-    const FewRowsKernels& kernels = in_.few_rows_kernels;
+    const FewRowsKernels& kernels = in_.packer.code_kernels.few_rows;
     if constexpr (std::is_same_v<decltype(in_.a.data), const acc_t*>) {
       if (!kernels.pairs && !kernels.rounds_a) return in_.a;
     }
