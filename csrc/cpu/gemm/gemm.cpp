@@ -17,17 +17,13 @@ namespace {
 template <typename Product, typename acc_t>
 void multiply(Product& product, Write write, acc_t* c) {
   if constexpr (std::is_same_v<acc_t, float>) {
-    if (product.few_rows_of_codes != nullptr) return FewRowsOfCodes(product).run(write, c);
+    if (FewRowsOfCodes<Product>::applies(product)) return FewRowsOfCodes(product).run(write, c);
   }
-  if (product.reading == Reading::kDotxf) {
-    if (product.dots_rows) return Dotxf(product).run(write, c);
-    if (product.dots_widened) return FewRowsWidened(product).run(write, c);
-  } else if (product.reading == Reading::kAxpyf) {
-    if (product.adds_rows) return Axpyf(product).run(write, c);
-    if (product.adds_widened) return FewRowsWidened(product).run(write, c);
-  }
+  if (Axpyf<Product>::applies(product)) return Axpyf(product).run(write, c);
+  if (Dotxf<Product>::applies(product)) return Dotxf(product).run(write, c);
+  if (FewRowsWidened<Product>::applies(product)) return FewRowsWidened(product).run(write, c);
   // C is large and not read again soon, such as a weight gradient, so it should not evict A and B.
-  if (write == Write::kStream && product.writes_once(/*rounded=*/false)) {
+  if (write == Write::kStream && WriteOnce<Product, acc_t>::applies(product)) {
     return WriteOnce<Product, acc_t>(product).run(/*non_temporal=*/true, c);
   }
   // The general case; it reaches the full rate of the processor if m is large.
@@ -114,7 +110,7 @@ void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> 
   for_m_blocks<scalar_t>(m, n, k, a, b, workspace, {}, [&](auto& product, int64_t first) {
     using Product = std::remove_reference_t<decltype(product)>;
     if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
-      if (product.writes_once(/*rounded=*/true)) {
+      if (WriteOnce<Product, scalar_t>::applies(product)) {
         WriteOnce<Product, scalar_t>(product).run(write == Write::kStream, c + first * n);
         return;
       }

@@ -45,6 +45,7 @@ template <typename scalar_t, typename a_t, typename b_t>
 class Product {
  public:
   using acc_t = acc_type<scalar_t>;
+  using scalar_type = scalar_t;
   using b_type = b_t;
 
   // A part of K and the packed micro-panels of A for it.
@@ -66,13 +67,6 @@ class Product {
         n(n),
         k(k),
         workspace(workspace) {}
-
-  // Whether WriteOnce can compute C, in acc_t or rounded to scalar_t.
-  bool writes_once(bool rounded) const {
-    if (k > kMaxKBlocks * kc) return false;
-    if (!rounded) return b_in_place;
-    return std::is_same_v<scalar_t, c10::BFloat16> && kernels.rounds && n % nr == 0;
-  }
 
   // The number of columns of B that WriteOnce uses at a time.
   int64_t columns_at_once() const {
@@ -156,21 +150,9 @@ class Product {
       kSame && !b_packed && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
   const bool has_groups =
       (kernels.pairs ? kBFloat16 : kSame) && !b_packed && b.ld % group_size == 0;
-  const bool adds_rows = has_groups && kernels.axpyf[0] != nullptr && !b.k_contiguous &&
-                         n % (kernels.lanes * group_size) == 0 && k % group_size == 0;
-  const bool dots_rows = has_groups && kernels.dotxf[0] != nullptr && a.k_contiguous &&
-                         b.k_contiguous && n % kernels.lanes == 0 &&
-                         k % (kernels.lanes * group_size) == 0;
-  // The same for a B of half precision whose numbers are converted. These kernels read A by rows.
-  const WidenedKernels<b_t>* widened = kernels_of_widened();
-  const bool adds_widened = widened != nullptr && !b.k_contiguous && n % kWidenedDepth == 0;
-  const bool dots_widened =
-      widened != nullptr && b.k_contiguous && n % kernels.lanes == 0 && b.ld % 2 == 0;
   // How B is read if it can be read in place.
   const Reading reading =
       reading_of<scalar_t>(m, b.k_contiguous ? Layout::kAlongK : Layout::kAlongN);
-  // The kernel for the rows of A and the codes of B; null if there is none.
-  const FewRowsKernel few_rows_of_codes = kernel_of_few_rows();
   std::span<const KBlock> k_blocks;  // the packed K-blocks of A
   const GemmWorkspace<scalar_t>& workspace;
   const Prefetch no_prefetch{.data = reinterpret_cast<const char*>(workspace.packed_b),
@@ -181,21 +163,6 @@ class Product {
                              .first = 0};
 
  private:
-  FewRowsKernel kernel_of_few_rows() const {
-    if (!b_packed || b.k_contiguous || !a.k_contiguous) return nullptr;
-    for (int i = 0; i < kNumFewRows; ++i) {
-      if (m <= int64_t{1} << i) return packer.code_kernels.few_rows.kernels[i];
-    }
-    return nullptr;
-  }
-
-  const WidenedKernels<b_t>* kernels_of_widened() const {
-    if constexpr (sizeof(scalar_t) == 2 && std::is_same_v<b_t, scalar_t>) {
-      if (!b_packed && a.k_contiguous && k % kWidenedDepth == 0) return widened_kernels<b_t>();
-    }
-    return nullptr;
-  }
-
   const int64_t rows_each_ = m / num_panels, num_longer_ = m % num_panels;
   std::array<KBlock, kMaxKBlocks> packed_k_blocks_;
 };

@@ -1,5 +1,5 @@
 // The six traversals of a GEMM. Each is a type with a method `run`, which writes C; all have the
-// same constructor. gemm.cpp selects one.
+// same constructor. gemm.cpp selects the first one that applies; Gebp always does.
 //
 // Every traversal computes the same sum for an element of C: one chain of multiply-adds along K for
 // each K-block. The chains are added in order.
@@ -117,6 +117,13 @@ class WriteOnce {
 
   explicit WriteOnce(Product& product) : in_(product) {}
 
+  static bool applies(const Product& in) {
+    if (in.k > kMaxKBlocks * in.kc) return false;
+    if (std::is_same_v<c_t, acc_t>) return in.b_in_place;
+    // Some micro-kernels can round a tile.
+    return std::is_same_v<c_t, c10::BFloat16> && in.kernels.rounds && in.n % in.nr == 0;
+  }
+
   void run(bool non_temporal, c_t* c) {
     in_.pack_a(0, in_.k);
     for (int64_t begin = 0; begin < in_.n; begin += in_.columns_at_once()) {
@@ -183,7 +190,8 @@ class WriteOnce {
   Product& in_;
 };
 
-// The traversals below compute all rows of C at once.
+// The traversals below compute all rows of C at once. Those that read B in place apply if
+// selection.h selects their reading, and their kernels have no partial vectors.
 
 // Runs the epilogue of some columns; with bfloat16 pairs, it runs afterwards.
 template <typename Product>
@@ -242,6 +250,12 @@ class Axpyf {
   using b_t = typename Product::b_type;
 
   explicit Axpyf(Product& product) : in_(product) {}
+
+  static bool applies(const Product& in) {
+    return in.reading == Reading::kAxpyf && in.has_groups && in.kernels.axpyf[0] != nullptr &&
+           !in.b.k_contiguous && in.n % (in.kernels.lanes * in.group_size) == 0 &&
+           in.k % in.group_size == 0;
+  }
 
   void run(Write write, acc_t* c) {
     for (int64_t p = 0; p < in_.k; p += in_.kc, write = Write::kAdd) {
@@ -312,6 +326,12 @@ class Dotxf {
 
   explicit Dotxf(Product& product) : in_(product) {}
 
+  static bool applies(const Product& in) {
+    return in.reading == Reading::kDotxf && in.has_groups && in.kernels.dotxf[0] != nullptr &&
+           in.a.k_contiguous && in.b.k_contiguous && in.n % in.kernels.lanes == 0 &&
+           in.k % (in.kernels.lanes * in.group_size) == 0;
+  }
+
   void run(Write write, acc_t* c) {
     const View<b_t> a = rows_of_a(in_);
     const int64_t size = in_.group_size;
@@ -350,15 +370,32 @@ class FewRowsWidened {
 
   explicit FewRowsWidened(Product& product) : in_(product) {}
 
+  static bool applies(const Product& in) {
+    if (kernels_of(in) == nullptr) return false;
+    if (in.reading == Reading::kAxpyf) return !in.b.k_contiguous && in.n % kWidenedDepth == 0;
+    return in.reading == Reading::kDotxf && in.b.k_contiguous && in.n % in.kernels.lanes == 0 &&
+           in.b.ld % 2 == 0;
+  }
+
   void run(Write write, acc_t* c) {
     if constexpr (sizeof(b_t) == 2) {
-      vectorized<ColumnsOfFloats<b_t>>(in_.a.data, in_.a.ld, in_.m, in_.k, in_.widened->rounds_a,
+      vectorized<ColumnsOfFloats<b_t>>(in_.a.data, in_.a.ld, in_.m, in_.k, kernels_->rounds_a,
                                        in_.workspace.few_rows_a);
       in_.b.k_contiguous ? read_columns(write, c) : read_rows(write, c);
     }
   }
 
  private:
+  // The kernels that read A by rows, and B in half precision; or null.
+  static const WidenedKernels<b_t>* kernels_of(const Product& in) {
+    if constexpr (sizeof(b_t) == 2 && std::is_same_v<b_t, typename Product::scalar_type>) {
+      if (!in.b_packed && in.a.k_contiguous && in.k % kWidenedDepth == 0) {
+        return widened_kernels<b_t>();
+      }
+    }
+    return nullptr;
+  }
+
   // A has one row of floats for each number along K.
   const acc_t* a(int64_t p) const { return in_.workspace.few_rows_a + p * in_.m; }
 
@@ -369,8 +406,8 @@ class FewRowsWidened {
         for (int64_t q = p; q < end; q += kWidenedDepth) {
           const int64_t next = q + kWidenedDepth;
           const b_t* ahead = next < end ? in_.b.at(j, next) : after(p, end, j);
-          in_.widened->axpyf[in_.m - 1](a(q), in_.b.at(j, q), in_.b.ld, num_columns, ahead, q == p,
-                                        sums, ld);
+          kernels_->axpyf[in_.m - 1](a(q), in_.b.at(j, q), in_.b.ld, num_columns, ahead, q == p,
+                                     sums, ld);
         }
       });
     }
@@ -378,8 +415,8 @@ class FewRowsWidened {
 
   void read_columns(Write write, acc_t* c) {
     dot_columns(in_, write, [&](int64_t j, int64_t p, const b_t* ahead, bool starts) {
-      in_.widened->dotxf[in_.m - 1](std::min(in_.k - p, in_.kc), a(p), in_.b.at(j, p), in_.b.ld,
-                                    ahead, starts, c + j, in_.n);
+      kernels_->dotxf[in_.m - 1](std::min(in_.k - p, in_.kc), a(p), in_.b.at(j, p), in_.b.ld, ahead,
+                                 starts, c + j, in_.n);
     });
   }
 
@@ -391,6 +428,7 @@ class FewRowsWidened {
   }
 
   Product& in_;
+  const WidenedKernels<b_t>* const kernels_ = kernels_of(in_);
 };
 
 // Writes numbers as floats that are rounded to half_t.
@@ -409,6 +447,8 @@ class FewRowsOfCodes {
   using acc_t = typename Product::acc_t;
 
   explicit FewRowsOfCodes(Product& product) : in_(product) {}
+
+  static bool applies(const Product& in) { return kernel_of(in) != nullptr; }
 
   void run(Write write, acc_t* c) {
     const View<acc_t> a = k_groups_of_a();
@@ -430,6 +470,15 @@ class FewRowsOfCodes {
  private:
   using b_t = typename Product::b_type;
 
+  // The kernel for the rows of A and the codes of B; null if there is none.
+  static FewRowsKernel kernel_of(const Product& in) {
+    if (!in.b_packed || in.b.k_contiguous || !in.a.k_contiguous) return nullptr;
+    for (int i = 0; i < kNumFewRows; ++i) {
+      if (in.m <= int64_t{1} << i) return in.packer.code_kernels.few_rows.kernels[i];
+    }
+    return nullptr;
+  }
+
   // Returns the rows of A as K-groups of the kernel.
   View<acc_t> k_groups_of_a() const {
     const FewRowsKernels& kernels = in_.packer.code_kernels.few_rows;
@@ -450,12 +499,12 @@ class FewRowsOfCodes {
   void multiply(const View<acc_t>& a, int64_t first_panel, int64_t num_panels, Write write,
                 acc_t* c, int64_t ldc) {
     const PackedLayout& layout = *in_.b.layout;
-    in_.few_rows_of_codes(layout, in_.b.panels + first_panel * layout.panel_bytes(), num_panels,
-                          in_.next_b.panels, in_.kc, a.data, a.ld, in_.m, write == Write::kAdd, c,
-                          ldc);
+    kernel_(layout, in_.b.panels + first_panel * layout.panel_bytes(), num_panels,
+            in_.next_b.panels, in_.kc, a.data, a.ld, in_.m, write == Write::kAdd, c, ldc);
   }
 
   Product& in_;
+  const FewRowsKernel kernel_ = kernel_of(in_);
 };
 
 }  // namespace moe_ext::cpu
