@@ -360,6 +360,15 @@ struct ColumnsOfFloats {
   }
 };
 
+// Writes numbers as floats that are rounded to half_t.
+template <typename half_t>
+struct RowsOfFloats {
+  template <typename a_t>
+  MOE_EXT_KERNEL void run(const a_t* from, int64_t size, float* to) {
+    for (int64_t i = 0; i < size; ++i) to[i] = static_cast<float>(static_cast<half_t>(from[i]));
+  }
+};
+
 // Computes all of C with the kernels for few rows of A and a B whose numbers are converted, in the
 // order of Axpyf or Dotxf.
 template <typename Product>
@@ -431,15 +440,6 @@ class FewRowsWidened {
   const WidenedKernels<b_t>* const kernels_ = kernels_of(in_);
 };
 
-// Writes numbers as floats that are rounded to half_t.
-template <typename half_t>
-struct RoundToFloats {
-  template <typename a_t>
-  MOE_EXT_KERNEL void run(const a_t* from, int64_t size, float* to) {
-    for (int64_t i = 0; i < size; ++i) to[i] = static_cast<float>(static_cast<half_t>(from[i]));
-  }
-};
-
 // Computes all of C from the codes of B, for few rows of A: no number of B is written to memory.
 template <typename Product>
 class FewRowsOfCodes {
@@ -491,7 +491,7 @@ class FewRowsOfCodes {
     }
     float* const floats = in_.workspace.few_rows_a;
     for (int64_t r = 0; r < in_.m; ++r) {
-      vectorized<RoundToFloats<b_t>>(in_.a.at(r, 0), in_.k, floats + r * in_.k);
+      vectorized<RowsOfFloats<b_t>>(in_.a.at(r, 0), in_.k, floats + r * in_.k);
     }
     return {.data = floats, .ld = in_.k, .k_contiguous = true};
   }
