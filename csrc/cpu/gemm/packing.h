@@ -183,11 +183,10 @@ struct PackMicroPanel {
     }
   }
 
-  // The same for columns of only `depth` numbers.
+  // The same for columns of only `depth` numbers, which are fewer.
   template <typename from_t>
-  MOE_EXT_KERNEL void load_columns(const from_t* from, int64_t stride, int64_t num_columns,
-                                   int64_t depth, Vector* block) {
-    if (depth >= kLanes * kNumbers) return load_deep_columns(from, stride, num_columns, block);
+  MOE_EXT_KERNEL void load_shallow_columns(const from_t* from, int64_t stride, int64_t num_columns,
+                                           int64_t depth, Vector* block) {
     for (int64_t r = 0; r < kLanes; ++r) {
       from_t numbers[kLanes * kNumbers] = {};
       if (r < num_columns) std::copy_n(from + r * stride, depth, numbers);
@@ -210,76 +209,112 @@ struct PackMicroPanel {
     groups_t::load_across(numbers, kLanes, groups);
   }
 
+  // Packs 2 kLanes columns whose rows are contiguous: a cache line of each of two rows at a time.
+  template <typename acc_t, typename from_t>
+  MOE_EXT_KERNEL void pack_two_lines(const from_t* from, int64_t stride, int64_t depth,
+                                     int64_t num_groups, int64_t width, acc_t* to) {
+    int64_t q = 0;
+    for (; q < depth / kNumbers; ++q, from += kNumbers * stride) {
+      Vector rows[kNumbers];
+      std::memcpy(&rows[0], from, sizeof(Vector));
+      std::memcpy(&rows[1], from + stride, sizeof(Vector));
+      groups_t::join_rows(rows);
+      std::memcpy(to + q * width, &rows[0], sizeof(Vector));
+      std::memcpy(to + q * width + kLanes, &rows[1], sizeof(Vector));
+    }
+    for (; q < num_groups; ++q, from += kNumbers * stride) {
+      for (int64_t half = 0; half < kNumbers; ++half) {
+        Vector groups;
+        load_row(from + half * kLanes, stride, kLanes, depth - q * kNumbers, groups);
+        std::memcpy(to + q * width + half * kLanes, &groups, sizeof(Vector));
+      }
+    }
+  }
+
+  // Packs up to kLanes columns whose rows are contiguous, a K-group of each column at a time.
+  template <typename acc_t, typename from_t>
+  MOE_EXT_KERNEL void pack_across(const from_t* from, int64_t stride, int64_t num_columns,
+                                  int64_t depth, int64_t num_groups, int64_t width, acc_t* to) {
+    const int64_t whole = num_columns >= kLanes ? depth / kNumbers : 0;
+    for (int64_t q = 0; q < num_groups; ++q) {
+      const from_t* row = from + q * kNumbers * stride;
+      Vector groups;
+      if (q < whole) {
+        groups_t::load_across(row, stride, groups);
+      } else {
+        load_row(row, stride, num_columns, depth - q * kNumbers, groups);
+      }
+      std::memcpy(to + q * width, &groups, sizeof(Vector));
+    }
+  }
+
+  // Packs up to kLanes columns that are contiguous along K.
+  template <typename acc_t, typename from_t>
+  MOE_EXT_KERNEL void pack_along(const from_t* from, int64_t stride, int64_t num_columns,
+                                 int64_t depth, int64_t num_groups, int64_t width, acc_t* to) {
+    int64_t q = 0;
+    for (; depth - q * kNumbers >= kLanes * kNumbers; q += kLanes) {
+      // The usual case: the block stays in registers.
+      Vector block[kLanes];
+      load_deep_columns(from + q * kNumbers, stride, num_columns, block);
+      groups_t::transpose(block);
+      MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
+        std::memcpy(to + (q + r) * width, &block[r], sizeof(Vector));
+      }
+    }
+    for (; q < num_groups; q += kLanes) {
+      Vector block[kLanes];
+      load_shallow_columns(from + q * kNumbers, stride, num_columns, depth - q * kNumbers, block);
+      groups_t::transpose(block);
+      for (int64_t r = 0; r < std::min(num_groups - q, kLanes); ++r) {
+        std::memcpy(to + (q + r) * width, &block[r], sizeof(Vector));
+      }
+    }
+  }
+
+  // Packs up to kLanes columns as blocks of columns.
+  template <typename acc_t, typename from_t>
+  MOE_EXT_KERNEL void pack_by_columns(const from_t* from, int64_t stride, bool depth_contiguous,
+                                      int64_t num_columns, int64_t depth, int64_t num_groups,
+                                      int64_t width, acc_t* to) {
+    for (int64_t q = 0; q < num_groups; q += kLanes) {
+      const int64_t p = q * kNumbers;
+      Vector block[kLanes];
+      if (depth_contiguous && depth - p >= kLanes * kNumbers) {
+        load_deep_columns(from + p, stride, num_columns, block);
+      } else if (depth_contiguous) {
+        load_shallow_columns(from + p, stride, num_columns, depth - p, block);
+      } else {
+        for (int64_t r = 0; r < kLanes; ++r) {
+          const int64_t row = p + r * kNumbers;
+          load_row(from + row * stride, stride, num_columns, depth - row, block[r]);
+        }
+        groups_t::transpose(block);
+      }
+      std::memcpy(to + q * width, block, sizeof(block));
+    }
+  }
+
   template <typename acc_t, typename from_t>
   MOE_EXT_KERNEL void run(const from_t* from, int64_t stride, bool depth_contiguous,
                           int64_t num_columns, int64_t depth, int64_t num_groups, int64_t width,
                           bool by_columns, acc_t* to) {
     int64_t i = 0;
     if constexpr (kNumbers == 2 && sizeof(from_t) == 2) {
-      // A cache line of each of two rows at a time.
       for (; !depth_contiguous && !by_columns && i + 2 * kLanes <= num_columns; i += 2 * kLanes) {
-        const from_t* row = from + i;
-        int64_t q = 0;
-        for (; q < depth / kNumbers; ++q, row += kNumbers * stride) {
-          Vector rows[kNumbers];
-          std::memcpy(&rows[0], row, sizeof(Vector));
-          std::memcpy(&rows[1], row + stride, sizeof(Vector));
-          groups_t::join_rows(rows);
-          std::memcpy(to + q * width + i, rows, sizeof(rows));
-        }
-        for (; q < num_groups; ++q, row += kNumbers * stride) {
-          for (int64_t half = 0; half < kNumbers; ++half) {
-            Vector groups;
-            load_row(row + half * kLanes, stride, kLanes, depth - q * kNumbers, groups);
-            std::memcpy(to + q * width + i + half * kLanes, &groups, sizeof(Vector));
-          }
-        }
+        pack_two_lines(from + i, stride, depth, num_groups, width, to + i);
       }
     }
     for (; i < num_columns; i += kLanes) {
-      if (!depth_contiguous && !by_columns) {
-        const int64_t whole = num_columns - i >= kLanes ? depth / kNumbers : 0;
-        for (int64_t q = 0; q < num_groups; ++q) {
-          const from_t* row = from + q * kNumbers * stride + i;
-          Vector groups;
-          if (q < whole) {
-            groups_t::load_across(row, stride, groups);
-          } else {
-            load_row(row, stride, num_columns - i, depth - q * kNumbers, groups);
-          }
-          std::memcpy(to + q * width + i, &groups, sizeof(Vector));
-        }
-        continue;
-      }
-      for (int64_t q = 0; q < num_groups; q += kLanes) {
-        const int64_t p = q * kNumbers;
-        if (depth_contiguous && !by_columns && depth - p >= kLanes * kNumbers) {
-          // The usual case: the block stays in registers.
-          Vector rows[kLanes];
-          load_deep_columns(from + i * stride + p, stride, num_columns - i, rows);
-          groups_t::transpose(rows);
-          MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
-            std::memcpy(to + (q + r) * width + i, &rows[r], sizeof(Vector));
-          }
-          continue;
-        }
-        Vector block[kLanes];
-        if (depth_contiguous) {
-          load_columns(from + i * stride + p, stride, num_columns - i, depth - p, block);
-        } else {
-          for (int64_t r = 0; r < kLanes; ++r) {
-            const int64_t row = p + r * kNumbers;
-            load_row(from + row * stride + i, stride, num_columns - i, depth - row, block[r]);
-          }
-        }
-        if (depth_contiguous != by_columns) groups_t::transpose(block);
-        acc_t* out = by_columns ? to + q * width + i * kLanes : to + q * width + i;
-        const int64_t size = by_columns ? kLanes : std::min(num_groups - q, kLanes);
-        MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
-          if (r < size) {
-            std::memcpy(out + r * (by_columns ? kLanes : width), &block[r], sizeof(Vector));
-          }
-        }
+      const from_t* first = depth_contiguous ? from + i * stride : from + i;
+      const int64_t left = num_columns - i;
+      if (by_columns) {
+        pack_by_columns(first, stride, depth_contiguous, left, depth, num_groups, width,
+                        to + i * kLanes);
+      } else if (depth_contiguous) {
+        pack_along(first, stride, left, depth, num_groups, width, to + i);
+      } else {
+        pack_across(first, stride, left, depth, num_groups, width, to + i);
       }
     }
   }
