@@ -290,7 +290,7 @@ inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const 
                     ": needs_parameters must have one value for each of ", num_parameters,
                     " parameters, got ", needs_parameters.size());
   for (size_t l = 0; network.packed && l < weights.size(); ++l) {
-    TORCH_CHECK_VALUE(!needs_parameters[l], op, ": needs_parameters[", l,
+    TORCH_CHECK_VALUE(!needs_parameters[network.places().weight(l)], op, ": needs_parameters[", l,
                       "] must be false for a packed weight, got true");
   }
   for (size_t l = 0; l < hidden.size(); ++l) {
@@ -312,10 +312,10 @@ inline Tensor experts_gradient_of_gates(Empty& empty, const Tensor& x,
 // none.
 inline int64_t first_learned_layer(const FeedForward& network,
                                    const c10::List<bool>& needs_parameters) {
-  const size_t num_layers = network.weights.size();
-  size_t first = num_layers;
+  const auto places = network.places();
+  size_t first = places.num_layers;
   for (size_t i = 0; i < needs_parameters.size(); ++i) {
-    if (needs_parameters[i]) first = std::min(first, i % num_layers);
+    if (needs_parameters[i]) first = std::min(first, places.layer_of(i));
   }
   return static_cast<int64_t>(first);
 }
