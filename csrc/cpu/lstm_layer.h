@@ -25,9 +25,6 @@ constexpr int64_t kMaxUnits = 128;
 // The fewest sentences of a thread: each thread reads the recurrent weight at each step.
 constexpr int64_t kMinSentences = 8;
 
-// The most rows of a task in the products over all rows.
-constexpr int64_t kRowsOfTask = 640;
-
 struct Units {
   int64_t first, count;
 };
@@ -78,9 +75,9 @@ class Steps {
     const auto num_sentences = static_cast<int64_t>(sentences.size());
     std::vector<Sentences> parts;
     int64_t i = 0, num_tokens = 0;
-    for (int64_t part = 1; part <= num_parts; ++part) {
+    for (int64_t part = 0; part < num_parts; ++part) {
       const int64_t begin = i;
-      while (i < num_sentences && num_tokens < num_rows() * part / num_parts) {
+      while (i < num_sentences && num_tokens < part_of(num_rows(), part, num_parts).end) {
         num_tokens += length(i++);
       }
       parts.push_back({begin, i});

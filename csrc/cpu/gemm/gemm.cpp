@@ -75,7 +75,7 @@ void for_m_blocks(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> 
   const View<a_t> rows = view_of_a(a);
   const int64_t num_blocks = ceil_div(m, kMC);
   for (int64_t block = 0; block < num_blocks; ++block) {
-    const int64_t first = block * m / num_blocks, last = (block + 1) * m / num_blocks;
+    const auto [first, last] = part_of(m, block, num_blocks);
     const View<a_t> a_block{
         .data = rows.at(first, 0), .ld = rows.ld, .k_contiguous = rows.k_contiguous};
     Product<scalar_t, a_t, b_t> product(a_block, view_of_b(b), last - first, n, k, workspace,

@@ -61,6 +61,10 @@ struct Epilogue {
 // possible.
 enum class Write { kReplace, kAdd, kStream };
 
+// A GEMM reaches the full rate with this number of rows, those of an M-block. Callers that split
+// rows into blocks, or into tasks of several threads, make parts of at most this size.
+constexpr int64_t kFullRateRows = 640;
+
 // The sizes of a GEMM: C is [m, n], and the sums have k terms.
 struct GemmSize {
   int64_t m, n, k;
