@@ -123,7 +123,7 @@ class ForwardPass {
       return Workspace{
           {.gemm = GemmWorkspace<scalar_t>(
                arena, {{most, 4 * layer_.max_units(), width}, {most, width, num_units}}),
-           .sums = arena.take<acc_t>(sums_size<scalar_t, acc_t>(most, width))},
+           .sums = arena.take<acc_t>(rounded_sums_size<scalar_t>(most, width))},
           arena.take<scalar_t>(most * num_units)};
     };
     layer_.for_sentences(take, [&](const Sentences& sentences, const Workspace& workspace) {

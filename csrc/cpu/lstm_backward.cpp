@@ -174,8 +174,8 @@ class BackwardPass {
         num_threads_for(2 * num_rows() * num_units * (8 * d_input + 4 * width)),
         [&](Arena& arena) {
           const int64_t widest = std::max(d_input, width);
-          const int64_t size = std::max({sums_size<scalar_t, acc_t>(columns, widest),
-                                         sums_size<scalar_t, acc_t>(kMaxUnits, num_units),
+          const int64_t size = std::max({rounded_sums_size<scalar_t>(columns, widest),
+                                         rounded_sums_size<scalar_t>(kMaxUnits, num_units),
                                          rows * d_input, 2 * columns});
           return Workspace{
               .gemm = GemmWorkspace<scalar_t>(arena, {{columns, widest, num_rows()},

@@ -39,7 +39,8 @@ class ParameterGradients {
   struct Workspace {
     Workspace(Arena& arena, const GemmWorkspace<scalar_t>& gemm, int64_t widest)
         : gemm(gemm),
-          sums(arena.take<acc_t>(kSame ? 0 : std::max(widest, rounded_sums_size(widest, widest)))),
+          sums(arena.take<acc_t>(
+              std::max(kSame ? 0 : widest, rounded_sums_size<scalar_t>(widest, widest)))),
           group(arena.take<acc_t>(widest)) {}
 
     GemmWorkspace<scalar_t> gemm;
@@ -172,15 +173,9 @@ class ParameterGradients {
   template <typename left_t, typename right_t>
   void product(const Part& rows, int64_t n, int64_t num_rows, Operand<left_t> left,
                Operand<right_t> right, scalar_t* to, const Workspace& workspace) const {
-    const int64_t m = rows.size();
     left.data += rows.begin;
-    to += rows.begin * n;
-    if constexpr (kSame) {
-      gemm<scalar_t>(m, n, num_rows, transpose(left), right, write_, to, workspace.gemm);
-    } else {
-      gemm_rounded<scalar_t>(m, n, num_rows, transpose(left), right, write_, to, workspace.sums,
-                             workspace.gemm);
-    }
+    gemm_rounded<scalar_t>(rows.size(), n, num_rows, transpose(left), right, write_,
+                           to + rows.begin * n, workspace.sums, workspace.gemm);
   }
 
   void bias(int64_t expert, int64_t layer, int64_t num_rows, const acc_t* dz,
