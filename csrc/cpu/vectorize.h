@@ -1,14 +1,14 @@
 // Compiles one loop for several instruction sets and selects one at run time.
 //
 // A kernel is a struct with a static, always_inline `run`. `vectorized<Kernel>(args...)` calls the
-// version for the best instruction set of the processor.
-// MOE_EXT_ISA=default|avx2|avx512|avx512_bf16|amx|neon|neon_bf16 forces one; avx512_bf16, amx and
-// neon_bf16 add instructions for bfloat16 GEMMs. The results of these loops do not depend on the
-// choice: sums have a fixed order and nothing is contracted.
+// version for the instruction set in use. The results do not depend on it: sums have a fixed order
+// and nothing is contracted.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+
+#include "isa.h"
 
 #define MOE_EXT_KERNEL static inline __attribute__((always_inline))
 // Hints for the next loop: unroll it; its arrays are identical or do not overlap.
@@ -42,13 +42,6 @@
 #endif
 
 namespace moe_ext::cpu {
-
-// Each instruction set includes the sets of its architecture before it.
-enum class Isa { kDefault, kAvx2, kAvx512, kAvx512Bf16, kAmx, kNeon, kNeonBf16 };
-
-// Returns the instruction set in use. Throws std::invalid_argument if MOE_EXT_ISA is invalid or
-// names an instruction set that this processor lacks.
-Isa isa();
 
 #if defined(__x86_64__)
 template <typename Kernel, typename... Args>
