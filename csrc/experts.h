@@ -344,14 +344,11 @@ inline std::vector<Tensor> experts_gradients_of(Empty& empty, const FeedForward&
 class InputTensors {
  public:
   InputTensors(const char* op, const Tensor& x, const Routing& routing, bool check_values)
-      : x_(x.contiguous()) {
+      : x_(x.contiguous()), offsets_(contiguous_index(routing.offsets)) {
     if (routing.inverse) {
       slots_.emplace(op, *routing.inverse, routing.token_offsets, check_values);
     }
-    if (routing.offsets) {
-      offsets_ = contiguous_index(*routing.offsets);
-      if (check_values) check_offsets(op, "offsets", offsets_, num_rows());
-    }
+    if (routing.offsets && check_values) check_offsets(op, "offsets", offsets_, num_rows());
   }
 
   int64_t num_rows() const { return slots_ ? slots_->slots.num_slots : x_.size(0); }
