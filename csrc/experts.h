@@ -46,8 +46,7 @@ inline bool check_activation(const char* op, std::string_view activation,
   });
   if (gated) return *gated;
   std::string names;
-  math::for_each_activation(
-      [&](std::string_view name, auto) { names.append(names.empty() ? "" : ", ").append(name); });
+  math::for_each_activation([&](std::string_view name, auto) { append_name(names, name); });
   TORCH_CHECK_VALUE(false, op, ": activation must be one of ", names, ", got '", activation, "'");
 }
 
@@ -110,9 +109,7 @@ inline PackedLayout packed_layout(const char* op, const PackedLayers& packed, si
                                     [&](const PackedFormat& each) { return each.name == name; });
   if (format == std::end(kPackedFormats)) {
     std::string names;
-    for (const PackedFormat& each : kPackedFormats) {
-      names.append(names.empty() ? "" : ", ").append(each.name);
-    }
+    for (const PackedFormat& each : kPackedFormats) append_name(names, each.name);
     TORCH_CHECK_VALUE(false, op, ": formats[", layer, "] must be one of ", names, ", got '", name,
                       "'");
   }
