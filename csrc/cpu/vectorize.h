@@ -5,8 +5,9 @@
 // and nothing is contracted.
 #pragma once
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "isa.h"
 
@@ -91,6 +92,20 @@ MOE_EXT_KERNEL acc_t sum(const acc_t* a, int64_t size) {
   return sum_of_terms<acc_t>(
       size, [&](int64_t i, acc_t partial)
                 __attribute__((always_inline)) { return partial + a[i]; });
+}
+
+// Returns the largest number, -infinity if there is none. NaN is ignored.
+template <typename acc_t>
+MOE_EXT_KERNEL acc_t largest_of(const acc_t* a, int64_t size) {
+  acc_t lane[kLanes];
+  std::fill_n(lane, kLanes, -std::numeric_limits<acc_t>::infinity());
+  const auto take = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
+    for (int64_t l = 0; l < count; ++l) lane[l] = a[first + l] > lane[l] ? a[first + l] : lane[l];
+  };
+  const int64_t whole = size - size % kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) take(i, kLanes);
+  take(whole, size - whole);
+  return *std::max_element(lane, lane + kLanes);
 }
 
 }  // namespace moe_ext::cpu
