@@ -6,7 +6,9 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "isa.h"
@@ -106,6 +108,26 @@ MOE_EXT_KERNEL acc_t largest_of(const acc_t* a, int64_t size) {
   for (int64_t i = 0; i < whole; i += kLanes) take(i, kLanes);
   take(whole, size - whole);
   return *std::max_element(lane, lane + kLanes);
+}
+
+// Calls body(i) for each i that passes the test, in ascending order. Vector comparisons write one
+// byte for each i; body is called only for nonzero bytes.
+template <typename Test, typename Body>
+MOE_EXT_KERNEL void for_each_passing(int64_t size, const Test& test, const Body& body) {
+  constexpr int64_t kWord = 8;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    uint8_t passes[kLanes];
+    for (int64_t l = 0; l < kLanes; ++l) passes[l] = test(i + l);
+    for (int64_t w = 0; w < kLanes; w += kWord) {
+      uint64_t word;
+      std::memcpy(&word, passes + w, kWord);
+      for (; word != 0; word &= word - 1) body(i + w + std::countr_zero(word) / 8);
+    }
+  }
+  for (; i < size; ++i) {
+    if (test(i)) body(i);
+  }
 }
 
 }  // namespace moe_ext::cpu
