@@ -58,6 +58,8 @@ MOE_EXT_TARGET_AVX2 __attribute__((noinline)) void run_avx2(Args... args) {
 }
 #endif
 
+// Callers cast a mutable array to const: Args are template arguments, so a kernel is compiled again
+// for another type of pointer.
 template <typename Kernel, typename... Args>
 void vectorized(Args... args) {
 #if defined(__x86_64__)
