@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "experts_operator.h"
+#include "experts_arguments.h"
 #include "kernels/experts.h"
 #include "math/activation.h"
 #include "packed.h"

@@ -11,9 +11,9 @@
 
 #include "checks.h"
 #include "device.h"
+#include "find_operator.h"
 #include "implement.h"
 #include "kernels/linear_cross_entropy.h"
-#include "operator.h"
 
 namespace moe_ext {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "checks.h"
-#include "operator.h"
+#include "find_operator.h"
 
 namespace moe_ext {
 

@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "operator.h"
+#include "find_operator.h"
 #include "routing.h"
 
 namespace moe_ext {
