@@ -8,8 +8,8 @@
 #include "experts_arguments.h"
 #include "find_operator.h"
 #include "implement.h"
-#include "linear_cross_entropy.h"
-#include "lstm.h"
+#include "linear_cross_entropy_arguments.h"
+#include "lstm_arguments.h"
 
 namespace moe_ext {
 namespace {
