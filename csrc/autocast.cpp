@@ -5,11 +5,11 @@
 
 #include <tuple>
 
-#include "experts_operator.h"
+#include "experts_arguments.h"
+#include "find_operator.h"
 #include "implement.h"
-#include "linear_cross_entropy.h"
-#include "lstm.h"
-#include "operator.h"
+#include "linear_cross_entropy_arguments.h"
+#include "lstm_arguments.h"
 
 namespace moe_ext {
 namespace {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/isa.h"
 #include "cpu/memory.h"
 #include "cpu/selection.h"
 #include "errors.h"

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tensor.h"
@@ -21,6 +22,11 @@ namespace moe_ext {
 // For example "float32".
 inline std::string name_of(at::ScalarType type) {
   return std::string(c10::getDtypeNames(type).first);
+}
+
+// Adds a name to a list for an error: "a, b, c".
+inline void append_name(std::string& names, std::string_view name) {
+  names.append(names.empty() ? "" : ", ").append(name);
 }
 
 inline void check_dim(const char* op, const char* name, const Tensor& tensor, int64_t dim) {

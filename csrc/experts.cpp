@@ -74,22 +74,22 @@ std::vector<scalar_t*> data_of_all(at::TensorList tensors) {
   return data;
 }
 
-// Returns the gradients of the layers; `gradients` has those of FeedForward::parameters.
+// Returns the gradients of the layers; `gradients` has the order of ParameterPlaces.
 template <typename scalar_t>
 std::vector<ExpertLayerGradients<scalar_t>> gradients_of_layers(
     const FeedForward& network, const std::vector<Tensor>& gradients) {
-  std::vector<ExpertLayerGradients<scalar_t>> layers(network.weights.size());
-  scalar_t* ExpertLayerGradients<scalar_t>::*const lists[] = {
-      &ExpertLayerGradients<scalar_t>::weight, &ExpertLayerGradients<scalar_t>::bias,
-      &ExpertLayerGradients<scalar_t>::lora_a, &ExpertLayerGradients<scalar_t>::lora_b};
-  const auto parameters = network.parameters();
-  auto gradient = gradients.begin();
-  for (size_t list = 0; list < parameters.size(); ++list) {
-    for (size_t l = 0; l < parameters[list].size(); ++l, ++gradient) {
-      if (gradient->numel() > 0) {
-        layers[l].*lists[list] = gradient->template mutable_data_ptr<scalar_t>();
-      }
-    }
+  const auto places = network.places();
+  const auto data = [&](size_t place) {
+    const Tensor& gradient = gradients[place];
+    return gradient.numel() > 0 ? gradient.mutable_data_ptr<scalar_t>() : nullptr;
+  };
+  std::vector<ExpertLayerGradients<scalar_t>> layers(places.num_layers);
+  for (size_t l = 0; l < places.num_layers; ++l) {
+    layers[l].weight = data(places.weight(l));
+    if (places.has_bias) layers[l].bias = data(places.bias(l));
+    if (!places.has_lora) continue;
+    layers[l].lora_a = data(places.lora_a(l));
+    layers[l].lora_b = data(places.lora_b(l));
   }
   return layers;
 }

@@ -2,54 +2,18 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
-#include <iterator>
-#include <limits>
+#include <optional>
 #include <string>
-#include <string_view>
-#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "experts_operator.h"
+#include "activation.h"
+#include "experts_arguments.h"
 #include "kernels/experts.h"
-#include "math/activation.h"
-#include "packed.h"
+#include "packed_layouts.h"
 #include "routing.h"
 
 namespace moe_ext {
-
-// Checks the numbers of an activation. In float32 they must not round to 0 or infinity.
-inline void check_activation_args(const char* op, std::string_view activation, bool has_args,
-                                  at::ArrayRef<double> args) {
-  TORCH_CHECK_VALUE(args.size() == (has_args ? 3 : 0), op, ": activation_args must be ",
-                    has_args ? "limit, alpha and offset" : "empty", " for ", activation, ", got ",
-                    args);
-  for (const double number : args) {
-    using Float = std::numeric_limits<float>;
-    const double size = std::abs(number);
-    TORCH_CHECK_VALUE(size == 0 || (size >= Float::min() && size <= Float::max()), op,
-                      ": activation_args must be numbers of float32, got ", args);
-  }
-  TORCH_CHECK_VALUE(args.empty() || args[0] > 0, op,
-                    ": activation_args must start with a limit above 0, got ", args);
-}
-
-// Returns whether the activation is gated; the layer before a gated activation has twice its width.
-inline bool check_activation(const char* op, std::string_view activation,
-                             at::ArrayRef<double> args) {
-  std::optional<bool> gated;
-  math::for_each_activation([&](std::string_view name, auto each) {
-    if (name != activation) return;
-    gated = each.kGated;
-    check_activation_args(op, name, each.kHasArgs, args);
-  });
-  if (gated) return *gated;
-  std::string names;
-  math::for_each_activation(
-      [&](std::string_view name, auto) { names.append(names.empty() ? "" : ", ").append(name); });
-  TORCH_CHECK_VALUE(false, op, ": activation must be one of ", names, ", got '", activation, "'");
-}
 
 // Returns whether the matrices of a weight are stored transposed: the weight is a view p.mT of a
 // contiguous p [E, columns, fan_in].
@@ -85,70 +49,6 @@ inline bool has_lora(const LoraLayers& lora, size_t layer) {
 inline bool has_mask(const LoraLayers& lora, size_t layer) {
   return !lora.masks.empty() &&
          (lora.masks[layer].dim() != 1 || lora.masks[layer].sym_size(0) != 0);
-}
-
-// The packed weights of a layer
-
-inline void check_packed_layers(const char* op, at::TensorList weights,
-                                const PackedLayers& packed) {
-  const size_t num_layers = weights.size();
-  for (const auto& [name, size] : {std::pair("formats", packed.formats.size()),
-                                   {"groups", packed.groups.size()},
-                                   {"columns", packed.columns.size()}}) {
-    TORCH_CHECK_VALUE(size == num_layers, op, ": ", name, " must have one value for each of ",
-                      num_layers, " weights, got ", size);
-  }
-  TORCH_CHECK_VALUE(packed.arithmetic == "exact" || packed.is_integer(), op,
-                    ": arithmetic must be exact or integer, got '", packed.arithmetic, "'");
-}
-
-// Returns the layout of a layer; checks its format, group and columns.
-inline PackedLayout packed_layout(const char* op, const PackedLayers& packed, size_t layer,
-                                  const c10::SymInt& fan_in) {
-  const std::string name = packed.formats.get(layer);
-  const auto* format = std::find_if(std::begin(kPackedFormats), std::end(kPackedFormats),
-                                    [&](const PackedFormat& each) { return each.name == name; });
-  if (format == std::end(kPackedFormats)) {
-    std::string names;
-    for (const PackedFormat& each : kPackedFormats) {
-      names.append(names.empty() ? "" : ", ").append(each.name);
-    }
-    TORCH_CHECK_VALUE(false, op, ": formats[", layer, "] must be one of ", names, ", got '", name,
-                      "'");
-  }
-  const int64_t inputs = fan_in.guard_int(__FILE__, __LINE__), columns = packed.columns[layer];
-  TORCH_CHECK_VALUE(columns >= 0, op, ": columns[", layer, "] must be at least 0, got ", columns);
-  const int64_t group = packed.groups[layer];
-  TORCH_CHECK_VALUE(group > 0 && (group % kPackedInputs == 0 || group >= inputs), op, ": groups[",
-                    layer, "] must be a multiple of ", kPackedInputs, " or all ", inputs,
-                    " inputs, got ", group);
-  TORCH_CHECK_VALUE(format->group == 0 || (format->group == group && inputs % group == 0), op,
-                    ": groups[", layer, "] must be ", format->group,
-                    ", a divisor of the inputs, for ", name, ", got ", group, " and ", inputs,
-                    " inputs");
-  const PackedLayout layout{.format = format, .inputs = inputs, .outputs = columns, .group = group};
-  TORCH_CHECK_VALUE(!packed.is_integer() || layout.is_integer(), op, ": formats[", layer,
-                    "] must have integer values in integer arithmetic, got '", name, "'");
-  return layout;
-}
-
-// Returns the layouts of all layers of a checked network; empty if the weights are not packed.
-inline std::vector<PackedLayout> packed_layouts(const FeedForward& network, int64_t fan_in) {
-  std::vector<PackedLayout> layouts;
-  if (!network.packed) return layouts;
-  const bool gated = check_activation(network.op(), network.activation, network.activation_args);
-  for (size_t l = 0; l < network.weights.size(); ++l) {
-    layouts.push_back(packed_layout(network.op(), *network.packed, l, fan_in));
-    fan_in = gated ? layouts[l].outputs / 2 : layouts[l].outputs;
-  }
-  return layouts;
-}
-
-inline void check_packed_weight(const char* op, const char* name, const Tensor& weight,
-                                const Tensor& x, const c10::SymInt& num_experts,
-                                const PackedLayout& layout) {
-  check_argument(op, name, weight, x, at::kByte,
-                 {num_experts, layout.num_panels(), layout.panel_bytes()});
 }
 
 inline void check_feed_forward(const char* op, const Tensor& x, const c10::SymInt& num_rows,
@@ -290,7 +190,7 @@ inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const 
                     ": needs_parameters must have one value for each of ", num_parameters,
                     " parameters, got ", needs_parameters.size());
   for (size_t l = 0; network.packed && l < weights.size(); ++l) {
-    TORCH_CHECK_VALUE(!needs_parameters[l], op, ": needs_parameters[", l,
+    TORCH_CHECK_VALUE(!needs_parameters[network.places().weight(l)], op, ": needs_parameters[", l,
                       "] must be false for a packed weight, got true");
   }
   for (size_t l = 0; l < hidden.size(); ++l) {
@@ -312,10 +212,10 @@ inline Tensor experts_gradient_of_gates(Empty& empty, const Tensor& x,
 // none.
 inline int64_t first_learned_layer(const FeedForward& network,
                                    const c10::List<bool>& needs_parameters) {
-  const size_t num_layers = network.weights.size();
-  size_t first = num_layers;
+  const auto places = network.places();
+  size_t first = places.num_layers;
   for (size_t i = 0; i < needs_parameters.size(); ++i) {
-    if (needs_parameters[i]) first = std::min(first, i % num_layers);
+    if (needs_parameters[i]) first = std::min(first, places.layer_of(i));
   }
   return static_cast<int64_t>(first);
 }
@@ -344,14 +244,11 @@ inline std::vector<Tensor> experts_gradients_of(Empty& empty, const FeedForward&
 class InputTensors {
  public:
   InputTensors(const char* op, const Tensor& x, const Routing& routing, bool check_values)
-      : x_(x.contiguous()) {
+      : x_(x.contiguous()), offsets_(contiguous_index(routing.offsets)) {
     if (routing.inverse) {
       slots_.emplace(op, *routing.inverse, routing.token_offsets, check_values);
     }
-    if (routing.offsets) {
-      offsets_ = contiguous_index(*routing.offsets);
-      if (check_values) check_offsets(op, "offsets", offsets_, num_rows());
-    }
+    if (routing.offsets && check_values) check_offsets(op, "offsets", offsets_, num_rows());
   }
 
   int64_t num_rows() const { return slots_ ? slots_->slots.num_slots : x_.size(0); }

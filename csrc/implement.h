@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "errors.h"
-#include "operator.h"
+#include "find_operator.h"
 #include "tensor.h"
 
 namespace moe_ext {

@@ -35,7 +35,7 @@ inline c10::SymDimVector load_shape(const Tensor& clean_logits,
 struct RowGroupTensor {
   RowGroupTensor(const char* op, const OptionalTensor& group_offsets, int64_t num_rows,
                  bool check_values)
-      : bounds(group_offsets ? contiguous_index(*group_offsets) : Tensor()),
+      : bounds(contiguous_index(group_offsets)),
         groups{.bounds = data_of<int64_t>(bounds),
                .num_groups = group_offsets ? bounds.numel() - 1 : 1,
                .num_rows = num_rows} {

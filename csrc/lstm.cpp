@@ -21,7 +21,7 @@ class LstmTensors {
         projection_(contiguous(lstm.projection)),
         m_0_(contiguous(lstm.m_0)),
         c_0_(contiguous(lstm.c_0)),
-        lengths_(lstm.lengths ? contiguous_index(*lstm.lengths) : Tensor()),
+        lengths_(contiguous_index(lstm.lengths)),
         reverse_(lstm.reverse) {
     if (lstm.lengths) check_index_range(op, "lengths", lengths_, x_.size(1) + 1);
   }

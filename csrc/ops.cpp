@@ -6,10 +6,10 @@
 #include <tuple>
 #include <vector>
 
-#include "experts_operator.h"
-#include "linear_cross_entropy.h"
-#include "lstm.h"
-#include "operator.h"
+#include "experts_arguments.h"
+#include "find_operator.h"
+#include "linear_cross_entropy_arguments.h"
+#include "lstm_arguments.h"
 #include "tensor.h"
 
 namespace moe_ext::ops {

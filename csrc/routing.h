@@ -37,7 +37,7 @@ struct SlotTensors {
   SlotTensors(const char* op, const Tensor& inverse, const OptionalTensor& token_offsets,
               bool check_values)
       : row_of(contiguous_index(inverse)),
-        bounds(token_offsets ? contiguous_index(*token_offsets) : Tensor()),
+        bounds(contiguous_index(token_offsets)),
         slots{.row_of = row_of.const_data_ptr<int64_t>(),
               .bounds = data_of<int64_t>(bounds),
               .k = token_offsets ? 0 : inverse.size(1),

@@ -28,14 +28,15 @@ inline Tensor contiguous(const OptionalTensor& tensor) {
   return tensor ? tensor->contiguous() : Tensor();
 }
 
-// Callers pass int64 or int32 indices; kernels read contiguous int64.
+// Callers pass int64 or int32 indices; kernels read contiguous int64. Returns an undefined tensor
+// for an absent one.
 inline Tensor contiguous_index(const Tensor& index) {
   if (index.scalar_type() == at::kLong) return index.contiguous();
   return index.to(at::kLong).contiguous();
 }
 
-inline OptionalTensor contiguous_index(const OptionalTensor& index) {
-  return index ? OptionalTensor(contiguous_index(*index)) : std::nullopt;
+inline Tensor contiguous_index(const OptionalTensor& index) {
+  return index ? contiguous_index(*index) : Tensor();
 }
 
 // Creates an uninitialized, contiguous tensor on the device of `like`. One function creates an

@@ -23,8 +23,7 @@ inline void check_gate_rule(const char* op, const Tensor& logits, const char* k_
   math::for_each_score([&](std::string_view name, auto) { known |= name == rule.score; });
   if (!known) {
     std::string names;
-    math::for_each_score(
-        [&](std::string_view name, auto) { names.append(names.empty() ? "" : ", ").append(name); });
+    math::for_each_score([&](std::string_view name, auto) { append_name(names, name); });
     TORCH_CHECK_VALUE(false, op, ": score must be one of ", names, ", got '", rule.score, "'");
   }
   const double in_type = in_accumulate_type(logits, rule.scale);

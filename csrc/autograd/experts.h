@@ -1,7 +1,7 @@
 // Calls _experts_backward, which several derivatives need.
 #pragma once
 
-#include "../experts_operator.h"
+#include "../experts_arguments.h"
 #include "function.h"
 
 namespace moe_ext::autograd {

@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../operator.h"
+#include "../find_operator.h"
 #include "../tensor.h"
 
 namespace moe_ext::autograd {

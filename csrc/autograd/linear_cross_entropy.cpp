@@ -1,11 +1,10 @@
-#include "../linear_cross_entropy.h"
-
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <string>
 
+#include "../linear_cross_entropy_arguments.h"
 #include "function.h"
 
 namespace moe_ext::autograd {

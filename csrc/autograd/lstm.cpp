@@ -1,5 +1,4 @@
-#include "../lstm.h"
-
+#include "../lstm_arguments.h"
 #include "function.h"
 
 namespace moe_ext::autograd {

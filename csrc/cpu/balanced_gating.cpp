@@ -3,8 +3,6 @@
 #include "../kernels/balanced_gating.h"
 
 #include <algorithm>
-#include <bit>
-#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -82,25 +80,14 @@ struct RowsAbove {
   MOE_EXT_KERNEL void run(const key_t* keys, int64_t size, int64_t m, Cut<key_t> cut,
                           int64_t* rows) {
     int64_t num_equal = m - cut.num_larger;
-    auto offer = [&](int64_t row) {
+    const auto reaches = [&](int64_t row) __attribute__((always_inline)) {
+      return keys[row] >= cut.key;
+    };
+    const auto offer = [&](int64_t row) __attribute__((always_inline)) {
       if (keys[row] == cut.key && num_equal-- <= 0) return;
       *rows++ = row;
     };
-    // Vector comparisons write one byte for each key; only nonzero bytes are offered.
-    constexpr int64_t kWord = 8;
-    int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-      uint8_t reaches[kLanes];
-      for (int64_t l = 0; l < kLanes; ++l) reaches[l] = keys[i + l] >= cut.key;
-      for (int64_t w = 0; w < kLanes; w += kWord) {
-        uint64_t word;
-        std::memcpy(&word, reaches + w, kWord);
-        for (; word != 0; word &= word - 1) offer(i + w + std::countr_zero(word) / 8);
-      }
-    }
-    for (; i < size; ++i) {
-      if (keys[i] >= cut.key) offer(i);
-    }
+    for_each_passing(size, reaches, offer);
   }
 };
 

@@ -122,21 +122,6 @@ struct SumTile {
       if (sums_logits) sums[t].logits = cpu::sum(row, width);
     }
   }
-
-  template <typename acc_t>
-  MOE_EXT_KERNEL acc_t largest_of(const acc_t* row, int64_t width) {
-    acc_t lane[kLanes];
-    std::fill_n(lane, kLanes, -std::numeric_limits<acc_t>::infinity());
-    const auto take = [&](int64_t first, int64_t size) __attribute__((always_inline)) {
-      for (int64_t l = 0; l < size; ++l) {
-        lane[l] = row[first + l] > lane[l] ? row[first + l] : lane[l];
-      }
-    };
-    const int64_t whole = width - width % kLanes;
-    for (int64_t v = 0; v < whole; v += kLanes) take(v, kLanes);
-    take(whole, width - whole);
-    return *std::max_element(lane, lane + kLanes);
-  }
 };
 
 // Computes the gradients P of a token: (other - [v = target] target_term) slope. `target` is the

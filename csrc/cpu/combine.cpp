@@ -1,6 +1,8 @@
 // The backward pass of combine on the CPU.
 #include "../kernels/combine.h"
 
+#include <cmath>
+
 #include "slots.h"
 #include "vectorize.h"
 

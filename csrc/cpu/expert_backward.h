@@ -21,6 +21,40 @@
 
 namespace moe_ext::cpu {
 
+// The layers of ParameterGradients: those of the network and then, if it has adapters, the first
+// and the second matrices of the adapters.
+template <typename scalar_t>
+class LearnedLayers {
+ public:
+  using Layer = typename ParameterGradients<scalar_t>::Layer;
+
+  explicit LearnedLayers(const ExpertNetwork<scalar_t>& network) : network_(network) {}
+
+  int64_t lora_a(int64_t l) const { return network_.num_layers() + l; }
+  int64_t lora_b(int64_t l) const { return 2 * network_.num_layers() + l; }
+
+  // Returns the layers, with their gradients.
+  std::vector<Layer> with_gradients(
+      std::span<const ExpertLayerGradients<scalar_t>> gradients) const {
+    const int64_t num_layers = network_.num_layers();
+    const bool has_lora = network_.highest_rank() > 0;
+    std::vector<Layer> layers(has_lora ? 3 * num_layers : num_layers);
+    for (int64_t l = 0; l < num_layers; ++l) {
+      const int64_t fan_in = network_.fan_in(l), columns = network_.columns(l);
+      const auto& [weight, bias, a, b] = gradients[l];
+      const auto& layer = network_.layer(l);
+      layers[l] = {fan_in, columns, layer.weight.transposed, weight, bias};
+      if (!has_lora) continue;
+      layers[lora_a(l)] = {fan_in, layer.rank, layer.lora_a.transposed, a};
+      layers[lora_b(l)] = {layer.rank, columns, layer.lora_b.transposed, b};
+    }
+    return layers;
+  }
+
+ private:
+  const ExpertNetwork<scalar_t>& network_;
+};
+
 // The inputs and the outputs that the backward passes of all blocks share.
 template <typename scalar_t>
 struct Gradients {
@@ -141,28 +175,24 @@ class BlockBackward {
   // activations are always computed from the rounded z, saved or recomputed.
   bool has_input(int64_t l) const { return l == 0 || (kSame && gradients_.hidden.empty()); }
 
-  // The layers of ParameterGradients that are the matrices of the adapter of layer l.
-  int64_t lora_a(int64_t l) const { return network_.num_layers() + l; }
-  int64_t lora_b(int64_t l) const { return 2 * network_.num_layers() + l; }
-
   // Returns whether a gradient of the parameters of layer l needs the input of the layer.
   bool needs_input(int64_t l) const {
     const auto& parameters = gradients_.parameters;
     return parameters.needs_weight(l) ||
-           (network_.rank(l) > 0 &&
-            (parameters.needs_weight(lora_a(l)) || parameters.needs_weight(lora_b(l))));
+           (network_.rank(l) > 0 && (parameters.needs_weight(layers_.lora_a(l)) ||
+                                     parameters.needs_weight(layers_.lora_b(l))));
   }
 
   void add_lora_gradients(int64_t l, const acc_t* grad_z) const {
     const auto& parameters = gradients_.parameters;
-    const bool needs_b = parameters.needs_weight(lora_b(l));
-    if (!needs_b && !parameters.needs_weight(lora_a(l))) return;
+    const int64_t lora_a = layers_.lora_a(l), lora_b = layers_.lora_b(l);
+    const bool needs_b = parameters.needs_weight(lora_b);
+    if (!needs_b && !parameters.needs_weight(lora_a)) return;
     const scalar_t* input = network_.masked(block_, l, a_.input(l), space_.products);
-    parameters.add(block_, split_, lora_a(l), input, space_.grad_lora, space_.parameters);
+    parameters.add(block_, split_, lora_a, input, space_.grad_lora, space_.parameters);
     if (!needs_b) return;
     network_.compute_lora_input(block_, l, input, space_.products);
-    parameters.add(block_, split_, lora_b(l), space_.products.lora_input, grad_z,
-                   space_.parameters);
+    parameters.add(block_, split_, lora_b, space_.products.lora_input, grad_z, space_.parameters);
   }
 
   // Computes the input of layer l, a hidden layer's activations.
@@ -258,6 +288,7 @@ class BlockBackward {
 
   const Gradients<scalar_t>& gradients_;
   const ExpertNetwork<scalar_t>& network_;
+  const LearnedLayers<scalar_t> layers_{network_};
   const ExpertRows<scalar_t>& rows_;
   const Block& block_;
   const SplitExpert* split_;

@@ -11,41 +11,6 @@
 #include "parameter_gradients.h"
 
 namespace moe_ext {
-namespace cpu {
-namespace {
-
-// The layers and then the first and the second matrices of their adapters.
-template <typename scalar_t>
-std::vector<typename ParameterGradients<scalar_t>::Layer> learned_layers(
-    const ExpertNetwork<scalar_t>& network,
-    std::span<const ExpertLayerGradients<scalar_t>> gradients) {
-  std::vector<typename ParameterGradients<scalar_t>::Layer> layers;
-  const int64_t num_layers = network.num_layers();
-  for (int64_t l = 0; l < num_layers; ++l) {
-    layers.push_back({.fan_in = network.fan_in(l),
-                      .columns = network.columns(l),
-                      .transposed = network.layer(l).weight.transposed,
-                      .weight = gradients[l].weight,
-                      .bias = gradients[l].bias});
-  }
-  if (network.highest_rank() == 0) return layers;
-  for (int64_t l = 0; l < num_layers; ++l) {
-    layers.push_back({.fan_in = network.fan_in(l),
-                      .columns = network.rank(l),
-                      .transposed = network.layer(l).lora_a.transposed,
-                      .weight = gradients[l].lora_a});
-  }
-  for (int64_t l = 0; l < num_layers; ++l) {
-    layers.push_back({.fan_in = network.rank(l),
-                      .columns = network.columns(l),
-                      .transposed = network.layer(l).lora_b.transposed,
-                      .weight = gradients[l].lora_b});
-  }
-  return layers;
-}
-
-}  // namespace
-}  // namespace cpu
 using namespace cpu;
 
 template <typename scalar_t>
@@ -53,8 +18,8 @@ void ExpertsBackward<scalar_t>::on_cpu() const {
   using Backward = BlockBackward<scalar_t>;
   const ExpertNetwork<scalar_t> network(this->network);
   const ExpertRows<scalar_t> expert_rows(input, network.num_experts(), network.fan_in(0));
-  ParameterGradients<scalar_t> parameters(learned_layers(network, this->gradients),
-                                          network.num_experts());
+  ParameterGradients<scalar_t> parameters(
+      LearnedLayers<scalar_t>(network).with_gradients(this->gradients), network.num_experts());
   const int64_t num_threads = num_threads_for(2 * expert_rows.count() * network.flops_per_row());
   BackwardSchedule schedule(expert_rows.blocks(), parameters.num_parts(), num_threads);
   parameters.reserve(schedule);

@@ -1,3 +1,5 @@
+#include "isa.h"
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -8,7 +10,6 @@
 #include "../kernels/machine.h"
 #include "processor.h"
 #include "selection.h"
-#include "vectorize.h"
 
 namespace moe_ext::cpu {
 namespace {

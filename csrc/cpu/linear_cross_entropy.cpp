@@ -27,6 +27,7 @@
 #include "block_scheduler.h"
 #include "class_tiles.h"
 #include "elementwise.h"
+#include "gemm/gemm.h"
 #include "parallel.h"
 #include "progress.h"
 #include "vectorize.h"
@@ -43,7 +44,7 @@ constexpr int64_t kBytesOfThread = 7 << 20;
 
 // By classes: the most tokens that share a packed tile of the weight. One thread at a time adds to
 // the gradient of input of kPartTokens tokens.
-constexpr int64_t kMaxTokens = 640, kPartTokens = 128;
+constexpr int64_t kMaxTokens = kFullRateRows, kPartTokens = 128;
 
 // The tiles that the threads keep together take at most kKeptBytes. More tokens than kMaxKept are
 // hardly faster; with fewer than kMinKept, it is faster to recompute the tiles of kMaxTokens.
@@ -57,8 +58,8 @@ std::vector<Tokens> split(Tokens tokens, int64_t most) {
   const int64_t num_parts = ceil_div(tokens.count, most);
   std::vector<Tokens> parts;
   for (int64_t p = 0; p < num_parts; ++p) {
-    const int64_t begin = p * tokens.count / num_parts, end = (p + 1) * tokens.count / num_parts;
-    parts.push_back({.first = tokens.first + begin, .count = end - begin});
+    const Part part = part_of(tokens.count, p, num_parts);
+    parts.push_back({.first = tokens.first + part.begin, .count = part.size()});
   }
   return parts;
 }

@@ -94,8 +94,8 @@ class ForwardPass {
  private:
   void multiply_inputs() {
     const int64_t num_rows = layer_.steps.num_rows(), d_input = layer_.d_input;
-    const int64_t num_parts = ceil_div(num_rows, kRowsOfTask);
-    const int64_t most = std::min(num_rows, kRowsOfTask);
+    const int64_t num_parts = ceil_div(num_rows, kFullRateRows);
+    const int64_t most = std::min(num_rows, kFullRateRows);
     for_each_task(
         num_parts * static_cast<int64_t>(layer_.blocks.size()), /*progress=*/nullptr,
         num_threads_for(2 * num_rows * 4 * layer_.num_units * d_input),
@@ -104,14 +104,12 @@ class ForwardPass {
         },
         [&](int64_t task, const GemmWorkspace<scalar_t>& workspace) {
           const Units units = layer_.blocks[task / num_parts];
-          const int64_t part = task % num_parts;
-          const int64_t begin = part * num_rows / num_parts;
-          const int64_t end = (part + 1) * num_rows / num_parts;
+          const Part rows = part_of(num_rows, task % num_parts, num_parts);
           gemm<scalar_t>(
-              end - begin, 4 * units.count, d_input,
-              plain<scalar_t>(x_.data() + begin * d_input, d_input),
+              rows.size(), 4 * units.count, d_input,
+              plain<scalar_t>(x_.data() + rows.begin * d_input, d_input),
               transposed<scalar_t>(weight_input_.data() + 4 * units.first * d_input, d_input),
-              Write::kReplace, gates() + layer_.gate_place(units, begin), workspace);
+              Write::kReplace, gates() + layer_.gate_place(units, rows.begin), workspace);
         });
   }
 
@@ -125,7 +123,7 @@ class ForwardPass {
       return Workspace{
           {.gemm = GemmWorkspace<scalar_t>(
                arena, {{most, 4 * layer_.max_units(), width}, {most, width, num_units}}),
-           .sums = arena.take<acc_t>(sums_size<scalar_t, acc_t>(most, width))},
+           .sums = arena.take<acc_t>(rounded_sums_size<scalar_t>(most, width))},
           arena.take<scalar_t>(most * num_units)};
     };
     layer_.for_sentences(take, [&](const Sentences& sentences, const Workspace& workspace) {

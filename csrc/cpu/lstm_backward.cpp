@@ -152,7 +152,7 @@ class BackwardPass {
 
   void multiply() {
     const int64_t d_input = layer_.d_input, width = layer_.width, num_units = layer_.num_units;
-    const int64_t columns = 4 * layer_.max_units(), rows = std::min(num_rows(), kRowsOfTask);
+    const int64_t columns = 4 * layer_.max_units(), rows = std::min(num_rows(), kFullRateRows);
     std::vector<Task> tasks;
     Array<scalar_t> x, m, weight_input;
     if (lstm_.grad_weight_input != nullptr) {
@@ -174,8 +174,8 @@ class BackwardPass {
         num_threads_for(2 * num_rows() * num_units * (8 * d_input + 4 * width)),
         [&](Arena& arena) {
           const int64_t widest = std::max(d_input, width);
-          const int64_t size = std::max({sums_size<scalar_t, acc_t>(columns, widest),
-                                         sums_size<scalar_t, acc_t>(kMaxUnits, num_units),
+          const int64_t size = std::max({rounded_sums_size<scalar_t>(columns, widest),
+                                         rounded_sums_size<scalar_t>(kMaxUnits, num_units),
                                          rows * d_input, 2 * columns});
           return Workspace{
               .gemm = GemmWorkspace<scalar_t>(arena, {{columns, widest, num_rows()},
@@ -239,22 +239,21 @@ class BackwardPass {
     const int64_t d_input = layer_.d_input, all = layer_.num_sentences * layer_.num_tokens;
     scalar_t* const to = lstm_.grad_x;
     if (num_rows() < all || layer_.num_units == 0) std::fill_n(to, all * d_input, scalar_t(0));
-    const int64_t num_parts = ceil_div(num_rows(), kRowsOfTask);
+    const int64_t num_parts = ceil_div(num_rows(), kFullRateRows);
     for (int64_t part = 0; part < num_parts; ++part) {
-      const int64_t begin = part * num_rows() / num_parts;
-      const int64_t count = (part + 1) * num_rows() / num_parts - begin;
+      const Part rows = part_of(num_rows(), part, num_parts);
       tasks.push_back([=, this](const Workspace& workspace) {
         for (const Units& units : layer_.blocks) {
           const int64_t columns = 4 * units.count;
-          gemm<scalar_t>(count, d_input, columns,
-                         plain<acc_t>(grad_gates() + layer_.gate_place(units, begin), columns),
+          gemm<scalar_t>(rows.size(), d_input, columns,
+                         plain<acc_t>(grad_gates() + layer_.gate_place(units, rows.begin), columns),
                          plain(w + 4 * units.first * d_input, d_input),
                          units.first == 0 ? Write::kReplace : Write::kAdd, workspace.sums,
                          workspace.gemm);
         }
-        for (int64_t r = 0; r < count && layer_.num_units > 0; ++r) {
+        for (int64_t r = 0; r < rows.size() && layer_.num_units > 0; ++r) {
           vectorized<Convert>(static_cast<const acc_t*>(workspace.sums + r * d_input), d_input,
-                              to + layer_.steps.tokens[begin + r] * d_input);
+                              to + layer_.steps.tokens[rows.begin + r] * d_input);
         }
       });
     }

@@ -25,9 +25,6 @@ constexpr int64_t kMaxUnits = 128;
 // The fewest sentences of a thread: each thread reads the recurrent weight at each step.
 constexpr int64_t kMinSentences = 8;
 
-// The most rows of a task in the products over all rows.
-constexpr int64_t kRowsOfTask = 640;
-
 struct Units {
   int64_t first, count;
 };
@@ -78,9 +75,9 @@ class Steps {
     const auto num_sentences = static_cast<int64_t>(sentences.size());
     std::vector<Sentences> parts;
     int64_t i = 0, num_tokens = 0;
-    for (int64_t part = 1; part <= num_parts; ++part) {
+    for (int64_t part = 0; part < num_parts; ++part) {
       const int64_t begin = i;
-      while (i < num_sentences && num_tokens < num_rows() * part / num_parts) {
+      while (i < num_sentences && num_tokens < part_of(num_rows(), part, num_parts).end) {
         num_tokens += length(i++);
       }
       parts.push_back({begin, i});
@@ -287,24 +284,11 @@ struct ProductWorkspace {
   acc_type<scalar_t>* sums;  // of numbers that are rounded
 };
 
-// C = A B, rounded to scalar_t, for k of at least 0.
+// C = A B, rounded to scalar_t.
 template <typename scalar_t, typename a_t, typename b_t>
 void product(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, scalar_t* c,
              const ProductWorkspace<scalar_t>& workspace) {
-  if (m == 0 || n == 0) return;
-  if (k == 0) {
-    std::fill_n(c, m * n, scalar_t(0));
-  } else if constexpr (std::is_same_v<scalar_t, acc_type<scalar_t>>) {
-    gemm<scalar_t>(m, n, k, a, b, Write::kReplace, c, workspace.gemm);
-  } else {
-    gemm_rounded<scalar_t>(m, n, k, a, b, Write::kReplace, c, workspace.sums, workspace.gemm);
-  }
-}
-
-// The number of elements of `sums` of a product.
-template <typename scalar_t, typename acc_t>
-int64_t sums_size(int64_t m, int64_t n) {
-  return std::is_same_v<scalar_t, acc_t> ? 0 : rounded_sums_size(m, n);
+  gemm_rounded<scalar_t>(m, n, k, a, b, Write::kReplace, c, workspace.sums, workspace.gemm);
 }
 
 }  // namespace moe_ext::cpu

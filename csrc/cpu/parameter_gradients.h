@@ -39,7 +39,8 @@ class ParameterGradients {
   struct Workspace {
     Workspace(Arena& arena, const GemmWorkspace<scalar_t>& gemm, int64_t widest)
         : gemm(gemm),
-          sums(arena.take<acc_t>(kSame ? 0 : std::max(widest, rounded_sums_size(widest, widest)))),
+          sums(arena.take<acc_t>(
+              std::max(kSame ? 0 : widest, rounded_sums_size<scalar_t>(widest, widest)))),
           group(arena.take<acc_t>(widest)) {}
 
     GemmWorkspace<scalar_t> gemm;
@@ -58,14 +59,12 @@ class ParameterGradients {
       biases_.push_back(gradient(layer.bias, layer.columns));
       size += num_experts * (weights_[l].size + biases_[l].size);
       if (needs_weight(l)) {
-        const int64_t num_parts = ceil_div(layer.num_rows(), kRowsOfPart);
+        const int64_t num_parts = ceil_div(layer.num_rows(), kFullRateRows);
         for (int64_t part = 0; part < num_parts; ++part) {
-          parts_.push_back({.layer = l,
-                            .begin = part * layer.num_rows() / num_parts,
-                            .end = (part + 1) * layer.num_rows() / num_parts});
+          parts_.push_back({.layer = l, .rows = part_of(layer.num_rows(), part, num_parts)});
         }
       }
-      if (needs_bias(l)) parts_.push_back({.layer = l, .begin = 0, .end = 0});
+      if (needs_bias(l)) parts_.push_back({.layer = l, .rows = {}});
       saved_a_.push_back(needs_weight(l) ? layer.fan_in : 0);
       saved_dz_.push_back(needs_weight(l) || needs_bias(l) ? layer.columns : 0);
     }
@@ -96,7 +95,7 @@ class ParameterGradients {
     if (split == nullptr) {
       const int64_t num_rows = block.num_rows;
       if (needs_weight(layer)) {
-        weight(block.expert, {layer, 0, layers_[layer].num_rows()}, num_rows, a, dz, workspace);
+        weight(block.expert, {layer, {0, layers_[layer].num_rows()}}, num_rows, a, dz, workspace);
       }
       if (needs_bias(layer)) bias(block.expert, layer, num_rows, dz, workspace);
       return;
@@ -110,9 +109,9 @@ class ParameterGradients {
 
   // Computes a part of the gradients of a split expert.
   void compute_part(const SplitExpert& split, int64_t index, const Workspace& workspace) const {
-    const Part& part = parts_[index];
+    const GradientPart& part = parts_[index];
     const auto [a, dz] = saved(split, part.layer);
-    if (part.end > part.begin) {
+    if (part.rows.size() > 0) {
       weight(split.expert, part, split.num_rows, a, dz, workspace);
     } else {
       bias(split.expert, part.layer, split.num_rows, dz, workspace);
@@ -130,17 +129,16 @@ class ParameterGradients {
 
  private:
   static constexpr bool kSame = std::is_same_v<scalar_t, acc_t>;
-  // The maximum number of rows of dW in a part; it is large enough for the full GEMM rate.
-  static constexpr int64_t kRowsOfPart = 640;
 
   struct Gradient {
     scalar_t* data;
     int64_t size;  // elements of one expert
   };
 
-  // Rows of dW of a layer or, if begin = end, its db.
-  struct Part {
-    int64_t layer, begin, end;
+  // Rows of dW of a layer or, if there are none, its db.
+  struct GradientPart {
+    int64_t layer;
+    Part rows;
   };
 
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
@@ -158,32 +156,26 @@ class ParameterGradients {
     return take_saved(slot, layer);
   }
 
-  void weight(int64_t expert, const Part& part, int64_t num_rows, const scalar_t* a,
+  void weight(int64_t expert, const GradientPart& part, int64_t num_rows, const scalar_t* a,
               const acc_t* dz, const Workspace& workspace) const {
     const Layer& layer = layers_[part.layer];
     const int64_t fan_in = layer.fan_in, columns = layer.columns;
     const Gradient& gradient = weights_[part.layer];
     scalar_t* to = gradient.data + expert * gradient.size;
     if (layer.transposed) {
-      product(part, fan_in, num_rows, plain(dz, columns), plain(a, fan_in), to, workspace);
+      product(part.rows, fan_in, num_rows, plain(dz, columns), plain(a, fan_in), to, workspace);
     } else {
-      product(part, columns, num_rows, plain(a, fan_in), plain(dz, columns), to, workspace);
+      product(part.rows, columns, num_rows, plain(a, fan_in), plain(dz, columns), to, workspace);
     }
   }
 
-  // Writes the rows of left^T right that are in the part.
+  // Writes some rows of left^T right.
   template <typename left_t, typename right_t>
-  void product(const Part& part, int64_t n, int64_t num_rows, Operand<left_t> left,
+  void product(const Part& rows, int64_t n, int64_t num_rows, Operand<left_t> left,
                Operand<right_t> right, scalar_t* to, const Workspace& workspace) const {
-    const int64_t m = part.end - part.begin;
-    left.data += part.begin;
-    to += part.begin * n;
-    if constexpr (kSame) {
-      gemm<scalar_t>(m, n, num_rows, transpose(left), right, write_, to, workspace.gemm);
-    } else {
-      gemm_rounded<scalar_t>(m, n, num_rows, transpose(left), right, write_, to, workspace.sums,
-                             workspace.gemm);
-    }
+    left.data += rows.begin;
+    gemm_rounded<scalar_t>(rows.size(), n, num_rows, transpose(left), right, write_,
+                           to + rows.begin * n, workspace.sums, workspace.gemm);
   }
 
   void bias(int64_t expert, int64_t layer, int64_t num_rows, const acc_t* dz,
@@ -200,7 +192,7 @@ class ParameterGradients {
 
   std::vector<Layer> layers_;
   std::vector<Gradient> weights_, biases_;  // of each layer
-  std::vector<Part> parts_;
+  std::vector<GradientPart> parts_;
   Write write_ = Write::kReplace;
   // The widths of the rows of A and dZ that a split expert saves for each layer.
   std::vector<int64_t> saved_a_, saved_dz_;

@@ -1,7 +1,7 @@
 // The processor, as the choice of kernels sees it.
 #pragma once
 
-#include "vectorize.h"
+#include "isa.h"
 
 namespace moe_ext::cpu {
 
@@ -12,12 +12,6 @@ struct Processor {
   Vendor vendor;
   Isa highest;  // it has the sets before it too
 };
-
-// Whether a processor with the instruction set `highest` has `isa`.
-constexpr bool includes(Isa highest, Isa isa) {
-  const bool same_architecture = (isa >= Isa::kNeon) == (highest >= Isa::kNeon);
-  return isa == Isa::kDefault || (same_architecture && isa <= highest);
-}
 
 // Describes the processor of this machine. If it has AMX, asks the operating system for permission
 // to use it.

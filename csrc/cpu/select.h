@@ -2,8 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
-#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -58,7 +56,7 @@ struct SelectByInsertion {
                                                        : -std::numeric_limits<acc_t>::infinity();
     int64_t count = 0;
     // Values are offered in index order, so an equal value ranks after those in the list.
-    auto offer = [&](int64_t index) {
+    const auto offer = [&](int64_t index) __attribute__((always_inline)) {
       const acc_t value = row[index];
       if (count == num_kept && !(value > kept[count - 1].value)) return;
       int64_t position = count == num_kept ? count - 1 : count++;
@@ -68,24 +66,11 @@ struct SelectByInsertion {
       kept[position] = {value, index};
       if (count == num_kept) bound = kept[count - 1].value;
     };
-    // Vector comparisons with the bound write one byte for each value; only nonzero bytes are
-    // offered.
-    constexpr int64_t kWord = 8;
-    int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-      uint8_t may_enter[kLanes];
-      const acc_t limit = bound;
-      for (int64_t l = 0; l < kLanes; ++l) may_enter[l] = row[i + l] >= limit;
-      for (int64_t w = 0; w < kLanes; w += kWord) {
-        uint64_t word;
-        std::memcpy(&word, may_enter + w, kWord);
-        for (; word != 0; word &= word - 1) offer(i + w + std::countr_zero(word) / 8);
-      }
-    }
-    for (; i < size; ++i) {
-      if (row[i] >= bound) offer(i);
-    }
-    for (i = 0; count < num_kept; ++i) {  // NaN comes last
+    const auto may_enter = [&](int64_t index) __attribute__((always_inline)) {
+      return row[index] >= bound;
+    };
+    for_each_passing(size, may_enter, offer);
+    for (int64_t i = 0; count < num_kept; ++i) {  // NaN comes last
       if (row[i] != row[i]) kept[count++] = {row[i], i};
     }
   }

@@ -11,8 +11,8 @@
 #include <span>
 
 #include "../kernels/export.h"
+#include "isa.h"
 #include "processor.h"
-#include "vectorize.h"
 
 namespace moe_ext::cpu {
 
@@ -38,10 +38,6 @@ struct GemmRule {
   Reading reading;
   const char* kernels;
 };
-
-// The names of MOE_EXT_ISA. isa_named returns null for an unknown name.
-MOE_EXT_KERNEL_API const char* name_of(Isa isa);
-MOE_EXT_KERNEL_API const Isa* isa_named(const char* name);
 
 // All rules, from best to worst: the first one that applies is used. GEMMs whose sizes are no
 // multiples of a vector pack B with the same instructions instead of reading it in place.

@@ -27,18 +27,8 @@ struct Total {
 struct SoftmaxWeights {
   template <typename acc_t>
   MOE_EXT_KERNEL void run(const acc_t* logits, int64_t size, acc_t* weights, Total<acc_t>* total) {
-    constexpr acc_t kInfinity = std::numeric_limits<acc_t>::infinity();
-    acc_t lane[kLanes];
-    for (int64_t l = 0; l < kLanes; ++l) lane[l] = -kInfinity;
-    int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-      for (int64_t l = 0; l < kLanes; ++l)
-        lane[l] = logits[i + l] > lane[l] ? logits[i + l] : lane[l];
-    }
-    acc_t shift = -kInfinity;
-    for (; i < size; ++i) shift = logits[i] > shift ? logits[i] : shift;
-    for (int64_t l = 0; l < kLanes; ++l) shift = lane[l] > shift ? lane[l] : shift;
-    for (i = 0; i < size; ++i) weights[i] = math::SoftmaxScore::value(logits[i], shift);
+    const acc_t shift = largest_of(logits, size);
+    for (int64_t i = 0; i < size; ++i) weights[i] = math::SoftmaxScore::value(logits[i], shift);
     *total = {shift, sum(weights, size)};
   }
 };

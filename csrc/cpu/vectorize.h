@@ -1,14 +1,17 @@
 // Compiles one loop for several instruction sets and selects one at run time.
 //
 // A kernel is a struct with a static, always_inline `run`. `vectorized<Kernel>(args...)` calls the
-// version for the best instruction set of the processor.
-// MOE_EXT_ISA=default|avx2|avx512|avx512_bf16|amx|neon|neon_bf16 forces one; avx512_bf16, amx and
-// neon_bf16 add instructions for bfloat16 GEMMs. The results of these loops do not depend on the
-// choice: sums have a fixed order and nothing is contracted.
+// version for the instruction set in use. The results do not depend on it: sums have a fixed order
+// and nothing is contracted.
 #pragma once
 
-#include <cmath>
+#include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "isa.h"
 
 #define MOE_EXT_KERNEL static inline __attribute__((always_inline))
 // Hints for the next loop: unroll it; its arrays are identical or do not overlap.
@@ -43,13 +46,6 @@
 
 namespace moe_ext::cpu {
 
-// Each instruction set includes the sets of its architecture before it.
-enum class Isa { kDefault, kAvx2, kAvx512, kAvx512Bf16, kAmx, kNeon, kNeonBf16 };
-
-// Returns the instruction set in use. Throws std::invalid_argument if MOE_EXT_ISA is invalid or
-// names an instruction set that this processor lacks.
-Isa isa();
-
 #if defined(__x86_64__)
 template <typename Kernel, typename... Args>
 MOE_EXT_TARGET_AVX512 __attribute__((noinline)) void run_avx512(Args... args) {
@@ -62,6 +58,8 @@ MOE_EXT_TARGET_AVX2 __attribute__((noinline)) void run_avx2(Args... args) {
 }
 #endif
 
+// Callers cast a mutable array to const: Args are template arguments, so a kernel is compiled again
+// for another type of pointer.
 template <typename Kernel, typename... Args>
 void vectorized(Args... args) {
 #if defined(__x86_64__)
@@ -98,6 +96,40 @@ MOE_EXT_KERNEL acc_t sum(const acc_t* a, int64_t size) {
   return sum_of_terms<acc_t>(
       size, [&](int64_t i, acc_t partial)
                 __attribute__((always_inline)) { return partial + a[i]; });
+}
+
+// Returns the largest number, -infinity if there is none. NaN is ignored.
+template <typename acc_t>
+MOE_EXT_KERNEL acc_t largest_of(const acc_t* a, int64_t size) {
+  acc_t lane[kLanes];
+  std::fill_n(lane, kLanes, -std::numeric_limits<acc_t>::infinity());
+  const auto take = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
+    for (int64_t l = 0; l < count; ++l) lane[l] = a[first + l] > lane[l] ? a[first + l] : lane[l];
+  };
+  const int64_t whole = size - size % kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) take(i, kLanes);
+  take(whole, size - whole);
+  return *std::max_element(lane, lane + kLanes);
+}
+
+// Calls body(i) for each i that passes the test, in ascending order. Vector comparisons write one
+// byte for each i; body is called only for nonzero bytes.
+template <typename Test, typename Body>
+MOE_EXT_KERNEL void for_each_passing(int64_t size, const Test& test, const Body& body) {
+  constexpr int64_t kWord = 8;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    uint8_t passes[kLanes];
+    for (int64_t l = 0; l < kLanes; ++l) passes[l] = test(i + l);
+    for (int64_t w = 0; w < kLanes; w += kWord) {
+      uint64_t word;
+      std::memcpy(&word, passes + w, kWord);
+      for (; word != 0; word &= word - 1) body(i + w + std::countr_zero(word) / 8);
+    }
+  }
+  for (; i < size; ++i) {
+    if (test(i)) body(i);
+  }
 }
 
 }  // namespace moe_ext::cpu

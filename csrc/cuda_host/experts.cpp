@@ -44,7 +44,7 @@ class ParameterGradients {
  public:
   ParameterGradients(const CudaExperts& experts, const FeedForward& network,
                      const c10::List<bool>& needed)
-      : experts_(experts), needed_(needed), num_layers_(experts.num_layers()) {
+      : experts_(experts), needed_(needed), places_(network.places()) {
     for (const at::TensorList parameters : network.parameters()) {
       for (const Tensor& each : parameters) {
         // A gradient with elements is computed later. An absent adapter has no elements.
@@ -57,8 +57,9 @@ class ParameterGradients {
 
   // Whether a layer's gradients need its input.
   bool need_input(int64_t layer) const {
-    return needs(layer) ||
-           (experts_.has_lora(layer) && (needs(lora_a(layer)) || needs(lora_b(layer))));
+    return needs(places_.weight(layer)) ||
+           (experts_.has_lora(layer) &&
+            (needs(places_.lora_a(layer)) || needs(places_.lora_b(layer))));
   }
 
   // Computes the gradients of a layer with the input a and the gradient `grad` of its output. The
@@ -66,22 +67,24 @@ class ParameterGradients {
   // multiply grad, in place.
   void compute(int64_t layer, const Tensor& a, const Tensor& grad,
                const CudaExperts::Gates* gates) {
-    if (experts_.has_bias() && needs(bias(layer))) {
-      gradients_[bias(layer)] =
+    const size_t weight = places_.weight(layer), bias = places_.bias(layer),
+                 lora_a = places_.lora_a(layer), lora_b = places_.lora_b(layer);
+    if (experts_.has_bias() && needs(bias)) {
+      gradients_[bias] =
           experts_.sum_by_expert(grad, gates != nullptr ? gates->row_gates : Tensor());
     }
     if (!need_input(layer)) return;
     if (gates != nullptr && !gates->multiply_a) grad.mul_(gates->row_gates.unsqueeze(1));
-    if (needs(layer)) {
-      gradients_[layer] = experts_.matrix_gradient(experts_.weight(layer), a, grad);
+    if (needs(weight)) {
+      gradients_[weight] = experts_.matrix_gradient(experts_.weight(layer), a, grad);
     }
     if (!experts_.has_lora(layer)) return;
-    if (needs(lora_a(layer))) {
-      gradients_[lora_a(layer)] = experts_.matrix_gradient(
+    if (needs(lora_a)) {
+      gradients_[lora_a] = experts_.matrix_gradient(
           experts_.lora_a(layer), experts_.masked(layer, a), experts_.lora_gradient(layer, grad));
     }
-    if (needs(lora_b(layer))) {
-      gradients_[lora_b(layer)] =
+    if (needs(lora_b)) {
+      gradients_[lora_b] =
           experts_.matrix_gradient(experts_.lora_b(layer), experts_.lora_input(layer, a), grad);
     }
   }
@@ -89,17 +92,11 @@ class ParameterGradients {
   const std::vector<Tensor>& gradients() const { return gradients_; }
 
  private:
-  bool needs(int64_t parameter) const { return needed_[parameter]; }
-  // The places of the parameters after the weights.
-  int64_t bias(int64_t layer) const { return num_layers_ + layer; }
-  int64_t lora_a(int64_t layer) const {
-    return (experts_.has_bias() ? 2 : 1) * num_layers_ + layer;
-  }
-  int64_t lora_b(int64_t layer) const { return num_layers_ + lora_a(layer); }
+  bool needs(size_t place) const { return needed_[place]; }
 
   const CudaExperts& experts_;
   const c10::List<bool>& needed_;
-  int64_t num_layers_;
+  const ParameterPlaces places_;
   std::vector<Tensor> gradients_;
 };
 

@@ -1,12 +1,11 @@
 // Experts with stacked weights (Section 3.2).
-#include "../experts.h"
-
 #include <moe_ext/nn.h>
 #include <torch/utils.h>
 
 #include <cmath>
 #include <mutex>
 
+#include "../activation.h"
 #include "checks.h"
 
 namespace moe_ext::nn {

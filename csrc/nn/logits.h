@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "../operator.h"
+#include "../find_operator.h"
 
 namespace moe_ext::nn {
 

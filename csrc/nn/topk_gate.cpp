@@ -5,7 +5,7 @@
 #include <cmath>
 #include <ostream>
 
-#include "../operator.h"
+#include "../find_operator.h"
 #include "checks.h"
 #include "logits.h"
 

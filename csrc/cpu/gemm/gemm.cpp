@@ -59,7 +59,9 @@ GemmWorkspace<scalar_t>::GemmWorkspace(Arena& arena, std::initializer_list<GemmS
   packed_a = arena.take<acc_t>(packed_a_size);
 }
 
+template <typename scalar_t>
 int64_t rounded_sums_size(int64_t m, int64_t n) {
+  if (std::is_same_v<scalar_t, acc_type<scalar_t>>) return 0;
   return std::min(m, kMC) * std::min(n, kMaxColumns);
 }
 
@@ -73,7 +75,7 @@ void for_m_blocks(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> 
   const View<a_t> rows = view_of_a(a);
   const int64_t num_blocks = ceil_div(m, kMC);
   for (int64_t block = 0; block < num_blocks; ++block) {
-    const int64_t first = block * m / num_blocks, last = (block + 1) * m / num_blocks;
+    const auto [first, last] = part_of(m, block, num_blocks);
     const View<a_t> a_block{
         .data = rows.at(first, 0), .ld = rows.ld, .k_contiguous = rows.k_contiguous};
     Product<scalar_t, a_t, b_t> product(a_block, view_of_b(b), last - first, n, k, workspace,
@@ -107,46 +109,59 @@ void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write,
                   scalar_t* c, acc_t* sums, const GemmWorkspace<scalar_t>& workspace) {
-  for_m_blocks<scalar_t>(m, n, k, a, b, workspace, {}, [&](auto& product, int64_t first) {
-    using Product = std::remove_reference_t<decltype(product)>;
-    if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
-      if (WriteOnce<Product, scalar_t>::applies(product)) {
-        WriteOnce<Product, scalar_t>(product).run(write == Write::kStream, c + first * n);
-        return;
+  if constexpr (std::is_same_v<scalar_t, acc_t>) {
+    gemm<scalar_t>(m, n, k, a, b, write, c, workspace);
+  } else if (m == 0 || n == 0 || k == 0) {
+    std::fill_n(c, m * n, scalar_t(0));
+  } else {
+    for_m_blocks<scalar_t>(m, n, k, a, b, workspace, {}, [&](auto& product, int64_t first) {
+      using Product = std::remove_reference_t<decltype(product)>;
+      if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
+        if (WriteOnce<Product, scalar_t>::applies(product)) {
+          WriteOnce<Product, scalar_t>(product).run(write == Write::kStream, c + first * n);
+          return;
+        }
       }
-    }
-    for (int64_t j = 0; j < n; j += kMaxColumns) {
-      const View<b_t> columns{
-          .data = product.b.at(j, 0), .ld = product.b.ld, .k_contiguous = product.b.k_contiguous};
-      Product part(product.a, columns, product.m, std::min(n - j, kMaxColumns), k, workspace,
-                   product.epilogue, first);
-      multiply(part, Write::kReplace, sums);
-      for (int64_t r = 0; r < part.m; ++r) {
-        vectorized<Convert>(static_cast<const acc_t*>(sums + r * part.n), part.n,
-                            c + (first + r) * n + j);
+      for (int64_t j = 0; j < n; j += kMaxColumns) {
+        const View<b_t> columns{
+            .data = product.b.at(j, 0), .ld = product.b.ld, .k_contiguous = product.b.k_contiguous};
+        Product part(product.a, columns, product.m, std::min(n - j, kMaxColumns), k, workspace,
+                     product.epilogue, first);
+        multiply(part, Write::kReplace, sums);
+        for (int64_t r = 0; r < part.m; ++r) {
+          vectorized<Convert>(static_cast<const acc_t*>(sums + r * part.n), part.n,
+                              c + (first + r) * n + j);
+        }
       }
-    }
-  });
+    });
+  }
 }
 
 #define MOE_EXT_GEMM(scalar_t, a_t, b_t, acc_t)                             \
   template void gemm<scalar_t, a_t, b_t, acc_t>(                            \
       int64_t, int64_t, int64_t, Operand<a_t>, Operand<b_t>, Write, acc_t*, \
       const GemmWorkspace<scalar_t>&, const Epilogue<b_t>&);
+#define MOE_EXT_GEMM_ROUNDED(scalar_t, a_t, b_t, acc_t)                                          \
+  template void gemm_rounded<scalar_t, a_t, b_t, acc_t>(int64_t, int64_t, int64_t, Operand<a_t>, \
+                                                        Operand<b_t>, Write, scalar_t*, acc_t*,  \
+                                                        const GemmWorkspace<scalar_t>&);
+#define MOE_EXT_GEMM_HALF(scalar_t)                      \
+  MOE_EXT_GEMM(scalar_t, scalar_t, scalar_t, float)      \
+  MOE_EXT_GEMM(scalar_t, scalar_t, float, float)         \
+  MOE_EXT_GEMM(scalar_t, float, scalar_t, float)         \
+  MOE_EXT_GEMM_ROUNDED(scalar_t, float, scalar_t, float) \
+  MOE_EXT_GEMM_ROUNDED(scalar_t, scalar_t, float, float)
 MOE_EXT_GEMM(float, float, float, float)
 MOE_EXT_GEMM(double, double, double, double)
-#define MOE_EXT_GEMM_HALF(scalar_t)                                                           \
-  MOE_EXT_GEMM(scalar_t, scalar_t, scalar_t, float)                                           \
-  MOE_EXT_GEMM(scalar_t, scalar_t, float, float)                                              \
-  MOE_EXT_GEMM(scalar_t, float, scalar_t, float)                                              \
-  template void gemm_rounded<scalar_t, float, scalar_t, float>(                               \
-      int64_t, int64_t, int64_t, Operand<float>, Operand<scalar_t>, Write, scalar_t*, float*, \
-      const GemmWorkspace<scalar_t>&);                                                        \
-  template void gemm_rounded<scalar_t, scalar_t, float, float>(                               \
-      int64_t, int64_t, int64_t, Operand<scalar_t>, Operand<float>, Write, scalar_t*, float*, \
-      const GemmWorkspace<scalar_t>&);
+MOE_EXT_GEMM_ROUNDED(float, float, float, float)
+MOE_EXT_GEMM_ROUNDED(double, double, double, double)
 MOE_EXT_GEMM_HALF(c10::Half)
 MOE_EXT_GEMM_HALF(c10::BFloat16)
+
+template int64_t rounded_sums_size<float>(int64_t, int64_t);
+template int64_t rounded_sums_size<double>(int64_t, int64_t);
+template int64_t rounded_sums_size<c10::Half>(int64_t, int64_t);
+template int64_t rounded_sums_size<c10::BFloat16>(int64_t, int64_t);
 
 template struct GemmWorkspace<float>;
 template struct GemmWorkspace<double>;

@@ -61,6 +61,10 @@ struct Epilogue {
 // possible.
 enum class Write { kReplace, kAdd, kStream };
 
+// A GEMM reaches the full rate with this number of rows, those of an M-block. Callers that split
+// rows into blocks, or into tasks of several threads, make parts of at most this size.
+constexpr int64_t kFullRateRows = 640;
+
 // The sizes of a GEMM: C is [m, n], and the sums have k terms.
 struct GemmSize {
   int64_t m, n, k;
@@ -87,11 +91,13 @@ template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
           const GemmWorkspace<scalar_t>& workspace, const Epilogue<b_t>& epilogue = {});
 
-// Returns the number of elements of `sums` that gemm_rounded needs for at most these sizes.
+// Returns the number of elements of `sums` that gemm_rounded needs for at most these sizes; 0 if
+// scalar_t is the type of sums.
+template <typename scalar_t>
 int64_t rounded_sums_size(int64_t m, int64_t n);
 
-// C = A B, summed in acc_t and rounded to scalar_t, for m, n and k of at least 1; neither A nor B
-// is packed. `sums` is used if the micro-kernels cannot round.
+// C = A B, summed in acc_t and rounded to scalar_t; neither A nor B is packed. `sums` is used if the
+// micro-kernels cannot round.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write,
                   scalar_t* c, acc_t* sums, const GemmWorkspace<scalar_t>& workspace);

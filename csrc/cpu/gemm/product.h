@@ -18,7 +18,7 @@ namespace moe_ext::cpu {
 
 // The maximum number of rows of an M-block (MC). Its micro-panels of A for one K-block stay in the
 // second cache level.
-constexpr int64_t kMC = 640;
+constexpr int64_t kMC = kFullRateRows;
 
 // The maximum number of K-groups of a K-block (KC); all K-blocks have about the same depth. A
 // packed micro-panel of B for one K-block stays in the first cache level while the micro-panels of

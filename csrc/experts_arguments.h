@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "operator.h"
+#include "find_operator.h"
 #include "routing.h"
 
 namespace moe_ext {
@@ -39,6 +39,19 @@ struct LoraLayers {
   at::TensorList masks = {};
 };
 
+// The places of the parameters in one list: the weights of all layers, the biases, and the matrices
+// a and b of the adapters. Gradients have this order.
+struct ParameterPlaces {
+  size_t num_layers;
+  bool has_bias, has_lora;
+
+  size_t weight(size_t layer) const { return layer; }
+  size_t bias(size_t layer) const { return num_layers + layer; }
+  size_t lora_a(size_t layer) const { return (has_bias ? 2 : 1) * num_layers + layer; }
+  size_t lora_b(size_t layer) const { return num_layers + lora_a(layer); }
+  size_t layer_of(size_t place) const { return place % num_layers; }
+};
+
 // The expert networks, all of one architecture: linear layers with an activation between them.
 struct FeedForward {
   at::TensorList
@@ -49,8 +62,11 @@ struct FeedForward {
   std::optional<PackedLayers> packed = {};
   LoraLayers lora = {};
 
-  // The lists of parameters, in the order of their gradients.
+  // The lists of parameters, in the order of ParameterPlaces.
   std::array<at::TensorList, 4> parameters() const { return {weights, biases, lora.a, lora.b}; }
+  ParameterPlaces places() const {
+    return {.num_layers = weights.size(), .has_bias = !biases.empty(), .has_lora = !lora.a.empty()};
+  }
 
   // The name of the public function, for errors.
   const char* op() const { return packed ? "packed_experts" : "experts"; }

@@ -16,7 +16,7 @@
 namespace moe_ext {
 
 template <typename Device>
-void implement_operators(torch::Library& m) {
+void register_operators(torch::Library& m) {
   implement<"noisy_topk_gating", &noisy_topk_gating<Device>>(m);
   implement<"_noisy_topk_gating_backward", &noisy_topk_gating_backward<Device>>(m);
   implement<"topk_routing", &topk_routing<Device>>(m);

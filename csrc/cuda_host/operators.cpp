@@ -1,4 +1,0 @@
-// Registers the operators of CUDA whose host functions are the same on every device.
-#include "../operators.h"
-
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) { moe_ext::implement_operators<moe_ext::Cuda>(m); }
