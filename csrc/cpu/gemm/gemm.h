@@ -44,6 +44,17 @@ Operand<T> transpose(Operand<T> matrix) {
   return matrix;
 }
 
+// Returns the columns from `begin` on. That of a packed matrix is a multiple of kPanelOutputs.
+template <typename T>
+Operand<T> columns_from(Operand<T> matrix, int64_t begin) {
+  if (matrix.layout != nullptr) {
+    matrix.panels += begin / kPanelOutputs * matrix.layout->panel_bytes();
+  } else {
+    matrix.data += matrix.transposed ? begin * matrix.ld : begin;
+  }
+  return matrix;
+}
+
 // The epilogue of a GEMM.
 template <typename b_t>
 struct Epilogue {
