@@ -20,7 +20,9 @@ void ExpertsForward<scalar_t>::on_cpu() const {
   using Network = ExpertNetwork<scalar_t>;
   using acc_t = typename Network::acc_t;
   const Network network(this->network);
-  const ExpertRows<scalar_t> expert_rows(input, network.num_experts(), network.fan_in(0));
+  const ExpertRows<scalar_t> expert_rows(
+      input, network.fan_in(0),
+      split_into_blocks(input.offsets, network.num_experts(), input.num_rows));
   const int64_t last = network.num_layers() - 1, width = network.columns(last);
   const bool has_z = !hidden.empty();
   const int64_t num_threads = num_threads_for(expert_rows.count() * network.flops_per_row());

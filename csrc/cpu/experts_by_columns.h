@@ -99,9 +99,9 @@ class ExpertsByColumns {
     constexpr int64_t kTasksOfThread = 2;  // in a layer
     constexpr int64_t kMinOutputs = 128;   // several cache lines of a row
     constexpr int64_t kMaxBytes = 64 << 20;
+    if (!leaves_threads_idle(rows_.blocks(), num_threads_)) return 1;
     const int64_t num_blocks = std::ranges::count_if(
         rows_.blocks(), [](const Block& block) { return block.num_rows > 0; });
-    if (num_blocks == 0 || !leaves_threads_idle(num_blocks)) return 1;
     int64_t parts = std::max(ceil_div(kTasksOfThread * num_threads_, num_blocks), int64_t{2});
     int64_t bytes_of_row = 0;
     for (int64_t l = 0; l <= last_; ++l) {
@@ -111,24 +111,6 @@ class ExpertsByColumns {
       bytes_of_row += network_.columns(l) * sizeof(acc_t) + num_outputs(l) * sizeof(scalar_t);
     }
     return bytes_of_row * rows_.count() <= kMaxBytes ? parts : 1;
-  }
-
-  // Whether the threads would often have nothing to do if each took a whole block at a time.
-  bool leaves_threads_idle(int64_t num_blocks) const {
-    constexpr int64_t kFewBlocks = 4, kRowsOfWeights = 16;
-    constexpr double kMostIdle = 0.2;
-    if (num_threads_ == 1 || num_blocks >= kFewBlocks * num_threads_) return false;
-    std::vector<int64_t> busy(num_threads_);
-    int64_t total = 0;
-    for (const Block& block : rows_.blocks()) {
-      if (block.num_rows == 0) continue;
-      // To read the weights takes about the time of this many rows.
-      const int64_t time = block.num_rows + kRowsOfWeights;
-      *std::ranges::min_element(busy) += time;
-      total += time;
-    }
-    const auto time = static_cast<double>(*std::ranges::max_element(busy) * num_threads_);
-    return static_cast<double>(total) < (1 - kMostIdle) * time;
   }
 
   // The columns of a part in a half. They begin at a multiple of kMultiple.
