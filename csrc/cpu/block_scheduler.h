@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "gemm/gemm.h"
 #include "memory.h"
 #include "progress.h"
 #include "subnormals.h"
@@ -27,8 +28,12 @@ struct Block {
 
 // Returns the blocks of all experts in row order, at least one for each expert. Expert e has the
 // rows offsets[e] <= r < offsets[e + 1], or num_rows / num_experts rows if offsets is null.
-// The blocks, and so the results, do not depend on the number of threads.
-std::vector<Block> split_into_blocks(const int64_t* offsets, int64_t num_experts, int64_t num_rows);
+// A block has at most `most_rows` rows.
+std::vector<Block> split_into_blocks(const int64_t* offsets, int64_t num_experts, int64_t num_rows,
+                                     int64_t most_rows = kFullRateRows);
+
+// Whether the threads would often have nothing to do if each takes a whole block at a time.
+bool leaves_threads_idle(const std::vector<Block>& blocks, int64_t num_threads);
 
 // Calls body(task, workspace) for all tasks, 0 <= task < num_tasks. Each thread has its own
 // workspace: what take(arena) returns. Tasks are handed out in order: when a thread gets a task,

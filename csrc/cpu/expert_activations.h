@@ -67,7 +67,7 @@ struct Activations {
         }
         network.function.activate(wide, region, width, out[l]);
       };
-      network.linear(block, l, input(l), product, workspace,
+      network.linear(block, l, network.all_columns(l), input(l), product, workspace,
                      {.run = activate, .next_b = network.weight(block.expert, l + 1)});
     }
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../kernels/experts.h"
+#include "../math/integers.h"
 #include "activation_function.h"
 #include "arena.h"
 #include "elementwise.h"
@@ -38,6 +39,7 @@ class ExpertNetwork {
   const ExpertLayer<scalar_t>& layer(int64_t index) const { return network_.layers[index]; }
   int64_t fan_in(int64_t layer) const { return this->layer(layer).fan_in; }
   int64_t columns(int64_t layer) const { return this->layer(layer).columns; }
+  Part all_columns(int64_t layer) const { return {0, columns(layer)}; }
   int64_t widest() const { return widest_; }
   int64_t flops_per_row() const { return flops_per_row_; }
 
@@ -86,15 +88,17 @@ class ExpertNetwork {
     }
   };
 
-  // Computes product = in W + scale (in a) b + bias, [num_rows, columns], for the rows `in` of a
-  // block. `epilogue` is that of the last GEMM.
-  void linear(const Block& block, int64_t layer, const scalar_t* in, acc_t* product,
+  // Computes some columns of in W + scale (in a) b + bias, [num_rows, columns], for the rows `in`
+  // of a block. `product` is [num_rows, range.size()]. The columns of packed weights begin at a
+  // multiple of kPanelOutputs. `epilogue` is that of the last GEMM.
+  void linear(const Block& block, int64_t layer, Part range, const scalar_t* in, acc_t* product,
               const Workspace& workspace, const Epilogue<scalar_t>& epilogue) const {
-    const int64_t num_rows = block.num_rows, width = columns(layer);
+    const int64_t num_rows = block.num_rows, width = range.size();
     Write write = Write::kReplace;
     if (has_bias(layer)) {
+      const scalar_t* row = bias(block.expert, layer) + range.begin;
       for (int64_t r = 0; r < num_rows; ++r) {
-        vectorized<Convert>(bias(block.expert, layer), width, product + r * width);
+        vectorized<Convert>(row, width, product + r * width);
       }
       write = Write::kAdd;
     }
@@ -102,19 +106,21 @@ class ExpertNetwork {
       compute_lora_input(block, layer, masked(block, layer, in, workspace), workspace);
       const auto input = static_cast<const scalar_t*>(workspace.lora_input);
       gemm<scalar_t>(num_rows, width, rank(layer), plain(input, rank(layer)),
-                     lora_b(block.expert, layer), write, product, workspace.gemm);
+                     columns_from(lora_b(block.expert, layer), range.begin), write, product,
+                     workspace.gemm);
       write = Write::kAdd;
     }
+    const auto w = columns_from(weight(block.expert, layer), range.begin);
     if constexpr (!std::is_same_v<scalar_t, double>) {
       if (network_.integer) {
-        integer_gemm(num_rows, this->layer(layer).layout, weight(block.expert, layer).panels, in,
-                     /*add=*/write == Write::kAdd, product, workspace.integers);
+        integer_gemm(num_rows, width, *w.layout, w.panels, in, /*add=*/write == Write::kAdd,
+                     product, workspace.integers);
         if (epilogue.run) epilogue.run({0, num_rows, 0, width});
         return;
       }
     }
-    gemm<scalar_t>(num_rows, width, fan_in(layer), plain(in, fan_in(layer)),
-                   weight(block.expert, layer), write, product, workspace.gemm, epilogue);
+    gemm<scalar_t>(num_rows, width, fan_in(layer), plain(in, fan_in(layer)), w, write, product,
+                   workspace.gemm, epilogue);
   }
 
   // Computes dL/dA = dL/dZ W^T of a layer, [num_rows, fan_in], and the share of the adapter, whose

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "../kernels/experts.h"
@@ -16,10 +17,8 @@ namespace moe_ext::cpu {
 template <typename scalar_t>
 class ExpertRows {
  public:
-  ExpertRows(const ExpertInput<scalar_t>& input, int64_t num_experts, int64_t width)
-      : input_(input),
-        width_(width),
-        blocks_(split_into_blocks(input.offsets, num_experts, input.num_rows)) {
+  ExpertRows(const ExpertInput<scalar_t>& input, int64_t width, std::vector<Block> blocks)
+      : input_(input), width_(width), blocks_(std::move(blocks)) {
     if (input.slots) {
       const Slots& slots = *input.slots;
       token_of_.resize(slots.num_slots);

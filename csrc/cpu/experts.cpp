@@ -1,5 +1,5 @@
 // The networks of the experts on the CPU: gather of the tokens and feed-forward networks, a block
-// of one expert's rows at a time, in cache.
+// of one expert's rows at a time, in cache. With few blocks, see experts_by_columns.h.
 #include "../kernels/experts.h"
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include "expert_activations.h"
 #include "expert_network.h"
 #include "expert_rows.h"
+#include "experts_by_columns.h"
 
 namespace moe_ext {
 using namespace cpu;
@@ -19,9 +20,16 @@ void ExpertsForward<scalar_t>::on_cpu() const {
   using Network = ExpertNetwork<scalar_t>;
   using acc_t = typename Network::acc_t;
   const Network network(this->network);
-  const ExpertRows<scalar_t> expert_rows(input, network.num_experts(), network.fan_in(0));
+  const ExpertRows<scalar_t> expert_rows(
+      input, network.fan_in(0),
+      split_into_blocks(input.offsets, network.num_experts(), input.num_rows));
   const int64_t last = network.num_layers() - 1, width = network.columns(last);
   const bool has_z = !hidden.empty();
+  const int64_t num_threads = num_threads_for(expert_rows.count() * network.flops_per_row());
+  if (ExpertsByColumns<scalar_t> by_columns(network, expert_rows, hidden, num_threads, rows);
+      by_columns.has_parts()) {
+    return by_columns.run();
+  }
   struct Workspace {
     typename Network::Workspace products;
     Activations<scalar_t> activations;
@@ -40,8 +48,7 @@ void ExpertsForward<scalar_t>::on_cpu() const {
                      arena.take<acc_t>(num_rows * widest)};
   };
   const auto& blocks = expert_rows.blocks();
-  for_each_task(static_cast<int64_t>(blocks.size()), /*progress=*/nullptr,
-                num_threads_for(expert_rows.count() * network.flops_per_row()), take,
+  for_each_task(static_cast<int64_t>(blocks.size()), /*progress=*/nullptr, num_threads, take,
                 [&](int64_t task, const Workspace& workspace) {
                   const Block& block = blocks[task];
                   if (block.num_rows == 0) return;
@@ -55,15 +62,16 @@ void ExpertsForward<scalar_t>::on_cpu() const {
                     epilogue.next_b = network.weight(next->expert, 0);
                   }
                   if constexpr (Network::kSame) {
-                    network.linear(block, last, a.input(last), out, workspace.products, epilogue);
+                    network.linear(block, last, network.all_columns(last), a.input(last), out,
+                                   workspace.products, epilogue);
                   } else {
                     const auto* wide = static_cast<const acc_t*>(workspace.product);
                     const auto round = [&](const Region& region) {
                       vectorized<ConvertRegion>(wide, region, width, out);
                     };
                     epilogue.run = round;
-                    network.linear(block, last, a.input(last), workspace.product,
-                                   workspace.products, epilogue);
+                    network.linear(block, last, network.all_columns(last), a.input(last),
+                                   workspace.product, workspace.products, epilogue);
                   }
                 });
 }

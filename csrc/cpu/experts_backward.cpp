@@ -1,4 +1,5 @@
 // The backward pass of the experts on the CPU.
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -11,16 +12,37 @@
 #include "parameter_gradients.h"
 
 namespace moe_ext {
+namespace cpu {
+namespace {
+
+// Returns the blocks of the rows; smaller ones if threads would be idle. The results do not depend
+// on the blocks.
+template <typename scalar_t>
+std::vector<Block> blocks_for(const ExpertInput<scalar_t>& input, int64_t num_experts,
+                              int64_t num_threads) {
+  constexpr int64_t kBlocksOfThread = 2, kMinRows = 64;
+  const auto split = [&](int64_t most_rows) {
+    return split_into_blocks(input.offsets, num_experts, input.num_rows, most_rows);
+  };
+  std::vector<Block> blocks = split(kFullRateRows);
+  if (!leaves_threads_idle(blocks, num_threads)) return blocks;
+  return split(
+      std::clamp(ceil_div(input.num_rows, kBlocksOfThread * num_threads), kMinRows, kFullRateRows));
+}
+
+}  // namespace
+}  // namespace cpu
 using namespace cpu;
 
 template <typename scalar_t>
 void ExpertsBackward<scalar_t>::on_cpu() const {
   using Backward = BlockBackward<scalar_t>;
   const ExpertNetwork<scalar_t> network(this->network);
-  const ExpertRows<scalar_t> expert_rows(input, network.num_experts(), network.fan_in(0));
+  const int64_t num_threads = num_threads_for(2 * input.num_rows * network.flops_per_row());
+  const ExpertRows<scalar_t> expert_rows(input, network.fan_in(0),
+                                         blocks_for(input, network.num_experts(), num_threads));
   ParameterGradients<scalar_t> parameters(
       LearnedLayers<scalar_t>(network).with_gradients(this->gradients), network.num_experts());
-  const int64_t num_threads = num_threads_for(2 * expert_rows.count() * network.flops_per_row());
   BackwardSchedule schedule(expert_rows.blocks(), parameters.num_parts(), num_threads);
   parameters.reserve(schedule);
   const Gradients<scalar_t> gradients{.network = network,

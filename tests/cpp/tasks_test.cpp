@@ -185,6 +185,29 @@ TEST_P(Threads, ComputeGradientsAfterTheBlocks) {
   }
 }
 
+TEST(Blocks, LeaveThreadsIdle) {
+  const auto idle = [](std::vector<int64_t> offsets, int64_t threads) {
+    const auto num_experts = static_cast<int64_t>(offsets.size()) - 1;
+    const auto blocks = split_into_blocks(offsets.data(), num_experts, offsets.back());
+    return leaves_threads_idle(blocks, threads);
+  };
+  EXPECT_FALSE(idle({0, 0}, 4));
+  EXPECT_FALSE(idle({0, 500}, 1));
+  EXPECT_TRUE(idle({0, 1}, 2));
+  EXPECT_FALSE(idle({0, 1, 1, 2}, 2));  // experts without rows take no time
+  EXPECT_TRUE(idle({0, 1, 2, 3}, 2));
+  EXPECT_FALSE(idle({0, 1, 2, 3, 4, 5}, 2));
+  EXPECT_TRUE(idle({0, 300, 310}, 2));
+  EXPECT_FALSE(idle({0, 1280}, 2));
+  EXPECT_FALSE(idle({0, 1, 2, 3, 4, 5, 6, 7, 1000}, 2));  // many blocks: not examined
+}
+
+TEST(Blocks, HaveAtMostSomeRows) {
+  const auto blocks = split_into_blocks(nullptr, 2, 400, /*most_rows=*/90);
+  ASSERT_EQ(blocks.size(), 6);
+  for (const Block& block : blocks) EXPECT_LE(block.num_rows, 67);
+}
+
 TEST(BackwardSchedule, DoesNotWaitWithoutSplitExperts) {
   const auto blocks = split_into_blocks(nullptr, 4, 400);
   EXPECT_EQ(BackwardSchedule(blocks, 3, 2).progress(), nullptr);

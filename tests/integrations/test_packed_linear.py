@@ -127,12 +127,10 @@ def test_merged_files(name, tmp_path):
         assert different_files(tmp_path / f"{format}_0", tmp_path / f"{format}_1") == []
 
 
-@pytest.mark.parametrize("outputs", [1024, 1040, 1544, 3072])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("arithmetic", ["exact", "integer"])
-def test_threads_share_the_outputs_of_few_rows(outputs, bias, arithmetic):
-    """Its results are bitwise identical to those of one task."""
-    linear = torch.nn.Linear(64, outputs, bias=bias)
+def test_few_rows_have_the_bits_of_many(bias, arithmetic):
+    linear = torch.nn.Linear(64, 1544, bias=bias)
     layer = plug.PackedLinear(linear, arithmetic)
     packed = quantize(linear.weight.detach()[None], "gguf_q4_0")
     layer.set_weight(PackedWeight.pack(*packed, format="gguf_q4_0"))
@@ -142,7 +140,6 @@ def test_threads_share_the_outputs_of_few_rows(outputs, bias, arithmetic):
         assert error(expected, torch.nn.functional.linear(x, layer.weight, layer.bias)) < 0.02
         for size in (0, 1, 5, 16, 17):
             assert torch.equal(layer(x[:size]), expected[:size])
-        assert layer._parts(x[:1]) == {1024: 2, 1040: 1, 1544: 1, 3072: 4}[outputs]
     if arithmetic == "exact":
         assert torch.equal(layer(x[:3].requires_grad_()), expected[:3])
 

@@ -53,6 +53,23 @@ def test_results_are_those_of_experts(format, dtype, T):
         assert_same_bits(packed, dense)
 
 
+@pytest.mark.parametrize("arithmetic", ["exact", "integer"])
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("T", [1, 40])
+def test_threads_share_few_blocks(T, activation, arithmetic, threads):
+    """The bits are those of one thread, also if the last panel is not whole."""
+    for dtype in DTYPES[: 2 if arithmetic == "integer" else 4]:
+        given = sample(
+            "packed_experts", dtype=dtype, counts=[0, T], widths=(256, 288, 300), bias=True,
+            formats=["gguf_q4_0", "int8"], activation=activation, arithmetic=arithmetic,
+        )  # fmt: skip
+        threads(1)
+        expected = ops.packed_experts(**given)
+        for number in (2, 3, 8):
+            threads(number)
+            assert_same_bits(ops.packed_experts(**given), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("format", "group"), [*((format_, None) for format_ in INTEGER), ("int4", 64), ("int8", 24)]

@@ -133,6 +133,33 @@ def test_experts_with_several_blocks(dtype, threads):
         assert_all_same_bits(evaluate(ROW, call, upstream=[dy])[1], grads)
 
 
+FEW_BLOCKS = [
+    dict(widths=(1000, 300), bias=True),
+    dict(widths=(320, 272, 261), bias=True, recompute=True),
+    dict(widths=(130, 288, 530, 257), activation="swiglu", bias=True),
+    dict(widths=(130, 288, 260), activation="swiglu", ranks=[3, None], dropout=True),
+    dict(widths=(130, 296, 260), activation="swiglu"),  # its halves cannot be split
+    dict(widths=(260, 264, 256), activation="interleaved_clamped_swiglu", ranks=[None, 5]),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", FEW_BLOCKS)
+@pytest.mark.parametrize("counts", [[1], [0, 9, 1], [150, 3, 0]])
+def test_threads_share_few_blocks(counts, sizes, dtype, threads):
+    """By columns in forward, and by rows in backward; the bits are those of one thread."""
+    call = sample("experts", dtype=dtype, counts=counts, **sizes)
+    with torch.no_grad():
+        alone = ops.experts(**call)
+    y, grads = evaluate(ROW, call)
+    for number in (2, 3, 8):
+        threads(number)
+        with torch.no_grad():
+            assert_same_bits(ops.experts(**call), alone)
+        for actual, expected in zip(evaluate(ROW, call), (y, grads), strict=True):
+            assert_all_same_bits(actual, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("D, F", [(513, 18), (1000, 257), (4096, 32)])
 def test_long_sums_are_as_accurate_as_torch(dtype, D, F):

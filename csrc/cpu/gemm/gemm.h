@@ -44,6 +44,17 @@ Operand<T> transpose(Operand<T> matrix) {
   return matrix;
 }
 
+// Returns the columns from `begin` on. That of a packed matrix is a multiple of kPanelOutputs.
+template <typename T>
+Operand<T> columns_from(Operand<T> matrix, int64_t begin) {
+  if (matrix.layout != nullptr) {
+    matrix.panels += begin / kPanelOutputs * matrix.layout->panel_bytes();
+  } else {
+    matrix.data += matrix.transposed ? begin * matrix.ld : begin;
+  }
+  return matrix;
+}
+
 // The epilogue of a GEMM.
 template <typename b_t>
 struct Epilogue {
@@ -96,8 +107,8 @@ void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write
 template <typename scalar_t>
 int64_t rounded_sums_size(int64_t m, int64_t n);
 
-// C = A B, summed in acc_t and rounded to scalar_t; neither A nor B is packed. `sums` is used if the
-// micro-kernels cannot round.
+// C = A B, summed in acc_t and rounded to scalar_t; neither A nor B is packed. `sums` is used if
+// the micro-kernels cannot round.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write,
                   scalar_t* c, acc_t* sums, const GemmWorkspace<scalar_t>& workspace);

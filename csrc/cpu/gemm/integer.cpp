@@ -145,9 +145,9 @@ int64_t integer_workspace_size(int64_t m, int64_t k) {
 }
 
 template <typename scalar_t>
-void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, const scalar_t* a,
-                  bool add, float* c, float* workspace) {
-  const int64_t k = layout.inputs, n = layout.outputs, segment = segment_of(layout);
+void integer_gemm(int64_t m, int64_t n, const PackedLayout& layout, const uint8_t* panels,
+                  const scalar_t* a, bool add, float* c, float* workspace) {
+  const int64_t k = layout.inputs, segment = segment_of(layout);
   const int64_t num_segments = ceil_div(k, segment), ld = round_up(k, kSegment);
   const IntegerCodes codes = integer_codes(*layout.format);
   float* scales = workspace;
@@ -156,8 +156,9 @@ void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, 
   auto* numbers = reinterpret_cast<int8_t*>(offsets + m * num_segments);
   for (int64_t r = 0; r < m; ++r) {
     const int64_t place = r * num_segments;
+    const int64_t all_bytes = ceil_div(n, kPanelOutputs) * layout.panel_bytes();
     const int64_t num_bytes =
-        r == 0 ? std::min(layout.panel_bytes() + kIntegerBytesAhead, layout.bytes()) : 0;
+        r == 0 ? std::min(layout.panel_bytes() + kIntegerBytesAhead, all_bytes) : 0;
     vectorized<RoundRow>(a + r * k, k, segment, &codes, panels, num_bytes, numbers + r * ld,
                          scales + place, offsets + place, totals + place);
   }
@@ -186,11 +187,11 @@ void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, 
   }
 }
 
-template void integer_gemm(int64_t, const PackedLayout&, const uint8_t*, const float*, bool, float*,
-                           float*);
-template void integer_gemm(int64_t, const PackedLayout&, const uint8_t*, const c10::Half*, bool,
-                           float*, float*);
-template void integer_gemm(int64_t, const PackedLayout&, const uint8_t*, const c10::BFloat16*, bool,
-                           float*, float*);
+template void integer_gemm(int64_t, int64_t, const PackedLayout&, const uint8_t*, const float*,
+                           bool, float*, float*);
+template void integer_gemm(int64_t, int64_t, const PackedLayout&, const uint8_t*, const c10::Half*,
+                           bool, float*, float*);
+template void integer_gemm(int64_t, int64_t, const PackedLayout&, const uint8_t*,
+                           const c10::BFloat16*, bool, float*, float*);
 
 }  // namespace moe_ext::cpu

@@ -48,9 +48,10 @@ IntegerKernel avx512_vnni_integer_kernel(const PackedFormat& format);
 // Returns the workspace size of integer_gemm in floats.
 int64_t integer_workspace_size(int64_t m, int64_t k);
 
-// C [m, n] = A W, or C += A W with `add`; A is [m, k] and contiguous, C has float sums.
+// C [m, n] = A W, or C += A W with `add`; A is [m, k] and contiguous, C has float sums. W is the
+// first n outputs of the panels.
 template <typename scalar_t>
-void integer_gemm(int64_t m, const PackedLayout& layout, const uint8_t* panels, const scalar_t* a,
-                  bool add, float* c, float* workspace);
+void integer_gemm(int64_t m, int64_t n, const PackedLayout& layout, const uint8_t* panels,
+                  const scalar_t* a, bool add, float* c, float* workspace);
 
 }  // namespace moe_ext::cpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import gcd
 from typing import Any
 
 import torch
@@ -12,12 +11,8 @@ from torch import Tensor, nn
 from moe_ext import ops
 from moe_ext._packed_weights import Arithmetic, panels_name
 from moe_ext.formats import PackedWeight
-from moe_ext.formats._panels import PANEL_OUTPUTS
 
 __all__ = ["PackedLinear"]
-
-_FEW = 16  # rows: fewer than those of one task of a thread
-_PART = 32  # the fewest panels of a part
 
 
 class PackedLinear(nn.Module):
@@ -70,29 +65,10 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., in_features] to [..., out_features]."""
         (weight,), bias = self.weights, None if self.bias is None else self.bias[None]
-        rows = x.reshape(-1, self.in_features)
-        parts = self._parts(rows)
-        if parts > 1:
-            panels = weight.panels.unflatten(1, (parts, -1))[0]
-            weight = weight._replace(panels=panels, outputs=self.out_features // parts)
-            bias = None if bias is None else bias.view(parts, -1)
-            rows = rows.repeat(parts, 1)
         biases = None if bias is None else [bias]
+        rows = x.reshape(-1, self.in_features)
         y = ops.packed_experts(rows, [weight], biases, arithmetic=self.arithmetic)
-        if parts > 1:
-            y = y.unflatten(0, (parts, -1)).transpose(0, 1)
-        return y.reshape(*x.shape[:-1], self.out_features)
-
-    def _parts(self, rows: Tensor) -> int:
-        """Returns the number of experts that compute equal parts of the outputs.
-
-        An expert with few rows is the task of one thread. So several of them share the work.
-        """
-        if not 0 < len(rows) <= _FEW or (torch.is_grad_enabled() and rows.requires_grad):
-            return 1
-        num_panels, rest = divmod(self.out_features, PANEL_OUTPUTS)
-        most = num_panels // _PART
-        return 1 if rest or most < 2 else gcd(num_panels, 1 << most.bit_length() - 1)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def _packed_sizes(self) -> Iterable[tuple[Tensor, int]]:
         """Yields the panels and the number of weights in them."""
