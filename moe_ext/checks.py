@@ -79,7 +79,7 @@ def require_at_least(minimum: float, owner: str = "", **values: SupportsFloat) -
     for name, value in values.items():
         number = _float(value)
         if not (number == 0 or _TINY <= abs(number) <= _MAX) or number < minimum:
-            name = f"{owner}: {name}" if owner else name
+            name = _argument(owner, name)
             require(abs(number) < math.inf, name, "be a finite number", value)
             require(number >= minimum, name, f"be at least {minimum}", value)
             require(False, name, _RULE, value)
@@ -93,6 +93,10 @@ def require_positive(owner: str, **values: SupportsFloat) -> tuple[float, ...]:
     for name, number in zip(values, numbers, strict=True):
         require(number > 0, f"{owner}: {name}", "be a number above 0", values[name])
     return numbers
+
+
+def _argument(owner: str, name: str) -> str:
+    return f"{owner}: {name}" if owner else name
 
 
 def _float(value: object) -> float:
@@ -153,7 +157,7 @@ def require_sizes(owner: str, minimum: int = 1, **values: SupportsIndex) -> tupl
     """Requires that every value is a whole number and at least `minimum`; returns the ints.
 
     Args:
-        owner: the class or function that takes the arguments.
+        owner: the class or function that takes the arguments; "" for options.
         minimum: the smallest allowed value.
         values: the arguments, by name. See `is_whole`.
 
@@ -161,9 +165,9 @@ def require_sizes(owner: str, minimum: int = 1, **values: SupportsIndex) -> tupl
         ValueError: "<owner>: <name> must be <rule>, got <value>".
     """
     for name, value in values.items():
-        require(is_whole(value), f"{owner}: {name}", "be a whole number", value)
-        rule = f"be at least {minimum}"
-        require(operator.index(value) >= minimum, f"{owner}: {name}", rule, value)
+        name = _argument(owner, name)
+        require(is_whole(value), name, "be a whole number", value)
+        require(operator.index(value) >= minimum, name, f"be at least {minimum}", value)
     return tuple(map(operator.index, values.values()))
 
 
