@@ -6,4 +6,7 @@ weight of the model that each of them is. `layer_tensors` joins those of a layer
 
 `merged` has the weights of a model with its adapters. `save` writes them: `rewrite` in the files of
 the checkpoint, `float_files` as floats, and `gguf_file` with `gguf_fields` as GGUF.
+
+Errors name the file, the weight or the argument. `errors` puts the name of the public function in
+front, so that readers which several functions share do not name one of them.
 """

@@ -54,9 +54,9 @@ _ROPE = {**YARN, "rope_theta": "rope.freq_base", "rope_type": "rope.scaling.type
 def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
     """Returns the configuration that the fields of a GGUF file describe."""
     architecture = metadata.architecture
-    require_one_of("load: the architecture of a GGUF file", _KNOWN, architecture)
+    require_one_of("the architecture of a GGUF file", _KNOWN, architecture)
     rule = f"be a folder with the config.json of the model for GGUF files of {architecture}"
-    require(architecture in MODELS, "load: config", rule, None)
+    require(architecture in MODELS, "config", rule, None)
     model_type = MODELS[architecture]
     usual = transformers.AutoConfig.for_model(model_type)
     values = {name: metadata.get(key) for name, key in FIELDS.items() if hasattr(usual, name)}
@@ -75,7 +75,7 @@ def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
     for name in ("bos", "eos", "pad"):
         values[f"{name}_token_id"] = metadata.token("padding" if name == "pad" else name)
     embeddings = stored.get("token_embd.weight")
-    require(embeddings is not None, "load: a GGUF file", "have token_embd.weight", [*stored][:3])
+    require(embeddings is not None, "a GGUF file", "have token_embd.weight", [*stored][:3])
     assert embeddings is not None
     return transformers.AutoConfig.for_model(
         model_type,
@@ -89,7 +89,7 @@ def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -
     """Finds out what each weight of a GGUF file belongs to."""
     import gguf
 
-    require_one_of("load: the architecture of a GGUF file", _KNOWN, metadata.architecture)
+    require_one_of("the architecture of a GGUF file", _KNOWN, metadata.architecture)
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(
         architectures[metadata.architecture], skeleton.config.num_hidden_layers
@@ -130,7 +130,7 @@ def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -
 def names_of_experts(module: str, key: str) -> list[str]:
     """Returns the names in a GGUF file of the parts of a parameter of an experts module."""
     layer = re.search(r"\.(\d+)\.", module)
-    require(layer is not None, f"load: {module}", "have the number of its layer", module)
+    require(layer is not None, module, "have the number of its layer", module)
     assert layer is not None
     suffix = "bias" if key.endswith("_bias") else "weight"
     kinds = {"gate_up_proj": ["gate", "up"], "up_proj": ["up"], "down_proj": ["down"]}

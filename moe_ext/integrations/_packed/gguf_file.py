@@ -71,7 +71,7 @@ def write_gguf_adapter(model: MergedModel, path: Path) -> None:
     """Writes the active adapters of a model, in the format of llama.cpp."""
     architecture = architecture_of(model.config)
     pairs = [*_pairs(model, architecture)]
-    require(bool(pairs), "save: model", "have active adapters", "none")
+    require(bool(pairs), "model", "have active adapters", "none")
     first = pairs[0][1]
     alpha = float(first.scale * first.a.shape[2])  # llama.cpp divides it by the rank of each pair
     entries = []
@@ -109,7 +109,7 @@ def _gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ImportError(f"save: GGUF files need gguf (pip install gguf), got: {error}") from error
+        raise ImportError(f"GGUF files need gguf (pip install gguf), got: {error}") from error
     return gguf
 
 
@@ -145,7 +145,7 @@ def _entries(model: MergedModel, architecture: str, format: str) -> Iterator[_En
             value = part(tensor)
             shape, own = tuple(value.shape), model.weight(name, merge=False).dtype
             flat = len(shape) == 1 or name.endswith("bias") or ".ffn_gate_inp." in target
-            require(own in _FLOATS, f"save: {name}", f"have a dtype of {[*_FLOATS]}", own)
+            require(own in _FLOATS, name, f"have a dtype of {[*_FLOATS]}", own)
             read = partial(_read_dense, model, name, part)
             yield _Entry(target, "F32" if flat else _FLOATS[own], shape, read)
 
@@ -186,7 +186,7 @@ class _Names:
             if target is not None:
                 return [(f"{target}.{suffix}", _without_first)]
         rule = f"have a name in {self._architecture} of GGUF"
-        raise ValueError(f"save: {name} must {rule}, got none")
+        raise ValueError(f"{name} must {rule}, got none")
 
 
 def _without_first(value: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def _packed_entries(path: str, key: str, owner: MergedExperts, format: str) -> I
         else:
             kind, block = _TYPES[own], LAYOUTS[own].block
             rule = f"have a multiple of {block[0]} inputs for {own}"
-            require(inputs % block[0] == 0, f"save: {path}.{key}", rule, inputs)
+            require(inputs % block[0] == 0, f"{path}.{key}", rule, inputs)
             shape = (*shape[:-1], inputs // block[0] * block[1])
         read = partial(_read_experts, owner, layer, part, len(names), own, shape)
         yield _Entry(target, kind, shape, read)
@@ -252,10 +252,10 @@ def _format_of(path: str, owner: MergedExperts, layer: int, format: str) -> str:
     own = "gguf_mxfp4" if own == "mxfp4" else own
     choices = ", ".join(f"'{name}'" for name in _TYPES if LAYOUTS[name].encode is not None)
     rule = f"have a format of GGUF (pass format={choices}, 'gguf_bf16', 'gguf_f16' or 'gguf_f32')"
-    require(own in _TYPES, f"save: {path}", rule, own)
+    require(own in _TYPES, path, rule, own)
     can_write = LAYOUTS[own].encode is not None or not owner.is_adapted
     rule = f"have no adapters, because {own} has no rule of rounding (pass format={choices})"
-    require(can_write, f"save: {path}", rule, "adapters")
+    require(can_write, path, rule, "adapters")
     return own
 
 
@@ -309,11 +309,11 @@ def _pairs(model: MergedModel, architecture: str) -> Iterator[tuple[str, ops.LoR
     for path in model.linear:
         entries = names.targets_of(f"{path}.weight")
         rule = "be one tensor of GGUF, to have adapters there (merge them: format='gguf')"
-        require(len(entries) == 1, f"save: {path}", rule, [name for name, _ in entries])
+        require(len(entries) == 1, path, rule, [name for name, _ in entries])
         pair = model.pair(path)
         assert pair is not None
         target = entries[0][0]
         ignored = [name for name in _WITHOUT_ADAPTERS.get(architecture, ()) if name in target]
         rule = "have no adapters, which llama.cpp would ignore there (merge them: format='gguf')"
-        require(not ignored, f"save: {path}", rule, "adapters")
+        require(not ignored, path, rule, "adapters")
         yield target, pair

@@ -98,7 +98,7 @@ class LayerTensors:
             scales = tuple([_by_row(s, n) for s, n in zip(scales, rows, strict=True)])
             rule = f"have a multiple of {_BLOCK} inputs"
             inputs = codes[0].shape[1]
-            require(inputs % _BLOCK == 0 or inputs < _BLOCK, "load: fp8 weights", rule, inputs)
+            require(inputs % _BLOCK == 0 or inputs < _BLOCK, "fp8 weights", rule, inputs)
         return self._join(codes, 0), self._join(scales, 0)
 
     def _join(self, parts: Any, dim: int) -> Tensor:

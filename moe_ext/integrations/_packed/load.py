@@ -20,9 +20,9 @@ from moe_ext.checks import require, require_one_of
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.formats import FORMATS, FormatName, PackedWeight
 from moe_ext.integrations._packed.checkpoint import Checkpoint, ModuleTensors, open_checkpoint
+from moe_ext.integrations._packed.errors import errors_of_function, errors_of_weight
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
-from moe_ext.integrations._packed.stored_tensors import errors_of
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_attention import GROUPED_MODELS
 from moe_ext.integrations._transformers_balance import experts_modules
@@ -31,6 +31,7 @@ from moe_ext.quantized import QuantizedExperts
 __all__ = ["describe", "load", "quantize_experts"]
 
 
+@errors_of_function("load")
 def load(
     name_or_folder: str | Path,
     *,
@@ -87,7 +88,7 @@ def load(
     formats |= {tensor.layout.format for tensor in linear.values() if tensor.layout}
     for format in sorted(NO_INTEGERS & formats):
         rule = f"be exact for weights in {format}"
-        require(arithmetic == "exact", "load: arithmetic", rule, arithmetic)
+        require(arithmetic == "exact", "arithmetic", rule, arithmetic)
     if checkpoint.config.model_type in GROUPED_MODELS:
         options.setdefault("attn_implementation", "moe_ext")
     unread = {tensor.name for tensor in linear.values()}
@@ -104,17 +105,17 @@ def load(
         **options,
     )
     missing = sorted(info["missing_keys"])
-    require(not missing, f"load: {checkpoint.path}", "have all weights", f"no {missing}")
+    require(not missing, str(checkpoint.path), "have all weights", f"no {missing}")
     for name, actual, expected in sorted(info["mismatched_keys"]):
-        require(False, f"load: {name}", f"have shape {tuple(expected)}", tuple(actual))
+        require(False, name, f"have shape {tuple(expected)}", tuple(actual))
     for name, tensors in checkpoint.experts.items():
         skeleton = checkpoint.skeleton.get_submodule(name)
-        with errors_of(name):
+        with errors_of_weight(name):
             model.get_submodule(name).packed = _pack(tensors, skeleton, dtype, arithmetic)
     for name, tensor in linear.items():
         layer = model.get_submodule(name)
         layer.arithmetic = arithmetic
-        with errors_of(name):
+        with errors_of_weight(name):
             layer.set_weight(tensor.pack())
     quantizer = model.hf_quantizer
     checkpoint.dense.clear()

@@ -14,6 +14,7 @@ from torch import nn
 from moe_ext.checks import require_sizes
 from moe_ext.formats import FormatName
 from moe_ext.integrations._packed.checkpoint import Checkpoint, open_checkpoint
+from moe_ext.integrations._packed.errors import errors_of_function
 from moe_ext.integrations._transformers_balance import experts_modules
 
 __all__ = ["MemoryPlan", "memory_plan"]
@@ -58,6 +59,7 @@ class MemoryPlan:
         return "\n".join([*lines, *([self.advice] if self.advice else [])])
 
 
+@errors_of_function("memory_plan")
 def memory_plan(
     name_or_folder: str | Path,
     *,
@@ -84,7 +86,7 @@ def memory_plan(
     Example:
         >>> print(memory_plan("path/to/model", batch=1, tokens=4096, memory=24e9))  # doctest: +SKIP
     """
-    require_sizes("memory_plan", batch=batch, tokens=tokens)
+    require_sizes("", batch=batch, tokens=tokens)
     checkpoint = open_checkpoint(name_or_folder, config)
 
     weights = _weights(checkpoint, dtype, packed_linear)

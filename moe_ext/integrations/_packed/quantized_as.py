@@ -29,7 +29,7 @@ def quantized_as(name: str, weight: Tensor, stored: Stored) -> tuple[Tensor, Ten
         codes, scales = _quantized(weight, stored)
     except ValueError as error:
         reason = str(error).removeprefix("quantize: ")
-        raise ValueError(f"save: {name} cannot be written in {stored.kind}: {reason}") from None
+        raise ValueError(f"{name} cannot be written in {stored.kind}: {reason}") from None
     scales = None if scales is None or stored.scales is None else scales.view(stored.scales.shape)
     return codes.reshape(stored.codes.shape), scales
 

@@ -147,7 +147,7 @@ class _SourceTensors:
             renamed_to = renamed.get(state[name].data_ptr())
             rule = "be one tensor of the checkpoint, to merge its adapters"
             whole = renamed_to is not None and self._state[renamed_to].shape == state[name].shape
-            require(whole, f"save: {name}", rule, "a part of another one")
+            require(whole, name, rule, "a part of another one")
             assert renamed_to is not None
             self._names[renamed_to] = name
 
@@ -199,7 +199,7 @@ class _SourceTensors:
         return quantized_as(place.module, rows, stored)
 
     def _dense_tensors(self, name: str, place: Place, entry: Bytes) -> Iterator[Tensor]:
-        require(name in self._state, "save: model", f"have the weight {name}", "none")
+        require(name in self._state, "model", f"have the weight {name}", "none")
         stored, part = place
         late = self._names.get(name)
         is_merged = late is not None
@@ -221,7 +221,7 @@ class _SourceTensors:
                 read = stored.read(present.dtype)
                 same = torch.equal(_fitting(present, tuple(read.shape)), read)
             rule = "be unchanged, because it is packed in the checkpoint; format='merged' quantizes"
-            require(same or self._merge, f"save: {name}", rule, "another value")
+            require(same or self._merge, name, rule, "another value")
             return None if same else quantized_as(name, present.float(), stored)
 
         start = _start(stored.codes)
@@ -236,7 +236,7 @@ class _SourceTensors:
         experts = self._model.experts.get(place.module)
         packed: PackedWeight | None = experts.packed(place.layer) if experts is not None else None
         rule = "have packed experts as in the checkpoint"
-        require(packed is not None, f"save: {place.module}", rule, "other experts")
+        require(packed is not None, place.module, rule, "other experts")
         assert experts is not None
         return experts
 
@@ -259,6 +259,6 @@ def _kept(name: str, value: Tensor, stored: Stored) -> Tensor:
     """Returns the numbers of the file if the value is the same in its dtype, else the value."""
     numbers = stored.codes.read()
     shape, value = tuple(numbers.shape), _fitting(value.detach(), tuple(numbers.shape))
-    require(tuple(value.shape) == shape, f"save: {name}", f"have shape {shape}", tuple(value.shape))
+    require(tuple(value.shape) == shape, name, f"have shape {shape}", tuple(value.shape))
     is_same = torch.equal(numbers.to(value.dtype), value)
     return numbers if is_same else value.to(numbers.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,26 +17,17 @@ from torch import Tensor
 from moe_ext.checks import require
 from moe_ext.formats import FormatName, dequantize
 from moe_ext.formats._layouts import LAYOUTS
+from moe_ext.integrations._packed.errors import errors_of_weight
 
 __all__ = [
     "DTYPES",
     "Bytes",
     "Metadata",
     "Stored",
-    "errors_of",
     "read_gguf",
     "read_safetensors",
     "safetensors_header",
 ]
-
-
-@contextmanager
-def errors_of(name: str) -> Iterator[None]:
-    """Says in errors of values, such as a scale that is no number, which weight has them."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"load: {name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,7 @@ class Bytes:
             file.seek(self.start)
             num_read = file.readinto(data.numpy().data)
         rule = f"have {self.nbytes:,} bytes from byte {self.start:,} on"
-        require(num_read == self.nbytes, f"load: {self.path}", rule, num_read)
+        require(num_read == self.nbytes, str(self.path), rule, num_read)
         return data.view(self.dtype).view(self.shape)
 
     def expert(self, index: int) -> Bytes:
@@ -130,7 +120,7 @@ class Stored:
     def check(self, name: str) -> None:
         """Requires that codes and scales fit the format; reads nothing."""
         if self.format is not None:
-            with errors_of(name):
+            with errors_of_weight(name):
                 LAYOUTS[self.format].check(self.format, *self.packed(meta=True))
 
     def read(self, dtype: torch.dtype) -> Tensor:
@@ -173,7 +163,7 @@ def safetensors_header(path: Path) -> tuple[bytes, dict[str, Bytes]]:
         with safe_open(path, framework="numpy"):
             pass
     except SafetensorError as error:
-        raise ValueError(f"load: {path} is not a complete safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         file.seek(0)
@@ -183,7 +173,7 @@ def safetensors_header(path: Path) -> tuple[bytes, dict[str, Bytes]]:
         if name != "__metadata__":
             dtype = DTYPES.get(entry["dtype"])
             rule = f"have a dtype of {', '.join(DTYPES)}"
-            require(dtype is not None, f"load: {path}: {name}", rule, entry["dtype"])
+            require(dtype is not None, f"{path}: {name}", rule, entry["dtype"])
             assert dtype is not None
             start = len(header) + entry["data_offsets"][0]
             tensors[name] = Bytes(path, start, dtype, tuple(entry["shape"]))
@@ -211,13 +201,13 @@ def _files_of(folder: Path) -> list[Path]:
     if index.exists():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         wrong = [name for name in names if Path(name).name != name]
-        require(not wrong, f"load: {index}", "name files of its folder", wrong)
+        require(not wrong, str(index), "name files of its folder", wrong)
         files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [path.name for path in files if not path.exists()]
-    require(bool(files), f"load: {folder}", "have a safetensors file", "none")
-    require(not missing, f"load: {folder}", "have all files of its index", f"no {missing}")
+    require(bool(files), str(folder), "have a safetensors file", "none")
+    require(not missing, str(folder), "have all files of its index", f"no {missing}")
     return files
 
 
@@ -234,14 +224,14 @@ def _weights(tensors: dict[str, Bytes]) -> Iterator[tuple[str, Stored]]:
 
     def scales_of(name: str, *names: str) -> Bytes:
         present = [candidate for candidate in names if candidate in tensors]
-        require(bool(present), f"load: {name}", "have scales", f"no tensor {' or '.join(names)}")
+        require(bool(present), name, "have scales", f"no tensor {' or '.join(names)}")
         used.add(present[0])
         return tensors[present[0]]
 
     weights: dict[str, Stored] = {}
     for name, codes in tensors.items():
         for suffix, rule in _UNSUPPORTED.items():
-            require(not name.endswith(suffix), f"load: {name.removesuffix(suffix)}", rule, name)
+            require(not name.endswith(suffix), name.removesuffix(suffix), rule, name)
         if name.endswith("_blocks"):
             base = name.removesuffix("_blocks")
             weights[base] = Stored(codes, scales_of(name, f"{base}_scales"), "mxfp4")
@@ -303,7 +293,7 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
     try:
         import gguf
     except ImportError as error:
-        raise ImportError(f"load: GGUF files need gguf (pip install gguf), got: {error}") from error
+        raise ImportError(f"GGUF files need gguf (pip install gguf), got: {error}") from error
     match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
     parts = [path]
     if match:
@@ -316,7 +306,7 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
             reader = gguf.GGUFReader(part)
             metadata = metadata or Metadata(reader.fields)
         except (ValueError, LookupError, OverflowError) as error:
-            raise ValueError(f"load: {part} is not a complete GGUF file: {error}") from error
+            raise ValueError(f"{part} is not a complete GGUF file: {error}") from error
         for tensor in reader.tensors:
             kind = tensor.tensor_type.name
             dtype = _NUMBERS.get(kind, torch.uint8)
