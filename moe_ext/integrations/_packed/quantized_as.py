@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_ext.formats import quantize
-from moe_ext.formats._layouts import LAYOUTS
+from moe_ext.formats._layouts import FP8_BLOCK, LAYOUTS
 from moe_ext.integrations._packed.stored_tensors import Stored
 
 __all__ = ["quantized_as"]
-
-_BLOCK = 128  # the rows and the columns of a block of fp8
 
 
 def quantized_as(name: str, weight: Tensor, stored: Stored) -> tuple[Tensor, Tensor | None]:
@@ -64,8 +62,8 @@ def _fp8(weight: Tensor, group: int | None, dtype: torch.dtype) -> tuple[Tensor,
     scales = scales.to(dtype)
     wide = scales.float()
     if group is None:
-        wide = wide.repeat_interleave(_BLOCK, 0)[: len(weight)]
-    wide = wide.repeat_interleave(group or _BLOCK, 1)[:, : weight.shape[1]]
+        wide = wide.repeat_interleave(FP8_BLOCK, 0)[: len(weight)]
+    wide = wide.repeat_interleave(group or FP8_BLOCK, 1)[:, : weight.shape[1]]
     return (weight / wide.where(wide != 0, 1)).clamp(-448, 448).to(torch.float8_e4m3fn), scales
 
 

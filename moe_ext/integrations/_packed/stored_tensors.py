@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ext.checks import require
 from moe_ext.formats import FormatName, dequantize
-from moe_ext.formats._layouts import LAYOUTS
+from moe_ext.formats._layouts import FP8_BLOCK, LAYOUTS
 from moe_ext.integrations._packed.errors import errors_of_weight
 
 __all__ = [
@@ -113,7 +113,7 @@ class Stored:
         scales = self.scales.meta() if meta else self.scales.read()
         if scales.numel() == prod(codes.shape[:-2]) and codes.shape[-2] > 1:  # one for the matrix
             blocks = scales.reshape(*codes.shape[:-2], 1, 1)
-            is_block = self.format == "fp8" and max(codes.shape[-2:]) <= 128
+            is_block = self.format == "fp8" and max(codes.shape[-2:]) <= FP8_BLOCK
             scales = blocks if is_block else blocks.expand(*codes.shape[:-1], 1)
         return codes, scales
 
