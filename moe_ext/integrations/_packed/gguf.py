@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_ext.checks import require, require_one_of
 from moe_ext.integrations._packed.found_tensors import FoundTensors, Place, expert_keys
+from moe_ext.integrations._packed.gguf_package import gguf_package
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Metadata, Stored
 
@@ -87,8 +88,7 @@ def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
 
 def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -> FoundTensors:
     """Finds out what each weight of a GGUF file belongs to."""
-    import gguf
-
+    gguf = gguf_package()
     require_one_of("the architecture of a GGUF file", _KNOWN, metadata.architecture)
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(

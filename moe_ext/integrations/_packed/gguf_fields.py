@@ -10,6 +10,7 @@ import transformers
 
 from moe_ext.checks import require, require_one_of
 from moe_ext.integrations._packed.gguf import FIELDS, MODELS, YARN
+from moe_ext.integrations._packed.gguf_package import gguf_package
 
 __all__ = ["add_config", "add_tokenizer", "architecture_of"]
 
@@ -192,8 +193,6 @@ def add_tokenizer(writer: Any, source: Path | None, vocab_size: int) -> str:
         ValueError: the tokenizer is not byte-level BPE, or llama.cpp cannot split a text as it
             does.
     """
-    import gguf
-
     if source is not None and source.is_file():
         return _copy_tokenizer(writer, source)
     folder = source
@@ -209,6 +208,7 @@ def add_tokenizer(writer: Any, source: Path | None, vocab_size: int) -> str:
     rule = f"have at most the {vocab_size} tokens of the model"
     require(max(texts) < vocab_size, "the tokenizer", rule, max(texts) + 1)
     special = {index: token.special for index, token in tokenizer.added_tokens_decoder.items()}
+    gguf = gguf_package()
     kinds, types = gguf.TokenType, []
     for index in range(vocab_size):
         if index not in texts:
@@ -227,9 +227,7 @@ def add_tokenizer(writer: Any, source: Path | None, vocab_size: int) -> str:
 
 def _copy_tokenizer(writer: Any, source: Path) -> str:
     """Copies the tokenizer of a GGUF file."""
-    import gguf
-
-    fields = gguf.GGUFReader(source).fields
+    fields = gguf_package().GGUFReader(source).fields
     names = [name for name in fields if name.startswith("tokenizer.")]
     for name in names:
         types = fields[name].types

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_ext.formats import quantize
 from moe_ext.formats._layouts import FP8_BLOCK, LAYOUTS
+from moe_ext.integrations._packed.gguf_package import gguf_package
 from moe_ext.integrations._packed.stored_tensors import Stored
 
 __all__ = ["quantized_as"]
@@ -69,8 +70,7 @@ def _fp8(weight: Tensor, group: int | None, dtype: torch.dtype) -> tuple[Tensor,
 
 def _by_gguf(weight: Tensor, kind: str) -> Tensor:
     """Quantizes in a format of GGUF that `moe_ext.formats` does not have."""
-    import gguf
-
+    gguf = gguf_package()
     try:
         data = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
     except (NotImplementedError, gguf.quants.QuantError) as error:

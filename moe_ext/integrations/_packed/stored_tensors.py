@@ -18,6 +18,7 @@ from moe_ext.checks import require
 from moe_ext.formats import FormatName, dequantize
 from moe_ext.formats._layouts import FP8_BLOCK, LAYOUTS
 from moe_ext.integrations._packed.errors import errors_of_weight
+from moe_ext.integrations._packed.gguf_package import GGUF_DTYPES, GGUF_FORMATS, gguf_package
 
 __all__ = [
     "DTYPES",
@@ -129,11 +130,9 @@ class Stored:
             codes, scales = self.packed()
             return dequantize(codes, scales, format=self.format, dtype=dtype)
         if self.ggml_type is not None:
-            import gguf
-
-            data = gguf.dequantize(
-                self.codes.read().numpy(), gguf.GGMLQuantizationType[self.ggml_type]
-            )
+            gguf = gguf_package()
+            kind = gguf.GGMLQuantizationType[self.ggml_type]
+            data = gguf.dequantize(self.codes.read().numpy(), kind)
             return torch.from_numpy(data).to(dtype)
         return self.codes.read()
 
@@ -253,15 +252,6 @@ def _weights(tensors: dict[str, Bytes]) -> Iterator[tuple[str, Stored]]:
 
 # GGUF
 
-_FORMATS: dict[str, FormatName] = {
-    "MXFP4": "gguf_mxfp4",
-    "Q4_0": "gguf_q4_0",
-    "Q4_K": "gguf_q4_k",
-    "Q6_K": "gguf_q6_k",
-    "Q8_0": "gguf_q8_0",
-}
-_NUMBERS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
 
 class Metadata:
     """The fields of a GGUF file."""
@@ -290,10 +280,7 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
         ValueError: a file is incomplete.
         ImportError: the package gguf is not installed.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise ImportError(f"GGUF files need gguf (pip install gguf), got: {error}") from error
+    gguf = gguf_package()
     match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
     parts = [path]
     if match:
@@ -309,13 +296,13 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
             raise ValueError(f"{part} is not a complete GGUF file: {error}") from error
         for tensor in reader.tensors:
             kind = tensor.tensor_type.name
-            dtype = _NUMBERS.get(kind, torch.uint8)
+            dtype = GGUF_DTYPES.get(kind, torch.uint8)
             shape = tuple(int(size) for size in reversed(tensor.shape))
-            if kind not in _NUMBERS:
+            if kind not in GGUF_DTYPES:
                 size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
                 shape = (*shape[:-1], shape[-1] // size * num_bytes)
-            format = _FORMATS.get(kind)
-            ggml_type = None if format or kind in _NUMBERS else kind
+            format = GGUF_FORMATS.get(kind)
+            ggml_type = None if format or kind in GGUF_DTYPES else kind
             codes = Bytes(part, int(tensor.data_offset), dtype, shape)
             weights[tensor.name] = Stored(codes, None, format, ggml_type)
     assert metadata is not None
