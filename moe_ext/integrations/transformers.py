@@ -27,12 +27,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from moe_ext import _build, ops
 from moe_ext._ragged import offsets_of
 from moe_ext.integrations._given_lora import formed_lora, forms_needlessly, given_pairs
-from moe_ext.integrations._transformers_balance import (
-    LayerBalance,
-    ModelBalance,
-    balance,
-    experts_modules,
-)
+from moe_ext.integrations._transformers_balance import LayerBalance, ModelBalance, balance
+from moe_ext.integrations._transformers_experts import experts_modules
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface

@@ -30,7 +30,7 @@ from moe_ext.integrations._packed.gguf import find_in_gguf, gguf_config
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import read_gguf, read_safetensors
 from moe_ext.integrations._transformers_activation import activation_of
-from moe_ext.integrations._transformers_balance import experts_modules
+from moe_ext.integrations._transformers_experts import experts_modules
 
 __all__ = ["Checkpoint", "ModuleTensors", "open_checkpoint", "plain_config", "skeleton_of"]
 

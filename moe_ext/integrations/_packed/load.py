@@ -25,7 +25,7 @@ from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_attention import GROUPED_MODELS
-from moe_ext.integrations._transformers_balance import experts_modules
+from moe_ext.integrations._transformers_experts import experts_modules
 from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["describe", "load", "quantize_experts"]
