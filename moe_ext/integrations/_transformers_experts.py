@@ -1,11 +1,18 @@
-"""The experts modules in a model of Hugging Face transformers."""
+"""The experts modules in a model of Hugging Face transformers, and the names of their weights."""
 
 from torch import nn
 
 from moe_ext._counting import is_of_transformers
 from moe_ext.checks import require
 
-__all__ = ["experts_modules"]
+__all__ = ["WEIGHT_NAMES", "experts_modules", "weight_names"]
+
+WEIGHT_NAMES = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def weight_names(has_gate: object) -> list[str]:
+    """Returns the names of the weights of the two layers, for experts with a gate or without."""
+    return ["gate_up_proj" if has_gate else "up_proj", "down_proj"]
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:

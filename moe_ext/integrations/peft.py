@@ -30,6 +30,7 @@ from moe_ext.checks import require
 from moe_ext.distributed import expert_parameters
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.integrations._given_lora import GivenLoRA, give_lora
+from moe_ext.integrations._transformers_experts import WEIGHT_NAMES, weight_names
 from moe_ext.integrations.transformers import _warn_once
 from moe_ext.lora import LoRAAdapter, LoRAExperts, LoRAReport, add_lora, lora_experts
 from moe_ext.quantized import QuantizedExperts
@@ -52,7 +53,6 @@ __all__ = ["TESTED_VERSIONS", "load_adapter", "save_adapter"]
 TESTED_VERSIONS: tuple[str, ...] = ("0.21.2",)
 """The versions of PEFT that the tests ran with."""
 
-_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."  # of all names in PEFT's files
 
 
@@ -96,8 +96,8 @@ def _is_ours(module: nn.Module) -> bool:
 
 def _refusal(wrapper: Any, module: nn.Module, names: Sequence[str]) -> str | None:
     """Returns why the operator cannot take the adapters of a ParamWrapper; None if it can."""
-    if wrapper.parameter_name not in _WEIGHTS:
-        return f"the operator has adapters of {', '.join(_WEIGHTS)} alone"
+    if wrapper.parameter_name not in WEIGHT_NAMES:
+        return f"the operator has adapters of {', '.join(WEIGHT_NAMES)} alone"
     if is_parametrized(module, wrapper.parameter_name):
         return "it has another parametrization"
     parameter = wrapper.get_param()
@@ -423,8 +423,8 @@ def _require_plain(owner: str, config: Any) -> None:
 def _layers_of(owner: str, config: Any, sizes: Mapping[str, int]) -> list[int]:
     """Returns the layers that all experts in the files have; sizes: the number of each target's."""
     kinds = {name.rpartition(".")[2] for name in config.target_parameters}
-    rule = f"name {', '.join(_WEIGHTS)}"
-    require(kinds <= {*_WEIGHTS}, f"{owner}: target_parameters", rule, sorted(kinds))
+    rule = f"name {', '.join(WEIGHT_NAMES)}"
+    require(kinds <= {*WEIGHT_NAMES}, f"{owner}: target_parameters", rule, sorted(kinds))
     layers = sorted({int(name == "down_proj") for name in kinds})
     rule = f"have {len(layers)} adapted parameters for all experts"
     require({*sizes.values()} <= {len(layers)}, f"{owner}: folder", rule, dict(sizes))
@@ -440,8 +440,7 @@ def _weights_of(owner: str, experts: LoRAExperts) -> list[str]:
     """Returns the names that transformers gives to the weights of experts."""
     rule = "have two layers, as the experts of transformers"
     require(experts.base.num_layers == 2, f"{owner}: experts", rule, experts.base.num_layers)
-    gated = experts.base.activation in ops.GATED_ACTIVATIONS
-    return ["gate_up_proj" if gated else "up_proj", "down_proj"]
+    return weight_names(experts.base.activation in ops.GATED_ACTIVATIONS)
 
 
 def _default_names(model: nn.Module) -> _Names:

@@ -28,7 +28,7 @@ from moe_ext import _build, ops
 from moe_ext._ragged import offsets_of
 from moe_ext.integrations._given_lora import formed_lora, forms_needlessly, given_pairs
 from moe_ext.integrations._transformers_balance import LayerBalance, ModelBalance, balance
-from moe_ext.integrations._transformers_experts import experts_modules
+from moe_ext.integrations._transformers_experts import experts_modules, weight_names
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -146,7 +146,7 @@ def experts_forward(
         inverse=plan.inverse,
         gates=gates if norm is None else None,
         token_offsets=token_offsets,
-        lora=given_pairs(module, _names_of(module)),
+        lora=given_pairs(module, weight_names(module.has_gate)),
     )
     if norm is not None:
         y = ops.combine(norm(y), gates, plan.inverse, token_offsets)
@@ -172,13 +172,9 @@ def _warn_of_casts(module: nn.Module, weights: list[Tensor], index: Tensor) -> N
 
 def _parameters_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the weights of the two layers as the module has them, and the biases [E, columns]."""
-    names = _names_of(module)
+    names = weight_names(module.has_gate)
     weights = [getattr(module, name) for name in names]
     return weights, [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
-
-
-def _names_of(module: nn.Module) -> list[str]:
-    return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
 
 
 def _refusal(module: nn.Module, parameters: list[Tensor]) -> str | None:

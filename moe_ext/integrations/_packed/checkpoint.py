@@ -30,7 +30,7 @@ from moe_ext.integrations._packed.gguf import find_in_gguf, gguf_config
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import read_gguf, read_safetensors
 from moe_ext.integrations._transformers_activation import activation_of
-from moe_ext.integrations._transformers_experts import experts_modules
+from moe_ext.integrations._transformers_experts import experts_modules, weight_names
 
 __all__ = ["Checkpoint", "ModuleTensors", "open_checkpoint", "plain_config", "skeleton_of"]
 
@@ -227,7 +227,7 @@ def _assign(checkpoint: Checkpoint, found_tensors: FoundTensors) -> None:
     checkpoint.places = found_tensors.places
     for name, module in experts_modules(checkpoint.skeleton).items():
         parameters = found_tensors.experts[name]
-        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+        names = weight_names(module.has_gate)
         biases = [f"{weight_name}_bias" for weight_name in names] if module.has_bias else []
         for key in [*names, *biases]:
             require(key in parameters, name, f"have tensors of {key}", [*parameters])

@@ -25,7 +25,7 @@ from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_attention import GROUPED_MODELS
-from moe_ext.integrations._transformers_experts import experts_modules
+from moe_ext.integrations._transformers_experts import experts_modules, weight_names
 from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["describe", "load", "quantize_experts"]
@@ -245,7 +245,7 @@ def quantize_experts(
         if isinstance(activation, str):
             fallbacks[name] = activation
             continue
-        keys = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+        keys = weight_names(module.has_gate)
         weights = [getattr(module, key).detach() for key in keys]
         if not module.is_transposed:
             weights = [weight.mT for weight in weights]

@@ -17,7 +17,7 @@ from moe_ext.formats import PackedWeight
 from moe_ext.integrations._packed.checkpoint import plain_config, skeleton_of
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
-from moe_ext.integrations._transformers_experts import experts_modules
+from moe_ext.integrations._transformers_experts import experts_modules, weight_names
 from moe_ext.lora import LoRAExperts
 from moe_ext.quantized import QuantizedExperts
 
@@ -50,7 +50,7 @@ class MergedExperts:
         self.biases: tuple[Tensor, ...] = tuple(bias.detach() for bias in base.biases or ())
         self.plain: Any = plain
         self.num_experts: int = module.num_experts
-        self.names: list[str] = ["gate_up_proj" if self.plain.has_gate else "up_proj", "down_proj"]
+        self.names: list[str] = weight_names(self.plain.has_gate)
 
     @property
     def num_layers(self) -> int:
