@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+# Registers experts_implementation="moe_ext".
+import moe_ext.integrations.transformers  # noqa: F401
 from moe_ext import ops
 from moe_ext._counting import is_of_transformers
 from moe_ext._low_rank import joined, layer_sizes
@@ -31,7 +33,7 @@ from moe_ext.distributed import expert_parameters
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.integrations._given_lora import GivenLoRA, give_lora
 from moe_ext.integrations._transformers_experts import WEIGHT_NAMES, weight_names
-from moe_ext.integrations.transformers import _warn_once
+from moe_ext.integrations._warnings import warn_once
 from moe_ext.lora import LoRAAdapter, LoRAExperts, LoRAReport, add_lora, lora_experts
 from moe_ext.quantized import QuantizedExperts
 
@@ -68,7 +70,7 @@ def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
     if reason is not None:
         if reason:
             name, kind = self.parameter_name, type(module).__name__
-            _warn_once(
+            warn_once(
                 f"moe_ext.integrations.peft: PEFT forms W + B A of {name} in {kind}: {reason}"
             )
         with _form(self, active_adapters):

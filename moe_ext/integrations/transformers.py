@@ -17,7 +17,6 @@ class and reason.
 """
 
 import inspect
-import warnings
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from moe_ext._ragged import offsets_of
 from moe_ext.integrations._given_lora import formed_lora, forms_needlessly, given_pairs
 from moe_ext.integrations._transformers_balance import LayerBalance, ModelBalance, balance
 from moe_ext.integrations._transformers_experts import experts_modules, weight_names
+from moe_ext.integrations._warnings import warn_once
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -120,7 +120,7 @@ def experts_forward(
         return _fall_back(activation, module, hidden_states, top_k_index, top_k_weights)
     weights, biases = _parameters_of(module)
     if forms_needlessly(module):
-        _warn_once(f"PEFT forms W + B A of all experts in each call: {_REMEDY}")
+        warn_once(f"PEFT forms W + B A of all experts in each call: {_REMEDY}")
     reason = _refusal(module, [*weights, *biases])
     if reason is not None:
         return _fall_back(reason, module, hidden_states, top_k_index, top_k_weights)
@@ -163,7 +163,7 @@ def _warn_of_casts(module: nn.Module, weights: list[Tensor], index: Tensor) -> N
     dtype = torch.get_autocast_dtype(device)
     few = index.numel() <= _FEW_ROWS * weights[0].shape[0]
     if few and weights[0].dtype == torch.float32 != dtype:
-        _warn_once(
+        warn_once(
             f"experts_implementation='moe_ext': autocast casts the weights of all experts of "
             f"{type(module).__name__} in each call, which takes longer than the experts of a few "
             f"tokens; to generate, use model.to({dtype}) without autocast"
@@ -224,22 +224,12 @@ def _fall_back(
         or any(map(_is_quantized, module.parameters()))
     )
     name = "eager" if eager_only else "grouped_mm"
-    _warn_once(f"experts_implementation='moe_ext': {type(module).__name__} uses '{name}': {reason}")
+    warn_once(f"experts_implementation='moe_ext': {type(module).__name__} uses '{name}': {reason}")
     eager = inspect.unwrap(type(module).forward)
     forward = functions.get_interface(name, eager)
     with formed_lora(module):
         y: Tensor = forward(module, hidden_states, index, weights)
     return y
-
-
-_warnings: set[str] = set()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _warn_once(message: str) -> None:
-    if message not in _warnings:
-        _warnings.add(message)
-        warnings.warn(message, stacklevel=2)
 
 
 ALL_EXPERTS_FUNCTIONS.register("moe_ext", experts_forward)
