@@ -32,7 +32,14 @@ from moe_ext.integrations._packed.stored_tensors import read_gguf, read_safetens
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_experts import experts_modules, weight_names
 
-__all__ = ["Checkpoint", "ModuleTensors", "open_checkpoint", "plain_config", "skeleton_of"]
+__all__ = [
+    "Checkpoint",
+    "ModuleTensors",
+    "head_dim",
+    "open_checkpoint",
+    "plain_config",
+    "skeleton_of",
+]
 
 
 @dataclass
@@ -212,6 +219,12 @@ def plain_config(config: Any) -> Any:
     if hasattr(copied, "quantization_config"):
         del copied.quantization_config
     return copied
+
+
+def head_dim(config: Any) -> int:
+    """Returns the size of an attention head."""
+    size: int | None = getattr(config, "head_dim", None)
+    return size or int(config.hidden_size) // int(config.num_attention_heads)
 
 
 def skeleton_of(config: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 
 from moe_ext.checks import require, require_one_of
+from moe_ext.integrations._packed.checkpoint import head_dim
 from moe_ext.integrations._packed.gguf import FIELDS, MODELS, YARN
 from moe_ext.integrations._packed.gguf_package import gguf_package
 
@@ -75,8 +76,8 @@ def add_config(writer: Any, config: Any) -> None:
     for name, key in FIELDS.items():
         value = getattr(config, name, None)
         values[key] = values.get(key) if value is None else value
-    values["attention.key_length"] = _head_size(config)
-    values["attention.value_length"] = _head_size(config)
+    values["attention.key_length"] = head_dim(config)
+    values["attention.value_length"] = head_dim(config)
     if architecture == "deepseek2":
         values |= _deepseek(config)
     elif values["expert_feed_forward_length"] is None:
@@ -104,13 +105,6 @@ def add_config(writer: Any, config: Any) -> None:
 def _add(writer: Any, key: str, value: object) -> None:
     kinds = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}
     kinds.get(type(value), writer.add_uint32)(key, value)
-
-
-def _head_size(config: Any) -> int:
-    size: int = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    return size
 
 
 def _deepseek(config: Any) -> dict[str, Any]:
