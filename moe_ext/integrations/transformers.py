@@ -36,11 +36,13 @@ try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+    from moe_ext.integrations._packed.describe import describe
     from moe_ext.integrations._packed.experts import PackedExperts
     from moe_ext.integrations._packed.linear import PackedLinear
-    from moe_ext.integrations._packed.load import describe, load, quantize_experts
+    from moe_ext.integrations._packed.load import load
     from moe_ext.integrations._packed.memory_plan import MemoryPlan, memory_plan
     from moe_ext.integrations._packed.perplexity import perplexity
+    from moe_ext.integrations._packed.quantize_experts import quantize_experts
     from moe_ext.integrations._packed.save import save
     from moe_ext.integrations._transformers_activation import activation_of
     from moe_ext.integrations._transformers_attention import attention_forward
