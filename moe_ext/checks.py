@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any, SupportsFloat, SupportsIndex, TypeVar
+from typing import Any, NoReturn, SupportsFloat, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = [
     "given",
     "is_whole",
+    "refuse",
     "require",
     "require_at_least",
     "require_bool",
@@ -26,6 +27,7 @@ __all__ = [
     "require_shape",
     "require_sizes",
     "require_tensor",
+    "required",
 ]
 
 _T = TypeVar("_T")
@@ -46,7 +48,28 @@ def require(holds: bool, name: str, rule: str, value: object) -> None:
         ValueError: "<name> must <rule>, got <value>".
     """
     if not holds:
-        raise ValueError(f"{name} must {rule}, got {value!r}")
+        refuse(name, rule, value)
+
+
+def refuse(name: str, rule: str, value: object) -> NoReturn:
+    """Raises ValueError for a rule that does not hold; see `require`."""
+    raise ValueError(f"{name} must {rule}, got {value!r}")
+
+
+def required(value: _T | None, name: str, rule: str, shown: object = None) -> _T:
+    """Returns a value that must not be None.
+
+    Args:
+        value: the value.
+        name, rule: see `require`.
+        shown: the value in the message.
+
+    Raises:
+        ValueError: value is None: "<name> must <rule>, got <shown>".
+    """
+    if value is None:
+        refuse(name, rule, shown)
+    return value
 
 
 def require_one_of(name: str, choices: Collection[object], value: object) -> None:
@@ -82,7 +105,7 @@ def require_at_least(minimum: float, owner: str = "", **values: SupportsFloat) -
             name = _argument(owner, name)
             require(abs(number) < math.inf, name, "be a finite number", value)
             require(number >= minimum, name, f"be at least {minimum}", value)
-            require(False, name, _RULE, value)
+            refuse(name, _RULE, value)
         numbers.append(number)
     return tuple(numbers)
 

@@ -28,7 +28,7 @@ import moe_ext.integrations.transformers  # noqa: F401
 from moe_ext import ops
 from moe_ext._counting import is_of_transformers
 from moe_ext._low_rank import joined, layer_sizes
-from moe_ext.checks import require
+from moe_ext.checks import require, required
 from moe_ext.distributed import expert_parameters
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.integrations._given_lora import GivenLoRA, give_lora
@@ -184,8 +184,8 @@ def save_adapter(
     for path, experts in chosen.items():
         made = cast(LoRAAdapter, experts.adapters[adapter])
         options.add((made.rank, made.alpha, made.rslora))
-        target, weights = path_of(path), _weights_of(owner, experts)
-        require(target is not None, f"{owner}: names", f"return a path for {path}", target)
+        target = required(path_of(path), f"{owner}: names", f"return a path for {path}")
+        weights = _weights_of(owner, experts)
         for i, prefix in zip(made.layers, _wrappers(len(made.layers)), strict=True):
             pair = made.pair(i)
             assert pair is not None

@@ -16,7 +16,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from torch import nn
 
 from moe_ext._packed_weights import quantized
-from moe_ext.checks import require, require_one_of
+from moe_ext.checks import require, require_one_of, required
 from moe_ext.formats import FORMATS, FormatName, PackedWeight
 from moe_ext.formats._panels import PANEL_OUTPUTS
 from moe_ext.integrations._packed.errors import errors_of_weight
@@ -168,9 +168,8 @@ def _local(name: str | Path) -> Path:
         require(len(whole) == 1, str(path), rule, [file.name for file in whole])
         return whole[0]
     rule = "be a folder, a GGUF file, or a name of the hub: owner/model or owner/model/file.gguf"
-    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", str(name))
-    require(match is not None, "name_or_folder", rule, str(name))
-    assert match is not None
+    known = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", str(name))
+    match = required(known, "name_or_folder", rule, str(name))
     if match[2]:
         return Path(hf_hub_download(match[1], match[2]))
     # Folders have other formats of the same weights, and GGUF files come in many formats.

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from moe_ext.checks import require, require_one_of
+from moe_ext.checks import require, require_one_of, required
 from moe_ext.integrations._packed.found_tensors import FoundTensors, Place, expert_keys
 from moe_ext.integrations._packed.gguf_package import gguf_package
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
@@ -75,9 +75,8 @@ def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
     values["norm_topk_prob"] = True if model_type == "qwen3_moe" else None
     for name in ("bos", "eos", "pad"):
         values[f"{name}_token_id"] = metadata.token("padding" if name == "pad" else name)
-    embeddings = stored.get("token_embd.weight")
-    require(embeddings is not None, "a GGUF file", "have token_embd.weight", [*stored][:3])
-    assert embeddings is not None
+    name = "token_embd.weight"
+    embeddings = required(stored.get(name), "a GGUF file", f"have {name}", [*stored][:3])
     return transformers.AutoConfig.for_model(
         model_type,
         vocab_size=embeddings.codes.shape[0],
@@ -129,9 +128,8 @@ def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -
 
 def names_of_experts(module: str, key: str) -> list[str]:
     """Returns the names in a GGUF file of the parts of a parameter of an experts module."""
-    layer = re.search(r"\.(\d+)\.", module)
-    require(layer is not None, module, "have the number of its layer", module)
-    assert layer is not None
+    rule = "have the number of its layer"
+    layer = required(re.search(r"\.(\d+)\.", module), module, rule, module)
     suffix = "bias" if key.endswith("_bias") else "weight"
     kinds = {"gate_up_proj": ["gate", "up"], "up_proj": ["up"], "down_proj": ["down"]}
     parts = kinds[key.removesuffix("_bias")]

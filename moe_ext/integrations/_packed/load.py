@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from moe_ext._packed_weights import NO_INTEGERS, Arithmetic
-from moe_ext.checks import require
+from moe_ext.checks import refuse, require
 from moe_ext.formats import FormatName
 from moe_ext.integrations._packed.checkpoint import ModuleTensors, open_checkpoint
 from moe_ext.integrations._packed.describe import describe
@@ -101,7 +101,7 @@ def load(
     missing = sorted(info["missing_keys"])
     require(not missing, str(checkpoint.path), "have all weights", f"no {missing}")
     for name, actual, expected in sorted(info["mismatched_keys"]):
-        require(False, name, f"have shape {tuple(expected)}", tuple(actual))
+        refuse(name, f"have shape {tuple(expected)}", tuple(actual))
     for name, tensors in checkpoint.experts.items():
         skeleton = checkpoint.skeleton.get_submodule(name)
         with errors_of_weight(name):

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from moe_ext.checks import require
+from moe_ext.checks import refuse, require
 from moe_ext.files import atomic_file
-from moe_ext.formats import PackedWeight
 from moe_ext.integrations._packed.checkpoint import Checkpoint
 from moe_ext.integrations._packed.found_tensors import Place
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
@@ -145,10 +144,9 @@ class _SourceTensors:
         renamed = {value.data_ptr(): name for name, value in self._state.items()}
         for name in late:
             renamed_to = renamed.get(state[name].data_ptr())
-            rule = "be one tensor of the checkpoint, to merge its adapters"
-            whole = renamed_to is not None and self._state[renamed_to].shape == state[name].shape
-            require(whole, name, rule, "a part of another one")
-            assert renamed_to is not None
+            if renamed_to is None or self._state[renamed_to].shape != state[name].shape:
+                rule = "be one tensor of the checkpoint, to merge its adapters"
+                refuse(name, rule, "a part of another one")
             self._names[renamed_to] = name
 
     def tensors_at(self, entry: Bytes) -> Iterator[Tensor]:
@@ -234,10 +232,8 @@ class _SourceTensors:
 
     def _experts(self, place: _ExpertPlace) -> MergedExperts:
         experts = self._model.experts.get(place.module)
-        packed: PackedWeight | None = experts.packed(place.layer) if experts is not None else None
-        rule = "have packed experts as in the checkpoint"
-        require(packed is not None, place.module, rule, "other experts")
-        assert experts is not None
+        if experts is None or experts.packed(place.layer) is None:
+            refuse(place.module, "have packed experts as in the checkpoint", "other experts")
         return experts
 
 

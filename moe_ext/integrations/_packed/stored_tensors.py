@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moe_ext.checks import require
+from moe_ext.checks import require, required
 from moe_ext.formats import FormatName, dequantize
 from moe_ext.formats._layouts import FP8_BLOCK, LAYOUTS
 from moe_ext.integrations._packed.errors import errors_of_weight
@@ -170,10 +170,9 @@ def safetensors_header(path: Path) -> tuple[bytes, dict[str, Bytes]]:
     tensors = {}
     for name, entry in json.loads(header[8:]).items():
         if name != "__metadata__":
-            dtype = DTYPES.get(entry["dtype"])
+            own = entry["dtype"]
             rule = f"have a dtype of {', '.join(DTYPES)}"
-            require(dtype is not None, f"{path}: {name}", rule, entry["dtype"])
-            assert dtype is not None
+            dtype = required(DTYPES.get(own), f"{path}: {name}", rule, own)
             start = len(header) + entry["data_offsets"][0]
             tensors[name] = Bytes(path, start, dtype, tuple(entry["shape"]))
     return header, tensors
