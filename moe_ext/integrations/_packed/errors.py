@@ -10,7 +10,7 @@ __all__ = ["errors_of_function", "errors_of_weight"]
 
 @contextmanager
 def errors_of_function(name: str) -> Iterator[None]:
-    """Begins all errors of a public function with its name, so that no other code has to know it.
+    """Begins errors of a public function with its name, so that no other code has to know it.
 
     Use it as a decorator.
     """
