@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from moe_ext._compiled import unwrapped_module
-from moe_ext.checks import require, require_sizes
+from moe_ext.checks import require_sizes, required
 
 __all__ = ["ParameterCount", "count_parameters"]
 
@@ -127,8 +127,7 @@ def _experts_per_token(model: nn.Module, k: int | None) -> int:
             config.get_text_config() for config in configs if hasattr(config, "get_text_config")
         ]
         values = [getattr(text, name, None) for text in texts for name in _EXPERTS_PER_TOKEN]
-        k = next((value for value in values if isinstance(value, int)), None)
+        known = next((value for value in values if isinstance(value, int)), None)
         rule = f"be given, because the configuration has none of {', '.join(_EXPERTS_PER_TOKEN)}"
-        require(k is not None, "count_parameters: k", rule, k)
-        assert k is not None
+        k = required(known, "count_parameters: k", rule)
     return require_sizes("count_parameters", k=k)[0]

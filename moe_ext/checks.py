@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any, SupportsFloat, SupportsIndex, TypeVar
+from typing import Any, NoReturn, SupportsFloat, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = [
     "given",
     "is_whole",
+    "refuse",
     "require",
     "require_at_least",
     "require_bool",
@@ -26,6 +27,7 @@ __all__ = [
     "require_shape",
     "require_sizes",
     "require_tensor",
+    "required",
 ]
 
 _T = TypeVar("_T")
@@ -46,7 +48,28 @@ def require(holds: bool, name: str, rule: str, value: object) -> None:
         ValueError: "<name> must <rule>, got <value>".
     """
     if not holds:
-        raise ValueError(f"{name} must {rule}, got {value!r}")
+        refuse(name, rule, value)
+
+
+def refuse(name: str, rule: str, value: object) -> NoReturn:
+    """Raises ValueError for a rule that does not hold; see `require`."""
+    raise ValueError(f"{name} must {rule}, got {value!r}")
+
+
+def required(value: _T | None, name: str, rule: str, shown: object = None) -> _T:
+    """Returns a value that must not be None.
+
+    Args:
+        value: the value.
+        name, rule: see `require`.
+        shown: the value in the message.
+
+    Raises:
+        ValueError: value is None: "<name> must <rule>, got <shown>".
+    """
+    if value is None:
+        refuse(name, rule, shown)
+    return value
 
 
 def require_one_of(name: str, choices: Collection[object], value: object) -> None:
@@ -79,10 +102,10 @@ def require_at_least(minimum: float, owner: str = "", **values: SupportsFloat) -
     for name, value in values.items():
         number = _float(value)
         if not (number == 0 or _TINY <= abs(number) <= _MAX) or number < minimum:
-            name = f"{owner}: {name}" if owner else name
+            name = _argument(owner, name)
             require(abs(number) < math.inf, name, "be a finite number", value)
             require(number >= minimum, name, f"be at least {minimum}", value)
-            require(False, name, _RULE, value)
+            refuse(name, _RULE, value)
         numbers.append(number)
     return tuple(numbers)
 
@@ -93,6 +116,10 @@ def require_positive(owner: str, **values: SupportsFloat) -> tuple[float, ...]:
     for name, number in zip(values, numbers, strict=True):
         require(number > 0, f"{owner}: {name}", "be a number above 0", values[name])
     return numbers
+
+
+def _argument(owner: str, name: str) -> str:
+    return f"{owner}: {name}" if owner else name
 
 
 def _float(value: object) -> float:
@@ -153,7 +180,7 @@ def require_sizes(owner: str, minimum: int = 1, **values: SupportsIndex) -> tupl
     """Requires that every value is a whole number and at least `minimum`; returns the ints.
 
     Args:
-        owner: the class or function that takes the arguments.
+        owner: the class or function that takes the arguments; "" for options.
         minimum: the smallest allowed value.
         values: the arguments, by name. See `is_whole`.
 
@@ -161,9 +188,9 @@ def require_sizes(owner: str, minimum: int = 1, **values: SupportsIndex) -> tupl
         ValueError: "<owner>: <name> must be <rule>, got <value>".
     """
     for name, value in values.items():
-        require(is_whole(value), f"{owner}: {name}", "be a whole number", value)
-        rule = f"be at least {minimum}"
-        require(operator.index(value) >= minimum, f"{owner}: {name}", rule, value)
+        name = _argument(owner, name)
+        require(is_whole(value), name, "be a whole number", value)
+        require(operator.index(value) >= minimum, name, f"be at least {minimum}", value)
     return tuple(map(operator.index, values.values()))
 
 

@@ -10,11 +10,11 @@ from torch.autograd import Function
 
 from moe_ext import ops
 from moe_ext.checks import (
-    require,
     require_at_least,
     require_bool,
     require_shape,
     require_tensor,
+    required,
 )
 from moe_ext.ops import cv_squared
 from moe_ext.routing import Routing
@@ -327,11 +327,10 @@ class ZLoss(RouterLoss):
         self, routing: Routing, tokens_per_expert: Tensor, sequence_offsets: Tensor
     ) -> tuple[Tensor, ...]:
         """Sums the squares over this rank's tokens, and counts these; see `RouterLoss.sums`."""
-        require(routing.logits is not None, "ZLoss: logits", "be set by the gate", routing.logits)
-        assert routing.logits is not None
+        logits = required(routing.logits, "ZLoss: logits", "be set by the gate")
         # torch.compile does not support torch.logsumexp for the number of tokens of a mask.
-        highest = routing.logits.detach().amax(-1, keepdim=True)
-        log_sum = (routing.logits - highest).exp().sum(-1).log() + highest.squeeze(-1)
+        highest = logits.detach().amax(-1, keepdim=True)
+        log_sum = (logits - highest).exp().sum(-1).log() + highest.squeeze(-1)
         squares = log_sum.square()
         return squares.sum(), torch.ones_like(squares).sum()
 

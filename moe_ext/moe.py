@@ -26,6 +26,7 @@ from moe_ext._former_capacity import FormerCapacity, takes_former_capacity
 from moe_ext._meanwhile import Meanwhile
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import (
+    refuse,
     require,
     require_at_least,
     require_bool,
@@ -433,7 +434,7 @@ class MoE(FormerCapacity, nn.Module):
             if self.shared_expert is not None:
                 shared = self._shared(tokens)
         if d_output not in (None, y.shape[-1]):
-            require(False, "MoE: experts", f"return [R, d_output = {d_output}]", y.shape[-1])
+            refuse("MoE: experts", f"return [R, d_output = {d_output}]", y.shape[-1])
         if y.dtype != x.dtype:
             y = y.to(x.dtype)
         if self.num_identity_experts > 0:
@@ -539,7 +540,7 @@ class MoE(FormerCapacity, nn.Module):
         if routing.importance.shape[0] != num_choices:
             name = "MoE: num_experts + num_identity_experts + num_null_experts"
             rule = f"be {routing.importance.shape[0]}, the gate's number of experts"
-            require(False, name, rule, num_choices)
+            refuse(name, rule, num_choices)
         capacity = Capacity.from_option(self.capacity)
         if capacity is not None:
             rule = "be None with a hierarchical gate"
@@ -719,7 +720,7 @@ def _checked_index(gate: Gate, expert_index: Tensor, num_tokens: int) -> Tensor:
         same = (expert_index.sort(1).values.diff(dim=1) == 0).any(1)
         if same.any():
             rule = "have different experts for each token"
-            require(False, name, rule, expert_index[same][0].tolist())
+            refuse(name, rule, expert_index[same][0].tolist())
     return expert_index
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_ext import ops
 from moe_ext._packed_weights import Arithmetic, panels_name, parsed_name, quantized
 from moe_ext.checks import (
+    refuse,
     require,
     require_not_nested,
     require_one_of,
@@ -175,7 +176,7 @@ class QuantizedExperts(Experts):
                 weights[parsed[0]] = parsed[1]
             else:
                 rule = "have only names such as bias_0 and weight_0_mxfp4_128x64_g32_uint8"
-                require(False, f"{name}: state_dict", rule, key)
+                refuse(f"{name}: state_dict", rule, key)
         layers = [*range(len(weights))]
         complete = sorted(weights) == layers and sorted(biases) in ([], layers)
         rule = "have a weight, and a bias or none, for each layer"

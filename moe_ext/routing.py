@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require
+from moe_ext.checks import required
 
 __all__ = ["Routing"]
 
@@ -61,8 +61,7 @@ class Routing(NamedTuple):
             ValueError: logits and scores are None.
         """
         if self.scores is None:
-            require(self.logits is not None, "Routing: logits", "be set by the gate", None)
-            assert self.logits is not None
-            return torch.softmax(self.logits, dim=-1)
+            logits = required(self.logits, "Routing: logits", "be set by the gate")
+            return torch.softmax(logits, dim=-1)
         total = self.scores.sum(-1, keepdim=True)
         return self.scores / torch.where(total > 0, total, 1)

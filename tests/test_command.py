@@ -55,7 +55,7 @@ def test_chat(monkeypatch, capsys):
         run(monkeypatch, "chat", "--help")
     assert capsys.readouterr().out.startswith("usage: moe-ext chat [-h]")
     assert run(monkeypatch, "chat", "nowhere") == 2
-    assert "moe-ext chat: load: name_or_folder must be" in capsys.readouterr().err
+    assert "moe-ext chat: name_or_folder must be" in capsys.readouterr().err
 
 
 def test_chat_needs_transformers(monkeypatch, capsys):

@@ -11,7 +11,7 @@ from moe_ext import ops
 from moe_ext._compiled import eager, uncompiled
 from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
-from moe_ext.checks import require
+from moe_ext.checks import refuse
 from moe_ext.dispatch._groups import GroupExchange
 from moe_ext.dispatch._sharding import ExpertParallel, ExpertSharding
 from moe_ext.gates import Gate, HierarchicalGate
@@ -175,7 +175,7 @@ class _GroupDispatcher(Dispatcher):
         y, routing, tokens_per_expert = self._exchange(x, gate, experts, self.balanced, **options)
         if routing.kept is not None:
             rule = 'return Routing.kept = None with placement="groups"'
-            require(False, "MoE: gate", rule, f"a mask {tuple(routing.kept.shape)}")
+            refuse("MoE: gate", rule, f"a mask {tuple(routing.kept.shape)}")
         return _without_view(y), routing, tokens_per_expert
 
 

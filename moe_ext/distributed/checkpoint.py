@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from moe_ext._plain_names import names_here
-from moe_ext.checks import require, require_sizes
+from moe_ext.checks import refuse, require, require_sizes
 from moe_ext.distributed._checkpoint_folder import MAX_STEP, CheckpointFolder, sums_of, verify
 from moe_ext.distributed._parameters import require_ranks
 from moe_ext.distributed._planners import LoadPlanner, SavePlanner
@@ -332,7 +332,7 @@ class Checkpoints:
         """Raises ValueError if the ranks' process group was destroyed: torch would save alone."""
         if self._ranks.size > 1 and not dist.is_initialized():
             rule = "exist until the save has ended (call wait before destroy_process_group)"
-            require(False, "Checkpoints: process_group", rule, None)
+            refuse("Checkpoints: process_group", rule, None)
 
     def _saving(self, step: int) -> str:
         return f"saving step {step} in {self._folder.path}"

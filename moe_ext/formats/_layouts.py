@@ -29,6 +29,7 @@ FormatName = Literal[
 ]
 #: All names of packed formats.
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+FP8_BLOCK = 128  # the rows and the columns of a block of fp8
 
 
 class Packed(NamedTuple):
@@ -80,7 +81,7 @@ def dequantize(
     results, blocks = _row_blocks(weight), _row_blocks(codes)
     scales_of: Iterable[Tensor | None] = repeat(None, len(blocks))
     if scales is not None:
-        scales_of = _row_blocks(scales, 1 if blocked else _BLOCK)
+        scales_of = _row_blocks(scales, 1 if blocked else FP8_BLOCK)
     for result, block, own in zip(results, blocks, scales_of, strict=True):
         fields = layout.split(block, own)
         scale = _floats(fields.scales, fields.factors)
@@ -146,10 +147,7 @@ def quantize(weight: Tensor, format: FormatName, group: int | None = None) -> Pa
 # What the formats have in common
 
 
-_BLOCK = 128  # the rows and the columns of a block of fp8
-
-
-def _row_blocks(matrices: Tensor, size: int = _BLOCK) -> list[Tensor]:
+def _row_blocks(matrices: Tensor, size: int = FP8_BLOCK) -> list[Tensor]:
     """Splits each matrix of [..., rows, columns] into blocks of rows, small enough for a cache."""
     return [
         block.contiguous()
@@ -186,7 +184,7 @@ def _floats(numbers: Tensor, factors: Tensor | None) -> Tensor:
 
 def _over_groups(numbers: Tensor, inputs: int, blocked: bool) -> Tensor:
     """Repeats the number of each group [rows, groups] for its inputs: [rows, in]."""
-    group = _BLOCK if blocked else inputs // max(numbers.shape[1], 1)
+    group = FP8_BLOCK if blocked else inputs // max(numbers.shape[1], 1)
     return numbers.repeat_interleave(group, 1)[:, :inputs]
 
 
@@ -228,7 +226,7 @@ class FormatLayout:
         by_row, rule = _fits_rows(shape, inputs, self.group, tuple(scales.shape))
         blocked = False
         if format == "fp8":
-            blocks = (*shape[:-2], -(-shape[-2] // _BLOCK), -(-inputs // _BLOCK))
+            blocks = (*shape[:-2], -(-shape[-2] // FP8_BLOCK), -(-inputs // FP8_BLOCK))
             blocked = tuple(scales.shape) == blocks  # also if they could be those of a single row
             rule += f", or {blocks}"
         require(by_row or blocked, "dequantize: scales", rule, tuple(scales.shape))
@@ -349,7 +347,7 @@ def _encode_integers(weight: Tensor, group: int | None, bits: int) -> Packed:
 
 def _encode_fp8(weight: Tensor, group: int | None) -> Packed:
     inputs = weight.shape[1]
-    size = group or _BLOCK
+    size = group or FP8_BLOCK
     groups = _groups(pad(weight.float(), (0, -inputs % size)), size)
     scales = _largest(groups) / 448
     if group is None:

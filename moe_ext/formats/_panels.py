@@ -9,12 +9,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ext.checks import require, require_one_of, require_tensor
-from moe_ext.formats._layouts import FORMATS, LAYOUTS, Fields, FormatName, Packed, dequantize
+from moe_ext.formats._layouts import (
+    FORMATS,
+    FP8_BLOCK,
+    LAYOUTS,
+    Fields,
+    FormatName,
+    Packed,
+    dequantize,
+)
 
 PANEL_OUTPUTS = 16
 _INPUTS = 8  # whose codes are together
 _ALIGNMENT = 64  # of a panel in bytes
-_BLOCK = 128  # the rows and the columns of a block of fp8
 
 
 class PackedWeight(NamedTuple):
@@ -64,7 +71,7 @@ class PackedWeight(NamedTuple):
         for e in range(shape[0]):
             own = None if scales is None else scales[e]
             if own is not None and blocked:
-                own = own.repeat_interleave(_BLOCK, 0)[: shape[1]]
+                own = own.repeat_interleave(FP8_BLOCK, 0)[: shape[1]]
             panels[e] = weight._join(layout.split(codes[e].contiguous(), own))
         return weight._replace(panels=panels)
 
@@ -87,7 +94,7 @@ class PackedWeight(NamedTuple):
         require(codes.dim() == 3, "PackedWeight: codes", "have the shape [E, out, n]", shape)
         layout = LAYOUTS[format]
         inputs, blocked = layout.check(format, codes, scales)
-        group = layout.group or _BLOCK
+        group = layout.group or FP8_BLOCK
         if layout.group is None and scales is not None and not blocked:
             group = inputs // scales.shape[-1]
         rule = f"belong to a multiple of {_INPUTS} inputs, or to all of a row"
@@ -104,7 +111,7 @@ class PackedWeight(NamedTuple):
         for panels in self.panels if len(self.panels) else self.panels.new_zeros(self.shape(1)):
             fields = self._split(panels)
             if self.blocked:
-                fields = fields._replace(scales=fields.scales[::_BLOCK])
+                fields = fields._replace(scales=fields.scales[::FP8_BLOCK])
             packed = layout.join(fields)
             codes.append(packed.codes)
             if packed.scales is not None:

@@ -12,7 +12,7 @@ from torch.types import Device
 
 from moe_ext import ops
 from moe_ext.checks import (
-    require,
+    refuse,
     require_dtype,
     require_floating,
     require_k,
@@ -144,7 +144,7 @@ class Gate(nn.Module):
             require_not_nested(type(self).__name__, x=x)
         if x.dim() != 2 or x.shape[1] != self.d_model:
             rule = f"have shape [T, d_model = {self.d_model}]"
-            require(False, f"{type(self).__name__}: x", rule, tuple(x.shape))
+            refuse(f"{type(self).__name__}: x", rule, tuple(x.shape))
         if not x.is_floating_point():
             require_floating(type(self).__name__, x)
 

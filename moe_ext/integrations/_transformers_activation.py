@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.integrations.moe import use_experts_implementation
 
 from moe_ext import ops
+from moe_ext.integrations._transformers_experts import WEIGHT_NAMES
 
 __all__ = ["KnownActivation", "activation_of"]
 
@@ -80,8 +81,8 @@ def _unknown_part(module: nn.Module) -> str | None:
     for name, default in _UNKNOWN_FLAGS.items():
         if (value := getattr(module, name, default)) != default:
             return f"the flag {name} = {value} is unknown"
-    layers = ("gate_up_proj", "up_proj", "down_proj")
-    known = {*layers, *(f"{name}_bias" for name in layers), "post_expert_norm", "parametrizations"}
+    biases = {f"{name}_bias" for name in WEIGHT_NAMES}
+    known = {*WEIGHT_NAMES, *biases, "post_expert_norm", "parametrizations"}
     for name, _ in module.named_parameters():
         if name.split(".")[0] not in known:
             return f"the parameter {name} is unknown"

@@ -11,30 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_ext import ops
-from moe_ext._counting import is_of_transformers
 from moe_ext._plain_names import plain_names
 from moe_ext.checks import require, require_at_least
+from moe_ext.integrations._transformers_experts import experts_modules
 from moe_ext.losses import cv_squared, importance_loss
 
-__all__ = ["LayerBalance", "ModelBalance", "balance", "experts_modules"]
-
-
-def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Finds the modules that hold the experts of each mixture layer of a transformers model.
-
-    Such a module is called with hidden_states [T, D], top_k_index [T, K] and top_k_weights [T, K].
-    Its class has the decorator ``use_experts_implementation`` of transformers 5.
-
-    Returns:
-        The modules by name, in the order of the model.
-
-    Raises:
-        ValueError: the model has no such module.
-    """
-    modules = {name: module for name, module in model.named_modules() if is_of_transformers(module)}
-    rule = "have a module with the experts interface of transformers"
-    require(bool(modules), "experts_modules: model", rule, type(model).__name__)
-    return modules
+__all__ = ["LayerBalance", "ModelBalance", "balance"]
 
 
 def balance(model: nn.Module, w_importance: float = 0.0) -> "ModelBalance":

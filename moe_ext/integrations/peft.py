@@ -23,14 +23,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+# Registers experts_implementation="moe_ext".
+import moe_ext.integrations.transformers  # noqa: F401
 from moe_ext import ops
 from moe_ext._counting import is_of_transformers
 from moe_ext._low_rank import joined, layer_sizes
-from moe_ext.checks import require
+from moe_ext.checks import require, required
 from moe_ext.distributed import expert_parameters
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.integrations._given_lora import GivenLoRA, give_lora
-from moe_ext.integrations.transformers import _warn_once
+from moe_ext.integrations._transformers_experts import WEIGHT_NAMES, weight_names
+from moe_ext.integrations._warnings import warn_once
 from moe_ext.lora import LoRAAdapter, LoRAExperts, LoRAReport, add_lora, lora_experts
 from moe_ext.quantized import QuantizedExperts
 
@@ -52,7 +55,6 @@ __all__ = ["TESTED_VERSIONS", "load_adapter", "save_adapter"]
 TESTED_VERSIONS: tuple[str, ...] = ("0.21.2",)
 """The versions of PEFT that the tests ran with."""
 
-_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."  # of all names in PEFT's files
 
 
@@ -68,7 +70,7 @@ def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
     if reason is not None:
         if reason:
             name, kind = self.parameter_name, type(module).__name__
-            _warn_once(
+            warn_once(
                 f"moe_ext.integrations.peft: PEFT forms W + B A of {name} in {kind}: {reason}"
             )
         with _form(self, active_adapters):
@@ -96,8 +98,8 @@ def _is_ours(module: nn.Module) -> bool:
 
 def _refusal(wrapper: Any, module: nn.Module, names: Sequence[str]) -> str | None:
     """Returns why the operator cannot take the adapters of a ParamWrapper; None if it can."""
-    if wrapper.parameter_name not in _WEIGHTS:
-        return f"the operator has adapters of {', '.join(_WEIGHTS)} alone"
+    if wrapper.parameter_name not in WEIGHT_NAMES:
+        return f"the operator has adapters of {', '.join(WEIGHT_NAMES)} alone"
     if is_parametrized(module, wrapper.parameter_name):
         return "it has another parametrization"
     parameter = wrapper.get_param()
@@ -182,8 +184,8 @@ def save_adapter(
     for path, experts in chosen.items():
         made = cast(LoRAAdapter, experts.adapters[adapter])
         options.add((made.rank, made.alpha, made.rslora))
-        target, weights = path_of(path), _weights_of(owner, experts)
-        require(target is not None, f"{owner}: names", f"return a path for {path}", target)
+        target = required(path_of(path), f"{owner}: names", f"return a path for {path}")
+        weights = _weights_of(owner, experts)
         for i, prefix in zip(made.layers, _wrappers(len(made.layers)), strict=True):
             pair = made.pair(i)
             assert pair is not None
@@ -423,8 +425,8 @@ def _require_plain(owner: str, config: Any) -> None:
 def _layers_of(owner: str, config: Any, sizes: Mapping[str, int]) -> list[int]:
     """Returns the layers that all experts in the files have; sizes: the number of each target's."""
     kinds = {name.rpartition(".")[2] for name in config.target_parameters}
-    rule = f"name {', '.join(_WEIGHTS)}"
-    require(kinds <= {*_WEIGHTS}, f"{owner}: target_parameters", rule, sorted(kinds))
+    rule = f"name {', '.join(WEIGHT_NAMES)}"
+    require(kinds <= {*WEIGHT_NAMES}, f"{owner}: target_parameters", rule, sorted(kinds))
     layers = sorted({int(name == "down_proj") for name in kinds})
     rule = f"have {len(layers)} adapted parameters for all experts"
     require({*sizes.values()} <= {len(layers)}, f"{owner}: folder", rule, dict(sizes))
@@ -440,8 +442,7 @@ def _weights_of(owner: str, experts: LoRAExperts) -> list[str]:
     """Returns the names that transformers gives to the weights of experts."""
     rule = "have two layers, as the experts of transformers"
     require(experts.base.num_layers == 2, f"{owner}: experts", rule, experts.base.num_layers)
-    gated = experts.base.activation in ops.GATED_ACTIVATIONS
-    return ["gate_up_proj" if gated else "up_proj", "down_proj"]
+    return weight_names(experts.base.activation in ops.GATED_ACTIVATIONS)
 
 
 def _default_names(model: nn.Module) -> _Names:

@@ -17,7 +17,6 @@ class and reason.
 """
 
 import inspect
-import warnings
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +26,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from moe_ext import _build, ops
 from moe_ext._ragged import offsets_of
 from moe_ext.integrations._given_lora import formed_lora, forms_needlessly, given_pairs
-from moe_ext.integrations._transformers_balance import (
-    LayerBalance,
-    ModelBalance,
-    balance,
-    experts_modules,
-)
+from moe_ext.integrations._transformers_balance import LayerBalance, ModelBalance, balance
+from moe_ext.integrations._transformers_experts import experts_modules, weight_names
+from moe_ext.integrations._warnings import warn_once
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -40,11 +36,13 @@ try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+    from moe_ext.integrations._packed.describe import describe
     from moe_ext.integrations._packed.experts import PackedExperts
     from moe_ext.integrations._packed.linear import PackedLinear
-    from moe_ext.integrations._packed.load import describe, load, quantize_experts
+    from moe_ext.integrations._packed.load import load
     from moe_ext.integrations._packed.memory_plan import MemoryPlan, memory_plan
     from moe_ext.integrations._packed.perplexity import perplexity
+    from moe_ext.integrations._packed.quantize_experts import quantize_experts
     from moe_ext.integrations._packed.save import save
     from moe_ext.integrations._transformers_activation import activation_of
     from moe_ext.integrations._transformers_attention import attention_forward
@@ -124,7 +122,7 @@ def experts_forward(
         return _fall_back(activation, module, hidden_states, top_k_index, top_k_weights)
     weights, biases = _parameters_of(module)
     if forms_needlessly(module):
-        _warn_once(f"PEFT forms W + B A of all experts in each call: {_REMEDY}")
+        warn_once(f"PEFT forms W + B A of all experts in each call: {_REMEDY}")
     reason = _refusal(module, [*weights, *biases])
     if reason is not None:
         return _fall_back(reason, module, hidden_states, top_k_index, top_k_weights)
@@ -150,7 +148,7 @@ def experts_forward(
         inverse=plan.inverse,
         gates=gates if norm is None else None,
         token_offsets=token_offsets,
-        lora=given_pairs(module, _names_of(module)),
+        lora=given_pairs(module, weight_names(module.has_gate)),
     )
     if norm is not None:
         y = ops.combine(norm(y), gates, plan.inverse, token_offsets)
@@ -167,7 +165,7 @@ def _warn_of_casts(module: nn.Module, weights: list[Tensor], index: Tensor) -> N
     dtype = torch.get_autocast_dtype(device)
     few = index.numel() <= _FEW_ROWS * weights[0].shape[0]
     if few and weights[0].dtype == torch.float32 != dtype:
-        _warn_once(
+        warn_once(
             f"experts_implementation='moe_ext': autocast casts the weights of all experts of "
             f"{type(module).__name__} in each call, which takes longer than the experts of a few "
             f"tokens; to generate, use model.to({dtype}) without autocast"
@@ -176,13 +174,9 @@ def _warn_of_casts(module: nn.Module, weights: list[Tensor], index: Tensor) -> N
 
 def _parameters_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the weights of the two layers as the module has them, and the biases [E, columns]."""
-    names = _names_of(module)
+    names = weight_names(module.has_gate)
     weights = [getattr(module, name) for name in names]
     return weights, [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
-
-
-def _names_of(module: nn.Module) -> list[str]:
-    return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
 
 
 def _refusal(module: nn.Module, parameters: list[Tensor]) -> str | None:
@@ -232,22 +226,12 @@ def _fall_back(
         or any(map(_is_quantized, module.parameters()))
     )
     name = "eager" if eager_only else "grouped_mm"
-    _warn_once(f"experts_implementation='moe_ext': {type(module).__name__} uses '{name}': {reason}")
+    warn_once(f"experts_implementation='moe_ext': {type(module).__name__} uses '{name}': {reason}")
     eager = inspect.unwrap(type(module).forward)
     forward = functions.get_interface(name, eager)
     with formed_lora(module):
         y: Tensor = forward(module, hidden_states, index, weights)
     return y
-
-
-_warnings: set[str] = set()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _warn_once(message: str) -> None:
-    if message not in _warnings:
-        _warnings.add(message)
-        warnings.warn(message, stacklevel=2)
 
 
 ALL_EXPERTS_FUNCTIONS.register("moe_ext", experts_forward)

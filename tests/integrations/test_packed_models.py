@@ -221,7 +221,7 @@ def test_a_missing_folder_that_looks_like_a_name_of_the_hub(monkeypatch):
     with pytest.raises(FileNotFoundError, match="no connection") as raised:
         load("models/tuned")
     assert raised.value.__notes__ == [
-        "load: models/tuned is no file or folder here, but a name of the hub"
+        "models/tuned is no file or folder here, but a name of the hub"
     ]
 
 
@@ -488,7 +488,7 @@ def test_wrong_tensors(name, fp8, tmp_path):
     edit, message = HOSTILE[name]
     with pytest.raises(ValueError) as raised:
         load(edited(fp8[0], tmp_path, edit))
-    assert message in str(raised.value)
+    assert str(raised.value).startswith("load: ") and message in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -530,6 +530,36 @@ def test_incomplete_files(fp8, tmp_path):
         load(folder)
     with pytest.raises(ValueError, match="must be a folder, a GGUF file, or a name of the hub"):
         load(tmp_path / "none")
+
+
+def test_errors_begin_with_the_function_that_was_called(fp8, tmp_path, monkeypatch):
+    folder = tmp_path / "copy"
+    shutil.copytree(fp8[0], folder)
+    model, gguf = load(folder), tmp_path / "model.gguf"
+    write_gguf(gguf, "qwen3_moe", TYPES.Q8_0)
+    path = folder / "model-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for name, call in {
+        "load": lambda: load(folder),
+        "memory_plan": lambda: plug.memory_plan(folder),
+        "save": lambda: plug.save(model, tmp_path / "saved"),
+    }.items():
+        message = f"^{name}: {re.escape(str(path))} is not a complete safetensors file: "
+        with pytest.raises(ValueError, match=message):
+            call()
+    for name, call in {
+        "load": lambda: load(gguf),
+        "memory_plan": lambda: plug.memory_plan(gguf),
+        "save": lambda: plug.save(model, tmp_path / "saved.gguf", "gguf_q8_0"),
+    }.items():
+        message = f"^{name}: GGUF files need gguf .pip install gguf., got: "
+        with pytest.raises(ImportError, match=message):
+            call()
+    with pytest.raises(ValueError, match="^memory_plan: batch must be at least 1, got 0"):
+        plug.memory_plan(folder, batch=0)
+    with pytest.raises(ValueError, match="^save: shard_size must be at least 1, got 0"):
+        plug.save(model, tmp_path / "saved", shard_size=0)
 
 
 def test_incomplete_and_unknown_gguf_files(tmp_path):
@@ -611,7 +641,8 @@ def test_integer_arithmetic(fp8, tmp_path, capsys):
 def test_chat_errors(tmp_path, capsys):
     chat = importlib.import_module("moe_ext.chat")
     assert chat.main([str(tmp_path)]) == 2
-    assert "moe-ext chat: load: " in capsys.readouterr().err
+    message = f"moe-ext chat: {tmp_path} must have a config.json, got 'none'\n"
+    assert message == capsys.readouterr().err
 
 
 def test_chat_without_a_tokenizer_loads_no_weights(tmp_path, monkeypatch, capsys):

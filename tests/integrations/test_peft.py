@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from moe_ext import FeedForwardExperts, add_lora
+from moe_ext.integrations import _warnings
 from moe_ext.integrations import transformers as integration
 from moe_ext.lora import disable_lora, lora_experts
 
@@ -229,7 +230,7 @@ def test_training_equals_peft(model_type, tmp_path, formed):
 
 @pytest.fixture
 def fresh_warnings(monkeypatch):
-    monkeypatch.setattr(integration, "_warnings", set())
+    monkeypatch.setattr(_warnings, "_messages", set())
 
 
 def test_adapters_of_a_bias(fresh_warnings, formed):

@@ -30,6 +30,7 @@ from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, token
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
 activations = importlib.import_module("moe_ext.integrations._transformers_activation")
+once = importlib.import_module("moe_ext.integrations._warnings")
 
 MODELS = Path(transformers.__file__).parent / "models"
 NUM_EXPERTS, K = 5, 2
@@ -145,7 +146,7 @@ def assert_equal_to_eager(experts, x, index, gates, tolerance=1e-10):
 @pytest.fixture(autouse=True)
 def no_warnings():
     """Hides the warnings of modules that fall back."""
-    plug._warnings.clear()
+    once._messages.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="experts_implementation='moe_ext'")
         yield
@@ -309,7 +310,7 @@ def test_fp8_models_fall_back(monkeypatch):
     model = fp8.replace_with_fp8_linear(tiny(), None, transformers.FineGrainedFP8Config())
     experts = next(iter(plug.experts_modules(model).values()))
     assert experts.gate_up_proj.dtype == torch.float8_e4m3fn
-    monkeypatch.setattr(plug, "_warnings", set())
+    monkeypatch.setattr(once, "_messages", set())
     for scheme, name in (("dynamic", "grouped_mm"), ("static", "eager")):
         experts.activation_scheme = scheme
         called = lambda module, x, index, weights: x + 1  # noqa: E731
@@ -345,7 +346,7 @@ def test_decoding_under_autocast_warns_once():
     step = tokens()[:, :1]
 
     def warnings_of(model, ids, grad=False, enabled=True):
-        plug._warnings.clear()
+        once._messages.clear()
         with warnings.catch_warnings(record=True) as caught, torch.set_grad_enabled(grad):
             warnings.simplefilter("always")
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):

@@ -24,6 +24,7 @@ from moe_ext import (
     ZLoss,
     presets,
 )
+from moe_ext.checks import required
 from moe_ext.distributed import ExpertParallel
 from moe_ext.gates import AdaptiveGate
 
@@ -411,3 +412,11 @@ def test_numbers_of_other_libraries(call):
 def test_widths_that_are_accepted():
     assert layer(experts=Wide(4), num_null_experts=1).experts.d_output == 4
     assert layer(parallel=ExpertParallel(None, num_chunks=2)).sharding.exchange is None
+
+
+def test_a_required_value():
+    assert required(0, "f: x", "be given") == 0
+    with pytest.raises(ValueError, match="^f: x must be given, got None$"):
+        required(None, "f: x", "be given")
+    with pytest.raises(ValueError, match="^f: x must name a file, got 'y'$"):
+        required(None, "f: x", "name a file", "y")

@@ -320,12 +320,13 @@ class Problem:
                 if compiled
                 else transformers.DynamicCache(config=model.config)
             )
-            model(input_ids=self.prompt[None], past_key_values=cache, logits_to_keep=1)
+            # By position, because the name of the cache depends on the release of transformers.
+            model(self.prompt[None], None, None, cache, logits_to_keep=1)
             self.caches[implementation] = cache
         cache, logits = self.caches[implementation], []
         call = self.compiled() if compiled else model
         for token in self.next:
-            output = call(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
+            output = call(token.view(1, 1), None, None, cache, use_cache=True)
             logits.append(output.logits[0, -1].float())
         cache.crop(-STEPS)
         return logits

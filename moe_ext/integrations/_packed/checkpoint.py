@@ -16,9 +16,10 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from torch import nn
 
 from moe_ext._packed_weights import quantized
-from moe_ext.checks import require, require_one_of
+from moe_ext.checks import require, require_one_of, required
 from moe_ext.formats import FORMATS, FormatName, PackedWeight
 from moe_ext.formats._panels import PANEL_OUTPUTS
+from moe_ext.integrations._packed.errors import errors_of_weight
 from moe_ext.integrations._packed.found_tensors import (
     FoundTensors,
     Place,
@@ -27,11 +28,18 @@ from moe_ext.integrations._packed.found_tensors import (
 )
 from moe_ext.integrations._packed.gguf import find_in_gguf, gguf_config
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
-from moe_ext.integrations._packed.stored_tensors import errors_of, read_gguf, read_safetensors
+from moe_ext.integrations._packed.stored_tensors import read_gguf, read_safetensors
 from moe_ext.integrations._transformers_activation import activation_of
-from moe_ext.integrations._transformers_balance import experts_modules
+from moe_ext.integrations._transformers_experts import experts_modules, weight_names
 
-__all__ = ["Checkpoint", "ModuleTensors", "open_checkpoint", "plain_config", "skeleton_of"]
+__all__ = [
+    "Checkpoint",
+    "ModuleTensors",
+    "head_dim",
+    "open_checkpoint",
+    "plain_config",
+    "skeleton_of",
+]
 
 
 @dataclass
@@ -104,12 +112,12 @@ class Checkpoint:
         """Returns the linear layers that are packed, each with its layout; see `load`."""
         if isinstance(choice, bool):
             return {path: own for path, own in self.linear.items() if choice and own.layout}
-        require_one_of("load: packed_linear", FORMATS, choice)
+        require_one_of("packed_linear", FORMATS, choice)
         layers = {}
         for path, own in self.linear.items():
             if own.layout is None:
                 weight = self.skeleton.get_submodule(path).weight
-                with errors_of(path):
+                with errors_of_weight(path):
                     layout = quantized("its weight", weight[None].mT, choice)
                 own = own._replace(layout=layout, is_quantized=True)
             layers[path] = own
@@ -121,14 +129,14 @@ def open_checkpoint(name_or_folder: str | Path, config: Any = None) -> Checkpoin
     try:
         path = _local(name_or_folder)
     except OSError as error:
-        error.add_note(f"load: {name_or_folder} is no file or folder here, but a name of the hub")
+        error.add_note(f"{name_or_folder} is no file or folder here, but a name of the hub")
         raise
     if path.is_file():
         metadata, stored = read_gguf(path)
         config = _config(path, config) or gguf_config(metadata, stored)
     else:
         config = _config(path, config)
-        require(config is not None, f"load: {path}", "have a config.json", "none")
+        require(config is not None, str(path), "have a config.json", "none")
         stored = read_safetensors(path)
     for name, weight in stored.items():
         weight.check(name)
@@ -149,7 +157,7 @@ def _local(name: str | Path) -> Path:
     """Returns the folder or file; downloads a model of the hub."""
     path = Path(name)
     if path.is_file():
-        require(path.suffix == ".gguf", "load: a file", "have the suffix .gguf", str(path))
+        require(path.suffix == ".gguf", "a file", "have the suffix .gguf", str(path))
         return path
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
@@ -157,12 +165,11 @@ def _local(name: str | Path) -> Path:
             return path
         whole = [file for file in files if not re.search(r"-(?!00001)\d{5}-of-\d{5}$", file.stem)]
         rule = "have safetensors files or one GGUF file; or pass the file"
-        require(len(whole) == 1, f"load: {path}", rule, [file.name for file in whole])
+        require(len(whole) == 1, str(path), rule, [file.name for file in whole])
         return whole[0]
     rule = "be a folder, a GGUF file, or a name of the hub: owner/model or owner/model/file.gguf"
-    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", str(name))
-    require(match is not None, "load: name_or_folder", rule, str(name))
-    assert match is not None
+    known = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", str(name))
+    match = required(known, "name_or_folder", rule, str(name))
     if match[2]:
         return Path(hf_hub_download(match[1], match[2]))
     # Folders have other formats of the same weights, and GGUF files come in many formats.
@@ -186,12 +193,12 @@ def _require_known(path: Path, quantization: Any) -> None:
     """Requires that a quantization of a configuration is known."""
     values = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = values.get("quant_method")
-    require_one_of(f"load: {path}: quant_method", _METHODS, getattr(method, "value", method))
+    require_one_of(f"{path}: quant_method", _METHODS, getattr(method, "value", method))
     for name, group in (values.get("config_groups") or {}).items():
         bits = (group.get("weights") or {}).get("num_bits")
         packed = "pack" in (group.get("format") or values.get("format") or "")
         widths = (4,) if packed else (4, 8)
-        require_one_of(f"load: {path}: num_bits of {name}", widths, bits)
+        require_one_of(f"{path}: num_bits of {name}", widths, bits)
 
 
 def _require_mixture(path: Path, skeleton: nn.Module) -> None:
@@ -200,7 +207,7 @@ def _require_mixture(path: Path, skeleton: nn.Module) -> None:
         experts_modules(skeleton)
     except ValueError as error:
         raise ValueError(
-            f"load: {path} must be a mixture of experts with the experts interface of "
+            f"{path} must be a mixture of experts with the experts interface of "
             f"transformers, got {type(skeleton).__name__}; from_pretrained loads other models"
         ) from error
 
@@ -211,6 +218,12 @@ def plain_config(config: Any) -> Any:
     if hasattr(copied, "quantization_config"):
         del copied.quantization_config
     return copied
+
+
+def head_dim(config: Any) -> int:
+    """Returns the size of an attention head."""
+    size: int | None = getattr(config, "head_dim", None)
+    return size or int(config.hidden_size) // int(config.num_attention_heads)
 
 
 def skeleton_of(config: Any) -> Any:
@@ -226,10 +239,10 @@ def _assign(checkpoint: Checkpoint, found_tensors: FoundTensors) -> None:
     checkpoint.places = found_tensors.places
     for name, module in experts_modules(checkpoint.skeleton).items():
         parameters = found_tensors.experts[name]
-        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+        names = weight_names(module.has_gate)
         biases = [f"{weight_name}_bias" for weight_name in names] if module.has_bias else []
         for key in [*names, *biases]:
-            require(key in parameters, f"load: {name}", f"have tensors of {key}", [*parameters])
+            require(key in parameters, name, f"have tensors of {key}", [*parameters])
         reason = _not_packable(module, [parameters[key] for key in names])
         if reason is not None:
             checkpoint.fallbacks[name] = reason
@@ -281,13 +294,13 @@ def _require_shapes(name: str, module: nn.Module, weights: dict[str, LayerTensor
     for key, tensors in weights.items():
         counts, expected = tensors.num_experts(), module.num_experts
         rule = f"have {expected} experts"
-        require({*counts} == {expected}, f"load: {name}.{key}", rule, counts)
+        require({*counts} == {expected}, f"{name}.{key}", rule, counts)
         for part in tensors.parts:
             shapes = sorted({w.codes.shape for w in part}) if isinstance(part, list) else []
-            require(len(shapes) <= 1, f"load: {name}.{key}", "have experts of one shape", shapes)
+            require(len(shapes) <= 1, f"{name}.{key}", "have experts of one shape", shapes)
         shape = tuple(getattr(module, key).shape[1:])
         outputs, inputs = reversed(shape) if module.is_transposed else shape
         layout = tensors.layout()
         actual = layout.outputs, layout.inputs
         rule = f"have {outputs} x {inputs} values for each expert"
-        require(actual == (outputs, inputs), f"load: {name}.{key}", rule, actual)
+        require(actual == (outputs, inputs), f"{name}.{key}", rule, actual)

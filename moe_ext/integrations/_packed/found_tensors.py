@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Stored
-from moe_ext.integrations._transformers_balance import experts_modules
+from moe_ext.integrations._transformers_experts import WEIGHT_NAMES, experts_modules
 
 __all__ = ["FoundTensors", "Place", "Read", "expert_keys", "find_in_safetensors"]
 
@@ -67,12 +67,11 @@ class FoundTensors:
 
 def expert_keys(skeleton: Any) -> list[tuple[str, str]]:
     """Returns the module and the name of each weight and bias of experts."""
-    keys = ("gate_up_proj", "up_proj", "down_proj")
     return [
         (name, key)
         for name, module in experts_modules(skeleton).items()
         for key, _ in module.named_parameters(recurse=False)
-        if key.removesuffix("_bias") in keys
+        if key.removesuffix("_bias") in WEIGHT_NAMES
     ]
 
 

@@ -10,8 +10,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from moe_ext.checks import require, require_one_of
+from moe_ext.checks import require, require_one_of, required
 from moe_ext.integrations._packed.found_tensors import FoundTensors, Place, expert_keys
+from moe_ext.integrations._packed.gguf_package import gguf_package
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Metadata, Stored
 
@@ -54,9 +55,9 @@ _ROPE = {**YARN, "rope_theta": "rope.freq_base", "rope_type": "rope.scaling.type
 def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
     """Returns the configuration that the fields of a GGUF file describe."""
     architecture = metadata.architecture
-    require_one_of("load: the architecture of a GGUF file", _KNOWN, architecture)
+    require_one_of("the architecture of a GGUF file", _KNOWN, architecture)
     rule = f"be a folder with the config.json of the model for GGUF files of {architecture}"
-    require(architecture in MODELS, "load: config", rule, None)
+    require(architecture in MODELS, "config", rule, None)
     model_type = MODELS[architecture]
     usual = transformers.AutoConfig.for_model(model_type)
     values = {name: metadata.get(key) for name, key in FIELDS.items() if hasattr(usual, name)}
@@ -74,9 +75,8 @@ def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
     values["norm_topk_prob"] = True if model_type == "qwen3_moe" else None
     for name in ("bos", "eos", "pad"):
         values[f"{name}_token_id"] = metadata.token("padding" if name == "pad" else name)
-    embeddings = stored.get("token_embd.weight")
-    require(embeddings is not None, "load: a GGUF file", "have token_embd.weight", [*stored][:3])
-    assert embeddings is not None
+    name = "token_embd.weight"
+    embeddings = required(stored.get(name), "a GGUF file", f"have {name}", [*stored][:3])
     return transformers.AutoConfig.for_model(
         model_type,
         vocab_size=embeddings.codes.shape[0],
@@ -87,9 +87,8 @@ def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
 
 def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -> FoundTensors:
     """Finds out what each weight of a GGUF file belongs to."""
-    import gguf
-
-    require_one_of("load: the architecture of a GGUF file", _KNOWN, metadata.architecture)
+    gguf = gguf_package()
+    require_one_of("the architecture of a GGUF file", _KNOWN, metadata.architecture)
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(
         architectures[metadata.architecture], skeleton.config.num_hidden_layers
@@ -129,9 +128,8 @@ def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -
 
 def names_of_experts(module: str, key: str) -> list[str]:
     """Returns the names in a GGUF file of the parts of a parameter of an experts module."""
-    layer = re.search(r"\.(\d+)\.", module)
-    require(layer is not None, f"load: {module}", "have the number of its layer", module)
-    assert layer is not None
+    rule = "have the number of its layer"
+    layer = required(re.search(r"\.(\d+)\.", module), module, rule, module)
     suffix = "bias" if key.endswith("_bias") else "weight"
     kinds = {"gate_up_proj": ["gate", "up"], "up_proj": ["up"], "down_proj": ["down"]}
     parts = kinds[key.removesuffix("_bias")]

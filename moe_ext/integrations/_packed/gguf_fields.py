@@ -9,7 +9,9 @@ from typing import Any
 import transformers
 
 from moe_ext.checks import require, require_one_of
+from moe_ext.integrations._packed.checkpoint import head_dim
 from moe_ext.integrations._packed.gguf import FIELDS, MODELS, YARN
+from moe_ext.integrations._packed.gguf_package import gguf_package
 
 __all__ = ["add_config", "add_tokenizer", "architecture_of"]
 
@@ -55,7 +57,7 @@ _SOFTMAX, _SIGMOID = 1, 2  # the functions of gates in GGUF
 
 def architecture_of(config: Any) -> str:
     """Returns the name of GGUF for a type of model."""
-    require_one_of("save: the model_type for GGUF", _ARCHITECTURES, config.model_type)
+    require_one_of("the model_type for GGUF", _ARCHITECTURES, config.model_type)
     return _ARCHITECTURES[config.model_type]
 
 
@@ -69,15 +71,13 @@ def add_config(writer: Any, config: Any) -> None:
     for name, expected in _FIXED[architecture].items():
         value = getattr(config, name, expected)
         rule = f"be {expected} for {architecture} of GGUF"
-        require(
-            (value or None) == (expected or None), f"save: {name} of the configuration", rule, value
-        )
+        require((value or None) == (expected or None), f"{name} of the configuration", rule, value)
     values: dict[str, Any] = {}
     for name, key in FIELDS.items():
         value = getattr(config, name, None)
         values[key] = values.get(key) if value is None else value
-    values["attention.key_length"] = _head_size(config)
-    values["attention.value_length"] = _head_size(config)
+    values["attention.key_length"] = head_dim(config)
+    values["attention.value_length"] = head_dim(config)
     if architecture == "deepseek2":
         values |= _deepseek(config)
     elif values["expert_feed_forward_length"] is None:
@@ -87,13 +87,13 @@ def add_config(writer: Any, config: Any) -> None:
             f"be {config.num_attention_heads} for olmoe of GGUF",
             config.num_key_value_heads,
         )
-        require(heads == config.num_attention_heads, "save: num_key_value_heads", rule, heads)
+        require(heads == config.num_attention_heads, "num_key_value_heads", rule, heads)
     values |= _rope(config)
     if architecture == "gpt-oss":
         kinds = ("sliding_attention", "full_attention")
         expected = [kinds[i % 2] for i in range(config.num_hidden_layers)]
         rule = "alternate, and begin with sliding_attention"
-        require(config.layer_types == expected, "save: layer_types", rule, config.layer_types)
+        require(config.layer_types == expected, "layer_types", rule, config.layer_types)
     else:
         values["attention.sliding_window"] = None
     values["vocab_size"] = config.vocab_size
@@ -107,20 +107,13 @@ def _add(writer: Any, key: str, value: object) -> None:
     kinds.get(type(value), writer.add_uint32)(key, value)
 
 
-def _head_size(config: Any) -> int:
-    size: int = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    return size
-
-
 def _deepseek(config: Any) -> dict[str, Any]:
     """Returns the fields of latent attention and of the gate."""
     is_v3 = config.model_type == "deepseek_v3"
     values = {key: getattr(config, name, None) for name, key in _DEEPSEEK_FIELDS.items()}
     if not is_v3:
         rule = "be greedy for deepseek2 of GGUF"
-        require(config.topk_method == "greedy", "save: topk_method", rule, config.topk_method)
+        require(config.topk_method == "greedy", "topk_method", rule, config.topk_method)
         values |= {"expert_group_count": None, "expert_group_used_count": None}
     values["expert_weights_scale"] = float(config.routed_scaling_factor)
     return values | {
@@ -137,7 +130,7 @@ def _rope(config: Any) -> dict[str, Any]:
     """Returns the fields of the rotary embedding."""
     given = config.rope_parameters
     kind = given.get("rope_type", "default")
-    require_one_of("save: rope_type for GGUF", ("default", "linear", "yarn"), kind)
+    require_one_of("rope_type for GGUF", ("default", "linear", "yarn"), kind)
     values: dict[str, Any] = {"rope.freq_base": float(given["rope_theta"])}
     if kind == "default":
         return values
@@ -148,7 +141,7 @@ def _rope(config: Any) -> dict[str, Any]:
     values["rope.scaling.type"] = kind
     rule = "be None for GGUF, which computes it from the factor"
     value = given.get("attention_factor")
-    require(value is None, "save: attention_factor of rope_parameters", rule, value)
+    require(value is None, "attention_factor of rope_parameters", rule, value)
     if given.get("mscale_all_dim"):
         values["rope.scaling.yarn_log_multiplier"] = 0.1 * given["mscale_all_dim"]
     return values
@@ -194,8 +187,6 @@ def add_tokenizer(writer: Any, source: Path | None, vocab_size: int) -> str:
         ValueError: the tokenizer is not byte-level BPE, or llama.cpp cannot split a text as it
             does.
     """
-    import gguf
-
     if source is not None and source.is_file():
         return _copy_tokenizer(writer, source)
     folder = source
@@ -204,13 +195,14 @@ def add_tokenizer(writer: Any, source: Path | None, vocab_size: int) -> str:
         return "no tokenizer, because the checkpoint has no tokenizer.json"
     described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     model = described["model"]
-    require(model["type"] == "BPE", "save: the tokenizer for GGUF", "be of type BPE", model["type"])
+    require(model["type"] == "BPE", "the tokenizer for GGUF", "be of type BPE", model["type"])
     name = _split_name(described.get("pre_tokenizer"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     rule = f"have at most the {vocab_size} tokens of the model"
-    require(max(texts) < vocab_size, "save: the tokenizer", rule, max(texts) + 1)
+    require(max(texts) < vocab_size, "the tokenizer", rule, max(texts) + 1)
     special = {index: token.special for index, token in tokenizer.added_tokens_decoder.items()}
+    gguf = gguf_package()
     kinds, types = gguf.TokenType, []
     for index in range(vocab_size):
         if index not in texts:
@@ -229,9 +221,7 @@ def add_tokenizer(writer: Any, source: Path | None, vocab_size: int) -> str:
 
 def _copy_tokenizer(writer: Any, source: Path) -> str:
     """Copies the tokenizer of a GGUF file."""
-    import gguf
-
-    fields = gguf.GGUFReader(source).fields
+    fields = gguf_package().GGUFReader(source).fields
     names = [name for name in fields if name.startswith("tokenizer.")]
     for name in names:
         types = fields[name].types
@@ -245,7 +235,7 @@ def _split_name(described: Any) -> str:
     byte_level = [part for part in parts if part.get("type") == "ByteLevel"]
     rule = "split bytes (ByteLevel)"
     types = [part.get("type") for part in parts]
-    require(len(byte_level) == 1, "save: the tokenizer for GGUF", rule, types)
+    require(len(byte_level) == 1, "the tokenizer for GGUF", rule, types)
     splits = tuple(
         str(part.get("pattern", {}).get("Regex")).replace("\r", r"\r").replace("\n", r"\n")
         for part in parts
@@ -253,5 +243,5 @@ def _split_name(described: Any) -> str:
     )
     known = splits in _SPLITS and bool(splits) != bool(byte_level[0].get("use_regex", True))
     rule = f"split a text as {', '.join(_SPLITS.values())}"
-    require(known, "save: the tokenizer for GGUF", rule, splits or types)
+    require(known, "the tokenizer for GGUF", rule, splits or types)
     return _SPLITS[splits]

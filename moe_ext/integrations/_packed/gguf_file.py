@@ -18,18 +18,16 @@ from moe_ext.formats import FormatName, PackedWeight, quantize
 from moe_ext.formats._layouts import LAYOUTS
 from moe_ext.integrations._packed.gguf import names_of_experts, part_of_kv_b
 from moe_ext.integrations._packed.gguf_fields import add_config, add_tokenizer, architecture_of
+from moe_ext.integrations._packed.gguf_package import (
+    DTYPE_NAMES,
+    FORMAT_NAMES,
+    GGUF_DTYPES,
+    gguf_package,
+)
 from moe_ext.integrations._packed.merged import MergedExperts, MergedModel
 
 __all__ = ["write_gguf_adapter", "write_gguf_model"]
 
-_TYPES = {
-    "gguf_mxfp4": "MXFP4",
-    "gguf_q4_0": "Q4_0",
-    "gguf_q4_k": "Q4_K",
-    "gguf_q6_k": "Q6_K",
-    "gguf_q8_0": "Q8_0",
-}
-_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _FLOAT_FORMATS = {"gguf_bf16": torch.bfloat16, "gguf_f16": torch.float16, "gguf_f32": torch.float32}
 
 # The products for which llama.cpp ignores adapters (src/models/deepseek2.cpp).
@@ -71,7 +69,7 @@ def write_gguf_adapter(model: MergedModel, path: Path) -> None:
     """Writes the active adapters of a model, in the format of llama.cpp."""
     architecture = architecture_of(model.config)
     pairs = [*_pairs(model, architecture)]
-    require(bool(pairs), "save: model", "have active adapters", "none")
+    require(bool(pairs), "model", "have active adapters", "none")
     first = pairs[0][1]
     alpha = float(first.scale * first.a.shape[2])  # llama.cpp divides it by the rank of each pair
     entries = []
@@ -94,7 +92,7 @@ def write_gguf_adapter(model: MergedModel, path: Path) -> None:
 def _writer(path: Path, architecture: str) -> Iterator[Any]:
     """Opens a writer of gguf; the file gets its name at the end."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    writer = _gguf().GGUFWriter(temporary, architecture)
+    writer = gguf_package().GGUFWriter(temporary, architecture)
     try:
         yield writer
         writer.close()
@@ -104,20 +102,11 @@ def _writer(path: Path, architecture: str) -> Iterator[Any]:
         temporary.unlink(missing_ok=True)
 
 
-def _gguf() -> Any:
-    """Returns the package gguf."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise ImportError(f"save: GGUF files need gguf (pip install gguf), got: {error}") from error
-    return gguf
-
-
 def _write(writer: Any, entries: list[_Entry]) -> None:
     """Writes the header, and then one tensor after the other."""
-    dtypes, types = {name: dtype for dtype, name in _FLOATS.items()}, _gguf().GGMLQuantizationType
+    types = gguf_package().GGMLQuantizationType
     for entry in entries:
-        dtype = dtypes.get(entry.type, torch.uint8)
+        dtype = GGUF_DTYPES.get(entry.type, torch.uint8)
         kind = torch.int16 if dtype == torch.bfloat16 else dtype  # numpy has no bfloat16
         numpy = torch.empty(0, dtype=kind).numpy().dtype
         size = torch.empty(entry.shape, dtype=dtype, device="meta").nbytes
@@ -126,7 +115,7 @@ def _write(writer: Any, entries: list[_Entry]) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for entry in entries:
-        value = entry.read().to(dtypes.get(entry.type, torch.uint8)).contiguous()
+        value = entry.read().to(GGUF_DTYPES.get(entry.type, torch.uint8)).contiguous()
         writer.write_tensor_data(value.view(-1).view(torch.uint8).numpy())
 
 
@@ -145,9 +134,9 @@ def _entries(model: MergedModel, architecture: str, format: str) -> Iterator[_En
             value = part(tensor)
             shape, own = tuple(value.shape), model.weight(name, merge=False).dtype
             flat = len(shape) == 1 or name.endswith("bias") or ".ffn_gate_inp." in target
-            require(own in _FLOATS, f"save: {name}", f"have a dtype of {[*_FLOATS]}", own)
+            require(own in DTYPE_NAMES, name, f"have a dtype of {[*DTYPE_NAMES]}", own)
             read = partial(_read_dense, model, name, part)
-            yield _Entry(target, "F32" if flat else _FLOATS[own], shape, read)
+            yield _Entry(target, "F32" if flat else DTYPE_NAMES[own], shape, read)
 
 
 def _read_dense(model: MergedModel, name: str, part: Callable[[Tensor], Tensor]) -> Tensor:
@@ -158,7 +147,7 @@ class _Names:
     """The names in a GGUF file of the tensors outside packed experts."""
 
     def __init__(self, model: MergedModel, architecture: str) -> None:
-        gguf = _gguf()
+        gguf = gguf_package()
         kinds = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
         self._model = model
         self._map = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
@@ -186,7 +175,7 @@ class _Names:
             if target is not None:
                 return [(f"{target}.{suffix}", _without_first)]
         rule = f"have a name in {self._architecture} of GGUF"
-        raise ValueError(f"save: {name} must {rule}, got none")
+        raise ValueError(f"{name} must {rule}, got none")
 
 
 def _without_first(value: Tensor) -> Tensor:
@@ -222,11 +211,11 @@ def _packed_entries(path: str, key: str, owner: MergedExperts, format: str) -> I
         outputs, inputs = _size(owner, key)
         shape: tuple[int, ...] = (owner.num_experts, outputs // len(names), inputs)
         if own in _FLOAT_FORMATS:
-            kind = _FLOATS[_FLOAT_FORMATS[own]]
+            kind = DTYPE_NAMES[_FLOAT_FORMATS[own]]
         else:
-            kind, block = _TYPES[own], LAYOUTS[own].block
+            kind, block = FORMAT_NAMES[own], LAYOUTS[own].block
             rule = f"have a multiple of {block[0]} inputs for {own}"
-            require(inputs % block[0] == 0, f"save: {path}.{key}", rule, inputs)
+            require(inputs % block[0] == 0, f"{path}.{key}", rule, inputs)
             shape = (*shape[:-1], inputs // block[0] * block[1])
         read = partial(_read_experts, owner, layer, part, len(names), own, shape)
         yield _Entry(target, kind, shape, read)
@@ -250,12 +239,12 @@ def _format_of(path: str, owner: MergedExperts, layer: int, format: str) -> str:
     packed = owner.packed(layer)
     own = "floats" if packed is None else packed.format
     own = "gguf_mxfp4" if own == "mxfp4" else own
-    choices = ", ".join(f"'{name}'" for name in _TYPES if LAYOUTS[name].encode is not None)
+    choices = ", ".join(f"'{name}'" for name in FORMAT_NAMES if LAYOUTS[name].encode is not None)
     rule = f"have a format of GGUF (pass format={choices}, 'gguf_bf16', 'gguf_f16' or 'gguf_f32')"
-    require(own in _TYPES, f"save: {path}", rule, own)
+    require(own in FORMAT_NAMES, path, rule, own)
     can_write = LAYOUTS[own].encode is not None or not owner.is_adapted
     rule = f"have no adapters, because {own} has no rule of rounding (pass format={choices})"
-    require(can_write, f"save: {path}", rule, "adapters")
+    require(can_write, path, rule, "adapters")
     return own
 
 
@@ -309,11 +298,11 @@ def _pairs(model: MergedModel, architecture: str) -> Iterator[tuple[str, ops.LoR
     for path in model.linear:
         entries = names.targets_of(f"{path}.weight")
         rule = "be one tensor of GGUF, to have adapters there (merge them: format='gguf')"
-        require(len(entries) == 1, f"save: {path}", rule, [name for name, _ in entries])
+        require(len(entries) == 1, path, rule, [name for name, _ in entries])
         pair = model.pair(path)
         assert pair is not None
         target = entries[0][0]
         ignored = [name for name in _WITHOUT_ADAPTERS.get(architecture, ()) if name in target]
         rule = "have no adapters, which llama.cpp would ignore there (merge them: format='gguf')"
-        require(not ignored, f"save: {path}", rule, "adapters")
+        require(not ignored, path, rule, "adapters")
         yield target, pair

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from moe_ext.checks import require
 from moe_ext.formats import FormatName, PackedWeight
+from moe_ext.formats._layouts import FP8_BLOCK
 from moe_ext.integrations._packed.stored_tensors import Stored
 
 __all__ = ["LayerTensors"]
-
-_BLOCK = 128  # the rows of a block of fp8
 
 
 @dataclass(frozen=True)
@@ -93,12 +92,13 @@ class LayerTensors:
             return self._join(codes, 0), None
         rows = [len(code) for code in codes]
         blocked = any(len(s) != n for s, n in zip(scales, rows, strict=True))
-        if blocked and len(rows) > 1 and (self.interleaved or any(n % _BLOCK for n in rows[:-1])):
+        mixed = self.interleaved or any(n % FP8_BLOCK for n in rows[:-1])
+        if blocked and len(rows) > 1 and mixed:
             # A block of the joined rows would have rows of several parts.
             scales = tuple([_by_row(s, n) for s, n in zip(scales, rows, strict=True)])
-            rule = f"have a multiple of {_BLOCK} inputs"
+            rule = f"have a multiple of {FP8_BLOCK} inputs"
             inputs = codes[0].shape[1]
-            require(inputs % _BLOCK == 0 or inputs < _BLOCK, "load: fp8 weights", rule, inputs)
+            require(inputs % FP8_BLOCK == 0 or inputs < FP8_BLOCK, "fp8 weights", rule, inputs)
         return self._join(codes, 0), self._join(scales, 0)
 
     def _join(self, parts: Any, dim: int) -> Tensor:
@@ -119,13 +119,13 @@ class LayerTensors:
         shape = stored.scales.shape
         if weight.blocked:
             first, rows = self._rows(part)
-            scales = packed.scales[0, first // _BLOCK : -(-(first + rows) // _BLOCK)]
+            scales = packed.scales[0, first // FP8_BLOCK : -(-(first + rows) // FP8_BLOCK)]
         else:
             scales = self.own_rows(packed.scales, part)[0]
             if prod(shape) == 1:  # one for the matrix was repeated for each row
                 scales = scales[:1]
             elif shape[0] < len(scales):  # so was one for a block
-                scales = scales[::_BLOCK]
+                scales = scales[::FP8_BLOCK]
         return codes, scales.reshape(shape)
 
     def own_rows(self, whole: Tensor, part: int) -> Tensor:
@@ -146,4 +146,4 @@ class LayerTensors:
 
 def _by_row(scales: Tensor, rows: int) -> Tensor:
     """Returns the scales of blocks of fp8 as one for each row."""
-    return scales if len(scales) == rows else scales.repeat_interleave(_BLOCK, 0)[:rows]
+    return scales if len(scales) == rows else scales.repeat_interleave(FP8_BLOCK, 0)[:rows]

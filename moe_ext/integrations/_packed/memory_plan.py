@@ -13,8 +13,9 @@ from torch import nn
 
 from moe_ext.checks import require_sizes
 from moe_ext.formats import FormatName
-from moe_ext.integrations._packed.checkpoint import Checkpoint, open_checkpoint
-from moe_ext.integrations._transformers_balance import experts_modules
+from moe_ext.integrations._packed.checkpoint import Checkpoint, head_dim, open_checkpoint
+from moe_ext.integrations._packed.errors import errors_of_function
+from moe_ext.integrations._transformers_experts import experts_modules
 
 __all__ = ["MemoryPlan", "memory_plan"]
 
@@ -58,6 +59,7 @@ class MemoryPlan:
         return "\n".join([*lines, *([self.advice] if self.advice else [])])
 
 
+@errors_of_function("memory_plan")
 def memory_plan(
     name_or_folder: str | Path,
     *,
@@ -84,7 +86,7 @@ def memory_plan(
     Example:
         >>> print(memory_plan("path/to/model", batch=1, tokens=4096, memory=24e9))  # doctest: +SKIP
     """
-    require_sizes("memory_plan", batch=batch, tokens=tokens)
+    require_sizes("", batch=batch, tokens=tokens)
     checkpoint = open_checkpoint(name_or_folder, config)
 
     weights = _weights(checkpoint, dtype, packed_linear)
@@ -166,16 +168,11 @@ def _cached_numbers(skeleton: Any, tokens: int) -> int:
     if hasattr(config, "kv_lora_rank"):  # DeepSeek: the latent vector, and a key for the position
         size = config.kv_lora_rank + config.qk_rope_head_dim
     else:
-        size = 2 * heads * _head_dim(config)
+        size = 2 * heads * head_dim(config)
     layers = getattr(config, "layer_types", None) or ["full"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) or tokens
     lengths = [min(tokens, window) if "sliding" in kind else tokens for kind in layers]
     return sum(lengths) * int(size)
-
-
-def _head_dim(config: Any) -> int:
-    size: int | None = getattr(config, "head_dim", None)
-    return size or int(config.hidden_size) // int(config.num_attention_heads)
 
 
 def _lora_numbers(skeleton: Any, rank: int) -> int:
@@ -199,7 +196,7 @@ def _activations(skeleton: Any, batch: int, tokens: int, trains: bool, dtype: to
         sum(p.shape[1] + p.shape[2] for p in module.parameters() if p.dim() == 3)
         for module in experts_modules(skeleton).values()
     ]
-    attention = 4 * config.num_attention_heads * _head_dim(config)
+    attention = 4 * config.num_attention_heads * head_dim(config)
     layer = rows * (attention + 6 * d + k * max(widths)) * dtype.itemsize
     vocab = config.vocab_size
     if not trains:

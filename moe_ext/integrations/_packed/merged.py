@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ext import ops
 from moe_ext._low_rank import joined
-from moe_ext.checks import require
+from moe_ext.checks import refuse, require
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.formats import PackedWeight
 from moe_ext.integrations._packed.checkpoint import plain_config, skeleton_of
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
-from moe_ext.integrations._transformers_balance import experts_modules
+from moe_ext.integrations._transformers_experts import experts_modules, weight_names
 from moe_ext.lora import LoRAExperts
 from moe_ext.quantized import QuantizedExperts
 
@@ -45,12 +45,12 @@ class MergedExperts:
         base = own.base if isinstance(own, LoRAExperts) else own
         rule = "be QuantizedExperts or FeedForwardExperts, with adapters or without"
         known = isinstance(base, QuantizedExperts | FeedForwardExperts)
-        require(known, f"save: {path}", rule, type(base).__name__)
+        require(known, path, rule, type(base).__name__)
         self._weights: tuple[Tensor | PackedWeight, ...] = tuple(base.weights)
         self.biases: tuple[Tensor, ...] = tuple(bias.detach() for bias in base.biases or ())
         self.plain: Any = plain
         self.num_experts: int = module.num_experts
-        self.names: list[str] = ["gate_up_proj" if self.plain.has_gate else "up_proj", "down_proj"]
+        self.names: list[str] = weight_names(self.plain.has_gate)
 
     @property
     def num_layers(self) -> int:
@@ -120,7 +120,7 @@ class MergedModel:
         self.model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         rule = "be a model of transformers"
         is_known = hasattr(self.model, "config") and hasattr(self.model, "generation_config")
-        require(is_known, "save: model", rule, type(model).__name__)
+        require(is_known, "model", rule, type(model).__name__)
         self.config: Any = plain_config(self.model.config)
         self.skeleton: Any = skeleton_of(self.config)
         self.experts: dict[str, MergedExperts] = {
@@ -166,7 +166,7 @@ class MergedModel:
         variant = [
             name for name in names if name in module.lora_variant or module.lora_bias.get(name)
         ]
-        require(plain and not variant, f"save: {path}", rule, variant or type(module).__name__)
+        require(plain and not variant, path, rule, variant or type(module).__name__)
         pairs = [
             ops.LoRA(
                 module.lora_A[name].weight.detach().mT[None],
@@ -183,11 +183,11 @@ class MergedModel:
         module: Any = self._module(path)
         module = module.get_base_layer() if hasattr(module, "lora_A") else module
         value = getattr(module, key, None)
-        require(isinstance(value, Tensor), "save: model", f"have the weight {name}", "none")
-        assert isinstance(value, Tensor)
+        if not isinstance(value, Tensor):
+            refuse("model", f"have the weight {name}", "none")
         rule = "be a plain tensor"
         plain = not is_traceable_wrapper_subclass(value)
-        require(plain, f"save: {name}", rule, type(value).__name__)
+        require(plain, name, rule, type(value).__name__)
         value = value.detach()
         pair = self.pair(path) if merge and key == "weight" else None
         if pair is None:
@@ -199,7 +199,7 @@ class MergedModel:
             module: nn.Module = self.model.get_submodule(path)
         except AttributeError:
             rule = f"have the module {path}"
-            raise ValueError(f"save: model must {rule}, got {type(self.model).__name__}") from None
+            raise ValueError(f"model must {rule}, got {type(self.model).__name__}") from None
         return module
 
 

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from moe_ext.formats import quantize
-from moe_ext.formats._layouts import LAYOUTS
+from moe_ext.formats._layouts import FP8_BLOCK, LAYOUTS
+from moe_ext.integrations._packed.gguf_package import gguf_package
 from moe_ext.integrations._packed.stored_tensors import Stored
 
 __all__ = ["quantized_as"]
-
-_BLOCK = 128  # the rows and the columns of a block of fp8
 
 
 def quantized_as(name: str, weight: Tensor, stored: Stored) -> tuple[Tensor, Tensor | None]:
@@ -29,7 +28,7 @@ def quantized_as(name: str, weight: Tensor, stored: Stored) -> tuple[Tensor, Ten
         codes, scales = _quantized(weight, stored)
     except ValueError as error:
         reason = str(error).removeprefix("quantize: ")
-        raise ValueError(f"save: {name} cannot be written in {stored.kind}: {reason}") from None
+        raise ValueError(f"{name} cannot be written in {stored.kind}: {reason}") from None
     scales = None if scales is None or stored.scales is None else scales.view(stored.scales.shape)
     return codes.reshape(stored.codes.shape), scales
 
@@ -64,15 +63,14 @@ def _fp8(weight: Tensor, group: int | None, dtype: torch.dtype) -> tuple[Tensor,
     scales = scales.to(dtype)
     wide = scales.float()
     if group is None:
-        wide = wide.repeat_interleave(_BLOCK, 0)[: len(weight)]
-    wide = wide.repeat_interleave(group or _BLOCK, 1)[:, : weight.shape[1]]
+        wide = wide.repeat_interleave(FP8_BLOCK, 0)[: len(weight)]
+    wide = wide.repeat_interleave(group or FP8_BLOCK, 1)[:, : weight.shape[1]]
     return (weight / wide.where(wide != 0, 1)).clamp(-448, 448).to(torch.float8_e4m3fn), scales
 
 
 def _by_gguf(weight: Tensor, kind: str) -> Tensor:
     """Quantizes in a format of GGUF that `moe_ext.formats` does not have."""
-    import gguf
-
+    gguf = gguf_package()
     try:
         data = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
     except (NotImplementedError, gguf.quants.QuantError) as error:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from moe_ext.checks import require
+from moe_ext.checks import refuse, require
 from moe_ext.files import atomic_file
-from moe_ext.formats import PackedWeight
 from moe_ext.integrations._packed.checkpoint import Checkpoint
 from moe_ext.integrations._packed.found_tensors import Place
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
@@ -145,10 +144,9 @@ class _SourceTensors:
         renamed = {value.data_ptr(): name for name, value in self._state.items()}
         for name in late:
             renamed_to = renamed.get(state[name].data_ptr())
-            rule = "be one tensor of the checkpoint, to merge its adapters"
-            whole = renamed_to is not None and self._state[renamed_to].shape == state[name].shape
-            require(whole, f"save: {name}", rule, "a part of another one")
-            assert renamed_to is not None
+            if renamed_to is None or self._state[renamed_to].shape != state[name].shape:
+                rule = "be one tensor of the checkpoint, to merge its adapters"
+                refuse(name, rule, "a part of another one")
             self._names[renamed_to] = name
 
     def tensors_at(self, entry: Bytes) -> Iterator[Tensor]:
@@ -199,7 +197,7 @@ class _SourceTensors:
         return quantized_as(place.module, rows, stored)
 
     def _dense_tensors(self, name: str, place: Place, entry: Bytes) -> Iterator[Tensor]:
-        require(name in self._state, "save: model", f"have the weight {name}", "none")
+        require(name in self._state, "model", f"have the weight {name}", "none")
         stored, part = place
         late = self._names.get(name)
         is_merged = late is not None
@@ -221,7 +219,7 @@ class _SourceTensors:
                 read = stored.read(present.dtype)
                 same = torch.equal(_fitting(present, tuple(read.shape)), read)
             rule = "be unchanged, because it is packed in the checkpoint; format='merged' quantizes"
-            require(same or self._merge, f"save: {name}", rule, "another value")
+            require(same or self._merge, name, rule, "another value")
             return None if same else quantized_as(name, present.float(), stored)
 
         start = _start(stored.codes)
@@ -234,10 +232,8 @@ class _SourceTensors:
 
     def _experts(self, place: _ExpertPlace) -> MergedExperts:
         experts = self._model.experts.get(place.module)
-        packed: PackedWeight | None = experts.packed(place.layer) if experts is not None else None
-        rule = "have packed experts as in the checkpoint"
-        require(packed is not None, f"save: {place.module}", rule, "other experts")
-        assert experts is not None
+        if experts is None or experts.packed(place.layer) is None:
+            refuse(place.module, "have packed experts as in the checkpoint", "other experts")
         return experts
 
 
@@ -259,6 +255,6 @@ def _kept(name: str, value: Tensor, stored: Stored) -> Tensor:
     """Returns the numbers of the file if the value is the same in its dtype, else the value."""
     numbers = stored.codes.read()
     shape, value = tuple(numbers.shape), _fitting(value.detach(), tuple(numbers.shape))
-    require(tuple(value.shape) == shape, f"save: {name}", f"have shape {shape}", tuple(value.shape))
+    require(tuple(value.shape) == shape, name, f"have shape {shape}", tuple(value.shape))
     is_same = torch.equal(numbers.to(value.dtype), value)
     return numbers if is_same else value.to(numbers.dtype)

@@ -12,6 +12,7 @@ from torch import nn
 
 from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.integrations._packed.checkpoint import Checkpoint
+from moe_ext.integrations._packed.errors import errors_of_function
 from moe_ext.integrations._packed.float_files import write_floats
 from moe_ext.integrations._packed.gguf_file import write_gguf_adapter, write_gguf_model
 from moe_ext.integrations._packed.merged import MergedModel
@@ -42,6 +43,7 @@ _FLOATS = {
 }
 
 
+@errors_of_function("save")
 def save(
     model: nn.Module,
     path: str | Path,
@@ -87,16 +89,16 @@ def save(
             that is packed in the checkpoint has changed.
         ImportError: the package gguf is not installed.
     """
-    require_one_of("save: format", get_args(SaveFormat), format)
-    require_sizes("save", shard_size=shard_size)
+    require_one_of("format", get_args(SaveFormat), format)
+    require_sizes("", shard_size=shard_size)
     merged, target = MergedModel(model), Path(path)
     checkpoint: Checkpoint | None
     checkpoint = getattr(getattr(merged.model, "hf_quantizer", None), "checkpoint", None)
     is_gguf = format.startswith("gguf")
     rule = "have the suffix .gguf" if is_gguf else "be a folder, not end with .gguf"
-    require((target.suffix == ".gguf") == is_gguf, "save: path", rule, str(target))
+    require((target.suffix == ".gguf") == is_gguf, "path", rule, str(target))
     from_load = checkpoint is not None or is_gguf or format in _FLOATS
-    require(from_load, "save: model", "come from load", type(model).__name__)
+    require(from_load, "model", "come from load", type(model).__name__)
     source = None if checkpoint is None else checkpoint.path
     folder = source if source is None or source.is_dir() else source.parent
     note = ""
@@ -111,7 +113,7 @@ def save(
         else:
             target.mkdir(parents=True, exist_ok=True)
             is_new = folder is None or not target.samefile(folder)
-            require(is_new, "save: folder", "differ from the loaded one", str(target))
+            require(is_new, "folder", "differ from the loaded one", str(target))
             if checkpoint is None or format in _FLOATS:
                 written = write_floats(merged, target, _FLOATS[format], shard_size)
                 copied = _copy_others(folder, target)

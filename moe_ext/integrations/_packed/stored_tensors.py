@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,29 +14,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moe_ext.checks import require
+from moe_ext.checks import require, required
 from moe_ext.formats import FormatName, dequantize
-from moe_ext.formats._layouts import LAYOUTS
+from moe_ext.formats._layouts import FP8_BLOCK, LAYOUTS
+from moe_ext.integrations._packed.errors import errors_of_weight
+from moe_ext.integrations._packed.gguf_package import GGUF_DTYPES, GGUF_FORMATS, gguf_package
 
 __all__ = [
     "DTYPES",
     "Bytes",
     "Metadata",
     "Stored",
-    "errors_of",
     "read_gguf",
     "read_safetensors",
     "safetensors_header",
 ]
-
-
-@contextmanager
-def errors_of(name: str) -> Iterator[None]:
-    """Says in errors of values, such as a scale that is no number, which weight has them."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"load: {name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,7 @@ class Bytes:
             file.seek(self.start)
             num_read = file.readinto(data.numpy().data)
         rule = f"have {self.nbytes:,} bytes from byte {self.start:,} on"
-        require(num_read == self.nbytes, f"load: {self.path}", rule, num_read)
+        require(num_read == self.nbytes, str(self.path), rule, num_read)
         return data.view(self.dtype).view(self.shape)
 
     def expert(self, index: int) -> Bytes:
@@ -123,14 +114,14 @@ class Stored:
         scales = self.scales.meta() if meta else self.scales.read()
         if scales.numel() == prod(codes.shape[:-2]) and codes.shape[-2] > 1:  # one for the matrix
             blocks = scales.reshape(*codes.shape[:-2], 1, 1)
-            is_block = self.format == "fp8" and max(codes.shape[-2:]) <= 128
+            is_block = self.format == "fp8" and max(codes.shape[-2:]) <= FP8_BLOCK
             scales = blocks if is_block else blocks.expand(*codes.shape[:-1], 1)
         return codes, scales
 
     def check(self, name: str) -> None:
         """Requires that codes and scales fit the format; reads nothing."""
         if self.format is not None:
-            with errors_of(name):
+            with errors_of_weight(name):
                 LAYOUTS[self.format].check(self.format, *self.packed(meta=True))
 
     def read(self, dtype: torch.dtype) -> Tensor:
@@ -139,11 +130,9 @@ class Stored:
             codes, scales = self.packed()
             return dequantize(codes, scales, format=self.format, dtype=dtype)
         if self.ggml_type is not None:
-            import gguf
-
-            data = gguf.dequantize(
-                self.codes.read().numpy(), gguf.GGMLQuantizationType[self.ggml_type]
-            )
+            gguf = gguf_package()
+            kind = gguf.GGMLQuantizationType[self.ggml_type]
+            data = gguf.dequantize(self.codes.read().numpy(), kind)
             return torch.from_numpy(data).to(dtype)
         return self.codes.read()
 
@@ -173,7 +162,7 @@ def safetensors_header(path: Path) -> tuple[bytes, dict[str, Bytes]]:
         with safe_open(path, framework="numpy"):
             pass
     except SafetensorError as error:
-        raise ValueError(f"load: {path} is not a complete safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         file.seek(0)
@@ -181,10 +170,9 @@ def safetensors_header(path: Path) -> tuple[bytes, dict[str, Bytes]]:
     tensors = {}
     for name, entry in json.loads(header[8:]).items():
         if name != "__metadata__":
-            dtype = DTYPES.get(entry["dtype"])
+            own = entry["dtype"]
             rule = f"have a dtype of {', '.join(DTYPES)}"
-            require(dtype is not None, f"load: {path}: {name}", rule, entry["dtype"])
-            assert dtype is not None
+            dtype = required(DTYPES.get(own), f"{path}: {name}", rule, own)
             start = len(header) + entry["data_offsets"][0]
             tensors[name] = Bytes(path, start, dtype, tuple(entry["shape"]))
     return header, tensors
@@ -211,13 +199,13 @@ def _files_of(folder: Path) -> list[Path]:
     if index.exists():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         wrong = [name for name in names if Path(name).name != name]
-        require(not wrong, f"load: {index}", "name files of its folder", wrong)
+        require(not wrong, str(index), "name files of its folder", wrong)
         files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [path.name for path in files if not path.exists()]
-    require(bool(files), f"load: {folder}", "have a safetensors file", "none")
-    require(not missing, f"load: {folder}", "have all files of its index", f"no {missing}")
+    require(bool(files), str(folder), "have a safetensors file", "none")
+    require(not missing, str(folder), "have all files of its index", f"no {missing}")
     return files
 
 
@@ -234,14 +222,14 @@ def _weights(tensors: dict[str, Bytes]) -> Iterator[tuple[str, Stored]]:
 
     def scales_of(name: str, *names: str) -> Bytes:
         present = [candidate for candidate in names if candidate in tensors]
-        require(bool(present), f"load: {name}", "have scales", f"no tensor {' or '.join(names)}")
+        require(bool(present), name, "have scales", f"no tensor {' or '.join(names)}")
         used.add(present[0])
         return tensors[present[0]]
 
     weights: dict[str, Stored] = {}
     for name, codes in tensors.items():
         for suffix, rule in _UNSUPPORTED.items():
-            require(not name.endswith(suffix), f"load: {name.removesuffix(suffix)}", rule, name)
+            require(not name.endswith(suffix), name.removesuffix(suffix), rule, name)
         if name.endswith("_blocks"):
             base = name.removesuffix("_blocks")
             weights[base] = Stored(codes, scales_of(name, f"{base}_scales"), "mxfp4")
@@ -262,15 +250,6 @@ def _weights(tensors: dict[str, Bytes]) -> Iterator[tuple[str, Stored]]:
 
 
 # GGUF
-
-_FORMATS: dict[str, FormatName] = {
-    "MXFP4": "gguf_mxfp4",
-    "Q4_0": "gguf_q4_0",
-    "Q4_K": "gguf_q4_k",
-    "Q6_K": "gguf_q6_k",
-    "Q8_0": "gguf_q8_0",
-}
-_NUMBERS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Metadata:
@@ -300,10 +279,7 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
         ValueError: a file is incomplete.
         ImportError: the package gguf is not installed.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise ImportError(f"load: GGUF files need gguf (pip install gguf), got: {error}") from error
+    gguf = gguf_package()
     match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
     parts = [path]
     if match:
@@ -316,16 +292,16 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
             reader = gguf.GGUFReader(part)
             metadata = metadata or Metadata(reader.fields)
         except (ValueError, LookupError, OverflowError) as error:
-            raise ValueError(f"load: {part} is not a complete GGUF file: {error}") from error
+            raise ValueError(f"{part} is not a complete GGUF file: {error}") from error
         for tensor in reader.tensors:
             kind = tensor.tensor_type.name
-            dtype = _NUMBERS.get(kind, torch.uint8)
+            dtype = GGUF_DTYPES.get(kind, torch.uint8)
             shape = tuple(int(size) for size in reversed(tensor.shape))
-            if kind not in _NUMBERS:
+            if kind not in GGUF_DTYPES:
                 size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
                 shape = (*shape[:-1], shape[-1] // size * num_bytes)
-            format = _FORMATS.get(kind)
-            ggml_type = None if format or kind in _NUMBERS else kind
+            format = GGUF_FORMATS.get(kind)
+            ggml_type = None if format or kind in GGUF_DTYPES else kind
             codes = Bytes(part, int(tensor.data_offset), dtype, shape)
             weights[tensor.name] = Stored(codes, None, format, ggml_type)
     assert metadata is not None
