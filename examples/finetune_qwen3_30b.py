@@ -22,6 +22,8 @@ This small model of the same kind prints:
     generated 37.34 tokens/s; peak memory 1.13 GB
 """
 
+from typing import Any
+
 import torch
 from packed_finetuning import DEVIATION, Recipe, arguments, random_codes, run
 from torch import Tensor
@@ -55,12 +57,10 @@ def pack(name: str, shape: torch.Size) -> dict[str, Tensor]:
 def main() -> None:
     """Runs the example."""
     args = arguments(__doc__, layers=48)
-    config = Qwen3MoeConfig(
-        num_hidden_layers=args.layers,
-        head_dim=128,
-        norm_topk_prob=True,
-        rope_parameters={"rope_theta": 1e6},
+    config: Any = Qwen3MoeConfig(
+        num_hidden_layers=args.layers, norm_topk_prob=True, rope_parameters={"rope_theta": 1e6}
     )
+    config.head_dim = 128
     if args.width is not None:
         config.hidden_size = config.moe_intermediate_size = args.width
     scheme = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
