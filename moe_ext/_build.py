@@ -18,10 +18,8 @@ def version() -> str:
 
 
 COMPILE = (
-    "`pip install --no-build-isolation --no-deps --force-reinstall --no-binary moe_ext "
-    f"moe_ext=={version().split('+')[0]}` compiles it for the installed torch and needs a C++ "
-    "compiler, setuptools 77, wheel and ninja "
-    "(in a source tree: `pip install --no-build-isolation .`)"
+    "`pip install --no-build-isolation --no-deps --force-reinstall .` in a copy of the repository "
+    "compiles it for the installed torch. It needs a C++ compiler, setuptools 77, wheel and ninja"
 )
 
 

@@ -11,10 +11,10 @@
 #     all                  first with all tests, second, third, the benchmark in float32; the default
 #
 # Their parts are steps too: build (7 minutes), probe (2), test (7, or TEST_SECONDS), sanitize
-# (4.5), rates (1.5), profile (2) and benchmark (11). Where a machine is lent for 15 minutes, with
-# 10 minutes a command, these fit together: `first`, then `test` with TEST_SECONDS=180; `build`,
-# then `second`; `build`, then `third`. On 16 cores the build takes about 5 minutes. A build that
-# was stopped continues where it was. `second` and `third` need no build where
+# (4.5), rates (1.5), profile (2) and benchmark (11). If the time on a machine is limited, run the
+# steps in several calls: `first`, then `test` with TEST_SECONDS=180; `build`, then `second`;
+# `build`, then `third`. On 16 cores the build takes about 5 minutes. A build that was stopped
+# continues where it was. `second` and `third` need no build where
 # `cp -r OUTPUT/lib moe_ext/` brings an earlier build of the same hardware and software.
 #
 # PYTHON (default python3) must have torch with CUDA and pytest. The script downloads nothing and

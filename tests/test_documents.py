@@ -3,6 +3,7 @@
 CONTRIBUTING.md describes the kinds of code blocks.
 """
 
+import json
 import os
 import re
 import shlex
@@ -233,6 +234,64 @@ def test_claims_have_the_figures_and_verdicts_of_their_pages():
             for before, after in re.findall(rf"(.*){re.escape(figure)}(.*)", text)
         ]
         assert verdict in {row[0] for row in figures if row}, (page, figure, verdict)
+
+
+def test_the_speed_of_whole_models_in_the_guide_is_that_of_the_measurement():
+    """Times of the faster of llama.cpp and ik_llama.cpp, divided by those of moe_ext."""
+    data = json.loads((ROOT / "docs" / "results" / "packed_models.json").read_text())
+    page = (ROOT / "docs" / "guides" / "packed_checkpoints.md").read_text()
+    for result in data["results"]:
+        ms = {name: passes["decode"]["ms"][1] for name, passes in result["figures"].items()}
+        best = min(ms["llama.cpp"], ms["ik_llama.cpp"])
+        ways = ("ours", "compiled", "integer", "integer-compiled")
+        ratios = " | ".join(f"{best / ms[way]:.2f}" for way in ways)
+        linear = "Q4_K, `packed_linear=True`" if "linear" in result["name"] else "bfloat16"
+        assert f"| {linear} | {result['threads']} | {ratios} |" in page
+
+
+# Messages of torch, Python, transformers and CMake on the page on troubleshooting.
+FOREIGN_MESSAGES = """
+ModuleNotFoundError: No module named 'torch'
+Could not find a package configuration file provided by "moe_ext"
+error while loading shared libraries: libmoe_ext.so
+'tuple' object has no attribute …
+Only Tensors created explicitly by the user … support the deepcopy protocol
+derivative for moe_ext::_experts_backward is not implemented
+Batching rule not implemented for moe_ext::…
+cannot use C++ torch::autograd::Function with functorch transforms
+jvp is not implemented
+forward() takes 2 positional arguments but 3 were given
+Failed to convert args/kwargs to proxy
+async_op=True for distributed collectives
+Could not guard on data-dependent expression
+Unknown type annotation: 'Gate'
+Tracer cannot infer type
+Cannot concatenate overlapping meshes
+Invariant encountered: value was None
+got mixed torch.Tensor and DTensor
+All operands … must have the same mesh
+Gloo connectFullMesh failed with … Connection closed by peer
+Expected to have finished reduction in the prior iteration
+Specified experts_implementation="moe_ext" is not supported
+moe_ext is not a valid experts implementation registered
+The model is quantized with moe_ext and is not serializable
+""".strip().splitlines()
+
+
+def test_messages_on_the_page_on_troubleshooting_are_in_the_code():
+    """Compares what stands between the names and the values, which messages get at run time."""
+    sources = ("setup.py", "csrc/**/*.cpp", "csrc/**/*.h", "moe_ext/**/*.py", "moe_ext/**/*.cmake")
+    code = "\n".join(file.read_text() for place in sources for file in ROOT.glob(place))
+    code = re.sub(r'"\s+f?"', "", code)  # a literal in several lines
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    tables = re.findall(r"^\| message.*\n((?:\|.*\n)+)", page, re.M)
+    cells = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
+    shown = [text for cell in cells for text in re.findall("`([^`]+)`", cell)]
+    assert len(shown) > 70 and set(FOREIGN_MESSAGES) <= set(shown)
+    for message in set(shown) - set(FOREIGN_MESSAGES):
+        parts = re.split(r"…|: | must (?:contain )?|, got .*|\d+", message)
+        missing = [part for part in map(str.strip, parts) if part not in code]
+        assert not missing, (message, missing)
 
 
 def test_the_reference_of_the_lab_lists_all_its_modules():

@@ -40,6 +40,7 @@ PAGES = {  # of the published pages that are made of a store: the study and its 
 BENCHMARKS = {  # of the published pages that are made of measurements: the case and the page
     "lora": "lora_speed",
     "low-precision": "low_precision",
+    "packed-models": "packed_models",
     "transformers-experts": "transformers_experts",
 }
 

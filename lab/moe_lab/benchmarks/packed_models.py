@@ -475,12 +475,13 @@ def _time_table(group: Sequence[Row]) -> str:
 def _parts_table(group: Sequence[Row]) -> str:
     """Formats the shares of the time of moe_ext."""
     lines = [
-        [result.name, which, f"{Quartiles(*result.figures[MOE_EXT][which]['ms']).median:.4g}"]
+        [result.name, str(result.threads), which]
+        + [f"{Quartiles(*result.figures[MOE_EXT][which]['ms']).median:.4g}"]
         + [f"{share:.0%}" for share in shares.values()]
         for result in group
         for which, shares in result.parts.items()
     ]
-    return markdown_table(["packed", "pass", "moe_ext, ms", *PARTS, "rest"], lines)
+    return markdown_table(["packed", "threads", "pass", "moe_ext, ms", *PARTS, "rest"], lines)
 
 
 def page_of(record: dict[str, Any], results: Sequence[Row]) -> Page:

@@ -27,6 +27,7 @@ from moe_lab.training.config import AnyConfig
 from moe_lab.training.device import set_up_for
 from moe_lab.training.text import Text, load_text
 
+PROSE = "The runs of the published page read English prose that [is not public](../lab/studies.md)."
 _POLL = 0.2  # seconds between two looks at the signal
 
 
@@ -134,6 +135,7 @@ class Study(ABC):
             "settings": stored.settings,
             "how_compared": HOW_COMPARED,
             "how_decided": HOW_DECIDED,
+            "prose": PROSE,
             "core_hours": core_hours(stored.runs),
             "commands": self.commands(stored),
         }

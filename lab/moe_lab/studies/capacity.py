@@ -79,7 +79,7 @@ _MODEL_OPTIONS = dict.fromkeys(MIXTURES, ["model.moe.hidden_sizes=[192]"]) | {
 
 TEXTS = {  # the title of a page, and what its text contains
     "sources": ("code and documentation", "Python code, C++ headers and documentation"),
-    "prose": ("English prose", "English prose"),
+    "prose": ("English prose", "English prose that [is not public](../lab/studies.md)"),
 }
 
 
