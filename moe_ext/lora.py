@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from moe_ext import ops
 from moe_ext._compiled import uncompiled
 from moe_ext._counting import is_of_transformers
-from moe_ext._low_rank import joined, layer_sizes, with_dropout
+from moe_ext._low_rank import joined, with_dropout
 from moe_ext.checks import (
     is_whole,
     require,
@@ -85,7 +85,7 @@ class LoRAAdapter(nn.Module):
 
     def __init__(
         self,
-        base: FeedForwardExperts | QuantizedExperts,
+        base: _Base,
         rank: int,
         alpha: float,
         *,
@@ -111,14 +111,15 @@ class LoRAAdapter(nn.Module):
         self.scale: float = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
         self.num_experts: int = base.num_experts
         self.first_expert: int = base.first_expert
-        like = _first_tensor(base)
+        like = next(base.parameters())
         rule = "be plain tensors; add adapters before fully_shard"
         is_plain = not is_traceable_wrapper_subclass(like)  # a DTensor is no plain tensor
         require(is_plain, f"{name}: weights", rule, type(like).__name__)
         if require_dtype(name, dtype) is None:
             dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        layer_sizes = base._layer_sizes()
         for i in self.layers:
-            fan_in, width = layer_sizes(base.weights)[i]
+            fan_in, width = layer_sizes[i]
             sizes = 1 if self.shared_a else base.num_experts, fan_in, self.rank
             a = like.new_empty(sizes, dtype=dtype)
             b = like.new_empty(base.num_experts, self.rank, width, dtype=dtype)
@@ -212,7 +213,7 @@ class LoRAExperts(Experts):
 
     def __init__(
         self,
-        experts: FeedForwardExperts | QuantizedExperts,
+        experts: _Base,
         rank: int,
         alpha: float,
         *,
@@ -225,7 +226,7 @@ class LoRAExperts(Experts):
                 f"LoRAExperts: experts must be a FeedForwardExperts or QuantizedExperts, got {kind}"
             )
         super().__init__(experts.num_experts, experts.d_model, experts.d_output)
-        self.base: FeedForwardExperts | QuantizedExperts = experts.requires_grad_(False)
+        self.base: _Base = experts.requires_grad_(False)
         self.adapters: nn.ModuleDict = nn.ModuleDict()
         self.active: tuple[str, ...] = ()
         self._disabled = 0
@@ -492,11 +493,6 @@ def _used_experts(x: Tensor, offsets: Tensor | None, inverse: Tensor | None) -> 
     if num_rows + 1 >= len(offsets) or not offsets.is_cpu or is_fake(offsets):
         return None
     return offsets.diff().nonzero()[:, 0]
-
-
-def _first_tensor(base: _Base) -> Tensor:
-    weight = base.weights[0]
-    return weight if isinstance(weight, Tensor) else weight.panels
 
 
 # Models
