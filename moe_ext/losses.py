@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_ext import ops
+from moe_ext._ragged import offsets_of
 from moe_ext.checks import (
     require,
     require_at_least,
@@ -17,6 +20,7 @@ from moe_ext.checks import (
     require_tensor,
 )
 from moe_ext.ops import cv_squared
+from moe_ext.ranks import Ranks
 from moe_ext.routing import Routing
 
 __all__ = [
@@ -362,3 +366,38 @@ def _sum_of_sequences(values: Tensor, sequence_offsets: Tensor) -> Tensor:
     ones = values.new_ones(values.shape[:1])
     rows = torch.arange(values.shape[0], device=values.device)
     return ops.combine(values, ones, rows, sequence_offsets)
+
+
+def _router_losses(
+    losses: Sequence[RouterLoss],
+    routing: Routing,
+    tokens_per_expert: Tensor,
+    sequence_offsets: Tensor,
+    ranks: Ranks | None,
+) -> dict[str, Tensor]:
+    """Computes the unweighted losses by name, over the tokens of all ranks.
+
+    See `RouterLoss.sums` for the arguments. ranks: the ranks that balance together; None: only this
+    rank.
+    """
+    parts = [loss.sums(routing, tokens_per_expert, sequence_offsets) for loss in losses]
+    sums = iter([tensor for part in parts for tensor in part])
+    if ranks is not None:
+        sums = iter(ranks.sum(*sums))
+    return {
+        loss.name: loss.evaluate(routing, *(next(sums) for _ in part))
+        for loss, part in zip(losses, parts, strict=True)
+    }
+
+
+def _sequence_offsets(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the offsets [S + 1] of the sequences of x [..., T, D] among its real tokens.
+
+    mask: [..., T] bool, True at real tokens; None: all tokens are real.
+    """
+    *leading, length = x.shape[:-1] or (1,)
+    num_sequences = math.prod(leading)
+    if mask is None:
+        return torch.arange(num_sequences + 1, device=x.device) * length
+    num_tokens = mask.reshape(num_sequences, length).sum(1)
+    return offsets_of(num_tokens)

@@ -42,7 +42,7 @@ LEVELS = [
     "gates",
     "shared optim quantized lora",
     "_capacity _meanwhile dispatch",
-    "_former_capacity",
+    "_checked_parts _former_capacity",
     "moe",
     "hierarchical presets recurrent",
     "distributed",
