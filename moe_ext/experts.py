@@ -227,6 +227,9 @@ class _Networks(Experts):
 
         With inverse and gates, maps tokens x [T, D] to the mixture [T, d_output]. See
         `moe_ext.ops.experts` for offsets, token_offsets, recompute and lora.
+
+        Raises:
+            ValueError, TypeError, IndexError: see `moe_ext.ops.experts`.
         """
         if not isinstance(x, Tensor) or x.is_nested:
             require_not_nested(type(self).__name__, x=x)
@@ -300,6 +303,7 @@ class FeedForwardExperts(_Networks):
     Raises:
         ValueError: a size is out of range, the activation is unknown, or activation_args do not
             fit it.
+        TypeError: bias is not a bool, or dtype is not floating point.
     """
 
     has_bias: bool
@@ -352,7 +356,11 @@ class FeedForwardExperts(_Networks):
         return tuple([getattr(self, f"weight_{i}") for i in range(self.num_layers)])
 
     def reset_parameters(self) -> None:
-        """Reinitializes the weights and sets the biases to zero."""
+        """Reinitializes the weights and sets the biases to zero.
+
+        Raises:
+            RuntimeError: fully_shard has divided the weights.
+        """
         weights = self.weights
         device = weights[0].device
         if device.type == "meta" or is_fake(weights[0]):
@@ -429,6 +437,8 @@ class ModuleExperts(Experts):
     Raises:
         ValueError: modules is empty, has a module with parameters twice, or in the forward pass,
             the modules' outputs differ in width.
+        TypeError: a module is no torch.nn.Module, or in the forward pass, x or offsets is not a
+            tensor or is nested.
     """
 
     can_split: ClassVar[bool] = True

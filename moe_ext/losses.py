@@ -43,6 +43,10 @@ def importance_loss(importance: Tensor, weight: float) -> Tensor:
     Args:
         importance: [E], the gates of each expert, summed over the whole batch.
         weight: w_importance, the scale of the loss, at least 0.
+
+    Raises:
+        ValueError: weight is negative, or importance is empty or does not have one dimension.
+        TypeError: importance is not a floating-point tensor.
     """
     require_tensor("importance_loss", importance=importance)
     weights = require_at_least(0, "importance_loss", weight=weight)
@@ -55,6 +59,10 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
     Args:
         load: [E], the estimated tokens of each expert, summed over the whole batch.
         weight: w_load, the scale of the loss, at least 0.
+
+    Raises:
+        ValueError: weight is negative, or load is empty or does not have one dimension.
+        TypeError: load is not a floating-point tensor.
     """
     require_tensor("load_loss", load=load)
     weights = require_at_least(0, "load_loss", weight=weight)
@@ -78,6 +86,7 @@ def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
 
     Raises:
         ValueError: the shapes of scores, threshold and mask do not match.
+        TypeError: scores, threshold or mask is not a tensor.
     """
     require_tensor("batchwise_loss", scores=scores, threshold=threshold, mask=mask)
     shape = tuple(scores.shape)
@@ -99,6 +108,10 @@ def add_loss(y: Tensor, loss: Tensor) -> Tensor:
     Args:
         y: the output of a layer, floating point.
         loss: a scalar, such as `loss` of `MoEAux`.
+
+    Raises:
+        ValueError: loss is not a scalar.
+        TypeError: y or loss is not a tensor.
 
     Example:
         >>> from moe_ext import MoE
@@ -220,6 +233,9 @@ class ImportanceLoss(_CVLoss):
 
     Args:
         weight: w_importance. The paper uses 0.1.
+
+    Raises:
+        ValueError: weight is negative.
     """
 
     name = "importance_loss"
@@ -236,6 +252,9 @@ class LoadLoss(_CVLoss):
 
     Args:
         weight: w_load. The paper uses 0.1.
+
+    Raises:
+        ValueError: weight is negative.
     """
 
     name = "load_loss"
@@ -279,6 +298,7 @@ class SwitchLoss(RouterLoss):
 
     Raises:
         ValueError: weight is negative; or in the forward pass, the gate returns no logits.
+        TypeError: per_sequence is not a bool.
     """
 
     per_sequence: bool

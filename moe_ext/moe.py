@@ -209,7 +209,7 @@ class MoE(FormerCapacity, nn.Module):
     Raises:
         ValueError: an argument is out of range, has no effect because gate or experts are given, or
             differs from the sizes of gate or experts. Or two losses have the same name.
-        TypeError: gate, experts, shared_expert, losses or parallel has the wrong type.
+        TypeError: an argument has the wrong type.
 
     Example:
         >>> layer = MoE(d_model=512, num_experts=32, k=4, hidden_sizes=[1024])
@@ -657,6 +657,9 @@ class KeepAux(nn.Module):
         adds_loss: the constructor argument.
         aux: the `MoEAux` of the last forward pass; None before the first. With adds_loss, it has no
             autograd graph.
+
+    Raises:
+        TypeError: adds_loss is not a bool.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))

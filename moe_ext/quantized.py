@@ -151,8 +151,14 @@ class QuantizedExperts(_Networks):
     ) -> QuantizedExperts:
         """Makes the experts of a state_dict, whose names have the formats. Copies no tensor.
 
+        Args:
+            state_dict: the tensors of packed experts, by name.
+            activation, activation_args: see the class.
+
         Raises:
-            ValueError: a name or a shape is not that of packed experts.
+            ValueError: a name or a shape is not that of packed experts, the activation is unknown,
+                or activation_args do not fit it.
+            TypeError: a tensor has the wrong dtype.
         """
         name = cls.__name__
         weights: dict[int, PackedWeight] = {}
@@ -188,7 +194,11 @@ class QuantizedExperts(_Networks):
         return tuple([layout._replace(panels=part) for layout, part in pairs])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> FeedForwardExperts:
-        """Returns experts with the dequantized weights and the biases in a dtype."""
+        """Returns experts with the dequantized weights and the biases in a dtype.
+
+        Raises:
+            TypeError: dtype is not floating point.
+        """
         weights, biases = self.weights, self.biases
         with torch.device("meta"):
             experts = FeedForwardExperts(

@@ -51,6 +51,10 @@ class LoRAAdapter(nn.Module):
     CPU generator plus the expert's global index. So ranks with equal RNG state start with the
     values of a single process.
 
+    Args:
+        base: the experts.
+        rank, alpha, rslora, layers, shared_a, dropout, dtype: see `LoRAExperts`.
+
     Attributes:
         rank: r.
         alpha: the numerator of the scale.
@@ -63,6 +67,9 @@ class LoRAAdapter(nn.Module):
         a_0: [E, D, r] parameter, A of the first layer; [1, D, r] with shared_a. The next layers
             have a_1, … [E, fan_in, r].
         b_0: [E, r, width] parameter, B of the first layer. The next layers have b_1, …
+
+    Raises:
+        ValueError, TypeError: see `LoRAExperts`.
     """
 
     rank: int
@@ -189,7 +196,8 @@ class LoRAExperts(Experts):
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: experts are neither `FeedForwardExperts` nor `QuantizedExperts`.
+        TypeError: experts are neither `FeedForwardExperts` nor `QuantizedExperts`, rslora or
+            shared_a is not a bool, or dtype is not floating point.
 
     Example:
         >>> base = QuantizedExperts.from_experts(FeedForwardExperts(4, 64, [128]), "mxfp4")
@@ -258,6 +266,7 @@ class LoRAExperts(Experts):
 
         Raises:
             ValueError: there is an adapter of this name, or an argument is out of range.
+            TypeError: an option has the wrong type.
         """
         usable = isinstance(name, str) and name and "." not in name
         usable = usable and not hasattr(nn.ModuleDict, name) and name != "training"
@@ -349,6 +358,7 @@ class LoRAExperts(Experts):
 
         Raises:
             ValueError: adapters are merged.
+            TypeError: dtype is not floating point.
         """
         self._require_unmerged("merged_experts")
         require_dtype("LoRAExperts", dtype)
@@ -417,6 +427,10 @@ class LoRAExperts(Experts):
         """Maps rows x [R, D], sorted by expert, to [R, d_output].
 
         The arguments are those of `FeedForwardExperts.forward`.
+
+        Raises:
+            ValueError: in training mode, the active adapters differ in dropout.
+            ValueError, TypeError, IndexError: see `moe_ext.ops.experts`.
         """
         return self.base(
             x,

@@ -83,6 +83,7 @@ def add_lora(
     Raises:
         ValueError: the model has no experts that can have adapters, or an argument is out of range.
             The model is not changed.
+        TypeError: an option has the wrong type. The model is not changed.
 
     Example:
         >>> layer = MoE(64, num_experts=4, k=2, hidden_sizes=[128])
@@ -186,7 +187,11 @@ def lora_experts(model: nn.Module) -> dict[str, LoRAExperts]:
 
 @contextmanager
 def disable_lora(model: nn.Module) -> Iterator[None]:
-    """Computes the model without its adapters within the context, as a reference model for DPO."""
+    """Computes the model without its adapters within the context, as a reference model for DPO.
+
+    Raises:
+        ValueError: adapters are merged.
+    """
     with ExitStack() as stack:
         for experts in lora_experts(model).values():
             stack.enter_context(experts.disable_adapter())
@@ -198,6 +203,10 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
     The adapters are then gone, and packed experts are in floating point. The new weights are
     frozen.
+
+    Raises:
+        ValueError: the model has no `LoRAExperts` or is one itself, or its adapters are merged.
+        TypeError: dtype is not floating point.
     """
     places = [place for place in _experts_in(model) if isinstance(place.module, LoRAExperts)]
     rule = "contain LoRAExperts, and not be one"
