@@ -37,7 +37,7 @@ LEVELS = [
     "_build _compiled _argument_names _former_names _plain_names _ragged checks files",
     "_counting formats ops",
     "routing",
-    "_low_rank _mixture _packed_weights ranks",
+    "_mixture _packed_weights ranks",
     "experts losses",
     "gates",
     "shared optim quantized lora",

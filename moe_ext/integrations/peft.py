@@ -25,13 +25,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from moe_ext import ops
 from moe_ext._counting import is_of_transformers
-from moe_ext._low_rank import joined
 from moe_ext.checks import require
 from moe_ext.distributed import expert_parameters
 from moe_ext.experts import _Networks
 from moe_ext.integrations._given_lora import GivenLoRA, give_lora
 from moe_ext.integrations.transformers import _warn_once
 from moe_ext.lora import LoRAAdapter, LoRAExperts, LoRAReport, add_lora, lora_experts
+from moe_ext.lora._pairs import joined
 
 try:
     import peft

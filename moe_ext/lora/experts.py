@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ext import ops
-from moe_ext._low_rank import joined, with_dropout
 from moe_ext.checks import (
     is_whole,
     require,
@@ -26,6 +25,7 @@ from moe_ext.checks import (
 )
 from moe_ext.experts import Experts, FeedForwardExperts
 from moe_ext.formats import PackedWeight
+from moe_ext.lora._pairs import joined, with_dropout
 from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["LoRAAdapter", "LoRAExperts"]

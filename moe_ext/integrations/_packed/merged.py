@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ext import ops
-from moe_ext._low_rank import joined
 from moe_ext.checks import require
 from moe_ext.experts import _Networks
 from moe_ext.formats import PackedWeight
@@ -19,6 +18,7 @@ from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
 from moe_ext.integrations._transformers_balance import experts_modules
 from moe_ext.lora import LoRAExperts
+from moe_ext.lora._pairs import joined
 
 __all__ = ["MergedExperts", "MergedModel"]
 

@@ -1,4 +1,4 @@
-"""What low-rank adapters need: the sum of several adapters as one, and dropout."""
+"""Pairs of low-rank matrices: the sum of several as one, and dropout."""
 
 from collections.abc import Sequence
 
