@@ -261,8 +261,12 @@ class MoE(FormerCapacity, nn.Module):
         d_model, num_experts = require_sizes("MoE", d_model=d_model, num_experts=num_experts)
         sizes = {"num_identity_experts": num_identity_experts, "num_null_experts": num_null_experts}
         num_identity_experts, num_null_experts = require_sizes("MoE", 0, **sizes)
-        num_choices = num_experts + num_identity_experts + num_null_experts
-        k = require_k("MoE", k, num_choices)
+        self.d_model = d_model
+        self.num_experts = num_experts
+        self.num_identity_experts = num_identity_experts
+        self.num_null_experts = num_null_experts
+        k = require_k("MoE", k, self._num_choices)
+        self.k = k
         (recompute,) = require_bool("MoE", recompute=recompute)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
@@ -276,9 +280,6 @@ class MoE(FormerCapacity, nn.Module):
                 "MoE: hidden_sizes, activation, activation_args, bias and expert_dtype must be "
                 "left out when experts are given"
             )
-        self.d_model = d_model
-        self.num_experts = num_experts
-        self.k = k
         self.recompute = recompute
         self.casts_tokens: bool = expert_dtype is not None
         self.losses: tuple[RouterLoss, ...] = checked_losses(losses)
@@ -290,13 +291,11 @@ class MoE(FormerCapacity, nn.Module):
             w_load=default if w_load is None else w_load,
         )
         self._checked_weights = self.w_importance, self.w_load
-        self.num_identity_experts = num_identity_experts
-        self.num_null_experts = num_null_experts
         self.capacity: Capacity | float | None = Capacity.from_option(capacity)
         if gate is None:
             gate = NoisyTopKGate(
                 d_model,
-                num_choices,
+                self._num_choices,
                 k,
                 noise_epsilon=noise_epsilon,
                 generator=generator,
@@ -305,7 +304,7 @@ class MoE(FormerCapacity, nn.Module):
             )
         for_flat_gates = sizes | {"capacity": capacity}
         self.gate = checked_gate(
-            gate, for_flat_gates, d_model=d_model, num_experts=num_choices, k=k
+            gate, for_flat_gates, d_model=d_model, num_experts=self._num_choices, k=k
         )
         parallel = parallel_options("MoE", process_group, parallel)
         self.dispatcher: Dispatcher = make_dispatcher(parallel, gate, num_experts)
@@ -342,6 +341,11 @@ class MoE(FormerCapacity, nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "dispatcher" not in state:
             self.dispatcher = LocalDispatcher(self.num_experts, sharding)
+
+    @property
+    def _num_choices(self) -> int:
+        """The number of experts among which the gate selects."""
+        return self.num_experts + self.num_identity_experts + self.num_null_experts
 
     @property
     def sharding(self) -> ExpertSharding | None:
@@ -423,7 +427,7 @@ class MoE(FormerCapacity, nn.Module):
             token_offsets=routing.token_offsets,
             gate_metrics=dict(routing.metrics),
             load_factors=routing.load_factors,
-            losses={name: value.detach() for name, value in values.items()} if values else {},
+            losses={name: value.detach() for name, value in values.items()},
             kept=routing.kept,
         )
         if x.dim() != 2:
@@ -579,11 +583,10 @@ class MoE(FormerCapacity, nn.Module):
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
-        num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
-        if routing.importance.shape[0] != num_choices:
+        if routing.importance.shape[0] != self._num_choices:
             name = "MoE: num_experts + num_identity_experts + num_null_experts"
             rule = f"be {routing.importance.shape[0]}, the gate's number of experts"
-            require(False, name, rule, num_choices)
+            require(False, name, rule, self._num_choices)
         capacity = Capacity.from_option(self.capacity)
         if capacity is not None:
             rule = "be None with a hierarchical gate"
@@ -605,8 +608,8 @@ class MoE(FormerCapacity, nn.Module):
     def _sparse_parts(self) -> list[SparsePart]:
         """Returns the parameters that `count_parameters` counts in part."""
         local = self.dispatcher.local_experts
-        choices = self.num_experts + self.num_identity_experts + self.num_null_experts
-        share, copies = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
+        share = Fraction(self.k, self._num_choices)
+        copies = Fraction(self.num_experts, max(len(local), 1))
         if self.sharding is not None and self.sharding.has_dtensors:
             copies = Fraction(1)
         return [(self.experts.parameters(), share, copies)]
