@@ -18,6 +18,7 @@ from moe_ext.formats import FORMATS, FormatName, PackedWeight
 from moe_ext.formats._layouts import LAYOUTS
 from moe_ext.ops import Activation
 from moe_ext.ops._activations import width_factor
+from moe_ext.ops._packed_experts import require_packed
 
 __all__ = ["QuantizedExperts"]
 
@@ -274,12 +275,7 @@ def _each_expert(weight: PackedWeight) -> Iterator[PackedWeight]:
 
 def _checked_weights(name: str, weights: Sequence[PackedWeight]) -> int:
     """Checks each layer by itself; returns the number of experts."""
-    wrong: list[object] = [weights]
-    if isinstance(weights, Sequence) and not isinstance(weights, PackedWeight):
-        wrong = [weight for weight in weights if not isinstance(weight, PackedWeight)]
-    if wrong:
-        kind = type(wrong[0]).__name__
-        raise TypeError(f"{name}: weights must be a sequence of PackedWeight, got {kind}")
+    require_packed(name, weights)
     require(len(weights) >= 1, f"{name}: weights", "have at least one layer", "none")
     num_experts = len(weights[0].panels)
     for i, weight in enumerate(weights):
