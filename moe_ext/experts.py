@@ -24,6 +24,7 @@ from moe_ext.checks import (
     require_bool,
     require_dtype,
     require_not_nested,
+    require_shape,
     require_sizes,
     require_tensor,
 )
@@ -436,7 +437,7 @@ class ModuleExperts(Experts):
 
     Raises:
         ValueError: modules is empty, has a module with parameters twice, or in the forward pass,
-            the modules' outputs differ in width.
+            offsets have another shape or the modules' outputs differ in width.
         TypeError: a module is no torch.nn.Module, or in the forward pass, x or offsets is not a
             tensor or is nested.
     """
@@ -456,6 +457,7 @@ class ModuleExperts(Experts):
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Maps rows x [R, D], sorted by expert with offsets [E + 1], to [R, d_output]."""
         require_not_nested("ModuleExperts", x=x, offsets=offsets)
+        require_shape("ModuleExperts", (self.num_experts + 1,), offsets=offsets)
         bounds = pairwise(offsets.tolist())
         parts = [expert(x[a:b]) for expert, (a, b) in zip(self.experts, bounds, strict=True)]
         shapes = [tuple(part.shape[1:]) for part in parts]
