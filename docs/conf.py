@@ -99,7 +99,17 @@ def skip_tuple_fields(
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
+def show_public_bases(app: Sphinx, name: str, obj: object, options: Any, bases: list[type]) -> None:
+    """Names the bases of a private base in its place."""
+    bases[:] = [
+        public
+        for base in bases
+        for public in (base.__bases__ if base.__name__.startswith("_") else (base,))
+    ]
+
+
 def setup(app: Sphinx) -> None:
     """Registers the functions above with Sphinx."""
     app.connect("missing-reference", resolve_short_name, priority=400)  # before intersphinx
     app.connect("autodoc-skip-member", skip_tuple_fields)
+    app.connect("autodoc-process-bases", show_public_bases)

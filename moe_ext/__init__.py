@@ -6,7 +6,7 @@ Each line names a part of the package, the paper's section or equation, and the 
     losses       importance loss, load loss, CV², ...    Sec. 4, A    moe_ext/losses.py
     experts      feed-forward networks or any modules    Sec. 3.2     moe_ext/experts.py
                  with weights in 4 or 8 bits                          moe_ext/quantized.py
-                 with low-rank adapters                               moe_ext/lora.py
+                 with low-rank adapters                               moe_ext/lora/
                  an expert that processes all tokens                  moe_ext/shared.py
     MoE          gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
                  with a two-level gate                   App. B       moe_ext/hierarchical.py

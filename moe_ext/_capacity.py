@@ -70,6 +70,9 @@ class Capacity:
             num_experts: the number of experts with a capacity: the first ones.
             k: experts per token.
             ranks: the ranks that balance together; None: only this rank.
+
+        Raises:
+            ValueError: the gate has set kept already.
         """
         rule = "be None for a gate that sets Routing.kept"
         require(routing.kept is None, "MoE: capacity", rule, self)

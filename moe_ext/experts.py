@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -23,11 +24,13 @@ from moe_ext.checks import (
     require_bool,
     require_dtype,
     require_not_nested,
+    require_shape,
     require_sizes,
     require_tensor,
 )
-from moe_ext.ops import GATED_ACTIVATIONS, Activation
-from moe_ext.ops._activations import checked_activation
+from moe_ext.formats import PackedWeight
+from moe_ext.ops import Activation
+from moe_ext.ops._activations import checked_activation, width_factor
 
 __all__ = ["ActivationLike", "Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
 
@@ -149,7 +152,125 @@ class Experts(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define split(sizes)")
 
 
-class FeedForwardExperts(Experts):
+class _Networks(Experts):
+    """Implements E feed-forward networks of equal shape, without their weights.
+
+    A derived class sets num_layers and has_bias, and registers bias_0, bias_1, … if has_bias.
+    """
+
+    fused: ClassVar[bool] = True
+    can_split: ClassVar[bool] = True
+    num_layers: int
+    has_bias: bool
+    first_expert: int
+
+    def __init__(
+        self,
+        num_experts: int,
+        d_model: int,
+        d_output: int | None,
+        activation: Activation,
+        activation_args: Sequence[float] | None,
+        first_expert: int,
+    ) -> None:
+        super().__init__(num_experts, d_model, d_output)
+        name = type(self).__name__
+        self.activation: Activation = activation
+        self.activation_args: tuple[float, ...] | None = checked_activation(
+            name, activation, activation_args
+        )
+        (self.first_expert,) = require_sizes(name, 0, first_expert=first_expert)
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...] | tuple[PackedWeight, ...]:
+        """The weights of all layers."""
+        raise NotImplementedError
+
+    @property
+    def biases(self) -> tuple[nn.Parameter, ...] | None:
+        """The biases [E, width] of all layers; None if the layers have none."""
+        if not self.has_bias:
+            return None
+        return tuple([getattr(self, f"bias_{i}") for i in range(self.num_layers)])
+
+    def _layer_sizes(self) -> list[tuple[int, int]]:
+        """Returns fan_in and width of the weights of each layer."""
+        raise NotImplementedError
+
+    def _split_weight(self, weight: Any, sizes: Sequence[int]) -> Sequence[Any]:
+        """Splits one of `weights` into blocks of experts."""
+        raise NotImplementedError
+
+    def _compute(
+        self,
+        x: Tensor,
+        offsets: Tensor | None,
+        *,
+        weights: Sequence[Any],
+        biases: Sequence[Tensor] | None,
+        **options: Any,
+    ) -> Tensor:
+        """Calls the operator with the weights and biases of all experts or of a block of them."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor | None,
+        *,
+        inverse: Tensor | None = None,
+        gates: Tensor | None = None,
+        token_offsets: Tensor | None = None,
+        recompute: bool = False,
+        lora: Sequence[ops.LoRA | None] | None = None,
+    ) -> Tensor:
+        """Maps rows x [R, D], sorted by expert, to [R, d_output].
+
+        With inverse and gates, maps tokens x [T, D] to the mixture [T, d_output]. See
+        `moe_ext.ops.experts` for offsets, token_offsets, recompute and lora.
+
+        Raises:
+            ValueError, TypeError, IndexError: see `moe_ext.ops.experts`.
+        """
+        if not isinstance(x, Tensor) or x.is_nested:
+            require_not_nested(type(self).__name__, x=x)
+        if not isinstance(offsets, Tensor | None):
+            require_tensor(type(self).__name__, offsets=offsets)
+        return self._compute(
+            x,
+            offsets,
+            weights=self.weights,
+            biases=self.biases,
+            inverse=inverse,
+            gates=gates,
+            token_offsets=token_offsets,
+            recompute=recompute,
+            lora=lora,
+        )
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def split(self, sizes: Sequence[int]) -> list[_Part]:
+        """Splits the experts into consecutive blocks without copies; see `Experts.split`."""
+        weights = zip(*(self._split_weight(weight, sizes) for weight in self.weights), strict=True)
+        biases = zip(*(bias.split(sizes) for bias in self.biases or ()), strict=True)
+        return [
+            partial(self._compute, weights=block_weights, biases=block_biases)
+            for block_weights, block_biases in zip_longest(weights, biases)
+        ]
+
+    def extra_repr(self) -> str:
+        """Returns the arguments that the text of the module shows."""
+        widths = " -> ".join(str(fan_in) for fan_in, _ in self._layer_sizes())
+        args = f"{list(self.activation_args)}" if self.activation_args else ""
+        return (
+            f"{self.num_experts} x ({widths} -> {self.d_output}), "
+            f"activation={self.activation}{args}, bias={self.has_bias}"
+        )
+
+
+class FeedForwardExperts(_Networks):
     """Implements E feed-forward networks of equal shape; each layer has one stacked weight tensor.
 
     Initial weights are uniform with variance 1 / fan_in; biases are zero. The seed of each expert
@@ -183,11 +304,9 @@ class FeedForwardExperts(Experts):
     Raises:
         ValueError: a size is out of range, the activation is unknown, or activation_args do not
             fit it.
+        TypeError: bias is not a bool, or dtype is not floating point.
     """
 
-    fused: ClassVar[bool] = True
-    can_split: ClassVar[bool] = True
-    first_expert: int
     has_bias: bool
 
     @explains_names
@@ -205,7 +324,8 @@ class FeedForwardExperts(Experts):
         dtype: torch.dtype | None = None,
         first_expert: int = 0,
     ) -> None:
-        super().__init__(num_experts, d_model, d_output)
+        activation = _name_of(activation)
+        super().__init__(num_experts, d_model, d_output, activation, activation_args, first_expert)
         sizes: Any = (hidden_sizes,) if is_whole(hidden_sizes) else hidden_sizes
         require(
             isinstance(sizes, Sequence) and all(is_whole(size) and size >= 1 for size in sizes),
@@ -213,15 +333,9 @@ class FeedForwardExperts(Experts):
             "be a sequence of whole numbers, each at least 1",
             hidden_sizes,
         )
-        activation = _name_of(activation)
-        (self.first_expert,) = require_sizes("FeedForwardExperts", 0, first_expert=first_expert)
-        self.activation_args: tuple[float, ...] | None = checked_activation(
-            "FeedForwardExperts", activation, activation_args
-        )
         (self.has_bias,) = require_bool("FeedForwardExperts", bias=bias)
         dtype = require_dtype("FeedForwardExperts", dtype)
-        self.activation: Activation = activation
-        factor = 2 if activation in GATED_ACTIVATIONS else 1
+        factor = width_factor(activation)
         fans_in = [d_model, *sizes]
         widths = [
             *(factor * width for width in sizes),
@@ -242,15 +356,12 @@ class FeedForwardExperts(Experts):
         """The weights [E, fan_in, width] of all layers."""
         return tuple([getattr(self, f"weight_{i}") for i in range(self.num_layers)])
 
-    @property
-    def biases(self) -> tuple[nn.Parameter, ...] | None:
-        """The biases [E, width] of all layers; None with bias=False."""
-        if not self.has_bias:
-            return None
-        return tuple(getattr(self, f"bias_{i}") for i in range(self.num_layers))
-
     def reset_parameters(self) -> None:
-        """Reinitializes the weights and sets the biases to zero."""
+        """Reinitializes the weights and sets the biases to zero.
+
+        Raises:
+            RuntimeError: fully_shard has divided the weights.
+        """
         weights = self.weights
         device = weights[0].device
         if device.type == "meta" or is_fake(weights[0]):
@@ -267,39 +378,31 @@ class FeedForwardExperts(Experts):
         for bias in self.biases or ():
             nn.init.zeros_(bias)
 
-    def forward(
+    def _layer_sizes(self) -> list[tuple[int, int]]:
+        return [(weight.shape[1], weight.shape[2]) for weight in self.weights]
+
+    def _split_weight(self, weight: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        blocks: Sequence[Tensor] = weight.split(sizes)
+        return blocks
+
+    def _compute(
         self,
         x: Tensor,
         offsets: Tensor | None,
         *,
-        inverse: Tensor | None = None,
-        gates: Tensor | None = None,
-        token_offsets: Tensor | None = None,
-        recompute: bool = False,
-        lora: Sequence[ops.LoRA | None] | None = None,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] | None,
+        **options: Any,
     ) -> Tensor:
-        """Maps rows x [R, D], sorted by expert, to [R, d_output].
-
-        With inverse and gates, maps tokens x [T, D] to the mixture [T, d_output]. See
-        `moe_ext.ops.experts` for offsets, token_offsets, recompute and lora.
-        """
-        if not isinstance(x, Tensor) or x.is_nested:
-            require_not_nested("FeedForwardExperts", x=x)
-        if not isinstance(offsets, Tensor | None):
-            require_tensor("FeedForwardExperts", offsets=offsets)
         try:
             return ops.experts(
                 x,
-                self.weights,
-                self.biases,
+                weights,
+                biases,
                 self.activation,
                 offsets=offsets,
-                inverse=inverse,
-                gates=gates,
-                token_offsets=token_offsets,
-                recompute=recompute,
                 activation_args=self.activation_args,
-                lora=lora,
+                **options,
             )
         except TypeError as error:
             if "x must have the dtype of the weights" not in str(error):
@@ -307,39 +410,9 @@ class FeedForwardExperts(Experts):
             remedy = "use torch.autocast, cast x, or set expert_dtype of MoE (dtype of the experts)"
             raise TypeError(f"{error}; {remedy}") from None
 
-    if TYPE_CHECKING:
-        __call__ = forward
-
-    def split(self, sizes: Sequence[int]) -> list[_Part]:
-        """Splits the experts into consecutive blocks without copies; see `Experts.split`."""
-        weights = zip(*(weight.split(sizes) for weight in self.weights), strict=True)
-        biases = zip(*(bias.split(sizes) for bias in self.biases or ()), strict=True)
-
-        def part(weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> _Part:
-            def forward(x: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:
-                return ops.experts(
-                    x,
-                    weights,
-                    biases,
-                    self.activation,
-                    offsets=offsets,
-                    activation_args=self.activation_args,
-                    **options,
-                )
-
-            return forward
-
-        return [part(w, b) for w, b in zip_longest(weights, biases)]
-
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""
-        shapes = " -> ".join(str(weight.shape[1]) for weight in self.weights)
-        dtype = self.weights[0].dtype
-        args = f"{list(self.activation_args)}" if self.activation_args else ""
-        return (
-            f"{self.num_experts} x ({shapes} -> {self.d_output}), "
-            f"activation={self.activation}{args}, bias={self.has_bias}, dtype={dtype}"
-        )
+        return f"{super().extra_repr()}, dtype={self.weights[0].dtype}"
 
 
 def _take_former_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -364,7 +437,9 @@ class ModuleExperts(Experts):
 
     Raises:
         ValueError: modules is empty, has a module with parameters twice, or in the forward pass,
-            the modules' outputs differ in width.
+            offsets have another shape or the modules' outputs differ in width.
+        TypeError: a module is no torch.nn.Module, or in the forward pass, x or offsets is not a
+            tensor or is nested.
     """
 
     can_split: ClassVar[bool] = True
@@ -382,6 +457,7 @@ class ModuleExperts(Experts):
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Maps rows x [R, D], sorted by expert with offsets [E + 1], to [R, d_output]."""
         require_not_nested("ModuleExperts", x=x, offsets=offsets)
+        require_shape("ModuleExperts", (self.num_experts + 1,), offsets=offsets)
         bounds = pairwise(offsets.tolist())
         parts = [expert(x[a:b]) for expert, (a, b) in zip(self.experts, bounds, strict=True)]
         shapes = [tuple(part.shape[1:]) for part in parts]

@@ -94,7 +94,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Calls fsync on a folder, which makes renames in it durable, if the file system can do it."""
+    """Calls fsync on a folder, which makes renames in it durable, if the file system can do it.
+
+    Raises:
+        OSError: the folder cannot be opened, or fsync fails.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_ext import ops
+from moe_ext._ragged import offsets_of
 from moe_ext.checks import (
     require_at_least,
     require_bool,
@@ -17,6 +20,7 @@ from moe_ext.checks import (
     required,
 )
 from moe_ext.ops import cv_squared
+from moe_ext.ranks import Ranks
 from moe_ext.routing import Routing
 
 __all__ = [
@@ -39,6 +43,10 @@ def importance_loss(importance: Tensor, weight: float) -> Tensor:
     Args:
         importance: [E], the gates of each expert, summed over the whole batch.
         weight: w_importance, the scale of the loss, at least 0.
+
+    Raises:
+        ValueError: weight is negative, or importance is empty or does not have one dimension.
+        TypeError: importance is not a floating-point tensor.
     """
     require_tensor("importance_loss", importance=importance)
     weights = require_at_least(0, "importance_loss", weight=weight)
@@ -51,6 +59,10 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
     Args:
         load: [E], the estimated tokens of each expert, summed over the whole batch.
         weight: w_load, the scale of the loss, at least 0.
+
+    Raises:
+        ValueError: weight is negative, or load is empty or does not have one dimension.
+        TypeError: load is not a floating-point tensor.
     """
     require_tensor("load_loss", load=load)
     weights = require_at_least(0, "load_loss", weight=weight)
@@ -74,6 +86,7 @@ def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
 
     Raises:
         ValueError: the shapes of scores, threshold and mask do not match.
+        TypeError: scores, threshold or mask is not a tensor.
     """
     require_tensor("batchwise_loss", scores=scores, threshold=threshold, mask=mask)
     shape = tuple(scores.shape)
@@ -95,6 +108,10 @@ def add_loss(y: Tensor, loss: Tensor) -> Tensor:
     Args:
         y: the output of a layer, floating point.
         loss: a scalar, such as `loss` of `MoEAux`.
+
+    Raises:
+        ValueError: loss is not a scalar.
+        TypeError: y or loss is not a tensor.
 
     Example:
         >>> from moe_ext import MoE
@@ -216,6 +233,9 @@ class ImportanceLoss(_CVLoss):
 
     Args:
         weight: w_importance. The paper uses 0.1.
+
+    Raises:
+        ValueError: weight is negative.
     """
 
     name = "importance_loss"
@@ -232,6 +252,9 @@ class LoadLoss(_CVLoss):
 
     Args:
         weight: w_load. The paper uses 0.1.
+
+    Raises:
+        ValueError: weight is negative.
     """
 
     name = "load_loss"
@@ -275,6 +298,7 @@ class SwitchLoss(RouterLoss):
 
     Raises:
         ValueError: weight is negative; or in the forward pass, the gate returns no logits.
+        TypeError: per_sequence is not a bool.
     """
 
     per_sequence: bool
@@ -361,3 +385,38 @@ def _sum_of_sequences(values: Tensor, sequence_offsets: Tensor) -> Tensor:
     ones = values.new_ones(values.shape[:1])
     rows = torch.arange(values.shape[0], device=values.device)
     return ops.combine(values, ones, rows, sequence_offsets)
+
+
+def _router_losses(
+    losses: Sequence[RouterLoss],
+    routing: Routing,
+    tokens_per_expert: Tensor,
+    sequence_offsets: Tensor,
+    ranks: Ranks | None,
+) -> dict[str, Tensor]:
+    """Computes the unweighted losses by name, over the tokens of all ranks.
+
+    See `RouterLoss.sums` for the arguments. ranks: the ranks that balance together; None: only this
+    rank.
+    """
+    parts = [loss.sums(routing, tokens_per_expert, sequence_offsets) for loss in losses]
+    sums = iter([tensor for part in parts for tensor in part])
+    if ranks is not None:
+        sums = iter(ranks.sum(*sums))
+    return {
+        loss.name: loss.evaluate(routing, *(next(sums) for _ in part))
+        for loss, part in zip(losses, parts, strict=True)
+    }
+
+
+def _sequence_offsets(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the offsets [S + 1] of the sequences of x [..., T, D] among its real tokens.
+
+    mask: [..., T] bool, True at real tokens; None: all tokens are real.
+    """
+    *leading, length = x.shape[:-1] or (1,)
+    num_sequences = math.prod(leading)
+    if mask is None:
+        return torch.arange(num_sequences + 1, device=x.device) * length
+    num_tokens = mask.reshape(num_sequences, length).sum(1)
+    return offsets_of(num_tokens)

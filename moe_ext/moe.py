@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
-from typing import cast as typed
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.types import Device
@@ -20,11 +18,17 @@ from torch.utils._pytree import _register_namedtuple, tree_map_only
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
 from moe_ext._capacity import Capacity
+from moe_ext._checked_parts import (
+    checked_experts,
+    checked_gate,
+    checked_index,
+    checked_losses,
+    checked_shared_expert,
+)
 from moe_ext._compiled import uncompiled
 from moe_ext._counting import SparsePart, count_parameters
 from moe_ext._former_capacity import FormerCapacity, takes_former_capacity
 from moe_ext._meanwhile import Meanwhile
-from moe_ext._ragged import offsets_of
 from moe_ext.checks import (
     refuse,
     require,
@@ -39,14 +43,19 @@ from moe_ext.checks import (
 from moe_ext.dispatch import Dispatcher, ExpertParallel, ExpertSharding
 from moe_ext.dispatch._dispatchers import LocalDispatcher, make_dispatcher
 from moe_ext.dispatch._sharding import parallel_options
-from moe_ext.experts import ActivationLike, Experts, FeedForwardExperts, ModuleExperts
+from moe_ext.experts import ActivationLike, Experts, FeedForwardExperts
 from moe_ext.gates import Gate, NoisyTopKGate
-from moe_ext.losses import RouterLoss, add_loss, cv_squared
+from moe_ext.losses import (
+    RouterLoss,
+    _router_losses,
+    _sequence_offsets,
+    add_loss,
+    cv_squared,
+)
 from moe_ext.ops._dtypes import cast
 from moe_ext.ranks import Ranks
 from moe_ext.ranks._whole import is_mark
 from moe_ext.routing import Routing
-from moe_ext.shared import SharedExpert
 
 __all__ = ["KeepAux", "MoE", "MoEAux"]
 
@@ -201,7 +210,7 @@ class MoE(FormerCapacity, nn.Module):
     Raises:
         ValueError: an argument is out of range, has no effect because gate or experts are given, or
             differs from the sizes of gate or experts. Or two losses have the same name.
-        TypeError: gate, experts, shared_expert, losses or parallel has the wrong type.
+        TypeError: an argument has the wrong type.
 
     Example:
         >>> layer = MoE(d_model=512, num_experts=32, k=4, hidden_sizes=[1024])
@@ -253,8 +262,12 @@ class MoE(FormerCapacity, nn.Module):
         d_model, num_experts = require_sizes("MoE", d_model=d_model, num_experts=num_experts)
         sizes = {"num_identity_experts": num_identity_experts, "num_null_experts": num_null_experts}
         num_identity_experts, num_null_experts = require_sizes("MoE", 0, **sizes)
-        num_choices = num_experts + num_identity_experts + num_null_experts
-        k = require_k("MoE", k, num_choices)
+        self.d_model = d_model
+        self.num_experts = num_experts
+        self.num_identity_experts = num_identity_experts
+        self.num_null_experts = num_null_experts
+        k = require_k("MoE", k, self._num_choices)
+        self.k = k
         (recompute,) = require_bool("MoE", recompute=recompute)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
@@ -268,12 +281,9 @@ class MoE(FormerCapacity, nn.Module):
                 "MoE: hidden_sizes, activation, activation_args, bias and expert_dtype must be "
                 "left out when experts are given"
             )
-        self.d_model = d_model
-        self.num_experts = num_experts
-        self.k = k
         self.recompute = recompute
         self.casts_tokens: bool = expert_dtype is not None
-        self.losses: tuple[RouterLoss, ...] = _checked_losses(losses)
+        self.losses: tuple[RouterLoss, ...] = checked_losses(losses)
         default = 0.0 if losses else 0.1
         self.w_importance, self.w_load = require_at_least(
             0,
@@ -282,13 +292,11 @@ class MoE(FormerCapacity, nn.Module):
             w_load=default if w_load is None else w_load,
         )
         self._checked_weights = self.w_importance, self.w_load
-        self.num_identity_experts = num_identity_experts
-        self.num_null_experts = num_null_experts
         self.capacity: Capacity | float | None = Capacity.from_option(capacity)
         if gate is None:
             gate = NoisyTopKGate(
                 d_model,
-                num_choices,
+                self._num_choices,
                 k,
                 noise_epsilon=noise_epsilon,
                 generator=generator,
@@ -296,8 +304,8 @@ class MoE(FormerCapacity, nn.Module):
                 dtype=dtype,
             )
         for_flat_gates = sizes | {"capacity": capacity}
-        self.gate = _checked_gate(
-            gate, for_flat_gates, d_model=d_model, num_experts=num_choices, k=k
+        self.gate = checked_gate(
+            gate, for_flat_gates, d_model=d_model, num_experts=self._num_choices, k=k
         )
         parallel = parallel_options("MoE", process_group, parallel)
         self.dispatcher: Dispatcher = make_dispatcher(parallel, gate, num_experts)
@@ -317,12 +325,12 @@ class MoE(FormerCapacity, nn.Module):
         sharding = self.dispatcher.sharding
         if sharding is not None:
             sharding.require_experts(experts)
-        self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
+        self.experts = checked_experts(experts, d_model=d_model, num_experts=len(local))
         if num_identity_experts > 0:
             width, rule = self.experts.d_output, f"be d_model = {d_model} with identity experts"
             require(width in (None, d_model), "MoE: experts.d_output", rule, width)
         self._fused = self.experts.fused
-        self.shared_expert: nn.Module | None = _checked_shared_expert(shared_expert, d_model)
+        self.shared_expert: nn.Module | None = checked_shared_expert(shared_expert, d_model)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a layer from a pickle, also of an earlier version."""
@@ -334,6 +342,11 @@ class MoE(FormerCapacity, nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "dispatcher" not in state:
             self.dispatcher = LocalDispatcher(self.num_experts, sharding)
+
+    @property
+    def _num_choices(self) -> int:
+        """The number of experts among which the gate selects."""
+        return self.num_experts + self.num_identity_experts + self.num_null_experts
 
     @property
     def sharding(self) -> ExpertSharding | None:
@@ -388,70 +401,17 @@ class MoE(FormerCapacity, nn.Module):
         sequence_offsets: see `RouterLoss.sums`. None: a sequence is the dimension before the last
             of x [..., T, D].
         """
-        if x.dim() < 1 or x.shape[-1] != self.d_model:
-            raise ValueError(
-                f"MoE: x must have a last dimension of d_model = {self.d_model}, "
-                f"got shape {tuple(x.shape)}"
-            )
-        if not x.is_floating_point():
-            require_floating("MoE", x)
-        tokens = x if x.dim() == 2 else x.reshape(-1, self.d_model)
-        if mask is not None:
-            require_mask("MoE", mask, tuple(x.shape[:-1]))
-            position = mask.reshape(-1).nonzero().squeeze(1)
-            tokens = tokens.index_select(0, position)
-
+        tokens, position = self._real_tokens(x, mask)
         if expert_index is not None:
-            require_tensor("MoE", expert_index=expert_index)
-            if mask is not None and expert_index.shape[:-1] == mask.shape:
-                expert_index = expert_index.reshape(mask.numel(), expert_index.shape[-1])
-                expert_index = expert_index.index_select(0, position)
-            expert_index = _checked_index(self.gate, expert_index, tokens.shape[0])
-
+            num_tokens = tokens.shape[0]
+            expert_index = self._given_experts(expert_index, x.shape[:-1], position, num_tokens)
         self.dispatcher.require_same(tokens, self._options_of_all_ranks)
         # The attributes may have changed since the last step.
-        losses = _checked_losses(self.losses) if self.losses else ()
-        experts, fused, d_output = self.experts, self._fused, None
-        if isinstance(experts, Experts):  # an adapter may have replaced them
-            fused, d_output = experts.fused, experts.d_output
-        gate = self._routed
-        if expert_index is not None:
-            gate = partial(self._routed, expert_index=expert_index)
-        how = {"fused": fused, "recompute": self.recompute}
-        dtype = self._dtype_of_experts()
-        shared = None
-        if self.dispatcher.sends_tokens:
-            compute = None if self.shared_expert is None else partial(self._shared, tokens)
-            meanwhile = Meanwhile(gate, uncompiled(self.gate)._sums_later, compute)
-            y, routing, tokens_per_expert = self.dispatcher(
-                tokens, meanwhile.routed, experts, dtype=dtype, meanwhile=meanwhile, **how
-            )
-            routing, shared = meanwhile.completed(routing), meanwhile.shared
-        else:
-            y, routing, tokens_per_expert = self.dispatcher(
-                tokens, gate, experts, dtype=dtype, **how
-            )
-            if self.shared_expert is not None:
-                shared = self._shared(tokens)
-        if d_output not in (None, y.shape[-1]):
-            refuse("MoE: experts", f"return [R, d_output = {d_output}]", y.shape[-1])
-        if y.dtype != x.dtype:
-            y = y.to(x.dtype)
-        if self.num_identity_experts > 0:
-            first = self.num_experts
-            y = _add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
-        each_has_k = routing.token_offsets is None and routing.kept is None
-        if not each_has_k or self.num_identity_experts > 0 or self.num_null_experts > 0:
-            # Without an expert, the output of a token with NaN would be 0.
-            y = y.masked_fill(~tokens.isfinite().all(1, keepdim=True), math.nan)
-        if shared is not None:
-            rule = f"return [T, d_output = {y.shape[-1]}]"
-            fits = shared.dim() == 2 and shared.shape[1] == y.shape[-1]
-            require(fits, "MoE: shared_expert", rule, [*shared.shape])
-            y = y + shared.to(y.dtype)
-
-        if mask is not None:
-            y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
+        losses = checked_losses(self.losses) if self.losses else ()
+        y, routing, tokens_per_expert = self._mixture(tokens, expert_index)
+        if position is not None:
+            num_all = math.prod(x.shape[:-1])
+            y = y.new_zeros(num_all, y.shape[-1]).index_copy(0, position, y)
         values = {}
         if losses:
             if sequence_offsets is None:
@@ -468,13 +428,101 @@ class MoE(FormerCapacity, nn.Module):
             token_offsets=routing.token_offsets,
             gate_metrics=dict(routing.metrics),
             load_factors=routing.load_factors,
-            losses={name: value.detach() for name, value in values.items()} if values else {},
+            losses={name: value.detach() for name, value in values.items()},
             kept=routing.kept,
         )
         if x.dim() != 2:
             # Like matmul, return no autograd view, so that the caller can modify y in place.
             y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
         return y, aux
+
+    def _real_tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Checks x and mask; returns the tokens [T, D] that are not masked out, and their position.
+
+        The position is that among all tokens of x; None without a mask.
+        """
+        if x.dim() < 1 or x.shape[-1] != self.d_model:
+            raise ValueError(
+                f"MoE: x must have a last dimension of d_model = {self.d_model}, "
+                f"got shape {tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            require_floating("MoE", x)
+        tokens = x if x.dim() == 2 else x.reshape(-1, self.d_model)
+        if mask is None:
+            return tokens, None
+        require_mask("MoE", mask, tuple(x.shape[:-1]))
+        position = mask.reshape(-1).nonzero().squeeze(1)
+        return tokens.index_select(0, position), position
+
+    def _given_experts(
+        self,
+        expert_index: Tensor,
+        leading: Sequence[int],
+        position: Tensor | None,
+        num_tokens: int,
+    ) -> Tensor:
+        """Checks expert_index of `forward`; returns the experts [T, K] of the T real tokens.
+
+        leading: the dimensions of x before the last. position: see `_real_tokens`.
+        """
+        require_tensor("MoE", expert_index=expert_index)
+        if position is not None and expert_index.shape[:-1] == leading:
+            expert_index = expert_index.reshape(math.prod(leading), expert_index.shape[-1])
+            expert_index = expert_index.index_select(0, position)
+        return checked_index(self.gate, expert_index, num_tokens)
+
+    def _mixture(
+        self, tokens: Tensor, expert_index: Tensor | None
+    ) -> tuple[Tensor, Routing, Tensor]:
+        """Computes y [T, d_output] of the tokens, their routing and tokens_per_expert [E]."""
+        y, routing, tokens_per_expert, shared = self._dispatched(tokens, expert_index)
+        if y.dtype != tokens.dtype:
+            y = y.to(tokens.dtype)
+        if self.num_identity_experts > 0:
+            first = self.num_experts
+            y = _add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
+        each_has_k = routing.token_offsets is None and routing.kept is None
+        if not each_has_k or self.num_identity_experts > 0 or self.num_null_experts > 0:
+            # Without an expert, the output of a token with NaN would be 0.
+            y = y.masked_fill(~tokens.isfinite().all(1, keepdim=True), math.nan)
+        if shared is not None:
+            rule = f"return [T, d_output = {y.shape[-1]}]"
+            fits = shared.dim() == 2 and shared.shape[1] == y.shape[-1]
+            require(fits, "MoE: shared_expert", rule, [*shared.shape])
+            y = y + shared.to(y.dtype)
+        return y, routing, tokens_per_expert
+
+    def _dispatched(
+        self, tokens: Tensor, expert_index: Tensor | None
+    ) -> tuple[Tensor, Routing, Tensor, Tensor | None]:
+        """Calls the dispatcher; returns its results and the output of the shared expert."""
+        experts, fused, d_output = self.experts, self._fused, None
+        if isinstance(experts, Experts):  # an adapter may have replaced them
+            fused, d_output = experts.fused, experts.d_output
+        gate = self._routed
+        if expert_index is not None:
+            gate = partial(self._routed, expert_index=expert_index)
+        how: dict[str, Any] = {
+            "fused": fused,
+            "recompute": self.recompute,
+            "dtype": self._dtype_of_experts(),
+        }
+        shared = None
+        if self.dispatcher.sends_tokens:
+            compute = None if self.shared_expert is None else partial(self._shared, tokens)
+            meanwhile = Meanwhile(gate, uncompiled(self.gate)._sums_later, compute)
+            y, routing, tokens_per_expert = self.dispatcher(
+                tokens, meanwhile.routed, experts, meanwhile=meanwhile, **how
+            )
+            routing, shared = meanwhile.completed(routing), meanwhile.shared
+        else:
+            y, routing, tokens_per_expert = self.dispatcher(tokens, gate, experts, **how)
+            if self.shared_expert is not None:
+                shared = self._shared(tokens)
+        if d_output not in (None, y.shape[-1]):
+            refuse("MoE: experts", f"return [R, d_output = {d_output}]", y.shape[-1])
+        return y, routing, tokens_per_expert, shared
 
     def _loss(self, routing: Routing, values: Mapping[str, Tensor]) -> Tensor:
         """Returns `MoEAux.loss`; values are those of `losses`, by name."""
@@ -536,11 +584,10 @@ class MoE(FormerCapacity, nn.Module):
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
-        num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
-        if routing.importance.shape[0] != num_choices:
+        if routing.importance.shape[0] != self._num_choices:
             name = "MoE: num_experts + num_identity_experts + num_null_experts"
             rule = f"be {routing.importance.shape[0]}, the gate's number of experts"
-            refuse(name, rule, num_choices)
+            refuse(name, rule, self._num_choices)
         capacity = Capacity.from_option(self.capacity)
         if capacity is not None:
             rule = "be None with a hierarchical gate"
@@ -562,8 +609,8 @@ class MoE(FormerCapacity, nn.Module):
     def _sparse_parts(self) -> list[SparsePart]:
         """Returns the parameters that `count_parameters` counts in part."""
         local = self.dispatcher.local_experts
-        choices = self.num_experts + self.num_identity_experts + self.num_null_experts
-        share, copies = Fraction(self.k, choices), Fraction(self.num_experts, max(len(local), 1))
+        share = Fraction(self.k, self._num_choices)
+        copies = Fraction(self.num_experts, max(len(local), 1))
         if self.sharding is not None and self.sharding.has_dtensors:
             copies = Fraction(1)
         return [(self.experts.parameters(), share, copies)]
@@ -615,6 +662,9 @@ class KeepAux(nn.Module):
         aux: the `MoEAux` of the last forward pass; None before the first. With adds_loss, it has no
             autograd graph.
 
+    Raises:
+        TypeError: adds_loss is not a bool.
+
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))
         >>> y = model(torch.randn(5, 8))
@@ -643,87 +693,6 @@ class KeepAux(nn.Module):
         return vars(self) | {"aux": None}
 
 
-def _checked_gate(gate: object, for_flat_gates: Mapping[str, object], **sizes: int) -> Gate:
-    # Check the module inside torch.compile's wrapper, but return the wrapper.
-    inner = uncompiled(gate)
-    if not isinstance(inner, Gate):
-        raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(inner).__name__}")
-    for name, value in for_flat_gates.items():
-        rule = "be left out with a hierarchical gate"
-        require(not (value and inner.shares_groups), f"MoE: {name}", rule, value)
-    for name, expected in sizes.items():
-        given = getattr(inner, name)
-        require(given == expected, f"MoE: gate.{name}", f"be {expected}", given)
-    return typed(Gate, gate)
-
-
-def _checked_losses(losses: Sequence[RouterLoss]) -> tuple[RouterLoss, ...]:
-    wrong: list[object] = [losses]
-    if isinstance(losses, Sequence):
-        wrong = [loss for loss in losses if not isinstance(loss, RouterLoss)]
-    if wrong:
-        kind = type(wrong[0]).__name__
-        raise TypeError(f"MoE: losses must be a sequence of moe_ext.RouterLoss, got {kind}")
-    names = [loss.name for loss in losses]
-    require(len({*names}) == len(names), "MoE: losses", "have different names", names)
-    return tuple(losses)
-
-
-def _checked_experts(experts: object, **sizes: int) -> Experts:
-    if isinstance(experts, nn.ModuleList | Sequence):
-        experts = ModuleExperts(experts)
-    inner = uncompiled(experts)
-    if not isinstance(inner, Experts):
-        raise TypeError(
-            "MoE: experts must derive from moe_ext.Experts or be a sequence of modules, "
-            f"got {type(inner).__name__}"
-        )
-    for name, expected in sizes.items():
-        given = getattr(inner, name)
-        rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
-        require(given in (None, expected), f"MoE: experts.{name}", rule, given)
-    return typed(Experts, experts)
-
-
-def _checked_shared_expert(shared_expert: object, d_model: int) -> nn.Module | None:
-    if not isinstance(shared_expert, nn.Module | None):
-        kind = type(shared_expert).__name__
-        raise TypeError(f"MoE: shared_expert must be a module or None, got {kind}")
-    if isinstance(shared_expert, SharedExpert):
-        width, rule = shared_expert.expert.d_model, f"be d_model = {d_model}"
-        require(width == d_model, "MoE: shared_expert.expert.d_model", rule, width)
-    return shared_expert
-
-
-def _checked_index(gate: Gate, expert_index: Tensor, num_tokens: int) -> Tensor:
-    """Checks the given experts of each token and returns them as int64 [T, K]."""
-    name = "MoE: expert_index"
-    rule = f"be None for {type(uncompiled(gate)).__name__}, whose forward does not take it"
-    require(gate.replays, name, rule, tuple(expert_index.shape))
-    k, num_experts = gate.k, gate.num_experts
-    if expert_index.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name} must have dtype int64 or int32, got {expert_index.dtype}")
-    shape = tuple(expert_index.shape)
-    rule = f"have shape [..., k = {k}] with one row for each token of x"
-    require(len(shape) > 0 and shape[-1] == k, name, rule, shape)
-    expert_index = expert_index.reshape(-1, k).long()
-    if torch.compiler.is_compiling():
-        torch._check(expert_index.shape[0] == num_tokens)
-        return expert_index
-    require(expert_index.shape[0] == num_tokens, name, rule, shape)
-    # A check on CUDA would make the host synchronize with the device.
-    if expert_index.device.type == "cpu" and not is_fake(expert_index) and len(expert_index):
-        low, high = expert_index.min().item(), expert_index.max().item()
-        rule = f"be at least 0 and below gate.num_experts = {num_experts}"
-        within = low >= 0 and high < num_experts
-        require(within, name, rule, low if low < 0 else high)
-        same = (expert_index.sort(1).values.diff(dim=1) == 0).any(1)
-        if same.any():
-            rule = "have different experts for each token"
-            refuse(name, rule, expert_index[same][0].tolist())
-    return expert_index
-
-
 def _add_identity(y: Tensor, x: Tensor, routing: Routing, experts: range) -> Tensor:
     """Computes y + (Σ_i g_i) x over the chosen experts i in the range (arXiv 2410.07348, Sec. 3.1).
 
@@ -750,38 +719,3 @@ def _add_identity(y: Tensor, x: Tensor, routing: Routing, experts: range) -> Ten
     # Unlike a sum of torch, it has the same order for any number of tokens.
     total = ops.combine(gates.reshape(-1, 1), torch.ones_like(gates), slot, routing.token_offsets)
     return (y + total * x).to(y.dtype)
-
-
-def _router_losses(
-    losses: Sequence[RouterLoss],
-    routing: Routing,
-    tokens_per_expert: Tensor,
-    sequence_offsets: Tensor,
-    ranks: Ranks | None,
-) -> dict[str, Tensor]:
-    """Computes the unweighted losses by name, over the tokens of all ranks.
-
-    See `RouterLoss.sums` for the arguments. ranks: the ranks that balance together; None: only this
-    rank.
-    """
-    parts = [loss.sums(routing, tokens_per_expert, sequence_offsets) for loss in losses]
-    sums = iter([tensor for part in parts for tensor in part])
-    if ranks is not None:
-        sums = iter(ranks.sum(*sums))
-    return {
-        loss.name: loss.evaluate(routing, *(next(sums) for _ in part))
-        for loss, part in zip(losses, parts, strict=True)
-    }
-
-
-def _sequence_offsets(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns the offsets [S + 1] of the sequences of x [..., T, D] among its real tokens.
-
-    mask: [..., T] bool, True at real tokens; None: all tokens are real.
-    """
-    *leading, length = x.shape[:-1] or (1,)
-    num_sequences = math.prod(leading)
-    if mask is None:
-        return torch.arange(num_sequences + 1, device=x.device) * length
-    num_tokens = mask.reshape(num_sequences, length).sum(1)
-    return offsets_of(num_tokens)

@@ -113,6 +113,9 @@ def deepseek_v3(
         num_shared_experts: 0: no shared expert.
         num_groups, groups_per_token, scale, bias_update_rate: see `TopKGate`.
         options: see `MoE`.
+
+    Raises:
+        ValueError, TypeError: see `MoE` and `TopKGate`.
     """
     (num_shared_experts,) = require_sizes("deepseek_v3", 0, num_shared_experts=num_shared_experts)
     gate = TopKGate(
@@ -157,6 +160,9 @@ def mixtral(
         num_experts: E, the number of experts.
         k: experts per token.
         options: see `MoE`.
+
+    Raises:
+        ValueError, TypeError: see `MoE` and `TopKGate`.
     """
     return _layer(TopKGate(d_model, num_experts, k, **_factory(options)), d_hidden, options)
 
@@ -180,6 +186,9 @@ def qwen3_moe(
         num_experts: E, the number of experts.
         k: experts per token.
         options: see `MoE`.
+
+    Raises:
+        ValueError, TypeError: see `MoE` and `TopKGate`.
     """
     return _layer(TopKGate(d_model, num_experts, k, **_factory(options)), d_hidden, options)
 
@@ -203,6 +212,9 @@ def olmoe(
         num_experts: E, the number of experts.
         k: experts per token.
         options: see `MoE`.
+
+    Raises:
+        ValueError, TypeError: see `MoE` and `TopKGate`.
     """
     return _layer(
         TopKGate(d_model, num_experts, k, renormalize=False, **_factory(options)), d_hidden, options
@@ -232,6 +244,9 @@ def gpt_oss(
         k: experts per token.
         limit, alpha: the numbers of the clamped SwiGLU; its offset is 1.
         options: see `MoE`.
+
+    Raises:
+        ValueError, TypeError: see `MoE` and `TopKGate`.
     """
     gate = TopKGate(d_model, num_experts, k, logit_bias=True, **_factory(options))
     args = (limit, alpha, 1.0)

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext._packed_weights import Arithmetic, panels_name, parsed_name, quantized
-from moe_ext.checks import (
-    refuse,
-    require,
-    require_not_nested,
-    require_one_of,
-    require_sizes,
-    require_tensor,
-)
-from moe_ext.experts import Experts, FeedForwardExperts
+from moe_ext.checks import refuse, require, require_one_of, require_tensor
+from moe_ext.experts import FeedForwardExperts, _Networks
 from moe_ext.formats import FORMATS, FormatName, PackedWeight
 from moe_ext.formats._layouts import LAYOUTS
-from moe_ext.ops import GATED_ACTIVATIONS, Activation
-from moe_ext.ops._activations import checked_activation
+from moe_ext.ops import Activation
+from moe_ext.ops._activations import width_factor
+from moe_ext.ops._packed_experts import require_packed
 
 __all__ = ["QuantizedExperts"]
 
 
-class QuantizedExperts(Experts):
+class QuantizedExperts(_Networks):
     """Computes feed-forward experts from packed weights, which are frozen.
 
     The output, and the gradients of x, gates and biases are bitwise identical to those of
@@ -48,8 +42,9 @@ class QuantizedExperts(Experts):
     Args:
         weights: one for each layer, with E experts each. The layers may have different formats.
             Their panels are not copied.
-        biases: one [E, width] for each of `weights`, in the dtype of the input rows; or None. They
-            are frozen; ``requires_grad_()`` of a bias trains it.
+        biases: one [E, width] for each of `weights`, in the dtype of the input rows; or None: input
+            rows may have any floating-point dtype. Biases are frozen; ``requires_grad_()`` of a
+            bias trains it.
         activation, activation_args: see `FeedForwardExperts`.
         arithmetic: "exact", or "integer" for the fastest inference on a CPU, without gradients; see
             `moe_ext.ops.packed_experts`.
@@ -72,10 +67,6 @@ class QuantizedExperts(Experts):
         >>> layer = MoE(64, num_experts=4, k=2, experts=quantized)
     """
 
-    fused: ClassVar[bool] = True
-    can_split: ClassVar[bool] = True
-    first_expert: int
-
     def __init__(
         self,
         weights: Sequence[PackedWeight],
@@ -88,13 +79,11 @@ class QuantizedExperts(Experts):
     ) -> None:
         name = type(self).__name__
         require_one_of(f"{name}: arithmetic", get_args(Arithmetic), arithmetic)
-        args = checked_activation(name, activation, activation_args)
-        num_experts = _checked_weights(name, weights, activation)
-        super().__init__(num_experts, weights[0].inputs, weights[-1].outputs)
-        self.activation: Activation = activation
-        self.activation_args: tuple[float, ...] | None = args
+        num_experts = _checked_weights(name, weights)
+        d_model, d_output = weights[0].inputs, weights[-1].outputs
+        super().__init__(num_experts, d_model, d_output, activation, activation_args, first_expert)
+        _require_chain(name, weights, activation)
         self.arithmetic: Arithmetic = arithmetic
-        (self.first_expert,) = require_sizes(name, 0, first_expert=first_expert)
         self.num_layers: int = len(weights)
         # Without the panels, which are parameters.
         self._layouts = [weight._replace(panels=weight.panels.new_empty(0)) for weight in weights]
@@ -163,8 +152,14 @@ class QuantizedExperts(Experts):
     ) -> QuantizedExperts:
         """Makes the experts of a state_dict, whose names have the formats. Copies no tensor.
 
+        Args:
+            state_dict: the tensors of packed experts, by name.
+            activation, activation_args: see the class.
+
         Raises:
-            ValueError: a name or a shape is not that of packed experts.
+            ValueError: a name or a shape is not that of packed experts, the activation is unknown,
+                or activation_args do not fit it.
+            TypeError: a tensor has the wrong dtype.
         """
         name = cls.__name__
         weights: dict[int, PackedWeight] = {}
@@ -199,22 +194,18 @@ class QuantizedExperts(Experts):
         pairs = zip(self._layouts, panels, strict=True)
         return tuple([layout._replace(panels=part) for layout, part in pairs])
 
-    @property
-    def biases(self) -> tuple[nn.Parameter, ...] | None:
-        """The biases [E, width] of all layers, or None."""
-        if not self.has_bias:
-            return None
-        return tuple([getattr(self, f"bias_{i}") for i in range(self.num_layers)])
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> FeedForwardExperts:
-        """Returns experts with the dequantized weights and the biases in a dtype."""
+        """Returns experts with the dequantized weights and the biases in a dtype.
+
+        Raises:
+            TypeError: dtype is not floating point.
+        """
         weights, biases = self.weights, self.biases
-        factor = 2 if self.activation in GATED_ACTIVATIONS else 1
         with torch.device("meta"):
             experts = FeedForwardExperts(
                 self.num_experts,
                 weights[0].inputs,
-                [weight.outputs // factor for weight in weights[:-1]],
+                [weight.inputs for weight in weights[1:]],
                 activation=self.activation,
                 activation_args=self.activation_args,
                 bias=self.has_bias,
@@ -231,40 +222,31 @@ class QuantizedExperts(Experts):
                 target.copy_(bias)
         return experts
 
-    def forward(
+    def _layer_sizes(self) -> list[tuple[int, int]]:
+        return [(weight.inputs, weight.outputs) for weight in self.weights]
+
+    def _split_weight(self, weight: PackedWeight, sizes: Sequence[int]) -> Sequence[PackedWeight]:
+        return [weight._replace(panels=panels) for panels in weight.panels.split(sizes)]
+
+    def _compute(
         self,
         x: Tensor,
         offsets: Tensor | None,
         *,
-        inverse: Tensor | None = None,
-        gates: Tensor | None = None,
-        token_offsets: Tensor | None = None,
-        recompute: bool = False,
-        lora: Sequence[ops.LoRA | None] | None = None,
+        weights: Sequence[PackedWeight],
+        biases: Sequence[Tensor] | None,
+        **options: Any,
     ) -> Tensor:
-        """Maps rows x [R, D], sorted by expert, to [R, d_output].
-
-        The arguments are those of `FeedForwardExperts.forward`. x may have any floating-point
-        dtype; with biases, it must have theirs.
-        """
-        require_not_nested("QuantizedExperts", x=x)
-        if offsets is not None:
-            require_tensor("QuantizedExperts", offsets=offsets)
-        biases = self.biases
         try:
             return ops.packed_experts(
                 x,
-                self.weights,
+                weights,
                 biases,
                 self.activation,
                 offsets=offsets,
-                inverse=inverse,
-                gates=gates,
-                token_offsets=token_offsets,
-                recompute=recompute,
                 activation_args=self.activation_args,
                 arithmetic=self.arithmetic,
-                lora=lora,
+                **options,
             )
         except TypeError as error:
             if biases is None or "biases[0] must have dtype" not in str(error):
@@ -273,37 +255,6 @@ class QuantizedExperts(Experts):
             remedy = "use torch.autocast, or cast x or the biases"
             raise TypeError(f"QuantizedExperts: {rule}, got {x.dtype}; {remedy}") from None
 
-    if TYPE_CHECKING:
-        __call__ = forward
-
-    def split(self, sizes: Sequence[int]) -> list[Callable[..., Tensor]]:
-        """Splits the experts into consecutive blocks without copies; see `Experts.split`."""
-        layer_parts = [
-            [weight._replace(panels=panels) for panels in weight.panels.split(sizes)]
-            for weight in self.weights
-        ]
-        weights = zip(*layer_parts, strict=True)
-        biases = zip(*(bias.split(sizes) for bias in self.biases or ()), strict=True)
-
-        def part(
-            weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None
-        ) -> Callable[..., Tensor]:
-            def forward(x: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:
-                return ops.packed_experts(
-                    x,
-                    weights,
-                    biases,
-                    self.activation,
-                    offsets=offsets,
-                    activation_args=self.activation_args,
-                    arithmetic=self.arithmetic,
-                    **options,
-                )
-
-            return forward
-
-        return [part(w, b) for w, b in zip_longest(weights, biases)]
-
     def _packed_sizes(self) -> Iterable[tuple[Tensor, int]]:
         """Yields the panels of each layer and the number of weights of an expert there."""
         return [(weight.panels, weight.inputs * weight.outputs) for weight in self.weights]
@@ -311,16 +262,10 @@ class QuantizedExperts(Experts):
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""
         weights = self.weights
-        shapes = " -> ".join(str(weight.inputs) for weight in weights)
-        args = f"{list(self.activation_args)}" if self.activation_args else ""
         arithmetic = "" if self.arithmetic == "exact" else f"arithmetic={self.arithmetic}, "
         formats = " ".join(weight.format for weight in weights)
         size = sum(weight.panels.nbytes for weight in weights)
-        return (
-            f"{self.num_experts} x ({shapes} -> {self.d_output}), "
-            f"activation={self.activation}{args}, bias={self.has_bias}, "
-            f"{arithmetic}formats={formats}, {size:,} bytes"
-        )
+        return f"{super().extra_repr()}, {arithmetic}formats={formats}, {size:,} bytes"
 
 
 def _each_expert(weight: PackedWeight) -> Iterator[PackedWeight]:
@@ -328,14 +273,9 @@ def _each_expert(weight: PackedWeight) -> Iterator[PackedWeight]:
         yield weight._replace(panels=panels)
 
 
-def _checked_weights(name: str, weights: Sequence[PackedWeight], activation: str) -> int:
-    """Checks that the layers fit together; returns the number of experts."""
-    wrong: list[object] = [weights]
-    if isinstance(weights, Sequence) and not isinstance(weights, PackedWeight):
-        wrong = [weight for weight in weights if not isinstance(weight, PackedWeight)]
-    if wrong:
-        kind = type(wrong[0]).__name__
-        raise TypeError(f"{name}: weights must be a sequence of PackedWeight, got {kind}")
+def _checked_weights(name: str, weights: Sequence[PackedWeight]) -> int:
+    """Checks each layer by itself; returns the number of experts."""
+    require_packed(name, weights)
     require(len(weights) >= 1, f"{name}: weights", "have at least one layer", "none")
     num_experts = len(weights[0].panels)
     for i, weight in enumerate(weights):
@@ -346,12 +286,16 @@ def _checked_weights(name: str, weights: Sequence[PackedWeight], activation: str
             raise TypeError(f"{owner}.panels must have dtype torch.uint8, got {panels.dtype}")
         shape, actual = weight.shape(num_experts), tuple(panels.shape)
         require(actual == shape, f"{owner}.panels", f"have shape {shape}", actual)
-    factor = 2 if activation in GATED_ACTIVATIONS else 1
+    return num_experts
+
+
+def _require_chain(name: str, weights: Sequence[PackedWeight], activation: str) -> None:
+    """Requires that the outputs of each layer, after the activation, are the inputs of the next."""
+    factor = width_factor(activation)
     for i, (weight, following) in enumerate(pairwise(weights)):
         rule = f"be {factor} x {following.inputs}, for {activation} and weights[{i + 1}]"
         fits = weight.outputs == factor * following.inputs
         require(fits, f"{name}: weights[{i}].outputs", rule, weight.outputs)
-    return num_experts
 
 
 def _require_biases(name: str, biases: Sequence[Tensor], weights: Sequence[PackedWeight]) -> None:

@@ -42,6 +42,7 @@ class SharedExpert(nn.Module):
 
     Raises:
         ValueError: see `FeedForwardExperts`.
+        TypeError: see `FeedForwardExperts`; or gated or recompute is not a bool.
     """
 
     w_gate: nn.Parameter | None
@@ -85,7 +86,11 @@ class SharedExpert(nn.Module):
             nn.init.zeros_(self.w_gate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps the tokens x [T, D] to [T, d_output]."""
+        """Maps the tokens x [T, D] to [T, d_output].
+
+        Raises:
+            ValueError, TypeError: x has a wrong shape or dtype, or is not a tensor.
+        """
         require_not_nested("SharedExpert", x=x)
         if self.w_gate is None:
             return self.expert(x, None, recompute=self.recompute)

@@ -121,12 +121,18 @@ def _initialize(
 
 
 class StrictlyBalancedGate(Gate):
-    """Implements the batchwise mask and the thresholds of both strictly balanced gates.
+    """Implements the batchwise mask and the thresholds of both strictly balanced gates (App. F).
+
+    Args:
+        d_model, num_experts, k, detach_scores: see `BalancedGate`.
 
     Attributes:
         w_gate: [D, E] parameter W_g, or [D, a] of the primary gate.
         threshold: [E] parameter, the threshold of each expert, or [a] of each group.
         batchwise: whether to select by the batchwise mask in evaluation mode too.
+
+    Raises:
+        ValueError, TypeError: see `BalancedGate`.
     """
 
     routes_by_batch: ClassVar[bool] = True
@@ -250,6 +256,7 @@ class BalancedGate(StrictlyBalancedGate):
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.
+        TypeError: an option has the wrong type.
     """
 
     @explains_names
@@ -314,6 +321,7 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
 
     Raises:
         ValueError: a size is below 1, k1 is not between 1 and a, or k2 not between 1 and b.
+        TypeError: an option has the wrong type.
     """
 
     secondary_parameters: ClassVar[tuple[str, ...]] = ("w_gate_secondary", "threshold_secondary")

@@ -60,6 +60,7 @@ class ExpertChoiceGate(Gate):
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.
+        TypeError: dtype is not floating point.
     """
 
     routes_by_batch: ClassVar[bool] = True

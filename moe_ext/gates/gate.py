@@ -133,6 +133,9 @@ class Gate(nn.Module):
         Returns:
             [T, E]. On the CPU, a row is bitwise independent of the other rows. On CUDA, a row may
             depend on the number of rows.
+
+        Raises:
+            ValueError, TypeError: x or weight has a wrong shape or dtype.
         """
         self._require_tokens(x)
         (product,) = logits(x, weight)
@@ -175,6 +178,9 @@ class Gate(nn.Module):
             load: [E], the load of this rank's tokens; None: the number of routed tokens.
             ranks: the ranks to sum over; see `forward`.
             logits, scores: see `Routing`.
+
+        Raises:
+            ValueError, TypeError, IndexError: see `moe_ext.ops.importance_and_load`.
         """
         if load is None:
             importance, load = ops.importance_and_load(gates, expert_index, self.num_experts)

@@ -221,7 +221,11 @@ class HierarchicalGate(Gate, ABC):
         """
 
     def keep_groups(self, groups: range) -> None:
-        """Keeps the secondary gates of these groups only; the other ranks have the others."""
+        """Keeps the secondary gates of these groups only; the other ranks have the others.
+
+        Raises:
+            ValueError: the gate has some of its groups only, as after an earlier call.
+        """
         rule = f"have all {self.num_groups} groups (make a new gate for each layer)"
         require(len(self.groups) == self.num_groups, type(self).__name__, rule, self.groups)
         for name in self.secondary_parameters:

@@ -70,6 +70,7 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
     Raises:
         ValueError: a size is below 1, k1 is not between 1 and a, k2 is not between 1 and b, or
             noise_epsilon is negative.
+        TypeError: an option has the wrong type.
     """
 
     secondary_parameters: ClassVar[tuple[str, ...]] = ("w_gate_secondary", "w_noise_secondary")

@@ -48,6 +48,7 @@ class NoisyTopKGate(NoisyGate):
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, or noise_epsilon is
             negative.
+        TypeError: an option has the wrong type.
     """
 
     replays: ClassVar[bool] = True

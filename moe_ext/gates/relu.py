@@ -74,6 +74,7 @@ class ReLUGate(AdaptiveGate):
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, l1_weight is not positive
             and finite, or l1_growth is not finite and at least 1.
+        TypeError: dtype is not floating point.
     """
 
     l1_weight: Tensor

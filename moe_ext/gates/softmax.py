@@ -35,6 +35,7 @@ class SoftmaxGate(Gate):
 
     Raises:
         ValueError: d_model or num_experts is below 1.
+        TypeError: dtype is not floating point.
     """
 
     @explains_names
@@ -113,6 +114,7 @@ class TopKGate(AdaptiveGate):
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, or another option is out
             of range.
+        TypeError: an option has the wrong type.
     """
 
     replays: ClassVar[bool] = True

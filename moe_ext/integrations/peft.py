@@ -27,15 +27,14 @@ from torch.nn.utils.parametrize import is_parametrized
 import moe_ext.integrations.transformers  # noqa: F401
 from moe_ext import ops
 from moe_ext._counting import is_of_transformers
-from moe_ext._low_rank import joined, layer_sizes
 from moe_ext.checks import require, required
 from moe_ext.distributed import expert_parameters
-from moe_ext.experts import FeedForwardExperts
+from moe_ext.experts import _Networks
 from moe_ext.integrations._given_lora import GivenLoRA, give_lora
 from moe_ext.integrations._transformers_experts import WEIGHT_NAMES, weight_names
 from moe_ext.integrations._warnings import warn_once
 from moe_ext.lora import LoRAAdapter, LoRAExperts, LoRAReport, add_lora, lora_experts
-from moe_ext.quantized import QuantizedExperts
+from moe_ext.lora._pairs import joined
 
 try:
     import peft
@@ -394,7 +393,7 @@ def _matrices(
     first, last, total = bounds
     matrices = {}
     for layer, prefix in zip(layers, _wrappers(len(layers)), strict=True):
-        fan_in, width = layer_sizes(base.weights)[layer]
+        fan_in, width = base._layer_sizes()[layer]
         a, b = (given[f"{prefix}lora_{letter}.weight"] for letter in "AB")
         shapes = (total * rank, fan_in), (width, total * rank)
         sizes = tuple(a.shape), tuple(b.shape)
@@ -458,6 +457,5 @@ def _default_names(model: nn.Module) -> _Names:
 def _paths_of_experts(model: nn.Module) -> list[str]:
     """Returns the paths of the experts that have adapters or can have them."""
     adapted = lora_experts(model)
-    kinds = FeedForwardExperts | QuantizedExperts
-    paths = [path for path, module in model.named_modules() if isinstance(module, kinds)]
+    paths = [path for path, module in model.named_modules() if isinstance(module, _Networks)]
     return [*adapted, *(path for path in paths if path.rpartition(".")[0] not in adapted)]

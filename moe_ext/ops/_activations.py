@@ -1,10 +1,20 @@
-"""Checks the activation that a module of experts is given."""
+"""What modules of experts need to know of their activation."""
 
 import math
 from collections.abc import Sequence
 
 from moe_ext.checks import require, require_at_least, require_one_of, require_positive
-from moe_ext.ops._experts import ACTIVATIONS, CLAMPED_ACTIVATIONS, Activation
+from moe_ext.ops._experts import (
+    ACTIVATIONS,
+    CLAMPED_ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    Activation,
+)
+
+
+def width_factor(activation: str) -> int:
+    """Returns the input width of the activation as a multiple of its output width."""
+    return 2 if activation in GATED_ACTIVATIONS else 1
 
 
 def checked_activation(

@@ -44,7 +44,7 @@ CLAMPED_ACTIVATIONS: tuple[Activation, ...] = ("clamped_swiglu", "interleaved_cl
 
 
 class LoRA(NamedTuple):
-    """A low-rank adapter of one layer of E experts (LoRA, arXiv:2106.09685, Eq. 3).
+    """A low-rank adapter of one layer of E experts (LoRA, arXiv 2106.09685, Eq. 3).
 
     A layer with the input h computes h W_e + scale · (h a_e) b_e, and its bias. No tensor of the
     size of W is formed, forward or backward; the backward pass recomputes h a_e.

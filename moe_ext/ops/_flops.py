@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from moe_ext.ops._experts import GATED_ACTIVATIONS
+from moe_ext.ops._activations import width_factor
 
 Shape = Sequence[int]
 
@@ -42,8 +42,7 @@ def _layers(
     lora_a: Sequence[Shape] | None,
 ) -> list[_Layer]:
     widths = columns or [width for _, _, width in weights]
-    factor = 2 if activation in GATED_ACTIVATIONS else 1
-    fans_in = [x[1], *(width // factor for width in widths[:-1])]
+    fans_in = [x[1], *(width // width_factor(activation) for width in widths[:-1])]
     ranks = [a[-1] for a in lora_a] if lora_a else [0] * len(widths)
     return list(map(_Layer, fans_in, widths, ranks))
 

@@ -36,9 +36,17 @@ def importance(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
 
 
 def importance_and_load(gates: Tensor, expert_index: Tensor, num_experts: int) -> ImportanceAndLoad:
-    """Computes the importance and the exact load of each expert; see `importance`.
+    """Computes the importance (Eq. 6) and the number of tokens of each expert in one pass.
 
     CUDA is experimental: no kernel has run on a GPU yet.
+
+    Args:
+        gates: [T, K].
+        expert_index: [T, K] int64, the expert of each gate.
+        num_experts: E, the number of experts.
+
+    Raises:
+        ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
     return ImportanceAndLoad(
         *torch.ops.moe_ext.importance_and_load(gates, expert_index, num_experts)

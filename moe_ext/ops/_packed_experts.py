@@ -11,6 +11,17 @@ from moe_ext.ops._experts import Activation, LoRA, lora_arguments
 from moe_ext.ops._gradients import needs_gradient
 
 
+def require_packed(owner: str, weights: Sequence[PackedWeight]) -> None:
+    """Raises TypeError, prefixed by owner, if weights are not a sequence of PackedWeight."""
+    if not isinstance(weights, Sequence) or isinstance(weights, PackedWeight):  # itself a tuple
+        kind = type(weights).__name__
+        raise TypeError(f"{owner}: weights must be a sequence of PackedWeight, got {kind}")
+    for i, weight in enumerate(weights):
+        if not isinstance(weight, PackedWeight):
+            kind = type(weight).__name__
+            raise TypeError(f"{owner}: weights[{i}] must be a PackedWeight, got {kind}")
+
+
 def packed_experts(
     x: Tensor,
     weights: Sequence[PackedWeight],
@@ -59,14 +70,7 @@ def packed_experts(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    if not isinstance(weights, Sequence):
-        kind = type(weights).__name__
-        raise TypeError(f"packed_experts: weights must be a sequence of PackedWeight, got {kind}")
-    for i, weight in enumerate(weights):
-        if not isinstance(weight, PackedWeight):
-            raise TypeError(
-                f"packed_experts: weights[{i}] must be a PackedWeight, got {type(weight).__name__}"
-            )
+    require_packed("packed_experts", weights)
     adapters = lora_arguments("packed_experts", x, lora)
     y: Tensor
     y, *_ = torch.ops.moe_ext.experts(

@@ -44,7 +44,7 @@ def topk_routing(
     ========================  ==========================================================
     "softmax"                 exp(l_i) / Σ_j exp(l_j) over all experts
     "sigmoid"                 1 / (1 + exp(-l_i)) (arXiv 2412.19437)
-    "sqrt_softplus"           sqrt(log(1 + exp(l_i)))
+    "sqrt_softplus"           sqrt(log(1 + exp(l_i))) (DeepSeek-V4)
     ========================  ==========================================================
 
     The softmax before the top k is score="softmax" without renormalize. The softmax after the top

@@ -39,7 +39,11 @@ class ExpertPlacement:
         )
 
     def experts_of(self, rank: int) -> range:
-        """Returns the experts of a rank; none for the last ranks if ranks outnumber groups."""
+        """Returns the experts of a rank; none for the last ranks if ranks outnumber groups.
+
+        Raises:
+            ValueError: rank is not between 0 and num_ranks - 1.
+        """
         rule = f"be in [0, {self.num_ranks})"
         require(0 <= rank < self.num_ranks, "ExpertPlacement.experts_of: rank", rule, rank)
         size = self.experts_per_group
@@ -52,7 +56,11 @@ class ExpertPlacement:
         return [len(self.experts_of(rank)) for rank in range(self.num_ranks)]
 
     def owner(self, expert: int) -> int:
-        """Returns the rank that owns an expert."""
+        """Returns the rank that owns an expert.
+
+        Raises:
+            ValueError: expert is not between 0 and num_experts - 1.
+        """
         rule = f"be in [0, {self.num_experts})"
         require(0 <= expert < self.num_experts, "ExpertPlacement.owner: expert", rule, expert)
         group, num_groups = (n // self.experts_per_group for n in (expert, self.num_experts))

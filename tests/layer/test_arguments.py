@@ -192,6 +192,7 @@ OPTIONS = {
     "layer(shared_expert=Linear(D, 1))(x)": r"shared_expert must return \[T, .* 3\], got \[3, 1\]$",
     "layer(experts=Narrow(E, D))(x)": r"experts must return \[R, d_output = 3\], got 2$",
     "MoE(D, 2, 2, experts=[Linear(D, 3), Linear(D, 4)])(x)": r"experts must .*\(3,\), \(4,\)",
+    "ModuleExperts([Linear(D, D)])(x, torch.arange(3))": r"^Mod.*: offsets .* \(2,\), got \(3,\)$",
     "update_gates(TopKGate(D, E, K))": "^update_gates: model must contain .*, got 'TopKGate'",
     "layer(gate=gate(), noise_epsilon=0.5)": "noise_epsilon.* must be left out",
     "HierarchicalMoE(D, A, B, (A, B), gate=SoftmaxGate(D, A * B), noise_epsilon=0.5)": (

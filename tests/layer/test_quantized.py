@@ -299,7 +299,7 @@ FILE = PackedWeight.pack(*quantize(torch.ones(4, 32, 64), "mxfp4"), format="mxfp
 BACK = PackedWeight.pack(*quantize(torch.ones(4, 64, 32), "mxfp4"), format="mxfp4")
 ERRORS = {
     "QuantizedExperts(FILE)": "weights must be a sequence of PackedWeight, got PackedWeight",
-    "QuantizedExperts([FILE.panels])": "weights must be a sequence of PackedWeight, got Tensor",
+    "QuantizedExperts([FILE.panels])": "weights[0] must be a PackedWeight, got Tensor",
     "QuantizedExperts([])": "weights must have at least one layer, got 'none'",
     "QuantizedExperts([FILE, FILE])": "weights[0].outputs must be 1 x 64, for relu and weights[1], "
     "got 32",

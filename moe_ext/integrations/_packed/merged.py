@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ext import ops
-from moe_ext._low_rank import joined
 from moe_ext.checks import refuse, require
-from moe_ext.experts import FeedForwardExperts
+from moe_ext.experts import _Networks
 from moe_ext.formats import PackedWeight
 from moe_ext.integrations._packed.checkpoint import plain_config, skeleton_of
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
 from moe_ext.integrations._transformers_experts import experts_modules, weight_names
 from moe_ext.lora import LoRAExperts
-from moe_ext.quantized import QuantizedExperts
+from moe_ext.lora._pairs import joined
 
 __all__ = ["MergedExperts", "MergedModel"]
 
@@ -44,7 +43,7 @@ class MergedExperts:
         self._lora: LoRAExperts | None = own if isinstance(own, LoRAExperts) else None
         base = own.base if isinstance(own, LoRAExperts) else own
         rule = "be QuantizedExperts or FeedForwardExperts, with adapters or without"
-        known = isinstance(base, QuantizedExperts | FeedForwardExperts)
+        known = isinstance(base, _Networks)
         require(known, path, rule, type(base).__name__)
         self._weights: tuple[Tensor | PackedWeight, ...] = tuple(base.weights)
         self.biases: tuple[Tensor, ...] = tuple(bias.detach() for bias in base.biases or ())

@@ -1,4 +1,4 @@
-"""What low-rank adapters need: the sizes of layers, and the sum of several adapters as one."""
+"""Pairs of low-rank matrices: the sum of several as one, and dropout."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,6 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.formats import PackedWeight
-
-
-def layer_sizes(weights: Sequence[Tensor | PackedWeight]) -> list[tuple[int, int]]:
-    """Returns fan_in and width of each layer."""
-    return [
-        (w.shape[1], w.shape[2]) if isinstance(w, Tensor) else (w.inputs, w.outputs)
-        for w in weights
-    ]
 
 
 def joined(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,6 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ext import ops
-from moe_ext._compiled import uncompiled
-from moe_ext._counting import is_of_transformers
-from moe_ext._low_rank import joined, layer_sizes, with_dropout
 from moe_ext.checks import (
     is_whole,
     require,
@@ -29,18 +25,10 @@ from moe_ext.checks import (
 )
 from moe_ext.experts import Experts, FeedForwardExperts
 from moe_ext.formats import PackedWeight
+from moe_ext.lora._pairs import joined, with_dropout
 from moe_ext.quantized import QuantizedExperts
 
-__all__ = [
-    "LoRAAdapter",
-    "LoRAExperts",
-    "LoRAReport",
-    "add_lora",
-    "disable_lora",
-    "lora_experts",
-    "lora_state_dict",
-    "merge_lora",
-]
+__all__ = ["LoRAAdapter", "LoRAExperts"]
 
 _Base = FeedForwardExperts | QuantizedExperts
 
@@ -63,6 +51,10 @@ class LoRAAdapter(nn.Module):
     CPU generator plus the expert's global index. So ranks with equal RNG state start with the
     values of a single process.
 
+    Args:
+        base: the experts.
+        rank, alpha, rslora, layers, shared_a, dropout, dtype: see `LoRAExperts`.
+
     Attributes:
         rank: r.
         alpha: the numerator of the scale.
@@ -75,6 +67,9 @@ class LoRAAdapter(nn.Module):
         a_0: [E, D, r] parameter, A of the first layer; [1, D, r] with shared_a. The next layers
             have a_1, … [E, fan_in, r].
         b_0: [E, r, width] parameter, B of the first layer. The next layers have b_1, …
+
+    Raises:
+        ValueError, TypeError: see `LoRAExperts`.
     """
 
     rank: int
@@ -85,7 +80,7 @@ class LoRAAdapter(nn.Module):
 
     def __init__(
         self,
-        base: FeedForwardExperts | QuantizedExperts,
+        base: _Base,
         rank: int,
         alpha: float,
         *,
@@ -111,14 +106,15 @@ class LoRAAdapter(nn.Module):
         self.scale: float = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
         self.num_experts: int = base.num_experts
         self.first_expert: int = base.first_expert
-        like = _first_tensor(base)
+        like = next(base.parameters())
         rule = "be plain tensors; add adapters before fully_shard"
         is_plain = not is_traceable_wrapper_subclass(like)  # a DTensor is no plain tensor
         require(is_plain, f"{name}: weights", rule, type(like).__name__)
         if require_dtype(name, dtype) is None:
             dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        layer_sizes = base._layer_sizes()
         for i in self.layers:
-            fan_in, width = layer_sizes(base.weights)[i]
+            fan_in, width = layer_sizes[i]
             sizes = 1 if self.shared_a else base.num_experts, fan_in, self.rank
             a = like.new_empty(sizes, dtype=dtype)
             b = like.new_empty(base.num_experts, self.rank, width, dtype=dtype)
@@ -200,7 +196,8 @@ class LoRAExperts(Experts):
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: experts are neither `FeedForwardExperts` nor `QuantizedExperts`.
+        TypeError: experts are neither `FeedForwardExperts` nor `QuantizedExperts`, rslora or
+            shared_a is not a bool, or dtype is not floating point.
 
     Example:
         >>> base = QuantizedExperts.from_experts(FeedForwardExperts(4, 64, [128]), "mxfp4")
@@ -212,7 +209,7 @@ class LoRAExperts(Experts):
 
     def __init__(
         self,
-        experts: FeedForwardExperts | QuantizedExperts,
+        experts: _Base,
         rank: int,
         alpha: float,
         *,
@@ -225,7 +222,7 @@ class LoRAExperts(Experts):
                 f"LoRAExperts: experts must be a FeedForwardExperts or QuantizedExperts, got {kind}"
             )
         super().__init__(experts.num_experts, experts.d_model, experts.d_output)
-        self.base: FeedForwardExperts | QuantizedExperts = experts.requires_grad_(False)
+        self.base: _Base = experts.requires_grad_(False)
         self.adapters: nn.ModuleDict = nn.ModuleDict()
         self.active: tuple[str, ...] = ()
         self._disabled = 0
@@ -269,6 +266,7 @@ class LoRAExperts(Experts):
 
         Raises:
             ValueError: there is an adapter of this name, or an argument is out of range.
+            TypeError: an option has the wrong type.
         """
         usable = isinstance(name, str) and name and "." not in name
         usable = usable and not hasattr(nn.ModuleDict, name) and name != "training"
@@ -360,6 +358,7 @@ class LoRAExperts(Experts):
 
         Raises:
             ValueError: adapters are merged.
+            TypeError: dtype is not floating point.
         """
         self._require_unmerged("merged_experts")
         require_dtype("LoRAExperts", dtype)
@@ -428,6 +427,10 @@ class LoRAExperts(Experts):
         """Maps rows x [R, D], sorted by expert, to [R, d_output].
 
         The arguments are those of `FeedForwardExperts.forward`.
+
+        Raises:
+            ValueError: in training mode, the active adapters differ in dropout.
+            ValueError, TypeError, IndexError: see `moe_ext.ops.experts`.
         """
         return self.base(
             x,
@@ -492,217 +495,3 @@ def _used_experts(x: Tensor, offsets: Tensor | None, inverse: Tensor | None) -> 
     if num_rows + 1 >= len(offsets) or not offsets.is_cpu or is_fake(offsets):
         return None
     return offsets.diff().nonzero()[:, 0]
-
-
-def _first_tensor(base: _Base) -> Tensor:
-    weight = base.weights[0]
-    return weight if isinstance(weight, Tensor) else weight.panels
-
-
-# Models
-
-
-class LoRAReport(NamedTuple):
-    """Says what `add_lora` has done; its text is for a log.
-
-    Attributes:
-        experts: the paths of the modules that have the new adapter.
-        skipped: the reason for each other module with experts, by path.
-        trained: the number of parameters of this rank that require gradients, by path of the
-            module with experts; "" for the other parameters of the model.
-    """
-
-    experts: tuple[str, ...]
-    skipped: dict[str, str]
-    trained: dict[str, int]
-
-    def __str__(self) -> str:
-        total = sum(self.trained.values())
-        lines = [f"LoRA on {len(self.experts)} modules; {total:,} trained parameters on this rank:"]
-        lines += [f"  {path or 'other parameters'}: {n:,}" for path, n in self.trained.items()]
-        lines += [f"skipped {path}: {reason}" for path, reason in self.skipped.items()]
-        return "\n".join(lines)
-
-
-def add_lora(
-    model: nn.Module,
-    rank: int,
-    alpha: float,
-    *,
-    adapter: str = "default",
-    where: Callable[[str], bool] | None = None,
-    train_rest: bool = False,
-    **options: Unpack[_AdapterOptions],
-) -> LoRAReport:
-    """Replaces the experts in a layer or model by `LoRAExperts`, and freezes all other parameters.
-
-    Every `FeedForwardExperts` and `QuantizedExperts` in the model is replaced, also in shared
-    experts. `LoRAExperts` get another adapter, which becomes the active one. Call the function
-    before ``parallelize``, ``fully_shard`` and ``torch.compile``, and before you make the
-    optimizer.
-
-    Args:
-        model: a `MoE` layer, or a model with such layers. It is changed in place.
-        rank, alpha: see `LoRAExperts`.
-        adapter: the name of the new adapters.
-        where: whether the experts at a path get an adapter; None: all experts do.
-        train_rest: whether parameters outside the experts, such as those of gates, stay as they
-            are. False freezes them, as PEFT does.
-        options: rslora, layers, shared_a, dropout and dtype; see `LoRAExperts`.
-
-    Returns:
-        What is trained and what was skipped; print it.
-
-    Warns:
-        UserWarning: modules with experts were skipped, because they are of another class.
-
-    Raises:
-        ValueError: the model has no experts that can have adapters, or an argument is out of range.
-            The model is not changed.
-
-    Example:
-        >>> layer = MoE(64, num_experts=4, k=2, hidden_sizes=[128])
-        >>> print(add_lora(layer, rank=8, alpha=16))
-        LoRA on 1 modules; 12,288 trained parameters on this rank:
-          experts: 12,288
-    """
-    (train_rest,) = require_bool("add_lora", train_rest=train_rest)
-    places = [place for place in _experts_in(model) if where is None or where(place.path)]
-    skipped = {place.path: place.reason for place in places if place.reason is not None}
-    chosen = [place for place in places if place.reason is None]
-    rule = "contain FeedForwardExperts or QuantizedExperts (for experts alone, use LoRAExperts)"
-    require(bool(chosen), "add_lora: model", rule, skipped or type(model).__name__)
-    frozen = [(p, p.requires_grad) for p in model.parameters()]
-    made: dict[nn.Module, LoRAExperts] = {}
-    try:
-        for place in chosen:
-            if place.module in made:
-                continue
-            if isinstance(place.module, LoRAExperts):
-                place.module.add_adapter(adapter, rank, alpha, **options)
-                made[place.module] = place.module
-            else:
-                assert isinstance(place.module, _Base)
-                args = place.module, rank, alpha
-                made[place.module] = LoRAExperts(*args, adapter=adapter, **options)
-    except Exception:
-        for parameter, trained in frozen:
-            parameter.requires_grad_(trained)
-        for module in made:
-            if isinstance(module, LoRAExperts):
-                module.delete_adapter(adapter)
-        raise
-    if not train_rest:
-        model.requires_grad_(False)
-    for place in chosen:
-        experts = made[place.module]
-        experts.set_adapter(adapter)
-        if experts is not place.module:
-            setattr(place.parent, place.name, experts.train(place.module.training))
-    if skipped:
-        reasons = "; ".join(f"{path}: {reason}" for path, reason in skipped.items())
-        warnings.warn(f"add_lora: no adapters in {reasons}", stacklevel=2)
-    return LoRAReport(tuple(place.path for place in chosen), skipped, _trained(model))
-
-
-class _Candidate(NamedTuple):
-    parent: nn.Module
-    name: str
-    path: str
-    module: nn.Module
-    reason: str | None = None  # why the module can have no adapters
-
-
-def _experts_in(parent: nn.Module, prefix: str = "") -> Iterator[_Candidate]:
-    """Yields the modules with experts below a module, each place of a shared one."""
-    if isinstance(parent, LoRAExperts):
-        if not prefix:
-            yield _Candidate(parent, "", "", parent)
-        return
-    for name, child in parent._modules.items():
-        if child is None:
-            continue
-        place = _Candidate(parent, name, prefix + name, child)
-        if isinstance(child, LoRAExperts):
-            yield place
-        elif isinstance(child, _Base):
-            compiled = uncompiled(parent) is child
-            reason = "it is compiled; call add_lora before torch.compile" if compiled else None
-            yield place._replace(reason=reason)
-        else:
-            inner = list(_experts_in(child, f"{place.path}."))
-            yield from inner
-            if isinstance(child, Experts) and not inner:
-                reason = f"{type(child).__name__} is neither FeedForwardExperts nor "
-                yield place._replace(reason=f"{reason}QuantizedExperts")
-            elif is_of_transformers(child) and not inner:
-                reason = "experts of transformers get adapters from PEFT, see "
-                yield place._replace(reason=f"{reason}moe_ext.integrations.peft")
-
-
-def _trained(model: nn.Module) -> dict[str, int]:
-    """Counts the parameters that require gradients; see `LoRAReport`."""
-    seen: set[Tensor] = set()
-
-    def count(module: nn.Module) -> int:
-        new = {p for p in module.parameters() if p.requires_grad} - seen
-        seen.update(new)
-        return sum(p.numel() for p in new)
-
-    counts = {path: count(module) for path, module in lora_experts(model).items()}
-    rest = count(model)
-    return counts | ({"": rest} if rest else {})
-
-
-def lora_experts(model: nn.Module) -> dict[str, LoRAExperts]:
-    """Returns the `LoRAExperts` of a model by path, such as to call `set_adapter` of each."""
-    modules = model.named_modules()
-    return {path: module for path, module in modules if isinstance(module, LoRAExperts)}
-
-
-@contextmanager
-def disable_lora(model: nn.Module) -> Iterator[None]:
-    """Computes the model without its adapters within the context, as a reference model for DPO."""
-    with ExitStack() as stack:
-        for experts in lora_experts(model).values():
-            stack.enter_context(experts.disable_adapter())
-        yield
-
-
-def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Replaces all `LoRAExperts` in a model by `LoRAExperts.merged_experts`, with their dtype.
-
-    The adapters are then gone, and packed experts are in floating point. The new weights are
-    frozen.
-    """
-    places = [place for place in _experts_in(model) if isinstance(place.module, LoRAExperts)]
-    rule = "contain LoRAExperts, and not be one"
-    require(bool(places) and places[0].path != "", "merge_lora: model", rule, type(model).__name__)
-    made: dict[nn.Module, FeedForwardExperts] = {}
-    for place in places:
-        assert isinstance(place.module, LoRAExperts)
-        if place.module not in made:
-            made[place.module] = place.module.merged_experts(dtype)
-        setattr(place.parent, place.name, made[place.module])
-
-
-def lora_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, Tensor]:
-    """Returns the part of a model's state_dict that belongs to one adapter.
-
-    ``model.load_state_dict(state, strict=False)`` loads it.
-
-    Raises:
-        ValueError: no experts of the model have such an adapter.
-    """
-    experts = lora_experts(model)
-    names = {name for module in experts.values() for name in module.adapters}
-    rule = f"be one of {', '.join(sorted(names)) or 'the adapters of the model, which has none'}"
-    require(adapter in names, "lora_state_dict: adapter", rule, adapter)
-    owned = {
-        p
-        for module in experts.values()
-        if adapter in module.adapters
-        for p in module.adapters[adapter].parameters()
-    }
-    state = model.state_dict(keep_vars=True)
-    return {name: value.detach() for name, value in state.items() if value in owned}
