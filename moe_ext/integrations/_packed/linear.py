@@ -64,10 +64,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., in_features] to [..., out_features]."""
-        (weight,), bias = self.weights, None if self.bias is None else self.bias[None]
-        biases = None if bias is None else [bias]
         rows = x.reshape(-1, self.in_features)
-        y = ops.packed_experts(rows, [weight], biases, arithmetic=self.arithmetic)
+        biases = None if self.bias is None else [self.bias[None]]
+        y = ops.packed_experts(rows, self.weights, biases, arithmetic=self.arithmetic)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _packed_sizes(self) -> Iterable[tuple[Tensor, int]]:
