@@ -2,10 +2,12 @@
 
 import copy
 import sys
+from functools import partial
 
 import pytest
 import reference as ref
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 pytest.importorskip("transformers", minversion="5.23")
 
@@ -271,14 +273,19 @@ def test_compiled_models(checkpointing, w_importance, fullgraph):
     assert_same_gradients(actual_gradients, expected_gradients, 1e-4)
 
 
-def test_names_and_counts_of_compiled_modules():
+@pytest.mark.parametrize(
+    "wrap",
+    [partial(torch.compile, backend="eager"), checkpoint_wrapper],
+    ids=["compile", "checkpoint"],
+)
+def test_names_and_counts_of_wrapped_modules(wrap):
     model, tokens = make_model(dtype=torch.float32), ids()
     with balance(model) as measured:
         model(tokens)
     names = [layer.name for layer in measured.layers]
     block = model.get_submodule(names[0].rpartition(".")[0])
-    block.experts = torch.compile(block.experts, backend="eager")
-    with balance(torch.compile(model, backend="eager")) as measured_again:
+    block.experts = wrap(block.experts)
+    with balance(wrap(model)) as measured_again:
         model(tokens)
     assert [layer.name for layer in measured_again.layers] == names
     for layer, wanted in zip(measured_again.layers, measured.layers, strict=True):
