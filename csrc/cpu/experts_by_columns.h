@@ -20,7 +20,7 @@
 namespace moe_ext::cpu {
 
 // Splits each layer of a block into parts, which compute some of its outputs. The parts of the next
-// layer wait for all of them. The bits of an output do not depend on the parts.
+// layer wait for all of them. The outputs are bitwise identical for any number of parts.
 template <typename scalar_t>
 class ExpertsByColumns {
  public:
