@@ -120,7 +120,8 @@ def exported_on(kind):
     for header in [*folder.glob("kernels/*.h"), *folder.glob("cpu/*.h")]:
         left_out = "cuda" if kind == "cpu" else "cpu"
         text = without_comments(header)
-        declared += re.sub(rf"namespace moe_ext::{left_out} {{.*?\n}}(?!;)", "", text, flags=re.S)
+        namespace = rf"namespace moe_ext::{left_out} {{(?:(?!\nnamespace ).)*\n}}"
+        declared += re.sub(namespace, "", text, flags=re.S)
     names = set(re.findall(r"MOE_EXT_KERNEL_API [\w :<>&*]+?\b(\w+)\(", declared))
     return {name for name in names if name == f"run_on_{kind}" or not name.startswith("run_on_")}
 

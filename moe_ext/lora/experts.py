@@ -106,7 +106,7 @@ class LoRAAdapter(nn.Module):
         self.scale: float = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
         self.num_experts: int = base.num_experts
         self.first_expert: int = base.first_expert
-        like = next(base.parameters())
+        like = _first_tensor(base)
         rule = "be plain tensors; add adapters before fully_shard"
         is_plain = not is_traceable_wrapper_subclass(like)  # a DTensor is no plain tensor
         require(is_plain, f"{name}: weights", rule, type(like).__name__)
@@ -495,3 +495,9 @@ def _used_experts(x: Tensor, offsets: Tensor | None, inverse: Tensor | None) -> 
     if num_rows + 1 >= len(offsets) or not offsets.is_cpu or is_fake(offsets):
         return None
     return offsets.diff().nonzero()[:, 0]
+
+
+def _first_tensor(base: _Base) -> Tensor:
+    # Not a parameter: while `distribute_experts` shards the experts, only `weights` are plain.
+    weight = base.weights[0]
+    return weight if isinstance(weight, Tensor) else weight.panels
