@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
-from moe_ext.integrations.transformers import memory_plan
+pytest.importorskip("transformers", minversion="5.23")
+
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig  # noqa: E402
+
+from moe_ext.integrations.transformers import memory_plan  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "packed_checkpoints.md"
 QUANTIZATION = {
