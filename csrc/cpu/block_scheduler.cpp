@@ -31,6 +31,7 @@ bool leaves_threads_idle(const std::vector<Block>& blocks, int64_t num_threads) 
   constexpr int64_t kManyBlocks = 4;      // of each thread
   constexpr int64_t kRowsOfWeights = 16;  // in the time in which the weights are read
   constexpr double kMostIdle = 0.2;
+  if (num_threads == 1) return false;
   std::vector<int64_t> busy(num_threads);
   int64_t total = 0, count = 0;
   for (const Block& block : blocks) {

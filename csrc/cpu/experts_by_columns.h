@@ -115,13 +115,11 @@ class ExpertsByColumns {
 
   // The columns of a part in a half. They begin at a multiple of kMultiple.
   Part columns_of(int64_t layer, int64_t part, int64_t half) const {
-    const int64_t size = num_outputs(layer), multiples = size / kMultiple;
+    const int64_t size = num_outputs(layer);
+    const auto [begin, end] = part_of(size / kMultiple, part, num_parts_);
+    const int64_t last = part + 1 == num_parts_ ? size : end * kMultiple;
     const int64_t adjacent = is_gated(layer) && num_halves(layer) == 1 ? 2 : 1;
-    const auto first = [&](int64_t part) {
-      const int64_t output = part == num_parts_ ? size : part * multiples / num_parts_ * kMultiple;
-      return half * size + adjacent * output;
-    };
-    return {first(part), first(part + 1)};
+    return {half * size + adjacent * begin * kMultiple, half * size + adjacent * last};
   }
 
   int64_t most_columns() const {
