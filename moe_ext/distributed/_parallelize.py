@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from itertools import chain
 from typing import Literal, get_args
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -122,9 +123,15 @@ def parallelize(
     )
     if reduce_dtype is not None:
         replica.register_comm_hook(None, reduce_in(reduce_dtype, own))
-    average_gradients(
-        model, copied, reduce_dtype, is_due=lambda: replica.require_backward_grad_sync
-    )
+    # The hooks of a parameter must not hold the replica, which holds the parameter where no search
+    # for cycles looks: neither would ever be freed.
+    weak = ref(replica)
+
+    def is_due() -> bool:
+        alive = weak()
+        return alive is None or alive.require_backward_grad_sync
+
+    average_gradients(model, copied, reduce_dtype, is_due)
     return replica
 
 

@@ -1,6 +1,8 @@
 """Models with sharded experts: `parallelize`, clipping, loss scaling and frozen parts."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -345,6 +347,20 @@ def test_experts_that_are_trained_later(group, rank):
     model = parallelize(layer, mesh)
     layer.experts.requires_grad_(True)
     assert_same_on_all_ranks(step_on(model, layer, rank), group)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+def test_a_model_that_nobody_holds_is_freed(group, rank, dense):
+    """Its memory, and its process groups, each of which has a thread."""
+    mesh = mesh_of(2, 1)
+    layer = MoE(D, 4, 2, process_group=mesh)
+    model = parallelize(layer, mesh, dense=dense)
+    step_on(model, layer, rank)
+    left = weakref.ref(layer)
+    del layer, model
+    gc.collect()
+    assert left() is None
 
 
 # What `parallelize` takes
