@@ -12,30 +12,10 @@
 #include "../vectorize.h"
 
 #define MOE_EXT_TARGET
-#include "integer_loops.h"
 #include "prefetch_ahead.h"
 
 namespace moe_ext::cpu {
 namespace {
-
-struct PortableBytes {
-  static constexpr int kBytes = 16;
-
-  template <typename Bits, typename Integers>
-  MOE_EXT_KERNEL void dot(const Bits& codes, const int8_t* numbers, Integers& sum) {
-    for (int byte = 0; byte < 4; ++byte) {
-      sum += (Integers)(codes >> 8 * byte & 0xff) * int32_t{numbers[byte]};
-    }
-  }
-
-  template <typename Bits>
-  MOE_EXT_KERNEL void look_up(const uint8_t* table, Bits& codes) {
-    uint8_t bytes[kBytes];
-    std::memcpy(bytes, &codes, kBytes);
-    for (uint8_t& byte : bytes) byte = table[byte];
-    std::memcpy(&codes, bytes, kBytes);
-  }
-};
 
 IntegerKernel kernel_of(const PackedFormat& format) {
 #if defined(__x86_64__)
@@ -109,10 +89,6 @@ struct RoundRow {
 };
 
 }  // namespace
-
-IntegerKernel portable_integer_kernel(const PackedFormat& format) {
-  return integer_kernel_of<PortableBytes>(format);
-}
 
 bool counts_up(const PackedFormat& format) {
   for (int code = 1; code < 16; ++code) {

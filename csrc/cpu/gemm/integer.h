@@ -37,6 +37,9 @@ struct IntegerRows {
   int64_t num_segments;  // of a row
 };
 
+// How far the integer kernels prefetch behind the panel that they read.
+constexpr int64_t kIntegerBytesAhead = 16 << 10;
+
 // C [num_rows, 16 num_panels] = A W, or C += A W with `add`. All have the same results.
 using IntegerKernel = void (*)(const PackedLayout& layout, const IntegerCodes& codes,
                                const uint8_t* panels, int64_t num_panels, const IntegerRows& a,

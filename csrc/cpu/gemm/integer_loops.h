@@ -124,9 +124,6 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_integers(const PackedLayout& layout,
   }
 }
 
-// How far the integer kernels prefetch behind the panel that they read.
-constexpr int64_t kIntegerBytesAhead = 16 << 10;
-
 // An IntegerKernel.
 template <typename Simd, Codes codes, Scales scales, bool looks_up>
 MOE_EXT_TARGET void integer_kernel(const PackedLayout& layout, const IntegerCodes& integers,

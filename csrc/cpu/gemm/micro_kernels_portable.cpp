@@ -1,4 +1,8 @@
 // Vectors of 16 bytes, which every processor has.
+#if defined(__x86_64__) && !defined(__clang__)
+#pragma GCC optimize("O2")  // only processors without AVX2 run this; O3 compiles for twice as long
+#endif
+
 #define MOE_EXT_TARGET
 #include "micro_kernel_loops.h"
 #include "rounded_weights.h"
