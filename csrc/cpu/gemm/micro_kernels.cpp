@@ -79,8 +79,9 @@ Reading reading_of(int64_t rows, Layout layout) {
 
 template <typename scalar_t>
 CodeKernels code_kernels(const PackedFormat& format) {
-  constexpr bool kBFloat16 = std::is_same_v<scalar_t, c10::BFloat16>, kHalf = sizeof(scalar_t) == 2;
+  constexpr bool kHalf = sizeof(scalar_t) == 2;
 #if defined(__x86_64__)
+  constexpr bool kBFloat16 = std::is_same_v<scalar_t, c10::BFloat16>;
   const Isa isa = isa_of<scalar_t>();
   if (kBFloat16 && (isa == Isa::kAmx || isa == Isa::kAvx512Bf16)) {
     const bool vbmi = format.codes == Codes::kE4M3 && __builtin_cpu_supports("avx512vbmi");
