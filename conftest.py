@@ -140,12 +140,23 @@ def seed():
     return 20170123
 
 
+WORKERS = Workers()
+
+
 @pytest.fixture(scope="session")
 def workers():
     """Provides the worker processes of the distributed tests."""
-    processes = Workers()
-    yield processes
-    processes.close()
+    yield WORKERS
+    WORKERS.close()
+
+
+def pytest_runtest_teardown(nextitem):
+    """Ends the worker processes after the last of consecutive tests that use them.
+
+    Each process group that torch keeps has a thread that wakes a hundred times a second.
+    """
+    if nextitem is None or "workers" not in nextitem.fixturenames:
+        WORKERS.close()
 
 
 @pytest.fixture(scope="session")

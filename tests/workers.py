@@ -4,7 +4,6 @@ They start once and run functions in sequence.
 """
 
 import functools
-import gc
 import inspect
 import itertools
 import multiprocessing
@@ -55,7 +54,6 @@ def forkserver(*more):
 
 def _serve(rank, folder, pipe):
     torch.set_num_threads(1)
-    gc.freeze()  # the modules, so that a search for garbage is short
     while (task := pipe.recv()) is not None:
         number, function, world, arguments = task
         torch.manual_seed(20170123)
@@ -71,7 +69,6 @@ def _serve(rank, folder, pipe):
             # A rank that closes its connections fails others that still connect (a defect of gloo).
             dist.barrier()
             dist.destroy_process_group()
-            gc.collect()  # the thread of a process group wakes a hundred times a second
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         else:
