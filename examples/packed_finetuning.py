@@ -126,6 +126,7 @@ def arguments(description: str | None, layers: int) -> argparse.Namespace:
     add("--tokens", type=int, default=128, help="tokens of a step")
     add("--lr", type=float, default=1e-3, help="learning rate; 1e-4 suits trained models")
     add("--output", type=Path, help="folder for the trained adapters (default: not saved)")
+    add("--linear", help="format of the linear layers, such as gguf_q8_0 (default: floats)")
     add("--layers", type=int, default=layers, help="layers of the random model")
     add("--width", type=int, help="widths of the random model (default: those of the real one)")
     return parser.parse_args()
@@ -145,7 +146,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
 def fine_tune(name: str, args: argparse.Namespace) -> None:
     """Loads a model, trains adapters and generates text; prints times and peaks of memory."""
     start = time.perf_counter()
-    model = load(name)
+    model = load(name, packed_linear=args.linear or False)
     num_bytes = sum(weight.nbytes for weight in model.parameters())
     seconds = time.perf_counter() - start
     print(f"loaded {num_bytes / GB:.2f} GB in {seconds:.0f} s; {peak()}")

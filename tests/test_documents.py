@@ -249,7 +249,7 @@ def test_the_speed_of_whole_models_in_the_guide_is_that_of_the_measurement():
         assert f"| {linear} | {result['threads']} | {ratios} |" in page
 
 
-# Messages of torch, Python, transformers and CMake on the page on troubleshooting.
+# Messages of torch, Python, transformers, PEFT and CMake on the page on troubleshooting.
 FOREIGN_MESSAGES = """
 ModuleNotFoundError: No module named 'torch'
 Could not find a package configuration file provided by "moe_ext"
@@ -275,6 +275,7 @@ Expected to have finished reduction in the prior iteration
 Specified experts_implementation="moe_ext" is not supported
 moe_ext is not a valid experts implementation registered
 The model is quantized with moe_ext and is not serializable
+Target module PackedLinear(…) is not supported
 """.strip().splitlines()
 
 

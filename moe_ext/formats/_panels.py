@@ -22,6 +22,7 @@ from moe_ext.formats._layouts import (
 PANEL_OUTPUTS = 16
 _INPUTS = 8  # whose codes are together
 _ALIGNMENT = 64  # of a panel in bytes
+_ROWS = 1024  # that are packed together, so that what is in between is small
 
 
 class PackedWeight(NamedTuple):
@@ -72,7 +73,12 @@ class PackedWeight(NamedTuple):
             own = None if scales is None else scales[e]
             if own is not None and blocked:
                 own = own.repeat_interleave(FP8_BLOCK, 0)[: shape[1]]
-            panels[e] = weight._join(layout.split(codes[e].contiguous(), own))
+            for first in range(0, shape[1], _ROWS):
+                rows = slice(first, first + _ROWS)
+                scales_of_rows = None if own is None else own[rows]
+                part = weight._join(layout.split(codes[e, rows].contiguous(), scales_of_rows))
+                panel = first // PANEL_OUTPUTS
+                panels[e, panel : panel + len(part)] = part
         return weight._replace(panels=panels)
 
     def empty_panels(self, num_experts: int, device: torch.device | None = None) -> Tensor:

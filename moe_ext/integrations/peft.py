@@ -5,6 +5,10 @@
 the matrices A and B of the adapters, and W + B A is never formed. Other models do not change. What
 the operator cannot compute is left to PEFT, with one warning for each reason.
 
+The import also lets PEFT add LoRA to `moe_ext.integrations.transformers.PackedLinear`. Such a layer
+has no DoRA or other variants, and its adapters cannot be merged in memory: use
+`moe_ext.integrations.transformers.save`.
+
 `save_adapter` and `load_adapter` exchange the adapters of `moe_ext.LoRAExperts` with PEFT's files,
 together with those of PEFT on linear layers of the same model.
 """
@@ -31,6 +35,7 @@ from moe_ext.checks import require, required
 from moe_ext.distributed import expert_parameters
 from moe_ext.experts import _Networks
 from moe_ext.integrations._given_lora import GivenLoRA, give_lora
+from moe_ext.integrations._packed.linear import PackedLinear
 from moe_ext.integrations._transformers_experts import WEIGHT_NAMES, weight_names
 from moe_ext.integrations._warnings import warn_once
 from moe_ext.lora import LoRAAdapter, LoRAExperts, LoRAReport, add_lora, lora_experts
@@ -42,6 +47,8 @@ try:
     from peft.tuners.lora.layer import ParamWrapper
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, load_peft_weights
     from safetensors.torch import save_file
+
+    from moe_ext.integrations._peft_linear import adapt_packed_linear
 
     _form = ParamWrapper._activate_lora
 except (ImportError, AttributeError) as _error:
@@ -87,6 +94,7 @@ def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
 
 
 ParamWrapper._activate_lora = _activate_lora  # type: ignore[method-assign]
+adapt_packed_linear()
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -307,7 +315,8 @@ def _linear_layers(owner: str, model: nn.Module, adapter: str) -> dict[str, Any]
         names = getattr(module, "adapter_layer_names", ())
         if not any(adapter in getattr(module, name, ()) for name in names):
             continue
-        plain = isinstance(module, LinearLoRA) and isinstance(module.get_base_layer(), nn.Linear)
+        plain = isinstance(module, LinearLoRA)
+        plain = plain and isinstance(module.get_base_layer(), nn.Linear | PackedLinear)
         plain = plain and not module.lora_variant.get(adapter) and not module.lora_bias.get(adapter)
         rule = "have LoRA of PEFT on a linear layer, without DoRA or a bias"
         require(plain, f"{owner}: {path}", rule, type(module).__name__)
@@ -321,7 +330,7 @@ def _is_linear(model: nn.Module, path: str) -> bool:
         module = model.get_submodule(path)
     except AttributeError:
         return False
-    return isinstance(module, nn.Linear | LinearLoRA)
+    return isinstance(module, nn.Linear | PackedLinear | LinearLoRA)
 
 
 def _check_linear(

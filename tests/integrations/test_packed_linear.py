@@ -200,10 +200,3 @@ def test_compiles(mixed):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert error(compiled(tokens()).logits, expected) < 1e-5
-
-
-def test_peft_cannot_adapt_packed_layers(mixed):
-    peft = pytest.importorskip("peft")
-    model = load_packed(mixed[0])
-    with pytest.raises(ValueError, match=r"PackedLinear.* is not supported"):
-        peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))

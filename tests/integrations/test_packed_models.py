@@ -13,7 +13,7 @@ import pytest
 import torch
 from assertions import MIB, peak_mib
 
-from moe_ext import QuantizedExperts, add_lora, count_parameters
+from moe_ext import QuantizedExperts, add_lora, count_parameters, empty_cache
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -326,16 +326,17 @@ def test_trainer_trains_the_dense_weights(fp8, tmp_path):
 # Memory
 
 
-def peak_of_load(folder):
-    """Returns the bytes of the model, and the peak of resident memory while it is loaded."""
-    model = load(folder)  # what the first call imports stays in memory
+def memory_of_load(folder, **options):
+    """Returns the bytes of a model, and of resident memory at the peak of its load and after it."""
+    model = load(folder, **options)  # what the first call imports stays in memory
     del model
+    empty_cache()
     resident = resident_bytes("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak
-    model = load(folder, dtype=torch.bfloat16)
+    model = load(folder, dtype=torch.bfloat16, **options)
     size = sum(p.nbytes for p in model.parameters())
-    return size, resident_bytes("VmHWM") - resident
+    return size, *(resident_bytes(name) - resident for name in ("VmHWM", "VmRSS"))
 
 
 def resident_bytes(name):
@@ -344,18 +345,35 @@ def resident_bytes(name):
     return int(line.split()[1]) * 1024
 
 
+def write_wide(folder, kind, **sizes):
+    """Writes a checkpoint with large matrices."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 24, **sizes}
+    if kind == "gguf":
+        write_gguf(folder / "model.gguf", "qwen3_moe", TYPES.Q8_0, **sizes)
+    else:
+        write(folder, "qwen3_moe", kind, **sizes)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory from /proc")
 @pytest.mark.parametrize("kind", ["fp8", "gguf"])
 def test_peak_of_memory_while_loading(kind, tmp_path):
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 24}
-    if kind == "gguf":
-        write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0, **sizes)
-    else:
-        write(tmp_path, "qwen3_moe", "fp8", **sizes)
+    write_wide(tmp_path, kind)
     largest = max(path.stat().st_size for path in tmp_path.iterdir())
-    size, peak = peak_of_load(tmp_path)
+    size, peak, _ = memory_of_load(tmp_path)
     assert size > 18 * MIB
     assert peak < size + min(largest, 10 * MIB)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory from /proc")
+@pytest.mark.parametrize("kind", ["fp8", "gguf"])
+def test_memory_of_large_linear_layers(kind, tmp_path):
+    """One float weight is in memory at a time, and none of them afterwards."""
+    write_wide(tmp_path, kind, vocab_size=2**15)
+    size, peak, resident = memory_of_load(tmp_path, packed_linear="gguf_q8_0")
+    weight = 2**15 * 512 * 4  # the last layer in the file, in float32
+    assert size > 60 * MIB
+    assert peak < size + weight + 10 * MIB
+    assert resident < size + 10 * MIB
 
 
 def test_peak_of_memory_of_quantize_experts():
@@ -376,8 +394,7 @@ def test_peak_of_memory_of_quantize_experts():
 
 def test_peak_of_memory_of_save(tmp_path):
     """One expert is unpacked at a time."""
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 24}
-    write(tmp_path / "model", "qwen3_moe", "fp8", **sizes)
+    write_wide(tmp_path / "model", "fp8")
     model = load(tmp_path / "model", dtype=torch.bfloat16)
     assert sum(p.nbytes for p in model.parameters()) > 18 * MIB
     assert peak_mib(lambda: plug.save(model, tmp_path / "saved")) < 2

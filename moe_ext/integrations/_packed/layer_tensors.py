@@ -76,13 +76,7 @@ class LayerTensors:
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Reads the weight [E, out, in] or bias [E, out] and dequantizes it."""
-        whole = [
-            torch.stack([tensor.read(dtype) for tensor in part])
-            if isinstance(part, list)
-            else part.read(dtype)
-            for part in self.parts
-        ]
-        return self._join(whole, 1)
+        return self._join([_stacked(part, dtype) for part in self.parts], 1)
 
     def _expert(self, index: int, meta: bool = False) -> tuple[Tensor, Tensor | None]:
         """Returns codes [out, n] and scales of an expert."""
@@ -142,6 +136,15 @@ class LayerTensors:
             for own in self.parts
         ]
         return sum(sizes[:part]), sizes[part]
+
+
+def _stacked(part: Stored | list[Stored], dtype: torch.dtype) -> Tensor:
+    """Reads the tensors [E, ...] of a part."""
+    if not isinstance(part, list):
+        return part.read(dtype)
+    if len(part) == 1:  # without a copy
+        return part[0].read(dtype)[None]
+    return torch.stack([tensor.read(dtype) for tensor in part])
 
 
 def _by_row(scales: Tensor, rows: int) -> Tensor:

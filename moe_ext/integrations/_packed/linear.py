@@ -40,7 +40,6 @@ class PackedLinear(nn.Module):
         self.arithmetic: Arithmetic = arithmetic
         self._layout: PackedWeight | None = None  # without the panels, a parameter of this name:
         self._key: str = ""
-        # The dtype of `weight`, which follows that of the model.
         self._like: Tensor
         self.register_buffer("_like", torch.empty(0, dtype=linear.weight.dtype), persistent=False)
 
@@ -58,9 +57,23 @@ class PackedLinear(nn.Module):
         return (self._layout._replace(panels=getattr(self, self._key)),)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `weight`, which follows that of the model."""
+        return self._like.dtype
+
+    @property
+    def qweight(self) -> Tensor:
+        """The panels of the weight, by the name under which PEFT looks for a packed weight."""
+        return self.weights[0].panels
+
+    @property
     def weight(self) -> Tensor:
         """The dequantized weight [out, in], computed anew in the dtype of the model."""
-        return self.weights[0].dequantize(self._like.dtype)[0]
+        return self.dequantize(self.dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns the weight [out, in] as floats."""
+        return self.weights[0].dequantize(dtype)[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., in_features] to [..., out_features]."""

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from moe_ext._build import empty_cache
 from moe_ext._packed_weights import NO_INTEGERS, Arithmetic
 from moe_ext.checks import refuse, require
 from moe_ext.formats import FormatName
@@ -62,8 +63,8 @@ def load(
         packed_linear: True: linear layers that are packed in the files stay packed. A format of
             `moe_ext.formats.quantize`: the other linear layers are quantized in this format, too.
             Then a step of `generate` reads fewer bytes. Layers with fewer than 16 outputs, and
-            layers whose weight is tied to another one, stay floats. PEFT cannot add adapters to
-            packed layers.
+            layers whose weight is tied to another one, stay floats. PEFT can add LoRA to packed
+            layers after ``import moe_ext.integrations.peft``.
         quiet: print nothing.
         options: arguments of transformers' ``from_pretrained``, such as ``attn_implementation``.
             The default of ``attn_implementation`` is "moe_ext" for mixtral, qwen2_moe and
@@ -111,6 +112,7 @@ def load(
         layer.arithmetic = arithmetic
         with errors_of_weight(name):
             layer.set_weight(tensor.pack())
+    empty_cache()  # the tensors of the files that were packed
     quantizer = model.hf_quantizer
     checkpoint.dense.clear()
     checkpoint.skeleton = None

@@ -147,8 +147,11 @@ class MergedModel:
 
     def packed_linear(self) -> set[str]:
         """Returns the names of the weights of packed linear layers."""
-        modules = self.model.named_modules()
-        return {f"{path}.weight" for path, module in modules if isinstance(module, PackedLinear)}
+        return {
+            name
+            for name in self.dense()
+            if name.endswith(".weight") and isinstance(self._layer(_path(name)), PackedLinear)
+        }
 
     def pair(self, path: str) -> ops.LoRA | None:
         """Returns A [1, in, r], B [1, r, out] and the scale of a linear layer of PEFT."""
@@ -161,7 +164,7 @@ class MergedModel:
             return None
         names = [name for name in module.active_adapters if name in module.lora_A]
         rule = "have LoRA of PEFT on a linear layer alone (call merge_and_unload before)"
-        plain = isinstance(module.get_base_layer(), nn.Linear)
+        plain = isinstance(module.get_base_layer(), nn.Linear | PackedLinear)
         variant = [
             name for name in names if name in module.lora_variant or module.lora_bias.get(name)
         ]
@@ -179,19 +182,24 @@ class MergedModel:
     def weight(self, name: str, merge: bool = True) -> Tensor:
         """Returns a tensor outside packed experts; in float32 if adapters are merged into it."""
         path, _, key = name.rpartition(".")
-        module: Any = self._module(path)
-        module = module.get_base_layer() if hasattr(module, "lora_A") else module
-        value = getattr(module, key, None)
+        module = self._layer(path)
+        pair = self.pair(path) if merge and key == "weight" else None
+        exact = pair is not None and isinstance(module, PackedLinear)
+        value = module.dequantize(_PAIRS) if exact else getattr(module, key, None)
         if not isinstance(value, Tensor):
             refuse("model", f"have the weight {name}", "none")
         rule = "be a plain tensor"
         plain = not is_traceable_wrapper_subclass(value)
         require(plain, name, rule, type(value).__name__)
         value = value.detach()
-        pair = self.pair(path) if merge and key == "weight" else None
         if pair is None:
             return value
-        return value.float() + pair.scale * (pair.a[0] @ pair.b[0]).mT
+        return value.to(_PAIRS) + pair.scale * (pair.a[0] @ pair.b[0]).mT
+
+    def _layer(self, path: str) -> Any:
+        """Returns the module at a path, without the adapters of PEFT around it."""
+        module: Any = self._module(path)
+        return module.get_base_layer() if hasattr(module, "lora_A") else module
 
     def _module(self, path: str) -> nn.Module:
         try:
