@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from moe_ext.checks import require_tensor
 from moe_ext.ops._gradients import needs_gradient
 
 Activation = Literal[
@@ -66,10 +67,12 @@ def lora_arguments(
     """Returns the arguments of the operator for `lora`; shape [0] stands for none in a layer."""
     if lora is None:
         return {}
-    if not isinstance(lora, Sequence) or not all(
-        adapter is None or isinstance(adapter, LoRA) for adapter in lora
-    ):
-        raise TypeError(f"{name}: lora must be a sequence of LoRA or None, got {lora!r}")
+    is_sequence = isinstance(lora, Sequence)
+    for item in lora if is_sequence else [lora]:
+        if not (is_sequence and isinstance(item, LoRA | None)):
+            kind = type(item).__name__
+            raise TypeError(f"{name}: lora must be a sequence of LoRA or None, got {kind}")
+    require_tensor(name, x=x)
     absent, no_mask = x.new_empty(0), x.new_empty(0, dtype=torch.bool)
     adapters = [LoRA(absent, absent) if adapter is None else adapter for adapter in lora]
     return dict(

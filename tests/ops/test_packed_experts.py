@@ -134,6 +134,19 @@ def test_a_row_with_nan_or_infinity_is_nan_alone():
     assert actual[bad].isnan().all() and actual[~bad].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["experts", "packed_experts"])
+@pytest.mark.parametrize(
+    ("changes", "argument", "kind"),
+    [(dict(lora=1.0), "lora", "float"), (dict(lora=[None, 2]), "lora", "int")]
+    + [(dict(x=[1.0]), "x", "list")],
+)
+def test_adapters_refuse(name, changes, argument, kind):
+    sizes = dict(dtype=torch.float32, counts=[3, 0, 4], widths=(3, 7), ranks=(2,))
+    arguments = sample(name, **sizes) | changes
+    with raises(TypeError, name, argument, kind):
+        getattr(ops, name)(**arguments)
+
+
 def test_codes_have_no_gradient():
     (weight,) = layer(1, torch.float32, "mxfp4")["weights"]
     with pytest.raises(RuntimeError, match="floating point"):
