@@ -250,7 +250,8 @@ def with_change(arguments, change):
     if change.kind == "replaced":
         return ANYTHING[place % len(ANYTHING)]
     if isinstance(value, list) and change.kind == "list":
-        lists = [[], value[1:], value * 2, [*value, None], [*value, 1], tuple(value), iter(value)]
+        lists = [[], value[1:], value * 2, [*value, None], [*value, 1], tuple(value)]
+        lists.append(collections.deque(value))  # a sequence that is no list
         return lists[place % len(lists)]
     if isinstance(value, list) and tensors_in(value):
         having = [i for i, item in enumerate(value) if tensors_in([item])]  # others are None
@@ -378,7 +379,7 @@ ERRORS_OF_TORCH = {
         "None for a tensor: the dispatcher asks for its device"
     ),
     "^Unimplemented scalar type$": "None for a tensor: autocast asks for its type",
-    "NestedTensorImpl doesn't support sizes|not supported for NestedTensor": (
+    "NestedTensorImpl doesn't support sizes|not supported for (NestedTensor|NJT)": (
         "a nested tensor has no sizes"
     ),
     "^Please convert all Tensors to FakeTensors first": "a fake tensor among others",

@@ -73,7 +73,8 @@ def lora_arguments(
             kind = type(item).__name__
             raise TypeError(f"{name}: lora must be a sequence of LoRA or None, got {kind}")
     require_tensor(name, x=x)
-    absent, no_mask = x.new_empty(0), x.new_empty(0, dtype=torch.bool)
+    absent = x.new_empty(0, layout=torch.strided)
+    no_mask = absent.new_empty(0, dtype=torch.bool)
     adapters = [LoRA(absent, absent) if adapter is None else adapter for adapter in lora]
     return dict(
         lora_a=[adapter.a for adapter in adapters],
