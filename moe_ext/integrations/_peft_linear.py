@@ -15,6 +15,7 @@ from moe_ext.integrations._packed.linear import PackedLinear
 __all__ = ["PackedLinearLoRA", "adapt_packed_linear"]
 
 _create_module = LoraModel._create_new_module
+_check_merge_allowed = LoraModel._check_merge_allowed
 _include_all_linear = tuners_utils._maybe_include_all_linear_layers
 
 # Others change the weight of the layer too.
@@ -60,6 +61,7 @@ class PackedLinearLoRA(LinearLoRA):  # type: ignore[misc, unused-ignore]
 def adapt_packed_linear() -> None:
     """Lets PEFT adapt packed linear layers, also with ``target_modules="all-linear"``."""
     LoraModel._create_new_module = staticmethod(_create)  # type: ignore[assignment]
+    LoraModel._check_merge_allowed = _check_merge  # type: ignore[method-assign]
     tuners_utils._maybe_include_all_linear_layers = _include  # type: ignore[assignment]
 
 
@@ -67,6 +69,14 @@ def _create(config: Any, adapter: str, target: Any, **options: Any) -> Any:
     if isinstance(target, PackedLinear):
         return PackedLinearLoRA(target, adapter, config=config, **options)
     return _create_module(config, adapter, target, **options)
+
+
+def _check_merge(self: Any) -> None:
+    """Refuses to merge before PEFT merges the layers that are floats."""
+    _check_merge_allowed(self)
+    for module in self.modules():
+        if isinstance(module, PackedLinearLoRA):
+            module.merge()
 
 
 def _include(config: Any, model: Any) -> Any:

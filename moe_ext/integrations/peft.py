@@ -10,47 +10,49 @@ has no DoRA or other variants, and its adapters cannot be merged in memory: use
 `moe_ext.integrations.transformers.save`.
 
 `save_adapter` and `load_adapter` exchange the adapters of `moe_ext.LoRAExperts` with PEFT's files,
-together with those of PEFT on linear layers of the same model.
+together with those of PEFT on linear layers of the same model. After the import, a PeftModel whose
+model has `moe_ext.LoRAExperts` writes and reads their adapters too, in ``save_pretrained`` and
+``load_adapter``. So the checkpoints of ``Trainer`` are complete.
 """
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils.parametrize import is_parametrized
 
 # Registers experts_implementation="moe_ext".
 import moe_ext.integrations.transformers  # noqa: F401
-from moe_ext import ops
-from moe_ext._counting import is_of_transformers
-from moe_ext.checks import require, required
-from moe_ext.distributed import expert_parameters
-from moe_ext.experts import _Networks
-from moe_ext.integrations._given_lora import GivenLoRA, give_lora
+from moe_ext.checks import require, require_dtype
 from moe_ext.integrations._packed.linear import PackedLinear
-from moe_ext.integrations._transformers_experts import WEIGHT_NAMES, weight_names
-from moe_ext.integrations._warnings import warn_once
-from moe_ext.lora import LoRAAdapter, LoRAExperts, LoRAReport, add_lora, lora_experts
-from moe_ext.lora._pairs import joined
+from moe_ext.integrations._peft_files import (
+    PREFIX,
+    Names,
+    by_target,
+    default_names,
+    layers_of,
+    matrices_of,
+    paths_of_experts,
+    set_matrices,
+    tensors_of_experts,
+)
+from moe_ext.lora import LoRAReport, add_lora, lora_experts
+from moe_ext.lora.models import _trained
 
 try:
     import peft
     from peft.tuners.lora.layer import Linear as LinearLoRA
-    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, load_peft_weights
     from safetensors.torch import save_file
 
+    from moe_ext.integrations._peft_checkpoints import keep_experts_in_files
+    from moe_ext.integrations._peft_forward import adapt_experts
     from moe_ext.integrations._peft_linear import adapt_packed_linear
-
-    _form = ParamWrapper._activate_lora
 except (ImportError, AttributeError) as _error:
     raise ImportError(
         "moe_ext.integrations.peft needs the ParamWrapper of PEFT: pip install 'peft>=0.21'"
@@ -61,93 +63,9 @@ __all__ = ["TESTED_VERSIONS", "load_adapter", "save_adapter"]
 TESTED_VERSIONS: tuple[str, ...] = ("0.21.2",)
 """The versions of PEFT that the tests ran with."""
 
-_PREFIX = "base_model.model."  # of all names in PEFT's files
-
-
-# The forward pass of PEFT's models
-
-
-@contextmanager
-def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
-    """Gives the active adapters of a ParamWrapper to the operator, or else forms W + B A."""
-    names = [name for name in active_adapters if name in self.lora_A]
-    module = self.get_base_layer()
-    reason = _refusal(self, module, names) if names and _is_ours(module) else ""
-    if reason is not None:
-        if reason:
-            name, kind = self.parameter_name, type(module).__name__
-            warn_once(
-                f"moe_ext.integrations.peft: PEFT forms W + B A of {name} in {kind}: {reason}"
-            )
-        with _form(self, active_adapters):
-            yield
-        return
-
-    def form() -> AbstractContextManager[None]:
-        return cast("AbstractContextManager[None]", _form(self, active_adapters))
-
-    dtype = self.get_param().dtype
-    pair = joined([_pair_of(self, name) for name in names], dtype)
-    assert pair is not None
-    with give_lora(module, self.parameter_name, GivenLoRA(pair, form)):
-        yield
-
-
-ParamWrapper._activate_lora = _activate_lora  # type: ignore[method-assign]
+adapt_experts()
 adapt_packed_linear()
-
-
-def _is_ours(module: nn.Module) -> bool:
-    """Returns whether a module uses the experts implementation "moe_ext"."""
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return is_of_transformers(module) and implementation == "moe_ext"
-
-
-def _refusal(wrapper: Any, module: nn.Module, names: Sequence[str]) -> str | None:
-    """Returns why the operator cannot take the adapters of a ParamWrapper; None if it can."""
-    if wrapper.parameter_name not in WEIGHT_NAMES:
-        return f"the operator has adapters of {', '.join(WEIGHT_NAMES)} alone"
-    if is_parametrized(module, wrapper.parameter_name):
-        return "it has another parametrization"
-    parameter = wrapper.get_param()
-    if isinstance(parameter, DTensor):
-        return "it is sharded over ranks"
-    if parameter.dim() != 3 or not parameter.is_floating_point() or parameter.itemsize < 2:
-        return f"it has the shape {list(parameter.shape)} and the dtype {parameter.dtype}"
-    for name in names:
-        if name in wrapper.lora_variant or wrapper.lora_bias.get(name):
-            return f"the adapter {name} has DoRA, a bias or another variant of LoRA"
-        if not isinstance(wrapper.lora_dropout[name], nn.Identity):
-            return f"the adapter {name} has dropout"
-    return None
-
-
-def _pair_of(wrapper: Any, name: str) -> ops.LoRA:
-    """Returns A and B of a ParamWrapper in the orientation of the operator."""
-    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-    return ops.LoRA(*_from_peft(a, b, wrapper.num_experts), wrapper.scaling[name])
-
-
-def _from_peft(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Returns A [E, fan_in, r] and B [E, r, width] of the weights of PEFT's linear layers.
-
-    PEFT has A as [E · r, fan_in], and B as [width, r · E]: the expert is the innermost index of B.
-    """
-    rank = a.shape[0] // num_experts
-    # These two copies take half the time of a single one that reverses three dimensions.
-    by_rank = b.mT.contiguous().view(rank, num_experts, b.shape[0])
-    return a.reshape(num_experts, rank, a.shape[1]).mT, by_rank.transpose(0, 1).contiguous()
-
-
-def _to_peft(pair: ops.LoRA) -> tuple[Tensor, Tensor]:
-    """Undoes `_from_peft`."""
-    a, b = pair.a.detach(), pair.b.detach()
-    return a.mT.flatten(0, 1).contiguous(), b.permute(2, 1, 0).flatten(1).contiguous()
-
-
-# Files
-
-_Names = Callable[[str], str | None]
+keep_experts_in_files()
 
 
 def save_adapter(
@@ -155,7 +73,7 @@ def save_adapter(
     folder: str | os.PathLike[str],
     adapter: str = "default",
     *,
-    names: _Names | None = None,
+    names: Names | None = None,
     **config: Any,
 ) -> None:
     """Writes an adapter of a model's `moe_ext.LoRAExperts` as PEFT does, without its dropout.
@@ -175,36 +93,25 @@ def save_adapter(
     Raises:
         ValueError: there is no such adapter, or its options differ between the layers. Or the
             experts do not have two layers, or are sharded over ranks. Or an adapter of PEFT is of
-            another kind.
+            another kind, or has trained more than A and B.
     """
     owner = "save_adapter"
-    model = _without_peft(model)
-    chosen = {p: e for p, e in lora_experts(model).items() if adapter in e.adapters}
-    adapters = {name for module in lora_experts(model).values() for name in module.adapters}
-    rule = f"be one of {', '.join(sorted(adapters)) or 'the adapters of the model, which has none'}"
-    require(bool(chosen), f"{owner}: adapter", rule, adapter)
-    rule = "have all experts on one rank"
-    require(not expert_parameters(model), f"{owner}: model", rule, "experts of several ranks")
-    path_of = names or _default_names(model)
-    tensors, targets = {}, []
-    options = set()
-    for path, experts in chosen.items():
-        made = cast(LoRAAdapter, experts.adapters[adapter])
-        options.add((made.rank, made.alpha, made.rslora))
-        target = required(path_of(path), f"{owner}: names", f"return a path for {path}")
-        weights = _weights_of(owner, experts)
-        for i, prefix in zip(made.layers, _wrappers(len(made.layers)), strict=True):
-            pair = made.pair(i)
-            assert pair is not None
-            targets.append(f"{target}.{weights[i]}")
-            for letter, value in zip("AB", _to_peft(pair), strict=True):
-                tensors[f"{_PREFIX}{target}.{prefix}lora_{letter}.weight"] = value
+    configs, model = _configs(model), _without_peft(model)
+    tensors, targets, options = tensors_of_experts(
+        owner, model, adapter, names or default_names(model)
+    )
     linear = _linear_layers(owner, model, adapter)
+    known = {name for module in lora_experts(model).values() for name in module.adapters}
+    known |= {*configs}
+    rule = f"be one of {', '.join(sorted(known)) or 'the adapters of the model, which has none'}"
+    require(bool(tensors or linear), f"{owner}: adapter", rule, adapter)
+    if linear and adapter in configs:
+        _require_plain(f"{owner}: {{}} of PEFT's adapter {adapter}", configs[adapter])
     for path, layer in linear.items():
         options.add((layer.r[adapter], layer.lora_alpha[adapter], layer.use_rslora[adapter]))
         for letter in "AB":
             weight = getattr(layer, f"lora_{letter}")[adapter].weight.detach().contiguous()
-            tensors[f"{_PREFIX}{path}.lora_{letter}.weight"] = weight
+            tensors[f"{PREFIX}{path}.lora_{letter}.weight"] = weight
     rule = "have one rank, alpha and rslora in all layers"
     require(len(options) == 1, f"{owner}: adapter", rule, sorted(options))
     ((rank, alpha, rslora),) = options
@@ -224,13 +131,14 @@ def load_adapter(
     folder: str | os.PathLike[str],
     adapter: str = "default",
     *,
-    names: _Names | None = None,
+    names: Names | None = None,
     dtype: torch.dtype | None = None,
 ) -> LoRAReport:
     """Adds an adapter of PEFT's files to a model, and makes it the active one.
 
     The experts that the files have become `moe_ext.LoRAExperts`. The linear layers that they have,
-    such as those of attention, get adapters of PEFT. Other parameters stay as they are. With a
+    such as those of attention, get adapters of PEFT. Layers that the files do not have are computed
+    without adapters. Other parameters stay as they are. With a
     process group, each rank reads the matrices of its experts.
 
     Args:
@@ -251,35 +159,34 @@ def load_adapter(
     """
     owner = "load_adapter"
     model = _without_peft(model)
-    config = peft.LoraConfig.from_pretrained(str(folder))
-    _require_plain(owner, config)
-    tensors = load_peft_weights(str(folder), device="cpu")
-    path_of = names or _default_names(model)
-    by_target: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, value in tensors.items():
-        target, _, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
-        prefix = "base_layer." if target.endswith(".base_layer") else ""
-        by_target[target.removesuffix(".base_layer")][f"{prefix}lora_{rest}"] = value
-    places = {path: path_of(path) for path in _paths_of_experts(model)}
+    require_dtype(owner, dtype)
+    config: Any = peft.LoraConfig.from_pretrained(str(folder))
+    _require_plain(f"{owner}: {{}} of adapter_config.json", config)
+    groups = by_target(load_peft_weights(str(folder), device="cpu"))
+    path_of = names or default_names(model)
+    places = {path: path_of(path) for path in paths_of_experts(model)}
     known = {target for target in places.values() if target is not None}
     linear = {
-        target: by_target.pop(target)
-        for target in [*by_target]
+        target: groups.pop(target)
+        for target in [*groups]
         if target not in known and _is_linear(model, target)
     }
-    unknown = sorted({*by_target} - known)
+    unknown = sorted({*groups} - known)
     rule = f"have tensors of the experts at {', '.join(sorted(known)) or 'no path'}"
     rule += ", and of linear layers"
     require(not unknown, f"{owner}: folder", rule, ", ".join(unknown))
-    layers = _layers_of(owner, config, {t: len(tensors) // 2 for t, tensors in by_target.items()})
-    pairs_of_path = {
-        path: _matrices(f"{owner}: {target}", model, path, by_target[target], layers, config.r)
+    sizes = {target: len(tensors) // 2 for target, tensors in groups.items()}
+    layers = layers_of(owner, config.target_parameters or (), sizes)
+    matrices = {
+        path: matrices_of(f"{owner}: {target}", model, path, groups[target], layers, config.r)
         for path, target in places.items()
-        if target in by_target
+        if target in groups
     }
-    _check_linear(owner, model, linear, config.r, adapter)
+    _check_linear(owner, model, linear, config.r)
+    _require_new(owner, model, adapter)
     _add_to_linear(model, linear, config, adapter, dtype)
-    try:
+    report = LoRAReport((), {}, {})
+    if matrices:
         report = add_lora(
             model,
             config.r,
@@ -288,18 +195,18 @@ def load_adapter(
             layers=layers,
             adapter=adapter,
             dtype=dtype,
-            where=lambda path: path in pairs_of_path,
+            where=lambda path: path in matrices,
             train_rest=True,
         )
-    except Exception:
-        for path in linear:
-            cast(Any, model.get_submodule(path)).delete_adapter(adapter)
-        raise
-    for path, pairs in pairs_of_path.items():
-        made = cast(LoRAExperts, model.get_submodule(path)).adapters[adapter]
-        for name, value in pairs.items():
-            made.get_parameter(name).detach().copy_(value)
-    return report
+    set_matrices(model, adapter, matrices)
+    _activate(model, adapter)
+    return report._replace(trained=_trained(model))
+
+
+def _configs(model: Any) -> Mapping[str, Any]:
+    """Returns the configurations of PEFT's adapters, by name."""
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    return configs
 
 
 def _without_peft(model: Any) -> nn.Module:
@@ -334,17 +241,11 @@ def _is_linear(model: nn.Module, path: str) -> bool:
 
 
 def _check_linear(
-    owner: str,
-    model: nn.Module,
-    linear: Mapping[str, Mapping[str, Tensor]],
-    rank: int,
-    adapter: str,
+    owner: str, model: nn.Module, linear: Mapping[str, Mapping[str, Tensor]], rank: int
 ) -> None:
-    """Requires that the matrices of linear layers fit them, and that the adapter is new."""
+    """Requires that the matrices of linear layers fit them."""
     for path, given in linear.items():
         module: Any = model.get_submodule(path)
-        is_new = adapter not in getattr(module, "lora_A", ())
-        require(is_new, f"{owner}: adapter", "be a new name", adapter)
         shapes = (rank, module.in_features), (module.out_features, rank)
         sizes = tuple(tuple(given[f"lora_{letter}.weight"].shape) for letter in "AB")
         rule = f"have A and B of shape {shapes[0]} and {shapes[1]}"
@@ -369,51 +270,32 @@ def _add_to_linear(
         parameter.requires_grad_(was_trained)
     for path, given in linear.items():
         module: Any = model.get_submodule(path)
-        module.set_adapter(adapter)
         for letter in "AB":
             layer = getattr(module, f"lora_{letter}")[adapter].to(dtype or torch.float32)
             layer.weight.detach().copy_(given[f"lora_{letter}.weight"])
 
 
-def _matrices(
-    owner: str,
-    model: nn.Module,
-    path: str,
-    given: Mapping[str, Tensor],
-    layers: Sequence[int],
-    rank: int,
-) -> dict[str, Tensor]:
-    """Returns the parameters of an adapter of this rank's experts, after a check of their shapes.
-
-    Args:
-        owner: the beginning of errors.
-        model: the model.
-        path: the path of the experts.
-        given: the tensors of PEFT, which have the experts of all ranks.
-        layers: the layers that have adapters.
-        rank: r.
-    """
-    module = cast(Any, model.get_submodule(path))
-    base = module.base if isinstance(module, LoRAExperts) else module
-    bounds = 0, base.num_experts, base.num_experts
-    for name, entry in expert_parameters(model).items():
-        if name.startswith(f"{path}.") and entry.bounds is not None:
-            bounds = entry.bounds
-    first, last, total = bounds
-    matrices = {}
-    for layer, prefix in zip(layers, _wrappers(len(layers)), strict=True):
-        fan_in, width = base._layer_sizes()[layer]
-        a, b = (given[f"{prefix}lora_{letter}.weight"] for letter in "AB")
-        shapes = (total * rank, fan_in), (width, total * rank)
-        sizes = tuple(a.shape), tuple(b.shape)
-        rule = f"have A and B of shape {shapes[0]} and {shapes[1]}"
-        require(shapes == sizes, owner, rule, f"{sizes[0]} and {sizes[1]}")
-        for letter, value in zip("ab", _from_peft(a, b, total), strict=True):
-            matrices[f"{letter}_{layer}"] = value[first:last]
-    return matrices
+def _require_new(owner: str, model: nn.Module, adapter: str) -> None:
+    """Requires that no part of the model has an adapter of this name, or merged ones."""
+    experts = lora_experts(model).values()
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    names = {name for module in experts for name in module.adapters}
+    names |= {name for layer in layers for name in layer._get_available_adapters()}
+    require(adapter not in names, f"{owner}: adapter", "be a new name", adapter)
+    merged = any(module.merged for module in [*experts, *layers])
+    require(not merged, f"{owner}: model", "have no merged adapters", "merged ones")
 
 
-def _require_plain(owner: str, config: Any) -> None:
+def _activate(model: nn.Module, adapter: str) -> None:
+    """Makes an adapter the only active one, also where a layer does not have it."""
+    for experts in lora_experts(model).values():
+        experts.set_adapter(*(name for name in experts.adapters if name == adapter))
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.set_adapter(adapter)
+
+
+def _require_plain(name: str, config: Any) -> None:
     """Raises ValueError for options of PEFT that change more than A, B and the scale."""
     wanted = {
         "use_dora": False,
@@ -421,50 +303,9 @@ def _require_plain(owner: str, config: Any) -> None:
         "rank_pattern": {},
         "alpha_pattern": {},
         "modules_to_save": None,
+        "trainable_token_indices": None,
         "bias": "none",
     }
-    for name, value in wanted.items():
-        given = getattr(config, name, value)
-        require(given == value, f"{owner}: {name} of adapter_config.json", f"be {value}", given)
-    rule = "have target_parameters"
-    require(bool(config.target_parameters), f"{owner}: adapter_config.json", rule, "none")
-
-
-def _layers_of(owner: str, config: Any, sizes: Mapping[str, int]) -> list[int]:
-    """Returns the layers that all experts in the files have; sizes: the number of each target's."""
-    kinds = {name.rpartition(".")[2] for name in config.target_parameters}
-    rule = f"name {', '.join(WEIGHT_NAMES)}"
-    require(kinds <= {*WEIGHT_NAMES}, f"{owner}: target_parameters", rule, sorted(kinds))
-    layers = sorted({int(name == "down_proj") for name in kinds})
-    rule = f"have {len(layers)} adapted parameters for all experts"
-    require({*sizes.values()} <= {len(layers)}, f"{owner}: folder", rule, dict(sizes))
-    return layers
-
-
-def _wrappers(num_layers: int) -> list[str]:
-    """Returns where the wrapper of each layer is in PEFT's nest: that of the last is outermost."""
-    return ["base_layer.", ""][2 - num_layers :]
-
-
-def _weights_of(owner: str, experts: LoRAExperts) -> list[str]:
-    """Returns the names that transformers gives to the weights of experts."""
-    rule = "have two layers, as the experts of transformers"
-    require(experts.base.num_layers == 2, f"{owner}: experts", rule, experts.base.num_layers)
-    return weight_names(experts.base.activation in ops.GATED_ACTIVATIONS)
-
-
-def _default_names(model: nn.Module) -> _Names:
-    """Returns the function that maps experts to the module of transformers that contains them."""
-
-    def path_of(path: str) -> str:
-        parent, _, _ = path.rpartition(".")
-        return parent if parent and is_of_transformers(model.get_submodule(parent)) else path
-
-    return path_of
-
-
-def _paths_of_experts(model: nn.Module) -> list[str]:
-    """Returns the paths of the experts that have adapters or can have them."""
-    adapted = lora_experts(model)
-    paths = [path for path, module in model.named_modules() if isinstance(module, _Networks)]
-    return [*adapted, *(path for path in paths if path.rpartition(".")[0] not in adapted)]
+    for option, value in wanted.items():
+        given = getattr(config, option, value)
+        require(given == value, name.format(option), f"be {value}", given)

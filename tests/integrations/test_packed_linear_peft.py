@@ -1,10 +1,12 @@
 """PEFT's LoRA on packed linear layers."""
 
+import copy
 import importlib
 import warnings
 
 import pytest
 import torch
+from assertions import assert_all_same_bits
 
 from moe_ext import add_lora
 from moe_ext.lora import disable_lora
@@ -237,12 +239,17 @@ def test_options_that_need_the_float_weight(mixed, options, message):
 
 @pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
 def test_packed_weights_cannot_be_merged_in_memory(mixed, merge):
-    model = adapted(load(mixed, packed_linear=True))
-    expected = logits_of(model)
+    model = adapted(load(mixed, packed_linear=True), ["v_proj", "q_proj"])
+    # PEFT merges in the order of the modules: a float layer would be the first.
+    attention = model.base_model.model.model.layers[0].self_attn
+    attention._modules = dict(sorted(attention._modules.items(), reverse=True))
+    expected, state = logits_of(model), copy.deepcopy(model.state_dict())
     rule = "merge: weight of PackedLinear must be a float to merge .*, got 'gguf_q8_0'"
     with pytest.raises(ValueError, match=rule):
         getattr(model, merge)()
     assert torch.equal(logits_of(model), expected)
+    assert_all_same_bits([*model.state_dict().values()], [*state.values()])
+    assert [*model.state_dict()] == [*state]
 
 
 def test_compiles(mixed):

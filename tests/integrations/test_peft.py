@@ -1,6 +1,7 @@
 """PEFT's LoRA on the experts: computed by the operator, and its files in both directions."""
 
 import copy
+import importlib
 import json
 import re
 import sys
@@ -256,7 +257,7 @@ def test_options_that_the_operator_lacks(reason, fresh_warnings, formed):
     expected = logits(model)
     assert not formed
     for module in model.modules():
-        if isinstance(module, integration_of_peft.ParamWrapper):
+        if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
             if reason == "variant":
                 module.lora_variant["default"] = object()
             else:
@@ -307,7 +308,8 @@ def test_without_the_import(fresh_warnings, formed, monkeypatch):
     """PEFT forms the weights in each call, which a warning says."""
     model = adapted(tiny("qwen3_moe")).eval()
     expected = logits(model)
-    wrapper, form = integration_of_peft.ParamWrapper, integration_of_peft._form
+    forward = importlib.import_module("moe_ext.integrations._peft_forward")
+    wrapper, form = forward.ParamWrapper, forward._form
     monkeypatch.setattr(wrapper, "_activate_lora", form)
     monkeypatch.delitem(sys.modules, "moe_ext.integrations.peft")
     with pytest.warns(UserWarning, match=r"in each call: import moe_ext\.integrations\.peft"):
@@ -475,7 +477,7 @@ def write(tmp_path, change):
         ({"use_dora": True}, "use_dora of adapter_config.json must be False, got True"),
         ({"rank_pattern": {"a": 3}}, "rank_pattern of adapter_config.json must be {}, got"),
         ({"r": 4}, r"model.layers.0.mlp.experts must have A and B of shape \(24, 32\) and "),
-        ({"target_parameters": None}, "adapter_config.json must have target_parameters"),
+        ({"target_parameters": None}, "target_parameters must name gate_up_proj, "),
         ({"target_parameters": ["experts.bias"]}, "target_parameters must name gate_up_proj, "),
         ({"target_parameters": ["experts.down_proj"]}, "folder must have 1 adapted parameters"),
     ],

@@ -1,0 +1,119 @@
+"""`PeftModel.save_pretrained` and `load_adapter` for models that also have `LoRAExperts`.
+
+PEFT alone would leave out the adapters of experts, such as in the checkpoints of `Trainer`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, load_peft_weights
+from safetensors.torch import load_file, save_file
+
+from moe_ext.checks import require
+from moe_ext.integrations._peft_files import (
+    AdapterTensors,
+    by_target,
+    default_names,
+    layers_of,
+    matrices_of,
+    paths_of_experts,
+    set_matrices,
+    tensors_of_experts,
+)
+from moe_ext.lora import lora_experts
+
+__all__ = ["keep_experts_in_files"]
+
+_save_pretrained = peft.PeftModel.save_pretrained
+_load_adapter = peft.PeftModel.load_adapter
+
+
+def keep_experts_in_files() -> None:
+    """Lets PEFT's models write and read the adapters of `LoRAExperts` with their own."""
+    peft.PeftModel.save_pretrained = _save  # type: ignore[method-assign]
+    peft.PeftModel.load_adapter = _load  # type: ignore[method-assign]
+
+
+def _save(
+    self: Any,
+    save_directory: str,
+    safe_serialization: bool = True,
+    selected_adapters: list[str] | None = None,
+    *args: Any,
+    is_main_process: bool = True,
+    **options: Any,
+) -> None:
+    found = _found_adapters(self, selected_adapters, safe_serialization)
+    options["is_main_process"] = is_main_process
+    _save_pretrained(self, save_directory, safe_serialization, selected_adapters, *args, **options)
+    for adapter, (tensors, targets, _) in found.items() if is_main_process else ():
+        folder = Path(save_directory, "" if adapter == "default" else adapter)
+        path = folder / SAFETENSORS_WEIGHTS_NAME
+        save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
+        config = peft.LoraConfig.from_pretrained(str(folder))
+        config.target_parameters = [*(config.target_parameters or ()), *targets]
+        config.save_pretrained(str(folder))
+
+
+def _found_adapters(
+    model: Any, selected: list[str] | None, safe_serialization: bool
+) -> dict[str, AdapterTensors]:
+    """Returns the adapters of experts that belong into the files, after all checks."""
+    owner, base = "save_pretrained", model.get_base_model()
+    experts = lora_experts(base)
+    names = dict.fromkeys(name for module in experts.values() for name in module.adapters)
+    if selected is not None:
+        names = {name: None for name in names if name in selected}
+    found = {}
+    for adapter in names:
+        rule = f"have an adapter of PEFT named {adapter}, as its experts have"
+        require(adapter in model.peft_config, f"{owner}: model", rule, [*model.peft_config])
+        found[adapter] = tensors_of_experts(owner, base, adapter, default_names(base))
+        config = model.peft_config[adapter]
+        own = (config.r, config.lora_alpha, config.use_rslora)
+        rule = f"have the rank, alpha and rslora of PEFT's adapter {adapter}, {own}"
+        require(found[adapter].options == {own}, f"{owner}: experts", rule, found[adapter].options)
+        require(safe_serialization, f"{owner}: safe_serialization", "be True", safe_serialization)
+    return found
+
+
+def _load(
+    self: Any, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **options: Any
+) -> Any:
+    base = self.get_base_model()
+    paths = paths_of_experts(base)
+    if not paths:
+        return _load_adapter(self, model_id, adapter_name, *args, **options)
+    hub, _ = self._split_kwargs(dict(options))
+    config = peft.PeftConfig.from_pretrained(str(model_id), **hub)
+    groups = by_target(load_peft_weights(str(model_id), device="cpu", **hub))
+    places = {path: default_names(base)(path) for path in paths}
+    given = {path: groups[target] for path, target in places.items() if target in groups}
+    adapted = lora_experts(base)
+    if not given and any(adapter_name in module.adapters for module in adapted.values()):
+        warnings.warn(
+            f"PeftModel.load_adapter: {model_id} has no adapters of experts; those of the model "
+            "stay as they are",
+            stacklevel=2,
+        )
+    owner = "PeftModel.load_adapter"
+    for path in given:
+        has = path in adapted and adapter_name in adapted[path].adapters
+        rule = f"have the adapter {adapter_name}, as the files do (load_adapter of "
+        rule += "moe_ext.integrations.peft adds it, and add_lora)"
+        require(has, f"{owner}: {path}", rule, [*adapted[path].adapters] if path in adapted else [])
+    layers = layers_of(
+        owner, config.target_parameters or (), {path: len(own) // 2 for path, own in given.items()}
+    )
+    matrices = {
+        path: matrices_of(f"{owner}: {path}", base, path, own, layers, config.r)
+        for path, own in given.items()
+    }
+    result = _load_adapter(self, model_id, adapter_name, *args, **options)
+    set_matrices(base, adapter_name, matrices)
+    return result
