@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Loads a mixture of experts with packed weights and answers each line of stdin."
     )
     parser.add_argument("model", help="folder, GGUF file or name of a model of the hub")
-    parser.add_argument("--config", help="folder with the configuration, for some GGUF files")
+    parser.add_argument(
+        "--config", help="folder with config.json and the tokenizer, for some GGUF files"
+    )
     parser.add_argument("--tokens", type=int, default=512, help="longest answer in tokens")
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0: always the most likely token"
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Errors of the checkpoint's headers and of the tokenizer come before minutes of loading.
         path = open_checkpoint(options.model, options.config).path
-        tokenizer = _tokenizer(path)
+        tokenizer = _tokenizer(path, options.config)
         arithmetic: Arithmetic = options.arithmetic or "exact"
         linear = options.linear or True
         model = load(path, config=options.config, arithmetic=arithmetic, packed_linear=linear)
@@ -94,12 +96,16 @@ def _read() -> str | None:
             return line.strip()
 
 
-def _tokenizer(path: Path) -> Any:
-    """Returns the tokenizer of a folder or a GGUF file."""
+def _tokenizer(path: Path, config: str | None) -> Any:
+    """Returns the tokenizer in the folder of the model or of its configuration, or a GGUF file."""
     auto: Any = transformers.AutoTokenizer
-    if path.is_file() and not (path.parent / "tokenizer.json").exists():
-        return auto.from_pretrained(path.parent, gguf_file=path.name)
-    return auto.from_pretrained(path.parent if path.is_file() else path)
+    folders = [path if path.is_dir() else path.parent, *([Path(config)] if config else [])]
+    for folder in folders:
+        if (folder / "tokenizer.json").exists():
+            return auto.from_pretrained(folder)
+    if path.is_dir():
+        return auto.from_pretrained(path)
+    return auto.from_pretrained(path.parent, gguf_file=path.name)
 
 
 @torch.inference_mode()

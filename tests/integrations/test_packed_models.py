@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,7 +202,7 @@ def test_models_of_the_hub(fp8, tmp_path, monkeypatch):
 
     def download(*arguments, **options):
         calls.append(arguments)
-        return str(fp8[0] if len(arguments) == 1 else tmp_path / "model.gguf")
+        return str(fp8[0] if len(arguments) == 1 else tmp_path / Path(arguments[1]).name)
 
     for name in ("snapshot_download", "hf_hub_download"):
         monkeypatch.setattr(files, name, download)
@@ -209,6 +210,19 @@ def test_models_of_the_hub(fp8, tmp_path, monkeypatch):
     write_gguf(tmp_path / "model.gguf", "qwen3_moe", TYPES.Q8_0)
     load("owner/model/Q8_0/model.gguf")
     assert calls == [("owner/model",), ("owner/model", "Q8_0/model.gguf")]
+
+
+def test_split_files_of_the_hub(tmp_path, monkeypatch):
+    """All parts are downloaded, whichever is named."""
+    files = importlib.import_module("moe_ext.integrations._packed.checkpoint")
+    calls = []
+    monkeypatch.setattr(
+        files, "hf_hub_download", lambda *call: calls.append(call) or tmp_path / call[1]
+    )
+    names = [f"Q8_0/model-{i}-of-00002.gguf" for i in ("00001", "00002")]
+    for name in names:
+        assert files._local(f"owner/model/{name}") == tmp_path / names[0]
+    assert calls == 2 * [("owner/model", name) for name in names]
 
 
 def test_a_missing_folder_that_looks_like_a_name_of_the_hub(monkeypatch):
@@ -638,6 +652,17 @@ def test_chat(template, with_tokenizer, monkeypatch, capsys):
         assert line == "".join(chr(ord("A") + int(i)) for i in answer)
     counts = re.findall(r"\[(\d) tokens; prompt: .* tokens/s, answer: .* tokens/s\]", output.err)
     assert counts == ["5", "5"]
+
+
+def test_chat_with_the_folder_of_a_configuration(with_tokenizer, tmp_path, monkeypatch, capsys):
+    """transformers reads no tokenizer of a GGUF file of DeepSeek; the folder has it."""
+    chat = importlib.import_module("moe_ext.chat")
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "deepseek_v3", TYPES.Q8_0).config.save_pretrained(with_tokenizer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("BCD\n"))
+    command = [str(path), "--tokens", "5", "--config", str(with_tokenizer)]
+    assert chat.main(command) == 0, capsys.readouterr().err
+    assert len(capsys.readouterr().out.strip()) == 5
 
 
 def test_integer_arithmetic(fp8, tmp_path, capsys):

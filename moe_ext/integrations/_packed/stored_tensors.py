@@ -25,6 +25,7 @@ __all__ = [
     "Bytes",
     "Metadata",
     "Stored",
+    "gguf_parts",
     "read_gguf",
     "read_safetensors",
     "safetensors_header",
@@ -270,6 +271,14 @@ class Metadata:
         return None if field is None else int(field.contents())
 
 
+def gguf_parts(name: str) -> list[str]:
+    """Returns the names of all parts of a split GGUF file; the name alone if it is not split."""
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", name)
+    if not match:
+        return [name]
+    return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))]
+
+
 def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
     """Returns the metadata and the weights of a GGUF file, by the names in the file.
 
@@ -280,11 +289,7 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
         ImportError: the package gguf is not installed.
     """
     gguf = gguf_package()
-    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
-    parts = [path]
-    if match:
-        names = [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))]
-        parts = [path.with_name(name) for name in names]
+    parts = [path.with_name(name) for name in gguf_parts(path.name)]
     weights: dict[str, Stored] = {}
     metadata = None
     for part in parts:
