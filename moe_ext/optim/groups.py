@@ -16,8 +16,9 @@ class ParameterSplit(NamedTuple):
 
     Attributes:
         experts: the weight matrices [E, D, F] of every `FeedForwardExperts`, which Appendix D
-            factors. Biases [E, F] are in rest, because they are not matrices. So are the matrices
-            of a shared expert that FSDP has divided between the ranks.
+            factors. Biases [E, F] are in rest, because they are not matrices. So are DTensors: the
+            experts after `moe_ext.distributed.distribute_experts`, and the matrices of a shared
+            expert that FSDP has divided between the ranks.
         thresholds: the thresholds of strictly balanced gates (App. F). They have the scale of a
             softmax over the experts and may need a separate learning rate.
         rest: all other parameters.
