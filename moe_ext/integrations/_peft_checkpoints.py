@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import peft
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, load_peft_weights
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from moe_ext.checks import require
+from moe_ext.files import atomic_file
 from moe_ext.integrations._peft_files import (
     AdapterTensors,
     by_target,
@@ -30,6 +33,7 @@ from moe_ext.lora import lora_experts
 __all__ = ["keep_experts_in_files"]
 
 _save_pretrained = peft.PeftModel.save_pretrained
+_signature = signature(_save_pretrained)
 _load_adapter = peft.PeftModel.load_adapter
 
 
@@ -39,22 +43,18 @@ def keep_experts_in_files() -> None:
     peft.PeftModel.load_adapter = _load  # type: ignore[method-assign]
 
 
-def _save(
-    self: Any,
-    save_directory: str,
-    safe_serialization: bool = True,
-    selected_adapters: list[str] | None = None,
-    *args: Any,
-    is_main_process: bool = True,
-    **options: Any,
-) -> None:
-    found = _found_adapters(self, selected_adapters, safe_serialization)
-    options["is_main_process"] = is_main_process
-    _save_pretrained(self, save_directory, safe_serialization, selected_adapters, *args, **options)
-    for adapter, (tensors, targets, _) in found.items() if is_main_process else ():
-        folder = Path(save_directory, "" if adapter == "default" else adapter)
+@wraps(_save_pretrained)
+def _save(self: Any, *args: Any, **options: Any) -> None:
+    call = _signature.bind(self, *args, **options)
+    call.apply_defaults()
+    given = call.arguments
+    found = _found_adapters(self, given["selected_adapters"], given["safe_serialization"])
+    _save_pretrained(self, *args, **options)
+    for adapter, (tensors, targets, _) in found.items() if given["is_main_process"] else ():
+        folder = Path(given["save_directory"], "" if adapter == "default" else adapter)
         path = folder / SAFETENSORS_WEIGHTS_NAME
-        save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
+        with atomic_file(path) as file:
+            file.write(save(load_file(path) | tensors, metadata={"format": "pt"}))
         config = peft.LoraConfig.from_pretrained(str(folder))
         config.target_parameters = [*(config.target_parameters or ()), *targets]
         config.save_pretrained(str(folder))
@@ -82,6 +82,7 @@ def _found_adapters(
     return found
 
 
+@wraps(_load_adapter)
 def _load(
     self: Any, model_id: str | os.PathLike[str], adapter_name: str, *args: Any, **options: Any
 ) -> Any:
