@@ -324,9 +324,9 @@ class LoRAExperts(Experts):
         Keeps a copy of the weights for `unmerge`. `merged_experts` keeps none.
 
         Raises:
-            ValueError: adapters are merged already, or the base is packed.
+            ValueError: adapters are merged already or disabled, or the base is packed.
         """
-        self._require_unmerged("merge")
+        self._require_mergeable("merge")
         if not isinstance(self.base, FeedForwardExperts):
             raise ValueError(
                 "LoRAExperts: merge needs experts in floating point, got packed weights; "
@@ -357,10 +357,10 @@ class LoRAExperts(Experts):
             dtype: of the new experts. None: the dtype of the base, or float32 for a packed base.
 
         Raises:
-            ValueError: adapters are merged.
+            ValueError: adapters are merged or disabled.
             TypeError: dtype is not floating point.
         """
-        self._require_unmerged("merged_experts")
+        self._require_mergeable("merged_experts")
         require_dtype("LoRAExperts", dtype)
         base = self.base
         if isinstance(base, QuantizedExperts):
@@ -474,6 +474,11 @@ class LoRAExperts(Experts):
     def _require_unmerged(self, method: str) -> None:
         rule = "be called without merged adapters (call unmerge first)"
         require(not self.merged, f"LoRAExperts: {method}", rule, f"merged {', '.join(self.active)}")
+
+    def _require_mergeable(self, method: str) -> None:
+        self._require_unmerged(method)
+        rule = "be called outside disable_adapter"
+        require(not self._disabled, f"LoRAExperts: {method}", rule, "disabled adapters")
 
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""

@@ -205,12 +205,15 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     frozen.
 
     Raises:
-        ValueError: the model has no `LoRAExperts` or is one itself, or its adapters are merged.
-        TypeError: dtype is not floating point.
+        ValueError: the model has no `LoRAExperts` or is one itself, or its adapters are merged or
+            disabled. The model is not changed.
+        TypeError: dtype is not floating point. The model is not changed.
     """
     places = [place for place in _experts_in(model) if isinstance(place.module, LoRAExperts)]
     rule = "contain LoRAExperts, and not be one"
     require(bool(places) and places[0].path != "", "merge_lora: model", rule, type(model).__name__)
+    for experts in lora_experts(model).values():
+        experts._require_mergeable("merge_lora")
     made: dict[nn.Module, FeedForwardExperts] = {}
     for place in places:
         assert isinstance(place.module, LoRAExperts)

@@ -338,6 +338,33 @@ def test_merged_experts(kind):
     )
 
 
+@pytest.mark.parametrize("kind", BASES)
+def test_disabled_adapters_are_not_merged(kind):
+    lora = make_lora(kind)
+    x = torch.randn(20, 64)
+    expected = lora(x, OFFSETS)
+    for call in (lora.merge, lora.merged_experts):
+        message = f"^LoRAExperts: {call.__name__} must be called outside disable_adapter, got "
+        with lora.disable_adapter(), pytest.raises(ValueError, match=message):
+            call()
+    assert not lora.merged
+    assert_same_bits(lora(x, OFFSETS), expected)
+
+
+def test_merge_lora_changes_all_experts_or_none():
+    model = nn.Sequential(*(MoE(64, 4, 2, experts=make_lora()) for _ in range(2)))
+    before = lora_experts(model)
+    with disable_lora(model), pytest.raises(ValueError, match="merge_lora must be called outside"):
+        merge_lora(model)
+    model[1].experts.merge()
+    with pytest.raises(ValueError, match="merge_lora must be called without merged adapters"):
+        merge_lora(model)
+    assert lora_experts(model) == before
+    model[1].experts.unmerge()
+    merge_lora(model)
+    assert not lora_experts(model)
+
+
 def test_packed_weights_are_not_merged_in_place():
     message = "merge needs experts in floating point, got packed weights; merged_experts"
     with pytest.raises(ValueError, match=message):
