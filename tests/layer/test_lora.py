@@ -521,6 +521,28 @@ def test_a_model_that_cannot_have_adapters_does_not_change():
     assert [*lora_experts(model)] == ["1.experts", "1.shared_expert.expert"]
 
 
+def test_add_lora_to_merged_experts_changes_nothing():
+    model = make_model()
+    add_lora(model, 2, 2, train_rest=True)
+    trained = [p.requires_grad for p in model.parameters()]
+    experts = model[1].shared_expert.expert
+    experts.merge()
+    with pytest.raises(ValueError, match="add_lora must be called without merged adapters"):
+        add_lora(model, 2, 2, adapter="second")
+    assert [p.requires_grad for p in model.parameters()] == trained
+    assert all([*each.adapters] == ["default"] for each in lora_experts(model).values())
+    experts.unmerge()
+    add_lora(model, 2, 2, adapter="second")
+
+
+def test_a_warning_that_is_an_error_changes_nothing():
+    model = nn.Sequential(make_model(), MoE(64, 4, 2, experts=OwnExperts(4, 64)))
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="1.experts"):
+        add_lora(model, 2, 2)
+    assert not lora_experts(model)
+    assert all(p.requires_grad for p in model[1].parameters())
+
+
 def test_the_text_of_a_module():
     lora = make_lora(rslora=True, shared_a=True)
     lora.add_adapter("b", 4, 2.5, layers=[1])
