@@ -227,6 +227,8 @@ class LoRAExperts(Experts):
         self.active: tuple[str, ...] = ()
         self._disabled = 0
         self._originals: list[Tensor] | None = None  # the weights without the merged adapters
+        self.register_state_dict_pre_hook(_require_unmerged_to_save)
+        self.register_load_state_dict_pre_hook(_require_unmerged_to_load)
         self.add_adapter(adapter, rank, alpha, **options)
         self.set_adapter(adapter)
 
@@ -321,7 +323,9 @@ class LoRAExperts(Experts):
     def merge(self) -> None:
         """Adds the active adapters to the weights of the base, for inference without extra cost.
 
-        Keeps a copy of the weights for `unmerge`. `merged_experts` keeps none.
+        Keeps a copy of the weights for `unmerge`. `merged_experts` keeps none. Until `unmerge`, a
+        state_dict cannot be taken or loaded: it would have both the adapters and their sum with
+        the weights.
 
         Raises:
             ValueError: adapters are merged already or disabled, or the base is packed.
@@ -484,6 +488,15 @@ class LoRAExperts(Experts):
         """Returns the arguments that the text of the module shows."""
         merged = ", merged=True" if self.merged else ""
         return f"active={list(self.active)}{merged}"
+
+
+def _require_unmerged_to_save(experts: LoRAExperts, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # with keep_vars, tools look for the names of parameters
+        experts._require_unmerged("state_dict")
+
+
+def _require_unmerged_to_load(experts: LoRAExperts, *_: Any) -> None:
+    experts._require_unmerged("load_state_dict")
 
 
 def _used_experts(x: Tensor, offsets: Tensor | None, inverse: Tensor | None) -> Tensor | None:

@@ -11,6 +11,7 @@ from assertions import assert_all_same_bits, assert_exact, assert_same_bits
 from expert_kinds import BASES, OFFSETS, make_experts, make_lora, shake
 from layers import D
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ext import (
@@ -27,6 +28,7 @@ from moe_ext import (
     count_parameters,
     ops,
 )
+from moe_ext.distributed import full_state_dict, load_full_state_dict
 from moe_ext.lora import LoRAReport, disable_lora, lora_experts, lora_state_dict, merge_lora
 
 
@@ -393,6 +395,31 @@ def test_the_state_of_one_adapter():
         assert not torch.equal(value, one.state_dict()[name])
     with pytest.raises(ValueError, match="lora_state_dict: adapter must be one of first, second, "):
         lora_state_dict(one, "third")
+
+
+def test_merged_adapters_are_neither_saved_nor_loaded():
+    """Otherwise a state would have the adapters twice, and a loaded one would keep the old sum."""
+    model = nn.Sequential(MoE(64, 4, 2, experts=make_lora()))
+    before = copy.deepcopy(model.state_dict())
+    adapter = lora_state_dict(model)
+    model[0].experts.merge()
+    model = copy.deepcopy(model)
+    values = [p.clone() for p in model.parameters()]
+    for call in (
+        model.state_dict,
+        lambda: get_model_state_dict(model),
+        lambda: full_state_dict(model, None),
+        lambda: model[0].experts.load_state_dict(make_lora().state_dict()),
+        lambda: model.load_state_dict(adapter, strict=False),
+        lambda: load_full_state_dict(model, before, None),
+    ):
+        message = "LoRAExperts: (load_)?state_dict must be called without merged adapters"
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert_all_same_bits(model.parameters(), values)
+    assert_all_same_bits(lora_state_dict(model).values(), adapter.values())
+    model[0].experts.unmerge()
+    assert_all_same_bits(model.state_dict().values(), before.values())
 
 
 # Training
