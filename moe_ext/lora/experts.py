@@ -222,7 +222,7 @@ class LoRAExperts(Experts):
                 f"LoRAExperts: experts must be a FeedForwardExperts or QuantizedExperts, got {kind}"
             )
         super().__init__(experts.num_experts, experts.d_model, experts.d_output)
-        self.base: _Base = experts.requires_grad_(False)
+        self.base: _Base = experts
         self.adapters: nn.ModuleDict = nn.ModuleDict()
         self.active: tuple[str, ...] = ()
         self._disabled = 0
@@ -231,6 +231,7 @@ class LoRAExperts(Experts):
         self.register_load_state_dict_pre_hook(_require_unmerged_to_load)
         self.add_adapter(adapter, rank, alpha, **options)
         self.set_adapter(adapter)
+        experts.requires_grad_(False)  # after the checks of the arguments
 
     def reset_parameters(self) -> None:
         """Reinitializes all adapters; the base does not change."""

@@ -609,6 +609,13 @@ def test_errors(call):
         eval(call)
 
 
+def test_experts_whose_adapter_is_refused_stay_trained():
+    experts = make_experts()
+    with pytest.raises(ValueError, match="rank must be at least 1"):
+        LoRAExperts(experts, 0, 1)
+    assert all(p.requires_grad for p in experts.parameters())
+
+
 def test_errors_of_models():
     with pytest.raises(ValueError, match=r"'0.experts': 'OwnExperts is neither"):
         add_lora(nn.Sequential(MoE(D, 4, 2, experts=OwnExperts(4, D))), 2, 2)
