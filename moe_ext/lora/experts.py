@@ -337,8 +337,13 @@ class LoRAExperts(Experts):
                 "LoRAExperts: merge needs experts in floating point, got packed weights; "
                 "merged_experts() merges into a dequantized copy"
             )
-        originals = [weight.detach().clone() for weight in self.base.weights]
-        self._add_to(self.base.weights)
+        weights = self.base.weights
+        originals = [weight.detach().clone() for weight in weights]
+        try:
+            self._add_to(weights)
+        except BaseException:  # such as a lack of memory for a later layer
+            _copy_each(originals, weights)
+            raise
         self._originals = originals
 
     @torch.no_grad()
@@ -350,8 +355,7 @@ class LoRAExperts(Experts):
         """
         require(self.merged, "LoRAExperts: unmerge", "follow merge", "adapters that are not merged")
         assert isinstance(self.base, FeedForwardExperts)
-        for weight, original in zip(self.base.weights, self._originals or (), strict=True):
-            weight.copy_(original)
+        _copy_each(self._originals or (), self.base.weights)
         self._originals = None
 
     @torch.no_grad()
@@ -489,6 +493,11 @@ class LoRAExperts(Experts):
         """Returns the arguments that the text of the module shows."""
         merged = ", merged=True" if self.merged else ""
         return f"active={list(self.active)}{merged}"
+
+
+def _copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 def _require_unmerged_to_save(experts: LoRAExperts, prefix: str, keep_vars: bool) -> None:

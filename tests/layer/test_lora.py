@@ -323,6 +323,16 @@ def test_merge_and_unmerge(dtype):
         lora.unmerge()
 
 
+def test_merge_that_fails_changes_nothing():
+    lora = make_lora()
+    before = [weight.clone() for weight in lora.base.weights]
+    lora.adapters["default"].b_1.data = torch.zeros(4, 7, 64)  # an error in the second layer
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        lora.merge()
+    assert not lora.merged
+    assert_all_same_bits(lora.base.weights, before)
+
+
 @pytest.mark.parametrize("kind", BASES)
 def test_merged_experts(kind):
     lora = make_lora(kind).double()
