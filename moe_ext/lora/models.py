@@ -244,4 +244,8 @@ def lora_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, Ten
         for p in module.adapters[adapter].parameters()
     }
     state = model.state_dict(keep_vars=True)
-    return {name: value.detach() for name, value in state.items() if value in owned}
+    return {
+        name: value.detach()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value in owned  # a module's extra state may be no tensor
+    }

@@ -407,6 +407,17 @@ def test_the_state_of_one_adapter():
         lora_state_dict(one, "third")
 
 
+def test_the_state_of_an_adapter_in_a_model_with_extra_state():
+    class WithExtraState(MoE):
+        def get_extra_state(self):
+            return {"step": 1}
+
+    model = WithExtraState(64, 4, 2, experts=make_lora())
+    assert [*lora_state_dict(model)] == [
+        f"experts.adapters.default.{name}" for name in ("a_0", "b_0", "a_1", "b_1")
+    ]
+
+
 def test_merged_adapters_are_neither_saved_nor_loaded():
     """Otherwise a state would have the adapters twice, and a loaded one would keep the old sum."""
     model = nn.Sequential(MoE(64, 4, 2, experts=make_lora()))
