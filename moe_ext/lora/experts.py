@@ -222,13 +222,16 @@ class LoRAExperts(Experts):
                 f"LoRAExperts: experts must be a FeedForwardExperts or QuantizedExperts, got {kind}"
             )
         super().__init__(experts.num_experts, experts.d_model, experts.d_output)
-        self.base: _Base = experts.requires_grad_(False)
+        self.base: _Base = experts
         self.adapters: nn.ModuleDict = nn.ModuleDict()
         self.active: tuple[str, ...] = ()
         self._disabled = 0
         self._originals: list[Tensor] | None = None  # the weights without the merged adapters
+        self.register_state_dict_pre_hook(_require_unmerged_to_save)
+        self.register_load_state_dict_pre_hook(_require_unmerged_to_load)
         self.add_adapter(adapter, rank, alpha, **options)
         self.set_adapter(adapter)
+        experts.requires_grad_(False)  # after the checks of the arguments
 
     def reset_parameters(self) -> None:
         """Reinitializes all adapters; the base does not change."""
@@ -321,19 +324,26 @@ class LoRAExperts(Experts):
     def merge(self) -> None:
         """Adds the active adapters to the weights of the base, for inference without extra cost.
 
-        Keeps a copy of the weights for `unmerge`. `merged_experts` keeps none.
+        Keeps a copy of the weights for `unmerge`. `merged_experts` keeps none. Until `unmerge`, a
+        state_dict cannot be taken or loaded: it would have both the adapters and their sum with
+        the weights.
 
         Raises:
-            ValueError: adapters are merged already, or the base is packed.
+            ValueError: adapters are merged already or disabled, or the base is packed.
         """
-        self._require_unmerged("merge")
+        self._require_mergeable("merge")
         if not isinstance(self.base, FeedForwardExperts):
             raise ValueError(
                 "LoRAExperts: merge needs experts in floating point, got packed weights; "
                 "merged_experts() merges into a dequantized copy"
             )
-        originals = [weight.detach().clone() for weight in self.base.weights]
-        self._add_to(self.base.weights)
+        weights = self.base.weights
+        originals = [weight.detach().clone() for weight in weights]
+        try:
+            self._add_to(weights)
+        except BaseException:  # such as a lack of memory for a later layer
+            _copy_each(originals, weights)
+            raise
         self._originals = originals
 
     @torch.no_grad()
@@ -345,8 +355,7 @@ class LoRAExperts(Experts):
         """
         require(self.merged, "LoRAExperts: unmerge", "follow merge", "adapters that are not merged")
         assert isinstance(self.base, FeedForwardExperts)
-        for weight, original in zip(self.base.weights, self._originals or (), strict=True):
-            weight.copy_(original)
+        _copy_each(self._originals or (), self.base.weights)
         self._originals = None
 
     @torch.no_grad()
@@ -357,10 +366,10 @@ class LoRAExperts(Experts):
             dtype: of the new experts. None: the dtype of the base, or float32 for a packed base.
 
         Raises:
-            ValueError: adapters are merged.
+            ValueError: adapters are merged or disabled.
             TypeError: dtype is not floating point.
         """
-        self._require_unmerged("merged_experts")
+        self._require_mergeable("merged_experts")
         require_dtype("LoRAExperts", dtype)
         base = self.base
         if isinstance(base, QuantizedExperts):
@@ -475,10 +484,29 @@ class LoRAExperts(Experts):
         rule = "be called without merged adapters (call unmerge first)"
         require(not self.merged, f"LoRAExperts: {method}", rule, f"merged {', '.join(self.active)}")
 
+    def _require_mergeable(self, method: str) -> None:
+        self._require_unmerged(method)
+        rule = "be called outside disable_adapter"
+        require(not self._disabled, f"LoRAExperts: {method}", rule, "disabled adapters")
+
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""
         merged = ", merged=True" if self.merged else ""
         return f"active={list(self.active)}{merged}"
+
+
+def _copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def _require_unmerged_to_save(experts: LoRAExperts, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # with keep_vars, tools look for the names of parameters
+        experts._require_unmerged("state_dict")
+
+
+def _require_unmerged_to_load(experts: LoRAExperts, *_: Any) -> None:
+    experts._require_unmerged("load_state_dict")
 
 
 def _used_experts(x: Tensor, offsets: Tensor | None, inverse: Tensor | None) -> Tensor | None:

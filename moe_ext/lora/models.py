@@ -81,8 +81,8 @@ def add_lora(
         UserWarning: modules with experts were skipped, because they are of another class.
 
     Raises:
-        ValueError: the model has no experts that can have adapters, or an argument is out of range.
-            The model is not changed.
+        ValueError: the model has no experts that can have adapters, or an argument is out of range,
+            or adapters are merged. The model is not changed.
         TypeError: an option has the wrong type. The model is not changed.
 
     Example:
@@ -97,6 +97,12 @@ def add_lora(
     chosen = [place for place in places if place.reason is None]
     rule = "contain FeedForwardExperts or QuantizedExperts (for experts alone, use LoRAExperts)"
     require(bool(chosen), "add_lora: model", rule, skipped or type(model).__name__)
+    for place in chosen:
+        if isinstance(place.module, LoRAExperts):
+            place.module._require_unmerged("add_lora")
+    if skipped:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in skipped.items())
+        warnings.warn(f"add_lora: no adapters in {reasons}", stacklevel=2)
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     made: dict[nn.Module, LoRAExperts] = {}
     try:
@@ -124,9 +130,6 @@ def add_lora(
         experts.set_adapter(adapter)
         if experts is not place.module:
             setattr(place.parent, place.name, experts.train(place.module.training))
-    if skipped:
-        reasons = "; ".join(f"{path}: {reason}" for path, reason in skipped.items())
-        warnings.warn(f"add_lora: no adapters in {reasons}", stacklevel=2)
     return LoRAReport(tuple(place.path for place in chosen), skipped, _trained(model))
 
 
@@ -205,12 +208,15 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     frozen.
 
     Raises:
-        ValueError: the model has no `LoRAExperts` or is one itself, or its adapters are merged.
-        TypeError: dtype is not floating point.
+        ValueError: the model has no `LoRAExperts` or is one itself, or its adapters are merged or
+            disabled. The model is not changed.
+        TypeError: dtype is not floating point. The model is not changed.
     """
     places = [place for place in _experts_in(model) if isinstance(place.module, LoRAExperts)]
     rule = "contain LoRAExperts, and not be one"
     require(bool(places) and places[0].path != "", "merge_lora: model", rule, type(model).__name__)
+    for experts in lora_experts(model).values():
+        experts._require_mergeable("merge_lora")
     made: dict[nn.Module, FeedForwardExperts] = {}
     for place in places:
         assert isinstance(place.module, LoRAExperts)
@@ -238,4 +244,8 @@ def lora_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, Ten
         for p in module.adapters[adapter].parameters()
     }
     state = model.state_dict(keep_vars=True)
-    return {name: value.detach() for name, value in state.items() if value in owned}
+    return {
+        name: value.detach()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value in owned  # a module's extra state may be no tensor
+    }

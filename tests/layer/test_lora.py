@@ -11,6 +11,7 @@ from assertions import assert_all_same_bits, assert_exact, assert_same_bits
 from expert_kinds import BASES, OFFSETS, make_experts, make_lora, shake
 from layers import D
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ext import (
@@ -27,6 +28,7 @@ from moe_ext import (
     count_parameters,
     ops,
 )
+from moe_ext.distributed import full_state_dict, load_full_state_dict
 from moe_ext.lora import LoRAReport, disable_lora, lora_experts, lora_state_dict, merge_lora
 
 
@@ -321,6 +323,16 @@ def test_merge_and_unmerge(dtype):
         lora.unmerge()
 
 
+def test_merge_that_fails_changes_nothing():
+    lora = make_lora()
+    before = [weight.clone() for weight in lora.base.weights]
+    lora.adapters["default"].b_1.data = torch.zeros(4, 7, 64)  # an error in the second layer
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        lora.merge()
+    assert not lora.merged
+    assert_all_same_bits(lora.base.weights, before)
+
+
 @pytest.mark.parametrize("kind", BASES)
 def test_merged_experts(kind):
     lora = make_lora(kind).double()
@@ -336,6 +348,33 @@ def test_merged_experts(kind):
     assert lora.merged_experts().weights[0].dtype == (
         torch.float64 if kind == "float" else torch.float32
     )
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_disabled_adapters_are_not_merged(kind):
+    lora = make_lora(kind)
+    x = torch.randn(20, 64)
+    expected = lora(x, OFFSETS)
+    for call in (lora.merge, lora.merged_experts):
+        message = f"^LoRAExperts: {call.__name__} must be called outside disable_adapter, got "
+        with lora.disable_adapter(), pytest.raises(ValueError, match=message):
+            call()
+    assert not lora.merged
+    assert_same_bits(lora(x, OFFSETS), expected)
+
+
+def test_merge_lora_changes_all_experts_or_none():
+    model = nn.Sequential(*(MoE(64, 4, 2, experts=make_lora()) for _ in range(2)))
+    before = lora_experts(model)
+    with disable_lora(model), pytest.raises(ValueError, match="merge_lora must be called outside"):
+        merge_lora(model)
+    model[1].experts.merge()
+    with pytest.raises(ValueError, match="merge_lora must be called without merged adapters"):
+        merge_lora(model)
+    assert lora_experts(model) == before
+    model[1].experts.unmerge()
+    merge_lora(model)
+    assert not lora_experts(model)
 
 
 def test_packed_weights_are_not_merged_in_place():
@@ -366,6 +405,42 @@ def test_the_state_of_one_adapter():
         assert not torch.equal(value, one.state_dict()[name])
     with pytest.raises(ValueError, match="lora_state_dict: adapter must be one of first, second, "):
         lora_state_dict(one, "third")
+
+
+def test_the_state_of_an_adapter_in_a_model_with_extra_state():
+    class WithExtraState(MoE):
+        def get_extra_state(self):
+            return {"step": 1}
+
+    model = WithExtraState(64, 4, 2, experts=make_lora())
+    assert [*lora_state_dict(model)] == [
+        f"experts.adapters.default.{name}" for name in ("a_0", "b_0", "a_1", "b_1")
+    ]
+
+
+def test_merged_adapters_are_neither_saved_nor_loaded():
+    """Otherwise a state would have the adapters twice, and a loaded one would keep the old sum."""
+    model = nn.Sequential(MoE(64, 4, 2, experts=make_lora()))
+    before = copy.deepcopy(model.state_dict())
+    adapter = lora_state_dict(model)
+    model[0].experts.merge()
+    model = copy.deepcopy(model)
+    values = [p.clone() for p in model.parameters()]
+    for call in (
+        model.state_dict,
+        lambda: get_model_state_dict(model),
+        lambda: full_state_dict(model, None),
+        lambda: model[0].experts.load_state_dict(make_lora().state_dict()),
+        lambda: model.load_state_dict(adapter, strict=False),
+        lambda: load_full_state_dict(model, before, None),
+    ):
+        message = "LoRAExperts: (load_)?state_dict must be called without merged adapters"
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert_all_same_bits(model.parameters(), values)
+    assert_all_same_bits(lora_state_dict(model).values(), adapter.values())
+    model[0].experts.unmerge()
+    assert_all_same_bits(model.state_dict().values(), before.values())
 
 
 # Training
@@ -494,6 +569,28 @@ def test_a_model_that_cannot_have_adapters_does_not_change():
     assert [*lora_experts(model)] == ["1.experts", "1.shared_expert.expert"]
 
 
+def test_add_lora_to_merged_experts_changes_nothing():
+    model = make_model()
+    add_lora(model, 2, 2, train_rest=True)
+    trained = [p.requires_grad for p in model.parameters()]
+    experts = model[1].shared_expert.expert
+    experts.merge()
+    with pytest.raises(ValueError, match="add_lora must be called without merged adapters"):
+        add_lora(model, 2, 2, adapter="second")
+    assert [p.requires_grad for p in model.parameters()] == trained
+    assert all([*each.adapters] == ["default"] for each in lora_experts(model).values())
+    experts.unmerge()
+    add_lora(model, 2, 2, adapter="second")
+
+
+def test_a_warning_that_is_an_error_changes_nothing():
+    model = nn.Sequential(make_model(), MoE(64, 4, 2, experts=OwnExperts(4, 64)))
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="1.experts"):
+        add_lora(model, 2, 2)
+    assert not lora_experts(model)
+    assert all(p.requires_grad for p in model[1].parameters())
+
+
 def test_the_text_of_a_module():
     lora = make_lora(rslora=True, shared_a=True)
     lora.add_adapter("b", 4, 2.5, layers=[1])
@@ -531,6 +628,13 @@ def test_errors(call):
     """Errors name the class, the argument, the rule and the value."""
     with pytest.raises((TypeError, ValueError), match=f"^LoRAExperts: {re.escape(ERRORS[call])}"):
         eval(call)
+
+
+def test_experts_whose_adapter_is_refused_stay_trained():
+    experts = make_experts()
+    with pytest.raises(ValueError, match="rank must be at least 1"):
+        LoRAExperts(experts, 0, 1)
+    assert all(p.requires_grad for p in experts.parameters())
 
 
 def test_errors_of_models():
