@@ -19,6 +19,7 @@ compile() {
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 echo 'torch>=2.11' > "$work/torch.in"
+echo uv > "$work/uv.in"
 echo "moe_ext; python_version < '0'" > "$work/local.txt"  # is not on PyPI
 
 # One resolution for all files.
@@ -36,6 +37,7 @@ write() {
 same=(-c "$work/all.txt")
 for group in $groups; do write "$group" "${same[@]}" --group "$group" < /dev/null; done
 write cuda --group cuda < /dev/null
+write uv "$work/uv.in" < /dev/null
 write torch "${same[@]}" "$work/torch.in" < /dev/null
 in_torch=$(sed -n 's/^\([a-z][a-z0-9-]*\)==.*/--no-emit-package \1/p' requirements/torch.txt)
 write lab "${same[@]}" $in_torch --overrides "$work/local.txt" lab/pyproject.toml <<< '-r torch.txt'

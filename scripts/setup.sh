@@ -1,6 +1,6 @@
 # Sourced by docs.sh, quickstart.sh and test.sh. Creates a virtual environment with torch, the
 # packages that the scripts need, and moe_ext built in place. Installs the versions of
-# requirements/, whose hashes pip checks. Rebuilds the extension only if its sources have changed.
+# requirements/, and checks their hashes. Rebuilds the extension only if its sources have changed.
 #
 # A build in place would break another environment that uses moe_ext from this folder. Then this
 # environment gets a copy of the folder instead. A script that sets in_place=required stops.
@@ -60,9 +60,12 @@ marker=$venv/moe_ext-$sources${TORCH_CUDA_ARCH_LIST:+-cuda}
 if ! compgen -G "$marker*" > /dev/null || ! "$python" -c 'import moe_ext, moe_lab' 2> /dev/null; then
   "$python" -c 'import torch' 2> /dev/null || say "installing torch (downloads several gigabytes the first time)"
   if [ "${MOE_EXT_LOCKED:-1}" = 1 ]; then
-    # Python compiles the modules that it imports; compiling all 15,000 takes most of a minute.
-    "$python" -m pip install --require-hashes --no-compile --progress-bar on \
-      $(printf -- '-r requirements/%s.txt ' build docs lab style test)
+    locked=$(printf -- '-r requirements/%s.txt ' build docs lab style test)
+    # uv takes less than half of the time of pip, but does not read the configuration of pip.
+    "$python" -m pip install --require-hashes -r requirements/uv.txt
+    "$venv/bin/uv" pip install --system-certs --python "$python" --require-hashes $locked ||
+      # Python compiles the modules that it imports; compiling all 15,000 takes most of a minute.
+      "$python" -m pip install --require-hashes --no-compile --progress-bar on $locked
     dependencies=--no-deps  # all installed
   else
     dependencies="--group test --group docs --group style --group build"
