@@ -15,7 +15,7 @@ from expert_kinds import random_weight
 
 from moe_ext import QuantizedExperts, add_lora
 from moe_ext.formats import quantize
-from moe_ext.lora import lora_experts, merge_lora
+from moe_ext.lora import disable_lora, lora_experts, merge_lora
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 peft = pytest.importorskip("peft")
@@ -189,6 +189,22 @@ def test_models_in_a_peft_model_and_without_adapters(tmp_path):
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float32")
     assert error(logits_of(plain), logits_of(wrapped)) < 1e-5
     assert error(logits_of(load(tmp_path / "merged")), logits_of(wrapped)) < 0.1
+
+
+def test_disabled_adapters_are_not_merged(tmp_path):
+    write(tmp_path / "model", "gpt_oss", "mxfp4", **PLAIN_ROPE)
+    model = load(tmp_path / "model")
+    save(model, tmp_path / "base.gguf", "gguf")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted(tuned, linear=None, train_rest=True)
+    with disable_lora(tuned), tuned.disable_adapter():
+        save(tuned, tmp_path / "model.gguf", "gguf")
+        save(tuned, tmp_path / "merged", "merged")
+        refused("must have active adapters", tuned, tmp_path / "adapter.gguf", "gguf_adapter")
+    assert filecmp.cmp(tmp_path / "base.gguf", tmp_path / "model.gguf", shallow=False)
+    assert different_files(tmp_path / "model", tmp_path / "merged") == []
+    save(tuned, tmp_path / "again", "merged")
+    assert different_files(tmp_path / "model", tmp_path / "again") != []
 
 
 def test_merged_lora(tmp_path):

@@ -68,7 +68,7 @@ class MergedExperts:
 
     def pair(self, layer: int, experts: slice = slice(None)) -> ops.LoRA | None:
         """Returns A [E, in, r], B [E, r, out] and the scale of the sum of the active adapters."""
-        if self._lora is None or self._lora.merged:
+        if self._lora is None or self._lora.merged or self._lora.disabled:
             return None
         adapters: list[Any] = [self._lora.adapters[name] for name in self._lora.active]
         pairs = [adapter.pair(layer) for adapter in adapters]
