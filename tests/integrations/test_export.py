@@ -424,6 +424,10 @@ def test_gguf_in_several_files(tmp_path):
     save(model, tmp_path / "same")
     assert different_files(path.parent, tmp_path / "same") == []
     model = adapted(load(path.parent))
+    for format in ("gguf", "gguf_adapter"):
+        with pytest.raises(ValueError, match="^save: path must differ from the files that were"):
+            save(model, last, format)
+    assert different_files(path.parent, tmp_path / "same") == []
     save(model, tmp_path / "merged", "merged")
     assert error(logits_of(load(tmp_path / "merged")), logits_of(model)) < 0.1
     last.unlink()

@@ -17,6 +17,7 @@ from moe_ext.integrations._packed.float_files import write_floats
 from moe_ext.integrations._packed.gguf_file import write_gguf_adapter, write_gguf_model
 from moe_ext.integrations._packed.merged import MergedModel
 from moe_ext.integrations._packed.rewrite import rewrite
+from moe_ext.integrations._packed.stored_tensors import files_of_gguf
 
 __all__ = ["SaveFormat", "save"]
 
@@ -77,7 +78,8 @@ def save(
 
     Args:
         model: the model, or a PeftModel of it.
-        path: a new folder, or for the formats of GGUF a file with the suffix .gguf.
+        path: another folder than the loaded one, or for the formats of GGUF a file with the suffix
+            .gguf, but none of the loaded files.
         format: what to write; see above.
         shard_size: the largest size in bytes of a safetensors file of floats, unless one weight is
             larger.
@@ -104,6 +106,9 @@ def save(
     note = ""
     try:
         if is_gguf:
+            loaded = [] if source is None else [file.resolve() for file in files_of_gguf(source)]
+            is_new = target.resolve() not in loaded
+            require(is_new, "path", "differ from the files that were loaded", str(target))
             target.parent.mkdir(parents=True, exist_ok=True)
             if format == "gguf_adapter":
                 write_gguf_adapter(merged, target)

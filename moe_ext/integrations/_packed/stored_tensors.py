@@ -25,6 +25,7 @@ __all__ = [
     "Bytes",
     "Metadata",
     "Stored",
+    "files_of_gguf",
     "read_gguf",
     "read_safetensors",
     "safetensors_header",
@@ -270,24 +271,28 @@ class Metadata:
         return None if field is None else int(field.contents())
 
 
+def files_of_gguf(path: Path) -> list[Path]:
+    """Returns all parts of a split file, such as ``-00001-of-00003.gguf``, or the file itself."""
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if match is None:
+        return [path]
+    names = [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))]
+    return [path.with_name(name) for name in names]
+
+
 def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
     """Returns the metadata and the weights of a GGUF file, by the names in the file.
 
-    The other parts of a split file, such as ``-00002-of-00003.gguf``, must be in its folder.
+    The other parts of a split file must be in its folder.
 
     Raises:
         ValueError: a file is incomplete.
         ImportError: the package gguf is not installed.
     """
     gguf = gguf_package()
-    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
-    parts = [path]
-    if match:
-        names = [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))]
-        parts = [path.with_name(name) for name in names]
     weights: dict[str, Stored] = {}
     metadata = None
-    for part in parts:
+    for part in files_of_gguf(path):
         try:
             reader = gguf.GGUFReader(part)
             metadata = metadata or Metadata(reader.fields)
