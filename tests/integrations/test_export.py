@@ -766,6 +766,61 @@ def test_adapters_that_cannot_be_merged(tmp_path):
     refused("which llama.cpp would ignore there", model, tmp_path / "a.gguf", "gguf_adapter")
 
 
+def changed_head(kind):
+    """Returns a model whose last layer differs from the embedding, to which it is tied."""
+    model = tiny("qwen3_moe", **WIDE, norm_topk_prob=True, tie_word_embeddings=True).eval()
+    plug.quantize_experts(model, "gguf_q8_0", quiet=True)
+    if kind == "untied":
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
+    elif kind == "modules_to_save":
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model = peft.get_peft_model(model, config)
+        model.base_model.lm_head.modules_to_save.default.weight.data.mul_(2)
+    else:
+        adapted(model, linear=["lm_head"])
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT warns of tied layers
+@pytest.mark.parametrize("kind", ["untied", "modules_to_save", "adapter"])
+def test_a_last_layer_that_is_no_longer_tied(kind, tmp_path):
+    model = changed_head(kind)
+    rule = "^save: lm_head.weight must be tied to model.embed_tokens.weight, without adapters .*"
+    rule += "'adapters'" if kind == "adapter" else "'other values'"
+    refused(rule, model, tmp_path / "floats", "float32")
+    refused(rule, model, tmp_path / "model.gguf", "gguf")
+    model.config.tie_word_embeddings = False
+    save(model, tmp_path / "floats", "float32")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+    assert error(logits_of(plain), logits_of(model)) < 1e-5
+    save(model, tmp_path / "model.gguf", "gguf_f32")
+    assert error(logits_of(load(tmp_path / "model.gguf")), logits_of(model)) < 1e-5
+
+
+def test_a_last_layer_that_the_files_do_not_have(tmp_path):
+    write(tmp_path / "model", "qwen3_moe", "fp8", tie_word_embeddings=True)
+    model = load(tmp_path / "model")
+    save(model, tmp_path / "same")
+    assert different_files(tmp_path / "model", tmp_path / "same") == []
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
+    model.config.tie_word_embeddings = False
+    rule = "^save: lm_head.weight must be a weight of the checkpoint"
+    for format in ("unchanged", "merged"):
+        refused(rule, model, tmp_path / format, format)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_equal_or_disabled_copy_of_a_tied_layer(tmp_path):
+    model = changed_head("modules_to_save")
+    with model.disable_adapter():
+        save(model, tmp_path / "floats", "float32")
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+        assert error(logits_of(plain), logits_of(model)) < 1e-5
+    model.base_model.lm_head.modules_to_save.default.weight.data.div_(2)
+    save(model, tmp_path / "again", "float32")
+    assert different_files(tmp_path / "floats", tmp_path / "again") == []
+
+
 # Perplexity
 
 

@@ -127,15 +127,25 @@ class MergedModel:
             for path, module in experts_modules(self.model).items()
             if isinstance(module, PackedExperts)
         }
-        seen: set[int] = set()
+        first: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in self.skeleton.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
+            if id(tensor) in first:
+                self._require_tied(name, first[id(tensor)])
+            else:
+                first[id(tensor)] = name
                 self.tensors[name] = tensor
         self.linear: list[str] = [
             path for path in dict.fromkeys(map(_path, self.tensors)) if self.pair(path) is not None
         ]
+
+    def _require_tied(self, name: str, first: str) -> None:
+        """Requires that a tensor is the one to which the configuration ties it."""
+        rule = f"be tied to {first}, without adapters (or set config.tie_word_embeddings to False)"
+        require(self.pair(_path(name)) is None, name, rule, "adapters")
+        own, other = (self.weight(key, merge=False) for key in (name, first))
+        is_tied = own.dtype == other.dtype and torch.equal(own, other)
+        require(is_tied, name, rule, "other values")
 
     def owner(self, name: str) -> MergedExperts | None:
         """Returns the packed experts to which a tensor belongs; None for other tensors."""

@@ -122,6 +122,12 @@ class _SourceTensors:
         self._adapted = {f"{path}.weight" for path in model.linear if merge}
         self._names: dict[str, str] = {}  # in the model, of weights that are computed when needed
         self._read_state(checkpoint.is_gguf)
+        written = {
+            self._state[name].data_ptr() for name in checkpoint.places if name in self._state
+        }
+        for name, value in self._state.items():
+            rule = "be a weight of the checkpoint"
+            require(value.data_ptr() in written, name, rule, "a weight that its files do not have")
         self._last: tuple[object, _Quantized | None] = None, None  # with the place of the weight
 
     def _read_state(self, is_gguf: bool) -> None:
