@@ -758,12 +758,58 @@ def test_adapters_that_cannot_be_merged(tmp_path):
     model = load(tmp_path / "model")
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["embed_tokens"]), model)
     refused(rule, model, tmp_path / "other", "float32")
+    parameters = peft.LoraConfig(target_parameters=["q_proj.weight"])
+    refused(
+        rule, peft.get_peft_model(load(tmp_path / "model"), parameters), tmp_path / "o", "merged"
+    )
     model = adapted(small("deepseek_v3"), linear=["kv_b_proj"])
     refused(
         "must be one tensor of GGUF, to have adapters", model, tmp_path / "a.gguf", "gguf_adapter"
     )
     model = adapted(small("deepseek_v3"), linear=["q_a_proj"])
     refused("which llama.cpp would ignore there", model, tmp_path / "a.gguf", "gguf_adapter")
+
+
+OTHER_METHODS = {
+    "ia3": peft.IA3Config(
+        target_modules=["k_proj"], feedforward_modules=[], init_ia3_weights=False
+    ),
+    "loha": peft.LoHaConfig(r=2, target_modules=["k_proj"], init_weights=False),
+    "lokr": peft.LoKrConfig(r=2, target_modules=["k_proj"], init_weights=False),
+    "vera": peft.VeraConfig(r=2, target_modules=["k_proj"], init_weights=False),
+    "oft": peft.OFTConfig(oft_block_size=4, target_modules=["k_proj"], init_weights=False),
+    "adalora": peft.AdaLoraConfig(init_r=2, total_step=9, target_modules=["k_proj"]),
+    "tokens": peft.TrainableTokensConfig(token_indices=[3], target_modules=["embed_tokens"]),
+}
+
+
+@pytest.mark.parametrize("method", OTHER_METHODS)
+def test_other_methods_of_peft(method, tmp_path):
+    """They are refused, unless they are disabled, inactive or merged."""
+    write(tmp_path / "model", "qwen3_moe", "fp8")
+    model = load(tmp_path / "model")
+    tuned = peft.get_peft_model(model, OTHER_METHODS[method])
+    path = "embed_tokens" if method == "tokens" else "layers.0.self_attn.k_proj"
+    rule = rf"^save: model.{path} must have LoRA of PEFT .* got 'peft.tuners.\w*{method}"
+    refused(rule, tuned, tmp_path / "merged", "merged")
+    refused("must have LoRA of PEFT", model, tmp_path / "floats", "bfloat16")
+    with tuned.disable_adapter():
+        save(tuned, tmp_path / "merged", "merged")
+    assert different_files(tmp_path / "model", tmp_path / "merged") == []
+    for module in model.modules():
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            module.set_adapter([])
+    save(tuned, tmp_path / "again", "merged")
+    assert different_files(tmp_path / "model", tmp_path / "again") == []
+
+
+def test_merged_adapters_of_another_method(tmp_path):
+    write(tmp_path / "model", "qwen3_moe", "fp8")
+    tuned = peft.get_peft_model(load(tmp_path / "model"), OTHER_METHODS["loha"])
+    tuned.merge_adapter()
+    save(tuned, tmp_path / "floats", "float32")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+    assert error(logits_of(plain), logits_of(tuned)) < 1e-5
 
 
 def changed_head(kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,6 +128,7 @@ class MergedModel:
             for path, module in experts_modules(self.model).items()
             if isinstance(module, PackedExperts)
         }
+        self._adapted: dict[str, Any] = _layers_of_peft(self.model)
         first: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in self.skeleton.state_dict(keep_vars=True).items():
@@ -135,9 +137,9 @@ class MergedModel:
             else:
                 first[id(tensor)] = name
                 self.tensors[name] = tensor
-        self.linear: list[str] = [
-            path for path in dict.fromkeys(map(_path, self.tensors)) if self.pair(path) is not None
-        ]
+        self.linear: list[str] = [*self._adapted]
+        for path in self.linear:
+            self.pair(path)  # refuses other adapters
 
     def _require_tied(self, name: str, first: str) -> None:
         """Requires that a tensor is the one to which the configuration ties it."""
@@ -165,20 +167,18 @@ class MergedModel:
 
     def pair(self, path: str) -> ops.LoRA | None:
         """Returns A [1, in, r], B [1, r, out] and the scale of a linear layer of PEFT."""
-        if path in self.experts:
+        module = self._adapted.get(path)
+        if module is None:
             return None
-        module: Any = self._module(path)
-        if not hasattr(module, "lora_A"):
-            return None
-        if module.merged or module.disable_adapters:
-            return None
-        names = [name for name in module.active_adapters if name in module.lora_A]
-        rule = "have LoRA of PEFT on a linear layer alone (call merge_and_unload before)"
-        plain = isinstance(module.get_base_layer(), nn.Linear | PackedLinear)
+        plain = isinstance(module, sys.modules["peft"].tuners.lora.layer.Linear)
+        plain = plain and isinstance(module.get_base_layer(), nn.Linear | PackedLinear)
+        names = [name for name in module.active_adapters if plain and name in module.lora_A]
         variant = [
             name for name in names if name in module.lora_variant or module.lora_bias.get(name)
         ]
-        require(plain and not variant, path, rule, variant or type(module).__name__)
+        rule = "have LoRA of PEFT on a linear layer alone (call merge_and_unload before)"
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        require(plain and not variant, path, rule, variant or kind)
         pairs = [
             ops.LoRA(
                 module.lora_A[name].weight.detach().mT[None],
@@ -209,7 +209,7 @@ class MergedModel:
     def _layer(self, path: str) -> Any:
         """Returns the module at a path, without the adapters of PEFT around it."""
         module: Any = self._module(path)
-        return module.get_base_layer() if hasattr(module, "lora_A") else module
+        return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
     def _module(self, path: str) -> nn.Module:
         try:
@@ -218,6 +218,26 @@ class MergedModel:
             rule = f"have the module {path}"
             raise ValueError(f"model must {rule}, got {type(self.model).__name__}") from None
         return module
+
+
+def _layers_of_peft(model: nn.Module) -> dict[str, Any]:
+    """Returns the layers of PEFT with adapters that are neither disabled nor merged, by path."""
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return {}
+    layers: dict[str, Any] = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)
+    }
+    off = [path for path, module in layers.items() if module.disable_adapters or module.merged]
+    return {path: m for path, m in layers.items() if path not in off and _is_active(m)}
+
+
+def _is_active(module: Any) -> bool:
+    """Returns whether a layer of PEFT has an active adapter."""
+    owned = [getattr(module, key) for key in module.adapter_layer_names]
+    return any(name in own for own in owned for name in module.active_adapters)
 
 
 def _path(name: str) -> str:
