@@ -477,6 +477,29 @@ def test_the_format_of_experts_in_gguf(format, tmp_path):
         assert np.array_equal(actual[name].data.view(np.uint8), expected.view(np.uint8)), name
 
 
+@pytest.mark.parametrize("format", ["gguf_q8_0", "gguf_q4_0", "gguf_mxfp4", "gguf_bf16"])
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_the_format_of_float_experts_in_gguf(name, format, tmp_path):
+    model_type, sizes = MODELS[name]
+    model = tiny(model_type, **{**WIDE, **sizes}).eval()
+    save(model, tmp_path / "floats.gguf", "gguf")
+    save(model, tmp_path / "model.gguf", format)
+    floats, actual = gguf_of(tmp_path / "floats.gguf"), gguf_of(tmp_path / "model.gguf")
+    kind = TYPES[format.removeprefix("gguf_").upper()]
+    experts = {name for name in actual if name.endswith("_exps.weight")}
+    assert len(experts) == 6
+    for name, tensor in actual.items():
+        expected = floats[name].data
+        if name in experts:
+            assert tensor.tensor_type == kind
+            expected = gguf.quantize(expected, kind)
+        assert np.array_equal(tensor.data.view(np.uint8), expected.view(np.uint8)), name
+    narrow = tiny("qwen3_moe", norm_topk_prob=True)
+    if format != "gguf_bf16":
+        rule = "experts.down_proj must have a multiple of 32 inputs"
+        refused(rule, narrow, tmp_path / "narrow.gguf", format)
+
+
 @pytest.mark.parametrize("format", ["mxfp4", "gguf_mxfp4", "gguf_q4_0", "gguf_q8_0"])
 def test_codes_in_gguf_stay_as_they_are(format, tmp_path):
     """The values of experts without adapters do not change."""
