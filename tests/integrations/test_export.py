@@ -690,10 +690,35 @@ def test_gguf_needs_the_package(tmp_path, monkeypatch):
 
 
 def test_gguf_without_a_tokenizer_says_so(tmp_path, capsys):
-    plug.save(small("gpt_oss"), tmp_path / "model.gguf", "gguf")
+    model = small("gpt_oss")
+    plug.save(model, tmp_path / "model.gguf", "gguf")
+    line = capsys.readouterr().err
+    assert "no tokenizer, because the model is not from load" in line
+    assert "GptOssForCausalLM as gguf; 1 files with " in line
+    save(model, tmp_path / "floats", "float32")
+    plug.save(load(tmp_path / "floats"), tmp_path / "model.gguf", "gguf")
     line = capsys.readouterr().err
     assert "no tokenizer, because the checkpoint has no tokenizer.json" in line
-    assert "GptOssForCausalLM as gguf; 1 files with " in line
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt-2"], indirect=True)
+def test_a_float_checkpoint_that_was_packed_in_memory(tokenizer, tmp_path):
+    """Its other files and its tokenizer are those of the folder."""
+    tiny("gpt_oss", **WIDE, **PLAIN_ROPE, vocab_size=320).save_pretrained(tmp_path / "two")
+    tokenizer[1].save_pretrained(tmp_path / "two")
+    options = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    folder = edited(tmp_path / "two", tmp_path / "plain", **options)
+    model = load(folder)
+    plug.quantize_experts(model, "gguf_q8_0", quiet=True)
+    line = plug.describe(model)
+    assert "packed: 1 in gguf_q8_0" in line and "not packed: none; not used: " in line
+    save(model, tmp_path / "model.gguf", "gguf")
+    assert len(tokenizer_in(tmp_path / "model.gguf")["tokenizer.ggml.tokens"]) == 320
+    save(model, tmp_path / "floats", "float32")
+    assert files_of(tmp_path / "floats") == files_of(folder)
+    rule = "^save: model.layers.0.mlp.experts must have the experts of the checkpoint, got 'experts"
+    for format in ("unchanged", "merged"):
+        refused(rule, model, tmp_path / format, format)
 
 
 # What a format cannot hold

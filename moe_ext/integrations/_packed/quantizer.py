@@ -33,7 +33,8 @@ class PackedQuantizer(HfQuantizer):
     """Tells transformers what it can do with a model that has packed experts.
 
     Attributes:
-        checkpoint: the checkpoint of the model; None if its experts were float.
+        checkpoint: the checkpoint of `load`; None for other models. The packed experts that it does
+            not have are those of `quantize_experts`.
         fallbacks: the reason for each experts module that is not packed.
         unused: the tensors of the checkpoint that the model does not have.
     """

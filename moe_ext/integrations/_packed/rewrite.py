@@ -35,6 +35,9 @@ def rewrite(model: MergedModel, checkpoint: Checkpoint, target: Path, merge: boo
     Returns:
         The files.
     """
+    for name in model.experts:
+        rule = "have the experts of the checkpoint"
+        require(name in checkpoint.experts, name, rule, "experts that quantize_experts packed")
     source = checkpoint.path
     tensors = _SourceTensors(model, checkpoint, merge)
     written = []

@@ -87,8 +87,9 @@ def save(
 
     Raises:
         ValueError: the format is unknown, or it cannot hold a weight or the configuration. With
-            "unchanged" and "merged": the model is not from `load`. With "unchanged": a dense weight
-            that is packed in the checkpoint has changed.
+            "unchanged" and "merged": the model is not from `load`, or `quantize_experts` has packed
+            its experts. With "unchanged": a dense weight that is packed in the checkpoint has
+            changed.
         ImportError: the package gguf is not installed.
     """
     require_one_of("format", get_args(SaveFormat), format)
