@@ -353,6 +353,27 @@ def test_a_changed_packed_weight_is_quantized_again(tmp_path):
     assert torch.equal(new[name].float(), quantize(weight.detach(), "fp8").codes.float())
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8", "gguf"])
+def test_weights_in_a_wider_dtype_are_not_changed(kind, tmp_path):
+    """The files have norms in float32, and packed dense weights."""
+    folder = tmp_path / "old"
+    if kind == "gguf":
+        folder.mkdir()
+        write_gguf(folder / "model.gguf", "qwen3_moe", TYPES.Q8_0)
+    else:
+        write(folder, {"mxfp4": "gpt_oss", "fp8": "qwen3_moe"}[kind], kind)
+    model = load(folder, dtype=torch.bfloat16).to(torch.float32)
+    for format in ("unchanged", "merged"):
+        save(model, tmp_path / format, format)
+        assert different_files(folder, tmp_path / format) == []
+    weight = model.model.norm.weight
+    with torch.no_grad():
+        weight.add_(2**-12)
+    save(model, tmp_path / "changed")
+    loaded = load(tmp_path / "changed")
+    assert torch.equal(loaded.model.norm.weight, weight)
+
+
 # GGUF
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -35,11 +36,13 @@ class PackedQuantizer(HfQuantizer):
     Attributes:
         checkpoint: the checkpoint of `load`; None for other models. The packed experts that it does
             not have are those of `quantize_experts`.
+        dtype: the dtype in which `load` read the weights outside the experts.
         fallbacks: the reason for each experts module that is not packed.
         unused: the tensors of the checkpoint that the model does not have.
     """
 
     checkpoint: Checkpoint | None = None
+    dtype: torch.dtype = torch.bfloat16
     quantization_config: PackedConfig
 
     def __init__(self, quantization_config: Any, **options: Any) -> None:

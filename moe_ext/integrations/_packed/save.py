@@ -16,6 +16,7 @@ from moe_ext.integrations._packed.errors import errors_of_function
 from moe_ext.integrations._packed.float_files import write_floats
 from moe_ext.integrations._packed.gguf_file import write_gguf_adapter, write_gguf_model
 from moe_ext.integrations._packed.merged import MergedModel
+from moe_ext.integrations._packed.quantizer import PackedQuantizer
 from moe_ext.integrations._packed.rewrite import rewrite
 from moe_ext.integrations._packed.stored_tensors import files_of_gguf
 
@@ -95,8 +96,8 @@ def save(
     require_one_of("format", get_args(SaveFormat), format)
     require_sizes("", shard_size=shard_size)
     merged, target = MergedModel(model), Path(path)
-    checkpoint: Checkpoint | None
-    checkpoint = getattr(getattr(merged.model, "hf_quantizer", None), "checkpoint", None)
+    quantizer = getattr(merged.model, "hf_quantizer", None)
+    checkpoint: Checkpoint | None = getattr(quantizer, "checkpoint", None)
     is_gguf = format.startswith("gguf")
     rule = "have the suffix .gguf" if is_gguf else "be a folder, not end with .gguf"
     require((target.suffix == ".gguf") == is_gguf, "path", rule, str(target))
@@ -126,7 +127,9 @@ def save(
                 written += copied
                 note = f"copied: {', '.join(file.name for file in copied) or 'no other files'}"
             else:
-                written = rewrite(merged, checkpoint, target, format == "merged")
+                assert isinstance(quantizer, PackedQuantizer)
+                is_merged = format == "merged"
+                written = rewrite(merged, checkpoint, quantizer.dtype, target, is_merged)
     except OSError as error:
         folders = target.absolute().parents
         free = shutil.disk_usage(next(parent for parent in folders if parent.exists())).free
