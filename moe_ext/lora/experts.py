@@ -193,6 +193,7 @@ class LoRAExperts(Experts):
         adapters: the `LoRAAdapter` of each name, an ``nn.ModuleDict``.
         active: the names of the active adapters.
         merged: whether `merge` has added the active adapters to the weights.
+        disabled: whether a `disable_adapter` context is open.
 
     Raises:
         ValueError: an argument is out of range.
@@ -252,6 +253,11 @@ class LoRAExperts(Experts):
     def merged(self) -> bool:
         """Whether `merge` has added the active adapters to the weights."""
         return self._originals is not None
+
+    @property
+    def disabled(self) -> bool:
+        """Whether a `disable_adapter` context is open."""
+        return self._disabled > 0
 
     def add_adapter(
         self,
@@ -392,7 +398,7 @@ class LoRAExperts(Experts):
         self, dtype: torch.dtype, experts: slice = slice(None), used: Tensor | None = None
     ) -> list[ops.LoRA | None] | None:
         """Returns A and B of each layer in a dtype, as `joined` does; None if no layer has any."""
-        if self._disabled or self.merged:
+        if self.disabled or self.merged:
             return None
         joined_pairs: list[ops.LoRA | None] = []
         for i in range(self.base.num_layers):

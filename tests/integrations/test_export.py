@@ -15,7 +15,7 @@ from expert_kinds import random_weight
 
 from moe_ext import QuantizedExperts, add_lora
 from moe_ext.formats import quantize
-from moe_ext.lora import lora_experts, merge_lora
+from moe_ext.lora import disable_lora, lora_experts, merge_lora
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 peft = pytest.importorskip("peft")
@@ -191,6 +191,22 @@ def test_models_in_a_peft_model_and_without_adapters(tmp_path):
     assert error(logits_of(load(tmp_path / "merged")), logits_of(wrapped)) < 0.1
 
 
+def test_disabled_adapters_are_not_merged(tmp_path):
+    write(tmp_path / "model", "gpt_oss", "mxfp4", **PLAIN_ROPE)
+    model = load(tmp_path / "model")
+    save(model, tmp_path / "base.gguf", "gguf")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted(tuned, linear=None, train_rest=True)
+    with disable_lora(tuned), tuned.disable_adapter():
+        save(tuned, tmp_path / "model.gguf", "gguf")
+        save(tuned, tmp_path / "merged", "merged")
+        refused("must have active adapters", tuned, tmp_path / "adapter.gguf", "gguf_adapter")
+    assert filecmp.cmp(tmp_path / "base.gguf", tmp_path / "model.gguf", shallow=False)
+    assert different_files(tmp_path / "model", tmp_path / "merged") == []
+    save(tuned, tmp_path / "again", "merged")
+    assert different_files(tmp_path / "model", tmp_path / "again") != []
+
+
 def test_merged_lora(tmp_path):
     """Experts that merge_lora made are floats."""
     write(tmp_path / "model", "gpt_oss", "mxfp4")
@@ -337,6 +353,27 @@ def test_a_changed_packed_weight_is_quantized_again(tmp_path):
     assert torch.equal(new[name].float(), quantize(weight.detach(), "fp8").codes.float())
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8", "gguf"])
+def test_weights_in_a_wider_dtype_are_not_changed(kind, tmp_path):
+    """The files have norms in float32, and packed dense weights."""
+    folder = tmp_path / "old"
+    if kind == "gguf":
+        folder.mkdir()
+        write_gguf(folder / "model.gguf", "qwen3_moe", TYPES.Q8_0)
+    else:
+        write(folder, {"mxfp4": "gpt_oss", "fp8": "qwen3_moe"}[kind], kind)
+    model = load(folder, dtype=torch.bfloat16).to(torch.float32)
+    for format in ("unchanged", "merged"):
+        save(model, tmp_path / format, format)
+        assert different_files(folder, tmp_path / format) == []
+    weight = model.model.norm.weight
+    with torch.no_grad():
+        weight.add_(2**-12)
+    save(model, tmp_path / "changed")
+    loaded = load(tmp_path / "changed")
+    assert torch.equal(loaded.model.norm.weight, weight)
+
+
 # GGUF
 
 
@@ -408,6 +445,10 @@ def test_gguf_in_several_files(tmp_path):
     save(model, tmp_path / "same")
     assert different_files(path.parent, tmp_path / "same") == []
     model = adapted(load(path.parent))
+    for format in ("gguf", "gguf_adapter"):
+        with pytest.raises(ValueError, match="^save: path must differ from the files that were"):
+            save(model, last, format)
+    assert different_files(path.parent, tmp_path / "same") == []
     save(model, tmp_path / "merged", "merged")
     assert error(logits_of(load(tmp_path / "merged")), logits_of(model)) < 0.1
     last.unlink()
@@ -455,6 +496,29 @@ def test_the_format_of_experts_in_gguf(format, tmp_path):
         assert actual[name].tensor_type == kind
         expected = gguf.quantize(floats[name].data, kind)
         assert np.array_equal(actual[name].data.view(np.uint8), expected.view(np.uint8)), name
+
+
+@pytest.mark.parametrize("format", ["gguf_q8_0", "gguf_q4_0", "gguf_mxfp4", "gguf_bf16"])
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_the_format_of_float_experts_in_gguf(name, format, tmp_path):
+    model_type, sizes = MODELS[name]
+    model = tiny(model_type, **{**WIDE, **sizes}).eval()
+    save(model, tmp_path / "floats.gguf", "gguf")
+    save(model, tmp_path / "model.gguf", format)
+    floats, actual = gguf_of(tmp_path / "floats.gguf"), gguf_of(tmp_path / "model.gguf")
+    kind = TYPES[format.removeprefix("gguf_").upper()]
+    experts = {name for name in actual if name.endswith("_exps.weight")}
+    assert len(experts) == 6
+    for name, tensor in actual.items():
+        expected = floats[name].data
+        if name in experts:
+            assert tensor.tensor_type == kind
+            expected = gguf.quantize(expected, kind)
+        assert np.array_equal(tensor.data.view(np.uint8), expected.view(np.uint8)), name
+    narrow = tiny("qwen3_moe", norm_topk_prob=True)
+    if format != "gguf_bf16":
+        rule = "experts.down_proj must have a multiple of 32 inputs"
+        refused(rule, narrow, tmp_path / "narrow.gguf", format)
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "gguf_mxfp4", "gguf_q4_0", "gguf_q8_0"])
@@ -647,10 +711,35 @@ def test_gguf_needs_the_package(tmp_path, monkeypatch):
 
 
 def test_gguf_without_a_tokenizer_says_so(tmp_path, capsys):
-    plug.save(small("gpt_oss"), tmp_path / "model.gguf", "gguf")
+    model = small("gpt_oss")
+    plug.save(model, tmp_path / "model.gguf", "gguf")
+    line = capsys.readouterr().err
+    assert "no tokenizer, because the model is not from load" in line
+    assert "GptOssForCausalLM as gguf; 1 files with " in line
+    save(model, tmp_path / "floats", "float32")
+    plug.save(load(tmp_path / "floats"), tmp_path / "model.gguf", "gguf")
     line = capsys.readouterr().err
     assert "no tokenizer, because the checkpoint has no tokenizer.json" in line
-    assert "GptOssForCausalLM as gguf; 1 files with " in line
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt-2"], indirect=True)
+def test_a_float_checkpoint_that_was_packed_in_memory(tokenizer, tmp_path):
+    """Its other files and its tokenizer are those of the folder."""
+    tiny("gpt_oss", **WIDE, **PLAIN_ROPE, vocab_size=320).save_pretrained(tmp_path / "two")
+    tokenizer[1].save_pretrained(tmp_path / "two")
+    options = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    folder = edited(tmp_path / "two", tmp_path / "plain", **options)
+    model = load(folder)
+    plug.quantize_experts(model, "gguf_q8_0", quiet=True)
+    line = plug.describe(model)
+    assert "packed: 1 in gguf_q8_0" in line and "not packed: none; not used: " in line
+    save(model, tmp_path / "model.gguf", "gguf")
+    assert len(tokenizer_in(tmp_path / "model.gguf")["tokenizer.ggml.tokens"]) == 320
+    save(model, tmp_path / "floats", "float32")
+    assert files_of(tmp_path / "floats") == files_of(folder)
+    rule = "^save: model.layers.0.mlp.experts must have the experts of the checkpoint, got 'experts"
+    for format in ("unchanged", "merged"):
+        refused(rule, model, tmp_path / format, format)
 
 
 # What a format cannot hold
@@ -738,12 +827,113 @@ def test_adapters_that_cannot_be_merged(tmp_path):
     model = load(tmp_path / "model")
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["embed_tokens"]), model)
     refused(rule, model, tmp_path / "other", "float32")
+    parameters = peft.LoraConfig(target_parameters=["q_proj.weight"])
+    refused(
+        rule, peft.get_peft_model(load(tmp_path / "model"), parameters), tmp_path / "o", "merged"
+    )
     model = adapted(small("deepseek_v3"), linear=["kv_b_proj"])
     refused(
         "must be one tensor of GGUF, to have adapters", model, tmp_path / "a.gguf", "gguf_adapter"
     )
     model = adapted(small("deepseek_v3"), linear=["q_a_proj"])
     refused("which llama.cpp would ignore there", model, tmp_path / "a.gguf", "gguf_adapter")
+
+
+OTHER_METHODS = {
+    "ia3": peft.IA3Config(
+        target_modules=["k_proj"], feedforward_modules=[], init_ia3_weights=False
+    ),
+    "loha": peft.LoHaConfig(r=2, target_modules=["k_proj"], init_weights=False),
+    "lokr": peft.LoKrConfig(r=2, target_modules=["k_proj"], init_weights=False),
+    "vera": peft.VeraConfig(r=2, target_modules=["k_proj"], init_weights=False),
+    "oft": peft.OFTConfig(oft_block_size=4, target_modules=["k_proj"], init_weights=False),
+    "adalora": peft.AdaLoraConfig(init_r=2, total_step=9, target_modules=["k_proj"]),
+    "tokens": peft.TrainableTokensConfig(token_indices=[3], target_modules=["embed_tokens"]),
+}
+
+
+@pytest.mark.parametrize("method", OTHER_METHODS)
+def test_other_methods_of_peft(method, tmp_path):
+    """They are refused, unless they are disabled, inactive or merged."""
+    write(tmp_path / "model", "qwen3_moe", "fp8")
+    model = load(tmp_path / "model")
+    tuned = peft.get_peft_model(model, OTHER_METHODS[method])
+    path = "embed_tokens" if method == "tokens" else "layers.0.self_attn.k_proj"
+    rule = rf"^save: model.{path} must have LoRA of PEFT .* got 'peft.tuners.\w*{method}"
+    refused(rule, tuned, tmp_path / "merged", "merged")
+    refused("must have LoRA of PEFT", model, tmp_path / "floats", "bfloat16")
+    with tuned.disable_adapter():
+        save(tuned, tmp_path / "merged", "merged")
+    assert different_files(tmp_path / "model", tmp_path / "merged") == []
+    for module in model.modules():
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            module.set_adapter([])
+    save(tuned, tmp_path / "again", "merged")
+    assert different_files(tmp_path / "model", tmp_path / "again") == []
+
+
+def test_merged_adapters_of_another_method(tmp_path):
+    write(tmp_path / "model", "qwen3_moe", "fp8")
+    tuned = peft.get_peft_model(load(tmp_path / "model"), OTHER_METHODS["loha"])
+    tuned.merge_adapter()
+    save(tuned, tmp_path / "floats", "float32")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+    assert error(logits_of(plain), logits_of(tuned)) < 1e-5
+
+
+def changed_head(kind):
+    """Returns a model whose last layer differs from the embedding, to which it is tied."""
+    model = tiny("qwen3_moe", **WIDE, norm_topk_prob=True, tie_word_embeddings=True).eval()
+    plug.quantize_experts(model, "gguf_q8_0", quiet=True)
+    if kind == "untied":
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
+    elif kind == "modules_to_save":
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model = peft.get_peft_model(model, config)
+        model.base_model.lm_head.modules_to_save.default.weight.data.mul_(2)
+    else:
+        adapted(model, linear=["lm_head"])
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT warns of tied layers
+@pytest.mark.parametrize("kind", ["untied", "modules_to_save", "adapter"])
+def test_a_last_layer_that_is_no_longer_tied(kind, tmp_path):
+    model = changed_head(kind)
+    rule = "^save: lm_head.weight must be tied to model.embed_tokens.weight, without adapters .*"
+    rule += "'adapters'" if kind == "adapter" else "'other values'"
+    refused(rule, model, tmp_path / "floats", "float32")
+    refused(rule, model, tmp_path / "model.gguf", "gguf")
+    model.config.tie_word_embeddings = False
+    save(model, tmp_path / "floats", "float32")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+    assert error(logits_of(plain), logits_of(model)) < 1e-5
+    save(model, tmp_path / "model.gguf", "gguf_f32")
+    assert error(logits_of(load(tmp_path / "model.gguf")), logits_of(model)) < 1e-5
+
+
+def test_a_last_layer_that_the_files_do_not_have(tmp_path):
+    write(tmp_path / "model", "qwen3_moe", "fp8", tie_word_embeddings=True)
+    model = load(tmp_path / "model")
+    save(model, tmp_path / "same")
+    assert different_files(tmp_path / "model", tmp_path / "same") == []
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
+    model.config.tie_word_embeddings = False
+    rule = "^save: lm_head.weight must be a weight of the checkpoint"
+    for format in ("unchanged", "merged"):
+        refused(rule, model, tmp_path / format, format)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_equal_or_disabled_copy_of_a_tied_layer(tmp_path):
+    model = changed_head("modules_to_save")
+    with model.disable_adapter():
+        save(model, tmp_path / "floats", "float32")
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
+        assert error(logits_of(plain), logits_of(model)) < 1e-5
+    model.base_model.lm_head.modules_to_save.default.weight.data.div_(2)
+    save(model, tmp_path / "again", "float32")
+    assert different_files(tmp_path / "floats", tmp_path / "again") == []
 
 
 # Perplexity

@@ -4,6 +4,7 @@ import copy
 import errno
 import importlib
 import io
+import math
 import pickle
 import re
 import shutil
@@ -274,6 +275,22 @@ def test_quantize_experts_errors():
         plug.quantize_experts(tiny(), "fp4")
     with pytest.raises(ValueError, match="cannot be packed in mxfp4"):
         plug.quantize_experts(tiny(), "mxfp4")
+
+
+def test_an_error_of_quantize_experts_in_a_later_layer(tmp_path):
+    """transformers does not save the model, of which one layer is packed."""
+    model = tiny(hidden_size=64, moe_intermediate_size=32)
+    weight = model.model.layers[1].mlp.experts.down_proj
+    value = weight[0, 0, 0].item()
+    weight.data[0, 0, 0] = math.inf
+    with pytest.raises(ValueError, match="finite"):
+        plug.quantize_experts(model, "mxfp4")
+    assert "packed: 1 in mxfp4 (" in plug.describe(model)
+    with pytest.raises(ValueError, match="is not serializable"):
+        model.save_pretrained(tmp_path)
+    weight.data[0, 0, 0] = value
+    plug.quantize_experts(model, "gguf_q8_0")
+    assert "packed: 1 in mxfp4, 1 in gguf_q8_0 (" in plug.describe(model)
 
 
 def test_balance_counts_the_tokens_of_packed_experts(fp8):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from moe_ext.integrations._packed.found_tensors import (
 )
 from moe_ext.integrations._packed.gguf import find_in_gguf, gguf_config
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
-from moe_ext.integrations._packed.stored_tensors import gguf_parts, read_gguf, read_safetensors
+from moe_ext.integrations._packed.stored_tensors import files_of_gguf, read_gguf, read_safetensors
 from moe_ext.integrations._transformers_activation import activation_of
 from moe_ext.integrations._transformers_experts import experts_modules, weight_names
 
@@ -171,7 +171,8 @@ def _local(name: str | Path) -> Path:
     known = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", str(name))
     match = required(known, "name_or_folder", rule, str(name))
     if match[2]:
-        first, *_ = [hf_hub_download(match[1], part) for part in gguf_parts(match[2])]
+        files = files_of_gguf(PurePosixPath(match[2]))
+        first, *_ = [hf_hub_download(match[1], str(file)) for file in files]
         return Path(first)
     # Folders have other formats of the same weights, and GGUF files come in many formats.
     return _local(snapshot_download(match[1], ignore_patterns=["*/*", "*.gguf", "*.bin", "*.pth"]))

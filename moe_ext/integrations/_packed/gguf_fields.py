@@ -177,7 +177,8 @@ def add_tokenizer(writer: Any, source: Path | None, vocab_size: int) -> str:
 
     Args:
         writer: the writer of gguf.
-        source: a GGUF file, or a folder with a tokenizer.json or without one.
+        source: a GGUF file, or a folder with a tokenizer.json or without one; None: the model has
+            no checkpoint.
         vocab_size: the number of tokens of the model.
 
     Returns:
@@ -192,7 +193,8 @@ def add_tokenizer(writer: Any, source: Path | None, vocab_size: int) -> str:
     folder = source
     if folder is None or not (folder / "tokenizer.json").exists():
         writer.add_tokenizer_model("none")
-        return "no tokenizer, because the checkpoint has no tokenizer.json"
+        reason = "model is not from load" if folder is None else "checkpoint has no tokenizer.json"
+        return f"no tokenizer, because the {reason}"
     described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     model = described["model"]
     require(model["type"] == "BPE", "the tokenizer for GGUF", "be of type BPE", model["type"])

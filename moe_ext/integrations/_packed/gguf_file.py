@@ -136,11 +136,42 @@ def _entries(model: MergedModel, architecture: str, format: str) -> Iterator[_En
             flat = len(shape) == 1 or name.endswith("bias") or ".ffn_gate_inp." in target
             require(own in DTYPE_NAMES, name, f"have a dtype of {[*DTYPE_NAMES]}", own)
             read = partial(_read_dense, model, name, part)
-            yield _Entry(target, "F32" if flat else DTYPE_NAMES[own], shape, read)
+            kind = "F32" if flat else DTYPE_NAMES[own]
+            if format != "gguf" and target.endswith("_exps.weight"):  # experts in floating point
+                kind, shape = _stored_as(name, format, shape)
+                if format not in _FLOAT_FORMATS:
+                    read = partial(_quantize_dense, model, name, part, format, shape)
+            yield _Entry(target, kind, shape, read)
 
 
 def _read_dense(model: MergedModel, name: str, part: Callable[[Tensor], Tensor]) -> Tensor:
     return part(model.weight(name))
+
+
+def _quantize_dense(
+    model: MergedModel,
+    name: str,
+    part: Callable[[Tensor], Tensor],
+    format: str,
+    shape: tuple[int, ...],
+) -> Tensor:
+    """Returns the codes of experts in floating point, which are quantized one at a time."""
+    whole = torch.empty(shape, dtype=torch.uint8)
+    for rows, target in zip(_read_dense(model, name, part), whole, strict=True):
+        target.copy_(quantize(rows.float(), cast(FormatName, format)).codes)
+    return whole
+
+
+def _stored_as(name: str, format: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Returns the type of GGUF and the shape of experts [E, out, in] in a format."""
+    if format in _FLOAT_FORMATS:
+        return DTYPE_NAMES[_FLOAT_FORMATS[format]], shape
+    own = cast(FormatName, format)
+    *outer, inputs = shape
+    block = LAYOUTS[own].block
+    rule = f"have a multiple of {block[0]} inputs for {own}"
+    require(inputs % block[0] == 0, name, rule, inputs)
+    return FORMAT_NAMES[own], (*outer, inputs // block[0] * block[1])
 
 
 class _Names:
@@ -209,14 +240,8 @@ def _packed_entries(path: str, key: str, owner: MergedExperts, format: str) -> I
         layer = owner.names.index(key)
         own = _format_of(path, owner, layer, format)
         outputs, inputs = _size(owner, key)
-        shape: tuple[int, ...] = (owner.num_experts, outputs // len(names), inputs)
-        if own in _FLOAT_FORMATS:
-            kind = DTYPE_NAMES[_FLOAT_FORMATS[own]]
-        else:
-            kind, block = FORMAT_NAMES[own], LAYOUTS[own].block
-            rule = f"have a multiple of {block[0]} inputs for {own}"
-            require(inputs % block[0] == 0, f"{path}.{key}", rule, inputs)
-            shape = (*shape[:-1], inputs // block[0] * block[1])
+        sizes = owner.num_experts, outputs // len(names), inputs
+        kind, shape = _stored_as(f"{path}.{key}", own, sizes)
         read = partial(_read_experts, owner, layer, part, len(names), own, shape)
         yield _Entry(target, kind, shape, read)
 

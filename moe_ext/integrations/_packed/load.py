@@ -117,6 +117,7 @@ def load(
     checkpoint.dense.clear()
     checkpoint.skeleton = None
     quantizer.checkpoint = checkpoint
+    quantizer.dtype = dtype
     quantizer.fallbacks = checkpoint.fallbacks
     quantizer.unused = checkpoint.unused
     model.name_or_path = model.config._name_or_path = str(checkpoint.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,7 +69,7 @@ class MergedExperts:
 
     def pair(self, layer: int, experts: slice = slice(None)) -> ops.LoRA | None:
         """Returns A [E, in, r], B [E, r, out] and the scale of the sum of the active adapters."""
-        if self._lora is None or self._lora.merged:
+        if self._lora is None or self._lora.merged or self._lora.disabled:
             return None
         adapters: list[Any] = [self._lora.adapters[name] for name in self._lora.active]
         pairs = [adapter.pair(layer) for adapter in adapters]
@@ -127,15 +128,26 @@ class MergedModel:
             for path, module in experts_modules(self.model).items()
             if isinstance(module, PackedExperts)
         }
-        seen: set[int] = set()
+        self._adapted: dict[str, Any] = _layers_of_peft(self.model)
+        first: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in self.skeleton.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
+            if id(tensor) in first:
+                self._require_tied(name, first[id(tensor)])
+            else:
+                first[id(tensor)] = name
                 self.tensors[name] = tensor
-        self.linear: list[str] = [
-            path for path in dict.fromkeys(map(_path, self.tensors)) if self.pair(path) is not None
-        ]
+        self.linear: list[str] = [*self._adapted]
+        for path in self.linear:
+            self.pair(path)  # refuses other adapters
+
+    def _require_tied(self, name: str, first: str) -> None:
+        """Requires that a tensor is the one to which the configuration ties it."""
+        rule = f"be tied to {first}, without adapters (or set config.tie_word_embeddings to False)"
+        require(self.pair(_path(name)) is None, name, rule, "adapters")
+        own, other = (self.weight(key, merge=False) for key in (name, first))
+        is_tied = own.dtype == other.dtype and torch.equal(own, other)
+        require(is_tied, name, rule, "other values")
 
     def owner(self, name: str) -> MergedExperts | None:
         """Returns the packed experts to which a tensor belongs; None for other tensors."""
@@ -155,20 +167,18 @@ class MergedModel:
 
     def pair(self, path: str) -> ops.LoRA | None:
         """Returns A [1, in, r], B [1, r, out] and the scale of a linear layer of PEFT."""
-        if path in self.experts:
+        module = self._adapted.get(path)
+        if module is None:
             return None
-        module: Any = self._module(path)
-        if not hasattr(module, "lora_A"):
-            return None
-        if module.merged or module.disable_adapters:
-            return None
-        names = [name for name in module.active_adapters if name in module.lora_A]
-        rule = "have LoRA of PEFT on a linear layer alone (call merge_and_unload before)"
-        plain = isinstance(module.get_base_layer(), nn.Linear | PackedLinear)
+        plain = isinstance(module, sys.modules["peft"].tuners.lora.layer.Linear)
+        plain = plain and isinstance(module.get_base_layer(), nn.Linear | PackedLinear)
+        names = [name for name in module.active_adapters if plain and name in module.lora_A]
         variant = [
             name for name in names if name in module.lora_variant or module.lora_bias.get(name)
         ]
-        require(plain and not variant, path, rule, variant or type(module).__name__)
+        rule = "have LoRA of PEFT on a linear layer alone (call merge_and_unload before)"
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        require(plain and not variant, path, rule, variant or kind)
         pairs = [
             ops.LoRA(
                 module.lora_A[name].weight.detach().mT[None],
@@ -199,7 +209,7 @@ class MergedModel:
     def _layer(self, path: str) -> Any:
         """Returns the module at a path, without the adapters of PEFT around it."""
         module: Any = self._module(path)
-        return module.get_base_layer() if hasattr(module, "lora_A") else module
+        return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
     def _module(self, path: str) -> nn.Module:
         try:
@@ -208,6 +218,26 @@ class MergedModel:
             rule = f"have the module {path}"
             raise ValueError(f"model must {rule}, got {type(self.model).__name__}") from None
         return module
+
+
+def _layers_of_peft(model: nn.Module) -> dict[str, Any]:
+    """Returns the layers of PEFT with adapters that are neither disabled nor merged, by path."""
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return {}
+    layers: dict[str, Any] = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)
+    }
+    off = [path for path, module in layers.items() if module.disable_adapters or module.merged]
+    return {path: m for path, m in layers.items() if path not in off and _is_active(m)}
+
+
+def _is_active(module: Any) -> bool:
+    """Returns whether a layer of PEFT has an active adapter."""
+    owned = [getattr(module, key) for key in module.adapter_layer_names]
+    return any(name in own for own in owned for name in module.active_adapters)
 
 
 def _path(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +26,9 @@ def quantize_experts(
 ) -> None:
     """Packs the experts of a float model of transformers in place, one module after the other.
 
-    The float weights of a module are freed before the next module. The peak of memory is the model
-    plus the packed experts of one module. At the end, a line is printed to stderr; see `describe`.
+    Experts that are packed already do not change. The float weights of a module are freed before
+    the next module. The peak of memory is the model plus the packed experts of one module. At the
+    end, a line is printed to stderr; see `describe`.
 
     Args:
         model: the model. Experts that cannot be packed stay as they are; the line says why.
@@ -35,17 +37,21 @@ def quantize_experts(
 
     Raises:
         ValueError: the model has no experts, or the format is unknown or does not fit the weights.
+            The modules before the one that does not fit are packed then.
     """
     require_one_of("quantize_experts: format", FORMATS, format)
-    fallbacks: dict[str, str] = {}
     modules = experts_modules(model).items()
     names = [name for name, module in modules if not isinstance(module, PackedExperts)]
     del modules  # which would keep the float weights alive
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if not isinstance(quantizer, PackedQuantizer):
+        quantizer = PackedQuantizer(PackedConfig())
     for name in names:
         module = model.get_submodule(name)
         activation = activation_of(module)
         if isinstance(activation, str):
-            fallbacks[name] = activation
+            quantizer.fallbacks[name] = activation
+            model.hf_quantizer = quantizer
             continue
         keys = weight_names(module.has_gate)
         weights = [getattr(module, key).detach() for key in keys]
@@ -67,11 +73,10 @@ def quantize_experts(
                 bias = getattr(module, f"{keys[i]}_bias").detach()
                 setattr(experts, f"bias_{i}", nn.Parameter(bias, requires_grad=False))
         packed = QuantizedExperts.from_experts(experts, format, group=group)
+        # Now, as a later module may have an error, and save_pretrained asks the quantizer.
+        model.hf_quantizer = quantizer
         model.set_submodule(name, PackedExperts(module, packed))
+        quantizer.fallbacks.pop(name, None)
         del module, experts, weights, weight
-    if names:
-        quantizer = PackedQuantizer(PackedConfig())
-        quantizer.fallbacks = fallbacks
-        model.hf_quantizer = quantizer  # type: ignore[assignment]
     if not quiet:
         print(describe(model), file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -33,12 +34,15 @@ class PackedQuantizer(HfQuantizer):
     """Tells transformers what it can do with a model that has packed experts.
 
     Attributes:
-        checkpoint: the checkpoint of the model; None if its experts were float.
+        checkpoint: the checkpoint of `load`; None for other models. The packed experts that it does
+            not have are those of `quantize_experts`.
+        dtype: the dtype in which `load` read the weights outside the experts.
         fallbacks: the reason for each experts module that is not packed.
         unused: the tensors of the checkpoint that the model does not have.
     """
 
     checkpoint: Checkpoint | None = None
+    dtype: torch.dtype = torch.bfloat16
     quantization_config: PackedConfig
 
     def __init__(self, quantization_config: Any, **options: Any) -> None:

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from moe_ext.checks import refuse, require
 from moe_ext.files import atomic_file
 from moe_ext.integrations._packed.checkpoint import Checkpoint
-from moe_ext.integrations._packed.found_tensors import Place
+from moe_ext.integrations._packed.found_tensors import Place, Read
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.merged import MergedExperts, MergedModel
 from moe_ext.integrations._packed.quantized_as import quantized_as
@@ -29,14 +29,26 @@ from moe_ext.integrations._packed.stored_tensors import (
 __all__ = ["rewrite"]
 
 
-def rewrite(model: MergedModel, checkpoint: Checkpoint, target: Path, merge: bool) -> list[Path]:
+def rewrite(
+    model: MergedModel, checkpoint: Checkpoint, dtype: torch.dtype, target: Path, merge: bool
+) -> list[Path]:
     """Writes the files of a checkpoint again, with the present weights; see `save`.
+
+    Args:
+        model: the model.
+        checkpoint: the checkpoint.
+        dtype: the dtype in which the checkpoint was loaded.
+        target: the new folder.
+        merge: whether adapters are merged, and changed weights are quantized again.
 
     Returns:
         The files.
     """
+    for name in model.experts:
+        rule = "have the experts of the checkpoint"
+        require(name in checkpoint.experts, name, rule, "experts that quantize_experts packed")
     source = checkpoint.path
-    tensors = _SourceTensors(model, checkpoint, merge)
+    tensors = _SourceTensors(model, checkpoint, dtype, merge)
     written = []
     if checkpoint.is_gguf:
         by_path: dict[Path, list[Bytes]] = {}
@@ -96,12 +108,14 @@ class _SourceTensors:
 
     Args:
         model: the model.
-        checkpoint: the checkpoint.
-        merge: whether adapters are merged, and changed weights are quantized again.
+        checkpoint, dtype, merge: see `rewrite`.
     """
 
-    def __init__(self, model: MergedModel, checkpoint: Checkpoint, merge: bool) -> None:
+    def __init__(
+        self, model: MergedModel, checkpoint: Checkpoint, dtype: torch.dtype, merge: bool
+    ) -> None:
         self._model = model
+        self._dtype = dtype
         self._merge = merge
         self._packed: dict[_Position, _ExpertPlace] = {}
         self._biases: dict[_Position, _ExpertPlace] = {}
@@ -122,6 +136,12 @@ class _SourceTensors:
         self._adapted = {f"{path}.weight" for path in model.linear if merge}
         self._names: dict[str, str] = {}  # in the model, of weights that are computed when needed
         self._read_state(checkpoint.is_gguf)
+        written = {
+            self._state[name].data_ptr() for name in checkpoint.places if name in self._state
+        }
+        for name, value in self._state.items():
+            rule = "be a weight of the checkpoint"
+            require(value.data_ptr() in written, name, rule, "a weight that its files do not have")
         self._last: tuple[object, _Quantized | None] = None, None  # with the place of the weight
 
     def _read_state(self, is_gguf: bool) -> None:
@@ -159,7 +179,7 @@ class _SourceTensors:
             bias = self._experts(place).biases[place.layer]
             own = place.tensors.own_rows(bias, place.part)
             own = own if place.expert is None else own[place.expert]
-            yield _kept(f"the biases of {place.module}", own, place.stored)
+            yield _kept(f"the biases of {place.module}", own, place.stored, self._dtype)
         elif start in self._dense:
             name, part = self._dense[start]
             yield from self._dense_tensors(name, part, entry)
@@ -210,14 +230,13 @@ class _SourceTensors:
             return whole if part is None else part(whole)
 
         if stored.format is None and stored.ggml_type is None:
-            yield _kept(name, value(), stored)
+            yield _kept(name, value(), stored, self._dtype)
             return
 
         def make() -> _Quantized | None:
             present, same = value(), False
             if not is_merged:
-                read = stored.read(present.dtype)
-                same = torch.equal(_fitting(present, tuple(read.shape)), read)
+                same = _is_same(present, stored.read, self._dtype)
             rule = "be unchanged, because it is packed in the checkpoint; format='merged' quantizes"
             require(same or self._merge, name, rule, "another value")
             return None if same else quantized_as(name, present.float(), stored)
@@ -251,10 +270,22 @@ def _fitting(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     return value[0] if tuple(value.shape) == (1, *shape) else value
 
 
-def _kept(name: str, value: Tensor, stored: Stored) -> Tensor:
-    """Returns the numbers of the file if the value is the same in its dtype, else the value."""
+def _is_same(value: Tensor, read: Read, dtype: torch.dtype) -> bool:
+    """Returns whether a value is the one of the file, as read in its own dtype or in another one.
+
+    A model that was loaded in bfloat16 may be in float32 now.
+    """
+    numbers = (read(own).to(value.dtype) for own in dict.fromkeys((value.dtype, dtype)))
+    return any(torch.equal(_fitting(value, tuple(n.shape)), n) for n in numbers)
+
+
+def _kept(name: str, value: Tensor, stored: Stored, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers of the file if the value is the same, else the value; see `_is_same`."""
     numbers = stored.codes.read()
     shape, value = tuple(numbers.shape), _fitting(value.detach(), tuple(numbers.shape))
     require(tuple(value.shape) == shape, name, f"have shape {shape}", tuple(value.shape))
-    is_same = torch.equal(numbers.to(value.dtype), value)
-    return numbers if is_same else value.to(numbers.dtype)
+
+    def read(dtype: torch.dtype) -> Tensor:
+        return numbers.to(dtype) if numbers.is_floating_point() else numbers
+
+    return numbers if _is_same(value, read, dtype) else value.to(numbers.dtype)

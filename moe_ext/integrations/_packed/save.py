@@ -16,7 +16,9 @@ from moe_ext.integrations._packed.errors import errors_of_function
 from moe_ext.integrations._packed.float_files import write_floats
 from moe_ext.integrations._packed.gguf_file import write_gguf_adapter, write_gguf_model
 from moe_ext.integrations._packed.merged import MergedModel
+from moe_ext.integrations._packed.quantizer import PackedQuantizer
 from moe_ext.integrations._packed.rewrite import rewrite
+from moe_ext.integrations._packed.stored_tensors import files_of_gguf
 
 __all__ = ["SaveFormat", "save"]
 
@@ -77,7 +79,8 @@ def save(
 
     Args:
         model: the model, or a PeftModel of it.
-        path: a new folder, or for the formats of GGUF a file with the suffix .gguf.
+        path: another folder than the loaded one, or for the formats of GGUF a file with the suffix
+            .gguf, but none of the loaded files.
         format: what to write; see above.
         shard_size: the largest size in bytes of a safetensors file of floats, unless one weight is
             larger.
@@ -85,15 +88,16 @@ def save(
 
     Raises:
         ValueError: the format is unknown, or it cannot hold a weight or the configuration. With
-            "unchanged" and "merged": the model is not from `load`. With "unchanged": a dense weight
-            that is packed in the checkpoint has changed.
+            "unchanged" and "merged": the model is not from `load`, or `quantize_experts` has packed
+            its experts. With "unchanged": a dense weight that is packed in the checkpoint has
+            changed.
         ImportError: the package gguf is not installed.
     """
     require_one_of("format", get_args(SaveFormat), format)
     require_sizes("", shard_size=shard_size)
     merged, target = MergedModel(model), Path(path)
-    checkpoint: Checkpoint | None
-    checkpoint = getattr(getattr(merged.model, "hf_quantizer", None), "checkpoint", None)
+    quantizer = getattr(merged.model, "hf_quantizer", None)
+    checkpoint: Checkpoint | None = getattr(quantizer, "checkpoint", None)
     is_gguf = format.startswith("gguf")
     rule = "have the suffix .gguf" if is_gguf else "be a folder, not end with .gguf"
     require((target.suffix == ".gguf") == is_gguf, "path", rule, str(target))
@@ -104,6 +108,9 @@ def save(
     note = ""
     try:
         if is_gguf:
+            loaded = [] if source is None else [file.resolve() for file in files_of_gguf(source)]
+            is_new = target.resolve() not in loaded
+            require(is_new, "path", "differ from the files that were loaded", str(target))
             target.parent.mkdir(parents=True, exist_ok=True)
             if format == "gguf_adapter":
                 write_gguf_adapter(merged, target)
@@ -120,7 +127,9 @@ def save(
                 written += copied
                 note = f"copied: {', '.join(file.name for file in copied) or 'no other files'}"
             else:
-                written = rewrite(merged, checkpoint, target, format == "merged")
+                assert isinstance(quantizer, PackedQuantizer)
+                is_merged = format == "merged"
+                written = rewrite(merged, checkpoint, quantizer.dtype, target, is_merged)
     except OSError as error:
         folders = target.absolute().parents
         free = shutil.disk_usage(next(parent for parent in folders if parent.exists())).free

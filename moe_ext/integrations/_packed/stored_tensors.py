@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +25,7 @@ __all__ = [
     "Bytes",
     "Metadata",
     "Stored",
-    "gguf_parts",
+    "files_of_gguf",
     "read_gguf",
     "read_safetensors",
     "safetensors_header",
@@ -271,28 +271,31 @@ class Metadata:
         return None if field is None else int(field.contents())
 
 
-def gguf_parts(name: str) -> list[str]:
-    """Returns the names of all parts of a split GGUF file; the name alone if it is not split."""
-    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", name)
-    if not match:
-        return [name]
-    return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))]
+_Path = TypeVar("_Path", bound=PurePath)
+
+
+def files_of_gguf(path: _Path) -> list[_Path]:
+    """Returns all parts of a split file, such as ``-00001-of-00003.gguf``, or the file itself."""
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if match is None:
+        return [path]
+    names = [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))]
+    return [path.with_name(name) for name in names]
 
 
 def read_gguf(path: Path) -> tuple[Metadata, dict[str, Stored]]:
     """Returns the metadata and the weights of a GGUF file, by the names in the file.
 
-    The other parts of a split file, such as ``-00002-of-00003.gguf``, must be in its folder.
+    The other parts of a split file must be in its folder.
 
     Raises:
         ValueError: a file is incomplete.
         ImportError: the package gguf is not installed.
     """
     gguf = gguf_package()
-    parts = [path.with_name(name) for name in gguf_parts(path.name)]
     weights: dict[str, Stored] = {}
     metadata = None
-    for part in parts:
+    for part in files_of_gguf(path):
         try:
             reader = gguf.GGUFReader(part)
             metadata = metadata or Metadata(reader.fields)
