@@ -104,7 +104,12 @@ def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
                 add(*part)
         elif is_of_transformers(module):
             num_experts: Any = module.num_experts
-            add(module.parameters(), Fraction(_experts_per_token(model, k), num_experts))
+            rule = (
+                f"be given, because the configuration has none of {', '.join(_EXPERTS_PER_TOKEN)}"
+            )
+            used = required(k or experts_per_token(model), "count_parameters: k", rule)
+            (used,) = require_sizes("count_parameters", k=used)
+            add(module.parameters(), Fraction(used, num_experts))
     add(model.parameters(), Fraction(1))
     return ParameterCount(total, round(active))
 
@@ -120,14 +125,9 @@ def is_of_transformers(module: nn.Module) -> bool:
     )  # a wrapper has these attributes too
 
 
-def _experts_per_token(model: nn.Module, k: int | None) -> int:
-    if k is None:
-        configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-        texts = [
-            config.get_text_config() for config in configs if hasattr(config, "get_text_config")
-        ]
-        values = [getattr(text, name, None) for text in texts for name in _EXPERTS_PER_TOKEN]
-        known = next((value for value in values if isinstance(value, int)), None)
-        rule = f"be given, because the configuration has none of {', '.join(_EXPERTS_PER_TOKEN)}"
-        k = required(known, "count_parameters: k", rule)
-    return require_sizes("count_parameters", k=k)[0]
+def experts_per_token(model: nn.Module) -> int | None:
+    """Returns k of a configuration of transformers; None if there is none."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    texts = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
+    values = [getattr(text, name, None) for text in texts for name in _EXPERTS_PER_TOKEN]
+    return next((value for value in values if isinstance(value, int)), None)

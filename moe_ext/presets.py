@@ -69,7 +69,10 @@ def _layer(
     bias: bool = False,
     shared_expert: SharedExpert | None = None,
 ) -> MoE:
-    weights: _LayerOptions = {"w_importance": 0.0, "w_load": 0.0}
+    if options.get("w_importance") is None:
+        options["w_importance"] = 0.0
+    if options.get("w_load") is None:
+        options["w_load"] = 0.0
     return MoE(
         gate.d_model,
         gate.num_experts,
@@ -80,7 +83,7 @@ def _layer(
         bias=bias,
         gate=gate,
         shared_expert=shared_expert,
-        **(weights | options),
+        **options,
     )
 
 

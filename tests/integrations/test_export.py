@@ -950,6 +950,20 @@ def test_perplexity(tmp_path):
     for wrong in (tokens()[0], tokens()[:, :1], tokens()[:0]):
         with pytest.raises(ValueError, match="^perplexity: tokens must have the shape"):
             plug.perplexity(model, wrong)
+    for wrong in (tokens().int(), tokens().tolist()):
+        with pytest.raises(TypeError, match="^perplexity: tokens must"):
+            plug.perplexity(model, wrong)
+
+
+def test_perplexity_keeps_the_modes():
+    model = tiny("qwen3_moe").train()
+    model.model.layers[0].mlp.eval()
+    modes = [module.training for module in model.modules()]
+    plug.perplexity(model, tokens())
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(IndexError):
+        plug.perplexity(model, tokens() + 50)
+    assert [module.training for module in model.modules()] == modes
 
 
 # Memory

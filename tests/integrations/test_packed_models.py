@@ -451,6 +451,43 @@ def test_memory_plan(name, tmp_path):
     assert "experts" in str(plan) and "total" in str(plan)
 
 
+CACHED = {
+    "mixtral": {"sliding_window": 4},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
+}
+
+
+@pytest.mark.parametrize("model_type", CACHED)
+def test_layers_without_keys_for_all_tokens(model_type, tmp_path):
+    tiny(model_type, **CACHED[model_type]).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    with torch.no_grad():
+        cache = model(tokens(), use_cache=True).past_key_values
+    keys = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    plan = plug.memory_plan(tmp_path, batch=2, tokens=9, dtype=torch.float32)
+    assert plan.kv_cache == sum(x.nbytes for x in keys if x is not None)
+    config = model.config
+    heads = config.num_key_value_heads * config.head_dim
+    full = 2 * 2 * 2 * 9 * heads * 4  # of two layers
+    assert 0 < plan.kv_cache < full
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lora_rank": -1}, ValueError, "lora_rank must be at least 0, got -1"),
+        ({"lora_rank": 2.5}, ValueError, "lora_rank must be a whole number, got 2.5"),
+        ({"memory": math.nan}, ValueError, "memory must be a finite number, got nan"),
+        ({"memory": "24e9"}, ValueError, "memory must be a finite number, got '24e9'"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype must be a floating-point dtype, got 'bfloat16'"),
+    ],
+)
+def test_errors_of_memory_plan(fp8, options, error, message):
+    with pytest.raises(error, match=f"^memory_plan: {message}"):
+        plug.memory_plan(fp8[0], **options)
+
+
 def test_memory_plan_of_training(fp8):
     folder, expected = fp8
     plan = plug.memory_plan(folder, tokens=9, lora_rank=4)

@@ -128,3 +128,8 @@ def test_full_sizes():
             layer = getattr(presets, name)()
         assert sum(p.numel() for p in layer.parameters()) == number
         assert layer.w_importance == layer.w_load == 0
+
+
+def test_no_weight_of_a_loss_is_zero():
+    layer = presets.mixtral(16, 8, 4, 2, w_importance=None, w_load=0.3)
+    assert (layer.w_importance, layer.w_load) == (0, 0.3)

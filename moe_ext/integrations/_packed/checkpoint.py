@@ -171,8 +171,8 @@ def _local(name: str | Path) -> Path:
     known = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", str(name))
     match = required(known, "name_or_folder", rule, str(name))
     if match[2]:
-        files = files_of_gguf(PurePosixPath(match[2]))
-        first, *_ = [hf_hub_download(match[1], str(file)) for file in files]
+        parts = files_of_gguf(PurePosixPath(match[2]))
+        first, *_ = [hf_hub_download(match[1], str(part)) for part in parts]
         return Path(first)
     # Folders have other formats of the same weights, and GGUF files come in many formats.
     return _local(snapshot_download(match[1], ignore_patterns=["*/*", "*.gguf", "*.bin", "*.pth"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import prod
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import get_layer_types_and_kwargs
 
-from moe_ext.checks import require_sizes
+from moe_ext._counting import experts_per_token
+from moe_ext.checks import require_at_least, require_dtype, require_sizes
 from moe_ext.formats import FormatName
 from moe_ext.integrations._packed.checkpoint import Checkpoint, head_dim, open_checkpoint
 from moe_ext.integrations._packed.errors import errors_of_function
@@ -29,7 +32,8 @@ class MemoryPlan:
     Attributes:
         experts: the packed experts.
         dense: the other weights, packed or not.
-        kv_cache: the keys and values of a generation; 0 for training.
+        kv_cache: the keys and values of a generation; 0 for training. The states of convolutions
+            and of recurrent layers are not counted, because they do not grow with the tokens.
         lora: the adapters, in float32.
         optimizer: the gradients and the two moments of Adam, in float32.
         activations: an estimate. For a generation: the largest layer. For training: the inputs of
@@ -87,6 +91,10 @@ def memory_plan(
         >>> print(memory_plan("path/to/model", batch=1, tokens=4096, memory=24e9))  # doctest: +SKIP
     """
     require_sizes("", batch=batch, tokens=tokens)
+    require_sizes("", 0, lora_rank=lora_rank)
+    require_dtype("memory_plan", dtype)
+    if memory is not None:
+        require_at_least(0, memory=memory)
     checkpoint = open_checkpoint(name_or_folder, config)
 
     weights = _weights(checkpoint, dtype, packed_linear)
@@ -169,9 +177,12 @@ def _cached_numbers(skeleton: Any, tokens: int) -> int:
         size = config.kv_lora_rank + config.qk_rope_head_dim
     else:
         size = 2 * heads * head_dim(config)
-    layers = getattr(config, "layer_types", None) or ["full"] * config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or tokens
-    lengths = [min(tokens, window) if "sliding" in kind else tokens for kind in layers]
+    lengths: list[int] = []
+    for kind, options in zip(*get_layer_types_and_kwargs(config), strict=True):
+        if "sliding_window" in options:  # the cache leaves out the next token
+            lengths.append(min(tokens, int(options["sliding_window"]) - 1))
+        elif not re.search("linear|conv|mamba|dummy", kind):
+            lengths.append(tokens)
     return sum(lengths) * int(size)
 
 
@@ -191,7 +202,7 @@ def _lora_numbers(skeleton: Any, rank: int) -> int:
 def _activations(skeleton: Any, batch: int, tokens: int, trains: bool, dtype: torch.dtype) -> int:
     config = skeleton.config.get_text_config()
     rows, d = batch * tokens, config.hidden_size
-    k = getattr(config, "num_experts_per_tok", 1)
+    k = experts_per_token(skeleton) or 1
     widths = [
         sum(p.shape[1] + p.shape[2] for p in module.parameters() if p.dim() == 3)
         for module in experts_modules(skeleton).values()
