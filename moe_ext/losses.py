@@ -122,6 +122,8 @@ def add_loss(y: Tensor, loss: Tensor) -> Tensor:
     require_tensor("add_loss", y=y, loss=loss)
     require_shape("add_loss", (), loss=loss)
     same: Tensor = _AddLoss.apply(y, loss)
+    if not same.is_nested:  # no autograd view, so that it can be changed in place
+        same = torch.ops.aten._unsafe_view(same, same.shape)
     return same
 
 

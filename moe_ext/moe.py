@@ -664,6 +664,8 @@ class KeepAux(nn.Module):
 
     Raises:
         TypeError: adds_loss is not a bool.
+        ValueError: the forward pass is recomputed by reentrant checkpointing, in which ``aux.loss``
+            has no gradient; adds_loss must be True, or the losses must have the weight 0.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))
@@ -683,14 +685,22 @@ class KeepAux(nn.Module):
         y, aux = self.layer(*args, **options)
         if self.adds_loss:
             y = add_loss(y, aux.loss)
-            if not y.is_nested:  # no autograd view, as `MoE` itself
-                y = torch.ops.aten._unsafe_view(y, y.shape)
             aux = tree_map_only(Tensor, Tensor.detach, aux)
+        elif self.aux is not None and not torch.compiler.is_compiling() and _in_backward():
+            rule = "be True with reentrant checkpointing, which computes no gradient of aux.loss "
+            rule += "(or pass use_reentrant=False)"
+            lost = aux.loss.requires_grad and not self.aux.loss.requires_grad
+            require(not lost, "KeepAux: adds_loss", rule, False)
         self.aux = aux
         return y
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"aux": None}
+
+
+def _in_backward() -> bool:
+    """Returns whether a backward pass runs in this thread: a forward pass is then recomputed."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _add_identity(y: Tensor, x: Tensor, routing: Routing, experts: range) -> Tensor:

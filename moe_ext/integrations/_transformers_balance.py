@@ -15,6 +15,7 @@ from moe_ext._plain_names import plain_names
 from moe_ext.checks import require, require_at_least
 from moe_ext.integrations._transformers_experts import experts_modules
 from moe_ext.losses import cv_squared, importance_loss
+from moe_ext.moe import _in_backward
 
 __all__ = ["LayerBalance", "ModelBalance", "balance"]
 
@@ -285,6 +286,7 @@ class _Recorder:
     def reset(self) -> None:
         for total in (self.importance, self.load, self.num_tokens):
             total.zero_()
+        self.last_importance = None
 
     def result(self) -> LayerBalance:
         importance, load = self.importance.clone(), self.load.long()
@@ -327,11 +329,6 @@ def _importance(
         gates = gates.where(mask, 0)
     expert_index = expert_index.long().clamp(max=num_experts)
     return ops.importance(gates, expert_index, num_experts + 1)[:num_experts]
-
-
-def _in_backward() -> bool:
-    """Returns whether a backward pass runs in this thread: a forward pass is then recomputed."""
-    return torch._C._current_graph_task_id() != -1
 
 
 # As an operator, this function also runs in compiled models, where it sees recomputation too.

@@ -283,6 +283,8 @@ class MoELSTM(nn.Module):
             (memory_slots,) = require_sizes("MoELSTM", memory_slots=memory_slots)
         self.memory_slots = memory_slots
         (self.batch_first,) = require_bool("MoELSTM", batch_first=batch_first)
+        if gather_experts is not None:
+            require_bool("MoELSTM", gather_experts=gather_experts)
         self.gather_experts = gather_experts
         parallel = parallel_options("MoELSTM", process_group, parallel)
         self.ranks: Ranks | None = None  # balance their sequences together

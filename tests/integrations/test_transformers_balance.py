@@ -132,6 +132,7 @@ def test_hooks_are_removed_and_results_stay():
     assert not any(module._forward_pre_hooks for module in experts_modules(model).values())
     measured.reset()
     assert [layer.load.sum() for layer in measured.layers] == [0] * LAYERS
+    assert all(recorder.last_importance is None for recorder in measured._recorders)
 
 
 def test_a_model_is_copied_while_it_is_measured():

@@ -270,6 +270,28 @@ def test_keep_aux_adds_the_loss():
         KeepAux(layer, adds_loss=1)
 
 
+def test_keep_aux_refuses_a_loss_without_gradient():
+    """Reentrant checkpointing runs the first forward pass without gradients."""
+    x = torch.randn(7, D, dtype=torch.float64, requires_grad=True)
+    for reentrant in (False, True):
+        layer = KeepAux(random_layer())
+        y = checkpoint(layer, x, use_reentrant=reentrant)
+        loss = y.square().sum() + layer.aux.loss
+        if reentrant:
+            with pytest.raises(ValueError, match="^KeepAux: adds_loss must be True with reentrant"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+def test_a_result_with_an_added_loss_can_be_changed():
+    y, loss = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
+    added = add_loss(2 * y, loss)
+    added += 1
+    added.sum().backward()
+    assert y.grad.tolist() == [2, 2] and loss.grad == 1
+
+
 def test_an_added_loss_is_scaled_as_given():
     y, loss = torch.zeros(2, requires_grad=True), torch.ones((), requires_grad=True)
     (5 * add_loss(y, loss * 3)).sum().backward()
