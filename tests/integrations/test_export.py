@@ -966,3 +966,14 @@ def test_peak_of_memory_while_saving(format, tmp_path):
     parameter = 12 * 256 * 256 * (2 if format == "bfloat16" else 17 / 32) / MIB
     expert = 256 * 256 * 4 / MIB
     assert peak < parameter + 12 * expert < 4 * 12 * 3 * 128 * 256 * 2 / MIB
+
+
+@pytest.mark.parametrize("format", ["unchanged", "merged"])
+def test_peak_of_memory_while_saving_float_experts(format, tmp_path):
+    """The weights of one layer are converted at a time."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 12}
+    tiny("qwen3_moe", num_hidden_layers=4, **sizes).save_pretrained(tmp_path / "model")
+    model = load(tmp_path / "model")
+    peak = peak_mib(lambda: save(model, tmp_path / format, format))
+    assert different_files(tmp_path / "model", tmp_path / format) == []
+    assert peak < 1.5 * 12 * 3 * 128 * 256 * 4 / MIB
