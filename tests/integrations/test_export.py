@@ -862,6 +862,8 @@ def test_other_methods_of_peft(method, tmp_path):
     rule = rf"^save: model.{path} must have LoRA of PEFT .* got 'peft.tuners.\w*{method}"
     refused(rule, tuned, tmp_path / "merged", "merged")
     refused("must have LoRA of PEFT", model, tmp_path / "floats", "bfloat16")
+    save(tuned, tmp_path / "same")
+    assert different_files(tmp_path / "model", tmp_path / "same") == []
     with tuned.disable_adapter():
         save(tuned, tmp_path / "merged", "merged")
     assert different_files(tmp_path / "model", tmp_path / "merged") == []
@@ -980,3 +982,14 @@ def test_peak_of_memory_while_saving(format, tmp_path):
     parameter = 12 * 256 * 256 * (2 if format == "bfloat16" else 17 / 32) / MIB
     expert = 256 * 256 * 4 / MIB
     assert peak < parameter + 12 * expert < 4 * 12 * 3 * 128 * 256 * 2 / MIB
+
+
+@pytest.mark.parametrize("format", ["unchanged", "merged"])
+def test_peak_of_memory_while_saving_float_experts(format, tmp_path):
+    """The weights of one layer are converted at a time."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 12}
+    tiny("qwen3_moe", num_hidden_layers=4, **sizes).save_pretrained(tmp_path / "model")
+    model = load(tmp_path / "model")
+    peak = peak_mib(lambda: save(model, tmp_path / format, format))
+    assert different_files(tmp_path / "model", tmp_path / format) == []
+    assert peak < 1.5 * 12 * 3 * 128 * 256 * 4 / MIB

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -25,6 +25,7 @@ from moe_ext.integrations._packed.stored_tensors import (
     read_gguf,
     safetensors_header,
 )
+from moe_ext.integrations._transformers_experts import experts_modules
 
 __all__ = ["rewrite"]
 
@@ -135,6 +136,8 @@ class _SourceTensors:
         self._state: dict[str, Tensor] = {}
         self._adapted = {f"{path}.weight" for path in model.linear if merge}
         self._names: dict[str, str] = {}  # in the model, of weights that are computed when needed
+        self._float_experts: dict[str, str] = {}  # the module of each weight that is converted late
+        self._converted: tuple[str, dict[str, Tensor]] = "", {}  # the weights of the last module
         self._read_state(checkpoint.is_gguf)
         written = {
             self._state[name].data_ptr() for name in checkpoint.places if name in self._state
@@ -148,12 +151,20 @@ class _SourceTensors:
         """Finds the present weights outside packed experts, by the names of the checkpoint."""
         model = self._model
         late = self._adapted | model.packed_linear()
+        whole = model.skeleton.state_dict()
+        if not is_gguf:  # whose files have the weights as they are
+            for path in experts_modules(model.skeleton):
+                if path in model.experts:
+                    continue
+                own = {name: whole.pop(name) for name in _names_of(path, whole)}
+                converted = revert_weight_conversion(model.model, own)
+                self._float_experts |= dict.fromkeys(converted, path)
         state = {
             # Has the shape, and an address of its own, but no values.
             name: torch.empty(1).expand(weight.shape)
             if name in late
             else model.weight(name, merge=False)
-            for name, weight in model.skeleton.state_dict().items()
+            for name, weight in whole.items()
             if model.owner(name) is None
         }
         if is_gguf:
@@ -168,6 +179,18 @@ class _SourceTensors:
                 rule = "be one tensor of the checkpoint, to merge its adapters"
                 refuse(name, rule, "a part of another one")
             self._names[renamed_to] = name
+
+    def _present(self, name: str) -> Tensor:
+        """Returns a present weight; converts those of one module of float experts at a time."""
+        path = self._float_experts.get(name)
+        if path is None:
+            return self._state[name]
+        if self._converted[0] != path:
+            self._converted = "", {}  # frees those of the last module
+            names = _names_of(path, self._model.skeleton.state_dict())
+            own = {name: self._model.weight(name, merge=False) for name in names}
+            self._converted = path, revert_weight_conversion(self._model.model, own)
+        return self._converted[1][name]
 
     def tensors_at(self, entry: Bytes) -> Iterator[Tensor]:
         """Returns the tensor of a range of bytes, in one or more parts."""
@@ -217,7 +240,8 @@ class _SourceTensors:
         return quantized_as(place.module, rows, stored)
 
     def _dense_tensors(self, name: str, place: Place, entry: Bytes) -> Iterator[Tensor]:
-        require(name in self._state, "model", f"have the weight {name}", "none")
+        known = name in self._state or name in self._float_experts
+        require(known, "model", f"have the weight {name}", "none")
         stored, part = place
         late = self._names.get(name)
         is_merged = late is not None
@@ -226,7 +250,7 @@ class _SourceTensors:
             return
 
         def value() -> Tensor:
-            whole = self._state[name] if late is None else self._model.weight(late)
+            whole = self._present(name) if late is None else self._model.weight(late)
             return whole if part is None else part(whole)
 
         if stored.format is None and stored.ggml_type is None:
@@ -263,6 +287,11 @@ def _places(module: str, layer: int, tensors: LayerTensors) -> Iterator[_ExpertP
         for e, stored in enumerate(stack):
             index = e if isinstance(part, list) else None
             yield _ExpertPlace(module, layer, tensors, p, stored, index)
+
+
+def _names_of(path: str, names: Iterable[str]) -> list[str]:
+    """Returns the names of the parameters of a module, without those of its children."""
+    return [name for name in names if name.rpartition(".")[0] == path]
 
 
 def _fitting(value: Tensor, shape: tuple[int, ...]) -> Tensor:
