@@ -234,7 +234,6 @@ CALLS = {
     "batchwise_loss(x, torch.ones(D), x[0] > 0)": r"mask must have shape \(3, 3\), got \(3,\)",
     "lstm(memory_slots=0)": "^MoELSTM: memory_slots must be at least 1, got 0",
     "lstm(dropout=1.0)": r"^MoELSTMCell: dropout must be in \[0, 1\), got 1.0",
-    "lstm(gather_experts='x')": "^MoELSTM: gather_experts must be True or False, got 'x'$",
     "lstm(w_load=None)": "^MoELSTM: w_load must .*, got None$",
     "lstm(gate=SoftmaxGate(D + U, E + 1))": "^MoE: gate.num_experts must be 5, got 6",
     "lstm(d_hidden=0)": "^MoELSTMCell: d_hidden must be at least 1, got 0",
@@ -264,6 +263,7 @@ def test_values(call, pattern):
 
 
 TYPES = {
+    "lstm(gather_experts='x')": "^MoELSTM: gather_experts must be True or False, got 'x'$",
     "layer(recompute='no')": "^MoE: recompute must be True or False, got 'no'$",
     "layer(bias='yes')": "^FeedForwardExperts: bias must be True or False, got 'yes'$",
     "layer(expert_dtype=torch.int8)": "dtype must be a floating-point .*got torch.int8",
