@@ -862,6 +862,8 @@ def test_other_methods_of_peft(method, tmp_path):
     rule = rf"^save: model.{path} must have LoRA of PEFT .* got 'peft.tuners.\w*{method}"
     refused(rule, tuned, tmp_path / "merged", "merged")
     refused("must have LoRA of PEFT", model, tmp_path / "floats", "bfloat16")
+    save(tuned, tmp_path / "same")
+    assert different_files(tmp_path / "model", tmp_path / "same") == []
     with tuned.disable_adapter():
         save(tuned, tmp_path / "merged", "merged")
     assert different_files(tmp_path / "model", tmp_path / "merged") == []

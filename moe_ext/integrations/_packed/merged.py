@@ -24,6 +24,7 @@ from moe_ext.lora._pairs import joined
 __all__ = ["MergedExperts", "MergedModel"]
 
 _PAIRS = torch.float32  # the dtype in which adapters are added to weights
+_TIED = "be tied to {}, without adapters (or set config.tie_word_embeddings to False)"
 
 
 class MergedExperts:
@@ -113,7 +114,7 @@ class MergedModel:
         skeleton: the model as transformers makes it, on the meta device.
         tensors: its tensors on the meta device, by name; each tied tensor once.
         experts: the packed experts, by the path of their module.
-        linear: the paths of the linear layers with active adapters of PEFT.
+        linear: the paths of the layers with active adapters of PEFT.
     """
 
     def __init__(self, model: Any) -> None:
@@ -131,23 +132,25 @@ class MergedModel:
         self._adapted: dict[str, Any] = _layers_of_peft(self.model)
         first: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
+        self._tied: dict[str, str] = {}
         for name, tensor in self.skeleton.state_dict(keep_vars=True).items():
             if id(tensor) in first:
-                self._require_tied(name, first[id(tensor)])
+                self._tied[name] = first[id(tensor)]
             else:
                 first[id(tensor)] = name
                 self.tensors[name] = tensor
+        for name, source in self._tied.items():
+            own, tied = (self.weight(key, merge=False) for key in (name, source))
+            is_tied = own.dtype == tied.dtype and torch.equal(own, tied)
+            require(is_tied, name, _TIED.format(source), "other values")
         self.linear: list[str] = [*self._adapted]
-        for path in self.linear:
-            self.pair(path)  # refuses other adapters
 
-    def _require_tied(self, name: str, first: str) -> None:
-        """Requires that a tensor is the one to which the configuration ties it."""
-        rule = f"be tied to {first}, without adapters (or set config.tie_word_embeddings to False)"
-        require(self.pair(_path(name)) is None, name, rule, "adapters")
-        own, other = (self.weight(key, merge=False) for key in (name, first))
-        is_tied = own.dtype == other.dtype and torch.equal(own, other)
-        require(is_tied, name, rule, "other values")
+    def require_mergeable(self) -> None:
+        """Requires that all active adapters can be merged."""
+        for name, source in self._tied.items():
+            require(_path(name) not in self._adapted, name, _TIED.format(source), "adapters")
+        for path in self.linear:
+            self.pair(path)
 
     def owner(self, name: str) -> MergedExperts | None:
         """Returns the packed experts to which a tensor belongs; None for other tensors."""

@@ -68,8 +68,9 @@ def save(
       all experts in this format.
     - "gguf_adapter": a GGUF file with the active adapters alone, for ``--lora`` of llama.cpp.
 
-    Adapters are those of `moe_ext.add_lora` on experts and those of PEFT on linear layers. Only
-    active adapters are merged: each weight becomes W + scale A B, in float32, and is rounded once.
+    Adapters are those of `moe_ext.add_lora` on experts and LoRA of PEFT on linear layers. Only
+    adapters that are active and not disabled are merged: each weight becomes W + scale A B, in
+    float32, and is rounded once. Other adapters of PEFT are an error, unless they are disabled.
     An expert whose adapters add nothing keeps its bytes. The model does not change.
 
     The function reads and writes one tensor at a time, or the float weights of one layer. For
@@ -87,15 +88,18 @@ def save(
         quiet: print nothing.
 
     Raises:
-        ValueError: the format is unknown, or it cannot hold a weight or the configuration. With
-            "unchanged" and "merged": the model is not from `load`, or `quantize_experts` has packed
-            its experts. With "unchanged": a dense weight that is packed in the checkpoint has
-            changed.
+        ValueError: the format is unknown, or it cannot hold a weight or the configuration. An
+            adapter of PEFT cannot be merged. The last layer differs from the embedding to which
+            the configuration ties it. With "unchanged" and "merged": the model is not from `load`,
+            or `quantize_experts` has packed its experts. With "unchanged": a dense weight that is
+            packed in the checkpoint has changed.
         ImportError: the package gguf is not installed.
     """
     require_one_of("format", get_args(SaveFormat), format)
     require_sizes("", shard_size=shard_size)
     merged, target = MergedModel(model), Path(path)
+    if format != "unchanged":
+        merged.require_mergeable()
     quantizer = getattr(merged.model, "hf_quantizer", None)
     checkpoint: Checkpoint | None = getattr(quantizer, "checkpoint", None)
     is_gguf = format.startswith("gguf")
