@@ -46,7 +46,7 @@ def adapted(model, targets=ATTENTION, seed=4, **options):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, **options))
 
 
-def both(path, **options):
+def packed_and_floats(path, **options):
     """Loads a file with packed linear layers and with floats."""
     return [load(path, packed_linear=packed, **options) for packed in (True, False)]
 
@@ -67,7 +67,7 @@ OPTIONS = {
 def test_equals_float_layers(mixed, options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`lora_bias=True`")  # PEFT cannot merge it
-        models = [adapted(model, **OPTIONS.get(options, {})) for model in both(mixed)]
+        models = [adapted(model, **OPTIONS.get(options, {})) for model in packed_and_floats(mixed)]
     packed, floats = map(losses_of, models)
     assert adapters_of(models[0]).keys() == adapters_of(models[1]).keys()
     trained = {name: floats[name] for name in adapters_of(models[1])}
@@ -92,7 +92,7 @@ def test_no_warning_and_no_dequantized_weight(mixed, monkeypatch):
 def test_half_precision(mixed):
     """The adapters are in float32, as PEFT's on float layers, unless they are not to be cast."""
     exact, packed, floats = (
-        adapted(model) for model in (load(mixed), *both(mixed, dtype=torch.bfloat16))
+        adapted(model) for model in (load(mixed), *packed_and_floats(mixed, dtype=torch.bfloat16))
     )
     for model in (packed, floats):
         assert {p.dtype for p in adapters_of(model).values()} == {torch.float32}
@@ -139,7 +139,7 @@ def test_files_of_peft(mixed, tmp_path):
     """PEFT's files fit the packed layer and the float one."""
     model = adapted(load(mixed, packed_linear=True))
     model.save_pretrained(tmp_path)
-    for base in both(mixed):
+    for base in packed_and_floats(mixed):
         loaded = peft.PeftModel.from_pretrained(base, tmp_path)
         assert error(logits_of(loaded), logits_of(model)) < 1e-5
 
@@ -153,7 +153,7 @@ def test_files_with_experts(mixed, tmp_path):
         if ".b_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     integration.save_adapter(model, tmp_path)
-    for base in both(mixed):
+    for base in packed_and_floats(mixed):
         report = integration.load_adapter(base, tmp_path)
         assert "" in report.trained
         assert error(logits_of(base), logits_of(model)) < 1e-5
@@ -168,7 +168,7 @@ def test_merged_files(name, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     write(source, model_type, kind, **sizes)
-    models = [adapted(model, ["q_proj", "o_proj"]) for model in both(source)]
+    models = [adapted(model, ["q_proj", "o_proj"]) for model in packed_and_floats(source)]
     for format in ("merged", "float32"):
         for i, model in enumerate(models):
             plug.save(model, tmp_path / f"{format}_{i}", format)
@@ -189,7 +189,7 @@ def test_merged_weights_are_rounded_once(tmp_path):
     (tmp_path / "source").mkdir()
     write(tmp_path / "source", "qwen3_moe", "fp8")
     path = "model.layers.0.self_attn.q_proj"
-    models = both(tmp_path / "source", dtype=torch.bfloat16)
+    models = packed_and_floats(tmp_path / "source", dtype=torch.bfloat16)
     exact = load(tmp_path / "source").get_submodule(path).weight.detach()
     errors = []
     for i, model in enumerate(models):
@@ -205,7 +205,7 @@ def test_merged_weights_are_rounded_once(tmp_path):
 @pytest.mark.parametrize("format", ["gguf", "gguf_adapter"])
 def test_gguf(mixed, format, tmp_path):
     written = [tmp_path / f"{i}.gguf" for i in range(2)]
-    for model, path in zip(both(mixed), written, strict=True):
+    for model, path in zip(packed_and_floats(mixed), written, strict=True):
         plug.save(adapted(model), path, format)
     assert written[0].read_bytes() == written[1].read_bytes()
 

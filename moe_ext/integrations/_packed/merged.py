@@ -139,16 +139,16 @@ class MergedModel:
             else:
                 first[id(tensor)] = name
                 self.tensors[name] = tensor
-        for name, other in self._tied.items():
-            own, tied = (self.weight(key, merge=False) for key in (name, other))
+        for name, source in self._tied.items():
+            own, tied = (self.weight(key, merge=False) for key in (name, source))
             is_tied = own.dtype == tied.dtype and torch.equal(own, tied)
-            require(is_tied, name, _TIED.format(other), "other values")
+            require(is_tied, name, _TIED.format(source), "other values")
         self.linear: list[str] = [*self._adapted]
 
     def require_mergeable(self) -> None:
         """Requires that all active adapters can be merged."""
-        for name, other in self._tied.items():
-            require(_path(name) not in self._adapted, name, _TIED.format(other), "adapters")
+        for name, source in self._tied.items():
+            require(_path(name) not in self._adapted, name, _TIED.format(source), "adapters")
         for path in self.linear:
             self.pair(path)
 
