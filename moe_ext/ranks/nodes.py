@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -97,14 +96,8 @@ class NodeExchange(Exchange):
         """Sends the tokens to the owners of their experts; see `Exchange.run`."""
         require(values is None, "NodeExchange: values", "be None", values)
 
-        has_backward = torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad)
-
         def forward(chunk: int, received: Received) -> tuple[Tensor, Sequence[Tensor]]:
-            gates = received.gates
-            if has_backward and not gates.requires_grad:
-                # The gates stayed on the token's rank. All ranks must run backward together.
-                gates = gates.detach().requires_grad_()
-            slots = gates, received.expert_index, received.token_offsets
+            slots = received.gates, received.expert_index, received.token_offsets
             y, _, _ = self.within.run(received.x, *slots, lambda _, local: compute(chunk, local))
             return y, ()
 
