@@ -195,7 +195,7 @@ class Exchange:
         if self.chunks_of == "experts":
             chunks = [blocks(experts, num_chunks) for experts in owned]
         else:  # chunk c has the numbers from c · E on
-            first_numbers = range(0, num_chunks * num_experts, num_experts)
+            first_numbers = [c * num_experts for c in range(num_chunks)]
             chunks = [[range(i + e.start, i + e.stop) for i in first_numbers] for e in owned]
         destinations = [chunks[rank][c] for c in range(num_chunks) for rank in range(size)]
         self.chunk_sizes: list[int] = [len(experts) for experts in chunks[ranks.rank]]
@@ -320,7 +320,8 @@ class Exchange:
         number = self._number(expert_index, token_offsets)
         plan = ops.dispatch_plan(order.position[number], len(order.position))
         counts_out = plan.tokens_per_expert[order.position]
-        tokens_per_expert = counts_out.view(-1, self.placement.num_experts).sum(0)
+        parts = 1 if self.chunks_of == "experts" else self.num_chunks
+        tokens_per_expert = counts_out.view(parts, self.placement.num_experts).sum(0)
         one_slot = token_offsets is None and expert_index.shape[1] == 1
         by_row = values is None and (self.unit == "rows" or one_slot)
         copies = self._copies(by_row, number, token_offsets, plan, order)

@@ -36,6 +36,7 @@ def layer_of(options, process_group=None, **shared):
     [
         {},  # 2, 2, 2 and 1 experts: 4 and 3 on a node
         {"num_experts": 3, "k": 1},  # a rank without experts
+        {"num_experts": 2, "k": 2},  # a node without experts
         {"num_experts": 8, "capacity": 0.6},  # tokens with different numbers of experts
     ],
 )
