@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.checks import require
+from moe_ext.ranks._groups import timeout_of
 from moe_ext.ranks._rows import scale_grad
 from moe_ext.ranks.collectives import Ranks
 from moe_ext.ranks.exchange import Exchange, Received
@@ -122,10 +123,10 @@ def _groups_of_nodes(ranks: Ranks, ranks_per_node: int) -> tuple[Ranks, Ranks]:
             members[place::ranks_per_node],
             members[node * ranks_per_node : (node + 1) * ranks_per_node],
         )
-        backend = dist.get_backend_config(ranks.group)
+        timeout, backend = timeout_of(ranks.group), dist.get_backend_config(ranks.group)
         groups = []
         for numbers in members_of_groups:
-            group = dist.new_group(numbers, backend=backend, use_local_synchronization=True)
+            group = dist.new_group(numbers, timeout, backend, use_local_synchronization=True)
             assert isinstance(group, ProcessGroup)  # this rank is a member
             groups.append(Ranks(group))
         groups_of_size[ranks_per_node] = groups[0], groups[1]
