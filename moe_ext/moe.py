@@ -308,8 +308,8 @@ class MoE(FormerCapacity, nn.Module):
             gate, for_flat_gates, d_model=d_model, num_experts=self._num_choices, k=k
         )
         parallel = parallel_options("MoE", process_group, parallel)
-        self.dispatcher: Dispatcher = make_dispatcher(parallel, gate, num_experts)
-        local = self.dispatcher.local_experts
+        sharding = None if parallel is None else ExpertSharding(parallel, gate, num_experts)
+        local = range(num_experts) if sharding is None else sharding.local_experts
         if experts is None:
             experts = FeedForwardExperts(
                 len(local),
@@ -322,7 +322,6 @@ class MoE(FormerCapacity, nn.Module):
                 dtype=dtype if expert_dtype is None else expert_dtype,
                 first_expert=local.start,
             )
-        sharding = self.dispatcher.sharding
         if sharding is not None:
             sharding.require_experts(experts)
         self.experts = checked_experts(experts, d_model=d_model, num_experts=len(local))
@@ -331,6 +330,8 @@ class MoE(FormerCapacity, nn.Module):
             require(width in (None, d_model), "MoE: experts.d_output", rule, width)
         self._fused = self.experts.fused
         self.shared_expert: nn.Module | None = checked_shared_expert(shared_expert, d_model)
+        # Last, because it may change the gate.
+        self.dispatcher: Dispatcher = make_dispatcher(sharding, gate, num_experts)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a layer from a pickle, also of an earlier version."""

@@ -13,7 +13,7 @@ from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import refuse
 from moe_ext.dispatch._groups import GroupExchange
-from moe_ext.dispatch._sharding import ExpertParallel, ExpertSharding
+from moe_ext.dispatch._sharding import ExpertSharding
 from moe_ext.gates import Gate, HierarchicalGate
 from moe_ext.ops._dtypes import cast as cast_to
 from moe_ext.ranks import Exchange, Ranks
@@ -179,20 +179,19 @@ class _GroupDispatcher(Dispatcher):
         return _without_view(y), routing, tokens_per_expert
 
 
-def make_dispatcher(parallel: ExpertParallel | None, gate: Gate, num_experts: int) -> Dispatcher:
+def make_dispatcher(sharding: ExpertSharding | None, gate: Gate, num_experts: int) -> Dispatcher:
     """Makes the dispatcher of a layer; the gate then has the groups of this rank only.
 
     Args:
-        parallel: how ranks share the experts; None: this process has all of them.
+        sharding: how ranks share the experts; None: this process has all of them.
         gate: the gate of the layer.
         num_experts: see `Dispatcher`.
 
     Raises:
-        ValueError: the gate does not support the options.
+        ValueError: the gate has the groups of one rank only already.
     """
-    if parallel is None:
+    if sharding is None:
         return LocalDispatcher(num_experts)
-    sharding = ExpertSharding(parallel, gate, num_experts)
     if sharding.group_exchange is not None:
         assert sharding.local_groups is not None
         cast(HierarchicalGate, uncompiled(gate)).keep_groups(sharding.local_groups)

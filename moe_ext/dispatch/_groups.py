@@ -159,6 +159,8 @@ class GroupExchange:
             decisions = selected.gates, selected.expert_in_group.to(torch.int32)
             if selected.slot_offsets is None:
                 return y, decisions
+            if torch.is_grad_enabled():  # for frozen gates too: all ranks run backward together
+                selected.gates.requires_grad_()
             ragged.append(_Decisions(*decisions, selected.slot_offsets, num_slots))
             return y, (selected.slot_offsets.diff().to(torch.int32),)
 

@@ -57,6 +57,7 @@ def distribute_experts(
         in_lstm = any(layer is part for lstm in lstms for part in lstm.modules())
         require(not in_lstm, f"{owner}: model", "have no MoELSTM with sharded experts", "one")
         _require_rows(owner, layer, sharding)
+        require_even(owner, sharding)
     for layer, sharding in layers:
         device = next(layer.parameters()).device
         mesh = mesh_of(sharding.layout.expert_parallel, process_group, device)
@@ -70,7 +71,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _require_rows(owner: str, layer: MoE, sharding: ExpertSharding) -> None:
-    """Raises ValueError unless Shard(0) describes the parameters of a layer's experts."""
+    """Raises ValueError unless each parameter of a layer's experts has a row for each of them."""
     experts = unwrapped_module(layer.experts)
     kind = type(experts).__name__
     rule = "have parameters with one row for each expert"
@@ -79,7 +80,11 @@ def _require_rows(owner: str, layer: MoE, sharding: ExpertSharding) -> None:
         rule = "be floating-point, not packed"
         is_float = entry.param.is_floating_point()
         require(is_float, f"{owner}: {name} of {kind}", rule, entry.param.dtype)
-    counts, total = sharding.placement.counts, layer.num_experts
+
+
+def require_even(owner: str, sharding: ExpertSharding) -> None:
+    """Raises ValueError unless the ranks have as many experts each as Shard(0) gives them."""
+    counts, total = sharding.placement.counts, sharding.placement.num_experts
     size = -(-total // len(counts))
     wanted = [max(min(size, total - rank * size), 0) for rank in range(len(counts))]
     rule = f"give the ranks {wanted} experts, as Shard(0) does (a multiple of {len(counts)} does)"

@@ -11,8 +11,8 @@ from moe_ext._compiled import unwrapped_module
 from moe_ext.checks import require
 from moe_ext.dispatch import ExpertParallel
 from moe_ext.dispatch._dispatchers import make_dispatcher
-from moe_ext.dispatch._sharding import parallel_options
-from moe_ext.distributed._dtensors import distribute_experts
+from moe_ext.dispatch._sharding import ExpertSharding, parallel_options
+from moe_ext.distributed._dtensors import distribute_experts, require_even
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.moe import MoE
 
@@ -64,19 +64,20 @@ class ExpertParallelStyle(ParallelStyle):
         rule = "be made without a process group"
         require(layer.sharding is None, f"{owner}: module", rule, layer.sharding)
         options = replace(self._parallel, process_group=device_mesh)
+        # The layer does not change before all checks.
+        sharding = ExpertSharding(options, layer.gate, layer.num_experts)
+        sharding.require_experts(experts)
+        require_even(owner, sharding)
         group = device_mesh.get_group()
         if self.src_data_rank is not None:
             for value in (*layer.parameters(), *layer.buffers()):
                 if not value.is_meta:
                     dist.broadcast(value.detach(), group_src=self.src_data_rank, group=group)
-        dispatcher = make_dispatcher(options, layer.gate, layer.num_experts)
-        assert dispatcher.sharding is not None  # its options have a mesh
-        dispatcher.sharding.require_experts(experts)
-        local = dispatcher.local_experts
+        layer.dispatcher = make_dispatcher(sharding, layer.gate, layer.num_experts)
+        local = sharding.local_experts
         for name, param in experts.named_parameters():
             rows = param.detach()[local.start : local.stop].clone()
             setattr(experts, name, nn.Parameter(rows, param.requires_grad))
         experts.num_experts, experts.first_expert = len(local), local.start
-        layer.dispatcher = dispatcher
         distribute_experts(layer, device_mesh)
         return module

@@ -50,10 +50,13 @@ def clip_grad_norm_(
             None: model is whole.
 
     Raises:
-        TypeError: stages is not a process group.
+        TypeError: model is not an `nn.Module`, or stages is not a process group.
         ValueError: max_norm is negative or not a number, or norm_type is not above 0.
         RuntimeError: error_if_nonfinite is set and the norm is infinite or NaN.
     """
+    if not isinstance(model, nn.Module):
+        rule = "be an nn.Module (not its parameters, as for torch's function)"
+        raise TypeError(f"clip_grad_norm_: model must {rule}, got {type(model).__name__}")
     holds = isinstance(max_norm, Real) and max_norm >= 0
     require(holds, "clip_grad_norm_: max_norm", "be a number, at least 0", max_norm)
     norm_type = float(norm_type)  # accepts "inf"

@@ -20,8 +20,7 @@ def duplicate(ranks: Ranks, backend: str | None = None, timeout: timedelta | Non
     if ranks.group is None or ranks.size == 1:
         return ranks
     if timeout is None:
-        device = next(iter(ranks.group._device_types))
-        timeout = ranks.group._get_backend(device).options._timeout
+        timeout = timeout_of(ranks.group)
     if backend is None:
         backend = dist.get_backend_config(ranks.group)
     some = ranks.size < dist.get_world_size()  # then only these ranks call this
@@ -29,3 +28,10 @@ def duplicate(ranks: Ranks, backend: str | None = None, timeout: timedelta | Non
     group = dist.new_group(members, timeout, backend, use_local_synchronization=some)
     assert isinstance(group, ProcessGroup)  # this rank is a member
     return Ranks(group)
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """Returns the timeout of a group, for more groups of its ranks."""
+    device = next(iter(group._device_types))
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout

@@ -195,7 +195,7 @@ class Exchange:
         if self.chunks_of == "experts":
             chunks = [blocks(experts, num_chunks) for experts in owned]
         else:  # chunk c has the numbers from c · E on
-            first_numbers = range(0, num_chunks * num_experts, num_experts)
+            first_numbers = [c * num_experts for c in range(num_chunks)]
             chunks = [[range(i + e.start, i + e.stop) for i in first_numbers] for e in owned]
         destinations = [chunks[rank][c] for c in range(num_chunks) for rank in range(size)]
         self.chunk_sizes: list[int] = [len(experts) for experts in chunks[ranks.rank]]
@@ -316,12 +316,12 @@ class Exchange:
         size, num_counts = self.ranks.size, sum(self.chunk_sizes) + self.num_chunks
         # From here to y, gradients are those that the experts need.
         x, gates = scale_grad(x, self.factor), scale_grad(gates, self.factor)
-        gates_need_gradient = gates.requires_grad
 
         number = self._number(expert_index, token_offsets)
         plan = ops.dispatch_plan(order.position[number], len(order.position))
         counts_out = plan.tokens_per_expert[order.position]
-        tokens_per_expert = counts_out.view(-1, self.placement.num_experts).sum(0)
+        parts = 1 if self.chunks_of == "experts" else self.num_chunks
+        tokens_per_expert = counts_out.view(parts, self.placement.num_experts).sum(0)
         one_slot = token_offsets is None and expert_index.shape[1] == 1
         by_row = values is None and (self.unit == "rows" or one_slot)
         copies = self._copies(by_row, number, token_offsets, plan, order)
@@ -348,10 +348,7 @@ class Exchange:
                 self._sender([copies.copy_index, *sent_rows], counts.rows_out, counts.rows_in)
             ]
             gates = torch.ones_like(inverse, dtype=gates.dtype)
-        has_backward = torch.is_grad_enabled() and (x.requires_grad or gates_need_gradient)
-        y, *row_values = self._compute_chunks(
-            senders, incoming, counts, compute, has_backward, meanwhile
-        )
+        y, *row_values = self._compute_chunks(senders, incoming, counts, compute, meanwhile)
         y = ops.combine(y, gates, inverse, copies_of_token)
         slot_values = [value.index_select(0, plan.inverse.reshape(-1)) for value in row_values]
         y, *slot_values = (scale_grad(value, 1 / self.factor) for value in (y, *slot_values))
@@ -387,7 +384,6 @@ class Exchange:
         incoming: Sequence[Tensor],
         counts: _Counts,
         compute: _Compute,
-        has_backward: bool,
         meanwhile: Callable[[], None] | None,
     ) -> Sequence[Tensor]:
         """Sends, computes and returns one chunk after the other.
@@ -398,7 +394,6 @@ class Exchange:
             incoming: see `_counts`.
             counts: the numbers of rows that this rank sends and receives.
             compute, meanwhile: see `run`.
-            has_backward: whether a backward pass follows.
 
         Returns:
             The sums that compute returned for the copies of this rank, and the values for its rows.
@@ -418,13 +413,13 @@ class Exchange:
                 coming = [send(c + 1) for send in senders]
             in_slots, by_copy = _slots(num_rows, num_copies[:, c], x, row_values)
             y, slot_values = compute(c, in_slots)
-            if has_backward and x.requires_grad:
+            if x.requires_grad:
                 # The experts may not use x; the ranks that sent it wait for its gradient.
                 y = with_backward_of(y, x)
             back: list[Tensor] = []
             if by_copy is not None:
                 back = [value.index_select(0, by_copy.inverse) for value in slot_values]
-            if has_backward:
+            if torch.is_grad_enabled():
                 for value in (y, *back):  # for frozen experts too: all ranks run backward together
                     if value.is_floating_point():
                         value.requires_grad_()

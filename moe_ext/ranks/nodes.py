@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.checks import require
+from moe_ext.ranks._groups import timeout_of
 from moe_ext.ranks._rows import scale_grad
 from moe_ext.ranks.collectives import Ranks
 from moe_ext.ranks.exchange import Exchange, Received
@@ -97,14 +97,8 @@ class NodeExchange(Exchange):
         """Sends the tokens to the owners of their experts; see `Exchange.run`."""
         require(values is None, "NodeExchange: values", "be None", values)
 
-        has_backward = torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad)
-
         def forward(chunk: int, received: Received) -> tuple[Tensor, Sequence[Tensor]]:
-            gates = received.gates
-            if has_backward and not gates.requires_grad:
-                # The gates stayed on the token's rank. All ranks must run backward together.
-                gates = gates.detach().requires_grad_()
-            slots = gates, received.expert_index, received.token_offsets
+            slots = received.gates, received.expert_index, received.token_offsets
             y, _, _ = self.within.run(received.x, *slots, lambda _, local: compute(chunk, local))
             return y, ()
 
@@ -129,10 +123,10 @@ def _groups_of_nodes(ranks: Ranks, ranks_per_node: int) -> tuple[Ranks, Ranks]:
             members[place::ranks_per_node],
             members[node * ranks_per_node : (node + 1) * ranks_per_node],
         )
-        backend = dist.get_backend_config(ranks.group)
+        timeout, backend = timeout_of(ranks.group), dist.get_backend_config(ranks.group)
         groups = []
         for numbers in members_of_groups:
-            group = dist.new_group(numbers, backend=backend, use_local_synchronization=True)
+            group = dist.new_group(numbers, timeout, backend, use_local_synchronization=True)
             assert isinstance(group, ProcessGroup)  # this rank is a member
             groups.append(Ranks(group))
         groups_of_size[ranks_per_node] = groups[0], groups[1]

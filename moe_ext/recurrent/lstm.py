@@ -353,7 +353,10 @@ class MoELSTM(nn.Module):
 
         step = _CellStep(cell)
         if cell.moe.sharding is not None and cell.moe.sharding.exchange is not None:
-            num_steps_of_all, gather = self._plan_exchange(cell.moe.sharding, step, inputs)
+            num_steps_of_all, gather = self._plan_exchange(cell.moe.sharding, inputs)
+            if torch.is_grad_enabled():  # for frozen parts too: all ranks run backward together
+                h, c = (x if x.requires_grad else x.detach().requires_grad_() for x in state)
+                state = h, c
             if gather:
                 step = _CellStep(cell, cell.moe.sharding)
             elif num_steps < num_steps_of_all:
@@ -400,24 +403,22 @@ class MoELSTM(nn.Module):
         return f"{losses}, memory_slots={self.memory_slots}"
 
     def _plan_exchange(
-        self, sharding: ExpertSharding, step: _CellStep, inputs: Sequence[Tensor]
+        self, sharding: ExpertSharding, inputs: Sequence[Tensor]
     ) -> tuple[int, bool]:
         """Returns the largest number of time steps of a rank, and whether to gather the experts.
 
         All ranks call this together. inputs are x [S, B, D] and an optional mask [S, B].
         """
         x, *mask = inputs
-        num_rows = mask[0].count_nonzero() if mask else torch.tensor(len(x) * x.shape[1])
-        sizes = torch.stack([torch.tensor(len(x)), num_rows.cpu()]).to(x.device)
+        own_rows = mask[0].count_nonzero() if mask else torch.tensor(len(x) * x.shape[1])
+        sizes = torch.stack([torch.tensor(len(x)), own_rows.cpu()]).to(x.device)
         sizes_of_ranks = sharding.layout.expert_parallel.gather(sizes).tolist()
         num_steps = max(steps for steps, _ in sizes_of_ranks)
         if self.gather_experts is not None:
             return num_steps, self.gather_experts
-        saved = (*step.tensors, x)
-        backward = torch.is_grad_enabled() and any(value.requires_grad for value in saved)
-        rows, weights = exchanged_bytes(
-            self, num_steps, sum(rows for _, rows in sizes_of_ranks), backward=backward
-        )
+        num_rows = sum(rows for _, rows in sizes_of_ranks)
+        backward = torch.is_grad_enabled()  # the same on all ranks
+        rows, weights = exchanged_bytes(self, num_steps, num_rows, backward=backward)
         return num_steps, weights < rows
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:

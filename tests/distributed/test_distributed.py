@@ -38,7 +38,14 @@ from moe_ext import (
     TopKGate,
     ZLoss,
 )
-from moe_ext.distributed import AllToAll, Exchange, ExpertParallel, ExpertPlacement, Ranks
+from moe_ext.distributed import (
+    AllToAll,
+    Exchange,
+    ExpertParallel,
+    ExpertPlacement,
+    Ranks,
+    expert_parameters,
+)
 from moe_ext.gates import HierarchicalGate
 
 KINDS = {
@@ -644,3 +651,27 @@ def test_values_of_a_row_are_sent_together(group, rank):
     with torch.no_grad():
         (alone,) = AllToAll([values[1]], ranks, num_sent, num_received).wait_all()
     assert_same_bits(alone, received[1])
+
+
+@on_ranks(4)
+def test_parts_that_are_frozen_on_one_rank(group, rank):
+    """Nothing else needs a gradient: all ranks must run backward together."""
+    nodes = {"exchange": "nodes", "ranks_per_node": 2}
+    for gate, options in (
+        (TopKGate(D, 4, 2), {}),
+        (TopKGate(D, 4, 2), {"exchange": "tokens"}),
+        (TopKGate(D, 4, 1, renormalize=False), {"num_chunks": 2} | nodes),
+        (TopKGate(D, 4, 2), nodes),
+        (HierarchicalNoisyTopKGate(D, 4, 2, (2, 2)), {}),
+        (HierarchicalBalancedGate(D, 4, 2, (2, 1)), {}),
+    ):
+        layer = MoE(D, gate.num_experts, gate.k, gate=gate, **sharing(group, options))
+        gate.requires_grad_(False)
+        for entry in expert_parameters(layer).values():
+            entry.param.requires_grad_(rank > 0)
+        y, _ = layer(torch.ones(8, D))
+        y.sum().backward()
+        for param in layer.experts.parameters():
+            assert (param.grad is not None) == (rank > 0)
+        with torch.no_grad():
+            assert not layer(torch.ones(8, D))[0].requires_grad

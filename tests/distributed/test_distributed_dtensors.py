@@ -378,3 +378,10 @@ def test_the_style_shards_an_existing_model(group, rank):
         parallelize_module(nn.Linear(D, D), mesh, style)
     with pytest.raises(ValueError, match="^ExpertParallelStyle: module must be made without a"):
         parallelize_module(MoE(D, 4, 2, process_group=group), mesh, style)
+    layer = MoE(D, 5, 2)
+    before = layer.experts.weight_0.detach().clone() + rank
+    layer.experts.weight_0.data += rank
+    with pytest.raises(ValueError, match="^ExpertParallelStyle: num_experts = 5 must give the"):
+        parallelize_module(layer, mesh, style)
+    assert layer.sharding is None
+    assert_same_bits(layer.experts.weight_0, before)

@@ -150,6 +150,8 @@ def test_clipping_refuses_infinity_everywhere(group, rank):
     for max_norm in (-1.0, math.nan, "1"):
         with pytest.raises(ValueError, match="^clip_grad_norm_: max_norm must be a number, at l"):
             clip_grad_norm_(layer, max_norm)
+    with pytest.raises(TypeError, match="^clip_grad_norm_: model must be an nn.Module .*generator"):
+        clip_grad_norm_(layer.parameters(), 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

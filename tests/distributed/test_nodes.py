@@ -15,7 +15,7 @@ from one_process import (
     sharing,
     tokens_of,
 )
-from workers import on_ranks
+from workers import TIMEOUT, on_ranks
 
 from moe_ext import Experts, HierarchicalMoE, MoE, TopKGate
 from moe_ext.distributed import ExpertParallel, NodeExchange
@@ -36,6 +36,7 @@ def layer_of(options, process_group=None, **shared):
     [
         {},  # 2, 2, 2 and 1 experts: 4 and 3 on a node
         {"num_experts": 3, "k": 1},  # a rank without experts
+        {"num_experts": 2, "k": 2},  # a node without experts
         {"num_experts": 8, "capacity": 0.6},  # tokens with different numbers of experts
     ],
 )
@@ -124,6 +125,7 @@ def test_ranks_without_tokens_run_backward(group, rank):
 
 @on_ranks(4)
 def test_layers_share_the_groups_of_nodes(group, rank):
+    """The groups have the timeout of the ranks."""
     parallel = ExpertParallel(group, **NODES)
     first, second = (MoE(D, 4, 2, parallel=parallel).sharding.exchange for _ in range(2))
     assert isinstance(first, NodeExchange)
@@ -133,6 +135,9 @@ def test_layers_share_the_groups_of_nodes(group, rank):
         rank // 2 * 2,
         rank // 2 * 2 + 1,
     ]
+    for exchange in (first.between, first.within):
+        backend = exchange.ranks.group._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == TIMEOUT
 
 
 @on_ranks(4)
