@@ -33,11 +33,13 @@ class Part(NamedTuple):
         value: the part, which shares the memory of the model or the optimizer.
         first: value[i] is row first + i of the full tensor.
         size: number of rows of the full tensor. None: value is complete, or a DTensor.
+        is_buffer: whether ranks that have this part may have other values of it.
     """
 
     value: Any
     first: int = 0
     size: int | None = None
+    is_buffer: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -193,13 +195,15 @@ def flat(parts: Mapping[Key, Part]) -> dict[str, Any]:
 def model_parts(model: nn.Module) -> dict[Key, Part]:
     """Returns the parts of a model's state_dict. Raises TypeError if a value is not a tensor."""
     experts = expert_state(model)
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=True)
     parts: dict[Key, Part] = {}
     for key, name in plain_names(model, state).items():
         value, entry = state[key], experts.get(key)
         if not isinstance(value, Tensor):
             raise TypeError(f"model: {name} must be a tensor, got {type(value).__name__}")
-        parts["model", entry.name if entry else name] = _part(value, entry)
+        part = _part(value.detach(), entry)
+        is_buffer = not isinstance(value, nn.Parameter)
+        parts["model", entry.name if entry else name] = part._replace(is_buffer=is_buffer)
     return parts
 
 
