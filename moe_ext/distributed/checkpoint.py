@@ -162,7 +162,8 @@ class Checkpoints:
         Raises:
             ValueError: step is not a whole number of at least 0.
             CheckpointError: a rank failed in this save or in the preceding `async_save`, or state
-                contains another class. Existing checkpoints do not change.
+                contains another class. Or the folder has a later step, and no model was loaded
+                since the last save. Existing checkpoints do not change.
         """
         self.wait()
         (step,) = require_sizes("Checkpoints", 0, step=self._same_step(step))

@@ -17,6 +17,7 @@ from fractions import Fraction
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
 from one_process import files_in
 from torch import nn
@@ -450,6 +451,27 @@ def test_checkpoints_of_an_abandoned_run_do_not_come_back(tmp_path):
     assert checkpoints.steps() == [1, 2, 6]
     checkpoints.save(7, model)
     assert checkpoints.steps() == [1, 2, 6, 7]
+
+
+@on_ranks(2)
+def test_a_new_run_does_not_delete_later_checkpoints(group, rank, tmp_path):
+    model = nn.Linear(1, 1)
+    Checkpoints(tmp_path, group).save(100, model)
+    dist.barrier()
+    checkpoints = Checkpoints(tmp_path, group)
+    checkpoints.load()  # only looks at the other state
+    message = (
+        rf"step must be at least 100, the newest step in {tmp_path}, unless .*, got 50 \(rank 0"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.save(50, model)
+    checkpoints.async_save(60, model)
+    with pytest.raises(CheckpointError, match="got 60"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [100]
+    checkpoints.load(model)
+    checkpoints.save(50, model)  # goes back
+    assert checkpoints.steps() == [50]
 
 
 def test_a_damaged_latest_hides_no_checkpoint(tmp_path):
