@@ -21,6 +21,7 @@ from moe_ext.distributed._parameters import (
     expert_tensors,
     require_ranks,
     require_same_layers,
+    spread_layers,
 )
 from moe_ext.optim import split_parameters
 from moe_ext.ranks import Layout, Ranks
@@ -47,6 +48,10 @@ def parallelize(
     has replicas of the experts, the expert gradients are averaged over the replicas. Makes a
     process group for these all-reduces: all ranks must call this function together, those of all
     stages of a pipeline too.
+
+    Copies of a buffer are made equal in this call. Later, only "ddp" makes those of dense buffers
+    equal, before each forward pass. Copies of other buffers, such as the ``running_mean`` of
+    experts that are modules, follow the data of their rank.
 
     Args:
         model: the model of this rank. Each of its MoE layers must be made with a process_group or a
@@ -98,6 +103,11 @@ def parallelize(
         for entry in expert_parameters(model).values()
         if entry.layout.replicas.size > 1
     ]
+    for layer, sharding in spread_layers(model):
+        replicas = sharding.layout.replicas
+        for buffer in layer.experts.buffers() if replicas.size > 1 else ():
+            if not buffer.is_meta:
+                dist.broadcast(local_part(buffer.detach()), group_src=0, group=replicas.group)
     if dense == "fsdp":
         # The first forward pass writes the thresholds in place, which FSDP would lose.
         sharded = {entry.param for entry in expert_parameters(model).values()}
