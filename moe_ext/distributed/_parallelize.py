@@ -1,6 +1,6 @@
 """Data parallelism for the dense part of a model with sharded experts (Sec. 3.1)."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Literal, get_args
 from weakref import ref
@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require, require_one_of
-from moe_ext.distributed._blocks import parameters_over_replicas, shard_blocks
-from moe_ext.distributed._dtensors import distribute_experts, local_part
+from moe_ext.distributed._blocks import parameters_over_replicas, require_blocks, shard_blocks
+from moe_ext.distributed._dtensors import distribute_experts, local_part, require_distributable
 from moe_ext.distributed._gradient_averages import average_gradients, reduce_in
 from moe_ext.distributed._parameters import (
     expert_parameters,
@@ -93,6 +93,7 @@ def parallelize(
     if world.size == 1:
         return model
     require_same_layers("parallelize", model, world)
+    _require_parts(model, dense, blocks)
     # In one group, all-reduces of gradients and transfers of the experts would need the same order
     # on all ranks. Ranks that use different parameters have different orders.
     own = duplicate(world)
@@ -114,7 +115,7 @@ def parallelize(
         thresholds = [p for p in split_parameters(model).thresholds if p not in sharded]
         copied += [(param, own) for param in thresholds]
         _start_from_the_first(model, own)
-        by_fsdp = parameters_over_replicas(model)
+        by_fsdp = parameters_over_replicas(model, blocks)
         for param, copies in copied:
             if param in by_fsdp and not param.is_meta:
                 dist.broadcast(local_part(param.detach()), group_src=0, group=copies.group)
@@ -143,6 +144,24 @@ def parallelize(
 
     average_gradients(model, copied, reduce_dtype, is_due)
     return replica
+
+
+def _require_parts(model: nn.Module, dense: _Dense, blocks: Collection[nn.Module]) -> None:
+    """Raises ValueError if a part of the model does not fit; changes nothing."""
+    if blocks:
+        require_distributable(model)
+    entries = expert_parameters(model).values()
+    sharded = {entry.param for entry in entries}
+    copied = [param for param in split_parameters(model).thresholds if param not in sharded]
+    divided = set[nn.Parameter]()
+    if dense == "fsdp":
+        require_blocks(model, blocks, {*copied, *sharded})
+        divided = parameters_over_replicas(model, blocks)
+    copied += [entry.param for entry in entries if entry.layout.replicas.size > 1]
+    for param in copied:
+        rule = "not be on the meta device if ranks average copies of it"
+        holds = param in divided or not param.is_meta
+        require(holds, "parallelize: a parameter", rule, tuple(param.shape))
 
 
 def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
