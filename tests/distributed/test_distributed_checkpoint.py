@@ -956,6 +956,19 @@ def test_numbers_of_numpy(tmp_path):
         checkpoints.save(5, model, (), numpy.ones(2))
 
 
+def test_optimizers_must_be_a_list(tmp_path):
+    model, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path)
+    adam = torch.optim.Adam(model.parameters())
+    for wrong, got in ((adam, "Adam"), ({"adam": adam}, "dict of str"), (None, "NoneType")):
+        message = f"^Checkpoints: optimizers must be a list of torch.optim.Optimizer, got {got}$"
+        for save in (checkpoints.save, checkpoints.async_save):
+            with pytest.raises(TypeError, match=message):
+                save(1, model, wrong)
+        with pytest.raises(TypeError, match=message):
+            checkpoints.load(model, wrong)
+    assert checkpoints.steps() == []
+
+
 def test_which_checkpoints_there_are(tmp_path):
     model = nn.Linear(2, 2)
     checkpoints = Checkpoints(tmp_path, keep=2)
