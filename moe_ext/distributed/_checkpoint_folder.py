@@ -205,7 +205,10 @@ class CheckpointFolder:
                 _hide(path)  # a folder that cannot be deleted must not be in the way of the next
         for path in self.path.glob(f".step-*{_HIDDEN}"):
             with _warns(path, "deleted"):
-                shutil.rmtree(path)
+                if path.is_symlink():
+                    path.unlink()
+                else:
+                    shutil.rmtree(path)
         for path in self.path.glob(".latest.*"):
             with _warns(path, "deleted"):
                 path.unlink()
@@ -259,7 +262,7 @@ def _warns(path: Path, changed: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _warn(f"{path} cannot be {changed}: {error.strerror}; the next save tries again")
+        _warn(f"{path} cannot be {changed}: {error.strerror or error}; the next save tries again")
 
 
 def _warn(message: str) -> None:
