@@ -272,7 +272,14 @@ def optimizer_options(
     """Returns, for each of optimizers, its class name and the options of its parameter groups.
 
     The option "param_names" has the names of this rank's parameters in the group.
+
+    Raises:
+        ValueError: the state of an optimizer has a key that is no parameter.
     """
+    for optimizer in optimizers:
+        others = [key for key in optimizer.state if not isinstance(key, Tensor)]
+        rule = "have parameters as keys (save other values in the state of the checkpoint)"
+        require(not others, f"{type(optimizer).__name__}: state", rule, others)
     names = (name for name, *_ in _parameters(model, optimizers))
 
     def options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -969,6 +969,18 @@ def test_optimizers_must_be_a_list(tmp_path):
     assert checkpoints.steps() == []
 
 
+def test_state_of_an_optimizer_that_has_no_parameter(tmp_path):
+    model, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpoints.save(1, model, [optimizer])
+    optimizer.state["global"] = {"norm": 1.0}
+    message = r": SGD: state must have parameters as keys \(.*\), got \['global'\]$"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.save(2, model, [optimizer])
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(model, [optimizer])
+
+
 def test_which_checkpoints_there_are(tmp_path):
     model = nn.Linear(2, 2)
     checkpoints = Checkpoints(tmp_path, keep=2)
