@@ -1,6 +1,6 @@
 """Shards a model by blocks with fully_shard: dense parameters, and experts over their replicas."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,17 +15,37 @@ from moe_ext.checks import require
 from moe_ext.dispatch._sharding import ExpertSharding
 from moe_ext.distributed._dtensors import local_part, mesh_of
 from moe_ext.distributed._parameters import spread_layers
+from moe_ext.moe import MoE
 from moe_ext.ranks import Layout
 
 
-def parameters_over_replicas(model: nn.Module) -> set[nn.Parameter]:
+def require_blocks(
+    model: nn.Module, blocks: Collection[nn.Module], whole: set[nn.Parameter]
+) -> None:
+    """Raises ValueError unless `shard_blocks` can shard the model; see there for the arguments.
+
+    The experts may become DTensors after this call.
+    """
+    every = _in_order(model, blocks)
+    rule = "be modules of the model"
+    require({*blocks} <= {*every}, "parallelize: blocks", rule, [*map(type, blocks)])
+    inner: set[nn.Parameter] = set()
+    for layer, sharding in _layers_over_replicas(model, blocks):
+        _require_one_chunk(sharding)
+        _require_one_dtype("experts", layer.experts.parameters())
+        for param in layer.experts.parameters():
+            _shard_of_experts(sharding.layout.replicas.size, param)
+        inner.update(layer.experts.parameters())
+    for module in every:
+        dense = {*module.parameters()} - whole - inner
+        _require_one_dtype("dense", dense)
+        inner |= dense
+
+
+def parameters_over_replicas(model: nn.Module, blocks: Collection[nn.Module]) -> set[nn.Parameter]:
     """Returns the parameters of experts that `shard_blocks` divides between their replicas."""
-    return {
-        param
-        for layer, sharding in spread_layers(model)
-        for param in layer.experts.parameters()
-        if _is_over_replicas(sharding)
-    }
+    layers = [layer for layer, _ in _layers_over_replicas(model, blocks)]
+    return {param for layer in layers for param in layer.experts.parameters()}
 
 
 def shard_blocks(
@@ -44,27 +64,17 @@ def shard_blocks(
         whole: the parameters that only `parameters_over_replicas` may divide.
         reduce_dtype: the dtype of the sums of gradients; None: as the gradients.
     """
-    every = [module for module in model.modules() if any(module is block for block in blocks)]
-    rule = "be modules of the model"
-    require(len(every) == len({*blocks}), "parallelize: blocks", rule, [*map(type, blocks)])
     world = Layout.of(process_group, "parallelize").world
     device = next(model.parameters()).device
     mesh = mesh_of(world, process_group, device)
     shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     units: list[Any] = []
-    for layer, sharding in spread_layers(model):
-        if not _is_over_replicas(sharding):
-            continue
-        _require_one_chunk(sharding)
-        _require_one_dtype("experts", layer.experts.parameters())
+    for layer, sharding in _layers_over_replicas(model, blocks):
         replicas = sharding.layout.replicas
         on = mesh_of(replicas, process_group, device)
         place = partial(_shard_of_experts, replicas.size)
         units.append(shard(layer.experts, mesh=on, shard_placement_fn=place))
-    # Inner modules first, as fully_shard needs it.
-    for module in [*reversed(every), *([] if model in every else [model])]:
-        inner = {p for unit in units for p in unit.parameters()}
-        _require_one_dtype("dense", (p for p in module.parameters() if p not in whole | inner))
+    for module in _in_order(model, blocks):
         place_dense = partial(_shard_of_dense, world.size)
         options = {"mesh": mesh, "ignored_params": whole, "shard_placement_fn": place_dense}
         units.append(shard(module, **options))
@@ -73,8 +83,18 @@ def shard_blocks(
         unit.set_modules_to_backward_prefetch([unit])
 
 
-def _is_over_replicas(sharding: ExpertSharding) -> bool:
-    return sharding.has_dtensors and sharding.layout.replicas.size > 1
+def _in_order(model: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
+    """Returns the blocks in the model, and the model; inner modules first, as fully_shard needs."""
+    return [module for module in reversed([*model.modules()]) if module in {model, *blocks}]
+
+
+def _layers_over_replicas(
+    model: nn.Module, blocks: Collection[nn.Module]
+) -> Iterator[tuple[MoE, ExpertSharding]]:
+    """Yields layers with replicas of experts that are DTensors: with blocks, all experts are."""
+    for layer, sharding in spread_layers(model):
+        if sharding.layout.replicas.size > 1 and (blocks or sharding.has_dtensors):
+            yield layer, sharding
 
 
 def _require_one_chunk(sharding: ExpertSharding) -> None:

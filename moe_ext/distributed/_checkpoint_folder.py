@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from moe_ext.checks import require
 from moe_ext.files import read_file, require_regular, sync_folder, write_text
 
 STEP = re.compile(r"step-(\d{1,18})(\.old)?")
@@ -96,10 +97,18 @@ class CheckpointFolder:
 
         Raises:
             OSError: the folder cannot be made.
-            ValueError: another run saves in this folder.
+            ValueError: another run saves in this folder. Or the folder has a checkpoint of a later
+                step, and this run has not loaded one.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock()
+        if self.continued_from is None:
+            newest = max(self.checkpoints(), default=step)
+            rule = (
+                f"be at least {newest}, the newest step in {self.path}, unless a model was loaded "
+                "(load a checkpoint, use another folder, or delete the old checkpoints)"
+            )
+            require(step >= newest, "Checkpoints: step", rule, step)
         self._clear()
         self.temporary(step).mkdir()
         (self.temporary(step) / SUMS).write_text(token)
@@ -196,7 +205,10 @@ class CheckpointFolder:
                 _hide(path)  # a folder that cannot be deleted must not be in the way of the next
         for path in self.path.glob(f".step-*{_HIDDEN}"):
             with _warns(path, "deleted"):
-                shutil.rmtree(path)
+                if path.is_symlink():
+                    path.unlink()
+                else:
+                    shutil.rmtree(path)
         for path in self.path.glob(".latest.*"):
             with _warns(path, "deleted"):
                 path.unlink()
@@ -250,7 +262,7 @@ def _warns(path: Path, changed: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _warn(f"{path} cannot be {changed}: {error.strerror}; the next save tries again")
+        _warn(f"{path} cannot be {changed}: {error.strerror or error}; the next save tries again")
 
 
 def _warn(message: str) -> None:

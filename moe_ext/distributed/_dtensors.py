@@ -51,18 +51,24 @@ def distribute_experts(
     """
     owner = "distribute_experts"
     require_ranks(owner, model, Layout.of(process_group, owner).world)
-    lstms = [module for module in model.modules() if isinstance(module, MoELSTM)]
-    layers = [pair for pair in spread_layers(model) if not pair[1].has_dtensors]
-    for layer, sharding in layers:  # no layer changes unless all can
-        in_lstm = any(layer is part for lstm in lstms for part in lstm.modules())
-        require(not in_lstm, f"{owner}: model", "have no MoELSTM with sharded experts", "one")
-        _require_rows(owner, layer, sharding)
-        require_even(owner, sharding)
-    for layer, sharding in layers:
+    for layer, sharding in require_distributable(model):
         device = next(layer.parameters()).device
         mesh = mesh_of(sharding.layout.expert_parallel, process_group, device)
         _distribute(layer, sharding, mesh)
     return model
+
+
+def require_distributable(model: nn.Module) -> list[tuple[MoE, ExpertSharding]]:
+    """Returns the layers that `distribute_experts` changes; raises ValueError unless it can."""
+    owner = "distribute_experts"
+    lstms = [module for module in model.modules() if isinstance(module, MoELSTM)]
+    layers = [pair for pair in spread_layers(model) if not pair[1].has_dtensors]
+    for layer, sharding in layers:
+        in_lstm = any(layer is part for lstm in lstms for part in lstm.modules())
+        require(not in_lstm, f"{owner}: model", "have no MoELSTM with sharded experts", "one")
+        _require_rows(owner, layer, sharding)
+        require_even(owner, sharding)
+    return layers
 
 
 def local_part(tensor: Tensor) -> Tensor:

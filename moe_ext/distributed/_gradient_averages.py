@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, Work
 
-from moe_ext.checks import require
 from moe_ext.distributed._dtensors import local_part
 from moe_ext.ranks import Ranks
 
@@ -35,8 +34,6 @@ def average_gradients(
             of the next one.
     """
     for param, copies in copied:
-        rule = "not be on the meta device if ranks average copies of it"
-        require(not param.is_meta, "parallelize: a parameter", rule, tuple(param.shape))
         dist.broadcast(local_part(param.detach()), group_src=0, group=copies.group)
     due: set[int] = set()  # the running backward passes that will average
 

@@ -1,6 +1,6 @@
 """Data parallelism for the dense part of a model with sharded experts (Sec. 3.1)."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Literal, get_args
 from weakref import ref
@@ -13,14 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require, require_one_of
-from moe_ext.distributed._blocks import parameters_over_replicas, shard_blocks
-from moe_ext.distributed._dtensors import distribute_experts, local_part
+from moe_ext.distributed._blocks import parameters_over_replicas, require_blocks, shard_blocks
+from moe_ext.distributed._dtensors import distribute_experts, local_part, require_distributable
 from moe_ext.distributed._gradient_averages import average_gradients, reduce_in
 from moe_ext.distributed._parameters import (
     expert_parameters,
     expert_tensors,
     require_ranks,
     require_same_layers,
+    spread_layers,
 )
 from moe_ext.optim import split_parameters
 from moe_ext.ranks import Layout, Ranks
@@ -47,6 +48,10 @@ def parallelize(
     has replicas of the experts, the expert gradients are averaged over the replicas. Makes a
     process group for these all-reduces: all ranks must call this function together, those of all
     stages of a pipeline too.
+
+    Copies of a buffer are made equal in this call. Later, only "ddp" makes those of dense buffers
+    equal, before each forward pass. Copies of other buffers, such as the ``running_mean`` of
+    experts that are modules, follow the data of their rank.
 
     Args:
         model: the model of this rank. Each of its MoE layers must be made with a process_group or a
@@ -88,6 +93,7 @@ def parallelize(
     if world.size == 1:
         return model
     require_same_layers("parallelize", model, world)
+    _require_parts(model, dense, blocks)
     # In one group, all-reduces of gradients and transfers of the experts would need the same order
     # on all ranks. Ranks that use different parameters have different orders.
     own = duplicate(world)
@@ -98,13 +104,18 @@ def parallelize(
         for entry in expert_parameters(model).values()
         if entry.layout.replicas.size > 1
     ]
+    for layer, sharding in spread_layers(model):
+        replicas = sharding.layout.replicas
+        for buffer in layer.experts.buffers() if replicas.size > 1 else ():
+            if not buffer.is_meta:
+                dist.broadcast(local_part(buffer.detach()), group_src=0, group=replicas.group)
     if dense == "fsdp":
         # The first forward pass writes the thresholds in place, which FSDP would lose.
         sharded = {entry.param for entry in expert_parameters(model).values()}
         thresholds = [p for p in split_parameters(model).thresholds if p not in sharded]
         copied += [(param, own) for param in thresholds]
         _start_from_the_first(model, own)
-        by_fsdp = parameters_over_replicas(model)
+        by_fsdp = parameters_over_replicas(model, blocks)
         for param, copies in copied:
             if param in by_fsdp and not param.is_meta:
                 dist.broadcast(local_part(param.detach()), group_src=0, group=copies.group)
@@ -133,6 +144,24 @@ def parallelize(
 
     average_gradients(model, copied, reduce_dtype, is_due)
     return replica
+
+
+def _require_parts(model: nn.Module, dense: _Dense, blocks: Collection[nn.Module]) -> None:
+    """Raises ValueError if a part of the model does not fit; changes nothing."""
+    if blocks:
+        require_distributable(model)
+    entries = expert_parameters(model).values()
+    sharded = {entry.param for entry in entries}
+    copied = [param for param in split_parameters(model).thresholds if param not in sharded]
+    divided = set[nn.Parameter]()
+    if dense == "fsdp":
+        require_blocks(model, blocks, {*copied, *sharded})
+        divided = parameters_over_replicas(model, blocks)
+    copied += [entry.param for entry in entries if entry.layout.replicas.size > 1]
+    for param in copied:
+        rule = "not be on the meta device if ranks average copies of it"
+        holds = param in divided or not param.is_meta
+        require(holds, "parallelize: a parameter", rule, tuple(param.shape))
 
 
 def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:

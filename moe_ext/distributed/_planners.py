@@ -42,6 +42,7 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__()
         self.mappings = {".".join(key): key for key in parts}
         self._blocks = _blocks(parts)
+        self._buffers = {".".join(key) for key, part in parts.items() if part.is_buffer}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -51,7 +52,8 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        self.plan = replace(plan, items=[item for item in map(self._placed, plan.items) if item])
+        items = [item for item in map(self._placed, plan.items) if item]
+        self.plan = replace(plan, items=items, planner_data=(self.mappings, self._buffers))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -69,7 +71,7 @@ class SavePlanner(DefaultSavePlanner):
         require(not model_parts, "model", rule, f"a part of {', '.join(model_parts)}")
         rule = "have the same states for all experts of a layer: freeze or train all of them"
         require(not parts, "optimizer", rule, f"a part of {', '.join(parts)}")
-        return super().create_global_plan(all_plans)
+        return super().create_global_plan(_with_buffers_of_lowest_ranks(all_plans))
 
     def _placed(self, item: WriteItem) -> WriteItem | None:
         block = self._blocks.get(item.index.fqn)
@@ -121,6 +123,21 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         block = self._blocks.get(index.fqn)
         return super().lookup_tensor(index) if block is None else block.value
+
+
+def _with_buffers_of_lowest_ranks(all_plans: list[SavePlan]) -> list[SavePlan]:
+    """Leaves each buffer to the lowest rank that has it, as DistributedDataParallel does.
+
+    torch spreads copies over the ranks. That is right for parameters only, which are equal.
+    """
+    buffers = set().union(*(plan.planner_data[1] for plan in all_plans))
+    planned: set[MetadataIndex] = set()
+    plans = []
+    for plan in all_plans:
+        items = [item for item in plan.items if item.index not in planned]
+        planned |= {item.index for item in items if item.index.fqn in buffers}
+        plans.append(replace(plan, items=items, planner_data=plan.planner_data[0]))
+    return plans
 
 
 def _blocks(parts: Mapping[Key, Part]) -> dict[str, Part]:

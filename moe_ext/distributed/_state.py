@@ -33,11 +33,13 @@ class Part(NamedTuple):
         value: the part, which shares the memory of the model or the optimizer.
         first: value[i] is row first + i of the full tensor.
         size: number of rows of the full tensor. None: value is complete, or a DTensor.
+        is_buffer: whether ranks that have this part may have other values of it.
     """
 
     value: Any
     first: int = 0
     size: int | None = None
+    is_buffer: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -194,12 +196,14 @@ def model_parts(model: nn.Module) -> dict[Key, Part]:
     """Returns the parts of a model's state_dict. Raises TypeError if a value is not a tensor."""
     experts = expert_state(model)
     state = model.state_dict()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     parts: dict[Key, Part] = {}
     for key, name in plain_names(model, state).items():
         value, entry = state[key], experts.get(key)
         if not isinstance(value, Tensor):
             raise TypeError(f"model: {name} must be a tensor, got {type(value).__name__}")
-        parts["model", entry.name if entry else name] = _part(value, entry)
+        part = _part(value, entry)._replace(is_buffer=key not in parameters)
+        parts["model", entry.name if entry else name] = part
     return parts
 
 
@@ -268,7 +272,14 @@ def optimizer_options(
     """Returns, for each of optimizers, its class name and the options of its parameter groups.
 
     The option "param_names" has the names of this rank's parameters in the group.
+
+    Raises:
+        ValueError: the state of an optimizer has a key that is no parameter.
     """
+    for optimizer in optimizers:
+        others = [key for key in optimizer.state if not isinstance(key, Tensor)]
+        rule = "have parameters as keys (save other values in the state of the checkpoint)"
+        require(not others, f"{type(optimizer).__name__}: state", rule, others)
     names = (name for name, *_ in _parameters(model, optimizers))
 
     def options_of(group: dict[str, Any]) -> dict[str, Any]:

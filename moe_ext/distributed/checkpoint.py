@@ -160,9 +160,11 @@ class Checkpoints:
             rank_state: an object like state. The rank_state of every rank is saved.
 
         Raises:
+            TypeError: optimizers is not a list of optimizers.
             ValueError: step is not a whole number of at least 0.
             CheckpointError: a rank failed in this save or in the preceding `async_save`, or state
-                contains another class. Existing checkpoints do not change.
+                contains another class. Or the folder has a later step, and no model was loaded
+                since the last save. Existing checkpoints do not change.
         """
         self.wait()
         (step,) = require_sizes("Checkpoints", 0, step=self._same_step(step))
@@ -234,10 +236,11 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint is missing or corrupted, or does not match the model or
                 the optimizers. The model and the optimizers are not changed.
+            TypeError: optimizers is not a list of optimizers.
             ValueError: optimizers are given without a model.
         """
         self.wait()
-        optimizers = tuple(optimizers)
+        optimizers = _require_optimizers(optimizers)
         rule = "be given with optimizers, whose parameters it names"
         require(model is not None or not optimizers, "Checkpoints.load: model", rule, model)
         step, path = self._intact(self._same_step(step), fallback)
@@ -270,7 +273,7 @@ class Checkpoints:
 
         The arguments are those of `save`.
         """
-        optimizers = tuple(optimizers)
+        optimizers = _require_optimizers(optimizers)
         together = partial(_together, self._ranks, self._saving(step))
 
         def collect() -> tuple[dict[Key, Part], list[tuple[str, ParamGroups]]]:
@@ -477,6 +480,17 @@ class _Reader(dcp.FileSystemReader):
                 replace(index, fqn=fqn[index.fqn]): v for index, v in metadata.storage_data.items()
             },
         )
+
+
+def _require_optimizers(optimizers: Iterable[Optimizer]) -> tuple[Optimizer, ...]:
+    """Returns the optimizers; raises TypeError unless they are a list of optimizers."""
+    given = tuple(optimizers) if isinstance(optimizers, Iterable) else ()
+    wrong = [type(item).__name__ for item in given if not isinstance(item, Optimizer)]
+    if wrong or not isinstance(optimizers, Iterable):
+        kind = type(optimizers).__name__ + (f" of {', '.join(wrong)}" if wrong else "")
+        rule = "must be a list of torch.optim.Optimizer"
+        raise TypeError(f"Checkpoints: optimizers {rule}, got {kind}")
+    return given
 
 
 def _together(ranks: Ranks, doing: str, function: Callable[[], T]) -> T:

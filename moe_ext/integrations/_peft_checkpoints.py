@@ -48,9 +48,9 @@ def _save(self: Any, *args: Any, **options: Any) -> None:
     call = _signature.bind(self, *args, **options)
     call.apply_defaults()
     given = call.arguments
-    found = _found_adapters(self, given["selected_adapters"], given["safe_serialization"])
+    adapters = _adapters_of_experts(self, given["selected_adapters"], given["safe_serialization"])
     _save_pretrained(self, *args, **options)
-    for adapter, (tensors, targets, _) in found.items() if given["is_main_process"] else ():
+    for adapter, (tensors, targets, _) in adapters.items() if given["is_main_process"] else ():
         folder = Path(given["save_directory"], "" if adapter == "default" else adapter)
         path = folder / SAFETENSORS_WEIGHTS_NAME
         with atomic_file(path) as file:
@@ -60,7 +60,7 @@ def _save(self: Any, *args: Any, **options: Any) -> None:
         config.save_pretrained(str(folder))
 
 
-def _found_adapters(
+def _adapters_of_experts(
     model: Any, selected: list[str] | None, safe_serialization: bool
 ) -> dict[str, AdapterTensors]:
     """Returns the adapters of experts that belong into the files, after all checks."""
@@ -69,17 +69,19 @@ def _found_adapters(
     names = dict.fromkeys(name for module in experts.values() for name in module.adapters)
     if selected is not None:
         names = {name: None for name in names if name in selected}
-    found = {}
+    adapters = {}
     for adapter in names:
         rule = f"have an adapter of PEFT named {adapter}, as its experts have"
         require(adapter in model.peft_config, f"{owner}: model", rule, [*model.peft_config])
-        found[adapter] = tensors_of_experts(owner, base, adapter, default_names(base))
+        adapters[adapter] = tensors_of_experts(owner, base, adapter, default_names(base))
         config = model.peft_config[adapter]
         own = (config.r, config.lora_alpha, config.use_rslora)
         rule = f"have the rank, alpha and rslora of PEFT's adapter {adapter}, {own}"
-        require(found[adapter].options == {own}, f"{owner}: experts", rule, found[adapter].options)
+        require(
+            adapters[adapter].options == {own}, f"{owner}: experts", rule, adapters[adapter].options
+        )
         require(safe_serialization, f"{owner}: safe_serialization", "be True", safe_serialization)
-    return found
+    return adapters
 
 
 @wraps(_load_adapter)

@@ -61,23 +61,23 @@ def tensors_of_experts(
     Raises:
         ValueError: experts do not have two layers, or are sharded over ranks, or have no path.
     """
-    found = AdapterTensors({}, [], set())
+    result = AdapterTensors({}, [], set())
     for path, experts in lora_experts(model).items():
         if adapter not in experts.adapters:
             continue
         rule = "have all experts on one rank"
         require(not expert_parameters(model), f"{owner}: model", rule, "experts of several ranks")
         made = cast(LoRAAdapter, experts.adapters[adapter])
-        found.options.add((made.rank, made.alpha, made.rslora))
+        result.options.add((made.rank, made.alpha, made.rslora))
         target = required(path_of(path), f"{owner}: names", f"return a path for {path}")
         weights = _weights_of(owner, experts)
         for i, prefix in zip(made.layers, _wrappers(len(made.layers)), strict=True):
             pair = made.pair(i)
             assert pair is not None
-            found.targets.append(f"{target}.{weights[i]}")
+            result.targets.append(f"{target}.{weights[i]}")
             for letter, value in zip("AB", _to_peft(pair), strict=True):
-                found.tensors[f"{PREFIX}{target}.{prefix}lora_{letter}.weight"] = value
-    return found
+                result.tensors[f"{PREFIX}{target}.{prefix}lora_{letter}.weight"] = value
+    return result
 
 
 # Reading

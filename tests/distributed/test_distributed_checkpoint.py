@@ -17,11 +17,11 @@ from fractions import Fraction
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
 from one_process import files_in
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,12 +33,12 @@ from moe_ext import Experts, HierarchicalBalancedGate, HierarchicalMoE, MoE, Sha
 from moe_ext.distributed import (
     CheckpointError,
     Checkpoints,
+    _planners,
     full_state_dict,
     load_full_state_dict,
     parallelize,
 )
 from moe_ext.distributed._checkpoint_folder import sums_of
-from moe_ext.distributed._planners import SavePlanner
 from moe_ext.distributed._safe_files import read_metadata
 from moe_ext.optim import FactoredAdagrad, FactoredAdam, split_parameters
 from moe_ext.ranks import Ranks
@@ -242,6 +242,38 @@ def test_two_and_two_steps_are_four(workers, tmp_path, kind, first, then):
         assert_exact(states[0][name], value)
 
 
+@on_ranks(2)
+def test_buffers_that_differ_between_ranks(group, rank, tmp_path):
+    """Ranks see other data. A run that was resumed has the statistics of one without a stop."""
+
+    def make():
+        torch.manual_seed(1)
+        model = nn.ModuleList([nn.BatchNorm1d(D), MoE(D, 4, 2, process_group=group)])
+        model.forward = lambda x: model[1](model[0](x))[0]
+        return model, parallelize(model, group), torch.optim.Adam(model.parameters())
+
+    def step(made, number):
+        _, wrapped, optimizer = made
+        torch.manual_seed(number)  # of the data and the noise
+        wrapped(torch.randn(6, D)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run, resumed = make(), make()
+    step(run, 2 + rank)
+    own = Ranks(group).gather_objects(run[0][0].running_mean)
+    assert not torch.equal(*own)
+    checkpoints = Checkpoints(tmp_path, group)
+    checkpoints.save(1, run[0], [run[2]])
+    checkpoints.load(resumed[0], [resumed[2]])
+    assert_same_bits(resumed[0][0].running_mean, own[0])
+    for made in (run, resumed):
+        step(made, 4 + rank)
+    expected, got = (full_state_dict(model, group) for model, *_ in (run, resumed))
+    for name in expected:
+        assert_same_bits(got[name], expected[name])
+
+
 def full_round_trip(group, rank, state, dense):
     model = Model(group, seed=rank + 4)
     wrapped = parallelize(model, group, dense=dense)
@@ -421,6 +453,27 @@ def test_checkpoints_of_an_abandoned_run_do_not_come_back(tmp_path):
     assert checkpoints.steps() == [1, 2, 6, 7]
 
 
+@on_ranks(2)
+def test_a_new_run_does_not_delete_later_checkpoints(group, rank, tmp_path):
+    model = nn.Linear(1, 1)
+    Checkpoints(tmp_path, group).save(100, model)
+    dist.barrier()
+    checkpoints = Checkpoints(tmp_path, group)
+    checkpoints.load()  # only looks at the other state
+    message = (
+        rf"step must be at least 100, the newest step in {tmp_path}, unless .*, got 50 \(rank 0"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.save(50, model)
+    checkpoints.async_save(60, model)
+    with pytest.raises(CheckpointError, match="got 60"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [100]
+    checkpoints.load(model)
+    checkpoints.save(50, model)  # goes back
+    assert checkpoints.steps() == [50]
+
+
 def test_a_damaged_latest_hides_no_checkpoint(tmp_path):
     model, checkpoints = nn.Linear(1, 1), Checkpoints(tmp_path)
     for step in (1, 3):
@@ -455,8 +508,7 @@ def without_its_group(group, rank, folder):
             patch.setattr(moe_ext.distributed.checkpoint, "require_ranks", lambda *_: None)
             with pytest.raises(CheckpointError, match=r"a part of model\.experts\.bias_0, model"):
                 Checkpoints(folder / "part").save(1, model.flat)
-            global_plan = DefaultSavePlanner.create_global_plan
-            patch.setattr(SavePlanner, "create_global_plan", global_plan)
+            patch.setattr(_planners, "require", lambda *_: None)
             Checkpoints(folder / "part").save(1, model.flat)
 
 
@@ -902,6 +954,31 @@ def test_numbers_of_numpy(tmp_path):
     assert isinstance(state["loss"], numpy.float32)  # nothing of the user's has changed
     with pytest.raises(CheckpointError, match="state must hold .*, got numpy.*reconstruct"):
         checkpoints.save(5, model, (), numpy.ones(2))
+
+
+def test_optimizers_must_be_a_list(tmp_path):
+    model, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path)
+    adam = torch.optim.Adam(model.parameters())
+    for wrong, got in ((adam, "Adam"), ({"adam": adam}, "dict of str"), (None, "NoneType")):
+        message = f"^Checkpoints: optimizers must be a list of torch.optim.Optimizer, got {got}$"
+        for save in (checkpoints.save, checkpoints.async_save):
+            with pytest.raises(TypeError, match=message):
+                save(1, model, wrong)
+        with pytest.raises(TypeError, match=message):
+            checkpoints.load(model, wrong)
+    assert checkpoints.steps() == []
+
+
+def test_state_of_an_optimizer_that_has_no_parameter(tmp_path):
+    model, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpoints.save(1, model, [optimizer])
+    optimizer.state["global"] = {"norm": 1.0}
+    message = r": SGD: state must have parameters as keys \(.*\), got \['global'\]$"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.save(2, model, [optimizer])
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(model, [optimizer])
 
 
 def test_which_checkpoints_there_are(tmp_path):

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_of_torch
 from workers import on_ranks
 
 from moe_ext import (
+    Experts,
     HierarchicalBalancedGate,
     LoRAExperts,
     MoE,
@@ -293,6 +294,46 @@ def test_a_model_on_the_meta_device(group, rank, tmp_path):
         parallelize(flat(), mesh, dense="fsdp", blocks=[nn.Linear(D, D)])
     with pytest.raises(ValueError, match='^parallelize: blocks must be left out with dense="ddp"'):
         parallelize(model, mesh, blocks=model.blocks)
+
+
+class Odd(Experts):
+    """Experts with a parameter that two replicas cannot divide."""
+
+    def __init__(self, num_experts):
+        super().__init__(num_experts, D)
+        self.scale = nn.Parameter(torch.ones(num_experts, 1))
+
+
+@on_ranks(4)
+def test_a_refused_model_does_not_change(group, rank):
+    mesh = mesh_of(2, 2)
+
+    def refused(make, message):
+        torch.manual_seed(rank)
+        model = make()
+        before = [param.detach().clone() for param in model.parameters()]
+        blocks = [nn.Linear(D, D)] if "blocks" in message else [model]
+        with pytest.raises(ValueError, match=f"^parallelize: {message}"):
+            parallelize(model, mesh, dense="fsdp", blocks=blocks)
+        assert not isinstance(model, FSDPModule)
+        for param, value in zip(model.parameters(), before, strict=True):
+            assert not param._post_accumulate_grad_hooks
+            assert_same_bits(param.detach(), value)
+
+    def block(num_chunks=1, num_experts=4):
+        parallel = ExpertParallel(mesh, num_chunks=num_chunks)
+        experts = Odd(num_experts // 2) if num_experts == 6 else None
+        return Block(MoE(D, num_experts, 2, experts=experts, parallel=parallel))
+
+    def half():
+        model = block()
+        model.first.bfloat16()
+        return model
+
+    refused(half, "model must have dense parameters of one dtype")
+    refused(lambda: block(num_experts=6), "parameters of .* must have a size that the 2 replicas")
+    refused(lambda: block(num_chunks=2), "num_chunks must be 1")
+    refused(block, "blocks must be modules of the model")
 
 
 @on_ranks(2)

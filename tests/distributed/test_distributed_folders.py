@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -140,6 +141,24 @@ def test_files_that_cannot_be_deleted(tmp_path):
         assert checkpoints.steps() == [1, 2]
     checkpoints.save(3, model)
     assert files_in(tmp_path) == ["latest", "step-00000003"]
+
+
+def test_a_checkpoint_that_is_a_link(tmp_path, recwarn):
+    """The user moved it to another disk: only the link is deleted."""
+    model, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path / "run", keep=1)
+    checkpoints.save(1, model)
+    link, elsewhere = tmp_path / "run" / "step-00000001", tmp_path / "elsewhere"
+    shutil.move(link, elsewhere)
+    link.symlink_to(elsewhere)
+    assert checkpoints.load(model).step == 1
+    checkpoints.save(2, model)
+    assert not recwarn.list
+    assert files_in(tmp_path / "run") == ["latest", "step-00000002"]
+    assert (elsewhere / "state.pt").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", Mock(side_effect=OSError("no strerror")))
+        with pytest.warns(UserWarning, match="cannot be deleted: no strerror; the next save"):
+            checkpoints.save(3, model)
 
 
 def test_an_interrupted_save_that_cannot_be_deleted(tmp_path):

@@ -33,6 +33,7 @@ from moe_ext.distributed import (
     ExpertPlacement,
     GradScaler,
     clip_grad_norm_,
+    distribute_experts,
     expert_parameters,
     full_state_dict,
     load_full_state_dict,
@@ -533,6 +534,23 @@ def test_experts_keep_all_their_buffers(group, rank, num_experts, dense):
     y, aux = model(torch.randn(4, D))
     (y.square().sum() + aux.loss).backward()
     assert [float(expert.scale) for expert in experts] == numbers
+
+
+@pairwise(kind=["modules", "dtensors"], dense=["ddp", "fsdp"])
+@on_ranks(4)
+def test_replicas_begin_with_the_first_ones_buffers(group, rank, kind, dense):
+    mesh = mesh_of(2, 2)
+    experts = [Scaled(rank), Scaled(rank)] if kind == "modules" else None
+    layer = MoE(D, 4, 2, experts=experts, process_group=mesh)
+    if kind == "dtensors":
+        layer.experts.register_buffer("scale", torch.full((2,), float(rank)))
+        distribute_experts(layer, mesh)
+    parallelize(layer, mesh, dense=dense)
+    buffers = [*layer.experts.buffers()]
+    assert buffers
+    for buffer in buffers:
+        whole = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+        assert (whole == rank % 2).all()
 
 
 @on_ranks(2)

@@ -64,9 +64,9 @@ def test_files_have_all_adapters(path, tmp_path):
     model = adapted(path)
     model.save_pretrained(tmp_path / "peft")
     integration.save_adapter(model, tmp_path / "ours")
-    theirs, ours = tensors_of(tmp_path / "peft"), tensors_of(tmp_path / "ours")
-    assert theirs.keys() == ours.keys() and len(theirs) == 2 * 2 * 4
-    assert_all_same_bits([theirs[name] for name in ours], ours.values())
+    tensors, expected = tensors_of(tmp_path / "peft"), tensors_of(tmp_path / "ours")
+    assert tensors.keys() == expected.keys() and len(tensors) == 2 * 2 * 4
+    assert_all_same_bits([tensors[name] for name in expected], expected.values())
     again = adapted(path, seed=1)
     assert not torch.equal(logits_of(again), logits_of(model))
     again.load_adapter(tmp_path / "peft", "default", is_trainable=True)

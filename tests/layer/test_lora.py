@@ -578,7 +578,7 @@ def test_add_lora_to_merged_experts_changes_nothing():
     with pytest.raises(ValueError, match="add_lora must be called without merged adapters"):
         add_lora(model, 2, 2, adapter="second")
     assert [p.requires_grad for p in model.parameters()] == trained
-    assert all([*each.adapters] == ["default"] for each in lora_experts(model).values())
+    assert all([*module.adapters] == ["default"] for module in lora_experts(model).values())
     experts.unmerge()
     add_lora(model, 2, 2, adapter="second")
 
