@@ -277,9 +277,9 @@ def optimizer_options(
         ValueError: the state of an optimizer has a key that is no parameter.
     """
     for optimizer in optimizers:
-        others = [key for key in optimizer.state if not isinstance(key, Tensor)]
+        other_keys = [key for key in optimizer.state if not isinstance(key, Tensor)]
         rule = "have parameters as keys (save other values in the state of the checkpoint)"
-        require(not others, f"{type(optimizer).__name__}: state", rule, others)
+        require(not other_keys, f"{type(optimizer).__name__}: state", rule, other_keys)
     names = (name for name, *_ in _parameters(model, optimizers))
 
     def options_of(group: dict[str, Any]) -> dict[str, Any]:

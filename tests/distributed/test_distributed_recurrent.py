@@ -79,16 +79,16 @@ def test_memory_slots(group, rank, gather):
         assert_same_bits(recomputed["grads"][name], grad)
 
 
-@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("trains_rest", [False, True])
 @pytest.mark.parametrize("gather", [False, True, None])
 @on_ranks(2)
-def test_experts_that_are_frozen_on_one_rank(group, rank, gather, others):
-    """With others = False, nothing else needs a gradient; gather = None then depends on that."""
-    options = {"gather_experts": gather, "memory_slots": None if others else 2}
-    layer = MoELSTM(D, 4, 2, 2, process_group=group, **options).requires_grad_(others)
+def test_experts_that_are_frozen_on_one_rank(group, rank, gather, trains_rest):
+    """With trains_rest = False, nothing else needs a gradient; gather = None then depends on that."""
+    options = {"gather_experts": gather, "memory_slots": None if trains_rest else 2}
+    layer = MoELSTM(D, 4, 2, 2, process_group=group, **options).requires_grad_(trains_rest)
     for entry in expert_parameters(layer).values():
         entry.param.requires_grad_(rank == 0)
-    y, _, aux = layer(torch.randn(1, 5, D, requires_grad=others))
+    y, _, aux = layer(torch.randn(1, 5, D, requires_grad=trains_rest))
     (y.sum() + aux.loss).backward()
     for entry in expert_parameters(layer).values():
         assert (entry.param.grad is not None) == (rank == 0)
