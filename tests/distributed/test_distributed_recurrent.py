@@ -83,7 +83,7 @@ def test_memory_slots(group, rank, gather):
 @pytest.mark.parametrize("gather", [False, True, None])
 @on_ranks(2)
 def test_experts_that_are_frozen_on_one_rank(group, rank, gather, trains_rest):
-    """With trains_rest = False, nothing else needs a gradient; gather = None then depends on that."""
+    """Without trains_rest, nothing else needs a gradient; gather = None then depends on that."""
     options = {"gather_experts": gather, "memory_slots": None if trains_rest else 2}
     layer = MoELSTM(D, 4, 2, 2, process_group=group, **options).requires_grad_(trains_rest)
     for entry in expert_parameters(layer).values():
