@@ -131,6 +131,7 @@ def test_files_that_cannot_be_deleted(tmp_path):
         refuse(patch, shutil, "rmtree", is_hidden, errno.ENOTEMPTY)
         with pytest.warns(UserWarning, match=r"step-00000001\..*\.deleted cannot be deleted: Dir"):
             checkpoints.save(2, model)
+        checkpoints.load(model)
         with pytest.warns(UserWarning, match="the next save tries again"):
             checkpoints.save(1, model)  # the name of the files that could not be deleted
         assert checkpoints.steps() == [1]
