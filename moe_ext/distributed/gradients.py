@@ -50,7 +50,7 @@ def clip_grad_norm_(
             None: model is whole.
 
     Raises:
-        TypeError: model is not an `nn.Module`, or stages is not a process group.
+        TypeError: model is not a ``torch.nn.Module``, or stages is not a process group.
         ValueError: max_norm is negative or not a number, or norm_type is not above 0.
         RuntimeError: error_if_nonfinite is set and the norm is infinite or NaN.
     """
