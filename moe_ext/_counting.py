@@ -107,8 +107,10 @@ def count_parameters(model: nn.Module, k: int | None = None) -> ParameterCount:
             rule = (
                 f"be given, because the configuration has none of {', '.join(_EXPERTS_PER_TOKEN)}"
             )
-            used = required(k or experts_per_token(model), "count_parameters: k", rule)
-            (used,) = require_sizes("count_parameters", k=used)
+            used = experts_per_token(model) if k is None else k
+            (used,) = require_sizes(
+                "count_parameters", k=required(used, "count_parameters: k", rule)
+            )
             add(module.parameters(), Fraction(used, num_experts))
     add(model.parameters(), Fraction(1))
     return ParameterCount(total, round(active))

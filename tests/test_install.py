@@ -79,7 +79,8 @@ def test_requirements_lock_all_that_the_scripts_need():
     """Every requirement has one version for this Python, that fits, and the hashes of its files."""
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
-    needs = options["dependency-groups"] | {"lab": lab["dependencies"], "torch": ["torch>=2.11"]}
+    needs = options["dependency-groups"] | {"lab": lab["dependencies"]}
+    needs |= {"torch": ["torch>=2.11"], "uv": ["uv"]}
     files = {path.stem: locked(path) for path in (ROOT / "requirements").iterdir()}
     assert files.keys() == needs.keys()
     for name, requirements in needs.items():
