@@ -22,8 +22,7 @@ from moe_ext.integrations._peft_files import (
     AdapterTensors,
     by_target,
     default_names,
-    layers_of,
-    matrices_of,
+    matrices_of_files,
     paths_of_experts,
     set_matrices,
     tensors_of_experts,
@@ -96,27 +95,19 @@ def _load(
     config = peft.PeftConfig.from_pretrained(str(model_id), **hub)
     groups = by_target(load_peft_weights(str(model_id), device="cpu", **hub))
     places = {path: default_names(base)(path) for path in paths}
-    given = {path: groups[target] for path, target in places.items() if target in groups}
-    adapted = lora_experts(base)
-    if not given and any(adapter_name in module.adapters for module in adapted.values()):
-        warnings.warn(
-            f"PeftModel.load_adapter: {model_id} has no adapters of experts; those of the model "
-            "stay as they are",
-            stacklevel=2,
-        )
     owner = "PeftModel.load_adapter"
-    for path in given:
-        has = path in adapted and adapter_name in adapted[path].adapters
+    _, matrices = matrices_of_files(owner, base, config, groups, places)
+    adapted = {path: [*module.adapters] for path, module in lora_experts(base).items()}
+    for path in matrices:
         rule = f"have the adapter {adapter_name}, as the files do (load_adapter of "
         rule += "moe_ext.integrations.peft adds it, and add_lora)"
-        require(has, f"{owner}: {path}", rule, [*adapted[path].adapters] if path in adapted else [])
-    layers = layers_of(
-        owner, config.target_parameters or (), {path: len(own) // 2 for path, own in given.items()}
-    )
-    matrices = {
-        path: matrices_of(f"{owner}: {path}", base, path, own, layers, config.r)
-        for path, own in given.items()
-    }
+        names = adapted.get(path, [])
+        require(adapter_name in names, f"{owner}: {path}", rule, names)
+    if not matrices and any(adapter_name in names for names in adapted.values()):
+        warnings.warn(
+            f"{owner}: {model_id} has no adapters of experts; those of the model stay as they are",
+            stacklevel=2,
+        )
     result = _load_adapter(self, model_id, adapter_name, *args, **options)
     set_matrices(base, adapter_name, matrices)
     return result

@@ -23,8 +23,7 @@ __all__ = [
     "by_target",
     "default_names",
     "from_peft",
-    "layers_of",
-    "matrices_of",
+    "matrices_of_files",
     "paths_of_experts",
     "set_matrices",
     "tensors_of_experts",
@@ -93,7 +92,33 @@ def by_target(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return groups
 
 
-def layers_of(owner: str, targets: Iterable[str], sizes: Mapping[str, int]) -> list[int]:
+def matrices_of_files(
+    owner: str,
+    model: nn.Module,
+    config: Any,
+    groups: Mapping[str, Mapping[str, Tensor]],
+    places: Mapping[str, str | None],
+) -> tuple[list[int], dict[str, dict[str, Tensor]]]:
+    """Returns the adapted layers, and the parameters of the adapter for the path of all experts.
+
+    Args:
+        owner: the beginning of errors.
+        model: the model.
+        config: the LoraConfig of the files.
+        groups: the tensors of the files; see `by_target`.
+        places: the path of the experts module of transformers, by that of the experts.
+    """
+    given = {path: target for path, target in places.items() if target in groups}
+    sizes = {target: len(groups[target]) // 2 for target in given.values() if target}
+    layers = _layers_of(owner, config.target_parameters or (), sizes)
+    return layers, {
+        path: _matrices_of(f"{owner}: {target}", model, path, groups[target], layers, config.r)
+        for path, target in given.items()
+        if target
+    }
+
+
+def _layers_of(owner: str, targets: Iterable[str], sizes: Mapping[str, int]) -> list[int]:
     """Returns the layers that all experts in the files have.
 
     Args:
@@ -111,7 +136,7 @@ def layers_of(owner: str, targets: Iterable[str], sizes: Mapping[str, int]) -> l
     return layers
 
 
-def matrices_of(
+def _matrices_of(
     owner: str,
     model: nn.Module,
     path: str,

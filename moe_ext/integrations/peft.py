@@ -34,8 +34,7 @@ from moe_ext.integrations._peft_files import (
     Names,
     by_target,
     default_names,
-    layers_of,
-    matrices_of,
+    matrices_of_files,
     paths_of_experts,
     set_matrices,
     tensors_of_experts,
@@ -175,13 +174,7 @@ def load_adapter(
     rule = f"have tensors of the experts at {', '.join(sorted(known)) or 'no path'}"
     rule += ", and of linear layers"
     require(not unknown, f"{owner}: folder", rule, ", ".join(unknown))
-    sizes = {target: len(tensors) // 2 for target, tensors in groups.items()}
-    layers = layers_of(owner, config.target_parameters or (), sizes)
-    matrices = {
-        path: matrices_of(f"{owner}: {target}", model, path, groups[target], layers, config.r)
-        for path, target in places.items()
-        if target in groups
-    }
+    layers, matrices = matrices_of_files(owner, model, config, groups, places)
     _check_linear(owner, model, linear, config.r)
     _require_new(owner, model, adapter)
     _add_to_linear(model, linear, config, adapter, dtype)
