@@ -124,11 +124,15 @@ def _layers_of(owner: str, targets: Iterable[str], sizes: Mapping[str, int]) -> 
     Args:
         owner: the beginning of errors.
         targets: target_parameters.
-        sizes: the number of adapted parameters of each experts module.
+        sizes: the number of adapted parameters of each experts module, by its path.
     """
-    kinds = {name.rpartition(".")[2] for name in targets}
+    kinds = set()
+    for name in targets:
+        parent, _, kind = name.rpartition(".")
+        if any(f".{path}".endswith(f".{parent}") for path in sizes):  # not that of a router
+            kinds.add(kind)
     rule = f"name {', '.join(WEIGHT_NAMES)}"
-    known = kinds <= {*WEIGHT_NAMES} and (len(kinds) > 0) == (len(sizes) > 0)
+    known = kinds <= {*WEIGHT_NAMES} and (bool(kinds) or not sizes)
     require(known, f"{owner}: target_parameters", rule, sorted(kinds))
     layers = sorted({int(name == "down_proj") for name in kinds})
     rule = f"have {len(layers)} adapted parameters for all experts"

@@ -89,6 +89,24 @@ def test_the_files_fit_float_models(packed, tmp_path):
     assert error(logits_of(loaded), logits_of(model)) < 1e-5
 
 
+def test_adapters_of_routers_too(path, tmp_path):
+    """With "all-linear", PEFT adapts the parameter `weight` of routers."""
+    models = []
+    for seed in range(2):
+        model = load(path)
+        config = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear")
+        models.append(peft.get_peft_model(model, config))
+        add_lora(model, 2, 4, train_rest=True)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in trained(models[-1]).values():
+                parameter.normal_(std=0.1)
+    assert any("mlp.gate.lora_" in name for name in trained(models[0]))
+    models[0].save_pretrained(tmp_path)
+    models[1].load_adapter(tmp_path, "default", is_trainable=True)
+    assert torch.equal(logits_of(models[1]), logits_of(models[0]))
+
+
 def test_training_continues_from_a_checkpoint(path, tmp_path):
     states = []
     for resumes in (False, True):
