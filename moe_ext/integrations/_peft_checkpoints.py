@@ -94,7 +94,8 @@ def _load(
     hub, _ = self._split_kwargs(dict(options))
     config = peft.PeftConfig.from_pretrained(str(model_id), **hub)
     groups = by_target(load_peft_weights(str(model_id), device="cpu", **hub))
-    places = {path: default_names(base)(path) for path in paths}
+    path_of = default_names(base)
+    places = {path: path_of(path) for path in paths}
     owner = "PeftModel.load_adapter"
     _, matrices = matrices_of_files(owner, base, config, groups, places)
     adapted = {path: [*module.adapters] for path, module in lora_experts(base).items()}

@@ -493,7 +493,7 @@ class LoRAExperts(Experts):
     def _require_mergeable(self, method: str) -> None:
         self._require_unmerged(method)
         rule = "be called outside disable_adapter"
-        require(not self._disabled, f"LoRAExperts: {method}", rule, "disabled adapters")
+        require(not self.disabled, f"LoRAExperts: {method}", rule, "disabled adapters")
 
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""

@@ -45,15 +45,20 @@ def adapted(path, seed=0, adapter="default", rank=2, alpha=4, **options):
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], **options)
     wrapped = peft.get_peft_model(model, config)
     add_lora(model, rank=rank, alpha=alpha, adapter=adapter, train_rest=True)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in trained(wrapped).values():
-            parameter.normal_(std=0.1)
+    randomize(wrapped, seed)
     return wrapped
 
 
 def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def randomize(model, seed=0):
+    """Gives random values to the trained parameters."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trained(model).values():
+            parameter.normal_(std=0.1)
 
 
 def tensors_of(folder):
@@ -97,10 +102,7 @@ def test_adapters_of_routers_too(path, tmp_path):
         config = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear")
         models.append(peft.get_peft_model(model, config))
         add_lora(model, 2, 4, train_rest=True)
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for parameter in trained(models[-1]).values():
-                parameter.normal_(std=0.1)
+        randomize(models[-1], seed)
     assert any("mlp.gate.lora_" in name for name in trained(models[0]))
     models[0].save_pretrained(tmp_path)
     models[1].load_adapter(tmp_path, "default", is_trainable=True)
@@ -201,9 +203,7 @@ def test_a_loaded_adapter_is_the_only_active_one(path, tmp_path):
     """Also in layers that the files do not have."""
     experts = load(path)
     add_lora(experts, 2, 4, adapter="experts")
-    with torch.no_grad():
-        for parameter in trained(experts).values():
-            parameter.normal_(std=0.1)
+    randomize(experts)
     integration.save_adapter(experts, tmp_path / "experts", "experts")
     linear = peft.get_peft_model(
         load(path), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)

@@ -228,17 +228,15 @@ def _layers_of_peft(model: nn.Module) -> dict[str, Any]:
     peft: Any = sys.modules.get("peft")
     if peft is None:
         return {}
-    layers: dict[str, Any] = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)
-    }
-    off = [path for path, module in layers.items() if module.disable_adapters or module.merged]
-    return {path: m for path, m in layers.items() if path not in off and _is_active(m)}
+    kind = peft.tuners.tuners_utils.BaseTunerLayer
+    modules = model.named_modules()
+    return {path: module for path, module in modules if isinstance(module, kind) and _adds(module)}
 
 
-def _is_active(module: Any) -> bool:
-    """Returns whether a layer of PEFT has an active adapter."""
+def _adds(module: Any) -> bool:
+    """Returns whether a layer of PEFT has an active adapter, neither disabled nor merged."""
+    if module.disable_adapters or module.merged:
+        return False
     owned = [getattr(module, key) for key in module.adapter_layer_names]
     return any(name in own for own in owned for name in module.active_adapters)
 
