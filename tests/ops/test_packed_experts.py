@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from assertions import assert_same_bits, gradients, raises
+from assertions import assert_all_same_bits, assert_same_bits, gradients, raises
 from operators import sample
 from samples import draw
 from samples.packed_experts import pack
@@ -68,6 +68,21 @@ def test_threads_share_few_blocks(T, activation, arithmetic, threads):
         for number in (2, 3, 8):
             threads(number)
             assert_same_bits(ops.packed_experts(**given), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_threads_share_a_linear_layer(format, dtype, threads):
+    """By columns of the gradient of its input; the bits are those of the numbers."""
+    given = layer(9, dtype, format, d_model=512, d_output=300)
+    x = given["x"].requires_grad_()
+    threads(1)
+    y = ops.experts(**with_numbers(given))
+    dy = draw.normal(*y.shape, dtype=dtype)
+    expected = gradients([y], [x], [dy])
+    for number in (1, 2, 3, 8):
+        threads(number)
+        assert_all_same_bits(gradients([ops.packed_experts(**given)], [x], [dy]), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -160,6 +160,25 @@ def test_threads_share_few_blocks(counts, sizes, dtype, threads):
             assert_all_same_bits(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [[3], [0, 70, 0], [650, 1]])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_threads_share_a_frozen_layer(transposed, counts, dtype, threads):
+    """By columns of the gradient of its input; the bits are those of one thread."""
+    E, D, F = len(counts), 330, 37
+    weight = normal(E, F, D, dtype=dtype).mT if transposed else normal(E, D, F, dtype=dtype)
+    x = normal(sum(counts), D, dtype=dtype).requires_grad_()
+    dy = normal(sum(counts), F, dtype=dtype)
+    results = []
+    for number in (1, 2, 3, 8):
+        threads(number)
+        results += torch.autograd.grad(linear(x, weight, counts), x, dy)
+    for dx in results[1:]:
+        assert_same_bits(dx, results[0])
+    for rows, dy_e, W in zip(results[0].split(counts), dy.split(counts), weight, strict=True):
+        assert_product(rows, dy_e, W.T)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("D, F", [(513, 18), (1000, 257), (4096, 32)])
 def test_long_sums_are_as_accurate_as_torch(dtype, D, F):

@@ -13,7 +13,8 @@
 namespace moe_ext::cpu {
 
 // A row-major matrix, read as it is or transposed. `ld` (the leading dimension) is the distance
-// between rows in elements. A packed matrix has `panels` of a layout instead of data.
+// between rows in elements. A packed matrix has `panels` of a layout instead of data; transposed,
+// its columns are the inputs of the layout from `first_input` on.
 template <typename T>
 struct Operand {
   const T* data;
@@ -21,6 +22,7 @@ struct Operand {
   bool transposed = false;
   const PackedLayout* layout = nullptr;
   const uint8_t* panels = nullptr;
+  int64_t first_input = 0;
 };
 
 template <typename T>
@@ -44,10 +46,13 @@ Operand<T> transpose(Operand<T> matrix) {
   return matrix;
 }
 
-// Returns the columns from `begin` on. That of a packed matrix is a multiple of kPanelOutputs.
+// Returns the columns from `begin` on. That of a packed matrix is a multiple of kPanelOutputs,
+// unless the matrix is transposed.
 template <typename T>
 Operand<T> columns_from(Operand<T> matrix, int64_t begin) {
-  if (matrix.layout != nullptr) {
+  if (matrix.layout != nullptr && matrix.transposed) {
+    matrix.first_input += begin;
+  } else if (matrix.layout != nullptr) {
     matrix.panels += begin / kPanelOutputs * matrix.layout->panel_bytes();
   } else {
     matrix.data += matrix.transposed ? begin * matrix.ld : begin;

@@ -25,6 +25,7 @@ struct View {
   bool k_contiguous;
   const PackedLayout* layout = nullptr;  // of a packed operand
   const uint8_t* panels = nullptr;
+  int64_t first_input = 0;
 
   const T* at(int64_t i, int64_t p) const {
     return data + (k_contiguous ? i * ld + p : p * ld + i);
@@ -42,7 +43,8 @@ View<T> view_of_b(const Operand<T>& b) {
           .ld = b.ld,
           .k_contiguous = b.transposed,
           .layout = b.layout,
-          .panels = b.panels};
+          .panels = b.panels,
+          .first_input = b.first_input};
 }
 
 // Packs micro-panels for the micro-kernels of scalar_t.
@@ -153,7 +155,7 @@ class Packer {
     for (int64_t done = 0; done < depth; done += kTileSize) {
       const int64_t depth_of_tile = std::min(depth - done, kTileSize);
       // The part of W [inputs, outputs]. If B = W^T, K runs along the outputs.
-      const int64_t input = b.k_contiguous ? j : p + done;
+      const int64_t input = b.k_contiguous ? b.first_input + j : p + done;
       const int64_t output = b.k_contiguous ? p + done : j;
       const int64_t num_outputs = b.k_contiguous ? depth_of_tile : num_columns;
       const int64_t first_input = input / kPackedInputs * kPackedInputs;
