@@ -59,8 +59,12 @@ def clip_grad_norm_(
         raise TypeError(f"clip_grad_norm_: model must {rule}, got {type(model).__name__}")
     holds = isinstance(max_norm, Real) and max_norm >= 0
     require(holds, "clip_grad_norm_: max_norm", "be a number, at least 0", max_norm)
-    norm_type = float(norm_type)  # accepts "inf"
-    require(norm_type > 0, "clip_grad_norm_: norm_type", "be above 0", norm_type)
+    try:
+        order = float(norm_type)  # accepts "inf"
+    except (TypeError, ValueError):
+        order = math.nan
+    require(order > 0, "clip_grad_norm_: norm_type", "be a number above 0", norm_type)
+    norm_type = order
     require_group("clip_grad_norm_: stages", stages, (ProcessGroup,))
     experts = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
     by_kind = defaultdict[tuple[DeviceMesh | None, _ProcessGroups], list[nn.Parameter]](list)
@@ -69,17 +73,18 @@ def clip_grad_norm_(
     for param in model.parameters():
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         by_kind[mesh, _groups_of_shards(param, experts)].append(param)
-    first = next(model.parameters())
-    norms = []
+    first = next(model.parameters(), None)
+    device = _device_of(stages) if first is None else first.device
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
     for (_, groups), params in by_kind.items():
-        norm = _norm(params, norm_type).to(first.device)
+        norm = _norm(params, norm_type).to(device)
         for group in groups:
             norm = _norm_of_ranks(norm, norm_type, group)
         norms.append(norm)
     total = get_total_norm(norms, norm_type)
     if stages is not None:
         total = _norm_of_ranks(total, norm_type, stages)
-    total = total.to(accumulation_dtype(first))
+    total = total.to(torch.float32 if first is None else accumulation_dtype(first))
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the gradient norm of order {norm_type} must be finite, "
@@ -88,6 +93,13 @@ def clip_grad_norm_(
     for params in by_kind.values():  # torch does not scale tensors of several meshes together
         clip_grads_with_norm_(params, max_norm, total)
     return total
+
+
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    """Returns the device of tensors that a group sums: the accelerator, if it can."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    types = [] if group is None else [device.type for device in group._device_types]
+    return torch.device("cpu") if device is None or device.type not in types else device
 
 
 def _groups_of_shards(

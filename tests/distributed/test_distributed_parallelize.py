@@ -138,6 +138,15 @@ def test_clipping_if_experts_of_a_rank_have_no_parameters(group, rank):
 
 
 @on_ranks(2)
+def test_clipping_a_stage_without_parameters(group, rank):
+    stage = nn.ReLU() if rank == 0 else nn.Linear(D, D, bias=False)
+    for param in stage.parameters():
+        param.grad = torch.ones_like(param)
+    assert clip_grad_norm_(stage, 1.0, stages=group) == D
+    assert clip_grad_norm_(nn.ReLU(), 1.0) == 0
+
+
+@on_ranks(2)
 def test_clipping_refuses_infinity_everywhere(group, rank):
     layer = MoE(D, 2, 1, process_group=group)
     for param in layer.parameters():
@@ -146,8 +155,10 @@ def test_clipping_refuses_infinity_everywhere(group, rank):
     with pytest.raises(RuntimeError, match="norm of order 2.0 must be finite, got inf"):
         clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
     assert clip_grad_norm_(layer, 1.0) == math.inf  # on all ranks, which can skip the step
-    with pytest.raises(ValueError, match="norm_type must be above 0, got 0"):
-        clip_grad_norm_(layer, 1.0, 0)
+    for norm_type in (0, "two", None, math.nan):
+        message = f"^clip_grad_norm_: norm_type must be a number above 0, got {norm_type}"
+        with pytest.raises(ValueError, match=message.replace("got two", "got 'two'")):
+            clip_grad_norm_(layer, 1.0, norm_type)
     for max_norm in (-1.0, math.nan, "1"):
         with pytest.raises(ValueError, match="^clip_grad_norm_: max_norm must be a number, at l"):
             clip_grad_norm_(layer, max_norm)
