@@ -874,6 +874,18 @@ def test_other_methods_of_peft(method, tmp_path):
     assert different_files(tmp_path / "model", tmp_path / "again") == []
 
 
+def test_a_learned_prompt(tmp_path):
+    """It is no part of a weight, so it cannot be merged."""
+    write(tmp_path / "model", "qwen3_moe", "fp8")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    tuned = peft.get_peft_model(load(tmp_path / "model"), config)
+    for format in ("merged", "bfloat16"):
+        refused("^save: model must have no learned prompt", tuned, tmp_path / "other", format)
+    refused("^save: model must have no", tuned, tmp_path / "other.gguf", "gguf_adapter")
+    save(tuned, tmp_path / "same")
+    assert different_files(tmp_path / "model", tmp_path / "same") == []
+
+
 def test_merged_adapters_of_another_method(tmp_path):
     write(tmp_path / "model", "qwen3_moe", "fp8")
     tuned = peft.get_peft_model(load(tmp_path / "model"), OTHER_METHODS["loha"])

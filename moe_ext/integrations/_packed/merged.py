@@ -119,6 +119,8 @@ class MergedModel:
 
     def __init__(self, model: Any) -> None:
         self.model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        config = getattr(model, "active_peft_config", None)
+        self._learns_prompts: bool = getattr(config, "is_prompt_learning", False)
         rule = "be a model of transformers"
         is_known = hasattr(self.model, "config") and hasattr(self.model, "generation_config")
         require(is_known, "model", rule, type(model).__name__)
@@ -147,6 +149,8 @@ class MergedModel:
 
     def require_mergeable(self) -> None:
         """Requires that all active adapters can be merged."""
+        rule = "have no learned prompt, which cannot be merged into weights"
+        require(not self._learns_prompts, "model", rule, "an adapter of PEFT that learns one")
         for name, source in self._tied.items():
             require(_path(name) not in self._adapted, name, _TIED.format(source), "adapters")
         for path in self.linear:
