@@ -65,7 +65,7 @@ class LayerBalance:
     Attributes:
         name: the name of the experts module in the model.
         importance: [E] float64, the sum of the routing weights of each expert (Eq. 6).
-        load: [E] int64, the number of tokens of each expert.
+        load: [E] int64, the number of tokens of each expert, whose routing weight is not 0.
         num_tokens: the number of tokens that the layer routed.
     """
 
@@ -346,9 +346,9 @@ def _add_routing(
     """Adds the routing of a forward pass to the sums, unless the pass is recomputed."""
     if _in_backward():
         return
-    ones = torch.ones_like(gates, dtype=torch.float64)
     importance += _importance(gates.double(), expert_index, mask, len(importance)).to(importance)
-    load += _importance(ones, expert_index, mask, len(load)).to(load)
+    # Load(X) counts the gates that are not 0 (Sec. 4): Zaya gives tokens without an expert a 0.
+    load += _importance((gates != 0).double(), expert_index, mask, len(load)).to(load)
     num_tokens += len(gates) if mask is None else mask.sum().to(num_tokens)
 
 

@@ -321,6 +321,15 @@ def test_slots_of_other_ranks_do_not_count():
     assert layer.max_over_mean_load == pytest.approx(1.5)
 
 
+def test_slots_with_the_weight_0_do_not_count():
+    """Zaya gives a token that skips the experts expert 0 with the weight 0."""
+    experts = OwnExperts(2)
+    with balance(experts) as measured:
+        experts(torch.zeros(3, 4), torch.tensor([[0], [0], [1]]), torch.tensor([[0.0], [0.5], [1]]))
+    (layer,) = measured.layers
+    assert layer.load.tolist() == [1, 1] and layer.num_tokens == 3
+
+
 def test_table_has_a_row_for_each_layer():
     model = torch.nn.ModuleDict({"a": OwnExperts(2), "longer": OwnExperts(4)})
     with balance(model) as measured:
