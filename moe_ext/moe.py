@@ -267,7 +267,6 @@ class MoE(FormerCapacity, nn.Module):
         self.num_identity_experts = num_identity_experts
         self.num_null_experts = num_null_experts
         k = require_k("MoE", k, self._num_choices)
-        self.k = k
         (recompute,) = require_bool("MoE", recompute=recompute)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
@@ -337,12 +336,18 @@ class MoE(FormerCapacity, nn.Module):
         """Restores a layer from a pickle, also of an earlier version."""
         state = dict(state)
         sharding = state.pop("sharding", None)
+        state.pop("k", None)  # that of the gate
         if "capacity" not in state:
             factor, drop = state.pop("capacity_factor"), state.pop("drop")
             state["capacity"] = None if factor is None else Capacity(factor, drop)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "dispatcher" not in state:
             self.dispatcher = LocalDispatcher(self.num_experts, sharding)
+
+    @property
+    def k(self) -> int:
+        """The experts per token, the k of the gate."""
+        return self.gate.k
 
     @property
     def _num_choices(self) -> int:

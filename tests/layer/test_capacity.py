@@ -115,6 +115,16 @@ def test_a_capacity_for_evaluation():
     assert "capacity=2.0" in repr(layer)
 
 
+def test_another_k_of_the_gate():
+    """The capacity follows it."""
+    layer = make_layer("position", capacity=0.5)
+    layer.gate.k = K - 1
+    _, aux = layer(make_x(60))
+    assert layer.k == K - 1
+    most = aux.expert_index[aux.kept].bincount().max()
+    assert most == math.ceil(0.5 * (K - 1) * 60 / E)
+
+
 def test_the_former_spelling():
     """capacity_factor and drop of version 0.1, as arguments and attributes."""
     is_deprecated = pytest.warns(DeprecationWarning, match=r"are now capacity=Capacity\(factor")
