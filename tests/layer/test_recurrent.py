@@ -163,10 +163,11 @@ def test_slots_do_not_change_a_bit(device, kind, masked, dtype, autocast):
     assert y.dtype == h.dtype == c.dtype == dtype
 
 
-def test_slots_need_the_same_mode_on_the_way_back():
+@pytest.mark.parametrize("part", ["cell", "cell.moe.gate"])
+def test_slots_need_the_same_mode_on_the_way_back(part):
     layer = make_layer(memory_slots=2, dropout=0.5)
     y, _, _ = layer(make_inputs()[0])
-    layer.eval()
+    layer.get_submodule(part).eval()
     with pytest.raises(RuntimeError, match="training mode must not change between forward"):
         y.sum().backward()
 
