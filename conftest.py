@@ -1,6 +1,7 @@
 """Fixtures and hooks that the tests of the layer and of the lab share."""
 
 import atexit
+import collections
 import gc
 import multiprocessing
 import os
@@ -64,8 +65,11 @@ def pytest_collection_modifyitems(config, items):
         marked.note(items)
     wanted = {marker: config.getoption(f"--{marker}") for marker in ("equation", "guarantee")}
 
+    long = config.getoption("--long")
+    left_out = set() if long else most_emulated(items)
+
     def is_kept(item):
-        if item.get_closest_marker("long") and not config.getoption("--long"):
+        if item in left_out or (item.get_closest_marker("long") and not long):
             return False
         return all(
             name is None or name in marked.names_in(item, marker) for marker, name in wanted.items()
@@ -73,6 +77,19 @@ def pytest_collection_modifyitems(config, items):
 
     config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
     items[:] = in_parts([item for item in items if is_kept(item)])
+
+
+def most_emulated(items):
+    """Returns the emulated tests that only --long runs: of each operator, three of four in turn.
+
+    The emulation of CUDA is slow, and its kernels change rarely.
+    """
+    by_operator = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("emulator"):
+            operator = item.callspec.params.get("name")
+            by_operator[item.path, item.originalname, operator].append(item)
+    return {item for group in by_operator.values() for i, item in enumerate(group) if i % 4}
 
 
 SHORT = {ROOT / "tests" / name for name in ("layer", "ops")}  # the folders of short tests

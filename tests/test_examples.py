@@ -72,6 +72,7 @@ def test_custom_gate(output_of):
     assert len(shares) == 8 and min(shares) > 60  # even routing: 2 / 16 = 12.5%
 
 
+@pytest.mark.long
 def test_hierarchical_4096(output_of):
     output = output_of("hierarchical_4096")
     assert "4,096 experts, 17,309,696 parameters; a token uses 40,960 of them" in output

@@ -534,6 +534,8 @@ def assert_close(actual, expected):
 
 
 OTHER_OPTIONS = ["top-k", "capacity by position"]  # a class and a path of other rows
+# Next to others that compile the same gates, or a part of the same functions.
+LONG_TO_COMPILE = ["balanced", "balanced groups", "capacity by score", "softmax", "noisy"]
 
 
 @pytest.mark.guarantee("It works with PyTorch's tools")
@@ -541,7 +543,7 @@ OTHER_OPTIONS = ["top-k", "capacity by position"]  # a class and a path of other
     "name, training, masked",
     # In evaluation, the number of slots depends on values for some gates.
     [
-        pytest.param(name, True, True, marks=[pytest.mark.long] * (name == "balanced groups"))
+        pytest.param(name, True, True, marks=[pytest.mark.long] * (name in LONG_TO_COMPILE))
         for name in having("compilation")
         if name not in OTHER_OPTIONS
     ]

@@ -61,7 +61,7 @@ class Gpu:
 @pytest.fixture(
     params=[
         *([pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_GPU else []),
-        "emulated sm_80",
+        pytest.param("emulated sm_80", marks=pytest.mark.long),
         "emulated sm_90",
     ],
 )
@@ -295,6 +295,7 @@ print("uses torch's:", "aten::_grouped_mm" in {event.name for event in profile.f
     assert (done.status == 0) == (choice in "01")
 
 
+@pytest.mark.long
 def test_quack_replaces_torchs_grouped_gemm():
     """Runs the tests of layers in half types, with the operator of fake_quack.py."""
     chosen = "test_layers_of_experts and sm_90 and (dtype2 or dtype3)"
