@@ -213,7 +213,8 @@ def test_the_commands_are_valid(suite, request):
     wanted = [i.replace("[cuda-", f"[{names[Path(i.partition(':')[0]).stem]}-") for i in ids]
     if not {*wanted} <= {item.nodeid for item in request.session.items}:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-        done = subprocess.run([*command, *wanted], cwd=ROOT, capture_output=True, text=True)
+        command += ["--long", *wanted]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         lines = {line for line in done.stdout.splitlines() if "::" in line}
         assert lines == set(wanted), done.stdout
 
