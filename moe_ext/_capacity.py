@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.checks import require, require_one_of, require_positive
-from moe_ext.ranks import AllToAll, Ranks, blocks
 from moe_ext.ranks._rows import columns_of
+from moe_ext.ranks.collectives import AllToAll, Ranks, blocks
 from moe_ext.routing import Routing
 
 Drop = Literal["position", "score"]

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 

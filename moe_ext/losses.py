@@ -20,7 +20,7 @@ from moe_ext.checks import (
     required,
 )
 from moe_ext.ops import cv_squared
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 __all__ = [

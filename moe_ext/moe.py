@@ -40,9 +40,9 @@ from moe_ext.checks import (
     require_sizes,
     require_tensor,
 )
-from moe_ext.dispatch import Dispatcher, ExpertParallel, ExpertSharding
+from moe_ext.dispatch import Dispatcher
 from moe_ext.dispatch._dispatchers import LocalDispatcher, make_dispatcher
-from moe_ext.dispatch._sharding import parallel_options
+from moe_ext.dispatch._sharding import ExpertParallel, ExpertSharding, parallel_options
 from moe_ext.experts import ActivationLike, Experts, FeedForwardExperts
 from moe_ext.gates import Gate, NoisyTopKGate
 from moe_ext.losses import (
@@ -53,8 +53,8 @@ from moe_ext.losses import (
     cv_squared,
 )
 from moe_ext.ops._dtypes import cast
-from moe_ext.ranks import Ranks
 from moe_ext.ranks._whole import is_mark
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 __all__ = ["KeepAux", "MoE", "MoEAux"]

@@ -35,9 +35,8 @@ PUBLIC = {
 # A module or folder of the layer imports only what stands above it.
 LEVELS = [
     "_build _compiled _argument_names _former_names _plain_names _ragged checks files",
-    "_counting formats ops",
-    "routing",
-    "_mixture _packed_weights ranks",
+    "ranks _counting formats ops",
+    "routing _packed_weights",
     "experts losses",
     "gates",
     "shared optim quantized lora",

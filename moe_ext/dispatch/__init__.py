@@ -5,18 +5,13 @@ Contents::
     Dispatcher      what `MoE` holds: tokens stay on this rank, or ranks exchange them
     ExpertParallel  how ranks share the experts of a layer: the options
     ExpertSharding  which rank has which experts of a layer
+    Exchange        sends tokens to the owners of their experts and returns the outputs
+    NodeExchange    the same, but each token is sent once to each node, then within the node
     GroupExchange   sends tokens to groups of experts with their secondary gates
+
+`moe_ext.distributed` exports all of them but `Dispatcher`.
 """
 
 from moe_ext.dispatch._dispatchers import Dispatcher
-from moe_ext.dispatch._groups import GroupExchange
-from moe_ext.dispatch._sharding import Balance, ExpertParallel, ExpertSharding, Placement
 
-__all__ = [
-    "Balance",
-    "Dispatcher",
-    "ExpertParallel",
-    "ExpertSharding",
-    "GroupExchange",
-    "Placement",
-]
+__all__ = ["Dispatcher"]

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext._compiled import eager, uncompiled
-from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import refuse
+from moe_ext.dispatch._exchange import Exchange
 from moe_ext.dispatch._groups import GroupExchange
+from moe_ext.dispatch._mixture import mixture
 from moe_ext.dispatch._sharding import ExpertSharding
 from moe_ext.gates import Gate, HierarchicalGate
 from moe_ext.ops._dtypes import cast as cast_to
-from moe_ext.ranks import Exchange, Ranks
 from moe_ext.ranks._agreement import require_same
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 __all__ = ["Dispatcher", "LocalDispatcher", "make_dispatcher"]

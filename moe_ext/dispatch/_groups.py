@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext._compiled import eager
-from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of, select_segments
 from moe_ext.checks import require
+from moe_ext.dispatch._exchange import Exchange, Received
+from moe_ext.dispatch._mixture import mixture
 from moe_ext.gates import HierarchicalGate, PrimarySelection, SecondarySelection
-from moe_ext.ranks import AllToAll, Exchange, ExpertPlacement, Ranks, Received
 from moe_ext.ranks._rows import scale_grad
 from moe_ext.ranks._whole import is_marked, require_whole
+from moe_ext.ranks.collectives import AllToAll, Ranks
+from moe_ext.ranks.placement import ExpertPlacement
 from moe_ext.routing import Routing
 
 __all__ = ["GroupExchange"]

@@ -17,13 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext._compiled import uncompiled, unwrapped_module
 from moe_ext.checks import require, require_one_of, require_sizes
+from moe_ext.dispatch._exchange import Exchange, ExchangeUnit
 from moe_ext.dispatch._groups import GroupExchange
+from moe_ext.dispatch._node_exchange import NodeExchange
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, HierarchicalGate
-from moe_ext.ranks import Exchange, ExchangeUnit, ExpertPlacement, Layout, NodeExchange, Ranks
 from moe_ext.ranks._membership import require_group
 from moe_ext.ranks._rows import scale_grad
 from moe_ext.ranks._whole import require_whole
+from moe_ext.ranks.collectives import Ranks
+from moe_ext.ranks.layout import Layout
+from moe_ext.ranks.placement import ExpertPlacement
 
 __all__ = ["Balance", "ExpertParallel", "ExpertSharding", "Placement"]
 

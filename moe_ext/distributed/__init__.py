@@ -27,9 +27,10 @@ Building blocks, which `MoE` uses too::
 
 import sys
 
-from moe_ext import files, ranks
-from moe_ext.dispatch import _sharding as sharding
+from moe_ext import files
+from moe_ext.dispatch._exchange import ChunksOf, Exchange, ExchangeUnit, Received
 from moe_ext.dispatch._groups import GroupExchange
+from moe_ext.dispatch._node_exchange import NodeExchange
 from moe_ext.dispatch._sharding import Balance, ExpertParallel, ExpertSharding, Placement
 from moe_ext.distributed._dtensors import distribute_experts
 from moe_ext.distributed._parallelize import parallelize
@@ -39,21 +40,9 @@ from moe_ext.distributed._style import ExpertParallelStyle
 from moe_ext.distributed.checkpoint import CheckpointError, Checkpoints, Loaded
 from moe_ext.distributed.gradients import GradScaler, clip_grad_norm_
 from moe_ext.distributed.torchrun import init_process_group
-from moe_ext.ranks import (
-    AllToAll,
-    ChunksOf,
-    Exchange,
-    ExchangeUnit,
-    ExpertPlacement,
-    Layout,
-    NodeExchange,
-    Ranks,
-    Received,
-    block,
-    blocks,
-    exchange,
-    placement,
-)
+from moe_ext.ranks.collectives import AllToAll, Ranks, block, blocks
+from moe_ext.ranks.layout import Layout
+from moe_ext.ranks.placement import ExpertPlacement
 
 __all__ = [
     "AllToAll",
@@ -88,16 +77,9 @@ __all__ = [
 ]
 
 # The former places of modules, which programs and pickles of earlier versions import.
-sys.modules |= {
-    f"{__name__}.{former}": module
-    for former, module in {
-        "exchange": exchange,
-        "files": files,
-        "placement": placement,
-        "ranks": ranks,
-        "sharding": sharding,
-    }.items()
-}
+for _former in ("exchange", "placement", "ranks", "sharding"):
+    sys.modules[f"{__name__}.{_former}"] = sys.modules[__name__]
+sys.modules[f"{__name__}.files"] = files
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from moe_ext.dispatch._sharding import ExpertSharding
 from moe_ext.distributed._dtensors import local_part, mesh_of
 from moe_ext.distributed._parameters import spread_layers
 from moe_ext.moe import MoE
-from moe_ext.ranks import Layout
+from moe_ext.ranks.layout import Layout
 
 
 def require_blocks(

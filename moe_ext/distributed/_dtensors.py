@@ -17,8 +17,9 @@ from moe_ext.dispatch._sharding import ExpertSharding
 from moe_ext.distributed._parameters import entries_of, require_ranks, spread_layers
 from moe_ext.experts import ModuleExperts
 from moe_ext.moe import MoE
-from moe_ext.ranks import Layout, Ranks
 from moe_ext.ranks._whole import mark_dtensors
+from moe_ext.ranks.collectives import Ranks
+from moe_ext.ranks.layout import Layout
 from moe_ext.recurrent import MoELSTM
 
 __all__ = ["distribute_experts"]

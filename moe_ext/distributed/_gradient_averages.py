@@ -10,7 +10,7 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup, Work
 
 from moe_ext.distributed._dtensors import local_part
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 
 BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel
 

@@ -24,8 +24,9 @@ from moe_ext.distributed._parameters import (
     spread_layers,
 )
 from moe_ext.optim import split_parameters
-from moe_ext.ranks import Layout, Ranks
 from moe_ext.ranks._groups import duplicate
+from moe_ext.ranks.collectives import Ranks
+from moe_ext.ranks.layout import Layout
 
 __all__ = ["parallelize"]
 

@@ -15,9 +15,10 @@ from moe_ext.dispatch._sharding import ExpertSharding
 from moe_ext.experts import ModuleExperts
 from moe_ext.gates import HierarchicalGate
 from moe_ext.moe import MoE
-from moe_ext.ranks import Layout, Ranks
 from moe_ext.ranks._agreement import require_same
 from moe_ext.ranks._whole import WHOLE
+from moe_ext.ranks.collectives import Ranks
+from moe_ext.ranks.layout import Layout
 
 
 class ExpertParameter(NamedTuple):

@@ -21,7 +21,8 @@ from moe_ext.distributed._parameters import (
     expert_state,
     require_ranks,
 )
-from moe_ext.ranks import Layout, Ranks
+from moe_ext.ranks.collectives import Ranks
+from moe_ext.ranks.layout import Layout
 
 Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter, key)
 

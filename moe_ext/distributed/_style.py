@@ -9,9 +9,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from moe_ext._compiled import unwrapped_module
 from moe_ext.checks import require
-from moe_ext.dispatch import ExpertParallel
 from moe_ext.dispatch._dispatchers import make_dispatcher
-from moe_ext.dispatch._sharding import ExpertSharding, parallel_options
+from moe_ext.dispatch._sharding import ExpertParallel, ExpertSharding, parallel_options
 from moe_ext.distributed._dtensors import distribute_experts, require_even
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.moe import MoE

@@ -53,9 +53,10 @@ from moe_ext.distributed._state import (
     whole_shapes,
 )
 from moe_ext.files import atomic_file
-from moe_ext.ranks import Layout, Ranks
 from moe_ext.ranks._groups import duplicate
 from moe_ext.ranks._membership import require_group
+from moe_ext.ranks.collectives import Ranks
+from moe_ext.ranks.layout import Layout
 
 __all__ = ["CheckpointError", "Checkpoints", "Loaded"]
 

@@ -17,8 +17,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from moe_ext.checks import require
 from moe_ext.distributed._parameters import expert_parameters, spread_layers
 from moe_ext.ops import accumulation_dtype
-from moe_ext.ranks import Layout
 from moe_ext.ranks._membership import require_group
+from moe_ext.ranks.layout import Layout
 
 __all__ = ["GradScaler", "clip_grad_norm_"]
 

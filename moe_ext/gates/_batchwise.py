@@ -5,8 +5,8 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.ops._balanced_gating import rows_per_expert
-from moe_ext.ranks import AllToAll, Ranks, blocks
 from moe_ext.ranks._rows import columns_of
+from moe_ext.ranks.collectives import AllToAll, Ranks, blocks
 
 
 def mask_over_ranks(

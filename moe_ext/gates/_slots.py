@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext._ragged import offsets_of
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 

@@ -13,7 +13,7 @@ from torch.types import Device
 
 from moe_ext.checks import require
 from moe_ext.gates.gate import Gate
-from moe_ext.ranks import Layout
+from moe_ext.ranks.layout import Layout
 
 __all__ = ["AdaptiveGate", "adaptive_gates", "update_gates"]
 

@@ -21,7 +21,7 @@ from moe_ext.gates._slots import (
 )
 from moe_ext.gates.gate import Gate
 from moe_ext.ops._balanced_gating import rows_per_expert
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 __all__ = ["ExpertChoiceGate"]

@@ -20,7 +20,7 @@ from moe_ext.checks import (
     require_sizes,
 )
 from moe_ext.gates._logits import logits
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 __all__ = ["Gate", "Routing"]

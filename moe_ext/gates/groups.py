@@ -18,7 +18,7 @@ from moe_ext._counting import SparsePart
 from moe_ext.checks import require, require_k_of_levels
 from moe_ext.gates._logits import widened
 from moe_ext.gates.gate import Gate
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 __all__ = ["HierarchicalGate", "PrimarySelection", "SecondarySelection"]

@@ -15,7 +15,7 @@ from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 __all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]

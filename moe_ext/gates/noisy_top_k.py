@@ -13,7 +13,7 @@ from moe_ext._argument_names import explains_names
 from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import only_given
 from moe_ext.gates._noisy import NoisyGate
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 __all__ = ["NoisyTopKGate"]

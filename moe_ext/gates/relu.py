@@ -11,7 +11,7 @@ from moe_ext.checks import require_at_least, require_positive
 from moe_ext.gates._logits import widened
 from moe_ext.gates._slots import experts_of_rows, several, sums_of_slots, values_of_slots
 from moe_ext.gates.adaptive import AdaptiveGate
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 __all__ = ["ReLUGate"]

@@ -16,7 +16,7 @@ from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import widened, zero_
 from moe_ext.gates.adaptive import AdaptiveGate
 from moe_ext.gates.gate import Gate
-from moe_ext.ranks import Ranks
+from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 
 __all__ = ["SoftmaxGate", "TopKGate"]

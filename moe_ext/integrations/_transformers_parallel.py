@@ -8,8 +8,10 @@ from torch.nn import functional as F
 from transformers.distributed.expert_parallel import EPImplementation, MoEParamShard
 
 from moe_ext.checks import require
-from moe_ext.ranks import Exchange, ExpertPlacement, Ranks
+from moe_ext.dispatch._exchange import Exchange
 from moe_ext.ranks._rows import columns_of
+from moe_ext.ranks.collectives import Ranks
+from moe_ext.ranks.placement import ExpertPlacement
 from moe_ext.routing import Routing
 
 

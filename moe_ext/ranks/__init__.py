@@ -1,32 +1,12 @@
-"""Ranks that work together: process groups, collectives and the exchange of rows.
+"""Ranks that work together: process groups and collectives.
 
 Contents::
 
-    Ranks, AllToAll     the ranks of a group and the differentiable collectives between them
-    Layout              how the ranks that train divide the experts of a layer
-    ExpertPlacement     assigns experts to ranks
-    Exchange            sends tokens to the owners of their experts and returns the outputs
-    NodeExchange        the same, but each token is sent once to each node, then within the node
+    collectives  Ranks, AllToAll: the ranks of a group and the collectives between them
+    layout       Layout: how the ranks that train divide the experts of a layer
+    placement    ExpertPlacement: assigns experts to ranks
 
-`moe_ext.distributed` exports these names too.
+`moe_ext.distributed` exports these names.
 """
 
-from moe_ext.ranks.collectives import AllToAll, Ranks, block, blocks
-from moe_ext.ranks.exchange import ChunksOf, Exchange, ExchangeUnit, Received
-from moe_ext.ranks.layout import Layout
-from moe_ext.ranks.nodes import NodeExchange
-from moe_ext.ranks.placement import ExpertPlacement
-
-__all__ = [
-    "AllToAll",
-    "ChunksOf",
-    "Exchange",
-    "ExchangeUnit",
-    "ExpertPlacement",
-    "Layout",
-    "NodeExchange",
-    "Ranks",
-    "Received",
-    "block",
-    "blocks",
-]
+__all__: list[str] = []

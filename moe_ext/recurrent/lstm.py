@@ -34,7 +34,9 @@ from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import Gate, hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
 from moe_ext.moe import MoE, MoEAux
-from moe_ext.ranks import ExpertPlacement, Layout, Ranks
+from moe_ext.ranks.collectives import Ranks
+from moe_ext.ranks.layout import Layout
+from moe_ext.ranks.placement import ExpertPlacement
 from moe_ext.recurrent.bptt import num_evaluations, unroll
 
 __all__ = ["MoELSTM", "MoELSTMCell", "exchanged_bytes", "lstm_state"]

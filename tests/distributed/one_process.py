@@ -15,12 +15,12 @@ from moe_ext import Experts, Gate, count_parameters
 from moe_ext.distributed import (
     Checkpoints,
     ExpertParallel,
+    Ranks,
     clip_grad_norm_,
     expert_parameters,
     full_state_dict,
 )
 from moe_ext.gates import HierarchicalGate
-from moe_ext.ranks import Ranks
 
 # The numbers of tokens of each rank; in the last one, two replicas of the experts have two shards.
 RANKS = {"1": [9], "2": [5, 8], "3": [4, 0, 6], "2 x 2": [3, 7, 0, 5]}

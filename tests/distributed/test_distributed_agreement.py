@@ -6,8 +6,7 @@ from torch import nn
 from workers import on_ranks
 
 from moe_ext import HierarchicalMoE, ImportanceLoss, MoE, TopKGate
-from moe_ext.distributed import ExpertParallel, parallelize
-from moe_ext.ranks import Ranks
+from moe_ext.distributed import ExpertParallel, Ranks, parallelize
 
 D = 4
 

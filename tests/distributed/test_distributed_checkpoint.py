@@ -33,6 +33,7 @@ from moe_ext import Experts, HierarchicalBalancedGate, HierarchicalMoE, MoE, Sha
 from moe_ext.distributed import (
     CheckpointError,
     Checkpoints,
+    Ranks,
     _planners,
     full_state_dict,
     load_full_state_dict,
@@ -41,7 +42,6 @@ from moe_ext.distributed import (
 from moe_ext.distributed._checkpoint_folder import sums_of
 from moe_ext.distributed._safe_files import read_metadata
 from moe_ext.optim import FactoredAdagrad, FactoredAdam, split_parameters
-from moe_ext.ranks import Ranks
 
 D = 4
 

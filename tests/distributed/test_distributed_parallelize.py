@@ -32,6 +32,7 @@ from moe_ext.distributed import (
     ExpertParallel,
     ExpertPlacement,
     GradScaler,
+    Ranks,
     clip_grad_norm_,
     distribute_experts,
     expert_parameters,
@@ -41,7 +42,6 @@ from moe_ext.distributed import (
 )
 from moe_ext.gates import SoftmaxGate
 from moe_ext.optim import FactoredAdam, split_parameters
-from moe_ext.ranks import Ranks
 
 
 def assert_same_on_all_ranks(value, group):

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 from workers import on_ranks
 
 from moe_ext import MoE
+from moe_ext.distributed import Ranks, parallelize
 from moe_ext.distributed import _gradient_averages as averages
-from moe_ext.distributed import parallelize
-from moe_ext.ranks import Ranks
 
 
 class Scaled(nn.Module):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext._compiled import eager
-from moe_ext._mixture import mixture
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import require_sizes
+from moe_ext.dispatch._mixture import mixture
 from moe_ext.ranks._rows import columns_of, scale_grad, with_backward_of
 from moe_ext.ranks._whole import is_marked, require_whole
 from moe_ext.ranks.collectives import AllToAll, Ranks, blocks
