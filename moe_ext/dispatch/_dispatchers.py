@@ -12,7 +12,7 @@ from moe_ext._compiled import eager, uncompiled
 from moe_ext._ragged import offsets_of
 from moe_ext.checks import refuse
 from moe_ext.dispatch._exchange import Exchange
-from moe_ext.dispatch._groups import GroupExchange
+from moe_ext.dispatch._group_exchange import GroupExchange
 from moe_ext.dispatch._mixture import mixture
 from moe_ext.dispatch._sharding import ExpertSharding
 from moe_ext.gates import Gate, HierarchicalGate

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.checks import require
 from moe_ext.dispatch._exchange import Exchange, Received
-from moe_ext.ranks._groups import timeout_of
+from moe_ext.ranks._process_groups import timeout_of
 from moe_ext.ranks._rows import scale_grad
 from moe_ext.ranks.collectives import Ranks
 from moe_ext.ranks.placement import ExpertPlacement

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ext._compiled import uncompiled, unwrapped_module
 from moe_ext.checks import require, require_one_of, require_sizes
 from moe_ext.dispatch._exchange import Exchange, ExchangeUnit
-from moe_ext.dispatch._groups import GroupExchange
+from moe_ext.dispatch._group_exchange import GroupExchange
 from moe_ext.dispatch._node_exchange import NodeExchange
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, HierarchicalGate

@@ -29,7 +29,7 @@ import sys
 
 from moe_ext import files
 from moe_ext.dispatch._exchange import ChunksOf, Exchange, ExchangeUnit, Received
-from moe_ext.dispatch._groups import GroupExchange
+from moe_ext.dispatch._group_exchange import GroupExchange
 from moe_ext.dispatch._node_exchange import NodeExchange
 from moe_ext.dispatch._sharding import Balance, ExpertParallel, ExpertSharding, Placement
 from moe_ext.distributed._dtensors import distribute_experts

@@ -24,7 +24,7 @@ from moe_ext.distributed._parameters import (
     spread_layers,
 )
 from moe_ext.optim import split_parameters
-from moe_ext.ranks._groups import duplicate
+from moe_ext.ranks._process_groups import duplicate
 from moe_ext.ranks.collectives import Ranks
 from moe_ext.ranks.layout import Layout
 

@@ -53,8 +53,8 @@ from moe_ext.distributed._state import (
     whole_shapes,
 )
 from moe_ext.files import atomic_file
-from moe_ext.ranks._groups import duplicate
 from moe_ext.ranks._membership import require_group
+from moe_ext.ranks._process_groups import duplicate
 from moe_ext.ranks.collectives import Ranks
 from moe_ext.ranks.layout import Layout
 

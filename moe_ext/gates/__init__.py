@@ -26,8 +26,8 @@ from moe_ext.gates.balanced import (
 )
 from moe_ext.gates.expert_choice import ExpertChoiceGate
 from moe_ext.gates.gate import Gate
-from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.gates.hierarchical import HierarchicalNoisyTopKGate, hierarchical_load
+from moe_ext.gates.hierarchical_gate import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.gates.noisy_top_k import NoisyTopKGate
 from moe_ext.gates.relu import ReLUGate
 from moe_ext.gates.softmax import SoftmaxGate, TopKGate

@@ -24,7 +24,7 @@ from moe_ext.gates._slots import (
     several,
 )
 from moe_ext.gates.gate import Gate
-from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
+from moe_ext.gates.hierarchical_gate import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.losses import batchwise_loss
 from moe_ext.ops._balanced_gating import rows_per_expert
 from moe_ext.ranks.collectives import Ranks

@@ -14,7 +14,7 @@ from moe_ext._argument_names import explains_names
 from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
-from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
+from moe_ext.gates.hierarchical_gate import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
 

@@ -1,8 +1,8 @@
 """Optimizers, learning-rate schedules and parameter groups (Appendices C, D and E)."""
 
 from moe_ext.optim.factored import FactoredAdagrad, FactoredAdam
-from moe_ext.optim.groups import ParameterSplit, split_parameters
 from moe_ext.optim.schedules import warmup_inverse_sqrt, warmup_schedule
+from moe_ext.optim.split import ParameterSplit, split_parameters
 
 __all__ = [
     "FactoredAdagrad",
