@@ -93,17 +93,20 @@ class NoisyGate(Gate):
         return clean_logits, raw_noise_stddev, noise
 
     def _load(
-        self, clean_logits: Tensor, kept: ops.TopKSelection, group_offsets: Tensor | None = None
+        self,
+        clean_logits: Tensor,
+        selection: ops.TopKSelection,
+        group_offsets: Tensor | None = None,
     ) -> Tensor:
-        """Computes Load(X) of kept, a selection in training mode, by `moe_ext.ops.load`.
+        """Computes Load(X) of a selection in training mode by `moe_ext.ops.load`.
 
         The operator describes clean_logits and group_offsets.
         """
         return ops.load(
             clean_logits,
-            kept.noise_stddev,
-            kept.threshold,
-            kept.expert_index,
+            selection.noise_stddev,
+            selection.threshold,
+            selection.expert_index,
             self.detach_threshold,
             group_offsets,
         )

@@ -111,13 +111,13 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
         The groups of a token are in order of decreasing noisy logit.
         """
         k1 = self.k_of_levels[0]
-        clean_logits, kept = self._select(widened(x), self.w_gate, self.w_noise, k1)
+        clean_logits, selection = self._select(widened(x), self.w_gate, self.w_noise, k1)
         values: tuple[Tensor, ...] = ()
         if self.training:
             like = clean_logits.new_empty(len(clean_logits) * k1, self.experts_per_group)
             values = (self.draw_noise(like),)
-        details = clean_logits, kept
-        return PrimarySelection(kept.gates, kept.expert_index, None, values, details)
+        details = clean_logits, selection
+        return PrimarySelection(selection.gates, selection.expert_index, None, values, details)
 
     def select_experts(
         self, x: Tensor, primary: PrimarySelection, local: slice | None, ranks: Ranks | None
@@ -131,17 +131,17 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
         plan = ops.dispatch_plan(primary.group_index, len(w_gate))
         k2 = self.k_of_levels[1]
         noise = primary.values[0] if primary.values else None
-        clean_rows, kept = self._select(
+        clean_rows, selection = self._select(
             widened(x), w_gate, w_noise, k2, plan, primary.token_offsets, noise
         )
         # combine multiplies the secondary gates of each row by its primary gate.
         inverse = plan.inverse.reshape(-1, 1)
-        gates = ops.combine(kept.gates, primary.gates.reshape(-1, 1), inverse)
-        expert_in_group = kept.expert_index.index_select(0, plan.inverse.reshape(-1))
+        gates = ops.combine(selection.gates, primary.gates.reshape(-1, 1), inverse)
+        expert_in_group = selection.expert_index.index_select(0, plan.inverse.reshape(-1))
         if not self.training:
             return SecondarySelection(gates, expert_in_group)
         # A rank may have no groups.
-        load = self._load(clean_rows, kept, plan.offsets) if len(w_gate) else clean_rows[:0]
+        load = self._load(clean_rows, selection, plan.offsets) if len(w_gate) else clean_rows[:0]
         details = load, plan.tokens_per_expert.to(load.dtype)
         return SecondarySelection(gates, expert_in_group, None, details)
 

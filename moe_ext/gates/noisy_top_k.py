@@ -88,12 +88,12 @@ class NoisyTopKGate(NoisyGate):
         clean_logits, raw, noise = self._noisy_logits(x, self.w_gate, self.w_noise)
         settings = raw, noise, self.k, self.noise_epsilon
         given = clean_logits if expert_index is None else only_given(clean_logits, expert_index)
-        own = kept = ops.noisy_topk_gating(given, *settings)
+        own = selection = ops.noisy_topk_gating(given, *settings)
         load = None
         if self.training:
             if expert_index is not None:
                 own = ops.noisy_topk_gating(clean_logits, *settings)
             load = self._load(clean_logits, own)
         return self.make_routing(
-            kept.gates, kept.expert_index, load=load, ranks=ranks, logits=clean_logits
+            selection.gates, selection.expert_index, load=load, ranks=ranks, logits=clean_logits
         )
