@@ -1,9 +1,7 @@
-"""Computes the logits and the initial weights of all gates."""
-
-from itertools import chain
+"""Computes the logits of all gates."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def widened(x: Tensor) -> Tensor:
@@ -32,25 +30,3 @@ def logits(
     """
     products: list[Tensor] = torch.ops.moe_ext._logits(x, weights, offsets, inverse, token_offsets)
     return products
-
-
-def only_given(logits: Tensor, expert_index: Tensor) -> Tensor:
-    """Sets the logits [T, E] of experts that are not in expert_index [T, K] to -inf.
-
-    A top-k selection then selects exactly the given experts, with unchanged gates.
-
-    Raises:
-        RuntimeError: a token has the same expert twice; on the CPU only, also in a compiled graph.
-    """
-    given = torch.zeros_like(logits, dtype=torch.bool).scatter(1, expert_index, True)
-    if given.device.type == "cpu":  # on CUDA, a failed check would end the use of the device
-        different = (given.sum(1) == expert_index.shape[1]).all()
-        torch._assert_async(different, "expert_index must have different experts for each token")
-    return torch.where(given, logits, -torch.inf)
-
-
-@torch.no_grad()
-def zero_(gate: nn.Module) -> None:
-    """Sets all parameters and buffers of a gate to zero."""
-    for value in chain(gate.parameters(), gate.buffers()):
-        value.zero_()

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.checks import require_at_least, require_bool
-from moe_ext.gates._logits import logits, zero_
+from moe_ext.gates._logits import logits
 from moe_ext.gates.gate import Gate
 
 
@@ -40,7 +40,7 @@ class NoisyGate(Gate):
 
     def reset_parameters(self) -> None:
         """Sets all parameters and buffers to zero, their initial values."""
-        zero_(self)
+        self._set_to_zero()
 
     def _select(
         self,

@@ -15,7 +15,7 @@ from moe_ext._argument_names import explains_names
 from moe_ext._ragged import select_segments
 from moe_ext.checks import require_bool
 from moe_ext.gates._batchwise import mask_over_ranks
-from moe_ext.gates._logits import logits, zero_
+from moe_ext.gates._logits import logits
 from moe_ext.gates._slots import (
     Agreement,
     experts_of_rows,
@@ -148,7 +148,7 @@ class StrictlyBalancedGate(Gate):
 
     def reset_parameters(self) -> None:
         """Sets all parameters and buffers to zero, their initial values."""
-        zero_(self)
+        self._set_to_zero()
 
     def extra_repr(self) -> str:
         """Returns the arguments that the text of the module shows."""

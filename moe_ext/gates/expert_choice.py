@@ -11,7 +11,6 @@ from torch.types import Device
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
 from moe_ext.gates._batchwise import mask_over_ranks
-from moe_ext.gates._logits import zero_
 from moe_ext.gates._slots import (
     experts_of_rows,
     experts_of_selected,
@@ -81,7 +80,7 @@ class ExpertChoiceGate(Gate):
 
     def reset_parameters(self) -> None:
         """Sets W_g to zero, its initial value."""
-        zero_(self)
+        self._set_to_zero()
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes x [T, D]; the experts of each token are in index order.

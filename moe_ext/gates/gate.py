@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -122,6 +123,24 @@ class Gate(nn.Module):
     def _factory(self, device: Device, dtype: torch.dtype | None) -> dict[str, Any]:
         """Returns the options with which a constructor makes parameters."""
         return {"device": device, "dtype": require_dtype(type(self).__name__, dtype)}
+
+    @torch.no_grad()
+    def _set_to_zero(self) -> None:
+        """Sets all parameters and buffers to zero, the initial values of many gates."""
+        for value in chain(self.parameters(), self.buffers()):
+            value.zero_()
+
+    def _warn_if_untrained(self, k: int, choices: int, remedy: str, part: str = "gate") -> None:
+        """Warns if the only gate of each token is constant: one of `choices`, renormalized over k.
+
+        A constructor that `explains_names` wraps calls this method.
+        """
+        if k == 1 < choices:
+            warnings.warn(
+                f"{type(self).__name__}: with k = 1 the {part} of every token is constant, and the "
+                f"task's loss gives the weights of this gate no gradient; {remedy}",
+                stacklevel=4,  # the caller of the constructor
+            )
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Computes x · weight in at least float32, also under autocast.

@@ -11,7 +11,6 @@ from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
-from moe_ext.gates._constant import warn_if_untrained
 from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.gates.hierarchical_gate import HierarchicalGate, PrimarySelection, SecondarySelection
@@ -97,7 +96,7 @@ class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
         )
         for part, chosen, choices in levels:
             remedy = "use k of at least 2 at this level, or TopKGate with renormalize=False"
-            warn_if_untrained(type(self).__name__, chosen, choices, remedy, part)
+            self._warn_if_untrained(chosen, choices, remedy, part)
         factory = self._factory(device, dtype)
         self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups, **factory))
         self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_groups, **factory))

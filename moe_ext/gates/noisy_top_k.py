@@ -10,8 +10,6 @@ from torch.types import Device
 
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
-from moe_ext.gates._constant import warn_if_untrained
-from moe_ext.gates._logits import only_given
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.ranks.collectives import Ranks
 from moe_ext.routing import Routing
@@ -71,7 +69,7 @@ class NoisyTopKGate(NoisyGate):
         remedy = (
             "use k of at least 2, or TopKGate(d_model, num_experts, 1, renormalize=False) as gate"
         )
-        warn_if_untrained("NoisyTopKGate", self.k, num_experts, remedy)
+        self._warn_if_untrained(self.k, num_experts, remedy)
         factory = self._factory(device, dtype)
         self.w_gate: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
         self.w_noise: nn.Parameter = nn.Parameter(torch.zeros(d_model, num_experts, **factory))
@@ -87,7 +85,7 @@ class NoisyTopKGate(NoisyGate):
         self._require_tokens(x)
         clean_logits, raw, noise = self._noisy_logits(x, self.w_gate, self.w_noise)
         settings = raw, noise, self.k, self.noise_epsilon
-        given = clean_logits if expert_index is None else only_given(clean_logits, expert_index)
+        given = clean_logits if expert_index is None else _only_given(clean_logits, expert_index)
         own = selection = ops.noisy_topk_gating(given, *settings)
         load = None
         if self.training:
@@ -97,3 +95,18 @@ class NoisyTopKGate(NoisyGate):
         return self.make_routing(
             selection.gates, selection.expert_index, load=load, ranks=ranks, logits=clean_logits
         )
+
+
+def _only_given(logits: Tensor, expert_index: Tensor) -> Tensor:
+    """Sets the logits [T, E] of experts that are not in expert_index [T, K] to -inf.
+
+    A top-k selection then selects exactly the given experts, with unchanged gates.
+
+    Raises:
+        RuntimeError: a token has the same expert twice; on the CPU only, also in a compiled graph.
+    """
+    given = torch.zeros_like(logits, dtype=torch.bool).scatter(1, expert_index, True)
+    if given.device.type == "cpu":  # on CUDA, a failed check would end the use of the device
+        different = (given.sum(1) == expert_index.shape[1]).all()
+        torch._assert_async(different, "expert_index must have different experts for each token")
+    return torch.where(given, logits, -torch.inf)

@@ -12,8 +12,7 @@ from torch.types import Device
 from moe_ext import ops
 from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_at_least, require_bool, require_positive, require_sizes
-from moe_ext.gates._constant import warn_if_untrained
-from moe_ext.gates._logits import widened, zero_
+from moe_ext.gates._logits import widened
 from moe_ext.gates.adaptive import AdaptiveGate
 from moe_ext.gates.gate import Gate
 from moe_ext.ranks.collectives import Ranks
@@ -53,7 +52,7 @@ class SoftmaxGate(Gate):
 
     def reset_parameters(self) -> None:
         """Sets all parameters and buffers to zero, their initial values."""
-        zero_(self)
+        self._set_to_zero()
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes x [T, D] to all E experts, in index order; see `Gate.forward` for ranks."""
@@ -167,7 +166,7 @@ class TopKGate(AdaptiveGate):
         self._route(torch.empty(0, num_experts, device="meta"))  # checks the options
         if self.renormalize:
             remedy = "use k of at least 2, or renormalize=False"
-            warn_if_untrained("TopKGate", self.k, num_experts, remedy)
+            self._warn_if_untrained(self.k, num_experts, remedy)
         self.w_gate: nn.Parameter = nn.Parameter(torch.empty(d_model, num_experts, **factory))
         self.b_gate: nn.Parameter | None = (
             nn.Parameter(torch.empty(num_experts, **factory)) if logit_bias else None
