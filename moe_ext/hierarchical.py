@@ -11,7 +11,7 @@ from moe_ext._argument_names import explains_names
 from moe_ext.checks import require_k_of_levels
 from moe_ext.experts import ActivationLike, Experts
 from moe_ext.gates import Gate, HierarchicalNoisyTopKGate
-from moe_ext.moe import MoE, _CommonOptions
+from moe_ext.moe import MoE, _CommonOptions, _given_noise
 
 __all__ = ["HierarchicalMoE"]
 
@@ -44,7 +44,7 @@ class HierarchicalMoE(MoE):
         k: (k1, k2), groups per token and experts per chosen group. A single number k means (k, k).
         gate: a `Gate` over the a · b experts. None: a `HierarchicalNoisyTopKGate` with
             noise_epsilon and generator.
-        noise_epsilon, generator: see `NoisyTopKGate`.
+        noise_epsilon, generator: see `NoisyTopKGate`. None: the gate's defaults.
         options: the other keyword arguments of `MoE`. Zero-computation experts and a capacity
             need a gate on one level.
 
@@ -67,26 +67,26 @@ class HierarchicalMoE(MoE):
         k: int | tuple[int, int],
         *,
         gate: Gate | None = None,
-        noise_epsilon: float = 1e-2,
+        noise_epsilon: float | None = None,
         generator: torch.Generator | None = None,
         **options: Unpack[_Options],
     ) -> None:
         name = "HierarchicalMoE"
         k1, k2 = require_k_of_levels(name, k, d_model, num_groups, experts_per_group)
         num_groups, experts_per_group = map(index, (num_groups, experts_per_group))
+        noise = _given_noise(noise_epsilon, generator)
         if gate is None:
             gate = HierarchicalNoisyTopKGate(
                 d_model,
                 num_groups,
                 experts_per_group,
                 (k1, k2),
-                noise_epsilon=noise_epsilon,
-                generator=generator,
+                **noise,
                 device=options.get("device"),
                 dtype=options.get("dtype"),
             )
             # MoE accepts neither these together with a gate, nor those with a gate and experts.
-            noise_epsilon, generator = 1e-2, None
+            noise = {}
             if options.get("experts") is not None:
                 options |= {"device": None, "dtype": None}
         super().__init__(
@@ -94,7 +94,6 @@ class HierarchicalMoE(MoE):
             num_groups * experts_per_group,
             k1 * k2,
             gate=gate,
-            noise_epsilon=noise_epsilon,
-            generator=generator,
+            **noise,
             **options,
         )

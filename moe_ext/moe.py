@@ -134,6 +134,12 @@ class _CommonOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
+def _given_noise(noise_epsilon: float | None, generator: torch.Generator | None) -> dict[str, Any]:
+    """Returns those options of a noisy gate that are given."""
+    options = {"noise_epsilon": noise_epsilon, "generator": generator}
+    return {name: value for name, value in options.items() if value is not None}
+
+
 class MoE(FormerCapacity, nn.Module):
     """Computes y = Σ_i G(x)_i E_i(x) (Eq. 1) with only the k chosen experts of each token.
 
@@ -182,7 +188,7 @@ class MoE(FormerCapacity, nn.Module):
             `ImportanceLoss` and `LoadLoss`. None: 0.1, or 0 with losses.
         losses: losses in place of the paper's, or in addition to them, such as
             ``[SwitchLoss(0.01), ZLoss(1e-3)]``. Each is a `RouterLoss`.
-        noise_epsilon, generator: see `NoisyTopKGate`.
+        noise_epsilon, generator: see `NoisyTopKGate`. None: the gate's defaults.
         num_identity_experts, num_null_experts: n and m, the numbers of experts that compute
             nothing (zero-computation experts, arXiv 2410.07348, 2509.01322). The gate selects among
             num_experts + n + m experts: first those with weights, then n identity experts
@@ -248,7 +254,7 @@ class MoE(FormerCapacity, nn.Module):
         w_importance: float | None = None,
         w_load: float | None = None,
         losses: Sequence[RouterLoss] = (),
-        noise_epsilon: float = 1e-2,
+        noise_epsilon: float | None = None,
         generator: torch.Generator | None = None,
         num_identity_experts: int = 0,
         num_null_experts: int = 0,
@@ -268,7 +274,8 @@ class MoE(FormerCapacity, nn.Module):
         self.num_null_experts = num_null_experts
         k = require_k("MoE", k, self._num_choices)
         (recompute,) = require_bool("MoE", recompute=recompute)
-        if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
+        noise = _given_noise(noise_epsilon, generator)
+        if gate is not None and noise:
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
         own = hidden_sizes is not None or activation != "relu" or activation_args is not None
         if experts is not None and gate is not None and (device is not None or dtype is not None):
@@ -297,8 +304,7 @@ class MoE(FormerCapacity, nn.Module):
                 d_model,
                 self._num_choices,
                 k,
-                noise_epsilon=noise_epsilon,
-                generator=generator,
+                **noise,
                 device=device,
                 dtype=dtype,
             )

@@ -77,7 +77,7 @@ class MoELSTMCell(nn.Module):
         k: experts per row [x_t, h_{t-1}].
         dropout: dropout probability of x_t. The state h has no dropout.
         gate: a `Gate` of width D + U. None: a NoisyTopKGate with noise_epsilon and generator.
-        noise_epsilon, generator: see `NoisyTopKGate`.
+        noise_epsilon, generator: see `NoisyTopKGate`. None: the gate's defaults.
         parallel: how ranks share the experts; see `MoE`. All ranks must then call the cell
             together. None: this process has all experts.
         device, dtype: of the parameters, except those of a given gate; None: torch's defaults.
@@ -100,7 +100,7 @@ class MoELSTMCell(nn.Module):
         *,
         dropout: float = 0.0,
         gate: Gate | None = None,
-        noise_epsilon: float = 1e-2,
+        noise_epsilon: float | None = None,
         generator: torch.Generator | None = None,
         parallel: ExpertParallel | None = None,
         device: Device = None,
@@ -267,7 +267,7 @@ class MoELSTM(nn.Module):
         gate: Gate | None = None,
         w_importance: float = 0.1,
         w_load: float = 0.1,
-        noise_epsilon: float = 1e-2,
+        noise_epsilon: float | None = None,
         generator: torch.Generator | None = None,
         memory_slots: int | None = None,
         batch_first: bool = True,

@@ -195,6 +195,7 @@ OPTIONS = {
     "ModuleExperts([Linear(D, D)])(x, torch.arange(3))": r"^Mod.*: offsets .* \(2,\), got \(3,\)$",
     "update_gates(TopKGate(D, E, K))": "^update_gates: model must contain .*, got 'TopKGate'",
     "layer(gate=gate(), noise_epsilon=0.5)": "noise_epsilon.* must be left out",
+    "layer(gate=gate(noise_epsilon=0.5), noise_epsilon=1e-2)": "noise_epsilon.* must be left out",
     "HierarchicalMoE(D, A, B, (A, B), gate=SoftmaxGate(D, A * B), noise_epsilon=0.5)": (
         "must be left out when gate is given"
     ),
