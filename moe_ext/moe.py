@@ -392,7 +392,7 @@ class MoE(FormerCapacity, nn.Module):
             TypeError: x, mask or expert_index is not a tensor or has the wrong dtype, or the gate
                 does not return a `Routing`.
         """
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor):  # tested here too: the call would take a microsecond
             require_tensor("MoE", x=x)
         if x.is_nested:
             return self._jagged(x, mask, expert_index)

@@ -162,6 +162,7 @@ class Gate(nn.Module):
 
     def _require_tokens(self, x: Tensor) -> None:
         """Requires that x is a floating-point tensor [T, D]."""
+        # All conditions are tested here too: the calls would take microseconds.
         if not isinstance(x, Tensor) or x.is_nested:
             require_not_nested(type(self).__name__, x=x)
         if x.dim() != 2 or x.shape[1] != self.d_model:
