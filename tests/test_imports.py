@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import moe_ext
+import moe_ext.distributed
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "moe_ext"
@@ -136,6 +137,7 @@ def test_a_module_of_the_layer(file):
 def test_former_places_of_modules(former):
     module = importlib.import_module(f"moe_ext.distributed.{former}")
     assert module.__name__ != f"moe_ext.distributed.{former}"
+    assert getattr(moe_ext.distributed, former) is module
 
 
 @pytest.mark.parametrize("file", LAB, ids=name_of)

@@ -77,8 +77,10 @@ __all__ = [
 ]
 
 # The former places of modules, which programs and pickles of earlier versions import.
+_package = sys.modules[__name__]
 for _former in ("exchange", "placement", "ranks", "sharding"):
-    sys.modules[f"{__name__}.{_former}"] = sys.modules[__name__]
+    sys.modules[f"{__name__}.{_former}"] = _package
+    setattr(_package, _former, _package)
 sys.modules[f"{__name__}.files"] = files
 
 
