@@ -8,7 +8,7 @@ import pytest
 import torch
 from browser import console, overflow, prefer, resize
 from moe_lab.analysis.experts import expert_reports
-from moe_lab.analysis.pages import ExpertPage
+from moe_lab.analysis.explorer import ExpertPage
 from moe_lab.analysis.routed_text import NO_WORD, RoutedText, joined
 from moe_lab.data import Vocabulary
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from moe_lab.analysis.experts import by_specialisation, expert_reports
-from moe_lab.analysis.pages import ExpertPage, as_text
+from moe_lab.analysis.explorer import ExpertPage, as_text
 from moe_lab.analysis.routed_text import RoutedText, route_text
 from moe_lab.analysis.transformers_text import route_lines
 from moe_lab.data import Vocabulary

@@ -45,7 +45,7 @@ from moe_lab.benchmarks.peers import Inputs
 from moe_lab.benchmarks.roofline import Work, peak_probe
 from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
 from moe_lab.benchmarks.transformers_experts import build_layer
-from moe_lab.experiments.report import Page
+from moe_lab.experiments.page import Page
 from moe_lab.packages import require_transformers
 
 NAME = "lora_speed"

@@ -62,7 +62,7 @@ from moe_lab.benchmarks.random_codes import BLOCKS, RandomWeight
 from moe_lab.benchmarks.roofline import Work, peak_probe
 from moe_lab.benchmarks.shapes import MODELS, PACKED_PEERS, Shape, experts_of_model
 from moe_lab.benchmarks.tables import number, spread_of
-from moe_lab.experiments.report import Page
+from moe_lab.experiments.page import Page
 
 NAME = "low_precision"
 MOE_EXT, FLOAT, INTEGER, REPACKED = "ours", "float-experts", "integer", "-repacked"

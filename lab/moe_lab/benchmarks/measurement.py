@@ -28,7 +28,7 @@ from moe_lab.benchmarks.harness import (
 from moe_lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib
 from moe_lab.benchmarks.roofline import Probe, Work, gemm_probe, limit, stream_probe
 from moe_lab.benchmarks.shapes import Shape
-from moe_lab.experiments.report import Page, publish
+from moe_lab.experiments.page import Page, publish
 from moe_lab.files import from_json, write_json
 from moe_lab.progress import progress
 

@@ -71,7 +71,7 @@ from moe_lab.benchmarks.tables import (
     spread_of,
     time_sections,
 )
-from moe_lab.experiments.report import Page
+from moe_lab.experiments.page import Page
 from moe_lab.markdown import markdown_table
 from moe_lab.packages import require_transformers
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lab.benchmarks.harness import Quartiles, Row
 from moe_lab.benchmarks.measurement import best_ratio, by
 from moe_lab.benchmarks.peers import BESIDE_PEERS, PASSES, PEERS
-from moe_lab.experiments.report import Command, Page, Plot, table_of
+from moe_lab.experiments.page import Command, Page, Plot, table_of
 from moe_lab.markdown import markdown_table
 
 if TYPE_CHECKING:

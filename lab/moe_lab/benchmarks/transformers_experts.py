@@ -64,7 +64,7 @@ from moe_lab.benchmarks.peers import Inputs, hf_extra
 from moe_lab.benchmarks.roofline import Work, experts_work
 from moe_lab.benchmarks.shapes import MODELS, Shape, experts_of_model
 from moe_lab.benchmarks.tables import number, spread_of
-from moe_lab.experiments.report import Page
+from moe_lab.experiments.page import Page
 from moe_lab.packages import require_transformers
 
 NAME = "transformers_experts"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from moe_lab.experiments.report import Claims
+from moe_lab.experiments.page import Claims
 from moe_lab.experiments.runs import PairedDifference
 from moe_lab.markdown import markdown_table
 

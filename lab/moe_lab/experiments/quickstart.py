@@ -12,7 +12,7 @@ from moe_lab.analysis.routed_text import route_text
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.comparison import Comparison
-from moe_lab.experiments.report import new_axes, perplexity_axes
+from moe_lab.experiments.page import new_axes, perplexity_axes
 from moe_lab.experiments.runs import ArmRuns, Run, test_nll
 from moe_lab.experiments.study import concurrent_runs
 from moe_lab.files import atomic_file

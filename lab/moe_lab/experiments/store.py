@@ -19,7 +19,7 @@ from moe_ext.checks import require
 from moe_ext.info import cpu_name
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, by_settings, parse_arm
-from moe_lab.experiments.report import Claims, Page, publish
+from moe_lab.experiments.page import Claims, Page, publish
 from moe_lab.experiments.runs import ArmRuns, Run, Runs
 from moe_lab.files import Locked, file_lock, read_json, write_json
 from moe_lab.training.config import AnyConfig, config_from_file, options_of_results

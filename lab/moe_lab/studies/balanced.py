@@ -23,7 +23,7 @@ from moe_ext import MoE, MoEAux, batchwise_masks
 from moe_ext.gates import rows_per_expert
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.report import Page, Plot, new_axes, perplexity_axes, table_of
+from moe_lab.experiments.page import Page, Plot, new_axes, perplexity_axes, table_of
 from moe_lab.experiments.runs import Run
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy

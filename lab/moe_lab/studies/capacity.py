@@ -26,7 +26,7 @@ from moe_lab.data import Wordpieces
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of, percent
-from moe_lab.experiments.report import Page, Plot, new_axes
+from moe_lab.experiments.page import Page, Plot, new_axes
 from moe_lab.experiments.runs import (
     ArmRuns,
     PairedDifference,

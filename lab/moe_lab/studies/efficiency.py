@@ -40,7 +40,7 @@ from moe_lab.benchmarks.harness import (
 from moe_lab.benchmarks.roofline import gemm_probe
 from moe_lab.benchmarks.step import random_text
 from moe_lab.experiments.claims import NOT_DECIDED, SUPPORTED
-from moe_lab.experiments.report import Command, Page, Plot, new_axes, page_of_template, publish
+from moe_lab.experiments.page import Command, Page, Plot, new_axes, page_of_template, publish
 from moe_lab.files import read_json
 from moe_lab.markdown import markdown_table
 from moe_lab.models import LanguageModel

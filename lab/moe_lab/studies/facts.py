@@ -30,7 +30,7 @@ from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_lab.analysis.costs import moe_ops
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_percent, verdict
-from moe_lab.experiments.report import Claims, Page, Plot, new_axes
+from moe_lab.experiments.page import Claims, Page, Plot, new_axes
 from moe_lab.experiments.runs import PairedDifference, Run, Runs, mean_difference, number_of
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import Study

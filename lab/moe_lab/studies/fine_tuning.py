@@ -27,7 +27,7 @@ from moe_ext import add_lora
 from moe_lab.data import EncodedSentences
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Judged, as_change, judged, verdict
-from moe_lab.experiments.report import Page, Plot, new_axes
+from moe_lab.experiments.page import Page, Plot, new_axes
 from moe_lab.experiments.runs import ArmRuns, PairedDifference, Run, number_of
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import Study

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from moe_lab.data import EncodedSentences
-from moe_lab.experiments.report import Command, Page, page_of_template, publish
+from moe_lab.experiments.page import Command, Page, page_of_template, publish
 from moe_lab.markdown import markdown_table
 from moe_lab.models import NGramModel, fit_kneser_ney
 from moe_lab.training.config import Config, read_config

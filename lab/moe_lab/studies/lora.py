@@ -25,7 +25,7 @@ from moe_ext.formats import FormatName
 from moe_lab.data import EncodedSentences, SentenceBatches, encode_sentences, load_corpus
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
-from moe_lab.experiments.report import Page, Plot, new_axes
+from moe_lab.experiments.page import Page, Plot, new_axes
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import number_of
 from moe_lab.experiments.store import Stored

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Judged, as_change, judged, verdict
-from moe_lab.experiments.report import Page
+from moe_lab.experiments.page import Page
 from moe_lab.experiments.results import BALANCE_BATCHES
 from moe_lab.experiments.runs import Runs, number_of
 from moe_lab.experiments.store import Stored

@@ -35,7 +35,7 @@ from moe_lab.data import EncodedPairs, PairBatch, batches_of
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import claims_data
-from moe_lab.experiments.report import Claims, Command, Page, Plot, new_axes
+from moe_lab.experiments.page import Claims, Command, Page, Plot, new_axes
 from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.runs import (
     PairedDifference,

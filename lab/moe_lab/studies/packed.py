@@ -19,7 +19,7 @@ from moe_ext import FeedForwardExperts
 from moe_ext.formats import FormatName, Packed, dequantize, quantize
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import percent
-from moe_lab.experiments.report import Page, Plot, new_axes
+from moe_lab.experiments.page import Page, Plot, new_axes
 from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import PairedDifference, number_of, test_nll
 from moe_lab.experiments.store import Stored

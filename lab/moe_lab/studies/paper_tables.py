@@ -20,7 +20,7 @@ import torch
 
 from moe_lab.analysis.costs import cost, training_flops
 from moe_lab.analysis.paper import PUBLISHED, PUBLISHED_TRANSLATION, Published
-from moe_lab.experiments.report import Command, Page, page_of_template, publish, table_of
+from moe_lab.experiments.page import Command, Page, page_of_template, publish, table_of
 from moe_lab.markdown import markdown_table
 from moe_lab.models import LanguageModel, TranslationModel
 from moe_lab.training.config import Config, TranslationConfig, read_config

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from moe_lab.experiments.arms import Arm
-from moe_lab.experiments.report import Page, Plot, new_axes
+from moe_lab.experiments.page import Page, Plot, new_axes
 from moe_lab.experiments.results import BALANCE_BATCHES, Result
 from moe_lab.experiments.runs import Runs, Value, test_nll
 from moe_lab.experiments.store import Stored

@@ -42,7 +42,7 @@ from moe_lab.data import AnyText
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, claims_of
-from moe_lab.experiments.report import Command, Page, Plot, new_axes
+from moe_lab.experiments.page import Command, Page, Plot, new_axes
 from moe_lab.experiments.runs import Run, mean_difference
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import Study
