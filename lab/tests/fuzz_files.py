@@ -40,7 +40,7 @@ from moe_lab.commands import compare, train
 from moe_lab.data import EncodedPairs, Vocabulary, Wordpieces
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.comparison import Comparison
-from moe_lab.experiments.results import read_test, train_and_test
+from moe_lab.experiments.single_run import read_test, train_and_test
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import Config, DataConfig, TranslationConfig, read_config, to_toml
 from moe_lab.training.logging import read_metrics

@@ -9,13 +9,13 @@ import pytest
 import torch
 from moe_lab.commands import compare, quickstart
 from moe_lab.errors import ConfigError
-from moe_lab.experiments import results as results_module
+from moe_lab.experiments import single_run as single_run_module
 from moe_lab.experiments import study as study_module
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_change, verdict
 from moe_lab.experiments.comparison import bootstrap_difference
-from moe_lab.experiments.results import train_and_test
 from moe_lab.experiments.runs import PairedDifference, mean_difference
+from moe_lab.experiments.single_run import train_and_test
 from moe_lab.markdown import markdown_table
 from moe_lab.studies import losses
 from moe_lab.training.config import config_from_dict, read_config
@@ -91,7 +91,7 @@ def test_an_interrupted_run_has_the_same_result(config, tmp_path, monkeypatch, k
             raise KeyboardInterrupt
         return evaluate(*arguments, **options)
 
-    monkeypatch.setattr(results_module, "evaluate", killed)
+    monkeypatch.setattr(single_run_module, "evaluate", killed)
     with pytest.raises(KeyboardInterrupt):
         train_and_test(config, text, [0.25, 0.5])
     result = train_and_test(config, text, [0.25, 0.5])
@@ -113,7 +113,7 @@ def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
         return {"words_per_second": 1.0, "step": step, **values}
 
     records = [record(i, 2 * i + 2) for i in range(60)]
-    monkeypatch.setattr(results_module, "read_metrics", lambda *_: records)
+    monkeypatch.setattr(single_run_module, "read_metrics", lambda *_: records)
     text = load_text(config.data)
     result = train_and_test(replace(config, steps=1), text)
     assert result.balance == {key: 47.5 + at for at, key in enumerate(keys)}

@@ -18,7 +18,7 @@ from moe_lab.analysis.costs import cost
 from moe_lab.data import Vocabulary
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.comparison import dense_counterpart
-from moe_lab.experiments.results import Result, train_and_test
+from moe_lab.experiments.single_run import Result, train_and_test
 from moe_lab.files import read_json, write_json
 from moe_lab.models import LanguageModel
 from moe_lab.training import device as device_module

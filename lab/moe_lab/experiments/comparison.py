@@ -18,8 +18,8 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_data
 from moe_lab.experiments.page import Claims, Command, Page
-from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import CONFIDENCE, ArmRuns, Run, test_nll
+from moe_lab.experiments.single_run import Result
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.markdown import markdown_table

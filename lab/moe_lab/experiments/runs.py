@@ -1,4 +1,4 @@
-"""What the pages say about stored runs: means, paired differences, curves, costs and commands.
+"""The stored runs of a study: means, paired differences, learning curves, sizes and commands.
 
 Runs with the same seed share the data order, the sampled softmax classes, and the initial weights
 of their common layers. With the same number of layers, they also share the dropout masks. The

@@ -20,8 +20,8 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.claims import HOW_COMPARED, HOW_DECIDED
 from moe_lab.experiments.page import Command, Page, page_of_template
-from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.runs import Run, commands_of, core_hours
+from moe_lab.experiments.single_run import Result, train_and_test
 from moe_lab.experiments.store import Store, Stored, run_missing, shared_options
 from moe_lab.training.config import AnyConfig
 from moe_lab.training.device import set_up_for

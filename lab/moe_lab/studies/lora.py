@@ -26,8 +26,8 @@ from moe_lab.data import EncodedSentences, SentenceBatches, encode_sentences, lo
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
 from moe_lab.experiments.page import Page, Plot, new_axes
-from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import number_of
+from moe_lab.experiments.single_run import Result
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.models import AnyModel

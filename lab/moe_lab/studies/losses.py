@@ -15,8 +15,8 @@ from typing import ClassVar
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Judged, as_change, judged, verdict
 from moe_lab.experiments.page import Page
-from moe_lab.experiments.results import BALANCE_BATCHES
 from moe_lab.experiments.runs import Runs, number_of
+from moe_lab.experiments.single_run import BALANCE_BATCHES
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy, plot

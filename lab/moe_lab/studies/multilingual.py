@@ -36,7 +36,6 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import claims_data
 from moe_lab.experiments.page import Claims, Command, Page, Plot, new_axes
-from moe_lab.experiments.results import Result, train_and_test
 from moe_lab.experiments.runs import (
     PairedDifference,
     Run,
@@ -45,6 +44,7 @@ from moe_lab.experiments.runs import (
     dev_nll,
     mean_difference,
 )
+from moe_lab.experiments.single_run import Result, train_and_test
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials

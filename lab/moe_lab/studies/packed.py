@@ -20,8 +20,8 @@ from moe_ext.formats import FormatName, Packed, dequantize, quantize
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import percent
 from moe_lab.experiments.page import Page, Plot, new_axes
-from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import PairedDifference, number_of, test_nll
+from moe_lab.experiments.single_run import Result
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.studies.routing import RoutingStudy

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import Claim, as_change, claims_of
 from moe_lab.experiments.page import Page, table_of
-from moe_lab.experiments.results import BALANCE_BATCHES
 from moe_lab.experiments.runs import ArmRuns, Run, Runs, number_of
+from moe_lab.experiments.single_run import BALANCE_BATCHES
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.trials import trials
 from moe_lab.markdown import markdown_table

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.page import Page, Plot, new_axes
-from moe_lab.experiments.results import BALANCE_BATCHES, Result
 from moe_lab.experiments.runs import Runs, Value, test_nll
+from moe_lab.experiments.single_run import BALANCE_BATCHES, Result
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.training.config import Config, read_config

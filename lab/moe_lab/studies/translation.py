@@ -34,8 +34,8 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_change, claims_data, verdict
 from moe_lab.experiments.page import Claims, Page, Plot, new_axes
-from moe_lab.experiments.results import Result
 from moe_lab.experiments.runs import ArmRuns, PairedDifference, Runs, dev_nll, number_of
+from moe_lab.experiments.single_run import Result
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
 from moe_lab.experiments.trials import trials
