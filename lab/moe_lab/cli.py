@@ -162,7 +162,7 @@ def flag(help: str) -> Option:
 
 
 # Options of several commands.
-RUN: dict[str, Option] = {"run": {"help": "the folder of a training run"}}
+RUN_FOLDER: dict[str, Option] = {"run": {"help": "the folder of a training run"}}
 OVERRIDES: dict[str, Option] = {
     "overrides": {
         "nargs": "*",

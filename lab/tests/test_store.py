@@ -8,7 +8,7 @@ import pytest
 from filelock import FileLock
 from moe_lab.cli import parse
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.arms import RUNS, Arm, by_settings, parse_arm
+from moe_lab.experiments.arms import SEEDS_AND_ARMS, Arm, by_settings, parse_arm
 from moe_lab.experiments.store import Store, Stored, run_missing, shared_options
 from moe_lab.experiments.study import Study
 from moe_lab.training.config import Config, TranslationConfig
@@ -136,11 +136,11 @@ def test_the_name_of_an_arm_gives_its_settings():
 
 
 def test_arms_on_the_command_line(capsys):
-    assert parse("", RUNS, []).arms is None
-    arms = parse("", RUNS, ["--arms", "moe-4 x4", "dense rate 0.1"]).arms
+    assert parse("", SEEDS_AND_ARMS, []).arms is None
+    arms = parse("", SEEDS_AND_ARMS, ["--arms", "moe-4 x4", "dense rate 0.1"]).arms
     assert arms == [Arm("moe-4", times=4), Arm("dense", rate=0.1)]
     with pytest.raises(SystemExit):
-        parse("", RUNS, ["--arms", "moe-4 x"])
+        parse("", SEEDS_AND_ARMS, ["--arms", "moe-4 x"])
     assert "argument --arms: " in capsys.readouterr().err
     assert Stored({}).by_arm()[A] == {}
 

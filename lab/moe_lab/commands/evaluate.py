@@ -19,11 +19,11 @@ translation.
 from collections.abc import Sequence
 from typing import Any
 
-from moe_lab.cli import DEVICE, RUN, Option, at_least, flag, one, parse, require_checkpoint
+from moe_lab.cli import DEVICE, RUN_FOLDER, Option, at_least, flag, one, parse, require_checkpoint
 from moe_lab.names import PARTS_AND_ALL
 
 OPTIONS: dict[str, Option] = {
-    **RUN,
+    **RUN_FOLDER,
     "--part": {"choices": PARTS_AND_ALL,
                "help": "part of the corpus (default: test; all with --corpus)"},
     "--corpus": {"help": '"builtin", "sources" or a path (default: the corpus of the run)'},

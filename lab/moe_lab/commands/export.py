@@ -18,14 +18,14 @@ be exported: torch.export would unroll the layer's time steps and fix S.
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_lab.cli import RUN, parse, require_checkpoint
+from moe_lab.cli import RUN_FOLDER, parse, require_checkpoint
 from moe_lab.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
     output_option = {"type": Path, "required": True, "help": "the package, a file *.pt2"}
-    options = parse(__doc__, {**RUN, "--output": output_option}, arguments)
+    options = parse(__doc__, {**RUN_FOLDER, "--output": output_option}, arguments)
     output: Path = options.output
     if output.suffix != ".pt2":
         raise ConfigError(f"--output must end in .pt2, got {output}")

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from moe_lab.cli import (
     DEVICE,
-    RUN,
+    RUN_FOLDER,
     Option,
     at_least,
     flag,
@@ -39,7 +39,7 @@ from moe_lab.cli import (
 )
 
 OPTIONS: dict[str, Option] = {
-    **RUN,
+    **RUN_FOLDER,
     "files": {"nargs": "*", "default": [], "help": 'text files; "-" is stdin (default: stdin)'},
     "--into": {"help": "target language, for a model of several language pairs"},
     "--beam": one(at_least(1), 8, "beam width (default: %(default)s); a translation has at most 2 "

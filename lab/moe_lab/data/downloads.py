@@ -98,7 +98,7 @@ def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
         archive = source
         _verify(archive, data_set.archive.sha256)
     else:
-        archive = file_of(data_set.archive, output, source)
+        archive = find_or_download(data_set.archive, output, source)
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=output) as temporary:
         unpack(archive, Path(temporary))
         unpacked = Path(temporary) / data_set.corpus
@@ -109,7 +109,7 @@ def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
         return unpacked.rename(output / data_set.corpus)
 
 
-def file_of(download: Download, output: Path, source: Path | None) -> Path:
+def find_or_download(download: Download, output: Path, source: Path | None) -> Path:
     """Finds the file in `source` or `output`, or downloads it into `output`."""
     for folder in (source, output):
         if folder and (folder / download.name).is_file():

@@ -116,7 +116,7 @@ def _parsed(name: str) -> Arm:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-RUNS: dict[str, Option] = SEEDS | {
+SEEDS_AND_ARMS: dict[str, Option] = SEEDS | {
     "--arms": several(_parsed, None, "run only these models") | {"metavar": "ARM"}
 }
 

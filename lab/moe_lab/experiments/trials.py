@@ -48,7 +48,7 @@ def trials_table(compared: Mapping[Arm, Tried], usual: str) -> str:
     return markdown_table(["model", "seeds", *(end or usual for end in endings)], rows)
 
 
-def usual_options(settings: Mapping[str, Any]) -> str:
+def usual_as_text(settings: Mapping[str, Any]) -> str:
     """Names the learning rate and the dropout that the runs of the models share."""
     return f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
 
@@ -58,7 +58,7 @@ def trials(settings: Mapping[str, Any], runs: Runs, models: Iterable[str]) -> st
 
     A row is over the seeds with which a model has run with all settings that were tried with it.
     """
-    usual = usual_options(settings)
+    usual = usual_as_text(settings)
     compared = {
         model: result
         for model, result in tried(runs, map(Arm, models)).items()

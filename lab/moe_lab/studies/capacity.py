@@ -38,7 +38,7 @@ from moe_lab.experiments.runs import (
 )
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import TrainedStudy
-from moe_lab.experiments.trials import trials_table, tried, usual_options
+from moe_lab.experiments.trials import trials_table, tried, usual_as_text
 from moe_lab.markdown import markdown_table
 from moe_lab.training.config import Config, read_config
 from moe_lab.training.metrics import bytes_of, perplexity
@@ -144,7 +144,7 @@ class Capacity(TrainedStudy):
             longer=longer,
             epochs=epochs,
             spread=spread(results),
-            usual=usual_options(settings),
+            usual=usual_as_text(settings),
             claims=claims_of(claims(results, runs)),
             search=tried_options,
             unsearched=not tried_options,
@@ -315,7 +315,7 @@ def search(settings: Mapping[str, Any], runs: Runs) -> str:
     compared = tried(runs, [Arm(m, times=times) for m, times in product(MODELS, lengths)])
     if all(len(tried.nll) < 2 for tried in compared.values()):
         return ""
-    return trials_table(compared, usual_options(settings))
+    return trials_table(compared, usual_as_text(settings))
 
 
 def results_table(settings: Mapping[str, Any], results: Runs, best: Mapping[Arm, Arm]) -> str:
@@ -330,7 +330,7 @@ def results_table(settings: Mapping[str, Any], results: Runs, best: Mapping[Arm,
         rows.append(
             [
                 arm,
-                best[arm].trial or usual_options(settings),
+                best[arm].trial or usual_as_text(settings),
                 *arm_runs.size_cells(),
                 len(arm_runs),
                 f"{arm_runs.perplexity(nll_after(QUARTER)):.2f}",

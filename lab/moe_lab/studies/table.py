@@ -21,7 +21,7 @@ from moe_lab.cli import (
 )
 from moe_lab.cli import parse as parse_options
 from moe_lab.errors import ConfigError
-from moe_lab.experiments.arms import RUNS, end_of_help, runs_folder
+from moe_lab.experiments.arms import SEEDS_AND_ARMS, end_of_help, runs_folder
 from moe_lab.names import PARTS_AND_ALL
 
 
@@ -153,7 +153,7 @@ def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
     entry, epilog = STUDIES[name], None
     options = dict(entry.options)
     if entry.arms:
-        options |= RUNS | runs_folder(name, entry.resumes)
+        options |= SEEDS_AND_ARMS | runs_folder(name, entry.resumes)
         epilog = end_of_help(entry.files or name, entry.resumes)
     output = one(Path, Path("runs", "results"), "folder of the page and its data")
     options |= {"--output": output} | (REPORT if entry.report else {})

@@ -24,7 +24,7 @@ from moe_lab.errors import ConfigError, config_errors
 from moe_lab.files import read_file
 from moe_lab.models import LanguageModelConfig, TranslationModelConfig
 from moe_lab.names import PIECE_KINDS, configuration_file
-from moe_lab.rules import Count, Limit, Options, Positive, Share, Weight, at_least, must, one_of
+from moe_lab.rules import Count, Limit, Options, Positive, Share, Weight, minimum, must, one_of
 
 _MAX_BYTES = 2**20  # of a configuration file
 _THREADS = must(f"be in [0, {THREAD_LIMIT})", lambda number: 0 <= number < THREAD_LIMIT)
@@ -44,7 +44,7 @@ class DataConfig(Options):
     # vocabulary from the training part.
     vocabulary: str = ""
     # Entries of a made vocabulary, with <unk> and </s>. Words may be fewer.
-    vocab_size: Annotated[int, at_least(3)] = 10_000
+    vocab_size: Annotated[int, minimum(3)] = 10_000
     min_count: Count = 1  # occurrences of a word in a made vocabulary, at least; 1 for wordpieces
     # Folder of memory-mapped files for the ids, reused by later runs. Use a folder for a corpus
     # larger than the memory. "" keeps the ids in memory.
@@ -71,7 +71,7 @@ class ParallelDataConfig(Options):
     # begins with the token <2xx> of its target language.
     pairs: list[str] = field(default_factory=lambda: ["en-fr"])
     wordpieces: str = ""  # a sentencepiece model; "" trains wordpieces on the training part
-    vocab_size: Annotated[int, at_least(3)] = 16_000  # of trained wordpieces
+    vocab_size: Annotated[int, minimum(3)] = 16_000  # of trained wordpieces
     kind: Annotated[str, one_of(*PIECE_KINDS)] = "bpe"  # of trained wordpieces
     # Shell patterns of text names to skip in the training part; see `load_parallel`.
     drop: list[str] = field(default_factory=list)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_lab.data import EncodedSentences, Vocabulary
-from moe_lab.data.downloads import SETS, DataSet, corpus_of, file_of
+from moe_lab.data.downloads import SETS, DataSet, corpus_of, find_or_download
 from moe_lab.data.mixed import mix_languages, write_parts
 from moe_lab.data.sentences import CorpusError
 from moe_lab.errors import ConfigError, config_errors
@@ -39,7 +39,7 @@ def prepare(options: Namespace) -> SentenceText:
         output.mkdir(parents=True, exist_ok=True)
         corpus = corpus_of(expected, output, options.source)
         if expected.vocabulary and not vocabulary:
-            vocabulary = file_of(expected.vocabulary, output, options.source)
+            vocabulary = find_or_download(expected.vocabulary, output, options.source)
         config = DataConfig(vocab_size=10**9)
     config = replace(
         config,
