@@ -21,9 +21,9 @@ from moe_lab.analysis.cluster import (
     mask_bytes,
     plan,
 )
-from moe_lab.analysis.cluster_table import grown, parse_device, parse_efficiency
 from moe_lab.benchmarks.memory import saved_bytes
 from moe_lab.commands import plan_cluster
+from moe_lab.commands._plan_cluster import grown, parse_device, parse_efficiency
 from moe_lab.data import Batch
 from moe_lab.errors import ConfigError
 from moe_lab.models import LanguageModel

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     options.part = options.part or ("all" if options.corpus else "test")
     require_checkpoint(options.run)
 
+    from moe_lab.commands._evaluate import evaluate_run
     from moe_lab.training.device import set_up_torch
-    from moe_lab.training.evaluation import evaluate_run
 
     set_up_torch(options.device, options.threads)
     return evaluate_run(options)

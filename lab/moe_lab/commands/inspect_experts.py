@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.text is None:
         require_checkpoint(options.run)
 
-    from moe_lab.analysis.inspection import route_run, route_transformers, write_experts
+    from moe_lab.commands._inspect_experts import route_run, route_transformers, write_experts
     from moe_lab.training.device import set_up_torch
 
     set_up_torch(options.device, options.threads)

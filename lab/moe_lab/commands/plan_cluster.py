@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(__doc__, OPTIONS, arguments)
 
     from moe_lab.analysis.cluster import plan
-    from moe_lab.analysis.cluster_table import grown, parse_device, parse_efficiency, table
+    from moe_lab.commands._plan_cluster import grown, parse_device, parse_efficiency, table
     from moe_lab.files import write_json
     from moe_lab.training.config import Config, read_config
 

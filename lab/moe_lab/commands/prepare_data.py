@@ -66,6 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> Any:
             f"--from must be a file or folder, got {options.source}, which does not exist"
         )
 
-    from moe_lab.training.prepare import prepare
+    from moe_lab.commands._prepare_data import prepare
 
     return prepare(options)

@@ -65,6 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     ]
     options.output, options.overrides = output, [*settings, *options.overrides]
 
-    from moe_lab.experiments.quickstart import train_and_report
+    from moe_lab.commands._quickstart import train_and_report
 
     return train_and_report(options)

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         RunFolder(config)  # an error of the folder comes before the text is encoded
         text = load_text(config.data)
 
+        from moe_lab.commands._train import train
         from moe_lab.training.loop import make_trainer  # imports FSDP, which takes a second
-        from moe_lab.training.run import train
 
         train(make_trainer(config, text, process_group))

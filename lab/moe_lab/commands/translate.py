@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(__doc__, OPTIONS, arguments)
     require_checkpoint(options.run)
 
+    from moe_lab.commands._translate import translate_files
     from moe_lab.training.device import set_up_torch
-    from moe_lab.training.translate_files import translate_files
 
     set_up_torch(options.device, options.threads)
     translate_files(options)

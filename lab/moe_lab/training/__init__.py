@@ -1,5 +1,13 @@
 """Training of the models: configuration, loop, metrics, checkpoints.
 
+- config: the options of a run, from TOML and dotted keys
+- text, model, optimizers: what a configuration describes
+- device, threads, launch: set-up of torch, and the process group of torchrun
+- loop: the training loop of all models
+- folder, logging, checkpoint: what a run writes, and its trained model
+- metrics: perplexity and balance
+- translation: the translator of a trained model
+
 An example::
 
     from moe_lab.training.checkpoint import load_run

@@ -1,4 +1,4 @@
-"""Translates files of text with a trained model: the work of ``moe-lab translate``."""
+"""The work of ``moe-lab translate``: translates files of text with a trained model."""
 
 import sys
 import time

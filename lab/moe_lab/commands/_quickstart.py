@@ -1,4 +1,4 @@
-"""The runs and the report of the quickstart."""
+"""The work of ``moe-lab quickstart``: the runs of both models and the printed report."""
 
 import argparse
 import time

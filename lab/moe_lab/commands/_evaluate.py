@@ -1,4 +1,4 @@
-"""The evaluation of a trained model, with its printed report: the work of ``moe-lab evaluate``."""
+"""The work of ``moe-lab evaluate``: evaluates a trained model and prints the results."""
 
 from argparse import Namespace
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Runs a trainer and prints its sizes and its result."""
+"""The work of ``moe-lab train``: runs a trainer, and prints its sizes and its result."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Devices, growing mixtures and the table of ``moe-lab plan-cluster``."""
+"""The work of ``moe-lab plan-cluster``: devices, growing mixtures and the printed table."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace

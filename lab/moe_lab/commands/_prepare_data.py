@@ -1,4 +1,4 @@
-"""Prepares a corpus for training: the work of ``moe-lab prepare-data``."""
+"""The work of ``moe-lab prepare-data``: prepares a corpus for training."""
 
 import shlex
 import tempfile

@@ -1,4 +1,4 @@
-"""Reads a text with a model, and writes what each of its experts sees."""
+"""The work of ``moe-lab inspect-experts``: reads a text, and writes what each expert sees."""
 
 import math
 from collections.abc import Iterable, Sequence
