@@ -1,30 +1,28 @@
 """The command moe-lab, which `python -m moe_lab` runs too."""
 
 import sys
-from importlib import import_module
 from pathlib import Path
 
 from moe_lab.benchmarks import cases
-from moe_lab.cli import exit_status, help_of, print_version
+from moe_lab.cli import exit_status, help_of, module_of, print_version
 from moe_lab.studies import table
 
-GROUPS = ("", "study", "benchmark")  # of commands
+GROUPS = {"": "commands", "study": "studies", "benchmark": "benchmarks"}  # with their packages
 
 
-def commands(group: str = "") -> dict[str, Path]:
-    """Returns the file of each command of a group; the docstring of the file is its help."""
-    if group == "benchmark":
-        return {name: cases.file_of(name) for name in cases.CASES}
-    if group == "study":
-        return {name: table.file_of(name) for name in table.STUDIES}
+def commands(group: str = "") -> list[str]:
+    """Returns the names of the commands of a group."""
+    if group:
+        return list(cases.CASES if group == "benchmark" else table.STUDIES)
     files = sorted((Path(__file__).parent / "commands").glob("[!_]*.py"))
-    return {file.stem.replace("_", "-"): file for file in files}
+    return [file.stem.replace("_", "-") for file in files]
 
 
 def overview(group: str = "") -> str:
     """Returns the help of a group, with the first line of each command's docstring."""
     program = f"moe-lab {group}".strip()
-    summaries = {name: help_of(file).partition("\n")[0] for name, file in commands(group).items()}
+    helps = {name: help_of(GROUPS[group], name) for name in commands(group)}
+    summaries = {name: help.partition("\n")[0] for name, help in helps.items()}
     if not group:
         summaries["study STUDY"] = "Runs an experiment of the paper."
         summaries["benchmark CASE"] = "Measures the speed of a part of moe_ext."
@@ -53,18 +51,18 @@ def _run() -> object:
     if words[0] == "--version":
         print_version()
         return 0
-    files = commands(group)
+    names = commands(group)
     name, *arguments = words
-    if name not in files:
+    if name not in names:
         what = group.upper() or "COMMAND"
-        print(f"{program}: {what} must be one of {', '.join(files)}, got {name}", file=sys.stderr)
+        print(f"{program}: {what} must be one of {', '.join(names)}, got {name}", file=sys.stderr)
         return 2
     sys.argv = [f"{program} {name}", *arguments]  # the usage line begins with it
     if group == "benchmark":
         return cases.run(name)
     if group == "study":
         return table.run(name)
-    return import_module(f"moe_lab.commands.{files[name].stem}").main()
+    return module_of("commands", name).main()
 
 
 if __name__ == "__main__":

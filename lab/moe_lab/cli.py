@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +201,19 @@ def parse(
     return parser.parse_intermixed_args(arguments)
 
 
-def help_of(file: Path) -> str:
-    """Returns the docstring of a module, which is the help of a command, without its import."""
-    return ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
+def _file_of(package: str, name: str) -> Path:
+    """Returns the file of a command, from its package in moe_lab: commands, studies, benchmarks."""
+    return Path(__file__).parent / package / f"{name.replace('-', '_')}.py"
+
+
+def help_of(package: str, name: str) -> str:
+    """Returns the docstring of a command's module, which is its help, without its import."""
+    return ast.get_docstring(ast.parse(_file_of(package, name).read_text("utf-8"))) or ""
+
+
+def module_of(package: str, name: str) -> Any:
+    """Imports the module of a command."""
+    return import_module(f"moe_lab.{package}.{_file_of(package, name).stem}")
 
 
 def require_checkpoint(run: str | Path) -> None:

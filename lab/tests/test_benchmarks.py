@@ -3,13 +3,12 @@
 import json
 import mmap
 import time
-from importlib import import_module
 
 import pytest
 import torch
 from moe_lab.benchmarks import cases, data, roofline
 from moe_lab.benchmarks.harness import Quartiles, Row, environment, table
-from moe_lab.cli import exit_status
+from moe_lab.cli import exit_status, module_of
 from moe_lab.errors import ConfigError
 from moe_lab.files import from_json
 from tiny import CONFIG, ROOT, TINY
@@ -149,7 +148,7 @@ def test_each_row_of_a_table_has_all_cells(case, arguments, rows, monkeypatch, t
 def test_published_tables_are_made_of_their_data(case, page):
     """The text around the tables is written by hand."""
     path = ROOT / "docs" / "results" / page
-    module = import_module(f"moe_lab.benchmarks.{cases.file_of(case).stem}")
+    module = module_of("benchmarks", case)
 
     def stored(value):
         if isinstance(value, list) and len(value) == 3:

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from moe_lab.cli import (
     at_least,
     flag,
     help_of,
+    module_of,
     one,
     plot_file,
     positive,
@@ -333,10 +333,6 @@ CASES = {
 }  # fmt: skip
 
 
-def file_of(name: str) -> Path:
-    return Path(__file__).with_name(f"{name.replace('-', '_')}.py")
-
-
 def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
     """Parses and checks the arguments of a case; None: those of the command line."""
     case = CASES[name]
@@ -355,7 +351,7 @@ def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
         help = "largest number of rounds" if "--seconds" in options else "number of rounds"
         options["--rounds"] = one(at_least(2), case.rounds, help)
     options["--json"] = one(Path, None, "also write the figures to this file")
-    args = parse_options(help_of(file_of(name)), options, arguments)
+    args = parse_options(help_of("benchmarks", name), options, arguments)
     for option in case.files:
         paths = getattr(args, option)
         for path in paths if isinstance(paths, list) else [paths]:
@@ -376,8 +372,8 @@ def run(name: str, arguments: Sequence[str] | None = None) -> Any:
     args = parse(name, words)
     if CASES[name].ranks and "TORCHELASTIC_RUN_ID" not in os.environ:
         return _launch(name, words, args)
-    harness: Any = import_module("moe_lab.benchmarks.harness")
-    case = import_module(f"moe_lab.benchmarks.{file_of(name).stem}")
+    harness = module_of("benchmarks", "harness")
+    case = module_of("benchmarks", name)
     # The records and pages have no absolute paths of this machine.
     shown = [re.sub(r"(^|=)/.*/", r"\1", word) for word in words]
     return harness.run(case, args, shlex.join(["moe-lab", "benchmark", name, *shown]))

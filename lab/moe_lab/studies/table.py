@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from moe_lab.cli import (
     Option,
     at_least,
     help_of,
+    module_of,
     one,
     positive,
     require_checkpoint,
@@ -144,10 +144,6 @@ def usual_options(name: str, *options: str) -> dict[str, Any]:
     return {key: usual[key] for key in options or usual}
 
 
-def file_of(name: str) -> Path:
-    return Path(__file__).with_name(f"{name.replace('-', '_')}.py")
-
-
 def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
     """Parses and checks the arguments of a study; None: those of the command line."""
     entry, epilog = STUDIES[name], None
@@ -157,7 +153,7 @@ def parse(name: str, arguments: Sequence[str] | None = None) -> Any:
         epilog = end_of_help(entry.files or name, entry.resumes)
     output = one(Path, Path("runs", "results"), "folder of the page and its data")
     options |= {"--output": output} | (REPORT if entry.report else {})
-    help = help_of(file_of(name))
+    help = help_of("studies", name)
     parsed = parse_options(help, options, arguments, epilog=epilog, **entry.defaults)
     entry.check(parsed)
     return parsed
@@ -171,4 +167,4 @@ def run(name: str, arguments: Sequence[str] | None = None) -> Any:
         arguments: the arguments after the name; None: those of the command line.
     """
     options = parse(name, arguments)
-    return import_module(f"moe_lab.studies.{file_of(name).stem}").run(options)
+    return module_of("studies", name).run(options)
