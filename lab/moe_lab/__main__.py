@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moe_lab.benchmarks import cases
 from moe_lab.cli import exit_status, help_of, module_of, print_version
-from moe_lab.studies import table
+from moe_lab.studies import entries
 
 GROUPS = {"": "commands", "study": "studies", "benchmark": "benchmarks"}  # with their packages
 
@@ -13,7 +13,7 @@ GROUPS = {"": "commands", "study": "studies", "benchmark": "benchmarks"}  # with
 def commands(group: str = "") -> list[str]:
     """Returns the names of the commands of a group."""
     if group:
-        return list(cases.CASES if group == "benchmark" else table.STUDIES)
+        return list(cases.CASES if group == "benchmark" else entries.STUDIES)
     files = sorted((Path(__file__).parent / "commands").glob("[!_]*.py"))
     return [file.stem.replace("_", "-") for file in files]
 
@@ -61,7 +61,7 @@ def _run() -> object:
     if group == "benchmark":
         return cases.run(name)
     if group == "study":
-        return table.run(name)
+        return entries.run(name)
     return module_of("commands", name).main()
 
 

@@ -11,7 +11,7 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm, parse_arm
 from moe_lab.experiments.runs import ArmRuns, Runs
 from moe_lab.studies import capacity as study
-from moe_lab.studies.table import run as run_study
+from moe_lab.studies.entries import run as run_study
 from moe_lab.training.model import make_model
 from tiny import rebuilds
 

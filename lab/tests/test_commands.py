@@ -14,7 +14,7 @@ import pytest
 from moe_lab.cli import exit_status
 from moe_lab.commands import compare, evaluate, inspect_experts, prepare_data, train
 from moe_lab.errors import ConfigError
-from moe_lab.studies.table import run as run_study
+from moe_lab.studies.entries import run as run_study
 from moe_lab.training.checkpoint import checkpoints_of
 from moe_lab.training.config import read_config
 from moe_lab.training.logging import read_metrics

@@ -7,7 +7,7 @@ import torch
 from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.studies import facts as study
-from moe_lab.studies.table import run as run_study
+from moe_lab.studies.entries import run as run_study
 from tiny import rebuilds
 from torch import nn
 

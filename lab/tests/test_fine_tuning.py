@@ -10,7 +10,7 @@ pytest.importorskip("moe_ext.integrations.transformers")  # registers the expert
 
 from moe_lab.experiments.claims import NOT_DECIDED
 from moe_lab.studies import fine_tuning as study
-from moe_lab.studies.table import run as run_study
+from moe_lab.studies.entries import run as run_study
 from tiny import rebuilds
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,11 +9,11 @@ import pytest
 from moe_lab import __main__ as command
 from moe_lab import cli
 from moe_lab.experiments.study import Study
-from moe_lab.studies import table
+from moe_lab.studies import entries
 from moe_lab.training.config import DataConfig
 
 COMMANDS = [(group, name) for group in command.GROUPS for name in command.commands(group)]
-STUDIES = [name for name, entry in table.STUDIES.items() if entry.arms]
+STUDIES = [name for name, entry in entries.STUDIES.items() if entry.arms]
 # Options of other programs that the help of a command shows.
 OTHER_NAMES = {
     "--cmake-prefix", "--build", "--target", "--standalone", "--nproc-per-node", "--max-restarts",
@@ -76,7 +76,7 @@ def test_the_help_of_a_study_names_its_files(monkeypatch, parser_of, name, tmp_p
     text = joined(parser_of("study", name).format_help())
     monkeypatch.undo()
     monkeypatch.setattr(Study, "main", lambda study: study)
-    study = table.run(name, ["--output", str(tmp_path)])
+    study = entries.run(name, ["--output", str(tmp_path)])
     options = vars(study.options)
     for path in re.findall(r"OUTPUT/(\w+\.json|\w+\.md)", text):
         for option in ("text", "pair"):

@@ -9,7 +9,7 @@ from moe_lab.benchmarks.lora import FROZEN, MOE_EXT, PEER, PEFT, Problem
 from moe_lab.experiments.claims import NOT_DECIDED, as_change
 from moe_lab.experiments.runs import ArmRuns, number_of
 from moe_lab.studies import lora as study
-from moe_lab.studies.table import run as run_study
+from moe_lab.studies.entries import run as run_study
 from tiny import ROOT, rebuilds, shrink_models, shrink_probes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

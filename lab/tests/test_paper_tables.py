@@ -11,7 +11,7 @@ from moe_lab.analysis.paper import PUBLISHED
 from moe_lab.benchmarks.memory import peak_mib
 from moe_lab.models import LanguageModel
 from moe_lab.studies import paper_tables
-from moe_lab.studies.table import run as run_study
+from moe_lab.studies.entries import run as run_study
 from moe_lab.training.config import config_from_dict, read_config
 from tiny import ROOT
 

@@ -12,7 +12,7 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.arms import Arm
 from moe_lab.experiments.claims import as_change, verdict
 from moe_lab.studies import balanced, efficiency, losses, routers, specialisation
-from moe_lab.studies.table import run as run_study
+from moe_lab.studies.entries import run as run_study
 from moe_lab.training.config import read_config
 from tiny import CONFIG, ROOT, TINY, rebuilds, status_and_error
 

@@ -10,7 +10,7 @@ from moe_lab.errors import ConfigError
 from moe_lab.experiments.store import Stored
 from moe_lab.studies import multilingual as multilingual_page
 from moe_lab.studies import translation as report
-from moe_lab.studies.table import run as run_study
+from moe_lab.studies.entries import run as run_study
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import ParallelDataConfig, read_config
 from moe_lab.training.text import load_part, load_text

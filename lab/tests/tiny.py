@@ -12,7 +12,7 @@ from moe_lab.benchmarks import roofline, shapes
 from moe_lab.cli import exit_status
 from moe_lab.commands import prepare_data
 from moe_lab.experiments.comparison import Comparison
-from moe_lab.studies.table import run as run_study
+from moe_lab.studies.entries import run as run_study
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "small" / "moe-32.toml"

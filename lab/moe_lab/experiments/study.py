@@ -35,7 +35,7 @@ class Study(ABC):
     """Runs what the store of a study lacks, and writes its page.
 
     Args:
-        options: the arguments of the command, see `moe_lab.studies.table`.
+        options: the arguments of the command, see `moe_lab.studies.entries`.
         folder: the folder of the runs inside of ``--runs``.
     """
 

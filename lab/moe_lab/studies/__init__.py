@@ -1,6 +1,6 @@
 """The paper's experiments: a table of their command lines, and one module for each study.
 
-``moe-lab study NAME`` runs a study. `table` parses its arguments, without torch, then calls the
+``moe-lab study NAME`` runs a study. `entries` parses its arguments, without torch, then calls the
 function `run` of its module. The text of its page is in a Markdown file of the same name.
 
 - `balanced`: strictly balanced gates in training (App. F).

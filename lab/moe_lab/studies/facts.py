@@ -37,7 +37,7 @@ from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
 from moe_lab.models.parts import evaluating
 from moe_lab.progress import progress
-from moe_lab.studies.table import usual_options
+from moe_lab.studies.entries import usual_options
 
 NUM_EXPERTS = (4, 16, 64, 256, 1024)
 DENSE, MIXTURES = "dense", tuple(f"moe-{number}" for number in NUM_EXPERTS)

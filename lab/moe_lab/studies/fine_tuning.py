@@ -35,8 +35,8 @@ from moe_lab.markdown import markdown_table
 from moe_lab.models import evaluating
 from moe_lab.packages import require_transformers
 from moe_lab.progress import progress
+from moe_lab.studies.entries import usual_options
 from moe_lab.studies.lora import target_text
-from moe_lab.studies.table import usual_options
 from moe_lab.training.config import DataConfig
 from moe_lab.training.metrics import perplexity
 from moe_lab.training.text import load_text

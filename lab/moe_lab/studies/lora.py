@@ -31,8 +31,8 @@ from moe_lab.experiments.single_run import Result
 from moe_lab.experiments.store import Stored
 from moe_lab.markdown import markdown_table
 from moe_lab.models import AnyModel
+from moe_lab.studies.entries import usual_options
 from moe_lab.studies.routing import RoutingStudy
-from moe_lab.studies.table import usual_options
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import AnyConfig
 from moe_lab.training.metrics import evaluate, perplexity

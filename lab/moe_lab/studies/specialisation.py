@@ -47,7 +47,7 @@ from moe_lab.experiments.runs import Run, mean_difference
 from moe_lab.experiments.store import Stored
 from moe_lab.experiments.study import Study
 from moe_lab.markdown import markdown_table
-from moe_lab.studies.table import usual_options
+from moe_lab.studies.entries import usual_options
 from moe_lab.training.checkpoint import TrainedModel, load_run
 from moe_lab.training.config import config_differences
 from moe_lab.training.device import set_up_torch
