@@ -11,16 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from moe_lab.analysis.cluster import (
-    DEVICES,
-    PAPER,
-    Device,
-    Efficiency,
-    exchange_bytes,
-    leaving,
-    mask_bytes,
-    plan,
-)
+from moe_lab.analysis.cluster import PAPER, Efficiency, exchange_bytes, leaving, mask_bytes, plan
+from moe_lab.analysis.devices import DEVICES, Accelerator, Device
 from moe_lab.benchmarks.memory import saved_bytes
 from moe_lab.commands import plan_cluster
 from moe_lab.commands._plan_cluster import grown, parse_device, parse_efficiency
@@ -325,7 +317,9 @@ def test_errors():
 def test_devices_of_the_command():
     assert get_args(ExchangeUnit) == plan_cluster.EXCHANGES
     assert get_args(Placement) == plan_cluster.PLACEMENTS
-    assert parse_device(["k40"]) == DEVICES["k40"]
+    for name, device in DEVICES.items():  # without the faster links of an accelerator's domain
+        assert vars(parse_device([name])).items() <= vars(device).items()
+    assert {"h100", "gb300"} < {n for n in DEVICES if isinstance(DEVICES[n], Accelerator)}
     assert parse_device(["k40", "link=5e9"]) == dataclasses.replace(DEVICES["k40"], link=5e9)
     words = ["flops=1e6", "memory=1e5", "memory_bandwidth=1e6", "link=1e4"]
     assert parse_device(words) == DEVICE

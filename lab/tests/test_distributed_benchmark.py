@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import pytest
 from launch import launch
-from moe_lab.analysis.cluster import DEVICES, plan
+from moe_lab.analysis.cluster import plan
+from moe_lab.analysis.devices import DEVICES
 from moe_lab.benchmarks import cases
 from moe_lab.benchmarks._distributed_ranks import BYTES, PASSES, Key, RankTimes
 from moe_lab.benchmarks.distributed import print_results, results_of

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from moe_lab.analysis.mesh import ACCELERATORS, TRANSFORMERS, Mesh, estimate, meshes
+from moe_lab.analysis.devices import ACCELERATORS
+from moe_lab.analysis.mesh import TRANSFORMERS, Mesh, estimate, meshes
 from moe_lab.commands import plan_mesh
 from moe_lab.errors import ConfigError
 

@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
-from moe_lab.analysis.cluster import DEVICES, plan
+from moe_lab.analysis.cluster import plan
 from moe_lab.analysis.costs import cost, training_flops
+from moe_lab.analysis.devices import DEVICES
 from moe_lab.analysis.paper import PUBLISHED
 from moe_lab.benchmarks.memory import peak_mib
 from moe_lab.models import LanguageModel

@@ -18,34 +18,12 @@ from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
 from moe_ext.gates import StrictlyBalancedGate
 from moe_ext.optim import split_parameters
 from moe_lab.analysis.costs import training_flops
+from moe_lab.analysis.devices import Device
 from moe_lab.benchmarks.roofline import Work, limit
 from moe_lab.models import LanguageModel
 from moe_lab.models.lstm import LSTM
 from moe_lab.models.parts import require_values
 from moe_lab.training.config import Config
-
-
-@dataclass(frozen=True)
-class Device:
-    """The peak rates of one device."""
-
-    flops: float  # floating-point operations per second; a multiply-add counts as two
-    memory: float  # memory in bytes
-    memory_bandwidth: float  # bytes per second
-    link: float  # network bandwidth in bytes per second, in each direction
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            require(value > 0, f"Device: {name}", "be positive", value)
-
-
-# The vendors' peak rates, float32 for k40 and bfloat16 for the others. Links connect machines. The
-# paper does not name its network: 10 Gb/s give the "thousands to one" of Sec. 3.2.
-DEVICES = {
-    "k40": Device(4.29e12, 12e9, 288e9, 1.25e9),
-    "a100": Device(312e12, 80e9, 2.04e12, 25e9),
-    "h200": Device(989e12, 141e9, 4.8e12, 50e9),
-}
 
 
 @dataclass(frozen=True)

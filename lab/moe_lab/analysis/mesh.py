@@ -18,33 +18,7 @@ from itertools import product
 
 from moe_ext.distributed import ExpertPlacement
 from moe_lab.analysis.cluster import leaving
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """The peak rates of an accelerator, in operations, bytes and seconds, and its links."""
-
-    flops: float  # dense bfloat16
-    memory: float
-    bandwidth: float  # of the memory
-    domain: int  # number of accelerators with fast links between them
-    domain_link: float  # in each direction, within a domain
-    link: float  # between domains
-    domain_latency: float = 3.4e-6  # of a step of a collective
-    latency: float = 9.6e-6
-
-
-# NVIDIA's data sheets of H100 SXM, H200 SXM, HGX B200, GB200 NVL72 and GB300 NVL72: half of the
-# bfloat16 rates with sparsity. Links: NVLink, and one network adapter for each GPU (ConnectX-7 of
-# 400 Gb/s; ConnectX-8 of 800 Gb/s in GB300). Latencies: Ring, Simple, NVLINK and NET of hwLat in
-# src/graph/tuning.cc of NCCL.
-ACCELERATORS = {
-    "h100": Accelerator(989e12, 80e9, 3.35e12, 8, 450e9, 50e9),
-    "h200": Accelerator(989e12, 141e9, 4.8e12, 8, 450e9, 50e9),
-    "b200": Accelerator(2.25e15, 180e9, 7.7e12, 8, 900e9, 50e9),
-    "gb200": Accelerator(2.5e15, 186e9, 8e12, 72, 900e9, 50e9),
-    "gb300": Accelerator(2.5e15, 279e9, 8e12, 72, 900e9, 100e9),
-}
+from moe_lab.analysis.devices import Accelerator
 
 
 @dataclass(frozen=True)
@@ -157,12 +131,12 @@ def estimate(
     # GEMMs read their weights while they do not compute, so few rows are slow.
     def gemms(flops: float, rows: float) -> float:
         peak = GEMM * device.flops
-        return flops / peak * (1 + peak / device.bandwidth / rows)
+        return flops / peak * (1 + peak / device.memory_bandwidth / rows)
 
     dense_flops, expert_flops = (passes * own_tokens / pp * f for f in model.flops(sequence))
     rows = own_tokens * ep * model.k / model.num_experts
     saved = 2 * (4 * d + model.heads + model.k * (d + 3 * model.hidden) + 3 * model.shared)
-    elementwise = MOVES * passes * own_tokens * layers * saved / device.bandwidth
+    elementwise = MOVES * passes * own_tokens * layers * saved / device.memory_bandwidth
 
     # All-to-all: each token once to each domain, then once to each device.
     inside = min(ep, device.domain)

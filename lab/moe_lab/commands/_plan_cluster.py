@@ -1,10 +1,11 @@
 """The work of ``moe-lab plan-cluster``: devices, growing mixtures and the printed table."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import TypeVar
 
-from moe_lab.analysis.cluster import DEVICES, PAPER, Device, Efficiency, Plan
+from moe_lab.analysis.cluster import PAPER, Efficiency, Plan
+from moe_lab.analysis.devices import DEVICES, Device
 from moe_lab.errors import ConfigError
 from moe_lab.markdown import markdown_table
 from moe_lab.training.config import Config
@@ -27,7 +28,7 @@ def _parsed(option: str, kind: type[T], words: Sequence[str], presets: Mapping[s
     for word in words:
         key, _, text = word.partition("=")
         if word in presets:
-            values = asdict(presets[word]) | values
+            values = {name: getattr(presets[word], name) for name in required} | values
         elif key in required:
             try:
                 values[key] = float(text)

@@ -17,7 +17,8 @@ are for the first value of --devices and grow in proportion to the devices. In a
 mixture, each device holds the secondary gates of its own groups, as in the paper. With --placement
 experts, every device holds a replica of all secondary gates. With 1,024 devices, these replicas
 need more memory than the rest of the model. A device is a preset, a set of values, or a preset with
-some values replaced. lab/moe_lab/analysis/cluster.py says which numbers are estimates.
+some values replaced. lab/moe_lab/analysis/devices.py has the presets and their sources.
+lab/moe_lab/analysis/cluster.py says which numbers are estimates.
 
     memory       GB by use, on the device with the most experts; "fits": the device has this memory
     wire         MB that a device sends in a step, for the experts and for the dense gradients

@@ -3,9 +3,10 @@
     moe-lab plan-mesh kimi-k2 --devices 1024 --device h200
     moe-lab plan-mesh deepseek-v3 --devices 256 --device gb300 --mesh pp=2 ep=32
 
-Lists the fastest meshes that fit, by the estimate of lab/moe_lab/analysis/mesh.py, which names the
-limits and the source of each constant. A mesh has pp stages of a pipeline, tp devices that split
-matrices, dp replicas of the dense parameters, ep shards of the experts and efsdp replicas of each.
+Lists the fastest meshes that fit, by the estimate of lab/moe_lab/analysis/mesh.py, which names its
+limits. lab/moe_lab/analysis/devices.py has the sources of the accelerators' rates. A mesh has pp
+stages of a pipeline, tp devices that split matrices, dp replicas of the dense parameters, ep shards
+of the experts and efsdp replicas of each.
 
     options      sequences in a micro-batch; vp parts of a stage; FSDP: weights and gradients are
                  sharded over replicas too; recompute: backward recomputes each layer
@@ -17,16 +18,16 @@ matrices, dp replicas of the dense parameters, ep shards of the experts and efsd
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from moe_lab.analysis.devices import ACCELERATORS
 from moe_lab.cli import Option, at_least, one, parse, positive, several
 from moe_lab.errors import ConfigError
 
 MODELS = ("gpt-oss-120b", "qwen3-235b", "deepseek-v3", "kimi-k2")
-DEVICES = ("h100", "h200", "b200", "gb200", "gb300")
 TRANSFERS = ("all-to-all", "tensor parallel", "stages", "replicas")
 
 OPTIONS: dict[str, Option] = {
     "model": {"choices": MODELS, "help": "a model with public sizes"},
-    "--device": {"choices": DEVICES, "default": "h200", "help": "the kind of accelerator"},
+    "--device": {"choices": [*ACCELERATORS], "default": "h200", "help": "the kind of accelerator"},
     "--devices": one(at_least(1), 1024, "number of accelerators"),
     "--tokens": one(positive(), 1e12, "number of tokens to train on"),
     "--batch": one(at_least(1), 4096, "number of sequences in a step"),
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
     args = parse(__doc__, OPTIONS, arguments)
 
-    from moe_lab.analysis.mesh import ACCELERATORS, TRANSFORMERS, Mesh, Step, estimate, meshes
+    from moe_lab.analysis.mesh import TRANSFORMERS, Mesh, Step, estimate, meshes
     from moe_lab.markdown import markdown_table
 
     model, device = TRANSFORMERS[args.model], ACCELERATORS[args.device]
