@@ -28,7 +28,9 @@ __all__ = [
 # Exceptions from reading a file that is missing, truncated or not of the format in its name.
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 
-MAX_LINE = 4 * 2**20  # bytes of a line; bounds the memory for a file without line ends
+MAX_LINE = (
+    4 * 2**20
+)  # bytes of a line before its end; bounds the memory for a file without line ends
 MAX_JSON = 2**28  # bytes
 MAX_PADDING = 2**20  # zero bytes at the end of a compressed file
 _NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -61,9 +63,9 @@ def reason_of(error: Exception) -> str:
 
 def read_lines(file: IO[bytes], limit: int = MAX_LINE) -> Iterator[bytes]:
     """Yields the lines of an open file, with their line ends."""
-    while line := file.readline(limit + 1):
-        if len(line) > limit:
-            rule = f"a line must have at most {limit:,} bytes, got more"
+    while line := file.readline(limit + len(b"\r\n")):
+        if len(line.rstrip(b"\r\n")) > limit:
+            rule = f"a line must have at most {limit:,} bytes before its end, got more"
             raise OSError(errno.EFBIG, rule, getattr(file, "name", None))
         yield line
 

@@ -21,7 +21,7 @@ from moe_lab.data import (
     load_corpus,
     load_parallel,
 )
-from moe_lab.files import atomic_file
+from moe_lab.files import MAX_LINE, atomic_file
 
 # --- vocabulary ---------------------------------------------------------------------------------
 
@@ -51,6 +51,12 @@ def test_vocabulary_round_trip_and_unknown_words(tmp_path):
     again = Vocabulary.load(tmp_path / "vocabulary.txt")
     assert again.words == vocabulary.words
     assert again.fingerprint() == vocabulary.fingerprint()
+
+
+def test_the_longest_word_is_read_again(tmp_path):
+    words = ["a", "w" * MAX_LINE]
+    Vocabulary.build([words], 10).save(tmp_path / "words.txt")
+    assert {*words} < {*Vocabulary.load(tmp_path / "words.txt").words}
 
 
 def test_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -86,6 +86,7 @@ ERRORS = [
     "model.moe.w_load=nan", "model.dropout=1.5", "model.layers=lstm", "model=3", "steps=0",
     "seed=-1", f"seed={2**62}", "autocast=float16", "num_threads=5000", "timeout=1e300",
     "optimizer.clip_norm=inf", "optimizer.experts=factored", f"optimizer.eps={10**400}",
+    "steps=500\nseed=2", 'output="a\\u0000b"',
 ]  # fmt: skip
 
 
@@ -193,6 +194,35 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, 
     torch.randn(7)  # the RNG state of the process is irrelevant
     resumed = train(merged(table, output=part.output, resume=True, **options))
     assert_same_run(whole.folder, resumed.folder)
+
+
+def test_records_after_a_crash_cover_the_steps_before_it(table, tmp_path, monkeypatch):
+    """The checkpoint of step 6 has the sums of the steps 5 and 6 for the record of step 8."""
+    options = {"log": {"log_every": 4, "save_every": 3, "eval_every": 6}}
+    whole = train(merged(table, **options))
+    part = merged(table, output=str(tmp_path / "part"), **options)
+    step = Trainer.train_step
+
+    def crash(trainer, *arguments):
+        if trainer.step == 7:
+            raise RuntimeError("a crash")
+        step(trainer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", crash)
+        with pytest.raises(RuntimeError, match="a crash"):
+            train(part)
+    resumed = train(merged(table, output=part.output, resume=True, **options))
+    assert_same_run(whole.folder, resumed.folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_weights_in_the_factored_optimizer(table, dtype):
+    """A model of dense layers has no other parameters."""
+    table["optimizer"] |= {"experts": "factored_adam", "embedding": "factored_adam"}
+    table["model"] |= {"layers": ["ffn"], "dtype": dtype}
+    (optimizer,) = train(merged(table)).optimizers
+    assert isinstance(optimizer, FactoredAdam)
 
 
 def test_mapped_text_and_workers_change_nothing(table, tmp_path, children):

@@ -10,7 +10,7 @@ from pathlib import Path
 from moe_lab.decoding.beam_search import BeamSearch
 from moe_lab.decoding.bleu import corpus_bleu
 from moe_lab.decoding.translator import Translation
-from moe_lab.errors import ConfigError, config_errors
+from moe_lab.errors import ConfigError
 from moe_lab.files import READ_ERRORS, open_plain, output_file, plain_lines, reason_of
 from moe_lab.training.checkpoint import load_run
 from moe_lab.training.config import TranslationConfig
@@ -48,8 +48,12 @@ def search_of(options: Namespace) -> BeamSearch:
             raise ConfigError(f"--n-best must be 1 with --greedy, got {options.n_best}")
         return BeamSearch.greedy()
     penalties = options.length_penalty, options.coverage_penalty
-    with config_errors():
+    try:
         return BeamSearch(options.beam, *penalties, num_best=options.n_best)
+    except ValueError as error:
+        name, rule = str(error).removeprefix("BeamSearch: ").split(" ", 1)
+        option = name.replace("num_best", "n_best").replace("_", "-")
+        raise ConfigError(f"--{option} {rule}") from error
 
 
 def translate_files(options: Namespace) -> None:
@@ -63,6 +67,10 @@ def translate_files(options: Namespace) -> None:
     sizes = {"tokens_per_batch": options.tokens_per_batch, "max_pieces": options.max_pieces}
     if one_by_one:
         sizes["lines_at_a_time"] = 1
+    languages = getattr(trained.config.data, "languages_with_token", ())
+    if options.into is not None and not languages:
+        rule = "be left out for a model that translates into one language"
+        raise ConfigError(f"--into must {rule}, got {options.into!r}")
     translator = make_translator(trained, search, options.into, **sizes)
     lines: Iterable[str] = (line for file in files for line in _read_lines(file))
     references = None

@@ -324,9 +324,10 @@ def to_toml(config: AnyConfig) -> str:
 
 def _parse(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return table["value"] if len(table) == 1 else text  # a text of several lines is one value
 
 
 def _set(table: dict[str, Any], dotted: str, value: Any, override: str) -> None:
@@ -383,6 +384,8 @@ def _check_type(hint: Any, value: Any, key: str) -> Any:
         raise ConfigError(f"option {key} must be {names[hint]}, got {_shown(value)}")
     if hint is str:
         require_utf8(f"option {key}", value)  # config.toml has every option
+        if "\0" in value:
+            raise ConfigError(f"option {key} must have no NUL character, got {value!r}")
     if hint is int and not -(2**63) <= value < 2**63:
         raise ConfigError(f"option {key} must fit into 64 bits, got {_shown(value)}")
     if hint is float and not math.isfinite(value):

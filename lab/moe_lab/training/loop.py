@@ -101,6 +101,7 @@ class Trainer:
         self.interrupted = False
         self.step = self.tokens = 0
         self.epoch, self.batch = 0, 0  # position of the next batch
+        self._window = Window()  # the steps since the last log line
 
     def run(self) -> bool:
         """Trains until step ``config.steps``; returns False if SIGINT or SIGTERM came before.
@@ -112,7 +113,6 @@ class Trainer:
                 Trainer was created.
         """
         config, steps = self.config, self.config.steps
-        window = Window()
         fastest = 0.0  # words per second
         threads = None
         with ExitStack() as stack:
@@ -133,9 +133,9 @@ class Trainer:
                     threads.begin_step()
                 rate = self.optimizers[0].param_groups[0]["lr"]
                 tokens, started = self.tokens, time.perf_counter()
-                self.train_step(list(islice(batches, config.optimizer.accumulate)), window)
+                self.train_step(list(islice(batches, config.optimizer.accumulate)), self._window)
                 seconds = time.perf_counter() - started
-                window.seconds += seconds
+                self._window.seconds += seconds
                 if log:
                     log.step_done()
                 if threads and (choice := threads.end_step((self.tokens - tokens) / seconds)):
@@ -145,13 +145,13 @@ class Trainer:
                 last = end or self._any(stopped())
                 if last or _due(self.step, config.log.log_every):
                     progress = {"tokens": self.tokens, "learning_rate": rate}
-                    values = window.summary(self.ranks) | progress
+                    values = self._window.summary(self.ranks) | progress
                     if log:
                         log.write("train", self.step, values)
                         if (speed := values["words_per_second"]) < fastest / 3:
                             log.say(_SLOWER.format(speed, fastest))
                     fastest = max(fastest, values["words_per_second"])
-                    window = Window()
+                    self._window = Window()
                 if end or _due(self.step, config.log.eval_every):
                     values = self._evaluate() | {"tokens": self.tokens}
                     if log:
@@ -255,35 +255,39 @@ class Trainer:
             "tokens": self.tokens,
             "epoch": self.epoch,
             "batch": self.batch,
+            "num_ranks": self.ranks.size,
             "config": asdict(self.config),
             "vocabulary": self.text.vocabulary.fingerprint(),
             "text": self._train_text,
             "schedules": [schedule.state_dict() for schedule in self.schedules],
         }
-        generators = {
+        of_rank = {
             "rng": torch.get_rng_state(),
             "device_rng": torch.cuda.get_rng_state(self.device) if self._on_cuda() else None,
             "noise_rng": self.noise_generator.get_state(),
+            "window": vars(self._window),
         }
-        self.checkpoints.save(self.step, self.model, self.optimizers, state, generators)
+        self.checkpoints.save(self.step, self.model, self.optimizers, state, of_rank)
         self._newest = self.step
 
     def restore(self, earlier: Loaded) -> None:
         """Continues after a checkpoint of the run."""
         self.step = earlier.step
         self.checkpoints.load(self.model, self.optimizers, step=earlier.step)
-        state, generators = earlier.state, earlier.rank_state
+        state, of_rank = earlier.state, earlier.rank_state
         self.tokens, self.epoch, self.batch = state["tokens"], state["epoch"], state["batch"]
         for schedule, values in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(values)
-        if generators is None:  # the checkpoint has fewer ranks
+        if of_rank is None:  # the checkpoint has fewer ranks
             return
-        torch.set_rng_state(generators["rng"])
+        if state.get("num_ranks") == self.ranks.size:  # the sums of all ranks
+            vars(self._window).update(of_rank["window"])
+        torch.set_rng_state(of_rank["rng"])
         # The state of a generator fits only the device type it was saved on.
-        if (generators["device_rng"] is not None) == self._on_cuda():
-            self.noise_generator.set_state(generators["noise_rng"])
+        if (of_rank["device_rng"] is not None) == self._on_cuda():
+            self.noise_generator.set_state(of_rank["noise_rng"])
             if self._on_cuda():
-                torch.cuda.set_rng_state(generators["device_rng"], self.device)
+                torch.cuda.set_rng_state(of_rank["device_rng"], self.device)
 
     def _on_cuda(self) -> bool:
         return self.device.type == "cuda"

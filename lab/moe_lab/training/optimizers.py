@@ -32,10 +32,9 @@ def make_optimizers(model: AnyModel, options: OptimizerConfig) -> list[Optimizer
         return [{"params": same, "lr": rate} for rate, same in by_rate.items() if same]
 
     betas, eps = (options.beta1, options.beta2), options.eps
-    optimizers: list[Optimizer] = [
-        Adam(groups(p for p in rates if p not in factored), betas=betas, eps=eps, fused=True)
-    ]
-    if factored:
-        in_order = (param for param in rates if param in factored)
-        optimizers.append(FactoredAdam(groups(in_order), beta2=options.beta2, eps=eps))
+    optimizers: list[Optimizer] = []
+    if usual_groups := groups(param for param in rates if param not in factored):
+        optimizers.append(Adam(usual_groups, betas=betas, eps=eps, fused=True))
+    if factored_groups := groups(param for param in rates if param in factored):
+        optimizers.append(FactoredAdam(factored_groups, beta2=options.beta2, eps=eps))
     return optimizers
