@@ -185,7 +185,7 @@ print(*new, *(name for name in sys.modules if name.startswith({slow})))
 sys.modules.update(dict.fromkeys({optional}))
 import moe_ext.distributed, moe_ext.gates, moe_ext.info, moe_ext.optim, moe_ext.recurrent
 assert "moe_ext.presets" not in sys.modules
-import moe_ext.presets, moe_ext.integrations._transformers_balance
+import moe_ext.presets, moe_ext.integrations._transformers.balance
 x = torch.randn(6, 8, requires_grad=True)
 layer = MoE(8, 4, 2, hidden_sizes=[16])
 y, aux = layer(x)

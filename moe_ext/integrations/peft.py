@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import moe_ext.integrations.transformers  # noqa: F401
 from moe_ext.checks import require, require_dtype
 from moe_ext.integrations._packed.linear import PackedLinear
-from moe_ext.integrations._peft_files import (
+from moe_ext.integrations._peft.files import (
     PREFIX,
     Names,
     by_target,
@@ -49,9 +49,9 @@ try:
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, load_peft_weights
     from safetensors.torch import save_file
 
-    from moe_ext.integrations._peft_checkpoints import keep_experts_in_files
-    from moe_ext.integrations._peft_forward import adapt_experts
-    from moe_ext.integrations._peft_linear import adapt_packed_linear
+    from moe_ext.integrations._peft.checkpoints import keep_experts_in_files
+    from moe_ext.integrations._peft.forward import adapt_experts
+    from moe_ext.integrations._peft.linear import adapt_packed_linear
 except (ImportError, AttributeError) as _error:
     raise ImportError(
         "moe_ext.integrations.peft needs the ParamWrapper of PEFT: pip install 'peft>=0.21'"

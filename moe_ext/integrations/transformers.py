@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ext import _build, ops
 from moe_ext._ragged import offsets_of
-from moe_ext.integrations._given_lora import formed_lora, forms_needlessly, given_pairs
-from moe_ext.integrations._transformers_balance import LayerBalance, ModelBalance, balance
-from moe_ext.integrations._transformers_experts import experts_modules, weight_names
-from moe_ext.integrations._warnings import warn_once
+from moe_ext.integrations._transformers.balance import LayerBalance, ModelBalance, balance
+from moe_ext.integrations._transformers.experts import experts_modules, weight_names
+from moe_ext.integrations._transformers.given_lora import formed_lora, forms_needlessly, given_pairs
+from moe_ext.integrations._transformers.warnings import warn_once
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -44,10 +44,10 @@ try:
     from moe_ext.integrations._packed.perplexity import perplexity
     from moe_ext.integrations._packed.quantize_experts import quantize_experts
     from moe_ext.integrations._packed.save import save
-    from moe_ext.integrations._transformers_activation import activation_of
-    from moe_ext.integrations._transformers_attention import attention_forward
-    from moe_ext.integrations._transformers_callback import CollapseCallback
-    from moe_ext.integrations._transformers_parallel import ExchangeParallel, UnevenShard
+    from moe_ext.integrations._transformers.activation import activation_of
+    from moe_ext.integrations._transformers.attention import attention_forward
+    from moe_ext.integrations._transformers.callback import CollapseCallback
+    from moe_ext.integrations._transformers.parallel import ExchangeParallel, UnevenShard
 except ImportError as _error:
     raise ImportError(
         "moe_ext.integrations.transformers needs transformers.integrations.moe: "

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from moe_ext import FeedForwardExperts, add_lora
-from moe_ext.integrations import _warnings
 from moe_ext.integrations import transformers as integration
+from moe_ext.integrations._transformers import warnings as once
 from moe_ext.lora import disable_lora, lora_experts
 
 peft = Optional("peft")
@@ -231,7 +231,7 @@ def test_training_equals_peft(model_type, tmp_path, formed):
 
 @pytest.fixture
 def fresh_warnings(monkeypatch):
-    monkeypatch.setattr(_warnings, "_messages", set())
+    monkeypatch.setattr(once, "_messages", set())
 
 
 def test_adapters_of_a_bias(fresh_warnings, formed):
@@ -308,7 +308,7 @@ def test_without_the_import(fresh_warnings, formed, monkeypatch):
     """PEFT forms the weights in each call, which a warning says."""
     model = adapted(tiny("qwen3_moe")).eval()
     expected = logits(model)
-    forward = importlib.import_module("moe_ext.integrations._peft_forward")
+    forward = importlib.import_module("moe_ext.integrations._peft.forward")
     wrapper, form = forward.ParamWrapper, forward._form
     monkeypatch.setattr(wrapper, "_activate_lora", form)
     monkeypatch.delitem(sys.modules, "moe_ext.integrations.peft")

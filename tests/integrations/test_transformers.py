@@ -29,8 +29,8 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, tokens  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
-activations = importlib.import_module("moe_ext.integrations._transformers_activation")
-once = importlib.import_module("moe_ext.integrations._warnings")
+activations = importlib.import_module("moe_ext.integrations._transformers.activation")
+once = importlib.import_module("moe_ext.integrations._transformers.warnings")
 
 MODELS = Path(transformers.__file__).parent / "models"
 NUM_EXPERTS, K = 5, 2

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 from packed_checkpoints import load, write  # noqa: E402
 from tiny_models import PADDED, error, tiny, tokens  # noqa: E402
 
-attention = importlib.import_module("moe_ext.integrations._transformers_attention")
+attention = importlib.import_module("moe_ext.integrations._transformers.attention")
 
 CASES = {
     "dynamic": {},

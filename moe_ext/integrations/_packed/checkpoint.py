@@ -29,8 +29,8 @@ from moe_ext.integrations._packed.found_tensors import (
 from moe_ext.integrations._packed.gguf import find_in_gguf, gguf_config
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import files_of_gguf, read_gguf, read_safetensors
-from moe_ext.integrations._transformers_activation import activation_of
-from moe_ext.integrations._transformers_experts import experts_modules, weight_names
+from moe_ext.integrations._transformers.activation import activation_of
+from moe_ext.integrations._transformers.experts import experts_modules, weight_names
 
 __all__ = [
     "Checkpoint",

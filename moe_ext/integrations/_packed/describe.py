@@ -10,7 +10,7 @@ from torch import nn
 from moe_ext.formats import PackedWeight
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
-from moe_ext.integrations._transformers_experts import experts_modules
+from moe_ext.integrations._transformers.experts import experts_modules
 
 __all__ = ["describe"]
 

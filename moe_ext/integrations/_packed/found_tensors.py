@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Stored
-from moe_ext.integrations._transformers_experts import WEIGHT_NAMES, experts_modules
+from moe_ext.integrations._transformers.experts import WEIGHT_NAMES, experts_modules
 
 __all__ = ["FoundTensors", "Place", "Read", "expert_keys", "find_in_safetensors"]
 

@@ -19,8 +19,8 @@ from moe_ext.integrations._packed.checkpoint import ModuleTensors, open_checkpoi
 from moe_ext.integrations._packed.describe import describe
 from moe_ext.integrations._packed.errors import errors_of_function, errors_of_weight
 from moe_ext.integrations._packed.quantizer import PackedConfig
-from moe_ext.integrations._transformers_activation import activation_of
-from moe_ext.integrations._transformers_attention import GROUPED_MODELS
+from moe_ext.integrations._transformers.activation import activation_of
+from moe_ext.integrations._transformers.attention import GROUPED_MODELS
 from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["load"]

@@ -18,7 +18,7 @@ from moe_ext.checks import require_at_least, require_dtype, require_sizes
 from moe_ext.formats import FormatName
 from moe_ext.integrations._packed.checkpoint import Checkpoint, head_dim, open_checkpoint
 from moe_ext.integrations._packed.errors import errors_of_function
-from moe_ext.integrations._transformers_experts import experts_modules
+from moe_ext.integrations._transformers.experts import experts_modules
 
 __all__ = ["MemoryPlan", "memory_plan"]
 

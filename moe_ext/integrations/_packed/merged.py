@@ -17,7 +17,7 @@ from moe_ext.formats import PackedWeight
 from moe_ext.integrations._packed.checkpoint import plain_config, skeleton_of
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
-from moe_ext.integrations._transformers_experts import experts_modules, weight_names
+from moe_ext.integrations._transformers.experts import experts_modules, weight_names
 from moe_ext.lora import LoRAExperts
 from moe_ext.lora._pairs import joined
 

@@ -14,8 +14,8 @@ from moe_ext.formats import FORMATS, FormatName
 from moe_ext.integrations._packed.describe import describe
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.quantizer import PackedConfig, PackedQuantizer
-from moe_ext.integrations._transformers_activation import activation_of
-from moe_ext.integrations._transformers_experts import experts_modules, weight_names
+from moe_ext.integrations._transformers.activation import activation_of
+from moe_ext.integrations._transformers.experts import experts_modules, weight_names
 from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["quantize_experts"]

@@ -25,7 +25,7 @@ from moe_ext.integrations._packed.stored_tensors import (
     read_gguf,
     safetensors_header,
 )
-from moe_ext.integrations._transformers_experts import experts_modules
+from moe_ext.integrations._transformers.experts import experts_modules
 
 __all__ = ["rewrite"]
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.integrations.moe import use_experts_implementation
 
 from moe_ext import ops
-from moe_ext.integrations._transformers_experts import WEIGHT_NAMES
+from moe_ext.integrations._transformers.experts import WEIGHT_NAMES
 
 __all__ = ["KnownActivation", "activation_of"]
 

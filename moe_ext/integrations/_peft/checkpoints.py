@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 
 from moe_ext.checks import require
 from moe_ext.files import atomic_file
-from moe_ext.integrations._peft_files import (
+from moe_ext.integrations._peft.files import (
     AdapterTensors,
     by_target,
     default_names,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from moe_ext import ops
 from moe_ext._plain_names import plain_names
 from moe_ext.checks import require, require_at_least
-from moe_ext.integrations._transformers_experts import experts_modules
+from moe_ext.integrations._transformers.experts import experts_modules
 from moe_ext.losses import cv_squared, importance_loss
 from moe_ext.moe import _in_backward
 

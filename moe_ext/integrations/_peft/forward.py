@@ -13,10 +13,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from moe_ext import ops
 from moe_ext._counting import is_of_transformers
-from moe_ext.integrations._given_lora import GivenLoRA, give_lora
-from moe_ext.integrations._peft_files import from_peft
-from moe_ext.integrations._transformers_experts import WEIGHT_NAMES
-from moe_ext.integrations._warnings import warn_once
+from moe_ext.integrations._peft.files import from_peft
+from moe_ext.integrations._transformers.experts import WEIGHT_NAMES
+from moe_ext.integrations._transformers.given_lora import GivenLoRA, give_lora
+from moe_ext.integrations._transformers.warnings import warn_once
 from moe_ext.lora._pairs import joined
 
 __all__ = ["adapt_experts"]

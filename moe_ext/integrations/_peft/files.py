@@ -13,7 +13,7 @@ from moe_ext._counting import is_of_transformers
 from moe_ext.checks import require, required
 from moe_ext.distributed import expert_parameters
 from moe_ext.experts import _Networks
-from moe_ext.integrations._transformers_experts import WEIGHT_NAMES, weight_names
+from moe_ext.integrations._transformers.experts import WEIGHT_NAMES, weight_names
 from moe_ext.lora import LoRAAdapter, LoRAExperts, lora_experts
 
 __all__ = [

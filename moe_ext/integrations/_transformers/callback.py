@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from moe_ext.checks import given, require, require_at_least
-from moe_ext.integrations._transformers_balance import LayerBalance, ModelBalance, balance
+from moe_ext.integrations._transformers.balance import LayerBalance, ModelBalance, balance
 
 __all__ = ["CollapseCallback"]
 
