@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from moe_ext._packed_weights import NO_INTEGERS, Arithmetic
+from moe_ext._panel_parameters import NO_INTEGERS, Arithmetic
 from moe_ext.formats import FORMATS
 from moe_ext.integrations._packed.checkpoint import open_checkpoint
 from moe_ext.integrations.transformers import PackedLinear, load

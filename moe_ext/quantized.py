@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._packed_weights import Arithmetic, panels_name, parsed_name, quantized
+from moe_ext._panel_parameters import Arithmetic, pack_floats, panels_name, parsed_name
 from moe_ext.checks import refuse, require, require_one_of, require_tensor
 from moe_ext.experts import FeedForwardExperts, _Networks
 from moe_ext.formats import FORMATS, FormatName, PackedWeight
@@ -135,7 +135,7 @@ class QuantizedExperts(_Networks):
         groups = [group if is_free else None for is_free in free]
         layers = enumerate(zip(weights, formats, groups, strict=True))
         return cls(
-            [quantized(f"{name}: weight_{i}", w.detach(), f, g) for i, (w, f, g) in layers],
+            [pack_floats(f"{name}: weight_{i}", w.detach(), f, g) for i, (w, f, g) in layers],
             None if biases is None else [bias.detach().clone() for bias in biases],
             activation=experts.activation,
             activation_args=experts.activation_args,

@@ -38,7 +38,7 @@ STREAMS = ("moe_ext_command", "with_streams")  # of no public module: it loads w
 LEVELS = [
     "_build _compiled _argument_names _former_names _plain_names _ragged checks files",
     "ranks _counting formats ops",
-    "routing _packed_weights",
+    "routing _panel_parameters",
     "experts losses",
     "gates",
     "shared optim quantized lora",

@@ -15,7 +15,7 @@ import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
 from torch import nn
 
-from moe_ext._packed_weights import quantized
+from moe_ext._panel_parameters import pack_floats
 from moe_ext.checks import require, require_one_of, required
 from moe_ext.formats import FORMATS, FormatName, PackedWeight
 from moe_ext.formats._panels import PANEL_OUTPUTS
@@ -70,7 +70,7 @@ class LinearTensor(NamedTuple):
         if not self.is_quantized:
             return self.weight.pack()
         assert self.layout is not None
-        return quantized("its weight", self.weight.numbers(torch.float32).mT, self.layout.format)
+        return pack_floats("its weight", self.weight.numbers(torch.float32).mT, self.layout.format)
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Checkpoint:
             if own.layout is None:
                 weight = self.skeleton.get_submodule(path).weight
                 with errors_of_weight(path):
-                    layout = quantized("its weight", weight[None].mT, choice)
+                    layout = pack_floats("its weight", weight[None].mT, choice)
                 own = own._replace(layout=layout, is_quantized=True)
             layers[path] = own
         return layers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._packed_weights import Arithmetic, panels_name
+from moe_ext._panel_parameters import Arithmetic, panels_name
 from moe_ext.formats import PackedWeight
 
 __all__ = ["PackedLinear"]

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from moe_ext._build import empty_cache
-from moe_ext._packed_weights import NO_INTEGERS, Arithmetic
+from moe_ext._panel_parameters import NO_INTEGERS, Arithmetic
 from moe_ext.checks import refuse, require
 from moe_ext.formats import FormatName
 from moe_ext.integrations._packed.checkpoint import ModuleTensors, open_checkpoint

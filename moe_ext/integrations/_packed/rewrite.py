@@ -18,7 +18,7 @@ from moe_ext.integrations._packed.checkpoint import Checkpoint
 from moe_ext.integrations._packed.found_tensors import Place, Read
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.merged import MergedExperts, MergedModel
-from moe_ext.integrations._packed.quantized_as import quantized_as
+from moe_ext.integrations._packed.requantize import requantized
 from moe_ext.integrations._packed.stored_tensors import (
     Bytes,
     Stored,
@@ -237,7 +237,7 @@ class _SourceTensors:
     ) -> _Quantized:
         whole = experts.weight(place.layer, expert)
         rows = place.tensors.own_rows(whole[None], place.part)[0]
-        return quantized_as(place.module, rows, stored)
+        return requantized(place.module, rows, stored)
 
     def _dense_tensors(self, name: str, place: Place, entry: Bytes) -> Iterator[Tensor]:
         known = name in self._state or name in self._float_experts
@@ -263,7 +263,7 @@ class _SourceTensors:
                 same = _is_same(present, stored.read, self._dtype)
             rule = "be unchanged, because it is packed in the checkpoint; format='merged' quantizes"
             require(same or self._merge, name, rule, "another value")
-            return None if same else quantized_as(name, present.float(), stored)
+            return None if same else requantized(name, present.float(), stored)
 
         start = _start(stored.codes)
         quantized = self._once(start, make)

@@ -1,4 +1,4 @@
-"""Quantizes a weight as a tensor of a file is."""
+"""Quantizes a changed weight again, as the tensor of a file is."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moe_ext.formats._layouts import FP8_BLOCK, LAYOUTS
 from moe_ext.integrations._packed.gguf_package import gguf_package
 from moe_ext.integrations._packed.stored_tensors import Stored
 
-__all__ = ["quantized_as"]
+__all__ = ["requantized"]
 
 
-def quantized_as(name: str, weight: Tensor, stored: Stored) -> tuple[Tensor, Tensor | None]:
+def requantized(name: str, weight: Tensor, stored: Stored) -> tuple[Tensor, Tensor | None]:
     """Returns codes and scales of a weight in the format, the shapes and the dtypes of a file.
 
     Args:

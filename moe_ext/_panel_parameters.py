@@ -1,4 +1,4 @@
-"""What modules with packed weights share: their names in a state_dict, and quantization."""
+"""Parameters that are panels of packed weights: made of floats, and named in a state_dict."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from moe_ext.formats import FORMATS, FormatName, PackedWeight, quantize
 from moe_ext.formats._layouts import LAYOUTS
 
-__all__ = ["NO_INTEGERS", "Arithmetic", "panels_name", "parsed_name", "quantized"]
+__all__ = ["NO_INTEGERS", "Arithmetic", "pack_floats", "panels_name", "parsed_name"]
 
 Arithmetic = Literal["exact", "integer"]
 NO_INTEGERS: frozenset[FormatName] = frozenset({"fp8", "nf4"})  # whose numbers are no integers
 _ROWS = 128  # that are quantized together: whole panels, and whole blocks of fp8
 
 
-def quantized(
+def pack_floats(
     name: str, weight: Tensor, format: FormatName, group: int | None = None
 ) -> PackedWeight:
     """Quantizes a weight [E, in, out]; see `QuantizedExperts.from_experts`.
