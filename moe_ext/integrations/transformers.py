@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from moe_ext import _build, ops
 from moe_ext._ragged import offsets_of
 from moe_ext.integrations._transformers.balance import LayerBalance, ModelBalance, balance
-from moe_ext.integrations._transformers.experts import experts_modules, weight_names
+from moe_ext.integrations._transformers.experts import by_inputs, experts_modules, weight_names
 from moe_ext.integrations._transformers.given_lora import formed_lora, forms_needlessly, given_pairs
 from moe_ext.integrations._transformers.warnings import warn_once
 
@@ -127,9 +127,7 @@ def experts_forward(
     if reason is not None:
         return _fall_back(reason, module, hidden_states, top_k_index, top_k_weights)
     _warn_of_casts(module, weights, top_k_index)
-    if not module.is_transposed:
-        weights = [weight.mT for weight in weights]
-
+    weights = [by_inputs(module, weight) for weight in weights]
     num_experts = weights[0].shape[0]
     expert_index, gates, token_offsets = top_k_index.long(), top_k_weights, None
     if module._is_expert_parallel:

@@ -30,7 +30,7 @@ from moe_ext.integrations._packed.gguf import find_in_gguf, gguf_config
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import files_of_gguf, read_gguf, read_safetensors
 from moe_ext.integrations._transformers.activation import activation_of
-from moe_ext.integrations._transformers.experts import experts_modules, weight_names
+from moe_ext.integrations._transformers.experts import by_outputs, experts_modules, weight_names
 
 __all__ = [
     "Checkpoint",
@@ -300,8 +300,7 @@ def _require_shapes(name: str, module: nn.Module, weights: dict[str, LayerTensor
         for part in tensors.parts:
             shapes = sorted({w.codes.shape for w in part}) if isinstance(part, list) else []
             require(len(shapes) <= 1, f"{name}.{key}", "have experts of one shape", shapes)
-        shape = tuple(getattr(module, key).shape[1:])
-        outputs, inputs = reversed(shape) if module.is_transposed else shape
+        outputs, inputs = by_outputs(module, getattr(module, key)).shape[1:]
         layout = tensors.layout()
         actual = layout.outputs, layout.inputs
         rule = f"have {outputs} x {inputs} values for each expert"

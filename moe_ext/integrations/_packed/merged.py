@@ -17,7 +17,7 @@ from moe_ext.formats import PackedWeight
 from moe_ext.integrations._packed.checkpoint import plain_config, skeleton_of
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
-from moe_ext.integrations._transformers.experts import experts_modules, weight_names
+from moe_ext.integrations._transformers.experts import by_outputs, experts_modules, weight_names
 from moe_ext.lora import LoRAExperts
 from moe_ext.lora._pairs import joined
 
@@ -100,7 +100,7 @@ class MergedExperts:
             return self.biases[self.names.index(key.removesuffix("_bias"))].to(dtype)
         layer = self.names.index(key)
         whole = torch.empty(self.plain.get_parameter(key).shape, dtype=dtype)
-        for expert, target in enumerate(whole.mT if self.plain.is_transposed else whole):
+        for expert, target in enumerate(by_outputs(self.plain, whole)):
             target.copy_(self.weight(layer, expert))
         return whole
 

@@ -15,7 +15,7 @@ from moe_ext.integrations._packed.describe import describe
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.quantizer import PackedConfig, PackedQuantizer
 from moe_ext.integrations._transformers.activation import activation_of
-from moe_ext.integrations._transformers.experts import experts_modules, weight_names
+from moe_ext.integrations._transformers.experts import by_inputs, experts_modules, weight_names
 from moe_ext.quantized import QuantizedExperts
 
 __all__ = ["quantize_experts"]
@@ -54,9 +54,7 @@ def quantize_experts(
             model.hf_quantizer = quantizer
             continue
         keys = weight_names(module.has_gate)
-        weights = [getattr(module, key).detach() for key in keys]
-        if not module.is_transposed:
-            weights = [weight.mT for weight in weights]
+        weights = [by_inputs(module, getattr(module, key).detach()) for key in keys]
         with torch.device("meta"):
             experts = FeedForwardExperts(
                 weights[0].shape[0],

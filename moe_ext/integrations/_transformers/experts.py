@@ -1,11 +1,11 @@
-"""The experts modules in a model of Hugging Face transformers, and the names of their weights."""
+"""The experts modules in a model of Hugging Face transformers, and their weights."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from moe_ext._counting import is_of_transformers
 from moe_ext.checks import require
 
-__all__ = ["WEIGHT_NAMES", "experts_modules", "weight_names"]
+__all__ = ["WEIGHT_NAMES", "by_inputs", "by_outputs", "experts_modules", "weight_names"]
 
 WEIGHT_NAMES = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -13,6 +13,19 @@ WEIGHT_NAMES = ("gate_up_proj", "up_proj", "down_proj")
 def weight_names(has_gate: object) -> list[str]:
     """Returns the names of the weights of the two layers, for experts with a gate or without."""
     return ["gate_up_proj" if has_gate else "up_proj", "down_proj"]
+
+
+def by_outputs(module: nn.Module, value: Tensor) -> Tensor:
+    """Returns a weight of an experts module as [E, out, in]; a bias [E, out] stays as it is.
+
+    The function is its own inverse.
+    """
+    return value.mT if module.is_transposed and value.dim() == 3 else value
+
+
+def by_inputs(module: nn.Module, weight: Tensor) -> Tensor:
+    """Returns a weight of an experts module as [E, in, out], as the operators take it."""
+    return weight if module.is_transposed else weight.mT
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
