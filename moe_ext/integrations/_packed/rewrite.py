@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -136,8 +136,10 @@ class _SourceTensors:
         self._state: dict[str, Tensor] = {}
         self._adapted = {f"{path}.weight" for path in model.linear if merge}
         self._names: dict[str, str] = {}  # in the model, of weights that are computed when needed
-        self._float_experts: dict[str, str] = {}  # the module of each weight that is converted late
-        self._converted: tuple[str, dict[str, Tensor]] = "", {}  # the weights of the last module
+        # The parameters of the module of each weight that is converted late.
+        self._float_experts: dict[str, tuple[str, ...]] = {}
+        # The parameters of the last module, and its weights.
+        self._converted: tuple[tuple[str, ...], dict[str, Tensor]] = (), {}
         self._read_state(checkpoint.is_gguf)
         written = {
             self._state[name].data_ptr() for name in checkpoint.places if name in self._state
@@ -156,9 +158,10 @@ class _SourceTensors:
             for path in experts_modules(model.skeleton):
                 if path in model.experts:
                     continue
-                own = {name: whole.pop(name) for name in _names_of(path, whole)}
+                names = tuple(name for name in whole if name.rpartition(".")[0] == path)
+                own = {name: whole.pop(name) for name in names}
                 converted = revert_weight_conversion(model.model, own)
-                self._float_experts |= dict.fromkeys(converted, path)
+                self._float_experts |= dict.fromkeys(converted, names)
         state = {
             # Has the shape, and an address of its own, but no values.
             name: torch.empty(1).expand(weight.shape)
@@ -182,14 +185,13 @@ class _SourceTensors:
 
     def _present(self, name: str) -> Tensor:
         """Returns a present weight; converts those of one module of float experts at a time."""
-        path = self._float_experts.get(name)
-        if path is None:
+        names = self._float_experts.get(name)
+        if names is None:
             return self._state[name]
-        if self._converted[0] != path:
-            self._converted = "", {}  # frees those of the last module
-            names = _names_of(path, self._model.skeleton.state_dict())
-            own = {name: self._model.weight(name, merge=False) for name in names}
-            self._converted = path, revert_weight_conversion(self._model.model, own)
+        if self._converted[0] != names:
+            self._converted = (), {}  # frees those of the last module
+            own = {key: self._model.weight(key, merge=False) for key in names}
+            self._converted = names, revert_weight_conversion(self._model.model, own)
         return self._converted[1][name]
 
     def tensors_at(self, entry: Bytes) -> Iterator[Tensor]:
@@ -287,11 +289,6 @@ def _places(module: str, layer: int, tensors: LayerTensors) -> Iterator[_ExpertP
         for e, stored in enumerate(stack):
             index = e if isinstance(part, list) else None
             yield _ExpertPlace(module, layer, tensors, p, stored, index)
-
-
-def _names_of(path: str, names: Iterable[str]) -> list[str]:
-    """Returns the names of the parameters of a module, without those of its children."""
-    return [name for name in names if name.rpartition(".")[0] == path]
 
 
 def _fitting(value: Tensor, shape: tuple[int, ...]) -> Tensor:
