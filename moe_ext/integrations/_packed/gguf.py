@@ -1,8 +1,7 @@
-"""The configuration of a model and its tensors in a GGUF file, by the names that gguf knows."""
+"""Reads GGUF files: the configuration of a model, and which weights its tensors are."""
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any
 
@@ -12,19 +11,18 @@ from torch import Tensor, nn
 
 from moe_ext.checks import require, require_one_of, required
 from moe_ext.integrations._packed.found_tensors import FoundTensors, Place, expert_keys
-from moe_ext.integrations._packed.gguf_package import gguf_package
+from moe_ext.integrations._packed.gguf_names import (
+    GGUFNames,
+    join_halves,
+    names_of_experts,
+    with_first,
+    without_first,
+)
 from moe_ext.integrations._packed.layer_tensors import LayerTensors
 from moe_ext.integrations._packed.stored_tensors import Metadata, Stored
+from moe_ext.integrations._transformers.experts import by_outputs
 
-__all__ = [
-    "FIELDS",
-    "MODELS",
-    "YARN",
-    "find_in_gguf",
-    "gguf_config",
-    "names_of_experts",
-    "part_of_kv_b",
-]
+__all__ = ["FIELDS", "MODELS", "YARN", "find_in_gguf", "gguf_config"]
 
 MODELS = {"gpt-oss": "gpt_oss", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 _KNOWN = (*MODELS, "deepseek2")  # its configuration is not in the fields of the file
@@ -87,13 +85,9 @@ def gguf_config(metadata: Metadata, stored: dict[str, Stored]) -> Any:
 
 def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -> FoundTensors:
     """Finds out what each weight of a GGUF file belongs to."""
-    gguf = gguf_package()
     require_one_of("the architecture of a GGUF file", _KNOWN, metadata.architecture)
-    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(
-        architectures[metadata.architecture], skeleton.config.num_hidden_layers
-    )
-    found_tensors, used, config = FoundTensors(), set(), skeleton.config
+    names = GGUFNames(metadata.architecture, skeleton.config)
+    found_tensors, used = FoundTensors(), set()
     experts = {f"{module}.{key}": (module, key) for module, key in expert_keys(skeleton)}
     for name, tensor in skeleton.state_dict().items():
         if name in experts:
@@ -102,38 +96,32 @@ def find_in_gguf(skeleton: Any, metadata: Metadata, stored: dict[str, Stored]) -
             tensors, sources = _gguf_experts(module, key, owner, stored)
             if tensors is not None:
                 found_tensors.experts[module][key] = tensors
-                found_tensors.dense[name] = partial(_numbers, tensors, owner.is_transposed)
+                found_tensors.dense[name] = partial(_numbers, tensors, owner)
                 found_tensors.places[name] = [
-                    Place(stored[source], partial(_rows, tensors, i, owner.is_transposed))
+                    Place(stored[source], partial(_rows, tensors, i, owner))
                     for i, source in enumerate(sources)
                 ]
                 found_tensors.names[module].append(name)
         else:
-            sources = _gguf_names(names, name, stored)
+            halves = names.halves(name)
+            whole = [source for source in names.whole(name) if source in stored][:1]
+            sources = whole or [source for source, _ in halves]
+            if not {*sources} <= {*stored}:
+                continue
             weights = [stored[source] for source in sources]
-            if len(sources) == 1:
+            if whole:
                 found_tensors.dense[name] = partial(_shaped, weights[0], tuple(tensor.shape))
-                found_tensors.places[name] = [Place(weights[0])]
+                part = None if len(weights[0].codes.shape) == tensor.dim() else without_first
+                found_tensors.places[name] = [Place(weights[0], part)]
                 found_tensors.whole[name] = name
-            elif sources:
+            elif halves:
                 found_tensors.dense[name] = partial(_kv_b, weights[0], weights[1])
-                sizes = [config.qk_nope_head_dim, config.v_head_dim]
                 found_tensors.places[name] = [
-                    Place(w, partial(part_of_kv_b, i, sizes)) for i, w in enumerate(weights)
+                    Place(weight, part) for weight, (_, part) in zip(weights, halves, strict=True)
                 ]
         used |= {*sources}
     found_tensors.unused = sorted(stored.keys() - used)
     return found_tensors
-
-
-def names_of_experts(module: str, key: str) -> list[str]:
-    """Returns the names in a GGUF file of the parts of a parameter of an experts module."""
-    rule = "have the number of its layer"
-    layer = required(re.search(r"\.(\d+)\.", module), module, rule, module)
-    suffix = "bias" if key.endswith("_bias") else "weight"
-    kinds = {"gate_up_proj": ["gate", "up"], "up_proj": ["up"], "down_proj": ["down"]}
-    parts = kinds[key.removesuffix("_bias")]
-    return [f"blk.{layer[1]}.ffn_{part}_exps.{suffix}" for part in parts]
 
 
 def _gguf_experts(
@@ -149,44 +137,21 @@ def _gguf_experts(
     return LayerTensors(tuple(stored[source] for source in names), not owner.is_concatenated), names
 
 
-def _gguf_names(names: Any, name: str, stored: dict[str, Stored]) -> list[str]:
-    """Returns the names in a GGUF file of the tensors that form a parameter of transformers."""
-    base, _, last = name.rpartition(".")
-    for key, suffix in ((base, last), (name, "weight"), (name.removesuffix("_bias"), "bias")):
-        stored_name = f"{names.get_name(key)}.{suffix}"
-        if stored_name in stored:
-            return [stored_name]
-    if last == "weight" and base.endswith("kv_b_proj"):
-        kv = str(names.get_name(base))
-        halves = [f"{kv.replace('kv_b', half)}.weight" for half in ("k_b", "v_b")]
-        return halves if {*halves} <= {*stored} else []
-    return []
-
-
-def _numbers(tensors: LayerTensors, transposed: bool, dtype: torch.dtype) -> Tensor:
+def _numbers(tensors: LayerTensors, owner: nn.Module, dtype: torch.dtype) -> Tensor:
     """Reads a parameter of experts that do not stay packed."""
-    numbers = tensors.numbers(dtype)
-    return numbers.mT if transposed and numbers.dim() == 3 else numbers
+    return by_outputs(owner, tensors.numbers(dtype))
 
 
-def _rows(tensors: LayerTensors, part: int, transposed: bool, numbers: Tensor) -> Tensor:
+def _rows(tensors: LayerTensors, part: int, owner: nn.Module, numbers: Tensor) -> Tensor:
     """Returns the rows of a tensor; undoes `_numbers`."""
-    return tensors.own_rows(numbers.mT if transposed and numbers.dim() == 3 else numbers, part)
+    return tensors.own_rows(by_outputs(owner, numbers), part)
 
 
 def _shaped(weight: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Reads a weight; GGUF files leave out a first dimension of 1."""
-    numbers = weight.read(dtype)
-    return numbers[None] if shape == (1, *numbers.shape) else numbers
+    """Reads a weight that is one tensor of the file."""
+    return with_first(weight.read(dtype), shape)
 
 
 def _kv_b(k_b: Stored, v_b: Stored, dtype: torch.dtype) -> Tensor:
     """Reads kv_b_proj of DeepSeek, of which GGUF files have two parts."""
-    return torch.cat([k_b.read(dtype).mT, v_b.read(dtype)], 1).flatten(0, 1)
-
-
-def part_of_kv_b(part: int, sizes: list[int], weight: Tensor) -> Tensor:
-    """Returns the part of keys [heads, rank, sizes[0]] or of values [heads, sizes[1], rank]."""
-    heads: Tensor = weight.unflatten(0, (-1, sum(sizes)))
-    own: Tensor = heads.split(sizes, 1)[part]
-    return own if part else own.mT
+    return join_halves(k_b.read(dtype), v_b.read(dtype))

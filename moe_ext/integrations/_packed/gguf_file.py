@@ -16,8 +16,8 @@ from moe_ext import ops
 from moe_ext.checks import require
 from moe_ext.formats import FormatName, PackedWeight, quantize
 from moe_ext.formats._layouts import LAYOUTS
-from moe_ext.integrations._packed.gguf import names_of_experts, part_of_kv_b
 from moe_ext.integrations._packed.gguf_fields import add_config, add_tokenizer, architecture_of
+from moe_ext.integrations._packed.gguf_names import GGUFNames, names_of_experts, without_first
 from moe_ext.integrations._packed.gguf_package import (
     DTYPE_NAMES,
     FORMAT_NAMES,
@@ -25,6 +25,7 @@ from moe_ext.integrations._packed.gguf_package import (
     gguf_package,
 )
 from moe_ext.integrations._packed.merged import MergedExperts, MergedModel
+from moe_ext.integrations._transformers.experts import by_outputs
 
 __all__ = ["write_gguf_adapter", "write_gguf_model"]
 
@@ -123,14 +124,14 @@ def _write(writer: Any, entries: list[_Entry]) -> None:
 
 
 def _entries(model: MergedModel, architecture: str, format: str) -> Iterator[_Entry]:
-    names = _Names(model, architecture)
+    names = GGUFNames(architecture, model.config)
     for name, tensor in model.tensors.items():
         owner = model.owner(name)
         if owner is not None:
             path, _, key = name.rpartition(".")
             yield from _packed_entries(path, key, owner, format)
             continue
-        for target, part in names.targets_of(name):
+        for target, part in _targets_of(model, names, name):
             value = part(tensor)
             shape, own = tuple(value.shape), model.weight(name, merge=False).dtype
             flat = len(shape) == 1 or name.endswith("bias") or ".ffn_gate_inp." in target
@@ -174,51 +175,28 @@ def _stored_as(name: str, format: str, shape: tuple[int, ...]) -> tuple[str, tup
     return FORMAT_NAMES[own], (*outer, inputs // block[0] * block[1])
 
 
-class _Names:
-    """The names in a GGUF file of the tensors outside packed experts."""
+def _targets_of(
+    model: MergedModel, names: GGUFNames, name: str
+) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Returns the name of each tensor of GGUF that a weight becomes, and its values of the weight.
 
-    def __init__(self, model: MergedModel, architecture: str) -> None:
-        gguf = gguf_package()
-        kinds = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-        self._model = model
-        self._map = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
-        self._architecture = architecture
-
-    def targets_of(self, name: str) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
-        """Returns the name of each tensor of GGUF that a weight becomes, and its part."""
-        base, _, last = name.rpartition(".")
-        plain: Any = self._model.skeleton.get_submodule(base)
-        if hasattr(plain, "is_concatenated"):  # experts in floating point
-            parts = names_of_experts(base, last)
-            return [(part, partial(_rows_of, plain, i, len(parts))) for i, part in enumerate(parts)]
-        if base.endswith("kv_b_proj") and last == "weight":
-            config, kv = self._model.config, str(self._map.get_name(base))
-            sizes = [config.qk_nope_head_dim, config.v_head_dim]
-            return [
-                (f"{kv.replace('kv_b', half)}.weight", partial(part_of_kv_b, i, sizes))
-                for i, half in enumerate(("k_b", "v_b"))
-            ]
-        keys = [(name, "weight"), (name.removesuffix("_bias"), "bias")]
-        if last in ("weight", "bias"):
-            keys.insert(0, (base, last))
-        for key, suffix in keys:
-            target = self._map.get_name(key)
-            if target is not None:
-                return [(f"{target}.{suffix}", _without_first)]
-        rule = f"have a name in {self._architecture} of GGUF"
-        raise ValueError(f"{name} must {rule}, got none")
-
-
-def _without_first(value: Tensor) -> Tensor:
-    """Returns a value without a first dimension of 1, which GGUF leaves out."""
-    return value[0] if value.dim() > 1 and value.shape[0] == 1 else value
+    The weight is one outside packed experts.
+    """
+    base, _, last = name.rpartition(".")
+    plain: Any = model.skeleton.get_submodule(base)
+    if hasattr(plain, "is_concatenated"):  # experts in floating point
+        parts = names_of_experts(base, last)
+        return [(part, partial(_rows_of, plain, i, len(parts))) for i, part in enumerate(parts)]
+    whole = [target for target in names.whole(name) if target.endswith((".weight", ".bias"))]
+    if not whole:
+        raise ValueError(f"{name} must have a name in {names.architecture} of GGUF, got none")
+    halves = names.halves(name)
+    return halves if halves else [(whole[0], without_first)]
 
 
 def _rows_of(plain: Any, part: int, parts: int, value: Tensor) -> Tensor:
     """Returns the rows of gate or up, [E, rows, ...], of a parameter of transformers."""
-    return _own_rows(
-        value.mT if plain.is_transposed and value.dim() == 3 else value, plain, part, parts
-    )
+    return _own_rows(by_outputs(plain, value), plain, part, parts)
 
 
 def _own_rows(value: Tensor, plain: Any, part: int, parts: int) -> Tensor:
@@ -252,8 +230,7 @@ def _same(value: Tensor) -> Tensor:
 
 def _size(owner: MergedExperts, key: str) -> tuple[int, int]:
     """Returns the outputs and inputs of a weight."""
-    shape = owner.plain.get_parameter(key).shape[1:]
-    outputs, inputs = reversed(shape) if owner.plain.is_transposed else shape
+    outputs, inputs = by_outputs(owner.plain, owner.plain.get_parameter(key)).shape[1:]
     return outputs, inputs
 
 
@@ -311,7 +288,7 @@ def _same_codes(weight: PackedWeight, format: str) -> Tensor | None:
 
 def _pairs(model: MergedModel, architecture: str) -> Iterator[tuple[str, ops.LoRA]]:
     """Yields the name of each tensor of GGUF with adapters, and A and B."""
-    names = _Names(model, architecture)
+    names = GGUFNames(architecture, model.config)
     for path, owner in model.experts.items():
         for layer, key in enumerate(owner.names):
             pair = owner.pair(layer)
@@ -321,7 +298,7 @@ def _pairs(model: MergedModel, architecture: str) -> Iterator[tuple[str, ops.LoR
                 rows = _own_rows(pair.b.mT, owner.plain, part, len(targets))
                 yield target, ops.LoRA(pair.a.detach(), rows.mT.detach(), pair.scale)
     for path in model.linear:
-        entries = names.targets_of(f"{path}.weight")
+        entries = _targets_of(model, names, f"{path}.weight")
         rule = "be one tensor of GGUF, to have adapters there (merge them: format='gguf')"
         require(len(entries) == 1, path, rule, [name for name, _ in entries])
         pair = model.pair(path)

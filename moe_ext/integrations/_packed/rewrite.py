@@ -291,24 +291,19 @@ def _places(module: str, layer: int, tensors: LayerTensors) -> Iterator[_ExpertP
             yield _ExpertPlace(module, layer, tensors, p, stored, index)
 
 
-def _fitting(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns a value in the shape of a file, which may leave out a first dimension of 1."""
-    return value[0] if tuple(value.shape) == (1, *shape) else value
-
-
 def _is_same(value: Tensor, read: Read, dtype: torch.dtype) -> bool:
     """Returns whether a value is the one of the file, as read in its own dtype or in another one.
 
     A model that was loaded in bfloat16 may be in float32 now.
     """
     numbers = (read(own).to(value.dtype) for own in dict.fromkeys((value.dtype, dtype)))
-    return any(torch.equal(_fitting(value, tuple(n.shape)), n) for n in numbers)
+    return any(torch.equal(value, n) for n in numbers)
 
 
 def _kept(name: str, value: Tensor, stored: Stored, dtype: torch.dtype) -> Tensor:
     """Returns the numbers of the file if the value is the same, else the value; see `_is_same`."""
     numbers = stored.codes.read()
-    shape, value = tuple(numbers.shape), _fitting(value.detach(), tuple(numbers.shape))
+    shape, value = tuple(numbers.shape), value.detach()
     require(tuple(value.shape) == shape, name, f"have shape {shape}", tuple(value.shape))
 
     def read(dtype: torch.dtype) -> Tensor:
