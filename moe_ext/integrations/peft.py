@@ -39,6 +39,7 @@ from moe_ext.integrations._peft.files import (
     set_matrices,
     tensors_of_experts,
 )
+from moe_ext.integrations._peft.layers import has_adapter, has_variant, is_lora_of_linear
 from moe_ext.lora import LoRAReport, add_lora, lora_experts
 from moe_ext.lora.models import _trained
 
@@ -212,12 +213,9 @@ def _linear_layers(owner: str, model: nn.Module, adapter: str) -> dict[str, Any]
     """Returns PEFT's adapted layers by path, after a check that they are plain linear layers."""
     layers: dict[str, Any] = {}
     for path, module in model.named_modules():
-        names = getattr(module, "adapter_layer_names", ())
-        if not any(adapter in getattr(module, name, ()) for name in names):
+        if not has_adapter(module, adapter):
             continue
-        plain = isinstance(module, LinearLoRA)
-        plain = plain and isinstance(module.get_base_layer(), nn.Linear | PackedLinear)
-        plain = plain and not module.lora_variant.get(adapter) and not module.lora_bias.get(adapter)
+        plain = is_lora_of_linear(module) and not has_variant(module, adapter)
         rule = "have LoRA of PEFT on a linear layer, without DoRA or a bias"
         require(plain, f"{owner}: {path}", rule, type(module).__name__)
         layers[path] = module

@@ -397,15 +397,23 @@ class LoRAExperts(Experts):
     def _pairs(
         self, dtype: torch.dtype, experts: slice = slice(None), used: Tensor | None = None
     ) -> list[ops.LoRA | None] | None:
-        """Returns A and B of each layer in a dtype, as `joined` does; None if no layer has any."""
+        """Returns A and B of each layer in a dtype; see `_pair`. None if no layer has any."""
+        layers = range(self.base.num_layers)
+        pairs = [self._pair(layer, dtype, experts, used) for layer in layers]
+        return pairs if any(pairs) else None
+
+    def _pair(
+        self,
+        layer: int,
+        dtype: torch.dtype,
+        experts: slice = slice(None),
+        used: Tensor | None = None,
+    ) -> ops.LoRA | None:
+        """Returns the sum of the active adapters of a layer, unless they are merged or disabled."""
         if self.disabled or self.merged:
             return None
-        joined_pairs: list[ops.LoRA | None] = []
-        for i in range(self.base.num_layers):
-            pairs = [adapter.pair(i) for adapter in self._adapters(self.active)]
-            layer_pairs = [pair for pair in pairs if pair is not None]
-            joined_pairs.append(joined(layer_pairs, dtype, experts, used))
-        return joined_pairs if any(joined_pairs) else None
+        pairs = [adapter.pair(layer) for adapter in self._adapters(self.active)]
+        return joined([pair for pair in pairs if pair is not None], dtype, experts, used)
 
     def _pairs_for(
         self,

@@ -296,7 +296,7 @@ def _pairs(model: MergedModel, architecture: str) -> Iterator[tuple[str, ops.LoR
             for part, target in enumerate(targets if pair is not None else ()):
                 assert pair is not None
                 rows = _own_rows(pair.b.mT, owner.plain, part, len(targets))
-                yield target, ops.LoRA(pair.a.detach(), rows.mT.detach(), pair.scale)
+                yield target, pair._replace(b=rows.mT)
     for path in model.linear:
         entries = _targets_of(model, names, f"{path}.weight")
         rule = "be one tensor of GGUF, to have adapters there (merge them: format='gguf')"

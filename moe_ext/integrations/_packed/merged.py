@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +16,14 @@ from moe_ext.formats import PackedWeight
 from moe_ext.integrations._packed.checkpoint import plain_config, skeleton_of
 from moe_ext.integrations._packed.experts import PackedExperts
 from moe_ext.integrations._packed.linear import PackedLinear
+from moe_ext.integrations._peft.layers import (
+    active_layers,
+    has_variant,
+    is_lora_of_linear,
+    sum_of,
+)
 from moe_ext.integrations._transformers.experts import by_outputs, experts_modules, weight_names
 from moe_ext.lora import LoRAExperts
-from moe_ext.lora._pairs import joined
 
 __all__ = ["MergedExperts", "MergedModel"]
 
@@ -70,18 +74,16 @@ class MergedExperts:
 
     def pair(self, layer: int, experts: slice = slice(None)) -> ops.LoRA | None:
         """Returns A [E, in, r], B [E, r, out] and the scale of the sum of the active adapters."""
-        if self._lora is None or self._lora.merged or self._lora.disabled:
+        if self._lora is None:
             return None
-        adapters: list[Any] = [self._lora.adapters[name] for name in self._lora.active]
-        pairs = [adapter.pair(layer) for adapter in adapters]
-        return joined([pair for pair in pairs if pair is not None], _PAIRS, experts)
+        return _detached(self._lora._pair(layer, _PAIRS, experts))
 
     def change(self, layer: int, expert: int) -> Tensor | None:
         """Returns what the adapters add to the weight [out, in] of an expert; None if nothing."""
         pair = self.pair(layer, slice(expert, expert + 1))
         if pair is None:
             return None
-        change = pair.scale * (pair.a[0].detach() @ pair.b[0].detach()).mT
+        change = pair.scale * (pair.a[0] @ pair.b[0]).mT
         return change if bool(change.any()) else None
 
     def weight(self, layer: int, expert: int) -> Tensor:
@@ -131,7 +133,7 @@ class MergedModel:
             for path, module in experts_modules(self.model).items()
             if isinstance(module, PackedExperts)
         }
-        self._adapted: dict[str, Any] = _layers_of_peft(self.model)
+        self._adapted: dict[str, Any] = active_layers(self.model)
         first: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self._tied: dict[str, str] = {}
@@ -174,27 +176,16 @@ class MergedModel:
 
     def pair(self, path: str) -> ops.LoRA | None:
         """Returns A [1, in, r], B [1, r, out] and the scale of a linear layer of PEFT."""
-        module = self._adapted.get(path)
-        if module is None:
+        layer = self._adapted.get(path)
+        if layer is None:
             return None
-        plain = isinstance(module, sys.modules["peft"].tuners.lora.layer.Linear)
-        plain = plain and isinstance(module.get_base_layer(), nn.Linear | PackedLinear)
-        names = [name for name in module.active_adapters if plain and name in module.lora_A]
-        variant = [
-            name for name in names if name in module.lora_variant or module.lora_bias.get(name)
-        ]
+        plain = is_lora_of_linear(layer)
+        names = [name for name in layer.active_adapters if plain and name in layer.lora_A]
+        variant = [name for name in names if has_variant(layer, name)]
         rule = "have LoRA of PEFT on a linear layer alone (call merge_and_unload before)"
-        kind = f"{type(module).__module__}.{type(module).__name__}"
+        kind = f"{type(layer).__module__}.{type(layer).__name__}"
         require(plain and not variant, path, rule, variant or kind)
-        pairs = [
-            ops.LoRA(
-                module.lora_A[name].weight.detach().mT[None],
-                module.lora_B[name].weight.detach().mT[None],
-                module.scaling[name],
-            )
-            for name in names
-        ]
-        return joined(pairs, _PAIRS)
+        return _detached(sum_of(layer, names, _PAIRS))
 
     def weight(self, name: str, merge: bool = True) -> Tensor:
         """Returns a tensor outside packed experts; in float32 if adapters are merged into it."""
@@ -227,22 +218,8 @@ class MergedModel:
         return module
 
 
-def _layers_of_peft(model: nn.Module) -> dict[str, Any]:
-    """Returns the layers of PEFT with adapters that are neither disabled nor merged, by path."""
-    peft: Any = sys.modules.get("peft")
-    if peft is None:
-        return {}
-    kind = peft.tuners.tuners_utils.BaseTunerLayer
-    modules = model.named_modules()
-    return {path: module for path, module in modules if isinstance(module, kind) and _adds(module)}
-
-
-def _adds(module: Any) -> bool:
-    """Returns whether a layer of PEFT has an active adapter, neither disabled nor merged."""
-    if module.disable_adapters or module.merged:
-        return False
-    owned = [getattr(module, key) for key in module.adapter_layer_names]
-    return any(name in own for own in owned for name in module.active_adapters)
+def _detached(pair: ops.LoRA | None) -> ops.LoRA | None:
+    return pair and pair._replace(a=pair.a.detach(), b=pair.b.detach())
 
 
 def _path(name: str) -> str:

@@ -13,6 +13,7 @@ from moe_ext._counting import is_of_transformers
 from moe_ext.checks import require, required
 from moe_ext.distributed import expert_parameters
 from moe_ext.experts import _Networks
+from moe_ext.integrations._peft.layers import from_peft, to_peft
 from moe_ext.integrations._transformers.experts import WEIGHT_NAMES, weight_names
 from moe_ext.lora import LoRAAdapter, LoRAExperts, lora_experts
 
@@ -22,7 +23,6 @@ __all__ = [
     "Names",
     "by_target",
     "default_names",
-    "from_peft",
     "matrices_of_files",
     "paths_of_experts",
     "set_matrices",
@@ -74,7 +74,7 @@ def tensors_of_experts(
             pair = made.pair(i)
             assert pair is not None
             result.targets.append(f"{target}.{weights[i]}")
-            for letter, value in zip("AB", _to_peft(pair), strict=True):
+            for letter, value in zip("AB", to_peft(pair), strict=True):
                 result.tensors[f"{PREFIX}{target}.{prefix}lora_{letter}.weight"] = value
     return result
 
@@ -188,7 +188,7 @@ def set_matrices(
             made.get_parameter(name).detach().copy_(value)
 
 
-# Names and orientation
+# Names
 
 
 def default_names(model: nn.Module) -> Names:
@@ -218,20 +218,3 @@ def _weights_of(owner: str, experts: LoRAExperts) -> list[str]:
     rule = "have two layers, as the experts of transformers"
     require(experts.base.num_layers == 2, f"{owner}: experts", rule, experts.base.num_layers)
     return weight_names(experts.base.activation in ops.GATED_ACTIVATIONS)
-
-
-def from_peft(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Returns A [E, fan_in, r] and B [E, r, width] of the weights of PEFT's linear layers.
-
-    PEFT has A as [E · r, fan_in], and B as [width, r · E]: the expert is the innermost index of B.
-    """
-    rank = a.shape[0] // num_experts
-    # These two copies take half the time of a single one that reverses three dimensions.
-    by_rank = b.mT.contiguous().view(rank, num_experts, b.shape[0])
-    return a.reshape(num_experts, rank, a.shape[1]).mT, by_rank.transpose(0, 1).contiguous()
-
-
-def _to_peft(pair: ops.LoRA) -> tuple[Tensor, Tensor]:
-    """Undoes `from_peft`."""
-    a, b = pair.a.detach(), pair.b.detach()
-    return a.mT.flatten(0, 1).contiguous(), b.permute(2, 1, 0).flatten(1).contiguous()

@@ -11,13 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from moe_ext import ops
 from moe_ext._counting import is_of_transformers
-from moe_ext.integrations._peft.files import from_peft
+from moe_ext.integrations._peft.layers import has_variant, sum_of
 from moe_ext.integrations._transformers.experts import WEIGHT_NAMES
 from moe_ext.integrations._transformers.given_lora import GivenLoRA, give_lora
 from moe_ext.integrations._transformers.warnings import warn_once
-from moe_ext.lora._pairs import joined
 
 __all__ = ["adapt_experts"]
 
@@ -49,7 +47,7 @@ def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
         return cast("AbstractContextManager[None]", _form(self, active_adapters))
 
     dtype = self.get_param().dtype
-    pair = joined([_pair_of(self, name) for name in names], dtype)
+    pair = sum_of(self, names, dtype)
     assert pair is not None
     with give_lora(module, self.parameter_name, GivenLoRA(pair, form)):
         yield
@@ -73,14 +71,8 @@ def _refusal(wrapper: Any, module: nn.Module, names: Sequence[str]) -> str | Non
     if parameter.dim() != 3 or not parameter.is_floating_point() or parameter.itemsize < 2:
         return f"it has the shape {list(parameter.shape)} and the dtype {parameter.dtype}"
     for name in names:
-        if name in wrapper.lora_variant or wrapper.lora_bias.get(name):
+        if has_variant(wrapper, name):
             return f"the adapter {name} has DoRA, a bias or another variant of LoRA"
         if not isinstance(wrapper.lora_dropout[name], nn.Identity):
             return f"the adapter {name} has dropout"
     return None
-
-
-def _pair_of(wrapper: Any, name: str) -> ops.LoRA:
-    """Returns A and B of a ParamWrapper in the orientation of the operator."""
-    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-    return ops.LoRA(*from_peft(a, b, wrapper.num_experts), wrapper.scaling[name])
