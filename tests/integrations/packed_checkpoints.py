@@ -10,7 +10,7 @@ import gguf
 import torch
 from optional import Optional
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny, tokens
+from tiny_models import tiny
 
 from moe_ext.formats import quantize
 
@@ -257,11 +257,6 @@ def linear_layers(model):
     """Returns the packed linear layers of a model, by their names."""
     kind = plug.PackedLinear
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-
-
-def logits_of(model):
-    with torch.no_grad():
-        return model(tokens()).logits
 
 
 def edited(folder, target, edit=lambda tensors: None, **config):

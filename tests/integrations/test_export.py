@@ -35,13 +35,12 @@ from packed_checkpoints import (  # noqa: E402
     edited,
     files_of,
     load,
-    logits_of,
     scheme_of,
     write,
     write_gguf,
 )
 from safetensors.torch import load_file  # noqa: E402
-from tiny_models import MODEL_TYPES, error, tiny, tokens  # noqa: E402
+from tiny_models import MODEL_TYPES, error, logits_of, tiny, tokens  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
 

@@ -18,20 +18,12 @@ from packed_checkpoints import (  # noqa: E402
     different_files,
     linear_layers,
     load,
-    logits_of,
     write,
     write_gguf,
 )
-from tiny_models import error, tokens  # noqa: E402
+from tiny_models import error, logits_of, tokens  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
-    """Returns a file with experts in Q4_0, query layers in Q8_0, and its dequantized model."""
-    path = tmp_path_factory.mktemp("mixed") / "model.gguf"
-    return path, write_gguf(path, "qwen3_moe", TYPES.Q4_0)
 
 
 def load_packed(path, **options):

@@ -16,27 +16,17 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from packed_checkpoints import (  # noqa: E402
     CHECKPOINTS,
-    TYPES,
     different_files,
     linear_layers,
     load,
-    logits_of,
     write,
-    write_gguf,
 )
-from tiny_models import assert_close, error, losses_of, tokens, trainer  # noqa: E402
+from tiny_models import assert_close, error, logits_of, losses_of, tokens, trainer  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
 integration = importlib.import_module("moe_ext.integrations.peft")
 
-ATTENTION = ["q_proj", "v_proj"]  # in the file `mixed`, queries are packed and values are floats
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
-    path = tmp_path_factory.mktemp("mixed") / "model.gguf"
-    write_gguf(path, "qwen3_moe", TYPES.Q4_0)
-    return path
+ATTENTION = ["q_proj", "v_proj"]  # in the mixed file, queries are packed and values are floats
 
 
 def adapted(model, targets=ATTENTION, seed=4, **options):
@@ -64,10 +54,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", [None, *OPTIONS])
-def test_equals_float_layers(mixed, options):
+def test_equals_float_layers(mixed_path, options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`lora_bias=True`")  # PEFT cannot merge it
-        models = [adapted(model, **OPTIONS.get(options, {})) for model in packed_and_floats(mixed)]
+        models = [
+            adapted(model, **OPTIONS.get(options, {})) for model in packed_and_floats(mixed_path)
+        ]
     packed, floats = map(losses_of, models)
     assert adapters_of(models[0]).keys() == adapters_of(models[1]).keys()
     trained = {name: floats[name] for name in adapters_of(models[1])}
@@ -78,8 +70,8 @@ def test_equals_float_layers(mixed, options):
             assert error(logits_of(models[0]), floats["logits"]) > 1e-3
 
 
-def test_no_warning_and_no_dequantized_weight(mixed, monkeypatch):
-    model = load(mixed, packed_linear=True)
+def test_no_warning_and_no_dequantized_weight(mixed_path, monkeypatch):
+    model = load(mixed_path, packed_linear=True)
     kind = plug.PackedLinear
     monkeypatch.setattr(kind, "dequantize", lambda *_: pytest.fail("it was dequantized"))
     with warnings.catch_warnings():
@@ -89,10 +81,11 @@ def test_no_warning_and_no_dequantized_weight(mixed, monkeypatch):
     assert "PackedLinearLoRA" in str(wrapped)
 
 
-def test_half_precision(mixed):
+def test_half_precision(mixed_path):
     """The adapters are in float32, as PEFT's on float layers, unless they are not to be cast."""
     exact, packed, floats = (
-        adapted(model) for model in (load(mixed), *packed_and_floats(mixed, dtype=torch.bfloat16))
+        adapted(model)
+        for model in (load(mixed_path), *packed_and_floats(mixed_path, dtype=torch.bfloat16))
     )
     for model in (packed, floats):
         assert {p.dtype for p in adapters_of(model).values()} == {torch.float32}
@@ -100,15 +93,15 @@ def test_half_precision(mixed):
     for name in ["logits", *adapters_of(exact)]:
         reached = error(expected[name], wanted[name])
         assert error(actual[name], wanted[name]) < max(2 * reached, 0.02), name
-    model = load(mixed, packed_linear=True, dtype=torch.bfloat16)
+    model = load(mixed_path, packed_linear=True, dtype=torch.bfloat16)
     config = peft.LoraConfig(target_modules=["q_proj"])
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     assert {p.dtype for p in adapters_of(model).values()} == {torch.bfloat16}
 
 
-def test_all_linear_layers(mixed):
+def test_all_linear_layers(mixed_path):
     """The last layer and the layers within adapters are left out, as for floats."""
-    model = load(mixed, packed_linear="gguf_q8_0")
+    model = load(mixed_path, packed_linear="gguf_q8_0")
     wrapped = adapted(model, "all-linear")
     names = {path for path, m in wrapped.named_modules() if hasattr(m, "lora_A")}
     projections = {path for path in names if path.endswith("_proj")}
@@ -119,9 +112,9 @@ def test_all_linear_layers(mixed):
     assert len(linear_layers(wrapped)) == len(projections) + 1
 
 
-def test_several_adapters_and_unload(mixed):
-    expected = logits_of(load(mixed, packed_linear=True))
-    model = adapted(load(mixed, packed_linear=True))
+def test_several_adapters_and_unload(mixed_path):
+    expected = logits_of(load(mixed_path, packed_linear=True))
+    model = adapted(load(mixed_path, packed_linear=True))
     first = logits_of(model)
     model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj"]))
     assert torch.equal(logits_of(model), first)
@@ -135,30 +128,30 @@ def test_several_adapters_and_unload(mixed):
     assert torch.equal(logits_of(plain), expected)
 
 
-def test_files_of_peft(mixed, tmp_path):
+def test_files_of_peft(mixed_path, tmp_path):
     """PEFT's files fit the packed layer and the float one."""
-    model = adapted(load(mixed, packed_linear=True))
+    model = adapted(load(mixed_path, packed_linear=True))
     model.save_pretrained(tmp_path)
-    for base in packed_and_floats(mixed):
+    for base in packed_and_floats(mixed_path):
         loaded = peft.PeftModel.from_pretrained(base, tmp_path)
         assert error(logits_of(loaded), logits_of(model)) < 1e-5
 
 
-def test_files_with_experts(mixed, tmp_path):
+def test_files_with_experts(mixed_path, tmp_path):
     """The files of save_adapter have the adapters of the packed experts and linear layers."""
-    model = load(mixed, packed_linear=True)
+    model = load(mixed_path, packed_linear=True)
     wrapped = adapted(model, lora_alpha=2)
     add_lora(model, rank=2, alpha=2, train_rest=True)
     for name, parameter in model.named_parameters():
         if ".b_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     integration.save_adapter(model, tmp_path)
-    for base in packed_and_floats(mixed):
+    for base in packed_and_floats(mixed_path):
         report = integration.load_adapter(base, tmp_path)
         assert "" in report.trained
         assert error(logits_of(base), logits_of(model)) < 1e-5
     with disable_lora(model), wrapped.disable_adapter():
-        assert error(logits_of(model), logits_of(load(mixed))) < 1e-5
+        assert error(logits_of(model), logits_of(load(mixed_path))) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4", "mxfp4"])
@@ -203,15 +196,15 @@ def test_merged_weights_are_rounded_once(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["gguf", "gguf_adapter"])
-def test_gguf(mixed, format, tmp_path):
+def test_gguf(mixed_path, format, tmp_path):
     written = [tmp_path / f"{i}.gguf" for i in range(2)]
-    for model, path in zip(packed_and_floats(mixed), written, strict=True):
+    for model, path in zip(packed_and_floats(mixed_path), written, strict=True):
         plug.save(adapted(model), path, format)
     assert written[0].read_bytes() == written[1].read_bytes()
 
 
-def test_trainer_of_transformers(mixed, tmp_path):
-    model = adapted(load(mixed, packed_linear=True), init_lora_weights=True)
+def test_trainer_of_transformers(mixed_path, tmp_path):
+    model = adapted(load(mixed_path, packed_linear=True), init_lora_weights=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer(model, tmp_path, max_steps=2).train()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
@@ -229,17 +222,17 @@ def test_trainer_of_transformers(mixed, tmp_path):
         ({"use_dora": True}, "unsupported variant combination: .*use_dora"),
     ],
 )
-def test_options_that_need_the_float_weight(mixed, options, message):
+def test_options_that_need_the_float_weight(mixed_path, options, message):
     with pytest.raises(ValueError, match=message):
-        adapted(load(mixed, packed_linear=True), **options)
-    wrapped = adapted(load(mixed, packed_linear=True))
+        adapted(load(mixed_path, packed_linear=True), **options)
+    wrapped = adapted(load(mixed_path, packed_linear=True))
     with pytest.raises(ValueError, match=message):
         wrapped.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
 
 
 @pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
-def test_packed_weights_cannot_be_merged_in_memory(mixed, merge):
-    model = adapted(load(mixed, packed_linear=True), ["v_proj", "q_proj"])
+def test_packed_weights_cannot_be_merged_in_memory(mixed_path, merge):
+    model = adapted(load(mixed_path, packed_linear=True), ["v_proj", "q_proj"])
     # PEFT merges in the order of the modules: a float layer would be the first.
     attention = model.base_model.model.model.layers[0].self_attn
     attention._modules = dict(sorted(attention._modules.items(), reverse=True))
@@ -252,8 +245,8 @@ def test_packed_weights_cannot_be_merged_in_memory(mixed, merge):
     assert [*model.state_dict()] == [*state]
 
 
-def test_compiles(mixed):
-    model = adapted(load(mixed, packed_linear=True))
+def test_compiles(mixed_path):
+    model = adapted(load(mixed_path, packed_linear=True))
     expected = logits_of(model)
     compiled = torch.compile(model.get_base_model(), fullgraph=True, backend="aot_eager")
     with torch.no_grad():

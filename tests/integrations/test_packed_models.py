@@ -28,11 +28,10 @@ from packed_checkpoints import (  # noqa: E402
     edited,
     linear_layers,
     load,
-    logits_of,
     write,
     write_gguf,
 )
-from tiny_models import error, tiny, tokens, trainer  # noqa: E402
+from tiny_models import error, logits_of, tiny, tokens, trainer  # noqa: E402
 
 plug = importlib.import_module("moe_ext.integrations.transformers")
 

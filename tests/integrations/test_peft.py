@@ -12,7 +12,7 @@ import torch
 from assertions import assert_all_same_bits, assert_same_bits
 from optional import Optional
 from pairwise import pairwise
-from tiny_models import MODEL_TYPES, assert_close, error, losses_of, tiny, tokens
+from tiny_models import MODEL_TYPES, assert_close, error, logits_of, losses_of, tiny, tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -44,11 +44,6 @@ def adapted(model, seed=4, **options):
     """Adds adapters with random weights to a model."""
     torch.manual_seed(seed)
     return peft.get_peft_model(model, config(**options))
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(tokens()).logits
 
 
 @pytest.fixture
@@ -141,30 +136,30 @@ def test_autocast(formed):
     losses = []
     for name in ("moe_ext", "grouped_mm"):
         model = adapted(tiny("qwen3_moe", name))
-        exact = logits(model)
+        exact = logits_of(model)
         with torch.autocast("cpu", torch.bfloat16):
-            losses.append(error(logits(model), exact))
+            losses.append(error(logits_of(model), exact))
     assert 0 < losses[0] < 2 * losses[1]
 
 
 def test_disabled_and_merged_adapters(formed):
     model = adapted(tiny("gpt_oss")).eval()
-    expected, plain = logits(model), logits(tiny("gpt_oss").eval())
+    expected, plain = logits_of(model), logits_of(tiny("gpt_oss").eval())
     with model.disable_adapter():
-        assert_same_bits(logits(model), plain)
+        assert_same_bits(logits_of(model), plain)
     model.merge_adapter()
-    assert error(logits(model), expected) < 1e-5
+    assert error(logits_of(model), expected) < 1e-5
     model.unmerge_adapter()
-    assert error(logits(model), expected) < 1e-5
-    assert error(logits(model.merge_and_unload()), expected) < 1e-5
+    assert error(logits_of(model), expected) < 1e-5
+    assert error(logits_of(model.merge_and_unload()), expected) < 1e-5
     assert not formed
 
 
 def test_compile(formed):
     model = adapted(tiny("qwen3_moe")).eval()
-    expected = logits(model)
+    expected = logits_of(model)
     compiled = torch.compile(model, backend="aot_eager")
-    assert error(logits(compiled), expected) < 1e-5
+    assert error(logits_of(compiled), expected) < 1e-5
 
 
 def losses_of_rank(group, rank):
@@ -218,12 +213,12 @@ def test_training_equals_peft(model_type, tmp_path, formed):
     assert losses["moe_ext"][-1] < 0.95 * losses["moe_ext"][0]
     for name, model in models.items():
         model.eval().save_pretrained(tmp_path / name)
-        expected = logits(model)
+        expected = logits_of(model)
         for implementation in models:
             base = tiny(model_type, implementation).eval()
             loaded = peft.PeftModel.from_pretrained(base, tmp_path / name)
-            assert error(logits(loaded), expected) < 1e-5
-        assert error(expected, logits(tiny(model_type).eval())) > 1e-2
+            assert error(logits_of(loaded), expected) < 1e-5
+        assert error(expected, logits_of(tiny(model_type).eval())) > 1e-2
 
 
 # What is left to PEFT
@@ -246,7 +241,7 @@ def test_adapters_of_a_bias(fresh_warnings, formed):
     assert {*formed} == {"gate_up_proj_bias"}
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error", UserWarning)
-        logits(make("moe_ext"))
+        logits_of(make("moe_ext"))
     assert_close(actual, losses_of(make("grouped_mm")))
 
 
@@ -254,7 +249,7 @@ def test_adapters_of_a_bias(fresh_warnings, formed):
 def test_options_that_the_operator_lacks(reason, fresh_warnings, formed):
     """PEFT refuses them today; a later version may not."""
     model = adapted(tiny("qwen3_moe")).eval()
-    expected = logits(model)
+    expected = logits_of(model)
     assert not formed
     for module in model.modules():
         if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
@@ -263,7 +258,7 @@ def test_options_that_the_operator_lacks(reason, fresh_warnings, formed):
             else:
                 module.lora_dropout["default"] = nn.Dropout(0.1).eval()
     with pytest.warns(UserWarning, match=f"the adapter default has .*{reason}"):
-        assert error(logits(model), expected) < 1e-5
+        assert error(logits_of(model), expected) < 1e-5
     assert {*formed} == {*LAYERS}
 
 
@@ -281,9 +276,9 @@ def test_a_weight_with_another_parametrization(fresh_warnings, formed):
         models.append(model)
     formed.clear()
     with pytest.warns(UserWarning, match="of down_proj in .*Qwen3MoeExperts: it has another"):
-        actual = logits(models[0])
+        actual = logits_of(models[0])
     assert {*formed} == {"down_proj"}
-    assert error(actual, logits(models[1])) < 1e-5
+    assert error(actual, logits_of(models[1])) < 1e-5
 
 
 class Sine(nn.Module):
@@ -299,21 +294,21 @@ def test_an_experts_module_that_the_operator_cannot_compute(fresh_warnings, form
             if module.__class__.__name__ == "Qwen3MoeExperts":
                 module.act_fn = Sine()
     with pytest.warns(UserWarning, match="uses 'grouped_mm': its activation is none of"):
-        actual = logits(models[0])
+        actual = logits_of(models[0])
     assert {*formed} == {*LAYERS}
-    assert_same_bits(actual, logits(models[1]))
+    assert_same_bits(actual, logits_of(models[1]))
 
 
 def test_without_the_import(fresh_warnings, formed, monkeypatch):
     """PEFT forms the weights in each call, which a warning says."""
     model = adapted(tiny("qwen3_moe")).eval()
-    expected = logits(model)
+    expected = logits_of(model)
     forward = importlib.import_module("moe_ext.integrations._peft.forward")
     wrapper, form = forward.ParamWrapper, forward._form
     monkeypatch.setattr(wrapper, "_activate_lora", form)
     monkeypatch.delitem(sys.modules, "moe_ext.integrations.peft")
     with pytest.warns(UserWarning, match=r"in each call: import moe_ext\.integrations\.peft"):
-        assert error(logits(model), expected) < 1e-5
+        assert error(logits_of(model), expected) < 1e-5
     assert {*formed} == {*LAYERS}
 
 
@@ -365,26 +360,26 @@ def test_files_of_peft(model_type, change, packed, linear, tmp_path):
     """PEFT's adapters of experts, and of attention, are loaded and saved again."""
     options = {"target_modules": LINEAR} if linear else {}
     model, twin = bridged(model_type, packed)
-    assert error(logits(model), logits(twin)) < 1e-5
+    assert error(logits_of(model), logits_of(twin)) < 1e-5
     saved = adapted(twin, **OPTIONS.get(change, {}), **options)
     saved.save_pretrained(tmp_path / "theirs")
     report = integration_of_peft.load_adapter(model, tmp_path / "theirs", "theirs")
     assert report.experts == tuple(lora_experts(model)) and not report.skipped
-    assert error(logits(model), logits(saved)) < 1e-5
-    plain = logits(bridged(model_type, packed)[1])
-    assert error(logits(saved), plain) > 1e-3
+    assert error(logits_of(model), logits_of(saved)) < 1e-5
+    plain = logits_of(bridged(model_type, packed)[1])
+    assert error(logits_of(saved), plain) > 1e-3
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all(RANDOM_NAMES.search(name) for name in trained)
     attention = sum(number for name, number in trained.items() if "attn" in name)
     assert report.trained.get("", 0) == attention and (attention > 0) == linear
     if not linear:
         with disable_lora(model):
-            assert error(logits(model), plain) < 1e-5
+            assert error(logits_of(model), plain) < 1e-5
     # The file that we write has the same tensors.
     integration_of_peft.save_adapter(model, tmp_path / "ours", "theirs", task_type="CAUSAL_LM")
     assert_same_files(tmp_path / "theirs", tmp_path / "ours")
     loaded = peft.PeftModel.from_pretrained(bridged(model_type, packed)[1], tmp_path / "ours")
-    assert error(logits(loaded), logits(saved)) < 1e-5
+    assert error(logits_of(loaded), logits_of(saved)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -413,11 +408,11 @@ def test_our_files_in_peft(model_type, linear, options, tmp_path):
             nn.init.normal_(param, std=0.3)
     integration_of_peft.save_adapter(whole, tmp_path)
     loaded = peft.PeftModel.from_pretrained(twin, tmp_path)
-    assert error(logits(loaded), logits(model)) < 1e-5
-    assert error(logits(loaded), logits(bridged(model_type, packed)[1])) > 1e-3
+    assert error(logits_of(loaded), logits_of(model)) < 1e-5
+    assert error(logits_of(loaded), logits_of(bridged(model_type, packed)[1])) > 1e-3
     again = bridged(model_type, packed)[0]
     integration_of_peft.load_adapter(again, tmp_path)
-    assert_same_bits(logits(again), logits(model))
+    assert_same_bits(logits_of(again), logits_of(model))
 
 
 def test_adapters_of_linear_layers_that_do_not_fit(tmp_path):

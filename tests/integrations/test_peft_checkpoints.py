@@ -15,24 +15,12 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("transformers", minversion="5.23")
 
 from assertions import assert_all_same_bits  # noqa: E402
-from packed_checkpoints import TYPES, load, logits_of, write_gguf  # noqa: E402
-from tiny_models import error, tiny, trainer  # noqa: E402
+from packed_checkpoints import load  # noqa: E402
+from tiny_models import error, logits_of, tiny, trainer  # noqa: E402
 
 integration = importlib.import_module("moe_ext.integrations.peft")
 
 EXPERTS = "model.layers.0.mlp.experts"
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """Returns a packed checkpoint, and the float model with its values."""
-    path = tmp_path_factory.mktemp("packed") / "model.gguf"
-    return path, write_gguf(path, "qwen3_moe", TYPES.Q4_0)
-
-
-@pytest.fixture
-def path(packed):
-    return packed[0]
 
 
 def frozen(path, **options):
@@ -65,22 +53,22 @@ def tensors_of(folder):
     return peft.utils.load_peft_weights(str(folder), device="cpu")
 
 
-def test_files_have_all_adapters(path, tmp_path):
-    model = adapted(path)
+def test_files_have_all_adapters(mixed_path, tmp_path):
+    model = adapted(mixed_path)
     model.save_pretrained(tmp_path / "peft")
     integration.save_adapter(model, tmp_path / "ours")
     tensors, expected = tensors_of(tmp_path / "peft"), tensors_of(tmp_path / "ours")
     assert tensors.keys() == expected.keys() and len(tensors) == 2 * 2 * 4
     assert_all_same_bits([tensors[name] for name in expected], expected.values())
-    again = adapted(path, seed=1)
+    again = adapted(mixed_path, seed=1)
     assert not torch.equal(logits_of(again), logits_of(model))
     again.load_adapter(tmp_path / "peft", "default", is_trainable=True)
     assert torch.equal(logits_of(again), logits_of(model))
     assert trained(again).keys() == trained(model).keys()
 
 
-def test_the_files_fit_float_models(packed, tmp_path):
-    path, floats = packed
+def test_the_files_fit_float_models(mixed, tmp_path):
+    path, floats = mixed
     model = adapted(path)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -94,11 +82,11 @@ def test_the_files_fit_float_models(packed, tmp_path):
     assert error(logits_of(loaded), logits_of(model)) < 1e-5
 
 
-def test_adapters_of_routers_too(path, tmp_path):
+def test_adapters_of_routers_too(mixed_path, tmp_path):
     """With "all-linear", PEFT adapts the parameter `weight` of routers."""
     models = []
     for seed in range(2):
-        model = load(path)
+        model = load(mixed_path)
         config = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear")
         models.append(peft.get_peft_model(model, config))
         add_lora(model, 2, 4, train_rest=True)
@@ -109,14 +97,14 @@ def test_adapters_of_routers_too(path, tmp_path):
     assert torch.equal(logits_of(models[1]), logits_of(models[0]))
 
 
-def test_training_continues_from_a_checkpoint(path, tmp_path):
+def test_training_continues_from_a_checkpoint(mixed_path, tmp_path):
     states = []
     for resumes in (False, True):
-        model = adapted(path)
+        model = adapted(mixed_path)
         options = {"max_steps": 4, "save_steps": 2, "save_strategy": "steps"}
         options["lr_scheduler_type"] = "constant"
         if resumes:
-            trainer(adapted(path), tmp_path / "2", **options | {"max_steps": 2}).train()
+            trainer(adapted(mixed_path), tmp_path / "2", **options | {"max_steps": 2}).train()
             with torch.no_grad():  # the checkpoint has the values
                 for parameter in trained(model).values():
                     parameter.fill_(0.5)
@@ -145,15 +133,15 @@ def test_training_continues_from_a_checkpoint(path, tmp_path):
         ({}, {"safe_serialization": False}, "safe_serialization must be True, got False"),
     ],
 )
-def test_what_the_files_cannot_hold(path, options, save, message, tmp_path):
-    model = adapted(path, **options)
+def test_what_the_files_cannot_hold(mixed_path, options, save, message, tmp_path):
+    model = adapted(mixed_path, **options)
     with pytest.raises(ValueError, match=f"^save_pretrained: {message}"):
         model.save_pretrained(tmp_path / "new", **save)
     assert not (tmp_path / "new").exists()
 
 
-def test_several_adapters(path, tmp_path):
-    model = adapted(path)
+def test_several_adapters(mixed_path, tmp_path):
+    model = adapted(mixed_path)
     model.add_adapter("second", peft.LoraConfig(r=3, lora_alpha=3, target_modules=["q_proj"]))
     add_lora(model, rank=3, alpha=3, adapter="second", train_rest=True)
     model.save_pretrained(tmp_path)
@@ -163,23 +151,23 @@ def test_several_adapters(path, tmp_path):
     assert not (tmp_path / "one" / "adapter_model.safetensors").exists()
 
 
-def test_adapters_of_experts_without_a_place(path, tmp_path):
-    adapted(path).save_pretrained(tmp_path)
+def test_adapters_of_experts_without_a_place(mixed_path, tmp_path):
+    adapted(mixed_path).save_pretrained(tmp_path)
     message = (
         f"PeftModel.load_adapter: {EXPERTS}.packed must have the adapter default, as the files"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        peft.PeftModel.from_pretrained(load(path), tmp_path)
-    model = load(path)
+        peft.PeftModel.from_pretrained(load(mixed_path), tmp_path)
+    model = load(mixed_path)
     integration.load_adapter(model, tmp_path)
     assert lora_experts(model)
 
 
-def test_files_without_adapters_of_experts(path, tmp_path):
-    base = load(path, packed_linear=True)
+def test_files_without_adapters_of_experts(mixed_path, tmp_path):
+    base = load(mixed_path, packed_linear=True)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     peft.get_peft_model(base, config).save_pretrained(tmp_path)
-    model = adapted(path)
+    model = adapted(mixed_path)
     with pytest.warns(UserWarning, match="has no adapters of experts; those of the model stay"):
         model.load_adapter(tmp_path, "default")
 
@@ -187,43 +175,43 @@ def test_files_without_adapters_of_experts(path, tmp_path):
 # save_adapter and load_adapter
 
 
-def test_adapters_of_linear_layers_alone(path, tmp_path):
-    model = load(path, packed_linear=True)
+def test_adapters_of_linear_layers_alone(mixed_path, tmp_path):
+    model = load(mixed_path, packed_linear=True)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     wrapped = peft.get_peft_model(model, config)
     integration.save_adapter(wrapped, tmp_path)
-    again = frozen(path)
+    again = frozen(mixed_path)
     report = integration.load_adapter(again, tmp_path)
     assert not report.experts
     assert report.trained == {"": sum(p.numel() for p in trained(wrapped).values())}
     assert torch.allclose(logits_of(again), logits_of(model), atol=1e-5)
 
 
-def test_a_loaded_adapter_is_the_only_active_one(path, tmp_path):
+def test_a_loaded_adapter_is_the_only_active_one(mixed_path, tmp_path):
     """Also in layers that the files do not have."""
-    experts = load(path)
+    experts = load(mixed_path)
     add_lora(experts, 2, 4, adapter="experts")
     randomize(experts)
     integration.save_adapter(experts, tmp_path / "experts", "experts")
     linear = peft.get_peft_model(
-        load(path), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        load(mixed_path), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     )
     integration.save_adapter(linear, tmp_path / "linear")
     for first, second, expected in (
         ("linear", "experts", experts),
         ("experts", "linear", linear),
     ):
-        model = frozen(path)
+        model = frozen(mixed_path)
         integration.load_adapter(model, tmp_path / first, first)
         integration.load_adapter(model, tmp_path / second, second)
         assert torch.allclose(logits_of(model), logits_of(expected), atol=1e-5)
         assert all(second in name for name in trained(model))
 
 
-def test_a_name_in_use_leaves_the_model_as_it_is(path, tmp_path):
-    integration.save_adapter(adapted(path), tmp_path)
+def test_a_name_in_use_leaves_the_model_as_it_is(mixed_path, tmp_path):
+    integration.save_adapter(adapted(mixed_path), tmp_path)
     for has_linear in (False, True):
-        model = load(path)
+        model = load(mixed_path)
         if has_linear:
             peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["k_proj"]), model)
         else:

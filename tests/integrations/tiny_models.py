@@ -60,6 +60,11 @@ def tiny(model_type="qwen3_moe", implementation="moe_ext", **options):
     )
 
 
+def logits_of(model):
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
 def losses_of(model):
     """Returns the logits and the gradient of each parameter."""
     model.zero_grad()
