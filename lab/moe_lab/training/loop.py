@@ -261,33 +261,33 @@ class Trainer:
             "text": self._train_text,
             "schedules": [schedule.state_dict() for schedule in self.schedules],
         }
-        of_rank = {
+        rank_state = {
             "rng": torch.get_rng_state(),
             "device_rng": torch.cuda.get_rng_state(self.device) if self._on_cuda() else None,
             "noise_rng": self.noise_generator.get_state(),
             "window": vars(self._window),
         }
-        self.checkpoints.save(self.step, self.model, self.optimizers, state, of_rank)
+        self.checkpoints.save(self.step, self.model, self.optimizers, state, rank_state)
         self._newest = self.step
 
     def restore(self, earlier: Loaded) -> None:
         """Continues after a checkpoint of the run."""
         self.step = earlier.step
         self.checkpoints.load(self.model, self.optimizers, step=earlier.step)
-        state, of_rank = earlier.state, earlier.rank_state
+        state, rank_state = earlier.state, earlier.rank_state
         self.tokens, self.epoch, self.batch = state["tokens"], state["epoch"], state["batch"]
         for schedule, values in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(values)
-        if of_rank is None:  # the checkpoint has fewer ranks
+        if rank_state is None:  # the checkpoint has fewer ranks
             return
         if state.get("num_ranks") == self.ranks.size:  # the sums of all ranks
-            vars(self._window).update(of_rank["window"])
-        torch.set_rng_state(of_rank["rng"])
+            vars(self._window).update(rank_state["window"])
+        torch.set_rng_state(rank_state["rng"])
         # The state of a generator fits only the device type it was saved on.
-        if (of_rank["device_rng"] is not None) == self._on_cuda():
-            self.noise_generator.set_state(of_rank["noise_rng"])
+        if (rank_state["device_rng"] is not None) == self._on_cuda():
+            self.noise_generator.set_state(rank_state["noise_rng"])
             if self._on_cuda():
-                torch.cuda.set_rng_state(of_rank["device_rng"], self.device)
+                torch.cuda.set_rng_state(rank_state["device_rng"], self.device)
 
     def _on_cuda(self) -> bool:
         return self.device.type == "cuda"
