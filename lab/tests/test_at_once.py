@@ -24,6 +24,7 @@ def results_of(stored):
     return finished, {(run["arm"], run["seed"]) for run in stored.diverged}
 
 
+@pytest.mark.long
 def test_concurrent_runs_equal_sequential_runs(corpus, tmp_path, monkeypatch, capfd):
     """One model diverges, which gives the status. The other one is trained and stored."""
     options = {"seeds": [1, 2], "against": ["optimizer.learning_rate=1e30"]}

@@ -150,6 +150,7 @@ def test_a_closed_or_full_stdout_is_an_error(tmp_path, unbuffered):
         assert status == 2 and "No space left on device" in error and "\n" not in error[:-1]
 
 
+@pytest.mark.long
 def test_training_and_evaluation_with_closed_or_full_streams(run, corpus, tmp_path):
     """No file takes the place of a closed stream, and no work is lost silently."""
     options = " ".join([*TINY, f"data.corpus={corpus}", "steps=1"])

@@ -70,6 +70,7 @@ def test_a_pass_leaves_no_trace(tmp_path):
     assert all(map(torch.equal, first, problem.results("ours", "decode")["logits"]))
 
 
+@pytest.mark.long
 def test_compiled_decoding(tmp_path):
     problem = make_problem(tmp_path / "model.gguf")
     for name, plain in packed_models.COMPILED.items():
@@ -124,6 +125,7 @@ def test_work_by_hand(tmp_path):
     assert linear.work("decode").bytes == pytest.approx(expected)
 
 
+@pytest.mark.long
 def test_page_plot_and_report(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(llama, "_MODULES", dict.fromkeys((LLAMA, IK), "not_a_package"))
     arguments = "--layers 2 --experts 8 --vocabulary 512 --tokens 24 --threads 1 --rounds 2"
