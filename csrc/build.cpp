@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "cpu/gemm/kernel_table.h"
 #include "cpu/isa.h"
 #include "cpu/memory.h"
-#include "cpu/selection.h"
 #include "errors.h"
 #include "kernels/machine.h"
 

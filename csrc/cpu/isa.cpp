@@ -8,8 +8,8 @@
 #include <string>
 
 #include "../kernels/machine.h"
+#include "gemm/kernel_table.h"
 #include "processor.h"
-#include "selection.h"
 
 namespace moe_ext::cpu {
 namespace {

@@ -6,8 +6,8 @@
 
 #include "../../kernels/machine.h"
 #include "../../kernels/types.h"
-#include "../selection.h"
 #include "../vectorize.h"
+#include "kernel_table.h"
 #include "unpacking.h"
 
 namespace moe_ext::cpu {

@@ -11,7 +11,7 @@
 
 #include "../../kernels/types.h"
 #include "../../math/integers.h"
-#include "../selection.h"
+#include "kernel_table.h"
 
 namespace moe_ext::cpu {
 

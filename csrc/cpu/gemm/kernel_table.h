@@ -1,4 +1,4 @@
-// The selection of GEMM kernels, as one table. It also selects the instruction set.
+// The table that selects GEMM kernels. It also selects the instruction set.
 //
 // All kernels of a type on a processor compute the same sums in the same order, so a row has the
 // same result with any number of other rows. Only this allows to select by the number of rows. For
@@ -10,9 +10,9 @@
 #include <limits>
 #include <span>
 
-#include "../kernels/export.h"
-#include "isa.h"
-#include "processor.h"
+#include "../../kernels/export.h"
+#include "../isa.h"
+#include "../processor.h"
 
 namespace moe_ext::cpu {
 

@@ -1,4 +1,4 @@
-#include "selection.h"
+#include "kernel_table.h"
 
 #include <algorithm>
 #include <iterator>
