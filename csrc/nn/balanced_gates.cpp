@@ -71,7 +71,6 @@ void initialize(Thresholds& level, const Tensor& mth_score) {
   const auto lower = (start * (1 - eps) - least).to(type);
   const auto rounded = start.to(type);
   start = at::where(rounded < mth_score, rounded, lower);
-  // Module::to(dtype) converts the flag too, so it may not be bool.
   const auto keeps = level.initialized.logical_or(finite.logical_not());
   auto& threshold = level.threshold;
   threshold.copy_(at::where(keeps, threshold, start.view_as(threshold)));
@@ -162,6 +161,13 @@ Routing routing_of(const Tensor& gates, const Tensor& expert_index, const Tensor
   return routing;
 }
 
+// Moves a gate as Module::to does, but keeps its flags bool. Module::to converts every buffer.
+template <typename... Target>
+void move(torch::nn::Module& gate, std::initializer_list<Tensor*> flags, Target... target) {
+  gate.torch::nn::Module::to(target...);
+  for (Tensor* flag : flags) flag->set_data(flag->to(torch::kBool));
+}
+
 }  // namespace
 
 BalancedGateOptions::BalancedGateOptions(int64_t d_model, int64_t num_experts, int64_t k)
@@ -189,6 +195,18 @@ void BalancedGateImpl::pretty_print(std::ostream& stream) const {
   stream << std::boolalpha << "moe_ext::nn::BalancedGate(d_model=" << d_model()
          << ", num_experts=" << num_experts() << ", k=" << k()
          << ", detach_scores=" << options.detach_scores() << ")";
+}
+
+void BalancedGateImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  move(*this, {&initialized}, device, dtype, non_blocking);
+}
+
+void BalancedGateImpl::to(torch::Dtype dtype, bool non_blocking) {
+  move(*this, {&initialized}, dtype, non_blocking);
+}
+
+void BalancedGateImpl::to(torch::Device device, bool non_blocking) {
+  move(*this, {&initialized}, device, non_blocking);
 }
 
 Routing BalancedGateImpl::forward(const Tensor& x) {
@@ -241,6 +259,18 @@ void HierarchicalBalancedGateImpl::pretty_print(std::ostream& stream) const {
          << ", num_groups=" << options.num_groups()
          << ", experts_per_group=" << options.experts_per_group() << ", k=" << tuple_of(options.k())
          << ", detach_scores=" << options.detach_scores() << ")";
+}
+
+void HierarchicalBalancedGateImpl::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  move(*this, {&initialized, &initialized_secondary}, device, dtype, non_blocking);
+}
+
+void HierarchicalBalancedGateImpl::to(torch::Dtype dtype, bool non_blocking) {
+  move(*this, {&initialized, &initialized_secondary}, dtype, non_blocking);
+}
+
+void HierarchicalBalancedGateImpl::to(torch::Device device, bool non_blocking) {
+  move(*this, {&initialized, &initialized_secondary}, device, non_blocking);
 }
 
 Routing HierarchicalBalancedGateImpl::forward(const Tensor& x) {

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <sstream>
 
 namespace {
 
@@ -240,6 +242,35 @@ TEST(SelectionBias, StaysPrecise) {
   EXPECT_TRUE((gate->selection_bias != 1).any().item<bool>());
   layer->to(torch::kCPU, torch::kDouble);
   EXPECT_EQ(gate->selection_bias.scalar_type(), torch::kDouble);
+}
+
+// Module::to converts every buffer, but a file with flags that are not bool loses them.
+TEST(FlagsOfBalancedGates, StayBool) {
+  const HierarchicalBalancedGateOptions two_levels(D, 3, 2, {1, 2});
+  for (const auto& make : std::vector<std::function<MoE()>>{
+           [] { return MoE(with_gate(BalancedGate(BalancedGateOptions(D, 6, 2)))); },
+           [&] { return MoE(with_gate(HierarchicalBalancedGate(two_levels))); }}) {
+    MoE layer = make();
+    layer->to(torch::kDouble);
+    layer->forward(torch::randn({12, D}, torch::kDouble));
+    layer->to(torch::kCPU, torch::kBFloat16);
+    layer->to(torch::kCPU);
+    layer->to(torch::kFloat);
+    {
+      torch::NoGradGuard guard;
+      for (const auto& parameter : layer->parameters()) parameter.fill_(0.25);
+    }
+    std::stringstream file;
+    torch::save(layer, file);
+    MoE loaded = make();
+    torch::load(loaded, file);
+    loaded->forward(torch::randn({12, D}));  // sets no thresholds
+    expect_same_bits(state_dict(*loaded), state_dict(*layer));
+    for (const auto& flag : loaded->buffers()) {
+      EXPECT_EQ(flag.scalar_type(), torch::kBool);
+      EXPECT_TRUE(flag.item<bool>());
+    }
+  }
 }
 
 // In training, the experts of a strictly balanced gate take the tokens with the largest scores.

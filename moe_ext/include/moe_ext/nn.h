@@ -361,6 +361,10 @@ class MOE_EXT_API BalancedGateImpl : public torch::nn::Cloneable<BalancedGateImp
   void reset() override;
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
+  // Move the parameters and buffers, but keep the flag `initialized` bool.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
   Routing forward(const Tensor& x) override;
 
   BalancedGateOptions options;
@@ -399,6 +403,10 @@ class MOE_EXT_API HierarchicalBalancedGateImpl
   void reset() override;
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
+  // Move the parameters and buffers, but keep the flags bool.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
   Routing forward(const Tensor& x) override;
 
   HierarchicalBalancedGateOptions options;
